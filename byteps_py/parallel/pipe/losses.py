@@ -30,6 +30,7 @@ class Losses:
 
     function: LossFunction | None
     weight: float
+    may_count: bool = True  # the function may return (sum, count)
     total: float = 0.0
     count: float = 0.0
     counted: int = 0  # parts whose loss is a sum with a count
@@ -41,6 +42,8 @@ class Losses:
         found = self.function(output, target)
         is_counted = isinstance(found, tuple) and len(found) == 2
         loss, count = found if isinstance(found, tuple) and is_counted else (found, 1)
+        if is_counted and not self.may_count:
+            raise UsageError("the schedule changes weights before all parts are counted: return the mean of each part")
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise UsageError(
                 "the loss function returns one number as a tensor, the mean over the micro-batch, or (sum, count); not "

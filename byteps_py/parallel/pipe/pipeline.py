@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,15 +16,17 @@ from byteps_py.parallel.pipe.checker import check
 from byteps_py.parallel.pipe.connections import SkipNames, connections_of
 from byteps_py.parallel.pipe.layout import Layout
 from byteps_py.parallel.pipe.losses import Losses, LossFunction, Outcome
-from byteps_py.parallel.pipe.program import Action, ActionKind, Program
+from byteps_py.parallel.pipe.program import Action, ActionKind, Program, WeightRule
 from byteps_py.parallel.pipe.replicas import ReplicatedParameters
 from byteps_py.parallel.pipe.runner import ChannelKey, Runner, StepData
 from byteps_py.parallel.pipe.schedules import make
 from byteps_py.parallel.pipe.skips import declared
 from byteps_py.parallel.pipe.split import split
 from byteps_py.parallel.pipe.stage import MAIN, Stage
+from byteps_py.parallel.pipe.stale_steps import StaleSteps
 from byteps_py.parallel.pipe.transfers import Ends, ReceivingChannel, SendingChannel
 from byteps_py.parallel.pipe.trees import cut
+from byteps_py.parallel.pipe.weight_versions import EndlessActions, WeightVersions
 
 
 class Pipeline:
@@ -83,22 +85,26 @@ class Pipeline:
             raise UsageError(f"worker {layout.worker} holds stage {missing[0]}, but its module is None")
         #: The modules of this rank, by the number of the stage. A stage of two pipes is the same module.
         self.stages = {stage: module for _, stage in own if (module := modules[stage]) is not None}
-        is_split = isinstance(model, nn.Module)
-        self._names = {
-            stage: {name if is_split else f"{stage}.{name}": one for name, one in module.named_parameters()}
-            for stage, module in self.stages.items()
-        }
+        self._is_split = isinstance(model, nn.Module)
         self._device = next((one.device for one in self.parameters()), torch.device("cpu"))
         self._workers = layout.group_of_workers()
         self._all = layout.group_of(range(layout.workers)) or self._workers
         self._connections = connections_of(self._skips(modules))
         self._runner = self._new_runner(own, recompute)
-        self._replicas, self._tied, self._first_holder = self._replicated(modules, is_split)
+        self._replicas, self._tied, self._first_holder = self._replicated(modules)
         self._ends_stage = self._ends_of_stages() if eager else {}
+        self._stale = self._new_stale_steps() if schedule.rule is not WeightRule.SYNCHRONOUS else None
 
     # ---- training ------------------------------------------------------------------------------------------
 
-    def step(self, inputs: Any, targets: Any, loss_fn: LossFunction, scale: float = 1.0) -> torch.Tensor:
+    def step(
+        self,
+        inputs: Any,
+        targets: Any,
+        loss_fn: LossFunction,
+        scale: float = 1.0,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> torch.Tensor:
         """Forward and backward passes of all micro-batches; returns the loss, on all ranks. Gradients are added to
         those that parameters have.
 
@@ -110,9 +116,15 @@ class Pipeline:
             loss_fn: (output, target) of a micro-batch -> its mean loss; or (sum, count), if micro-batches have
                 different numbers of tokens: the loss is then the sum over all of them by the sum of the counts.
             scale: the gradients are multiplied by it (torch.amp.GradScaler.get_scale()), the loss is not.
+            optimizer: for pipedream and pipedream-2bw, which change the weights themselves: of this rank's parameters.
+                Their passes overlap with those of the next step, so call ``flush`` after the last one.
 
         Raises PipelineError on all ranks if a stage raises, and the errors of the backend.
         """
+        if self._stale is not None:
+            return self._stale_step(inputs, targets, loss_fn, optimizer)
+        if optimizer is not None:
+            raise UsageError(f"{self.program.name}: call optimizer.step() after step(); it takes no optimizer")
         before = [(parameter, parameter.grad) for parameter in self.parameters()]
         for parameter, _ in before:
             parameter.grad = None
@@ -126,6 +138,14 @@ class Pipeline:
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
         return outcome.loss
+
+    def flush(self) -> None:
+        """The backward passes and updates that earlier steps of pipedream or pipedream-2bw have left. Parts of a batch
+        that is not complete change nothing."""
+        if self._stale is not None:
+            data = StepData()
+            self._stale.flush(self._runner, data)
+            self._outcome(data, Losses(None, 1.0))
 
     def evaluate(self, inputs: Any, targets: Any, loss_fn: LossFunction) -> torch.Tensor:
         """The loss of forward passes only, on all ranks; see ``step``. Call ``eval()`` before, as for any module."""
@@ -143,19 +163,35 @@ class Pipeline:
 
     # ---- the module ----------------------------------------------------------------------------------------
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those of this rank's stages, each once, by their names in the model. If the stages were given as a list, the
-        number of the stage comes first: "2.weight"."""
+    def named_parameters(self, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those of this rank's stages by their names in the model. If the stages were given as a list, the number of
+        the stage comes first: "2.weight". ``remove_duplicate``: each parameter once, by its first name."""
         seen: set[int] = set()
         for stage in sorted(self.stages):
-            for name, parameter in self._names[stage].items():
-                if id(parameter) not in seen:
+            for name, parameter in self.stages[stage].named_parameters(remove_duplicate=remove_duplicate):
+                if id(parameter) not in seen or not remove_duplicate:
                     seen.add(id(parameter))
-                    yield name, parameter
+                    yield self._prefix(stage) + name, parameter
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Those of this rank's stages, each once: for an optimizer."""
         return (parameter for _, parameter in self.named_parameters())
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The parameters and buffers of this rank's stages, by their names in the model. checkpoint.py saves them."""
+        return {
+            self._prefix(stage) + name: tensor
+            for stage, module in self.stages.items()
+            for name, tensor in module.state_dict().items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """``state``: at least what ``state_dict`` returns, as that of the whole model. Raises UsageError."""
+        if missing := sorted(set(self.state_dict()) - set(state)):
+            raise UsageError(f"the state has no {missing[0]!r}")
+        for stage, module in self.stages.items():
+            prefix = self._prefix(stage)
+            module.load_state_dict({name: state[prefix + name] for name in module.state_dict()})
 
     def train(self, mode: bool = True) -> Pipeline:
         """As nn.Module.train()."""
@@ -219,21 +255,37 @@ class Pipeline:
         for replicas in whole:
             replicas.finish()
 
+    def _stale_step(
+        self, inputs: Any, targets: Any, loss_fn: LossFunction, optimizer: torch.optim.Optimizer | None
+    ) -> torch.Tensor:
+        if self._stale is None or optimizer is None:
+            raise UsageError(f"{self.program.name} changes weights within a step: give the optimizer to step()")
+        self._stale.optimizer = optimizer
+        losses = Losses(loss_fn, 1.0 / (self._stale.versions.batch * self._layout.copies), may_count=False)
+        data = self._data(inputs, targets, losses, self._stale.parts)
+        self._stale.run(self._runner, data, self.program.micro_batches)
+        try:
+            return self._outcome(data, losses).loss
+        except PipelineError:
+            self._stale.fail(self._runner, StepData())
+            raise
+
     def _run_forward(self, data: StepData) -> None:
         own = self.program.workers[self._layout.worker]
         with torch.no_grad():
             self._runner.run([action for action in own if action.kind is ActionKind.FORWARD], data)
         self._runner.finish()
 
-    def _data(self, inputs: Any, targets: Any, losses: Losses | None) -> StepData:
-        """The batch in parts. An error goes to all ranks, which must not wait for this one."""
+    def _data(self, inputs: Any, targets: Any, losses: Losses | None, first: int = 0) -> StepData:
+        """The batch in parts, numbered from ``first`` on. An error goes to all ranks, which must not wait for this
+        one."""
         data, each, own = StepData(), self.program.parts_of_micro_batch, set(self.stages)
         try:
             if 0 in own:
-                data.inputs = parts_of(inputs, self.program.micro_batches, each, "inputs")
+                data.inputs = dict(enumerate(parts_of(inputs, self.program.micro_batches, each, "inputs"), first))
             if losses is not None and self.program.stages - 1 in own:
                 pieces = parts_of(targets, self.program.micro_batches, each, "targets")
-                data.loss_of = lambda output, part: losses.of(output, pieces[part])
+                data.loss_of = lambda output, part: losses.of(output, pieces[part - first])
         except UsageError as error:
             data.fail(error)
         return data
@@ -254,6 +306,10 @@ class Pipeline:
             raise PipelineError("; ".join(one for one in said if one)) from data.error
         loss = torch.tensor(total / count if count else 0.0, dtype=torch.float64, device=self._device)
         return Outcome(loss, count, bool(counted))
+
+    def _prefix(self, stage: int) -> str:
+        """Of the names of a stage's parameters."""
+        return "" if self._is_split else f"{stage}."
 
     # ---- setting up ----------------------------------------------------------------------------------------
 
@@ -294,18 +350,21 @@ class Pipeline:
         return Runner(stages, self._connections, sending, receiving, self.program.stages - 1)
 
     def _replicated(
-        self, modules: Sequence[nn.Module | None], is_split: bool
+        self, modules: Sequence[nn.Module | None]
     ) -> tuple[dict[int, ReplicatedParameters], list[ReplicatedParameters], dict[str, int]]:
         """The parameters of each stage with copies, those that stages share, and the first worker that holds each
         parameter of this rank. All ranks make the groups in the same order."""
         workers_of = [
             frozenset(holders[stage] for holders in self.program.holders) for stage in range(self.program.stages)
         ]
-        shared = _shared(modules) if is_split else {}
+        shared = _shared(modules) if self._is_split else {}
         replicas: dict[int, ReplicatedParameters] = {}
         first_holder: dict[str, int] = {}
         for stage, workers in enumerate(workers_of):
-            names = {name: one for name, one in self._names.get(stage, {}).items() if id(one) not in shared}
+            names: dict[str, nn.Parameter] = {}
+            if stage in self.stages:
+                own = self.stages[stage].named_parameters()
+                names = {self._prefix(stage) + name: one for name, one in own if id(one) not in shared}
             first_holder |= dict.fromkeys(names, min(workers))
             group = self._layout.group_of(workers)
             if group is not None:
@@ -327,6 +386,20 @@ class Pipeline:
                 )
                 tied[-1].broadcast(self._layout.rank_of_first(workers))
         return replicas, tied, first_holder
+
+    def _new_stale_steps(self) -> StaleSteps:
+        program, worker = self.program, self._layout.worker
+        batch = 1 if program.rule is WeightRule.STASHED else program.micro_batches
+        if batch > 1 and batch < self._layout.workers:
+            raise UsageError(
+                f"{program.name} needs as many micro-batches as workers ({self._layout.workers}) or more, not {batch}"
+            )
+        if self._tied:
+            raise UsageError(f"{program.name}: stages that share the parameter {self._tied[0].names[0]!r} would differ")
+        ((stage, module),) = self.stages.items()
+        versions = WeightVersions(module, program.rule, batch)
+        endless = EndlessActions(stage, self._layout.workers - worker)
+        return StaleSteps(self._layout.workers, endless, versions, self._replicas.get(stage))
 
     def _ends_of_stages(self) -> dict[int, int]:
         """The position of each stage's last backward action on this worker: where its gradients can be summed."""

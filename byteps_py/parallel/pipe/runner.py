@@ -26,6 +26,8 @@ from byteps_py.parallel.pipe.trees import flatten
 #: Actions whose receives are posted while an earlier one computes.
 _AHEAD = 2
 
+#: How to call the module for a part.
+ApplyFor = Callable[[int], Apply]
 Place = tuple[int, int]  # (pipe, stage)
 #: (pipe, connection, whether it is for gradients)
 ChannelKey = tuple[int, Connection, bool]
@@ -37,7 +39,7 @@ class StepData:
     last, stage. ``loss_of``: (output, part) -> the loss whose backward pass begins there; None: there are no targets,
     and the outputs of the last stage are kept in ``outputs``."""
 
-    inputs: Sequence[Any] = ()
+    inputs: Mapping[int, Any] = field(default_factory=dict)
     loss_of: Callable[[Any, int], torch.Tensor] | None = None
     outputs: dict[int, Any] = field(default_factory=dict)
     error: Exception | None = None
@@ -68,7 +70,8 @@ class Runner:
         self._handed_over: dict[tuple[ChannelKey, int], Any] = {}  # between stages of this worker
         #: How many gradients come back on a connection for a part.
         self._due: dict[tuple[int, Connection, int], int] = {}
-        self._sent: list[tuple[dist.Work, torch.Tensor]] = []
+        self._sent: list[tuple[dist.Work, torch.Tensor]] = []  # since the last ``finish``
+        self._earlier: list[list[tuple[dist.Work, torch.Tensor]]] = []  # before it, oldest first
         self._following: Sequence[Action] = ()
 
     def run(
@@ -76,15 +79,15 @@ class Runner:
         actions: Sequence[Action],
         data: StepData,
         after: Callable[[int, Action], None] = lambda position, action: None,
-        apply_for: Callable[[Action], Apply] = lambda action: call,
+        apply_for: ApplyFor = lambda part: call,
     ) -> None:
-        """Carry out ``actions``. ``after``: called after each one, also after a failure. ``apply_for``: how to call the
-        module. An exception of a stage goes to ``data``; raises the errors of the backend."""
+        """Carry out ``actions``. ``after``: called after each one, also after a failure. An exception of a stage goes
+        to ``data``; raises the errors of the backend."""
         for position, action in enumerate(actions):
             self._following = actions[position + 1 : position + 1 + _AHEAD]
             for part in action.parts:
                 if action.kind is ActionKind.FORWARD:
-                    self._forward(action.pipe, action.stage, part, data, apply_for(action))
+                    self._forward(action.pipe, action.stage, part, data, apply_for)
                 else:
                     self._backward(action.pipe, action.stage, part, data)
             after(position, action)
@@ -93,23 +96,28 @@ class Runner:
             for stage in self._stages.values():
                 stage.forget()
 
-    def finish(self) -> None:
-        """Wait until everything is sent. Raises the errors of the backend."""
-        for work, _ in self._sent:
-            work.wait()
-        self._sent.clear()
+    def finish(self, unfinished: int = 0) -> None:
+        """Wait until everything is sent, except since the last ``unfinished`` calls of this method: others may take
+        that in their next steps only. Raises the errors of the backend."""
+        self._earlier.append(self._sent)
+        self._sent = []
+        while len(self._earlier) > unfinished:
+            for work, _ in self._earlier.pop(0):
+                work.wait()
 
     # ---- forward and backward ----------------------------------------------------------------------------
 
-    def _forward(self, pipe: int, stage: int, part: int, data: StepData, apply: Apply) -> None:
+    def _forward(self, pipe: int, stage: int, part: int, data: StepData, apply_for: ApplyFor) -> None:
         inputs: Values = {}
         for connection in self._to[stage]:
             value = inputs[connection.name] = self._take((pipe, connection, False), part)
-            self._due[pipe, connection, part] = _gradients_for(value)
-        outputs = self._computed(data, inputs.values(), lambda: self._outputs(pipe, stage, part, inputs, data, apply))
+            self._note(pipe, connection, part, value)
+        outputs = self._computed(
+            data, inputs.values(), lambda: self._outputs(pipe, stage, part, inputs, data, apply_for(part))
+        )
         for connection in self._from[stage]:
             value = FAILED if outputs is None else outputs[connection.name]
-            self._due[pipe, connection, part] = _gradients_for(value)
+            self._note(pipe, connection, part, value)
             self._give((pipe, connection, False), part, value)
 
     def _outputs(self, pipe: int, stage: int, part: int, inputs: Values, data: StepData, apply: Apply) -> Values:
@@ -172,8 +180,9 @@ class Runner:
         else:
             self._sent += channel.send(value)
 
-
-def _gradients_for(value: Any) -> int:
-    if isinstance(value, WorkerFailed):
-        return 0
-    return sum(tensor.requires_grad for tensor in flatten(value)[0])
+    def _note(self, pipe: int, connection: Connection, part: int, value: Any) -> None:
+        """How many gradients come back for ``value``."""
+        if torch.is_grad_enabled():
+            is_there = not isinstance(value, WorkerFailed)
+            count = sum(tensor.requires_grad for tensor in flatten(value)[0]) if is_there else 0
+            self._due[pipe, connection, part] = count

@@ -1,0 +1,500 @@
+"""Pipelines on real processes beside the same training in one process. Arguments: the number of data-parallel copies,
+and the names of cases. Prints "NAME: right" on each rank."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pipe_models import HIDDEN, gpt, next_token_loss, perceptrons, tokens
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+import byteps_py as bps
+from byteps_py.errors import PipelineError, UsageError
+from byteps_py.parallel.pipe import checkpoint
+
+CLOSE = 1e-12
+mse = nn.functional.mse_loss
+Case = Callable[[], None]
+CASES: dict[str, Case] = {}
+
+
+def case(function: Case) -> Case:
+    CASES[function.__name__] = function
+    return function
+
+
+def workers() -> int:
+    return dist.get_world_size() // COPIES
+
+
+def mesh() -> Any:
+    return init_device_mesh("cpu", (COPIES, workers()), mesh_dim_names=("dp", "pp"))
+
+
+def own(batch: torch.Tensor) -> torch.Tensor:
+    """The part of this data-parallel copy."""
+    return batch.chunk(COPIES)[dist.get_rank() // workers()]
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(1)
+
+
+def check_same(pipe: bps.parallel.Pipeline, reference: nn.Module, what: str, gradients: bool) -> None:
+    expected = dict(reference.named_parameters(remove_duplicate=False))
+    for name, parameter in pipe.named_parameters():
+        one, other = (parameter.grad, expected[name].grad) if gradients else (parameter, expected[name])
+        if one is None or other is None:
+            assert one is other, f"{what}: {name} has a gradient on one side only"
+        else:
+            difference = (one - other).abs().max().item()
+            assert difference <= CLOSE, f"{what}: {name} differs by {difference}"
+
+
+def train_beside_one_process(name: str, micro_batches: int, **options: Any) -> None:
+    """Five steps of a GPT with tied embeddings: gradients after each, and weights after the last."""
+    blocks = max(2, workers() * options.get("chunks", 1) - 2)
+    pipe = bps.parallel.Pipeline(gpt(blocks), name, micro_batches, mesh(), **options)
+    reference = gpt(blocks)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (pipe, reference)]
+    rng, pieces = generator(), COPIES * micro_batches
+    for step in range(5):
+        inputs, targets = tokens(rng, 2 * pieces), tokens(rng, 2 * pieces)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss = pipe.step(own(inputs), own(targets), next_token_loss)
+        expected = 0.0
+        for one, other in zip(inputs.chunk(pieces), targets.chunk(pieces), strict=True):
+            part = next_token_loss(reference(one), other) / pieces
+            part.backward()
+            expected += part.item()
+        assert abs(loss.item() - expected) <= CLOSE, (loss.item(), expected)
+        check_same(pipe, reference, f"step {step}", gradients=True)
+        for optimizer in optimizers:
+            optimizer.step()
+    check_same(pipe, reference, "after five steps", gradients=False)
+
+
+def schedules() -> list[tuple[str, int, dict[str, Any]]]:
+    p = workers()
+    found: list[tuple[str, int, dict[str, Any]]] = [
+        ("gpipe", 3, {}),
+        ("dapple", 2 * p, {}),
+        ("dapple", p + 1, {"warmup": "B", "recompute": True}),
+        ("dapple", 1, {}),  # fewer micro-batches than workers
+        ("interleaved", 2 * p, {"chunks": 2}),
+        ("interleaved", 2 * p + 1, {"chunks": 2, "consecutive": p + 1}),
+        ("interleaved", max(1, p - 1), {"chunks": 2}),
+        ("gems", 3, {}),
+    ]
+    if p % 2 == 0:
+        found += [
+            ("chimera", p, {}),
+            ("chimera", 2 * p, {"eager": False}),
+            ("chimera", 2 * p, {"more": "doubling"}),
+            ("chimera", p, {"more": "halving"}),
+        ]
+    if p % 4 == 0:
+        found.append(("chimera", p, {"pipes": 4}))
+    return found
+
+
+@case
+def equal() -> None:
+    for name, micro_batches, options in schedules():
+        train_beside_one_process(name, micro_batches, **options)
+
+
+@case
+def stale() -> None:
+    """Beside the rules of PipeDream and PipeDream-2BW in one process, bit for bit."""
+    p = workers()
+    for name, micro_batches, steps in (("pipedream", 4, 3), ("pipedream", 1, 2 * p + 1), ("pipedream-2bw", p, 4)):
+        pipe = bps.parallel.Pipeline(perceptrons(p), name, micro_batches, mesh())
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.5)
+        rng = generator()
+        batches = [
+            tuple(torch.randn(2 * micro_batches * COPIES, HIDDEN, generator=rng) for _ in range(2))
+            for _ in range(steps)
+        ]
+        losses = [pipe.step(own(x), own(y), mse, optimizer=optimizer).item() for x, y in batches]
+        pipe.flush()
+        reference, expected = emulated(name, micro_batches, batches)
+        check_same(pipe, reference, name, gradients=False)
+        assert all(abs(one - other) <= CLOSE for one, other in zip(losses, expected, strict=True)), name
+
+
+def emulated(name: str, micro_batches: int, batches: list[Any]) -> tuple[nn.Module, list[float]]:
+    """(model, loss of each step) by the rule of a schedule."""
+    p = workers()
+    model = perceptrons(p)
+    stages = bps.parallel.split(model, p)
+    optimizers = [torch.optim.SGD(stage.parameters(), lr=0.1, momentum=0.5) for stage in stages]
+    history = [[{name: one.detach().clone() for name, one in stage.named_parameters()} for stage in stages]]
+    parts = [[part.chunk(micro_batches) for tensor in batch for part in tensor.chunk(COPIES)] for batch in batches]
+    updates: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
+    for step in parts:
+        each = [[(step[copy][m], step[COPIES + copy][m]) for copy in range(COPIES)] for m in range(micro_batches)]
+        updates += each if name == "pipedream" else [[pair for some in each for pair in some]]
+    losses = []
+    for t, pairs in enumerate(updates):
+        versions = [max(t - (p - r) + 1, 0) if name == "pipedream" else max(t - 1, 0) for r in range(p)]
+        leaves = [
+            {name: one.clone().requires_grad_() for name, one in history[version][r].items()}
+            for r, version in enumerate(versions)
+        ]
+        whole = 0.0
+        for x, y in pairs:
+            for stage, some in zip(stages, leaves, strict=True):
+                x = torch.func.functional_call(stage, some, (x,))
+            loss = mse(x, y) / len(pairs)
+            loss.backward()
+            whole += loss.item()
+        losses.append(whole)
+        for stage, some, optimizer in zip(stages, leaves, optimizers, strict=True):
+            for name_, one in stage.named_parameters():
+                one.grad = some[name_].grad
+            optimizer.step()
+        history.append([{n: one.detach().clone() for n, one in stage.named_parameters()} for stage in stages])
+    each = len(losses) // len(batches)
+    return model, [sum(losses[first : first + each]) / each for first in range(0, len(losses), each)]
+
+
+class Structured(nn.Module):
+    """Passes tensors of several dtypes on, in a nested structure."""
+
+    def __init__(self, is_first: bool, is_last: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(HIDDEN, HIDDEN)
+        self.is_first, self.is_last = is_first, is_last
+
+    def forward(self, value: Any) -> Any:
+        if self.is_first:
+            value = {"x": value, "kept": (value.detach().float(), torch.arange(value.shape[0])), "count": 0}
+        assert value["kept"][0].dtype is torch.float32
+        x = torch.tanh(self.linear(value["x"])) + value["kept"][0].mean() + value["kept"][1].sum()
+        return x if self.is_last else {**value, "x": x, "count": value["count"] + 1}
+
+
+@case
+def structures() -> None:
+    """Several tensors in nested structures, of other shapes for each micro-batch and step."""
+    p = workers()
+    torch.manual_seed(0)
+    reference = nn.Sequential(*(Structured(stage == 0, stage == p - 1) for stage in range(p)))
+    stages = [Structured(stage == 0, stage == p - 1) for stage in range(p)]
+    for stage, layer in zip(stages, reference, strict=True):
+        stage.load_state_dict(layer.state_dict())
+    pipe = bps.parallel.Pipeline(stages, "dapple", 3, mesh())
+    rng = generator()
+    for sizes in ((1, 2, 3), (1, 2, 3), (1, 2, 3), (3, 1, 2), (2, 2, 2)):
+        batch = [torch.randn(size, HIDDEN, generator=rng) for _ in range(COPIES) for size in sizes]
+        mine = batch[dist.get_rank() // p * 3 :][:3]
+        pipe.step(mine, mine, mse)
+        for x in batch:
+            (mse(reference(x), x) / len(batch)).backward()
+    check_same(pipe, reference, "structures", gradients=True)
+
+
+class Stashing(nn.Module):
+    stashes = ("early",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bps.parallel.stash("early", torch.tanh(x))
+        return self.linear(x)  # type: ignore[no-any-return]
+
+
+class Popping(nn.Module):
+    pops = ("early",)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + bps.parallel.pop("early")
+
+
+@case
+def skips() -> None:
+    """A skip connection past the stages in between, and one inside a stage."""
+
+    def model() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(HIDDEN, HIDDEN), Stashing(), *perceptrons(workers()), Popping())
+
+    for name in ("dapple", "chimera"):
+        if name == "chimera" and workers() % 2:
+            continue
+        torch.manual_seed(0)
+        reference = model()
+        cut = model()
+        cut.load_state_dict(reference.state_dict())
+        pipe = bps.parallel.Pipeline(cut, name, 2 * workers(), mesh(), recompute=name == "dapple")
+        x = torch.randn(2 * workers() * COPIES, HIDDEN, generator=generator())
+        pipe.step(own(x), own(x), mse)
+        mse(reference(x), x).backward()
+        check_same(pipe, reference, "skips", gradients=True)
+
+
+class Raising(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls_left = -1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls_left -= 1
+        if self.calls_left == 0:
+            raise ArithmeticError("this stage can't go on")
+        return x
+
+
+@case
+def raises() -> None:
+    """A stage that raises, and a batch that can't be cut, end the step on all ranks; the next step is right."""
+    p = workers()
+    for name in ("gpipe", "dapple", "chimera", "pipedream"):
+        if name == "chimera" and p % 2:
+            continue
+        model = perceptrons(p)
+        for layer in model:
+            layer.append(Raising())  # type: ignore[operator]
+        pipe = bps.parallel.Pipeline(model, name, 2 * p, mesh(), costs=[1, 1, 1] * p)
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        more = {"optimizer": optimizer} if name == "pipedream" else {}
+        x = torch.randn(4 * p, HIDDEN, generator=generator())
+        for victim, calls in ((0, 2), (p - 1, 1), (p // 2, 3)):
+            for stage, module in pipe.stages.items():
+                module[-1][-1].calls_left = calls if stage == victim else -1  # type: ignore[index]
+            with expecting(PipelineError, "ArithmeticError: this stage can't go on"):
+                pipe.step(x, x, mse, **more)
+                pipe.flush()
+        with expecting(PipelineError, "inputs: a tensor with a first dimension of 3 can't be cut"):
+            pipe.step(x[:3], x, mse, **more)
+        optimizer.zero_grad()
+        loss = pipe.step(x, x, mse, **more)
+        pipe.flush()
+        if name != "pipedream":
+            assert abs(loss.item() - mse(perceptrons(p)(x), x).item()) <= CLOSE or name == "stale"
+
+
+@contextlib.contextmanager
+def expecting(kind: type[Exception], text: str) -> Iterator[None]:
+    try:
+        yield
+    except kind as error:
+        assert text in str(error), error
+    else:
+        raise AssertionError(f"nothing was raised; {kind.__name__} expected")
+
+
+@case
+def refused() -> None:
+    """What can't work is an error on all ranks when the pipeline is created."""
+    p = workers()
+    with expecting(UsageError, f"a model of 1 layers can't be cut into {p} stages"):
+        bps.parallel.Pipeline(nn.Sequential(nn.Linear(2, 2)), "gpipe", 2, mesh())
+    with expecting(UsageError, "Linear can't be cut into stages"):
+        bps.parallel.Pipeline(nn.Linear(2, 2), "gpipe", 2, mesh())
+    with expecting(UsageError, "3 stages were given" if p != 3 else "2 stages were given"):
+        bps.parallel.Pipeline([nn.Identity()] * (3 if p != 3 else 2), "gpipe", 2, mesh())
+    with expecting(UsageError, "there is no schedule 'fast'"):
+        bps.parallel.Pipeline(perceptrons(p), "fast", 2, mesh())
+    with expecting(UsageError, "can't be cut at '77'"):
+        bps.parallel.Pipeline(perceptrons(p), "gpipe", 2, mesh(), cuts=["77"] * (p - 1))
+    with expecting(UsageError, "share"):
+        bps.parallel.Pipeline(gpt(p), "pipedream", p, mesh())
+
+
+@case
+def tokens_count() -> None:
+    """A loss that counts: micro-batches with different numbers of tokens weigh as much as they have."""
+
+    def summed(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        flat = target.flatten()
+        return nn.functional.cross_entropy(output.flatten(0, 1), flat, reduction="sum", ignore_index=0), (
+            flat != 0
+        ).sum()
+
+    m = 2 * workers()
+    pipe, reference = bps.parallel.Pipeline(gpt(workers()), "dapple", m, mesh()), gpt(workers())
+    rng = generator()
+    inputs, targets = tokens(rng, COPIES * m), tokens(rng, COPIES * m)
+    targets[targets < 9] = 0
+    loss = pipe.step(own(inputs), own(targets), summed)
+    total, count = summed(reference(inputs), targets)
+    (total / count).backward()
+    assert abs(loss.item() - (total / count).item()) <= CLOSE
+    check_same(pipe, reference, "counted", gradients=True)
+    # Gradients of further steps are added.
+    pipe.step(own(inputs), own(targets), summed)
+    total, count = summed(reference(inputs), targets)
+    (total / count).backward()
+    check_same(pipe, reference, "accumulated", gradients=True)
+
+
+@case
+def clipping() -> None:
+    """The norm over all stages counts each parameter once."""
+    name = "chimera" if workers() % 2 == 0 else "dapple"
+    m = 2 * workers()
+    pipe, reference = bps.parallel.Pipeline(gpt(workers()), name, m, mesh()), gpt(workers())
+    rng = generator()
+    inputs, targets = tokens(rng, COPIES * m), tokens(rng, COPIES * m)
+    for norm_type in (2.0, float("inf"), 1.0):
+        for each in (pipe, reference):
+            for parameter in each.parameters():
+                parameter.grad = None
+        pipe.step(own(inputs), own(targets), next_token_loss)
+        next_token_loss(reference(inputs), targets).backward()
+        norm = pipe.clip_grad_norm_(0.05, norm_type)
+        expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.05, norm_type)
+        assert abs(norm.item() - expected.item()) <= CLOSE
+        check_same(pipe, reference, f"clipped by {norm_type}", gradients=True)
+
+
+@case
+def mixed_precision() -> None:
+    """Autocast in stages; a scaler that skips the step on all ranks if one gradient is infinite."""
+    p = workers()
+    pipe = bps.parallel.Pipeline(perceptrons(p).float(), "dapple", 2, mesh())
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    scaler = ShardedGradScaler(device="cpu", init_scale=256.0, process_group=pipe.group)
+    x = torch.randn(2 * COPIES, HIDDEN, generator=generator(), dtype=torch.float32)
+    weights = [parameter.detach().clone() for parameter in pipe.parameters()]
+    for bad in (True, False):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            pipe.step(own(x), own(x), mse, scale=scaler.get_scale())
+        if bad and dist.get_rank() == 0:
+            next(pipe.parameters()).grad[0] = float("inf")  # type: ignore[index]
+        scaler.step(optimizer)
+        scaler.update()
+        same = [torch.equal(one, other) for one, other in zip(weights, pipe.parameters(), strict=True)]
+        assert all(same) if bad else not any(same), (bad, same)
+    assert scaler.get_scale() == 128.0
+
+
+@case
+def evaluation() -> None:
+    """Forward passes only, also between steps; frozen and empty stages."""
+    p = workers()
+    model = perceptrons(p)
+    for parameter in model[0].parameters():
+        parameter.requires_grad_(False)
+    stages = [*model[:-1], nn.Sequential(*model[-1])]
+    if p > 2:
+        stages[1] = nn.Sequential()  # an empty stage
+    reference = nn.Sequential(*stages)
+    expected = {f"{stage}.{name}": one for stage, each in enumerate(stages) for name, one in each.named_parameters()}
+    pipe = bps.parallel.Pipeline(stages, "dapple", 4, mesh())
+    x = torch.randn(4 * COPIES, HIDDEN, generator=generator())
+    for _ in range(2):
+        loss = pipe.eval().evaluate(own(x), own(x), mse)
+        assert abs(loss.item() - mse(reference(x), x).item()) <= CLOSE
+        outputs = pipe.outputs(own(x))
+        if p - 1 in pipe.stages:
+            whole = torch.cat([outputs[part] for part in range(4)])
+            assert torch.equal(whole, reference(own(x))), "outputs"
+        pipe.train().step(own(x), own(x), mse)
+    assert all(parameter.grad is None for name, parameter in pipe.named_parameters() if name.startswith("0."))
+    assert set(dict(pipe.named_parameters())) <= set(expected)
+
+
+class Counting:
+    """Something that autograd keeps for a backward pass, counted while it lives."""
+
+    alive = most = 0
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        Counting.alive += 1
+        Counting.most = max(Counting.most, Counting.alive)
+
+    def __del__(self) -> None:
+        Counting.alive -= 1
+
+
+@case
+def peaks() -> None:
+    """The most activations that autograd keeps at once are those of the table."""
+    p = workers()
+    for name, micro_batches, options in schedules():
+        if options.get("recompute"):
+            continue
+        torch.manual_seed(0)
+        stages = [nn.Sigmoid() for _ in range(p * options.get("chunks", 1))]
+        pipe = bps.parallel.Pipeline(stages, name, micro_batches, mesh(), **options)
+        each = pipe.program.parts_of_micro_batch
+        x = torch.randn(2 * micro_batches, HIDDEN, requires_grad=True)
+        Counting.most = 0
+        with torch.autograd.graph.saved_tensors_hooks(Counting, lambda kept: kept.tensor):
+            pipe.step([x] * micro_batches if each == 1 else [x[:2]] * micro_batches, [0.0] * micro_batches, first)
+        expected = pipe.program.peak_in_flight()[dist.get_rank() % p]
+        # The sum of the loss keeps nothing; of a halved micro-batch each half is kept.
+        assert each * expected >= Counting.most >= expected, (name, options, Counting.most, expected)
+        if each == 1:
+            assert Counting.most == expected, (name, options, Counting.most, expected)
+
+
+def first(output: torch.Tensor, target: Any) -> torch.Tensor:
+    return output.flatten()[0]
+
+
+@case
+def checkpoints() -> None:
+    """A run goes on with another schedule and other stages, and with another number of workers."""
+    everyone = dist.get_world_size()
+    path = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(path, 0)
+    x, y = tokens(generator(), 8), tokens(generator(), 8)
+    reference = gpt(everyone)
+    expected = torch.optim.Adam(reference.parameters(), lr=0.01)
+    plans: list[tuple[Any, str, dict[str, Any]]] = [
+        (None, "dapple", {}),
+        (None, "interleaved", {"chunks": 2}),
+        (init_device_mesh("cpu", (1, everyone), mesh_dim_names=("dp", "pp")), "gpipe", {"cuts": None}),
+    ]
+    if everyone % 2 == 0:
+        halves = init_device_mesh("cpu", (2, everyone // 2), mesh_dim_names=("dp", "pp"))
+        plans += [(halves, "dapple", {}), (None, "chimera", {})]
+    for number, (grid, name, options) in enumerate(plans):
+        model = gpt(everyone)
+        if number:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.zero_()
+        pipe = bps.parallel.Pipeline(model, name, 4, grid, **options)
+        optimizer = torch.optim.Adam(pipe.parameters(), lr=0.01)
+        if number:
+            checkpoint.load(pipe, path[0], optimizer)
+        for _ in range(2):
+            optimizer.zero_grad()
+            expected.zero_grad()
+            pipe.step(x, y, next_token_loss)
+            next_token_loss(reference(x), y).backward()
+            optimizer.step()
+            expected.step()
+        check_same(pipe, reference, f"{name} after a checkpoint", gradients=False)
+        checkpoint.save(pipe, path[0], optimizer)
+        dist.barrier()
+
+
+if __name__ == "__main__":
+    COPIES = int(sys.argv[1])
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(1)
+    dist.init_process_group(os.environ.get("TEST_BACKEND", "byteps"))
+    for name in sys.argv[2:] or CASES:
+        CASES[name]()
+        print(f"{name}: right", flush=True)
+    dist.destroy_process_group()
