@@ -4,7 +4,6 @@ and the names of cases. Prints "NAME: right" on each rank."""
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 import tempfile
@@ -272,7 +271,7 @@ def raises() -> None:
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
         more = {"optimizer": optimizer} if name == "pipedream" else {}
         x = torch.randn(4 * p, HIDDEN, generator=generator())
-        for victim, calls in ((0, 2), (p - 1, 1), (p // 2, 3)):
+        for victim, calls in ((0, 2), (p - 1, 1), (p // 2, 2)):
             for stage, module in pipe.stages.items():
                 module[-1][-1].calls_left = calls if stage == victim else -1  # type: ignore[index]
             with expecting(PipelineError, "ArithmeticError: this stage can't go on"):
@@ -289,12 +288,12 @@ def raises() -> None:
 
 @contextlib.contextmanager
 def expecting(kind: type[Exception], text: str) -> Iterator[None]:
+    said = ""
     try:
         yield
     except kind as error:
-        assert text in str(error), error
-    else:
-        raise AssertionError(f"nothing was raised; {kind.__name__} expected")
+        said = str(error)
+    assert text in said, said or f"nothing was raised; {kind.__name__} expected"
 
 
 @case
@@ -374,7 +373,7 @@ def mixed_precision() -> None:
     for bad in (True, False):
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
-            pipe.step(own(x), own(x), mse, scale=scaler.get_scale())
+            pipe.step(own(x), own(x), mse, scaler=scaler)
         if bad and dist.get_rank() == 0:
             next(pipe.parameters()).grad[0] = float("inf")  # type: ignore[index]
         scaler.step(optimizer)
@@ -403,8 +402,8 @@ def evaluation() -> None:
         assert abs(loss.item() - mse(reference(x), x).item()) <= CLOSE
         outputs = pipe.outputs(own(x))
         if p - 1 in pipe.stages:
-            whole = torch.cat([outputs[part] for part in range(4)])
-            assert torch.equal(whole, reference(own(x))), "outputs"
+            for part, piece in enumerate(own(x).chunk(4)):
+                assert torch.equal(outputs[part], reference(piece)), "outputs"
         pipe.train().step(own(x), own(x), mse)
     assert all(parameter.grad is None for name, parameter in pipe.named_parameters() if name.startswith("0."))
     assert set(dict(pipe.named_parameters())) <= set(expected)
@@ -457,8 +456,9 @@ def checkpoints() -> None:
     path = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(path, 0)
     x, y = tokens(generator(), 8), tokens(generator(), 8)
-    reference = gpt(everyone)
-    expected = torch.optim.Adam(reference.parameters(), lr=0.01)
+    reference = gpt(2 * everyone)
+    # With the usual eps, Adam would make updates of the rounding errors of gradients that are 0 (biases of keys).
+    expected = torch.optim.Adam(reference.parameters(), lr=0.01, eps=1e-3)
     plans: list[tuple[Any, str, dict[str, Any]]] = [
         (None, "dapple", {}),
         (None, "interleaved", {"chunks": 2}),
@@ -468,15 +468,15 @@ def checkpoints() -> None:
         halves = init_device_mesh("cpu", (2, everyone // 2), mesh_dim_names=("dp", "pp"))
         plans += [(halves, "dapple", {}), (None, "chimera", {})]
     for number, (grid, name, options) in enumerate(plans):
-        model = gpt(everyone)
+        model = gpt(2 * everyone)
         if number:
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.zero_()
         pipe = bps.parallel.Pipeline(model, name, 4, grid, **options)
-        optimizer = torch.optim.Adam(pipe.parameters(), lr=0.01)
+        optimizer = torch.optim.Adam(pipe.parameters(), lr=0.01, eps=1e-3)
         if number:
-            checkpoint.load(pipe, path[0], optimizer)
+            checkpoint.load(pipe, f"{path[0]}/{number - 1}", optimizer)
         for _ in range(2):
             optimizer.zero_grad()
             expected.zero_grad()
@@ -485,7 +485,7 @@ def checkpoints() -> None:
             optimizer.step()
             expected.step()
         check_same(pipe, reference, f"{name} after a checkpoint", gradients=False)
-        checkpoint.save(pipe, path[0], optimizer)
+        checkpoint.save(pipe, f"{path[0]}/{number}", optimizer)
         dist.barrier()
 
 

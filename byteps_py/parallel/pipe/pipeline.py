@@ -80,6 +80,10 @@ class Pipeline:
         #: What each worker does in a step.
         self.program = schedule
         modules = _modules(model, schedule.stages, costs, cuts)
+        shared = _shared(modules) if isinstance(model, nn.Module) else {}
+        if shared and schedule.rule is not WeightRule.SYNCHRONOUS:
+            name = next(iter(shared.values())).names[0]
+            raise UsageError(f"{schedule.name}: stages that share the parameter {name!r} would use different versions")
         own = schedule.stages_of(layout.worker)
         if missing := [stage for _, stage in own if modules[stage] is None]:
             raise UsageError(f"worker {layout.worker} holds stage {missing[0]}, but its module is None")
@@ -91,7 +95,7 @@ class Pipeline:
         self._all = layout.group_of(range(layout.workers)) or self._workers
         self._connections = connections_of(self._skips(modules))
         self._runner = self._new_runner(own, recompute)
-        self._replicas, self._tied, self._first_holder = self._replicated(modules)
+        self._replicas, self._tied, self._first_holder = self._replicated(shared)
         self._ends_stage = self._ends_of_stages() if eager else {}
         self._stale = self._new_stale_steps() if schedule.rule is not WeightRule.SYNCHRONOUS else None
 
@@ -102,7 +106,7 @@ class Pipeline:
         inputs: Any,
         targets: Any,
         loss_fn: LossFunction,
-        scale: float = 1.0,
+        scaler: torch.amp.GradScaler | None = None,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> torch.Tensor:
         """Forward and backward passes of all micro-batches; returns the loss, on all ranks. Gradients are added to
@@ -115,7 +119,8 @@ class Pipeline:
             targets: likewise; workers without a last stage ignore it.
             loss_fn: (output, target) of a micro-batch -> its mean loss; or (sum, count), if micro-batches have
                 different numbers of tokens: the loss is then the sum over all of them by the sum of the counts.
-            scale: the gradients are multiplied by it (torch.amp.GradScaler.get_scale()), the loss is not.
+            scaler: the gradients are multiplied by its scale, the loss is not. All ranks skip a step together if it is
+                a torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler with ``process_group=pipe.group``.
             optimizer: for pipedream and pipedream-2bw, which change the weights themselves: of this rank's parameters.
                 Their passes overlap with those of the next step, so call ``flush`` after the last one.
 
@@ -125,6 +130,7 @@ class Pipeline:
             return self._stale_step(inputs, targets, loss_fn, optimizer)
         if optimizer is not None:
             raise UsageError(f"{self.program.name}: call optimizer.step() after step(); it takes no optimizer")
+        scale = 1.0 if scaler is None else float(scaler.scale(torch.ones((), device=self._device)))
         before = [(parameter, parameter.grad) for parameter in self.parameters()]
         for parameter, _ in before:
             parameter.grad = None
@@ -350,14 +356,13 @@ class Pipeline:
         return Runner(stages, self._connections, sending, receiving, self.program.stages - 1)
 
     def _replicated(
-        self, modules: Sequence[nn.Module | None]
+        self, shared: Mapping[int, Tied]
     ) -> tuple[dict[int, ReplicatedParameters], list[ReplicatedParameters], dict[str, int]]:
         """The parameters of each stage with copies, those that stages share, and the first worker that holds each
         parameter of this rank. All ranks make the groups in the same order."""
         workers_of = [
             frozenset(holders[stage] for holders in self.program.holders) for stage in range(self.program.stages)
         ]
-        shared = _shared(modules) if self._is_split else {}
         replicas: dict[int, ReplicatedParameters] = {}
         first_holder: dict[str, int] = {}
         for stage, workers in enumerate(workers_of):
@@ -394,8 +399,6 @@ class Pipeline:
             raise UsageError(
                 f"{program.name} needs as many micro-batches as workers ({self._layout.workers}) or more, not {batch}"
             )
-        if self._tied:
-            raise UsageError(f"{program.name}: stages that share the parameter {self._tied[0].names[0]!r} would differ")
         ((stage, module),) = self.stages.items()
         versions = WeightVersions(module, program.rule, batch)
         endless = EndlessActions(stage, self._layout.workers - worker)

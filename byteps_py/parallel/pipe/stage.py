@@ -52,7 +52,7 @@ class Stage:
     def forward(self, part: int, inputs: Values, apply: Apply = call) -> Values:
         """The outputs for later stages, detached. ``inputs``: from earlier ones, by name. Tensors among them that
         require gradients are leaves."""
-        leaves = {name: _requiring(value) for name, value in inputs.items()}
+        leaves = {name: _leaves(value) for name, value in inputs.items()}
         outputs = self._run(inputs, apply)
         if torch.is_grad_enabled():
             roots = {name: _requiring(value) for name, value in outputs.items()}
@@ -61,7 +61,7 @@ class Stage:
 
     def loss(self, part: int, inputs: Values, apply: Apply) -> torch.Tensor:
         """The forward pass of the last stage: ``apply`` returns the loss, whose backward pass begins with it."""
-        leaves = {name: _requiring(value) for name, value in inputs.items()}
+        leaves = {name: _leaves(value) for name, value in inputs.items()}
         loss: torch.Tensor = self._run(inputs, apply)[MAIN]
         if torch.is_grad_enabled():
             self._parts[part] = _Part(leaves, {MAIN: [loss]} if loss.requires_grad else {}, apply)
@@ -103,6 +103,11 @@ class Stage:
 
 def _requiring(value: Any) -> list[torch.Tensor]:
     return [tensor for tensor in flatten(value)[0] if tensor.requires_grad]
+
+
+def _leaves(value: Any) -> list[torch.Tensor]:
+    """Those that come from other stages are; a batch may have been computed by the user."""
+    return [tensor for tensor in _requiring(value) if tensor.is_leaf]
 
 
 def _detached(value: Any) -> Any:
