@@ -1,5 +1,5 @@
-"""When a worker may sum the gradients of its stages across their replicas: the other pipes' copies of the stage, and the
-data-parallel ones (Chimera, section 3.2). Pure; any thread."""
+"""When a worker may sum the gradients of its stages across their replicas: the copies of the stage in other pipes, and
+the data-parallel ones (Chimera, section 3.2). Pure; any thread."""
 
 from __future__ import annotations
 
