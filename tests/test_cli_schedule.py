@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from support.documents import commands_of
 
 from byteps_py.cli.__main__ import main
 from byteps_py.cli.schedule import NAMES
@@ -256,3 +258,48 @@ def test_the_warning_goes_to_stderr_and_torch_is_not_imported() -> None:
         "all backward passes\n",
     )
     assert json.loads(done.stdout)["warmup"] == [16] * 4
+
+
+# ---- the page --------------------------------------------------------------------------------------------------
+
+PAGE = (Path(__file__).parent.parent / "docs" / "pipelines.md").read_text()
+SHOWN = [step for block in re.findall(r"```console\n(.*?)```", PAGE, re.DOTALL) for step in commands_of(block)]
+
+
+@pytest.mark.parametrize(("command", "shown"), SHOWN, ids=[command.strip() for command, _ in SHOWN])
+def test_charts_of_the_page(capsys: pytest.CaptureFixture[str], command: str, shown: str) -> None:
+    assert main(command.removeprefix("bps ").split()) == 0
+    chart_, _, figures = capsys.readouterr().out.partition("\n\n")
+    assert shown in (f"{chart_}\n", f"{chart_}\n\n{figures}")
+
+
+def test_the_page_shows_every_schedule() -> None:
+    assert {command.split()[2] for command, _ in SHOWN} | {"pipedream-2bw"} == set(NAMES)
+
+
+#: The rows of the page's table of times: the command, and the part of a model that a stage is.
+TIMES = {
+    "GPipe": ("gpipe", 1),
+    "DAPPLE, warm-up A": ("dapple", 1),
+    "DAPPLE, warm-up B": ("dapple --warmup B", 1),
+    "interleaved, k = 4": ("interleaved --consecutive 4", 2),
+    "interleaved, k = m": ("interleaved --consecutive {m}", 2),
+    "Chimera, direct": ("chimera", 1),
+    "Chimera, doubling, without recomputation": ("chimera --more doubling", 1),
+    "Chimera, halving": ("chimera --more halving", 1),
+    "Chimera, 4 pipes": ("chimera --pipes 4", 1),
+    "GEMS": ("gems", 1),
+}
+
+
+@pytest.mark.parametrize("name", TIMES)
+def test_times_of_the_page(answer: Any, name: str) -> None:
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.splitlines() if line.startswith("|")]
+    ((_, *times, in_flight),) = [row for row in rows if row[0] == name and len(row) == 7]
+    command, chunks = TIMES[name]
+    for shown, (m, p2p) in zip(times, [(4, 0), (8, 0), (8, 0.25), (8, 0.5), (16, 0)], strict=True):
+        arguments = f"{command} -p 4 -m {m} --forward {1 / chunks} --backward {2 / chunks} --p2p {p2p}".format(m=m)
+        result = answer(*arguments.split())
+        assert float(shown) == result["makespan"], (m, p2p)
+        if m == 8:
+            assert in_flight.split(",")[0] == " ".join(map(str, result["peak_in_flight"]))
