@@ -20,7 +20,7 @@ ALLOWED = {
     "launch": set(),
     "session": {"dataplane", "kernels"},
     "scheduler": {"placement", "dataplane"},
-    "cli": {"placement", "scheduler"},
+    "cli": {"placement", "scheduler", "parallel"},
     "server": {"dataplane", "kernels", "runtime", "scheduler.client"},
     "worker": {"dataplane", "kernels", "placement", "runtime", "scheduler.client"},
     "torch": {"kernels", "session"},

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from byteps_py.parallel.pipe.program import Program
-    from byteps_py.parallel.pipe.simulator import Span, Timeline
+    from byteps_py.parallel.pipe.simulator import ScheduleTimeline, Span
 
 NAMES = ("gpipe", "dapple", "interleaved", "chimera", "gems", "pipedream", "pipedream-2bw")
 
@@ -62,6 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
             raise UsageError(f"--{name}={value:g}: a time {'of at least' if name == 'p2p' else 'above'} 0 is needed")
     program = make(arguments.name, arguments.p, arguments.m, **options)
     timeline = simulate(program, Durations(arguments.forward, arguments.backward, arguments.p2p))
+    if timeline.makespan == float("inf"):
+        raise UsageError("the makespan is too large a number: give smaller times")
     if arguments.svg is not None:
         try:
             arguments.svg.write_text(svg_chart(timeline), encoding="utf-8")
@@ -71,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _as_json(timeline: Timeline) -> dict[str, Any]:
+def _as_json(timeline: ScheduleTimeline) -> dict[str, Any]:
     program = timeline.program
     return {
         "schedule": program.name,
@@ -106,7 +108,7 @@ def _entry(program: Program, span: Span) -> dict[str, Any]:
     return entry
 
 
-def _figures(timeline: Timeline) -> str:
+def _figures(timeline: ScheduleTimeline) -> str:
     program = timeline.program
     of = "computing time" if program.idle_of_ideal else "the makespan"
     rows = {

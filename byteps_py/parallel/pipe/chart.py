@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from html import escape
 
 from byteps_py.parallel.pipe.program import Action, ActionKind
-from byteps_py.parallel.pipe.simulator import Span, Timeline
+from byteps_py.parallel.pipe.simulator import ScheduleTimeline, Span
 
 _CHUNKS = "abcdefghijklmnopqrstuvwxyz"
+_MOST_COLUMNS = 20_000  # of text
 _ROW, _LEFT, _TOP, _UNIT = 30, 80, 24, 26
 _COLOURS = {
     ActionKind.FORWARD: ("#8ecae6", "#219ebc", "#bde0fe", "#5fa8d3"),
@@ -17,21 +19,21 @@ _COLOURS = {
 }
 
 
-def text_chart(timeline: Timeline) -> str:
+def text_chart(timeline: ScheduleTimeline) -> str:
     """A row for each worker and a column for each unit of time. "F3" begins the forward pass of micro-batch 3, "B3" the
     backward pass; "==" continues it, ".." is idle time. With several stages of one pipe on a worker, a letter says
-    which: "F3b". Times are rounded to the shortest action."""
+    which: "F3b". A column is as long as the shortest action, unless the chart would be wider than 20,000 columns."""
     program = timeline.program
-    unit = min((span.end - span.start for spans in timeline.spans for span in spans), default=1.0) or 1.0
+    unit = max(_shortest(timeline), timeline.makespan / _MOST_COLUMNS)
     rows = []
     for worker, spans in enumerate(timeline.spans):
         cells: dict[int, str] = {}
         for span in spans:
-            first, end = round(span.start / unit), max(round(span.start / unit) + 1, round(span.end / unit))
+            first, end = _column(span.start / unit), _column(span.end / unit)
             cells |= dict.fromkeys(range(first, end), "==")
             cells[first] = _label(timeline, worker, span.action)
         rows.append(cells)
-    columns = round(timeline.makespan / unit)
+    columns = max((column + 1 for cells in rows for column in cells), default=0)
     width = max([2, *(len(cell) for cells in rows for cell in cells.values())])
     lines = [f"{program.name}: {len(rows)} workers, {program.micro_batches} micro-batches"]
     for worker, cells in enumerate(rows):
@@ -40,10 +42,9 @@ def text_chart(timeline: Timeline) -> str:
     return "\n".join(lines)
 
 
-def svg_chart(timeline: Timeline) -> str:
+def svg_chart(timeline: ScheduleTimeline) -> str:
     """An SVG document. Each pipe has colours of its own."""
-    unit = min((span.end - span.start for spans in timeline.spans for span in spans), default=1.0) or 1.0
-    scale = _UNIT / unit
+    scale = _UNIT / max(_shortest(timeline), timeline.makespan / _MOST_COLUMNS)
     width = _LEFT + timeline.makespan * scale + 10
     height = _TOP + len(timeline.spans) * _ROW + 24
     parts = [
@@ -58,7 +59,7 @@ def svg_chart(timeline: Timeline) -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _rectangle(timeline: Timeline, worker: int, span: Span, y: int, scale: float) -> str:
+def _rectangle(timeline: ScheduleTimeline, worker: int, span: Span, y: int, scale: float) -> str:
     x, width = _LEFT + span.start * scale, (span.end - span.start) * scale
     colours = _COLOURS[span.action.kind]
     colour = colours[span.action.pipe % len(colours)]
@@ -70,7 +71,17 @@ def _rectangle(timeline: Timeline, worker: int, span: Span, y: int, scale: float
     )
 
 
-def _label(timeline: Timeline, worker: int, action: Action) -> str:
+def _shortest(timeline: ScheduleTimeline) -> float:
+    durations = (span.end - span.start for spans in timeline.spans for span in spans)
+    return min((duration for duration in durations if duration > 0), default=1.0)
+
+
+def _column(time: float) -> int:
+    """The nearest one. Halves go up, so that actions at least as long as a column never share one."""
+    return math.floor(time + 0.5 + 1e-9)
+
+
+def _label(timeline: ScheduleTimeline, worker: int, action: Action) -> str:
     program = timeline.program
     stages = [stage for pipe, stage in program.stages_of(worker) if pipe == action.pipe]
     each = program.parts_of_micro_batch

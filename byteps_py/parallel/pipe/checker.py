@@ -71,6 +71,8 @@ def _check_once(program: Program) -> None:
             raise ScheduleError(f"{where}: there is no such stage")
         if program.holders[pipe][stage] != worker:
             raise ScheduleError(f"{where}: worker {program.holders[pipe][stage]} holds this stage")
+        if not parts:
+            raise ScheduleError(f"{where}: it has no part")
         for part in parts:
             if not 0 <= part < program.parts:
                 raise ScheduleError(f"{where}: the step has {program.parts} parts, counted from 0")

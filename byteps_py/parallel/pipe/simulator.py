@@ -41,7 +41,7 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Timeline:
+class ScheduleTimeline:
     """The actions of each worker with their times."""
 
     program: Program
@@ -70,7 +70,7 @@ class Timeline:
         return sum(self.idle) / whole if whole else 0.0
 
 
-def simulate(program: Program, durations: Durations | None = None) -> Timeline:
+def simulate(program: Program, durations: Durations | None = None) -> ScheduleTimeline:
     """The timeline of ``program``. Raises ScheduleError if it can't be carried out (checker.py).
 
     >>> from byteps_py.parallel.pipe.schedules import chimera
@@ -101,4 +101,4 @@ def simulate(program: Program, durations: Durations | None = None) -> Timeline:
             for result in results_of(action):
                 ends[result] = end
                 runnable.extend(listeners.pop(result, ()))
-    return Timeline(program, tuple(map(tuple, spans)))
+    return ScheduleTimeline(program, tuple(map(tuple, spans)))
