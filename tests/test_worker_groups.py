@@ -12,7 +12,7 @@ from byteps_py.tensors import DType, Op, TensorSpec
 from byteps_py.worker.core.actions import Fail, Push, SendBallot
 from byteps_py.worker.core.agreement import Agreement
 from byteps_py.worker.core.credit import PushQueue
-from byteps_py.worker.core.pipeline import Pipeline
+from byteps_py.worker.core.pipeline import RoundPipeline
 from byteps_py.worker.core.placing import NO_SERVER, Placing
 from byteps_py.worker.core.tensor import Compute, RankSlot, Tensor
 from byteps_py.worker.core.topology import Topology
@@ -150,9 +150,9 @@ def test_a_round_that_others_have_got_is_delivered_before_the_tensor_is_void(acc
 # ---- rounds ------------------------------------------------------------------------------------------------------
 
 
-def begin(made: Tensor, machines: int, size: int = 8) -> tuple[Pipeline, list[object]]:
+def begin(made: Tensor, machines: int, size: int = 8) -> tuple[RoundPipeline, list[object]]:
     made.machines = machines
-    pipeline = Pipeline(size, PushQueue(0))
+    pipeline = RoundPipeline(size, PushQueue(0))
     actions = list(pipeline.start(made, [(0, 16, 5)], 0.0))
     for each in made.slots:
         actions += pipeline.ready(each, 1, 16, 0.0)

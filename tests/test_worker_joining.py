@@ -9,7 +9,7 @@ from byteps_py.tensors import Op, TensorSpec
 from byteps_py.worker.core.actions import Fail, Push, Release, RoundDone, SendBallot
 from byteps_py.worker.core.agreement import Agreement
 from byteps_py.worker.core.credit import PushQueue
-from byteps_py.worker.core.pipeline import Pipeline
+from byteps_py.worker.core.pipeline import RoundPipeline
 from byteps_py.worker.core.tensor import Compute, RankSlot, Tensor
 from byteps_py.worker.ranks.joining import Joining
 
@@ -91,14 +91,14 @@ def test_a_tensor_ends_after_the_last_round_that_the_rank_takes_part_in() -> Non
 # ---- rounds ------------------------------------------------------------------------------------------------------
 
 
-def begun(made: Tensor, machines: int) -> Pipeline:
+def begun(made: Tensor, machines: int) -> RoundPipeline:
     made.machines = machines
-    pipeline = Pipeline(4, PushQueue(0))
+    pipeline = RoundPipeline(4, PushQueue(0))
     pipeline.start(made, [(0, made.spec.nbytes, 5)], 0.0)
     return pipeline
 
 
-def give(pipeline: Pipeline, each: RankSlot) -> list[object]:
+def give(pipeline: RoundPipeline, each: RankSlot) -> list[object]:
     return list(pipeline.ready(each, each.round + 1, each.spec.nbytes, 0.0))
 
 

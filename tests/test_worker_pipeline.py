@@ -11,7 +11,7 @@ from byteps_py.errors import ProtocolError
 from byteps_py.tensors import Op
 from byteps_py.worker.core.actions import Action, Push, Release, RoundDone, Supply
 from byteps_py.worker.core.credit import PATIENCE_S, PushQueue
-from byteps_py.worker.core.pipeline import Pipeline
+from byteps_py.worker.core.pipeline import RoundPipeline
 from byteps_py.worker.core.tensor import Compute, RankSlot, SlotState, Stage, Tensor
 
 PIECES = [(0, 8, 5), (8, 8, 6)]  # offset, length, server
@@ -20,14 +20,14 @@ ANSWER = 900_000
 
 def started(
     made: Tensor, machines: int, size: int, credit_bytes: int = 0, pieces: list[tuple[int, int, int]] | None = None
-) -> Pipeline:
-    pipeline = Pipeline(size, PushQueue(credit_bytes))
+) -> RoundPipeline:
+    pipeline = RoundPipeline(size, PushQueue(credit_bytes))
     made.machines = machines
     assert pipeline.start(made, PIECES if pieces is None else pieces, 0.0) == []
     return pipeline
 
 
-def ready(pipeline: Pipeline, *slots: RankSlot, nbytes: int | None = None, now: float = 0.0) -> list[Action]:
+def ready(pipeline: RoundPipeline, *slots: RankSlot, nbytes: int | None = None, now: float = 0.0) -> list[Action]:
     """Each hands over its next round, or more of it."""
     actions = []
     for each in slots:
@@ -88,7 +88,7 @@ def test_alone_a_broadcast_leaves_the_root_its_memory() -> None:
 
 def test_the_front_of_each_gradient_goes_as_they_become_ready_the_rest_by_priority() -> None:
     """So machines, for which gradients become ready at different moments, begin with the same partitions."""
-    pipeline = Pipeline(1, PushQueue(4))
+    pipeline = RoundPipeline(1, PushQueue(4))
     pieces = [(4 * index, 4, 5) for index in range(8)]  # of 32 bytes: two are the first quarter
     made = []
     for name, priority in [("back", -3), ("middle", -2), ("front", 0)]:
@@ -226,7 +226,7 @@ def test_partitions_go_as_soon_as_all_local_ranks_have_written_them() -> None:
 
 def test_what_was_handed_over_before_the_agreement_starts_with_it() -> None:
     slots = [slot(0), slot(1)]
-    pipeline = Pipeline(2, PushQueue(0))
+    pipeline = RoundPipeline(2, PushQueue(0))
     assert ready(pipeline, *slots) == []
     made = tensor(slots)
     made.machines = 1

@@ -12,7 +12,7 @@ from support.worker_core import slot, spec, tensor
 from byteps_py import rank_protocol as protocol
 from byteps_py.worker.core.credit import PushQueue
 from byteps_py.worker.core.pace import RankPace
-from byteps_py.worker.core.pipeline import Pipeline
+from byteps_py.worker.core.pipeline import RoundPipeline
 from byteps_py.worker.core.tensor import RankSlot, SlotState, TensorState
 from byteps_py.worker.ranks.requests import Requests
 
@@ -38,7 +38,7 @@ def test_a_rank_does_not_wait_for_what_it_handed_over_before_it_heard_that_it_is
     now_s = 5.0
     void, good = make(), slot(0)
     tensor([good]).machines = 1
-    pace, pipeline = RankPace(0), Pipeline(1, PushQueue())
+    pace, pipeline = RankPace(0), RoundPipeline(1, PushQueue())
     nothing: Any = None
     executor: Any = SimpleNamespace(ranks={0: SimpleNamespace(pid=7)}, pace=pace, time=lambda: now_s)
     memory: Any = SimpleNamespace(slots={each.id: each for each in (void, good)})

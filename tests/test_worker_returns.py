@@ -18,7 +18,7 @@ from byteps_py.settings import Settings
 from byteps_py.shm import Block
 from byteps_py.wire import Header, Kind
 from byteps_py.worker.core.credit import PushQueue
-from byteps_py.worker.core.pipeline import Pipeline
+from byteps_py.worker.core.pipeline import RoundPipeline
 from byteps_py.worker.core.tensor import Part
 from byteps_py.worker.core.topology import Topology
 from byteps_py.worker.io.executor import Executor
@@ -66,7 +66,7 @@ class Machine:
         runtime = Runtime(loop=cast(Any, loop), kernels=cast(Any, SimpleNamespace(bind=self._bind)))
         self.memory = Memory(runtime, 2, 2)
         queue: PushQueue[Part] = PushQueue()
-        pipeline = Pipeline(4, queue)
+        pipeline = RoundPipeline(4, queue)
         nothing: Any = None
         self.executor = Executor(
             runtime, cast(Any, _All()), self.memory, Cores(nothing, pipeline, nothing, nothing), 0, nothing, self._fail

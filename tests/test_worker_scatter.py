@@ -18,7 +18,7 @@ from byteps_py.tensors import DType, Op, TensorSpec
 from byteps_py.worker.core.actions import Action, Lend, RoundDone, Show
 from byteps_py.worker.core.credit import PushQueue
 from byteps_py.worker.core.pieces import FetchPiece, Transfer, due
-from byteps_py.worker.core.pipeline import Pipeline
+from byteps_py.worker.core.pipeline import RoundPipeline
 from byteps_py.worker.core.scatter import Scatter, pieces
 from byteps_py.worker.core.tensor import AskSum, Compute, RankSlot, SumRequest, Tensor
 
@@ -51,7 +51,7 @@ class Machine:
         self.first_rank, self.size = machine_of.index(index), len(machine_of)
         self.queue = PushQueue[Transfer | AskSum](world.rng.choice((0, 8, 64)))
         self.scatter = Scatter(index, machine_of, self.queue, CHUNK)
-        self.pipeline = Pipeline(self.size, PushQueue(0), self.scatter)
+        self.pipeline = RoundPipeline(self.size, PushQueue(0), self.scatter)
         self.slots: list[RankSlot] = []
         self.arrived: set[AskSum] = set()
         for local_rank in range(machine_of.count(index)):
@@ -192,12 +192,12 @@ def test_only_the_owners_machine_is_given_a_part() -> None:
             machine.scatter.requested(SumRequest(None, sender, machine.tensor.key, 1, index, 1))
 
 
-def _of_two_machines() -> tuple[Scatter, Pipeline, Tensor]:
+def _of_two_machines() -> tuple[Scatter, RoundPipeline, Tensor]:
     """One rank on each; machine 0 has given its part to the first round, and got its own."""
     spec = TensorSpec("g", DType.FLOAT32, (4,), scatters=True)
     queue = PushQueue[Transfer | AskSum](0)
     scatter = Scatter(0, [0, 1], queue)
-    pipeline = Pipeline(2, PushQueue(0), scatter)
+    pipeline = RoundPipeline(2, PushQueue(0), scatter)
     mine = make_slot(0, spec, inputs=2)
     tensor = Tensor("g", 1, spec, (mine,), machines=2)
     mine.tensor = tensor

@@ -24,7 +24,7 @@ from byteps_py.worker.core.agreement import Agreement
 from byteps_py.worker.core.credit import PushQueue
 from byteps_py.worker.core.piece_exchange import PieceExchange
 from byteps_py.worker.core.pieces import PieceRequest, Receipt, Transfer, due
-from byteps_py.worker.core.pipeline import Pipeline
+from byteps_py.worker.core.pipeline import RoundPipeline
 from byteps_py.worker.core.placing import Placing
 from byteps_py.worker.core.scatter import Scatter
 from byteps_py.worker.core.tensor import AskSum, Part, SumRequest, Tensor
@@ -71,7 +71,7 @@ class Group:
     memory_class: type[Memory] = Memory
     queue_class: type[PushQueue[Part]] = PushQueue
     scatter_class: type[Scatter] = Scatter
-    pipeline_class: type[Pipeline] = Pipeline
+    pipeline_class: type[RoundPipeline] = RoundPipeline
     agreement_class: type[Agreement] = Agreement
     placing_class: type[Placing] = Placing
     direct_class: type[PieceExchange] = PieceExchange

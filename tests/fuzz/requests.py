@@ -18,7 +18,7 @@ from byteps_py.worker.core.actions import Action, DirectAction, Lend
 from byteps_py.worker.core.credit import PushQueue
 from byteps_py.worker.core.piece_exchange import PieceExchange
 from byteps_py.worker.core.pieces import ALL, MAX_EARLY, Receipt, RefusePiece, Serve, Transfer
-from byteps_py.worker.core.pipeline import Pipeline
+from byteps_py.worker.core.pipeline import RoundPipeline
 from byteps_py.worker.core.scatter import Scatter, pieces
 from byteps_py.worker.core.tensor import AskSum, ScatterPart, SumRequest, Tensor
 from byteps_py.worker.io.peers import events_of
@@ -80,7 +80,7 @@ class Requests(Target):
         self._tensor = Tensor("sum", 1, spec, slots, (block(100_000), block(200_000)), machines=3)
         for each in slots:
             each.tensor = self._tensor
-        self._pipeline = Pipeline(size, PushQueue(0), self._scatter)
+        self._pipeline = RoundPipeline(size, PushQueue(0), self._scatter)
         self._pipeline.start(self._tensor, pieces(spec, size, limit=8), 0.0)
         self._round = 0
 

@@ -99,7 +99,7 @@ def schedules() -> list[tuple[str, int, dict[str, Any]]]:
     if p % 2 == 0:
         found += [
             ("chimera", p, {}),
-            ("chimera", 2 * p, {"eager": False}),
+            ("chimera", 2 * p, {"sync": "at-end"}),
             ("chimera", 2 * p, {"more": "doubling"}),
             ("chimera", p, {"more": "halving"}),
         ]
@@ -267,7 +267,7 @@ def raises() -> None:
         model = perceptrons(p)
         for layer in model:
             layer.append(Raising())  # type: ignore[operator]
-        pipe = bps.parallel.Pipeline(model, name, 2 * p, mesh(), costs=[1, 1, 1] * p)
+        pipe = bps.parallel.Pipeline(model, name, 2 * p, mesh())
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
         more = {"optimizer": optimizer} if name == "pipedream" else {}
         x = torch.randn(4 * p, HIDDEN, generator=generator())
@@ -309,7 +309,7 @@ def refused() -> None:
     with expecting(UsageError, "there is no schedule 'fast'"):
         bps.parallel.Pipeline(perceptrons(p), "fast", 2, mesh())
     with expecting(UsageError, "can't be cut at '77'"):
-        bps.parallel.Pipeline(perceptrons(p), "gpipe", 2, mesh(), cuts=["77"] * (p - 1))
+        bps.parallel.split(perceptrons(p), p, cuts=["77"] * (p - 1))
     with expecting(UsageError, "share"):
         bps.parallel.Pipeline(gpt(p), "pipedream", p, mesh())
 
@@ -462,7 +462,7 @@ def checkpoints() -> None:
     plans: list[tuple[Any, str, dict[str, Any]]] = [
         (None, "dapple", {}),
         (None, "interleaved", {"chunks": 2}),
-        (init_device_mesh("cpu", (1, everyone), mesh_dim_names=("dp", "pp")), "gpipe", {"cuts": None}),
+        (init_device_mesh("cpu", (1, everyone), mesh_dim_names=("dp", "pp")), "gpipe", {}),
     ]
     if everyone % 2 == 0:
         halves = init_device_mesh("cpu", (2, everyone // 2), mesh_dim_names=("dp", "pp"))

@@ -19,7 +19,7 @@ from byteps_py.tensors import TensorSpec
 from byteps_py.wire import Header, name_of
 from byteps_py.worker.core.actions import Release
 from byteps_py.worker.core.agreement import Agreement
-from byteps_py.worker.core.pipeline import Pipeline
+from byteps_py.worker.core.pipeline import RoundPipeline
 from byteps_py.worker.core.placing import Placing
 from byteps_py.worker.core.scatter import Scatter
 from byteps_py.worker.core.tensor import Part, RankSlot, SlotState, Tensor
@@ -88,7 +88,7 @@ class OrderByArrival(Mutation):
 
 
 class DivideByOneTooMany(Mutation):
-    class pipeline(Pipeline):
+    class pipeline(RoundPipeline):
         def divisor(self, spec: TensorSpec) -> int:
             return super().divisor(spec) + spec.average
 
@@ -100,7 +100,7 @@ class DivideByOneTooMany(Mutation):
 class DivideByAllRanks(Mutation):
     """Also where only a group takes part."""
 
-    class pipeline(Pipeline):
+    class pipeline(RoundPipeline):
         def divisor(self, spec: TensorSpec) -> int:
             return self.size if spec.average else 1
 

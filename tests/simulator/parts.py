@@ -17,7 +17,7 @@ from byteps_py.server.service import SummationService
 from byteps_py.worker.core.agreement import Agreement
 from byteps_py.worker.core.deadlines import FailureSuspicions
 from byteps_py.worker.core.piece_exchange import PieceExchange
-from byteps_py.worker.core.pipeline import Pipeline
+from byteps_py.worker.core.pipeline import RoundPipeline
 from byteps_py.worker.core.placing import Placing
 from byteps_py.worker.core.scatter import Scatter
 from byteps_py.worker.core.topology import Topology
@@ -55,7 +55,7 @@ class Parts:
     memory: type[Memory] = Memory
     queue: type[Queue] = Queue
     scatter: type[Scatter] = Scatter
-    pipeline: type[Pipeline] = Pipeline
+    pipeline: type[RoundPipeline] = RoundPipeline
     agreement: type[Agreement] = Agreement
     placing: type[Placing] = Placing
     direct: type[PieceExchange] = PieceExchange

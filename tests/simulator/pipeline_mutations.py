@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from byteps_py.worker.core.actions import Action, Push
-from byteps_py.worker.core.pipeline import Pipeline
+from byteps_py.worker.core.pipeline import RoundPipeline
 from byteps_py.worker.core.tensor import Part, RankSlot, SlotState, Tensor, TensorState
 
 from .ledger import Queue
@@ -33,7 +33,7 @@ class WaitForOtherMachines(Mutation):
 
 
 class LocalRanksBackwards(Mutation):
-    class pipeline(Pipeline):
+    class pipeline(RoundPipeline):
         def _local_sum(self, part: Part) -> Any:
             compute = super()._local_sum(part)
             if compute is not None:
@@ -42,7 +42,7 @@ class LocalRanksBackwards(Mutation):
 
 
 class ReleaseUnderAKernel(Mutation):
-    class pipeline(Pipeline):
+    class pipeline(RoundPipeline):
         def _release(self, tensor: Tensor) -> Any:
             running, tensor.running = tensor.running, 0
             try:
@@ -52,7 +52,7 @@ class ReleaseUnderAKernel(Mutation):
 
 
 class AcceptRepeatedAnswers(Mutation):
-    class pipeline(Pipeline):
+    class pipeline(RoundPipeline):
         def awaits(self, part: Part, round_: int) -> bool:
             return not part.tensor.state.is_void
 
@@ -60,7 +60,7 @@ class AcceptRepeatedAnswers(Mutation):
 class HandOverVoidTensors(Mutation):
     """What was handed over before the rank knew of the mismatch takes credit, for ever."""
 
-    class pipeline(Pipeline):
+    class pipeline(RoundPipeline):
         def ready(self, slot: RankSlot, *args: Any) -> Any:
             tensor = slot.tensor
             if tensor is None:
@@ -74,7 +74,7 @@ class HandOverVoidTensors(Mutation):
 
 
 class KeepTheCreditOfWhatMoves(Mutation):
-    class pipeline(Pipeline):
+    class pipeline(RoundPipeline):
         def _again(self, part: Part) -> list[Action]:
             part.is_resent = True
             if not part.tensor.slots:
@@ -86,7 +86,7 @@ class KeepTheCreditOfWhatMoves(Mutation):
 class HastenWhatIsVoid(Mutation):
     """Though it has left the queue."""
 
-    class pipeline(Pipeline):
+    class pipeline(RoundPipeline):
         def awaited(self, rounds: Iterable[tuple[Part, int]], now: float) -> list[Action]:
             known = list(rounds)
             void = {part.tensor: part.tensor.state for part, _ in known if part.tensor.state.is_void}

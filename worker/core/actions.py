@@ -13,7 +13,7 @@ from byteps_py.worker.core.tensor import Compute, Part, RankSlot, ScatterPart, S
 @dataclass(slots=True)
 class Push:
     """Send the machine's contribution to the partition's server (only ask for the result, if the tensor is
-    broadcast from elsewhere); its answer goes to ``Pipeline.answered``."""
+    broadcast from elsewhere); its answer goes to ``RoundPipeline.answered``."""
 
     part: Part
     round: int
@@ -39,7 +39,7 @@ class Supply:
 
 @dataclass(slots=True)
 class Lend:
-    """Send this machine's sum of a part, from where it lies; once it may change, call ``Pipeline.lent``."""
+    """Send this machine's sum of a part, from where it lies; once it may change, call ``RoundPipeline.lent``."""
 
     part: ScatterPart
     request: SumRequest

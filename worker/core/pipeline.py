@@ -33,7 +33,7 @@ from byteps_py.worker.core.tensor import (
 )
 
 
-class Pipeline:
+class RoundPipeline:
     """``size``: number of ranks (an average's divisor)."""
 
     def __init__(self, size: int, queue: PushQueue[Part], scatter: Scatter | None = None) -> None:

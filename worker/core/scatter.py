@@ -177,7 +177,7 @@ class Scatter:
             part.request = request
 
     def arrived(self, ask: AskSum, address: int, now: float) -> list[Action]:
-        """Another machine's sum lies at ``address``, until ``Pipeline.computed``."""
+        """Another machine's sum lies at ``address``, until ``RoundPipeline.computed``."""
         part = ask.part
         tensor = part.tensor
         if tensor.state.is_void or ask.round != tensor.round or ask.server not in part.missing:

@@ -393,7 +393,7 @@ class Tensor:
 
 @dataclass(slots=True)
 class Compute:
-    """Run a kernel over one partition, then call ``Pipeline.computed``. ``inputs`` and ``outputs``: addresses
+    """Run a kernel over one partition, then call ``RoundPipeline.computed``. ``inputs`` and ``outputs``: addresses
     of the partition in this process. Used to sum the local ranks and to deliver an answer to them. ``work``: the
     call as the executor has bound it, kept where the same Compute comes again each round. ``report``: what it has
     found, if the tensor is guarded."""

@@ -21,7 +21,7 @@ from byteps_py.worker.core.actions import Action, DirectAction, Lend
 from byteps_py.worker.core.agreement import Agreement
 from byteps_py.worker.core.piece_exchange import PieceExchange
 from byteps_py.worker.core.pieces import Copy, CopyHere, Delivered, FetchPiece, Outgrown, RefusePiece, Serve, Transfer
-from byteps_py.worker.core.pipeline import Pipeline
+from byteps_py.worker.core.pipeline import RoundPipeline
 from byteps_py.worker.core.scatter import Scatter
 from byteps_py.worker.core.tensor import AskSum
 from byteps_py.worker.io.memory import Memory
@@ -49,7 +49,7 @@ class Cores(NamedTuple):
     """What decides, each purely, about names, reductions, gathers and exchanges, and scattered reductions."""
 
     agreement: Agreement
-    pipeline: Pipeline
+    pipeline: RoundPipeline
     direct: PieceExchange
     scatter: Scatter
 

@@ -2,13 +2,13 @@
 
 A local rank that joins is left out from the next round on: of local sums, of votes, of barriers. Where it was the last
 one of this machine in a tensor's group, the machine tells the servers round by round that it contributes nothing (see
-Pipeline), so that it is never in doubt which ranks take part in a round, whatever news comes first. Rounds do without
-the rank only once the scheduler knows: else another rank, which such a round lets go on and join, might be heard first
-by the scheduler, and the wrong rank be told as the last one. What can't do without a rank (a broadcast) ends after the
-last round that the rank takes part in, which its machine tells all.
+RoundPipeline), so that it is never in doubt which ranks take part in a round, whatever news comes first. Rounds do
+without the rank only once the scheduler knows: else another rank, which such a round lets go on and join, might be
+heard first by the scheduler, and the wrong rank be told as the last one. What can't do without a rank (a broadcast)
+ends after the last round that the rank takes part in, which its machine tells all.
 
-Once all ranks have joined, every machine drops all names: rounds have not been the same everywhere. Owned by the
-loop's thread.
+Once all ranks have joined, every machine drops all names: rounds have not been the same everywhere. Owned by the loop's
+thread.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from byteps_py.tensors import TensorSpec, unsupported
 from byteps_py.worker.core.actions import Fail, Release
 from byteps_py.worker.core.agreement import Agreement, fail_all
 from byteps_py.worker.core.piece_exchange import PieceExchange
-from byteps_py.worker.core.pipeline import Pipeline
+from byteps_py.worker.core.pipeline import RoundPipeline
 from byteps_py.worker.core.tensor import RankSlot, Tensor, TensorState
 from byteps_py.worker.core.topology import Topology
 from byteps_py.worker.io.executor import Executor
@@ -39,7 +39,7 @@ class Joining:
         self,
         topology: Topology,
         agreement: Agreement,
-        pipeline: Pipeline,
+        pipeline: RoundPipeline,
         direct: PieceExchange,
         executor: Executor,
         send: Callable[[pb.MemberMessage], None],

@@ -16,7 +16,7 @@ from byteps_py.worker.core.actions import Action, DirectAction, Fail
 from byteps_py.worker.core.agreement import Agreement
 from byteps_py.worker.core.peer_introductions import Introduce, PeerIntroductions
 from byteps_py.worker.core.piece_exchange import PieceExchange
-from byteps_py.worker.core.pipeline import Pipeline
+from byteps_py.worker.core.pipeline import RoundPipeline
 from byteps_py.worker.core.topology import Topology
 from byteps_py.worker.io.executor import Executor
 from byteps_py.worker.io.memory import Memory
@@ -34,7 +34,7 @@ class Requests:
         topology: Topology,
         memory: Memory,
         agreement: Agreement,
-        pipeline: Pipeline,
+        pipeline: RoundPipeline,
         direct: PieceExchange,
         executor: Executor,
         joining: Joining,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from byteps_py.errors import UsageError
-from byteps_py.parallel.pipe.stage import MAIN
+from byteps_py.parallel.pipe.stage_runner import MAIN
 
 
 class Connection(NamedTuple):

@@ -15,7 +15,7 @@ PIPE, DATA = "pp", "dp"
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class PipelineLayout:
     """``ranks``: of shape (others, copies, workers): one pipeline with its data-parallel copies for each coordinate of
     the mesh's other dimensions."""
 
@@ -23,7 +23,7 @@ class Layout:
     own: tuple[int, int, int]
 
     @classmethod
-    def of(cls, mesh: DeviceMesh | None) -> Layout:
+    def of(cls, mesh: DeviceMesh | None) -> PipelineLayout:
         """The layout of ``mesh``, whose dimension "pp" is that of workers and "dp" (if there is one) that of copies.
         Without a mesh all ranks are workers of one pipeline. Raises UsageError."""
         if not dist.is_initialized():

@@ -14,16 +14,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from byteps_py.errors import PipelineError, UsageError
 from byteps_py.parallel.pipe.checker import check
 from byteps_py.parallel.pipe.connections import SkipNames, connections_of
-from byteps_py.parallel.pipe.layout import Layout
+from byteps_py.parallel.pipe.layout import PipelineLayout
 from byteps_py.parallel.pipe.losses import Losses, LossFunction, Outcome
 from byteps_py.parallel.pipe.program import Action, ActionKind, Program, WeightRule
+from byteps_py.parallel.pipe.program_runner import ChannelKey, ProgramRunner, StepData
 from byteps_py.parallel.pipe.replicas import ReplicatedParameters
-from byteps_py.parallel.pipe.runner import ChannelKey, Runner, StepData
 from byteps_py.parallel.pipe.schedules import make
 from byteps_py.parallel.pipe.skips import declared
-from byteps_py.parallel.pipe.split import split
-from byteps_py.parallel.pipe.stage import MAIN, Stage
+from byteps_py.parallel.pipe.split import SplitModel, split
+from byteps_py.parallel.pipe.stage_runner import MAIN, StageRunner
 from byteps_py.parallel.pipe.stale_steps import StaleSteps
+from byteps_py.parallel.pipe.synchronisation import SyncMode, reductions
 from byteps_py.parallel.pipe.transfers import Ends, ReceivingChannel, SendingChannel
 from byteps_py.parallel.pipe.trees import cut
 from byteps_py.parallel.pipe.weight_versions import EndlessActions, WeightVersions
@@ -44,15 +45,15 @@ class Pipeline:
     Gradients are those of the mean over all micro-batches and data-parallel copies.
 
     Args:
-        model: an nn.Sequential, which ``split`` cuts into stages, or a list with the module of each stage, in which
-            those of other ranks may be None.
+        model: an nn.Sequential, which ``split`` cuts into equal numbers of layers; or what ``split`` returns; or a list
+            with the module of each stage, in which those of other ranks may be None if stages share no parameters.
         schedule: a name (see `bps schedule`) or a Program.
         micro_batches: of a step.
         mesh: its dimension "pp" is that of workers, "dp" that of data-parallel copies. Default: all ranks are workers
             of one pipeline.
-        costs, cuts: see ``split``.
         recompute: keep the inputs of stages only, and repeat forward passes before backward passes.
-        eager: sum the gradients of a stage's copies as soon as its last backward pass is done.
+        sync: when the gradients of a stage's copies are summed: "at-end", "eager" (after its last backward pass) or
+            "eager-opt" (eagerly if the worker is idle afterwards).
         options: of the schedule: ``chunks``, ``consecutive``, ``pipes``, ``more``, ``warmup``.
 
     Raises UsageError if the model, the schedule and the mesh do not go together. One thread.
@@ -65,13 +66,11 @@ class Pipeline:
         micro_batches: int = 1,
         mesh: DeviceMesh | None = None,
         *,
-        costs: Any = None,
-        cuts: Sequence[str] | None = None,
         recompute: bool = False,
-        eager: bool = True,
+        sync: str | SyncMode = SyncMode.EAGER_OPT,
         **options: Any,
     ) -> None:
-        self._layout = layout = Layout.of(mesh)
+        self._layout = layout = PipelineLayout.of(mesh)
         if isinstance(schedule, str):
             schedule = make(schedule, layout.workers, micro_batches, **options)
         check(schedule)
@@ -79,8 +78,10 @@ class Pipeline:
             raise UsageError(f"the schedule is for {len(schedule.workers)} workers, the mesh has {layout.workers}")
         #: What each worker does in a step.
         self.program = schedule
-        modules = _modules(model, schedule.stages, costs, cuts)
-        shared = _shared(modules) if isinstance(model, nn.Module) else {}
+        modules = split(model, schedule.stages) if isinstance(model, nn.Module) else model
+        if len(modules) != schedule.stages:
+            raise UsageError(f"{len(modules)} stages were given, the schedule has {schedule.stages}")
+        shared = _shared(modules)
         if shared and schedule.rule is not WeightRule.SYNCHRONOUS:
             name = next(iter(shared.values())).names[0]
             raise UsageError(f"{schedule.name}: stages that share the parameter {name!r} would use different versions")
@@ -89,14 +90,14 @@ class Pipeline:
             raise UsageError(f"worker {layout.worker} holds stage {missing[0]}, but its module is None")
         #: The modules of this rank, by the number of the stage. A stage of two pipes is the same module.
         self.stages = {stage: module for _, stage in own if (module := modules[stage]) is not None}
-        self._is_split = isinstance(model, nn.Module)
+        self._is_split = isinstance(modules, SplitModel)
         self._device = next((one.device for one in self.parameters()), torch.device("cpu"))
         self._workers = layout.group_of_workers()
         self._all = layout.group_of(range(layout.workers)) or self._workers
         self._connections = connections_of(self._skips(modules))
         self._runner = self._new_runner(own, recompute)
         self._replicas, self._tied, self._first_holder = self._replicated(shared)
-        self._ends_stage = self._ends_of_stages() if eager else {}
+        self._ends_stage = self._ends_of_stages(sync)
         self._stale = self._new_stale_steps() if schedule.rule is not WeightRule.SYNCHRONOUS else None
 
     # ---- training ------------------------------------------------------------------------------------------
@@ -248,9 +249,9 @@ class Pipeline:
                 data.fail(error)
 
         def after(position: int, action: Action) -> None:
-            stage = self._ends_stage.get(position)
-            if stage in self._replicas:
-                launch(self._replicas[stage])
+            for stage in self._ends_stage.get(position, ()):
+                if stage in self._replicas:
+                    launch(self._replicas[stage])
 
         self._runner.run(actions, data, after)
         whole = [*self._replicas.values(), *self._tied]
@@ -332,11 +333,11 @@ class Pipeline:
             own = {stage: names for each in told for stage, names in each.items()}
         return [own.get(stage, SkipNames()) for stage in range(len(modules))]
 
-    def _new_runner(self, own: Sequence[tuple[int, int]], recompute: bool) -> Runner:
+    def _new_runner(self, own: Sequence[tuple[int, int]], recompute: bool) -> ProgramRunner:
         stages = {}
         for pipe, stage in own:
             outgoing = [one.name for one in self._connections if one.source == stage and one.name != MAIN]
-            stages[pipe, stage] = Stage(self.stages[stage], outgoing, recompute)
+            stages[pipe, stage] = StageRunner(self.stages[stage], outgoing, recompute)
         sending: dict[ChannelKey, SendingChannel] = {}
         receiving: dict[ChannelKey, ReceivingChannel] = {}
         worker = self._layout.worker
@@ -353,7 +354,7 @@ class Pipeline:
                 sending[pipe, connection, is_gradient] = SendingChannel(ends)
             else:
                 receiving[pipe, connection, is_gradient] = ReceivingChannel(ends)
-        return Runner(stages, self._connections, sending, receiving, self.program.stages - 1)
+        return ProgramRunner(stages, self._connections, sending, receiving, self.program.stages - 1)
 
     def _replicated(
         self, shared: Mapping[int, Tied]
@@ -404,14 +405,20 @@ class Pipeline:
         endless = EndlessActions(stage, self._layout.workers - worker)
         return StaleSteps(self._layout.workers, endless, versions, self._replicas.get(stage))
 
-    def _ends_of_stages(self) -> dict[int, int]:
-        """The position of each stage's last backward action on this worker: where its gradients can be summed."""
-        ends = {
-            action.stage: position
-            for position, action in enumerate(self.program.workers[self._layout.worker])
-            if action.kind is not ActionKind.FORWARD
-        }
-        return {position: stage for stage, position in ends.items()}
+    def _ends_of_stages(self, sync: str | SyncMode) -> dict[int, list[int]]:
+        """The stages whose gradients can be summed after an action of this worker, by its position."""
+        try:
+            mode = SyncMode(sync)
+        except ValueError:
+            names = ", ".join(repr(each.value) for each in SyncMode)
+            raise UsageError(f"sync={sync!r} is not possible; it is one of {names}") from None
+        at: dict[int, int] = {}
+        for position, (_, stage) in reductions(self.program, None, mode)[self._layout.worker]:
+            at[stage] = max(position, at.get(stage, position))  # a stage of two pipes
+        ends: dict[int, list[int]] = {}
+        for stage, position in sorted(at.items()):
+            ends.setdefault(position, []).append(stage)
+        return ends
 
 
 class Tied(NamedTuple):
@@ -431,18 +438,6 @@ def _shared(modules: Sequence[nn.Module | None]) -> dict[int, Tied]:
             tied.names.append(name)
             tied.stages.append(stage)
     return {key: tied for key, tied in found.items() if len(tied.stages) > 1}
-
-
-def _modules(
-    model: nn.Module | Sequence[nn.Module | None], stages: int, costs: Any, cuts: Sequence[str] | None
-) -> Sequence[nn.Module | None]:
-    if isinstance(model, nn.Module):
-        return split(model, stages, costs, cuts)
-    if costs is not None or cuts is not None:
-        raise UsageError("costs and cuts are for a whole model; the stages are given one by one")
-    if len(model) != stages:
-        raise UsageError(f"{len(model)} stages were given, the schedule has {stages}")
-    return model
 
 
 def parts_of(batch: Any, micro_batches: int, each: int, what: str) -> list[Any]:

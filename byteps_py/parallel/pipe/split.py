@@ -38,12 +38,16 @@ def _layers(module: nn.Sequential, prefix: str) -> Iterator[tuple[str, nn.Module
             yield f"{prefix}{name}", child
 
 
+class SplitModel(list[nn.Sequential]):
+    """The stages of a model, whose parameters have the names that they have in it."""
+
+
 def split(
     model: nn.Module,
     stages: int,
     costs: Sequence[float] | Mapping[str, float] | None = None,
     cuts: Sequence[str] | None = None,
-) -> list[nn.Sequential]:
+) -> SplitModel:
     """The modules of ``model`` in ``stages`` stages, whose parameters are those of the model and have the same names.
 
     Args:
@@ -67,10 +71,10 @@ def split(
         bounds = _bounds_of(cuts, names, stages)
     else:
         bounds = balanced(_costs(costs, names), stages)
-    return [
+    return SplitModel(
         _nested({name: found[name] for name in names[first:end]})
         for first, end in itertools.pairwise([*bounds, len(names)])
-    ]
+    )
 
 
 def balanced(costs: Sequence[float], stages: int, transfers: Sequence[float] | None = None) -> list[int]:

@@ -9,8 +9,8 @@ import torch
 
 from byteps_py.errors import UsageError
 from byteps_py.parallel.pipe.program import Action, ActionKind
+from byteps_py.parallel.pipe.program_runner import ProgramRunner, StepData
 from byteps_py.parallel.pipe.replicas import ReplicatedParameters
-from byteps_py.parallel.pipe.runner import Runner, StepData
 from byteps_py.parallel.pipe.weight_versions import EndlessActions, WeightVersions
 
 
@@ -30,24 +30,24 @@ class StaleSteps:
         """The number of parts so far."""
         return self.endless.forwards
 
-    def run(self, runner: Runner, data: StepData, parts: int) -> None:
+    def run(self, runner: ProgramRunner, data: StepData, parts: int) -> None:
         """Bring ``parts`` new ones. After a failure nothing is under way."""
         self._run(runner, data, self.endless.until(self.parts + parts))
         # As many parts are under way at most, and the others take them that many steps later.
         runner.finish(unfinished=-(-self.workers // parts))
 
-    def flush(self, runner: Runner, data: StepData) -> None:
+    def flush(self, runner: ProgramRunner, data: StepData) -> None:
         """Carry out the backward passes that are left."""
         self._run(runner, data, self.endless.flush())
         runner.finish()
         self._restart()
 
-    def fail(self, runner: Runner, data: StepData) -> None:
+    def fail(self, runner: ProgramRunner, data: StepData) -> None:
         """Some rank has failed: take what others send for parts under way, without computing."""
         data.has_failed = True
         self.flush(runner, data)
 
-    def _run(self, runner: Runner, data: StepData, actions: Iterable[Action]) -> None:
+    def _run(self, runner: ProgramRunner, data: StepData, actions: Iterable[Action]) -> None:
         def after(position: int, action: Action) -> None:
             (part,) = action.parts
             if action.kind is ActionKind.BACKWARD and self.versions.is_update_due(part):

@@ -16,9 +16,12 @@ Reduction = tuple[int, tuple[int, int]]
 class SyncMode(enum.Enum):
     """When the sum of a stage's gradients begins."""
 
-    AT_END = "after the last action of the worker"
-    EAGER = "after the last backward pass of the stage on the worker"
-    EAGER_OPT = "as EAGER if idle time follows, which hides the sum; otherwise as AT_END"
+    #: After the last action of the worker.
+    AT_END = "at-end"
+    #: After the last backward pass of the stage on the worker.
+    EAGER = "eager"
+    #: As EAGER if idle time follows, which hides the sum; otherwise as AT_END.
+    EAGER_OPT = "eager-opt"
 
 
 def reductions(program: Program, durations: Durations | None, mode: SyncMode) -> list[list[Reduction]]:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from byteps_py.parallel.pipe.connections import Connection
 from byteps_py.parallel.pipe.program import Action, ActionKind
-from byteps_py.parallel.pipe.stage import MAIN, Apply, Stage, Values, call
+from byteps_py.parallel.pipe.stage_runner import MAIN, Apply, StageRunner, Values, call
 from byteps_py.parallel.pipe.transfers import FAILED, ReceivingChannel, SendingChannel, WorkerFailed
 from byteps_py.parallel.pipe.trees import flatten
 
@@ -51,13 +51,13 @@ class StepData:
         self.error, self.has_failed = self.error or error, True
 
 
-class Runner:
+class ProgramRunner:
     """``stages``: those of this worker. ``connections``: of each pipe. ``sending``, ``receiving``: the channels to and
     from other workers; a connection without one stays on this worker."""
 
     def __init__(
         self,
-        stages: Mapping[Place, Stage],
+        stages: Mapping[Place, StageRunner],
         connections: Sequence[Connection],
         sending: Mapping[ChannelKey, SendingChannel],
         receiving: Mapping[ChannelKey, ReceivingChannel],

@@ -40,7 +40,7 @@ class _Part:
 
 
 @dataclass(slots=True)
-class Stage:
+class StageRunner:
     """``stashes``: the names of skip connections that begin here and end at later stages. ``recompute``: keep the
     inputs of a part only, and repeat its forward pass before the backward pass."""
 
