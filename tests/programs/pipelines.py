@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -112,6 +113,13 @@ def schedules() -> list[tuple[str, int, dict[str, Any]]]:
 def equal() -> None:
     for name, micro_batches, options in schedules():
         train_beside_one_process(name, micro_batches, **options)
+
+
+@case
+def chimera() -> None:
+    for name, micro_batches, options in schedules():
+        if name == "chimera":
+            train_beside_one_process(name, micro_batches, **options)
 
 
 @case
@@ -486,7 +494,9 @@ def checkpoints() -> None:
             expected.step()
         check_same(pipe, reference, f"{name} after a checkpoint", gradients=False)
         checkpoint.save(pipe, f"{path[0]}/{number}", optimizer)
-        dist.barrier()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(path[0])
 
 
 if __name__ == "__main__":

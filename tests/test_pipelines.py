@@ -1,0 +1,65 @@
+"""Pipelines on real processes: the same losses, gradients and weights as in one process (programs/pipelines.py)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+import pytest
+from support.breaking import command
+from support.clusters import ROOT
+
+PROGRAM = str(ROOT / "tests" / "programs" / "pipelines.py")
+DIES = str(ROOT / "tests" / "programs" / "pipeline_dies.py")
+
+
+def launch(layout: str, program: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", "byteps_py.launch", *layout.split(), sys.executable, program, *arguments]
+
+
+def check(arguments: list[str], ranks: int, cases: str, **variables: str) -> None:
+    with command(*arguments, PYTHONWARNINGS="default", OMP_NUM_THREADS="1", **variables) as job:
+        assert job.end() == 0, job.text
+    for case in cases.split():
+        assert job.text.count(f"{case}: right") == ranks, job.text
+
+
+@pytest.mark.parametrize(
+    ("layout", "copies", "cases"),
+    [
+        ("-np 2", 1, "equal stale structures skips raises refused tokens_count clipping mixed_precision evaluation"),
+        ("-np 1 --machines 2 --servers 1", 1, "equal stale structures raises checkpoints"),
+        ("-np 4", 1, "peaks skips"),
+        ("-np 4", 2, "tokens_count clipping stale"),
+        pytest.param("-np 4", 1, "equal stale raises checkpoints evaluation", marks=pytest.mark.slow),
+        pytest.param("-np 4", 2, "equal mixed_precision structures", marks=pytest.mark.slow),
+        pytest.param("-np 2 --machines 2 --servers 1", 1, "equal stale raises", marks=pytest.mark.slow),
+        pytest.param("-np 2 --machines 2", 2, "equal checkpoints", marks=pytest.mark.slow),
+        pytest.param("-np 3 --machines 2", 1, "chimera peaks", marks=pytest.mark.slow),
+        pytest.param("-np 4 --machines 2 --servers 1", 1, "chimera", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.timeout(300)
+def test_beside_one_process(layout: str, copies: int, cases: str) -> None:
+    words = layout.split()
+    ranks = int(words[1]) * (int(words[3]) if "--machines" in words else 1)
+    check(launch(layout, PROGRAM, str(copies), *cases.split()), ranks, cases)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_on_gloo() -> None:
+    cases = "equal structures raises checkpoints"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", PROGRAM, "1", *cases.split()]
+    check(torchrun, 2, cases, TEST_BACKEND="gloo")
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_worker_that_dies_is_an_error_on_the_others(killed: int) -> None:
+    with command(*launch("-np 3", DIES)) as job:
+        job.until("0: going", "1: going", "2: going")
+        os.kill(job.pid(DIES, RANK=str(killed)), signal.SIGKILL)
+        said = job.until("PeerLostError")
+        assert job.end() != 0
+    assert f"rank {killed} " in said, said
