@@ -152,13 +152,18 @@ class Rounds(Generic[C]):
         return [Answer(waiting)]
 
     def withdraw(self, header: Header) -> None:
-        """A machine takes its contribution back, because it goes to another server."""
-        self._release([c for c in self._held if _is_same(c.header, header)])
+        """A machine takes its contribution back: since the epoch of ``header`` it goes to another server. If the
+        partition has come back in a later epoch, and the withdrawal is late or comes twice, it does not concern the
+        newer contribution."""
+        self._release([c for c in self._held if _is_same(c.header, header) and c.header.epoch < header.epoch])
         partition = self._generations.get(header.key, {}).get(header.index)
         if partition is None or partition.generation != header.generation:
             return
         round_ = partition.rounds.get(header.round)
-        if round_ is not None and round_.state is RoundState.COLLECTING:
+        if round_ is None or round_.state is not RoundState.COLLECTING:
+            return
+        given = round_.contributions.get(header.sender)
+        if given is not None and given.header.epoch < header.epoch:
             self._take_back(round_, header.sender)
             self._tidy(partition)
 

@@ -37,7 +37,7 @@ def test_complete_withdrawn_and_void_rounds_wait_for_no_machine() -> None:
     rounds.contribution(given(0), 0.0)
     rounds.contribution(given(1), 0.0)
     rounds.contribution(given(0, key=8), 0.0)
-    rounds.withdraw(given(0, key=8).header)
+    rounds.withdraw(given(0, key=8, epoch=2).header)
     rounds.contribution(given(0, key=9), 0.0)
     rounds.contribution(given(0, key=9, generation=2), 0.0)
     assert rounds.awaited.due(LATER, 2) == {1: [(9, 2, 0, 1)]}

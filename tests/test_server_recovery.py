@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from test_server_rounds import Actions, answered, given, reduction, refusal, started
 
 from byteps_py.server.round_state import Contribution, Want
 from byteps_py.server.rounds import WANT_AFTER_S, WANT_AGAIN_S, Rounds
-from byteps_py.wire import RESENT, SUPPLY, Kind
+from byteps_py.wire import RESENT, SUPPLY, Header, Kind
 
 
 def wanted(actions: Actions) -> tuple[int, tuple[int, ...]]:
@@ -101,7 +103,7 @@ def test_an_answer_goes_to_the_place_where_it_is_wanted_now(is_reducing: bool) -
         assert rounds.contribution(now, 0.0) == []
     round_ = reduction(rounds.contribution(other, 0.0))
     if is_reducing:
-        rounds.withdraw(before.header)
+        rounds.withdraw(withdrawal(before))
         assert rounds.contribution(now, 0.0) == []
     assert rounds.contribution(same, 0.0) == []  # a mere repetition
     assert answered(rounds.reduced(round_)) == [other, now]
@@ -116,16 +118,41 @@ def test_all_resend_at_once_and_no_machine_is_asked() -> None:
     assert len(answered(rounds.reduced(round_))) == 2
 
 
+def withdrawal(contribution: Contribution) -> Header:
+    """Of ``contribution``, because the partition goes to another server in the next epoch."""
+    return dataclasses.replace(contribution.header, epoch=contribution.header.epoch + 1)
+
+
+def test_a_late_withdrawal_takes_no_newer_contribution() -> None:
+    """The partition went away in epoch 2 and came back in epoch 3; the withdrawal comes twice."""
+    rounds = started(2)
+    rounds.contribution(given(0), 0.0)
+    for epoch in (2, 3):
+        assert rounds.membership(epoch, 2, 0.1, since_epoch=1) == []
+    late = withdrawal(given(0))
+    rounds.withdraw(late)
+    assert rounds.contribution(given(0, epoch=3, flags=RESENT), 0.2) == []
+    rounds.withdraw(late)
+    assert len(answered(rounds.reduced(reduction(rounds.contribution(given(1, epoch=3), 0.3))))) == 2
+
+    rounds = started(2)  # it does not know of epoch 3 yet
+    rounds.contribution(given(0, epoch=3, flags=RESENT), 0.0)
+    rounds.withdraw(late)
+    rounds.contribution(given(1, epoch=3), 0.0)
+    (action,) = rounds.membership(3, 2, 0.1, since_epoch=1)
+    assert reduction([action]).in_order()
+
+
 def test_contributions_for_another_server_are_withdrawn() -> None:
     rounds = started(2)
     contribution = given(0)
     rounds.contribution(contribution, 0.0)
-    rounds.withdraw(contribution.header)
+    rounds.withdraw(withdrawal(contribution))
     assert (rounds.counters.bytes_in_flight, rounds.stalled(9.0)) == (0, [])
-    rounds.withdraw(given(0, key=99).header)
-    rounds.withdraw(given(0, generation=9).header)
+    rounds.withdraw(withdrawal(given(0, key=99)))
+    rounds.withdraw(withdrawal(given(0, generation=9)))
     round_ = reduction([*rounds.contribution(given(0), 0.0), *rounds.contribution(given(1), 0.0)])
-    rounds.withdraw(given(0).header)  # too late: the engine reads it
+    rounds.withdraw(withdrawal(given(0)))  # too late: the engine reads it
     assert len(answered(rounds.reduced(round_))) == 2
 
 
@@ -178,7 +205,7 @@ def test_a_sum_that_takes_longer_than_another_server_does_not_hold_up_later_roun
     slow = reduction(rounds.contribution(given(1), 0.0))
     assert "round 1 is not delivered yet" in refusal(rounds.contribution(given(0, round=2), 0.0))[1]
     assert rounds.membership(rounds.epoch + 2, 2, 0.1, since_epoch=1) == []
-    rounds.withdraw(given(0).header)  # too late
+    rounds.withdraw(withdrawal(given(0)))  # too late
     new = [given(machine, round=2, epoch=rounds.epoch) for machine in range(2)]
     assert rounds.contribution(new[0], 0.1) == []
     round_ = reduction(rounds.contribution(new[1], 0.1))
@@ -213,7 +240,7 @@ def test_resent_contributions_are_forgotten_with_the_last_waiting_machine() -> N
     lacks = given(1, round=5, flags=RESENT)
     rounds.contribution(lacks, 0.0)
     rounds.contribution(given(0, round=5, flags=RESENT | SUPPLY), 0.1)
-    rounds.withdraw(lacks.header)
+    rounds.withdraw(withdrawal(lacks))
     assert (rounds.counters.bytes_in_flight, rounds.is_wanting, rounds.stalled(9.0)) == (0, False, [])
     assert rounds.contribution(given(1, round=33), 1.0) == []  # it has come back
 
@@ -224,9 +251,9 @@ def test_contributions_that_wait_for_a_newer_epoch_are_withdrawn_too() -> None:
     rounds.contribution(given(0, round=5, epoch=rounds.epoch + 1), 0.0)
     kept = given(1, round=5, epoch=rounds.epoch + 1)
     rounds.contribution(kept, 0.0)
-    rounds.withdraw(given(0, round=5).header)
+    rounds.withdraw(withdrawal(given(0, round=5, epoch=rounds.epoch + 1)))
     assert rounds.counters.bytes_in_flight == kept.nbytes
-    rounds.withdraw(kept.header)
+    rounds.withdraw(withdrawal(kept))
     assert rounds.membership(rounds.epoch + 2, 2, 0.1) == []
     assert rounds.counters.bytes_in_flight == 0
     assert rounds.contribution(given(1, round=33), 1.0) == []  # it has come back

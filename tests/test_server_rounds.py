@@ -289,7 +289,7 @@ def test_keys_that_one_machine_alone_gives_to_are_bounded() -> None:
     assert give(0, 3) == []
     assert "already holds 3 other tensors" in refusal(give(1, 4))[1]
     assert give(0, 0, round=2) == []  # one that is known
-    rounds.withdraw(given(0, key=3).header)
+    rounds.withdraw(given(0, key=3, epoch=2).header)
     assert give(0, 4) == []
     assert give(0, 4, generation=2) == []  # in the place of the first
     assert "already holds 3 other tensors" in refusal(give(0, 5))[1]

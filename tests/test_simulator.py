@@ -85,6 +85,12 @@ def test_every_fault_is_tried_and_fires(kind: type[Cluster], names: Iterable[str
     pytest.fail(f"not one of these in 400 seeds: {missing}")
 
 
+@pytest.mark.parametrize(("kind", "seed"), [(Cluster, 41049)], ids=["a late withdrawal"])
+def test_seeds_that_once_found_a_defect(kind: type[Cluster], seed: int) -> None:
+    """Besides these, each defect has a test of its own."""
+    assert not run(seed, kind).violation
+
+
 def test_processes_starve_and_freeze() -> None:
     trials = [trial.split(":")[0] for seed in range(10) for trial in run(seed, BusyCluster).trials]
     assert {*trials} == {STARVES, STOPS}
