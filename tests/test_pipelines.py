@@ -28,12 +28,16 @@ def check(arguments: list[str], ranks: int, cases: str, **variables: str) -> Non
 @pytest.mark.parametrize(
     ("layout", "copies", "cases"),
     [
-        ("-np 2", 1, "equal stale structures skips raises refused tokens_count clipping mixed_precision evaluation"),
+        (
+            "-np 2",
+            1,
+            "equal of_torch stale structures skips raises refused tokens_count clipping mixed_precision evaluation",
+        ),
         ("-np 1 --machines 2 --servers 1", 1, "equal stale structures raises checkpoints"),
         ("-np 4", 1, "peaks skips"),
         ("-np 4", 2, "tokens_count clipping stale"),
-        pytest.param("-np 4", 1, "equal stale raises checkpoints evaluation", marks=pytest.mark.slow),
-        pytest.param("-np 4", 2, "equal mixed_precision structures", marks=pytest.mark.slow),
+        pytest.param("-np 4", 1, "equal stale structures raises checkpoints evaluation", marks=pytest.mark.slow),
+        pytest.param("-np 4", 2, "equal of_torch mixed_precision structures", marks=pytest.mark.slow),
         pytest.param("-np 2 --machines 2 --servers 1", 1, "equal stale raises", marks=pytest.mark.slow),
         pytest.param("-np 2 --machines 2", 2, "equal checkpoints", marks=pytest.mark.slow),
         pytest.param("-np 3 --machines 2", 1, "chimera peaks", marks=pytest.mark.slow),

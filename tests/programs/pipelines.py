@@ -63,7 +63,7 @@ def check_same(pipe: bps.parallel.Pipeline, reference: nn.Module, what: str, gra
 
 def train_beside_one_process(name: str, micro_batches: int, **options: Any) -> None:
     """Five steps of a GPT with tied embeddings: gradients after each, and weights after the last."""
-    blocks = max(2, workers() * options.get("chunks", 1) - 2)
+    blocks = 2 * workers()
     pipe = bps.parallel.Pipeline(gpt(blocks), name, micro_batches, mesh(), **options)
     reference = gpt(blocks)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (pipe, reference)]
@@ -120,6 +120,13 @@ def chimera() -> None:
     for name, micro_batches, options in schedules():
         if name == "chimera":
             train_beside_one_process(name, micro_batches, **options)
+
+
+@case
+def of_torch() -> None:
+    """torch's own schedules, by their names."""
+    for name in ("zero-bubble", "zb-v", "dualpipev"):
+        train_beside_one_process(name, 2 * workers())
 
 
 @case

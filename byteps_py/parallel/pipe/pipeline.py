@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from byteps_py.errors import PipelineError, UsageError
+from byteps_py.parallel.pipe import torch_schedules
 from byteps_py.parallel.pipe.checker import check
 from byteps_py.parallel.pipe.connections import SkipNames, connections_of
 from byteps_py.parallel.pipe.layout import PipelineLayout
@@ -25,6 +26,7 @@ from byteps_py.parallel.pipe.split import SplitModel, split
 from byteps_py.parallel.pipe.stage_runner import MAIN, StageRunner
 from byteps_py.parallel.pipe.stale_steps import StaleSteps
 from byteps_py.parallel.pipe.synchronisation import SyncMode, reductions
+from byteps_py.parallel.pipe.torch_schedules import TorchSchedule
 from byteps_py.parallel.pipe.transfers import Ends, ReceivingChannel, SendingChannel
 from byteps_py.parallel.pipe.trees import cut
 from byteps_py.parallel.pipe.weight_versions import EndlessActions, WeightVersions
@@ -47,7 +49,8 @@ class Pipeline:
     Args:
         model: an nn.Sequential, which ``split`` cuts into equal numbers of layers; or what ``split`` returns; or a list
             with the module of each stage, in which those of other ranks may be None if stages share no parameters.
-        schedule: a name (see `bps schedule`) or a Program.
+        schedule: a name (see `bps schedule`) or a Program; or "zero-bubble", "zb-v" or "dualpipev", which are torch's
+            (torch_schedules.py).
         micro_batches: of a step.
         mesh: its dimension "pp" is that of workers, "dp" that of data-parallel copies. Default: all ranks are workers
             of one pipeline.
@@ -71,9 +74,12 @@ class Pipeline:
         **options: Any,
     ) -> None:
         self._layout = layout = PipelineLayout.of(mesh)
+        is_torchs = isinstance(schedule, str) and schedule in torch_schedules.NAMES
         if isinstance(schedule, str):
-            schedule = make(schedule, layout.workers, micro_batches, **options)
-        check(schedule)
+            making = torch_schedules.torch_program if is_torchs else make
+            schedule = making(schedule, layout.workers, micro_batches, **options)
+        if not is_torchs:
+            check(schedule)
         if len(schedule.workers) != layout.workers:
             raise UsageError(f"the schedule is for {len(schedule.workers)} workers, the mesh has {layout.workers}")
         #: What each worker does in a step.
@@ -97,7 +103,14 @@ class Pipeline:
         self._connections = connections_of(self._skips(modules))
         self._runner = self._new_runner(own, recompute)
         self._replicas, self._tied, self._first_holder = self._replicated(shared)
-        self._ends_stage = self._ends_of_stages(sync)
+        self._ends_stage = {} if is_torchs else self._ends_of_stages(sync)
+        self._torch: TorchSchedule | None = None
+        if is_torchs:
+            if recompute or any(connection.name != MAIN for connection in self._connections):
+                raise UsageError(
+                    f"{schedule.name} is torch's schedule: it has no skip connections and no recompute=True"
+                )
+            self._torch = TorchSchedule(schedule, self.stages, self._device, self._workers)
         self._stale = self._new_stale_steps() if schedule.rule is not WeightRule.SYNCHRONOUS else None
 
     # ---- training ------------------------------------------------------------------------------------------
@@ -136,7 +149,11 @@ class Pipeline:
         for parameter, _ in before:
             parameter.grad = None
         losses = Losses(loss_fn, scale / (self.program.parts * self._layout.copies))
-        data = self._data(inputs, targets, losses)
+        if self._torch is not None:
+            self._torch.run(inputs, targets, losses)
+            data = StepData()
+        else:
+            data = self._data(inputs, targets, losses)
         self._run(self.program.workers[self._layout.worker], data)
         outcome = self._outcome(data, losses)
         for parameter, gradient in before:
@@ -279,6 +296,8 @@ class Pipeline:
 
     def _run_forward(self, data: StepData) -> None:
         own = self.program.workers[self._layout.worker]
+        if self._torch is not None:
+            raise UsageError(f"{self.program.name} is torch's schedule: it only trains")
         with torch.no_grad():
             self._runner.run([action for action in own if action.kind is ActionKind.FORWARD], data)
         self._runner.finish()
