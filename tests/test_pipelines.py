@@ -28,12 +28,9 @@ def check(arguments: list[str], ranks: int, cases: str, **variables: str) -> Non
 @pytest.mark.parametrize(
     ("layout", "copies", "cases"),
     [
-        (
-            "-np 2",
-            1,
-            "equal of_torch stale structures skips raises refused tokens_count clipping mixed_precision evaluation",
-        ),
-        ("-np 1 --machines 2 --servers 1", 1, "equal stale structures raises checkpoints"),
+        ("-np 2", 1, "equal of_torch stale structures skips raises refused tokens_count clipping"),
+        ("-np 2", 1, "mixed_precision evaluation overlaps"),
+        ("-np 1 --machines 2 --servers 1", 1, "equal stale structures raises checkpoints overlaps"),
         ("-np 4", 1, "peaks skips"),
         ("-np 4", 2, "tokens_count clipping stale"),
         pytest.param("-np 4", 1, "equal stale structures raises checkpoints evaluation", marks=pytest.mark.slow),
@@ -54,7 +51,7 @@ def test_beside_one_process(layout: str, copies: int, cases: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_on_gloo() -> None:
-    cases = "equal structures raises checkpoints"
+    cases = "equal structures raises checkpoints overlaps"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", PROGRAM, "1", *cases.split()]
     check(torchrun, 2, cases, TEST_BACKEND="gloo")
 

@@ -9,6 +9,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -422,6 +423,51 @@ def evaluation() -> None:
         pipe.train().step(own(x), own(x), mse)
     assert all(parameter.grad is None for name, parameter in pipe.named_parameters() if name.startswith("0."))
     assert set(dict(pipe.named_parameters())) <= set(expected)
+
+
+class Signalling(nn.Module):
+    """Waits, in the nth forward pass, for the key ``awaits[n]``; sets ``sets[n]`` after it, or after its backward."""
+
+    def __init__(self, store: dist.Store, awaits: dict[int, str], sets: dict[int, str], in_backward: bool) -> None:
+        super().__init__()
+        self.store, self.awaits, self.sets, self.in_backward, self.count = store, awaits, sets, in_backward, -1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        if self.count in self.awaits:
+            self.store.wait([self.awaits[self.count]], timedelta(seconds=60))
+        y, key = x * 2, self.sets.get(self.count)
+        if key and self.in_backward:
+            x.register_hook(lambda gradient: self.store.set(key, "set"))
+        elif key:
+            self.store.set(key, "set")
+        return y
+
+
+@case
+def overlaps() -> None:
+    """A stage never waits for its sends, nor for data that a later action needs; each would be a deadlock here."""
+    path = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(path, 0)
+    store = dist.FileStore(f"{path[0]}/store", dist.get_world_size())
+    x = torch.randn(4, 1 << 17)
+    last = workers() - 1
+    plans = {
+        # The last worker begins once the first one has sent all.
+        "gpipe": {0: ({}, {3: "sent"}, False), last: ({0: "sent"}, {}, False)},
+        # The first worker's second forward pass begins once the last one's first backward pass is done.
+        "dapple": {0: ({1: "back"}, {}, False), last: ({}, {0: "back"}, True)},
+    }
+    for name, plan in plans.items():
+        stages = [
+            Signalling(store, *plan.get(stage, ({}, {}, False)))  # type: ignore[arg-type]
+            for stage in range(workers())
+        ]
+        pipe = bps.parallel.Pipeline(stages, name, 4, mesh())
+        pipe.step(x.clone().requires_grad_(), x, mse)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(path[0])
 
 
 class Counting:
