@@ -15,9 +15,9 @@ from support.connected import SECRET
 PROGRAM = str(ROOT / "tests" / "programs" / "connected_ends.py")
 
 
-def launch(operation: str, *arguments: str) -> list[str]:
+def launch(operation: str, *arguments: str, ranks: int = 1) -> list[str]:
     return [
-        sys.executable, "-m", "byteps_py.launch", "-np", "1", "--machines", "2", sys.executable, PROGRAM,
+        sys.executable, "-m", "byteps_py.launch", "-np", str(ranks), "--machines", "2", sys.executable, PROGRAM,
         operation, *arguments,
     ]  # fmt: skip
 
@@ -70,6 +70,37 @@ def test_results_have_the_same_bits_with_and_without_connections(layout: str, va
         digests.append(sorted(re.findall(r"\d: [0-9a-f]{16}$", job.text, re.MULTILINE)))
     assert len(digests[0]) >= 2
     assert digests[0] == digests[1]
+
+
+@pytest.mark.parametrize("killed", [0, 3])
+def test_ranks_that_add_in_two_levels_are_told_of_a_killed_one(killed: int) -> None:
+    with command(*launch("shares", ranks=2)) as job:
+        job.until(*(f"{rank}: going" for rank in range(4)))
+        os.kill(job.pid(PROGRAM, RANK=str(killed)), signal.SIGKILL)
+        said = job.until("PeerLostError")
+        assert job.end() != 0
+    assert f"rank {killed} " in said, said
+
+
+@pytest.mark.parametrize("layout", ["-np 2 --machines 2", "-np 1 --machines 3"])
+def test_large_sums_go_on_without_a_rank_that_has_joined(layout: str) -> None:
+    program = (
+        "import torch, byteps_py as bps, torch.distributed as dist; bps.init(); dist.init_process_group('byteps')\n"
+        "rank, size = dist.get_rank(), dist.get_world_size(); x = torch.full((300_003,), rank + 1.0)\n"
+        "def total(ranks):\n"
+        "    y = x.clone(); dist.all_reduce(y)\n"
+        "    assert torch.equal(y, torch.full_like(y, sum(r + 1 for r in ranks))), y\n"
+        "for _ in range(3): total(range(size))\n"
+        "if rank != 1:\n"
+        "    for _ in range(3): total(r for r in range(size) if r != 1)\n"
+        "bps.join()\n"
+        "for _ in range(3): total(range(size))\n"
+        "print('all sums are right', flush=True); dist.destroy_process_group()"
+    )
+    launch = [sys.executable, "-m", "byteps_py.launch", *layout.split(), sys.executable, "-c", program]
+    with command(*launch) as job:
+        assert job.end() == 0, job.text
+    assert job.text.count("all sums are right") == (4 if "-np 2" in layout else 3), job.text
 
 
 def test_one_rank_without_connections_is_enough_to_go_without() -> None:

@@ -1,7 +1,8 @@
 """The engine: carries out operations on tensors for the front ends gradients, horovod and process_group.
 
     process_group ─ GroupEngine ─ Router ┬ RING     GroupLargeSums ────────────────┬─ ring/ ─ Ring
-                                         ├ SHARES   GroupLargeSums ─ share_sums.py │
+                                         ├ SHARES   GroupLargeSums ─ share_sums,   │
+                                         │          two_level_sums ────────────────┤
                                          ├ PEERS    PeerSums, PeerCollectives,     │
                                          │          PeerSendQueue ─ PeerStreams ───┼─ PeerTransport
                                          └ SERVICE  ServiceReductions,             │

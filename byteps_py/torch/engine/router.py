@@ -94,11 +94,10 @@ class SumFacts:
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """``members``: of the group.
-    ``ranks_on_cores``: how many ranks share the machine's cores while an operation runs. ``message_bytes``: see
-    GROUP_MESSAGE_BYTES. ``can_share``: whether large sums can be added in
-    shares: the ring's instructions are compiled, or each member has a machine of its own and no spare machine sums.
-    ``most_on_machine``: the largest number of members on one machine, if they are on several."""
+    """``members``: of the group. ``ranks_on_cores``: how many ranks share the machine's cores while an operation runs.
+    ``message_bytes``: see GROUP_MESSAGE_BYTES. ``can_share``: whether large sums can be added in shares: the ring's
+    instructions are compiled, on all machines if members are on several; then each machine has as many members, and no
+    spare machine sums. ``most_on_machine``: the largest number of members on one machine, if they are on several."""
 
     members: int
     reach: Reach

@@ -46,6 +46,7 @@ class TwoLevelSums:
         column = {number: ranks[some[self.place]] for number, some in enumerate(machines) if number != self.machine}
         self.ring_sums = RingSums(ring, self.place, {place: ranks[position] for place, position in enumerate(near)})
         self.share_sums = ShareSums(transport, self.machine, column, len(ranks))
+        self._memory = torch.empty(0, dtype=torch.uint8)
         #: The members that neither share memory with this one nor add the same share.
         self.far = [rank for rank in ranks if rank not in (ranks[own], *self.near.values(), *column.values())]
 
@@ -54,6 +55,12 @@ class TwoLevelSums:
     ) -> TwoLevelSum:
         """See RingSum and ShareSums.start."""
         return TwoLevelSum(self, name, source, target, average, scatters)
+
+    def memory(self, like: torch.Tensor) -> torch.Tensor:
+        """Of the size and dtype of ``like``: for the sum on this machine."""
+        if self._memory.numel() < like.nbytes:
+            self._memory = torch.empty(like.nbytes, dtype=torch.uint8)
+        return self._memory[: like.nbytes].view(like.dtype)
 
     def by_place(self, source: torch.Tensor) -> torch.Tensor:
         """The even shares of all positions, those of the members with the same place next to each other: a copy."""
@@ -91,12 +98,12 @@ class TwoLevelSum:
             source.numel(), source.itemsize, len(sums.near) + 1, sums.ring_sums.ring.slot_bytes, scatters=True
         )
         first, count = self._shares.share_of(sums.place)
-        share = torch.empty_like(source[:count]) if scatters else self._target[first : first + count]
+        # Not to the target, which may be the source: if a member has joined instead, the source is needed once more.
+        share = sums.memory(source[:count])
+        self._result = self._target if scatters else self._target[first : first + count]
         self._ring_sum: RingSum = sums.ring_sums.start(source, share, False, f"{name}.machine", scatters=True)
-        self._share_sum: ShareSum = sums.share_sums.start(
-            share, self._target if scatters else share, average, name, scatters
-        )
-        self._share, self._scatters = share, scatters
+        self._share_sum: ShareSum = sums.share_sums.start(share, self._result, average, name, scatters)
+        self._scatters = scatters
         self._receipt = StreamReceipt(self._begun, is_mutual=True, owner=self)
         self._phase = _Phase.ON_MACHINE
         self._steps: dict[_Phase, Callable[[float], _Phase]] = {
@@ -145,7 +152,7 @@ class TwoLevelSum:
             first, count = self._shares.share_of(place)
             nbytes = count * target.itemsize
             self._receipt.expect(rank, ((target.data_ptr() + first * target.itemsize, nbytes),), nbytes)
-        span = self._share.data_ptr(), self._share.nbytes
+        span = self._result.data_ptr(), self._result.nbytes
         self._transport.send(self._given, tuple(sums.near.values()), (span,), is_led=False)
         return _Phase.GIVES
 
