@@ -32,7 +32,7 @@ def check(arguments: list[str], ranks: int, cases: str, **variables: str) -> Non
         ("-np 2", 1, "mixed_precision evaluation overlaps"),
         ("-np 1 --machines 2 --servers 1", 1, "equal stale structures raises checkpoints overlaps"),
         ("-np 4", 1, "peaks skips"),
-        ("-np 4", 2, "tokens_count clipping stale"),
+        ("-np 4", 2, "tokens_count clipping stale other_meshes"),
         pytest.param("-np 4", 1, "equal stale structures raises checkpoints evaluation", marks=pytest.mark.slow),
         pytest.param("-np 4", 2, "equal of_torch mixed_precision structures", marks=pytest.mark.slow),
         pytest.param("-np 2 --machines 2 --servers 1", 1, "equal stale raises", marks=pytest.mark.slow),

@@ -124,6 +124,22 @@ def chimera() -> None:
 
 
 @case
+def other_meshes() -> None:
+    """The dimensions of the mesh in another order."""
+    p = workers()
+    grid = init_device_mesh("cpu", (p, COPIES), mesh_dim_names=("pp", "dp"))
+    copy = dist.get_rank() % COPIES
+    pipe, reference = bps.parallel.Pipeline(gpt(p), "dapple", p, grid), gpt(p)
+    rng = generator()
+    inputs, targets = tokens(rng, COPIES * p), tokens(rng, COPIES * p)
+    pipe.step(inputs.chunk(COPIES)[copy], targets.chunk(COPIES)[copy], next_token_loss)
+    next_token_loss(reference(inputs), targets).backward()
+    check_same(pipe, reference, "pp before dp", gradients=True)
+    with expecting(UsageError, "a pipeline needs one named 'pp'"):
+        bps.parallel.Pipeline(gpt(p), "dapple", p, init_device_mesh("cpu", (p, COPIES), mesh_dim_names=("tp", "dp")))
+
+
+@case
 def of_torch() -> None:
     """torch's own schedules, by their names."""
     for name in ("zero-bubble", "zb-v", "dualpipev"):
@@ -326,6 +342,16 @@ def refused() -> None:
         bps.parallel.Pipeline(perceptrons(p), "fast", 2, mesh())
     with expecting(UsageError, "can't be cut at '77'"):
         bps.parallel.split(perceptrons(p), p, cuts=["77"] * (p - 1))
+    with expecting(UsageError, "rank 0 has the schedule gpipe with" if dist.get_rank() else "the schedule dapple with"):
+        bps.parallel.Pipeline(perceptrons(p), "gpipe" if dist.get_rank() == 0 else "dapple", 2, mesh())
+    stages = [None, *perceptrons(p)[1:]] if dist.get_rank() == 0 else perceptrons(p)
+    with expecting(UsageError, "worker 0 holds stage 0, but its module is None"):
+        bps.parallel.Pipeline(list(stages), "gpipe", 2, mesh())
+    with expecting(UsageError, "the skip connection 'early' is stashed"):
+        bps.parallel.Pipeline(nn.Sequential(Stashing(), *perceptrons(p)), "gpipe", 2, mesh())
+    if p % 2:
+        with expecting(UsageError, "an even number of workers"):
+            bps.parallel.Pipeline(perceptrons(p), "chimera", 2 * p, mesh())
     with expecting(UsageError, "share"):
         bps.parallel.Pipeline(gpt(p), "pipedream", p, mesh())
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,20 +12,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from byteps_py.errors import PipelineError, UsageError
-from byteps_py.parallel.pipe import torch_schedules
-from byteps_py.parallel.pipe.checker import check
-from byteps_py.parallel.pipe.connections import SkipNames, connections_of
 from byteps_py.parallel.pipe.layout import PipelineLayout
 from byteps_py.parallel.pipe.losses import Losses, LossFunction, Outcome
+from byteps_py.parallel.pipe.plan import PipelinePlan, TiedParameter, agree, make_plan
 from byteps_py.parallel.pipe.program import Action, ActionKind, Program, WeightRule
 from byteps_py.parallel.pipe.program_runner import ChannelKey, ProgramRunner, StepData
 from byteps_py.parallel.pipe.replicas import ReplicatedParameters
-from byteps_py.parallel.pipe.schedules import make
-from byteps_py.parallel.pipe.skips import declared
-from byteps_py.parallel.pipe.split import SplitModel, split
 from byteps_py.parallel.pipe.stage_runner import MAIN, StageRunner
 from byteps_py.parallel.pipe.stale_steps import StaleSteps
-from byteps_py.parallel.pipe.synchronisation import SyncMode, reductions
+from byteps_py.parallel.pipe.synchronisation import SyncMode
 from byteps_py.parallel.pipe.torch_schedules import TorchSchedule
 from byteps_py.parallel.pipe.transfers import Ends, ReceivingChannel, SendingChannel
 from byteps_py.parallel.pipe.trees import cut
@@ -74,44 +69,28 @@ class Pipeline:
         **options: Any,
     ) -> None:
         self._layout = layout = PipelineLayout.of(mesh)
-        is_torchs = isinstance(schedule, str) and schedule in torch_schedules.NAMES
-        if isinstance(schedule, str):
-            making = torch_schedules.torch_program if is_torchs else make
-            schedule = making(schedule, layout.workers, micro_batches, **options)
-        if not is_torchs:
-            check(schedule)
-        if len(schedule.workers) != layout.workers:
-            raise UsageError(f"the schedule is for {len(schedule.workers)} workers, the mesh has {layout.workers}")
-        #: What each worker does in a step.
-        self.program = schedule
-        modules = split(model, schedule.stages) if isinstance(model, nn.Module) else model
-        if len(modules) != schedule.stages:
-            raise UsageError(f"{len(modules)} stages were given, the schedule has {schedule.stages}")
-        shared = _shared(modules)
-        if shared and schedule.rule is not WeightRule.SYNCHRONOUS:
-            name = next(iter(shared.values())).names[0]
-            raise UsageError(f"{schedule.name}: stages that share the parameter {name!r} would use different versions")
-        own = schedule.stages_of(layout.worker)
-        if missing := [stage for _, stage in own if modules[stage] is None]:
-            raise UsageError(f"worker {layout.worker} holds stage {missing[0]}, but its module is None")
+        try:
+            plan: PipelinePlan | UsageError = make_plan(
+                layout, model, schedule, micro_batches, recompute, sync, options
+            )
+        except UsageError as error:
+            plan = error
+        self._connections = agree(plan)
+        if isinstance(plan, UsageError):
+            raise plan
+        self._plan = plan
+        own = plan.program.stages_of(layout.worker)
         #: The modules of this rank, by the number of the stage. A stage of two pipes is the same module.
-        self.stages = {stage: module for _, stage in own if (module := modules[stage]) is not None}
-        self._is_split = isinstance(modules, SplitModel)
+        self.stages = {stage: module for _, stage in own if (module := plan.modules[stage]) is not None}
         self._device = next((one.device for one in self.parameters()), torch.device("cpu"))
         self._workers = layout.group_of_workers()
         self._all = layout.group_of(range(layout.workers)) or self._workers
-        self._connections = connections_of(self._skips(modules))
-        self._runner = self._new_runner(own, recompute)
-        self._replicas, self._tied, self._first_holder = self._replicated(shared)
-        self._ends_stage = {} if is_torchs else self._ends_of_stages(sync)
+        self._runner = self._new_runner(own)
+        self._replicas, self._tied, self._first_holder = self._replicated()
         self._torch: TorchSchedule | None = None
-        if is_torchs:
-            if recompute or any(connection.name != MAIN for connection in self._connections):
-                raise UsageError(
-                    f"{schedule.name} is torch's schedule: it has no skip connections and no recompute=True"
-                )
-            self._torch = TorchSchedule(schedule, self.stages, self._device, self._workers)
-        self._stale = self._new_stale_steps() if schedule.rule is not WeightRule.SYNCHRONOUS else None
+        if plan.is_torchs:
+            self._torch = TorchSchedule(plan.program, self.stages, self._device, self._workers)
+        self._stale = self._new_stale_steps() if plan.program.rule is not WeightRule.SYNCHRONOUS else None
 
     # ---- training ------------------------------------------------------------------------------------------
 
@@ -228,6 +207,11 @@ class Pipeline:
         return self.train(False)
 
     @property
+    def program(self) -> Program:
+        """What each worker does in a step."""
+        return self._plan.program
+
+    @property
     def group(self) -> dist.ProcessGroup:
         """All workers of all data-parallel copies."""
         return self._all
@@ -266,7 +250,7 @@ class Pipeline:
                 data.fail(error)
 
         def after(position: int, action: Action) -> None:
-            for stage in self._ends_stage.get(position, ()):
+            for stage in self._plan.reductions.get(position, ()):
                 if stage in self._replicas:
                     launch(self._replicas[stage])
 
@@ -335,28 +319,15 @@ class Pipeline:
 
     def _prefix(self, stage: int) -> str:
         """Of the names of a stage's parameters."""
-        return "" if self._is_split else f"{stage}."
+        return "" if self._plan.is_split else f"{stage}."
 
     # ---- setting up ----------------------------------------------------------------------------------------
 
-    def _skips(self, modules: Sequence[nn.Module | None]) -> list[SkipNames]:
-        """Of each stage. Workers that do not have all modules ask the others."""
-        own = {
-            stage: SkipNames(frozenset(declared(module, "stashes")), frozenset(declared(module, "pops")))
-            for stage, module in enumerate(modules)
-            if module is not None
-        }
-        if dist.get_world_size(self._workers) > 1:
-            told: list[dict[int, SkipNames]] = [{} for _ in range(dist.get_world_size(self._workers))]
-            dist.all_gather_object(told, own, group=self._workers)
-            own = {stage: names for each in told for stage, names in each.items()}
-        return [own.get(stage, SkipNames()) for stage in range(len(modules))]
-
-    def _new_runner(self, own: Sequence[tuple[int, int]], recompute: bool) -> ProgramRunner:
+    def _new_runner(self, own: Sequence[tuple[int, int]]) -> ProgramRunner:
         stages = {}
         for pipe, stage in own:
             outgoing = [one.name for one in self._connections if one.source == stage and one.name != MAIN]
-            stages[pipe, stage] = StageRunner(self.stages[stage], outgoing, recompute)
+            stages[pipe, stage] = StageRunner(self.stages[stage], outgoing, self._plan.recompute)
         sending: dict[ChannelKey, SendingChannel] = {}
         receiving: dict[ChannelKey, ReceivingChannel] = {}
         worker = self._layout.worker
@@ -376,7 +347,7 @@ class Pipeline:
         return ProgramRunner(stages, self._connections, sending, receiving, self.program.stages - 1)
 
     def _replicated(
-        self, shared: Mapping[int, Tied]
+        self,
     ) -> tuple[dict[int, ReplicatedParameters], list[ReplicatedParameters], dict[str, int]]:
         """The parameters of each stage with copies, those that stages share, and the first worker that holds each
         parameter of this rank. All ranks make the groups in the same order."""
@@ -389,7 +360,7 @@ class Pipeline:
             names: dict[str, nn.Parameter] = {}
             if stage in self.stages:
                 own = self.stages[stage].named_parameters()
-                names = {self._prefix(stage) + name: one for name, one in own if id(one) not in shared}
+                names = {self._prefix(stage) + name: one for name, one in own if id(one) not in self._plan.tied}
             first_holder |= dict.fromkeys(names, min(workers))
             group = self._layout.group_of(workers)
             if group is not None:
@@ -397,8 +368,8 @@ class Pipeline:
                 replicas[stage] = ReplicatedParameters(list(names), list(names.values()), group)
                 replicas[stage].broadcast(self._layout.rank_of_first(workers), module.buffers())
         tied = []
-        of_workers: dict[frozenset[int], list[Tied]] = {}
-        for one in shared.values():
+        of_workers: dict[frozenset[int], list[TiedParameter]] = {}
+        for one in self._plan.tied.values():
             of_workers.setdefault(frozenset().union(*(workers_of[stage] for stage in one.stages)), []).append(one)
         for workers in sorted(of_workers, key=sorted):
             some = of_workers[workers]
@@ -415,48 +386,10 @@ class Pipeline:
     def _new_stale_steps(self) -> StaleSteps:
         program, worker = self.program, self._layout.worker
         batch = 1 if program.rule is WeightRule.STASHED else program.micro_batches
-        if batch > 1 and batch < self._layout.workers:
-            raise UsageError(
-                f"{program.name} needs as many micro-batches as workers ({self._layout.workers}) or more, not {batch}"
-            )
         ((stage, module),) = self.stages.items()
         versions = WeightVersions(module, program.rule, batch)
         endless = EndlessActions(stage, self._layout.workers - worker)
         return StaleSteps(self._layout.workers, endless, versions, self._replicas.get(stage))
-
-    def _ends_of_stages(self, sync: str | SyncMode) -> dict[int, list[int]]:
-        """The stages whose gradients can be summed after an action of this worker, by its position."""
-        try:
-            mode = SyncMode(sync)
-        except ValueError:
-            names = ", ".join(repr(each.value) for each in SyncMode)
-            raise UsageError(f"sync={sync!r} is not possible; it is one of {names}") from None
-        at: dict[int, int] = {}
-        for position, (_, stage) in reductions(self.program, None, mode)[self._layout.worker]:
-            at[stage] = max(position, at.get(stage, position))  # a stage of two pipes
-        ends: dict[int, list[int]] = {}
-        for stage, position in sorted(at.items()):
-            ends.setdefault(position, []).append(stage)
-        return ends
-
-
-class Tied(NamedTuple):
-    """A parameter that several stages use. ``names``: in the model, in each stage."""
-
-    parameter: nn.Parameter
-    names: list[str]
-    stages: list[int]
-
-
-def _shared(modules: Sequence[nn.Module | None]) -> dict[int, Tied]:
-    """By the parameter's identity, in the order of the stages."""
-    found: dict[int, Tied] = {}
-    for stage, module in enumerate(modules):
-        for name, parameter in module.named_parameters() if module is not None else ():
-            tied = found.setdefault(id(parameter), Tied(parameter, [], []))
-            tied.names.append(name)
-            tied.stages.append(stage)
-    return {key: tied for key, tied in found.items() if len(tied.stages) > 1}
 
 
 def parts_of(batch: Any, micro_batches: int, each: int, what: str) -> list[Any]:

@@ -1,0 +1,153 @@
+"""The facts of a pipeline that follow from its arguments, and on which all ranks must agree before they begin. One
+thread."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import nn
+
+from byteps_py.errors import UsageError
+from byteps_py.parallel.pipe import torch_schedules
+from byteps_py.parallel.pipe.checker import check
+from byteps_py.parallel.pipe.connections import Connection, SkipNames, connections_of
+from byteps_py.parallel.pipe.layout import PipelineLayout
+from byteps_py.parallel.pipe.program import Program, WeightRule
+from byteps_py.parallel.pipe.schedules import make
+from byteps_py.parallel.pipe.skips import declared
+from byteps_py.parallel.pipe.split import SplitModel, split
+from byteps_py.parallel.pipe.stage_runner import MAIN
+from byteps_py.parallel.pipe.synchronisation import SyncMode, reductions
+
+
+class TiedParameter(NamedTuple):
+    """A parameter that several stages use. ``names``: in the model, in each stage."""
+
+    parameter: nn.Parameter
+    names: list[str]
+    stages: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class PipelinePlan:
+    """``modules``: of all stages; None for some of other ranks. ``tied``: by the parameter's identity. ``reductions``:
+    the stages of this worker whose gradients can be summed after an action, by its position. ``is_torchs``: torch
+    carries the schedule out."""
+
+    program: Program
+    modules: Sequence[nn.Module | None]
+    tied: Mapping[int, TiedParameter]
+    reductions: Mapping[int, Sequence[int]]
+    is_torchs: bool
+    recompute: bool
+
+    @property
+    def is_split(self) -> bool:
+        """True if parameters have their names in the whole model."""
+        return isinstance(self.modules, SplitModel)
+
+    def __str__(self) -> str:
+        program = self.program
+        content = repr((program.workers, program.holders, program.parts_of_micro_batch, self.recompute))
+        digest = hashlib.blake2b(content.encode(), digest_size=4).hexdigest()
+        return (
+            f"schedule {program.name} with {len(program.workers)} workers, {program.stages} stages and "
+            f"{program.micro_batches} micro-batches ({digest})"
+        )
+
+
+def make_plan(
+    layout: PipelineLayout,
+    model: nn.Module | Sequence[nn.Module | None],
+    schedule: str | Program,
+    micro_batches: int,
+    recompute: bool,
+    sync: str | SyncMode,
+    options: Mapping[str, Any],
+) -> PipelinePlan:
+    """For the arguments of Pipeline. Raises UsageError."""
+    is_torchs = isinstance(schedule, str) and schedule in torch_schedules.NAMES
+    if isinstance(schedule, str):
+        making: Callable[..., Program] = torch_schedules.torch_program if is_torchs else make
+        schedule = making(schedule, layout.workers, micro_batches, **options)
+    if not is_torchs:
+        check(schedule)
+    if is_torchs and recompute:
+        raise UsageError(f"{schedule.name} is torch's schedule: it has no recompute=True")
+    if len(schedule.workers) != layout.workers:
+        raise UsageError(f"the schedule is for {len(schedule.workers)} workers, the mesh has {layout.workers}")
+    modules = split(model, schedule.stages) if isinstance(model, nn.Module) else model
+    if len(modules) != schedule.stages:
+        raise UsageError(f"{len(modules)} stages were given, the schedule has {schedule.stages}")
+    for _, stage in schedule.stages_of(layout.worker):
+        if modules[stage] is None:
+            raise UsageError(f"worker {layout.worker} holds stage {stage}, but its module is None")
+    tied = _tied(modules)
+    if tied and schedule.rule is not WeightRule.SYNCHRONOUS:
+        name = next(iter(tied.values())).names[0]
+        raise UsageError(f"{schedule.name}: stages that share the parameter {name!r} would use different versions")
+    if schedule.rule is WeightRule.DOUBLE_BUFFERED and micro_batches < layout.workers:
+        raise UsageError(
+            f"{schedule.name} needs as many micro-batches as workers ({layout.workers}) or more, not {micro_batches}"
+        )
+    ends = {} if is_torchs else _ends_of_stages(schedule, layout.worker, sync)
+    return PipelinePlan(schedule, modules, tied, ends, is_torchs, recompute)
+
+
+def agree(plan: PipelinePlan | UsageError) -> list[Connection]:
+    """The connections between stages. Raises UsageError on all ranks if one of them has an error in place of a plan, if
+    plans differ, or if skip connections lead nowhere. All ranks call it."""
+    own: tuple[str, str, dict[int, SkipNames]] = (str(plan), "", {})
+    if isinstance(plan, UsageError):
+        own = "", str(plan), {}
+    else:
+        skips = {stage: _skips(module) for stage, module in enumerate(plan.modules) if module is not None}
+        own = str(plan), "", skips
+    told = [own] * dist.get_world_size()
+    dist.all_gather_object(told, own)
+    for rank, (_, problem, _) in enumerate(told):
+        if problem:
+            raise UsageError(problem if isinstance(plan, UsageError) else f"rank {rank}: {problem}")
+    for rank, (text, _, _) in enumerate(told):
+        if text != told[0][0]:
+            raise UsageError(f"rank 0 has the {told[0][0]}, rank {rank} the {text}; give all ranks the same arguments")
+    if isinstance(plan, UsageError):
+        raise plan
+    names = {stage: each for _, _, skips in told for stage, each in skips.items()}
+    connections = connections_of([names.get(stage, SkipNames()) for stage in range(plan.program.stages)])
+    if plan.is_torchs and any(connection.name != MAIN for connection in connections):
+        raise UsageError(f"{plan.program.name} is torch's schedule: it has no skip connections")
+    return connections
+
+
+def _skips(module: nn.Module) -> SkipNames:
+    return SkipNames(frozenset(declared(module, "stashes")), frozenset(declared(module, "pops")))
+
+
+def _tied(modules: Sequence[nn.Module | None]) -> dict[int, TiedParameter]:
+    found: dict[int, TiedParameter] = {}
+    for stage, module in enumerate(modules):
+        for name, parameter in module.named_parameters() if module is not None else ():
+            tied = found.setdefault(id(parameter), TiedParameter(parameter, [], []))
+            tied.names.append(name)
+            tied.stages.append(stage)
+    return {key: tied for key, tied in found.items() if len(tied.stages) > 1}
+
+
+def _ends_of_stages(program: Program, worker: int, sync: str | SyncMode) -> dict[int, list[int]]:
+    try:
+        mode = SyncMode(sync)
+    except ValueError:
+        names = ", ".join(repr(each.value) for each in SyncMode)
+        raise UsageError(f"sync={sync!r} is not possible; it is one of {names}") from None
+    at: dict[int, int] = {}
+    for position, (_, stage) in reductions(program, None, mode)[worker]:
+        at[stage] = max(position, at.get(stage, position))  # a stage of two pipes
+    ends: dict[int, list[int]] = {}
+    for stage, position in sorted(at.items()):
+        ends.setdefault(position, []).append(stage)
+    return ends
