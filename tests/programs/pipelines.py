@@ -376,11 +376,31 @@ def tokens_count() -> None:
     (total / count).backward()
     assert abs(loss.item() - (total / count).item()) <= CLOSE
     check_same(pipe, reference, "counted", gradients=True)
-    # Gradients of further steps are added.
+    # Gradients of further steps are added; one that fails, and one without any token, add nothing.
+    with expecting(PipelineError, "can't be cut"):
+        pipe.step(own(inputs)[1:], own(targets), summed)
+    assert pipe.step(own(inputs), own(targets) * 0, summed).item() == 0.0
     pipe.step(own(inputs), own(targets), summed)
     total, count = summed(reference(inputs), targets)
     (total / count).backward()
     check_same(pipe, reference, "accumulated", gradients=True)
+
+
+@case
+def tied_in_a_list() -> None:
+    """Stages that are given one by one, and share a parameter."""
+    p = workers()
+    reference = perceptrons(p)
+    reference[p - 1][0].weight = reference[0][0].weight
+    stages = perceptrons(p)
+    stages[p - 1][0].weight = stages[0][0].weight
+    pipe = bps.parallel.Pipeline(list(stages), "dapple", p, mesh())
+    x = torch.randn(p * COPIES, HIDDEN, generator=generator())
+    pipe.step(own(x), own(x), mse)
+    mse(reference(x), x).backward()
+    norm = pipe.clip_grad_norm_(0.01)
+    assert abs(norm - nn.utils.clip_grad_norm_(reference.parameters(), 0.01)) <= CLOSE
+    check_same(pipe, reference, "tied", gradients=True)
 
 
 @case

@@ -91,6 +91,7 @@ class Pipeline:
         if plan.is_torchs:
             self._torch = TorchSchedule(plan.program, self.stages, self._device, self._workers)
         self._stale = self._new_stale_steps() if plan.program.rule is not WeightRule.SYNCHRONOUS else None
+        self._plan = plan.of_worker(layout.worker)
 
     # ---- training ------------------------------------------------------------------------------------------
 
@@ -128,16 +129,15 @@ class Pipeline:
         for parameter, _ in before:
             parameter.grad = None
         losses = Losses(loss_fn, scale / (self.program.parts * self._layout.copies))
-        if self._torch is not None:
-            self._torch.run(inputs, targets, losses)
-            data = StepData()
-        else:
-            data = self._data(inputs, targets, losses)
-        self._run(self.program.workers[self._layout.worker], data)
-        outcome = self._outcome(data, losses)
+        try:
+            outcome = self._pass_all(inputs, targets, losses)
+        except BaseException:
+            for parameter, gradient in before:
+                parameter.grad = gradient
+            raise
         for parameter, gradient in before:
             if parameter.grad is not None and outcome.is_counted:
-                parameter.grad.mul_(scale / outcome.terms)
+                parameter.grad.mul_(scale / outcome.terms if outcome.terms else 0.0)
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
         return outcome.loss
@@ -239,6 +239,16 @@ class Pipeline:
         return norm
 
     # ---- carrying out --------------------------------------------------------------------------------------
+
+    def _pass_all(self, inputs: Any, targets: Any, losses: Losses) -> Outcome:
+        """Forward and backward passes of a batch."""
+        if self._torch is not None:
+            self._torch.run(inputs, targets, losses)
+            data = StepData()
+        else:
+            data = self._data(inputs, targets, losses)
+        self._run(self.program.workers[self._layout.worker], data)
+        return self._outcome(data, losses)
 
     def _run(self, actions: Sequence[Action], data: StepData) -> None:
         """Forward and backward passes, and the sums of gradients."""

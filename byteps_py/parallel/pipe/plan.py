@@ -3,6 +3,7 @@ thread."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,19 +37,21 @@ class TiedParameter(NamedTuple):
 class PipelinePlan:
     """``modules``: of all stages; None for some of other ranks. ``tied``: by the parameter's identity. ``reductions``:
     the stages of this worker whose gradients can be summed after an action, by its position. ``is_torchs``: torch
-    carries the schedule out."""
+    carries the schedule out. ``is_split``: parameters have their names in the whole model."""
 
     program: Program
     modules: Sequence[nn.Module | None]
     tied: Mapping[int, TiedParameter]
     reductions: Mapping[int, Sequence[int]]
     is_torchs: bool
+    is_split: bool
     recompute: bool
 
-    @property
-    def is_split(self) -> bool:
-        """True if parameters have their names in the whole model."""
-        return isinstance(self.modules, SplitModel)
+    def of_worker(self, worker: int) -> PipelinePlan:
+        """Without the modules and parameters of other workers, which need not be kept in memory."""
+        own = {stage for _, stage in self.program.stages_of(worker)}
+        modules = [module if stage in own else None for stage, module in enumerate(self.modules)]
+        return dataclasses.replace(self, modules=modules, tied={})
 
     def __str__(self) -> str:
         program = self.program
@@ -95,7 +98,7 @@ def make_plan(
             f"{schedule.name} needs as many micro-batches as workers ({layout.workers}) or more, not {micro_batches}"
         )
     ends = {} if is_torchs else _ends_of_stages(schedule, layout.worker, sync)
-    return PipelinePlan(schedule, modules, tied, ends, is_torchs, recompute)
+    return PipelinePlan(schedule, modules, tied, ends, is_torchs, isinstance(modules, SplitModel), recompute)
 
 
 def agree(plan: PipelinePlan | UsageError) -> list[Connection]:
@@ -130,10 +133,11 @@ def _skips(module: nn.Module) -> SkipNames:
 
 def _tied(modules: Sequence[nn.Module | None]) -> dict[int, TiedParameter]:
     found: dict[int, TiedParameter] = {}
+    is_split = isinstance(modules, SplitModel)
     for stage, module in enumerate(modules):
         for name, parameter in module.named_parameters() if module is not None else ():
             tied = found.setdefault(id(parameter), TiedParameter(parameter, [], []))
-            tied.names.append(name)
+            tied.names.append(name if is_split else f"{stage}.{name}")
             tied.stages.append(stage)
     return {key: tied for key, tied in found.items() if len(tied.stages) > 1}
 
