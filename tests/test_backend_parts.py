@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 
 import pytest
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 from byteps_py.errors import UsageError
 from byteps_py.tensors import DType, Op
+from byteps_py.torch.engine import completion
 from byteps_py.torch.engine.completion import Pool
 from byteps_py.torch.engine.service_reductions import KindPlace, KindPlaces, slots_for
 from byteps_py.torch.engine.slot_view import capacity_for
@@ -125,6 +127,16 @@ def test_tasks_that_wait_for_each_other_run_at_once() -> None:
     met.wait(WAIT_S)
     pool.close()
     assert modes == [False, False]
+
+
+def test_a_thread_without_a_task_ends_after_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(completion, "_IDLE_S", 0.01)
+    pool, found = Pool("test"), queue.SimpleQueue[threading.Thread]()
+    for _ in range(2):
+        pool.run(lambda: found.put(threading.current_thread()))
+        thread = found.get(timeout=WAIT_S)
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
 
 
 def test_a_failing_task_is_logged_and_its_thread_goes_on(caplog: pytest.LogCaptureFixture) -> None:
