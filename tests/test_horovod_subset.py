@@ -9,6 +9,7 @@ import uuid
 from pathlib import Path
 
 import pytest
+from support import warm
 from support.clusters import bpslaunch, clean_environment
 
 import byteps_py.torch as hvd
@@ -49,7 +50,7 @@ def test_under_our_launcher() -> None:
 def test_without_a_launcher() -> None:
     job = f"test-{uuid.uuid4()}"
     ranks = [
-        subprocess.Popen(
+        warm.Popen(
             [sys.executable, PROGRAM],
             env=clean_environment(BYTEPS_JOB_ID=job, BYTEPS_LOCAL_RANK=str(rank), BYTEPS_LOCAL_SIZE="3"),
             stdout=subprocess.PIPE,

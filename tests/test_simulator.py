@@ -50,9 +50,9 @@ def test_a_seed_gives_one_log(kind: type[Cluster]) -> None:
     assert run(1, kind).log != run(2, kind).log
 
 
-def test_a_seed_gives_one_log_in_every_process() -> None:
+@pytest.mark.parametrize("seeds", [range(400, 403), pytest.param(range(403, 410), marks=pytest.mark.slow)], ids=str)
+def test_a_seed_gives_one_log_in_every_process(seeds: range) -> None:
     """Neither addresses nor the order of sets and hashes have a say in it."""
-    seeds = range(400, 410)
     program = f"import test_simulator; print(*test_simulator.digests(range({seeds.start}, {seeds.stop})))"
     other = subprocess.run(
         [sys.executable, "-c", program],
