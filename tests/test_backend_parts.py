@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from byteps_py.errors import UsageError
 from byteps_py.tensors import DType, Op
-from byteps_py.torch.engine import completion
 from byteps_py.torch.engine.completion import Pool
 from byteps_py.torch.engine.service_reductions import KindPlace, KindPlaces, slots_for
 from byteps_py.torch.engine.slot_view import capacity_for
@@ -129,9 +128,8 @@ def test_tasks_that_wait_for_each_other_run_at_once() -> None:
     assert modes == [False, False]
 
 
-def test_a_thread_without_a_task_ends_after_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(completion, "_IDLE_S", 0.01)
-    pool, found = Pool("test"), queue.SimpleQueue[threading.Thread]()
+def test_a_thread_without_a_task_ends_after_a_moment() -> None:
+    pool, found = Pool("test", idle_s=0.01), queue.SimpleQueue[threading.Thread]()
     for _ in range(2):
         pool.run(lambda: found.put(threading.current_thread()))
         thread = found.get(timeout=WAIT_S)
