@@ -35,6 +35,7 @@ def test_imagenet_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     assert re.findall(r"(\w+) epoch 2: loss", out) == ["train", "validate"]
 
 
+@pytest.mark.slow
 def test_elastic() -> None:
     out = run("horovod_elastic.py", "--epochs", "2", "--fail-at", "7")
     assert "joined again: 2 ranks, epoch 1, batch 5" in out

@@ -41,6 +41,7 @@ def test_the_example() -> None:
     assert doctest.testmod(subset).failed == 0
 
 
+@pytest.mark.slow
 def test_under_our_launcher() -> None:
     run = bpslaunch(["-np", "3"], [PROGRAM])
     assert run.returncode == 0, run.stdout + run.stderr
