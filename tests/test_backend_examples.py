@@ -29,7 +29,7 @@ def assert_learned(text: str, ranks: int) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["torch_ddp", "torch_fsdp2", *(pytest.param(each, marks=pytest.mark.slow) for each in ("torch_tp", "torch_pp"))],
+    ["torch_fsdp2", *(pytest.param(each, marks=pytest.mark.slow) for each in ("torch_ddp", "torch_tp", "torch_pp"))],
 )
 def test_on_one_machine(name: str, tmp_path: Path) -> None:
     arguments = ["--checkpoint", str(tmp_path / "saved")] if name == "torch_fsdp2" else []
@@ -61,6 +61,7 @@ def test_under_bpslaunch_by_role() -> None:
     assert_learned(jobs[1].text, 2)
 
 
+@pytest.mark.slow  # in `make test` with a smaller program: test_launchers_process.py
 def test_on_two_machines_with_a_cpu_machine() -> None:
     port = free_port()
     number = {"DMLC_NUM_SERVER": "1"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 
 import pytest
@@ -125,6 +126,15 @@ def test_tasks_that_wait_for_each_other_run_at_once() -> None:
     met.wait(WAIT_S)
     pool.close()
     assert modes == [False, False]
+
+
+def test_a_thread_without_a_task_ends_after_a_moment() -> None:
+    pool, found = Pool("test", idle_s=0.01), queue.SimpleQueue[threading.Thread]()
+    for _ in range(2):
+        pool.run(lambda: found.put(threading.current_thread()))
+        thread = found.get(timeout=WAIT_S)
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
 
 
 def test_a_failing_task_is_logged_and_its_thread_goes_on(caplog: pytest.LogCaptureFixture) -> None:

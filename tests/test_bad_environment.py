@@ -10,6 +10,7 @@ import sys
 import uuid
 
 import pytest
+from support import warm
 from support.breaking import ERROR_STATUS, Job, alone, launch, service
 from support.clusters import clean_environment
 
@@ -243,7 +244,7 @@ def test_a_job_says_once_which_variables_mean_nothing(options: list[str]) -> Non
     program = "import byteps_py as bps; bps.init(); bps.shutdown()"
     command = [sys.executable, "-m", "byteps_py.launch", *options, sys.executable, "-c", program]
     environment = clean_environment(BYTEPS_PARTITON_BYTES="8192", BYTEPS_NUMA_ON="1")
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    done = warm.run(command, 100, env=environment)
     assert done.returncode == 0, done.stderr
     said = [line for line in done.stderr.splitlines() if "no effect" in line]
     assert len(said) == 2
@@ -253,7 +254,7 @@ def test_a_job_says_once_which_variables_mean_nothing(options: list[str]) -> Non
 def test_a_rank_without_a_launcher_says_it_itself() -> None:
     program = "import byteps_py as bps; bps.init(); bps.shutdown()"
     environment = clean_environment(BYTEPS_PARTITON_BYTES="8192")
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=100)
+    done = warm.run([sys.executable, "-c", program], 100, env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("did you mean BYTEPS_PARTITION_BYTES?") == 1
 

@@ -58,12 +58,13 @@ def test_a_turn_is_charged_by_kind() -> None:
     assert costs == {"rank": [0.5], "cs": [1.5], "ss": [0.0], "scheduler": [0.0], "launcher": [0.0], "all": [2.0]}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(420)
 @pytest.mark.parametrize(
     "calls",
     [
         ["push_pull", "optimizer"],
-        pytest.param(["push_pull_inplace", "allreduce_", "all_reduce", "session", "optimizer"], marks=pytest.mark.slow),
+        ["push_pull_inplace", "allreduce_", "all_reduce", "session", "optimizer"],
     ],
     ids=["few", "most"],
 )

@@ -13,6 +13,7 @@ import pytest
 BENCHMARK = Path(__file__).parent.parent / "benchmarks" / "kernels.py"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="its peer is a C program")
 def test_the_benchmark_measures_all_contenders(tmp_path):
     result = tmp_path / "result.json"

@@ -172,7 +172,9 @@ def test_places_are_known_while_suspended() -> None:
     ThreadedCluster(MACHINES).run(main)
 
 
-@pytest.mark.parametrize(("options", "ranks"), [(["-np", "2"], 2), (["-np", "1", "--machines", "2"], 2)])
+@pytest.mark.parametrize(
+    ("options", "ranks"), [pytest.param(["-np", "2"], 2, marks=pytest.mark.slow), (["-np", "1", "--machines", "2"], 2)]
+)
 def test_a_program_as_byteps_users_write_it(options: list[str], ranks: int) -> None:
     done = bpslaunch(options, [PROGRAM])
     assert done.returncode == 0, done.stderr

@@ -391,6 +391,7 @@ def fill(context: Path) -> dict[str, str]:
     return {"PIP_NO_INDEX": "1"} if succeeds([*pip, *wheels], 600)[0] else {}
 
 
+@pytest.mark.slow
 @pytest.mark.docker
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("target", ["server", "worker"])
@@ -403,6 +404,7 @@ def test_an_image(cluster: Cluster, target: str) -> None:
     assert run([*alone, "python", image, "-c", FROM_CACHE], timeout_s=60).strip() == "True"
 
 
+@pytest.mark.slow
 @pytest.mark.docker
 @pytest.mark.timeout(2400)
 def test_a_cluster_trains_and_ends(cluster: Cluster) -> None:

@@ -9,7 +9,7 @@ from support.clusters import bpslaunch
 
 PROGRAM = Path(__file__).parent / "programs" / "direct.py"
 #: machines, ranks on each, partition bytes
-LAYOUTS = [(1, 3, 4 << 20), (2, 2, 64 << 10), (3, 1, 16 << 10)]
+LAYOUTS = [(1, 3, 4 << 20), (2, 2, 64 << 10), pytest.param(3, 1, 16 << 10, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize(("machines", "ranks", "partition_bytes"), LAYOUTS)

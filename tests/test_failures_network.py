@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 
+import pytest
 from support.breaking import command, launch
 from support.clusters import ROOT
 
@@ -48,6 +49,7 @@ def test_lost_and_damaged_messages_are_said_again_and_every_sum_is_exact() -> No
     assert ranks.count("came damaged: it is asked for again") == faults.count("flip down")
 
 
-def test_one_message_in_twenty_is_lost_with_its_connection_and_every_sum_is_exact() -> None:
+@pytest.mark.parametrize("times", [25, pytest.param(100, marks=pytest.mark.slow)])
+def test_one_message_in_twenty_is_lost_with_its_connection_and_every_sum_is_exact(times: int) -> None:
     """Also of those that a new connection begins with."""
-    reduce_under("lose")
+    reduce_under(f"lose {times}")

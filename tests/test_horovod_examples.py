@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 from support.clusters import ROOT, bpslaunch
 
 EXAMPLES = ROOT / "examples"
@@ -23,6 +24,7 @@ def test_mnist() -> None:
     assert accuracies[-1] > 85
 
 
+@pytest.mark.slow
 def test_imagenet_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     options = ["--model", "tiny", "--image-size", "16", "--images", "40", "--batch-size", "8", "--warmup-epochs", "1"]
     options += ["--checkpoints", tmp_path, "--batches-per-allreduce", "2", "--sync-bn", "--num-groups", "3"]
@@ -33,6 +35,7 @@ def test_imagenet_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     assert re.findall(r"(\w+) epoch 2: loss", out) == ["train", "validate"]
 
 
+@pytest.mark.slow
 def test_elastic() -> None:
     out = run("horovod_elastic.py", "--epochs", "2", "--fail-at", "7")
     assert "joined again: 2 ranks, epoch 1, batch 5" in out

@@ -33,7 +33,9 @@ def test_on_threads(machines) -> None:
     ThreadedCluster(machines).run(lambda rank: horovod.everything())
 
 
-@pytest.mark.parametrize(("machines", "ranks"), [pytest.param(1, 2, marks=pytest.mark.slow), (1, 4), (2, 2)])
+@pytest.mark.parametrize(
+    ("machines", "ranks"), [*(pytest.param(1, ranks, marks=pytest.mark.slow) for ranks in (2, 4)), (2, 2)]
+)
 @pytest.mark.timeout(300)
 def test_with_services(machines: int, ranks: int) -> None:
     run = bpslaunch(["-np", str(ranks), "--machines", str(machines)], [PROGRAM])

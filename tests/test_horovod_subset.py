@@ -9,6 +9,7 @@ import uuid
 from pathlib import Path
 
 import pytest
+from support import warm
 from support.clusters import bpslaunch, clean_environment
 
 import byteps_py.torch as hvd
@@ -40,6 +41,7 @@ def test_the_example() -> None:
     assert doctest.testmod(subset).failed == 0
 
 
+@pytest.mark.slow
 def test_under_our_launcher() -> None:
     run = bpslaunch(["-np", "3"], [PROGRAM])
     assert run.returncode == 0, run.stdout + run.stderr
@@ -49,7 +51,7 @@ def test_under_our_launcher() -> None:
 def test_without_a_launcher() -> None:
     job = f"test-{uuid.uuid4()}"
     ranks = [
-        subprocess.Popen(
+        warm.Popen(
             [sys.executable, PROGRAM],
             env=clean_environment(BYTEPS_JOB_ID=job, BYTEPS_LOCAL_RANK=str(rank), BYTEPS_LOCAL_SIZE="3"),
             stdout=subprocess.PIPE,

@@ -12,7 +12,11 @@ PROGRAM = ROOT / "tests" / "programs" / "horovod_training.py"
 LIMITS = {"BYTEPS_STALL_WARN_S": "20", "BYTEPS_STALL_LIMIT_S": "40"}
 
 
-@pytest.mark.parametrize("options", [("-np", "3"), ("-np", "1", "--machines", "2", "--servers", "1")], ids=" ".join)
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param(("-np", "3"), marks=pytest.mark.slow), ("-np", "1", "--machines", "2", "--servers", "1")],
+    ids=" ".join,
+)
 def test_everything(options, tmp_path) -> None:
     timeline = tmp_path / "timeline.json"
     done = bpslaunch(options, [PROGRAM], timeout_s=100, **LIMITS, HOROVOD_TIMELINE=str(timeline))

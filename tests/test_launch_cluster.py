@@ -29,6 +29,7 @@ def train(tmp_path: Path) -> Path:
     return program
 
 
+@pytest.mark.slow  # in `make test` by the README's commands: test_readme.py
 def test_cluster(train: Path) -> None:
     with launched("-np", "2", "--machines", "2", "--servers", "1", "--tag-output", sys.executable, str(train)) as job:
         status, out, err = job.finish()

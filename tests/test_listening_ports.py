@@ -25,7 +25,16 @@ MARGIN_S = 5  # for a machine that is busy with other things
 AHEAD, BEHIND = range(20, 20 + CLAIMS), range(-CLAIMS, 0)
 
 
-@pytest.fixture(name="job", params=["", "known to members"], ids=["loopback", "secret"])
+SECRETS = {"loopback": "", "secret": "known to members"}
+
+
+def secrets(slow: str) -> pytest.MarkDecorator:
+    """Jobs without a secret and with one, of which ``slow`` is."""
+    marked = [pytest.param(s, id=name, marks=[pytest.mark.slow] * (name == slow)) for name, s in SECRETS.items()]
+    return pytest.mark.parametrize("job", marked, indirect=True)
+
+
+@pytest.fixture(name="job")
 def running_job(request: pytest.FixtureRequest) -> Iterator[Running]:
     """Two machines and a lent one, which sum until rank 0 reads a line."""
     environ = clean_environment(BYTEPS_SECRET=request.param, BYTEPS_LOG_LEVEL="WARNING")
@@ -46,6 +55,7 @@ def check_end(job: Running) -> None:
     assert "Traceback" not in err
 
 
+@secrets(slow="loopback")
 def test_forged_routing_ids_at_every_port(job: Running) -> None:
     """libzmq ends the process when an id that a peer chose meets its own counter."""
     ports = listening_ports(job.process.pid)
@@ -60,6 +70,7 @@ def test_forged_routing_ids_at_every_port(job: Running) -> None:
     check_end(job)
 
 
+@secrets(slow="secret")
 def test_what_outsiders_cost_at_every_port(job: Running) -> None:
     """Each is gone after MOST_S, and has cost MOST_BYTES; sums go on beside them."""
     ports = listening_ports(job.process.pid)

@@ -41,7 +41,7 @@ def total(moved: list[Bytes]) -> Bytes:
     ("options", "copied_by", "workers", "servers"),
     [
         # The sum reads every rank's gradient and writes every rank's result, in one pass.
-        (["-np", "2"], "aten::_foreach_copy_", [(2 * WHOLE, 2 * WHOLE)], (0, 0)),
+        pytest.param(["-np", "2"], "aten::_foreach_copy_", [(2 * WHOLE, 2 * WHOLE)], (0, 0), marks=pytest.mark.slow),
         # The rank's gradient is the machine's contribution as it lies; the answer is written once more, to the rank.
         # A server reads both contributions and writes one result; those on the two GPU machines, with a quarter of
         # the tensor each, another one to shared memory.

@@ -117,8 +117,16 @@ def test_figures_are_those_of_the_papers(row: Row, capsys: pytest.CaptureFixture
 
 # ---- formulas --------------------------------------------------------------------------------------------------
 
-WORKERS = range(2, 33)
-EVEN = range(2, 33, 2)
+MOST = 32
+
+
+def workers(step: int) -> list[Any]:
+    """2, 2 + ``step`` and so on; those above 16, whose schedules take longest, are slow."""
+    return [pytest.param(p, marks=[pytest.mark.slow] * (p > 16)) for p in range(2, MOST + 1, step)]
+
+
+WORKERS = workers(1)
+EVEN = workers(2)
 
 
 def bubble(program: Program, durations: Durations | None = None) -> float:
@@ -194,7 +202,7 @@ def test_chimera_without_bubbles_between_units(p: int) -> None:
             assert timeline.idle == [(p - 2) * slot] * p
 
 
-@pytest.mark.parametrize("p", range(2, 33, 3))
+@pytest.mark.parametrize("p", workers(3))
 def test_interleaved_is_ideal_where_llama_3_says_so(p: int) -> None:
     """Elsewhere the last round is too short; spread over the others, it would be ideal, too."""
     v = 2 if p > 8 else 3

@@ -31,6 +31,7 @@ def test_its_commands_print_what_it_says(folder: Path) -> None:
         assert (process.returncode, output) == (0, expected), command
 
 
+@pytest.mark.slow  # in `make test` with another program: test_launch_cluster.py
 def test_four_shells_by_hand(folder: Path) -> None:
     roles = [commands_of(block) for block in README.blocks_after("together")]
     assert len(roles) == 4
@@ -45,6 +46,7 @@ def test_four_shells_by_hand(folder: Path) -> None:
     assert server["bytes_summed"] > 0
 
 
+@pytest.mark.slow  # in `make test` with another program: test_launchers_process.py
 @pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
 def test_the_launchers_it_names_print_what_it_says(folder: Path, launcher: str) -> None:
     [(command, expected)] = [

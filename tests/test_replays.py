@@ -25,7 +25,8 @@ def given(sender: int, round_: int, origin: object, flags: int = 0) -> Contribut
     return Contribution(header_for(sender, bytes(64), round=round_, flags=flags), origin, 64)
 
 
-def test_a_million_replayed_pushes_change_no_sum() -> None:
+@pytest.mark.parametrize("replays", [20_000, pytest.param(REPLAYS, marks=pytest.mark.slow)])
+def test_replayed_pushes_change_no_sum(replays: int) -> None:
     """While the round collects, while it is reduced and after it: from the same connection and from another."""
     rounds: Rounds[Contribution] = Rounds(4096)
     rounds.membership(1, MACHINES, 0.0, 1)
@@ -33,7 +34,7 @@ def test_a_million_replayed_pushes_change_no_sum() -> None:
     first = [given(machine, 1, here) for machine in range(MACHINES)]
     assert rounds.contribution(first[0], 0.0) == []
     replay = given(0, 1, here)
-    for _ in range(REPLAYS // 2):
+    for _ in range(replays // 2):
         rounds.contribution(replay, 0.0)
     again = given(0, 1, there)  # a new connection: the same bits, but the answer goes there
     for _ in range(1000):
@@ -43,12 +44,12 @@ def test_a_million_replayed_pushes_change_no_sum() -> None:
     (reduce,) = rounds.contribution(first[2], 0.0)
     assert isinstance(reduce, Reduce)
     assert [c.header.sender for c in reduce.round.in_order()] == [0, 1, 2]
-    for _ in range(REPLAYS // 4):
+    for _ in range(replays // 4):
         rounds.contribution(replay, 0.0)
     (answer,) = rounds.reduced(reduce.round)
     assert isinstance(answer, Answer)
     assert len(answer.contributions) == MACHINES
-    for _ in range(REPLAYS // 4):
+    for _ in range(replays // 4):
         (refused,) = rounds.contribution(replay, 0.0)
     assert isinstance(refused, RefuseContributions)
     assert "stale: round 1" in refused.text

@@ -82,7 +82,7 @@ def test_a_refusal_is_raised_as_its_typed_error(start: Factory, attend: Attend) 
 def test_without_the_secret_no_process_is_admitted(start: Factory, attend: Attend, secret: str) -> None:
     scheduler = start(num_workers=1, secret="known to members").wait_listening()
     # Without a secret nothing says why the other end hangs up: the process tries until it is late, then names it.
-    settings = dataclasses.replace(scheduler.settings, secret=secret, start_timeout_s=5.0)
+    settings = dataclasses.replace(scheduler.settings, secret=secret, start_timeout_s=3.0)
     error = attend(settings, as_worker()).lost.get(timeout=TIMEOUT_S)
     assert isinstance(error, errors.RendezvousError)
     assert "BYTEPS_SECRET" in str(error)

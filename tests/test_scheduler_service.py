@@ -124,7 +124,8 @@ def at_port(register: pb.Register, index: int) -> pb.Register:
 def test_a_member_that_dies_or_freezes_fails_the_others_in_bounded_time(
     start: Factory, attend: Attend, number: signal.Signals, heartbeat_timeout_s: float, text: str
 ) -> None:
-    scheduler = start(num_workers=2, num_servers=2, heartbeat_timeout_s=heartbeat_timeout_s).wait_listening()
+    limits = {"heartbeat_timeout_s": heartbeat_timeout_s, "heartbeat_timeout_max_s": 3 * heartbeat_timeout_s}
+    scheduler = start(num_workers=2, num_servers=2, **limits).wait_listening()
     settings = scheduler.settings
     here = attend(settings, as_worker(0))
     servers = [attend(settings, at_port(as_server(), i)) for i in range(2)]

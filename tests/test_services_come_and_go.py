@@ -21,27 +21,29 @@ def test_ranks_may_leave_and_come_back_under_a_launcher(options: str) -> None:
     assert sorted(job.said) == ["0: 5 turns", "1: 5 turns"]
 
 
-def test_ranks_without_a_launcher_start_services_five_times() -> None:
+@pytest.mark.parametrize("turns", ["2", pytest.param("5", marks=pytest.mark.slow)])
+def test_ranks_without_a_launcher_start_services_again_and_again(turns: str) -> None:
     job_id = f"test-{free_port()}"
     with contextlib.ExitStack() as stack:
         jobs = [
             stack.enter_context(
-                alone("repeat", "5", BYTEPS_JOB_ID=job_id, BYTEPS_LOCAL_SIZE="2", BYTEPS_LOCAL_RANK=local_rank)
+                alone("repeat", turns, BYTEPS_JOB_ID=job_id, BYTEPS_LOCAL_SIZE="2", BYTEPS_LOCAL_RANK=local_rank)
             )
             for local_rank in ("0", "1")
         ]
-        assert [(job.end(), job.said) for job in jobs] == [(0, ["0: 5 turns"]), (0, ["1: 5 turns"])]
+        assert [(job.end(), job.said) for job in jobs] == [(0, [f"{rank}: {turns} turns"]) for rank in (0, 1)]
 
 
-def test_machines_without_a_launcher_start_services_again_and_again() -> None:
+@pytest.mark.parametrize("turns", ["2", pytest.param("3", marks=pytest.mark.slow)])
+def test_machines_without_a_launcher_start_services_again_and_again(turns: str) -> None:
     """As under torchrun, whose port the scheduler's is next to."""
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GROUP_WORLD_SIZE": "2"}
     with contextlib.ExitStack() as stack:
         jobs = [
-            stack.enter_context(alone("repeat", "3", **common, GROUP_RANK=rank, BYTEPS_MACHINE_ID=f"m{rank}"))
+            stack.enter_context(alone("repeat", turns, **common, GROUP_RANK=rank, BYTEPS_MACHINE_ID=f"m{rank}"))
             for rank in ("0", "1")
         ]
-        assert [(job.end(), job.said) for job in jobs] == [(0, ["0: 3 turns"]), (0, ["1: 3 turns"])]
+        assert [(job.end(), job.said) for job in jobs] == [(0, [f"{rank}: {turns} turns"]) for rank in (0, 1)]
 
 
 def test_services_without_a_launcher_end_with_their_ranks() -> None:

@@ -20,7 +20,7 @@ SCENARIOS = [
     ("layout", "size"),
     [
         ("-np 2", "small"),
-        ("-np 2", "large"),
+        pytest.param("-np 2", "large", marks=pytest.mark.slow),
         ("-np 3", "small"),
         ("-np 3", "large"),
         ("-np 1 --machines 3", "small"),

@@ -382,7 +382,9 @@ def test_shutdown_finishes_what_is_pending() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "ranks"), [(["-np", "2"], 2), (["-np", "1", "--machines", "2", "--servers", "1"], 2)], ids=str
+    ("options", "ranks"),
+    [pytest.param(["-np", "2"], 2, marks=pytest.mark.slow), (["-np", "1", "--machines", "2", "--servers", "1"], 2)],
+    ids=str,
 )
 def test_with_processes(options, ranks) -> None:
     run = bpslaunch(options, [PROGRAM], BYTEPS_PARTITION_BYTES=str(256 << 10))

@@ -27,6 +27,7 @@ def follow(marker: str, folder: Path) -> None:
         assert (process.returncode, output) == (0, expected), command
 
 
+@pytest.mark.slow  # in `make test`: the README's commands, in test_readme.py
 def test_alone_and_on_one_machine(folder: Path) -> None:
     follow("one machine", folder)
 

@@ -1,6 +1,6 @@
 """A CPU machine's summation server, and a network that does what each line of its input says, once: ``cut`` (an answer
-is lost with its connection), ``flip up`` (a bit of a contribution's header), ``flip down`` (of an answer's), ``lose``
-(one in twenty of whatever is on its way, a handshake's, too, each with its connection; a hundred times).
+is lost with its connection), ``flip up`` (a bit of a contribution's header), ``flip down`` (of an answer's), ``lose N``
+(one in twenty of whatever is on its way, a handshake's, too, each with its connection; N times).
 
 It says so when it has done it, and goes on without faults at the end of its input.
 """
@@ -45,8 +45,8 @@ def main() -> None:
                 proxy.has_cut.clear()
                 proxy.cut_at(_ANSWER)
                 proxy.has_cut.wait()
-            elif what == "lose":
-                loser = proxy.alter = Loser(0.05, 100)
+            elif what.startswith("lose "):
+                loser = proxy.alter = Loser(0.05, int(what.removeprefix("lose ")))
                 loser.has_lost.wait()
             else:
                 is_up = what == "flip up"

@@ -111,6 +111,8 @@ def environment(settings: Settings) -> dict[str, str]:
         "BYTEPS_JOURNAL_DIR": settings.journal_dir,
         "BYTEPS_PLACEMENT": settings.placement,
     }
+    if settings.heartbeat_timeout_max_s is not None:
+        values["BYTEPS_HEARTBEAT_TIMEOUT_MAX_S"] = str(settings.heartbeat_timeout_max_s)
     return {**os.environ, **values}
 
 

@@ -152,17 +152,13 @@ def start() -> None:
     global _template
     if os.environ.get("BYTEPS_TEST_WARM", "1") != "0":
         _template = Template()
-        processes.more_children = children
-
-
-def children() -> set[int]:
-    """What runs, and is no child of this process for all that."""
-    return processes.children(_template.process.pid) if _template is not None else set()
+        processes.more_parents.append(_template.process.pid)
 
 
 def stop() -> None:
     global _template
     if _template is not None:
+        processes.more_parents.remove(_template.process.pid)
         _template.close()
         _template = None
 

@@ -26,10 +26,10 @@ Task = Callable[[], None]
 
 
 class Pool:
-    """Runs every task at once: on an idle thread, otherwise on a new one."""
+    """Runs every task at once: on an idle thread, otherwise on a new one. ``idle_s``: how long one waits for a task."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, idle_s: float = _IDLE_S) -> None:
+        self._name, self._idle_s = name, idle_s
         self._lock = threading.Lock()
         self._idle: list[queue.SimpleQueue[Task | None]] = []
         self._threads: set[threading.Thread] = set()
@@ -73,7 +73,7 @@ class Pool:
 
     def _next(self, inbox: queue.SimpleQueue[Task | None]) -> Task | None:
         try:
-            return inbox.get(timeout=_IDLE_S)
+            return inbox.get(timeout=self._idle_s)
         except queue.Empty:
             with self._lock:
                 if inbox in self._idle:
