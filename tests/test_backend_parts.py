@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 
 import pytest
 import torch
@@ -135,6 +136,25 @@ def test_a_thread_without_a_task_ends_after_a_moment() -> None:
         thread = found.get(timeout=WAIT_S)
         thread.join(WAIT_S)
         assert not thread.is_alive()
+
+
+def test_closing_waits_for_a_task_and_no_longer() -> None:
+    """Its thread does not become idle afterwards."""
+    pool, begun, goes_on = Pool("test"), queue.SimpleQueue[threading.Thread](), threading.Event()
+
+    def task() -> None:
+        begun.put(threading.current_thread())
+        goes_on.wait(WAIT_S)
+
+    pool.run(task)
+    thread = begun.get(timeout=WAIT_S)
+    closing = threading.Thread(target=pool.close)
+    closing.start()
+    while thread not in pool._ending:
+        time.sleep(0)
+    goes_on.set()
+    closing.join(WAIT_S)
+    assert not thread.is_alive()
 
 
 def test_a_failing_task_is_logged_and_its_thread_goes_on(caplog: pytest.LogCaptureFixture) -> None:

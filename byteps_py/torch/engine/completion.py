@@ -33,6 +33,7 @@ class Pool:
         self._lock = threading.Lock()
         self._idle: list[queue.SimpleQueue[Task | None]] = []
         self._threads: set[threading.Thread] = set()
+        self._ending: set[threading.Thread] = set()  # those for which ``close`` waits
 
     def run(self, task: Task) -> None:
         """Run ``task`` on another thread. An exception of it is logged."""
@@ -51,6 +52,7 @@ class Pool:
         with self._lock:
             idle, self._idle = self._idle, []
             threads = [thread for thread in self._threads if thread is not threading.current_thread()]
+            self._ending.update(threads)
         for inbox in idle:
             inbox.put(None)
         for thread in threads:
@@ -66,10 +68,13 @@ class Pool:
                     _log.exception("a task of the pool failed")
                 del task  # it holds tensors
                 with self._lock:
+                    if threading.current_thread() in self._ending:
+                        return
                     self._idle.append(inbox)
         finally:
             with self._lock:
                 self._threads.discard(threading.current_thread())
+                self._ending.discard(threading.current_thread())
 
     def _next(self, inbox: queue.SimpleQueue[Task | None]) -> Task | None:
         try:
