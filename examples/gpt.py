@@ -68,6 +68,25 @@ class GPT(nn.Module):
         return tokens
 
 
+def read_text() -> tuple[list[str], torch.Tensor, torch.Tensor]:
+    """(the characters, the text to train with as their numbers, the held-out text)"""
+    text = "\n".join(topics.topics[name] for name in sorted(topics.topics))
+    letters = sorted(set(text))
+    code = {letter: number for number, letter in enumerate(letters)}
+    data = torch.tensor([code[letter] for letter in text])
+    held_out = len(data) // 20
+    return letters, data[:-held_out], data[-held_out:]
+
+
+def random_batch(
+    source: torch.Tensor, sequences: int, context: int, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(inputs, targets), each of ``sequences`` rows."""
+    starts = torch.randint(len(source) - context - 1, (sequences,), generator=generator)
+    rows = torch.stack([source[start : start + context + 1] for start in starts.tolist()])
+    return rows[:, :-1], rows[:, 1:]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
@@ -80,12 +99,8 @@ def main() -> None:
     arguments = parser.parse_args()
 
     bps.init()
-    text = "\n".join(topics.topics[name] for name in sorted(topics.topics))
-    letters = sorted(set(text))
+    letters, data, held_out = read_text()
     code = {letter: number for number, letter in enumerate(letters)}
-    data = torch.tensor([code[letter] for letter in text])
-    held_out = data[-len(data) // 20 :]
-    data = data[: -len(held_out)]
 
     torch.manual_seed(0)
     model = GPT(len(letters), arguments.context, arguments.width, arguments.layers, heads=4)
@@ -99,13 +114,8 @@ def main() -> None:
         count = sum(p.numel() for p in model.parameters())
         print(f"{len(data):,} characters, {count:,} parameters, {bps.size()} ranks", flush=True)
 
-    def batch(source: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-        starts = torch.randint(len(source) - arguments.context - 1, (arguments.batch_size,), generator=generator)
-        rows = torch.stack([source[start : start + arguments.context + 1] for start in starts.tolist()])
-        return rows[:, :-1], rows[:, 1:]
-
     def loss_of(source: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        inputs, targets = batch(source, generator)
+        inputs, targets = random_batch(source, arguments.batch_size, arguments.context, generator)
         return functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
     own = torch.Generator().manual_seed(1 + bps.rank())  # each rank reads different parts of the text

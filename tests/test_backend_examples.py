@@ -74,3 +74,23 @@ def test_on_two_machines_with_a_cpu_machine() -> None:
         jobs += map(stack.enter_context, agents)
         assert [job.end() for job in jobs] == [0, 0, 0], "\n".join(job.text for job in jobs)
     assert_learned(jobs[1].text, 2)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (2, "--schedule chimera --micro-batches 2 --check"),
+        pytest.param(2, "--schedule interleaved --chunks 2 --micro-batches 4 --check", marks=pytest.mark.slow),
+        pytest.param(2, "--schedule pipedream --micro-batches 4", marks=pytest.mark.slow),
+        pytest.param(1, "--schedule gpipe --micro-batches 4 --check", marks=pytest.mark.slow),
+    ],
+)
+def test_a_pipeline_has_the_losses_of_one_process(ranks: int, options: str) -> None:
+    small = ["--steps", "3", "--batch-size", "4", "--context", "16", "--width", "16", "--layers", "3"]
+    program = [ROOT / "examples" / "gpt_pipeline.py", *options.split(), *small]
+    run = bpslaunch(["-np", str(ranks)], program, OMP_NUM_THREADS="1", **QUIET)
+    assert run.returncode == 0, run.stderr
+    steps = re.findall(r"step +(\d+)  loss [\d.]+  ", run.stdout)
+    assert steps == ["1", "2", "3"], run.stdout
+    assert run.stdout.count("held-out loss") == 1
+    assert run.stdout.count("the losses of 3 steps and those of one process: equal to 0.0001") == ("--check" in options)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 from support.breaking import command
@@ -64,3 +66,17 @@ def test_a_worker_that_dies_is_an_error_on_the_others(killed: int) -> None:
         said = job.until("PeerLostError")
         assert job.end() != 0
     assert f"rank {killed} " in said, said
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_the_blocks_of_the_page_run(ranks: int, tmp_path: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "pipelines.md").read_text(), re.DOTALL)
+    assert len(blocks) == 9
+    program = tmp_path / "page.py"
+    folder = f"import os\nos.chdir({str(tmp_path)!r})"
+    program.write_text("\n".join([folder, *blocks, "print('all right')", "dist.destroy_process_group()"]))
+    with command(*launch(f"-np {ranks}", str(program)), PYTHONWARNINGS="ignore", OMP_NUM_THREADS="1") as job:
+        assert job.end() == 0, job.text
+    assert job.text.count("all right") == ranks, job.text
+    assert (tmp_path / "checkpoint" / ".metadata").exists()

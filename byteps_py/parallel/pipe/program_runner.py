@@ -1,7 +1,7 @@
 """Carries out a worker's list of actions: receives, computes, sends.
 
-A receive is posted before the action before it begins, so that data comes while the worker computes. A send never makes
-a stage wait.
+A receive is posted before the action before it begins, so that data comes while the worker computes, and after the
+sends of earlier actions, for which others wait. A send never makes a stage wait.
 
 If a stage raises, its worker goes on without computing: it takes what others send it, and sends FAILED in place of its
 own values, as do those that receive FAILED. So no message is left over, nobody waits for ever, and all workers end the
@@ -72,7 +72,6 @@ class ProgramRunner:
         self._due: dict[tuple[int, Connection, int], int] = {}
         self._sent: list[tuple[dist.Work, torch.Tensor]] = []  # since the last ``finish``
         self._earlier: list[list[tuple[dist.Work, torch.Tensor]]] = []  # before it, oldest first
-        self._following: Sequence[Action] = ()
 
     def run(
         self,
@@ -83,13 +82,14 @@ class ProgramRunner:
     ) -> None:
         """Carry out ``actions``. ``after``: called after each one, also after a failure. An exception of a stage goes
         to ``data``; raises the errors of the backend."""
+        self._post(actions[:_AHEAD])
         for position, action in enumerate(actions):
-            self._following = actions[position + 1 : position + 1 + _AHEAD]
             for part in action.parts:
                 if action.kind is ActionKind.FORWARD:
                     self._forward(action.pipe, action.stage, part, data, apply_for)
                 else:
                     self._backward(action.pipe, action.stage, part, data)
+            self._post(actions[position + 1 : position + 1 + _AHEAD])
             after(position, action)
             self._sent = [(work, memory) for work, memory in self._sent if not work.is_completed()]
         if data.has_failed:
@@ -149,8 +149,6 @@ class ProgramRunner:
         """The result of ``compute``; None: this worker, or one before it, has failed."""
         if any(isinstance(value, WorkerFailed) for value in inputs):
             data.has_failed = True
-        for action in self._following:
-            self._post(action)
         if data.has_failed:
             return None
         try:
@@ -161,13 +159,14 @@ class ProgramRunner:
 
     # ---- values between stages ---------------------------------------------------------------------------
 
-    def _post(self, action: Action) -> None:
-        """Post the receives of an action that certainly come."""
-        is_forward = action.kind is ActionKind.FORWARD
-        for connection in (self._to if is_forward else self._from)[action.stage]:
-            channel = self._receiving.get((action.pipe, connection, not is_forward))
-            if channel is not None and (is_forward or self._due.get((action.pipe, connection, action.parts[0]))):
-                channel.post()
+    def _post(self, following: Sequence[Action]) -> None:
+        """Post the receives of the next actions that certainly come."""
+        for action in following:
+            is_forward = action.kind is ActionKind.FORWARD
+            for connection in (self._to if is_forward else self._from)[action.stage]:
+                channel = self._receiving.get((action.pipe, connection, not is_forward))
+                if channel is not None and (is_forward or self._due.get((action.pipe, connection, action.parts[0]))):
+                    channel.post()
 
     def _take(self, key: ChannelKey, part: int) -> Any:
         channel = self._receiving.get(key)

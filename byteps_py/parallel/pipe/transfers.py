@@ -11,6 +11,7 @@ One thread.
 from __future__ import annotations
 
 import enum
+import functools
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -88,18 +89,17 @@ class SendingChannel:
         described = torch.frombuffer(bytearray(pickle.dumps(signature)), dtype=torch.uint8).to(self.ends.device)
         works = [self._message(_Content.DIFFERENT, described.numel(), expected), self._isend(described)]
         if _size(signature):
-            memory = torch.empty(_size(signature), dtype=torch.uint8, device=self.ends.device)
-            _fill(memory, tensors)
-            works.append(self._isend(memory))
+            works.append(self._isend(torch.cat(_bytes_of(tensors))))
         return works
 
     def _message(
         self, content: _Content, following: int, expected: Signature | None, tensors: Sequence[torch.Tensor] = ()
     ) -> tuple[dist.Work, torch.Tensor]:
-        memory = torch.empty(_HEADER_BYTES + _size(expected), dtype=torch.uint8, device=self.ends.device)
-        memory[:16].view(torch.int64).copy_(torch.tensor([content, following]))
-        _fill(memory[_HEADER_BYTES:], tensors)
-        return self._isend(memory)
+        pieces = [_header(content, following, self.ends.device), *_bytes_of(tensors)]
+        left = _HEADER_BYTES + _size(expected) - sum(piece.numel() for piece in pieces)
+        if left:  # FAILED and DIFFERENT are as long as what is expected
+            pieces.append(torch.zeros(left, dtype=torch.uint8, device=self.ends.device))
+        return self._isend(torch.cat(pieces))
 
     def _isend(self, memory: torch.Tensor) -> tuple[dist.Work, torch.Tensor]:
         ends = self.ends
@@ -163,13 +163,22 @@ def _size(signature: Signature | None) -> int:
     return sum(-(-facts.nbytes // _LINE) * _LINE for facts in signature.tensors) if signature is not None else 0
 
 
-def _fill(memory: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    first = 0
+@functools.lru_cache(maxsize=256)
+def _header(content: _Content, following: int, device: torch.device) -> torch.Tensor:
+    """Not to be changed: it is kept for later messages."""
+    numbers = torch.tensor([content, following, *(0,) * (_HEADER_BYTES // 8 - 2)])
+    return numbers.view(torch.uint8).to(device)
+
+
+def _bytes_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Each tensor, filled up to a multiple of _LINE. Few calls, because a worker that has just waited makes each of
+    them with cold caches, and the next one waits for it."""
+    pieces = []
     for tensor in tensors:
-        nbytes = tensor.numel() * tensor.element_size()
-        if nbytes:
-            memory[first : first + nbytes].view(tensor.dtype).copy_(tensor.detach().reshape(-1))
-        first += -(-nbytes // _LINE) * _LINE
+        pieces.append(tensor.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8))
+        if left := -pieces[-1].numel() % _LINE:
+            pieces.append(torch.zeros(left, dtype=torch.uint8, device=tensor.device))
+    return pieces
 
 
 def _tensors(memory: torch.Tensor, signature: Signature) -> list[torch.Tensor]:
