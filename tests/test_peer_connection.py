@@ -151,11 +151,14 @@ def test_what_is_not_sent_yet_is_kept_in_memory(open_pair: list[ConnectedRank]) 
     assert kept() is None
 
 
-@pytest.mark.parametrize(("nbytes", "ahead"), [(8, 8 * peer_transport.WINDOW), (100_000, peer_transport.WINDOW)])
+@pytest.mark.parametrize(
+    ("nbytes", "ahead"),
+    [(8, 8 * peer_transport.WINDOW), (100_000, 8 * peer_transport.WINDOW), (300_000, peer_transport.WINDOW)],
+)
 def test_who_sends_without_an_answer_is_at_most_a_window_ahead(
     open_pair: list[ConnectedRank], nbytes: int, ahead: int
 ) -> None:
-    """Small payloads are acknowledged now and then only."""
+    """Payloads up to 256 KB are acknowledged now and then only."""
     sending, receiving = streams(open_pair)
     transport, source = open_pair[0].transport, some_bytes(nbytes)
     for _ in range(ahead):

@@ -14,7 +14,7 @@ from byteps_py.errors import UsageError
 from byteps_py.parallel.pipe.connections import Connection, SkipNames, connections_of
 from byteps_py.parallel.pipe.split import balanced, layers, measured_costs, split
 from byteps_py.parallel.pipe.stage_runner import MAIN
-from byteps_py.parallel.pipe.trees import cut, flatten, unflatten
+from byteps_py.parallel.pipe.trees import Signature, TensorFacts, cut, decode, encode, flatten, unflatten
 
 
 def model(count: int) -> nn.Sequential:
@@ -114,6 +114,19 @@ def test_skip_connections_join_stages() -> None:
 class Pair(NamedTuple):
     one: torch.Tensor
     other: int
+
+
+def test_a_description_is_understood_elsewhere() -> None:
+    value = {
+        "a": (torch.zeros(2, 3, requires_grad=True), [1, 2.5, None, True, "text"]),
+        4: torch.zeros(0, dtype=torch.int8),
+    }
+    tensors, structure = flatten(value)
+    facts = tuple(TensorFacts(one.dtype, tuple(one.shape), one.requires_grad) for one in tensors)
+    assert decode(encode(Signature(structure, facts))) == Signature(structure, facts)
+    for wrong in (Pair(torch.zeros(1), 3), {(1, 2): 3}, [object()]):
+        with pytest.raises(UsageError, match=r"a value between stages has a (Pair|dict|object) in it"):
+            encode(Signature(flatten(wrong)[1], ()))
 
 
 def test_structures_are_taken_apart_and_made_again() -> None:

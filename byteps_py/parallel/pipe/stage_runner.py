@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from byteps_py.parallel.pipe import skips
-from byteps_py.parallel.pipe.trees import flatten, unflatten
+from byteps_py.parallel.pipe.trees import described, flatten, unflatten
 
 #: The name of the value that each stage gives to the next one; other names are those of skip connections.
 MAIN = ""
@@ -112,4 +112,5 @@ def _leaves(value: Any) -> list[torch.Tensor]:
 
 def _detached(value: Any) -> Any:
     tensors, structure = flatten(value)
+    described(structure)  # raises an error of this stage, in place of one on the way to the next
     return unflatten([tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors], structure)

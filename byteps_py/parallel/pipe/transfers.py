@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import enum
 import functools
-import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from byteps_py.parallel.pipe.trees import Signature, TensorFacts, flatten, unflatten
+from byteps_py.parallel.pipe.trees import Signature, TensorFacts, decode, encode, flatten, unflatten
 
 _LINE = 64  # each tensor begins at a multiple of this
 _HEADER_BYTES = 64
@@ -86,7 +85,7 @@ class SendingChannel:
         self.history.add(signature)
         if signature == expected:
             return [self._message(_Content.EXPECTED, 0, expected, tensors)]
-        described = torch.frombuffer(bytearray(pickle.dumps(signature)), dtype=torch.uint8).to(self.ends.device)
+        described = torch.frombuffer(bytearray(encode(signature)), dtype=torch.uint8).to(self.ends.device)
         works = [self._message(_Content.DIFFERENT, described.numel(), expected), self._isend(described)]
         if _size(signature):
             works.append(self._isend(torch.cat(_bytes_of(tensors))))
@@ -131,7 +130,7 @@ class ReceivingChannel:
             return FAILED
         signature, data = self.history.expected, memory[_HEADER_BYTES:]
         if content == _Content.DIFFERENT:
-            signature = pickle.loads(self._received(following).cpu().numpy().tobytes())
+            signature = decode(self._received(following).cpu().numpy().tobytes())
             data = self._received(_size(signature))
         if signature is None:
             raise RuntimeError("a value without a signature: both ends of a channel must carry out the same program")

@@ -1,8 +1,12 @@
 """Values that stages exchange: tensors, and tuples, lists and dicts of such values and of plain Python objects. Any
-thread."""
+thread.
+
+A value is described in JSON when it travels: nothing that comes from another rank is unpickled.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,7 +23,7 @@ class _Leaf(NamedTuple):
 
 
 def flatten(value: Any) -> tuple[list[torch.Tensor], Any]:
-    """(tensors, structure): ``unflatten`` makes ``value`` of them again. The structure can be pickled and compared.
+    """(tensors, structure): ``unflatten`` makes ``value`` of them again. Structures can be compared.
 
     >>> tensors, structure = flatten({"x": torch.zeros(2), "scale": 3})
     >>> unflatten(tensors, structure)
@@ -74,6 +78,52 @@ class Signature:
 
     structure: Any
     tensors: tuple[TensorFacts, ...]
+
+
+_PLAIN = (str, int, float, bool, type(None))
+_TENSOR, _TUPLE, _LIST, _DICT = "tensor", "tuple", "list", "dict"
+_DTYPES = {str(one).removeprefix("torch."): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
+
+
+def described(structure: Any) -> Any:
+    """``structure`` as JSON has it. Raises UsageError for objects that it does not know."""
+    if isinstance(structure, _Leaf):
+        return {_TENSOR: structure.place}
+    if type(structure) is dict and all(type(key) in _PLAIN for key in structure):
+        return {_DICT: [[key, described(entry)] for key, entry in structure.items()]}
+    if type(structure) in (tuple, list):
+        return {_TUPLE if type(structure) is tuple else _LIST: [described(entry) for entry in structure]}
+    if type(structure) in _PLAIN:
+        return structure
+    raise UsageError(
+        f"a value between stages has a {type(structure).__name__} in it; it may have tensors, tuples, lists, dicts, "
+        "str, int, float, bool and None"
+    )
+
+
+def encode(signature: Signature) -> bytes:
+    """For ``decode`` on another rank. Raises UsageError as ``described``."""
+    tensors = [[str(one.dtype).removeprefix("torch."), one.shape, one.requires_grad] for one in signature.tensors]
+    return json.dumps([described(signature.structure), tensors]).encode()
+
+
+def decode(text: bytes) -> Signature:
+    """What ``encode`` was given."""
+
+    def walk(item: Any) -> Any:
+        if not isinstance(item, dict):
+            return item
+        ((kind, content),) = item.items()
+        if kind == _TENSOR:
+            return _Leaf(content)
+        if kind == _DICT:
+            return {key: walk(entry) for key, entry in content}
+        entries = [walk(entry) for entry in content]
+        return tuple(entries) if kind == _TUPLE else entries
+
+    structure, tensors = json.loads(text)
+    facts = (TensorFacts(_DTYPES[dtype], tuple(shape), requires) for dtype, shape, requires in tensors)
+    return Signature(walk(structure), tuple(facts))
 
 
 def cut(value: Any, parts: int, what: str) -> list[Any]:

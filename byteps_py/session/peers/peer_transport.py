@@ -53,8 +53,10 @@ INLINE_BYTES = 32 << 10
 CHUNK_BYTES = 1 << 20
 #: Payloads of a stream that not all receivers have acknowledged; a further one has to wait.
 WINDOW = 4
-#: Of the small payloads to other machines, one in this many is acknowledged.
+#: Of the payloads to other machines up to a size, one in this many is acknowledged. Of larger ones each is: a receiver
+#: keeps those that have come too early.
 _ACKNOWLEDGED = 8
+_MOST_UNACKNOWLEDGED_BYTES = 256 << 10
 _INLINE, _SHARED, _MORE, _TAKEN, _SEGMENT, _JOINED, _WAKE = map(int, PeerMessageKind)
 _BETWEEN_MACHINES = frozenset((_INLINE, _TAKEN, _JOINED))
 
@@ -214,7 +216,7 @@ class PeerTransport:
         is_led: bool,
         dues: Sequence[int],
     ) -> None:
-        payload_id = self._id_of_led(stream, targets) if is_led else 0
+        payload_id = self._id_of_led(stream, targets, nbytes) if is_led else 0
         data = b"".join([ctypes.string_at(address, length) for address, length in spans])
         era, me, key = self._matcher.era, self._me, stream.key
         for at, target in enumerate(targets):
@@ -222,10 +224,11 @@ class PeerTransport:
             record = peer_protocol.pack(_INLINE, me, era, 0, key, number, nbytes, nbytes, payload_id, 0, due)
             self._outboxes[target].send(record + data)
 
-    def _id_of_led(self, stream: Stream, targets: Sequence[int]) -> int:
-        """The id of a small payload to receivers that send nothing in return; 0: it is not acknowledged, because one of
-        the next is. An acknowledgement from another machine costs as much as the payload."""
-        if self._poller is not None and not any(target in self._local_ranks for target in targets):
+    def _id_of_led(self, stream: Stream, targets: Sequence[int], nbytes: int) -> int:
+        """The id of a payload to receivers that send nothing in return; 0: it is not acknowledged, because one of the
+        next is. An acknowledgement from another machine costs as much as a small payload."""
+        is_small = nbytes <= _MOST_UNACKNOWLEDGED_BYTES and self._poller is not None
+        if is_small and not any(target in self._local_ranks for target in targets):
             stream.led += 1
             if stream.led % _ACKNOWLEDGED:
                 return 0
@@ -241,11 +244,10 @@ class PeerTransport:
         dues: Sequence[int],
         owner: object,
     ) -> list[PendingSend]:
-        payload_id = 0
+        payload_id, nbytes = 0, sum(length for _, length in spans)
         if is_led:
-            with self._lock:
-                payload_id = self._matcher.send(stream, targets, None)
-        era, me, key, nbytes = self._matcher.era, self._me, stream.key, sum(length for _, length in spans)
+            payload_id = self._id_of_led(stream, targets, nbytes)
+        era, me, key = self._matcher.era, self._me, stream.key
         sent = []
         for at, target in enumerate(targets):
             number, due = stream.send(target), dues[at] if dues else -1
