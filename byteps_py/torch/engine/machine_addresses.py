@@ -26,9 +26,14 @@ class ConnectedMachines(NamedTuple):
     have_rings: bool
 
     @property
+    def are_even(self) -> bool:
+        """True if as many members are on each machine."""
+        return len(set(map(len, self.positions))) == 1
+
+    @property
     def can_share(self) -> bool:
         """True if the members add large sums in shares."""
-        if self.has_spare or len(set(map(len, self.positions))) > 1:
+        if self.has_spare or not self.are_even:
             return False
         return self.have_rings or len(self.positions[0]) == 1
 

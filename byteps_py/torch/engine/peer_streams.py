@@ -127,10 +127,10 @@ class PeerStreams:
         self._near = tuple(members.ranks[position] for position in near if position != members.position)
         if self._near:
             self.ring = peers.ring(peers.stream(f"{members.prefix}.ring", self._near), SLOT_BYTES)
-        if self.ring is None:
-            self.large_sums = ShareSums(peers, members.position, self.others)
-        elif machines is None:
+        if self.ring is not None and machines is None:
             self.large_sums = RingSums(self.ring, members.position, dict(enumerate(members.ranks)))
+        elif self.ring is None or machines is None or not machines.are_even:
+            self.large_sums = ShareSums(peers, members.position, self.others)  # not used if machines are not even
         else:
             self.large_sums = TwoLevelSums(peers, members.ranks, on_machines, members.position, self.ring)
         self.sums: deque[Work] = deque()
