@@ -25,6 +25,7 @@ from byteps_py.parallel.pipe.torch_schedules import TorchSchedule
 from byteps_py.parallel.pipe.transfers import Ends, ReceivingChannel, SendingChannel
 from byteps_py.parallel.pipe.trees import cut
 from byteps_py.parallel.pipe.weight_versions import EndlessActions, WeightVersions
+from byteps_py.wording import ranks_text
 
 
 class Pipeline:
@@ -321,9 +322,14 @@ class Pipeline:
         total, count, counted, failed = own.tolist()
         if failed:
             said: list[str | None] = [None] * dist.get_world_size(self._all)
-            mine = None if data.error is None else f"rank {dist.get_rank()}: {type(data.error).__name__}: {data.error}"
+            mine = None if data.error is None else f"{type(data.error).__name__}: {data.error}"
             dist.all_gather_object(said, mine, group=self._all)
-            raise PipelineError("; ".join(one for one in said if one)) from data.error
+            by_text: dict[str, list[int]] = {}
+            for rank, text in zip(dist.get_process_group_ranks(self._all), said, strict=True):
+                if text is not None:
+                    by_text.setdefault(text, []).append(rank)
+            told = (f"{ranks_text(ranks)}: {text}" for text, ranks in by_text.items())
+            raise PipelineError("; ".join(told)) from data.error
         loss = torch.tensor(total / count if count else 0.0, dtype=torch.float64, device=self._device)
         return Outcome(loss, count, bool(counted))
 
