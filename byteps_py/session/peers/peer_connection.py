@@ -248,8 +248,9 @@ class PeerConnection:
                 break
             self._feed(memoryview(opening.open(frames[first : first + length])))
             first += length
-        frames[: self._frames_last - first] = bytes(frames[first : self._frames_last])
-        self._frames_last -= first
+        if first:  # otherwise a frame that comes in many small pieces would be copied with each of them
+            frames[: self._frames_last - first] = bytes(frames[first : self._frames_last])
+            self._frames_last -= first
         return True
 
     def _feed(self, data: memoryview) -> None:
