@@ -1,6 +1,6 @@
 """Parallel training: ``bps.parallel.DistributedDataParallel``, as in ``byteps.torch.parallel``, and pipelines (pipe/).
 
-What needs torch is imported when it is first used, so that `bps schedule` needs none.
+Classes that need torch are imported when they are first used: `bps schedule` needs no torch.
 """
 
 from __future__ import annotations

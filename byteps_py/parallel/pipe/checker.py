@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from byteps_py.errors import ScheduleError
 from byteps_py.parallel.pipe.program import Action, ActionKind, Program
 
-#: What a worker has computed: (kind, pipe, stage, part).
+#: A computed value: (kind, pipe, stage, part).
 Result = tuple[ActionKind, int, int, int]
 
 _LAST = {ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT}
@@ -16,7 +16,7 @@ _LAST = {ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT}
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """What an action needs first: the result of another one, computed by ``worker``."""
+    """An input of an action: the result of another one, computed by ``worker``."""
 
     result: Result
     worker: int
@@ -27,7 +27,7 @@ class Input:
 
 
 def inputs_of(program: Program, action: Action) -> Iterator[Input]:
-    """What ``action`` needs, in the order in which it is checked."""
+    """The inputs of ``action``, in the order in which they are checked."""
     kind, pipe, stage, parts = action
     holders = program.holders[pipe]
     for part in parts:
@@ -43,7 +43,7 @@ def inputs_of(program: Program, action: Action) -> Iterator[Input]:
 
 
 def results_of(action: Action) -> Iterator[Result]:
-    """What others can use once ``action`` is done. A BACKWARD is an INPUT_GRADIENT and a WEIGHT_GRADIENT."""
+    """The results of ``action``. A BACKWARD is an INPUT_GRADIENT and a WEIGHT_GRADIENT."""
     kind, pipe, stage, parts = action
     for part in parts:
         if kind is ActionKind.BACKWARD:

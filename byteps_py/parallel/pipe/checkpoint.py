@@ -35,7 +35,7 @@ def save(pipe: Pipeline, path: str | os.PathLike[str], optimizer: torch.optim.Op
 
 
 def load(pipe: Pipeline, path: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Read what ``save`` has written, perhaps for other stages. Hyperparameters of ``optimizer`` stay. Raises
+    """Read a checkpoint of ``save``, perhaps one of other stages. Hyperparameters of ``optimizer`` stay. Raises
     UsageError if the model has other parameters."""
     reader = FileSystemReader(path)
     metadata = reader.read_metadata()
@@ -58,7 +58,7 @@ def load(pipe: Pipeline, path: str | os.PathLike[str], optimizer: torch.optim.Op
 
 
 def _empty(stored: TensorStorageMetadata | BytesStorageMetadata, device: torch.device) -> Any:
-    """What the stored value is read into."""
+    """The place for the stored value."""
     if not isinstance(stored, TensorStorageMetadata):
         return None
     # Scalars such as Adam's count of steps stay on the CPU.

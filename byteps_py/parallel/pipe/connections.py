@@ -20,7 +20,7 @@ class Connection(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SkipNames:
-    """What the modules of one stage declare (skips.py)."""
+    """The names that the modules of one stage declare (skips.py)."""
 
     stashes: frozenset[str] = frozenset()
     pops: frozenset[str] = frozenset()

@@ -209,7 +209,7 @@ class Pipeline:
 
     @property
     def program(self) -> Program:
-        """What each worker does in a step."""
+        """The actions of each worker in a step."""
         return self._plan.program
 
     @property

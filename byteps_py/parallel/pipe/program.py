@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 
 class ActionKind(enum.Enum):
-    """What a worker computes for a stage and a part."""
+    """The computation of a worker for a stage and a part."""
 
     FORWARD = "F"
     BACKWARD = "B"  # the gradients of the input and of the weights

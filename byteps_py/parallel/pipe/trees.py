@@ -108,7 +108,7 @@ def encode(signature: Signature) -> bytes:
 
 
 def decode(text: bytes) -> Signature:
-    """What ``encode`` was given."""
+    """The signature that ``encode`` described."""
 
     def walk(item: Any) -> Any:
         if not isinstance(item, dict):

@@ -1,4 +1,4 @@
-"""What a sum in shares among a group's members looks like to GroupLargeSums."""
+"""The interface of sums in shares among the members of a group, for GroupLargeSums."""
 
 from __future__ import annotations
 
