@@ -1,0 +1,60 @@
+"""Tensor and sequence parallelism: each layer of a model is computed by several ranks.
+
+regions        f, g and their forms for sequence parallelism: communication that autograd knows
+layers         linear layers, embeddings and norms whose parameters or inputs lie on several ranks
+plan           the style of each layer of a model, by name
+cross_entropy  the loss of logits whose columns lie on several ranks
+"""
+
+from byteps_py.parallel.tensor.cross_entropy import CrossEntropyOptions, parallel_cross_entropy
+from byteps_py.parallel.tensor.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    Shard,
+    VocabularyParallelEmbedding,
+    padded_vocabulary,
+    sequence_parallel,
+)
+from byteps_py.parallel.tensor.plan import (
+    Column,
+    Embedding,
+    Row,
+    Sequence,
+    SharedInput,
+    Style,
+    parallelize,
+    sharded_parameters,
+)
+from byteps_py.parallel.tensor.regions import (
+    collect_along,
+    copy_to_ranks,
+    gather_along,
+    reduce_from_ranks,
+    reduce_scatter_along,
+    split_along,
+)
+
+__all__ = [
+    "Column",
+    "ColumnParallelLinear",
+    "CrossEntropyOptions",
+    "Embedding",
+    "Row",
+    "RowParallelLinear",
+    "Sequence",
+    "Shard",
+    "SharedInput",
+    "Style",
+    "VocabularyParallelEmbedding",
+    "collect_along",
+    "copy_to_ranks",
+    "gather_along",
+    "padded_vocabulary",
+    "parallel_cross_entropy",
+    "parallelize",
+    "reduce_from_ranks",
+    "reduce_scatter_along",
+    "sequence_parallel",
+    "sharded_parameters",
+    "split_along",
+]

@@ -1,0 +1,279 @@
+"""Layers whose parameters lie on several ranks: column- and row-parallel linear layers, a vocabulary-parallel
+embedding, and norms of a part of the sequence. plan.py makes them from the layers of a model.
+
+A column-parallel layer computes some of the output features on each rank, a row-parallel layer adds up what ranks
+compute from some of the input features each: in a pair of both, only f and g communicate (regions.py).
+
+Each layer has ``sharded_parameters``: for each parameter that lies in parts on the ranks, its dimension of the parts.
+One thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from byteps_py.errors import UsageError
+from byteps_py.parallel.tensor.regions import (
+    Group,
+    collect_along,
+    copy_to_ranks,
+    gather_along,
+    rank_in,
+    reduce_from_ranks,
+    reduce_scatter_along,
+    size_of,
+)
+
+#: The padded vocabulary is a multiple of this, times the number of ranks (Megatron-LM, section 3).
+VOCABULARY_MULTIPLE = 128
+
+
+def padded_vocabulary(vocabulary: int, ranks: int, multiple: int = VOCABULARY_MULTIPLE) -> int:
+    """The smallest size from ``vocabulary`` on that is a multiple of ``multiple`` · ``ranks``.
+
+    >>> padded_vocabulary(50257, 8)
+    51200
+    """
+    unit = multiple * ranks
+    return -(-vocabulary // unit) * unit
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A rank's part of a parameter: the indices [start, stop) of dimension ``dim`` of the whole one, of ``length``. The
+    rank's tensor has ``local`` indices there: those behind the part are padding."""
+
+    dim: int
+    start: int
+    stop: int
+    length: int
+    local: int
+
+
+class ParallelLayer(nn.Module):
+    """A layer on the ranks of ``group``."""
+
+    def __init__(self, group: Group, sequence_dim: int | None) -> None:
+        super().__init__()
+        self.group, self.sequence_dim = group, sequence_dim
+
+    def sharded_parameters(self) -> Mapping[str, Shard]:
+        """The parameters that lie in parts on the ranks."""
+        raise NotImplementedError
+
+
+class ColumnParallelLinear(ParallelLayer):
+    """y = x Aᵀ + b, of which each rank computes some of the output features.
+
+    The input has the shape (…, in_features), the same on all ranks (with ``sequence_dim``: each rank's part of the
+    sequence); the output is (…, out_features / ranks).
+
+    Args:
+        linear: the whole layer, the same on all ranks. Its weights are cut.
+        group: the ranks.
+        sequence_dim: the dimension along which ranks have parts of the input (sequence parallelism); None: they have
+            all of it.
+        shares_input: the input is that of a region (SharedInput in plan.py), which has communicated already.
+        vocabulary: the output features are tokens: they are padded, see ``padded_vocabulary``.
+
+    Raises UsageError if the number of ranks does not divide the output features.
+    """
+
+    def __init__(
+        self,
+        linear: nn.Linear,
+        group: Group,
+        *,
+        sequence_dim: int | None = None,
+        shares_input: bool = False,
+        vocabulary: bool = False,
+        gather_output: bool = False,
+    ) -> None:
+        super().__init__(group, sequence_dim)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.shares_input, self.gather_output = shares_input, gather_output
+        self._shard = _shard_of(0, self.out_features, group, vocabulary)
+        self.weight = nn.Parameter(_cut(linear.weight, self._shard), linear.weight.requires_grad)
+        self.bias = None
+        if linear.bias is not None:
+            self.bias = nn.Parameter(_cut(linear.bias, self._shard), linear.bias.requires_grad)
+
+    def sharded_parameters(self) -> Mapping[str, Shard]:
+        """The rows of the weight, and the bias."""
+        return dict.fromkeys(("weight",) if self.bias is None else ("weight", "bias"), self._shard)
+
+    def forward(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not self.shares_input:
+            tensor = enter(tensor, self.group, self.sequence_dim)
+        output = functional.linear(tensor, self.weight, self.bias)
+        if self.gather_output:
+            output = collect_along(output, self.group, -1)[..., : self.out_features]
+        return output
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features} over {size_of(self.group)} ranks, columns"
+
+
+class RowParallelLinear(ParallelLayer):
+    """y = x Aᵀ + b, for which each rank has some of the input features: the output of a column-parallel layer.
+
+    The input has the shape (…, in_features / ranks), the output (…, out_features), the same on all ranks, or with
+    ``sequence_dim`` each rank's part of it along this dimension. The bias is added after the sum.
+
+    Raises UsageError if the number of ranks does not divide the input features.
+    """
+
+    def __init__(self, linear: nn.Linear, group: Group, *, sequence_dim: int | None = None) -> None:
+        super().__init__(group, sequence_dim)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self._shard = _shard_of(1, self.in_features, group, False)
+        self.weight = nn.Parameter(_cut(linear.weight, self._shard), linear.weight.requires_grad)
+        self.bias = None
+        if linear.bias is not None:
+            self.bias = nn.Parameter(linear.bias.detach().clone(), linear.bias.requires_grad)
+
+    def sharded_parameters(self) -> Mapping[str, Shard]:
+        """The columns of the weight; the bias is whole on each rank."""
+        return {"weight": self._shard}
+
+    def forward(self, tensor: torch.Tensor) -> torch.Tensor:
+        output = leave(functional.linear(tensor, self.weight), self.group, self.sequence_dim)
+        if self.bias is None:
+            return output
+        return output + (self.bias if self.sequence_dim is None else copy_to_ranks(self.bias, self.group))
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features} over {size_of(self.group)} ranks, rows"
+
+
+class VocabularyParallelEmbedding(ParallelLayer):
+    """An embedding, of which each rank has the rows of some tokens. See ``padded_vocabulary``.
+
+    The input has the shape (…) of integer ids, the same on all ranks; the output is (…, embedding_dim), the same on all
+    ranks, or with ``sequence_dim`` each rank's part. Raises UsageError for ids beyond the vocabulary (on a CUDA device
+    the assertion of the device fails later).
+    """
+
+    def __init__(self, embedding: nn.Embedding, group: Group, *, sequence_dim: int | None = None) -> None:
+        super().__init__(group, sequence_dim)
+        if embedding.max_norm is not None or embedding.sparse or embedding.scale_grad_by_freq:
+            raise UsageError(
+                "a vocabulary-parallel embedding has no max_norm, sparse or scale_grad_by_freq: make the embedding "
+                "without them"
+            )
+        self.num_embeddings, self.embedding_dim = embedding.num_embeddings, embedding.embedding_dim
+        self.padding_idx = embedding.padding_idx
+        self._shard = _shard_of(0, self.num_embeddings, group, True)
+        self.weight = nn.Parameter(_cut(embedding.weight, self._shard), embedding.weight.requires_grad)
+
+    def sharded_parameters(self) -> Mapping[str, Shard]:
+        """The rows of the weight."""
+        return {"weight": self._shard}
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        check_ids(ids, self.num_embeddings)
+        rows = self.weight.shape[0]
+        local = ids - rank_in(self.group) * rows
+        is_elsewhere = (local < 0) | (local >= rows)
+        padding = self.padding_idx
+        if padding is not None:
+            padding -= rank_in(self.group) * rows
+            padding = padding if 0 <= padding < rows else None
+        output = functional.embedding(local.masked_fill(is_elsewhere, 0), self.weight, padding)
+        output = output.masked_fill(is_elsewhere.unsqueeze(-1), 0.0)
+        return leave(output, self.group, self.sequence_dim)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim} over {size_of(self.group)} ranks"
+
+
+class SequenceParallel:
+    """A mixin: a layer on parts of the sequence, whose parameters are the same on all ranks. Their gradients are summed
+    over the ranks. ``sequence_parallel`` makes the classes."""
+
+    sequence_group: Group
+
+    def forward(self, *arguments: Any, **others: Any) -> Any:
+        """The layer's, with parameters as copies whose gradients are summed."""
+        own: dict[str, nn.Parameter | None] = self.__dict__["_parameters"]
+        for name, parameter in own.items():
+            if parameter is not None:
+                self.__dict__[name] = copy_to_ranks(parameter, self.sequence_group)
+        try:
+            return super().forward(*arguments, **others)  # type: ignore[misc]
+        finally:
+            for name in own:
+                self.__dict__.pop(name, None)
+
+
+def sequence_parallel(module: nn.Module, group: Group) -> nn.Module:
+    """Change ``module`` in place: its inputs are parts of the sequence from now on. For layers that treat each token
+    alone (norms, linear layers, dropout), with parameters of their own and no submodules' ones. Raises UsageError."""
+    if any(True for child in module.children() for _ in child.parameters()):
+        raise UsageError(f"{type(module).__name__} has submodules with parameters: name those in the plan instead")
+    kind = type(module)
+    module.__class__ = type(f"SequenceParallel{kind.__name__}", (SequenceParallel, kind), {})
+    module.__dict__["sequence_group"] = group
+    return module
+
+
+def enter(tensor: torch.Tensor, group: Group, sequence_dim: int | None) -> torch.Tensor:
+    """f: the input of a region of columns."""
+    return copy_to_ranks(tensor, group) if sequence_dim is None else gather_along(tensor, group, sequence_dim)
+
+
+def leave(tensor: torch.Tensor, group: Group, sequence_dim: int | None) -> torch.Tensor:
+    """g: the output of a region of rows."""
+    if sequence_dim is None:
+        return reduce_from_ranks(tensor, group)
+    return reduce_scatter_along(tensor, group, sequence_dim)
+
+
+def check_ids(ids: torch.Tensor, vocabulary: int) -> None:
+    """Raises UsageError for ids that are no tokens."""
+    if ids.is_floating_point() or ids.dtype == torch.bool:
+        raise UsageError(f"token ids must be integers, not {ids.dtype}: use ids.long()")
+    if not ids.numel() or ids.is_meta:
+        return
+    if ids.is_cuda:
+        torch._assert_async(((ids >= 0) & (ids < vocabulary)).all())
+        return
+    least, most = (int(one) for one in torch.aminmax(ids))
+    if least < 0 or most >= vocabulary:
+        wrong = least if least < 0 else most
+        raise UsageError(
+            f"the token id {wrong} is not in the vocabulary of {vocabulary} (0 to {vocabulary - 1}): use the tokenizer "
+            "that the model was made for, or a larger vocabulary"
+        )
+
+
+def _shard_of(dim: int, length: int, group: Group, is_padded: bool) -> Shard:
+    ranks = size_of(group)
+    if is_padded and ranks > 1:
+        local = padded_vocabulary(length, ranks) // ranks
+    elif length % ranks:
+        fits = max(factor for factor in range(1, ranks + 1) if length % factor == 0)
+        raise UsageError(
+            f"{ranks} tensor-parallel ranks do not divide {length} features: use tp={fits}, or a width that is a "
+            f"multiple of {ranks}"
+        )
+    else:
+        local = length // ranks
+    start = min(rank_in(group) * local, length)
+    return Shard(dim, start, min(start + local, length), length, local)
+
+
+def _cut(tensor: torch.Tensor, shard: Shard) -> torch.Tensor:
+    """The rank's part, with zeros for padding."""
+    own = tensor.detach().narrow(shard.dim, shard.start, shard.stop - shard.start)
+    if own.shape[shard.dim] == shard.local:
+        return own.clone(memory_format=torch.contiguous_format)
+    padded = own.new_zeros([shard.local if dim == shard.dim else length for dim, length in enumerate(own.shape)])
+    padded.narrow(shard.dim, 0, own.shape[shard.dim]).copy_(own)
+    return padded
