@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from byteps_py.errors import UsageError
 
-PIPE, DATA = "pp", "dp"
+PIPE, DATA, CONTEXT = "pp", "dp", "cp"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +25,8 @@ class PipelineLayout:
 
     @classmethod
     def of(cls, mesh: DeviceMesh | None) -> PipelineLayout:
-        """The layout of ``mesh``, whose dimension "pp" is that of workers and "dp" (if there is one) that of copies.
-        Without a mesh all ranks are workers of one pipeline. Raises UsageError."""
+        """The layout of ``mesh``, whose dimension "pp" is that of workers, and "dp" and "cp" those of copies, if there
+        are any. Without a mesh all ranks are workers of one pipeline. Raises UsageError."""
         if not dist.is_initialized():
             raise UsageError("a pipeline needs process groups: call torch.distributed.init_process_group() before")
         if mesh is None:
@@ -34,11 +35,11 @@ class PipelineLayout:
             names = mesh.mesh_dim_names or ()
             if PIPE not in names:
                 raise UsageError(f"the mesh has the dimensions {names}; a pipeline needs one named {PIPE!r}")
-            order = [index for index, name in enumerate(names) if name not in (PIPE, DATA)]
-            order += [names.index(name) for name in (DATA, PIPE) if name in names]
-            whole = mesh.mesh.permute(order)
+            copies = [names.index(name) for name in (DATA, CONTEXT) if name in names]
+            others = [index for index, name in enumerate(names) if name not in (PIPE, DATA, CONTEXT)]
+            whole = mesh.mesh.permute([*others, *copies, names.index(PIPE)])
             workers = mesh.size(names.index(PIPE))
-            ranks = whole.reshape(-1, mesh.size(names.index(DATA)) if DATA in names else 1, workers)
+            ranks = whole.reshape(-1, math.prod(mesh.size(index) for index in copies), workers)
         found = (ranks == dist.get_rank()).nonzero()
         if len(found) != 1:
             raise UsageError(f"rank {dist.get_rank()} is not in the mesh of the pipeline")

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from byteps_py.errors import PipelineError, UsageError
+from byteps_py.parallel.gradients import partial_norms, scale_gradients, total_norm
 from byteps_py.parallel.pipe.layout import PipelineLayout
 from byteps_py.parallel.pipe.losses import Losses, LossFunction, Outcome
 from byteps_py.parallel.pipe.plan import PipelinePlan, TiedParameter, agree, make_plan
@@ -25,6 +26,7 @@ from byteps_py.parallel.pipe.torch_schedules import TorchSchedule
 from byteps_py.parallel.pipe.transfers import Ends, ReceivingChannel, SendingChannel
 from byteps_py.parallel.pipe.trees import cut
 from byteps_py.parallel.pipe.weight_versions import EndlessActions, WeightVersions
+from byteps_py.parallel.tensor.plan import sharded_parameters, tensor_parallel_group
 from byteps_py.wording import ranks_text
 
 
@@ -48,8 +50,9 @@ class Pipeline:
         schedule: a name (see `bps schedule`) or a Program; or "zero-bubble", "zb-v" or "dualpipev", which are torch's
             (torch_schedules.py).
         micro_batches: of a step.
-        mesh: its dimension "pp" is that of workers, "dp" that of data-parallel copies. Default: all ranks are workers
-            of one pipeline.
+        mesh: its dimension "pp" is that of workers, "dp" that of data-parallel copies. Ranks of "cp" are copies too,
+            with other tokens of the same sequences (context parallelism). Ranks that differ in other dimensions, such
+            as "tp", have pipelines of their own. Default: all ranks are workers of one pipeline.
         recompute: keep the inputs of stages only, and repeat forward passes before backward passes.
         sync: when the gradients of a stage's copies are summed: "at-end", "eager" (after its last backward pass) or
             "eager-opt" (eagerly if the worker is idle afterwards).
@@ -220,23 +223,20 @@ class Pipeline:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """As torch.nn.utils.clip_grad_norm_, for the gradients of all stages, each parameter once. Returns the norm,
         the same on all ranks."""
-        own = [
-            parameter.grad
+        named = [
+            (name, parameter.grad)
             for name, parameter in self.named_parameters()
             if parameter.grad is not None and self._first_holder[name] == self._layout.worker
         ]
-        norms = torch.stack([torch.linalg.vector_norm(one, norm_type) for one in own]) if own else torch.zeros(1)
-        if norm_type == float("inf"):
-            norm = norms.max().to(self._device)
-            dist.all_reduce(norm, dist.ReduceOp.MAX, group=self._workers)
-        else:
-            norm = (norms**norm_type).sum().to(self._device)
-            dist.all_reduce(norm, group=self._workers)
-            norm = norm ** (1.0 / norm_type)
-        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        for parameter in self.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor)
+        shards = {
+            self._prefix(stage) + name: shard
+            for stage, module in self.stages.items()
+            for name, shard in sharded_parameters(module).items()
+        }
+        tp = next((found for one in self.stages.values() if (found := tensor_parallel_group(one)) is not None), None)
+        partial = partial_norms(named, shards, tp, norm_type).to(self._device)
+        norm = total_norm(partial, [self._workers], norm_type)
+        scale_gradients(self.parameters(), max_norm, norm)
         return norm
 
     # ---- carrying out --------------------------------------------------------------------------------------

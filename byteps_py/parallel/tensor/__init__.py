@@ -24,6 +24,7 @@ from byteps_py.parallel.tensor.plan import (
     Style,
     parallelize,
     sharded_parameters,
+    tensor_parallel_group,
 )
 from byteps_py.parallel.tensor.regions import (
     collect_along,
@@ -57,4 +58,5 @@ __all__ = [
     "sequence_parallel",
     "sharded_parameters",
     "split_along",
+    "tensor_parallel_group",
 ]

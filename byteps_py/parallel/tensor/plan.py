@@ -129,6 +129,11 @@ def sharded_parameters(model: nn.Module) -> dict[str, Shard]:
     }
 
 
+def tensor_parallel_group(model: nn.Module) -> Group:
+    """The ranks that ``parallelize`` has cut the layers of ``model`` for; None if it has cut none."""
+    return next((one.group for one in model.modules() if isinstance(one, ParallelLayer)), None)
+
+
 class _InputHook:
     """Communicates the first argument of a module."""
 
