@@ -36,34 +36,32 @@ class LlamaOptions:
 
 
 @dataclass
-class Layout:
-    """Where this rank is: its groups of tensor and context parallelism, and whether the sequence is cut by the former
-    too. ``parallelize`` sets it."""
+class Groups:
+    """The ranks that share this rank's layers and sequences. ``parallelize`` sets them."""
 
     tp: Group = None
     cp: Group = None
-    is_sequence_parallel: bool = False
 
 
 class TokenEmbedding(nn.Module):
     """Token ids (batch, sequence) -> hidden states of this rank's part of the sequence, and all token ids."""
 
-    def __init__(self, options: LlamaOptions, layout: Layout) -> None:
+    def __init__(self, options: LlamaOptions, groups: Groups) -> None:
         super().__init__()
         self.token = nn.Embedding(options.vocabulary, options.width)
         nn.init.normal_(self.token.weight, std=0.02)
-        self.layout = layout
+        self.groups = groups
 
     def forward(self, ids: torch.Tensor) -> State:
-        return self.token(context.shard_sequence(ids, self.layout.cp, SEQUENCE)), ids
+        return self.token(context.shard_sequence(ids, self.groups.cp, SEQUENCE)), ids
 
 
 class Attention(nn.Module):
     """Causal attention within documents, with grouped heads."""
 
-    def __init__(self, options: LlamaOptions, layout: Layout) -> None:
+    def __init__(self, options: LlamaOptions, groups: Groups) -> None:
         super().__init__()
-        self.head_dim, self.layout, self.eos_id = options.width // options.heads, layout, options.eos_id
+        self.head_dim, self.groups, self.eos_id = options.width // options.heads, groups, options.eos_id
         self.wq = nn.Linear(options.width, options.heads * self.head_dim, bias=False)
         self.wk = nn.Linear(options.width, options.kv_heads * self.head_dim, bias=False)
         self.wv = nn.Linear(options.width, options.kv_heads * self.head_dim, bias=False)
@@ -73,12 +71,12 @@ class Attention(nn.Module):
         batch, length = x.shape[:2]
         # As many heads as this rank has.
         q, k, v = (layer(x).view(batch, length, -1, self.head_dim) for layer in (self.wq, self.wk, self.wv))
-        positions = context.positions(ids.shape[1], self.layout.cp)
+        positions = context.positions(ids.shape[1], self.groups.cp)
         q, k = (rotated(one, positions).transpose(1, 2) for one in (q, k))
-        mask = context.DocumentMask.causal(ids.shape[0], ids.shape[1])
+        mask = context.DocumentMask.causal(ids.shape[1])
         if self.eos_id is not None:
-            mask = context.DocumentMask.from_ids(ids, self.eos_id)
-        mixed = context.attention(q, k, v.transpose(1, 2), mask, self.layout.cp)
+            mask = context.DocumentMask.from_tokens(ids, self.eos_id)
+        mixed = context.attention(q, k, v.transpose(1, 2), mask, self.groups.cp)
         return self.wo(mixed.transpose(1, 2).reshape(batch, length, -1))
 
 
@@ -98,10 +96,10 @@ class FeedForward(nn.Module):
 class TransformerBlock(nn.Module):
     """Attention and feed-forward network, each behind a norm and beside a residual connection."""
 
-    def __init__(self, options: LlamaOptions, layout: Layout) -> None:
+    def __init__(self, options: LlamaOptions, groups: Groups) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(options.width, eps=1e-5)
-        self.attention = Attention(options, layout)
+        self.attention = Attention(options, groups)
         self.feed_forward_norm = nn.RMSNorm(options.width, eps=1e-5)
         self.feed_forward = FeedForward(options)
 
@@ -126,9 +124,9 @@ class Head(nn.Module):
 def llama(options: LlamaOptions, seed: int = 0) -> nn.Sequential:
     """The model, with the same parameters on all ranks."""
     torch.manual_seed(seed)
-    layout = Layout()
-    blocks = [TransformerBlock(options, layout) for _ in range(options.layers)]
-    model = nn.Sequential(TokenEmbedding(options, layout), *blocks, Head(options))
+    groups = Groups()
+    blocks = [TransformerBlock(options, groups) for _ in range(options.layers)]
+    model = nn.Sequential(TokenEmbedding(options, groups), *blocks, Head(options))
     if options.tied:
         model[-1].output.weight = model[0].token.weight
     return model
@@ -138,8 +136,8 @@ def parallelize(
     model: nn.Sequential, options: LlamaOptions, tp: Group, cp: Group, sequence_parallel: bool = True
 ) -> None:
     """Cut each layer for the ranks of ``tp``, and the sequence for those of ``cp``."""
-    layout = model[0].layout
-    layout.tp, layout.cp, layout.is_sequence_parallel = tp, cp, sequence_parallel
+    groups = model[0].groups
+    groups.tp, groups.cp = tp, cp
     plan: dict[str, tensor.Style] = {
         "0.token": tensor.Embedding(),
         "*.attention": tensor.SharedInput(),
@@ -155,18 +153,18 @@ def parallelize(
     tensor.parallelize(model, plan, tp, sequence_dim=SEQUENCE if sequence_parallel else None)
 
 
-def token_loss(options: LlamaOptions, layout: Layout, logits: torch.Tensor, targets: torch.Tensor) -> State:
+def token_loss(options: LlamaOptions, groups: Groups, logits: torch.Tensor, targets: torch.Tensor) -> State:
     """The sum over this rank's tokens, and their number: a pipeline divides the sum over all ranks by that of the
     numbers. ``targets``: of the whole sequence."""
-    own = context.shard_sequence(targets, layout.cp, SEQUENCE)
-    losses = tensor.parallel_cross_entropy(logits, own, layout.tp, options.vocabulary, reduction="sum")
+    own = context.shard_sequence(targets, groups.cp, SEQUENCE)
+    losses = tensor.parallel_cross_entropy(logits, own, groups.tp, options.vocabulary, reduction="sum")
     return losses, (own != -100).sum()
 
 
 def rotated(x: torch.Tensor, positions: torch.Tensor, base: float = 10_000.0) -> torch.Tensor:
     """Rotary position embedding. ``x``: (batch, sequence, heads, head_dim)."""
     half = x.shape[-1] // 2
-    frequencies = base ** (-torch.arange(half, dtype=torch.float64) / half)
+    frequencies = base ** (-torch.arange(half, dtype=torch.float64, device=x.device) / half)
     angles = (positions.double()[:, None] * frequencies).to(x.dtype)[None, :, None, :]
     left, right = x[..., :half], x[..., half:]
     return torch.cat([left * angles.cos() - right * angles.sin(), left * angles.sin() + right * angles.cos()], -1)

@@ -21,7 +21,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import byteps_py as bps
 from byteps_py.errors import PipelineError, UsageError
-from byteps_py.parallel.pipe import checkpoint
+from byteps_py.parallel import checkpoint
 
 CLOSE = 1e-12
 mse = nn.functional.mse_loss

@@ -26,6 +26,7 @@ from byteps_py.parallel.pipe.torch_schedules import TorchSchedule
 from byteps_py.parallel.pipe.transfers import Ends, ReceivingChannel, SendingChannel
 from byteps_py.parallel.pipe.trees import cut
 from byteps_py.parallel.pipe.weight_versions import EndlessActions, WeightVersions
+from byteps_py.parallel.tensor.layers import Shard
 from byteps_py.parallel.tensor.plan import sharded_parameters, tensor_parallel_group
 from byteps_py.wording import ranks_text
 
@@ -184,8 +185,16 @@ class Pipeline:
         """Those of this rank's stages, each once: for an optimizer."""
         return (parameter for _, parameter in self.named_parameters())
 
+    def sharded_parameters(self) -> dict[str, Shard]:
+        """The parameters of this rank's stages that lie in parts on tensor-parallel ranks, by name."""
+        return {
+            self._prefix(stage) + name: shard
+            for stage, module in self.stages.items()
+            for name, shard in sharded_parameters(module).items()
+        }
+
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The parameters and buffers of this rank's stages, by their names in the model. checkpoint.py saves them."""
+        """The parameters and buffers of this rank's stages, by their names in the model. See parallel/checkpoint.py."""
         return {
             self._prefix(stage) + name: tensor
             for stage, module in self.stages.items()
@@ -228,13 +237,8 @@ class Pipeline:
             for name, parameter in self.named_parameters()
             if parameter.grad is not None and self._first_holder[name] == self._layout.worker
         ]
-        shards = {
-            self._prefix(stage) + name: shard
-            for stage, module in self.stages.items()
-            for name, shard in sharded_parameters(module).items()
-        }
         tp = next((found for one in self.stages.values() if (found := tensor_parallel_group(one)) is not None), None)
-        partial = partial_norms(named, shards, tp, norm_type).to(self._device)
+        partial = partial_norms(named, self.sharded_parameters(), tp, norm_type).to(self._device)
         norm = total_norm(partial, [self._workers], norm_type)
         scale_gradients(self.parameters(), max_norm, norm)
         return norm
