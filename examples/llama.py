@@ -67,21 +67,22 @@ class Trainer:
         inputs, targets = (one.chunk(self.mesh.dp)[self.mesh.rank("dp")] for one in (inputs, targets))
         self.optimizer.zero_grad()
         loss = self.backward(inputs, targets)
-        if self.pipe is None:
-            clip_grad_norm_(self.model, 1.0)
-        elif self.is_fsdp:
-            clip_grad_norm_(self.model, 1.0, groups=[self.pipe.group])
-        else:
-            self.pipe.clip_grad_norm_(1.0)
+        self.clip_gradients(1.0)
         self.optimizer.step()
         return loss
+
+    def clip_gradients(self, max_norm: float) -> torch.Tensor:
+        """The norm of all gradients, each parameter once."""
+        if self.pipe is None:
+            return clip_grad_norm_(self.model, max_norm)
+        return self.pipe.clip_grad_norm_(max_norm)
 
     def backward(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
         if self.pipe is None:
             losses, count = token_loss(self.options, self.groups, self.model(inputs), targets)
             loss = token_mean_loss(losses, count, self.copies, reduction="mean")
             loss.backward()
-            return float(loss)
+            return float(loss.detach())
         if not self.is_fsdp:
             return float(
                 self.pipe.step(
@@ -124,7 +125,7 @@ class OneProcess:
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
-        return float(loss)
+        return float(loss.detach())
 
 
 def parse() -> argparse.Namespace:
@@ -143,7 +144,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--documents", action="store_true", help="attention ends at empty lines")
+    parser.add_argument("--documents", action="store_true", help="attention reaches back to the beginning of the line")
     parser.add_argument("--float64", action="store_true")
     parser.add_argument("--check", action="store_true", help="compare the losses with those of one process")
     parser.add_argument("--json", metavar="FILE", help="write the losses of all steps")

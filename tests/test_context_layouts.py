@@ -169,7 +169,9 @@ def plain_varlen(
     assert (int(cu_q[-1]), int(cu_k[-1])) == (len(q), len(k))
     assert enable_gqa == (q.shape[1] != k.shape[1])
     outputs = []
-    for one, keys, values in zip(*(t.split(cu.diff().tolist()) for t, cu in ((q, cu_q), (k, cu_k), (v, cu_k))), strict=True):
+    for one, keys, values in zip(
+        *(t.split(cu.diff().tolist()) for t, cu in ((q, cu_q), (k, cu_k), (v, cu_k))), strict=True
+    ):
         groups = q.shape[1] // k.shape[1]
         keys, values = (each.repeat_interleave(groups, 1).transpose(0, 1) for each in (keys, values))
         ahead = torch.arange(keys.shape[1]) - torch.arange(len(one)).unsqueeze(1) - (keys.shape[1] - len(one))

@@ -1,4 +1,12 @@
-"""Parallel training: ``bps.parallel.DistributedDataParallel``, as in ``byteps.torch.parallel``, and pipelines (pipe/).
+"""Parallel training.
+
+    DistributedDataParallel    as in ``byteps.torch.parallel``
+    mesh/                      the dimensions of ranks, and how many to give each
+    tensor/                    tensor and sequence parallelism
+    context/                   context parallelism
+    pipe/                      pipelines
+    gradients, checkpoint      norms and checkpoints of models in parts
+    numerics/                  comparing two runs bit by bit
 
 Classes that need torch are imported when they are first used: `bps schedule` needs no torch.
 """
@@ -9,6 +17,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from byteps_py.parallel.gradients import clip_grad_norm_
+    from byteps_py.parallel.mesh.device_mesh import Mesh
     from byteps_py.parallel.pipe.pipeline import Pipeline
     from byteps_py.parallel.pipe.skips import pop, stash
     from byteps_py.parallel.pipe.split import split
@@ -16,13 +26,15 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "DistributedDataParallel": "byteps_py.torch.gradients.distributed_data_parallel",
+    "Mesh": "byteps_py.parallel.mesh.device_mesh",
     "Pipeline": "byteps_py.parallel.pipe.pipeline",
+    "clip_grad_norm_": "byteps_py.parallel.gradients",
     "pop": "byteps_py.parallel.pipe.skips",
     "split": "byteps_py.parallel.pipe.split",
     "stash": "byteps_py.parallel.pipe.skips",
 }
 
-__all__ = ["DistributedDataParallel", "Pipeline", "pop", "split", "stash"]
+__all__ = ["DistributedDataParallel", "Mesh", "Pipeline", "clip_grad_norm_", "pop", "split", "stash"]
 
 
 def __getattr__(name: str) -> Any:

@@ -46,7 +46,7 @@ def save(
         model: the part of this rank: cut by ``tensor.parallelize``, FSDP2, both or none; or a pipeline.
         path: of a directory; a checkpoint there is replaced.
         optimizer: of this rank's parameters; a ZeroRedundancyOptimizer too.
-        group: the ranks that have parts of the model; default: all, or those of the pipeline if its layers are whole.
+        group: the ranks that call this; default: all.
     """
     parts = _Parts.of(model)
     state: dict[str, Any] = {}
@@ -56,7 +56,7 @@ def save(
         for name, parameter in parts.parameters.items():
             for entry, value in _local(optimizer).state.get(parameter, {}).items():
                 state |= parts.saved(f"{_OPTIMIZER}{name}.{entry}", name, value)
-    state_dict_saver.save(state, checkpoint_id=path, process_group=group or parts.group)
+    state_dict_saver.save(state, checkpoint_id=path, process_group=group)
 
 
 def load(
@@ -85,7 +85,7 @@ def load(
         # Gathers as few pieces as possible at a time would need a read for each; all are read at once.
         pieces = {key: stored.pieces(key, tensor, parts.shards.get(name)) for key, (name, tensor) in targets.items()}
         state = {one.key: one.tensor for each in pieces.values() for one in each}
-        state_dict_loader.load(state, storage_reader=reader, process_group=group or parts.group)
+        state_dict_loader.load(state, storage_reader=reader, process_group=group)
         for key, (_, tensor) in targets.items():
             _fill(tensor, pieces[key])
     if optimizer is not None:
@@ -101,15 +101,13 @@ class _Parts:
     tensors: Mapping[str, torch.Tensor]
     parameters: Mapping[str, nn.Parameter]
     shards: Mapping[str, Shard]
-    group: dist.ProcessGroup | None
 
     @classmethod
     def of(cls, model: nn.Module | Pipeline) -> _Parts:
         named = dict(model.named_parameters(remove_duplicate=False))
         if isinstance(model, Pipeline):
-            shards = model.sharded_parameters()
-            return cls(model.state_dict(), named, shards, None if shards else model.group)
-        return cls(model.state_dict(), named, sharded_parameters(model), None)
+            return cls(model.state_dict(), named, model.sharded_parameters())
+        return cls(model.state_dict(), named, sharded_parameters(model))
 
     def saved(self, key: str, name: str, value: Any) -> dict[str, Any]:
         """What this rank writes of the parameter ``name``, or of its optimizer's state."""

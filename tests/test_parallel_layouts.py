@@ -1,0 +1,80 @@
+"""All dimensions of parallelism at once: examples/llama.py in many layouts beside one process
+(programs/parallel_layouts.py)."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from support.breaking import command
+from support.clusters import ROOT
+
+PROGRAM = str(ROOT / "tests" / "programs" / "parallel_layouts.py")
+EXAMPLE = str(ROOT / "examples" / "llama.py")
+
+
+@pytest.mark.parametrize(
+    ("layout", "cases"),
+    [
+        ("-np 4", "2x2x1x1 2x1x2x1:tied=1 1x2x1x2:hsdp 2x1x1x2:zero1 1x1x2x2:zero2"),
+        ("-np 2 --machines 2 --servers 1", "2x1x2x1 1x2x2x1 2x1x1x2 1x2x1x2:zero2"),
+        pytest.param(
+            "-np 8",
+            "2x2x2x1 2x1x2x2 1x2x2x2:zero1 4x1x2x1:no_sequence_parallel=1 2x2x1x2:zero2 1x2x2x2:zero2 "
+            "2x1x2x2:schedule=interleaved 1x1x8x1 8x1x1x1 1x4x1x2:hsdp",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "-np 4 --machines 2 --servers 1", "2x2x2x1 2x1x2x2 1x2x2x2 4x1x2x1:tied=1", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "-np 4", "1x1x4x1:schedule=chimera:micro_batches=4 4x1x1x1 1x4x1x1 1x1x1x4", marks=pytest.mark.slow
+        ),
+    ],
+)
+@pytest.mark.timeout(400)
+def test_beside_one_process(layout: str, cases: str) -> None:
+    words = layout.split()
+    ranks = int(words[1]) * (int(words[3]) if len(words) > 2 else 1)
+    arguments = [sys.executable, "-m", "byteps_py.launch", *words, sys.executable, PROGRAM, *cases.split()]
+    with command(*arguments, OMP_NUM_THREADS="1") as job:
+        assert job.end() == 0, job.text
+    for number, case in enumerate(cases.split()):
+        # Once from fresh weights, and once from the checkpoint of the layout before.
+        assert job.text.count(f"{case}: right") == ranks * (1 + (number > 0)), job.text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_on_gloo() -> None:
+    cases = "2x2x1x1 1x1x2x2:zero2"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", PROGRAM, *cases.split()]
+    with command(*torchrun, OMP_NUM_THREADS="1", TEST_BACKEND="gloo") as job:
+        assert job.end() == 0, job.text
+    assert job.text.count("right") == 4 * 3, job.text
+
+
+@pytest.mark.timeout(180)
+def test_the_example() -> None:
+    arguments = ["--tp", "2", "--cp", "2", "--steps", "4", "--check", "--documents", "--width", "32", "--context", "64"]
+    launch = [sys.executable, "-m", "byteps_py.launch", "-np", "4", sys.executable, EXAMPLE, *arguments]
+    with command(*launch, OMP_NUM_THREADS="1") as job:
+        assert job.end() == 0, job.text
+    assert "the losses of 4 steps and those of one process: equal to 0.0001" in job.text, job.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--tp 3", "multiply"),
+        ("--tp 2 --layers 1 --width 36", "do not divide"),
+        ("--cp 2 --context 6", "multiple of"),
+    ],
+)
+@pytest.mark.timeout(120)
+def test_bad_sizes_are_explained(arguments: str, words: str) -> None:
+    launch = [sys.executable, "-m", "byteps_py.launch", "-np", "2", sys.executable, EXAMPLE, *arguments.split()]
+    with command(*launch, OMP_NUM_THREADS="1") as job:
+        assert job.end() == 1, job.text
+    assert "UsageError" in job.text, job.text
+    assert words in job.text, job.text
