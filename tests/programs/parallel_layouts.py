@@ -37,9 +37,7 @@ OPTIONS = LlamaOptions(vocabulary=300, width=16, layers=4, heads=8, kv_heads=4, 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(step)
-    tokens = torch.randint(OPTIONS.vocabulary, (#: The first run of a layout with this option is of a model whose output layer is tied to its embedding.
-TIED = "tied=1"
-ROWS, CONTEXT + 1), generator=generator)
+    tokens = torch.randint(OPTIONS.vocabulary, (ROWS, CONTEXT + 1), generator=generator)
     tokens[torch.rand(tokens.shape, generator=generator) < 0.15] = 3
     return tokens[:, :-1], tokens[:, 1:]
 
