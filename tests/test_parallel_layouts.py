@@ -16,8 +16,9 @@ EXAMPLE = str(ROOT / "examples" / "llama.py")
 @pytest.mark.parametrize(
     ("layout", "cases"),
     [
-        ("-np 4", "2x2x1x1 2x1x2x1:tied=1 1x2x1x2:hsdp 2x1x1x2:zero1 1x1x2x2:zero2"),
-        ("-np 2 --machines 2 --servers 1", "2x1x2x1 1x2x2x1 2x1x1x2 1x2x1x2:zero2"),
+        ("-np 4", "2x2x1x1 2x1x2x1:tied=1 1x1x2x2:zero2"),
+        pytest.param("-np 4", "1x2x1x2:hsdp 2x1x1x2:zero1 1x2x2x1", marks=pytest.mark.slow),
+        pytest.param("-np 2 --machines 2 --servers 1", "2x1x2x1 1x2x2x1 2x1x1x2 1x2x1x2:zero2", marks=pytest.mark.slow),
         pytest.param(
             "-np 8",
             "2x2x2x1 2x1x2x2 1x2x2x2:zero1 4x1x2x1:no_sequence_parallel=1 2x2x1x2:zero2 1x2x2x2:zero2 "
@@ -61,18 +62,8 @@ def test_the_example() -> None:
     assert "the losses of 4 steps and those of one process: equal to 0.0001" in job.text, job.text
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ("--tp 3", "multiply"),
-        ("--tp 2 --layers 1 --width 36", "do not divide"),
-        ("--cp 2 --context 6", "multiple of"),
-    ],
-)
 @pytest.mark.timeout(120)
-def test_bad_sizes_are_explained(arguments: str, words: str) -> None:
-    launch = [sys.executable, "-m", "byteps_py.launch", "-np", "2", sys.executable, EXAMPLE, *arguments.split()]
-    with command(*launch, OMP_NUM_THREADS="1") as job:
+def test_sizes_that_do_not_fit_are_explained() -> None:
+    with command(sys.executable, EXAMPLE, "--tp", "3", OMP_NUM_THREADS="1") as job:
         assert job.end() == 1, job.text
-    assert "UsageError" in job.text, job.text
-    assert words in job.text, job.text
+    assert "UsageError: tp=3" in job.text, job.text
