@@ -16,8 +16,8 @@ ActivationMode = Literal["none", "tensor", "sequence", "selective", "full"]
 
 
 def gpt_parameters(layers: int, hidden: int, vocabulary: int, sequence: int) -> float:
-    """The parameters of a GPT with tied embeddings and feed-forward layers of 4h: 12·l·h²(1 + 13/(12h) + (V+s)/(12·l·h))
-    (Narayanan et al., Megatron-LM, 2021).
+    """The parameters of a GPT with tied embeddings and feed-forward layers of 4h:
+    12·l·h²(1 + 13/(12h) + (V+s)/(12·l·h)) (Narayanan et al., Megatron-LM, 2021).
 
     >>> round(gpt_parameters(96, 12288, 51200, 2048) / 1e9, 1)
     174.6

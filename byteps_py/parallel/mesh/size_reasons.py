@@ -76,8 +76,8 @@ class SizeReasons:
         job, size, cp = self.job, self.sizes.tp, self.sizes.cp
         batch = f"{job.sequences}·tp·pp/{job.gpus}" if cp == 1 else f"{job.sequences}·tp·{cp}·pp/{job.gpus}"
         text = (
-            f"tp {size}: a data-parallel group has b = {batch} sequences of a step. A pipeline with a small bubble wants "
-            f"b ≥ pp, and so tp ≥ {-(-job.gpus // (job.sequences * cp))}."
+            f"tp {size}: a data-parallel group has b = {batch} sequences of a step. A pipeline with a small bubble "
+            f"wants b ≥ pp, and so tp ≥ {-(-job.gpus // (job.sequences * cp))}."
         )
         if (best := self._least(cp=cp, tp_below=size)) is not None:
             text += f" A smaller size needs at least {best.memory} on a GPU that has {self._limit}."
@@ -93,8 +93,8 @@ class SizeReasons:
         needed = -(-job.gpus // (job.sequences * largest_tp))
         if needed > 1:
             text = (
-                f"cp {size}: a step has only {count_text(job.sequences, 'sequence')}. Even with tp {largest_tp}, b ≥ pp "
-                f"needs cp ≥ {needed}: a longer pipeline would need a larger b as well."
+                f"cp {size}: a step has only {count_text(job.sequences, 'sequence')}. Even with tp {largest_tp}, b ≥ "
+                f"pp needs cp ≥ {needed}: a longer pipeline would need a larger b as well."
             )
         else:
             text = f"cp {size}: b ≥ pp without it, but it divides the activations of {job.sequence} tokens."
@@ -118,7 +118,7 @@ class SizeReasons:
         text = f"pp {sizes.pp}: the shortest pipeline that fits in memory: {self.memory} of {self._limit}."
         if (before := self._least(tp=sizes.tp, cp=sizes.cp, pp_below=sizes.pp)) is not None:
             text += f" A shorter one needs at least {before.memory}."
-        yield f"{text} Its stages keep their weights whole: gathering them (ZeRO-3) would slow the pipeline's transfers."
+        yield f"{text} Its stages keep their weights whole: gathering them (ZeRO-3) would slow its transfers."
 
     def _of_zero(self) -> str:
         sizes, twice = self.sizes, 2 * self.sizes.pp
@@ -134,8 +134,8 @@ class SizeReasons:
             return "ZeRO-2: a step has one micro-batch, so sharded gradients cost no further transfers."
         if sizes.zero_stage == 1:
             return (
-                f"ZeRO-1 with 1F1B: b = {sizes.batch} ≥ 2·pp = {twice}. Gradients stay whole until the last micro-batch, "
-                "and are reduced once."
+                f"ZeRO-1 with 1F1B: b = {sizes.batch} ≥ 2·pp = {twice}. Gradients stay whole until the last micro-"
+                "batch, and are reduced once."
             )
         return (
             f"ZeRO-2 with all forward passes before all backward passes: b = {sizes.batch} < 2·pp = {twice}. So few "
@@ -167,6 +167,6 @@ def nothing_fits(job: SizingJob, tried: Sequence[SizesTried]) -> UsageError:
     else:
         remedy = "use more GPUs, or shorter sequences"
     return UsageError(
-        f"nothing fits on {count_text(job.gpus, 'GPU')} of {gigabytes(limit)}: the division that needs the least memory "
-        f"({best.sizes}, {best.sizes.recomputation} recomputation) needs {best.memory} on a GPU; {remedy}"
+        f"nothing fits on {count_text(job.gpus, 'GPU')} of {gigabytes(limit)}: the division that needs the least "
+        f"memory ({best.sizes}, {best.sizes.recomputation} recomputation) needs {best.memory} on a GPU; {remedy}"
     )

@@ -79,8 +79,8 @@ def plan_size(
 
 
 def parse_count(text: str) -> int:
-    """A whole number with one of the suffixes K, M, G, which stand for 2¹⁰, 2²⁰ and 2³⁰: Llama 3's batch of "16M" tokens
-    is 2048 sequences of 8192. Raises UsageError.
+    """A whole number with one of the suffixes K, M, G, which stand for 2¹⁰, 2²⁰ and 2³⁰: Llama 3's batch of "16M"
+    tokens is 2048 sequences of 8192. Raises UsageError.
 
     >>> parse_count("16M"), parse_count("8K"), parse_count("131072")
     (16777216, 8192, 131072)

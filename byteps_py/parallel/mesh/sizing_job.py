@@ -59,8 +59,8 @@ class SizingJob:
         if self.gpus > machine and self.gpus % machine:
             below = self.gpus // machine * machine
             raise UsageError(
-                f"{self.gpus} GPUs are no multiple of the {machine} of a machine: use {below} or {below + machine} GPUs, "
-                "or say how many a machine has"
+                f"{self.gpus} GPUs are no multiple of the {machine} of a machine: use {below} or {below + machine} "
+                "GPUs, or say how many a machine has"
             )
         if self.batch_tokens % self.sequence:
             below = self.batch_tokens // self.sequence * self.sequence
