@@ -63,6 +63,8 @@ def run_size(arguments: argparse.Namespace) -> int:
             counts[name] = parse_count(getattr(arguments, name))
         except UsageError as error:
             raise UsageError(f"--{name.replace('_', '-')}: {error}") from error
+    if not 0 < arguments.memory_gb < float("inf"):
+        raise UsageError(f"--memory-gb={arguments.memory_gb:g}: a number above 0 is needed")
     options = SizeOptions(arguments.gpus_per_machine, arguments.memory_gb * 1e9)
     plan = plan_size(counts["gpus"], counts["batch_tokens"], counts["sequence"], arguments.model, options)
     print(json.dumps(plan.as_json()) if arguments.json else _as_text(plan))
@@ -72,5 +74,11 @@ def run_size(arguments: argparse.Namespace) -> int:
 def _as_text(plan: SizePlan) -> str:
     lines = [f"tp {plan.tp}, cp {plan.cp}, pp {plan.pp}, dp {plan.dp}", ""]
     for reason in plan.reasons:
-        lines += textwrap.wrap(reason, _WIDTH, initial_indent="- ", subsequent_indent="  ", break_long_words=False)
+        lines += _wrapped(reason)
     return "\n".join(lines)
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(
+        text, _WIDTH, initial_indent="- ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )

@@ -116,8 +116,8 @@ class Mesh:
 
     def submesh(self, *names: str, flat: bool = False) -> DeviceMesh:
         """The part of ``device_mesh`` with this rank and these dimensions, the outermost first. For FSDP2:
-        ``fully_shard(model, mesh=mesh.submesh("dp", "cp", flat=True))``; without ``flat`` that is HSDP, whose copies are
-        along the outer dimension. With ``flat``, all ranks call it. Raises UsageError."""
+        ``fully_shard(model, mesh=mesh.submesh("dp", "cp", flat=True))``; without ``flat`` that is HSDP, whose copies
+        are along the outer dimension. With ``flat``, all ranks call it. Raises UsageError."""
         along = self.layout.checked(names)
         if not flat:
             return self.device_mesh[along]
@@ -152,8 +152,8 @@ class Mesh:
 
 
 def _agree(layout: MeshLayout | BytePSError, machine: int) -> tuple[MeshLayout, list[int]]:
-    """The layout, and the machine of each rank. Raises UsageError on all ranks if one has an error in place of a layout,
-    or if layouts differ. All ranks call it."""
+    """The layout, and the machine of each rank. Raises UsageError on all ranks if one has an error in place of a
+    layout, or if layouts differ. All ranks call it."""
     own = [0] if isinstance(layout, BytePSError) else [1, *_numbers(layout)]
     device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
     mine = torch.tensor([machine, *own, *[0] * (11 - len(own))], dtype=torch.int64, device=device)
@@ -167,8 +167,8 @@ def _agree(layout: MeshLayout | BytePSError, machine: int) -> tuple[MeshLayout, 
             raise UsageError(f"rank {rank} has no mesh: its own error says why. Give all ranks the same sizes")
         if numbers != told[0][2:]:
             raise UsageError(
-                f"rank 0 has the mesh {_of_numbers(told[0][2:])}, rank {rank} has {_of_numbers(numbers)} (from inner to "
-                "outer): give all ranks the same sizes and the same order"
+                f"rank 0 has the mesh {_of_numbers(told[0][2:])}, rank {rank} has {_of_numbers(numbers)} (from inner "
+                "to outer): give all ranks the same sizes and the same order"
             )
     return layout, [each[0] for each in told]
 

@@ -127,10 +127,10 @@ class MeshLayout:
             lines.append((" " * (label_width + 2) + "".join(f"{cell:<{width}}" for cell in cells)).rstrip())
         for row in range(min(rows, _MOST_ROWS)):
             first = row * columns
-            cells = "".join(f"{rank:>{width - 2}}  " for rank in range(first, first + shown))
+            numbers = "".join(f"{rank:>{width - 2}}  " for rank in range(first, first + shown))
             cut = "…  " if shown < columns else ""
             on = _machines_text(machines[first : first + columns])
-            lines.append(f"{self._label(outer, first):<{label_width}}  {cells}{cut} {on}".rstrip())
+            lines.append(f"{self._label(outer, first):<{label_width}}  {numbers}{cut} {on}".rstrip())
         if rows > _MOST_ROWS:
             lines.append(f"… and {rows - _MOST_ROWS} more rows")
         return "\n".join(lines)
@@ -156,10 +156,10 @@ def span_warning(group: Sequence[int], machines: Sequence[int]) -> str:
     t = len(group)
     count = len({machines[rank] for rank in group})
     return (
-        f"the tensor-parallel group of {ranks_text(group)} spans {count} machines: for each layer and micro-batch, each "
-        f"rank exchanges 8·b·s·h·(t-1)/t = {8 * (t - 1) / t:g}·b·s·h words with the others, over the network (b sequences "
-        "of s tokens with h hidden values). Use a tp that divides a machine's ranks, as the innermost dimension, and more "
-        "of cp, pp or dp instead"
+        f"the tensor-parallel group of {ranks_text(group)} spans {count} machines: for each layer and micro-batch, "
+        f"each rank exchanges 8·b·s·h·(t-1)/t = {8 * (t - 1) / t:g}·b·s·h words with the others, over the network (b "
+        "sequences of s tokens with h hidden values). Use a tp that divides a machine's ranks, as the innermost "
+        "dimension, and more of cp, pp or dp instead"
     )
 
 
@@ -206,8 +206,8 @@ def _resolved(world_size: int, sizes: Mapping[str, int]) -> tuple[int, ...]:
     remedy = f"one of these would fit: {'; '.join(fitting)}" if fitting else "change two sizes or more"
     if free:
         raise UsageError(
-            f"{text} does not divide the {world_size} ranks, so {free[0]}=-1 has no size: {remedy}; or start a multiple "
-            f"of {product} ranks"
+            f"{text} does not divide the {world_size} ranks, so {free[0]}=-1 has no size: {remedy}; or start a "
+            f"multiple of {product} ranks"
         )
     raise UsageError(
         f"{text or 'a mesh of size 1'}, but there are {count_text(world_size, 'rank')}: {remedy}; or start "

@@ -126,7 +126,8 @@ class SizeReasons:
             return (
                 f"ZeRO-3: a micro-batch of {count_text(sizes.micro_batch, 'sequence')} computes "
                 f"{self.job.intensity(sizes):,.0f} FLOPs for each byte of weights that it gathers. A GPU computes "
-                f"{self.job.intensity_of_links:,.0f} in the time of one byte, so computing hides the transfers."
+                f"{self.job.intensity_of_links:,.0f} in the time of one byte, so computing "
+                f"{'hides the transfers' if self.job.is_hidden(sizes) else 'waits for transfers; nothing else fits'}."
             )
         if sizes.pp == 1 and sizes.zero_stage == 1:
             return f"ZeRO-1: the gradients of {sizes.batch} micro-batches are added up whole, and reduced once."

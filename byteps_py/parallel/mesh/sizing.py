@@ -2,7 +2,8 @@
 
 The rules are those by which Llama 3 was divided (Chu et al., Scaling Llama 3 Training with Efficient Parallelism
 Strategies, 2025, section 5.1). Divisions of the GPUs are tried in the order of what they cost; the first that keeps
-pipelines busy, hides its transfers and fits in memory is taken. Pure; any thread.
+pipelines busy, hides its transfers and fits in memory is taken; if there is none, the one that fits and computes most
+for each byte of its transfers. Pure; any thread.
 
 With N GPUs and B sequences of a step, a data-parallel group of tp·cp·pp GPUs has b = B·tp·cp·pp/N sequences. A pipeline
 with a small bubble wants b ≥ pp, which is B·tp·cp ≥ N: that does not depend on pp.
@@ -22,6 +23,8 @@ from byteps_py.parallel.mesh.model_shape import ModelShape, load_model
 from byteps_py.parallel.mesh.size_reasons import SizeReasons, SizesTried, nothing_fits
 from byteps_py.parallel.mesh.sizing_job import SizeOptions, SizingJob, divisors
 from byteps_py.wording import shown
+
+__all__ = ["SizeOptions", "SizePlan", "parse_count", "plan_size"]
 
 _SUFFIXES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
@@ -70,12 +73,19 @@ def plan_size(
     for sizes in _divisions(job):
         memory = memory_need(shape, sequence, sizes)
         fits = memory.total <= job.options.memory_bytes
-        is_hidden = sizes.zero_stage < 3 or job.intensity(sizes) >= job.intensity_of_links
-        if fits and is_hidden:
-            reasons = tuple(SizeReasons(job, sizes, memory, tried).sentences())
-            return SizePlan(sizes.tp, sizes.cp, sizes.pp, sizes.dp, reasons, sizes, memory)
+        if fits and job.is_hidden(sizes):
+            return _plan(SizeReasons(job, sizes, memory, tried))
         tried.append(SizesTried(sizes, memory, fits))
+    fitting = [each for each in tried if each.fits]
+    if fitting:
+        best = max(fitting, key=lambda each: job.intensity(each.sizes))
+        return _plan(SizeReasons(job, best.sizes, best.memory, tried))
     raise nothing_fits(job, tried)
+
+
+def _plan(reasons: SizeReasons) -> SizePlan:
+    sizes = reasons.sizes
+    return SizePlan(sizes.tp, sizes.cp, sizes.pp, sizes.dp, tuple(reasons.sentences()), sizes, reasons.memory)
 
 
 def parse_count(text: str) -> int:

@@ -96,6 +96,10 @@ class SizingJob:
         FLOPs a token."""
         return sizes.micro_batch * self.sequence / sizes.cp
 
+    def is_hidden(self, sizes: MeshSizes) -> bool:
+        """Whether computing is slow enough to hide the transfers of weights."""
+        return sizes.zero_stage < 3 or self.intensity(sizes) >= self.intensity_of_links
+
     @property
     def intensity_of_links(self) -> float:
         """The FLOPs that a GPU can compute while a byte comes from another, which is on its machine if there is only
