@@ -21,7 +21,7 @@ NAMED_ORDERS = {"llama": LLAMA_ORDER, "paddle": PADDLE_ORDER}
 #: The dimensions whose ranks have copies of the same parameters: gradients are summed over them.
 REPLICATED = ("cp", "sharding", "dp")
 
-_MOST_COLUMNS = 16
+_PAGE_WIDTH = 96
 _MOST_ROWS = 32
 
 
@@ -84,10 +84,12 @@ class MeshLayout:
         return sorted({self.ranks(rank, names) for rank in range(self.world_size)})
 
     def checked(self, names: Sequence[str]) -> tuple[str, ...]:
-        """``names`` of dimensions that the mesh has, from outer to inner. Raises UsageError."""
-        if not names or len(set(names)) < len(names):
-            raise UsageError(f"{', '.join(names) or 'no name'}: give each dimension once, of {', '.join(self.order)}")
-        return tuple(name for name in reversed(self.order) if name in [each for each in names if self._has(each)])
+        """``names`` of dimensions, from outer to inner, without "sharding" where the order has none. Raises UsageError
+        if nothing is left, or a name is unknown or there twice."""
+        found = tuple(name for name in reversed(self.order) if name in [each for each in names if self._has(each)])
+        if not found or len(set(names)) < len(names):
+            raise UsageError(f"({', '.join(names)}): give each dimension once, of {', '.join(self.order)}")
+        return found
 
     def spanning(self, name: str, machines: Sequence[int]) -> tuple[int, ...]:
         """The first group along a dimension whose ranks are on several machines; empty if there is none. ``machines``:
@@ -110,13 +112,15 @@ class MeshLayout:
         dp 1 pp 0     8     9    10    11   machine 1
         dp 1 pp 1    12    13    14    15   machine 1
         """
-        inner = self.order[:2] if self.sizes[0] * self.sizes[1] <= _MOST_COLUMNS else self.order[:1]
+        digits = max(len(str(self.world_size - 1)), *(len(f"{name} {self.size(name) - 1}") for name in self.order[:2]))
+        width = digits + 2
+        most = _PAGE_WIDTH // width
+        inner = self.order[:2] if self.sizes[0] * self.sizes[1] <= most else self.order[:1]
         outer = self.order[len(inner) :]
         columns = math.prod(self.sizes[: len(inner)])
-        shown = min(columns, _MOST_COLUMNS)
+        shown = min(columns, most)
         rows = self.world_size // columns
         label_width = max(len(self._label(outer, row * columns)) for row in range(rows))
-        width = max(len(str(self.world_size - 1)), *(len(f"{name} {self.size(name) - 1}") for name in inner)) + 2
         lines = [f"{count_text(self.world_size, 'rank')}: {self}, from inner to outer"]
         for level in reversed(range(len(inner))):
             each = math.prod(self.sizes[:level])
