@@ -158,6 +158,17 @@ def spans_machines() -> None:
     assert repr(mesh) == f"Mesh(tp=1, cp=4, pp=1, dp=1; rank {mesh.rank('cp')}: tp 0, cp {mesh.rank('cp')}, pp 0, dp 0)"
 
 
+@case
+def spans_machines_by_hand() -> None:
+    """A script that starts its ranks itself says with LOCAL_WORLD_SIZE how many a machine has."""
+    before = os.environ["LOCAL_WORLD_SIZE"]
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    spans_machines()
+    os.environ["LOCAL_WORLD_SIZE"] = before
+    assert "machine 0" in Mesh(tp=2).describe()
+    assert "machine 1" not in Mesh(tp=2).describe()
+
+
 if __name__ == "__main__":
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
