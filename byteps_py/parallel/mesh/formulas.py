@@ -1,0 +1,110 @@
+"""Closed formulas of the papers about models, memory and communication: parameters, FLOPs, bytes, words.
+
+b sequences of a micro-batch, s tokens of a sequence, h hidden values of a token, a attention heads, l layers, V entries
+of the vocabulary, t ranks of a tensor-parallel group. Activations and weights have 2 bytes each. Pure; any thread.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from byteps_py.errors import UsageError
+
+#: What a layer keeps for its backward pass: everything on one rank; with tensor parallelism; with sequence parallelism
+#: besides; with this and attention scores recomputed; only its input.
+ActivationMode = Literal["none", "tensor", "sequence", "selective", "full"]
+
+
+def gpt_parameters(layers: int, hidden: int, vocabulary: int, sequence: int) -> float:
+    """The parameters of a GPT with tied embeddings and feed-forward layers of 4h:
+    12·l·h²(1 + 13/(12h) + (V+s)/(12·l·h)) (Narayanan et al., Megatron-LM, 2021).
+
+    >>> round(gpt_parameters(96, 12288, 51200, 2048) / 1e9, 1)
+    174.6
+    """
+    return 12 * layers * hidden**2 * (1 + 13 / (12 * hidden) + (vocabulary + sequence) / (12 * layers * hidden))
+
+
+def gpt_step_flops(
+    batch: int, sequence: int, layers: int, hidden: int, vocabulary: int, recomputes: bool = True
+) -> float:
+    """The floating-point operations of a step of ``batch`` sequences: 96·B·s·l·h²(1 + s/(6h) + V/(16·l·h)) if forward
+    passes are repeated before backward passes (Narayanan et al., 2021). Otherwise the layers take three quarters of
+    that; the head, 6·B·s·h·V, is never repeated.
+
+    >>> f"{gpt_step_flops(1536, 2048, 96, 12288, 51200):.3g}"
+    '4.51e+18'
+    """
+    layers_part = 24 * (4 if recomputes else 3) * batch * sequence * layers * hidden**2 * (1 + sequence / (6 * hidden))
+    return layers_part + 6 * batch * sequence * hidden * vocabulary
+
+
+def activation_bytes(
+    sequence: int, batch: int, hidden: int, heads: int, tp: int = 1, mode: ActivationMode = "none"
+) -> float:
+    """The bytes that a layer keeps for the backward pass of a micro-batch, on one rank (Korthikanti et al., 2022).
+
+    "none": s·b·h(34 + 5as/h); "tensor": s·b·h(10 + 24/t + 5as/(ht)); "sequence": as "none", divided by t; "selective":
+    34·s·b·h/t; "full": 2·s·b·h. Raises UsageError for another ``mode``.
+
+    >>> [activation_bytes(2048, 4, 6144, 64, 8, mode) / 2**20 for mode in ("none", "tensor", "selective")]
+    [6752.0, 1264.0, 204.0]
+    """
+    values, scores = sequence * batch * hidden, 5 * heads * sequence**2 * batch
+    by_mode = {
+        "none": 34.0 * values + scores,
+        "tensor": 10 * values + (24 * values + scores) / tp,
+        "sequence": (34 * values + scores) / tp,
+        "selective": 34 * values / tp,
+        "full": 2.0 * values,
+    }
+    if mode not in by_mode:
+        raise UsageError(f"mode={mode!r}: a layer keeps one of {', '.join(by_mode)}")
+    return by_mode[mode]
+
+
+def tensor_parallel_words(batch: int, sequence: int, hidden: int, tp: int) -> float:
+    """The words that a rank sends for a layer and a micro-batch, forward and backward: 8·b·s·h·(t-1)/t.
+
+    >>> tensor_parallel_words(1, 2048, 12288, 8) / 1e6
+    176.160768
+    """
+    return 8 * batch * sequence * hidden * (tp - 1) / tp
+
+
+def pipeline_hop_words(batch: int, sequence: int, hidden: int) -> int:
+    """The words that a stage sends to the next for a micro-batch: b·s·h.
+
+    >>> pipeline_hop_words(1, 2048, 12288) / 1e6
+    25.165824
+    """
+    return batch * sequence * hidden
+
+
+def state_bytes(parameters: float, ranks: int = 1, zero_stage: int = 0) -> float:
+    """The bytes on a rank of weights and gradients (2 each), and of Adam's float32 weights and moments (12), of which
+    ``ranks`` ranks share the optimizer's part (stage 1), the gradients (2) and the weights (3) (Rajbhandari et al.,
+    ZeRO, 2020). Raises UsageError for another stage.
+
+    >>> [round(state_bytes(7.5e9, 64, stage) / 1e9, 2) for stage in range(4)]
+    [120.0, 31.41, 16.64, 1.88]
+    """
+    _check_stage(zero_stage)
+    whole = (16, 4, 2, 0)[zero_stage]
+    return whole * parameters + (16 - whole) * parameters / ranks
+
+
+def state_traffic(parameters: float, zero_stage: int = 0) -> float:
+    """The elements that a rank sends in a step for its states, with many ranks: 2Ψ, and 3Ψ with stage 3. Raises
+    UsageError for another stage.
+
+    >>> state_traffic(7.5e9, 2), state_traffic(7.5e9, 3)
+    (15000000000.0, 22500000000.0)
+    """
+    _check_stage(zero_stage)
+    return (3 if zero_stage == 3 else 2) * parameters
+
+
+def _check_stage(zero_stage: int) -> None:
+    if zero_stage not in (0, 1, 2, 3):
+        raise UsageError(f"zero_stage={zero_stage}: ZeRO has the stages 1, 2 and 3; 0 stands for no sharding")

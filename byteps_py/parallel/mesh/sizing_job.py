@@ -1,0 +1,125 @@
+"""The job whose mesh is to be sized: its GPUs, its batch, its model, and the sizes that divide them.
+
+Pure; any thread.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+from byteps_py.errors import UsageError
+from byteps_py.parallel.mesh.gpu_memory import MeshSizes
+from byteps_py.parallel.mesh.model_shape import ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class SizeOptions:
+    """The cluster. Raises UsageError for values that are not above 0.
+
+    The defaults are those of Llama 3's: machines of 8 NVIDIA H100. Such a GPU has 80·2³⁰ bytes; what exceeds 80·10⁹ is
+    left to the CUDA context and to communication buffers.
+    """
+
+    gpus_per_machine: int = 8
+    #: For states and activations, of each GPU.
+    memory_bytes: float = 80e9
+    #: Of a GPU, a second, with 2-byte numbers.
+    peak_flops: float = 989e12
+    #: Of a GPU's network link, in one direction.
+    network_bytes_per_s: float = 50e9
+    #: Between GPUs of a machine, in one direction.
+    machine_bytes_per_s: float = 450e9
+
+    def __post_init__(self) -> None:
+        check_count("gpus_per_machine", self.gpus_per_machine)
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not 0 < value < math.inf:
+                raise UsageError(f"{field.name}={value!r}: a number above 0 is needed")
+
+
+@dataclass(frozen=True, slots=True)
+class SizingJob:
+    """Raises UsageError if the numbers do not go together."""
+
+    gpus: int
+    #: Of a step, over all GPUs.
+    batch_tokens: int
+    #: Tokens of a sequence.
+    sequence: int
+    model: ModelShape
+    options: SizeOptions
+
+    def __post_init__(self) -> None:
+        for name in ("gpus", "batch_tokens", "sequence"):
+            check_count(name, getattr(self, name))
+        machine = self.options.gpus_per_machine
+        if self.gpus > machine and self.gpus % machine:
+            below = self.gpus // machine * machine
+            raise UsageError(
+                f"{self.gpus} GPUs are no multiple of the {machine} of a machine: use {below} or {below + machine} "
+                "GPUs, or say how many a machine has"
+            )
+        if self.batch_tokens % self.sequence:
+            below = self.batch_tokens // self.sequence * self.sequence
+            near = f"{below} or {below + self.sequence}" if below else f"at least {self.sequence}"
+            raise UsageError(
+                f"a batch of {self.batch_tokens} tokens is no whole number of sequences of {self.sequence}: use {near} "
+                "tokens. K, M and G stand for 2^10, 2^20 and 2^30: 131072 is 128K"
+            )
+
+    @property
+    def sequences(self) -> int:
+        """Of a step, over all GPUs."""
+        return self.batch_tokens // self.sequence
+
+    @property
+    def tp_sizes(self) -> list[int]:
+        """Ascending. They divide a machine, so that no group spans two; each rank has whole query heads, and those of
+        keys and values are shared evenly, or copied."""
+        heads, kv_heads = self.model.heads, self.model.kv_heads
+        return [
+            size
+            for size in divisors(min(self.gpus, self.options.gpus_per_machine))
+            if heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
+        ]
+
+    @property
+    def cp_sizes(self) -> list[int]:
+        """Ascending. A rank has two equal chunks of each sequence."""
+        return [size for size in divisors(self.gpus) if size == 1 or self.sequence % (2 * size) == 0]
+
+    def intensity(self, sizes: MeshSizes) -> float:
+        """The FLOPs of a forward pass for each byte of weights that ZeRO-3 gathers: a parameter has 2 bytes, and 2
+        FLOPs a token."""
+        return sizes.micro_batch * self.sequence / sizes.cp
+
+    def is_hidden(self, sizes: MeshSizes) -> bool:
+        """Whether computing is slow enough to hide the transfers of weights."""
+        return sizes.zero_stage < 3 or self.intensity(sizes) >= self.intensity_of_links
+
+    @property
+    def intensity_of_links(self) -> float:
+        """The FLOPs that a GPU can compute while a byte comes from another, which is on its machine if there is only
+        one."""
+        options = self.options
+        is_one_machine = self.gpus <= options.gpus_per_machine
+        return options.peak_flops / (options.machine_bytes_per_s if is_one_machine else options.network_bytes_per_s)
+
+
+def check_count(name: str, value: Any) -> None:
+    """Raises UsageError unless ``value`` is a whole number of at least 1."""
+    if type(value) is not int or value < 1:
+        raise UsageError(f"{name}={value!r}: a whole number of at least 1 is needed")
+
+
+def divisors(number: int) -> list[int]:
+    """Ascending.
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    return sorted({*small, *(number // size for size in small)})
