@@ -169,7 +169,8 @@ def plain_varlen(
     assert (int(cu_q[-1]), int(cu_k[-1])) == (len(q), len(k))
     assert enable_gqa == (q.shape[1] != k.shape[1])
     outputs = []
-    for one, keys, values in zip(*(t.split(cu.diff().tolist()) for t, cu in ((q, cu_q), (k, cu_k), (v, cu_k))), strict=True):
+    pieces = [tensor.split(cu.diff().tolist()) for tensor, cu in ((q, cu_q), (k, cu_k), (v, cu_k))]
+    for one, keys, values in zip(*pieces, strict=True):
         groups = q.shape[1] // k.shape[1]
         keys, values = (each.repeat_interleave(groups, 1).transpose(0, 1) for each in (keys, values))
         ahead = torch.arange(keys.shape[1]) - torch.arange(len(one)).unsqueeze(1) - (keys.shape[1] - len(one))
@@ -181,7 +182,7 @@ def plain_varlen(
 
 
 def test_packing_for_the_kernel_of_variable_lengths() -> None:
-    for seed in range(150):
+    for seed in range(60):
         case = layout(seed)
         if case.mask.is_causal or case.mask.window is None:
             found = gathered(case, lambda *given: attend_packed(*given, plain_varlen))

@@ -36,7 +36,7 @@ def ring_attention(
     float32 for half precision. Computed in plain torch: slower than ``attention``, where its memory suffices.
     """
     call = AttentionCall.of((q, k, v), mask, group, scale)
-    output: torch.Tensor = _RingAttention.apply(q, k, v, call, group)
+    output: torch.Tensor = _RingAttention.apply(q, k, v, call, group)  # type: ignore[no-untyped-call]
     return output
 
 
@@ -80,9 +80,9 @@ def _blocks(
     """This rank's block, then those of the ranks before it; the next one is on its way meanwhile."""
     block = _flat(k, v)
     for step in range(call.size):
-        is_last = group is None or step == call.size - 1
-        hop = None if is_last else RingHop.start(block, group, _KEYS)
-        yield KeyBlock(*_pair(block, k, v), (call.rank - step) % call.size)
+        hop = None if group is None or step == call.size - 1 else RingHop.start(block, group, _KEYS)
+        keys, values = _pair(block, k, v)
+        yield KeyBlock(keys, values, (call.rank - step) % call.size)
         if hop is not None:
             block = hop.finish()
 
