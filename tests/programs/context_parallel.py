@@ -265,7 +265,7 @@ def bad_input() -> None:
             ("[2, 4, 5, 4]", "not sharded"): (q, q[:, :, :5], q[:, :, :5], mask),
         }.items():
             refused(*words, call=lambda: function(*given, group))  # noqa: B023
-    equal()
+    sequences()
 
 
 class Bytes(TorchDispatchMode):
