@@ -23,10 +23,10 @@ def check(arguments: list[str], ranks: int, cases: str, **variables: str) -> Non
 @pytest.mark.parametrize(
     ("layout", "cases"),
     [
-        ("-np 2", "equal groups_of_two sequences trains losses images bad_input"),
+        ("-np 2", "equal groups_of_two sequences half_precision trains losses images bad_input"),
         ("-np 4", "equal groups_of_two sequences trains losses"),
         ("-np 1 --machines 2 --servers 1", "equal sequences trains losses"),
-        pytest.param("-np 3", "equal sequences trains losses bad_input", marks=pytest.mark.slow),
+        pytest.param("-np 3", "equal sequences half_precision trains losses bad_input", marks=pytest.mark.slow),
         pytest.param("-np 2 --machines 2 --servers 1", "equal groups_of_two trains losses", marks=pytest.mark.slow),
     ],
 )
@@ -41,5 +41,5 @@ def test_beside_one_process(layout: str, cases: str) -> None:
 @pytest.mark.timeout(180)
 def test_on_gloo(ranks: int) -> None:
     """And what travels: this backend's operations can be seen there."""
-    cases = "equal groups_of_two sequences trains losses bad_input traffic"
+    cases = "equal groups_of_two half_precision trains losses bad_input traffic"
     check(["torch.distributed.run", "--nproc-per-node", str(ranks)], ranks, cases, TEST_BACKEND="gloo")

@@ -178,24 +178,59 @@ def sum_and_count(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Te
 
 
 @case
+def half_precision() -> None:
+    """On both ways; the parts of the ring are merged in float32, under autocast, too."""
+    group, rng = world(), generator()
+    length = 2 * dist.get_world_size() * 8
+    mask = DocumentMask.from_lengths([5, length - 5])
+    whole = [torch.randn(2, n, length, 8, generator=rng).bfloat16() for n in (HEADS, KV_HEADS, KV_HEADS)]
+    precise = [one.double().requires_grad_() for one in whole]
+    expected = attention(precise[0], precise[1], precise[2], mask, None)
+    wanted = torch.autograd.grad(expected.sum(), precise)
+    for function in (attention, ring_attention):
+        own = [shard_sequence(one, group, 2).requires_grad_() for one in whole]
+        output = function(own[0], own[1], own[2], mask, group)
+        found = torch.autograd.grad(output.sum(), own)
+        for name, one, other in zip("oqkv", (output, *found), (expected, *wanted), strict=True):
+            assert one.dtype == torch.bfloat16
+            close = torch.allclose(one.double(), shard_sequence(other, group, 2), rtol=0.05, atol=0.05)
+            assert close, (function.__name__, name)
+    single = [shard_sequence(one, group, 2).float() for one in whole]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = ring_attention(single[0], single[1], single[2], mask, group)
+    assert output.dtype == torch.float32
+    assert torch.allclose(output.double(), shard_sequence(expected, group, 2), rtol=0, atol=1e-5)
+
+
+@case
 def trains() -> None:
-    """Gradients are those of one process: summed by the caller, and averaged by DistributedDataParallel."""
+    """A model with several masks. Gradients are those of one process: summed by the caller, and averaged by
+    DistributedDataParallel."""
     group, size = world(), dist.get_world_size()
     length = 2 * size * 4
     ids = token_rows(generator(), 2, length + 1)
     inputs, targets = ids[:, :-1], ids[:, 1:].clone()
     targets[:, : length // (2 * size)] = MASKED  # ranks count different numbers of tokens
     targets[:, -1] = MASKED
-    mask, sees = DocumentMask.from_tokens(inputs, EOS), visible(inputs, True, None)
+    windows = (None, 3)  # two masks in one model
     reference = Model()
-    logits = reference(inputs, torch.arange(length), lambda q, k, v: full_attention(q, k, v, sees))
+    logits = reference(
+        inputs,
+        torch.arange(length),
+        lambda q, k, v: sum(full_attention(q, k, v, visible(inputs, True, window)) for window in windows),
+    )
     loss_sum, count = sum_and_count(logits, targets)
     (loss_sum / count).backward()
     own = [shard_sequence(one, group, 1) for one in (inputs, targets)]
     for function in (attention, ring_attention):
         for is_averaged in (False, True):
             model: nn.Module = DistributedDataParallel(Model()) if is_averaged else Model()
-            found = model(own[0], positions(length, group), lambda q, k, v: function(q, k, v, mask, group))  # noqa: B023
+            masks = [DocumentMask.from_tokens(inputs, EOS, window=window) for window in windows]
+            found = model(
+                own[0],
+                positions(length, group),
+                lambda q, k, v: sum(function(q, k, v, mask, group) for mask in masks),  # noqa: B023
+            )
             loss = token_mean_loss(*sum_and_count(found, own[1]), group, reduction="mean" if is_averaged else "sum")
             loss.backward()
             same(loss, loss_sum / count, "the loss")

@@ -51,8 +51,9 @@ class _RingAttention(torch.autograd.Function):
         group: dist.ProcessGroup | None,
     ) -> torch.Tensor:
         parts = PartialAttention.of(q, v.shape[3], call)
-        for block in _blocks(k, v, call, group):
-            parts.add(block)
+        with torch.autocast(q.device.type, enabled=False):  # parts are merged in the dtype of accumulation
+            for block in _blocks(k, v, call, group):
+                parts.add(block)
         ctx.call, ctx.group = call, group
         ctx.save_for_backward(q, k, v, parts.o, parts.lse)
         return parts.o.to(q.dtype)
