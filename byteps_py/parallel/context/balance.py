@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from byteps_py.parallel.context.document_mask import DocumentMask
-from byteps_py.parallel.context.head_tail import contiguous_chunks, head_tail_chunks
+from byteps_py.parallel.context.head_tail import check_ranks, contiguous_chunks, head_tail_chunks
 from byteps_py.parallel.context.spans import spans_of
 
 
@@ -33,8 +33,9 @@ def balance(mask: DocumentMask, cp: int) -> ContextBalance:
     >>> balance(DocumentMask.from_lengths([3, 3, 8, 2]), 2)
     ContextBalance(head_tail=(25, 26), contiguous=(15, 36))
 
-    Raises UsageError if the length is not a multiple of 2 * cp.
+    Raises UsageError if the length is not a multiple of 2 * cp, or ``cp`` is not 1 or more.
     """
+    check_ranks(cp)
 
     def of(chunks: Callable[[int, int, int], tuple[range, ...]]) -> tuple[int, ...]:
         return tuple(_pairs(mask, chunks(mask.length, cp, rank)) for rank in range(cp))
@@ -68,5 +69,8 @@ def gathered_bytes(length: int, cp: int, kv_heads: int, head_dim: int, itemsize:
 
     >>> gathered_bytes(8192, 4, 8, 128, 2) / 2**20  # bfloat16
     24.0
+
+    Raises UsageError if ``cp`` is not 1 or more.
     """
+    check_ranks(cp)
     return 2 * length * kv_heads * head_dim * itemsize * (cp - 1) // cp

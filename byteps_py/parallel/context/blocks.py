@@ -142,4 +142,5 @@ def _scores(q: torch.Tensor, k: torch.Tensor, tile: AttentionSpan, call: Attenti
 
 def _grouped(tensor: torch.Tensor, groups: int, dtype: torch.dtype | None = None) -> torch.Tensor:
     """(batch, heads, …) as (batch, heads / groups, groups, …)."""
-    return tensor.to(dtype or tensor.dtype).unflatten(1, (-1, groups))
+    batch, heads, *rest = tensor.shape
+    return tensor.to(dtype or tensor.dtype).reshape(batch, heads // groups, groups, *rest)

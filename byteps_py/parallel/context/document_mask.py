@@ -80,12 +80,12 @@ class DocumentMask:
         16
         """
         try:
-            given = [list(row) if not _is_number(row) else row for row in lengths]  # type: ignore[call-overload]
+            given: list[Any] = list(lengths)
+            rows = [given] if all(_is_number(each) for each in given) else [list(row) for row in given]
         except TypeError as error:
-            raise UsageError(f"the lengths of documents are a list, or a list for each row: {error}") from error
-        rows = [given] if all(_is_number(each) for each in given) else given
-        if any(_is_number(row) for row in rows):
-            raise UsageError("the lengths of documents are a list, or a list for each row of the batch, not a mixture")
+            raise UsageError(
+                f"the lengths of documents are {lengths!r}: give a list, or a list for each row of the batch"
+            ) from error
         exact = tuple(tuple(_as_integer(each, "the length of a document") for each in row) for row in rows)
         return cls(exact, is_causal, window)
 

@@ -23,7 +23,9 @@ def place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:
     """(own rank in the group, its size); (0, 1) without a group. Raises UsageError on a rank outside the group."""
     if group is None:
         return 0, 1
-    if group is dist.GroupMember.NON_GROUP_MEMBER or (rank := dist.get_rank(group)) < 0:
+    if not isinstance(group, dist.ProcessGroup | int):  # an int stands for a group without this rank
+        raise UsageError(f"group is a {type(group).__name__}: give a process group, as mesh.get_group('cp'), or None")
+    if isinstance(group, int) or (rank := dist.get_rank(group)) < 0:
         raise UsageError(
             f"rank {dist.get_rank()} is not in the context-parallel group: give the group that has it, or None for no "
             "context parallelism"

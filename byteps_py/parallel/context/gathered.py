@@ -51,7 +51,7 @@ def attention(
     """
     call = AttentionCall.of((q, k, v), mask, group, scale)
     if group is not None and call.size > 1:
-        k, v = _GatherKeys.apply(k, v, group)
+        k, v = _GatherKeys.apply(k, v, group)  # type: ignore[no-untyped-call]
     return attend(q, k, v, call)
 
 

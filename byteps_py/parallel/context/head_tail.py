@@ -45,8 +45,7 @@ def padded_length(length: int, cp: int) -> int:
 
 def check_length(length: int, cp: int) -> None:
     """Raises UsageError if ``length`` tokens cannot be cut into 2 * cp equal chunks, or ``cp`` is not 1 or more."""
-    if cp < 1:
-        raise UsageError(f"{cp} ranks cannot hold a sequence: give the number of ranks of the group, 1 or more")
+    check_ranks(cp)
     padded = padded_length(length, cp)
     if length != padded or length < 1:
         raise UsageError(
@@ -54,3 +53,9 @@ def check_length(length: int, cp: int) -> None:
             f"pad it to {padded} tokens, and let the padding be a document of its own in the mask and count for "
             "nothing in the loss"
         )
+
+
+def check_ranks(cp: int) -> None:
+    """Raises UsageError if ``cp`` is no number of ranks."""
+    if cp < 1:
+        raise UsageError(f"{cp} ranks cannot hold a sequence: give the number of ranks of the group, 1 or more")

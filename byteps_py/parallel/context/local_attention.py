@@ -42,7 +42,8 @@ def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Atte
     ]
     own = [(rows, slice(tile.queries.start - offset, tile.queries.stop - offset)) for rows, tile, offset in tiles]
     seen = [(rows, slice(tile.keys.start, tile.keys.stop)) for rows, tile, _ in tiles]
-    pieces = zip(tiles, _Slices.apply(q, own), _Slices.apply(keys, seen), _Slices.apply(values, seen), strict=True)
+    sliced = [_Slices.apply(one, places) for one, places in ((q, own), (keys, seen), (values, seen))]  # type: ignore[no-untyped-call]
+    pieces = zip(tiles, *sliced, strict=True)
     outputs = [(rows, _attend_in_tile(one, k, v, tile, call)) for (rows, tile, _), one, k, v in pieces]
     return torch.cat(
         [torch.cat([output for _, output in some], dim=2) for _, some in groupby(outputs, key=lambda each: each[0])]

@@ -10,6 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -18,7 +19,7 @@ from byteps_py.parallel.context.document_mask import DocumentMask
 from byteps_py.parallel.context.spans import cumulative_lengths, spans_of
 
 #: As torch.nn.attention.varlen.varlen_attn.
-VarlenKernel = Callable[..., torch.Tensor]
+VarlenKernel = Callable[..., Any]
 _LARGEST_HEAD = 256  # FlashAttention's
 
 

@@ -36,7 +36,7 @@ def ring_attention(
     float32 for half precision. Computed in plain torch: slower than ``attention``, where its memory suffices.
     """
     call = AttentionCall.of((q, k, v), mask, group, scale)
-    output: torch.Tensor = _RingAttention.apply(q, k, v, call, group)
+    output: torch.Tensor = _RingAttention.apply(q, k, v, call, group)  # type: ignore[no-untyped-call]
     return output
 
 
@@ -51,8 +51,9 @@ class _RingAttention(torch.autograd.Function):
         group: dist.ProcessGroup | None,
     ) -> torch.Tensor:
         parts = PartialAttention.of(q, v.shape[3], call)
-        for block in _blocks(k, v, call, group):
-            parts.add(block)
+        with torch.autocast(q.device.type, enabled=False):  # parts are merged in the dtype of accumulation
+            for block in _blocks(k, v, call, group):
+                parts.add(block)
         ctx.call, ctx.group = call, group
         ctx.save_for_backward(q, k, v, parts.o, parts.lse)
         return parts.o.to(q.dtype)
@@ -80,9 +81,9 @@ def _blocks(
     """This rank's block, then those of the ranks before it; the next one is on its way meanwhile."""
     block = _flat(k, v)
     for step in range(call.size):
-        is_last = group is None or step == call.size - 1
-        hop = None if is_last else RingHop.start(block, group, _KEYS)
-        yield KeyBlock(*_pair(block, k, v), (call.rank - step) % call.size)
+        hop = None if group is None or step == call.size - 1 else RingHop.start(block, group, _KEYS)
+        keys, values = _pair(block, k, v)
+        yield KeyBlock(keys, values, (call.rank - step) % call.size)
         if hop is not None:
             block = hop.finish()
 

@@ -63,7 +63,7 @@ def unshard_sequence(
     if group is None or size == 1:
         return tensor
     check_shard(tensor.shape[dim], size)
-    whole: torch.Tensor = _Unshard.apply(tensor, group, dim, gradient == "sum")
+    whole: torch.Tensor = _Unshard.apply(tensor, group, dim, gradient == "sum")  # type: ignore[no-untyped-call]
     return whole
 
 

@@ -54,7 +54,7 @@ def token_mean_loss(
     count = torch.as_tensor(token_count, dtype=torch.float64, device=loss_sum.device)
     if count.numel() != 1 or (not count.is_cuda and float(count) < 0):
         raise UsageError(f"token_count is {token_count}: give one number, 0 or more")
-    loss: torch.Tensor = _GlobalMean.apply(
+    loss: torch.Tensor = _GlobalMean.apply(  # type: ignore[no-untyped-call]
         loss_sum.reshape(()), count.reshape(()), group if size > 1 else None, size if reduction == "mean" else 1
     )
     return loss
@@ -73,7 +73,8 @@ class _GlobalMean(torch.autograd.Function):
         total, tokens = both
         share = torch.where(tokens > 0, 1 / tokens.clamp(min=1e-300), 0.0)
         ctx.share = share * factor
-        return (total * share).to(loss_sum.dtype)
+        mean: torch.Tensor = (total * share).to(loss_sum.dtype)
+        return mean
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
