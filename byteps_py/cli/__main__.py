@@ -19,7 +19,7 @@ from byteps_py import __version__
 from byteps_py.errors import BytePSError, ConfigurationError, UsageError
 
 #: Modules of this package, in the order of `bps --help`.
-COMMANDS = ("status", "placement", "schedule", "env")
+COMMANDS = ("status", "placement", "schedule", "numerics", "env")
 
 
 def build_parser() -> argparse.ArgumentParser:
