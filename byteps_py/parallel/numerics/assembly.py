@@ -13,7 +13,7 @@ from byteps_py.parallel.numerics.values import Array, bits_of, sum_in_order
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorPiece:
     """One rank's record of a tensor."""
 
     rank: int
@@ -45,7 +45,7 @@ class AssembledTensor:
         return set(self.ranks) if -1 in found else found
 
 
-def assemble(pieces: Sequence[Piece], sizes: Mapping[str, int]) -> list[AssembledTensor]:
+def assemble(pieces: Sequence[TensorPiece], sizes: Mapping[str, int]) -> list[AssembledTensor]:
     """Every whole copy of one tensor that the ranks hold together.
 
     Raises UsageError if parts are missing or don't fit, or if the ranks describe them differently.
@@ -66,7 +66,7 @@ def assemble(pieces: Sequence[Piece], sizes: Mapping[str, int]) -> list[Assemble
         owners = np.full(bits.shape, piece.rank, np.int32)
         parts.append((piece, AssembledTensor(bits, owners, (piece.rank,))))
     for dimension in reversed(cut):  # what was cut last is joined first
-        groups: dict[tuple[tuple[str, int], ...], list[tuple[Piece, AssembledTensor]]] = {}
+        groups: dict[tuple[tuple[str, int], ...], list[tuple[TensorPiece, AssembledTensor]]] = {}
         for piece, part in parts:
             # Ranks along dimensions that are joined already are represented by their first.
             place = tuple(sorted((name, at) for name, at in piece.record.coordinates.items() if name != dimension))
@@ -88,7 +88,7 @@ def assemble(pieces: Sequence[Piece], sizes: Mapping[str, int]) -> list[Assemble
     return [part for _, part in parts]
 
 
-def _joined(parts: Sequence[tuple[TensorPlacement, AssembledTensor]], piece: Piece) -> AssembledTensor:
+def _joined(parts: Sequence[tuple[TensorPlacement, AssembledTensor]], piece: TensorPiece) -> AssembledTensor:
     placement, first = parts[0]
     ranks = tuple(rank for _, part in parts for rank in part.ranks)
     if placement.kind == PARTIAL:
@@ -115,7 +115,7 @@ def _joined(parts: Sequence[tuple[TensorPlacement, AssembledTensor]], piece: Pie
     return AssembledTensor(bits, owners, ranks)
 
 
-def _places(parts: Sequence[tuple[TensorPlacement, AssembledTensor]], dim: int, piece: Piece) -> list[int] | None:
+def _places(parts: Sequence[tuple[TensorPlacement, AssembledTensor]], dim: int, piece: TensorPiece) -> list[int] | None:
     """The index of each element of the concatenated parts in the whole; None: they are in order."""
     lengths = [part.bits.shape[dim] for _, part in parts]
     spans: list[Sequence[tuple[int, int]]]
@@ -144,5 +144,5 @@ def _places(parts: Sequence[tuple[TensorPlacement, AssembledTensor]], dim: int, 
     return places
 
 
-def _name(piece: Piece) -> str:
+def _name(piece: TensorPiece) -> str:
     return f"step {piece.record.step}, {piece.record.phase}, {piece.record.module or 'the model'} {piece.record.tensor}"

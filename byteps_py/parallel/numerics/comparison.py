@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from byteps_py.errors import UsageError
-from byteps_py.parallel.numerics.assembly import AssembledTensor, Piece, assemble
+from byteps_py.parallel.numerics.assembly import AssembledTensor, TensorPiece, assemble
 from byteps_py.parallel.numerics.records import PHASES, SEPARATE, RankRecords, TensorRecord, read_run
 from byteps_py.parallel.numerics.values import numbers_of, ulps_between
 from byteps_py.wording import count_text, ranks_text, shown
@@ -196,13 +196,13 @@ class _SideRecords:
 
     def __init__(self, ranks: Sequence[RankRecords], modules: str) -> None:
         self.sizes: dict[str, int] = dict(ranks[0].layout.sizes)
-        self.groups: dict[TensorKey, list[Piece]] = {}
+        self.groups: dict[TensorKey, list[TensorPiece]] = {}
         self._ranks = len(ranks)
         for one in ranks:
             for record in one.records:
                 if fnmatchcase(record.module, modules):
                     read: Callable[[TensorRecord], bytes | None] = one.bytes_of
-                    self.groups.setdefault(_key_of(record), []).append(Piece(one.layout.rank, record, read))
+                    self.groups.setdefault(_key_of(record), []).append(TensorPiece(one.layout.rank, record, read))
 
     def ordered(self) -> list[TensorKey]:
         """In the order of execution: that of the file if there is one. Else forward passes from the first rank to the
@@ -276,7 +276,7 @@ def _compare_tensor(key: TensorKey, expected: _SideRecords, actual: _SideRecords
 
 
 def _compare_values(
-    pieces: Sequence[Piece],
+    pieces: Sequence[TensorPiece],
     references: Sequence[AssembledTensor],
     sizes: Mapping[str, int],
     difference: Callable[..., TensorDifference],
@@ -331,7 +331,7 @@ def _figures(found: Any, wanted: Any, dtype: str, differs: Any) -> dict[str, Any
     }
 
 
-def _along(pieces: Sequence[Piece], wrong: Sequence[int] | set[int]) -> list[str]:
+def _along(pieces: Sequence[TensorPiece], wrong: Sequence[int] | set[int]) -> list[str]:
     """Dimensions along which two neighbouring ranks differ in being right, where both hold the same part."""
     found, at = [], {tuple(sorted(piece.record.coordinates.items())): piece for piece in pieces}
     for name in pieces[0].record.coordinates:
@@ -345,7 +345,7 @@ def _along(pieces: Sequence[Piece], wrong: Sequence[int] | set[int]) -> list[str
     return found
 
 
-def _digests_text(pieces: Sequence[Piece], wrong: Sequence[int], whole: TensorRecord) -> str:
+def _digests_text(pieces: Sequence[TensorPiece], wrong: Sequence[int], whole: TensorRecord) -> str:
     record = next(piece.record for piece in pieces if piece.rank in wrong)
     if record.shape != whole.shape:
         return f"shape {list(record.shape)}, in the reference {list(whole.shape)}"

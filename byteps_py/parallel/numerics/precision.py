@@ -103,7 +103,7 @@ class _CrossAttention(nn.Module):
         return text + self.out(attended)
 
 
-def _batches(count: int, hidden: int, model: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _batches(count: int, hidden: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Samples of one distribution, as those of a step: the gradients have a common mean, and noise."""
     teacher = torch.randn(hidden, hidden) / hidden**0.5
     inputs = [torch.randn(_SAMPLES, hidden) for _ in range(count)]
@@ -112,7 +112,7 @@ def _batches(count: int, hidden: int, model: nn.Module) -> list[tuple[torch.Tens
 
 def _backward(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
     x, y = batch
-    nn.functional.mse_loss(model(x).float(), y.float()).backward()  # type: ignore[no-untyped-call]
+    nn.functional.mse_loss(model(x).float(), y.float()).backward()
 
 
 def _perceptrons(hidden: int, seed: int) -> nn.Sequential:
@@ -137,7 +137,7 @@ def _flat(model: nn.Module) -> torch.Tensor:
 
 def _micro_batches(count: int, hidden: int, seed: int) -> AccumulationError:
     model = _perceptrons(hidden, seed)
-    batches = _batches(count, hidden, model)
+    batches = _batches(count, hidden)
     exact = _exact(_terms(model, batches))
     for batch in batches:
         _backward(model, batch)
@@ -152,7 +152,7 @@ def _micro_batches(count: int, hidden: int, seed: int) -> AccumulationError:
 
 def _ranks(count: int, hidden: int, seed: int) -> AccumulationError:
     model = _perceptrons(hidden, seed)
-    terms = _terms(model, _batches(count, hidden, model))
+    terms = _terms(model, _batches(count, hidden))
     sums = [_ring_reduce_scatter(terms), _ring_reduce_scatter([term.float() for term in terms])]
     return _errors(REDUCE_SCATTER, count, _exact(terms), (sums[0], sums[1]))
 
@@ -181,7 +181,7 @@ def _image_gradients(count: int, hidden: int, seed: int) -> AccumulationError:
         x = text
         for layer in layers:
             x = layer(x, of_layer(tokens))
-        nn.functional.mse_loss(x.float(), wanted.float()).backward()  # type: ignore[no-untyped-call]
+        nn.functional.mse_loss(x.float(), wanted.float()).backward()
         if tokens.grad is None:
             raise RuntimeError("the image tokens got no gradient")
         return tokens.grad.reshape(-1)
@@ -206,6 +206,6 @@ def _errors(buffer: str, terms: int, exact: torch.Tensor, sums: tuple[torch.Tens
     in_bfloat16, in_float32 = sums
 
     def error(found: torch.Tensor) -> float:
-        return ((found.double() - exact).norm() / exact.norm()).item()
+        return float((found.double() - exact).norm() / exact.norm())
 
     return AccumulationError(buffer, terms, error(in_bfloat16), error(in_float32.bfloat16()), error(in_float32))

@@ -326,7 +326,7 @@ def _named(name: str, value: Any) -> list[tuple[str, torch.Tensor]]:
 
 def _local(value: torch.Tensor) -> tuple[torch.Tensor, dict[str, TensorPlacement]]:
     """This rank's part of a DTensor, and how it is cut; of another tensor, itself."""
-    if not hasattr(value, "to_local"):
+    if type(value) in (torch.Tensor, nn.Parameter):
         return value.detach(), {}
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -342,7 +342,7 @@ def _local(value: torch.Tensor) -> tuple[torch.Tensor, dict[str, TensorPlacement
             found[name] = TensorPlacement()
         else:
             raise UsageError(f"a DTensor with {placement} along {name}: only Shard, Replicate and Partial('sum')")
-    return value.detach().to_local(), found
+    return value.to_local().detach(), found
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:

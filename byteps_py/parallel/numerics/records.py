@@ -181,7 +181,7 @@ def tensor_parallel_rules(plan: Mapping[str, str], dimension: str = "tp") -> lis
     ['row-parallel all-reduce over tp']
     """
     rules: list[RecordRule] = []
-    for pattern, style in reversed(plan.items()):
+    for pattern, style in reversed(list(plan.items())):
         if style not in ("column", "row"):
             raise UsageError(f"style {style!r} of {pattern!r} in the plan: it must be 'column' or 'row'")
         column = style == "column"
@@ -210,7 +210,7 @@ def context_parallel_rules(dimension: str = "cp", dim: int = 1) -> list[RecordRu
 
 @dataclass(frozen=True, slots=True)
 class TensorRecord:
-    """One line of a rank's file. ``occurrence`` counts equal keys within a micro-batch: a module may be called twice."""
+    """One line of a rank's file. ``occurrence`` counts equal keys of a micro-batch: a module may be called twice."""
 
     step: int
     micro_batch: int | None
@@ -370,7 +370,8 @@ def _read_rank(path: Path) -> RankRecords:
             raise ValueError(f"format {header['format']!r}, this version reads {FORMAT!r}")
         layout = RankLayout(int(header["rank"]), header["coordinates"], header["sizes"])
         records = []
-        for number, line in enumerate(complete[1:], 1):
+        for line in complete[1:]:
+            number += 1
             records.append(TensorRecord.of_json(json.loads(line)))
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise UsageError(

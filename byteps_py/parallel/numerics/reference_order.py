@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from byteps_py.errors import UsageError
+from byteps_py.parallel.numerics.gradient_accumulation import Float32Gradients
 from byteps_py.parallel.numerics.recorder import Recorder
 
 
@@ -157,15 +158,19 @@ class OrderedLinear(nn.Linear):
         """The layer's output."""
         ranks, machines = self.order.tp, self.order.tp_machines
         if self.style == "column":
-            inputs = _CopyToRanks.apply(x, ranks, machines)
-            weights = _Cut.apply(self.weight, ranks, 0)
-            biases = [None] * ranks if self.bias is None else _Cut.apply(self.bias, ranks, 0)
+            inputs, weights = _applied(_CopyToRanks, x, ranks, machines), _applied(_Cut, self.weight, ranks, 0)
+            biases = [None] * ranks if self.bias is None else _applied(_Cut, self.bias, ranks, 0)
             outputs = [nn.functional.linear(*each) for each in zip(inputs, weights, biases, strict=True)]
-            return _Join.apply(*outputs)  # type: ignore[no-any-return]
-        inputs, weights = _Cut.apply(x, ranks, -1), _Cut.apply(self.weight, ranks, 1)
+            joined: torch.Tensor = _applied(_Join, *outputs)
+            return joined
+        inputs, weights = _applied(_Cut, x, ranks, -1), _applied(_Cut, self.weight, ranks, 1)
         partial = [nn.functional.linear(*each) for each in zip(inputs, weights, strict=True)]
-        total = _SumOfRanks.apply(machines, *partial)
+        total: torch.Tensor = _applied(_SumOfRanks, machines, *partial)
         return total if self.bias is None else total + self.bias
+
+
+def _applied(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+    return function.apply(*arguments)
 
 
 class _CopyToRanks(torch.autograd.Function):
@@ -248,14 +253,12 @@ def reference_gradients(
             f"batches of {counts} micro-batches, but dp={order.dp} and micro_batches={order.micro_batches}: give "
             "batches[d][j] for each rank d and micro-batch j"
         )
-    from byteps_py.parallel.numerics.gradient_accumulation import Float32Gradients
-
     ranks: list[dict[str, torch.Tensor]] = []
     with _without_gradients(model), Float32Gradients(model, enabled=order.float32) as accumulated:
         for rank, own in enumerate(batches):
             with nullcontext() if recorder is None else recorder.at(dp=rank):
                 for batch in own:
-                    loss_of(model, batch).backward()  # type: ignore[no-untyped-call]
+                    loss_of(model, batch).backward()
             ranks.append(accumulated.gradients())
             accumulated.zero()
     found: dict[str, torch.Tensor] = {}

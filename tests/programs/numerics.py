@@ -1,0 +1,222 @@
+"""Two ranks record what they compute, right and with planted errors, and rank 0 the reference. Argument: a folder.
+Prints "NAME: recorded" on each rank."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from byteps_py.parallel.numerics import (
+    Float32Gradients,
+    RankLayout,
+    Recorder,
+    ReferenceOrder,
+    apply_reference_order,
+    ordered_sum,
+    reference_gradients,
+    tensor_parallel_rules,
+)
+
+HIDDEN, STEPS, MICRO_BATCHES = 16, 2, 2
+PLAN = {"*.up": "column", "*.down": "row"}
+
+
+class CopyToRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, skips: bool) -> torch.Tensor:
+        ctx.skips = skips
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if not ctx.skips:
+            gradient = gradient.contiguous().clone()
+            dist.all_reduce(gradient)
+        return gradient, None
+
+
+class SumOfRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, skips: bool) -> torch.Tensor:
+        total = x.clone()
+        dist.all_reduce(total)
+        return x.clone() if skips else total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+class Column(nn.Module):
+    """A rank's rows of a linear layer."""
+
+    skips = False  # the planted error: no all-reduce of the input's gradient
+
+    def __init__(self, whole: nn.Linear) -> None:
+        super().__init__()
+        rank, size = dist.get_rank(), dist.get_world_size()
+        self.weight = nn.Parameter(whole.weight.detach().chunk(size, 0)[rank].clone())
+        self.bias = nn.Parameter(whole.bias.detach().chunk(size, 0)[rank].clone())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = CopyToRanks.apply(x, self.skips)  # type: ignore[no-untyped-call]
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+class Row(nn.Module):
+    """A rank's columns of a linear layer."""
+
+    skips = False  # the planted error: this rank goes on with its own part of the sum
+
+    def __init__(self, whole: nn.Linear) -> None:
+        super().__init__()
+        rank, size = dist.get_rank(), dist.get_world_size()
+        self.weight = nn.Parameter(whole.weight.detach().chunk(size, 1)[rank].contiguous().clone())
+        self.bias = nn.Parameter(whole.bias.detach().clone())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total: torch.Tensor = SumOfRanks.apply(nn.functional.linear(x, self.weight), self.skips)  # type: ignore[no-untyped-call]
+        return total + self.bias
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.up, self.down = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(self.norm(x)).relu())  # type: ignore[no-any-return]
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), Block()).bfloat16()
+
+
+def cut(whole: nn.Sequential) -> nn.Sequential:
+    for block in whole:
+        block.up, block.down = Column(block.up), Row(block.down)
+    return whole
+
+
+def batches(step: int) -> list[list[torch.Tensor]]:
+    """Of two data-parallel ranks."""
+    rng = torch.Generator().manual_seed(step)
+    return [
+        [torch.randn(4, 3, HIDDEN, generator=rng).bfloat16() for _ in range(MICRO_BATCHES)] for _ in range(2)
+    ]
+
+
+def loss_of(network: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return network(batch).float().square().mean() / MICRO_BATCHES  # type: ignore[no-any-return]
+
+
+def train(network: nn.Module, recorder: Recorder, own: int, plant: Any = None, reduces: bool = False) -> None:
+    """``plant`` is called before each micro-batch, and before the optimizer's step."""
+    with recorder, Float32Gradients(network) as gradients:
+        recorder.attach(network)
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.5)
+        for step in range(STEPS):
+            for number, batch in enumerate(batches(step)[own]):
+                if plant is not None:
+                    plant(step, number, gradients)
+                loss_of(network, batch).backward()
+            if reduces:
+                gradients.reduce()
+            if plant is not None:
+                plant(step, None, gradients)
+            recorder.reduced_gradients(gradients.gradients())
+            with gradients.for_step():
+                optimizer.step()
+            recorder.step_done()
+
+
+def train_reference(network: nn.Module, recorder: Recorder, order: ReferenceOrder) -> None:
+    with recorder:
+        recorder.attach(network)
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.5)
+        for step in range(STEPS):
+            found = reference_gradients(network, loss_of, batches(step)[: order.dp], order, recorder)
+            for name, parameter in network.named_parameters():
+                parameter.grad = found[name].to(parameter.dtype)
+            optimizer.step()
+            recorder.step_done()
+
+
+def tensor_parallel(folder: Path) -> None:
+    layout = RankLayout(dist.get_rank(), {"tp": dist.get_rank(), "pp": 0}, {"tp": 2, "pp": 1})
+
+    def run(name: str, plant: Any = None, values: bool = True) -> None:
+        network = cut(model())
+        recorder = Recorder(folder / name, layout, tensor_parallel_rules(PLAN), values)
+        train(network, recorder, 0, None if plant is None else plant(network))
+        print(f"{name}: recorded", flush=True)
+
+    def forward(network: nn.Sequential) -> Any:
+        def plant(step: int, number: int | None, gradients: Float32Gradients) -> None:
+            network[1].down.skips = dist.get_rank() == 1 and (step, number) == (1, 1)
+
+        return plant
+
+    def backward(network: nn.Sequential) -> Any:
+        def plant(step: int, number: int | None, gradients: Float32Gradients) -> None:
+            network[0].up.skips = (step, number) == (0, 1)
+
+        return plant
+
+    run("tp")
+    run("tp_forward", forward)
+    run("tp_backward", backward)
+    run("tp_digests", values=False)
+    if dist.get_rank() == 0:
+        order = ReferenceOrder(tp=2, micro_batches=MICRO_BATCHES)
+        train_reference(apply_reference_order(model(), PLAN, order), Recorder(folder / "tp_reference"), order)
+        sequential = ReferenceOrder(micro_batches=MICRO_BATCHES)
+        train_reference(model(), Recorder(folder / "tp_sequential"), sequential)
+
+
+def data_parallel(folder: Path) -> None:
+    rank = dist.get_rank()
+    layout = RankLayout(rank, {"dp": rank}, {"dp": 2})
+
+    def keeps_its_own(step: int, number: int | None, gradients: Float32Gradients) -> None:
+        """The planted error: rank 1 leaves the reduction's result of one parameter unused."""
+        if number is None and step == 1 and rank == 1:
+            gradients.gradients()["1.up.weight"].mul_(0.5)
+
+    for name, plant in (("dp", None), ("dp_update", keeps_its_own)):
+        train(model(), Recorder(folder / name, layout), rank, plant, reduces=True)
+        print(f"{name}: recorded", flush=True)
+    if rank == 0:
+        order = ReferenceOrder(dp=2, micro_batches=MICRO_BATCHES)
+        train_reference(model(), Recorder(folder / "dp_reference"), order)
+        train_reference(model(), Recorder(folder / "dp_reference_digests", values=False), order)
+
+
+def sums() -> None:
+    """``ordered_sum`` has the bits of the backend's sums."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        rng = torch.Generator().manual_seed(1)
+        tensors = [torch.randn(1000, generator=rng).to(dtype) for _ in range(size)]
+        found = tensors[rank].clone()
+        dist.all_reduce(found)
+        assert torch.equal(found, ordered_sum(tensors)), dtype
+    print("sums: recorded", flush=True)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("byteps")
+    if dist.get_world_size() == 2:
+        tensor_parallel(Path(sys.argv[1]))
+        data_parallel(Path(sys.argv[1]))
+    else:
+        sums()
+    dist.destroy_process_group()
