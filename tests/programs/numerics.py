@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from byteps_py.parallel import Pipeline
 from byteps_py.parallel.numerics import (
     Float32Gradients,
     RankLayout,
@@ -108,9 +109,7 @@ def cut(whole: nn.Sequential) -> nn.Sequential:
 def batches(step: int) -> list[list[torch.Tensor]]:
     """Of two data-parallel ranks."""
     rng = torch.Generator().manual_seed(step)
-    return [
-        [torch.randn(4, 3, HIDDEN, generator=rng).bfloat16() for _ in range(MICRO_BATCHES)] for _ in range(2)
-    ]
+    return [[torch.randn(4, 3, HIDDEN, generator=rng).bfloat16() for _ in range(MICRO_BATCHES)] for _ in range(2)]
 
 
 def loss_of(network: nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -199,15 +198,86 @@ def data_parallel(folder: Path) -> None:
         train_reference(model(), Recorder(folder / "dp_reference_digests", values=False), order)
 
 
+def unused_parameters() -> None:
+    """Every rank gets the float32 mean, whether it used the parameter or not; nobody's gradient stays None."""
+
+    class Uneven(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.all, self.first, self.nobody, self.frozen = (
+                nn.Parameter(torch.ones(3, dtype=torch.bfloat16)) for _ in range(4)
+            )
+            self.wide = nn.Parameter(torch.ones(2))
+            self.frozen.requires_grad_(False)
+
+    network, rank = Uneven(), dist.get_rank()
+    with Float32Gradients(network) as gradients:
+        for value in (256.0, 1.0, 1.0):
+            x = (network.all + network.frozen - 1) * value
+            if rank == 0:
+                x = x + network.first * value * 2
+            (x.sum() + network.wide.sum() * (rank + 1)).backward()
+        gradients.reduce()
+        found = gradients.gradients()
+    assert list(found) == ["all", "first", "wide"], list(found)
+    assert found["all"].tolist() == [258.0] * 3, found
+    assert found["first"].tolist() == [258.0] * 3, found
+    assert found["wide"].tolist() == [4.5] * 2, found
+    assert found["first"].dtype == found["wide"].dtype == torch.float32
+    plain = Uneven()
+    off = Float32Gradients(plain, enabled=False)
+    for value in (256.0, 1.0, 1.0):
+        (plain.all * value).sum().backward()
+    off.reduce(average=False)
+    assert off.gradients()["all"].dtype == torch.bfloat16
+    assert off.gradients()["all"].tolist() == [512.0] * 3, off.gradients()
+    print("unused: recorded", flush=True)
+
+
+def pipeline(folder: Path) -> None:
+    """float32, which the pipeline accumulates as it is: stages of two blocks, whose names are those of the model."""
+    rank = dist.get_rank()
+    layout = RankLayout(rank, {"pp": rank}, {"pp": 2})
+    inputs = [torch.cat(batches(step)[0]).float() for step in range(STEPS)]
+
+    def squares(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (output - target).square().mean()
+
+    pipe = Pipeline(nn.Sequential(nn.Sequential(*model().float()), nn.Sequential(Block(), Block())), "dapple", 2)
+    with Recorder(folder / "pp", layout) as recorder:
+        for stage in pipe.stages.values():
+            recorder.attach(stage)
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.5)
+        for x in inputs:
+            optimizer.zero_grad()
+            pipe.step(x, x, squares)
+            optimizer.step()
+            recorder.step_done()
+    print("pp: recorded", flush=True)
+    if rank:
+        return
+    whole = nn.Sequential(nn.Sequential(*model().float()), nn.Sequential(Block(), Block()))
+    with Recorder(folder / "pp_reference") as recorder:
+        recorder.attach(whole)
+        optimizer = torch.optim.SGD(whole.parameters(), lr=0.5)
+        for x in inputs:
+            optimizer.zero_grad()
+            for part in x.chunk(2):
+                (squares(whole(part), part) * 0.5).backward()
+            optimizer.step()
+            recorder.step_done()
+
+
 def sums() -> None:
     """``ordered_sum`` has the bits of the backend's sums."""
     size, rank = dist.get_world_size(), dist.get_rank()
+    machines = [int(count) for count in sys.argv[2:]]
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
         rng = torch.Generator().manual_seed(1)
         tensors = [torch.randn(1000, generator=rng).to(dtype) for _ in range(size)]
         found = tensors[rank].clone()
         dist.all_reduce(found)
-        assert torch.equal(found, ordered_sum(tensors)), dtype
+        assert torch.equal(found, ordered_sum(tensors, machines)), dtype
     print("sums: recorded", flush=True)
 
 
@@ -217,6 +287,8 @@ if __name__ == "__main__":
     if dist.get_world_size() == 2:
         tensor_parallel(Path(sys.argv[1]))
         data_parallel(Path(sys.argv[1]))
+        unused_parameters()
+        pipeline(Path(sys.argv[1]))
     else:
         sums()
     dist.destroy_process_group()

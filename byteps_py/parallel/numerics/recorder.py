@@ -1,7 +1,8 @@
 """Records what a model computes on one rank: outputs of modules, gradients, parameters. See records.py for the files.
 
 Hooks see tensors and never change them; recorded runs have the bits of others. A module's input gets a view of its
-own, so that the gradient of each module's input is known where several modules share it. The thread that runs the
+own, so that the gradient of each module's input is known where several modules share it. The gradient of an input
+that its module overwrites is not recorded. The thread that runs the
 model, and autograd's.
 """
 
@@ -64,8 +65,8 @@ class Recorder:
     ...         recorder.attach(model)
     ...         model(torch.ones(1, 2)).sum().backward()
     ...         recorder.step_done()
-    ...     [f"{each.phase} {each.module or 'model'} {each.tensor}" for each in read_run(Path(folder))[0].records[:3]]
-    ['forward model input', 'forward 0 output', 'forward 1 output']
+    ...     [f"{each.phase} {each.module} {each.tensor}" for each in read_run(Path(folder))[0].records[:3]]
+    ['forward 0 output', 'forward 1 output', 'backward 1 grad_output']
     """
 
     def __init__(
@@ -94,7 +95,8 @@ class Recorder:
         self.close()
 
     def attach(self, model: nn.Module, prefix: str = "", micro_batches: Sequence[int] | None = None) -> None:
-        """Record what this model computes from now on.
+        """Record what this model computes from now on. An nn.Sequential of layers is recorded as its layers, since a
+        pipeline may cut it.
 
         Args:
             model: the model, or one stage of a pipeline. Its modules' names begin with ``prefix``.
@@ -151,9 +153,6 @@ class Recorder:
 
     # ---- for the hooks -------------------------------------------------------------------------------------------
 
-    def _records(self, module: str) -> bool:
-        return fnmatchcase(module, self._modules)
-
     def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for root in self._roots:
             for name, parameter in root.model.named_parameters():
@@ -164,7 +163,7 @@ class Recorder:
         self._record(phase, micro_batch, module, own, tensor)
 
     def _record(self, phase: str, micro_batch: int | None, module: str, tensor: str, value: torch.Tensor) -> None:
-        if not self._records(module):
+        if not fnmatchcase(module, self._modules):
             return
         rule = described(self._rules, phase, module, tensor)
         by_samples = phase in (FORWARD, BACKWARD, ACCUMULATION)
@@ -215,9 +214,10 @@ class _AttachedModel:
     def hook(self) -> list[RemovableHandle]:
         """Hooks on all modules, and on all parameters that train."""
         handles = [self.model.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True)]
+        chains = set(_sequential_modules(self.model))
         for name, module in self.model.named_modules():
-            full = (self.prefix + name).removesuffix(".")
-            if self._recorder._records(full):
+            if module not in chains:
+                full = (self.prefix + name).removesuffix(".")
                 handles.append(module.register_forward_pre_hook(self._input_hook(full), with_kwargs=True))
                 handles.append(module.register_forward_hook(self._output_hook(full)))
         for name, parameter in self.model.named_parameters():
@@ -242,9 +242,9 @@ class _AttachedModel:
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not _is_backward():  # else activations are computed again (checkpointing)
             self._calls += 1
-            name = self.prefix.removesuffix(".")
-            for tensor_name, tensor in _named("input", (*args, *kwargs.values())):
-                self._recorder._record(FORWARD, self._micro_batch(), name, tensor_name, tensor)
+            if not self.prefix and type(module) is not nn.Sequential:
+                for name, tensor in _named("input", (*args, *kwargs.values())):
+                    self._recorder._record(FORWARD, self._micro_batch(), "", name, tensor)
 
     def _input_hook(self, name: str) -> Callable[..., Any]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -303,6 +303,14 @@ class _AttachedModel:
             gradient = parameter.grad if parameter.grad is not None else getattr(parameter, "main_grad", None)
             if gradient is not None:
                 self._recorder._record_parameter(ACCUMULATION, self._backward_of, name, gradient)
+
+
+def _sequential_modules(module: nn.Module) -> Iterator[nn.Module]:
+    """The nn.Sequential in which the model's layers are, and those inside it."""
+    if type(module) is nn.Sequential:
+        yield module
+        for child in module.children():
+            yield from _sequential_modules(child)
 
 
 def _is_backward() -> bool:

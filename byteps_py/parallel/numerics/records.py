@@ -169,33 +169,56 @@ class RecordRule:
 _OF_PARAMETERS = (ACCUMULATION, REDUCTION, UPDATE)
 
 
-def tensor_parallel_rules(plan: Mapping[str, str], dimension: str = "tp") -> list[RecordRule]:
-    """Rules for linear layers of tensor parallelism. ``plan`` maps patterns of module names to "column" or "row" (the
-    first match counts).
+def tensor_parallel_rules(
+    plan: Mapping[str, str], dimension: str = "tp", sequence_dim: int | None = None
+) -> list[RecordRule]:
+    """Rules for linear layers of tensor parallelism.
+
+    Args:
+        plan: patterns of module names (fnmatch) to "column" or "row"; the first match counts.
+        dimension: of the mesh.
+        sequence_dim: with sequence parallelism, the tensors' dimension along which activations between the layers are
+            cut, such as 1.
 
     A column-parallel layer cuts its weight and output; the gradient of its input is summed over the ranks. A
-    row-parallel layer cuts its input and the columns of its weight; its output is summed (Megatron-LM, section 3).
-    Raises UsageError for another style.
+    row-parallel layer cuts its input and the columns of its weight; its output is summed (Megatron-LM, section 3). With
+    sequence parallelism, the sums are reduce-scatters, and gradients of other parameters are partial sums until they
+    are reduced. Modules between a column and a row layer need rules of their own. Raises UsageError for another style.
 
     >>> [rule.operation for rule in tensor_parallel_rules({"*.wo": "row"}) if rule.operation]
     ['row-parallel all-reduce over tp']
     """
     rules: list[RecordRule] = []
+    activations = (FORWARD, BACKWARD)
+    cut, whole, summed = {dimension: sharded(-1)}, {dimension: TensorPlacement()}, {dimension: TensorPlacement()}
+    outside, collective = whole, "all-reduce"
+    if sequence_dim is not None:
+        outside, collective, summed = {dimension: sharded(sequence_dim)}, "reduce-scatter", {dimension: partial()}
+        rules = [
+            RecordRule(phases=activations, placements=outside),
+            RecordRule(phases=(ACCUMULATION,), placements=summed),
+        ]
     for pattern, style in reversed(list(plan.items())):
-        if style not in ("column", "row"):
+        operation = f"{style}-parallel {collective} over {dimension}"
+        if style == "column":
+            rules += [
+                RecordRule(pattern, "output*", activations, cut),
+                RecordRule(pattern, "grad_output*", activations, cut),
+                RecordRule(pattern, "grad_input*", activations, outside, operation, dimension),
+                RecordRule(pattern, "weight", _OF_PARAMETERS, {dimension: sharded(0)}),
+                RecordRule(pattern, "bias", _OF_PARAMETERS, {dimension: sharded(0)}),
+            ]
+        elif style == "row":
+            rules += [
+                RecordRule(pattern, "output*", activations, outside, operation, dimension),
+                RecordRule(pattern, "grad_output*", activations, outside),
+                RecordRule(pattern, "grad_input*", activations, cut),
+                RecordRule(pattern, "weight", _OF_PARAMETERS, {dimension: sharded(1)}),
+                RecordRule(pattern, "bias", (ACCUMULATION,), summed),
+                RecordRule(pattern, "bias", (REDUCTION, UPDATE), whole),
+            ]
+        else:
             raise UsageError(f"style {style!r} of {pattern!r} in the plan: it must be 'column' or 'row'")
-        column = style == "column"
-        cut = {dimension: sharded(-1)}
-        whole = {dimension: TensorPlacement()}
-        operation = f"{style}-parallel all-reduce over {dimension}"
-        outside, inside = ("grad_input*", ("output*", "grad_output*")) if column else ("output*", ("grad_input*",))
-        activations = (FORWARD, BACKWARD)
-        rules += [RecordRule(pattern, tensor, activations, cut, "", "") for tensor in inside]
-        rules.append(RecordRule(pattern, outside, activations, whole, operation, dimension))
-        if not column:
-            rules.append(RecordRule(pattern, "grad_output*", activations, whole))
-        rules.append(RecordRule(pattern, "weight", _OF_PARAMETERS, {dimension: sharded(0 if column else 1)}))
-        rules.append(RecordRule(pattern, "bias", _OF_PARAMETERS, {dimension: sharded(0)} if column else whole))
     return rules
 
 
