@@ -152,6 +152,7 @@ def test_a_copy_that_differs_names_its_dimension(tmp_path: Path) -> None:
     run = write(tmp_path / "run", {"dp": 2, "tp": 2}, part, operation="gather of columns", over="tp")
     (found,) = compare(whole(tmp_path, GRID), run).differences
     assert (found.ranks, found.along, dict(found.coordinates)) == ((3,), ("dp",), {"dp": 1, "tp": 1})
+    assert found.cut == ("tp",)
     assert found.text == (
         "step 0, micro-batch 0, forward, layer output (gather of columns), rank 3 (dp 1, tp 1), differs along dp: 24 "
         f"of 48 elements differ, max {found.max_ulp} ulp, first at [0, 3], relative error 0.026"
@@ -240,11 +241,6 @@ def break_line(folder: Path) -> None:
     path.write_text(path.read_text().replace('"shape"', '"form"'))
 
 
-def cut_values(folder: Path) -> None:
-    path = folder / "rank00001.data"
-    path.write_bytes(path.read_bytes()[:-4])
-
-
 def change_format(folder: Path) -> None:
     path = folder / "rank00000.jsonl"
     path.write_text(path.read_text().replace("numerics 1", "numerics 9"))
@@ -277,7 +273,6 @@ def make_binary(folder: Path) -> None:
     ("damage", "message"),
     [
         (break_line, "rank00001.jsonl: line 2 is not a record"),
-        (cut_values, "the file was cut"),
         (change_format, "this version reads 'byteps_py numerics 1'"),
         (change_number, "an integer of at least 0"),
         (change_sizes, "the files are of different runs"),
@@ -322,12 +317,34 @@ def test_placements_that_do_not_fit_are_bad_input(tmp_path: Path, part: Part, me
     assert message in str(raised.value)
 
 
-def test_a_part_that_nobody_recorded_is_named(tmp_path: Path) -> None:
-    run = write(tmp_path / "run", {"tp": 2}, by_columns)
-    path = run / "rank00001.jsonl"
-    path.write_text(path.read_text().splitlines()[0] + "\n")
-    with pytest.raises(UsageError, match=r"ranks with tp \[1\] have not recorded their parts"):
-        compare(whole(tmp_path, GRID), run)
+def test_what_a_killed_rank_has_not_recorded_is_named(tmp_path: Path) -> None:
+    """Its lines, or the values of its last tensors."""
+    for number, part in enumerate((by_columns, by_columns, everywhere)):
+        run = tmp_path / f"run{number}"
+        for rank in range(2):
+            coordinates = {"tp": rank}
+            writer = RecordWriter(run, RankLayout(rank, coordinates, {"tp": 2}))
+            array, placements = part(coordinates)
+            for step in range(2):
+                writer.write(record_of(array, coordinates, placements=placements, step=step), array.tobytes())
+            writer.close()
+        if number == 1:
+            (run / "rank00001.data").write_bytes((run / "rank00001.data").read_bytes()[:-4])
+        else:
+            lines = (run / "rank00001.jsonl").read_text().splitlines(keepends=True)
+            (run / "rank00001.jsonl").write_text("".join(lines[:-1]))
+        writer = RecordWriter(tmp_path / "reference", RankLayout())
+        for step in range(2):
+            writer.write(record_of(GRID, {}, step=step), GRID.tobytes())
+        writer.close()
+        result = compare(tmp_path / "reference", run)
+        said = result.as_text().splitlines()
+        assert "Rank 1 of the run has recorded 1 step, others more." in said
+        assert not result.is_equal
+        if part is by_columns:
+            missing = "1 tensor, the first: step 1, micro-batch 0, forward, layer output (the part of tp 1)"
+            assert said[0] == f"Missing in the run: {missing}"
+            assert result.equal == 1
 
 
 def test_a_reference_whose_ranks_disagree_is_said(tmp_path: Path) -> None:

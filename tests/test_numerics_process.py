@@ -52,7 +52,7 @@ def launch(layout: str, names: str, ranks: int, *arguments: str) -> None:
 
 @pytest.mark.timeout(180)
 def test_planted_errors_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    launch("-np 2", "tp tp_forward tp_backward tp_digests dp dp_update unused pp", 2, str(tmp_path))
+    launch("-np 2", "tp tp_forward tp_backward tp_digests dp dp_update unused pp dtensor", 2, str(tmp_path))
 
     def run(reference: str, name: str, *options: str) -> int:
         return main(["numerics", "compare", str(tmp_path / reference), str(tmp_path / name), *options])
@@ -61,6 +61,9 @@ def test_planted_errors_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[
         result = compare(tmp_path / f"{name}_reference", tmp_path / name)
         assert result.is_equal, result.as_text()
         assert result.equal > 150
+
+    result = compare(tmp_path / "dtensor_reference", tmp_path / "dtensor")
+    assert (result.is_equal, result.equal) == (True, 4)
 
     for reference, name, beginning in PLANTED:
         assert run(reference, name) == 1

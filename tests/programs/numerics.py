@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from byteps_py.parallel import Pipeline
 from byteps_py.parallel.numerics import (
@@ -268,6 +270,22 @@ def pipeline(folder: Path) -> None:
             recorder.step_done()
 
 
+def distributed_tensors(folder: Path) -> None:
+    """A DTensor says itself how it is cut."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    whole = torch.arange(24.0).view(6, 4)
+    names = {"rows": Shard(0), "columns": Shard(1), "copies": Replicate()}
+    with Recorder(folder / "dtensor", RankLayout.of(mesh, dist.get_rank())) as recorder:
+        for name, placement in names.items():
+            recorder.record(name, distribute_tensor(whole, mesh, [placement]))
+        recorder.record("sum", DTensor.from_local(whole / 2, mesh, [Partial()]))
+    if dist.get_rank() == 0:
+        with Recorder(folder / "dtensor_reference") as recorder:
+            for name in (*names, "sum"):
+                recorder.record(name, whole)
+    print("dtensor: recorded", flush=True)
+
+
 def sums() -> None:
     """``ordered_sum`` has the bits of the backend's sums."""
     size, rank = dist.get_world_size(), dist.get_rank()
@@ -289,6 +307,7 @@ if __name__ == "__main__":
         data_parallel(Path(sys.argv[1]))
         unused_parameters()
         pipeline(Path(sys.argv[1]))
+        distributed_tensors(Path(sys.argv[1]))
     else:
         sums()
     dist.destroy_process_group()

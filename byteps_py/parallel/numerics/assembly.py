@@ -48,7 +48,8 @@ class AssembledTensor:
 def assemble(pieces: Sequence[TensorPiece], sizes: Mapping[str, int]) -> list[AssembledTensor]:
     """Every whole copy of one tensor that the ranks hold together.
 
-    Raises UsageError if parts are missing or don't fit, or if the ranks describe them differently.
+    All parts are there (``missing_parts``). Raises UsageError if they don't fit, or if the ranks describe them
+    differently.
     """
     cut = [name for name in pieces[0].record.placements if pieces[0].cuts(name)]
     for piece in pieces:
@@ -74,18 +75,27 @@ def assemble(pieces: Sequence[TensorPiece], sizes: Mapping[str, int]) -> list[As
         parts = []
         for group in groups.values():
             group.sort(key=lambda each: each[0].record.coordinates[dimension])
-            there = [piece.record.coordinates[dimension] for piece, _ in group]
-            wanted = sizes.get(dimension, len(there))
-            if there != list(range(wanted)):
-                missing = sorted(set(range(wanted)) - set(there))
-                raise UsageError(
-                    f"{_name(group[0][0])}: ranks with {dimension} {missing} have not recorded their parts (found "
-                    f"{there}): attach the Recorder to the same modules on all ranks"
-                )
             parts.append(
                 (group[0][0], _joined([(each.record.placements[dimension], part) for each, part in group], group[0][0]))
             )
     return [part for _, part in parts]
+
+
+def missing_parts(pieces: Sequence[TensorPiece], sizes: Mapping[str, int]) -> str:
+    """Which ranks have not recorded their parts of a tensor, for a message; "" if all have."""
+    for dimension in pieces[0].record.placements:
+        groups: dict[tuple[tuple[str, int], ...], set[int]] = {}
+        for piece in pieces:
+            if piece.cuts(dimension):
+                coordinates = piece.record.coordinates
+                place = tuple(sorted((name, at) for name, at in coordinates.items() if name != dimension))
+                groups.setdefault(place, set()).add(coordinates[dimension])
+        for place, there in groups.items():
+            missing = sorted(set(range(sizes.get(dimension, 1))) - there)
+            if missing:
+                others = "".join(f", {name} {at}" for name, at in place if sizes.get(name, 1) > 1)
+                return f"the part of {dimension} {', '.join(map(str, missing))}{others}"
+    return ""
 
 
 def _joined(parts: Sequence[tuple[TensorPlacement, AssembledTensor]], piece: TensorPiece) -> AssembledTensor:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from byteps_py.errors import UsageError
-from byteps_py.parallel.numerics.assembly import AssembledTensor, TensorPiece, assemble
+from byteps_py.parallel.numerics.assembly import AssembledTensor, TensorPiece, assemble, missing_parts
 from byteps_py.parallel.numerics.records import PHASES, SEPARATE, RankRecords, TensorRecord, read_run
 from byteps_py.parallel.numerics.values import numbers_of, ulps_between
 from byteps_py.wording import count_text, ranks_text, shown
@@ -50,7 +50,8 @@ class TensorDifference:
     """A tensor that differs from the reference.
 
     ``ranks`` hold what differs; ``coordinates`` are theirs where they agree; ``along``: dimensions of the mesh along
-    which some ranks have the reference's bits and others have not. ``elements``, ``max_ulp``, ``first`` (an index of
+    which some ranks have the reference's bits and others have not; ``cut``: along which the run's ranks hold parts of
+    it. ``elements``, ``max_ulp``, ``first`` (an index of
     the whole tensor) and ``relative`` (2-norm of the difference over that of the reference) are None where the values
     were not kept or the shapes differ; ``reason`` says so.
     """
@@ -61,6 +62,7 @@ class TensorDifference:
     ranks: tuple[int, ...]
     coordinates: Mapping[str, int]
     along: tuple[str, ...]
+    cut: tuple[str, ...]
     reason: str
     elements: int | None = None
     size: int = 0
@@ -87,7 +89,7 @@ class TensorDifference:
             "module": self.key.module,
             "tensor": self.key.tensor,
             "operation": self.operation,
-            "mesh_dimension": self.over or ", ".join(self.along),
+            "mesh_dimension": self.over or ", ".join(self.along or self.cut),
             "ranks": list(self.ranks),
             "coordinates": dict(self.coordinates),
             "reason": self.reason,
@@ -100,20 +102,35 @@ class TensorDifference:
 
 
 @dataclass(frozen=True, slots=True)
+class MissingTensor:
+    """A tensor that one side has not. ``part``: if only a part is missing, whose."""
+
+    key: TensorKey
+    part: str = ""
+
+    @property
+    def text(self) -> str:
+        """For messages."""
+        return self.key.text + (f" ({self.part})" if self.part else "")
+
+
+@dataclass(frozen=True, slots=True)
 class RunComparison:
     """The result of ``compare``. ``differences``: all, the first of them first. ``equal``: tensors with the same bits.
-    ``close``: tensors within the tolerance that are not equal."""
+    ``close``: tensors within the tolerance that are not equal. ``stopped``: ranks of the run that have recorded fewer
+    steps than others, and how many."""
 
     equal: int
     close: int
     differences: Sequence[TensorDifference]
-    missing_in_run: Sequence[TensorKey]
-    missing_in_reference: Sequence[TensorKey]
+    missing_in_run: Sequence[MissingTensor]
+    missing_in_reference: Sequence[MissingTensor]
+    stopped: Mapping[int, int]
 
     @property
     def is_equal(self) -> bool:
-        """No tensor differs (by more than the tolerance), and none is missing."""
-        return not (self.differences or self.missing_in_run or self.missing_in_reference)
+        """No tensor differs (by more than the tolerance), none is missing, and no rank has stopped."""
+        return not (self.differences or self.missing_in_run or self.missing_in_reference or self.stopped)
 
     def as_json(self) -> dict[str, Any]:
         """For `--json`."""
@@ -123,8 +140,9 @@ class RunComparison:
             "close": self.close,
             "different": len(self.differences),
             "first_difference": self.differences[0].as_json() if self.differences else None,
-            "missing_in_run": [key.text for key in self.missing_in_run],
-            "missing_in_reference": [key.text for key in self.missing_in_reference],
+            "missing_in_run": [missing.text for missing in self.missing_in_run],
+            "missing_in_reference": [missing.text for missing in self.missing_in_reference],
+            "stopped": {str(rank): steps for rank, steps in self.stopped.items()},
         }
 
     def as_text(self) -> str:
@@ -137,9 +155,12 @@ class RunComparison:
                 steps = sorted({each.key.step for each in self.differences})
                 where = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
                 lines.append(f"{count_text(later, 'more tensor')} in {where} differ{'s' if later == 1 else ''}.")
-        for side, keys in (("run", self.missing_in_run), ("reference", self.missing_in_reference)):
-            if keys:
-                lines.append(f"Missing in the {side}: {count_text(len(keys), 'tensor')}, the first: {keys[0].text}")
+        for side, missing in (("run", self.missing_in_run), ("reference", self.missing_in_reference)):
+            if missing:
+                count = count_text(len(missing), "tensor")
+                lines.append(f"Missing in the {side}: {count}, the first: {missing[0].text}")
+        for rank, steps in self.stopped.items():
+            lines.append(f"Rank {rank} of the run has recorded {count_text(steps, 'step')}, others more.")
         if self.close:
             lines.append(f"{count_text(self.close, 'tensor')} within the tolerance, but not bit for bit.")
         lines.append(f"{count_text(self.equal, 'tensor')} equal bit for bit.")
@@ -166,7 +187,7 @@ def compare(reference: str | Path, run: str | Path, tolerance: float = 0.0, modu
     differences: list[TensorDifference] = []
     unknown: list[TensorKey] = []
     for key in expected.ordered():
-        if key not in actual.groups:
+        if not (expected.has(key) and actual.has(key)):
             continue
         found = _compare_tensor(key, expected, actual)
         if found is None:
@@ -183,11 +204,7 @@ def compare(reference: str | Path, run: str | Path, tolerance: float = 0.0, modu
             "parts and values were not kept; record both runs with values=True"
         )
     return RunComparison(
-        equal,
-        close,
-        differences,
-        [key for key in expected.ordered() if key not in actual.groups],
-        [key for key in actual.ordered() if key not in expected.groups],
+        equal, close, differences, actual.missing(expected), expected.missing(actual), actual.stopped()
     )
 
 
@@ -198,11 +215,29 @@ class _SideRecords:
         self.sizes: dict[str, int] = dict(ranks[0].layout.sizes)
         self.groups: dict[TensorKey, list[TensorPiece]] = {}
         self._ranks = len(ranks)
+        self._steps = {one.layout.rank: 1 + max((record.step for record in one.records), default=-1) for one in ranks}
         for one in ranks:
             for record in one.records:
                 if fnmatchcase(record.module, modules):
                     read: Callable[[TensorRecord], bytes | None] = one.bytes_of
                     self.groups.setdefault(_key_of(record), []).append(TensorPiece(one.layout.rank, record, read))
+
+    def has(self, key: TensorKey) -> bool:
+        """Whether the whole tensor is there."""
+        return key in self.groups and not missing_parts(self.groups[key], self.sizes)
+
+    def missing(self, other: _SideRecords) -> list[MissingTensor]:
+        """What the other side has and this one has not; also parts that ranks of this side have not recorded."""
+        return [
+            MissingTensor(key, missing_parts(self.groups[key], self.sizes) if key in self.groups else "")
+            for key in other.ordered()
+            if not self.has(key)
+        ]
+
+    def stopped(self) -> dict[int, int]:
+        """Ranks that have recorded fewer steps than others, and how many."""
+        most = max(self._steps.values())
+        return {rank: steps for rank, steps in self._steps.items() if steps < most}
 
     def ordered(self) -> list[TensorKey]:
         """In the order of execution: that of the file if there is one. Else forward passes from the first rank to the
@@ -253,8 +288,9 @@ def _compare_tensor(key: TensorKey, expected: _SideRecords, actual: _SideRecords
             for name, coordinate in own[0].items()
             if all(other.get(name) == coordinate for other in own) and actual.sizes.get(name, 1) > 1
         }
+        cut = tuple(name for name in records[0].placements if pieces[0].cuts(name))
         return TensorDifference(
-            key, described_by.operation, described_by.over, tuple(ranks), agreed, tuple(along), reason, **figures
+            key, described_by.operation, described_by.over, tuple(ranks), agreed, tuple(along), cut, reason, **figures
         )
 
     everyone = sorted(piece.rank for piece in pieces)

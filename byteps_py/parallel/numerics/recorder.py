@@ -1,9 +1,8 @@
 """Records what a model computes on one rank: outputs of modules, gradients, parameters. See records.py for the files.
 
 Hooks see tensors and never change them; recorded runs have the bits of others. A module's input gets a view of its
-own, so that the gradient of each module's input is known where several modules share it. The gradient of an input
-that its module overwrites is not recorded. The thread that runs the
-model, and autograd's.
+own, so that the gradient of each module's input is known where several modules share it. The gradient of an input that
+its module overwrites is not recorded. The thread that runs the model, and autograd's.
 """
 
 from __future__ import annotations

@@ -356,8 +356,8 @@ class RecordWriter:
 def read_run(folder: Path) -> list[RankRecords]:
     """The records of all ranks, in rank order.
 
-    A last line without an end is left out: its rank was killed while it wrote. Raises UsageError if a file is missing
-    or damaged.
+    A last line without an end, and the tensors whose values are not all there, are left out: their rank was killed
+    while it wrote. Raises UsageError if a file is missing or damaged.
     """
     paths = sorted(folder.glob("rank*.jsonl"))
     if not paths:
@@ -393,14 +393,19 @@ def _read_rank(path: Path) -> RankRecords:
             raise ValueError(f"format {header['format']!r}, this version reads {FORMAT!r}")
         layout = RankLayout(int(header["rank"]), header["coordinates"], header["sizes"])
         records = []
+        data = path.with_suffix(".data")
+        size = data.stat().st_size if data.exists() else 0
         for line in complete[1:]:
             number += 1
-            records.append(TensorRecord.of_json(json.loads(line)))
+            record = TensorRecord.of_json(json.loads(line))
+            if record.offset is not None and record.offset + record.nbytes > size:
+                break
+            records.append(record)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise UsageError(
             f"{path}: line {number + 1} is not a record ({type(error).__name__}: {error}): record the run again"
         ) from error
-    return RankRecords(layout, records, path.with_suffix(".data"))
+    return RankRecords(layout, records, data)
 
 
 def described(rules: Iterable[RecordRule], phase: str, module: str, tensor: str) -> RecordRule:
