@@ -159,8 +159,8 @@ class RunComparison:
             if missing:
                 count = count_text(len(missing), "tensor")
                 lines.append(f"Missing in the {side}: {count}, the first: {missing[0].text}")
-        for rank, steps in self.stopped.items():
-            lines.append(f"Rank {rank} of the run has recorded {count_text(steps, 'step')}, others more.")
+        for rank, count_of_steps in self.stopped.items():
+            lines.append(f"Rank {rank} of the run has recorded {count_text(count_of_steps, 'step')}, others more.")
         if self.close:
             lines.append(f"{count_text(self.close, 'tensor')} within the tolerance, but not bit for bit.")
         lines.append(f"{count_text(self.equal, 'tensor')} equal bit for bit.")
