@@ -21,8 +21,6 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-import byteps_py as bps
-import byteps_py.torch  # the backend; not needed if pip has installed byteps_py
 from byteps_py.parallel import Mesh, Pipeline, clip_grad_norm_
 from byteps_py.parallel.context import token_mean_loss
 

@@ -1,4 +1,4 @@
-"""A small Llama: RMSNorm, rotary positions, grouped heads, SwiGLU. Every layer can lie on several ranks: ``parallelize``.
+"""A small Llama: RMSNorm, rotary positions, grouped heads, SwiGLU. ``parallelize`` cuts every layer for several ranks.
 
 The layers exchange a pair (hidden states, token ids), so that an nn.Sequential of them can be cut into the stages of a
 pipeline, and each layer can see where documents end.

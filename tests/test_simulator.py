@@ -86,7 +86,11 @@ def test_every_fault_is_tried_and_fires(kind: type[Cluster], names: Iterable[str
     pytest.fail(f"not one of these in 400 seeds: {missing}")
 
 
-@pytest.mark.parametrize(("kind", "seed"), [(Cluster, 41049)], ids=["a late withdrawal"])
+@pytest.mark.parametrize(
+    ("kind", "seed"),
+    [(Cluster, 41049), (BusyCluster, 40092), (BusyCluster, 40578)],
+    ids=["a late withdrawal", "answers that came during a starvation", "sums fetched during a starvation"],
+)
 def test_seeds_that_once_found_a_defect(kind: type[Cluster], seed: int) -> None:
     """Besides these, each defect has a test of its own."""
     assert not run(seed, kind).violation

@@ -91,7 +91,7 @@ class Typical:
         return sum(weight for _, weight, _ in self._spans) / span_s if span_s else 0.0
 
 
-class Row:
+class RecentSteps:
     """The least values of each of the last steps. Known when there are ``least`` steps."""
 
     def __init__(self, least: int) -> None:
@@ -126,7 +126,7 @@ class _Rank:
         self.mark = 0.0  # of the last hand-over, or of the last delivery if nothing is pending
         self.own_s = self.wait_s = 0.0  # of this step
         self.typical = Typical()
-        self.row = Row(2)
+        self.row = RecentSteps(2)
 
     def end_step(self, now: float) -> None:
         """The next one begins."""
@@ -191,7 +191,7 @@ class ServerPace:
         self._skip = skip
         self._pushed: dict[Part, tuple[float, int]] = {}  # when, and bytes on their way to the server
         self._on_the_way: dict[int, int] = dict.fromkeys(link_mbit, 0)
-        self._answers: dict[int, tuple[Typical, Row]] = {}
+        self._answers: dict[int, tuple[Typical, RecentSteps]] = {}
 
     def pushed(self, part: Part, now: float) -> None:
         if part.server in self._skip or part.server not in self._on_the_way:
@@ -214,7 +214,7 @@ class ServerPace:
         link_s = ahead * 8 / (mbit * 1e6) if mbit else 0.0
         known = self._answers.get(part.server)
         if known is None:
-            known = self._answers[part.server] = Typical(), Row(3)
+            known = self._answers[part.server] = Typical(), RecentSteps(3)
         typical, row = known
         typical.add(since, now, answer_s, answer_s / (_BASE_S + link_s))
         row.add(step, since, now, answer_s, answer_s / (_BEST_S + link_s))

@@ -42,6 +42,8 @@ class Waits:
         self._stay = stay
         self._silence_s = silence_s
         self._departed: list[tuple[float, str, set[int]]] = []
+        self._asked: float | None = None  # when vain() was called last
+        self._awake_since = 0.0  # since then this process has had the processor
         self.is_unserved = False  # there is no summation service, and one may yet come
 
     def departed(self, now: float, sentence: str, ranks: set[int]) -> None:
@@ -91,16 +93,20 @@ class Waits:
 
     def vain(self, now: float) -> tuple[str, bool]:
         """Why ranks wait for others that have shut down, when what these gave before has come to its end; else empty.
-        Also whether the other machines may not know."""
+        Also whether the other machines may not know. To be called more often than every DEPARTURE_GRACE_S."""
         here = self._requests
         topology = here.topology
+        if self._asked is None or now - self._asked > DEPARTURE_GRACE_S:
+            # Answers may have come while this process did not run: they are handled after this call.
+            self._awake_since = now
+        self._asked = now
         left = {rank: since for rank, since in self._left.items() if now - since > DEPARTURE_GRACE_S}
         departed = [each for each in self._departed if now - each[0] > DEPARTURE_GRACE_S]
         if here.joining.here and (left or departed):
             joined = topology.describe_ranks(sorted(here.joining.here))
             leavers = f"{topology.describe_ranks(sorted(left))} shut down" if left else departed[0][1]
             return f"join(): {joined} wait for all others to join, but {leavers}", True
-        idle_s = here.executor.idle_s(now)
+        idle_s = min(here.executor.idle_s(now), now - self._awake_since)
         if not (left or departed) or idle_s < DEPARTURE_GRACE_S or self.is_unserved:
             return "", False
         all_ranks = set(range(topology.size))
