@@ -487,6 +487,36 @@ def mixed_precision() -> None:
 
 
 @case
+def float32_gradients() -> None:
+    """Gradients of bfloat16 parameters are accumulated in float32 and rounded once, unless that is switched off."""
+    p, parts = workers(), 16 * COPIES
+    x, y = (torch.randn(4 * parts, HIDDEN, generator=generator(), dtype=torch.float32).bfloat16() for _ in range(2))
+    reference = perceptrons(p).bfloat16()
+    exact: dict[str, torch.Tensor] = {}
+    for one, other in zip(x.chunk(parts), y.chunk(parts), strict=True):
+        reference.zero_grad()
+        (mse(reference(one), other) * (1.0 / parts)).backward()
+        for name, parameter in reference.named_parameters():
+            assert parameter.grad is not None
+            exact[name] = exact.get(name, torch.zeros(())) + parameter.grad.double()
+    errors = []
+    for is_on in (True, False):
+        pipe = bps.parallel.Pipeline(
+            perceptrons(p).bfloat16(), "dapple", parts // COPIES, mesh(), float32_gradients=is_on
+        )
+        for _ in range(2):  # the second step adds to the gradients of the first one
+            pipe.step(own(x), own(y), mse)
+        error = 0.0
+        for name, parameter in pipe.named_parameters():
+            assert parameter.grad is not None
+            assert parameter.grad.dtype == torch.bfloat16
+            error = max(error, ((parameter.grad.double() - 2 * exact[name]).norm() / exact[name].norm()).item())
+        errors.append(error)
+    assert errors[0] < 0.006, errors  # a rounding to 8 bits, twice
+    assert errors[1] > 1.5 * errors[0], errors
+
+
+@case
 def evaluation() -> None:
     """Forward passes only, also between steps; frozen and empty stages."""
     p = workers()

@@ -26,6 +26,7 @@ from byteps_py.parallel.pipe.torch_schedules import TorchSchedule
 from byteps_py.parallel.pipe.transfers import Ends, ReceivingChannel, SendingChannel
 from byteps_py.parallel.pipe.trees import cut
 from byteps_py.parallel.pipe.weight_versions import EndlessActions, WeightVersions
+from byteps_py.parallel.pipe.wide_gradients import WideGradient, can_widen
 from byteps_py.parallel.tensor.layers import Shard
 from byteps_py.parallel.tensor.plan import sharded_parameters, tensor_parallel_group
 from byteps_py.wording import ranks_text
@@ -57,6 +58,10 @@ class Pipeline:
         recompute: keep the inputs of stages only, and repeat forward passes before backward passes.
         sync: when the gradients of a stage's copies are summed: "at-end", "eager" (after its last backward pass) or
             "eager-opt" (eagerly if the worker is idle afterwards).
+        float32_gradients: gradients of parameters of 16 bits are accumulated over micro-batches and summed over copies
+            in float32, and rounded to the parameter's type once, at the end of ``step`` (Llama 3, section 6.2). Not for
+            pipedream and pipedream-2bw, nor for parameters of FSDP2, which has a ``reduce_dtype``. torch before 2.10
+            can't: gradients have the parameter's type there.
         options: of the schedule: ``chunks``, ``consecutive``, ``pipes``, ``more``, ``warmup``.
 
     Raises UsageError if the model, the schedule and the mesh do not go together. One thread.
@@ -71,6 +76,7 @@ class Pipeline:
         *,
         recompute: bool = False,
         sync: str | SyncMode = SyncMode.EAGER_OPT,
+        float32_gradients: bool = True,
         **options: Any,
     ) -> None:
         self._layout = layout = PipelineLayout.of(mesh)
@@ -95,6 +101,7 @@ class Pipeline:
         self._torch: TorchSchedule | None = None
         if plan.is_torchs:
             self._torch = TorchSchedule(plan.program, self.stages, self._device, self._workers)
+        self._half = list(map(WideGradient, filter(can_widen, self.parameters()))) if float32_gradients else []
         self._stale = self._new_stale_steps() if plan.program.rule is not WeightRule.SYNCHRONOUS else None
         self._plan = plan.of_worker(layout.worker)
 
@@ -133,16 +140,24 @@ class Pipeline:
         before = [(parameter, parameter.grad) for parameter in self.parameters()]
         for parameter, _ in before:
             parameter.grad = None
+        for half in self._half:
+            half.widen()
         losses = Losses(loss_fn, scale / (self.program.parts * self._layout.copies))
         try:
             outcome = self._pass_all(inputs, targets, losses)
         except BaseException:
+            for half in self._half:
+                half.discard()
             for parameter, gradient in before:
                 parameter.grad = gradient
             raise
+        if outcome.is_counted:
+            for parameter, _ in before:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(scale / outcome.terms if outcome.terms else 0.0)
+        for half in self._half:
+            half.narrow()
         for parameter, gradient in before:
-            if parameter.grad is not None and outcome.is_counted:
-                parameter.grad.mul_(scale / outcome.terms if outcome.terms else 0.0)
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
         return outcome.loss

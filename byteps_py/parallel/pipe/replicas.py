@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from byteps_py.errors import UsageError
+from byteps_py.parallel.pipe.wide_gradients import gradient_dtype
 
 
 @dataclass(slots=True)
@@ -34,7 +35,7 @@ class ReplicatedParameters:
         by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in self.parameters:
             if parameter.requires_grad:
-                by_dtype.setdefault(parameter.dtype, []).append(parameter)
+                by_dtype.setdefault(gradient_dtype(parameter), []).append(parameter)
         for some in by_dtype.values():
             # With one number for each parameter that says how many ranks have a gradient.
             pieces = [_dense(parameter).reshape(-1) for parameter in some]
@@ -71,5 +72,5 @@ class ReplicatedParameters:
 
 def _dense(parameter: nn.Parameter) -> torch.Tensor:
     if parameter.grad is None or parameter.grad.is_sparse:
-        return torch.zeros_like(parameter)
+        return torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
     return parameter.grad
