@@ -17,6 +17,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from byteps_py.parallel import checkpoint, context, mesh, numerics, tensor
     from byteps_py.parallel.gradients import clip_grad_norm_
     from byteps_py.parallel.mesh.device_mesh import Mesh
     from byteps_py.parallel.pipe.pipeline import Pipeline
@@ -34,10 +35,28 @@ _HOMES = {
     "stash": "byteps_py.parallel.pipe.skips",
 }
 
-__all__ = ["DistributedDataParallel", "Mesh", "Pipeline", "clip_grad_norm_", "pop", "split", "stash"]
+#: Imported when they are first used: ``bps.parallel.tensor.parallelize(…)``.
+_MODULES = frozenset({"checkpoint", "context", "mesh", "numerics", "tensor"})
+
+__all__ = [
+    "DistributedDataParallel",
+    "Mesh",
+    "Pipeline",
+    "checkpoint",
+    "clip_grad_norm_",
+    "context",
+    "mesh",
+    "numerics",
+    "pop",
+    "split",
+    "stash",
+    "tensor",
+]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)

@@ -82,8 +82,9 @@ class RankLayout:
 
     @classmethod
     def of(cls, mesh: NamedMesh, rank: int, data: tuple[str, ...] = ("dp",)) -> RankLayout:
-        """The layout of this rank in a DeviceMesh with names. Raises UsageError if the mesh has no names, or the rank
-        is not in it."""
+        """The layout of this rank in a Mesh, or a DeviceMesh with names. Raises UsageError if the mesh has no names, or
+        the rank is not in it."""
+        mesh = getattr(mesh, "device_mesh", mesh)  # of a byteps_py.parallel.Mesh
         names, coordinate = mesh.mesh_dim_names, mesh.get_coordinate()
         if names is None:
             raise UsageError("the mesh has no names: give init_device_mesh mesh_dim_names=('dp', 'tp'), for example")

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from byteps_py.errors import UsageError
+from byteps_py.parallel.mesh.device_mesh import Mesh
 
 PIPE, DATA, CONTEXT = "pp", "dp", "cp"
 
@@ -24,11 +25,13 @@ class PipelineLayout:
     own: tuple[int, int, int]
 
     @classmethod
-    def of(cls, mesh: DeviceMesh | None) -> PipelineLayout:
+    def of(cls, mesh: DeviceMesh | Mesh | None) -> PipelineLayout:
         """The layout of ``mesh``, whose dimension "pp" is that of workers, and "dp" and "cp" those of copies, if there
         are any. Without a mesh all ranks are workers of one pipeline. Raises UsageError."""
         if not dist.is_initialized():
             raise UsageError("a pipeline needs process groups: call torch.distributed.init_process_group() before")
+        if isinstance(mesh, Mesh):
+            mesh = mesh.device_mesh
         if mesh is None:
             ranks = torch.arange(dist.get_world_size()).view(1, 1, -1)
         else:

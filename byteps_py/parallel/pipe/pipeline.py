@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from byteps_py.errors import PipelineError, UsageError
 from byteps_py.parallel.gradients import partial_norms, scale_gradients, total_norm
+from byteps_py.parallel.mesh.device_mesh import Mesh
 from byteps_py.parallel.pipe.layout import PipelineLayout
 from byteps_py.parallel.pipe.losses import Losses, LossFunction, Outcome
 from byteps_py.parallel.pipe.plan import PipelinePlan, TiedParameter, agree, make_plan
@@ -72,7 +73,7 @@ class Pipeline:
         model: nn.Module | Sequence[nn.Module | None],
         schedule: str | Program = "dapple",
         micro_batches: int = 1,
-        mesh: DeviceMesh | None = None,
+        mesh: DeviceMesh | Mesh | None = None,
         *,
         recompute: bool = False,
         sync: str | SyncMode = SyncMode.EAGER_OPT,
