@@ -243,7 +243,7 @@ class Rank(Process):
     def _join(self, number: int) -> Life:
         self.world.note(self.name, "joins")
         yield from self._ask(protocol.pack(RankMessageKind.JOIN), RankMessageKind.JOINED)
-        last = self.session.join(1.0)
+        last = self.session.join(0.0)
         if self.results.setdefault(-number, b"%d" % last) != b"%d" % last:
             raise InvariantError(f"{self.name} hears that rank {last} joined last, others hear otherwise")
         if self._goes_on_without(last, self._program.joins[-number]):
@@ -259,4 +259,4 @@ class Rank(Process):
         session = self.session
         message = protocol.pack(RankMessageKind.BARRIER, sequence=session._barriers + 1)
         yield from self._ask(message, RankMessageKind.RELEASED)
-        session.barrier(1.0)
+        session.barrier(0.0)
