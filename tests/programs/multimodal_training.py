@@ -253,7 +253,9 @@ def refused() -> None:
         MultimodalPipeline(new_model(p), "pipedream", p, mesh())
     with expecting(UsageError, "zero-bubble is one of torch's"):
         MultimodalPipeline(new_model(2 * p), "zero-bubble", 2 * p, mesh())
-    with expecting(UsageError, "ranks have the placements 'first-stage' and 'preprocessing'"):
+    with expecting(
+        UsageError, "rank 0 has the placement 'preprocessing' of the image encoder, rank 1 has 'first-stage'"
+    ):
         name = PLACEMENTS[dist.get_rank() == 0]
         MultimodalPipeline(new_model(p), "dapple", p, mesh(), placement=name)
 

@@ -71,6 +71,7 @@ class MultimodalPipeline(Pipeline):
     ) -> None:
         self._placed: PlacedEncoder | None = None
         images = EncodedImages()
+        _agree_on(placement)
 
         def stages(count: int) -> SplitModel:
             if not isinstance(model, MultimodalModel):
@@ -88,7 +89,6 @@ class MultimodalPipeline(Pipeline):
             )
         #: Where the encoder runs.
         self.placement = EncoderPlacement.of(placement)
-        self._agree_on_placement()
         if self.placement is not EncoderPlacement.FIRST_STAGE:
             self._placed = PlacedEncoder(model.encoder, self.placement, self._layout, self._workers, self._all, images)
             self._first_holder |= {_ENCODER + name: 0 for name, _ in model.encoder.named_parameters()}
@@ -173,13 +173,17 @@ class MultimodalPipeline(Pipeline):
             pieces = [torch.tensor(part, device=self._device) for part in range(self.program.parts)]
         return list(zip(parts, pieces, strict=True))
 
-    def _agree_on_placement(self) -> None:
-        """Raises UsageError on all ranks if they have different placements."""
-        every = list(EncoderPlacement)
-        own = every.index(self.placement)
-        bounds = torch.tensor([own, -own], device=self._device)
-        dist.all_reduce(bounds, dist.ReduceOp.MAX, group=self._all)
-        most, least = bounds.tolist()
-        if most != -least:
-            names = " and ".join(repr(every[one].value) for one in (-least, most))
-            raise UsageError(f"ranks have the placements {names} of the image encoder: give all ranks the same one")
+
+def _agree_on(placement: str | EncoderPlacement) -> None:
+    """Raises UsageError on all ranks if they have different placements, which would wait for each other."""
+    if not dist.is_initialized():
+        return  # Pipeline says so
+    own = placement.value if isinstance(placement, EncoderPlacement) else str(placement)
+    told = [own] * dist.get_world_size()
+    dist.all_gather_object(told, own)
+    for rank, other in enumerate(told):
+        if other != told[0]:
+            raise UsageError(
+                f"rank 0 has the placement {told[0]!r} of the image encoder, rank {rank} has {other!r}: give all ranks "
+                "the same one"
+            )
