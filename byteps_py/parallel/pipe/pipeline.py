@@ -14,9 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from byteps_py.errors import PipelineError, UsageError
 from byteps_py.parallel.gradients import partial_norms, scale_gradients, total_norm
 from byteps_py.parallel.mesh.device_mesh import Mesh
+from byteps_py.parallel.pipe.failures import raise_failures
 from byteps_py.parallel.pipe.layout import PipelineLayout
 from byteps_py.parallel.pipe.losses import Losses, LossFunction, Outcome
-from byteps_py.parallel.pipe.plan import PipelinePlan, TiedParameter, agree, make_plan
+from byteps_py.parallel.pipe.plan import PipelinePlan, StagesFunction, TiedParameter, agree, make_plan
 from byteps_py.parallel.pipe.program import Action, ActionKind, Program, WeightRule
 from byteps_py.parallel.pipe.program_runner import ChannelKey, ProgramRunner, StepData
 from byteps_py.parallel.pipe.replicas import ReplicatedParameters
@@ -30,7 +31,6 @@ from byteps_py.parallel.pipe.weight_versions import EndlessActions, WeightVersio
 from byteps_py.parallel.pipe.wide_gradients import WideGradient, can_widen
 from byteps_py.parallel.tensor.layers import Shard
 from byteps_py.parallel.tensor.plan import sharded_parameters, tensor_parallel_group
-from byteps_py.wording import ranks_text
 
 
 class Pipeline:
@@ -49,7 +49,8 @@ class Pipeline:
 
     Args:
         model: an nn.Sequential, which ``split`` cuts into equal numbers of layers; or what ``split`` returns; or a list
-            with the module of each stage, in which those of other ranks may be None if stages share no parameters.
+            with the module of each stage, in which those of other ranks may be None if stages share no parameters; or
+            a function that returns one of these lists for the schedule's number of stages.
         schedule: a name (see `bps schedule`) or a Program; or "zero-bubble", "zb-v" or "dualpipev", which are torch's
             (torch_schedules.py).
         micro_batches: of a step.
@@ -70,7 +71,7 @@ class Pipeline:
 
     def __init__(
         self,
-        model: nn.Module | Sequence[nn.Module | None],
+        model: nn.Module | Sequence[nn.Module | None] | StagesFunction,
         schedule: str | Program = "dapple",
         micro_batches: int = 1,
         mesh: DeviceMesh | Mesh | None = None,
@@ -323,13 +324,17 @@ class Pipeline:
         data, each, own = StepData(), self.program.parts_of_micro_batch, set(self.stages)
         try:
             if 0 in own:
-                data.inputs = dict(enumerate(parts_of(inputs, self.program.micro_batches, each, "inputs"), first))
+                data.inputs = dict(enumerate(self._input_parts(inputs), first))
             if losses is not None and self.program.stages - 1 in own:
                 pieces = parts_of(targets, self.program.micro_batches, each, "targets")
                 data.loss_of = lambda output, part: losses.of(output, pieces[part - first])
         except UsageError as error:
             data.fail(error)
         return data
+
+    def _input_parts(self, inputs: Any) -> list[Any]:
+        """The parts of the first stage's inputs. Raises UsageError."""
+        return parts_of(inputs, self.program.micro_batches, self.program.parts_of_micro_batch, "inputs")
 
     def _outcome(self, data: StepData, losses: Losses) -> Outcome:
         """The sums over all ranks. Raises PipelineError if one of them has failed."""
@@ -341,15 +346,7 @@ class Pipeline:
         dist.all_reduce(own, group=self._all)
         total, count, counted, failed = own.tolist()
         if failed:
-            said: list[str | None] = [None] * dist.get_world_size(self._all)
-            mine = None if data.error is None else f"{type(data.error).__name__}: {data.error}"
-            dist.all_gather_object(said, mine, group=self._all)
-            by_text: dict[str, list[int]] = {}
-            for rank, text in zip(dist.get_process_group_ranks(self._all), said, strict=True):
-                if text is not None:
-                    by_text.setdefault(text, []).append(rank)
-            told = (f"{ranks_text(ranks)}: {text}" for text, ranks in by_text.items())
-            raise PipelineError("; ".join(told)) from data.error
+            raise_failures(data.error, self._all)
         loss = torch.tensor(total / count if count else 0.0, dtype=torch.float64, device=self._device)
         return Outcome(loss, count, bool(counted))
 

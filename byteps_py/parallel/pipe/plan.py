@@ -24,6 +24,9 @@ from byteps_py.parallel.pipe.split import SplitModel, split
 from byteps_py.parallel.pipe.stage_runner import MAIN
 from byteps_py.parallel.pipe.synchronisation import SyncMode, reductions
 
+#: The number of stages -> the module of each.
+StagesFunction = Callable[[int], Sequence[nn.Module | None]]
+
 
 class TiedParameter(NamedTuple):
     """A parameter that several stages use. ``names``: in the model, in each stage."""
@@ -65,7 +68,7 @@ class PipelinePlan:
 
 def make_plan(
     layout: PipelineLayout,
-    model: nn.Module | Sequence[nn.Module | None],
+    model: nn.Module | Sequence[nn.Module | None] | StagesFunction,
     schedule: str | Program,
     micro_batches: int,
     recompute: bool,
@@ -83,7 +86,11 @@ def make_plan(
         raise UsageError(f"{schedule.name} is torch's schedule: it has no recompute=True")
     if len(schedule.workers) != layout.workers:
         raise UsageError(f"the schedule is for {len(schedule.workers)} workers, the mesh has {layout.workers}")
-    modules = split(model, schedule.stages) if isinstance(model, nn.Module) else model
+    modules: Sequence[nn.Module | None]
+    if isinstance(model, nn.Module):
+        modules = split(model, schedule.stages)
+    else:
+        modules = model(schedule.stages) if callable(model) else model
     if len(modules) != schedule.stages:
         raise UsageError(f"{len(modules)} stages were given, the schedule has {schedule.stages}")
     for _, stage in schedule.stages_of(layout.worker):

@@ -38,7 +38,7 @@ def _layers(module: nn.Sequential, prefix: str) -> Iterator[tuple[str, nn.Module
             yield f"{prefix}{name}", child
 
 
-class SplitModel(list[nn.Sequential]):
+class SplitModel(list[nn.Module]):
     """The stages of a model, whose parameters have the names that they have in it."""
 
 

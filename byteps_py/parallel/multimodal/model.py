@@ -1,0 +1,166 @@
+"""A multimodal model: an image encoder, and a text model some of whose layers attend to the images.
+
+A layer of the text model that attends to images has the attribute ``attends_to_images = True`` and is called with
+(text, image tokens); the other layers are called with the text. Neither knows where the encoder runs. One thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from byteps_py.errors import UsageError
+from byteps_py.parallel.multimodal.encoded_images import EncodedImages, widened
+from byteps_py.parallel.multimodal.placement import EncoderPlacement
+from byteps_py.parallel.pipe.split import SplitModel, layers, split
+from byteps_py.parallel.pipe.trees import flatten
+
+
+class MultimodalModel(nn.Module):
+    """One process trains it as it is: ``model((images, text))``. MultimodalPipeline cuts it into stages.
+
+        class CrossAttention(nn.Module):
+            attends_to_images = True
+
+            def forward(self, text, image_tokens): ...
+
+        text_model = nn.Sequential(embedding, block, block, CrossAttention(), block, block, CrossAttention(), head)
+        for layer in text_model:
+            layer.requires_grad_(isinstance(layer, CrossAttention))
+        model = MultimodalModel(VisionTransformer(), text_model)
+
+    Args:
+        encoder: images -> image tokens, a floating-point tensor whose first dimension is that of the images.
+        text_model: an nn.Sequential, perhaps with others inside, between whose modules the model can be cut.
+        costs, cuts: of the text model's layers, by their names in it, for the cut into stages: see ``split``. Frozen
+            layers compute no gradients of weights, so they cost 2/3 of what they would; layers that attend to images
+            cost the more, the longer these are.
+
+    Raises UsageError if no layer attends to images.
+    """
+
+    def __init__(
+        self,
+        encoder: nn.Module,
+        text_model: nn.Sequential,
+        costs: Sequence[float] | Mapping[str, float] | None = None,
+        cuts: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__()
+        if not any(map(attends_to_images, layers(text_model).values())):
+            raise UsageError(
+                f"no layer of the text model attends to images; its layers: {', '.join(layers(text_model))}. Give one "
+                "the attribute attends_to_images = True"
+            )
+        self.encoder, self.text_model = encoder, text_model
+        self._costs, self._cuts = costs, cuts
+
+    def forward(self, inputs: tuple[Any, Any]) -> Any:
+        """``inputs``: (images, text). Returns the text model's output."""
+        images, text = inputs
+        tokens = widened(checked_tokens(self.encoder(images), images))
+        return apply_layers(layers(self.text_model).values(), text, lambda: tokens)
+
+    def stages(self, count: int, placement: EncoderPlacement, encoded: EncodedImages) -> SplitModel:
+        """The stages of a pipeline, whose parameters are those of this model and have the same names. ``encoded``: the
+        image tokens, unless these travel. Raises UsageError."""
+        pieces = split(self.text_model, count, self._costs, self._cuts)
+        travel = placement is EncoderPlacement.FIRST_STAGE
+        attending = [any(map(attends_to_images, layers(piece).values())) for piece in pieces]
+        last = max(stage for stage, attends in enumerate(attending) if attends)
+        return SplitModel(
+            MultimodalStage(
+                piece,
+                self.encoder if travel and not stage else None,
+                None if travel else encoded,
+                gives_images=stage < last,
+                is_last=stage == count - 1,
+            )
+            for stage, piece in enumerate(pieces)
+        )
+
+
+class MultimodalStage(nn.Module):
+    """Some layers of the text model, called with (text, images), or with the text alone after the last layer that
+    attends to images.
+
+    ``images`` are: raw ones for an ``encoder``, in the first stage; their tokens, if ``encoded`` is None; else the
+    number of the part whose tokens are in ``encoded``, a scalar. A stage returns what the next one is called with; the
+    last one the output. ``gives_images``: a later layer attends to images.
+    """
+
+    def __init__(
+        self,
+        text_model: nn.Module,
+        encoder: nn.Module | None,
+        encoded: EncodedImages | None,
+        *,
+        gives_images: bool,
+        is_last: bool,
+    ) -> None:
+        super().__init__()
+        self.encoder, self.text_model = encoder, text_model
+        self._encoded = encoded
+        self._gives_images, self._is_last = gives_images, is_last
+
+    def forward(self, value: tuple[Any, ...]) -> Any:
+        """See the class."""
+        text, *rest = value
+        images: Any = rest[0] if rest else None
+        if self.encoder is not None:
+            images = widened(checked_tokens(self.encoder(images), images))
+
+        def tokens() -> torch.Tensor:
+            return images if self._encoded is None else self._encoded.tokens(int(images))
+
+        text = apply_layers(layers(self.text_model).values(), text, tokens)
+        if self._is_last:
+            return text
+        return (text, images) if self._gives_images else (text,)
+
+
+def attends_to_images(layer: nn.Module) -> bool:
+    """Whether ``layer`` is called with the image tokens, too."""
+    return bool(getattr(layer, "attends_to_images", False))
+
+
+def apply_layers(modules: Iterable[nn.Module], text: Any, tokens: Callable[[], torch.Tensor]) -> Any:
+    """``text`` after these layers. Each one that attends to images gets tokens in the dtype of the text, which it alone
+    uses: so the gradients of several layers are summed in the dtype of ``tokens()``, also under autocast."""
+    for module in modules:
+        text = module(text, _in_dtype_of(text, tokens())) if attends_to_images(module) else module(text)
+    return text
+
+
+def _in_dtype_of(text: Any, tokens: torch.Tensor) -> torch.Tensor:
+    dtype = next((one.dtype for one in flatten(text)[0] if one.is_floating_point()), tokens.dtype)
+    # Autocast would keep the cast of a leaf for later layers, and sum their gradients in the lower precision.
+    return tokens.view_as(tokens) if dtype == tokens.dtype else tokens.to(dtype)
+
+
+def count_images(images: Any) -> int:
+    """The first dimension of all tensors in ``images``. Raises UsageError if these differ, or if there is none."""
+    counts = [one.shape[0] if one.dim() else 0 for one in flatten(images)[0]]
+    if not counts or len(set(counts)) > 1 or not counts[0]:
+        raise UsageError(
+            f"the first dimensions of the images are {counts}: give one or more tensors whose first dimension is the "
+            "number of images"
+        )
+    return counts[0]
+
+
+def checked_tokens(tokens: Any, images: Any) -> torch.Tensor:
+    """``tokens`` of an encoder. Raises UsageError if they are not those of as many images."""
+    count = count_images(images)
+    if not isinstance(tokens, torch.Tensor) or not tokens.is_floating_point():
+        found = tokens.dtype if isinstance(tokens, torch.Tensor) else type(tokens).__name__
+        raise UsageError(f"the image encoder returned {found}: it returns one floating-point tensor, the image tokens")
+    if not tokens.dim() or tokens.shape[0] != count:
+        raise UsageError(
+            f"the image encoder returned a tensor of shape {tuple(tokens.shape)} for {count} images: its first "
+            "dimension is to be that of the images"
+        )
+    return tokens
