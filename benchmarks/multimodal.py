@@ -1,7 +1,7 @@
 """The image encoder's share of a training step, for each of its placements, on real processes.
 
     python -m benchmarks.multimodal [--workers 4] [--micro-batches 8] [--rounds 5] [--json FILE]
-    python -m benchmarks.multimodal --encoder-forward-ms 5 --encoder-backward-ms 10 --kb 256
+    python -m benchmarks.multimodal --forward-ms 10 --backward-ms 20 --encoder-forward-ms 7 --encoder-backward-ms 14
 
 Layers compute by waiting: an autograd function sleeps in its forward and in its backward pass, for as long as there are
 micro-batches (or parts of one) in its input. So two cores are enough for four workers, and a step shows what the
@@ -240,11 +240,11 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--schedule", default="dapple")
-    parser.add_argument("--forward-ms", type=float, default=10.0, help="of a micro-batch at a stage of the text model")
-    parser.add_argument("--backward-ms", type=float, default=20.0)
-    parser.add_argument("--encoder-forward-ms", type=float, default=7.0, help="of a micro-batch's images")
-    parser.add_argument("--encoder-backward-ms", type=float, default=14.0)
-    parser.add_argument("--kb", type=float, default=256.0, help="of a micro-batch's image tokens")
+    parser.add_argument("--forward-ms", type=float, default=30.0, help="of a micro-batch at a stage of the text model")
+    parser.add_argument("--backward-ms", type=float, default=60.0)
+    parser.add_argument("--encoder-forward-ms", type=float, default=21.0, help="of a micro-batch's images")
+    parser.add_argument("--encoder-backward-ms", type=float, default=42.0)
+    parser.add_argument("--kb", type=float, default=64.0, help="of a micro-batch's image tokens")
     parser.add_argument("--text-kb", type=float, default=16.0, help="of a micro-batch between stages")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="of one turn")

@@ -83,6 +83,7 @@ def test_the_example(placement: str, is_slow: bool, request: pytest.FixtureReque
 def test_the_benchmark_measures_every_placement(tmp_path: Path) -> None:
     result = tmp_path / "result.json"
     options = ["--workers", "2", "--micro-batches", "2", "--rounds", "2", "--steps", "1", "--kb", "1"]
+    options += ["--forward-ms", "10", "--backward-ms", "20", "--encoder-forward-ms", "7", "--encoder-backward-ms", "14"]
     words = [sys.executable, "-m", "benchmarks.multimodal", *options, "--json", str(result)]
     ran = subprocess.run(
         words, cwd=ROOT, env=clean_environment(), timeout=280, check=False, capture_output=True, text=True

@@ -115,19 +115,26 @@ class PlacedEncoder:
                     torch.autograd.backward([self._output], [gradients.to(self._output.dtype)])
                 except Exception as caught:
                     error = caught
-            has_failed = torch.tensor([float(error is not None)], device=self._device)
-            dist.all_reduce(has_failed, group=self._everyone)
-            if has_failed.item():
-                raise_failures(error, self._everyone)
-            if self._replicas is not None:
-                self._replicas.launch()
-                self._replicas.finish()
+            self._sum(error)
         self.drop()
 
     def drop(self) -> None:
         """Free the tokens and the encoder's graph: the step has ended, or failed."""
         self._images.drop()
         self._output, self._is_encoded = None, False
+
+    def _sum(self, error: Exception | None) -> None:
+        """Sum the gradients of the encoder's copies. Raises PipelineError on all ranks if one of them has an error."""
+        has_failed = torch.tensor([float(error is not None)], device=self._device)
+        work = dist.all_reduce(has_failed, group=self._everyone, async_op=True)
+        if work is None:
+            raise RuntimeError("this rank is not in its own group")
+        if self._replicas is not None:
+            self._replicas.launch()  # at the same time: a failed step takes back what it has added
+            self._replicas.finish()
+        work.wait()
+        if has_failed.item():
+            raise_failures(error, self._everyone)
 
     def _computed(self, module: nn.Module, images: Any, parts: int) -> torch.Tensor:
         """The tokens of this rank's part of the images. Raises UsageError, and the errors of the encoder."""
