@@ -5,6 +5,7 @@
     tensor/                    tensor and sequence parallelism
     context/                   context parallelism
     pipe/                      pipelines
+    multimodal/                pipelines of text models that attend to images
     gradients, checkpoint      norms and checkpoints of models in parts
     numerics/                  comparing two runs bit by bit
 
@@ -17,7 +18,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from byteps_py.parallel import checkpoint, context, mesh, numerics, tensor
+    from byteps_py.parallel import checkpoint, context, mesh, multimodal, numerics, tensor
     from byteps_py.parallel.gradients import clip_grad_norm_
     from byteps_py.parallel.mesh.device_mesh import Mesh
     from byteps_py.parallel.pipe.pipeline import Pipeline
@@ -36,7 +37,7 @@ _HOMES = {
 }
 
 #: Imported when they are first used: ``bps.parallel.tensor.parallelize(…)``.
-_MODULES = frozenset({"checkpoint", "context", "mesh", "numerics", "tensor"})
+_MODULES = frozenset({"checkpoint", "context", "mesh", "multimodal", "numerics", "tensor"})
 
 __all__ = [
     "DistributedDataParallel",
@@ -46,6 +47,7 @@ __all__ = [
     "clip_grad_norm_",
     "context",
     "mesh",
+    "multimodal",
     "numerics",
     "pop",
     "split",
