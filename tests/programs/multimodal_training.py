@@ -24,9 +24,6 @@ from multimodal import LENGTH, LETTERS, SIDE, VisionTransformer, freeze, text_mo
 from byteps_py.errors import PipelineError, UsageError
 from byteps_py.parallel import checkpoint
 from byteps_py.parallel.multimodal import EncoderPlacement, MultimodalModel, MultimodalPipeline
-from byteps_py.parallel.multimodal.encoded_images import EncodedImages
-from byteps_py.parallel.multimodal.placed_encoder import PlacedEncoder
-from byteps_py.parallel.pipe.layout import PipelineLayout
 
 CLOSE = 1e-12
 WIDTH = 8
