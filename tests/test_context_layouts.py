@@ -71,7 +71,7 @@ def documents(row: list[int]) -> list[list[int]]:
 
 
 def pairs(row: list[int], is_causal: bool, window: int | None) -> list[list[bool]]:
-    """Which token sees which, from the definition."""
+    """The tokens that each token sees, from the definition."""
     document = [sum(token == EOS for token in row[:place]) for place in range(len(row))]
     return [
         [

@@ -1,4 +1,4 @@
-"""What tensor and context parallelism carry between two machines, by the services' counters: the formulas of
+"""The bytes that tensor and context parallelism carry between two machines, by the services' counters: the formulas of
 docs/parallelism.md. Without direct connections, so that the services carry everything."""
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ class _Parts:
         return cls(model.state_dict(), named, sharded_parameters(model))
 
     def saved(self, key: str, name: str, value: Any) -> dict[str, Any]:
-        """What this rank writes of the parameter ``name``, or of its optimizer's state."""
+        """The entries that this rank writes of the parameter ``name``, or of its optimizer's state."""
         shard = self.shards.get(name)
         if shard is None or not isinstance(value, torch.Tensor) or not value.dim():
             return {key: value}

@@ -1,4 +1,4 @@
-"""Which tokens attend to which: ``DocumentMask``. No process groups, no state: a mask is an argument of each call.
+"""The tokens that each token attends to: ``DocumentMask``. No process groups, no state: a mask is an argument of each call.
 
 Pure; any thread.
 """

@@ -88,7 +88,7 @@ class RingHop:
         return cls(dist.batch_isend_irecv([send, receive] if rank % 2 == 0 else [receive, send]), sent, received)
 
     def finish(self) -> torch.Tensor:
-        """What the rank before has sent. Raises the errors of the backend."""
+        """The tensor that the rank before has sent. Raises the errors of the backend."""
         for work in self.works:
             work.wait()
         return self.received

@@ -1,4 +1,4 @@
-"""Which tokens of a sequence each rank of a context-parallel group holds (Llama 3, section 4).
+"""The tokens of a sequence that each rank of a context-parallel group holds (Llama 3, section 4).
 
 A sequence is cut into 2 * cp chunks of one length, cp being the number of ranks. Rank i holds the chunks i and
 2 * cp - 1 - i: one early, one late chunk, so that all ranks have equal work under a causal mask.

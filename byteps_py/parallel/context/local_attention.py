@@ -51,7 +51,7 @@ def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Atte
 
 
 def visible(mask: DocumentMask, span: AttentionSpan, device: torch.device) -> torch.Tensor | None:
-    """Which keys (columns) each query (rows) of a span sees; None if all see all."""
+    """The keys (columns) that each query (rows) of a span sees; None if all see all."""
     if mask.hides_none(span.queries, span.keys):
         return None
     queries = torch.arange(span.queries.start, span.queries.stop, device=device).unsqueeze(1)

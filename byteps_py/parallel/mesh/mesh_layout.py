@@ -1,4 +1,4 @@
-"""Which rank has which place in a mesh: sizes, coordinates, groups, and the machines that groups span.
+"""The place of each rank in a mesh: sizes, coordinates, groups, and the machines that groups span.
 
 A pure core: it needs neither torch nor process groups. Any thread.
 """

@@ -1,4 +1,4 @@
-"""Where the image encoder of a multimodal model runs, and which share of a step it takes. Pure; any thread.
+"""The placements of the image encoder of a multimodal model, and its share of a step. Pure; any thread.
 
 The three placements are those of Llama 3 (Chu et al., 2025, section 3.2.1, figure 6).
 """

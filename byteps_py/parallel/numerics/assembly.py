@@ -82,7 +82,7 @@ def assemble(pieces: Sequence[TensorPiece], sizes: Mapping[str, int]) -> list[As
 
 
 def missing_parts(pieces: Sequence[TensorPiece], sizes: Mapping[str, int]) -> str:
-    """Which ranks have not recorded their parts of a tensor, for a message; "" if all have."""
+    """The ranks that have not recorded their parts of a tensor, for a message; "" if all have."""
     for dimension in pieces[0].record.placements:
         groups: dict[tuple[tuple[str, int], ...], set[int]] = {}
         for piece in pieces:

@@ -227,7 +227,7 @@ class _SideRecords:
         return key in self.groups and not missing_parts(self.groups[key], self.sizes)
 
     def missing(self, other: _SideRecords) -> list[MissingTensor]:
-        """What the other side has and this one has not; also parts that ranks of this side have not recorded."""
+        """Tensors of the other side that this one lacks; also parts that ranks of this side have not recorded."""
         return [
             MissingTensor(key, missing_parts(self.groups[key], self.sizes) if key in self.groups else "")
             for key in other.ordered()

@@ -130,7 +130,7 @@ class Recorder:
             self._record_parameter(REDUCTION, None, name, gradient)
 
     def step_done(self) -> None:
-        """Record the parameters after the optimizer's step. What follows belongs to the next step."""
+        """Record the parameters after the optimizer's step. Later records belong to the next step."""
         for name, parameter in self._parameters():
             self._record_parameter(UPDATE, None, name, parameter)
         self._writer.flush()
