@@ -1,4 +1,4 @@
-"""The tokens that each token attends to: ``DocumentMask``. No process groups, no state: a mask is an argument of each call.
+"""The tokens that each token attends to: ``DocumentMask``. A mask is an argument of each call: no groups, no state.
 
 Pure; any thread.
 """
