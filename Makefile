@@ -1,5 +1,5 @@
 # make demo: train on this machine through summation servers.  make test: the test suite.
-# make test-slow: the rest of it: full matrices, many seeds, whole trainings.
+# make test-slow: the rest of it: full matrices, many seeds, whole trainings. make test-long: the largest cases of these.
 # All create .venv and install what they need.
 # torch comes from the index of its CPU builds; TORCH_INDEX= takes that of your own pip configuration instead. From PyPI,
 # torch for Linux brings gigabytes of CUDA libraries.
@@ -17,7 +17,7 @@ TORCH_RANGE ?= 2.8.0 2.15.0
 
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
-.PHONY: demo test test-slow torch torch-range check lint types proto format clean install fuzz chaos
+.PHONY: demo test test-slow test-long torch torch-range check lint types proto format clean install fuzz chaos
 
 environment = test -x $(BIN)/pip || { $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	|| { echo "byteps_py needs Python 3.11 or newer; set PYTHON=…"; exit 1; }; $(PYTHON) -m venv $(VENV); }
@@ -50,6 +50,9 @@ test: install
 
 test-slow: install
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(JOBS) -m slow
+
+test-long: install
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(JOBS) -m long
 
 torch-range: $(addprefix torch-,$(TORCH_RANGE))
 

@@ -15,7 +15,7 @@ _WELL = re.compile(r"^\d: \d+ calls: all is well; (\d+) sums in messages, (\d+) 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    ("seed", "calls"), [(3, FEW), *(pytest.param(seed, MANY, marks=pytest.mark.slow) for seed in (1, 2))]
+    ("seed", "calls"), [(3, FEW), *(pytest.param(seed, MANY, marks=pytest.mark.long) for seed in (1, 2))]
 )
 @pytest.mark.parametrize(
     "options", [pytest.param("-np 2", marks=pytest.mark.slow), "-np 4", "-np 2 --machines 2 --servers 1"]

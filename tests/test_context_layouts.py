@@ -141,7 +141,7 @@ def check(found: list[torch.Tensor], wanted: list[torch.Tensor], what: Any) -> N
     "seeds",
     [
         range(100),
-        *(pytest.param(range(start, start + 300), marks=pytest.mark.slow) for start in range(100, 1000, 300)),
+        *(pytest.param(range(start, start + 300), marks=pytest.mark.long) for start in range(100, 1000, 300)),
     ],
     ids=str,
 )

@@ -24,7 +24,7 @@ def check(arguments: list[str], ranks: int, cases: str, **variables: str) -> Non
     ("layout", "cases"),
     [
         ("-np 2", "equal groups_of_two sequences half_precision trains losses images bad_input"),
-        ("-np 4", "equal groups_of_two sequences trains losses"),
+        pytest.param("-np 4", "equal groups_of_two sequences trains losses", marks=pytest.mark.slow),
         ("-np 1 --machines 2 --servers 1", "equal sequences trains losses"),
         pytest.param("-np 3", "equal sequences half_precision trains losses bad_input", marks=pytest.mark.slow),
         pytest.param("-np 2 --machines 2 --servers 1", "equal groups_of_two trains losses", marks=pytest.mark.slow),
@@ -37,7 +37,7 @@ def test_beside_one_process(layout: str, cases: str) -> None:
     check(["byteps_py.launch", *words, sys.executable], ranks, cases)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.timeout(180)
 def test_on_gloo(ranks: int) -> None:
     """And what travels: this backend's operations can be seen there."""

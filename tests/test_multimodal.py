@@ -39,11 +39,11 @@ def launch(ranks: int, *words: str) -> list[str]:
     ("ranks", "copies", "cases"),
     [
         (2, 1, "equal raises refused low_precision frozen_encoder checkpoints"),
-        (4, 2, "equal raises"),
-        (4, 1, "frozen_encoder checkpoints"),
-        pytest.param(4, 1, "equal raises refused low_precision", marks=pytest.mark.slow),
-        pytest.param(4, 2, "refused low_precision frozen_encoder checkpoints", marks=pytest.mark.slow),
-        pytest.param(1, 1, "raises frozen_encoder", marks=pytest.mark.slow),
+        pytest.param(4, 2, "equal raises", marks=pytest.mark.slow),
+        pytest.param(4, 1, "frozen_encoder checkpoints", marks=pytest.mark.slow),
+        pytest.param(4, 1, "equal raises refused low_precision", marks=pytest.mark.long),
+        pytest.param(4, 2, "refused low_precision frozen_encoder checkpoints", marks=pytest.mark.long),
+        pytest.param(1, 1, "raises frozen_encoder", marks=pytest.mark.long),
     ],
 )
 @pytest.mark.timeout(300)
@@ -65,12 +65,11 @@ def test_on_gloo() -> None:
 
 
 @pytest.mark.parametrize(
-    ("placement", "is_slow"), [("replicated", False), ("preprocessing", True), ("first-stage", True)]
+    "placement",
+    ["replicated", *(pytest.param(one, marks=pytest.mark.long) for one in ("preprocessing", "first-stage"))],
 )
 @pytest.mark.timeout(180)
-def test_the_example(placement: str, is_slow: bool, request: pytest.FixtureRequest) -> None:
-    if is_slow and "slow" not in request.config.getoption("-m"):
-        pytest.skip("of make test-slow")
+def test_the_example(placement: str) -> None:
     small = ["--steps", "4", "--text-steps", "3", "--batch-size", "8", "--width", "16", "--groups", "2", "--check"]
     with command(*launch(2, EXAMPLE, "--placement", placement, *small), OMP_NUM_THREADS="1") as job:
         assert job.end() == 0, job.text

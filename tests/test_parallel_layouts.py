@@ -21,14 +21,18 @@ EXAMPLE = str(ROOT / "examples" / "llama.py")
         pytest.param("-np 2 --machines 2 --servers 1", "2x1x2x1 1x2x2x1 2x1x1x2 1x2x1x2:zero2", marks=pytest.mark.slow),
         pytest.param(
             "-np 8",
-            "2x2x2x1 2x1x2x2 1x2x2x2:zero1 4x1x2x1:no_sequence_parallel=1 2x2x1x2:zero2 1x2x2x2:zero2 "
-            "2x1x2x2:schedule=interleaved 1x1x8x1 8x1x1x1 1x4x1x2:hsdp",
+            "2x2x2x1 2x1x2x2 1x2x2x2:zero1 4x1x2x1:no_sequence_parallel=1",
             marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "-np 8",
+            "2x2x1x2:zero2 1x2x2x2:zero2 2x1x2x2:schedule=interleaved 1x1x8x1 8x1x1x1 1x4x1x2:hsdp",
+            marks=pytest.mark.long,
         ),
         pytest.param(
             "-np 4 --machines 2 --servers 1", "2x2x2x1 2x1x2x2 1x2x2x2 4x1x2x1:tied=1", marks=pytest.mark.slow
         ),
-        pytest.param("-np 4", "1x1x4x1:schedule=chimera:micro_batches=4 4x1x1x1 1x4x1x1", marks=pytest.mark.slow),
+        pytest.param("-np 4", "1x1x4x1:schedule=chimera:micro_batches=4 4x1x1x1 1x4x1x1", marks=pytest.mark.long),
     ],
 )
 @pytest.mark.timeout(400)
@@ -43,7 +47,7 @@ def test_beside_one_process(layout: str, cases: str) -> None:
         assert job.text.count(f"{case}: right") == ranks * (1 + (number > 0)), job.text
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_on_gloo() -> None:
     cases = "2x2x1x1 1x1x2x2:zero2"

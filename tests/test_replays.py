@@ -25,7 +25,7 @@ def given(sender: int, round_: int, origin: object, flags: int = 0) -> Contribut
     return Contribution(header_for(sender, bytes(64), round=round_, flags=flags), origin, 64)
 
 
-@pytest.mark.parametrize("replays", [20_000, pytest.param(REPLAYS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("replays", [20_000, pytest.param(REPLAYS, marks=pytest.mark.long)])
 def test_replayed_pushes_change_no_sum(replays: int) -> None:
     """While the round collects, while it is reduced and after it: from the same connection and from another."""
     rounds: Rounds[Contribution] = Rounds(4096)
@@ -57,7 +57,7 @@ def test_replayed_pushes_change_no_sum(replays: int) -> None:
     assert rounds.counters.rounds == 1
 
 
-@pytest.mark.parametrize("replays", [500, pytest.param(REPLAYS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("replays", [500, pytest.param(REPLAYS, marks=pytest.mark.long)])
 def test_replayed_pushes_over_a_connection_change_no_sum(replays: int) -> None:
     with Server(SETTINGS) as server:
         zero, one = server.machine(0), server.machine(1)

@@ -129,7 +129,7 @@ def test_a_future_round_of_an_unused_key_is_not_added(server: Server, future: in
 
 
 @pytest.mark.parametrize(
-    ("keys", "most"), [(3000, 1000), pytest.param(1_000_000, AdmissionLimit.most_keys, marks=pytest.mark.slow)]
+    ("keys", "most"), [(3000, 1000), pytest.param(1_000_000, AdmissionLimit.most_keys, marks=pytest.mark.long)]
 )
 @pytest.mark.timeout(1200)
 def test_keys_that_a_machine_makes_up_take_a_bounded_memory(server: Server, keys: int, most: int) -> None:
