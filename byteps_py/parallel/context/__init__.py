@@ -6,14 +6,32 @@ gathered                attention with keys and values of all ranks gathered
 ring                    attention with keys and values that travel from rank to rank
 token_loss              the mean over the tokens of all ranks
 balance                 how evenly a batch is spread, and the bytes that are sent
+
+Functions that need torch are imported when they are first used.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from byteps_py.parallel.context.balance import ContextBalance, balance, gathered_bytes
 from byteps_py.parallel.context.document_mask import DocumentMask
-from byteps_py.parallel.context.gathered import attention
-from byteps_py.parallel.context.ring import ring_attention
-from byteps_py.parallel.context.sequences import positions, shard_sequence, unshard_sequence
-from byteps_py.parallel.context.token_loss import token_mean_loss
+
+if TYPE_CHECKING:
+    from byteps_py.parallel.context.gathered import attention
+    from byteps_py.parallel.context.ring import ring_attention
+    from byteps_py.parallel.context.sequences import positions, shard_sequence, unshard_sequence
+    from byteps_py.parallel.context.token_loss import token_mean_loss
+
+_HOMES = {
+    "attention": "gathered",
+    "positions": "sequences",
+    "ring_attention": "ring",
+    "shard_sequence": "sequences",
+    "token_mean_loss": "token_loss",
+    "unshard_sequence": "sequences",
+}
 
 __all__ = [
     "ContextBalance",
@@ -27,3 +45,10 @@ __all__ = [
     "token_mean_loss",
     "unshard_sequence",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return value

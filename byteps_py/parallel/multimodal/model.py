@@ -135,10 +135,10 @@ def apply_layers(modules: Iterable[nn.Module], text: Any, tokens: Callable[[], t
     return text
 
 
-def _in_dtype_of(text: Any, tokens: torch.Tensor) -> torch.Tensor:
-    dtype = next((one.dtype for one in flatten(text)[0] if one.is_floating_point()), tokens.dtype)
+def _in_dtype_of(text: Any, images: torch.Tensor) -> torch.Tensor:
+    dtype = next((one.dtype for one in flatten(text)[0] if one.is_floating_point()), images.dtype)
     # Autocast would keep the cast of a leaf for later layers, and sum their gradients in the lower precision.
-    return tokens.view_as(tokens) if dtype == tokens.dtype else tokens.to(dtype)
+    return images.view_as(images) if dtype == images.dtype else images.to(dtype)
 
 
 def count_images(images: Any) -> int:
