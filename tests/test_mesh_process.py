@@ -28,6 +28,7 @@ def test_on_real_processes(layout: str, backend: str, ranks: int, cases: str) ->
         assert job.text.count(f"{case}: right") == ranks, job.text
 
 
+@pytest.mark.slow
 def test_under_torchrun() -> None:
     arguments = ["-m", "torch.distributed.run", "--nproc-per-node", "4", PROGRAM, "groups"]
     with command(sys.executable, *arguments, PYTHONWARNINGS="ignore", OMP_NUM_THREADS="1", TEST_BACKEND="gloo") as job:
