@@ -32,7 +32,7 @@ CLOSE_AFTER_STEPS = 1e-8
 #: The first run of a layout with this option is of a model whose output layer is tied to its embedding.
 TIED = "tied=1"
 ROWS, CONTEXT = 8, 32
-OPTIONS = LlamaOptions(vocabulary=300, width=16, layers=5, heads=8, kv_heads=4, feed_forward=24, eos_id=3)
+OPTIONS = LlamaOptions(vocabulary=300, width=16, layers=6, heads=8, kv_heads=4, feed_forward=24, eos_id=3)
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
