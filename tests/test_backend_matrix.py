@@ -25,7 +25,7 @@ FEATURES = [
         pytest.param(1, 4, 2, marks=pytest.mark.slow),
         pytest.param(2, 2, 0, marks=pytest.mark.slow),
         pytest.param(2, 2, 2, marks=pytest.mark.slow),
-        pytest.param(4, 1, 0, marks=pytest.mark.slow),
+        pytest.param(4, 1, 0, marks=pytest.mark.long),
     ],
 )
 def test_all_features(machines: int, ranks: int, servers: int) -> None:

@@ -90,7 +90,7 @@ def test_public_calls_are_measured_beside_gloo_and_an_echo(tmp_path: Path, calls
 
 
 @needs_namespaces
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(420)
 def test_each_size_has_a_table_beside_theory(tmp_path: Path) -> None:
     options = ["--workers", "2", "--servers", "1", "--mbit", "400", "--mb", "0.5", "9", "--rounds", "1"]
