@@ -90,7 +90,7 @@ def test_the_benchmark_measures_every_placement(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr
     rows: list[dict[str, Any]] = json.loads(result.read_text())
     assert [row["encoder"] for row in rows] == ["none", "first-stage", "preprocessing", "replicated"]
-    # What is predicted is at least as long as the waits: 10 + 20 ms of the text model, 7 + 14 ms of the encoder, m = p = 2.
+    # No prediction is below the waits: 10 + 20 ms of the text model, 7 + 14 ms of the encoder, m = p = 2.
     for row, least_s in zip(rows, (0.09, 0.125, 0.132, 0.111), strict=True):
         assert min(row["rounds_s"]) > 0
         assert row["predicted_s"] >= least_s
