@@ -26,7 +26,7 @@ EXAMPLE = str(ROOT / "examples" / "llama.py")
         ),
         pytest.param(
             "-np 8",
-            "2x2x1x2:zero2 1x2x2x2:zero2 2x1x2x2:schedule=interleaved 1x1x8x1 8x1x1x1 1x4x1x2:hsdp",
+            "2x2x1x2:zero2 1x2x2x2:zero2 2x1x2x2:schedule=interleaved 1x1x8x1 1x4x1x2:hsdp",
             marks=pytest.mark.long,
         ),
         pytest.param(
