@@ -34,6 +34,11 @@ class LlamaOptions:
     eos_id: int | None = None
     tied: bool = False
 
+    def __post_init__(self) -> None:
+        if self.width % (2 * self.heads):
+            fits = -(-self.width // (2 * self.heads)) * 2 * self.heads
+            raise ValueError(f"width {self.width} is no multiple of 2 * {self.heads} heads: take {fits}")
+
 
 @dataclass
 class Groups:
