@@ -101,7 +101,7 @@ class Trainer:
 def shard(stage: nn.Module, mesh: Mesh, is_hybrid: bool) -> None:
     """FSDP2: the ranks of "dp" and "cp" have parts of each layer's parameters, gradients and states. Hybrid: those of
     "cp" have, and those of "dp" are copies. Parameters stay whole between the passes (ZeRO-2)."""
-    dimensions = mesh.device_mesh["dp", "cp"] if is_hybrid else mesh.submesh("dp", "cp")
+    dimensions = mesh.submesh("dp", "cp", flat=not is_hybrid)
     layers = list(stage.children())
     for layer in layers:
         fully_shard(layer, mesh=dimensions, reshard_after_forward=False)
@@ -147,6 +147,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--check", action="store_true", help="compare the losses with those of one process")
     parser.add_argument("--json", metavar="FILE", help="write the losses of all steps")
     arguments = parser.parse_args()
+    if arguments.data == "hsdp" and arguments.cp == 1:
+        parser.error("--data hsdp shares parameters among the ranks of --cp: give --cp 2 or more, or --data zero2")
     arguments.dtype = torch.float64 if arguments.float64 else torch.float32
     return arguments
 

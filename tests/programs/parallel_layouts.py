@@ -5,6 +5,7 @@ before. Arguments: layouts, as "TPxCPxPPxDP:DATA:OPTION…". Prints "LAYOUT: rig
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shutil
 import sys
@@ -61,6 +62,16 @@ def named(trainer: Trainer) -> Iterator[tuple[str, nn.Parameter, Shard | None]]:
         yield name.removeprefix("module."), parameter, shards.get(name)
 
 
+def check_sharded(trainer: Trainer, data: str, mesh: Mesh) -> None:
+    """FSDP2 has cut every parameter for as many ranks as the layout says."""
+    parts = {"zero2": mesh.dp * mesh.cp, "hsdp": mesh.cp}.get(data, 1)
+    for name, parameter, _ in named(trainer):
+        placements = parameter.placements if isinstance(parameter, DTensor) else ()
+        mesh_of = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        cut = [mesh_of.size(dim) for dim, one in enumerate(placements) if one.is_shard() and mesh_of is not None]
+        assert math.prod(cut) == parts, f"{name} is cut for {cut} ranks, not {parts}"
+
+
 def check_gradients(trainer: Trainer, expected: dict[str, torch.Tensor]) -> None:
     for name, parameter, shard in named(trainer):
         own, whole = parameter.grad, expected[name]
@@ -91,6 +102,7 @@ def run(layout: str, number: int, folder: str, reference: OneProcess) -> None:
     others = [one for one in others if one != TIED]
     mesh = Mesh(*(int(one) for one in sizes.split("x")))
     trainer = Trainer(reference.options, mesh, arguments_of(data, others))
+    check_sharded(trainer, data, mesh)
     model = trainer.pipe or getattr(trainer.model, "module", trainer.model)
     if number:
         checkpoint.load(model, f"{folder}/{number - 1}", trainer.optimizer)
