@@ -14,8 +14,9 @@ Classes that need torch are imported when they are first used: `bps schedule` ne
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from byteps_py.lazy_imports import importer
 
 if TYPE_CHECKING:
     from byteps_py.parallel import checkpoint, context, mesh, multimodal, numerics, tensor
@@ -56,10 +57,4 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return importlib.import_module(f"{__name__}.{name}")
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
-    return value
+__getattr__ = importer(__name__, {**_HOMES, **dict.fromkeys(_MODULES, "")})

@@ -82,7 +82,6 @@ def load(
                     entries[entry] = stored.empty(key, parameter)
                     targets[key] = name, entries[entry]
     with torch.no_grad():
-        # Gathers as few pieces as possible at a time would need a read for each; all are read at once.
         pieces = {key: stored.pieces(key, tensor, parts.shards.get(name)) for key, (name, tensor) in targets.items()}
         state = {one.key: one.tensor for each in pieces.values() for one in each}
         state_dict_loader.load(state, storage_reader=reader, process_group=group)

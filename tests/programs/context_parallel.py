@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from cases import case, run
 from torch import nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
@@ -26,13 +26,6 @@ from byteps_py.parallel.context.token_loss import token_mean_loss
 CLOSE = 1e-12
 EOS, VOCABULARY, WIDTH, HEADS, KV_HEADS = 2, 11, 12, 6, 2
 MASKED = -100
-Case = Callable[[], None]
-CASES: dict[str, Case] = {}
-
-
-def case(function: Case) -> Case:
-    CASES[function.__name__] = function
-    return function
 
 
 def generator() -> torch.Generator:
@@ -346,9 +339,4 @@ def traffic() -> None:
 
 if __name__ == "__main__":
     torch.set_default_dtype(torch.float64)
-    torch.set_num_threads(1)
-    dist.init_process_group(os.environ.get("TEST_BACKEND", "byteps"))
-    for name in sys.argv[1:] or CASES:
-        CASES[name]()
-        print(f"{name}: right", flush=True)
-    dist.destroy_process_group()
+    run(sys.argv[1:])

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import os
 import shutil
 import sys
 import tempfile
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from cases import case, run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -30,14 +30,7 @@ WIDTH = 8
 #: Stages of frozen layers alone: one before all layers that attend to images, and one between them.
 CUTS = {4: ["2", "3", "5"]}
 PLACEMENTS = [each.value for each in EncoderPlacement]
-Case = Callable[[], None]
-CASES: dict[str, Case] = {}
 generator = torch.Generator()
-
-
-def case(function: Case) -> Case:
-    CASES[function.__name__] = function
-    return function
 
 
 def workers() -> int:
@@ -327,13 +320,11 @@ def checkpoints() -> None:
         shutil.rmtree(path[0])
 
 
+def seed() -> None:
+    generator.manual_seed(1)
+
+
 if __name__ == "__main__":
     COPIES = int(sys.argv[1])
     torch.set_default_dtype(torch.float64)
-    torch.set_num_threads(1)
-    dist.init_process_group(os.environ.get("TEST_BACKEND", "byteps"))
-    for name in sys.argv[2:] or CASES:
-        generator.manual_seed(1)
-        CASES[name]()
-        print(f"{name}: right", flush=True)
-    dist.destroy_process_group()
+    run(sys.argv[2:], seed)

@@ -4,16 +4,16 @@ and the names of cases. Prints "NAME: right" on each rank."""
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from cases import case, run
 from pipe_models import HIDDEN, gpt, next_token_loss, perceptrons, tokens
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -25,13 +25,6 @@ from byteps_py.parallel import checkpoint
 
 CLOSE = 1e-12
 mse = nn.functional.mse_loss
-Case = Callable[[], None]
-CASES: dict[str, Case] = {}
-
-
-def case(function: Case) -> Case:
-    CASES[function.__name__] = function
-    return function
 
 
 def workers() -> int:
@@ -672,9 +665,4 @@ def checkpoints() -> None:
 if __name__ == "__main__":
     COPIES = int(sys.argv[1])
     torch.set_default_dtype(torch.float64)
-    torch.set_num_threads(1)
-    dist.init_process_group(os.environ.get("TEST_BACKEND", "byteps"))
-    for name in sys.argv[2:] or CASES:
-        CASES[name]()
-        print(f"{name}: right", flush=True)
-    dist.destroy_process_group()
+    run(sys.argv[2:])

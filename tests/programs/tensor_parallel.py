@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import os
 import re
 import sys
 from collections.abc import Callable
@@ -14,24 +13,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from cases import case, run
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional
 
 import byteps_py.torch  # noqa: F401  (the backend)
 from byteps_py.errors import UsageError
-from byteps_py.parallel import tensor
-from byteps_py.parallel.tensor import regions
+from byteps_py.parallel import collectives, tensor
 
 CLOSE = 1e-12
 #: Not the same number of tokens on all ranks, and none on the last of four.
 VOCABULARY = 300
-CASES: dict[str, Callable[[], None]] = {}
-
-
-def case(function: Callable[[], None]) -> Callable[[], None]:
-    CASES[function.__name__] = function
-    return function
 
 
 def group() -> dist.ProcessGroup:
@@ -219,8 +212,8 @@ class Words(contextlib.AbstractContextManager["Words"]):
 
     def __enter__(self) -> Words:
         self._replace("all_reduce", lambda one, *_: 2 * one.numel())
-        self._replace(regions.ALL_GATHER, lambda output, _: output.numel())
-        self._replace(regions.REDUCE_SCATTER, lambda _, given: given.numel())
+        self._replace(collectives.ALL_GATHER, lambda output, _: output.numel())
+        self._replace(collectives.REDUCE_SCATTER, lambda _, given: given.numel())
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -374,14 +367,5 @@ def refused() -> None:
     refuses("pad its 3", tensor.split_along, torch.zeros(3, 3), group(), 0)
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(os.environ.get("TEST_BACKEND", "byteps"))
-    for name in sys.argv[1:] or CASES:
-        CASES[name]()
-        print(f"{name}: right", flush=True)
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    run(sys.argv[1:])

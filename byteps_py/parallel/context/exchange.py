@@ -13,10 +13,7 @@ import torch
 import torch.distributed as dist
 
 from byteps_py.errors import UsageError
-
-# torch 2.13 renamed both.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from byteps_py.parallel.collectives import all_gather_single, reduce_scatter_single
 
 
 def place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:
@@ -38,7 +35,7 @@ def all_gather_sequences(tensors: Sequence[torch.Tensor], dim: int, group: dist.
     size = dist.get_world_size(group)
     own = torch.cat([tensor.reshape(-1) for tensor in tensors])
     gathered = own.new_empty(size * own.numel())
-    _all_gather(gathered, own, group=group)
+    all_gather_single(gathered, own, group)
     by_rank = gathered.view(size, -1).split([tensor.numel() for tensor in tensors], dim=1)
     return [
         in_order([piece.view(tensor.shape) for piece in pieces], dim)
@@ -52,7 +49,7 @@ def reduce_scatter_sequences(tensors: Sequence[torch.Tensor], dim: int, group: d
     pieces = [by_rank(tensor, dim, size) for tensor in tensors]
     whole = torch.cat([piece.reshape(-1) for rank in range(size) for piece in (one[rank] for one in pieces)])
     own = whole.new_empty(whole.numel() // size)
-    _reduce_scatter(own, whole, group=group)
+    reduce_scatter_single(own, whole, group)
     parts = own.split([one[0].numel() for one in pieces])
     return [part.view(one[0].shape) for part, one in zip(parts, pieces, strict=True)]
 

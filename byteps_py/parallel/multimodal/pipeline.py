@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from byteps_py.errors import UnsupportedError, UsageError
+from byteps_py.parallel.mesh.device_mesh import Mesh
 from byteps_py.parallel.multimodal.encoded_images import EncodedImages
 from byteps_py.parallel.multimodal.model import MultimodalModel
 from byteps_py.parallel.multimodal.placed_encoder import PlacedEncoder, images_of
@@ -62,7 +63,7 @@ class MultimodalPipeline(Pipeline):
         model: MultimodalModel,
         schedule: str | Program = "dapple",
         micro_batches: int = 1,
-        mesh: DeviceMesh | None = None,
+        mesh: DeviceMesh | Mesh | None = None,
         *,
         placement: str | EncoderPlacement = EncoderPlacement.REPLICATED,
         recompute: bool = False,

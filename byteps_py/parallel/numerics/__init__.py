@@ -9,9 +9,9 @@ Classes that need torch are imported when they are first used: `bps numerics com
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from byteps_py.lazy_imports import importer
 from byteps_py.parallel.numerics.records import (
     RankLayout,
     RecordRule,
@@ -68,8 +68,4 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    return value
+__getattr__ = importer(__name__, {name: f"{__name__}.{home}" for name, home in _HOMES.items()})

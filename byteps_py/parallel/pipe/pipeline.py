@@ -103,7 +103,7 @@ class Pipeline:
         self._torch: TorchSchedule | None = None
         if plan.is_torchs:
             self._torch = TorchSchedule(plan.program, self.stages, self._device, self._workers)
-        self._half = list(map(WideGradient, filter(can_widen, self.parameters()))) if float32_gradients else []
+        self._float32_gradients = float32_gradients
         self._stale = self._new_stale_steps() if plan.program.rule is not WeightRule.SYNCHRONOUS else None
         self._plan = plan.of_worker(layout.worker)
 
@@ -142,14 +142,15 @@ class Pipeline:
         before = [(parameter, parameter.grad) for parameter in self.parameters()]
         for parameter, _ in before:
             parameter.grad = None
-        for half in self._half:
-            half.widen()
+        half = [WideGradient(one) for one, _ in before if self._float32_gradients and can_widen(one)]
+        for one in half:
+            one.widen()
         losses = Losses(loss_fn, scale / (self.program.parts * self._layout.copies))
         try:
             outcome = self._pass_all(inputs, targets, losses)
         except BaseException:
-            for half in self._half:
-                half.discard()
+            for one in half:
+                one.discard()
             for parameter, gradient in before:
                 parameter.grad = gradient
             raise
@@ -157,8 +158,8 @@ class Pipeline:
             for parameter, _ in before:
                 if parameter.grad is not None:
                     parameter.grad.mul_(scale / outcome.terms if outcome.terms else 0.0)
-        for half in self._half:
-            half.narrow()
+        for one in half:
+            one.narrow()
         for parameter, gradient in before:
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)

@@ -16,17 +16,19 @@ are in the order of the ranks, the same bits on all. One thread.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from byteps_py.errors import UsageError
+from byteps_py.parallel.collectives import all_gather_single, reduce_scatter_single
 
 Group = dist.ProcessGroup | None
-#: The names in torch 2.13 and later, or those before.
-ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+#: A change of place: (tensor, group) -> tensor, some with ``dim``.
+_Move = Callable[..., torch.Tensor]
 
 
 def size_of(group: Group) -> int:
@@ -41,34 +43,34 @@ def rank_in(group: Group) -> int:
 
 def copy_to_ranks(tensor: torch.Tensor, group: Group) -> torch.Tensor:
     """f: each rank uses ``tensor``, which is the same on all, in a computation of its own; gradients are summed."""
-    return tensor if size_of(group) == 1 else _run(_Copy, tensor, group)
+    return _conjugate(tensor, group, _same, all_reduced)
 
 
 def reduce_from_ranks(tensor: torch.Tensor, group: Group) -> torch.Tensor:
     """g: the sum of the ranks' ``tensor``, on all; the gradient of the sum is that of each of them."""
-    return tensor if size_of(group) == 1 else _run(_Reduce, tensor, group)
+    return _conjugate(tensor, group, all_reduced, _same)
 
 
 def gather_along(tensor: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
     """The ranks' parts, joined along ``dim``, for computations that differ among ranks; gradients are summed."""
-    return tensor if size_of(group) == 1 else _run(_Gather, tensor, group, dim)
+    return _conjugate(tensor, group, all_gathered, reduce_scattered, dim=dim)
 
 
 def reduce_scatter_along(tensor: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
     """This rank's part, along ``dim``, of the sum of the ranks' ``tensor``. Raises UsageError if the number of ranks
     does not divide it."""
-    return tensor if size_of(group) == 1 else _run(_ReduceScatter, tensor, group, dim)
+    return _conjugate(tensor, group, reduce_scattered, all_gathered, dim=dim)
 
 
 def split_along(tensor: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
     """This rank's part, along ``dim``, of a ``tensor`` that all ranks have. Raises UsageError if the number of ranks
     does not divide it."""
-    return tensor if size_of(group) == 1 else _run(_Split, tensor, group, dim)
+    return _conjugate(tensor, group, own_part, all_gathered, dim=dim)
 
 
 def collect_along(tensor: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
     """The ranks' parts, joined along ``dim``, for computations that are the same on all ranks."""
-    return tensor if size_of(group) == 1 else _run(_Collect, tensor, group, dim)
+    return _conjugate(tensor, group, all_gathered, own_part, dim=dim)
 
 
 # ---- collectives ---------------------------------------------------------------------------------------------------
@@ -87,7 +89,7 @@ def all_gathered(tensor: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
     ranks = size_of(group)
     own = tensor.detach().contiguous()
     parts = own.new_empty((ranks, *own.shape))
-    getattr(dist, ALL_GATHER)(parts.view(-1, *own.shape[1:]), own, group=group)
+    all_gather_single(parts.view(-1, *own.shape[1:]), own, group=group)
     if dim % own.dim() == 0:
         return parts.view(-1, *own.shape[1:])
     return torch.cat(tuple(parts), dim)
@@ -98,14 +100,14 @@ def reduce_scattered(tensor: torch.Tensor, group: Group, dim: int) -> torch.Tens
     check_divides(tensor, group, dim)
     parts = torch.stack(tensor.detach().chunk(size_of(group), dim))
     result = parts.new_empty(parts.shape[1:])
-    getattr(dist, REDUCE_SCATTER)(result.view(-1), parts.view(-1), group=group)
+    reduce_scatter_single(result.view(-1), parts.view(-1), group=group)
     return result
 
 
 def own_part(tensor: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
-    """This rank's part along ``dim``, a view."""
+    """This rank's part along ``dim``, contiguous. Not differentiable."""
     check_divides(tensor, group, dim)
-    return tensor.chunk(size_of(group), dim)[rank_in(group)]
+    return tensor.detach().chunk(size_of(group), dim)[rank_in(group)].contiguous()
 
 
 def check_divides(tensor: torch.Tensor, group: Group, dim: int) -> None:
@@ -118,71 +120,26 @@ def check_divides(tensor: torch.Tensor, group: Group, dim: int) -> None:
         )
 
 
-def _run(function: Any, *arguments: Any) -> torch.Tensor:
-    result: torch.Tensor = function.apply(*arguments)
+def _same(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    return tensor.view_as(tensor)
+
+
+def _conjugate(tensor: torch.Tensor, group: Group, there: _Move, back: _Move, **dim: int) -> torch.Tensor:
+    if size_of(group) == 1:
+        return tensor
+    moves = partial(there, group=group, **dim), partial(back, group=group, **dim)
+    result: torch.Tensor = _Conjugate.apply(tensor, *moves)  # type: ignore[no-untyped-call]
     return result
 
 
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.group = group
-        return tensor.view_as(tensor)
+class _Conjugate(torch.autograd.Function):
+    """``there`` in the forward pass, ``back`` in the backward pass."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return all_reduced(gradient, ctx.group), None
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: Group) -> torch.Tensor:
-        return all_reduced(tensor, group)
+    def forward(ctx: Any, tensor: torch.Tensor, there: _Move, back: _Move) -> torch.Tensor:
+        ctx.back = back
+        return there(tensor)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gradient, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
-        ctx.group, ctx.dim = group, dim
-        return all_gathered(tensor, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return reduce_scattered(gradient, ctx.group, ctx.dim), None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
-        ctx.group, ctx.dim = group, dim
-        return reduce_scattered(tensor, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return all_gathered(gradient, ctx.group, ctx.dim), None, None
-
-
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
-        ctx.group, ctx.dim = group, dim
-        return own_part(tensor, group, dim).contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return all_gathered(gradient, ctx.group, ctx.dim), None, None
-
-
-class _Collect(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
-        ctx.group, ctx.dim = group, dim
-        return all_gathered(tensor, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return own_part(gradient, ctx.group, ctx.dim).contiguous(), None, None
+        return ctx.back(gradient), None, None
