@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import nn
 
 import byteps_py.torch  # noqa: F401  (the backend)
-from byteps_py.parallel import context, tensor
+from byteps_py.parallel import Pipeline, context, tensor
 
-BATCH, SEQUENCE, WIDTH, HEADS, KV_HEADS = 2, 64, 256, 8, 4
+BATCH, SEQUENCE, WIDTH, HEADS, KV_HEADS, MICRO_BATCHES = 2, 64, 256, 8, 4, 4
 HEAD_DIM = WIDTH // HEADS
 
 
@@ -31,10 +31,18 @@ def context_parallel() -> None:
     context.attention(q, k, v, context.DocumentMask.causal(SEQUENCE), dist.group.WORLD).sum().backward()
 
 
+def pipeline() -> None:
+    stages = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
+    pipe = Pipeline(nn.Sequential(*stages), "dapple", MICRO_BATCHES)
+    x = torch.randn(BATCH * MICRO_BATCHES, SEQUENCE, WIDTH)
+    pipe.step(x, x, nn.functional.mse_loss)
+
+
 CASES = {
     "tensor": lambda: tensor_parallel(None),
     "sequence": lambda: tensor_parallel(1),
     "context": context_parallel,
+    "pipeline": pipeline,
 }
 
 if __name__ == "__main__":
