@@ -144,20 +144,26 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--documents", action="store_true", help="attention reaches back to the beginning of the line")
     parser.add_argument("--float64", action="store_true")
+    parser.add_argument("--no-cuda", action="store_true", help="compute on the CPU even if there are GPUs")
     parser.add_argument("--check", action="store_true", help="compare the losses with those of one process")
     parser.add_argument("--json", metavar="FILE", help="write the losses of all steps")
     arguments = parser.parse_args()
     if arguments.data == "hsdp" and arguments.cp == 1:
         parser.error("--data hsdp shares parameters among the ranks of --cp: give --cp 2 or more, or --data zero2")
+    arguments.cuda = torch.cuda.is_available() and not arguments.no_cuda
     arguments.dtype = torch.float64 if arguments.float64 else torch.float32
     return arguments
 
 
 def main() -> None:
     arguments = parse()
+    if arguments.cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        torch.set_default_device("cuda")
     alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("byteps", **({} if "RANK" in os.environ else alone))
-    mesh = Mesh(tp=arguments.tp, cp=arguments.cp, pp=arguments.pp, dp=arguments.dp)
+    device = "cuda" if arguments.cuda else "cpu"
+    mesh = Mesh(tp=arguments.tp, cp=arguments.cp, pp=arguments.pp, dp=arguments.dp, device_type=device)
     letters, data, _ = read_text()
     options = LlamaOptions(
         vocabulary=len(letters),
@@ -172,7 +178,7 @@ def main() -> None:
     if is_first:
         print(f"{len(data):,} characters, {mesh}", flush=True)
 
-    generator = torch.Generator().manual_seed(1)  # all ranks read the same batch, and use their parts of it
+    generator = torch.Generator(device).manual_seed(1)  # all ranks read the same batch, and use their parts of it
     began, difference, losses = time.perf_counter(), 0.0, []
     for step in range(1, arguments.steps + 1):
         inputs, targets = random_batch(data, arguments.batch_size, arguments.context, generator)

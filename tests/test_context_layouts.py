@@ -6,6 +6,7 @@ group are computed here, one after the other.
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from byteps_py.parallel.context.call import AttentionCall
 from byteps_py.parallel.context.document_mask import DocumentMask
 from byteps_py.parallel.context.exchange import by_rank, in_order
 from byteps_py.parallel.context.gathered import attention
-from byteps_py.parallel.context.packed_attention import attend_packed, varlen_kernel
+from byteps_py.parallel.context.packed_attention import attend_packed, varlen_kernel, with_repeated_heads
 from byteps_py.parallel.context.ring import ring_attention
 
 CLOSE = 1e-12
@@ -187,6 +188,16 @@ def test_packing_for_the_kernel_of_variable_lengths() -> None:
         if case.mask.is_causal or case.mask.window is None:
             found = gathered(case, lambda *given: attend_packed(*given, plain_varlen))
             check(found, expected(case), f"seed {seed}")
+
+
+def test_packing_for_a_kernel_without_shared_heads() -> None:
+    def kernel(q: torch.Tensor, k: torch.Tensor, *others: Any, **options: Any) -> torch.Tensor:
+        assert q.shape[1] == k.shape[1]
+        return plain_varlen(q, k, *others, **options, enable_gqa=False)
+
+    case = next(case for case in map(layout, range(60)) if case.mask.is_causal and case.q.shape[1] > case.k.shape[1])
+    repeated = functools.partial(with_repeated_heads, kernel)
+    check(gathered(case, lambda *given: attend_packed(*given, repeated)), expected(case), "repeated heads")
 
 
 def test_the_kernel_of_variable_lengths_is_for_cuda() -> None:

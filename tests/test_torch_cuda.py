@@ -102,3 +102,28 @@ def test_cuda_gradients_are_averaged_exactly(compression, set_to_none) -> None:
 def _local(grads, rank, model):
     """Gradients of a copy that nothing reduces."""
     return grads(rank, copy.deepcopy(model))
+
+
+def test_work_that_is_queued_on_streams_is_waited_for() -> None:
+    """Values that a stream still computes are added, and work on the caller's stream sees the result."""
+
+    def main(rank: int):
+        stream = torch.cuda.Stream()
+        found = []
+        with torch.cuda.stream(stream):
+            x = torch.zeros(1 << 20, device="cuda")
+            for step in range(3):
+                torch.cuda._sleep(20_000_000)  # about 10 ms
+                x.fill_(rank + step)
+                y = bps.push_pull(x, average=False, name="x")
+                z = y + 1
+                bps.push_pull_inplace(x, average=False, name="in place")
+                found.append((z.clone(), x.clone()))
+        stream.synchronize()
+        return [(z.cpu(), x.cpu()) for z, x in found]
+
+    for steps in ThreadedCluster(MACHINES, shared_memory=True).run(main):
+        for step, (z, x) in enumerate(steps):
+            total = sum(rank + step for rank in range(SIZE))
+            assert torch.equal(z, torch.full_like(z, total + 1))
+            assert torch.equal(x, torch.full_like(x, total))

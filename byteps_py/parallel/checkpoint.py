@@ -163,7 +163,7 @@ class _Stored:
             return None
         # Scalars such as Adam's count of steps stay on the CPU.
         if not one.size:
-            return torch.empty((), dtype=one.properties.dtype)
+            return torch.empty((), dtype=one.properties.dtype, device="cpu")
         return torch.zeros_like(parameter, dtype=one.properties.dtype, requires_grad=False)
 
     def pieces(self, name: str, tensor: Any, shard: Shard | None) -> list[_Piece]:
@@ -182,7 +182,7 @@ class _Stored:
             key, one = stored[None]
             if shard is None:
                 return [_Piece(key, tensor)]
-            whole = torch.empty(one.size, dtype=one.properties.dtype)
+            whole = torch.empty(one.size, dtype=one.properties.dtype, device="cpu")
             return [_Piece(key, whole, shard.dim, shard.start, 0, shard.stop - shard.start)]
         found = []
         for region, (key, one) in sorted((region, each) for region, each in stored.items() if region is not None):
@@ -190,7 +190,7 @@ class _Stored:
             first, last = (0, shape[dim]) if shard is None else (shard.start, shard.stop)
             low, high = max(start, first), min(stop, last)
             if low < high:
-                read = torch.empty(one.size, dtype=one.properties.dtype)
+                read = torch.empty(one.size, dtype=one.properties.dtype, device="cpu")
                 found.append(_Piece(key, read, dim, low - start, low - first, high - low))
         return found
 

@@ -65,7 +65,7 @@ def partial_norms(
             groups = (*groups, tp)
         by_groups.setdefault(groups, []).append(local)
     is_infinite = norm_type == float("inf")
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64, device="cpu")
     for groups, locals_ in by_groups.items():
         norms = torch.stack([_norm(one, norm_type) for one in locals_])
         value = norms.max() if is_infinite else (norms**norm_type).sum()

@@ -1,4 +1,7 @@
-"""Programs of named cases on real processes: each prints "NAME: right" on each rank."""
+"""Programs of named cases on real processes: each prints "NAME: right" on each rank.
+
+TEST_DEVICE: where their tensors lie, by default "cpu". All ranks use the first device of its kind.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ import torch.distributed as dist
 
 Case = Callable[[], None]
 CASES: dict[str, Case] = {}
+if "TEST_DEVICE" in os.environ:
+    torch.set_default_device(os.environ["TEST_DEVICE"])
 
 
 def case(function: Case) -> Case:

@@ -29,7 +29,7 @@ MASKED = -100
 
 
 def generator() -> torch.Generator:
-    return torch.Generator().manual_seed(1)
+    return torch.Generator(torch.get_default_device()).manual_seed(1)
 
 
 def world() -> dist.ProcessGroup:
@@ -189,7 +189,7 @@ def half_precision() -> None:
             close = torch.allclose(one.double(), shard_sequence(other, group, 2), rtol=0.05, atol=0.05)
             assert close, (function.__name__, name)
     single = [shard_sequence(one, group, 2).float() for one in whole]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, dtype=torch.bfloat16):
         output = ring_attention(single[0], single[1], single[2], mask, group)
     assert output.dtype == torch.float32
     assert torch.allclose(output.double(), shard_sequence(expected, group, 2), rtol=0, atol=1e-5)

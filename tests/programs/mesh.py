@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from cases import case, run
 from pipe_models import HIDDEN, perceptrons
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -22,17 +23,11 @@ from byteps_py.parallel.mesh.device_mesh import Mesh
 
 CLOSE = 1e-12
 mse = nn.functional.mse_loss
-CASES: dict[str, Callable[[], None]] = {}
-
-
-def case(function: Callable[[], None]) -> Callable[[], None]:
-    CASES[function.__name__] = function
-    return function
 
 
 def batch(size: int) -> torch.Tensor:
     """The same on all ranks."""
-    return torch.randn(size, HIDDEN, generator=torch.Generator().manual_seed(1))
+    return torch.randn(size, HIDDEN, generator=torch.Generator(torch.get_default_device()).manual_seed(1))
 
 
 def error_of(function: Callable[..., Any], *arguments: Any, **named: Any) -> str:
@@ -171,9 +166,4 @@ def spans_machines_by_hand() -> None:
 
 if __name__ == "__main__":
     torch.set_default_dtype(torch.float64)
-    torch.set_num_threads(1)
-    dist.init_process_group(os.environ.get("TEST_BACKEND", "byteps"))
-    for name in sys.argv[1:]:
-        CASES[name]()
-        print(f"{name}: right", flush=True)
-    dist.destroy_process_group()
+    run(sys.argv[1:])

@@ -30,7 +30,7 @@ WIDTH = 8
 #: Stages of frozen layers alone: one before all layers that attend to images, and one between them.
 CUTS = {4: ["2", "3", "5"]}
 PLACEMENTS = [each.value for each in EncoderPlacement]
-generator = torch.Generator()
+generator = torch.Generator(torch.get_default_device())
 
 
 def workers() -> int:
@@ -38,7 +38,7 @@ def workers() -> int:
 
 
 def mesh() -> Any:
-    return init_device_mesh("cpu", (COPIES, workers()), mesh_dim_names=("dp", "pp"))
+    return init_device_mesh(torch.get_default_device().type, (COPIES, workers()), mesh_dim_names=("dp", "pp"))
 
 
 def own(batch: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import cases  # noqa: F401  (the default device)
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -37,7 +38,7 @@ OPTIONS = LlamaOptions(vocabulary=300, width=16, layers=6, heads=8, kv_heads=4, 
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(step)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(step)
     tokens = torch.randint(OPTIONS.vocabulary, (ROWS, CONTEXT + 1), generator=generator)
     tokens[torch.rand(tokens.shape, generator=generator) < 0.15] = 3
     return tokens[:, :-1], tokens[:, 1:]

@@ -32,7 +32,7 @@ def workers() -> int:
 
 
 def mesh() -> Any:
-    return init_device_mesh("cpu", (COPIES, workers()), mesh_dim_names=("dp", "pp"))
+    return init_device_mesh(torch.get_default_device().type, (COPIES, workers()), mesh_dim_names=("dp", "pp"))
 
 
 def own(batch: torch.Tensor) -> torch.Tensor:
@@ -41,7 +41,7 @@ def own(batch: torch.Tensor) -> torch.Tensor:
 
 
 def generator() -> torch.Generator:
-    return torch.Generator().manual_seed(1)
+    return torch.Generator(torch.get_default_device()).manual_seed(1)
 
 
 def check_same(pipe: bps.parallel.Pipeline, reference: nn.Module, what: str, gradients: bool) -> None:
@@ -146,7 +146,7 @@ def chimera() -> None:
 def other_meshes() -> None:
     """The dimensions of the mesh in another order."""
     p = workers()
-    grid = init_device_mesh("cpu", (p, COPIES), mesh_dim_names=("pp", "dp"))
+    grid = init_device_mesh(torch.get_default_device().type, (p, COPIES), mesh_dim_names=("pp", "dp"))
     copy = dist.get_rank() % COPIES
     pipe, reference = bps.parallel.Pipeline(gpt(p), "dapple", p, grid), gpt(p)
     rng = generator()
@@ -155,7 +155,12 @@ def other_meshes() -> None:
     next_token_loss(reference(inputs), targets).backward()
     check_same(pipe, reference, "pp before dp", gradients=True)
     with expecting(UsageError, "a pipeline needs one named 'pp'"):
-        bps.parallel.Pipeline(gpt(p), "dapple", p, init_device_mesh("cpu", (p, COPIES), mesh_dim_names=("tp", "dp")))
+        bps.parallel.Pipeline(
+            gpt(p),
+            "dapple",
+            p,
+            init_device_mesh(torch.get_default_device().type, (p, COPIES), mesh_dim_names=("tp", "dp")),
+        )
 
 
 @case
@@ -463,12 +468,12 @@ def mixed_precision() -> None:
     p = workers()
     pipe = bps.parallel.Pipeline(perceptrons(p).float(), "dapple", 2, mesh())
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
-    scaler = ShardedGradScaler(device="cpu", init_scale=256.0, process_group=pipe.group)
+    scaler = ShardedGradScaler(device=torch.get_default_device().type, init_scale=256.0, process_group=pipe.group)
     x = torch.randn(2 * COPIES, HIDDEN, generator=generator(), dtype=torch.float32)
     weights = [parameter.detach().clone() for parameter in pipe.parameters()]
     for bad in (True, False):
         optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(torch.get_default_device().type, torch.bfloat16):
             pipe.step(own(x), own(x), mse, scaler=scaler)
         if bad and dist.get_rank() == 0:
             next(pipe.parameters()).grad[0] = float("inf")  # type: ignore[index]
@@ -633,10 +638,10 @@ def checkpoints() -> None:
     plans: list[tuple[Any, str, dict[str, Any]]] = [
         (None, "dapple", {}),
         (None, "interleaved", {"chunks": 2}),
-        (init_device_mesh("cpu", (1, everyone), mesh_dim_names=("dp", "pp")), "gpipe", {}),
+        (init_device_mesh(torch.get_default_device().type, (1, everyone), mesh_dim_names=("dp", "pp")), "gpipe", {}),
     ]
     if everyone % 2 == 0:
-        halves = init_device_mesh("cpu", (2, everyone // 2), mesh_dim_names=("dp", "pp"))
+        halves = init_device_mesh(torch.get_default_device().type, (2, everyone // 2), mesh_dim_names=("dp", "pp"))
         plans += [(halves, "dapple", {}), (None, "chimera", {})]
     for number, (grid, name, options) in enumerate(plans):
         model = gpt(2 * everyone)

@@ -128,7 +128,9 @@ def equal() -> None:
     for sequence_dim in (None, 1):
         for tied in (False, True):
             plain, parallel = both(sequence_dim, tied)
-            ids, targets = torch.randint(VOCABULARY, (2, 3, 8), generator=torch.Generator().manual_seed(1))
+            ids, targets = torch.randint(
+                VOCABULARY, (2, 3, 8), generator=torch.Generator(torch.get_default_device()).manual_seed(1)
+            )
             targets[0, 1] = -100
             options = tensor.CrossEntropyOptions(label_smoothing=0.1)
             loss = functional.cross_entropy(plain(ids).flatten(0, 1), targets.flatten(), label_smoothing=0.1)
@@ -163,7 +165,10 @@ def exact() -> None:
 def conjugates() -> None:
     """Each function against its definition, with gradients that differ among ranks."""
     n, rank = ranks(), dist.get_rank()
-    wholes = [torch.randn(4 * n, 3, 2 * n, generator=torch.Generator().manual_seed(one)).double() for one in range(n)]
+    wholes = [
+        torch.randn(4 * n, 3, 2 * n, generator=torch.Generator(torch.get_default_device()).manual_seed(one)).double()
+        for one in range(n)
+    ]
     for dim in (0, 2, -1):
         parts = [one.chunk(n, dim)[rank] for one in wholes]
         total = torch.stack(wholes).sum(0)
@@ -262,7 +267,7 @@ def cross_entropies() -> None:
     assert own.grad is not None
     expected = torch.tensor([[0.0321, 0.0871, -0.7631, 0.6439]]).chunk(n, 1)[rank]
     assert (own.grad - expected).abs().max() < 1e-4, own.grad
-    generator = torch.Generator().manual_seed(5)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(5)
     for vocabulary, smoothing, z_loss, reduction in (
         (VOCABULARY, 0.0, 0.0, "mean"),
         (VOCABULARY, 0.2, 0.0, "sum"),

@@ -40,8 +40,25 @@ def _torch_kernel() -> VarlenKernel | None:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:  # before torch 2.10
         return None
-    # Earlier signatures have no windows.
-    return varlen_attn if {"window_size", "enable_gqa"} <= set(inspect.signature(varlen_attn).parameters) else None
+    parameters = inspect.signature(varlen_attn).parameters
+    if "window_size" not in parameters:  # torch 2.10
+        return None
+    return varlen_attn if "enable_gqa" in parameters else functools.partial(with_repeated_heads, varlen_attn)
+
+
+def with_repeated_heads(
+    kernel: VarlenKernel,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *packed: Any,
+    enable_gqa: bool,
+    **options: Any,
+) -> Any:
+    """``kernel``, of a torch whose kernel wants as many heads of keys as of queries (2.11)."""
+    if enable_gqa:
+        k, v = (one.repeat_interleave(q.shape[1] // one.shape[1], dim=1) for one in (k, v))
+    return kernel(q, k, v, *packed, **options)
 
 
 @dataclass(frozen=True, slots=True)

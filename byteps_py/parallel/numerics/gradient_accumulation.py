@@ -107,7 +107,7 @@ class Float32Gradients:
                 for parameter, gradient in zip(bucket, own, strict=True)
             ]
             # With one number for each parameter that says how many ranks have a gradient.
-            there = torch.tensor([float(gradient is not None) for gradient in own]).to(pieces[0])
+            there = torch.tensor([float(gradient is not None) for gradient in own], device="cpu").to(pieces[0])
             whole = torch.cat([*pieces, there])
             dist.all_reduce(whole, group=group)
             *sums, counts = whole.split([*(parameter.numel() for parameter in bucket), len(bucket)])

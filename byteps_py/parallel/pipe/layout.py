@@ -33,7 +33,7 @@ class PipelineLayout:
         if isinstance(mesh, Mesh):
             mesh = mesh.device_mesh
         if mesh is None:
-            ranks = torch.arange(dist.get_world_size()).view(1, 1, -1)
+            ranks = torch.arange(dist.get_world_size(), device="cpu").view(1, 1, -1)
         else:
             names = mesh.mesh_dim_names or ()
             if PIPE not in names:

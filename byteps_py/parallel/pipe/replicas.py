@@ -39,7 +39,7 @@ class ReplicatedParameters:
         for some in by_dtype.values():
             # With one number for each parameter that says how many ranks have a gradient.
             pieces = [_dense(parameter).reshape(-1) for parameter in some]
-            there = torch.tensor([float(parameter.grad is not None) for parameter in some])
+            there = torch.tensor([float(parameter.grad is not None) for parameter in some], device="cpu")
             whole = torch.cat([*pieces, there.to(pieces[0])])
             work = dist.all_reduce(whole, group=self.group, async_op=True)
             if work is None:

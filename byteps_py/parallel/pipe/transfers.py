@@ -145,7 +145,7 @@ class ReceivingChannel:
 
     def _received(self, nbytes: int) -> torch.Tensor:
         if not nbytes:
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         work, memory = self._irecv(nbytes)
         work.wait()
         return memory
@@ -165,7 +165,7 @@ def _size(signature: Signature | None) -> int:
 @functools.lru_cache(maxsize=256)
 def _header(content: _Content, following: int, device: torch.device) -> torch.Tensor:
     """Not to be changed: it is kept for later messages."""
-    numbers = torch.tensor([content, following, *(0,) * (_HEADER_BYTES // 8 - 2)])
+    numbers = torch.tensor([content, following, *(0,) * (_HEADER_BYTES // 8 - 2)], device="cpu")
     return numbers.view(torch.uint8).to(device)
 
 

@@ -148,7 +148,7 @@ class TorchState(ObjectState):
             handler.save()
 
     def _agree(self, timestamp: int, changes: int) -> tuple[int, int]:
-        notice = push_pull(torch.tensor([timestamp, changes]), name="elastic.hosts_updated", op=Max)
+        notice = push_pull(torch.tensor([timestamp, changes], device="cpu"), name="elastic.hosts_updated", op=Max)
         return int(notice[0]), int(notice[1])
 
 

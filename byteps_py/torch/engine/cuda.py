@@ -85,7 +85,7 @@ class CudaCopier:
         self._side.wait_stream(caller)
         with torch.cuda.stream(self._side):
             for view, output in zip(views, outputs, strict=True):
-                output.copy_(view.to(self._device, non_blocking=True))  # converted on the device
+                output.copy_(view, non_blocking=True)  # converted on the device
         caller.wait_stream(self._side)
 
     def close(self) -> None:

@@ -79,9 +79,9 @@ def _overlaps(tensor: torch.Tensor) -> bool:
         return False
     if torch._debug_has_internal_overlap(tensor) == 1:
         return True
-    places = torch.zeros((), dtype=torch.int64)
+    places = torch.zeros((), dtype=torch.int64, device="cpu")
     for stride, size in zip(tensor.stride(), tensor.shape, strict=True):
-        places = places.unsqueeze(-1) + torch.arange(size) * stride
+        places = places.unsqueeze(-1) + torch.arange(size, device="cpu") * stride
     return len(places.unique()) < tensor.numel()
 
 

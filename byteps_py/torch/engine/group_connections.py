@@ -36,7 +36,7 @@ def connect(members: Members, group_context: GroupContext, completer: Completer)
     near = range(session.rank - session.local_rank, session.rank - session.local_rank + session.local_size)
     has_ring = sum(rank in near for rank in members.ranks) > 1 and ring_sum.is_able()
     mine = torch.frombuffer(bytearray(record_of(session, settings, has_ring)), dtype=torch.uint8)
-    whole = torch.empty(count * RECORD_BYTES, dtype=torch.uint8)
+    whole = torch.empty(count * RECORD_BYTES, dtype=torch.uint8, device="cpu")
     gathers = ServiceGathers(
         dataclasses.replace(members, prefix=f"{members.prefix}.addresses"), group_context, completer
     )

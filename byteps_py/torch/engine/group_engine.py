@@ -262,7 +262,7 @@ class GroupEngine:
         """Complete when every member has called it."""
 
         def through_the_service() -> Work:
-            token = torch.zeros(1, dtype=torch.uint8)
+            token = torch.zeros(1, dtype=torch.uint8, device="cpu")
             kind = OperationKind(Op.SUM, DType.UINT8, (1,))
             return self._reductions.start(Call("barrier", [], timeout_s), kind, [token], [])
 

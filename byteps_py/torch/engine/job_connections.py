@@ -93,7 +93,7 @@ class JobConnections:
         """The bytes of all ranks, each filled up to RECORD_BYTES."""
         size, view = self._session.size, self._view
         source = torch.frombuffer(bytearray(mine.ljust(RECORD_BYTES, b"\0")), dtype=torch.uint8)
-        whole = torch.empty(size * RECORD_BYTES, dtype=torch.uint8)
+        whole = torch.empty(size * RECORD_BYTES, dtype=torch.uint8, device="cpu")
         view.declare_bytes("connections of the job", Op.GATHER, (), RECORD_BYTES, whole.numel())
         pieces = tuple((rank * RECORD_BYTES, RECORD_BYTES) for rank in range(size))
         view.begin(_CPU, [(0, source)], Layout(((0, RECORD_BYTES),), pieces, Sizes.TOGETHER), [(0, whole)])

@@ -103,7 +103,7 @@ class PeerSums:
 
     def _buffers(self, count: int, dtype: torch.dtype) -> dict[int, torch.Tensor]:
         """Buffers for the others' tensors, by position of the member."""
-        return {position: torch.empty(count, dtype=dtype) for position in self._streams.others}
+        return {position: torch.empty(count, dtype=dtype, device="cpu") for position in self._streams.others}
 
     def _sum(self, own: torch.Tensor, buffers: dict[int, torch.Tensor], total: torch.Tensor, average: bool) -> None:
         """Add in the order of the members, machine by machine, as the services do."""

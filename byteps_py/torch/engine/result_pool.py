@@ -61,7 +61,7 @@ class ResultPool:
         """A contiguous CPU tensor whose values are undefined, as torch.empty makes it."""
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes < LEAST_BYTES:
-            return torch.empty(tuple(shape), dtype=dtype)
+            return torch.empty(tuple(shape), dtype=dtype, device="cpu")
         with self._lock:
             memory = self._lease(capacity_for(nbytes))
         lease = np.frombuffer(memory, np.uint8, nbytes).view(_Lease)

@@ -147,7 +147,7 @@ class ServiceReductions:
             view.declare(replace(spec, shape=(1,), scatters=False, terms=f"to agree on {kind}"))
             place.declared.pop(0, None)
             work = self._work(Call(what, [], timeout_s), view, CPU, kind, place)
-            view.begin(CPU, [(0, torch.zeros(1, dtype=view.dtype))])
+            view.begin(CPU, [(0, torch.zeros(1, dtype=view.dtype, device="cpu"))])
             view.occupant = work
             return place.number, work
 

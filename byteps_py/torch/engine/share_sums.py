@@ -39,7 +39,7 @@ class ShareSums:
         self.transport, self.own, self.others = transport, own, others
         self.count = len(others) + 1
         self.contributions = contributions
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def start(
         self, source: torch.Tensor, target: torch.Tensor | None, average: bool, name: str, scatters: bool = False
@@ -52,7 +52,7 @@ class ShareSums:
         """Memory for parts of ``elements`` elements: in each slot, one from each other member, by position."""
         share = -(-elements * like.itemsize // 64) * 64
         if self._memory.numel() < share * _SLOTS * len(self.others):
-            self._memory = torch.empty(share * _SLOTS * len(self.others), dtype=torch.uint8)
+            self._memory = torch.empty(share * _SLOTS * len(self.others), dtype=torch.uint8, device="cpu")
         parts = iter(self._memory.split(share))
         return [
             {position: next(parts)[: elements * like.itemsize].view(like.dtype) for position in self.others}

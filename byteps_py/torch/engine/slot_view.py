@@ -148,7 +148,7 @@ class SlotView:
         self._taken: list[tuple[int, int]] = []  # (offset, length) in bytes: copied parts of the result
         self._comes_in_chunks: bool | None = None  # None: the session was not asked yet
         self._inputs: list[torch.Tensor] = []
-        self._result = torch.empty(0)
+        self._result = torch.empty(0, device="cpu")
 
     # ---- declaration -----------------------------------------------------------------------------------
 
@@ -464,7 +464,7 @@ def pieces(memory: memoryview, dtype: torch.dtype, shapes: Sequence[Sequence[int
             octets = np.frombuffer(memory, np.uint8, nbytes, start)
             found.append(torch.from_numpy(octets).view(dtype).view(tuple(shape)))
         else:
-            found.append(torch.empty(tuple(shape), dtype=dtype))
+            found.append(torch.empty(tuple(shape), dtype=dtype, device="cpu"))
         start += nbytes
     return found
 
@@ -472,7 +472,7 @@ def pieces(memory: memoryview, dtype: torch.dtype, shapes: Sequence[Sequence[int
 def _elements(memory: memoryview, dtype: torch.dtype) -> torch.Tensor:
     """All of ``memory``, as a flat tensor."""
     if not memory.nbytes:
-        return torch.empty(0, dtype=dtype)
+        return torch.empty(0, dtype=dtype, device="cpu")
     return torch.from_numpy(np.frombuffer(memory, np.uint8)).view(dtype)
 
 
@@ -487,5 +487,5 @@ def _piece(buffer: torch.Tensor, offset: int, tensor: torch.Tensor) -> torch.Ten
 def _typed(octets: torch.Tensor, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     nbytes = math.prod(shape) * dtype.itemsize
     if not nbytes:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return octets[offset : offset + nbytes].view(dtype).view(shape)

@@ -46,7 +46,7 @@ class TwoLevelSums:
         column = {number: ranks[some[self.place]] for number, some in enumerate(machines) if number != self.machine}
         self.ring_sums = RingSums(ring, self.place, {place: ranks[position] for place, position in enumerate(near)})
         self.share_sums = ShareSums(transport, self.machine, column, len(ranks))
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         #: The members that neither share memory with this one nor add the same share.
         self.far = [rank for rank in ranks if rank not in (ranks[own], *self.near.values(), *column.values())]
 
@@ -59,7 +59,7 @@ class TwoLevelSums:
     def memory(self, like: torch.Tensor) -> torch.Tensor:
         """Of the size and dtype of ``like``: for the sum on this machine."""
         if self._memory.numel() < like.nbytes:
-            self._memory = torch.empty(like.nbytes, dtype=torch.uint8)
+            self._memory = torch.empty(like.nbytes, dtype=torch.uint8, device="cpu")
         return self._memory[: like.nbytes].view(like.dtype)
 
     def by_place(self, source: torch.Tensor) -> torch.Tensor:

@@ -185,5 +185,5 @@ def _norms(gradients: Gradients) -> torch.Tensor:
     """The norm of each gradient that is not None, on the gradients' device."""
     given = [grad.detach() for grad in gradients if grad is not None]
     if not given:
-        return torch.empty(0, dtype=torch.float64)
+        return torch.empty(0, dtype=torch.float64, device="cpu")
     return torch.stack([norm.double() for norm in torch._foreach_norm(given, 2)])

@@ -298,7 +298,7 @@ class GradientReducer:
         request = TensorRequest(spec, torch.uint8, ((len(gradients),),), torch.device("cpu"))
         (slot_view,) = self._context.slot_views([request])
         sparse = [grad is not None and grad.layout is not torch.strided for grad in gradients]
-        slot_view.contribute([torch.tensor(sparse, dtype=torch.uint8)])
+        slot_view.contribute([torch.tensor(sparse, dtype=torch.uint8, device="cpu")])
         return slot_view
 
     def _split_sparse(self, bucket: Bucket, error: Exception | None, new_buckets: list[Bucket]) -> None:

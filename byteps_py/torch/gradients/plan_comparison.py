@@ -48,7 +48,7 @@ class PlanComparison:
         """Send a digest of this rank's plan. Has no effect if called again before ``finish``."""
         if self._under_way is None:
             number = _number("\n".join(map(_entry, plan)))
-            self._under_way = self._start("plan", torch.tensor([number, -number]))
+            self._under_way = self._start("plan", torch.tensor([number, -number], device="cpu"))
 
     def finish(self, plan: Plan) -> None:
         """Wait for the other ranks' digests. Raises MismatchError, with the first difference, if plans differ."""
@@ -88,11 +88,11 @@ class PlanComparison:
         return self._group or range(self._context.session.size)
 
     def _difference(self, plan: Plan) -> str:
-        (length,) = self._max("length", torch.tensor([len(plan)])).tolist()
-        numbers = torch.tensor([_number(_entry(each)) for each in plan] + [0] * (length - len(plan)))
+        (length,) = self._max("length", torch.tensor([len(plan)], device="cpu")).tolist()
+        numbers = torch.tensor([_number(_entry(each)) for each in plan] + [0] * (length - len(plan)), device="cpu")
         largest = self._max(f"entries of {length}", torch.cat([numbers, -numbers]))
         at = int((largest[:length] != -largest[length:]).nonzero()[0])
-        texts = torch.zeros(len(self._ranks), _TEXT_BYTES, dtype=torch.uint8)
+        texts = torch.zeros(len(self._ranks), _TEXT_BYTES, dtype=torch.uint8, device="cpu")
         mine = (_entry(plan[at]) if at < len(plan) else "nothing").encode()[:_TEXT_BYTES]
         texts[self._ranks.index(self._context.session.rank), : len(mine)] = torch.frombuffer(
             bytearray(mine), dtype=torch.uint8
@@ -112,7 +112,7 @@ class PlanComparison:
 
     def _values_by_rank(self, what: str, mine: int) -> dict[int, int]:
         """Each rank's value, which is above 0. Ranks that have called join() are missing."""
-        values = torch.zeros(len(self._ranks), dtype=torch.int64)
+        values = torch.zeros(len(self._ranks), dtype=torch.int64, device="cpu")
         values[self._ranks.index(self._context.session.rank)] = mine
         found = self._max(what, values).tolist()
         return {rank: value for rank, value in zip(self._ranks, found, strict=True) if value}

@@ -152,7 +152,11 @@ class SparseBucket(Bucket):
         values = torch.cat([part[1] for part in parts])
         exact = torch.float32 if values.dtype in (torch.float16, torch.bfloat16) else values.dtype
         gathered = torch.sparse_coo_tensor(
-            torch.cat([part[0] for part in parts], 1), values.to(exact), param.shape, check_invariants=False
+            torch.cat([part[0] for part in parts], 1),
+            values.to(exact),
+            param.shape,
+            check_invariants=False,
+            device=values.device,
         ).coalesce()
         values = gathered.values()
         if self.options.op is Average:
@@ -165,7 +169,7 @@ class SparseBucket(Bucket):
         if self.options.nonfinite and not is_finite(values):
             self._blame = self._blame_of([part[1] for part in parts])
         param.grad = torch.sparse_coo_tensor(
-            gathered.indices(), values, param.shape, is_coalesced=True, check_invariants=False
+            gathered.indices(), values, param.shape, is_coalesced=True, check_invariants=False, device=values.device
         ).to(param.device)
 
     def _blame_of(self, given: list[torch.Tensor]) -> int:
@@ -211,7 +215,8 @@ class SparseBucket(Bucket):
         count = rows * self._dimensions
         if not rows:
             shape = (0, *self._row_shape)
-            return torch.empty((self._dimensions, 0), dtype=torch.int64), torch.empty(shape, dtype=self.request.dtype)
+            indices = torch.empty((self._dimensions, 0), dtype=torch.int64, device="cpu")
+            return indices, torch.empty(shape, dtype=self.request.dtype, device="cpu")
         octets = torch.from_numpy(np.frombuffer(memory, np.uint8, self._nbytes(rows), offset))
         indices = octets[: count * _INDEX_BYTES].view(torch.int64).view(self._dimensions, rows)
         nbytes = rows * math.prod(self._row_shape) * self.request.dtype.itemsize

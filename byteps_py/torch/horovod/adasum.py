@@ -164,7 +164,7 @@ class AdasumOperation:
         return np.triu(total) + np.triu(total, 1).transpose(0, 2, 1)
 
     def _combine(self, rows: torch.Tensor, factors: Floats) -> torch.Tensor:
-        combined = torch.empty(rows.shape[1], dtype=self._dtype)
+        combined = torch.empty(rows.shape[1], dtype=self._dtype, device="cpu")
         for number, start, end in self._chunks():
             chunk = np.einsum("i,ik->k", factors[number], rows[:, start:end].double().numpy())
             combined[start:end].copy_(torch.from_numpy(chunk))
@@ -210,7 +210,7 @@ class AdasumOperation:
 
     def _view(self, memory: memoryview, nbytes: int) -> torch.Tensor:
         if not nbytes:
-            return torch.empty(0, dtype=self._dtype)
+            return torch.empty(0, dtype=self._dtype, device="cpu")
         # Through numpy, which keeps the memory mapped while a view exists.
         return torch.from_numpy(np.frombuffer(memory, np.uint8, nbytes)).view(self._dtype)
 

@@ -108,7 +108,7 @@ class _Allgather(torch.autograd.Function):
             grad_name = None if name is None else f"{name}.grad"
             options = ReductionOptions(Average, "allgather.grad", group_of(process_set))
             means = result_of(start_reduction(context, grads, None, grad_name, options, is_group=True))
-            dimensions = torch.tensor([[shape[0] for shape in rows]])
+            dimensions = torch.tensor([[shape[0] for shape in rows]], device="cpu")
             handle = start_gather(
                 context, [dimensions], grad_name and f"{grad_name}.rows", group_of(process_set), background=False
             )
@@ -247,7 +247,9 @@ class AllgatherOperation(TwoRoundOperation):
 
     def _write(self, view: SlotView, words: Sequence[Sequence[int]]) -> None:
         if words:
-            view.input(0, torch.int64, (len(words), size_headers.WORDS)).copy_(torch.tensor(words, dtype=torch.int64))
+            view.input(0, torch.int64, (len(words), size_headers.WORDS)).copy_(
+                torch.tensor(words, dtype=torch.int64, device="cpu")
+            )
 
     def _read(self, view: SlotView, piece: int, count: int) -> size_headers.Words:
         every = view.result(0, torch.int64, (len(self._members), piece // 8)).numpy()

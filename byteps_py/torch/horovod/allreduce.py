@@ -194,18 +194,26 @@ def sparse_allreduce_async(
         if op is Average and is_summed_wider(tensor.dtype):
             sums = summands(all_values)
             shape = (*tensor.size(), 2) if sums.dim() > all_values.dim() else tensor.size()
-            total = torch.sparse_coo_tensor(all_indices.t(), sums, shape, check_invariants=False).coalesce()
+            total = torch.sparse_coo_tensor(
+                all_indices.t(), sums, shape, check_invariants=False, device=sums.device
+            ).coalesce()
             return torch.sparse_coo_tensor(
                 total.indices(),
                 mean(total.values(), members, tensor.dtype, "trunc"),
                 tensor.size(),
                 is_coalesced=True,
                 check_invariants=False,
+                device=total.device,
             )
         if op is Average:
             all_values = all_values / members
         return torch.sparse_coo_tensor(
-            all_indices.t(), all_values, tensor.size(), dtype=tensor.dtype, check_invariants=False
+            all_indices.t(),
+            all_values,
+            tensor.size(),
+            dtype=tensor.dtype,
+            check_invariants=False,
+            device=all_values.device,
         )
 
     return wait

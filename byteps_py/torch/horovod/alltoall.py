@@ -196,7 +196,9 @@ class AlltoallOperation(TwoRoundOperation):
             f"sizes.{self._name}", Op.EXCHANGE, self._group, count * size_headers.NBYTES, count * size_headers.NBYTES
         )
         words = [size_headers.header("alltoall", self._tensor, self._name, rows) for rows in self._sent]
-        view.input(0, torch.int64, (count, size_headers.WORDS)).copy_(torch.tensor(words, dtype=torch.int64))
+        view.input(0, torch.int64, (count, size_headers.WORDS)).copy_(
+            torch.tensor(words, dtype=torch.int64, device="cpu")
+        )
         view.hand_over(Layout(pieces, pieces))
         return view
 

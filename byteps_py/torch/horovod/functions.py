@@ -170,7 +170,7 @@ def _replace_tensor(tensor: torch.Tensor, tensors: list[torch.Tensor]) -> _Tenso
 
 
 def _allocate_tensor(placeholder: _TensorPlaceholder, tensors: list[torch.Tensor]) -> _ReceivedTensor:
-    tensors.append(torch.empty(placeholder.shape, dtype=placeholder.dtype))
+    tensors.append(torch.empty(placeholder.shape, dtype=placeholder.dtype, device="cpu"))
     return _ReceivedTensor(tensors[-1], placeholder.device_type)
 
 

@@ -51,14 +51,14 @@ def broadcast_object(
     label = f"{kind_in_group(group, 'broadcast_object')}.{name or 'noname'}"
     is_root = context.session.rank == root_rank
     payload, failure = packed(obj) if is_root else (b"", None)
-    length = torch.tensor([len(payload)])
+    length = torch.tensor([len(payload)], device="cpu")
     broadcast_stream(context, [as_bytes(length)], root_rank, label, group)
     if int(length) < 1:
         raise ProtocolError(f"rank {root_rank} broadcasts an object of {int(length)} bytes")
     data = (
         torch.frombuffer(bytearray(payload), dtype=torch.uint8)
         if is_root
-        else torch.empty(int(length), dtype=torch.uint8)
+        else torch.empty(int(length), dtype=torch.uint8, device="cpu")
     )
     broadcast_stream(context, [data], root_rank, label, group)
     if failure is not None:
@@ -86,7 +86,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     context = contexts.current()
     members = members_of(process_set)
     payload, failure = packed(obj)
-    both = [torch.frombuffer(bytearray(payload), dtype=torch.uint8), torch.tensor([len(payload)])]
+    both = [torch.frombuffer(bytearray(payload), dtype=torch.uint8), torch.tensor([len(payload)], device="cpu")]
     own = f"allgather_object.{name or 'noname'}"
     handle = start_gather(context, both, own, group_of(process_set), is_group=True, background=False)
     data, announced = result_of(handle)

@@ -263,7 +263,7 @@ def _agree(
     words = -(-session.size // _BITS)
     shape = (session.size, 1 + len(sets), words)
     request = TensorRequest(TensorSpec(_NAME, DType.INT64, shape), torch.int64, (shape,), torch.device("cpu"))
-    table = torch.zeros(shape, dtype=torch.int64)
+    table = torch.zeros(shape, dtype=torch.int64, device="cpu")
     table[session.rank, 0, 0] = kind
     for row, ranks in enumerate(sets, 1):
         for rank in ranks:

@@ -31,8 +31,10 @@ def start_sparse_sum(
     mine = tensor.detach().coalesce()
     indices, values = mine.indices(), mine.values()
     own = [indices.shape[1], _DTYPES.index(values.dtype), indices.shape[0], *tensor.shape]
-    headers = [torch.empty(len(own), dtype=torch.int64) for _ in range(members.count)]
-    engine.move(what, GroupTransfer.gather([torch.tensor(own)], [[header] for header in headers]), timeout_s).wait()
+    headers = [torch.empty(len(own), dtype=torch.int64, device="cpu") for _ in range(members.count)]
+    engine.move(
+        what, GroupTransfer.gather([torch.tensor(own, device="cpu")], [[header] for header in headers]), timeout_s
+    ).wait()
     found = [header.tolist() for header in headers]
     _check(members, what, found)
     for rank, (count, *_) in zip(members.ranks, found, strict=True):
@@ -50,11 +52,16 @@ def start_sparse_sum(
         if is_wider:
             each = summands(each)
         shape = (*tensor.shape, 2) if each.dim() > values.dim() else tensor.shape
-        total = torch.sparse_coo_tensor(at, each, shape, check_invariants=False).coalesce()
+        total = torch.sparse_coo_tensor(at, each, shape, check_invariants=False, device=each.device).coalesce()
         if is_wider:
             averages = mean(total.values(), members.count, tensor.dtype, "floor")
             total = torch.sparse_coo_tensor(
-                total.indices(), averages, tensor.shape, is_coalesced=True, check_invariants=False
+                total.indices(),
+                averages,
+                tensor.shape,
+                is_coalesced=True,
+                check_invariants=False,
+                device=averages.device,
             )
         with torch.no_grad():
             tensor.copy_(total / members.count if is_average and not is_wider else total)

@@ -1,7 +1,7 @@
 """A rank that runs features one after the other, those whose names contain one of the given words, else all.
 
 Each ends with a line ``RANK: FEATURE: done``, or the process with an exception. Started by bpslaunch, or by torchrun.
-TEST_CORES: as many cores as it is to believe in.
+TEST_CORES: as many cores as it is to believe in. TEST_DEVICE: see cases.py.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import cases  # noqa: F401  (the default device)
 
 import byteps_py.torch as bps
 from backend.common import FEATURES

@@ -29,7 +29,7 @@ def size() -> int:
 
 def values(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Small whole numbers: sums of them are exact in any order, also in float16 and after a division by 4."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
     if dtype is torch.bool:
         return torch.randint(0, 2, shape, generator=generator).bool()
     numbers = torch.randint(0, 9, shape, generator=generator) * 4

@@ -33,7 +33,7 @@ from backend.training import STEPS, Model, inputs, loss_of, reference, sgd
 
 
 def _mesh(*shape: int, names: tuple[str, ...] = ("all",)) -> DeviceMesh:
-    return init_device_mesh("cpu", shape or (size(),), mesh_dim_names=names)
+    return init_device_mesh(torch.get_default_device().type, shape or (size(),), mesh_dim_names=names)
 
 
 @feature

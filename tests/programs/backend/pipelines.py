@@ -50,7 +50,7 @@ def _check(schedule_of: Any, chunks: int, is_v: bool = False, group: dist.Proces
     x, target = values(9, BATCHES, WIDTH) // 8, torch.zeros(BATCHES, WIDTH)
     whole = copy.deepcopy(nn.Sequential(*layers))
     _loss(whole(x), target).backward()
-    device = torch.device("cpu")
+    device = torch.get_default_device()
     stages = [PipelineStage(layers[index], index, n * chunks, device, group=group) for index in mine]
     schedule = schedule_of(stages if chunks > 1 else stages[0], n_microbatches=4, loss_fn=_loss, scale_grads=False)
     arguments = (x,) if me == 0 else ()
@@ -84,7 +84,7 @@ def several_stages_per_rank() -> None:
 def beside_data_parallelism() -> None:
     if size() < 4:
         return
-    mesh = init_device_mesh("cpu", (2, size() // 2), mesh_dim_names=("pipe", "data"))
+    mesh = init_device_mesh(torch.get_default_device().type, (2, size() // 2), mesh_dim_names=("pipe", "data"))
     _check(Schedule1F1B, 1, group=mesh["pipe"].get_group())
     gradient = torch.full((3,), float(mesh["pipe"].get_local_rank()))
     dist.all_reduce(gradient, dist.ReduceOp.AVG, group=mesh["data"].get_group())

@@ -82,7 +82,7 @@ def small_sums_are_the_same_in_any_way() -> None:
     for dtype in DTYPES:
         for op in (dist.ReduceOp.SUM, *((dist.ReduceOp.AVG,) if dtype.is_floating_point else ())):
             for count in (1, 7, 1000):
-                generator = torch.Generator().manual_seed(1000 * rank() + count)
+                generator = torch.Generator(torch.get_default_device()).manual_seed(1000 * rank() + count)
                 given_ = (torch.randn(count * size(), generator=generator, dtype=torch.float64) * 100).to(dtype)
                 found: list[list[torch.Tensor]] = []
                 for _ in range(3):
@@ -129,7 +129,7 @@ def large_sums_are_the_same_in_any_way() -> None:
     chunk, of several, of less than there are ranks."""
     for dtype, count in [(dtype, 300_001) for dtype in DTYPES] + [(torch.float32, 1_700_003), (torch.uint8, 700_001)]:
         for op in (dist.ReduceOp.SUM, *((dist.ReduceOp.AVG,) if dtype.is_floating_point else ())):
-            generator = torch.Generator().manual_seed(1000 * rank() + count)
+            generator = torch.Generator(torch.get_default_device()).manual_seed(1000 * rank() + count)
             given_ = (torch.randn(count, generator=generator, dtype=torch.float64) * 100).to(dtype)
             found: list[list[torch.Tensor]] = []
             for _ in range(3):

@@ -250,7 +250,7 @@ def fsdp2_clips() -> None:
 def hsdp() -> None:
     if size() < 4:
         return
-    mesh = init_device_mesh("cpu", (2, size() // 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(torch.get_default_device().type, (2, size() // 2), mesh_dim_names=("replicate", "shard"))
     model = Model()
     fully_shard(model.first, mesh=mesh)
     fully_shard(model, mesh=mesh)
