@@ -42,11 +42,13 @@ def test_features_of_torch(module: str, layout: str) -> None:
     [
         ("tensor_parallel", "-np 2"),
         ("tensor_parallel", "-np 1 --machines 2 --servers 1"),
-        ("context_parallel", "-np 4"),
+        ("context_parallel equal groups_of_two sequences half_precision trains losses images bad_input", "-np 4"),
         ("pipelines 1", "-np 2"),
         ("pipelines 2", "-np 4"),
         ("multimodal_training 1", "-np 2"),
-        ("mesh groups", "-np 4"),
+        ("mesh groups pipeline sharded sharded_and_tensor_parallel refused", "-np 4"),
+        ("horovod", "-np 2 --machines 2 --servers 1"),
+        ("horovod_training", "-np 2 --machines 2 --servers 1"),
         ("parallel_layouts 2x2x1x1:ddp 1x1x2x2:zero1 2x1x2x1:ddp 1x2x1x2:zero2 1x2x1x2:hsdp", "-np 4"),
     ],
 )
@@ -60,4 +62,4 @@ def test_parallel_layers(program: str, layout: str) -> None:
         TEST_DEVICE="cuda",
     )
     assert run.returncode == 0, run.stdout + run.stderr
-    assert ": right" in run.stdout
+    assert run.stdout.count("right") + run.stdout.count("all is well") >= 2, run.stdout

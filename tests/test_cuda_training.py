@@ -49,22 +49,6 @@ def test_sparse_gradients() -> None:
     assert all(torch.equal(a, b) for a, b in zip(host, device, strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_sync_batch_norm(dtype) -> None:
-    def main(rank: int, device: str):
-        layer = bps.SyncBatchNorm(3).to(device)
-        x = values(rank, torch.float32, (4 + rank, 3, 5)).to(device, dtype).requires_grad_()
-        y = layer(x)
-        (y * y.sigmoid()).sum().backward()
-        assert y.dtype == dtype
-        return [t.detach().float().cpu() for t in (y, x.grad, layer.weight.grad, layer.running_var)]
-
-    host, device = on_both(main)
-    for x, y in zip(host, device, strict=True):
-        for a, b in zip(x, y, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-2 if dtype is torch.float16 else 1e-4, atol=1e-2)
-
-
 @pytest.mark.parametrize("options", [{"op": bps.Adasum}, {"gradient_predivide_factor": 2.0}], ids=str)
 def test_optimizers(options) -> None:
     def main(rank: int, device: str):

@@ -15,6 +15,7 @@ Case = Callable[[], None]
 CASES: dict[str, Case] = {}
 if "TEST_DEVICE" in os.environ:
     torch.set_default_device(os.environ["TEST_DEVICE"])
+    torch.empty(0)  # from now on torch keeps the device that is set, rather than set one by the local rank
 
 
 def case(function: Case) -> Case:

@@ -5,6 +5,7 @@ Run by tests/test_horovod_process.py under bpslaunch. The same checks are called
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import torch
@@ -14,7 +15,9 @@ import byteps_py as hvd
 
 def values(rank: int, shape: tuple[int, ...] = (5, 3)) -> torch.Tensor:
     """What a rank gives: small whole numbers, whose sums are exact in any order."""
-    return torch.randint(-50, 50, shape, generator=torch.Generator().manual_seed(rank)).float()
+    return torch.randint(
+        -50, 50, shape, generator=torch.Generator(torch.get_default_device()).manual_seed(rank)
+    ).float()
 
 
 def check(condition: bool, what: str) -> None:
@@ -209,6 +212,8 @@ def joined() -> None:
 
 
 if __name__ == "__main__":
+    if "TEST_DEVICE" in os.environ:
+        torch.set_default_device(os.environ["TEST_DEVICE"])
     hvd.init()
     everything()
     joined()

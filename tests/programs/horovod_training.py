@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 
+import cases  # noqa: F401  (the default device)
 import torch
 from torch import nn
 
@@ -36,7 +37,7 @@ def check_adasum() -> None:
         check("adasum of equal vectors", torch.equal(equal, same))
         check("adasum of orthogonal vectors", torch.equal(orthogonal, torch.full((bps.size(),), 0.1)))
     names = [f"x{i}" for i in range(4)]
-    random = torch.randn(700, generator=torch.Generator().manual_seed(bps.rank()))
+    random = torch.randn(700, generator=torch.Generator(torch.get_default_device()).manual_seed(bps.rank()))
     running = {name: start(current(), [random], name) for name in names}
     for name in names if bps.rank() % 2 else names[::-1]:
         alike("adasum", running[name].wait()[0])
@@ -48,7 +49,7 @@ def check_adasum_training() -> None:
     optimizer = bps.DistributedOptimizer(
         torch.optim.Adam(model.parameters(), lr=0.01), model.named_parameters(), op=bps.Adasum
     )
-    x = torch.randn(8, 3, generator=torch.Generator().manual_seed(bps.rank()))
+    x = torch.randn(8, 3, generator=torch.Generator(torch.get_default_device()).manual_seed(bps.rank()))
     for _ in range(3):
         model(x).square().sum().backward()
         optimizer.step()
@@ -111,7 +112,7 @@ def check_process_set() -> None:
             model.zero_grad() if options else optimizer.zero_grad()
     if bps.rank() in ends:
         norm = bps.SyncBatchNorm(3, process_set=pair)
-        norm(torch.randn(2, 3, generator=torch.Generator().manual_seed(bps.rank())))
+        norm(torch.randn(2, 3, generator=torch.Generator(torch.get_default_device()).manual_seed(bps.rank())))
         for i, tensor in enumerate([*model.parameters(), norm.running_mean]):
             name = f"ends.{i}"
             first = bps.broadcast(tensor.detach(), 0, name=name, process_set=pair)
@@ -130,11 +131,20 @@ def check_predivide() -> None:
 
 def check_batch_norm() -> None:
     layer = bps.SyncBatchNorm(2)
-    batches = [torch.randn(2 + rank, 2, 3, generator=torch.Generator().manual_seed(rank)) for rank in range(bps.size())]
-    found = layer(batches[bps.rank()])
-    expected = nn.BatchNorm1d(2)(torch.cat(batches))
+    batches = [
+        torch.randn(2 + rank, 2, 3, generator=torch.Generator(torch.get_default_device()).manual_seed(rank))
+        for rank in range(bps.size())
+    ]
+    whole = torch.cat(batches).requires_grad_()
+    expected = nn.BatchNorm1d(2)(whole)
+    (expected * expected.sigmoid()).sum().backward()
+    own = batches[bps.rank()].requires_grad_()
+    found = layer(own)
+    (found * found.sigmoid()).sum().backward()
     first = sum(2 + rank for rank in range(bps.rank()))
-    check("SyncBatchNorm", torch.allclose(found, expected[first : first + 2 + bps.rank()], atol=1e-5))
+    rows = slice(first, first + 2 + bps.rank())
+    check("SyncBatchNorm", torch.allclose(found, expected[rows], atol=1e-5))
+    check("SyncBatchNorm's gradient", torch.allclose(own.grad, whole.grad[rows], atol=1e-5))
     alike("running_var", layer.running_var)
 
 

@@ -351,12 +351,9 @@ def refused() -> None:
     tied = {"embedding": tensor.Embedding(), "head": tensor.Row()}
     refuses("is tied to a parameter", tensor.parallelize, Model(tied=True), tied, group())
     _, parallel = both(None)
-    refuses("token id 300 is not in the vocabulary of 300", parallel, torch.tensor([[1, 300]]))
-    refuses("token id -1", parallel, torch.tensor([[-1, 3]]))
     refuses("must be integers", parallel, torch.tensor([[1.0]]))
     logits = torch.zeros(2, 256)
     refuses("need targets of shape", tensor.parallel_cross_entropy, logits, torch.zeros(3).long(), group(), VOCABULARY)
-    refuses("token id 400", tensor.parallel_cross_entropy, logits, torch.tensor([1, 400]), group(), VOCABULARY)
     refuses(
         "must be 'none'",
         tensor.parallel_cross_entropy,
@@ -370,6 +367,10 @@ def refused() -> None:
     refuses("must be from 0 to 1", tensor.CrossEntropyOptions, label_smoothing=1.5)
     refuses("must not be negative", tensor.CrossEntropyOptions, z_loss=-1)
     refuses("pad its 3", tensor.split_along, torch.zeros(3, 3), group(), 0)
+    if not logits.is_cuda:  # there the device fails, and with it the process, as in torch
+        refuses("token id 300 is not in the vocabulary of 300", parallel, torch.tensor([[1, 300]]))
+        refuses("token id -1", parallel, torch.tensor([[-1, 3]]))
+        refuses("token id 400", tensor.parallel_cross_entropy, logits, torch.tensor([1, 400]), group(), VOCABULARY)
 
 
 if __name__ == "__main__":

@@ -152,7 +152,8 @@ class Snapshot:
         gc.collect()
         found = []
         for thread in set(threading.enumerate()) - self.threads:
-            if not thread.name.startswith(_LIBRARY_THREADS):
+            is_librarys = isinstance(thread, threading._DummyThread)  # not Python's: autograd's, of a GPU
+            if not is_librarys and not thread.name.startswith(_LIBRARY_THREADS):
                 thread.join(max(0.0, deadline - time.monotonic()))
                 if thread.is_alive():
                     found.append(f"thread {thread.name!r}")

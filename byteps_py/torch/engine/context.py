@@ -157,14 +157,15 @@ class Context:
             self.process_sets.clear()
             self.process_sets_added = 0
         RESULTS.clear()
-        for mover in movers.values():
-            mover.close()
-        if session is not None:
-            session.close()
-            if session.observer is not None:
-                session.observer.closed()
-        for belonging in belongings:
-            belonging.close()
+        with contextlib.ExitStack() as closing:  # from the last to the first, each even if another one fails
+            for belonging in reversed(belongings):
+                closing.callback(belonging.close)
+            if session is not None:
+                if session.observer is not None:
+                    closing.callback(session.observer.closed)
+                closing.callback(session.close)
+            for mover in movers.values():
+                closing.callback(mover.close)
 
     def join(self) -> int:
         """See Session.join. All operations under way are completed first. Later operations declare their tensors

@@ -92,7 +92,10 @@ class CudaCopier:
         """End the thread. Outgoing copies that are not handed over yet fail with NotInitializedError."""
         self._outgoing.put(None)
         self._thread.join(_JOIN_LIMIT_S)
-        self._side.synchronize()
+        try:
+            self._side.synchronize()
+        except RuntimeError as error:  # no call of this process to the device succeeds any more
+            _log.warning("%s has failed: %s", self._device, str(error).partition("\n")[0])
         for address in self._locked:
             torch.cuda.cudart().cudaHostUnregister(address)
         self._locked.clear()

@@ -1,4 +1,4 @@
-"""The sends and receives of one group: to and from a member, or from any member. Any thread may call."""
+"""The sends and receives of one group: to and from a member, or from any other member. Any thread may call."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from byteps_py.errors import MismatchError, StallError, UsageError
 from byteps_py.tensors import Op
 from byteps_py.torch.engine.group_work import GroupContext, GroupWork
 from byteps_py.torch.engine.members import Members
+from byteps_py.torch.engine.own_messages import OwnMessages
 from byteps_py.torch.engine.peer_messages import PeerReceive, PeerReceiver, PeerSend, PeerSendQueue
 from byteps_py.torch.engine.peer_streams import PeerStreams
 from byteps_py.torch.engine.router import Route, Router
@@ -36,6 +37,7 @@ class Messages:
         self._peer_senders: dict[tuple[int, int], PeerSendQueue] = {}
         self._peer_receivers: dict[tuple[int, int], PeerReceiver] = {}
         self._lock = threading.Lock()
+        self._own = OwnMessages(group_context)
         self._queues: dict[tuple[int, int, bool], ServiceMessageQueue] = {}
         self._kept: dict[tuple[int, int], deque[EarlyReceive]] = {}  # for receives from any member, not taken yet
         self._anybody = threading.Lock()
@@ -45,6 +47,8 @@ class Messages:
         UsageError."""
         self._check(peer)
         call = self._call(f"send to rank {self._members.ranks[peer]}, tag {tag}", tensor.detach())
+        if peer == self._members.position:
+            return self._own.send(call, tag)
         if (streams := self._streams_for(tensor)) is not None:
             return self._peer_sender(streams, peer, tag).post(PeerSend(self._group_context, call))
         return self._queue(peer, tag, True).post(ServiceMessage(self._group_context, call))
@@ -54,6 +58,8 @@ class Messages:
         another size. Raises UsageError."""
         self._check(peer)
         what = f"receive from rank {self._members.ranks[peer]}, tag {tag}"
+        if peer == self._members.position:
+            return self._own.receive(self._call(what, tensor), tag, peer)
         with self._lock:
             kept = self._kept.get((peer, tag))
             early = kept.popleft() if kept else None
@@ -81,11 +87,8 @@ class Messages:
         return Call(what, [tensor], self._group_context.timeout_s)
 
     def _check(self, peer: int) -> None:
-        if not 0 <= peer < self._members.count or peer == self._members.position:
-            raise UsageError(
-                f"rank {self._members.position} of a group of {self._members.count} can't send to, or receive from, "
-                f"rank {peer} of it"
-            )
+        if not 0 <= peer < self._members.count:
+            raise UsageError(f"a group of {self._members.count} has no rank {peer} to send to, or to receive from")
 
     def _peer_sender(self, streams: PeerStreams, peer: int, tag: int) -> PeerSendQueue:
         with self._lock:

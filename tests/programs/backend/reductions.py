@@ -273,7 +273,7 @@ def large_tensors() -> None:
         expected.append(total.expand(2, count))
         memory = np.empty(n * count, np.int32)
         is_kept = weakref.ref(memory)
-        found.append(torch.from_numpy(memory))
+        found.append(torch.from_numpy(memory).to(base.device))
         works.append(dist.all_gather_into_tensor(found[-1], bases[me], async_op=True))
         expected.append(torch.cat(bases))
         found.append(torch.empty(count, dtype=torch.int32))
@@ -349,7 +349,8 @@ def large_reduce_scatter() -> None:
             own = slice(me * count, (me + 1) * count)
             expected = torch.stack(parts).sum(0, dtype=dtype)[own]
             for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)[: 1 + dtype.is_floating_point]:
-                total = expected / n if op == dist.ReduceOp.AVG else expected
+                # A GPU divides by a number as it multiplies by its reciprocal.
+                total = (expected.cpu() / n).to(expected.device) if op == dist.ReduceOp.AVG else expected
                 for first in (me * count, 0, count // 2) if n > 1 else (0,):
                     whole = parts[me].clone()
                     output = whole[first : first + count]
