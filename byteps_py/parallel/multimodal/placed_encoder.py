@@ -56,7 +56,7 @@ class PlacedEncoder:
         self._is_replicated = placement is EncoderPlacement.REPLICATED
         encodes = self._is_replicated or layout.worker == 0
         self.module = module if encodes else None
-        self._device = next((one.device for one in module.parameters()), torch.device("cpu"))
+        self._device = layout.device_of(module)
         #: Made by ``encode``: the root of the encoder's graph.
         self._output: torch.Tensor | None = None
         self._is_encoded = False

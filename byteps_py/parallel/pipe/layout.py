@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from byteps_py.errors import UsageError
@@ -19,10 +20,11 @@ PIPE, DATA, CONTEXT = "pp", "dp", "cp"
 @dataclass(frozen=True, slots=True)
 class PipelineLayout:
     """``ranks``: of shape (others, copies, workers): one pipeline with its data-parallel copies for each coordinate of
-    the mesh's other dimensions."""
+    the mesh's other dimensions. ``device_type``: of the mesh's tensors."""
 
     ranks: torch.Tensor
     own: tuple[int, int, int]
+    device_type: str = "cpu"
 
     @classmethod
     def of(cls, mesh: DeviceMesh | Mesh | None) -> PipelineLayout:
@@ -47,7 +49,7 @@ class PipelineLayout:
         if len(found) != 1:
             raise UsageError(f"rank {dist.get_rank()} is not in the mesh of the pipeline")
         first, second, third = found[0].tolist()
-        return cls(ranks, (first, second, third))
+        return cls(ranks, (first, second, third), "cpu" if mesh is None else mesh.device_type)
 
     @property
     def workers(self) -> int:
@@ -63,6 +65,14 @@ class PipelineLayout:
     def worker(self) -> int:
         """Of this rank."""
         return self.own[2]
+
+    def device_of(self, module: nn.Module | Sequence[nn.Module]) -> torch.device:
+        """Of the parameters; of modules without any, that of the mesh."""
+        modules = [module] if isinstance(module, nn.Module) else module
+        found = (parameter.device for one in modules for parameter in one.parameters())
+        if (device := next(found, None)) is not None:
+            return device
+        return torch.empty(0, device=self.device_type).device  # with the index of the current GPU
 
     def rank_of(self, worker: int) -> int:
         """The rank of another worker of this rank's copy."""

@@ -95,7 +95,7 @@ class Pipeline:
         own = plan.program.stages_of(layout.worker)
         #: The modules of this rank, by the number of the stage. A stage of two pipes is the same module.
         self.stages = {stage: module for _, stage in own if (module := plan.modules[stage]) is not None}
-        self._device = next((one.device for one in self.parameters()), torch.device("cpu"))
+        self._device = layout.device_of(list(self.stages.values()))
         self._workers = layout.group_of_workers()
         self._all = layout.group_of(range(layout.workers)) or self._workers
         self._runner = self._new_runner(own)

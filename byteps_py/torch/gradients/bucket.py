@@ -244,6 +244,12 @@ class Bucket:
     def check_untouched(self) -> None:
         """Raises GradientOrderError if a gradient was changed while it was in flight."""
         self._check_untouched(self.changed)
+        self.check_untouched_on_device()
+
+    def check_untouched_on_device(self) -> None:
+        """The rest of the check that ``receive`` makes, for gradients on a GPU. Raises GradientOrderError."""
+        changed = self._checksums.changed_on_device()
+        self._check_untouched(None if changed is None else self.names[changed])
 
     @staticmethod
     def _check_untouched(touched: str | None) -> None:

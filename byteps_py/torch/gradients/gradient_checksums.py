@@ -9,7 +9,7 @@ held; ``changed`` by the training thread, while results are on their way. A thre
 
     several gradients:  gradients ─ copy ─► slot ─ checksum of each piece     later: gradients ─ copy ─► scratch ─ again
     one gradient:       checksum of its memory, copy ─► slot                  later: checksum of its memory
-    CUDA:               norms, on the device                                  later: norms, on the device
+    CUDA:               norms, on the device                                  later: norms, compared on the device
 """
 
 from __future__ import annotations
@@ -115,6 +115,7 @@ class GradientChecksums:
         self._has_sent_together = self._has_sent_alone = False
         self._address = 0  # of the gradient that was sent alone
         self._norms: torch.Tensor | None = None
+        self._comparison: _NormComparison | None = None
 
     def send(self, slot_view: PieceView, gradients: Gradients) -> None:
         """Hand ``gradients`` over and keep their checksums."""
@@ -140,7 +141,8 @@ class GradientChecksums:
             slot_view.contribute_input()  # the data are in the slot already
 
     def changed(self, gradients: Gradients) -> int | None:
-        """The position of the first gradient that has changed since ``send``; None if none has."""
+        """The position of the first gradient that has changed since ``send``; None if none has. On a GPU the comparison
+        only begins here, because waiting for it would stop the host: ``changed_on_device`` has its result."""
         if self._has_sent_alone and self._alone is not None:
             only = gradients[0]
             if only is None or only.data_ptr() != self._address or not only.is_contiguous():
@@ -162,10 +164,34 @@ class GradientChecksums:
             norms = _norms(gradients)
             if norms.shape != self._norms.shape:
                 return 0
-            # Compared as bits, because NaN is not equal to NaN.
-            found = (norms.view(torch.int64) != self._norms.view(torch.int64)).nonzero()
-            return [i for i, grad in enumerate(gradients) if grad is not None][int(found[0])] if len(found) else None
+            given = [position for position, grad in enumerate(gradients) if grad is not None]
+            self._comparison = _NormComparison(self._norms, norms, given)
         return None
+
+    def changed_on_device(self) -> int | None:
+        """The result of the comparison that ``changed`` has begun."""
+        comparison, self._comparison = self._comparison, None
+        return comparison.result() if comparison is not None else None
+
+
+class _NormComparison:
+    """Compares norms on a GPU as bits, because NaN is not equal to NaN. ``positions``: of the gradients."""
+
+    def __init__(self, before: torch.Tensor, after: torch.Tensor, positions: Sequence[int]) -> None:
+        self._positions = positions
+        differ = before.view(torch.int64) != after.view(torch.int64)
+        self._differ = torch.empty(differ.shape, dtype=torch.bool, device="cpu", pin_memory=differ.is_cuda)
+        self._differ.copy_(differ, non_blocking=True)
+        self._copied = torch.cuda.current_stream(differ.device).record_event() if differ.is_cuda else None
+
+    def result(self) -> int | None:
+        """The position of the first gradient whose norm has changed; None if none has."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return next(
+            (position for position, differs in zip(self._positions, self._differ.tolist(), strict=True) if differs),
+            None,
+        )
 
 
 def _fill(views: Sequence[torch.Tensor], tensors: Gradients) -> None:
@@ -186,4 +212,7 @@ def _norms(gradients: Gradients) -> torch.Tensor:
     given = [grad.detach() for grad in gradients if grad is not None]
     if not given:
         return torch.empty(0, dtype=torch.float64, device="cpu")
-    return torch.stack([norm.double() for norm in torch._foreach_norm(given, 2)])
+    norms = torch._foreach_norm(given, 2)
+    if any(norm.dtype is not norms[0].dtype for norm in norms):
+        norms = [norm.double() for norm in norms]
+    return torch.stack(list(norms)).double()

@@ -187,6 +187,8 @@ class GradientReducer:
                 _attempt(errors, bucket.send_values)
             for bucket in in_flight:  # all of them, even after a failure: none may stay pending
                 _attempt(errors, self._receive, bucket, maybe_sparse)
+            for bucket in in_flight:  # now, because the host waits for the device here
+                _attempt(errors, bucket.check_untouched_on_device)
             new_buckets: list[Bucket] = []
             for bucket, error in maybe_sparse:
                 _attempt(errors, self._split_sparse, bucket, error, new_buckets)
