@@ -1,7 +1,7 @@
 """Attention of one rank's queries by torch's kernel for sequences of different lengths, on CUDA: FlashAttention by
 torch.nn.attention.varlen. One call for each chunk; its spans, of all rows, are the kernel's sequences.
 
-No GPU has run this module yet. Its packing is tested on a CPU, with a plain kernel of the same signature. Any thread.
+Its packing is also tested on a CPU, with a plain kernel of the same signature. Any thread.
 """
 
 from __future__ import annotations

@@ -212,7 +212,7 @@ def _norms(gradients: Gradients) -> torch.Tensor:
     given = [grad.detach() for grad in gradients if grad is not None]
     if not given:
         return torch.empty(0, dtype=torch.float64, device="cpu")
-    norms = torch._foreach_norm(given, 2)
+    norms = list(torch._foreach_norm(given, 2))
     if any(norm.dtype is not norms[0].dtype for norm in norms):
         norms = [norm.double() for norm in norms]
-    return torch.stack(list(norms)).double()
+    return torch.stack(norms).double()
