@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 from llvmlite import ir
@@ -59,15 +60,22 @@ def build(op: Op, dtype: DType, wanted: Checks = Checks.NONE) -> Kernel:
     def kernel(table: int, inputs: int, outputs: int, end: int, divisor: int) -> None:
         reduction(op_code, dtype_code, checks_code, table, inputs, outputs, end, divisor)
 
-    kernel.__qualname__ = _unique_name(op, dtype, wanted)
+    version = version_of(reduction_loops, result_checks, vector, half_precision, llvm)
+    kernel.__qualname__ = f"{op.name}_{dtype.name}_{wanted:d}_{version}".lower()
+    found: Kernel = compiled(kernel, _SIGNATURE)
+    return found
+
+
+def compiled(kernel: Callable[..., None], signature: Any) -> Any:
+    """``kernel`` compiled for ``signature``, or loaded from the cache."""
     try:
-        return njit(_SIGNATURE, nogil=True, cache=True, error_model="numpy")(kernel)
+        return njit(signature, nogil=True, cache=True, error_model="numpy")(kernel)
     except (RuntimeError, OSError) as error:
         if isinstance(error, RuntimeError) and "cannot cache" not in str(error):
             raise
         # Read-only code and no writable home, or a full disk: the kernel works, but every process compiles its own.
         logger.info("compiled kernels can't be kept (set NUMBA_CACHE_DIR to a writable directory): %s", error)
-        return njit(_SIGNATURE, nogil=True, error_model="numpy")(kernel)
+        return njit(signature, nogil=True, error_model="numpy")(kernel)
 
 
 def kept_in(kernel: Kernel) -> str:
@@ -76,14 +84,14 @@ def kept_in(kernel: Kernel) -> str:
     return dispatcher.stats.cache_path or ""
 
 
-def _unique_name(op: Op, dtype: DType, wanted: Checks) -> str:
-    """The name of the kernel's symbol and of its cache file. The same name must mean the same code in all processes.
+def version_of(*emitters: ModuleType) -> str:
+    """A part of the name of a kernel's symbol and of its cache file. The same name must mean the same code in all
+    processes.
 
     If several kernels shared a file, processes that start together could store different kernels under one number, and
-    one would later load a product for a sum. numba looks for changes in this source file only, so the name contains a
-    hash of the sources that emit instructions, and of the processor.
+    one would later load a product for a sum. numba looks for changes in a kernel's own source file only, so its name
+    contains a hash of the sources that emit instructions, and of the processor.
     """
     processor = repr(cpu_target.target_context.codegen().magic_tuple())
-    sources = "".join(map(inspect.getsource, (reduction_loops, result_checks, vector, half_precision, llvm)))
-    version = hashlib.blake2b((sources + processor).encode(), digest_size=6).hexdigest()
-    return f"{op.name}_{dtype.name}_{wanted:d}_{version}".lower()
+    sources = "".join(map(inspect.getsource, emitters))
+    return hashlib.blake2b((sources + processor).encode(), digest_size=6).hexdigest()

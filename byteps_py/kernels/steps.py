@@ -1,0 +1,101 @@
+"""``make_step``: add contributions, update an optimizer's states and write the new parameters, in one pass over memory.
+
+Knows addresses, a rule and dtypes; must not know tensors' names, ranks or sockets. Any thread; the GIL is released
+while a kernel runs. The caller guarantees that the addresses stay valid and that nobody else uses what lies there
+meanwhile.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from byteps_py.errors import UsageError
+from byteps_py.kernels.update_rules import SCALARS, STATES, UpdateRule
+from byteps_py.tensors import DType
+
+if TYPE_CHECKING:
+    from byteps_py.kernels.jit.step_kernels import StepKernel
+
+_kernels: dict[tuple[int, DType, DType], StepKernel] = {}
+_build_lock = threading.Lock()
+
+
+def make_step(
+    rule: UpdateRule,
+    dtypes: tuple[DType, DType],
+    scalars: Sequence[float],
+    states: Sequence[int],
+    inputs: Sequence[int],
+    outputs: Sequence[int],
+    elements: range,
+    divisor: int = 1,
+) -> None:
+    """Make one step of ``elements`` and return when it is made.
+
+    dtypes: of the contributions and of the written parameters. states: addresses of the master and of the rule's
+    moments: float32, or float64 for contributions of float64. inputs: addresses of the contributions, which are added
+    first to last as ``reduce`` does, rounded once, and divided by ``divisor`` if that is above 1. outputs: addresses
+    where the parameters go, each; there may be none. scalars: see ``step_scalars``. elements: counted from each
+    address. An output may be an input of the same dtype.
+
+    Raises UsageError for dtypes that are not floating, a parameter wider than the master, or a wrong number of states.
+
+    >>> from byteps_py.kernels.update_rules import Hyperparameters, Method, step_scalars
+    >>> rule, gradient, master = UpdateRule(Method.SGD), array("f", [1.0, 2.0]), array("f", [1.0, 1.0])
+    >>> addresses = [values.buffer_info()[0] for values in (master, gradient)]
+    >>> scalars = step_scalars(rule, Hyperparameters(lr=0.5), step=1)
+    >>> make_step(rule, (DType.FLOAT32, DType.FLOAT32), scalars, addresses[:1], addresses[1:], addresses[1:], range(2))
+    >>> list(master), list(gradient)
+    ([0.5, 0.0], [0.5, 0.0])
+    """
+    bind_step(rule, dtypes, states, inputs, outputs, divisor)(scalars, elements)
+
+
+def bind_step(
+    rule: UpdateRule,
+    dtypes: tuple[DType, DType],
+    states: Sequence[int],
+    inputs: Sequence[int],
+    outputs: Sequence[int],
+    divisor: int = 1,
+) -> Callable[[Sequence[float], range], None]:
+    """``make_step`` with these arguments as a function of the scalars and the elements, for repeated calls. One call at
+    a time. Raises what ``make_step`` raises."""
+    if len(states) != 1 + rule.moments or not inputs:
+        raise UsageError(f"a step of {rule.method.name} has {1 + rule.moments} states, not {len(states)}, and an input")
+    kernel = prepare_step(rule, dtypes)
+    numbers = array("d", bytes(8 * SCALARS))
+    table = array("Q", (*states, *[0] * (STATES - len(states) + SCALARS), *inputs, *outputs))
+    count, places = len(inputs), len(outputs)
+
+    def run(scalars: Sequence[float], elements: range) -> None:
+        numbers[:] = array("d", scalars)
+        memoryview(table).cast("B")[8 * STATES : 8 * (STATES + SCALARS)] = memoryview(numbers).cast("B")
+        kernel(table.buffer_info()[0], count, places, elements.start, elements.stop, divisor)
+
+    return run
+
+
+def prepare_step(rule: UpdateRule, dtypes: tuple[DType, DType]) -> StepKernel:
+    """Compile or load the kernel of ``rule`` and ``dtypes``. Raises UsageError as ``make_step`` does."""
+    gradient, parameter = dtypes
+    key = rule.code, gradient, parameter
+    kernel = _kernels.get(key)
+    if kernel is not None:
+        return kernel
+    if not gradient.is_floating or not parameter.is_floating:
+        raise UsageError(f"an optimizer's step is of floating dtypes, not {gradient.name} and {parameter.name}")
+    if parameter is DType.FLOAT64 and gradient is not DType.FLOAT64:
+        raise UsageError("parameters of FLOAT64 need gradients of FLOAT64: otherwise their master is FLOAT32")
+    if gradient is DType.FLOAT64 and parameter in (DType.FLOAT16, DType.BFLOAT16):
+        raise UsageError(f"gradients of FLOAT64 belong to parameters of FLOAT64 or FLOAT32, not {parameter.name}")
+    # Imported here, so that importing this package does not load a compiler.
+    from byteps_py.kernels.jit import step_kernels
+
+    with _build_lock:
+        if key not in _kernels:
+            _kernels[key] = step_kernels.build(rule, gradient, parameter)
+        return _kernels[key]
