@@ -4,9 +4,9 @@ Each message starts with one byte, its kind. Those on the hot path (READY, DONE)
 a message; the rest is JSON.
 
     rank → service: HELLO, DECLARE, LAYOUT, READY, CHUNKS, BARRIER, JOIN, NOTE, SETTLE, LEAVE, PING, STACK, INTRODUCE,
-                    WAITS, WAITED
+                    WAITS, WAITED, HOST, STEP, UNHOST
     service → rank: WELCOME, SEGMENT (with a descriptor), DECLARED, CHUNK, DONE, FAILED, RELEASED, JOINED, HOSTS,
-                    SETTLED, FATAL, PONG, PEER, INTRODUCED
+                    SETTLED, FATAL, PONG, PEER, INTRODUCED, HOSTED, STEPPED
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from byteps_py.errors import ProtocolError
 from byteps_py.tensors import DType, Layout, NonFinite, Op, Sizes, TensorSpec
 
-VERSION = 3
+VERSION = 4
 
 
 class RankMessageKind(enum.IntEnum):
@@ -57,6 +57,12 @@ class RankMessageKind(enum.IntEnum):
     CHUNK = 27  # records (slot, round, chunk): this chunk of a result lies in the slot
     SETTLE = 28  # {}: the rank is about to leave, once others have taken what it has given them
     SETTLED = 29  # {}: they have, or are gone
+    # Optimizers whose states the service keeps (worker/ranks/hosting.py):
+    HOST = 30  # {request, step_kind, count}: keep states of so many elements
+    HOSTED = 31  # {request, id, states: [[segment, offset]]}
+    STEP = 32  # {part, step, source, target, segments}: the slots of the sum and of the parameters
+    STEPPED = 33  # {part, step}, or with {error, message}
+    UNHOST = 34  # {part}: the states are needed no more
 
 
 _KINDS = {int(k): k for k in RankMessageKind}

@@ -65,6 +65,10 @@ class Readiness:
             self.expect([pair])
             self._waiting[pair].append((priority, work, done))
 
+    def run(self, work: Work, done: Done) -> None:
+        """Run work that makes its kernels ready itself. ``done`` may be called by any thread."""
+        self._engine.submit(0, work, done)
+
     def _make_ready(self, pair: Pair) -> None:
         """Any thread."""
         op, dtype, *checks = pair

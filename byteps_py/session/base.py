@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from byteps_py.errors import UnsupportedError
+from byteps_py.optimizer_parts import StepKind, StepSegment
 from byteps_py.session.peers import PeerTransport
 from byteps_py.tensors import Layout, TensorSpec
 
@@ -43,6 +45,26 @@ class Slot:
     def pending(self) -> bool:
         """True if a round was handed over and is neither delivered nor failed."""
         return self.error is None and self.done_round < self.round
+
+
+@dataclass(eq=False, slots=True)
+class HostedPart:
+    """The states of an optimizer for this rank's piece of a tensor, kept by the service. Between steps this rank may
+    read and write them.
+
+    Attributes:
+        kind: of its steps.
+        states: the memory of the master and of each moment.
+        step: the latest that was asked for; ``done_step``: the latest that is made.
+        error: why a step could not be made.
+    """
+
+    kind: StepKind
+    states: tuple[memoryview, ...]
+    id: int = 0
+    step: int = 0
+    done_step: int = 0
+    error: Exception | None = None
 
 
 class Observer(Protocol):
@@ -150,6 +172,23 @@ class Session(ABC):
         An empty list: the round is over, and ``wait`` returns, or raises, at once. Raises StallError. One thread at a
         time."""
         return []
+
+    def host(self, kind: StepKind, count: int) -> HostedPart:
+        """Have states of ``count`` elements kept, with any content. Raises UnsupportedError if this session's service
+        keeps none."""
+        raise UnsupportedError("this session has no service that keeps an optimizer's states")
+
+    def begin_step(self, part: HostedPart, source: Slot, target: Slot, segments: Sequence[StepSegment]) -> None:
+        """Begin to make the next step of ``part``: the sum in ``source.result`` changes the states, and the new
+        parameters are written to the beginning of ``target.input``. None of that memory may be used until
+        ``wait_for_step``."""
+        raise UnsupportedError("this session has no service that makes an optimizer's steps")
+
+    def wait_for_step(self, part: HostedPart, timeout_s: float | None = None) -> None:  # noqa: B027  made at once
+        """Return when the step is made. Raises StallError, what ends the session, and why the step can't be made."""
+
+    def release_part(self, part: HostedPart) -> None:  # noqa: B027  the default keeps none
+        """Its states are needed no more. Raises nothing."""
 
     @abstractmethod
     def barrier(self, timeout_s: float | None = None) -> None:

@@ -3,13 +3,19 @@ may call."""
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 from collections.abc import Sequence
 
 from byteps_py.errors import MismatchError, NotInitializedError, UsageError
+from byteps_py.optimizer_parts import StepKind, StepSegment, run_segments
 from byteps_py.session import forks
-from byteps_py.session.base import Session, Slot
+from byteps_py.session.base import HostedPart, Session, Slot
 from byteps_py.tensors import Layout, Op, TensorSpec, differing
+
+
+def _address(memory: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory)) if len(memory) else 0
 
 
 class SoloSession(Session):
@@ -66,6 +72,19 @@ class SoloSession(Session):
 
     def wait(self, slot: Slot, timeout_s: float | None = None) -> None:
         self.check_open()
+
+    def host(self, kind: StepKind, count: int) -> HostedPart:
+        self.check_open()
+        kind.prepare()
+        nbytes = count * kind.state_itemsize
+        return HostedPart(kind, tuple(memoryview(bytearray(nbytes)) for _ in range(kind.states)))
+
+    def begin_step(self, part: HostedPart, source: Slot, target: Slot, segments: Sequence[StepSegment]) -> None:
+        self.check_open()
+        states = [_address(state) for state in part.states]
+        run_segments(part.kind, states, _address(source.result), _address(target.input), segments)
+        part.step += 1
+        part.done_step = part.step
 
     def barrier(self, timeout_s: float | None = None) -> None:
         self.check_open()

@@ -267,6 +267,19 @@ class Executor:
         self._memory.take_answer_block(part)
         self.run(self._pipeline.computed(part, self._moved_at))
 
+    def run_kernel(self, work: Callable[[], None], done: Callable[[BaseException | None], None]) -> None:
+        """Run work that belongs to no round on an engine's thread. ``done`` is called on the loop's thread, unless the
+        group is over."""
+        self._at_work += 1
+
+        def ended(error: BaseException | None) -> None:
+            self._at_work -= 1
+            self._moved_at = self._loop.time()
+            if not self._is_abandoned:
+                done(error)
+
+        self._ready.run(work, lambda error: self._loop.post(lambda: ended(error)))
+
     # ---- the network -----------------------------------------------------------------------------------
 
     def answered(self, header: Header, frame: zmq.Frame | None, server: int) -> None:

@@ -126,6 +126,11 @@ class Memory:
         del self.slots[slot.id]
         self._free(self._ranks[slot.local_rank], dict.fromkeys((*slot.inputs, slot.result)))
 
+    def free_states(self, local_rank: int, blocks: Iterable[Block]) -> None:
+        """What a rank's optimizer has kept is needed no more."""
+        for block in blocks:
+            self._ranks[local_rank].free(block)
+
     def free_contributions(self, tensor: Tensor) -> None:
         self._free(self.machine, tensor.contributions)
         tensor.contributions = ()

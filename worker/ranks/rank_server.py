@@ -318,6 +318,12 @@ class RankServer:
                     here.lay_out(connection, protocol.fields_of(message))
                 elif kind is RankMessageKind.CHUNKS:
                     here.take_in_chunks(connection, protocol.fields_of(message))
+                elif kind is RankMessageKind.STEP:
+                    here.hosting.step(connection, protocol.fields_of(message))
+                elif kind is RankMessageKind.HOST:
+                    here.hosting.host(connection, protocol.fields_of(message))
+                elif kind is RankMessageKind.UNHOST:
+                    here.hosting.release(connection, protocol.fields_of(message))
                 elif kind is RankMessageKind.STACK:
                     continue  # its descriptor has been kept
                 elif kind is RankMessageKind.BARRIER:

@@ -21,6 +21,7 @@ from byteps_py.worker.core.topology import Topology
 from byteps_py.worker.io.executor import Executor
 from byteps_py.worker.io.memory import Memory
 from byteps_py.worker.io.rank_connection import DirectWait, RankConnection
+from byteps_py.worker.ranks.hosting import Hosting
 from byteps_py.worker.ranks.joining import Joining
 
 
@@ -43,6 +44,7 @@ class Requests:
         self.memory = memory
         self.executor = executor
         self.joining = joining
+        self.hosting = Hosting(memory, executor)
         self.released = 0  # barriers passed
         self._meetings = PeerIntroductions()
         self._arrived = 0
@@ -172,6 +174,7 @@ class Requests:
 
     def forget(self, local_rank: int) -> None:
         self._meetings.forget(local_rank)
+        self.hosting.forget(local_rank)
         self.executor.run(self._agreement.forget_rank(local_rank))
         for _, member in self._direct.members(local_rank):
             member.slot.rank_left()

@@ -23,9 +23,10 @@ from byteps_py.errors import (
     UsageError,
     from_name,
 )
+from byteps_py.optimizer_parts import StepKind, StepSegment
 from byteps_py.rank_protocol import RankMessageKind
 from byteps_py.session import failure_reports
-from byteps_py.session.base import Observer, Slot
+from byteps_py.session.base import HostedPart, Observer, Slot
 from byteps_py.session.service.channel_session import ChannelSession
 from byteps_py.shm import Segment
 from byteps_py.stack_dump import StackDump, open_stack_dump
@@ -58,15 +59,16 @@ class Slots:
     def add(self, spec: TensorSpec, fields: dict[str, Any]) -> Slot:
         """The slot that a DECLARED message describes for ``spec``; it replaces the earlier slot of the name. Raises
         ProtocolError if it lies outside of the segments."""
-        inputs = tuple(self._view(place, spec.nbytes) for place in fields["inputs"])
-        slot = Slot(spec, inputs, self._view(fields["result"], fields["nbytes"]), int(fields["id"]))
+        inputs = tuple(self.view(place, spec.nbytes) for place in fields["inputs"])
+        slot = Slot(spec, inputs, self.view(fields["result"], fields["nbytes"]), int(fields["id"]))
         slot.round = slot.done_round = int(fields["round"])
         if (before := self._by_name.get(spec.name)) is not None:
             del self._by_id[before.id]
         self._by_name[spec.name] = self._by_id[slot.id] = slot
         return slot
 
-    def _view(self, place: list[int], nbytes: int) -> memoryview:
+    def view(self, place: list[int], nbytes: int) -> memoryview:
+        """Bytes of a segment. Raises ProtocolError if they lie outside of it."""
         number, offset = place
         view = self._segments[number].view
         if not 0 <= offset <= offset + nbytes <= len(view):
@@ -153,6 +155,9 @@ class RemoteSession(ChannelSession):
         self._layouts: weakref.WeakKeyDictionary[Slot, Layout] = weakref.WeakKeyDictionary()  # the latest of each slot
         self._asked: dict[int, Sequence[TensorSpec]] = {}  # by request: the specs of declarations without an answer
         self._declared: dict[int, list[Slot]] = {}
+        self._hosting: dict[int, tuple[StepKind, int]] = {}  # by request: states that are asked for
+        self._hosted_now: dict[int, HostedPart] = {}
+        self._parts: dict[int, HostedPart] = {}  # by id
         self._requests = 0
         self._barriers = self._released = 0
         self._last_joined: int | None = None
@@ -303,6 +308,47 @@ class RemoteSession(ChannelSession):
             chunks, slot.chunks = slot.chunks, []
         return chunks if slot.pending else []
 
+    def host(self, kind: StepKind, count: int) -> HostedPart:
+        with self._declaring:
+            self._requests += 1
+            request = self._requests
+            with self.state:
+                self._hosting[request] = kind, count
+            self.tell(protocol.pack(RankMessageKind.HOST, request=request, step_kind=kind.to_json(), count=count))
+            self.wait_until(
+                lambda: request in self._hosted_now,
+                _PATIENCE_S,
+                lambda: f"the communication service of this machine gives no memory for {count} elements",
+            )
+            with self.state:
+                return self._hosted_now.pop(request)
+
+    def begin_step(self, part: HostedPart, source: Slot, target: Slot, segments: Sequence[StepSegment]) -> None:
+        self.check_open()
+        part.step += 1  # before the message: its answer reads it
+        said = [segment.to_json() for segment in segments]
+        self.tell(
+            protocol.pack(
+                RankMessageKind.STEP, part=part.id, step=part.step, source=source.id, target=target.id, segments=said
+            )
+        )
+
+    def wait_for_step(self, part: HostedPart, timeout_s: float | None = None) -> None:
+        if part.done_step < part.step:
+            self.wait_until(
+                lambda: part.done_step >= part.step or part.error is not None,
+                self._limit(timeout_s),
+                lambda: f"step {part.step} of an optimizer's states: the service has not made it",
+            )
+        self.check_open()
+        if part.error is not None:
+            raise part.error.with_traceback(None)
+
+    def release_part(self, part: HostedPart) -> None:
+        with contextlib.suppress(BytePSError):
+            if self._parts.pop(part.id, None) is not None and not self._closed:
+                self.tell(protocol.pack(RankMessageKind.UNHOST, part=part.id))
+
     def barrier(self, timeout_s: float | None = None) -> None:
         self._barriers += 1
         sequence = self._barriers
@@ -415,6 +461,13 @@ class RemoteSession(ChannelSession):
             for fd in fds:  # of a message that does not use it
                 os.close(fd)
 
+    def _stepped(self, fields: dict[str, Any]) -> None:
+        part = self._parts.get(fields["part"])
+        if part is not None:
+            part.done_step = int(fields["step"])
+            if "error" in fields:
+                part.error = from_name(fields["error"], str(fields["message"]))
+
     def _take(self, kind: RankMessageKind, fields: dict[str, Any], fds: list[int]) -> None:
         """Process a message. Removes descriptors that are kept from ``fds``."""
         if kind is RankMessageKind.SEGMENT:
@@ -424,6 +477,14 @@ class RemoteSession(ChannelSession):
             # Right away: the next message may refer to these slots.
             pairs = zip(self._asked.pop(fields["request"]), fields["slots"], strict=True)
             self._declared[fields["request"]] = [self._slots.add(spec, place) for spec, place in pairs]
+        elif kind is RankMessageKind.STEPPED:
+            self._stepped(fields)
+        elif kind is RankMessageKind.HOSTED:
+            step_kind, count = self._hosting.pop(fields["request"])
+            nbytes = count * step_kind.state_itemsize
+            states = tuple(self._slots.view(place, nbytes) for place in fields["states"])
+            part = HostedPart(step_kind, states, int(fields["id"]))
+            self._parts[part.id] = self._hosted_now[fields["request"]] = part
         elif kind is RankMessageKind.WELCOME:
             if not all(isinstance(fields[name], int) for name in _FACTS):
                 raise ProtocolError(f"the communication service sent a WELCOME message with invalid fields: {fields}")

@@ -14,7 +14,7 @@ import contextlib
 import hashlib
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 
 import torch
@@ -88,7 +88,7 @@ class GradientReducer:
         options = self._options
         dtypes = [options.compression.wire_dtype(param.dtype) for _, param in named]
         sizes = [param.numel() * dtype.itemsize for (_, param), dtype in zip(named, dtypes, strict=True)]
-        kinds = [(dtype, p.device, p.requires_grad) for (_, p), dtype in zip(named, dtypes, strict=True)]
+        kinds = [self._kind_of(param, dtype) for (_, param), dtype in zip(named, dtypes, strict=True)]
         index_of = {name: index for index, (name, _) in enumerate(named)}
         together = [[index_of[name] for name in group] for group in groups]
         for bucket_indices in plan_buckets(sizes, kinds, self._context.settings.fusion_bytes, together):
@@ -96,9 +96,18 @@ class GradientReducer:
             names = [named[i][0] for i in indices]
             params = [named[i][1] for i in indices]
             first = offset + min(indices)
-            bucket = Bucket(self._request(names, params, first), names, params, options, first, self._scratch)
+            bucket = self._new_bucket(self._request(names, params, first), names, params, first, self._scratch)
             self._buckets.append(bucket)
             self._places.update((param, GradientPlace(bucket, position)) for position, param in enumerate(params))
+
+    def _kind_of(self, param: torch.nn.Parameter, dtype: torch.dtype) -> Hashable:
+        """Gradients of one kind may share a bucket."""
+        return dtype, param.device, param.requires_grad
+
+    def _new_bucket(
+        self, request: TensorRequest, names: list[str], params: list[torch.nn.Parameter], first: int, scratch: Scratch
+    ) -> Bucket:
+        return Bucket(request, names, params, self._options, first, scratch)
 
     def prioritize(self) -> None:
         """For CrossBarrier: send the gradients that the next forward pass needs first before the others. Has no effect

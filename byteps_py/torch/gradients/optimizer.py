@@ -17,9 +17,12 @@ from byteps_py.torch.gradients.adasum_optimizer import AdasumOptimizerMixin, Del
 from byteps_py.torch.gradients.backward_passes import BackwardPasses, CountedPasses, ReducedPasses
 from byteps_py.torch.gradients.bucket import GradientOptions
 from byteps_py.torch.gradients.gradient_reducer import GradientReducer
+from byteps_py.torch.gradients.hosted_optimizer import HostedOptimizerMixin, rules_of, taken_states
+from byteps_py.torch.gradients.hosted_reducer import HostedReducer
 from byteps_py.torch.gradients.optimizer_arguments import (
     Groups,
     NamedParameters,
+    check_hosted,
     check_names,
     check_passes,
     check_predivide,
@@ -41,6 +44,7 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
     groups: Groups = None,
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
+    hosted: bool = False,
 ) -> Any:
     """Wrap ``optimizer`` so that it averages gradients over all ranks before each step. Use the result.
 
@@ -59,6 +63,8 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
     sparse_as_dense: make sparse gradients dense before ranks combine them. No effect for SparseAdam, which takes only
     sparse gradients.
     process_set: the ranks that combine gradients. On other ranks the optimizer uses its own gradients.
+    hosted: the communication services keep the optimizer's states, each a part, and make its steps: gradients go in,
+    parameters come out. For torch's SGD, Adam, AdamW and Adagrad, parameters on cpu, and op Average or Sum.
 
     One thread uses the result, and all ranks call in the same order. Raises UsageError (a ValueError) for arguments
     that contradict each other and for duplicate or missing names, and NotInitializedError before init(). The result's
@@ -84,6 +90,9 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
     context = contexts.current()
     together = which_groups(num_groups, groups, params)
     ranks = ranks_of(process_set)
+    if hosted:
+        check_hosted(optimizer, op, gradient_predivide_factor, bool(ranks), bool(together))
+        return _host(context, optimizer, names, backward_passes_per_step, GradientOptions(compression, op))
     if op is Adasum:
         prefix = prefix_of(process_set, "Delta")
         adasum: AdasumOptimizerMixin = _wrap(
@@ -108,6 +117,20 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
     wrapped = _wrap(optimizer, DistributedOptimizerMixin, ReducedPasses(reducer, backward_passes_per_step), names)
     wrapped._reducer = reducer
     wrapped._passes.hook(params)
+    return wrapped
+
+
+def _host(
+    context: contexts.Context, optimizer: torch.optim.Optimizer, names: Names, passes: int, options: GradientOptions
+) -> HostedOptimizerMixin:
+    group_of = {param: number for number, group in enumerate(optimizer.param_groups) for param in group["params"]}
+    named = [(name, param) for param, name in names.items() if param in group_of]
+    reducer = HostedReducer(context, named, options, group_of, rules_of(optimizer))
+    wrapped: HostedOptimizerMixin = _wrap(optimizer, HostedOptimizerMixin, ReducedPasses(reducer, passes), names)
+    wrapped._reducer, wrapped._clip = reducer, 1.0
+    wrapped._name = context.claim(f"hosted.{min(names.values(), default='')}")
+    wrapped._passes.hook(group_of)
+    wrapped._give(taken_states(optimizer))
     return wrapped
 
 

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from byteps_py.errors import UsageError
-from byteps_py.torch.horovod.ops import Average, ReduceOp
+from byteps_py.torch.gradients.hosted_rules import check_class
+from byteps_py.torch.horovod.ops import Average, ReduceOp, Sum
 
 NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]
 Groups = int | list[list[torch.nn.Parameter]] | None
@@ -31,6 +32,23 @@ def check_predivide(factor: float, op: ReduceOp) -> None:
         )
     if not (factor > 0 and math.isfinite(factor)):
         raise UsageError(f"gradient_predivide_factor must be a positive number, got {factor}")
+
+
+def check_hosted(
+    optimizer: torch.optim.Optimizer, op: ReduceOp, factor: float, is_subset: bool, has_groups: bool
+) -> None:
+    """Raises UsageError for what ``hosted=True`` does not go together with. ``is_subset``: a process set is given;
+    ``has_groups``: gradients that travel together are."""
+    check_class(optimizer)
+    if op not in (Average, Sum):
+        raise UsageError(f"hosted=True: a step takes the average or the sum of gradients, and op is {op.name.title()}")
+    for is_given, what in (
+        (factor != 1.0, "gradient_predivide_factor"),
+        (is_subset, "process_set"),
+        (has_groups, "num_groups or groups"),
+    ):
+        if is_given:
+            raise UsageError(f"hosted=True does not go together with {what}")
 
 
 def which_groups(

@@ -1,0 +1,220 @@
+"""The base class of hosted optimizers: gradients go to the services, and parameters come back.
+
+Owns what torch's users see: step, clipping, state_dict. hosted_reducer.py sums and steps. The training thread calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from byteps_py.errors import MismatchError, UsageError
+from byteps_py.kernels.update_rules import Hyperparameters
+from byteps_py.tensors import DType, Op, TensorSpec
+from byteps_py.torch.engine import context as contexts
+from byteps_py.torch.engine.slot_view import TensorRequest
+from byteps_py.torch.gradients.hosted_reducer import HostedReducer
+from byteps_py.torch.gradients.hosted_rules import check_numbers, numbers_of, rule_of
+from byteps_py.torch.gradients.hosted_states import ParameterState, check_state
+from byteps_py.torch.gradients.optimizer_mixin import DistributedOptimizerMixin
+from byteps_py.torch.horovod.allgather import allgather
+from byteps_py.torch.horovod.api import push_pull
+
+#: "rule": a number for what is on or off, such as amsgrad.
+_COMPARED = ("lr", "weight_decay", "momentum", "dampening", "beta1", "beta2", "eps", "lr_decay", "rule")
+
+
+class HostedOptimizerMixin(DistributedOptimizerMixin):
+    """The base class that DistributedOptimizer puts before the wrapped optimizer's class with ``hosted=True``."""
+
+    _reducer: HostedReducer
+    _clip: float
+    _name: str
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Sum what backward() has computed, let the services step, and take the new parameters.
+
+        Raises UsageError for a closure, and for numbers that are none; MismatchError if ranks have different
+        param_groups; and as synchronize() of an optimizer that is not hosted. After an error no rank has the step.
+        """
+        if closure is not None:
+            raise UsageError(
+                "a hosted optimizer takes no closure: a closure evaluates the loss for parameters that the service "
+                "would have to send back each time. Call backward() before step()"
+            )
+        self._sum()  # before anything that may differ between ranks: none is to wait for one that has an error
+        numbers = [numbers_of(group) for group in self.param_groups]
+        self._compare(numbers)
+        for number, found in enumerate(numbers):
+            check_numbers(found, number)
+        clip, self._clip = self._clip, 1.0
+        self._reducer.make_steps(numbers, clip, self._initial_sums)
+        self._mark_stepped()
+        self._passes.hook(p for group in self.param_groups for p in group["params"])  # some may have been unfrozen
+
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Clip the gradients of the next step. Call it on all ranks after backward() and before step().
+
+        Returns the norm of the averages of all gradients, float64, before they are clipped. Gradients on the ranks stay
+        as they are. Raises as step() does.
+
+        >>> import torch, byteps_py as bps
+        >>> bps.init()
+        >>> model = torch.nn.Linear(2, 1)
+        >>> opt = bps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), hosted=True)
+        >>> model(torch.ones(1, 2)).sum().backward()
+        >>> round(opt.clip_grad_norm_(1.0).item(), 3)
+        1.732
+        >>> opt.step()
+        >>> bps.shutdown()
+        """
+        if math.isnan(max_norm) or max_norm < 0:
+            raise UsageError(f"max_norm is {max_norm}: give a number from 0 up")
+        self._sum()
+        own = torch.tensor([self._reducer.square_sum(self._initial_sums)], dtype=torch.float64, device="cpu")
+        norm = push_pull(own, average=False, name=f"{self._name}.norm").sqrt()[0]
+        self._clip = min(1.0, max_norm / (float(norm) + 1e-6))
+        return norm
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """See torch.optim.Optimizer. Raises GradientOrderError between backward() and step()."""
+        super().zero_grad(set_to_none)
+        self._reducer.drop_sums()
+        self._clip = 1.0
+
+    def synchronize(self) -> None:
+        """Raises UsageError: averages do not come back to the ranks."""
+        raise UsageError(
+            "a hosted optimizer does not bring averages back to the ranks: synchronize() has nothing to wait for. To "
+            "clip, call optimizer.clip_grad_norm_(max_norm) before step()"
+        )
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Raises UsageError, see ``synchronize``."""
+        self.synchronize()
+        yield
+
+    def _prepare_unscaling(self) -> None:
+        raise UsageError(
+            "a GradScaler unscales the gradients on the ranks, and a hosted optimizer steps with those of its service: "
+            "train in bfloat16, which needs no scale, or leave hosted out"
+        )
+
+    def _sum(self) -> None:
+        if not self._reducer.has_sums or self._passes.has_begun:
+            self._add_new_groups()
+            self._reducer.finish()
+
+    @property
+    def _initial_sums(self) -> list[float]:
+        return [float(group.get("initial_accumulator_value", 0.0)) for group in self.param_groups]
+
+    def _compare(self, numbers: list[Hyperparameters]) -> None:
+        """Raises MismatchError, on all ranks, if their numbers differ."""
+        context = contexts.current()
+        if context.session.size == 1:
+            return
+        values = [
+            rule_of(self._wrapped, group).code if name == "rule" else getattr(found, name)
+            for found, group in zip(numbers, self.param_groups, strict=True)
+            for name in _COMPARED
+        ]
+        own = torch.tensor([*values, self._clip], dtype=torch.float64, device="cpu")
+        both = torch.cat([own, -own])
+        spec = TensorSpec(f"{self._name}.numbers", DType.FLOAT64, (len(both),), Op.MAX)
+        (view,) = context.slot_views([TensorRequest(spec, torch.float64, ((len(both),),), both.device)])
+        view.contribute([both])
+        view.wait()
+        largest, smallest = view.results[0].chunk(2)
+        for place in (largest != -smallest).nonzero().flatten().tolist():
+            if own[place].isnan():
+                continue  # ``check_numbers`` says so, here and on all that have it
+            group, name = divmod(place, len(_COMPARED))
+            what = f"{_COMPARED[name]} of param_groups[{group}]" if place < len(values) else "the factor of clipping"
+            raise MismatchError(
+                f"ranks step with different numbers: {what} is "
+                f"{float(own[place]):g} on rank {context.session.rank}, and from {-float(smallest[place]):g} to "
+                f"{float(largest[place]):g} on all. Set it alike, and step a learning-rate scheduler on every rank"
+            )
+
+    # ---- states ------------------------------------------------------------------------------------------------
+
+    def _give(self, given: Mapping[torch.nn.Parameter, Mapping[str, Any]]) -> None:
+        """Give the services these states of parameters. Copies: the training may go on with the tensors."""
+        for param, state in given.items():
+            bucket, position = self._reducer.bucket_of(param)
+            number = self._reducer.group_of[param]
+            states = self._reducer.states_of(bucket, self._initial_sums[number])
+            states.load(position, state)
+
+    def _check(self, given: Mapping[torch.nn.Parameter, Mapping[str, Any]]) -> None:
+        for param, state in given.items():
+            rule = rule_of(self._wrapped, self.param_groups[self._reducer.group_of[param]])
+            check_state(rule, param, state, repr(self._parameter_names[param]))
+
+    def state_dict(self) -> dict[str, Any]:
+        """See torch.optim.Optimizer: of the form that the optimizer has without ``hosted``, whole on every rank. A
+        parameter of 16 bits has "master_param" beside torch's states. All ranks call it together: it gathers."""
+        by_param: dict[torch.nn.Parameter, ParameterState] = {}
+        for number, bucket in enumerate(self._reducer.hosted):
+            if bucket.states is None:
+                continue
+            states = bucket.states
+            wholes = {
+                name: allgather(states.piece(place), f"{self._name}.state.{number}.{place}")
+                for place, name in enumerate(states.names)
+            }
+            by_param.update(zip(bucket.params, states.by_parameter(wholes), strict=True))
+        packed: dict[str, Any] = torch.optim.Optimizer.state_dict(self)  # type: ignore[arg-type]
+        params = [param for group in self.param_groups for param in group["params"]]
+        packed["state"] = {place: state for place, param in enumerate(params) if (state := by_param.get(param))}
+        return packed
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See torch.optim.Optimizer. Takes the state_dict of a hosted optimizer or of one that is not, the same on all
+        ranks. Discards gradients that were computed since the last step."""
+        self._passes.drop()
+        self._state_replaced()
+        super(DistributedOptimizerMixin, self).load_state_dict({**state_dict, "state": {}})  # type: ignore[misc]
+        saved = [place for group in state_dict["param_groups"] for place in group["params"]]
+        params = [param for group in self.param_groups for param in group["params"]]
+        given = state_dict["state"]
+        states = {param: given[place] for place, param in zip(saved, params, strict=True) if place in given}
+        self._check(states)
+        self._reducer.forget_states()
+        self._give(states)
+
+    def _state_replaced(self) -> None:
+        super()._state_replaced()
+        self._reducer.drop_sums()
+        self._clip = 1.0
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """See torch.optim.Optimizer."""
+        torch.optim.Optimizer.add_param_group(self, param_group)  # type: ignore[arg-type]
+        self._add_new_groups()
+
+    def _add_new_groups(self) -> bool:
+        for number, group in enumerate(self._wrapped.param_groups):
+            for param in group["params"]:
+                self._reducer.group_of.setdefault(param, number)
+        return super()._add_new_groups()
+
+
+def taken_states(optimizer: torch.optim.Optimizer) -> dict[torch.nn.Parameter, Mapping[str, Any]]:
+    """The states that the optimizer has made or loaded, which are the services' from now on."""
+    found: dict[Any, Mapping[str, Any]] = {param: dict(state) for param, state in optimizer.state.items() if state}
+    optimizer.state.clear()
+    return found
+
+
+def rules_of(optimizer: torch.optim.Optimizer) -> Callable[[int], Any]:
+    """The rule of each of its param_groups, by number, as it is when it is asked for."""
+    return lambda number: rule_of(optimizer, optimizer.param_groups[number])

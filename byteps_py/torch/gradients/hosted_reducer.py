@@ -1,0 +1,181 @@
+"""Sums the gradients of a hosted optimizer: each rank gets the averages of its piece of every bucket, for its service.
+
+    finish() ─ scattered sums ─► make_steps(): services step, ranks gather the parameters
+
+The training thread calls, but for ``ready``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from byteps_py.errors import UsageError
+from byteps_py.kernels.update_rules import Hyperparameters, UpdateRule
+from byteps_py.optimizer_parts import StepKind
+from byteps_py.tensors import TensorSpec
+from byteps_py.torch.compression import Compression
+from byteps_py.torch.engine.context import Context
+from byteps_py.torch.engine.dtypes import WIRE, wire_dtype
+from byteps_py.torch.engine.slot_view import PieceView, TensorRequest
+from byteps_py.torch.gradients.bucket import Bucket, GradientOptions
+from byteps_py.torch.gradients.gradient_checksums import Gradients, Scratch
+from byteps_py.torch.gradients.gradient_reducer import GradientReducer
+from byteps_py.torch.gradients.hosted_rules import check_dtypes
+from byteps_py.torch.gradients.hosted_states import HostedStates
+
+#: Of a parameter: the number of its param_group.
+GroupOf = dict[torch.nn.Parameter, int]
+
+
+class HostedBucket(Bucket):
+    """A bucket whose sum is scattered. ``summed``: which of its parameters take part in the step that is due."""
+
+    states: HostedStates | None = None
+    summed: tuple[bool, ...] | None = None
+
+    def receive(self) -> None:
+        touched = self.changed
+        if self.slot_view is not None:
+            self.slot_view.wait()
+        self._check_untouched(touched)
+        # A rank that is alone leaves a parameter without a gradient as it is; of several, others may have one.
+        is_alone = self.slot_view is not None and self.options.members(self.slot_view.session.size) == 1
+        self.summed = tuple(
+            takes_part and not (is_alone and param.grad is None)
+            for takes_part, param in zip(self.participates, self.params, strict=True)
+        )
+
+    def deliver(self) -> None:
+        pass
+
+    def release_results(self) -> None:
+        pass
+
+    def _move_out_of_results(self, slot_view: PieceView, gradients: Gradients) -> Gradients:
+        return gradients
+
+
+class HostedReducer(GradientReducer):
+    """``group_of``: of the parameters; ``rule_of``: of a param_group, by its number."""
+
+    def __init__(
+        self,
+        context: Context,
+        named: Sequence[tuple[str, torch.nn.Parameter]],
+        options: GradientOptions,
+        group_of: GroupOf,
+        rule_of: Callable[[int], UpdateRule],
+    ) -> None:
+        self.group_of, self._rule_of = group_of, rule_of
+        if context.session.size == 1:  # nothing is sent, so nothing is rounded for it
+            options = replace(options, compression=Compression.none)
+        super().__init__(context, named, options)
+        self.accepts_sparse = False
+
+    # ---- buckets ----------------------------------------------------------------------------------------------
+
+    def _kind_of(self, param: torch.nn.Parameter, dtype: torch.dtype) -> Hashable:
+        return super()._kind_of(param, dtype), param.dtype, self.group_of[param]
+
+    def _new_bucket(
+        self, request: TensorRequest, names: list[str], params: list[torch.nn.Parameter], first: int, scratch: Scratch
+    ) -> Bucket:
+        return HostedBucket(request, names, params, self._options, first, scratch)
+
+    def _request(self, names: list[str], params: list[torch.nn.Parameter], first: int) -> TensorRequest:
+        for name, param in zip(names, params, strict=True):
+            if not param.is_cpu:
+                raise UsageError(f"hosted=True: parameter {name!r} lies on {param.device}; hosted are those on cpu")
+            dtype = self._options.compression.wire_dtype(param.dtype)
+            check_dtypes(name, wire_dtype(dtype, name), wire_dtype(param.dtype, name))
+        request = super()._request(names, params, first)
+        spec = replace(request.spec, shape=(sum(param.numel() for param in params),), scatters=True)
+        members = spec.members(self._context.session.size)
+        _, count = spec.piece(members.index(self._context.session.rank), len(members))
+        return replace(request, spec=spec, result_shapes=((count,),))
+
+    def _exchanges_needed(self) -> bool:
+        super()._exchanges_needed()
+        return True
+
+    @property
+    def hosted(self) -> list[HostedBucket]:
+        """All buckets."""
+        return [bucket for bucket in self._buckets if isinstance(bucket, HostedBucket)]
+
+    def states_of(self, bucket: HostedBucket, initial_sum: float) -> HostedStates:
+        """The states of a bucket. Raises UsageError if they were lost with an earlier job."""
+        session = self._context.session
+        if bucket.states is not None and bucket.states.session is not session:
+            raise UsageError(
+                "the states of a hosted optimizer have ended with the job that it was in: load_state_dict() a saved "
+                "one first, as TorchState does from its last commit"
+            )
+        if bucket.states is None:
+            rule = self._rule_of(self.group_of[bucket.params[0]])
+            spec: TensorSpec = bucket.request.spec
+            kind = StepKind(rule, spec.dtype, WIRE[bucket.params[0].dtype])
+            bucket.states = HostedStates(session, spec, kind, bucket.params, initial_sum)
+        return bucket.states
+
+    # ---- a step -----------------------------------------------------------------------------------------------
+
+    @property
+    def has_sums(self) -> bool:
+        """True between ``finish`` and ``make_steps``."""
+        return any(bucket.summed is not None for bucket in self.hosted)
+
+    def drop_sums(self) -> None:
+        """Make no step with the sums."""
+        for bucket in self.hosted:
+            bucket.summed = None
+
+    def make_steps(self, numbers: Sequence[Hyperparameters], clip: float, initial_sums: Sequence[float]) -> None:
+        """Step with the sums: ``numbers`` of each param_group. Returns when all parameters are there."""
+        due: list[tuple[HostedStates, tuple[bool, ...]]] = []
+        begins: list[Callable[[], None]] = []
+        for bucket in self.hosted:
+            if bucket.summed is None or bucket.slot_view is None:
+                continue
+            group = self.group_of[bucket.params[0]]
+            states = self.states_of(bucket, initial_sums[group])
+            if states.kind.rule != self._rule_of(group):
+                raise UsageError(
+                    f"param_groups[{group}] has changed: a hosted optimizer keeps the momentum (or none), amsgrad, "
+                    "maximize and nesterov of its first step, and the side of 0.5 on which beta1 was"
+                )
+            begins.append(partial(states.begin_step, bucket.slot_view.slot, numbers[group], clip, bucket.summed))
+            due.append((states, bucket.summed))
+        self.drop_sums()
+        for begin in begins:  # once nothing is wrong with any of them
+            begin()
+        for states, _ in due:
+            states.send_parameters()
+        for states, participates in due:
+            states.take_parameters(participates)
+
+    def square_sum(self, initial_sums: Sequence[float]) -> float:
+        """Of this rank's pieces of the averages."""
+        total = 0.0
+        for bucket in self.hosted:
+            if bucket.summed is not None and bucket.slot_view is not None:
+                states = self.states_of(bucket, initial_sums[self.group_of[bucket.params[0]]])
+                total += states.square_sum(bucket.slot_view.slot, bucket.summed)
+        return total
+
+    def forget_states(self) -> None:
+        """They are about to be replaced."""
+        for bucket in self.hosted:
+            if bucket.states is not None:
+                bucket.states.release()
+                bucket.states = None
+
+    def bucket_of(self, param: torch.nn.Parameter) -> tuple[Any, int]:
+        """(bucket, position in it)"""
+        place = self.place(param)
+        return place.bucket, place.position

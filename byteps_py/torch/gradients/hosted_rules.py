@@ -1,0 +1,98 @@
+"""Which steps of torch's optimizers a service makes, and the names of their states. Pure; any thread."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+
+from byteps_py.errors import UsageError
+from byteps_py.kernels.update_rules import Decay, Hyperparameters, Method, UpdateRule
+from byteps_py.tensors import DType
+
+_METHODS: dict[type[torch.optim.Optimizer], Method] = {
+    torch.optim.SGD: Method.SGD,
+    torch.optim.Adam: Method.ADAM,
+    torch.optim.AdamW: Method.ADAM,
+    torch.optim.Adagrad: Method.ADAGRAD,
+}
+_MOMENTS = {
+    Method.SGD: ("momentum_buffer",),
+    Method.ADAM: ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    Method.ADAGRAD: ("sum",),
+}
+_NUMBERS = ("lr", "weight_decay", "momentum", "dampening", "eps", "lr_decay")
+#: In a state_dict: the master of a parameter of fewer bits, of which the parameter is a rounded copy.
+MASTER = "master_param"
+
+
+def check_class(optimizer: torch.optim.Optimizer) -> None:
+    """Raises UsageError for an optimizer whose steps a service does not make."""
+    if type(optimizer) not in _METHODS:
+        kept = ", ".join(kind.__name__ for kind in _METHODS)
+        raise UsageError(
+            f"hosted=True: the service makes the steps of torch.optim's {kept}, not of {type(optimizer).__name__}. "
+            "Leave hosted out to step on the ranks"
+        )
+    for number, group in enumerate(optimizer.param_groups):
+        for name in ("capturable", "differentiable"):
+            if group.get(name):
+                raise UsageError(f"hosted=True: param_groups[{number}] has {name}=True, which needs steps on the rank")
+
+
+def rule_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> UpdateRule:
+    """The rule of one of its param_groups."""
+    method = _METHODS[_class_of(optimizer)]
+    is_adamw = _class_of(optimizer) is torch.optim.AdamW or bool(group.get("decoupled_weight_decay"))
+    is_adam = method is Method.ADAM
+    return UpdateRule(
+        method,
+        Decay.DECOUPLED if is_adam and is_adamw else Decay.COUPLED,
+        momentum=method is Method.SGD and bool(group["momentum"]),
+        nesterov=method is Method.SGD and bool(group["nesterov"]),
+        amsgrad=is_adam and bool(group["amsgrad"]),
+        maximize=bool(group.get("maximize")),
+        is_mostly_new=is_adam and 1 - float(group["betas"][0]) >= 0.5,
+    )
+
+
+def numbers_of(group: dict[str, Any]) -> Hyperparameters:
+    """The numbers of one of the param_groups."""
+    given = {name: float(group[name]) for name in _NUMBERS if name in group}
+    if "betas" in group:
+        given["beta1"], given["beta2"] = map(float, group["betas"])
+    return Hyperparameters(**given)
+
+
+def check_numbers(numbers: Hyperparameters, number: int) -> None:
+    """Raises UsageError if one of the numbers of ``param_groups[number]`` is NaN or infinite."""
+    for field in dataclasses.fields(numbers):
+        value = getattr(numbers, field.name)
+        if not math.isfinite(value):
+            raise UsageError(f"param_groups[{number}] has {field.name}={value}: a step needs a number")
+
+
+def moment_names(rule: UpdateRule) -> tuple[str, ...]:
+    """The names of the moments in a state_dict."""
+    return _MOMENTS[rule.method][: rule.moments]
+
+
+def counts_steps(rule: UpdateRule) -> bool:
+    """True if a state_dict has "step"."""
+    return rule.method is not Method.SGD
+
+
+def check_dtypes(name: str, gradient: DType, parameter: DType) -> None:
+    """Raises UsageError if there is no step for parameters and gradients of these dtypes."""
+    if parameter is DType.FLOAT64 and gradient is not DType.FLOAT64:
+        raise UsageError(
+            f"hosted=True: the gradient of {name!r}, which is float64, is sent as {gradient.name.lower()}: its master "
+            "would have fewer bits than the parameter. Use compression=bps.Compression.none"
+        )
+
+
+def _class_of(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
+    """The class that the user has chosen: a DistributedOptimizer derives from it."""
+    return next(kind for kind in type(optimizer).__mro__ if kind in _METHODS)

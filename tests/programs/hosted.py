@@ -1,0 +1,318 @@
+"""Hosted optimizers on real processes beside the same optimizers on the ranks. Arguments: the names of cases. Prints
+"NAME: right" on each rank.
+
+On the ranks, torch takes the correctly rounded square root here, as the services do.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import byteps_py as bps
+
+CASES: dict[str, Callable[[], None]] = {}
+Making = Callable[[Any], torch.optim.Optimizer]
+
+
+def case(function: Callable[[], None]) -> Callable[[], None]:
+    CASES[function.__name__] = function
+    return function
+
+
+def rounded_root(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(np.sqrt(tensor.detach().numpy()))
+
+
+def new_model(dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Small and large parameters, and one that no loss reaches."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 33), nn.Tanh(), nn.Linear(33, 600), nn.Tanh(), nn.Linear(600, 1)).to(dtype)
+    model.register_parameter("unused", nn.Parameter(torch.ones(5, dtype=dtype)))
+    return model
+
+
+def batch(step: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(4, 7, generator=torch.Generator().manual_seed(100 * step + bps.rank())).to(dtype)
+
+
+def two(making: Making, dtype: torch.dtype = torch.float32, **options: Any) -> Iterator[tuple[nn.Module, Any]]:
+    """The same training on the ranks, and hosted."""
+    for number, hosted in enumerate((False, True)):
+        model = new_model(dtype)
+        named = [(f"{making.__qualname__}.{number}.{name}", param) for name, param in model.named_parameters()]
+        yield model, bps.DistributedOptimizer(making(model.parameters()), named, hosted=hosted, **options)
+
+
+def step(model: nn.Module, optimizer: Any, number: int, passes: int = 1) -> None:
+    optimizer.zero_grad()
+    for turn in range(passes):
+        model(batch(10 * number + turn, next(model.parameters()).dtype)).square().sum().backward()
+    optimizer.step()
+
+
+def same(one: nn.Module, other: nn.Module, what: str) -> None:
+    for (name, mine), (_, its) in zip(one.named_parameters(), other.named_parameters(), strict=True):
+        assert torch.equal(mine, its), f"{what}: {name} differs by {(mine - its).abs().max().item()}"
+
+
+def same_states(one: Any, other: Any, what: str) -> None:
+    mine, its = one["state"], other["state"]
+    assert mine.keys() == its.keys(), f"{what}: {mine.keys()} {its.keys()}"
+    for place, state in mine.items():
+        kept = {name: value for name, value in state.items() if value is not None}
+        assert kept.keys() == its[place].keys(), f"{what}: {kept.keys()} {its[place].keys()}"
+        for name, value in kept.items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(its[place][name])), f"{what}: {place} {name}"
+    assert one["param_groups"] == other["param_groups"], what
+
+
+def raises(kind: type[BaseException], text: str, call: Callable[[], Any]) -> None:
+    with pytest.raises(kind) as raised:
+        call()
+    assert text in str(raised.value), f"{raised.value!r} does not say {text!r}"
+
+
+OPTIMIZERS: dict[str, Making] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.01, weight_decay=0.01),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9, nesterov=True, maximize=True),
+    "adam": lambda params: torch.optim.Adam(params, lr=0.01, weight_decay=0.01, foreach=False),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.1, amsgrad=True, foreach=False),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.01, initial_accumulator_value=0.1, foreach=False),
+}
+
+
+@case
+def equal() -> None:
+    """Bit for bit, with a schedule of learning rates; states, too."""
+    for name, making in OPTIMIZERS.items():
+        (one, on_ranks), (other, hosted) = two(making)
+        schedules = [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5) for optimizer in (on_ranks, hosted)]
+        for number in range(5):
+            step(one, on_ranks, number)
+            step(other, hosted, number)
+            same(one, other, f"{name}, step {number}")
+            for schedule in schedules:
+                schedule.step()
+        same_states(on_ranks.state_dict(), hosted.state_dict(), name)
+        for parameter in other.parameters():
+            assert not hosted.state.get(parameter), "the ranks keep no states"
+
+
+@case
+def accumulates() -> None:
+    (one, on_ranks), (other, hosted) = two(OPTIMIZERS["adamw"], backward_passes_per_step=2)
+    for number in range(3):
+        step(one, on_ranks, number, 2)
+        step(other, hosted, number, 2)
+        same(one, other, f"step {number}")
+
+
+@case
+def freezes() -> None:
+    (one, on_ranks), (other, hosted) = two(OPTIMIZERS["momentum"])
+    for number in range(6):
+        for model in (one, other):
+            model[2].weight.requires_grad_(number not in (1, 2))
+        step(one, on_ranks, number)
+        step(other, hosted, number)
+        same(one, other, f"step {number}")
+
+
+@case
+def groups() -> None:
+    """Of different numbers, and one that is added later."""
+    models = []
+    for number, hosted in enumerate((False, True)):
+        model = new_model()
+        params = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": 0.1, "weight_decay": 0.0}]
+        named = [(f"groups.{number}.{name}", param) for name, param in model.named_parameters()]
+        optimizer = bps.DistributedOptimizer(torch.optim.AdamW(params, lr=0.01, foreach=False), named, hosted=hosted)
+        for turn in range(4):
+            if turn == 2:
+                optimizer.add_param_group({"params": list(model[4].parameters()), "lr": 0.5})
+            step(model, optimizer, turn)
+        models.append((model, optimizer))
+    same(models[0][0], models[1][0], "groups")
+    same_states(models[0][1].state_dict(), models[1][1].state_dict(), "groups")
+
+
+@case
+def states_move() -> None:
+    """From the ranks to the services and back, in the middle of a training."""
+    for name, making in OPTIMIZERS.items():
+        (one, on_ranks), (other, hosted) = two(making)
+        for number in range(2):
+            step(one, on_ranks, number)
+        other.load_state_dict(one.state_dict())
+        hosted.load_state_dict(on_ranks.state_dict())
+        for number in range(2, 4):
+            step(one, on_ranks, number)
+            step(other, hosted, number)
+            same(one, other, f"{name}, step {number}")
+        on_ranks.load_state_dict(hosted.state_dict())
+        for number in range(4, 6):
+            step(one, on_ranks, number)
+            step(other, hosted, number)
+            same(one, other, f"{name}, step {number}")
+        wrong = hosted.state_dict()
+        for state in wrong["state"].values():
+            for key, value in state.items():
+                if value.dim():
+                    state[key] = value.new_zeros(2, 2)
+        if any(value.dim() for state in wrong["state"].values() for value in state.values()):
+            raises(bps.UsageError, "of another optimizer or model", lambda: hosted.load_state_dict(wrong))  # noqa: B023
+
+
+@case
+def takes_over() -> None:
+    """States that the optimizer had before it was wrapped."""
+    trained = new_model()
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=0.01, foreach=False)
+    for number in range(2):
+        optimizer.zero_grad()
+        trained(torch.ones(1, 7) * number).sum().backward()
+        optimizer.step()
+    models = []
+    for number, hosted in enumerate((False, True)):
+        model = new_model()
+        model.load_state_dict(trained.state_dict())
+        inner = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
+        inner.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # torch shares tensors
+        named = [(f"taken.{number}.{name}", param) for name, param in model.named_parameters()]
+        wrapped = bps.DistributedOptimizer(inner, named, hosted=hosted)
+        step(model, wrapped, 5)
+        models.append(model)
+    same(*models, "taken over")
+
+
+@case
+def half_precision() -> None:
+    """bfloat16 parameters beside float32 masters on the ranks, with the same gradients of bfloat16."""
+    model = new_model(torch.bfloat16)
+    named = [(f"half.{name}", param) for name, param in model.named_parameters()]
+    hosted = bps.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01), named, hosted=True)
+    masters = [nn.Parameter(param.detach().float()) for param in model.parameters()]
+    reference = torch.optim.AdamW(masters, lr=0.01, foreach=False)
+    for number in range(5):
+        hosted.zero_grad()
+        model(batch(number, torch.bfloat16)).square().sum().backward()
+        for place, (param, master) in enumerate(zip(model.parameters(), masters, strict=True)):
+            grad = param.grad if param.grad is not None else torch.zeros_like(param)
+            master.grad = bps.push_pull(grad, name=f"half.{place}").float()
+        hosted.step()
+        reference.step()
+        for param, master in zip(model.parameters(), masters, strict=True):
+            assert torch.equal(param, master.detach().bfloat16()), f"step {number}"
+    for place, state in hosted.state_dict()["state"].items():
+        assert torch.equal(state["master_param"], masters[place].detach())
+
+
+@case
+def compresses() -> None:
+    (one, on_ranks), (other, hosted) = two(OPTIMIZERS["sgd"], compression=bps.Compression.bf16)
+    for number in range(3):
+        step(one, on_ranks, number)
+        step(other, hosted, number)
+        same(one, other, f"step {number}")
+
+
+@case
+def clips() -> None:
+    (one, on_ranks), (other, hosted) = two(OPTIMIZERS["adamw"])
+    for number, limit in enumerate((0.5, 1e9, 0.01)):
+        for model, optimizer in ((one, on_ranks), (other, hosted)):
+            optimizer.zero_grad()
+            model(batch(number)).square().sum().backward()
+        on_ranks.synchronize()
+        expected = nn.utils.clip_grad_norm_(one.parameters(), limit)
+        with on_ranks.skip_synchronize():
+            on_ranks.step()
+        found = hosted.clip_grad_norm_(limit)
+        assert abs(found - expected) <= 1e-6 * expected, (found, expected)
+        hosted.step()
+        for mine, its in zip(one.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-5)  # torch's norm is of float32
+
+
+@case
+def takes_changes() -> None:
+    """Of parameters, between steps, however they are made."""
+    (one, on_ranks), (other, hosted) = two(OPTIMIZERS["momentum"])
+    for number in range(4):
+        step(one, on_ranks, number)
+        step(other, hosted, number)
+        for model in (one, other):
+            for param in model.parameters():
+                param.data.clamp_(-0.05, 0.05)
+        same(one, other, f"step {number}")
+
+
+@case
+def refused() -> None:
+    model = new_model()
+    named = [(f"refused.{name}", param) for name, param in model.named_parameters()]
+
+    def hosted(optimizer: torch.optim.Optimizer, **options: Any) -> Any:
+        return bps.DistributedOptimizer(optimizer, named, hosted=True, **options)
+
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    raises(
+        bps.UsageError,
+        "SGD, Adam, AdamW, Adagrad, not of RMSprop",
+        lambda: hosted(torch.optim.RMSprop(model.parameters())),
+    )
+    raises(bps.UsageError, "op is Max", lambda: hosted(sgd, op=bps.Max))
+    raises(bps.UsageError, "gradient_predivide_factor", lambda: hosted(sgd, gradient_predivide_factor=2.0))
+    raises(bps.UsageError, "num_groups or groups", lambda: hosted(sgd, num_groups=2))
+    optimizer = hosted(sgd)
+    raises(bps.UsageError, "takes no closure", lambda: optimizer.step(lambda: 0.0))
+    raises(bps.UsageError, "clip_grad_norm_", optimizer.synchronize)
+    raises(bps.UsageError, "max_norm is -1", lambda: optimizer.clip_grad_norm_(-1))
+    step(model, optimizer, 0)
+    before = [param.clone() for param in model.parameters()]
+    if bps.size() > 1:
+        optimizer.zero_grad()
+        model(batch(1)).sum().backward()
+        optimizer.param_groups[0]["lr"] = 0.1 + bps.rank()
+        raises(bps.MismatchError, "lr of param_groups[0] is", optimizer.step)
+        optimizer.param_groups[0]["lr"] = 0.1
+        assert all(map(torch.equal, before, model.parameters())), "a step that was refused"
+    optimizer.param_groups[0]["lr"] = float("nan")
+    raises(bps.UsageError, "lr=nan", lambda: step(model, optimizer, 2))
+    optimizer.param_groups[0]["lr"] = 0.1
+    optimizer.param_groups[0]["momentum"] = 0.5
+    raises(bps.UsageError, "has changed", lambda: step(model, optimizer, 2))
+    optimizer.param_groups[0]["momentum"] = 0.0
+    assert all(map(torch.equal, before, model.parameters())), "a step that was refused"
+    scaler = torch.amp.GradScaler("cpu")
+    optimizer.zero_grad()
+    scaler.scale(model(batch(1)).sum()).backward()
+    raises(bps.UsageError, "train in bfloat16", lambda: scaler.step(optimizer))
+    embedding = nn.Embedding(5, 3, sparse=True)
+    sparse = bps.DistributedOptimizer(
+        torch.optim.SGD(embedding.parameters(), lr=0.1), [("refused.sparse", embedding.weight)], hosted=True
+    )
+    raises(bps.UsageError, "sparse", lambda: (embedding(torch.tensor([1])).sum().backward(), sparse.step()))
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    torch.Tensor.sqrt = rounded_root  # type: ignore[method-assign]
+    bps.init()
+    for name in sys.argv[1:] or CASES:
+        CASES[name]()
+        os.write(1, f"{name}: right\n".encode())
+    bps.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""Optimizers whose states the services keep, on real processes: the same weights as on the ranks, bit for bit
+(programs/hosted.py)."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+from support.breaking import command
+from support.clusters import ROOT
+
+PROGRAM = ROOT / "tests" / "programs" / "hosted.py"
+CASES = re.findall(r"^@case\ndef (\w+)\(", PROGRAM.read_text(), re.MULTILINE)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "-np 1",
+        "-np 2",
+        "-np 1 --machines 2 --servers 1",
+        pytest.param("-np 2 --machines 2", marks=pytest.mark.slow),
+        pytest.param("-np 1 --machines 3 --servers 3", marks=pytest.mark.slow),
+        pytest.param("-np 3", marks=pytest.mark.slow),
+    ],
+)
+def test_beside_the_optimizer_on_the_ranks(layout: str) -> None:
+    words = layout.split()
+    ranks = int(words[1]) * (int(words[3]) if len(words) > 2 else 1)
+    with command(sys.executable, "-m", "byteps_py.launch", *words, sys.executable, str(PROGRAM)) as job:
+        assert job.end() == 0, job.text
+    for case in CASES:
+        assert job.text.count(f"{case}: right") == ranks, job.text
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.slow
+@pytest.mark.parametrize("partition", ["4096", "65536"])
+def test_partitions_do_not_matter(partition: str) -> None:
+    layout = ["-np", "2", "--machines", "2", "--servers", "2"]
+    arguments = [sys.executable, "-m", "byteps_py.launch", *layout, sys.executable, str(PROGRAM), "equal", "groups"]
+    with command(*arguments, BYTEPS_PARTITION_BYTES=partition, BYTEPS_FUSION_BYTES="10000") as job:
+        assert job.end() == 0, job.text
+    assert job.text.count("equal: right") == 4, job.text
