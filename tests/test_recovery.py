@@ -50,9 +50,9 @@ def train(job: Job, faults: list[Fault]) -> set[str]:
     return set(DIGEST.findall(job.text))
 
 
-def run(options: str, faults: list[Fault]) -> set[str]:
+def run(options: str, faults: list[Fault], **environ: str) -> set[str]:
     words = (str(len(faults)), str(STEPS))
-    with launch(options, *words, program=PROGRAM, **ENVIRON) as job:
+    with launch(options, *words, program=PROGRAM, **ENVIRON, **environ) as job:
         digests = train(job, faults)
     assert len(digests) == 1, job.text
     return digests
@@ -107,6 +107,31 @@ def test_servers_die_freeze_and_leave_and_the_weights_are_the_same() -> None:
         signal_to(signal.SIGTERM, "--gpu-machine"),  # drained: its keys move first, as soon as there is another
     ]
     assert run(OPTIONS, faults) == calm(STRETCHES, OPTIONS).digests
+
+
+@pytest.mark.timeout(200)
+def test_servers_die_while_a_hosted_optimizer_trains() -> None:
+    """The weights are those of the optimizer on the ranks, without faults."""
+    faults = [nothing, kill_and_return(), kill_and_return("--gpu-machine")]
+    assert run(OPTIONS, faults, TEST_HOSTED="1") == calm(len(faults), OPTIONS).digests
+
+
+@pytest.mark.timeout(200)
+def test_a_service_that_hosts_dies() -> None:
+    """All ranks end, and say which one it was."""
+    with launch(OPTIONS, "2", str(STEPS), program=PROGRAM, **ENVIRON, TEST_HOSTED="1") as job:
+        assert job.process.stdin is not None
+        job.until("stretch 0")
+        job.process.stdin.write("go on\n")
+        job.process.stdin.flush()
+        job.until("stretch 1")
+        job.process.stdin.write("go on\n")
+        job.process.stdin.flush()
+        victims = [pid for pid in job.pids() if b"byteps_py.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        os.kill(victims[-1], signal.SIGKILL)
+        assert job.end() != 0
+    assert "digest" not in job.text, job.text
+    assert "communication service" in job.text, job.text
 
 
 @contextlib.contextmanager

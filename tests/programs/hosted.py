@@ -256,6 +256,55 @@ def takes_changes() -> None:
         same(one, other, f"step {number}")
 
 
+def elastic_training(hosted: bool) -> nn.Module:
+    """A training whose ranks disagree in the middle of a step, twice, and go back to their last commit."""
+    model = new_model()
+    optimizer = bps.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), list(model.named_parameters()), hosted=hosted
+    )
+    left = [2]
+
+    @bps.elastic.run
+    def train(state: Any) -> None:
+        while state.step < 5:
+            if state.step == 2 and left[0]:
+                left[0] -= 1
+                model(batch(99)).sum().backward()  # what a step that fails has handed over counts nowhere
+                bps.push_pull(torch.ones(1 + bps.rank()), name="disagree")
+            step(model, optimizer, state.step)
+            state.step += 1
+            state.commit()
+
+    train(bps.elastic.TorchState(model=model, optimizer=optimizer, step=0))
+    return model
+
+
+@case
+def goes_back() -> None:
+    if bps.size() > 1:
+        same(elastic_training(False), elastic_training(True), "elastic")
+
+
+@case
+def comes_again() -> None:
+    """States end with the job, and go on in the next one from a state_dict."""
+    if bps.size() > 1:
+        return
+    (one, on_ranks), (other, hosted) = two(OPTIMIZERS["momentum"])
+    for number in range(2):
+        step(one, on_ranks, number)
+        step(other, hosted, number)
+    saved = hosted.state_dict()
+    bps.shutdown()
+    bps.init()
+    raises(bps.UsageError, "load_state_dict() a saved one first", lambda: step(other, hosted, 2))
+    hosted.load_state_dict(saved)
+    for number in range(2, 4):
+        step(one, on_ranks, number)
+        step(other, hosted, number)
+        same(one, other, f"step {number}")
+
+
 @case
 def refused() -> None:
     model = new_model()
@@ -297,6 +346,11 @@ def refused() -> None:
     optimizer.zero_grad()
     scaler.scale(model(batch(1)).sum()).backward()
     raises(bps.UsageError, "train in bfloat16", lambda: scaler.step(optimizer))
+    small = new_model()
+    named_small = [(f"refused.small.{name}", param) for name, param in small.named_parameters()]
+    too_large = bps.DistributedOptimizer(torch.optim.Adam(small.parameters(), lr=0.1), named_small, hosted=True)
+    too_large._reducer.available_bytes = lambda: 100.0
+    raises(bps.UsageError, "GB left", lambda: step(small, too_large, 0))
     embedding = nn.Embedding(5, 3, sparse=True)
     sparse = bps.DistributedOptimizer(
         torch.optim.SGD(embedding.parameters(), lr=0.1), [("refused.sparse", embedding.weight)], hosted=True

@@ -1,9 +1,10 @@
 """Trains in stretches of a few steps; before each, rank 0 waits for a line. Prints the digest of the weights, and the
-longest step of each stretch."""
+longest step of each stretch. TEST_HOSTED: the services make the optimizer's steps."""
 
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 import time
 
@@ -19,7 +20,9 @@ def main(stretches: int, steps: int) -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(6)))
     optimizer = bps.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), named_parameters=model.named_parameters()
+        torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
+        named_parameters=model.named_parameters(),
+        hosted="TEST_HOSTED" in os.environ,
     )
     bps.broadcast_parameters(model.state_dict(), root_rank=0)
     data = torch.Generator().manual_seed(bps.rank())

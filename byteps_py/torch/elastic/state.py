@@ -11,7 +11,7 @@ import torch
 from byteps_py.torch.elastic.object_state import ObjectState
 from byteps_py.torch.elastic.sampler import ElasticSampler
 from byteps_py.torch.horovod.api import push_pull
-from byteps_py.torch.horovod.functions import broadcast_optimizer_state, broadcast_parameters
+from byteps_py.torch.horovod.functions import StateListener, broadcast_optimizer_state, broadcast_parameters
 from byteps_py.torch.horovod.objects import broadcast_object
 from byteps_py.torch.horovod.ops import Max
 
@@ -60,6 +60,8 @@ class OptimizerStateHandler(StateHandler):
                 param.grad = None  # of the failed step; the script may not zero them before its next backward
 
     def sync(self) -> None:
+        if isinstance(self.value, StateListener) and self.value._is_lost():
+            super().restore()
         broadcast_optimizer_state(self.value, 0)
 
 

@@ -6,6 +6,7 @@ Owns what torch's users see: step, clipping, state_dict. hosted_reducer.py sums 
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -34,6 +35,7 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
     _reducer: HostedReducer
     _clip: float
     _name: str
+    _loaded: dict[int, Mapping[str, Any]] | None  # the states, if there was no step since they were loaded
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Sum what backward() has computed, let the services step, and take the new parameters.
@@ -53,6 +55,7 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
             check_numbers(found, number)
         clip, self._clip = self._clip, 1.0
         self._reducer.make_steps(numbers, clip, self._initial_sums)
+        self._loaded = None
         self._mark_stepped()
         self._passes.hook(p for group in self.param_groups for p in group["params"])  # some may have been unfrozen
 
@@ -161,10 +164,11 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
 
     def state_dict(self) -> dict[str, Any]:
         """See torch.optim.Optimizer: of the form that the optimizer has without ``hosted``, whole on every rank. A
-        parameter of 16 bits has "master_param" beside torch's states. All ranks call it together: it gathers."""
+        parameter of 16 bits has "master_param" beside torch's states. All ranks call it together, because it gathers,
+        unless there was no step since the beginning or since ``load_state_dict``."""
         by_param: dict[torch.nn.Parameter, ParameterState] = {}
         for number, bucket in enumerate(self._reducer.hosted):
-            if bucket.states is None:
+            if bucket.states is None or self._loaded is not None:
                 continue
             states = bucket.states
             wholes = {
@@ -174,6 +178,9 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
             by_param.update(zip(bucket.params, states.by_parameter(wholes), strict=True))
         packed: dict[str, Any] = torch.optim.Optimizer.state_dict(self)  # type: ignore[arg-type]
         params = [param for group in self.param_groups for param in group["params"]]
+        if self._loaded is not None:
+            packed["state"] = copy.deepcopy(self._loaded)
+            return packed
         packed["state"] = {place: state for place, param in enumerate(params) if (state := by_param.get(param))}
         return packed
 
@@ -190,6 +197,10 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
         self._check(states)
         self._reducer.forget_states()
         self._give(states)
+        self._loaded = {place: copy.deepcopy(states[param]) for place, param in enumerate(params) if param in states}
+
+    def _is_lost(self) -> bool:
+        return self._reducer.is_lost
 
     def _state_replaced(self) -> None:
         super()._state_replaced()

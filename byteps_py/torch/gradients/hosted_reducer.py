@@ -16,8 +16,8 @@ import torch
 
 from byteps_py.errors import UsageError
 from byteps_py.kernels.update_rules import Hyperparameters, UpdateRule
+from byteps_py.memory_left import available_memory_bytes
 from byteps_py.optimizer_parts import StepKind
-from byteps_py.tensors import TensorSpec
 from byteps_py.torch.compression import Compression
 from byteps_py.torch.engine.context import Context
 from byteps_py.torch.engine.dtypes import WIRE, wire_dtype
@@ -62,6 +62,8 @@ class HostedBucket(Bucket):
 
 class HostedReducer(GradientReducer):
     """``group_of``: of the parameters; ``rule_of``: of a param_group, by its number."""
+
+    available_bytes: Callable[[], float] = staticmethod(available_memory_bytes)
 
     def __init__(
         self,
@@ -117,11 +119,31 @@ class HostedReducer(GradientReducer):
                 "one first, as TorchState does from its last commit"
             )
         if bucket.states is None:
-            rule = self._rule_of(self.group_of[bucket.params[0]])
-            spec: TensorSpec = bucket.request.spec
-            kind = StepKind(rule, spec.dtype, WIRE[bucket.params[0].dtype])
-            bucket.states = HostedStates(session, spec, kind, bucket.params, initial_sum)
+            if all(each.states is None for each in self.hosted):
+                self._check_memory()
+            kind = self._step_kind(bucket)
+            bucket.states = HostedStates(session, bucket.request.spec, kind, bucket.params, initial_sum)
         return bucket.states
+
+    def _step_kind(self, bucket: HostedBucket) -> StepKind:
+        rule = self._rule_of(self.group_of[bucket.params[0]])
+        return StepKind(rule, bucket.request.spec.dtype, WIRE[bucket.params[0].dtype])
+
+    def _check_memory(self) -> None:
+        """Raises UsageError if this machine has too little memory for the states of its ranks."""
+        session = self._context.session
+        needed = 0
+        for bucket in self.hosted:
+            kind, spec = self._step_kind(bucket), bucket.request.spec
+            members = spec.members(session.size)
+            _, count = spec.piece(members.index(session.rank), len(members))
+            needed += count * kind.states * kind.state_itemsize
+        needed *= session.local_size
+        if needed > (available := self.available_bytes()):
+            raise UsageError(
+                f"hosted=True: the states of this machine's {session.local_size} ranks need {needed / 1e9:.1f} GB, and "
+                f"it has {available / 1e9:.1f} GB left. More machines, or an optimizer with fewer states, need less"
+            )
 
     # ---- a step -----------------------------------------------------------------------------------------------
 
@@ -167,6 +189,12 @@ class HostedReducer(GradientReducer):
                 states = self.states_of(bucket, initial_sums[self.group_of[bucket.params[0]]])
                 total += states.square_sum(bucket.slot_view.slot, bucket.summed)
         return total
+
+    @property
+    def is_lost(self) -> bool:
+        """True if the states have ended with the job that they were in."""
+        session = self._context.session
+        return any(bucket.states is not None and bucket.states.session is not session for bucket in self.hosted)
 
     def forget_states(self) -> None:
         """They are about to be replaced."""

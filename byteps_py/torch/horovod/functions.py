@@ -26,6 +26,10 @@ __all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", 
 class StateListener:
     """An optimizer with state beside its ``state_dict``. It must know when the ``state_dict`` was replaced."""
 
+    def _is_lost(self) -> bool:
+        """True if the state has ended with an earlier job, so that it must be loaded before it is used."""
+        return False
+
     def _state_replaced(self) -> None:
         """All ranks are about to have equal state. Also called on the rank that sends its state."""
         raise NotImplementedError
