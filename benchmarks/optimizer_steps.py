@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from byteps_py.kernels.steps import bind_step
-from byteps_py.kernels.update_rules import Decay, Hyperparameters, Method, UpdateRule, step_scalars
+from byteps_py.kernels.update_rules import Decay, Hyperparameters, Method, StepKind, UpdateRule, step_scalars
 from byteps_py.tensors import DType
 
 RULE = UpdateRule(Method.ADAM, Decay.DECOUPLED)
@@ -54,7 +54,7 @@ class Contenders:
         is_cast = dtype is DType.BFLOAT16
         addresses = [state.data_ptr() for state in self._states], [self._gradient.data_ptr()]
         outputs = [self._parameter.data_ptr()] if is_cast else []
-        self._step_of = [bind_step(RULE, (dtype, dtype), *addresses, outputs) for _ in range(threads)]
+        self._step_of = [bind_step(StepKind(RULE, dtype, dtype), *addresses, outputs) for _ in range(threads)]
         self._master = torch.nn.Parameter(self._parameter.float())
         self._master.grad = self._gradient.float()
         self._fused = torch.optim.AdamW([self._master], lr=NUMBERS.lr, weight_decay=NUMBERS.weight_decay, fused=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import sys
+from pathlib import Path
 
 import pytest
 from support.breaking import command
@@ -33,6 +34,15 @@ def test_beside_the_optimizer_on_the_ranks(layout: str) -> None:
         assert job.end() == 0, job.text
     for case in CASES:
         assert job.text.count(f"{case}: right") == ranks, job.text
+
+
+@pytest.mark.timeout(180)
+def test_the_block_of_the_page_runs(tmp_path: Path) -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "sharding.md").read_text(), re.DOTALL)
+    script = tmp_path / "train.py"
+    script.write_text(block)
+    with command(sys.executable, "-m", "byteps_py.launch", "-np", "2", sys.executable, str(script)) as job:
+        assert job.end() == 0, job.text
 
 
 @pytest.mark.timeout(180)

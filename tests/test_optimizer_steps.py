@@ -18,7 +18,7 @@ import torch
 from byteps_py.errors import UsageError
 from byteps_py.kernels.reduction import reduce
 from byteps_py.kernels.steps import bind_step, make_step, prepare_step
-from byteps_py.kernels.update_rules import Decay, Hyperparameters, Method, Scalar, UpdateRule, step_scalars
+from byteps_py.kernels.update_rules import Decay, Hyperparameters, Method, Scalar, StepKind, UpdateRule, step_scalars
 from byteps_py.tensors import DType, Op
 
 TORCH = {
@@ -97,8 +97,7 @@ def beside_torch(
     states = [start.clone(), *(torch.zeros(COUNT, dtype=wide) for _ in range(rule.moments))]
     given, output = torch.empty(COUNT, dtype=TORCH[gradient]), torch.empty(COUNT, dtype=TORCH[parameter])
     step_of = bind_step(
-        rule,
-        (gradient, parameter),
+        StepKind(rule, gradient, parameter),
         [state.data_ptr() for state in states],
         [given.data_ptr()],
         [output.data_ptr()],
@@ -155,8 +154,7 @@ def test_contributions_are_added_as_in_a_reduction(dtype: DType) -> None:
             states = [gradients(9, wide), gradients(8, wide), gradients(7, wide).abs()]
             outputs = [torch.empty_like(total) for _ in range(2)]
             make_step(
-                rule,
-                (dtype, dtype),
+                StepKind(rule, dtype, dtype),
                 scalars,
                 [state.data_ptr() for state in states],
                 [source.data_ptr() for source in sources],
@@ -174,8 +172,14 @@ def test_scaled_and_clipped_gradients() -> None:
     gradient, master = gradients(1, torch.float32), gradients(2, torch.float32)
     expected = master - gradient * (1 / 1024) * 0.25
     scalars = step_scalars(rule, Hyperparameters(lr=1.0), 1, unscale=1 / 1024, clip=0.25)
-    dtypes = DType.FLOAT32, DType.FLOAT32
-    make_step(rule, dtypes, scalars, [master.data_ptr()], [gradient.data_ptr()], [], range(COUNT))
+    make_step(
+        StepKind(rule, DType.FLOAT32, DType.FLOAT32),
+        scalars,
+        [master.data_ptr()],
+        [gradient.data_ptr()],
+        [],
+        range(COUNT),
+    )
     assert torch.equal(master, expected)
 
 
@@ -186,8 +190,14 @@ def test_numbers_that_are_none_stay_so() -> None:
     master = torch.cat([values, noisy])
     gradient, output = torch.zeros(7, dtype=torch.float32), torch.empty(7, dtype=torch.bfloat16)
     scalars = step_scalars(rule, Hyperparameters(lr=0.0), 1)
-    dtypes = DType.FLOAT32, DType.BFLOAT16
-    make_step(rule, dtypes, scalars, [master.data_ptr()], [gradient.data_ptr()], [output.data_ptr()], range(7))
+    make_step(
+        StepKind(rule, DType.FLOAT32, DType.BFLOAT16),
+        scalars,
+        [master.data_ptr()],
+        [gradient.data_ptr()],
+        [output.data_ptr()],
+        range(7),
+    )
     assert output.isnan().tolist() == [True, False, False, False, False, True, True]
     assert torch.equal(output[1:5], values[1:].bfloat16())
 
@@ -197,8 +207,15 @@ def test_an_output_may_be_an_input() -> None:
     master = array("f", [2.0] * 40)
     address = memory.buffer_info()[0]
     scalars = step_scalars(rule, Hyperparameters(lr=0.5), 1)
-    dtypes = DType.FLOAT32, DType.FLOAT32
-    make_step(rule, dtypes, scalars, [master.buffer_info()[0]], [address, address], [address], range(3, 40), 2)
+    make_step(
+        StepKind(rule, DType.FLOAT32, DType.FLOAT32),
+        scalars,
+        [master.buffer_info()[0]],
+        [address, address],
+        [address],
+        range(3, 40),
+        2,
+    )
     assert memory.tolist() == [1.0] * 3 + [1.5] * 37
     assert master.tolist() == [2.0] * 3 + [1.5] * 37
 
@@ -214,13 +231,13 @@ def test_an_output_may_be_an_input() -> None:
 )
 def test_dtypes_without_a_kernel(dtypes: tuple[DType, DType], said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        prepare_step(UpdateRule(Method.SGD), dtypes)
+        prepare_step(StepKind(UpdateRule(Method.SGD), *dtypes))
 
 
 def test_bad_arguments() -> None:
     rule = UpdateRule(Method.ADAM)
     with pytest.raises(UsageError, match="ADAM has 3 states, not 2"):
-        bind_step(rule, (DType.FLOAT32, DType.FLOAT32), [0, 0], [0], [])
+        bind_step(StepKind(rule, DType.FLOAT32, DType.FLOAT32), [0, 0], [0], [])
     with pytest.raises(UsageError, match="steps count from 1"):
         step_scalars(rule, Hyperparameters(lr=1.0), 0)
     for code in (-1, 3, 1 << 9, 3 << 2):

@@ -13,19 +13,18 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from byteps_py.errors import UsageError
-from byteps_py.kernels.update_rules import SCALARS, STATES, UpdateRule
+from byteps_py.kernels.update_rules import SCALARS, STATES, StepKind
 from byteps_py.tensors import DType
 
 if TYPE_CHECKING:
     from byteps_py.kernels.jit.step_kernels import StepKernel
 
-_kernels: dict[tuple[int, DType, DType], StepKernel] = {}
+_kernels: dict[StepKind, StepKernel] = {}
 _build_lock = threading.Lock()
 
 
 def make_step(
-    rule: UpdateRule,
-    dtypes: tuple[DType, DType],
+    kind: StepKind,
     scalars: Sequence[float],
     states: Sequence[int],
     inputs: Sequence[int],
@@ -35,28 +34,27 @@ def make_step(
 ) -> None:
     """Make one step of ``elements`` and return when it is made.
 
-    dtypes: of the contributions and of the written parameters. states: addresses of the master and of the rule's
-    moments: float32, or float64 for contributions of float64. inputs: addresses of the contributions, which are added
-    first to last as ``reduce`` does, rounded once, and divided by ``divisor`` if that is above 1. outputs: addresses
-    where the parameters go, each; there may be none. scalars: see ``step_scalars``. elements: counted from each
-    address. An output may be an input of the same dtype.
+    states: addresses of the master and of the rule's moments: float32, or float64 for contributions of float64. inputs:
+    addresses of the contributions, which are added first to last as ``reduce`` does, rounded once, and divided by
+    ``divisor`` if that is above 1. outputs: addresses where the parameters go, each; there may be none. scalars: see
+    ``step_scalars``. elements: counted from each address. An output may be an input of the same dtype.
 
     Raises UsageError for dtypes that are not floating, a parameter wider than the master, or a wrong number of states.
 
-    >>> from byteps_py.kernels.update_rules import Hyperparameters, Method, step_scalars
-    >>> rule, gradient, master = UpdateRule(Method.SGD), array("f", [1.0, 2.0]), array("f", [1.0, 1.0])
+    >>> from byteps_py.kernels.update_rules import Hyperparameters, Method, UpdateRule, step_scalars
+    >>> kind = StepKind(UpdateRule(Method.SGD), DType.FLOAT32, DType.FLOAT32)
+    >>> gradient, master = array("f", [1.0, 2.0]), array("f", [1.0, 1.0])
     >>> addresses = [values.buffer_info()[0] for values in (master, gradient)]
-    >>> scalars = step_scalars(rule, Hyperparameters(lr=0.5), step=1)
-    >>> make_step(rule, (DType.FLOAT32, DType.FLOAT32), scalars, addresses[:1], addresses[1:], addresses[1:], range(2))
+    >>> scalars = step_scalars(kind.rule, Hyperparameters(lr=0.5), step=1)
+    >>> make_step(kind, scalars, addresses[:1], addresses[1:], addresses[1:], range(2))
     >>> list(master), list(gradient)
     ([0.5, 0.0], [0.5, 0.0])
     """
-    bind_step(rule, dtypes, states, inputs, outputs, divisor)(scalars, elements)
+    bind_step(kind, states, inputs, outputs, divisor)(scalars, elements)
 
 
 def bind_step(
-    rule: UpdateRule,
-    dtypes: tuple[DType, DType],
+    kind: StepKind,
     states: Sequence[int],
     inputs: Sequence[int],
     outputs: Sequence[int],
@@ -64,9 +62,10 @@ def bind_step(
 ) -> Callable[[Sequence[float], range], None]:
     """``make_step`` with these arguments as a function of the scalars and the elements, for repeated calls. One call at
     a time. Raises what ``make_step`` raises."""
-    if len(states) != 1 + rule.moments or not inputs:
-        raise UsageError(f"a step of {rule.method.name} has {1 + rule.moments} states, not {len(states)}, and an input")
-    kernel = prepare_step(rule, dtypes)
+    if len(states) != kind.states or not inputs:
+        method = kind.rule.method.name
+        raise UsageError(f"a step of {method} has {kind.states} states, not {len(states)}, and an input")
+    kernel = _kernel_of(kind)
     numbers = array("d", bytes(8 * SCALARS))
     table = array("Q", (*states, *[0] * (STATES - len(states) + SCALARS), *inputs, *outputs))
     count, places = len(inputs), len(outputs)
@@ -79,13 +78,16 @@ def bind_step(
     return run
 
 
-def prepare_step(rule: UpdateRule, dtypes: tuple[DType, DType]) -> StepKernel:
-    """Compile or load the kernel of ``rule`` and ``dtypes``. Raises UsageError as ``make_step`` does."""
-    gradient, parameter = dtypes
-    key = rule.code, gradient, parameter
-    kernel = _kernels.get(key)
+def prepare_step(kind: StepKind) -> None:
+    """Compile or load the kernel of ``kind``. Raises UsageError as ``make_step`` does."""
+    _kernel_of(kind)
+
+
+def _kernel_of(kind: StepKind) -> StepKernel:
+    kernel = _kernels.get(kind)
     if kernel is not None:
         return kernel
+    gradient, parameter = kind.gradient, kind.parameter
     if not gradient.is_floating or not parameter.is_floating:
         raise UsageError(f"an optimizer's step is of floating dtypes, not {gradient.name} and {parameter.name}")
     if parameter is DType.FLOAT64 and gradient is not DType.FLOAT64:
@@ -96,6 +98,6 @@ def prepare_step(rule: UpdateRule, dtypes: tuple[DType, DType]) -> StepKernel:
     from byteps_py.kernels.jit import step_kernels
 
     with _build_lock:
-        if key not in _kernels:
-            _kernels[key] = step_kernels.build(rule, gradient, parameter)
-        return _kernels[key]
+        if kind not in _kernels:
+            _kernels[kind] = step_kernels.build(kind)
+        return _kernels[kind]

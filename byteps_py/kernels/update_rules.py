@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import IntEnum, auto
 
 from byteps_py.errors import UsageError
+from byteps_py.tensors import DType
 
 
 class Method(IntEnum):
@@ -86,6 +87,46 @@ class UpdateRule:
         if not 0 <= code < 1 << 9 or code & 3 > max(Method) or code >> 2 & 3 > max(Decay):
             raise UsageError(f"{code} is no rule of an optimizer")
         return cls(Method(code & 3), Decay(code >> 2 & 3), *(bool(code >> 4 + place & 1) for place in range(5)))
+
+
+@dataclass(frozen=True, slots=True)
+class StepKind:
+    """``gradient``: the dtype of the sums; ``parameter``: of the new parameters."""
+
+    rule: UpdateRule
+    gradient: DType
+    parameter: DType
+
+    @property
+    def states(self) -> int:
+        """The master and the moments."""
+        return 1 + self.rule.moments
+
+    @property
+    def state_itemsize(self) -> int:
+        """Bytes of one element of a state: of float32, or of float64 for float64 gradients."""
+        return 8 if self.gradient is DType.FLOAT64 else 4
+
+    @property
+    def code(self) -> int:
+        """A number that stands for this kind; see ``from_code``."""
+        return self.rule.code | self.gradient << 9 | self.parameter << 13
+
+    @classmethod
+    def from_code(cls, code: int) -> StepKind:
+        """The kind whose ``code`` this is. Raises UsageError if there is none.
+
+        >>> kind = StepKind(UpdateRule(Method.SGD), DType.BFLOAT16, DType.FLOAT32)
+        >>> StepKind.from_code(kind.code) == kind
+        True
+        """
+        try:
+            kind = cls(UpdateRule.from_code(code & 0x1FF), DType(code >> 9 & 0xF), DType(code >> 13))
+        except ValueError as error:
+            raise UsageError(f"{code} is no kind of a step: {error}") from None
+        if not (kind.gradient.is_floating and kind.parameter.is_floating):
+            raise UsageError(f"{code} is no kind of a step: it is of floating dtypes")
+        return kind
 
 
 @dataclass(frozen=True, slots=True)

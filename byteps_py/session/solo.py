@@ -8,7 +8,9 @@ import itertools
 from collections.abc import Sequence
 
 from byteps_py.errors import MismatchError, NotInitializedError, UsageError
-from byteps_py.optimizer_parts import StepKind, StepSegment, run_segments
+from byteps_py.kernels.optimizer_parts import StepSegment, run_segments
+from byteps_py.kernels.steps import prepare_step
+from byteps_py.kernels.update_rules import StepKind
 from byteps_py.session import forks
 from byteps_py.session.base import HostedPart, Session, Slot
 from byteps_py.tensors import Layout, Op, TensorSpec, differing
@@ -75,7 +77,7 @@ class SoloSession(Session):
 
     def host(self, kind: StepKind, count: int) -> HostedPart:
         self.check_open()
-        kind.prepare()
+        prepare_step(kind)
         nbytes = count * kind.state_itemsize
         return HostedPart(kind, tuple(memoryview(bytearray(nbytes)) for _ in range(kind.states)))
 

@@ -12,13 +12,15 @@ kernels run on the engine's threads.
 from __future__ import annotations
 
 import contextlib
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 from byteps_py import rank_protocol as protocol
 from byteps_py.errors import BytePSError, PeerLostError, ProtocolError
-from byteps_py.kernels.update_rules import SCALARS
-from byteps_py.optimizer_parts import StepKind, StepSegment, run_segments, segments_of
+from byteps_py.kernels.optimizer_parts import StepSegment, run_segments, segments_of
+from byteps_py.kernels.steps import prepare_step
+from byteps_py.kernels.update_rules import SCALARS, StepKind
 from byteps_py.rank_protocol import RankMessageKind
 from byteps_py.shm import Block
 from byteps_py.worker.core.tensor import RankSlot
@@ -28,7 +30,7 @@ from byteps_py.worker.io.rank_connection import RankConnection
 
 
 @dataclass(slots=True)
-class _Part:
+class _KeptStates:
     """``step``: the latest that was asked for; ``is_at_work``: it is being made."""
 
     local_rank: int
@@ -45,18 +47,20 @@ class Hosting:
     def __init__(self, memory: Memory, executor: Executor) -> None:
         self._memory = memory
         self._executor = executor
-        self._parts: dict[int, _Part] = {}
+        self._parts: dict[int, _KeptStates] = {}
         self._next_id = 1
 
     def host(self, rank: RankConnection, fields: dict[str, Any]) -> None:
         """A rank wants states kept: tell it where they lie. Raises ProtocolError, and OSError if there is no memory."""
-        kind, count = StepKind.from_json(fields["step_kind"]), int(fields["count"])
+        kind, count = _kind_of(fields["step_kind"]), int(fields["count"])
         if count < 1:
             raise ProtocolError(f"local rank {rank.local_rank} wants states of {count} elements")
         states = tuple(rank.allocate(count * kind.state_itemsize) for _ in range(kind.states))
         part_id, self._next_id = self._next_id, self._next_id + 1
-        self._parts[part_id] = _Part(rank.local_rank, kind, states)
-        self._executor.run_kernel(kind.prepare, lambda error: None)  # an error comes again with the first step
+        self._parts[part_id] = _KeptStates(rank.local_rank, kind, states)
+        self._executor.run_kernel(
+            functools.partial(prepare_step, kind), lambda error: None
+        )  # an error comes again with the first step
         places = [[block.segment, block.offset] for block in states]
         rank.send(protocol.pack(RankMessageKind.HOSTED, request=fields["request"], id=part_id, states=places))
 
@@ -99,7 +103,7 @@ class Hosting:
             if not part.is_at_work:
                 self._free(part_id, part)
 
-    def _stepped(self, rank: RankConnection, part_id: int, part: _Part, error: BaseException | None) -> None:
+    def _stepped(self, rank: RankConnection, part_id: int, part: _KeptStates, error: BaseException | None) -> None:
         part.is_at_work = False
         if part.is_void:
             self._free(part_id, part)
@@ -111,13 +115,13 @@ class Hosting:
         with contextlib.suppress(PeerLostError):  # it is found out by its own connection
             rank.send(protocol.pack(RankMessageKind.STEPPED, part=part_id, step=number, **said))
 
-    def _free(self, part_id: int, part: _Part) -> None:
+    def _free(self, part_id: int, part: _KeptStates) -> None:
         if self._parts.pop(part_id, None) is not None:
             self._memory.free_states(part.local_rank, part.states)
 
     # ---- checks: a rank may be of another version, or damaged --------------------------------------------------
 
-    def _part(self, rank: RankConnection, part_id: int) -> _Part:
+    def _part(self, rank: RankConnection, part_id: int) -> _KeptStates:
         part = self._parts.get(part_id)
         if part is None or part.local_rank != rank.local_rank or part.is_void:
             raise ProtocolError(f"local rank {rank.local_rank} has no states {part_id}")
@@ -130,7 +134,9 @@ class Hosting:
         return slot
 
     @staticmethod
-    def _addresses(part: _Part, segments: list[StepSegment], source: RankSlot, target: RankSlot) -> tuple[int, int]:
+    def _addresses(
+        part: _KeptStates, segments: list[StepSegment], source: RankSlot, target: RankSlot
+    ) -> tuple[int, int]:
         """Of the sum, and of where the parameters go."""
         end = max((segment.elements.stop for segment in segments), default=0)
         given, taken = source.result, target.inputs[target.round % len(target.inputs)]
@@ -142,6 +148,13 @@ class Hosting:
             if end * itemsize > block.nbytes:
                 raise ProtocolError(f"a step of {end} elements in memory of {block.nbytes} bytes")
         return given.address, taken.address
+
+
+def _kind_of(said: Any) -> StepKind:
+    try:
+        return StepKind.from_code(int(said))
+    except (ValueError, TypeError) as error:  # a UsageError, too
+        raise ProtocolError(f"malformed kind of a step: {error}") from None
 
 
 def _name_of(error: BaseException) -> str:

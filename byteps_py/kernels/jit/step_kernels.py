@@ -15,8 +15,7 @@ from numba.extending import intrinsic
 from byteps_py.kernels import update_rules
 from byteps_py.kernels.jit import half_precision, llvm, step_loops, vector
 from byteps_py.kernels.jit.numba_kernels import compiled, version_of
-from byteps_py.kernels.update_rules import UpdateRule
-from byteps_py.tensors import DType
+from byteps_py.kernels.update_rules import StepKind
 
 #: (address of a table, number of inputs, number of outputs, first element, end, divisor); see ``StepLoops``.
 StepKernel = Callable[[int, int, int, int, int, int], None]
@@ -24,36 +23,30 @@ StepKernel = Callable[[int, int, int, int, int, int], None]
 _SIGNATURE = types.void(*[types.int64] * 6)
 
 
-def _step(
-    typingctx: Any, rule: Any, gradient: Any, parameter: Any, table: Any, inputs: Any, outputs: Any, begin: Any,
-    end: Any, divisor: Any,
-) -> Any:  # fmt: skip
-    """The whole body of a kernel, as in ``numba_kernels``. The first three arguments are constants."""
-    constants = (
-        UpdateRule.from_code(rule.literal_value),
-        DType(gradient.literal_value),
-        DType(parameter.literal_value),
-    )
+def _optimizer_step(
+    typingctx: Any, kind: Any, table: Any, inputs: Any, outputs: Any, begin: Any, end: Any, divisor: Any
+) -> Any:
+    """The whole body of a kernel, as in ``numba_kernels``. ``kind`` is a constant: the code of a StepKind."""
+    constant = StepKind.from_code(kind.literal_value)
 
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        step_loops.StepLoops(builder, *constants, args[3:]).emit()
+        step_loops.StepLoops(builder, constant, args[1:]).emit()
         return context.get_dummy_value()
 
-    return types.void(rule, gradient, parameter, *[types.int64] * 6), emit
+    return types.void(kind, *[types.int64] * 6), emit
 
 
-one_step: Any = intrinsic(prefer_literal=True)(_step)
+optimizer_step: Any = intrinsic(prefer_literal=True)(_optimizer_step)
 
 
-def build(rule: UpdateRule, gradient: DType, parameter: DType) -> StepKernel:
+def build(kind: StepKind) -> StepKernel:
     """Compile the kernel, or load it from the cache."""
-    # numba hashes the kernel's constants into its cache key, so they are plain integers.
-    rule_code, gradient_code, parameter_code = rule.code, int(gradient), int(parameter)
+    code = kind.code  # numba hashes the kernel's constants into its cache key, so it is a plain integer
 
     def kernel(table: int, inputs: int, outputs: int, begin: int, end: int, divisor: int) -> None:
-        one_step(rule_code, gradient_code, parameter_code, table, inputs, outputs, begin, end, divisor)
+        optimizer_step(code, table, inputs, outputs, begin, end, divisor)
 
     version = version_of(step_loops, update_rules, vector, half_precision, llvm)
-    kernel.__qualname__ = f"step_{rule_code}_{gradient.name}_{parameter.name}_{version}".lower()
+    kernel.__qualname__ = f"step_{code}_{version}"
     found: StepKernel = compiled(kernel, _SIGNATURE)
     return found

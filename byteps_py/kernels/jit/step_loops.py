@@ -17,7 +17,7 @@ from numba.core import cgutils
 
 from byteps_py.kernels.jit import half_precision, vector
 from byteps_py.kernels.jit.llvm import call
-from byteps_py.kernels.update_rules import SCALARS, STATES, Decay, Method, Scalar, UpdateRule
+from byteps_py.kernels.update_rules import SCALARS, STATES, Decay, Method, Scalar, StepKind, UpdateRule
 from byteps_py.tensors import DType
 
 _I64 = ir.IntType(64)
@@ -31,19 +31,17 @@ class StepLoops:
 
     ``arguments`` are the kernel's parameters: table, inputs, outputs, begin, end, divisor. ``table`` is the address of
     an array of 64-bit words: STATES addresses of the master and the moments, SCALARS numbers as float64, the inputs'
-    addresses, the outputs' addresses. ``begin`` and ``end`` count elements. ``gradient``: the dtype of the inputs.
-    ``parameter``: that of the outputs.
+    addresses, the outputs' addresses. ``begin`` and ``end`` count elements.
     """
 
     def __init__(
         self,
         builder: ir.IRBuilder,
-        rule: UpdateRule,
-        gradient: DType,
-        parameter: DType,
+        kind: StepKind,
         arguments: Sequence[ir.Value],
     ) -> None:
-        self._builder, self._rule, self._gradient, self._parameter = builder, rule, gradient, parameter
+        gradient = kind.gradient
+        self._builder, self._rule, self._gradient, self._parameter = builder, kind.rule, gradient, kind.parameter
         self._table, self._inputs, self._outputs, self._begin, self._end, self._divisor = arguments
         self._real: ir.Type = ir.DoubleType() if gradient is DType.FLOAT64 else ir.FloatType()
         self._wide = DType.FLOAT64 if gradient is DType.FLOAT64 else DType.FLOAT32

@@ -44,7 +44,8 @@ class Votes:
     @property
     def joined(self) -> Collection[int]:
         """Ranks that cast no more votes. Votes that they cast before are in ``received`` if it is read after this."""
-        return frozenset(self._matcher.joined)
+        joined = self._matcher.joined
+        return frozenset(joined) if joined else ()
 
     def cast(self, number: int, vote: int, address: int = 0, nbytes: int = 0) -> None:
         """Send this rank's vote on round ``number`` to all others, with the ``nbytes`` bytes at ``address``."""
@@ -57,8 +58,12 @@ class Votes:
 
     def received(self, number: int) -> dict[int, int]:
         """The votes on round ``number`` that have arrived, by rank."""
-        come = {source: flow.payloads.get(number) for source, flow in self._stream.flows.items()}
-        return {source: vote.due for source, vote in come.items() if vote is not None and vote.ready == vote.total}
+        found = {}
+        for source, flow in self._stream.flows.items():  # called after each message of a small sum
+            vote = flow.payloads.get(number)
+            if vote is not None and vote.ready == vote.total:
+                found[source] = vote.due
+        return found
 
     def wait_until_known(self, number: int, is_enough: Callable[[], bool], name: str, timeout_s: float) -> None:
         """Return when ``is_enough`` returns True; it is called after each message. ``name``: of the operation, for
@@ -67,15 +72,24 @@ class Votes:
             wait = Wait(name, number, lambda: self._missing(number))
 
             def lost() -> list[int]:
-                return [source for source in self._missing(number) if self._outboxes[source].failure is not None]
+                gone = [source for source in self._stream.flows if self._outboxes[source].failure is not None]
+                return [source for source in self._missing(number) if source in gone] if gone else []
 
-            self._waiter.until(lambda: is_enough() or bool(lost()), wait, timeout_s)
-            if not is_enough():
+            is_known = False
+
+            def is_over() -> bool:
+                nonlocal is_known
+                is_known = is_enough()
+                return is_known or bool(lost())
+
+            self._waiter.until(is_over, wait, timeout_s)
+            if not is_known:
                 self._lose(lost()[0], wait, timeout_s)
             self._waiter.ended(wait)
 
     def _missing(self, number: int) -> list[int]:
-        return [source for source in self._stream.flows if source not in self.received(number)]
+        come = self.received(number)
+        return [source for source in self._stream.flows if source not in come]
 
     def fetch(self, number: int, source: int, address: int, nbytes: int) -> None:
         """Copy the bytes that came with the vote of ``source`` on round ``number`` to ``address``. The vote has been

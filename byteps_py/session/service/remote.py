@@ -23,7 +23,8 @@ from byteps_py.errors import (
     UsageError,
     from_name,
 )
-from byteps_py.optimizer_parts import StepKind, StepSegment
+from byteps_py.kernels.optimizer_parts import StepSegment
+from byteps_py.kernels.update_rules import StepKind
 from byteps_py.rank_protocol import RankMessageKind
 from byteps_py.session import failure_reports
 from byteps_py.session.base import HostedPart, Observer, Slot
@@ -314,7 +315,7 @@ class RemoteSession(ChannelSession):
             request = self._requests
             with self.state:
                 self._hosting[request] = kind, count
-            self.tell(protocol.pack(RankMessageKind.HOST, request=request, step_kind=kind.to_json(), count=count))
+            self.tell(protocol.pack(RankMessageKind.HOST, request=request, step_kind=kind.code, count=count))
             self.wait_until(
                 lambda: request in self._hosted_now,
                 _PATIENCE_S,

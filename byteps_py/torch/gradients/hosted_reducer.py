@@ -15,9 +15,8 @@ from typing import Any
 import torch
 
 from byteps_py.errors import UsageError
-from byteps_py.kernels.update_rules import Hyperparameters, UpdateRule
+from byteps_py.kernels.update_rules import Hyperparameters, StepKind, UpdateRule
 from byteps_py.memory_left import available_memory_bytes
-from byteps_py.optimizer_parts import StepKind
 from byteps_py.torch.compression import Compression
 from byteps_py.torch.engine.context import Context
 from byteps_py.torch.engine.dtypes import WIRE, wire_dtype

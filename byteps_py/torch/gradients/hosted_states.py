@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from byteps_py.errors import UsageError
-from byteps_py.kernels.update_rules import Hyperparameters, Method, UpdateRule, step_scalars
-from byteps_py.optimizer_parts import StepKind, StepSegment
+from byteps_py.kernels.optimizer_parts import StepSegment
+from byteps_py.kernels.update_rules import Hyperparameters, Method, StepKind, UpdateRule, step_scalars
 from byteps_py.session import Session, Slot
 from byteps_py.tensors import DType, Layout, Op, TensorSpec
 from byteps_py.torch.engine.slot_view import TORCH, pieces

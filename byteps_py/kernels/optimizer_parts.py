@@ -1,0 +1,54 @@
+"""What a rank and its service say about a step of an optimizer: its segments, with their numbers. Pure but for
+``run_segments``. Any thread."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from byteps_py.errors import ProtocolError
+from byteps_py.kernels.steps import bind_step
+from byteps_py.kernels.update_rules import StepKind
+
+
+@dataclass(frozen=True, slots=True)
+class StepSegment:
+    """Elements of a part that make a step with the same numbers. ``scalars``: see step_scalars."""
+
+    elements: range
+    scalars: tuple[float, ...]
+
+    def to_json(self) -> list[float]:
+        """For a message."""
+        return [self.elements.start, self.elements.stop, *self.scalars]
+
+
+def segments_of(said: Any, scalars: int) -> list[StepSegment]:
+    """The segments of a message. Raises ProtocolError unless they are ascending and have so many scalars."""
+    found: list[StepSegment] = []
+    at = 0
+    try:
+        for start, stop, *numbers in said:
+            if not at <= start <= stop or len(numbers) != scalars:
+                raise ProtocolError("segments of a step that are not in order")
+            at = stop
+            found.append(StepSegment(range(int(start), int(stop)), tuple(map(float, numbers))))
+    except (ValueError, TypeError) as error:
+        raise ProtocolError(f"malformed segments of a step: {error}") from None
+    return found
+
+
+def run_segments(
+    kind: StepKind, states: Sequence[int], source: int, target: int, segments: Sequence[StepSegment]
+) -> None:
+    """Make the step. ``states``, ``source``, ``target``: addresses, see ``make_step``."""
+    run = _bound(kind, tuple(states), source, target)
+    for segment in segments:
+        run(segment.scalars, segment.elements)
+
+
+@functools.lru_cache(maxsize=4096)  # a slot has two inputs at most, used in turn
+def _bound(kind: StepKind, states: tuple[int, ...], source: int, target: int) -> Any:
+    return bind_step(kind, states, [source], [target])
