@@ -189,7 +189,7 @@ class Session(ABC):
         """Return when the step is made. Raises StallError, what ends the session, and why the step can't be made."""
 
     def release_part(self, part: HostedPart) -> None:  # noqa: B027  the default keeps none
-        """Its states are needed no more. Raises nothing."""
+        """Its states are needed no more; the service learns that with the next ``host``. Raises nothing."""
 
     @abstractmethod
     def barrier(self, timeout_s: float | None = None) -> None:

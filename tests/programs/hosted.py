@@ -7,6 +7,7 @@ On the ranks, torch takes the correctly rounded square root here, as the service
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -303,6 +304,23 @@ def comes_again() -> None:
         step(one, on_ranks, number)
         step(other, hosted, number)
         same(one, other, f"step {number}")
+
+
+@case
+def is_forgotten() -> None:
+    """States of an optimizer that is gone are given back, and their memory is used again."""
+    if bps.size() == 1:
+        return
+    places = set()
+    for number in range(6):
+        model = new_model()
+        named = [(f"forgotten.{number}.{name}", param) for name, param in model.named_parameters()]
+        optimizer = bps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), named, hosted=True)
+        step(model, optimizer, number)
+        places.add(next(iter(optimizer._reducer._states.values()))._states[0].data_ptr())
+        del optimizer, model, named
+        gc.collect()
+    assert len(places) <= 2, places
 
 
 @case

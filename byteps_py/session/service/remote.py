@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -159,6 +160,7 @@ class RemoteSession(ChannelSession):
         self._hosting: dict[int, tuple[StepKind, int]] = {}  # by request: states that are asked for
         self._hosted_now: dict[int, HostedPart] = {}
         self._parts: dict[int, HostedPart] = {}  # by id
+        self._released_parts: deque[int] = deque()
         self._requests = 0
         self._barriers = self._released = 0
         self._last_joined: int | None = None
@@ -311,6 +313,7 @@ class RemoteSession(ChannelSession):
 
     def host(self, kind: StepKind, count: int) -> HostedPart:
         with self._declaring:
+            self._tell_released()
             self._requests += 1
             request = self._requests
             with self.state:
@@ -346,9 +349,15 @@ class RemoteSession(ChannelSession):
             raise part.error.with_traceback(None)
 
     def release_part(self, part: HostedPart) -> None:
-        with contextlib.suppress(BytePSError):
-            if self._parts.pop(part.id, None) is not None and not self._closed:
-                self.tell(protocol.pack(RankMessageKind.UNHOST, part=part.id))
+        self._released_parts.append(part.id)  # told by the next ``host``: a garbage collection may call this anywhere
+
+    def _tell_released(self) -> None:
+        while self._released_parts:
+            part_id = self._released_parts.popleft()
+            with self.state:
+                is_known = self._parts.pop(part_id, None) is not None
+            if is_known:
+                self.tell(protocol.pack(RankMessageKind.UNHOST, part=part_id))
 
     def barrier(self, timeout_s: float | None = None) -> None:
         self._barriers += 1

@@ -168,9 +168,9 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
         unless there was no step since the beginning or since ``load_state_dict``."""
         by_param: dict[torch.nn.Parameter, ParameterState] = {}
         for number, bucket in enumerate(self._reducer.hosted):
-            if bucket.states is None or self._loaded is not None:
+            states = self._reducer.known_states(bucket)
+            if states is None or self._loaded is not None:
                 continue
-            states = bucket.states
             wholes = {
                 name: allgather(states.piece(place), f"{self._name}.state.{number}.{place}")
                 for place, name in enumerate(states.names)

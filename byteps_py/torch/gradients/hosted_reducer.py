@@ -17,6 +17,7 @@ import torch
 from byteps_py.errors import UsageError
 from byteps_py.kernels.update_rules import Hyperparameters, StepKind, UpdateRule
 from byteps_py.memory_left import available_memory_bytes
+from byteps_py.tensors import TensorSpec
 from byteps_py.torch.compression import Compression
 from byteps_py.torch.engine.context import Context
 from byteps_py.torch.engine.dtypes import WIRE, wire_dtype
@@ -34,7 +35,6 @@ GroupOf = dict[torch.nn.Parameter, int]
 class HostedBucket(Bucket):
     """A bucket whose sum is scattered. ``summed``: which of its parameters take part in the step that is due."""
 
-    states: HostedStates | None = None
     summed: tuple[bool, ...] | None = None
 
     def receive(self) -> None:
@@ -73,6 +73,8 @@ class HostedReducer(GradientReducer):
         rule_of: Callable[[int], UpdateRule],
     ) -> None:
         self.group_of, self._rule_of = group_of, rule_of
+        # Not in the buckets: hooks of parameters hold those, and a model may outlive its optimizer.
+        self._states: dict[HostedBucket, HostedStates] = {}
         if context.session.size == 1:  # nothing is sent, so nothing is rounded for it
             options = replace(options, compression=Compression.none)
         super().__init__(context, named, options)
@@ -96,12 +98,23 @@ class HostedReducer(GradientReducer):
             check_dtypes(name, wire_dtype(dtype, name), wire_dtype(param.dtype, name))
         request = super()._request(names, params, first)
         spec = replace(request.spec, shape=(sum(param.numel() for param in params),), scatters=True)
-        members = spec.members(self._context.session.size)
-        _, count = spec.piece(members.index(self._context.session.rank), len(members))
-        return replace(request, spec=spec, result_shapes=((count,),))
+        return self._for_this_job(replace(request, spec=spec))
+
+    def _for_this_job(self, request: TensorRequest) -> TensorRequest:
+        return replace(request, result_shapes=((self._count(request.spec),),))
+
+    def _count(self, spec: TensorSpec) -> int:
+        """Elements of this rank's piece."""
+        session = self._context.session
+        members = spec.members(session.size)
+        return spec.piece(members.index(session.rank), len(members))[1]
 
     def _exchanges_needed(self) -> bool:
+        before = self._session
         super()._exchanges_needed()
+        if self._session is not before:
+            for bucket in self._buckets:
+                bucket.request = self._for_this_job(bucket.request)
         return True
 
     @property
@@ -112,17 +125,23 @@ class HostedReducer(GradientReducer):
     def states_of(self, bucket: HostedBucket, initial_sum: float) -> HostedStates:
         """The states of a bucket. Raises UsageError if they were lost with an earlier job."""
         session = self._context.session
-        if bucket.states is not None and bucket.states.session is not session:
+        states = self._states.get(bucket)
+        if states is not None and states.session is not session:
             raise UsageError(
                 "the states of a hosted optimizer have ended with the job that it was in: load_state_dict() a saved "
                 "one first, as TorchState does from its last commit"
             )
-        if bucket.states is None:
-            if all(each.states is None for each in self.hosted):
+        if states is None:
+            if not self._states:
                 self._check_memory()
             kind = self._step_kind(bucket)
-            bucket.states = HostedStates(session, bucket.request.spec, kind, bucket.params, initial_sum)
-        return bucket.states
+            states = HostedStates(session, bucket.request.spec, kind, bucket.params, initial_sum)
+            self._states[bucket] = states
+        return states
+
+    def known_states(self, bucket: HostedBucket) -> HostedStates | None:
+        """The states of a bucket, if there are any."""
+        return self._states.get(bucket)
 
     def _step_kind(self, bucket: HostedBucket) -> StepKind:
         rule = self._rule_of(self.group_of[bucket.params[0]])
@@ -133,10 +152,8 @@ class HostedReducer(GradientReducer):
         session = self._context.session
         needed = 0
         for bucket in self.hosted:
-            kind, spec = self._step_kind(bucket), bucket.request.spec
-            members = spec.members(session.size)
-            _, count = spec.piece(members.index(session.rank), len(members))
-            needed += count * kind.states * kind.state_itemsize
+            kind = self._step_kind(bucket)
+            needed += self._count(bucket.request.spec) * kind.states * kind.state_itemsize
         needed *= session.local_size
         if needed > (available := self.available_bytes()):
             raise UsageError(
@@ -192,15 +209,13 @@ class HostedReducer(GradientReducer):
     @property
     def is_lost(self) -> bool:
         """True if the states have ended with the job that they were in."""
-        session = self._context.session
-        return any(bucket.states is not None and bucket.states.session is not session for bucket in self.hosted)
+        return any(states.session is not self._context.session for states in self._states.values())
 
     def forget_states(self) -> None:
         """They are about to be replaced."""
-        for bucket in self.hosted:
-            if bucket.states is not None:
-                bucket.states.release()
-                bucket.states = None
+        for states in self._states.values():
+            states.release()
+        self._states.clear()
 
     def bucket_of(self, param: torch.nn.Parameter) -> tuple[Any, int]:
         """(bucket, position in it)"""

@@ -7,6 +7,7 @@ Owns the states and the gather's slot. Must not know hooks or other buckets. The
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,6 +57,8 @@ class HostedStates:
         self._part = session.host(kind, self._count) if self._count else None
         wide = torch.float64 if kind.gradient is DType.FLOAT64 else torch.float32
         memory = self._part.states if self._part is not None else ()
+        if self._part is not None:
+            self._release = weakref.finalize(self, session.release_part, self._part)
         self._states = [pieces(state, wide, [(self._count,)])[0] for state in memory]
         for state in self._states:
             state.zero_()
@@ -173,7 +176,7 @@ class HostedStates:
     def release(self) -> None:
         """The states are needed no more."""
         if self._part is not None:
-            self.session.release_part(self._part)
+            self._release()
 
 
 def check_state(rule: UpdateRule, param: torch.nn.Parameter, state: Mapping[str, Any], what: str) -> None:
