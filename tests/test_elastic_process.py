@@ -118,13 +118,14 @@ class Training:
         assert line.split()[-1] == self.reference.go(goal, self.machines)
 
 
-def test_one_group_after_another(tmp_path, record_property) -> None:
+@pytest.mark.parametrize("variables", [{}, {"TEST_HOSTED": "1"}], ids=["on the ranks", "hosted"])
+def test_one_group_after_another(variables: dict[str, str], tmp_path, record_property) -> None:
     torch.set_num_threads(1)
     port, training = free_port(), Training(tmp_path / "told")
     training.tell(0)
     with contextlib.ExitStack() as stack:
         scheduler = stack.enter_context(launch("--elastic", DMLC_ROLE="scheduler", **addressed(port)))
-        jobs = [stack.enter_context(machine(i, port, training.file, 2 if i == 0 else 1)) for i in range(3)]
+        jobs = [stack.enter_context(machine(i, port, training.file, 2 if i == 0 else 1, **variables)) for i in range(3)]
         assert training.group(jobs[0], "start", time.monotonic()) == [2, 1, 1]
         training.train(jobs[0], 10)
 
@@ -139,7 +140,7 @@ def test_one_group_after_another(tmp_path, record_property) -> None:
         training.train(jobs[0], 50)
 
         # A machine more.
-        jobs.append(stack.enter_context(machine(7, port, training.file)))
+        jobs.append(stack.enter_context(machine(7, port, training.file, **variables)))
         assert training.group(jobs[0], "a machine joined, from its start", time.monotonic()) == [1, 1, 1, 1]
         training.train(jobs[0], 10)
 

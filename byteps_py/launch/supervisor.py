@@ -247,12 +247,12 @@ class Supervisor:
                 if action.signum in USER_SIGNALS:
                     process.send_signal(action.signum)
                 else:
-                    os.killpg(process.pid, action.signum)
+                    _signal_group(process.pid, action.signum)
 
     def _end_everything(self) -> None:
         """Kill the processes that are left, and those that the ranks started. Also called after an exception."""
         for process in self._processes.values():
-            os.killpg(process.pid, signal.SIGKILL)
+            _signal_group(process.pid, signal.SIGKILL)
         left = sweep(self._token)
         jobs.clear()
         if left:
@@ -270,6 +270,12 @@ class Supervisor:
         for streams in self._streams.values():
             for stream in streams:
                 stream.close()
+
+
+def _signal_group(group: int, signum: int) -> None:
+    """Send a signal to a process and those of its group. While the process ends there may be nobody to get it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signum)
 
 
 def _noted(signum: int, frame: object) -> None:

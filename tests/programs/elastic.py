@@ -2,6 +2,7 @@
 
 Says where each group begins ("group from step 8: 2 1 1", the ranks of each machine), each step that all have committed,
 and, when it has taken its steps, what the parameters are. In a group all must be equal, bit for bit: each checks that.
+TEST_HOSTED: the services make the optimizer's steps.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def main() -> None:
     bps.init()
     torch.set_num_threads(1)
     model = Net()
-    optimizer = wrap(model)
+    optimizer = wrap(model, hosted="TEST_HOSTED" in os.environ)
 
     @bps.elastic.run
     def train(state) -> None:

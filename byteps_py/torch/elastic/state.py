@@ -36,6 +36,9 @@ class StateHandler(ABC):
     def sync(self) -> None:
         """Make all ranks' values equal to rank 0's."""
 
+    def on_reset(self) -> None:  # noqa: B027  most values need nothing
+        """The rank is part of another group, or of the same one anew."""
+
     def set_value(self, value: Any) -> None:
         """Save ``value`` from now on."""
         self.value = value
@@ -60,9 +63,11 @@ class OptimizerStateHandler(StateHandler):
                 param.grad = None  # of the failed step; the script may not zero them before its next backward
 
     def sync(self) -> None:
-        if isinstance(self.value, StateListener) and self.value._is_lost():
-            super().restore()
         broadcast_optimizer_state(self.value, 0)
+
+    def on_reset(self) -> None:
+        if isinstance(self.value, StateListener) and self.value._is_lost():
+            super().restore()  # what was saved last: hosts change at a commit
 
 
 class ObjectStateHandler(StateHandler):
@@ -140,6 +145,12 @@ class TorchState(ObjectState):
         for handler in self._handlers.values():
             handler.restore()
         super().restore()
+
+    def on_reset(self) -> None:
+        """Called once the rank is part of another group: see register_reset_callbacks."""
+        for handler in self._handlers.values():
+            handler.on_reset()
+        super().on_reset()
 
     def sync(self) -> None:
         """Make all ranks' states equal to rank 0's current one, and save it: all of it, or nothing."""

@@ -33,8 +33,11 @@ GroupOf = dict[torch.nn.Parameter, int]
 
 
 class HostedBucket(Bucket):
-    """A bucket whose sum is scattered. ``summed``: which of its parameters take part in the step that is due."""
+    """A bucket whose sum is scattered. ``summed``: which of its parameters take part in the step that is due.
+    ``is_alone``: no other rank adds to it. Then a parameter without a gradient stays as it is; of several ranks, others
+    may have one."""
 
+    is_alone = False
     summed: tuple[bool, ...] | None = None
 
     def receive(self) -> None:
@@ -42,10 +45,8 @@ class HostedBucket(Bucket):
         if self.slot_view is not None:
             self.slot_view.wait()
         self._check_untouched(touched)
-        # A rank that is alone leaves a parameter without a gradient as it is; of several, others may have one.
-        is_alone = self.slot_view is not None and self.options.members(self.slot_view.session.size) == 1
         self.summed = tuple(
-            takes_part and not (is_alone and param.grad is None)
+            takes_part and not (self.is_alone and param.grad is None)
             for takes_part, param in zip(self.participates, self.params, strict=True)
         )
 
@@ -111,10 +112,10 @@ class HostedReducer(GradientReducer):
 
     def _exchanges_needed(self) -> bool:
         before = self._session
-        super()._exchanges_needed()
+        is_alone = not super()._exchanges_needed()
         if self._session is not before:
-            for bucket in self._buckets:
-                bucket.request = self._for_this_job(bucket.request)
+            for bucket in self.hosted:
+                bucket.request, bucket.is_alone = self._for_this_job(bucket.request), is_alone
         return True
 
     @property
@@ -125,12 +126,7 @@ class HostedReducer(GradientReducer):
     def states_of(self, bucket: HostedBucket, initial_sum: float) -> HostedStates:
         """The states of a bucket. Raises UsageError if they were lost with an earlier job."""
         session = self._context.session
-        states = self._states.get(bucket)
-        if states is not None and states.session is not session:
-            raise UsageError(
-                "the states of a hosted optimizer have ended with the job that it was in: load_state_dict() a saved "
-                "one first, as TorchState does from its last commit"
-            )
+        states = self.known_states(bucket)
         if states is None:
             if not self._states:
                 self._check_memory()
@@ -140,8 +136,14 @@ class HostedReducer(GradientReducer):
         return states
 
     def known_states(self, bucket: HostedBucket) -> HostedStates | None:
-        """The states of a bucket, if there are any."""
-        return self._states.get(bucket)
+        """The states of a bucket, if there are any. Raises UsageError if they were lost with an earlier job."""
+        states = self._states.get(bucket)
+        if states is not None and states.session is not self._context.session:
+            raise UsageError(
+                "the states of a hosted optimizer have ended with the job that it was in: load_state_dict() a saved "
+                "one first, as TorchState does from its last commit"
+            )
+        return states
 
     def _step_kind(self, bucket: HostedBucket) -> StepKind:
         rule = self._rule_of(self.group_of[bucket.params[0]])

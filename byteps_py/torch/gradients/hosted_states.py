@@ -187,8 +187,9 @@ def check_state(rule: UpdateRule, param: torch.nn.Parameter, state: Mapping[str,
     for name in (*names, *(["step"] if counts_steps(rule) else [])):
         value = state.get(name)
         shape = torch.Size() if name == "step" else param.shape
-        if value is None or torch.as_tensor(value).shape != shape:
-            has = "none" if value is None else f"one of shape {list(torch.as_tensor(value).shape)}"
+        found = value.shape if isinstance(value, torch.Tensor) else torch.Size()  # a number
+        if value is None or found != shape:
+            has = "none" if value is None else f"one of shape {list(found)}"
             raise UsageError(
                 f"the state of {what}, of shape {list(param.shape)}, needs {name!r} of shape {list(shape)} and has "
                 f"{has}: it is of another optimizer or model"
