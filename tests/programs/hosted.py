@@ -307,6 +307,23 @@ def comes_again() -> None:
 
 
 @case
+def the_root_loads() -> None:
+    """As scripts for Horovod do: rank 0 reads a checkpoint and sends it."""
+    (one, on_ranks), (other, hosted) = two(OPTIMIZERS["momentum"])
+    for number in range(2):
+        step(one, on_ranks, number)
+    bps.broadcast_optimizer_state(hosted, 0)  # nothing yet
+    other.load_state_dict(one.state_dict())
+    if bps.rank() == 0:
+        hosted.load_state_dict(on_ranks.state_dict())
+    bps.broadcast_optimizer_state(hosted, 0)
+    for number in range(2, 4):
+        step(one, on_ranks, number)
+        step(other, hosted, number)
+        same(one, other, f"step {number}")
+
+
+@case
 def is_forgotten() -> None:
     """States of an optimizer that is gone are given back, and their memory is used again."""
     if bps.size() == 1:
@@ -353,6 +370,7 @@ def refused() -> None:
         raises(bps.MismatchError, "lr of param_groups[0] is", optimizer.step)
         optimizer.param_groups[0]["lr"] = 0.1
         assert all(map(torch.equal, before, model.parameters())), "a step that was refused"
+    raises(bps.UsageError, "each a part", lambda: bps.broadcast_optimizer_state(optimizer, 0))
     optimizer.param_groups[0]["lr"] = float("nan")
     raises(bps.UsageError, "lr=nan", lambda: step(model, optimizer, 2))
     optimizer.param_groups[0]["lr"] = 0.1

@@ -199,6 +199,14 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
         self._give(states)
         self._loaded = {place: copy.deepcopy(states[param]) for place, param in enumerate(params) if param in states}
 
+    def _check_one_has_all(self) -> None:
+        if self._loaded is None and self._reducer.has_states:
+            raise UsageError(
+                "a hosted optimizer's states lie with all ranks, each a part, so that no rank can send them, and all "
+                "have the same already. Call broadcast_optimizer_state() before the first step, or after the root's "
+                "load_state_dict()"
+            )
+
     def _is_lost(self) -> bool:
         return self._reducer.is_lost
 

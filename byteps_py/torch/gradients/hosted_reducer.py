@@ -209,6 +209,11 @@ class HostedReducer(GradientReducer):
         return total
 
     @property
+    def has_states(self) -> bool:
+        """True from the first step, or the first states that were loaded, on."""
+        return bool(self._states)
+
+    @property
     def is_lost(self) -> bool:
         """True if the states have ended with the job that they were in."""
         return any(states.session is not self._context.session for states in self._states.values())

@@ -26,6 +26,9 @@ __all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", 
 class StateListener:
     """An optimizer with state beside its ``state_dict``. It must know when the ``state_dict`` was replaced."""
 
+    def _check_one_has_all(self) -> None:
+        """Raises UsageError if no single rank has the whole state."""
+
     def _is_lost(self) -> bool:
         """True if the state has ended with an earlier job, so that it must be loaded before it is used."""
         return False
@@ -111,7 +114,8 @@ def broadcast_optimizer_state(
     root_rank: a global rank. prefix: BytePS's argument, only a label. model: Horovod's argument, may be given in its
     place; embeddings in it with ``sparse=True`` get sparse gradients of zeros.
     One thread at a time calls it, in the same order on all ranks.
-    Raises UsageError (a ValueError) for LBFGS, whose state is not per parameter.
+    Raises UsageError (a ValueError) for LBFGS, whose state is not per parameter, and for a hosted optimizer between its
+    first step and load_state_dict(), because no rank has its whole state.
 
     >>> import torch, byteps_py as bps
     >>> bps.init()
@@ -124,6 +128,8 @@ def broadcast_optimizer_state(
         prefix = "Parameter."
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UsageError("cannot broadcast torch.optim.LBFGS state")
+    if isinstance(optimizer, StateListener):
+        optimizer._check_one_has_all()
     context = contexts.current()
     label = f"{prefix}optimizer_state"
     if context.session.rank == root_rank:
