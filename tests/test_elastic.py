@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -297,3 +298,34 @@ def test_the_sampler_gives_what_is_left_to_all(length, batch) -> None:
 def test_where_it_is_found() -> None:
     assert byteps_py.elastic is bps.elastic is byteps_py.torch.elastic
     assert issubclass(bps.MismatchError, bps.HorovodInternalError)
+
+
+def test_a_save_that_fails_saves_nothing() -> None:
+    """As where the states of an optimizer are gathered from ranks of which one has died."""
+
+    class Gathering(torch.optim.SGD):
+        lacks_a_rank = False
+
+        def state_dict(self) -> dict[str, Any]:
+            if self.lacks_a_rank:
+                raise bps.PeerLostError("rank 1 died")
+            return super().state_dict()
+
+    bps.init()
+    try:
+        model = torch.nn.Linear(2, 1)
+        before = [param.detach().clone() for param in model.parameters()]
+        optimizer = Gathering(model.parameters(), lr=0.5)
+        state = bps.elastic.TorchState(model=model, optimizer=optimizer, step=0)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        state.step = 1
+        optimizer.lacks_a_rank = True
+        with pytest.raises(bps.PeerLostError):
+            state.save()
+        optimizer.lacks_a_rank = False
+        state.restore()
+        assert state.step == 0
+        assert all(map(torch.equal, before, model.parameters()))
+    finally:
+        bps.shutdown()

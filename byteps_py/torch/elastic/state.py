@@ -23,6 +23,9 @@ class StateHandler(ABC):
         self.value = value
         self.save()
 
+    def prepare(self) -> None:  # noqa: B027  most values need nothing
+        """Do what may fail, because other ranks have a part in it, before any value is saved."""
+
     def save(self) -> None:
         """Keep a copy of the current ``state_dict``."""
         self._saved = copy.deepcopy(self.value.state_dict())
@@ -56,7 +59,18 @@ class ModelStateHandler(StateHandler):
 class OptimizerStateHandler(StateHandler):
     """Saves a torch.optim.Optimizer, distributed or not. Gradients are not saved; ``restore`` sets them to None."""
 
+    _prepared: Any = None
+
+    def prepare(self) -> None:
+        self._prepared = copy.deepcopy(self.value.state_dict())
+
+    def save(self) -> None:
+        if self._prepared is None:
+            self.prepare()
+        self._saved, self._prepared = self._prepared, None
+
     def restore(self) -> None:
+        self._prepared = None
         super().restore()
         for group in self.value.param_groups:
             for param in group["params"]:
@@ -135,7 +149,9 @@ class TorchState(ObjectState):
         super().__setattr__(name, value)
 
     def save(self) -> None:
-        """Keep the present state in memory."""
+        """Keep the present state in memory: all of it, or nothing."""
+        for handler in self._handlers.values():
+            handler.prepare()
         for handler in self._handlers.values():
             handler.save()
         super().save()
@@ -157,6 +173,8 @@ class TorchState(ObjectState):
         for handler in self._handlers.values():
             handler.sync()
         super().sync()  # may fail: then nothing was saved, so that ranks restore a whole state
+        for handler in self._handlers.values():
+            handler.prepare()
         for handler in self._handlers.values():
             handler.save()
 
