@@ -29,7 +29,7 @@ def assert_learned(text: str, ranks: int) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["torch_fsdp2", *(pytest.param(each, marks=pytest.mark.slow) for each in ("torch_ddp", "torch_tp", "torch_pp"))],
+    [pytest.param(each, marks=pytest.mark.slow) for each in ("torch_fsdp2", "torch_ddp", "torch_tp", "torch_pp")],
 )
 def test_on_one_machine(name: str, tmp_path: Path) -> None:
     arguments = ["--checkpoint", str(tmp_path / "saved")] if name == "torch_fsdp2" else []

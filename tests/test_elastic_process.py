@@ -118,7 +118,9 @@ class Training:
         assert line.split()[-1] == self.reference.go(goal, self.machines)
 
 
-@pytest.mark.parametrize("variables", [{}, {"TEST_HOSTED": "1"}], ids=["on the ranks", "hosted"])
+@pytest.mark.parametrize(
+    "variables", [{}, pytest.param({"TEST_HOSTED": "1"}, marks=pytest.mark.slow)], ids=["on the ranks", "hosted"]
+)
 def test_one_group_after_another(variables: dict[str, str], tmp_path, record_property) -> None:
     torch.set_num_threads(1)
     port, training = free_port(), Training(tmp_path / "told")

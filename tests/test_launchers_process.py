@@ -7,6 +7,7 @@ import contextlib
 import sys
 from pathlib import Path
 
+import pytest
 from support.breaking import RANK, Job, command, launch
 from support.open_mpi import OPEN_MPI_ANYWHERE, as_machines, require_open_mpi
 
@@ -33,6 +34,7 @@ def go_on_side_by_side(first: Started, second: Started) -> None:
         assert {"0: closed", "1: closed"} <= set(job.said)
 
 
+@pytest.mark.slow
 def test_two_jobs_by_torchrun_do_not_meet() -> None:
     one, other = (torchrun("--nproc-per-node=2", program=(RANK, "told")) for _ in range(2))
     go_on_side_by_side(one, other)
@@ -60,6 +62,7 @@ def test_two_machines_by_torchrun_and_a_cpu_machine_by_hand() -> None:
     assert {"2: reduced", "3: reduced"} <= set(jobs[2].said)
 
 
+@pytest.mark.slow
 def test_torchrun_starts_its_ranks_again() -> None:
     with torchrun("--nproc-per-node=2", "--max-restarts=1", program=(RANK, "dies_once")) as job:
         assert job.end() == 0

@@ -16,7 +16,7 @@ PROGRAM = str(ROOT / "tests" / "programs" / "mesh.py")
     [
         ("-np 4", "byteps", 4, "groups pipeline sharded sharded_and_tensor_parallel refused spans_machines_by_hand"),
         ("-np 2 --machines 2", "byteps", 4, "spans_machines"),
-        ("-np 8", "gloo", 8, "groups sharded_and_tensor_parallel refused"),
+        pytest.param("-np 8", "gloo", 8, "groups sharded_and_tensor_parallel refused", marks=pytest.mark.slow),
     ],
     ids=lambda value: str(value),
 )

@@ -75,7 +75,8 @@ def hosts() -> Iterator[list[Host]]:
         yield made
 
 
-@pytest.mark.parametrize("is_all", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["few", "all"])
+@pytest.mark.slow
+@pytest.mark.parametrize("is_all", [False, True], ids=["few", "all"])
 def test_machines_lose_each_other_for_a_while_and_the_weights_are_the_same(hosts: list[Host], is_all: bool) -> None:
     first, other, spare = hosts
 
@@ -108,6 +109,7 @@ def test_machines_lose_each_other_for_a_while_and_the_weights_are_the_same(hosts
     assert digests == calm(len(faults), OPTIONS).digests
 
 
+@pytest.mark.slow
 def test_a_machine_that_is_cut_off_ends_with_an_error_and_so_do_the_others(hosts: list[Host]) -> None:
     first, other, spare = hosts
     with contextlib.ExitStack() as stack:

@@ -22,7 +22,7 @@ SCENARIOS = [
         ("-np 2", "small"),
         pytest.param("-np 2", "large", marks=pytest.mark.slow),
         ("-np 3", "small"),
-        ("-np 3", "large"),
+        pytest.param("-np 3", "large", marks=pytest.mark.slow),
         ("-np 1 --machines 3", "small"),
         pytest.param("-np 1 --machines 2 --servers 1", "small", marks=pytest.mark.slow),
     ],
