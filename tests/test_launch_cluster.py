@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import socket
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 from support.launching import launched
 
+from byteps_py.launch import supervisor
 from byteps_py.launch.cluster_plan import free_port
 
 TRAIN = """
@@ -85,3 +87,9 @@ print(policy.retry, policy.code)
         result = subprocess.run([sys.executable, "-c", program, port], capture_output=True, text=True, check=True)
     assert result.stdout == "True 2\n"
     assert "byteps_py scheduler:" in result.stderr
+
+
+def test_a_signal_to_processes_that_have_just_ended_is_no_error() -> None:
+    process = subprocess.Popen(["true"], start_new_session=True)
+    process.wait()
+    supervisor._signal_group(process.pid, signal.SIGTERM)

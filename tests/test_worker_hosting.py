@@ -12,7 +12,7 @@ import pytest
 
 from byteps_py import rank_protocol as protocol
 from byteps_py.errors import ProtocolError
-from byteps_py.kernels.optimizer_parts import StepSegment, segments_of
+from byteps_py.kernels.step_segments import StepSegment, segments_of
 from byteps_py.kernels.update_rules import Hyperparameters, Method, StepKind, UpdateRule, step_scalars
 from byteps_py.rank_protocol import RankMessageKind
 from byteps_py.shm import Arena, Block

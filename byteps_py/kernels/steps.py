@@ -66,13 +66,11 @@ def bind_step(
         method = kind.rule.method.name
         raise UsageError(f"a step of {method} has {kind.states} states, not {len(states)}, and an input")
     kernel = _kernel_of(kind)
-    numbers = array("d", bytes(8 * SCALARS))
     table = array("Q", (*states, *[0] * (STATES - len(states) + SCALARS), *inputs, *outputs))
     count, places = len(inputs), len(outputs)
 
     def run(scalars: Sequence[float], elements: range) -> None:
-        numbers[:] = array("d", scalars)
-        memoryview(table).cast("B")[8 * STATES : 8 * (STATES + SCALARS)] = memoryview(numbers).cast("B")
+        table[STATES : STATES + SCALARS] = array("Q", array("d", scalars).tobytes())
         kernel(table.buffer_info()[0], count, places, elements.start, elements.stop, divisor)
 
     return run

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from byteps_py.errors import UnsupportedError
-from byteps_py.kernels.optimizer_parts import StepSegment
+from byteps_py.kernels.step_segments import StepSegment
 from byteps_py.kernels.update_rules import StepKind
 from byteps_py.session.peers import PeerTransport
 from byteps_py.tensors import Layout, TensorSpec

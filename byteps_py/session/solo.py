@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Sequence
 
 from byteps_py.errors import MismatchError, NotInitializedError, UsageError
-from byteps_py.kernels.optimizer_parts import StepSegment, run_segments
+from byteps_py.kernels.step_segments import StepSegment, run_segments
 from byteps_py.kernels.steps import prepare_step
 from byteps_py.kernels.update_rules import StepKind
 from byteps_py.session import forks

@@ -16,17 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import CASES, case
 from torch import nn
 
 import byteps_py as bps
 
-CASES: dict[str, Callable[[], None]] = {}
 Making = Callable[[Any], torch.optim.Optimizer]
-
-
-def case(function: Callable[[], None]) -> Callable[[], None]:
-    CASES[function.__name__] = function
-    return function
 
 
 def rounded_root(tensor: torch.Tensor) -> torch.Tensor:
@@ -242,6 +237,26 @@ def clips() -> None:
         hosted.step()
         for mine, its in zip(one.parameters(), other.parameters(), strict=True):
             torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-5)  # torch's norm is of float32
+
+
+@case
+def clips_nothing_to_a_number() -> None:
+    """A gradient that is NaN makes all parameters so, as torch's clipping does."""
+    (one, on_ranks), (other, hosted) = two(OPTIMIZERS["sgd"])
+    for model, optimizer in ((one, on_ranks), (other, hosted)):
+        model(batch(0) * float("nan")).sum().backward()
+        model.unused.grad = torch.ones(5)
+        if optimizer is on_ranks:
+            on_ranks.synchronize()
+            nn.utils.clip_grad_norm_(one.parameters(), 1.0)
+            with on_ranks.skip_synchronize():
+                on_ranks.step()
+        else:
+            assert hosted.clip_grad_norm_(1.0).isnan()
+            hosted.step()
+    for mine, its in zip(one.parameters(), other.parameters(), strict=True):
+        assert mine.isnan().all()
+        assert its.isnan().all()
 
 
 @case

@@ -18,7 +18,7 @@ from typing import Any
 
 from byteps_py import rank_protocol as protocol
 from byteps_py.errors import BytePSError, PeerLostError, ProtocolError
-from byteps_py.kernels.optimizer_parts import StepSegment, run_segments, segments_of
+from byteps_py.kernels.step_segments import StepSegment, run_segments, segments_of
 from byteps_py.kernels.steps import prepare_step
 from byteps_py.kernels.update_rules import SCALARS, StepKind
 from byteps_py.rank_protocol import RankMessageKind
@@ -79,13 +79,7 @@ class Hosting:
         inputs = self._addresses(part, segments, source, target)
         part.step, part.is_at_work = number, True
         states = [block.address for block in part.states]
-
-        memory = self._memory
-
-        def work() -> None:
-            run_segments(part.kind, states, *inputs, segments)
-            memory.slots  # noqa: B018  mapped until now, even if the group is over meanwhile
-
+        work = functools.partial(_make_step, self._memory, part.kind, states, inputs, segments)
         self._executor.run_kernel(work, lambda error: self._stepped(rank, part_id, part, error))
 
     def release(self, rank: RankConnection, fields: dict[str, Any]) -> None:
@@ -148,6 +142,13 @@ class Hosting:
             if end * itemsize > block.nbytes:
                 raise ProtocolError(f"a step of {end} elements in memory of {block.nbytes} bytes")
         return given.address, taken.address
+
+
+def _make_step(
+    memory: Memory, kind: StepKind, states: list[int], places: tuple[int, int], segments: list[StepSegment]
+) -> None:
+    """``memory``: what keeps the addresses mapped until the step is made, even if the group is over meanwhile."""
+    run_segments(kind, states, *places, segments)
 
 
 def _kind_of(said: Any) -> StepKind:

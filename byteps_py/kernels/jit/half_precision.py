@@ -22,9 +22,9 @@ def widen_bfloat16(builder: ir.IRBuilder, stored: ir.Value) -> ir.Value:
     """
     if stored.type.count == 1:
         bits = builder.zext(stored, _like(stored, _BITS))
-        return builder.bitcast(builder.shl(bits, _all(bits, 16)), _like(stored, ir.FloatType()))
+        return builder.bitcast(builder.shl(bits, filled(bits, 16)), _like(stored, ir.FloatType()))
     pairs = builder.bitcast(stored, ir.VectorType(_BITS, stored.type.count // 2))
-    even, odd = builder.shl(pairs, _all(pairs, 16)), builder.and_(pairs, _all(pairs, 0xFFFF0000))
+    even, odd = builder.shl(pairs, filled(pairs, 16)), builder.and_(pairs, filled(pairs, 0xFFFF0000))
     return builder.bitcast(_take(builder, even, odd, 0, stored.type.count), _like(stored, ir.FloatType()))
 
 
@@ -32,20 +32,20 @@ def round_bfloat16(builder: ir.IRBuilder, wide: ir.Value) -> ir.Value:
     """float to i16. The lower half of a NaN must be zero, as it is after any operation on bfloat16 values."""
     bits = builder.bitcast(wide, _like(wide, _BITS))
     if wide.type.count == 1:
-        kept = builder.trunc(builder.lshr(bits, _all(bits, 16)), _like(wide, ir.IntType(16)))
+        kept = builder.trunc(builder.lshr(bits, filled(bits, 16)), _like(wide, ir.IntType(16)))
         rest = builder.trunc(bits, _like(wide, ir.IntType(16)))
     else:
         half = wide.type.count // 2
         even, odd = _take(builder, bits, bits, 0, half), _take(builder, bits, bits, half, half)
-        low, high = _all(even, 0xFFFF), _all(even, 0xFFFF0000)
-        kept = builder.or_(builder.lshr(even, _all(even, 16)), builder.and_(odd, high))
-        rest = builder.or_(builder.and_(even, low), builder.shl(odd, _all(odd, 16)))
+        low, high = filled(even, 0xFFFF), filled(even, 0xFFFF0000)
+        kept = builder.or_(builder.lshr(even, filled(even, 16)), builder.and_(odd, high))
+        rest = builder.or_(builder.and_(even, low), builder.shl(odd, filled(odd, 16)))
         kept, rest = (builder.bitcast(each, _like(wide, ir.IntType(16))) for each in (kept, rest))
     # Round up if the rest is above a half, or is a half and the kept part odd. The carry may reach the exponent, and
     # so make the value infinite.
-    rest = builder.or_(rest, builder.and_(kept, _all(kept, 1)))
-    above = call(builder, "usub.sat", rest, _all(rest, 0x8000))
-    return builder.add(kept, call(builder, "umin", above, _all(rest, 1)))
+    rest = builder.or_(rest, builder.and_(kept, filled(kept, 1)))
+    above = call(builder, "usub.sat", rest, filled(rest, 0x8000))
+    return builder.add(kept, call(builder, "umin", above, filled(rest, 1)))
 
 
 def widen_float16(builder: ir.IRBuilder, stored: ir.Value) -> ir.Value:
@@ -54,13 +54,13 @@ def widen_float16(builder: ir.IRBuilder, stored: ir.Value) -> ir.Value:
         return builder.fpext(builder.bitcast(stored, _like(stored, ir.HalfType())), _like(stored, ir.FloatType()))
     floats = _like(stored, ir.FloatType())
     bits = builder.zext(stored, _like(stored, _BITS))
-    magnitude = builder.and_(bits, _all(bits, 0x7FFF))
+    magnitude = builder.and_(bits, filled(bits, 0x7FFF))
     # After the shift the exponent is 112 too small; the product also normalises float16's subnormal numbers.
-    moved = builder.shl(magnitude, _all(bits, 13))
+    moved = builder.shl(magnitude, filled(bits, 13))
     scaled = builder.fmul(builder.bitcast(moved, floats), ir.Constant(floats, [2.0**112] * floats.count))
-    special = builder.icmp_unsigned(">=", magnitude, _all(bits, 0x7C00))
-    number = builder.select(special, builder.or_(moved, _all(bits, 0x7F800000)), builder.bitcast(scaled, bits.type))
-    sign = builder.shl(builder.and_(bits, _all(bits, 0x8000)), _all(bits, 16))
+    special = builder.icmp_unsigned(">=", magnitude, filled(bits, 0x7C00))
+    number = builder.select(special, builder.or_(moved, filled(bits, 0x7F800000)), builder.bitcast(scaled, bits.type))
+    sign = builder.shl(builder.and_(bits, filled(bits, 0x8000)), filled(bits, 16))
     return builder.bitcast(builder.or_(number, sign), floats)
 
 
@@ -70,20 +70,20 @@ def round_float16(builder: ir.IRBuilder, wide: ir.Value) -> ir.Value:
     if _has_float16():
         return builder.bitcast(builder.fptrunc(wide, _like(wide, ir.HalfType())), stored)
     bits = builder.bitcast(wide, _like(wide, _BITS))
-    magnitude = builder.and_(bits, _all(bits, 0x7FFFFFFF))
+    magnitude = builder.and_(bits, filled(bits, 0x7FFFFFFF))
     # Normal numbers: the exponent less 112, and the same bias as above; 65520 and more carry into infinity.
-    odd = builder.and_(builder.lshr(bits, _all(bits, 13)), _all(bits, 1))
-    biased = builder.add(builder.add(magnitude, odd), _all(bits, ((-112 << 23) + 0xFFF) & 0xFFFFFFFF))
-    normal = builder.lshr(biased, _all(bits, 13))
+    odd = builder.and_(builder.lshr(bits, filled(bits, 13)), filled(bits, 1))
+    biased = builder.add(builder.add(magnitude, odd), filled(bits, ((-112 << 23) + 0xFFF) & 0xFFFFFFFF))
+    normal = builder.lshr(biased, filled(bits, 13))
     # Subnormal numbers: 2**-24, the smallest float16, is the last binary digit of a float32 of 0.5.
     half = 126 << 23
     moved = builder.fadd(builder.bitcast(magnitude, wide.type), ir.Constant(wide.type, [0.5] * wide.type.count))
-    subnormal = builder.sub(builder.bitcast(moved, bits.type), _all(bits, half))
-    number = builder.select(builder.icmp_unsigned("<", magnitude, _all(bits, 113 << 23)), subnormal, normal)
-    nan = builder.icmp_unsigned(">", magnitude, _all(bits, 0x7F800000))
-    special = builder.select(nan, _all(bits, 0x7E00), _all(bits, 0x7C00))
-    number = builder.select(builder.icmp_unsigned(">=", magnitude, _all(bits, 143 << 23)), special, number)
-    sign = builder.and_(builder.lshr(bits, _all(bits, 16)), _all(bits, 0x8000))
+    subnormal = builder.sub(builder.bitcast(moved, bits.type), filled(bits, half))
+    number = builder.select(builder.icmp_unsigned("<", magnitude, filled(bits, 113 << 23)), subnormal, normal)
+    nan = builder.icmp_unsigned(">", magnitude, filled(bits, 0x7F800000))
+    special = builder.select(nan, filled(bits, 0x7E00), filled(bits, 0x7C00))
+    number = builder.select(builder.icmp_unsigned(">=", magnitude, filled(bits, 143 << 23)), special, number)
+    sign = builder.and_(builder.lshr(bits, filled(bits, 16)), filled(bits, 0x8000))
     return builder.trunc(builder.or_(number, sign), stored)
 
 
@@ -111,5 +111,6 @@ def _like(vector: ir.Value, element: ir.Type) -> ir.VectorType:
     return ir.VectorType(element, vector.type.count)
 
 
-def _all(vector: ir.Value, value: int) -> ir.Constant:
+def filled(vector: ir.Value, value: int) -> ir.Constant:
+    """A constant of the type of ``vector`` with ``value`` in every element."""
     return ir.Constant(vector.type, [value] * vector.type.count)

@@ -16,6 +16,7 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from byteps_py.kernels.jit import half_precision, vector
+from byteps_py.kernels.jit.half_precision import filled
 from byteps_py.kernels.jit.llvm import call
 from byteps_py.kernels.update_rules import SCALARS, STATES, Decay, Method, Scalar, StepKind, UpdateRule
 from byteps_py.tensors import DType
@@ -64,7 +65,7 @@ class StepLoops:
     def _update(self, index: ir.Value, width: int, states: Sequence[ir.Value], scalars: Sequence[ir.Value]) -> None:
         builder, size = self._builder, self._wide.itemsize
         places = [builder.add(state, builder.mul(index, _I64(size))) for state in states[: 1 + self._rule.moments]]
-        arithmetic = Arithmetic(builder, [_splat(builder, scalar, width) for scalar in scalars])
+        arithmetic = Arithmetic(builder, [vector.splat(builder, scalar, width) for scalar in scalars])
         gradient = arithmetic.mul(self._sum(index, width), arithmetic.scalar(Scalar.UNSCALE))
         gradient = arithmetic.mul(gradient, arithmetic.scalar(Scalar.CLIP))
         values = [vector.load_stored(builder, self._wide, width, place) for place in places]
@@ -91,7 +92,7 @@ class StepLoops:
             with builder.if_then(builder.icmp_signed(">", self._inputs, _I64(1))):
                 builder.store(self._through(builder.load(total)), total)
         with builder.if_then(builder.icmp_signed(">", self._divisor, _I64(1))):
-            by = _splat(builder, builder.sitofp(self._divisor, self._real), width)
+            by = vector.splat(builder, builder.sitofp(self._divisor, self._real), width)
             builder.store(self._through(builder.fdiv(builder.load(total), by)), total)
         return builder.load(total)
 
@@ -228,7 +229,7 @@ def _widened(builder: ir.IRBuilder, dtype: DType, stored: ir.Value) -> ir.Value:
         return half_precision.widen_float16(builder, stored)
     if dtype is DType.BFLOAT16:
         bits = builder.zext(stored, ir.VectorType(_BITS, stored.type.count))
-        return builder.bitcast(builder.shl(bits, _all(bits, 16)), ir.VectorType(ir.FloatType(), stored.type.count))
+        return builder.bitcast(builder.shl(bits, filled(bits, 16)), ir.VectorType(ir.FloatType(), stored.type.count))
     return stored
 
 
@@ -238,18 +239,8 @@ def _narrowed(builder: ir.IRBuilder, dtype: DType, wide: ir.Value) -> ir.Value:
         return half_precision.round_float16(builder, wide)
     if dtype is DType.BFLOAT16:
         bits = builder.bitcast(wide, ir.VectorType(_BITS, wide.type.count))
-        odd = builder.and_(builder.lshr(bits, _all(bits, 16)), _all(bits, 1))
-        nearest = builder.add(bits, builder.add(odd, _all(bits, 0x7FFF)))
-        kept = builder.select(builder.fcmp_unordered("uno", wide, wide), _all(bits, 0x7FC00000), nearest)
-        return builder.trunc(builder.lshr(kept, _all(bits, 16)), ir.VectorType(ir.IntType(16), wide.type.count))
+        odd = builder.and_(builder.lshr(bits, filled(bits, 16)), filled(bits, 1))
+        nearest = builder.add(bits, builder.add(odd, filled(bits, 0x7FFF)))
+        kept = builder.select(builder.fcmp_unordered("uno", wide, wide), filled(bits, 0x7FC00000), nearest)
+        return builder.trunc(builder.lshr(kept, filled(bits, 16)), ir.VectorType(ir.IntType(16), wide.type.count))
     return wide
-
-
-def _splat(builder: ir.IRBuilder, scalar: ir.Value, width: int) -> ir.Value:
-    undefined = ir.Constant(ir.VectorType(scalar.type, width), ir.Undefined)
-    first = builder.insert_element(undefined, scalar, _BITS(0))
-    return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(_BITS, width), [0] * width))
-
-
-def _all(like: ir.Value, value: int) -> ir.Constant:
-    return ir.Constant(like.type, [value] * like.type.count)

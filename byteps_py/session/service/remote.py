@@ -24,7 +24,7 @@ from byteps_py.errors import (
     UsageError,
     from_name,
 )
-from byteps_py.kernels.optimizer_parts import StepSegment
+from byteps_py.kernels.step_segments import StepSegment
 from byteps_py.kernels.update_rules import StepKind
 from byteps_py.rank_protocol import RankMessageKind
 from byteps_py.session import failure_reports

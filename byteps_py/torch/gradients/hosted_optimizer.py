@@ -25,7 +25,7 @@ from byteps_py.torch.gradients.optimizer_mixin import DistributedOptimizerMixin
 from byteps_py.torch.horovod.allgather import allgather
 from byteps_py.torch.horovod.api import push_pull
 
-#: "rule": a number for what is on or off, such as amsgrad.
+#: "rule" encodes the switches, such as amsgrad.
 _COMPARED = ("lr", "weight_decay", "momentum", "dampening", "beta1", "beta2", "eps", "lr_decay", "rule")
 
 
@@ -40,15 +40,16 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Sum what backward() has computed, let the services step, and take the new parameters.
 
-        Raises UsageError for a closure, and for numbers that are none; MismatchError if ranks have different
-        param_groups; and as synchronize() of an optimizer that is not hosted. After an error no rank has the step.
+        Raises UsageError for a closure, and for a hyperparameter that is NaN or infinite; MismatchError if ranks have
+        different param_groups; and as synchronize() of an optimizer that is not hosted. After an error no rank has the
+        step.
         """
         if closure is not None:
             raise UsageError(
                 "a hosted optimizer takes no closure: a closure evaluates the loss for parameters that the service "
                 "would have to send back each time. Call backward() before step()"
             )
-        self._sum()  # before anything that may differ between ranks: none is to wait for one that has an error
+        self._sum()  # first: a rank whose numbers are wrong must not leave the other ranks waiting for its gradients
         numbers = [numbers_of(group) for group in self.param_groups]
         self._compare(numbers)
         for number, found in enumerate(numbers):
@@ -82,7 +83,8 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
         self._sum()
         own = torch.tensor([self._reducer.square_sum(self._initial_sums)], dtype=torch.float64, device="cpu")
         norm = push_pull(own, average=False, name=f"{self._name}.norm").sqrt()[0]
-        self._clip = min(1.0, max_norm / (float(norm) + 1e-6))
+        factor = max_norm / (float(norm) + 1e-6)
+        self._clip = 1.0 if factor > 1.0 else factor  # NaN stays NaN, as in torch
         return norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -149,7 +151,7 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
 
     # ---- states ------------------------------------------------------------------------------------------------
 
-    def _give(self, given: Mapping[torch.nn.Parameter, Mapping[str, Any]]) -> None:
+    def _load_states(self, given: Mapping[torch.nn.Parameter, Mapping[str, Any]]) -> None:
         """Give the services these states of parameters. Copies: the training may go on with the tensors."""
         for param, state in given.items():
             bucket, position = self._reducer.bucket_of(param)
@@ -157,7 +159,7 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
             states = self._reducer.states_of(bucket, self._initial_sums[number])
             states.load(position, state)
 
-    def _check(self, given: Mapping[torch.nn.Parameter, Mapping[str, Any]]) -> None:
+    def _check_states(self, given: Mapping[torch.nn.Parameter, Mapping[str, Any]]) -> None:
         for param, state in given.items():
             rule = rule_of(self._wrapped, self.param_groups[self._reducer.group_of[param]])
             check_state(rule, param, state, repr(self._parameter_names[param]))
@@ -166,23 +168,22 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
         """See torch.optim.Optimizer: of the form that the optimizer has without ``hosted``, whole on every rank. A
         parameter of 16 bits has "master_param" beside torch's states. All ranks call it together, because it gathers,
         unless there was no step since the beginning or since ``load_state_dict``."""
+        packed: dict[str, Any] = torch.optim.Optimizer.state_dict(self)  # type: ignore[arg-type]
+        packed["state"] = self._gathered_states() if self._loaded is None else copy.deepcopy(self._loaded)
+        return packed
+
+    def _gathered_states(self) -> dict[int, ParameterState]:
+        """By number of the parameter; those that have states."""
         by_param: dict[torch.nn.Parameter, ParameterState] = {}
         for number, bucket in enumerate(self._reducer.hosted):
-            states = self._reducer.known_states(bucket)
-            if states is None or self._loaded is not None:
-                continue
-            wholes = {
-                name: allgather(states.piece(place), f"{self._name}.state.{number}.{place}")
-                for place, name in enumerate(states.names)
-            }
-            by_param.update(zip(bucket.params, states.by_parameter(wholes), strict=True))
-        packed: dict[str, Any] = torch.optim.Optimizer.state_dict(self)  # type: ignore[arg-type]
+            if (states := self._reducer.known_states(bucket)) is not None:
+                wholes = {
+                    name: allgather(states.piece(place), f"{self._name}.state.{number}.{place}")
+                    for place, name in enumerate(states.names)
+                }
+                by_param.update(zip(bucket.params, states.by_parameter(wholes), strict=True))
         params = [param for group in self.param_groups for param in group["params"]]
-        if self._loaded is not None:
-            packed["state"] = copy.deepcopy(self._loaded)
-            return packed
-        packed["state"] = {place: state for place, param in enumerate(params) if (state := by_param.get(param))}
-        return packed
+        return {place: state for place, param in enumerate(params) if (state := by_param.get(param))}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See torch.optim.Optimizer. Takes the state_dict of a hosted optimizer or of one that is not, the same on all
@@ -194,9 +195,9 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
         params = [param for group in self.param_groups for param in group["params"]]
         given = state_dict["state"]
         states = {param: given[place] for place, param in zip(saved, params, strict=True) if place in given}
-        self._check(states)
+        self._check_states(states)
         self._reducer.forget_states()
-        self._give(states)
+        self._load_states(states)
         self._loaded = {place: copy.deepcopy(states[param]) for place, param in enumerate(params) if param in states}
 
     def _check_one_has_all(self) -> None:

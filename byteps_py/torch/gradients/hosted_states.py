@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from byteps_py.errors import UsageError
-from byteps_py.kernels.optimizer_parts import StepSegment
+from byteps_py.kernels.step_segments import StepSegment
 from byteps_py.kernels.update_rules import Hyperparameters, Method, StepKind, UpdateRule, step_scalars
 from byteps_py.session import Session, Slot
 from byteps_py.tensors import DType, Layout, Op, TensorSpec

@@ -131,7 +131,7 @@ def _host(
     wrapped._loaded = None
     wrapped._name = context.claim(f"hosted.{min(names.values(), default='')}")
     wrapped._passes.hook(group_of)
-    wrapped._give(taken_states(optimizer))
+    wrapped._load_states(taken_states(optimizer))
     return wrapped
 
 

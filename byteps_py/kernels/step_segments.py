@@ -1,9 +1,8 @@
-"""What a rank and its service say about a step of an optimizer: its segments, with their numbers. Pure but for
-``run_segments``. Any thread."""
+"""The segments of an optimizer's step, which a rank sends to its service: ranges of elements with the same numbers.
+Pure but for ``run_segments``. Any thread."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,11 +43,6 @@ def run_segments(
     kind: StepKind, states: Sequence[int], source: int, target: int, segments: Sequence[StepSegment]
 ) -> None:
     """Make the step. ``states``, ``source``, ``target``: addresses, see ``make_step``."""
-    run = _bound(kind, tuple(states), source, target)
+    run = bind_step(kind, states, [source], [target])
     for segment in segments:
         run(segment.scalars, segment.elements)
-
-
-@functools.lru_cache(maxsize=4096)  # a slot has two inputs at most, used in turn
-def _bound(kind: StepKind, states: tuple[int, ...], source: int, target: int) -> Any:
-    return bind_step(kind, states, [source], [target])
