@@ -231,6 +231,16 @@ def test_who_waits_is_woken_by_close(pair: list[RemoteSession]) -> None:
     assert [type(error) for error in errors] == [NotInitializedError]
 
 
+def test_a_closed_session_still_knows_its_peers(pair: list[RemoteSession]) -> None:
+    """A thread that waits looks at the connections once more before it sees that the session is closed."""
+    met(pair)
+    transport = peers(pair[0])
+    known = set(transport._outboxes)
+    pair[0].close()
+    assert known == {1}
+    assert set(transport._outboxes) == known
+
+
 def test_nothing_comes_of_a_neighbour_that_has_joined(ranks: list[RemoteSession]) -> None:
     _, streams = met(ranks)
     send(ranks[1], streams[1], b"last")

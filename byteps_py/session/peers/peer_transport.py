@@ -591,9 +591,8 @@ class PeerTransport:
         self._is_closed = True
         if self.connector is not None:
             self.connector.close(is_forked)
-        for outbox in self._outboxes.values():
+        for outbox in self._outboxes.values():  # they stay in the table: a thread that waits may still look at them
             outbox.close(is_forked)
-        self._outboxes.clear()
         self._connections.clear()
         with contextlib.nullcontext() if is_forked else self._host.state:
             self._inbox.close()
