@@ -22,6 +22,7 @@ def to_spec(name: str, message: pb.Spec) -> TensorSpec:
             scatters=message.scatters,
             terms=message.terms,
             nonfinite=NonFinite(message.nonfinite),
+            ownership=message.ownership,
         )
     except (ValueError, UsageError) as error:
         raise ProtocolError(f"tensor {name[:80]!r}: {error}") from error
@@ -40,4 +41,5 @@ def to_message(spec: TensorSpec) -> pb.Spec:
         scatters=spec.scatters,
         terms=spec.terms,
         nonfinite=int(spec.nonfinite),
+        ownership=spec.ownership,
     )

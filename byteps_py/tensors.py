@@ -140,6 +140,9 @@ class TensorSpec:
             as possible, the longer ones first, in the order of the group.
         terms: further text on which ranks must agree, at most 256 bytes.
         nonfinite: unless it is ALLOW, each round reports which ranks made its result NaN or infinite.
+        ownership: unless it is empty, each partition has an owner among all ranks, and the name of the tensor that
+            decides which: of a SUM, whose results go only to the owners' services, its own name; of a BROADCAST, which
+            reads each partition from its owner, the name of such a SUM with as many elements.
         count: number of elements.
         nbytes: size in bytes.
 
@@ -161,6 +164,7 @@ class TensorSpec:
     scatters: bool = False
     terms: str = ""
     nonfinite: NonFinite = NonFinite.ALLOW
+    ownership: str = ""
     count: int = field(init=False, compare=False, repr=False)  # of elements
     nbytes: int = field(init=False, compare=False, repr=False)
 
@@ -169,7 +173,7 @@ class TensorSpec:
             raise UsageError(f"a tensor's name must have 1 to {MAX_NAME_BYTES} bytes, got {self.name[:40]!r}…")
         if any(d < 0 for d in self.shape):
             raise UsageError(f"tensor {self.name!r}: shape {self.shape} has a negative dimension")
-        if (self.op is Op.BROADCAST) != (self.root >= 0):
+        if (self.op is Op.BROADCAST and not self.ownership) != (self.root >= 0):
             raise UsageError(f"tensor {self.name!r}: a broadcast needs a root rank, and no other operation takes one")
         if self.average and self.op is not Op.SUM:
             raise UsageError(f"tensor {self.name!r}: only a sum can be averaged, not {self.op.name.lower()}")
@@ -179,6 +183,8 @@ class TensorSpec:
             raise UsageError(f"tensor {self.name!r}: root rank {self.root} is not in its group {list(self.group)}")
         if self.scatters and not (self.op.is_reduction and self.shape):
             raise UsageError(f"tensor {self.name!r}: only a reduction of one or more dimensions can be scattered")
+        if self.ownership:
+            self._check_ownership()
         if _utf8_bytes(self.terms) > MAX_TERMS_BYTES:
             raise UsageError(f"tensor {self.name!r}: terms of more than {MAX_TERMS_BYTES} bytes: {self.terms[:40]!r}…")
         if self.op.is_direct and not (self.dtype is DType.UINT8 and len(self.shape) == 2):
@@ -189,10 +195,23 @@ class TensorSpec:
         if max(self.nbytes, self.shape[1] if self.op.is_direct else 0) > MAX_TENSOR_BYTES:
             raise UsageError(f"tensor {self.name!r}: shape {list(self.shape)} is larger than any machine's memory")
 
+    def _check_ownership(self) -> None:
+        is_sum = self.op is Op.SUM and self.ownership == self.name
+        is_broadcast = self.op is Op.BROADCAST and self.ownership != self.name
+        if not (is_sum or is_broadcast) or self.group or self.scatters or self.nonfinite:
+            raise UsageError(
+                f"tensor {self.name!r}: owners have partitions of a sum, or of a broadcast that names a sum, of all "
+                f"ranks and without checks, not of a {self.describe()}"
+            )
+        if _utf8_bytes(self.ownership) > MAX_NAME_BYTES:
+            raise UsageError(
+                f"tensor {self.name!r}: owned as {self.ownership[:40]!r}…, more than {MAX_NAME_BYTES} bytes"
+            )
+
     @property
     def needs_all(self) -> bool:
         """True if the operation needs all ranks, including those that have joined."""
-        return self.scatters or not self.op.is_reduction
+        return self.scatters or bool(self.ownership) or not self.op.is_reduction
 
     @property
     def is_guarded(self) -> bool:
@@ -218,6 +237,8 @@ class TensorSpec:
         """The size in bytes of the result of ``rank``, in a job of ``size`` ranks."""
         if self.op.is_direct:
             return self.shape[1]
+        if self.ownership and self.op is Op.SUM:
+            return 0
         if self.scatters:
             members = self.members(size)
             return self.piece(members.index(rank), len(members))[1] * self.dtype.itemsize
@@ -236,13 +257,21 @@ class TensorSpec:
         shape = () if self.op.is_direct else self.shape
         return (
             self.dtype, shape, self.op, self.average, self.root, self.group, self.scatters, self.terms, self.nonfinite,
+            self.ownership,
         )  # fmt: skip
 
     def describe(self) -> str:
         """Everything that ranks must agree on, for messages: ``average of float32[3, 4]``."""
         op = "average" if self.average else self.op.name.lower()
         op = f"scattered {op}" if self.scatters else op
-        root = f" from rank {self.root}" if self.op is Op.BROADCAST else ""
+        root = f" from rank {self.root}" if self.root >= 0 else ""
+        root = (
+            " for owners"
+            if self.ownership == self.name
+            else f" from owners of {self.ownership!r}"
+            if self.ownership
+            else root
+        )
         group = f" among ranks {', '.join(map(str, self.group))}" if self.group else ""
         what = "bytes" if self.op.is_direct else f"{self.dtype.name.lower()}{list(self.shape)}"
         terms = f" ({self.terms})" if self.terms else ""

@@ -16,7 +16,7 @@ from byteps_py.errors import ProtocolError
 from byteps_py.tensors import DType, Op
 
 MAGIC = 0x31535042  # "BPS1", little endian
-VERSION = 6
+VERSION = 7
 
 # magic, version, kind, dtype, op | epoch, sender, root, machines | key | generation, index | round | offset | length
 # | payload segment, payload offset, answer segment, answer offset | flags | blame | waited
@@ -49,9 +49,11 @@ class Kind(enum.IntEnum):
 
 
 #: Flags of a contribution. RESENT: its machine lacks the result, though the server may have sent it. SUPPLY: its
-#: machine has the result, and wants no answer; a WANT asked for the contribution.
+#: machine has the result, and wants no answer; a WANT asked for the contribution. NO_RESULT: its machine needs only to
+#: hear that the round is complete; another one owns the result.
 RESENT = 1
 SUPPLY = 2
+NO_RESULT = 4
 
 
 @dataclass(slots=True)
@@ -76,7 +78,7 @@ class Header:
         answer_segment: segment of the answer.
         answer_offset: offset of the answer in it.
         machines: number of machines that contribute; 0 for all.
-        flags: RESENT, SUPPLY.
+        flags: RESENT, SUPPLY, NO_RESULT.
         blame: see blame.py. In a PUSH, the ranks to blame if its payload is NaN or infinite; 0 if the round is not
             checked. In its ANSWER, the ranks that are to blame.
         waited_us: in an ANSWER, how long the PUSH had waited for other machines, in microseconds.
@@ -116,6 +118,11 @@ class Header:
     def is_supply(self) -> bool:
         """The flag SUPPLY."""
         return bool(self.flags & SUPPLY)
+
+    @property
+    def wants_result(self) -> bool:
+        """The answer to this contribution brings the result, which its sender does not have otherwise."""
+        return self.kind is not Kind.PASS and self.sender != self.root and not self.flags & NO_RESULT
 
     @property
     def answer_place(self) -> tuple[int, int]:

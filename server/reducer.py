@@ -62,7 +62,9 @@ def plan(op: Op, arrivals: Sequence[Arrival]) -> KernelCall:
     outputs = [a.answer.address for a in arrivals if a.answer is not None]
     if op is Op.BROADCAST:
         return KernelCall(inputs, tuple(outputs), payloads[0])
-    result = next((payload for payload in payloads if isinstance(payload, FrameMemory)), None)
+    # Where a result is sent from: not written if only a machine that has it in its own memory needs it.
+    is_sent = any(a.answer is None and a.header.wants_result for a in arrivals) or not outputs
+    result = next((payload for payload in payloads if is_sent and isinstance(payload, FrameMemory)), None)
     blames = tuple(a.header.blame for a in givers) if all(a.header.blame for a in givers) else ()
     if result is not None and (len(inputs) > 1 or blames):
         outputs.append(result.address)

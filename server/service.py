@@ -216,8 +216,7 @@ class SummationService:
                     for arrival in contributions:
                         # A local machine has the result in its memory, and a broadcast's root always had it.
                         header = arrival.header
-                        is_needed = arrival.answer is None and header.sender != header.root
-                        is_needed = is_needed and header.kind is not Kind.PASS
+                        is_needed = arrival.answer is None and header.wants_result
                         waited_s = max(0.0, complete_s - arrival.arrived_s)
                         header.blame, header.waited_us = blame, min(int(waited_s * 1e6), MAX_WAITED_US)
                         arrival.origin.answer(header, message if is_needed else None, digest)

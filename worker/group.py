@@ -22,6 +22,8 @@ from byteps_py.wording import count_text
 from byteps_py.worker.core import credit, pieces
 from byteps_py.worker.core.agreement import Agreement
 from byteps_py.worker.core.credit import PushQueue
+from byteps_py.worker.core.hosted_steps import HostedSteps
+from byteps_py.worker.core.owners import OwnedPiece
 from byteps_py.worker.core.piece_exchange import PieceExchange
 from byteps_py.worker.core.pieces import PieceRequest, Receipt, Transfer, due
 from byteps_py.worker.core.pipeline import RoundPipeline
@@ -72,6 +74,7 @@ class Group:
     queue_class: type[PushQueue[Part]] = PushQueue
     scatter_class: type[Scatter] = Scatter
     pipeline_class: type[RoundPipeline] = RoundPipeline
+    hosted_steps_class: type[HostedSteps] = HostedSteps
     agreement_class: type[Agreement] = Agreement
     placing_class: type[Placing] = Placing
     direct_class: type[PieceExchange] = PieceExchange
@@ -98,7 +101,8 @@ class Group:
         self._scatter = scatter = self.scatter_class(
             topology.machine_index, machine_of, self._fetches, thresholds.chunk
         )
-        self._pipeline = pipeline = self.pipeline_class(topology.size, self.queue, scatter)
+        hosted = self.hosted_steps_class(topology.first_rank, topology.local_size, machine_of)
+        self._pipeline = pipeline = self.pipeline_class(topology.size, self.queue, scatter, hosted)
         self.agreement = self.agreement_class(topology.local_size, topology.first_rank)
         self._placing = self.placing_class(topology, thresholds.local_sum_piece, thresholds.chunk)
         self._direct = direct = self.direct_class(
@@ -219,9 +223,14 @@ class Group:
         tensor, old, actions = self.agreement.accepted(verdict.name, verdict.generation, spec, verdict.rounds)
         self.executor.run(actions)
         if tensor is not None:
-            self.requests.memory.equip(tensor, self.topology)
-            self.executor.start(tensor, self._placing.pieces(spec))
+            pieces = self._placing.pieces(spec)
+            here = self.topology.ranks_of(self.topology.machine_index)
+            owned = sum(each.length for each in pieces if isinstance(each, OwnedPiece) and each.owner in here)
+            self.requests.memory.equip(tensor, self.topology, owned)
+            self.executor.start(tensor, pieces)
             self.joining.agreed(tensor)
+            if spec.ownership:
+                self.requests.hosting.agreed()
         self.executor.forget(verdict.name)
         if old is not None:  # all of this group have voted, and so have all results; others may not
             self.executor.retire(old, may_be_wanted=old.spec.group != spec.group)

@@ -50,21 +50,24 @@ class Slot:
 
 @dataclass(eq=False, slots=True)
 class HostedPart:
-    """The states of an optimizer for this rank's piece of a tensor, kept by the service. Between steps this rank may
-    read and write them.
+    """The states of an optimizer for the elements of a tensor that this rank owns, kept by the service. Between steps
+    this rank may read and write them.
 
     Attributes:
         kind: of its steps.
-        states: the memory of the master and of each moment.
-        step: the latest that was asked for; ``done_step``: the latest that is made.
-        error: why a step could not be made.
+        source: the slot of the gradients.
+        target: the slot of the parameters.
+        states: the memory of the master and of each moment; the elements that this rank owns, one after the other.
+        owners: (first element, number of elements, rank) of each part of the tensor, in order.
+        error: why the states can't be kept.
     """
 
     kind: StepKind
-    states: tuple[memoryview, ...]
+    source: Slot
+    target: Slot
+    states: tuple[memoryview, ...] = ()
+    owners: tuple[tuple[int, int, int], ...] = ()
     id: int = 0
-    step: int = 0
-    done_step: int = 0
     error: Exception | None = None
 
 
@@ -174,19 +177,27 @@ class Session(ABC):
         time."""
         return []
 
-    def host(self, kind: StepKind, count: int) -> HostedPart:
-        """Have states of ``count`` elements kept, with any content. Raises UnsupportedError if this session's service
-        keeps none."""
+    def host(self, kind: StepKind, source: Slot, target: Slot, before: HostedPart | None = None) -> HostedPart:
+        """Have states kept, with any content, for the steps from the gradients of ``source`` to the parameters of
+        ``target`` (see TensorSpec.ownership). Returns once all ranks have declared both. Raises what ``wait`` raises
+        for either, and UnsupportedError if this session's service keeps no states. ``before``: the states to go on
+        with, whose slots were declared again."""
         raise UnsupportedError("this session has no service that keeps an optimizer's states")
 
-    def begin_step(self, part: HostedPart, source: Slot, target: Slot, segments: Sequence[StepSegment]) -> None:
-        """Begin to make the next step of ``part``: the sum in ``source.result`` changes the states, and the new
-        parameters are written to the beginning of ``target.input``. None of that memory may be used until
-        ``wait_for_step``."""
+    def begin_step(self, part: HostedPart, segments: Sequence[StepSegment]) -> None:
+        """Let each sum of the source's latest round, once it is there, change the states. ``target`` is handed over
+        afterwards, on all ranks; its result are the parameters. The states must not be used until both rounds are
+        delivered."""
         raise UnsupportedError("this session has no service that makes an optimizer's steps")
 
-    def wait_for_step(self, part: HostedPart, timeout_s: float | None = None) -> None:  # noqa: B027  made at once
-        """Return when the step is made. Raises StallError, what ends the session, and why the step can't be made."""
+    def skip_step(self, source: Slot) -> None:
+        """Make no step with the sums of the latest round of ``source``. All ranks do so, and wait for the round."""
+        raise UnsupportedError("this session has no service that makes an optimizer's steps")
+
+    def square_sum(self, part: HostedPart, ranges: Sequence[range], timeout_s: float | None = None) -> float:
+        """The sum of the squares of this rank's averages in the latest round of the source, before its step is begun.
+        ``ranges``: of the elements of the states. Raises what ``wait`` raises."""
+        raise UnsupportedError("this session has no service that makes an optimizer's steps")
 
     def release_part(self, part: HostedPart) -> None:  # noqa: B027  the default keeps none
         """Its states are needed no more; the service learns that with the next ``host``. Raises nothing."""

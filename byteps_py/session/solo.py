@@ -6,8 +6,10 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 from byteps_py.errors import MismatchError, NotInitializedError, UsageError
+from byteps_py.kernels.square_sums import square_sum
 from byteps_py.kernels.step_segments import StepSegment, run_segments
 from byteps_py.kernels.steps import prepare_step
 from byteps_py.kernels.update_rules import StepKind
@@ -75,18 +77,26 @@ class SoloSession(Session):
     def wait(self, slot: Slot, timeout_s: float | None = None) -> None:
         self.check_open()
 
-    def host(self, kind: StepKind, count: int) -> HostedPart:
+    def host(self, kind: StepKind, source: Slot, target: Slot, before: HostedPart | None = None) -> HostedPart:
         self.check_open()
+        if before is not None:
+            return replace(before, source=source, target=target)
         prepare_step(kind)
-        nbytes = count * kind.state_itemsize
-        return HostedPart(kind, tuple(memoryview(bytearray(nbytes)) for _ in range(kind.states)))
+        nbytes = source.spec.count * kind.state_itemsize
+        states = tuple(memoryview(bytearray(nbytes)) for _ in range(kind.states))
+        return HostedPart(kind, source, target, states, ((0, source.spec.count, 0),))
 
-    def begin_step(self, part: HostedPart, source: Slot, target: Slot, segments: Sequence[StepSegment]) -> None:
+    def begin_step(self, part: HostedPart, segments: Sequence[StepSegment]) -> None:
         self.check_open()
         states = [_address(state) for state in part.states]
-        run_segments(part.kind, states, _address(source.result), _address(target.input), segments)
-        part.step += 1
-        part.done_step = part.step
+        run_segments(part.kind, states, _address(part.source.input), _address(part.target.result), segments)
+
+    def skip_step(self, source: Slot) -> None:
+        self.check_open()
+
+    def square_sum(self, part: HostedPart, ranges: Sequence[range], timeout_s: float | None = None) -> float:
+        self.check_open()
+        return sum(square_sum(part.kind.gradient, [_address(part.source.input)], each) for each in ranges)
 
     def barrier(self, timeout_s: float | None = None) -> None:
         self.check_open()

@@ -344,15 +344,16 @@ def is_forgotten() -> None:
     if bps.size() == 1:
         return
     places = set()
-    for number in range(6):
+    for number in range(12):
         model = new_model()
         named = [(f"forgotten.{number}.{name}", param) for name, param in model.named_parameters()]
         optimizer = bps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), named, hosted=True)
         step(model, optimizer, number)
-        places.add(next(iter(optimizer._reducer._states.values()))._states[0].data_ptr())
+        for states in optimizer._reducer._states.values():  # none, on a rank that owns nothing
+            places.update(state.data_ptr() for state in states._states[:1])
         del optimizer, model, named
         gc.collect()
-    assert len(places) <= 2, places
+    assert len(places) <= 4, places  # a place is given back with the next optimizer's request
 
 
 @case

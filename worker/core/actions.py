@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from byteps_py.errors import BytePSError
 from byteps_py.tensors import TensorSpec
+from byteps_py.worker.core.hosted_steps import HostedAction
 from byteps_py.worker.core.pieces import Copy, CopyHere, Delivered, FetchPiece, Outgrown, RefusePiece, Serve
 from byteps_py.worker.core.tensor import Compute, Part, RankSlot, ScatterPart, SumRequest, Tensor
 
@@ -88,6 +89,19 @@ class Release:
     tensor: Tensor | None = None  # also its contributions
 
 
-Action = Compute | Push | Withdraw | Supply | Lend | FetchPiece | Show | RoundDone | Fail | SendBallot | Release
+Action = (
+    Compute
+    | Push
+    | Withdraw
+    | Supply
+    | Lend
+    | FetchPiece
+    | Show
+    | RoundDone
+    | Fail
+    | SendBallot
+    | Release
+    | HostedAction
+)
 #: Of gathers and exchanges.
 DirectAction = Copy | CopyHere | FetchPiece | Show | Serve | RefusePiece | Delivered | Fail | Outgrown

@@ -15,6 +15,8 @@ from byteps_py.errors import ProtocolError
 from byteps_py.tensors import Op, TensorSpec
 from byteps_py.worker.core.actions import Action, Push, Release, RoundDone, Show, Supply, Withdraw
 from byteps_py.worker.core.credit import PushQueue
+from byteps_py.worker.core.hosted_steps import Forget, HostedAction, HostedSteps, MakeStep, OwnedPart
+from byteps_py.worker.core.owners import OwnedPiece
 from byteps_py.worker.core.scatter import Scatter
 from byteps_py.worker.core.tensor import (
     DELIVERING,
@@ -36,20 +38,27 @@ from byteps_py.worker.core.tensor import (
 class RoundPipeline:
     """``size``: number of ranks (an average's divisor)."""
 
-    def __init__(self, size: int, queue: PushQueue[Part], scatter: Scatter | None = None) -> None:
+    def __init__(
+        self, size: int, queue: PushQueue[Part], scatter: Scatter | None = None, hosted: HostedSteps | None = None
+    ) -> None:
         self._scatter = scatter
+        self._hosted_steps = hosted or HostedSteps(0, 0, ())
         self.size = size
         self._queue = queue
         self._undelivered_bytes = 0  # of answers that kernels have yet to read, or are reading
 
-    def start(self, tensor: Tensor, pieces: Sequence[tuple[int, int, int]], now: float) -> list[Action]:
+    def start(
+        self, tensor: Tensor, pieces: Sequence[tuple[int, int, int]] | Sequence[OwnedPiece], now: float
+    ) -> list[Action]:
         """A tensor is agreed. ``pieces``: (offset, length, server) of its partitions, in the order in which
         they are handed over; with the owner for the server if it scatters."""
-        if tensor.spec.scatters:
+        if tensor.spec.ownership:
+            self.hosted.start(tensor, [piece for piece in pieces if isinstance(piece, OwnedPiece)])
+        elif tensor.spec.scatters:
             tensor.parts = [ScatterPart(tensor, i, o, n, -1, owner=owner) for i, (o, n, owner) in enumerate(pieces)]
             self._scatterer.start(tensor)
         else:
-            tensor.parts = [Part(tensor, i, *piece) for i, piece in enumerate(pieces)]
+            tensor.parts = [Part(tensor, i, o, n, server) for i, (o, n, server, *_) in enumerate(pieces)]
         for slot in tensor.slots:
             if slot.arriving is not None:
                 slot.arriving.begin()
@@ -117,9 +126,16 @@ class RoundPipeline:
             return []
         actions: list[Action] = []
         queued = False
+        round_ = tensor.round
         while tensor.begun < len(tensor.parts) and tensor.parts[tensor.begun].written_bytes <= ready:
             part = tensor.parts[tensor.begun]
             tensor.begun += 1
+            if isinstance(part, OwnedPart) and (tensor.is_alone or not part.is_sum):
+                actions += self._begin_owned(part)
+                queued |= part.stage is QUEUED
+                if tensor.round != round_:
+                    return actions  # it is over
+                continue
             compute = self._local_sum(part)
             if compute is not None:
                 part.move_to(REDUCING)
@@ -152,6 +168,72 @@ class RoundPipeline:
             part.local_sum = Compute(part, spec.op, inputs, part.outputs, self.divisor(spec))
             return part.local_sum
         return Compute(part, spec.op, inputs, (tensor.contribution.address + offset,), 1)
+
+    # ---- partitions with owners, see hosted_steps.py -----------------------------------------------------------
+
+    def _begin_owned(self, part: OwnedPart) -> list[Action]:
+        """All local ranks have come to a partition of parameters, or, on a machine alone, of gradients."""
+        tensor = part.tensor
+        if part.is_sum:
+            part.move_to(DELIVERING)
+            return self._summed(part, tuple(slot.input.address + part.offset for slot in tensor.slots))
+        if part.is_own and part.stepped_round != tensor.round:
+            return []  # ``stepped`` goes on
+        if tensor.is_alone:
+            part.move_to(DELIVERING)
+            return self._finish(part)
+        self._enqueue(part)
+        return []
+
+    def _summed(self, part: OwnedPart, inputs: tuple[int, ...]) -> list[Action]:
+        actions = self._run_hosted(self.hosted.summed(part, inputs, self.divisor(part.tensor.spec)))
+        return [*actions, *(self._give_up(part) if self.hosted.is_skipped(part) else ())]
+
+    def _run_hosted(self, actions: Iterable[HostedAction]) -> list[Action]:
+        due: list[Action] = []
+        for action in actions:
+            if isinstance(action, MakeStep):  # its memory, and that of the parameters, is in use
+                action.part.tensor.running += 1
+                action.parameters.running += 1
+            due.append(action)
+        return due
+
+    def arm(self, slot: RankSlot, round_: int) -> list[Action]:
+        """A rank has said with which numbers its partitions step. Raises ProtocolError."""
+        return self._run_hosted(self.hosted.arm(slot, round_, self.divisor(slot.spec)))
+
+    def skip(self, slot: RankSlot, round_: int) -> list[Action]:
+        """A rank gives the sums of its partitions up. Raises ProtocolError."""
+        return [action for part in self.hosted.skip(slot, round_) for action in self._give_up(part)]
+
+    def watch(self, slot: RankSlot) -> list[Action]:
+        """A rank waits for the sums of its partitions."""
+        return [*self.hosted.watch(slot)]
+
+    def _give_up(self, part: OwnedPart) -> list[Action]:
+        self.hosted.over(part)
+        return [Forget(part), *self._finish(part)]
+
+    def stepped(self, step: MakeStep, now: float) -> list[Action]:
+        """A MakeStep has ended: the parameters lie in the local ranks' results, and in this machine's contribution."""
+        part, parameters = step.part, step.parameters
+        part.tensor.running -= 1
+        parameters.running -= 1
+        if part.tensor.state.is_void or parameters.state.is_void:
+            void = [each for each in (part.tensor, parameters) if each.state.is_void]
+            return [action for each in void for action in self._release(each)]
+        actions: list[Action] = []
+        self.hosted.over(part)
+        for target in step.targets:
+            target.stepped_round = parameters.round
+            if target.index < parameters.begun:
+                actions += self._begin_owned(target)
+        return [*actions, *self._finish(part), *self.pump(now)]
+
+    @property
+    def hosted(self) -> HostedSteps:
+        """The partitions with owners."""
+        return self._hosted_steps
 
     def _enqueue(self, part: Part) -> None:
         part.move_to(QUEUED)
@@ -217,6 +299,11 @@ class RoundPipeline:
         if part.stage is QUEUED:  # the server before has answered after all
             self._queue.drop({part})
         self._queue.give_back(part)
+        if isinstance(part, OwnedPart) and (part.is_sum or part.is_own):
+            if not part.wants_result:
+                return self.pump(now) + self._finish(part)
+            part.move_to(DELIVERING)
+            return self.pump(now) + self._summed(part, (source,))
         if tensor.root_slot is not None:
             source = tensor.contribution.address + part.offset
         outputs = tensor.results(part.offset)
@@ -312,7 +399,8 @@ class RoundPipeline:
                 self._queue.give_back(part)
         if tensor.spec.scatters:
             self._scatterer.retire(tensor)
-        return self._release(tensor) + self.pump(now)
+        forgotten = self.hosted.retire(tensor) if tensor.spec.ownership else []
+        return [*forgotten, *self._release(tensor), *self.pump(now)]
 
     def forget(self, tensor: Tensor) -> list[Action]:
         """No other machine can lack a result of a tensor that was retired and kept."""

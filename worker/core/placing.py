@@ -15,6 +15,8 @@ from collections.abc import Iterable, Sequence
 from byteps_py.errors import ProtocolError, UsageError
 from byteps_py.placement.placement_table import PlacementTable
 from byteps_py.tensors import Op, TensorSpec, key_of, split
+from byteps_py.worker.core.hosted_steps import OwnedPart
+from byteps_py.worker.core.owners import OwnedPiece, Owners
 from byteps_py.worker.core.scatter import pieces as scattered_pieces
 from byteps_py.worker.core.tensor import Part
 from byteps_py.worker.core.topology import Topology
@@ -30,11 +32,13 @@ class Placing:
     be."""
 
     table_class: type[PlacementTable] = PlacementTable
+    owners_class: type[Owners] = Owners
 
     def __init__(self, topology: Topology, local_sum_bytes: int, chunk_bytes: int) -> None:
         self._local_sum_bytes = local_sum_bytes
         self._chunk_bytes = chunk_bytes
         self._table: PlacementTable | None = None
+        self._owners = self.owners_class(topology)
         self._partitions: dict[int, int] = {}  # by key: about so many
         self._count = 0  # of all
         self._topology = topology
@@ -55,6 +59,10 @@ class Placing:
     def server_of(self, part: Part) -> int:
         """Member id of the server of a partition that has one, in this epoch."""
         spec, key = part.tensor.spec, part.tensor.key
+        if isinstance(part, OwnedPart) and not part.is_sum and self._table is not None:
+            sums = self._table.partitions(key_of(spec.ownership)) if self._table.has(key_of(spec.ownership)) else ()
+            if part.source < len(sums):
+                return sums[part.source].server
         if self._table is not None and self._is_placed(spec) and self._table.has(key):
             parts = self._table.partitions(key)  # perhaps of a newer generation, cut otherwise
             if part.index < len(parts) and parts[part.index][:2] == (part.offset, part.length):
@@ -67,6 +75,14 @@ class Placing:
     def add(self, batch: Iterable[TensorSpec]) -> None:
         """Enter the tensors of one message of verdicts: those whose partitions the table places. Raises ProtocolError
         if they would be too many."""
+        batch = list(batch)
+        if self._table is not None:
+            self._place(batch)
+        for spec in batch:
+            if spec.ownership == spec.name:
+                self._owners.add(spec, self._cut(spec))
+
+    def _place(self, batch: Iterable[TensorSpec]) -> None:
         if self._table is None:
             return
         placed = [spec for spec in batch if self._is_placed(spec)]
@@ -86,8 +102,14 @@ class Placing:
         """It is summed by servers; else it stays on one machine, goes from machine to machine, or is handed on."""
         return spec.op is not Op.BROADCAST and not spec.scatters and self._topology.machines_in(spec) != 1
 
-    def pieces(self, spec: TensorSpec) -> Sequence[tuple[int, int, int]]:
-        """(offset, length, server's member id, or the owner's rank if it scatters) of its partitions, by offset."""
+    def pieces(self, spec: TensorSpec) -> Sequence[tuple[int, int, int]] | Sequence[OwnedPiece]:
+        """(offset, length, server's member id, or the owner's rank if it scatters) of its partitions, by offset. Raises
+        ProtocolError, see ``Owners.pieces``."""
+        if spec.ownership:
+            return self._owners.pieces(spec, self._topology.partition_bytes)
+        return self._cut(spec)
+
+    def _cut(self, spec: TensorSpec) -> Sequence[tuple[int, int, int]]:
         is_alone = self._topology.machines_in(spec) == 1
         if spec.scatters:
             limit = self._local_sum_bytes if is_alone else self._topology.partition_bytes

@@ -55,7 +55,7 @@ class Stage(enum.Enum):
 
 WAITING, REDUCING, QUEUED, IN_FLIGHT, DELIVERING, DONE = Stage
 STAGES: dict[Stage, tuple[Stage, ...]] = {
-    WAITING: (REDUCING, QUEUED, IN_FLIGHT),
+    WAITING: (REDUCING, QUEUED, IN_FLIGHT, DELIVERING),  # what is stepped on a machine alone is not summed before
     REDUCING: (QUEUED, IN_FLIGHT, DONE),
     QUEUED: (IN_FLIGHT, DELIVERING, DONE),  # the server of before may answer what waits to be sent again
     IN_FLIGHT: (QUEUED, DELIVERING, DONE),
@@ -159,6 +159,36 @@ class Part:
     def written_bytes(self) -> int:
         """It is there once so many bytes of the tensor are, see TensorChunks."""
         return self.offset + self.length
+
+    @property
+    def contributes(self) -> bool:
+        """This machine sends something of its own to the server."""
+        return self.tensor.contributes
+
+    @property
+    def wants_result(self) -> bool:
+        """The answer brings something: not to the root of a broadcast, or if all local ranks have joined."""
+        return self.tensor.root_slot is None and bool(self.tensor.slots)
+
+    @property
+    def is_acknowledged(self) -> bool:
+        """This machine contributes to a sum, and needs only to hear that it is taken."""
+        return False
+
+    @property
+    def root_machine(self) -> int:
+        """Where a broadcast reads it."""
+        return self.tensor.root_machine
+
+    def given(self, round_: int) -> tuple[Block, int] | None:
+        """(block, offset in it) of this machine's contribution to a round, see ``Tensor.given``."""
+        block = self.tensor.given(round_)
+        return (block, self.offset) if block is not None else None
+
+    @property
+    def contribution(self) -> tuple[Block, int]:
+        """(block, offset in it) of this machine's contribution to the current round."""
+        return self.tensor.contribution, self.offset
 
     @property
     def count(self) -> int:

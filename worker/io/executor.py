@@ -9,7 +9,8 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 import zmq
 
@@ -33,6 +34,8 @@ from byteps_py.worker.core.actions import (
     Supply,
     Withdraw,
 )
+from byteps_py.worker.core.hosted_steps import AllSummed, Forget, MakeStep
+from byteps_py.worker.core.owners import OwnedPiece
 from byteps_py.worker.core.pace import RankPace
 from byteps_py.worker.core.tensor import (
     DELIVERING,
@@ -41,6 +44,7 @@ from byteps_py.worker.core.tensor import (
     REDUCING,
     Compute,
     Part,
+    RankSlot,
     ScatterPart,
     Tensor,
     TensorState,
@@ -57,12 +61,26 @@ _ANSWER, _REFUSED, _WANT, _AWAITED = Kind.ANSWER, Kind.REFUSED, Kind.WANT, Kind.
 _FROM_SERVERS = (_ANSWER, _REFUSED, _WANT, _AWAITED)
 
 
+class StepMaker(Protocol):
+    """The states of optimizers, see worker/ranks/hosting.py."""
+
+    def bind(self, step: MakeStep) -> Callable[[], None]:
+        """The work of a step, for any thread."""
+
+    def stepped(self, step: MakeStep) -> None:
+        """That work is done."""
+
+    def summed(self, slot: RankSlot) -> None:
+        """All sums of the slot's rank are there."""
+
+
 class Executor:
     """``send``: to the scheduler. ``fail`` is called with an error that ends the job, ``on_end`` with a tensor whose
     last round is delivered, ``after_run``, if set, when all that followed from an event has been done."""
 
     piece_executor_class: type[PieceExecutor] = PieceExecutor
     on_end: Callable[[Tensor], None]
+    steps: StepMaker
 
     def __init__(
         self,
@@ -124,9 +142,9 @@ class Executor:
         self._ready.expect((spec.op, spec.dtype) for spec in specs)
         self._ready.expect((spec.op, spec.dtype, Checks.FINITE) for spec in specs if spec.is_guarded)
 
-    def start(self, tensor: Tensor, pieces: Iterable[tuple[int, int, int]]) -> None:
+    def start(self, tensor: Tensor, pieces: Sequence[tuple[int, int, int]] | Sequence[OwnedPiece]) -> None:
         """Begin the life of an agreed tensor."""
-        actions = self._pipeline.start(tensor, list(pieces), self._loop.time())
+        actions = self._pipeline.start(tensor, pieces, self._loop.time())
         for part in tensor.parts:
             self._parts[tensor.key, tensor.generation, part.index] = part
         self.run(actions)
@@ -208,6 +226,12 @@ class Executor:
             self._send_ballot(action)
         elif isinstance(action, Release):
             self._release(action)
+        elif isinstance(action, MakeStep):
+            self._make_step(action)
+        elif isinstance(action, Forget):
+            self._forget_sum(action.part)
+        elif isinstance(action, AllSummed):
+            self.steps.summed(action.slot)
         else:
             self.piece_executor.carry_out(action)
 
@@ -263,9 +287,32 @@ class Executor:
         self._moved_at = self._loop.time()
         if self._is_abandoned:
             return
+        self._forget_sum(part)
+        self.run(self._pipeline.computed(part, self._moved_at))
+
+    def _make_step(self, step: MakeStep) -> None:
+        self._at_work += 1
+        work = self.steps.bind(step)
+        parameter_bytes = sum(target.length for target in step.targets)
+        if len(step.inputs) * step.part.length + 4 * parameter_bytes <= self._thresholds.inline_sum:
+            work()
+            self._stepped(step, None)
+            return
+        self._ready.run(work, lambda error: self._loop.post(lambda: self._stepped(step, error)))
+
+    def _stepped(self, step: MakeStep, error: BaseException | None) -> None:
+        if error is not None:
+            raise error
+        self._at_work -= 1
+        self._moved_at = self._loop.time()
+        self.steps.stepped(step)
+        if not self._is_abandoned:
+            self._forget_sum(step.part)
+            self.run(self._pipeline.stepped(step, self._moved_at))
+
+    def _forget_sum(self, part: Part) -> None:
         self._frames.pop(part, None)
         self._memory.take_answer_block(part)
-        self.run(self._pipeline.computed(part, self._moved_at))
 
     def run_kernel(self, work: Callable[[], None], done: Callable[[BaseException | None], None]) -> None:
         """Run work that belongs to no round on an engine's thread. ``done`` is called on the loop's thread, unless the
@@ -307,13 +354,13 @@ class Executor:
         if frame is None:  # of the service of this machine
             if server != part.server:
                 return  # of a place that was given up
-            if part.tensor.root_slot is None and part.tensor.slots:
+            if part.wants_result:
                 if part.answer is None or header.answer_place != (part.answer.segment, part.answer.offset):
                     raise ProtocolError(
                         f"tensor {part.tensor.name!r}: an answer lies in memory that was not given for it"
                     )
                 source = part.answer.address
-        elif part.tensor.root_slot is None and part.tensor.slots:
+        elif part.wants_result:
             if len(frame) != part.length:
                 raise ProtocolError(
                     f"tensor {part.tensor.name!r}: an answer of {len(frame)} bytes, {part.length} were due"

@@ -56,6 +56,12 @@ class Memory:
         if spec.op.is_direct:
             inputs: tuple[Block, ...] = (rank.allocate(spec.nbytes), rank.allocate(spec.nbytes))
             result = rank.allocate(spec.shape[1])
+        elif spec.ownership and spec.op is Op.BROADCAST:  # owners' services write there
+            result = rank.allocate(spec.nbytes)
+            inputs = (result,)
+        elif spec.ownership:  # the sum goes to its owner's service
+            inputs = tuple(rank.allocate(spec.nbytes) for _ in range(1 + self._inputs_are_contributions))
+            result = inputs[0]
         elif spec.scatters:
             lends_input = self._inputs_are_contributions and len(spec.group) != 1
             inputs = tuple(rank.allocate(spec.nbytes) for _ in range(1 + lends_input))
@@ -69,18 +75,25 @@ class Memory:
         slot = self.slots[slot_id] = self.slot_class(slot_id, rank.local_rank, spec, inputs, result)
         return slot
 
-    def equip(self, tensor: Tensor, topology: Topology) -> None:
-        """Give an agreed tensor what it needs beside its slots."""
+    def equip(self, tensor: Tensor, topology: Topology, owned_bytes: int = 0) -> None:
+        """Give an agreed tensor what it needs beside its slots. ``owned_bytes``: of partitions with owners, this
+        machine's."""
         tensor.machines = topology.machines_in(tensor.spec)
         tensor.first_rank = topology.first_rank
+        nbytes = tensor.spec.nbytes
+        if tensor.spec.op is Op.BROADCAST and tensor.spec.ownership:
+            nbytes = 0 if tensor.is_alone else owned_bytes
+            if nbytes:
+                tensor.contributions = (self.machine.allocate(nbytes), self.machine.allocate(nbytes))
+            return
         if tensor.spec.op is Op.BROADCAST:
             root = topology.local_rank_of(tensor.spec.root)
             tensor.root_slot = next((slot for slot in tensor.slots if slot.local_rank == root), None)
             tensor.root_machine = topology.machine_of(tensor.spec.root)
         if not tensor.is_alone and not self._inputs_are_contributions and tensor.contributes:
             tensor.contributions = (
-                self.machine.allocate(tensor.spec.nbytes),
-                self.machine.allocate(tensor.spec.nbytes),
+                self.machine.allocate(nbytes),
+                self.machine.allocate(nbytes),
             )
 
     def give_answer_block(self, part: Part) -> Block:

@@ -22,7 +22,7 @@ from byteps_py.runtime import Runtime
 from byteps_py.settings import Settings
 from byteps_py.shm import Arena, Block
 from byteps_py.tensors import Op
-from byteps_py.wire import HEADER_BYTES, RESENT, SUPPLY, Header, Kind, RoundName, name_of
+from byteps_py.wire import HEADER_BYTES, NO_RESULT, RESENT, SUPPLY, Header, Kind, RoundName, name_of
 from byteps_py.worker.core.pace import ServerPace
 from byteps_py.worker.core.tensor import Part
 from byteps_py.worker.core.topology import Topology
@@ -448,21 +448,20 @@ class Network:
         link = self._links.get(part.server)
         if link is None:
             raise ProtocolError(f"tensor {tensor.name!r} is placed on server {part.server}, which is no member")
-        header = self._header(part, round_, tensor.contributes)
-        header.flags = RESENT if part.is_resent else 0
-        answer = None
-        if link.is_local and tensor.root_slot is None and tensor.slots:
-            answer = self._memory.give_answer_block(part)
+        header = self._header(part, round_, part.contributes)
+        header.flags = (RESENT if part.is_resent else 0) | (NO_RESULT if part.is_acknowledged else 0)
+        answer = self._memory.give_answer_block(part) if link.is_local and part.wants_result else None
         self.pace.pushed(part, self._runtime.loop.time())
-        link.push(header, tensor.contribution if tensor.contributes else None, part.offset, answer)
+        block, offset = part.contribution if part.contributes else (None, part.offset)
+        link.push(header, block, offset, answer)
 
     def supply(self, part: Part, round_: int, server: int) -> None:
         """Give what was given to a round once more, for others; its answer is not wanted."""
         if link := self._links.get(server):
-            block = part.tensor.given(round_)
+            block, offset = part.given(round_) or (None, part.offset)
             header = self._header(part, round_, block is not None)
             header.flags = RESENT | SUPPLY
-            link.push(header, block, part.offset, None)
+            link.push(header, block, offset, None)
 
     def withdraw(self, part: Part, round_: int, server: int) -> None:
         """The contribution to a round goes to another server. To a server that is gone nothing needs to be said."""
@@ -487,7 +486,7 @@ class Network:
             self._epoch,
             tensor.spec.dtype,
             tensor.spec.op,
-            tensor.root_machine,
+            part.root_machine,
             tensor.key,
             tensor.generation,
             part.index,

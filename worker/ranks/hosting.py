@@ -1,9 +1,12 @@
 """The states of optimizers that a service keeps for its ranks, and the steps that it makes with them.
 
-    rank                                       service
-      HOST {nbytes of a state, how many} ────►  memory in the rank's arena: master, moments
-      STEP {source, target, scalars} ─────────►  a kernel: sum in the source's result ─► states ─► target's next input
-      ◄───────────────────────── STEPPED {step}
+    rank                                                 service
+      HOST {gradients, parameters, kind of the steps} ──► once both tensors are agreed: memory in the rank's arena for
+      ◄── HOSTED {states, owners of all elements} ──────  the states of the elements that the rank owns
+      NORM {ranges} ────────────────────────────────────► once the rank's sums are there: their squares' sum
+      ◄─────────────────────────────────── NORMED {sum}
+      STEP {round, segments} ───────────────────────────► each sum of the round, once it is there: see hosted_steps.py
+      SKIP {round} ─────────────────────────────────────► no step is made with the sums of this round
 
 States lie in memory that the rank maps too: between steps it reads and writes them itself. Owned by the loop's thread;
 kernels run on the engine's threads.
@@ -13,105 +16,246 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from byteps_py import rank_protocol as protocol
 from byteps_py.errors import BytePSError, PeerLostError, ProtocolError
-from byteps_py.kernels.step_segments import StepSegment, run_segments, segments_of
-from byteps_py.kernels.steps import prepare_step
+from byteps_py.kernels.square_sums import square_sum
+from byteps_py.kernels.step_segments import StepSegment, segments_of
+from byteps_py.kernels.steps import bind_step, prepare_step
 from byteps_py.kernels.update_rules import SCALARS, StepKind
 from byteps_py.rank_protocol import RankMessageKind
 from byteps_py.shm import Block
+from byteps_py.worker.core.hosted_steps import HostedSteps, MakeStep, OwnedPart
+from byteps_py.worker.core.pipeline import RoundPipeline
 from byteps_py.worker.core.tensor import RankSlot
 from byteps_py.worker.io.executor import Executor
 from byteps_py.worker.io.memory import Memory
 from byteps_py.worker.io.rank_connection import RankConnection
 
 
-@dataclass(slots=True)
-class _KeptStates:
-    """``step``: the latest that was asked for; ``is_at_work``: it is being made."""
+@dataclass(slots=True, eq=False)
+class _HostRequest:
+    """A HOST that waits until its tensors are agreed."""
 
+    rank: RankConnection
+    number: int
+    kind: StepKind
+    source: RankSlot
+    target: RankSlot
+    before: _KeptStates | None
+
+
+@dataclass(slots=True, eq=False)
+class _KeptStates:
+    """``segments``: of the latest step; ``norms``: requests that wait for sums, and the ranges of elements that each is
+    about; ``running``: kernels at work on the states."""
+
+    id: int
     local_rank: int
     kind: StepKind
+    source: RankSlot
+    count: int
     states: tuple[Block, ...]
-    step: int = 0
-    is_at_work: bool = False
+    segments: list[StepSegment] = field(default_factory=list)
+    norms: list[tuple[int, list[range]]] = field(default_factory=list)
+    running: int = 0
     is_void: bool = False
 
 
 class Hosting:
     """Of the ranks of one group."""
 
-    def __init__(self, memory: Memory, executor: Executor) -> None:
+    def __init__(self, memory: Memory, executor: Executor, pipeline: RoundPipeline, steps: HostedSteps) -> None:
         self._memory = memory
         self._executor = executor
+        self._pipeline = pipeline
+        self._steps = steps
+        self._requests: list[_HostRequest] = []
         self._parts: dict[int, _KeptStates] = {}
+        self._of_slot: dict[int, _KeptStates] = {}  # by id of the gradients' slot
         self._next_id = 1
+        executor.steps = self
+
+    # ---- states ------------------------------------------------------------------------------------------------
 
     def host(self, rank: RankConnection, fields: dict[str, Any]) -> None:
-        """A rank wants states kept: tell it where they lie. Raises ProtocolError, and OSError if there is no memory."""
-        kind, count = _kind_of(fields["step_kind"]), int(fields["count"])
-        if count < 1:
-            raise ProtocolError(f"local rank {rank.local_rank} wants states of {count} elements")
-        states = tuple(rank.allocate(count * kind.state_itemsize) for _ in range(kind.states))
-        part_id, self._next_id = self._next_id, self._next_id + 1
-        self._parts[part_id] = _KeptStates(rank.local_rank, kind, states)
-        self._executor.run_kernel(
-            functools.partial(prepare_step, kind), lambda error: None
-        )  # an error comes again with the first step
-        places = [[block.segment, block.offset] for block in states]
-        rank.send(protocol.pack(RankMessageKind.HOSTED, request=fields["request"], id=part_id, states=places))
+        """A rank wants states kept: tell it where they lie, once it is known who owns what. Raises ProtocolError, and
+        OSError if there is no memory."""
+        source, target = (self._slot(rank, int(fields[name])) for name in ("source", "target"))
+        kind = _kind_of(fields["step_kind"])
+        if (
+            source.spec.ownership != source.spec.name
+            or target.spec.ownership != source.spec.name
+            or (kind.gradient, kind.parameter) != (source.spec.dtype, target.spec.dtype)
+        ):
+            raise ProtocolError(f"steps of {kind} with {source.spec.describe()} to {target.spec.describe()}")
+        before = self._part(rank, int(fields["before"])) if fields["before"] else None
+        if before is not None and before.kind != kind:
+            raise ProtocolError(f"steps of {kind} with states for {before.kind}")
+        self._requests.append(_HostRequest(rank, int(fields["request"]), kind, source, target, before))
+        self.agreed()
 
-    def step(self, rank: RankConnection, fields: dict[str, Any]) -> None:
-        """A rank wants a step made. A step that was made is not made again. Raises ProtocolError."""
-        part_id = int(fields["part"])
-        part = self._part(rank, part_id)
-        number = int(fields["step"])
-        if number <= part.step and not part.is_at_work:
-            self._tell(rank, part_id, number, None)
-            return
-        if number != part.step + 1 or part.is_at_work:
-            raise ProtocolError(f"step {number} of states whose step {part.step} is the latest")
-        segments = segments_of(fields["segments"], SCALARS)
-        source, target = (self._slot(rank, int(fields[what])) for what in ("source", "target"))
-        inputs = self._addresses(part, segments, source, target)
-        part.step, part.is_at_work = number, True
-        states = [block.address for block in part.states]
-        work = functools.partial(_make_step, self._memory, part.kind, states, inputs, segments)
-        self._executor.run_kernel(work, lambda error: self._stepped(rank, part_id, part, error))
+    def agreed(self) -> None:
+        """Tensors with owners are agreed."""
+        waiting, self._requests = self._requests, []
+        for request in waiting:
+            if request.source.is_void or request.target.is_void:
+                continue  # the rank has been told, or will be, why its tensor is void
+            if request.source.tensor is None or request.target.tensor is None:
+                self._requests.append(request)
+            else:
+                self._keep(request)
+
+    def _keep(self, request: _HostRequest) -> None:
+        rank, kind, source = request.rank, request.kind, request.source
+        parts = [part for part in (source.tensor.parts if source.tensor else ()) if isinstance(part, OwnedPart)]
+        count = sum(part.count for part in self._steps.own_parts(source))
+        kept = request.before
+        if kept is None:
+            states = tuple(rank.allocate(count * kind.state_itemsize) for _ in range(kind.states if count else 0))
+            kept = _KeptStates(self._next_id, rank.local_rank, kind, source, count, states)
+            self._parts[kept.id], self._next_id = kept, self._next_id + 1
+        elif kept.count != count:
+            raise ProtocolError(f"states of {kept.count} elements go on for {count}")
+        self._of_slot.pop(kept.source.id, None)
+        kept.source = source
+        self._of_slot[source.id] = kept
+        places = [[block.segment, block.offset] for block in kept.states]
+        owners = [[part.first, part.count, part.owner] for part in parts]
+        said: dict[str, Any] = {"request": request.number, "id": kept.id, "count": count}
+        said |= {"states": places, "owners": owners}
+
+        def prepared(error: BaseException | None) -> None:
+            if error is not None:
+                said.update(error=_name_of(error), message=str(error))
+            with contextlib.suppress(PeerLostError):  # it is found out by its own connection
+                rank.send(protocol.pack(RankMessageKind.HOSTED, **said))
+
+        self._executor.run_kernel(functools.partial(prepare_step, kind), prepared)
 
     def release(self, rank: RankConnection, fields: dict[str, Any]) -> None:
         """A rank needs its states no more. Raises ProtocolError."""
-        part_id = int(fields["part"])
-        part = self._part(rank, part_id)
-        part.is_void = True
-        if not part.is_at_work:
-            self._free(part_id, part)
+        self._end(self._part(rank, int(fields["part"])))
 
     def forget(self, local_rank: int) -> None:
         """The rank has left."""
-        for part_id, part in [item for item in self._parts.items() if item[1].local_rank == local_rank]:
-            part.is_void = True
-            if not part.is_at_work:
-                self._free(part_id, part)
+        self._requests = [each for each in self._requests if each.rank.local_rank != local_rank]
+        for part in [each for each in self._parts.values() if each.local_rank == local_rank]:
+            self._end(part)
 
-    def _stepped(self, rank: RankConnection, part_id: int, part: _KeptStates, error: BaseException | None) -> None:
-        part.is_at_work = False
-        if part.is_void:
-            self._free(part_id, part)
-        else:
-            self._tell(rank, part_id, part.step, error)
+    def _end(self, part: _KeptStates) -> None:
+        part.is_void = True
+        if self._of_slot.get(part.source.id) is part:
+            del self._of_slot[part.source.id]
+        self._free(part)
 
-    def _tell(self, rank: RankConnection, part_id: int, number: int, error: BaseException | None) -> None:
-        said = {} if error is None else {"error": _name_of(error), "message": str(error)}
-        with contextlib.suppress(PeerLostError):  # it is found out by its own connection
-            rank.send(protocol.pack(RankMessageKind.STEPPED, part=part_id, step=number, **said))
-
-    def _free(self, part_id: int, part: _KeptStates) -> None:
-        if self._parts.pop(part_id, None) is not None:
+    def _free(self, part: _KeptStates) -> None:
+        if part.is_void and not part.running and self._parts.pop(part.id, None) is not None:
             self._memory.free_states(part.local_rank, part.states)
+
+    # ---- rounds ------------------------------------------------------------------------------------------------
+
+    def step(self, rank: RankConnection, fields: dict[str, Any]) -> None:
+        """A rank wants the steps of a round made. Raises ProtocolError."""
+        part = self._part(rank, int(fields["part"]))
+        segments = segments_of(fields["segments"], SCALARS)
+        if segments and segments[-1].elements.stop > part.count:
+            raise ProtocolError(f"a step of {segments[-1].elements.stop} elements with states of {part.count}")
+        part.segments = segments
+        self._executor.run(self._pipeline.arm(part.source, int(fields["round"])))
+
+    def skip(self, rank: RankConnection, fields: dict[str, Any]) -> None:
+        """A rank gives the sums of a round up. Raises ProtocolError."""
+        slot = self._slot(rank, int(fields["slot"]))
+        if not slot.is_void:
+            self._executor.run(self._pipeline.skip(slot, int(fields["round"])))
+
+    def norm(self, rank: RankConnection, fields: dict[str, Any]) -> None:
+        """A rank wants to know the squares' sum of the averages that it owns. Raises ProtocolError."""
+        part = self._part(rank, int(fields["part"]))
+        ranges = [range(int(start), int(stop)) for start, stop in fields["ranges"]]
+        if any(not 0 <= each.start <= each.stop <= part.count for each in ranges):
+            raise ProtocolError(f"a norm of other elements than the {part.count} of a rank")
+        part.norms.append((int(fields["request"]), ranges))
+        self._executor.run(self._pipeline.watch(part.source))
+
+    def summed(self, slot: RankSlot) -> None:
+        """All sums of the slot's rank are there, which has asked for their norm."""
+        kept = self._of_slot.get(slot.id)
+        rank = self._executor.ranks.get(slot.local_rank)
+        if kept is None or rank is None:
+            return
+        norms, kept.norms = kept.norms, []
+        divisor = self._pipeline.divisor(slot.spec)
+        parts = [(part.own_first, part.count, part.inputs) for part in self._steps.own_parts(slot)]
+        for request, ranges in norms:
+            self._measure(rank, kept, request, ranges, divisor, parts)
+
+    def _measure(
+        self,
+        rank: RankConnection,
+        kept: _KeptStates,
+        request: int,
+        ranges: Sequence[range],
+        divisor: int,
+        parts: Sequence[tuple[int, int, tuple[int, ...]]],
+    ) -> None:
+        total = 0.0
+
+        def work() -> None:
+            nonlocal total
+            for first, count, inputs in parts:
+                for each in ranges:
+                    inside = range(max(each.start - first, 0), min(each.stop - first, count))
+                    total += square_sum(kept.kind.gradient, inputs, inside, divisor)
+
+        def done(error: BaseException | None) -> None:
+            if error is not None:
+                raise error
+            with contextlib.suppress(PeerLostError):  # it is found out by its own connection
+                rank.send(protocol.pack(RankMessageKind.NORMED, request=request, sum=total.hex()))
+
+        self._executor.run_kernel(work, done)
+
+    def bind(self, step: MakeStep) -> Callable[[], None]:
+        """The work of a step, for any thread. Raises ProtocolError if the rank keeps no states for it."""
+        part = step.part
+        slot = next((each for each in part.tensor.slots if each.local_rank == self._local_rank_of(part)), None)
+        kept = self._of_slot.get(slot.id) if slot is not None else None
+        if kept is None:
+            raise ProtocolError(f"a step with {part.tensor.name!r}, for which no states are kept")
+        kind, offset = kept.kind, part.own_first
+        states = [block.address + offset * kind.state_itemsize for block in kept.states]
+        parameters = step.parameters
+        start = part.first * kind.parameter.itemsize
+        outputs = [each.result.address + start for each in parameters.slots]
+        if not parameters.is_alone:
+            block, sent_from = step.targets[0].contribution
+            outputs.append(block.address + sent_from)
+        run = bind_step(kind, states, step.inputs, outputs, step.divisor)
+        kept.running += 1
+        ranges = []
+        for segment in kept.segments:
+            begin = max(segment.elements.start - offset, 0)
+            end = min(segment.elements.stop - offset, part.count)
+            if begin < end:
+                ranges.append((segment.scalars, range(begin, end)))
+        return functools.partial(_make_step, self._memory, run, ranges)
+
+    def stepped(self, step: MakeStep) -> None:
+        """The work of a step is done."""
+        local_rank = self._local_rank_of(step.part)
+        for kept in [each for each in self._parts.values() if each.local_rank == local_rank]:
+            if kept.source.tensor is step.part.tensor and kept.running:
+                kept.running -= 1
+                self._free(kept)
+                return
+
+    def _local_rank_of(self, part: OwnedPart) -> int:
+        return part.owner - part.tensor.first_rank
 
     # ---- checks: a rank may be of another version, or damaged --------------------------------------------------
 
@@ -127,28 +271,15 @@ class Hosting:
             raise ProtocolError(f"local rank {rank.local_rank} has no slot {slot_id}")
         return slot
 
-    @staticmethod
-    def _addresses(
-        part: _KeptStates, segments: list[StepSegment], source: RankSlot, target: RankSlot
-    ) -> tuple[int, int]:
-        """Of the sum, and of where the parameters go."""
-        end = max((segment.elements.stop for segment in segments), default=0)
-        given, taken = source.result, target.inputs[target.round % len(target.inputs)]
-        for block, itemsize in (
-            (given, part.kind.gradient.itemsize),
-            (taken, part.kind.parameter.itemsize),
-            (part.states[0], part.kind.state_itemsize),
-        ):
-            if end * itemsize > block.nbytes:
-                raise ProtocolError(f"a step of {end} elements in memory of {block.nbytes} bytes")
-        return given.address, taken.address
-
 
 def _make_step(
-    memory: Memory, kind: StepKind, states: list[int], places: tuple[int, int], segments: list[StepSegment]
+    memory: Memory,
+    run: Callable[[Sequence[float], range], None],
+    ranges: Sequence[tuple[tuple[float, ...], range]],
 ) -> None:
     """``memory``: what keeps the addresses mapped until the step is made, even if the group is over meanwhile."""
-    run_segments(kind, states, *places, segments)
+    for scalars, elements in ranges:
+        run(scalars, elements)
 
 
 def _kind_of(said: Any) -> StepKind:

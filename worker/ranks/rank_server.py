@@ -320,6 +320,10 @@ class RankServer:
                     here.take_in_chunks(connection, protocol.fields_of(message))
                 elif kind is RankMessageKind.STEP:
                     here.hosting.step(connection, protocol.fields_of(message))
+                elif kind is RankMessageKind.SKIP:
+                    here.hosting.skip(connection, protocol.fields_of(message))
+                elif kind is RankMessageKind.NORM:
+                    here.hosting.norm(connection, protocol.fields_of(message))
                 elif kind is RankMessageKind.HOST:
                     here.hosting.host(connection, protocol.fields_of(message))
                 elif kind is RankMessageKind.UNHOST:

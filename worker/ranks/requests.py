@@ -44,7 +44,7 @@ class Requests:
         self.memory = memory
         self.executor = executor
         self.joining = joining
-        self.hosting = Hosting(memory, executor)
+        self.hosting = Hosting(memory, executor, pipeline, pipeline.hosted)
         self.released = 0  # barriers passed
         self._meetings = PeerIntroductions()
         self._arrived = 0

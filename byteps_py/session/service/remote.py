@@ -157,9 +157,9 @@ class RemoteSession(ChannelSession):
         self._layouts: weakref.WeakKeyDictionary[Slot, Layout] = weakref.WeakKeyDictionary()  # the latest of each slot
         self._asked: dict[int, Sequence[TensorSpec]] = {}  # by request: the specs of declarations without an answer
         self._declared: dict[int, list[Slot]] = {}
-        self._hosting: dict[int, tuple[StepKind, int]] = {}  # by request: states that are asked for
-        self._hosted_now: dict[int, HostedPart] = {}
-        self._parts: dict[int, HostedPart] = {}  # by id
+        self._hosting: dict[int, HostedPart] = {}  # by request: states that are asked for
+        self._normed: dict[int, float] = {}  # by request
+        self._parts: set[int] = set()  # states that are kept
         self._released_parts: deque[int] = deque()
         self._requests = 0
         self._barriers = self._released = 0
@@ -220,11 +220,10 @@ class RemoteSession(ChannelSession):
         return True
 
     def _declare_new(self, specs: Sequence[TensorSpec]) -> dict[str, Slot]:
-        self._requests += 1
-        request = self._requests
+        request = self._next_request()
         with self.state:
             self._asked[request] = specs
-        sent = [replace(spec, name=f"{spec.name}#{self.incarnation}") if self.incarnation else spec for spec in specs]
+        sent = [self._of_incarnation(spec) if self.incarnation else spec for spec in specs]
         self.tell(
             protocol.pack(
                 RankMessageKind.DECLARE, request=request, specs=[protocol.spec_to_json(spec) for spec in sent]
@@ -237,6 +236,10 @@ class RemoteSession(ChannelSession):
         )
         with self.state:
             return {spec.name: slot for spec, slot in zip(specs, self._declared.pop(request), strict=True)}
+
+    def _of_incarnation(self, spec: TensorSpec) -> TensorSpec:
+        ownership = f"{spec.ownership}#{self.incarnation}" if spec.ownership else ""
+        return replace(spec, name=f"{spec.name}#{self.incarnation}", ownership=ownership)
 
     def hand_over(self, slot: Slot, nbytes: int | None = None, layout: Layout | None = None) -> None:
         self.check_open()
@@ -311,42 +314,52 @@ class RemoteSession(ChannelSession):
             chunks, slot.chunks = slot.chunks, []
         return chunks if slot.pending else []
 
-    def host(self, kind: StepKind, count: int) -> HostedPart:
-        with self._declaring:
-            self._tell_released()
-            self._requests += 1
-            request = self._requests
-            with self.state:
-                self._hosting[request] = kind, count
-            self.tell(protocol.pack(RankMessageKind.HOST, request=request, step_kind=kind.code, count=count))
-            self.wait_until(
-                lambda: request in self._hosted_now,
-                _PATIENCE_S,
-                lambda: f"the communication service of this machine gives no memory for {count} elements",
-            )
-            with self.state:
-                return self._hosted_now.pop(request)
-
-    def begin_step(self, part: HostedPart, source: Slot, target: Slot, segments: Sequence[StepSegment]) -> None:
-        self.check_open()
-        part.step += 1  # before the message: its answer reads it
-        said = [segment.to_json() for segment in segments]
-        self.tell(
-            protocol.pack(
-                RankMessageKind.STEP, part=part.id, step=part.step, source=source.id, target=target.id, segments=said
-            )
+    def host(self, kind: StepKind, source: Slot, target: Slot, before: HostedPart | None = None) -> HostedPart:
+        self._tell_released()
+        request = self._next_request()
+        part = HostedPart(kind, source, target)
+        with self.state:
+            self._hosting[request] = part
+        said = {"source": source.id, "target": target.id, "before": before.id if before is not None else 0}
+        self.tell(protocol.pack(RankMessageKind.HOST, request=request, step_kind=kind.code, **said))
+        self.wait_until(
+            lambda: request not in self._hosting or source.error is not None or target.error is not None,
+            self._limit(None),
+            lambda: f"the states of {source.spec.name!r}: not all ranks have declared it",
         )
-
-    def wait_for_step(self, part: HostedPart, timeout_s: float | None = None) -> None:
-        if part.done_step < part.step:
-            self.wait_until(
-                lambda: part.done_step >= part.step or part.error is not None,
-                self._limit(timeout_s),
-                lambda: f"step {part.step} of an optimizer's states: the service has not made it",
-            )
         self.check_open()
-        if part.error is not None:
-            raise part.error.with_traceback(None)
+        for error in (source.error, target.error, part.error):
+            if error is not None:
+                raise error.with_traceback(None)
+        return part
+
+    def _next_request(self) -> int:
+        with self.state:
+            self._requests += 1
+            return self._requests
+
+    def begin_step(self, part: HostedPart, segments: Sequence[StepSegment]) -> None:
+        said = [segment.to_json() for segment in segments]
+        self.tell(protocol.pack(RankMessageKind.STEP, part=part.id, round=part.source.round, segments=said))
+
+    def skip_step(self, source: Slot) -> None:
+        self.tell(protocol.pack(RankMessageKind.SKIP, slot=source.id, round=source.round))
+
+    def square_sum(self, part: HostedPart, ranges: Sequence[range], timeout_s: float | None = None) -> float:
+        request = self._next_request()
+        said = [[each.start, each.stop] for each in ranges]
+        self.tell(protocol.pack(RankMessageKind.NORM, request=request, part=part.id, ranges=said))
+        source = part.source
+        self.wait_until(
+            lambda: request in self._normed or source.error is not None,
+            self._limit(timeout_s),
+            lambda: f"tensor {source.spec.name!r}, round {source.round}: no sum",
+        )
+        self.check_open()
+        if source.error is not None:
+            raise source.error.with_traceback(None)
+        with self.state:
+            return self._normed.pop(request)
 
     def release_part(self, part: HostedPart) -> None:
         self._released_parts.append(part.id)  # told by the next ``host``: a garbage collection may call this anywhere
@@ -355,7 +368,8 @@ class RemoteSession(ChannelSession):
         while self._released_parts:
             part_id = self._released_parts.popleft()
             with self.state:
-                is_known = self._parts.pop(part_id, None) is not None
+                is_known = part_id in self._parts
+                self._parts.discard(part_id)
             if is_known:
                 self.tell(protocol.pack(RankMessageKind.UNHOST, part=part_id))
 
@@ -471,12 +485,15 @@ class RemoteSession(ChannelSession):
             for fd in fds:  # of a message that does not use it
                 os.close(fd)
 
-    def _stepped(self, fields: dict[str, Any]) -> None:
-        part = self._parts.get(fields["part"])
-        if part is not None:
-            part.done_step = int(fields["step"])
-            if "error" in fields:
-                part.error = from_name(fields["error"], str(fields["message"]))
+    def _hosted(self, fields: dict[str, Any]) -> None:
+        part = self._hosting.pop(fields["request"])
+        part.id = int(fields["id"])
+        self._parts.add(part.id)
+        nbytes = int(fields["count"]) * part.kind.state_itemsize
+        part.states = tuple(self._slots.view(place, nbytes) for place in fields["states"])
+        part.owners = tuple((int(first), int(count), int(rank)) for first, count, rank in fields["owners"])
+        if "error" in fields:
+            part.error = from_name(fields["error"], str(fields["message"]))
 
     def _take(self, kind: RankMessageKind, fields: dict[str, Any], fds: list[int]) -> None:
         """Process a message. Removes descriptors that are kept from ``fds``."""
@@ -487,14 +504,10 @@ class RemoteSession(ChannelSession):
             # Right away: the next message may refer to these slots.
             pairs = zip(self._asked.pop(fields["request"]), fields["slots"], strict=True)
             self._declared[fields["request"]] = [self._slots.add(spec, place) for spec, place in pairs]
-        elif kind is RankMessageKind.STEPPED:
-            self._stepped(fields)
+        elif kind is RankMessageKind.NORMED:
+            self._normed[int(fields["request"])] = float.fromhex(fields["sum"])
         elif kind is RankMessageKind.HOSTED:
-            step_kind, count = self._hosting.pop(fields["request"])
-            nbytes = count * step_kind.state_itemsize
-            states = tuple(self._slots.view(place, nbytes) for place in fields["states"])
-            part = HostedPart(step_kind, states, int(fields["id"]))
-            self._parts[part.id] = self._hosted_now[fields["request"]] = part
+            self._hosted(fields)
         elif kind is RankMessageKind.WELCOME:
             if not all(isinstance(fields[name], int) for name in _FACTS):
                 raise ProtocolError(f"the communication service sent a WELCOME message with invalid fields: {fields}")

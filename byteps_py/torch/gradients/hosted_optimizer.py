@@ -152,12 +152,10 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
     # ---- states ------------------------------------------------------------------------------------------------
 
     def _load_states(self, given: Mapping[torch.nn.Parameter, Mapping[str, Any]]) -> None:
-        """Give the services these states of parameters. Copies: the training may go on with the tensors."""
-        for param, state in given.items():
-            bucket, position = self._reducer.bucket_of(param)
-            number = self._reducer.group_of[param]
-            states = self._reducer.states_of(bucket, self._initial_sums[number])
-            states.load(position, state)
+        """Keep copies of these states, for the services to take over with the next step."""
+        params = [param for group in self.param_groups for param in group["params"]]
+        self._loaded = {place: copy.deepcopy(given[param]) for place, param in enumerate(params) if param in given}
+        self._reducer.loaded = {params[place]: state for place, state in self._loaded.items()}
 
     def _check_states(self, given: Mapping[torch.nn.Parameter, Mapping[str, Any]]) -> None:
         for param, state in given.items():
@@ -198,7 +196,6 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
         self._check_states(states)
         self._reducer.forget_states()
         self._load_states(states)
-        self._loaded = {place: copy.deepcopy(states[param]) for place, param in enumerate(params) if param in states}
 
     def _check_one_has_all(self) -> None:
         if self._loaded is None and self._reducer.has_states:

@@ -1,13 +1,13 @@
-"""Sums the gradients of a hosted optimizer: each rank gets the averages of its piece of every bucket, for its service.
+"""Sums the gradients of a hosted optimizer for the services, which step with them and send the parameters.
 
-    finish() ─ scattered sums ─► make_steps(): services step, ranks gather the parameters
+    finish(): gradients are on their way ─► make_steps(): each sum is stepped when it is there, parameters come back
 
 The training thread calls, but for ``ready``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,7 +17,6 @@ import torch
 from byteps_py.errors import UsageError
 from byteps_py.kernels.update_rules import Hyperparameters, StepKind, UpdateRule
 from byteps_py.memory_left import available_memory_bytes
-from byteps_py.tensors import TensorSpec
 from byteps_py.torch.compression import Compression
 from byteps_py.torch.engine.context import Context
 from byteps_py.torch.engine.dtypes import WIRE, wire_dtype
@@ -33,7 +32,7 @@ GroupOf = dict[torch.nn.Parameter, int]
 
 
 class HostedBucket(Bucket):
-    """A bucket whose sum is scattered. ``summed``: which of its parameters take part in the step that is due.
+    """A bucket whose sums go to their owners' services. ``summed``: which of its parameters take part in the next step.
     ``is_alone``: no other rank adds to it. Then a parameter without a gradient stays as it is; of several ranks, others
     may have one."""
 
@@ -41,10 +40,7 @@ class HostedBucket(Bucket):
     summed: tuple[bool, ...] | None = None
 
     def receive(self) -> None:
-        touched = self.changed
-        if self.slot_view is not None:
-            self.slot_view.wait()
-        self._check_untouched(touched)
+        self._check_untouched(self.changed)
         self.summed = tuple(
             takes_part and not (self.is_alone and param.grad is None)
             for takes_part, param in zip(self.participates, self.params, strict=True)
@@ -76,6 +72,7 @@ class HostedReducer(GradientReducer):
         self.group_of, self._rule_of = group_of, rule_of
         # Not in the buckets: hooks of parameters hold those, and a model may outlive its optimizer.
         self._states: dict[HostedBucket, HostedStates] = {}
+        self.loaded: dict[torch.nn.Parameter, Mapping[str, Any]] = {}  # states that no service has yet
         if context.session.size == 1:  # nothing is sent, so nothing is rounded for it
             options = replace(options, compression=Compression.none)
         super().__init__(context, named, options)
@@ -98,24 +95,16 @@ class HostedReducer(GradientReducer):
             dtype = self._options.compression.wire_dtype(param.dtype)
             check_dtypes(name, wire_dtype(dtype, name), wire_dtype(param.dtype, name))
         request = super()._request(names, params, first)
-        spec = replace(request.spec, shape=(sum(param.numel() for param in params),), scatters=True)
-        return self._for_this_job(replace(request, spec=spec))
-
-    def _for_this_job(self, request: TensorRequest) -> TensorRequest:
-        return replace(request, result_shapes=((self._count(request.spec),),))
-
-    def _count(self, spec: TensorSpec) -> int:
-        """Elements of this rank's piece."""
-        session = self._context.session
-        members = spec.members(session.size)
-        return spec.piece(members.index(session.rank), len(members))[1]
+        spec = request.spec
+        spec = replace(spec, shape=(sum(param.numel() for param in params),), ownership=spec.name)
+        return replace(request, spec=spec, result_shapes=())
 
     def _exchanges_needed(self) -> bool:
         before = self._session
         is_alone = not super()._exchanges_needed()
         if self._session is not before:
             for bucket in self.hosted:
-                bucket.request, bucket.is_alone = self._for_this_job(bucket.request), is_alone
+                bucket.is_alone = is_alone
         return True
 
     @property
@@ -130,9 +119,15 @@ class HostedReducer(GradientReducer):
         if states is None:
             if not self._states:
                 self._check_memory()
-            kind = self._step_kind(bucket)
-            states = HostedStates(session, bucket.request.spec, kind, bucket.params, initial_sum)
+            if bucket.slot_view is None:
+                raise UsageError("a hosted optimizer's states are made with the first step")
+            states = HostedStates(session, bucket.slot_view.slot, self._step_kind(bucket), bucket.params, initial_sum)
             self._states[bucket] = states
+            for position, param in enumerate(bucket.params):
+                if (state := self.loaded.pop(param, None)) is not None:
+                    states.load(position, state)
+        elif bucket.slot_view is not None:
+            states.follow(bucket.slot_view.slot)
         return states
 
     def known_states(self, bucket: HostedBucket) -> HostedStates | None:
@@ -155,8 +150,8 @@ class HostedReducer(GradientReducer):
         needed = 0
         for bucket in self.hosted:
             kind = self._step_kind(bucket)
-            needed += self._count(bucket.request.spec) * kind.states * kind.state_itemsize
-        needed *= session.local_size
+            needed += bucket.request.spec.count * kind.states * kind.state_itemsize
+        needed = needed * session.local_size // session.size
         if needed > (available := self.available_bytes()):
             raise UsageError(
                 f"hosted=True: the states of this machine's {session.local_size} ranks need {needed / 1e9:.1f} GB, and "
@@ -171,9 +166,12 @@ class HostedReducer(GradientReducer):
         return any(bucket.summed is not None for bucket in self.hosted)
 
     def drop_sums(self) -> None:
-        """Make no step with the sums."""
+        """Make no step with the sums. All ranks do so, or none."""
         for bucket in self.hosted:
-            bucket.summed = None
+            is_due, bucket.summed = bucket.summed is not None, None
+            if is_due and bucket.slot_view is not None and bucket.slot_view.session is self._context.session:
+                self._context.session.skip_step(bucket.slot_view.slot)
+                bucket.slot_view.wait()
 
     def make_steps(self, numbers: Sequence[Hyperparameters], clip: float, initial_sums: Sequence[float]) -> None:
         """Step with the sums: ``numbers`` of each param_group. Returns when all parameters are there."""
@@ -189,13 +187,12 @@ class HostedReducer(GradientReducer):
                     f"param_groups[{group}] has changed: a hosted optimizer keeps the momentum (or none), amsgrad, "
                     "maximize and nesterov of its first step, and the side of 0.5 on which beta1 was"
                 )
-            begins.append(partial(states.begin_step, bucket.slot_view.slot, numbers[group], clip, bucket.summed))
+            begins.append(partial(states.begin_step, numbers[group], clip, bucket.summed))
             due.append((states, bucket.summed))
-        self.drop_sums()
+        for bucket in self.hosted:
+            bucket.summed = None
         for begin in begins:  # once nothing is wrong with any of them
             begin()
-        for states, _ in due:
-            states.send_parameters()
         for states, participates in due:
             states.take_parameters(participates)
 
@@ -205,7 +202,7 @@ class HostedReducer(GradientReducer):
         for bucket in self.hosted:
             if bucket.summed is not None and bucket.slot_view is not None:
                 states = self.states_of(bucket, initial_sums[self.group_of[bucket.params[0]]])
-                total += states.square_sum(bucket.slot_view.slot, bucket.summed)
+                total += states.square_sum(bucket.summed)
         return total
 
     @property
@@ -223,8 +220,3 @@ class HostedReducer(GradientReducer):
         for states in self._states.values():
             states.release()
         self._states.clear()
-
-    def bucket_of(self, param: torch.nn.Parameter) -> tuple[Any, int]:
-        """(bucket, position in it)"""
-        place = self.place(param)
-        return place.bucket, place.position

@@ -1,8 +1,8 @@
-"""The states of one bucket's gradients, kept by the services: this rank's service has those of this rank's piece.
+"""The states of one bucket's gradients, kept by the services: each has those of the elements that its ranks own.
 
-    gradients ─ scattered sum ─► this rank's piece ─ step, in the service ─► its parameters ─ gather ─► all parameters
+    gradients ─ sum, for owners ─► step, in the owner's service ─ broadcast, from owners ─► parameters
 
-Owns the states and the gather's slot. Must not know hooks or other buckets. The training thread calls.
+Owns the states and the parameters' slot. Must not know hooks or other buckets. The training thread calls.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 from byteps_py.errors import UsageError
 from byteps_py.kernels.step_segments import StepSegment
 from byteps_py.kernels.update_rules import Hyperparameters, Method, StepKind, UpdateRule, step_scalars
-from byteps_py.session import Session, Slot
-from byteps_py.tensors import DType, Layout, Op, TensorSpec
+from byteps_py.session import HostedPart, Session, Slot
+from byteps_py.tensors import DType, Op, TensorSpec
 from byteps_py.torch.engine.slot_view import TORCH, pieces
 from byteps_py.torch.gradients.hosted_rules import MASTER, counts_steps, moment_names
 
@@ -28,8 +28,8 @@ ParameterState = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Overlap:
-    """Elements of a parameter that lie in this rank's piece. ``position``: of the parameter; ``inside``: elements of
-    it; ``place``: elements of the piece."""
+    """Elements of a parameter that this rank owns. ``position``: of the parameter; ``inside``: elements of it;
+    ``place``: elements of the states."""
 
     position: int
     inside: slice
@@ -37,12 +37,13 @@ class _Overlap:
 
 
 class HostedStates:
-    """``spec``: of the scattered sum. ``params``: the bucket's, in order. ``initial_sum``: Adagrad's first state."""
+    """``source``: the slot of the gradients. ``params``: the bucket's, in order. ``initial_sum``: Adagrad's first
+    state. Made by all ranks."""
 
     def __init__(
         self,
         session: Session,
-        spec: TensorSpec,
+        source: Slot,
         kind: StepKind,
         params: Sequence[torch.nn.Parameter],
         initial_sum: float = 0.0,
@@ -50,68 +51,60 @@ class HostedStates:
         self.session, self.kind = session, kind
         self._params = params
         self.steps = [0] * len(params)  # that each parameter has made
-        members = spec.members(session.size)
-        ranges = [spec.piece(position, len(members)) for position in range(len(members))]
-        first, self._count = ranges[members.index(session.rank)]
-        self._overlaps = list(_overlaps([param.numel() for param in params], first, self._count))
-        self._part = session.host(kind, self._count) if self._count else None
+        self._part = self._host(source)
+        self._release = weakref.finalize(self, session.release_part, self._part)
+        own = [(first, count) for first, count, rank in self._part.owners if rank == session.rank]
+        self.count = sum(count for _, count in own)  # of the elements that this rank owns
+        self._overlaps = list(_overlaps([param.numel() for param in params], own))
         wide = torch.float64 if kind.gradient is DType.FLOAT64 else torch.float32
-        memory = self._part.states if self._part is not None else ()
-        if self._part is not None:
-            self._release = weakref.finalize(self, session.release_part, self._part)
-        self._states = [pieces(state, wide, [(self._count,)])[0] for state in memory]
+        self._states = [pieces(state, wide, [(self.count,)])[0] for state in self._part.states]
         for state in self._states:
             state.zero_()
         if kind.rule.method is Method.ADAGRAD and self._states:
             self._states[1].fill_(initial_sum)
-        itemsize = kind.parameter.itemsize
-        self._layout = Layout(
-            ((0, self._count * itemsize),), tuple((start * itemsize, count * itemsize) for start, count in ranges)
-        )
-        shape = (self._count * itemsize, spec.count * itemsize)
-        (self._slot,) = session.declare(
-            [TensorSpec(f"{spec.name}.parameters", DType.UINT8, shape, Op.GATHER, group=spec.group)]
-        )
-        dtype = TORCH[kind.parameter]
-        self._results = pieces(self._slot.result, dtype, [tuple(param.shape) for param in params])
+
+    def _host(self, source: Slot, before: HostedPart | None = None) -> HostedPart:
+        spec, dtype = source.spec, self.kind.parameter
+        name = f"{spec.name}.parameters"
+        wanted = TensorSpec(name, dtype, (spec.count,), Op.BROADCAST, priority=spec.priority, ownership=spec.name)
+        (self._slot,) = self.session.declare([wanted])
+        self._results = pieces(self._slot.result, TORCH[dtype], [tuple(param.shape) for param in self._params])
+        return self.session.host(self.kind, source, self._slot, before)
+
+    def follow(self, source: Slot) -> None:
+        """Go on with the slot of the gradients, which may have been declared again. All ranks do so."""
+        if source is not self._part.source:
+            self._part = self._host(source, self._part)
 
     # ---- a step ------------------------------------------------------------------------------------------------
 
-    def square_sum(self, source: Slot, participates: Sequence[bool]) -> float:
-        """Of the averages in this rank's piece."""
-        total = torch.zeros((), dtype=torch.float64, device="cpu")
-        if self._count:
-            (sums,) = pieces(source.result, TORCH[self.kind.gradient], [(self._count,)])
-            for overlap in self._overlaps:
-                if participates[overlap.position]:
-                    total += torch.linalg.vector_norm(sums[overlap.place], dtype=torch.float64) ** 2
-        return float(total)
+    def square_sum(self, participates: Sequence[bool]) -> float:
+        """Of the averages that this rank owns, of the parameters that take part. Waits for them."""
+        if not self.count:
+            return 0.0
+        taken = [overlap.place for overlap in self._overlaps if participates[overlap.position]]
+        return self.session.square_sum(self._part, [range(place.start, place.stop) for place in taken])
 
-    def begin_step(self, source: Slot, numbers: Hyperparameters, clip: float, participates: Sequence[bool]) -> None:
-        """Begin the step of the parameters that take part, with the averages in ``source``."""
+    def begin_step(self, numbers: Hyperparameters, clip: float, participates: Sequence[bool]) -> None:
+        """Begin the step of the parameters that take part, with the averages of the latest round."""
         for position, takes_part in enumerate(participates):
             self.steps[position] += takes_part
-        if self._part is None:
-            return
-        self._take_changed_parameters()
-        segments: list[StepSegment] = []
-        for overlap in self._overlaps:
-            if participates[overlap.position]:
-                scalars = step_scalars(self.kind.rule, numbers, self.steps[overlap.position], clip=clip)
-                start, stop = overlap.place.start, overlap.place.stop
-                if segments and segments[-1].elements.stop == start and segments[-1].scalars == scalars:
-                    start = segments.pop().elements.start
-                segments.append(StepSegment(range(start, stop), scalars))
-        self.session.begin_step(self._part, source, self._slot, segments)
-
-    def send_parameters(self) -> None:
-        """Wait for the step, and send this rank's parameters to all."""
-        if self._part is not None:
-            self.session.wait_for_step(self._part)
-        self.session.hand_over(self._slot, layout=self._layout)
+        if self.count:
+            self._take_changed_parameters()
+            segments: list[StepSegment] = []
+            for overlap in self._overlaps:
+                if participates[overlap.position]:
+                    scalars = step_scalars(self.kind.rule, numbers, self.steps[overlap.position], clip=clip)
+                    start, stop = overlap.place.start, overlap.place.stop
+                    if segments and segments[-1].elements.stop == start and segments[-1].scalars == scalars:
+                        start = segments.pop().elements.start
+                    segments.append(StepSegment(range(start, stop), scalars))
+            self.session.begin_step(self._part, segments)
+        self.session.hand_over(self._slot)
 
     def take_parameters(self, participates: Sequence[bool]) -> None:
-        """Wait for the parameters of all ranks, and write them where they belong."""
+        """Wait for the parameters, and write them where they belong."""
+        self.session.wait(self._part.source)
         self.session.wait(self._slot)
         taken = [position for position, takes_part in enumerate(participates) if takes_part]
         with torch.no_grad():
@@ -136,15 +129,16 @@ class HostedStates:
         return (MASTER, *moment_names(self.kind.rule))
 
     def piece(self, number: int) -> torch.Tensor:
-        """This rank's piece of a state, by its number in ``names``."""
+        """The elements of a state that this rank owns, by its number in ``names``."""
         if not self._states:
             return torch.empty(0, dtype=torch.float32, device="cpu")
         if number == 0:
             self._take_changed_parameters()
         return self._states[number]
 
-    def by_parameter(self, wholes: Mapping[str, torch.Tensor]) -> list[ParameterState]:
-        """The states of each parameter, from all ranks' pieces of the whole bucket. Empty before its first step."""
+    def by_parameter(self, gathered: Mapping[str, torch.Tensor]) -> list[ParameterState]:
+        """The states of each parameter, from all ranks' pieces, by rank. Empty before its first step."""
+        wholes = {name: self._in_order(state) for name, state in gathered.items()}
         found: list[ParameterState] = []
         start = 0
         for param, steps in zip(self._params, self.steps, strict=True):
@@ -159,6 +153,15 @@ class HostedStates:
             found.append(state)
             start = end
         return found
+
+    def _in_order(self, gathered: torch.Tensor) -> torch.Tensor:
+        """A whole state, from the pieces of all ranks."""
+        whole = torch.empty_like(gathered)
+        start = 0
+        for first, count, _ in sorted(self._part.owners, key=lambda owned: (owned[2], owned[0])):
+            whole[first : first + count] = gathered[start : start + count]
+            start += count
+        return whole
 
     def load(self, position: int, state: Mapping[str, torch.Tensor]) -> None:
         """Take over the states of the parameter at ``position``, which ``check_state`` has found right."""
@@ -175,8 +178,7 @@ class HostedStates:
 
     def release(self) -> None:
         """The states are needed no more."""
-        if self._part is not None:
-            self._release()
+        self._release()
 
 
 def check_state(rule: UpdateRule, param: torch.nn.Parameter, state: Mapping[str, Any], what: str) -> None:
@@ -196,10 +198,15 @@ def check_state(rule: UpdateRule, param: torch.nn.Parameter, state: Mapping[str,
             )
 
 
-def _overlaps(sizes: Sequence[int], first: int, count: int) -> Iterator[_Overlap]:
-    start = 0
-    for position, size in enumerate(sizes):
-        low, high = max(start, first), min(start + size, first + count)
-        if low < high:
-            yield _Overlap(position, slice(low - start, high - start), slice(low - first, high - first))
-        start += size
+def _overlaps(sizes: Sequence[int], own: Sequence[tuple[int, int]]) -> Iterator[_Overlap]:
+    """``sizes``: of the parameters. ``own``: (first, count) of the elements that a rank owns, in order."""
+    place = 0
+    for first, count in own:
+        start = 0
+        for position, size in enumerate(sizes):
+            low, high = max(start, first), min(start + size, first + count)
+            if low < high:
+                at = place + low - first
+                yield _Overlap(position, slice(low - start, high - start), slice(at, at + high - low))
+            start += size
+        place += count

@@ -128,10 +128,12 @@ def _host(
     reducer = HostedReducer(context, named, options, group_of, rules_of(optimizer))
     wrapped: HostedOptimizerMixin = _wrap(optimizer, HostedOptimizerMixin, ReducedPasses(reducer, passes), names)
     wrapped._reducer, wrapped._clip = reducer, 1.0
-    wrapped._loaded = None
     wrapped._name = context.claim(f"hosted.{min(names.values(), default='')}")
     wrapped._passes.hook(group_of)
-    wrapped._load_states(taken_states(optimizer))
+    taken = taken_states(optimizer)
+    wrapped._loaded = None
+    if taken:
+        wrapped._load_states(taken)
     return wrapped
 
 

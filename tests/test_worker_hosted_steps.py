@@ -1,0 +1,295 @@
+"""Partitions with owners: who owns which, and steps in the middle of rounds, in the communication service's core."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from support.worker_core import block, slot, tensor
+
+from byteps_py.errors import ProtocolError, UsageError
+from byteps_py.proto import control_pb2 as pb
+from byteps_py.tensors import DType, Op, TensorSpec
+from byteps_py.worker.core.actions import Push, RoundDone, Supply
+from byteps_py.worker.core.credit import PushQueue
+from byteps_py.worker.core.hosted_steps import (
+    STEP_STATES,
+    AllSummed,
+    Forget,
+    HostedSteps,
+    MakeStep,
+    OwnedPart,
+    StepState,
+)
+from byteps_py.worker.core.owners import OwnedPiece, Owners
+from byteps_py.worker.core.pipeline import RoundPipeline
+from byteps_py.worker.core.tensor import Compute, RankSlot, Stage, Tensor
+from byteps_py.worker.core.topology import Topology
+from byteps_py.worker.core.transitions import IllegalTransitionError
+
+GRADIENTS = TensorSpec("g", DType.FLOAT32, (8,), average=True, ownership="g")
+PARAMETERS = TensorSpec("g.parameters", DType.FLOAT32, (8,), Op.BROADCAST, ownership="g")
+#: Machine 0 has ranks 0 and 1, machine 1 has rank 2. Two partitions of 4 elements.
+SERVERS, OWNERS = (7, 8), (1, 2)
+
+
+class Machine:
+    """The core of machine 0 with both tensors agreed; ``machines``: 1 if it is alone."""
+
+    def __init__(self, machines: int = 2, owners: tuple[int, ...] = OWNERS) -> None:
+        machine_of = (0, 0, 1) if machines == 2 else (0, 0)
+        self.steps = HostedSteps(0, 2, machine_of)
+        self.pipeline = RoundPipeline(len(machine_of), PushQueue(), hosted=self.steps)
+        self.gradients = self._agreed(GRADIENTS, machines)
+        self.parameters = self._agreed(PARAMETERS, machines)
+        for each in (self.gradients, self.parameters):
+            pieces = [OwnedPiece(16 * i, 16, SERVERS[i], owner, i) for i, owner in enumerate(owners)]
+            assert self.pipeline.start(each, pieces, 0.0) == []
+
+    @staticmethod
+    def _agreed(spec: TensorSpec, machines: int) -> Tensor:
+        made = tensor([slot(0, spec), slot(1, spec)], contributions=machines == 2)
+        made.machines = machines
+        return made
+
+    def part(self, index: int, of: Tensor | None = None) -> OwnedPart:
+        part = (of or self.gradients).parts[index]
+        assert isinstance(part, OwnedPart)
+        return part
+
+    def slot(self, local_rank: int) -> RankSlot:
+        return self.gradients.slots[local_rank]
+
+    def ready(self, of: Tensor) -> list[object]:
+        found: list[object] = []
+        for each in of.slots:
+            found += self.pipeline.ready(each, each.round + 1, of.spec.nbytes, 0.0)
+        return found
+
+    def push_gradients(self) -> None:
+        """The local ranks' gradients are there, and are added and pushed."""
+        computes = self.ready(self.gradients)
+        pushed: list[object] = []
+        for compute in computes:
+            assert isinstance(compute, Compute)
+            pushed += self.pipeline.computed(compute.part, 0.0)
+        assert [(a.part.index, a.round) for a in pushed if isinstance(a, Push)] == [(0, 1), (1, 1)]
+
+
+def only(actions: list[object], kind: type) -> list[object]:
+    return [action for action in actions if isinstance(action, kind)]
+
+
+# ---- steps -------------------------------------------------------------------------------------------------------
+
+
+def test_a_sum_is_stepped_once_it_is_there_and_its_owner_has_said_how() -> None:
+    machine = Machine()
+    machine.push_gradients()
+    own, other = machine.part(0), machine.part(1)
+    assert (own.is_acknowledged, own.wants_result, own.contributes) == (False, True, True)
+    assert (other.is_acknowledged, other.wants_result, other.contributes) == (True, False, True)
+    assert machine.pipeline.answered(own, 1, 5_000, 0.0) == []  # no rank has stepped yet
+    assert own.state is StepState.SUMMED
+    assert machine.pipeline.answered(own, 1, 6_000, 0.0) == []  # again, from elsewhere: it changes nothing
+    (step,) = machine.pipeline.arm(machine.slot(1), 1)
+    assert isinstance(step, MakeStep)
+    assert (step.part, step.inputs, step.divisor) == (own, (5_000,), 3)
+    assert step.targets == [machine.part(0, machine.parameters)]
+    assert machine.pipeline.arm(machine.slot(1), 1) == []  # said again
+    assert machine.pipeline.answered(own, 1, 5_000, 0.0) == []
+    assert machine.pipeline.stepped(step, 0.0) == []  # the other partition has not been taken yet
+    assert machine.pipeline.answered(other, 1, 0, 0.0) == [
+        RoundDone(machine.gradients, tuple((s.local_rank, s.id, 1) for s in machine.gradients.slots))
+    ]
+
+
+def test_an_owner_may_say_how_before_the_sum_is_there() -> None:
+    machine = Machine()
+    machine.push_gradients()
+    assert machine.pipeline.arm(machine.slot(1), 1) == []
+    (step,) = machine.pipeline.answered(machine.part(0), 1, 5_000, 0.0)
+    assert isinstance(step, MakeStep)
+    assert step.inputs == (5_000,)
+
+
+def test_parameters_are_sent_once_stepped_and_pulled_where_they_are_not_owned() -> None:
+    machine = Machine()
+    machine.push_gradients()
+    machine.pipeline.arm(machine.slot(1), 1)
+    own, other = machine.part(0, machine.parameters), machine.part(1, machine.parameters)
+    assert (own.root_machine, own.contributes, own.wants_result) == (0, True, False)
+    assert (other.root_machine, other.contributes, other.wants_result) == (1, False, True)
+    assert [a.part for a in machine.ready(machine.parameters) if isinstance(a, Push)] == [other]
+    (step,) = machine.pipeline.answered(machine.part(0), 1, 5_000, 0.0)
+    assert isinstance(step, MakeStep)
+    assert [a.part for a in machine.pipeline.stepped(step, 0.0) if isinstance(a, Push)] == [own]
+    assert own.contribution == (block(200_000), 0)  # of odd rounds
+    assert machine.pipeline.wanted(own, 1, 8) == []  # it is sent again by itself, as long as it is not taken
+    assert machine.pipeline.answered(own, 1, 0, 0.0) == []
+    assert machine.pipeline.wanted(own, 1, 8) == [Supply(own, 1, 8)]
+    assert own.given(1) == (block(200_000), 0)
+    assert other.given(1) is None
+    (delivery,) = machine.pipeline.answered(other, 1, 7_000, 0.0)
+    assert isinstance(delivery, Compute)
+    assert (delivery.inputs, delivery.outputs) == ((7_000,), (10_016, 20_016))
+    (done,) = machine.pipeline.computed(other, 0.0)
+    assert isinstance(done, RoundDone)
+
+
+def test_alone_the_step_adds_the_ranks_gradients() -> None:
+    machine = Machine(machines=1, owners=(0, 1))
+    assert machine.ready(machine.gradients) == []
+    (first,) = machine.pipeline.arm(machine.slot(0), 1)
+    assert isinstance(first, MakeStep)
+    assert (first.inputs, first.divisor) == ((10_000, 20_000), 2)
+    assert machine.ready(machine.parameters) == []
+    assert machine.pipeline.stepped(first, 0.0) == []
+    (second,) = machine.pipeline.arm(machine.slot(1), 1)
+    assert isinstance(second, MakeStep)
+    assert second.inputs == (10_016, 20_016)
+    done = machine.pipeline.stepped(second, 0.0)
+    assert [a.tensor for a in done if isinstance(a, RoundDone)] == [machine.parameters, machine.gradients]
+    assert (machine.gradients.running, machine.parameters.running) == (0, 0)
+
+
+def test_alone_parameters_may_be_asked_for_after_all_steps() -> None:
+    machine = Machine(machines=1, owners=(0, 1))
+    machine.ready(machine.gradients)
+    for local_rank in (0, 1):
+        (step,) = machine.pipeline.arm(machine.slot(local_rank), 1)
+        assert isinstance(step, MakeStep)
+        machine.pipeline.stepped(step, 0.0)
+    assert [a.tensor for a in machine.ready(machine.parameters) if isinstance(a, RoundDone)] == [machine.parameters]
+
+
+def test_a_sum_may_be_given_up_before_or_after_it_is_there() -> None:
+    machine = Machine()
+    machine.push_gradients()
+    assert machine.pipeline.answered(machine.part(0), 1, 5_000, 0.0) == []
+    assert machine.pipeline.skip(machine.slot(1), 1) == [Forget(machine.part(0))]
+    with pytest.raises(ProtocolError, match="steps in round 1"):
+        machine.pipeline.arm(machine.slot(1), 1)
+    assert only(machine.pipeline.answered(machine.part(1), 1, 0, 0.0), RoundDone)
+    machine.ready(machine.gradients)
+    for part in machine.gradients.parts:
+        machine.pipeline.computed(part, 0.0)
+    assert machine.pipeline.skip(machine.slot(1), 2) == []
+    assert machine.pipeline.answered(machine.part(0), 2, 5_000, 0.0) == [Forget(machine.part(0))]
+
+
+def test_a_rank_may_wait_for_its_sums() -> None:
+    machine = Machine()
+    assert machine.pipeline.watch(machine.slot(0)) == [AllSummed(machine.slot(0))]  # it owns nothing
+    machine.push_gradients()
+    assert machine.pipeline.watch(machine.slot(1)) == []
+    assert machine.pipeline.answered(machine.part(0), 1, 5_000, 0.0) == [AllSummed(machine.slot(1))]
+    assert machine.part(0).inputs == (5_000,)
+
+
+@pytest.mark.parametrize("round_", [0, 2])
+def test_a_step_of_another_round_is_refused(round_: int) -> None:
+    machine = Machine()
+    machine.push_gradients()
+    with pytest.raises(ProtocolError, match=f"local rank 1 steps in round {round_}"):
+        machine.pipeline.arm(machine.slot(1), round_)
+    with pytest.raises(ProtocolError, match=f"local rank 1 gives up round {round_}"):
+        machine.pipeline.skip(machine.slot(1), round_)
+
+
+def test_a_void_tensor_gives_held_sums_back() -> None:
+    machine = Machine()
+    machine.push_gradients()
+    machine.pipeline.answered(machine.part(0), 1, 5_000, 0.0)
+    assert Forget(machine.part(0)) in machine.pipeline.retire(machine.gradients, 0.0)
+
+
+@pytest.mark.parametrize("state", list(StepState))
+def test_states_of_steps(state: StepState) -> None:
+    after = {"SUMMING": "SUMMED", "SUMMED": "STEPPING SUMMING", "STEPPING": "SUMMING"}[state.name].split()
+    assert {each.name for each in STEP_STATES[state]} == set(after)
+    for other in StepState:
+        part = Machine().part(0)
+        part.state = state
+        if other.name in after:
+            part.step_to(other)
+        else:
+            with pytest.raises(IllegalTransitionError, match=f"is {state.name} .*: {other.name} can't follow"):
+                part.step_to(other)
+    assert Machine().part(0).stage is Stage.WAITING
+
+
+# ---- owners ------------------------------------------------------------------------------------------------------
+
+
+def topology(machines: int = 3, local_size: int = 2, servers: tuple[str, ...] = ("m0", "m1", "m2", "c0")) -> Topology:
+    workers = [
+        pb.Member(machine_index=i, machine_id=f"m{i}", first_rank=i * local_size, local_size=local_size)
+        for i in range(machines)
+    ]
+    summing = [pb.Member(member_id=10 + i, machine_id=name, weight=1) for i, name in enumerate(servers)]
+    return Topology(1, 0, tuple(workers), tuple(summing), 64, 1)
+
+
+def owned(owners: Owners, spec: TensorSpec, servers: list[int]) -> list[int]:
+    owners.add(spec, [(4 * i, 4, server) for i, server in enumerate(servers)])
+    return [piece.owner for piece in owners.pieces(spec, 64)]
+
+
+def test_a_sum_stays_on_the_machine_that_takes_it() -> None:
+    """Ranks of a machine take turns; what a CPU machine adds goes to the machine that owns the least."""
+    spec = TensorSpec("g", DType.FLOAT32, (7,), ownership="g")
+    assert owned(Owners(topology()), spec, [10, 10, 12, 13, 13, 13, 11]) == [0, 1, 4, 2, 3, 5, 2]
+
+
+def test_owners_stay_when_a_name_is_declared_again_or_its_servers_change() -> None:
+    spec = TensorSpec("g", DType.FLOAT32, (3,), ownership="g")
+    owners = Owners(topology())
+    before = owned(owners, spec, [10, 11, 12])
+    assert owned(owners, spec, [12, 12, 12]) == before
+    assert [piece.server for piece in owners.pieces(spec, 64)] == [12, 12, 12]
+    other = replace(spec, name="h", shape=(1,), ownership="h")
+    assert owned(owners, other, [10]) == [1]  # the other rank of machine 0
+
+
+def test_parameters_have_the_owners_of_their_gradients_and_may_be_cut_smaller() -> None:
+    spec = TensorSpec("g", DType.FLOAT16, (8,), ownership="g")
+    owners = Owners(topology())
+    owners.add(spec, [(0, 8, 10), (8, 8, 11)])
+    wide = TensorSpec("p", DType.FLOAT32, (8,), Op.BROADCAST, ownership="g")
+    assert owners.pieces(wide, 8) == [
+        OwnedPiece(offset, 8, server, owner, source)
+        for offset, server, owner, source in ((0, 10, 0, 0), (8, 10, 0, 0), (16, 11, 2, 1), (24, 11, 2, 1))
+    ]
+
+
+def test_parameters_without_their_gradients_are_refused() -> None:
+    owners = Owners(topology())
+    with pytest.raises(ProtocolError, match="'p' has 8 elements with the owners of 'g', which is not agreed"):
+        owners.pieces(TensorSpec("p", DType.FLOAT32, (8,), Op.BROADCAST, ownership="g"), 64)
+    owned(owners, TensorSpec("g", DType.FLOAT32, (7,), ownership="g"), [10] * 7)
+    with pytest.raises(ProtocolError, match="which has 7 elements"):
+        owners.pieces(TensorSpec("p", DType.FLOAT32, (8,), Op.BROADCAST, ownership="g"), 64)
+
+
+@pytest.mark.parametrize(
+    ("op", "changed"),
+    [
+        (Op.MAX, {}),
+        (Op.SUM, {"ownership": "another"}),
+        (Op.SUM, {"group": (0, 1)}),
+        (Op.SUM, {"scatters": True}),
+        (Op.BROADCAST, {"ownership": "g"}),
+    ],
+)
+def test_what_can_have_owners(op: Op, changed: dict[str, object]) -> None:
+    fields: dict[str, object] = {
+        "name": "g",
+        "dtype": DType.FLOAT32,
+        "shape": (4,),
+        "op": op,
+        "ownership": "g",
+        **changed,
+    }
+    with pytest.raises(UsageError, match="owners have partitions of a sum"):
+        TensorSpec(**fields)  # type: ignore[arg-type]

@@ -1,0 +1,260 @@
+"""Optimizer steps in the middle of rounds: sums go to their owners' services, and parameters come back. Pure.
+
+Two tensors belong together (see TensorSpec.ownership): a SUM, the gradients, and a BROADCAST, the parameters.
+
+    gradients   ready ─► [sum local ranks] ─► push ─► answered ┬─ not owned here ─────────────────────────► done
+                                                               └─ owned: summed ─► MakeStep ─► stepped ──► done
+    parameters  ready ┬─ not owned here ─► pull ───────────────────► answered ─► [deliver] ─► done     │
+                      └─ owned ◄─────────────────────────────────────────────────────────────────────────┘
+                           └─► push ─► acknowledged ─► done        (the step has written the local ranks' results)
+
+On a machine alone nothing is pushed: the step adds the local ranks' gradients itself.
+
+A partition's step is made when its sum is there and its owner has said with which numbers (``arm``), whatever of the
+tensor is still on its way. It is made once: a round leaves SUMMING when its sum is there, and later answers to the same
+push concern nothing. An owner may also give a sum up (``skip``).
+
+    SUMMING ─its sum is there─► SUMMED ─its owner is armed─► STEPPING ─► SUMMING, of the next round
+                                   └────its owner skips────────────────► SUMMING, of the next round
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from byteps_py.errors import ProtocolError
+from byteps_py.shm import Block
+from byteps_py.tensors import Op
+from byteps_py.worker.core.owners import OwnedPiece
+from byteps_py.worker.core.tensor import Part, RankSlot, Tensor
+from byteps_py.worker.core.transitions import IllegalTransitionError
+
+
+class StepState(enum.Enum):
+    """Where a partition of gradients stands at its owner's service."""
+
+    SUMMING = "waiting for its sum"
+    SUMMED = "summed, and waiting for its owner"
+    STEPPING = "being stepped"
+
+    after: tuple[StepState, ...]
+
+
+SUMMING, SUMMED, STEPPING = StepState
+STEP_STATES: dict[StepState, tuple[StepState, ...]] = {
+    SUMMING: (SUMMED,),
+    SUMMED: (STEPPING, SUMMING),
+    STEPPING: (SUMMING,),
+}
+for _state, _states in STEP_STATES.items():
+    _state.after = _states
+
+
+@dataclass(slots=True, eq=False)
+class OwnedPart(Part):
+    """A partition with an owner.
+
+    Attributes:
+        owner: its global rank; ``is_own``: it is one of this machine; ``machine``: its machine's index.
+        source: index of the gradients' partition with the same elements.
+        first: its first element in the tensor; ``own_first``: among all elements of its owner.
+        machine_offset: of parameters, where they lie in their machine's contribution, in bytes.
+        inputs: addresses of the sum, or on a machine alone of the ranks' gradients.
+        stepped_round: of parameters, the last round that was stepped.
+    """
+
+    owner: int = -1
+    is_own: bool = False
+    source: int = 0
+    first: int = 0
+    own_first: int = 0
+    machine_offset: int = 0
+    machine: int = 0xFFFF
+    state: StepState = SUMMING
+    inputs: tuple[int, ...] = ()
+    stepped_round: int = 0
+
+    def step_to(self, state: StepState) -> None:
+        """Raises IllegalTransitionError."""
+        if state not in self.state.after:
+            raise IllegalTransitionError.of(f"partition {self.index} of {self.tensor.name!r}", self.state, state)
+        self.state = state
+
+    @property
+    def is_sum(self) -> bool:
+        """It is one of gradients, not of parameters."""
+        return self.tensor.spec.op is Op.SUM
+
+    @property
+    def contributes(self) -> bool:
+        return bool(self.tensor.slots) and (self.is_sum or self.is_own)
+
+    @property
+    def wants_result(self) -> bool:
+        return bool(self.tensor.slots) and self.is_own is self.is_sum
+
+    @property
+    def is_acknowledged(self) -> bool:
+        return self.is_sum and not self.is_own
+
+    @property
+    def root_machine(self) -> int:
+        return 0xFFFF if self.is_sum else self.machine
+
+    def given(self, round_: int) -> tuple[Block, int] | None:
+        if self.is_sum:
+            return Part.given(self, round_)
+        return (self.tensor.contributions[round_ % 2], self.machine_offset) if self.is_own else None
+
+    @property
+    def contribution(self) -> tuple[Block, int]:
+        if self.is_sum:
+            return self.tensor.contribution, self.offset
+        return self.tensor.contributions[self.tensor.round % 2], self.machine_offset
+
+
+@dataclass(slots=True)
+class MakeStep:
+    """Step the owner's states with the sum of ``inputs``, divided, then call ``RoundPipeline.stepped``.
+
+    ``targets``: the partitions of ``parameters`` with the same elements."""
+
+    part: OwnedPart
+    inputs: tuple[int, ...]
+    divisor: int
+    parameters: Tensor
+    targets: list[OwnedPart]
+
+
+@dataclass(slots=True)
+class Forget:
+    """What lies at the addresses of a sum is needed no more."""
+
+    part: OwnedPart
+
+
+@dataclass(slots=True)
+class AllSummed:
+    """All partitions of a rank are SUMMED, which has asked for that: see ``HostedSteps.watch``."""
+
+    slot: RankSlot
+
+
+HostedAction = MakeStep | Forget | AllSummed
+
+
+class HostedSteps:
+    """``first_rank``, ``local_size``: of this machine; ``machine_of``: of each rank."""
+
+    def __init__(self, first_rank: int, local_size: int, machine_of: Sequence[int]) -> None:
+        self._first_rank = first_rank
+        self._machine_of = machine_of
+        self._local_ranks = range(first_rank, first_rank + local_size)
+        self._parameters: dict[str, Tensor] = {}  # by name of the sum
+        self._armed: dict[int, int] = {}  # by id of the owner's slot: the round in which its partitions step
+        self._skipped: dict[int, int] = {}  # by the same: the round that is given up
+        self._watching: dict[int, RankSlot] = {}
+
+    # ---- tensors -----------------------------------------------------------------------------------------------
+
+    def start(self, tensor: Tensor, pieces: Sequence[OwnedPiece]) -> None:
+        """A tensor is agreed: make its parts."""
+        itemsize = tensor.spec.dtype.itemsize
+        own: dict[int, int] = {}  # elements by owner
+        sent: dict[int, int] = {}  # bytes by machine
+        for index, piece in enumerate(pieces):
+            machine = self._machine_of[piece.owner]
+            part = OwnedPart(
+                tensor, index, piece.offset, piece.length, piece.server,
+                owner=piece.owner, is_own=piece.owner in self._local_ranks, source=piece.source,
+                first=piece.offset // itemsize, own_first=own.get(piece.owner, 0), machine_offset=sent.get(machine, 0),
+                machine=machine,
+            )  # fmt: skip
+            own[piece.owner] = part.own_first + part.count
+            sent[machine] = part.machine_offset + part.length
+            tensor.parts.append(part)
+        if tensor.spec.op is Op.BROADCAST:
+            self._parameters[tensor.spec.ownership] = tensor
+
+    def retire(self, tensor: Tensor) -> list[HostedAction]:
+        """It is void: sums that wait for their owners are needed no more."""
+        held = [part for part in tensor.parts if isinstance(part, OwnedPart) and part.state is SUMMED]
+        for part in held:
+            self.over(part)
+        if self._parameters.get(tensor.spec.ownership) is tensor:
+            del self._parameters[tensor.spec.ownership]
+        for slot in (*tensor.slots, *tensor.joined):
+            for known in (self._armed, self._skipped, self._watching):
+                known.pop(slot.id, None)
+        return [Forget(part) for part in held]
+
+    def own_parts(self, slot: RankSlot) -> list[OwnedPart]:
+        """The partitions of a rank, of gradients or of parameters."""
+        parts = slot.tensor.parts if slot.tensor is not None else ()
+        rank = self._first_rank + slot.local_rank
+        return [part for part in parts if isinstance(part, OwnedPart) and part.owner == rank]
+
+    # ---- a round -----------------------------------------------------------------------------------------------
+
+    def summed(self, part: OwnedPart, inputs: tuple[int, ...], divisor: int) -> list[HostedAction]:
+        """The sum of a partition is there. Returns what follows; the caller asks ``is_skipped`` first."""
+        part.step_to(SUMMED)
+        part.inputs = inputs
+        slot = self._slot_of(part)
+        if self._armed.get(slot.id) == slot.round:
+            return [self._step(part, divisor)]
+        return [*self._poll(slot)]
+
+    def is_skipped(self, part: OwnedPart) -> bool:
+        """Its owner has given the current round up."""
+        slot = self._slot_of(part)
+        return self._skipped.get(slot.id) == slot.round
+
+    def arm(self, slot: RankSlot, round_: int, divisor: int) -> list[HostedAction]:
+        """A rank has said with which numbers its partitions step in its round number ``round_``. Said again, it changes
+        nothing. Raises ProtocolError for another round than the rank's latest, or one that it has given up."""
+        if self._armed.get(slot.id) == round_:
+            return []
+        if round_ != slot.round or self._skipped.get(slot.id) == round_:
+            raise ProtocolError(f"local rank {slot.local_rank} steps in round {round_} of {slot.spec.name!r}")
+        self._armed[slot.id] = round_
+        return [self._step(part, divisor) for part in self.own_parts(slot) if part.state is SUMMED]
+
+    def skip(self, slot: RankSlot, round_: int) -> list[OwnedPart]:
+        """A rank gives up the sums of its round number ``round_``. Returns the partitions that are SUMMED. Raises
+        ProtocolError for another round than the latest, or one in which it steps."""
+        if round_ != slot.round or self._armed.get(slot.id) == round_:
+            raise ProtocolError(f"local rank {slot.local_rank} gives up round {round_} of {slot.spec.name!r}")
+        self._skipped[slot.id] = round_
+        return [part for part in self.own_parts(slot) if part.state is SUMMED]
+
+    def watch(self, slot: RankSlot) -> Iterable[HostedAction]:
+        """A rank waits until all of its partitions are SUMMED."""
+        self._watching[slot.id] = slot
+        return self._poll(slot)
+
+    def _poll(self, slot: RankSlot) -> Iterable[HostedAction]:
+        if slot.id in self._watching and all(part.state is SUMMED for part in self.own_parts(slot)):
+            yield AllSummed(self._watching.pop(slot.id))
+
+    def _step(self, part: OwnedPart, divisor: int) -> MakeStep:
+        parameters = self._parameters.get(part.tensor.name)
+        if parameters is None:
+            raise ProtocolError(f"a step with {part.tensor.name!r}, whose parameters are not agreed")
+        part.step_to(STEPPING)
+        targets = [each for each in parameters.parts if isinstance(each, OwnedPart) and each.source == part.index]
+        return MakeStep(part, part.inputs, divisor, parameters, targets)
+
+    def over(self, part: OwnedPart) -> None:
+        """A partition's step is made, or given up."""
+        part.step_to(SUMMING)
+        part.inputs = ()
+
+    def _slot_of(self, part: OwnedPart) -> RankSlot:
+        own = part.owner - self._first_rank
+        for slot in part.tensor.slots:
+            if slot.local_rank == own:
+                return slot
+        raise ProtocolError(f"partition {part.index} of {part.tensor.name!r} belongs to a rank that takes no part")
