@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import byteps_py as bps
-from byteps_py.errors import UnsupportedError, UsageError
+from byteps_py.errors import BytePSError, UnsupportedError, UsageError
 
 WIDTH = 37  # uneven shards
 STEPS = 3
@@ -57,8 +60,10 @@ def pair(making: Callable[[], nn.Module], **options: Any) -> Iterator[list[nn.Mo
     models = [making(), making()]
     cache = bps.parallel.fsdp.cache_parameters(models[1], **options)
     yield models
-    assert (cache.kept_bytes > 0) == (options.get("max_bytes", 1) > 0)
+    whole = 3 * WIDTH * (WIDTH + 1) * 4
+    assert min(options.get("max_bytes", 1), 1) <= cache.kept_bytes <= options.get("max_bytes", 2 * whole)
     cache.close()
+    assert cache.kept_bytes == 0
 
 
 def same(models: list[nn.Module]) -> None:
@@ -142,7 +147,7 @@ def prefetched() -> None:
     def making() -> nn.Module:
         model = shard(new_model())
         layers = [layer for layer in model.modules() if isinstance(layer, FSDPModule)][1:]
-        for one, other in zip(layers, layers[1:], strict=False):
+        for one, other in itertools.pairwise(layers):
             one.set_modules_to_forward_prefetch([other])
             other.set_modules_to_backward_prefetch([one])
         return model
@@ -227,7 +232,7 @@ def float64() -> None:
 def hybrid() -> None:
     """HSDP: each replica on one machine, and each replica over all machines, whose ranks are not adjacent."""
     size = dist.get_world_size()
-    if size % 2 == 0:
+    if size == 4:
         ranks = torch.arange(size).view(2, size // 2)
         for mesh in (ranks, ranks.T.contiguous()):
             devices = DeviceMesh("cpu", mesh, mesh_dim_names=("replicate", "shard"))
@@ -287,9 +292,27 @@ def ended() -> None:
     print("ended: right", flush=True)
 
 
+def killed() -> None:
+    """The last rank is killed between its forward and its backward pass."""
+    model = shard(new_model())
+    bps.parallel.fsdp.cache_parameters(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    train(model, 0, optimizer)
+    loss = model(batch(1, 0)).sum()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        loss.backward()
+    except BytePSError as error:
+        print(f"killed: rank {dist.get_rank()} got {type(error).__name__}: {error}", flush=True)
+        raise
+
+
+ALONE = {"ended": ended, "killed": killed}
+
 if __name__ == "__main__":
-    if sys.argv[1:] == ["ended"]:
+    if sys.argv[1:] and sys.argv[1] in ALONE:
         dist.init_process_group("byteps")
-        ended()
+        ALONE[sys.argv[1]]()
     else:
         run(sys.argv[1:])

@@ -84,7 +84,8 @@ class CachedAllGather:
                 )
         else:
             self._update(memory, place, piece, is_same)
-        output_tensor.set_(place.view(output_tensor.dtype))
+        whole = place.view(output_tensor.dtype)
+        output_tensor.set_(whole.untyped_storage(), whole.storage_offset(), whole.shape, whole.stride())
         return None
 
     def _update(self, memory: GatheredMemory, place: torch.Tensor, piece: torch.Tensor, is_same: bool) -> None:
@@ -98,4 +99,3 @@ class CachedAllGather:
         """Gather as torch does from now on."""
         self._memory = self._group = self._place = None
         self._is_whole, self.is_closed = False, True
-

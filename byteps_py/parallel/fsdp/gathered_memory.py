@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Collection
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -31,23 +32,25 @@ def are_same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class GatheredMemory:
-    """``capacity_bytes``: how much of it there is for all layers of ``group``; the same on all members. Creating it is
-    a collective. Raises MismatchError on all members if it is not, and what ``BytePSProcessGroup.share_memory`` raises."""
+    """``capacity_bytes``: how much of it there is for all layers of ``group``. Creating it is a collective.
+
+    Raises MismatchError, on all members, if they give different capacities, and what ``share_memory`` raises.
+    """
 
     def __init__(self, group: BytePSProcessGroup, capacity_bytes: int) -> None:
-        self._group = group
+        self._group = cast(dist.ProcessGroup, group)
         count = group.size()
         self._flags = torch.zeros(count, dtype=torch.uint8, device="cpu")
         self._own_flag = torch.zeros(1, dtype=torch.uint8, device="cpu")
         self._nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
         stated = torch.empty(count, 2, dtype=torch.int64, device="cpu")
         own = torch.tensor([[group.machine_index, capacity_bytes]], dtype=torch.int64, device="cpu")
-        all_gather_single(stated, own, group)
+        all_gather_single(stated, own, self._group)
         machines, capacities = stated.T.tolist()
         if len(set(capacities)) > 1:
             raise MismatchError(
-                f"cache_parameters: the ranks of a process group would keep {capacities} bytes; give the same model and "
-                "max_bytes on every rank"
+                f"cache_parameters: the ranks of a process group would keep {capacities} bytes; give the same model "
+                "and max_bytes on every rank"
             )
         self._plan = GatherPlan(tuple(machines), group.rank())
         self._memory = group.share_memory(max(PAGE, capacity_bytes))

@@ -65,12 +65,13 @@ class ParameterCache:
     def _memory_of(self, group: dist.ProcessGroup) -> GatheredMemory:
         memory = self._memories.get(group)
         if memory is None:
-            if not isinstance(group, BytePSProcessGroup):
+            ours = cast(object, group)
+            if not isinstance(ours, BytePSProcessGroup):
                 raise UnsupportedError(
-                    f"cache_parameters: the model is sharded over a process group of backend {group.name()!r}; it needs "
-                    'the backend "byteps": dist.init_process_group("byteps")'
+                    f"cache_parameters: the model is sharded over a process group of backend {group.name()!r}; it "
+                    'needs the backend "byteps": dist.init_process_group("byteps")'
                 )
-            memory = self._memories[group] = GatheredMemory(group, self._capacity_bytes)
+            memory = self._memories[group] = GatheredMemory(ours, self._capacity_bytes)
         return memory
 
 
@@ -100,7 +101,7 @@ def cache_parameters(
     Raises:
         UnsupportedError: torch is older than 2.9, or parameters are not on the CPU; from the first forward pass: the
             backend is another one.
-        UsageError: the model has no FSDP2 module, or already has a cache, max_bytes is negative, or this machine has too
+        UsageError: the model has no FSDP2 module, or already has a cache; max_bytes is negative; this machine has too
             little memory.
 
     A parameter that has changed between a forward pass and its backward pass raises UsageError in the backward pass.
@@ -126,8 +127,8 @@ def cache_parameters(
     for name, param, dtype in _sharded(modules):
         if param.device.type not in ("cpu", "meta"):
             raise UnsupportedError(
-                f"cache_parameters: parameter {name!r} lies on {param.device}; so far only parameters on the CPU can be "
-                "kept. Leave cache_parameters out"
+                f"cache_parameters: parameter {name!r} lies on {param.device}; so far only parameters on the CPU can "
+                "be kept. Leave cache_parameters out"
             )
         # Each rank's piece may be padded by a row, and each module to a page.
         padded = param.numel() + dist.get_world_size() * param.numel() // max(1, param.shape[0] if param.dim() else 1)
