@@ -112,13 +112,13 @@ def cache_parameters(
     Traceback (most recent call last):
     byteps_py.errors.UsageError: cache_parameters: the model has no FSDP2 module; call fully_shard() first
     """
-    modules = [(name or "(the model)", each) for name, each in model.named_modules() if isinstance(each, FSDPModule)]
-    if not modules:
-        raise UsageError("cache_parameters: the model has no FSDP2 module; call fully_shard() first")
     if not hasattr(FSDPModule, "set_custom_all_gather"):
         raise UnsupportedError(
             f"cache_parameters: torch {torch.__version__} has no FSDPModule.set_custom_all_gather; it needs torch 2.9"
         )
+    modules = [(name or "(the model)", each) for name, each in model.named_modules() if isinstance(each, FSDPModule)]
+    if not modules:
+        raise UsageError("cache_parameters: the model has no FSDP2 module; call fully_shard() first")
     if (earlier := _caches.get(model)) is not None and not earlier.is_closed:
         raise UsageError("cache_parameters: this model already has a cache; close() that first")
     if max_bytes is not None and max_bytes < 0:
