@@ -44,7 +44,8 @@ def test_bytes_from_rank_to_rank(kind: str, carried: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     ("kind", "carried"),
     [
-        ("plain", 5 * ONCE),  # the services send a piece once to each machine, but for each gather
+        # The services send a piece once to each machine, but for each gather.
+        pytest.param("plain", 5 * ONCE, marks=pytest.mark.slow),
         ("kept", 3 * ONCE),
     ],
 )

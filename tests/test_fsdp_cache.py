@@ -6,16 +6,26 @@ import re
 import sys
 
 import pytest
+import torch
 from support.breaking import command
 from support.clusters import ROOT
+from torch.distributed.fsdp import FSDPModule
 
+from byteps_py.errors import UnsupportedError
+from byteps_py.parallel.fsdp.cached_all_gather import CachedAllGather
 from byteps_py.parallel.fsdp.gather_plan import GatherPlan
+from byteps_py.parallel.fsdp.gathered_memory import are_same_bytes
+from byteps_py.parallel.fsdp.parameter_cache import cache_parameters
 
 PROGRAM = ROOT / "tests" / "programs" / "fsdp_cache.py"
+has_custom_gathers = pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_custom_all_gather"), reason="torch 2.8 has no custom all-gathers"
+)
 CASES = re.findall(r"^@case\ndef (\w+)\(", PROGRAM.read_text(), re.MULTILINE)
 LAUNCH = (sys.executable, "-m", "byteps_py.launch")
 
 
+@has_custom_gathers
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     "layout",
@@ -35,6 +45,7 @@ def test_beside_plain_fsdp(layout: str) -> None:
         assert job.text.count(f"{case}: right") == ranks, job.text
 
 
+@has_custom_gathers
 @pytest.mark.slow
 def test_through_the_services() -> None:
     """Without connections between ranks."""
@@ -45,6 +56,7 @@ def test_through_the_services() -> None:
     assert all(job.text.count(f"{case}: right") == 4 for case in cases), job.text
 
 
+@has_custom_gathers
 @pytest.mark.slow
 def test_over_another_backend() -> None:
     with command(*LAUNCH, "-np", "2", sys.executable, str(PROGRAM), "another_backend", TEST_BACKEND="gloo") as job:
@@ -52,12 +64,14 @@ def test_over_another_backend() -> None:
     assert job.text.count("another_backend: right") == 2, job.text
 
 
+@has_custom_gathers
 def test_after_the_end_of_the_group() -> None:
     with command(*LAUNCH, "-np", "2", sys.executable, str(PROGRAM), "ended") as job:
         assert job.end() == 0, job.text
     assert job.text.count("ended: right") == 2, job.text
 
 
+@has_custom_gathers
 def test_a_rank_is_killed() -> None:
     """Between its forward and its backward pass: the others end with the usual error, and nothing is left."""
     layout = ["-np", "2", "--machines", "2"]
@@ -80,3 +94,19 @@ def test_each_piece_comes_to_each_machine_once(machines: tuple[int, ...]) -> Non
     even = {len(list(plan.receives(range(len(machines))))) for plan in plans}
     if len({machines.count(machine) for machine in machines}) == 1:
         assert even == {len(set(machines)) - 1}
+
+
+def test_bytes_are_compared_and_not_numbers() -> None:
+    values = torch.tensor([0.0, 1.0, float("nan")])
+    assert are_same_bytes(values, values.clone())
+    assert not are_same_bytes(values, torch.tensor([-0.0, 1.0, float("nan")]))
+    assert not are_same_bytes(values[:2], values[1:])
+
+
+def test_other_devices_and_an_old_torch_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    gather = CachedAllGather("layers.3", lambda group: pytest.fail("it must not come to that"))
+    with pytest.raises(UnsupportedError, match=r"module 'layers.3' is gathered on cuda:1; so far only"):
+        gather.allocate((4,), dtype=torch.float32, device=torch.device("cuda:1"))
+    monkeypatch.delattr(FSDPModule, "set_custom_all_gather", raising=False)
+    with pytest.raises(UnsupportedError, match=r"has no FSDPModule\.set_custom_all_gather; it needs torch 2\.9"):
+        cache_parameters(torch.nn.Linear(2, 2))
