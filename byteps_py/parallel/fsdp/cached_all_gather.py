@@ -84,6 +84,7 @@ class CachedAllGather:
                 )
         else:
             self._update(memory, place, piece, is_same)
+        # FSDP2 goes on with the object that it gave, so what it copies to the parameters next is this memory.
         whole = place.view(output_tensor.dtype)
         output_tensor.set_(whole.untyped_storage(), whole.storage_offset(), whole.shape, whole.stride())
         return None

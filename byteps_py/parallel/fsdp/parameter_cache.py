@@ -92,7 +92,8 @@ def cache_parameters(
         max_bytes: how many bytes of parameters a machine keeps for one process group; the same on all ranks. Modules
             that do not fit, in the order in which they are gathered first, are gathered as without this function. None:
             all are kept. A model needs the bytes of all its parameters, in the ``param_dtype`` of its
-            MixedPrecisionPolicy, for each group over which it is sharded that has a rank on the machine.
+            MixedPrecisionPolicy, for each group over which it is sharded that has a rank on the machine. That there is
+            as much is checked for one group.
         available_bytes: what the machine has left.
 
     Returns:
