@@ -135,7 +135,8 @@ class Arena:
         self._elsewhere = elsewhere
         self.segments: list[Segment] = []
         self._segment_bytes = segment_bytes
-        self._used = 0  # in the last segment
+        self._latest = -1  # the segment that ``allocate`` fills
+        self._used = 0  # of it
         self._free: dict[int, list[Block]] = {}
 
     def allocate(self, nbytes: int) -> Block:
@@ -146,16 +147,22 @@ class Arena:
         if spare:
             return spare.pop()
         start = -(-self._used // align) * align
-        if not self.segments or start + rounded > self.segments[-1].nbytes:
+        if self._latest < 0 or start + rounded > self.segments[self._latest].nbytes:
             self.segments.append(Segment.create(max(self._segment_bytes, rounded)))
-            start = 0
+            self._latest, start = len(self.segments) - 1, 0
         self._used = start + rounded
-        segment = self.segments[-1]
+        segment = self.segments[self._latest]
         if self._elsewhere is None or rounded <= _AT_ONCE_BYTES:
             segment.populate(start, rounded)
         else:
             self._elsewhere(functools.partial(segment.populate, start, rounded))
-        return Block(len(self.segments) - 1, start, rounded, segment.address + start)
+        return Block(self._latest, start, rounded, segment.address + start)
+
+    def allocate_alone(self, nbytes: int) -> Block:
+        """A block of whole pages in a segment of its own. A page uses no memory until it is touched."""
+        segment = Segment.create(nbytes)
+        self.segments.append(segment)
+        return Block(len(self.segments) - 1, 0, segment.nbytes, segment.address)
 
     def free(self, block: Block) -> None:
         """Make ``block`` available to ``allocate`` again."""
@@ -172,4 +179,4 @@ class Arena:
             segment.close()
         self.segments.clear()
         self._free.clear()
-        self._used = 0
+        self._latest, self._used = -1, 0

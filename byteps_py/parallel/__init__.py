@@ -4,6 +4,7 @@
     mesh/                      the dimensions of ranks, and how many to give each
     tensor/                    tensor and sequence parallelism
     context/                   context parallelism
+    fsdp/                      gathered parameters of FSDP2, once in each machine's memory
     pipe/                      pipelines
     multimodal/                pipelines of text models that attend to images
     gradients, checkpoint      norms and checkpoints of models in parts
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING
 from byteps_py.lazy_imports import importer
 
 if TYPE_CHECKING:
-    from byteps_py.parallel import checkpoint, context, mesh, multimodal, numerics, tensor
+    from byteps_py.parallel import checkpoint, context, fsdp, mesh, multimodal, numerics, tensor
     from byteps_py.parallel.gradients import clip_grad_norm_
     from byteps_py.parallel.mesh.device_mesh import Mesh
     from byteps_py.parallel.pipe.pipeline import Pipeline
@@ -38,7 +39,7 @@ _HOMES = {
 }
 
 #: Imported when they are first used: ``bps.parallel.tensor.parallelize(…)``.
-_MODULES = frozenset({"checkpoint", "context", "mesh", "multimodal", "numerics", "tensor"})
+_MODULES = frozenset({"checkpoint", "context", "fsdp", "mesh", "multimodal", "numerics", "tensor"})
 
 __all__ = [
     "DistributedDataParallel",
@@ -47,6 +48,7 @@ __all__ = [
     "checkpoint",
     "clip_grad_norm_",
     "context",
+    "fsdp",
     "mesh",
     "multimodal",
     "numerics",

@@ -8,6 +8,7 @@ Ranks of different machines have one TCP connection for each pair. Every payload
 
     PeerTransport (I/O) ─┬─ MessageMatcher, StreamReceipt (pure: what came, what is still needed, and where it goes)
                          ├─ Ring (a large tensor, step by step)
+                         ├─ SharedSegment (memory for several ranks)
                          ├─ Votes (one number of each rank about each round of an operation)
                          ├─ PeerDirectory (which ranks are introduced)
                          ├─ PeerWaiter (how long to poll, when to sleep, when to report)

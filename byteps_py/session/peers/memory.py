@@ -39,6 +39,12 @@ class OutgoingMemory:
         block = self._find(nbytes)
         return block, self._arena.segments[block.segment]
 
+    def allocate_alone(self, nbytes: int) -> tuple[Block, Segment]:
+        """A block of whole pages in a segment of its own, which is never used for payloads. No page of it is touched
+        yet."""
+        block = self._arena.allocate_alone(nbytes)
+        return block, self._arena.segments[block.segment]
+
     def _find(self, nbytes: int) -> Block:
         size = size_class(nbytes)
         blocks = self._free.get(size)

@@ -41,6 +41,7 @@ from byteps_py.session.peers.peer_directory import PeerDirectory
 from byteps_py.session.peers.peer_protocol import RECORD_BYTES, PeerMessage, PeerMessageKind
 from byteps_py.session.peers.peer_sockets import Inbox, PeerOutbox
 from byteps_py.session.peers.ring import Ring, RingHost
+from byteps_py.session.peers.shared_segment import SharedSegment
 from byteps_py.session.peers.votes import Votes
 from byteps_py.session.peers.waiting import Host, PeerWaiter, Wait
 from byteps_py.settings import Settings
@@ -299,11 +300,18 @@ class PeerTransport:
         """A ring for operations in which every member gives bytes to every other, step by step. Its slots, of
         ``slot_bytes`` bytes, are allocated by its first operation."""
         self._sweep()
-        host = RingHost(
+        return Ring(self._memory_host, stream, slot_bytes)
+
+    def shared_segment(self, stream: Stream, maker: int, nbytes: int) -> SharedSegment:
+        """Memory of ``nbytes`` that the ranks of ``stream``, all of this machine, share; see SharedSegment."""
+        return SharedSegment(self._memory_host, stream, maker, nbytes)
+
+    @property
+    def _memory_host(self) -> RingHost:
+        return RingHost(
             self._me, self._lock, self._matcher, self._outgoing, self._incoming, self._outboxes,
             self._waiter, self._announce,
         )  # fmt: skip
-        return Ring(host, stream, slot_bytes)
 
     def votes(self, name: str, others: Iterable[int]) -> Votes:
         """Votes among this rank and the ranks ``others``, to which it is introduced. Nothing else may use the

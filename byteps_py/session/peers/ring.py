@@ -45,7 +45,7 @@ _SHARED, _WAKE = int(PeerMessageKind.SHARED), int(PeerMessageKind.WAKE)
 
 
 class RingHost(NamedTuple):
-    """The objects that the rings of rank ``me`` share. ``lock``
+    """The objects that the rings and shared segments of rank ``me`` share. ``lock``
     guards ``matcher`` and ``outgoing``. ``announce`` tells a peer about memory segments."""
 
     me: int

@@ -19,6 +19,7 @@ import torch
 from torch._C._distributed_c10d import Backend, PrefixStore, Store
 
 from byteps_py.errors import BytePSError, CommunicationError, UsageError
+from byteps_py.torch.engine.machine_memory import MachineMemory
 from byteps_py.torch.engine.torch_compile import not_traced
 from byteps_py.torch.engine.work import limit_of
 from byteps_py.torch.process_group import monitored_barrier
@@ -116,6 +117,18 @@ class BytePSProcessGroup(ReductionCollectives, TransferCollectives):
         group._set_group_name(name)
         group._set_group_desc(group_desc or f"{self.group_desc}:split:{number}")
         return group
+
+    # ---- memory of the machine --------------------------------------------------------------------------
+
+    @property
+    def machine_index(self) -> int:
+        """The index of this rank's machine in the job."""
+        return self._members.session.machine_index
+
+    def share_memory(self, nbytes: int) -> MachineMemory:
+        """Memory that the members on this machine share. They call it together, as they call a collective; members on
+        other machines need not. Raises OSError, StallError and what ends the group or the session."""
+        return MachineMemory(self._members, self._group_context, next(self._memories), nbytes)
 
     # ---- other names, from torch 2.13 on ----------------------------------------------------------------
 

@@ -62,6 +62,7 @@ class GroupBase(GroupMetadata):
         self._coalesced: list[Work] | None = None
         self._kept_works: deque[Work] = deque(maxlen=_KEPT_WORKS)
         self._splits = itertools.count()
+        self._memories = itertools.count()
         self._building = threading.Lock()
         self._joins = -1
         self._latest_engine: GroupEngine | None = None

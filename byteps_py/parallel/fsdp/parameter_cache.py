@@ -1,0 +1,166 @@
+"""``cache_parameters``: gives the FSDP2 modules of a model an all-gather whose results a machine keeps.
+
+The thread that runs the model calls everything here.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from byteps_py.errors import BytePSError, UnsupportedError, UsageError
+from byteps_py.memory_left import available_memory_bytes
+from byteps_py.parallel.fsdp.cached_all_gather import CachedAllGather
+from byteps_py.parallel.fsdp.gathered_memory import GatheredMemory
+from byteps_py.shm import PAGE
+from byteps_py.torch.process_group.byteps_process_group import BytePSProcessGroup
+
+_caches: weakref.WeakKeyDictionary[nn.Module, ParameterCache] = weakref.WeakKeyDictionary()
+
+
+class ParameterCache:
+    """The gathered parameters that this machine keeps for one model. ``cache_parameters`` creates it."""
+
+    def __init__(self, modules: Sequence[tuple[str, FSDPModule]], capacity_bytes: int) -> None:
+        self._capacity_bytes = capacity_bytes
+        self._memories: dict[dist.ProcessGroup, GatheredMemory] = {}
+        self._gathers: list[CachedAllGather] = []
+        for name, module in modules:
+            gather = CachedAllGather(name, self._memory_of)
+            try:
+                module.set_custom_all_gather(cast(Any, gather))
+            except ValueError as error:
+                raise UnsupportedError(f"cache_parameters: module {name!r}: {error}") from error
+            self._gathers.append(gather)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of parameters that this machine keeps, for the process groups of this rank. 0 before the first
+        gather."""
+        return sum(gather.kept_bytes for gather in self._gathers)
+
+    def close(self) -> None:
+        """Give the memory back; the model gathers as torch does from now on. All ranks call it, outside of a step.
+
+        It raises nothing if the process group or the session has ended: then the memory is given back when all ranks of
+        the machine have left the session. Raises StallError, and what ends the session meanwhile.
+        """
+        memories, self._memories = self._memories, {}
+        for gather in self._gathers:
+            gather.close()
+        for memory in memories.values():
+            memory.close(is_collective=_is_usable(memory))
+
+    @property
+    def is_closed(self) -> bool:
+        """True after ``close``."""
+        return all(gather.is_closed for gather in self._gathers)
+
+    def _memory_of(self, group: dist.ProcessGroup) -> GatheredMemory:
+        memory = self._memories.get(group)
+        if memory is None:
+            ours = cast(object, group)
+            if not isinstance(ours, BytePSProcessGroup):
+                raise UnsupportedError(
+                    f"cache_parameters: the model is sharded over a process group of backend {group.name()!r}; it "
+                    'needs the backend "byteps": dist.init_process_group("byteps")'
+                )
+            memory = self._memories[group] = GatheredMemory(ours, self._capacity_bytes)
+        return memory
+
+
+def cache_parameters(
+    model: nn.Module,
+    max_bytes: int | None = None,
+    available_bytes: Callable[[], float] = available_memory_bytes,
+) -> ParameterCache:
+    """Keep the gathered parameters of an FSDP2 model in memory that the ranks of a machine share.
+
+    Each byte comes to a machine once, however many ranks it has, when it has changed; the gathers of backward passes,
+    and those of further forward passes with the same parameters, take no network. Results are those of FSDP2 without
+    it, bit for bit.
+
+    Args:
+        model: after ``fully_shard``, over the backend "byteps", with its parameters on the CPU. Its submodules may be
+            sharded, too. All ranks call this function, before the first forward pass or between two steps.
+        max_bytes: how many bytes of parameters a machine keeps for one process group; the same on all ranks. Modules
+            that do not fit, in the order in which they are gathered first, are gathered as without this function. None:
+            all are kept. A model needs the bytes of all its parameters, in the ``param_dtype`` of its
+            MixedPrecisionPolicy, for each group over which it is sharded that has a rank on the machine. That there is
+            as much is checked for one group.
+        available_bytes: what the machine has left.
+
+    Returns:
+        The cache. ``close`` gives the memory back, as the end of all ranks does.
+
+    Raises:
+        UnsupportedError: torch is older than 2.9, or parameters are not on the CPU; from the first forward pass: the
+            backend is another one.
+        UsageError: the model has no FSDP2 module, or already has a cache; max_bytes is negative; this machine has too
+            little memory.
+
+    A parameter that has changed between a forward pass and its backward pass raises UsageError in the backward pass.
+    After the process group or the session has ended, every forward and backward pass raises UsageError or
+    NotInitializedError.
+
+    >>> cache_parameters(torch.nn.Linear(2, 2))
+    Traceback (most recent call last):
+    byteps_py.errors.UsageError: cache_parameters: the model has no FSDP2 module; call fully_shard() first
+    """
+    if not hasattr(FSDPModule, "set_custom_all_gather"):
+        raise UnsupportedError(
+            f"cache_parameters: torch {torch.__version__} has no FSDPModule.set_custom_all_gather; it needs torch 2.9"
+        )
+    modules = [(name or "(the model)", each) for name, each in model.named_modules() if isinstance(each, FSDPModule)]
+    if not modules:
+        raise UsageError("cache_parameters: the model has no FSDP2 module; call fully_shard() first")
+    if (earlier := _caches.get(model)) is not None and not earlier.is_closed:
+        raise UsageError("cache_parameters: this model already has a cache; close() that first")
+    if max_bytes is not None and max_bytes < 0:
+        raise UsageError(f"cache_parameters: max_bytes is {max_bytes}; it can't be negative")
+    capacity_bytes = needed_bytes = 0
+    for name, param, dtype in _sharded(modules):
+        if param.device.type not in ("cpu", "meta"):
+            raise UnsupportedError(
+                f"cache_parameters: parameter {name!r} lies on {param.device}; so far only parameters on the CPU can "
+                "be kept. Leave cache_parameters out"
+            )
+        # Each rank's piece may be padded by a row, and each module to a page.
+        padded = param.numel() + dist.get_world_size() * param.numel() // max(1, param.shape[0] if param.dim() else 1)
+        needed_bytes += param.numel() * dtype.itemsize
+        capacity_bytes += padded * max(dtype.itemsize, param.dtype.itemsize) + PAGE
+    if max_bytes is not None:
+        capacity_bytes, needed_bytes = min(max_bytes, capacity_bytes), min(max_bytes, needed_bytes)
+    left = available_bytes()
+    if needed_bytes > left:
+        raise UsageError(
+            f"cache_parameters: the gathered parameters take {needed_bytes:,} bytes of this machine's memory, and "
+            f"{left:,.0f} are left; max_bytes keeps a part of them"
+        )
+    cache = _caches[model] = ParameterCache(modules, capacity_bytes)
+    return cache
+
+
+def _sharded(modules: Sequence[tuple[str, FSDPModule]]) -> Iterator[tuple[str, nn.Parameter, torch.dtype]]:
+    """Each parameter of the modules, and the dtype in which it is gathered."""
+    seen: set[nn.Parameter] = set()
+    for name, module in reversed(modules):  # submodules come after their modules, and have parameters of their own
+        policy = getattr(cast(Any, module)._get_fsdp_state(), "_mp_policy", None)
+        for inner, param in cast(nn.Module, module).named_parameters():
+            if param not in seen:
+                seen.add(param)
+                yield f"{name}.{inner}", param, getattr(policy, "param_dtype", None) or param.dtype
+
+
+def _is_usable(memory: GatheredMemory) -> bool:
+    try:
+        memory.check()
+    except BytePSError:
+        return False
+    return True
