@@ -37,6 +37,15 @@ def test_beside_the_optimizer_on_the_ranks(layout: str) -> None:
 
 
 @pytest.mark.timeout(180)
+@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
+def test_gradients_that_are_not_finite(nonfinite: str) -> None:
+    words = ["-np", "2", sys.executable, str(PROGRAM), "not_finite"]
+    with command(sys.executable, "-m", "byteps_py.launch", *words, BYTEPS_NONFINITE=nonfinite) as job:
+        assert job.end() == 0, job.text
+    assert job.text.count("not_finite: right") == 2, job.text
+
+
+@pytest.mark.timeout(180)
 def test_the_block_of_the_page_runs(tmp_path: Path) -> None:
     (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "sharding.md").read_text(), re.DOTALL)
     script = tmp_path / "train.py"

@@ -239,6 +239,103 @@ def clips() -> None:
             torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-5)  # torch's norm is of float32
 
 
+def scaled_step(model: nn.Module, optimizer: Any, scaler: torch.amp.GradScaler, number: int, limit: float) -> None:
+    """As scripts with a scaler do. The batch of the last rank overflows in step 2."""
+    optimizer.zero_grad()
+    factor = float("inf") if number == 2 and bps.rank() == bps.size() - 1 else 1.0
+    scaler.scale(model(batch(number)).square().sum() * factor).backward()
+    if limit:
+        scaler.unscale_(optimizer)
+        optimizer.clip_grad_norm_(limit)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+@case
+def scales() -> None:
+    """With a GradScaler. An overflow on one rank makes all skip, and all scales stay equal."""
+    (one, on_ranks), (other, hosted) = two(OPTIMIZERS["adamw"])
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2) for _ in range(2)]
+    seen = []
+    for number in range(6):
+        before = [param.clone() for param in other.parameters()]
+        scaled_step(one, on_ranks, scalers[0], number, 0)
+        scaled_step(other, hosted, scalers[1], number, 0)
+        same(one, other, f"step {number}")
+        assert all(map(torch.equal, before, other.parameters())) == (number == 2)
+        seen.append(scalers[1].get_scale())
+        assert seen[-1] == scalers[0].get_scale()
+    assert seen == [2.0**10, 2.0**11, 2.0**10, 2.0**10, 2.0**11, 2.0**11], seen
+    same_states(on_ranks.state_dict(), hosted.state_dict(), "scaled")
+
+
+@case
+def scales_and_clips() -> None:
+    """The limit is of the gradients without their scale."""
+    (one, plain), (other, hosted) = two(OPTIMIZERS["adamw"])
+    plain = bps.DistributedOptimizer(
+        OPTIMIZERS["adamw"](one.parameters()),
+        [(f"unscaled.{name}", param) for name, param in one.named_parameters()],
+        hosted=True,
+    )
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for number in range(4):
+        if number != 2:  # which overflows below
+            plain.zero_grad()
+            one(batch(number)).square().sum().backward()
+            plain.clip_grad_norm_(0.5)
+            plain.step()
+        scaled_step(other, hosted, scaler, number, 0.5)
+        same(one, other, f"step {number}")
+    assert scaler.get_scale() == 2.0**9
+    if bps.size() > 1:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** bps.rank())
+        raises(bps.MismatchError, "the factor of a GradScaler", lambda: scaled_step(other, hosted, scaler, 4, 0))
+
+
+@case
+def scales_half_precision() -> None:
+    """float16 parameters have float32 masters, so that a scaler needs no copies of its own."""
+    model = new_model(torch.float16)
+    named = [(f"float16.{name}", param) for name, param in model.named_parameters()]
+    hosted = bps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), named, hosted=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=100)
+    while scaler.get_scale() > 2.0**23 or not hosted.state_dict()["state"]:
+        hosted.zero_grad()
+        scaler.scale(model(batch(0, torch.float16)).float().sum()).backward()
+        scaler.step(hosted)
+        scaler.update()
+        assert scaler.get_scale() >= 1
+    assert scaler.get_scale() < 2.0**24
+    assert all(param.isfinite().all() for param in model.parameters())
+
+
+@case
+def not_finite() -> None:
+    """BYTEPS_NONFINITE: all ranks say which rank it was, and nobody steps."""
+    wanted = os.environ.get("BYTEPS_NONFINITE")
+    if wanted not in ("raise", "skip"):
+        return
+    model = new_model()
+    named = [(f"nonfinite.{name}", param) for name, param in model.named_parameters()]
+    hosted = bps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), named, hosted=True)
+    step(model, hosted, 0)
+    before = [param.clone() for param in model.parameters()]
+    hosted.zero_grad()
+    culprit = bps.size() - 1
+    factor = float("nan") if bps.rank() == culprit else 1.0
+    handle = model[4].bias.register_hook(lambda grad: grad * factor)
+    model(batch(1)).sum().backward()
+    handle.remove()
+    if wanted == "raise":
+        raises(bps.NonFiniteError, f"from rank {culprit}, step", hosted.step)
+    else:
+        hosted.step()
+    assert all(map(torch.equal, before, model.parameters()))
+    step(model, hosted, 2)
+    assert not all(map(torch.equal, before, model.parameters()))
+
+
 @case
 def clips_nothing_to_a_number() -> None:
     """A gradient that is NaN makes all parameters so, as torch's clipping does."""
@@ -393,10 +490,6 @@ def refused() -> None:
     raises(bps.UsageError, "has changed", lambda: step(model, optimizer, 2))
     optimizer.param_groups[0]["momentum"] = 0.0
     assert all(map(torch.equal, before, model.parameters())), "a step that was refused"
-    scaler = torch.amp.GradScaler("cpu")
-    optimizer.zero_grad()
-    scaler.scale(model(batch(1)).sum()).backward()
-    raises(bps.UsageError, "train in bfloat16", lambda: scaler.step(optimizer))
     small = new_model()
     named_small = [(f"refused.small.{name}", param) for name, param in small.named_parameters()]
     too_large = bps.DistributedOptimizer(torch.optim.Adam(small.parameters(), lr=0.1), named_small, hosted=True)

@@ -15,12 +15,13 @@ import torch
 
 from byteps_py.errors import MismatchError, UsageError
 from byteps_py.kernels.update_rules import Hyperparameters
-from byteps_py.tensors import DType, Op, TensorSpec
+from byteps_py.tensors import NonFinite
 from byteps_py.torch.engine import context as contexts
-from byteps_py.torch.engine.slot_view import TensorRequest
+from byteps_py.torch.engine import nonfinite
+from byteps_py.torch.gradients.hosted_overflow import GradientProbe, find_error, largest, overflows
 from byteps_py.torch.gradients.hosted_reducer import HostedReducer
 from byteps_py.torch.gradients.hosted_rules import check_numbers, numbers_of, rule_of
-from byteps_py.torch.gradients.hosted_states import ParameterState, check_state
+from byteps_py.torch.gradients.hosted_states import Factors, ParameterState, check_state
 from byteps_py.torch.gradients.optimizer_mixin import DistributedOptimizerMixin
 from byteps_py.torch.horovod.allgather import allgather
 from byteps_py.torch.horovod.api import push_pull
@@ -34,6 +35,11 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
 
     _reducer: HostedReducer
     _clip: float
+    _unscale: float
+    _overflows: bool  # a GradScaler was told to skip the step
+    _probe: GradientProbe
+    #: A GradScaler sets ``grad_scale`` for step(), and calls it for gradients that are infinite, too.
+    _step_supports_amp_scaling = True
     _name: str
     _loaded: dict[int, Mapping[str, Any]] | None  # the states, if there was no step since they were loaded
 
@@ -51,12 +57,21 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
             )
         self._sum()  # first: a rank whose numbers are wrong must not leave the other ranks waiting for its gradients
         numbers = [numbers_of(group) for group in self.param_groups]
+        scale: torch.Tensor | None = getattr(self, "grad_scale", None)
+        if scale is not None:  # otherwise the scaler has unscaled already
+            self._unscale = float(scale.double().reciprocal().float())
         self._compare(numbers)
         for number, found in enumerate(numbers):
             check_numbers(found, number)
-        clip, self._clip = self._clip, 1.0
-        self._reducer.make_steps(numbers, clip, self._initial_sums)
-        self._loaded = None
+        if self._nonfinite_error is not None:
+            nonfinite.tell(self._nonfinite_error, contexts.current().session)
+            self._overflows = True
+        if self._overflows:
+            self._reducer.drop_sums()
+        else:
+            self._reducer.make_steps(numbers, Factors(self._unscale, self._clip), self._initial_sums)
+            self._loaded = None
+        self._forget_factors()
         self._mark_stepped()
         self._passes.hook(p for group in self.param_groups for p in group["params"])  # some may have been unfrozen
 
@@ -81,7 +96,8 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
         if math.isnan(max_norm) or max_norm < 0:
             raise UsageError(f"max_norm is {max_norm}: give a number from 0 up")
         self._sum()
-        own = torch.tensor([self._reducer.square_sum(self._initial_sums)], dtype=torch.float64, device="cpu")
+        squares = self._reducer.square_sum(self._initial_sums) * self._unscale**2
+        own = torch.tensor([squares], dtype=torch.float64, device="cpu")
         norm = push_pull(own, average=False, name=f"{self._name}.norm").sqrt()[0]
         factor = max_norm / (float(norm) + 1e-6)
         self._clip = 1.0 if factor > 1.0 else factor  # NaN stays NaN, as in torch
@@ -91,7 +107,7 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
         """See torch.optim.Optimizer. Raises GradientOrderError between backward() and step()."""
         super().zero_grad(set_to_none)
         self._reducer.drop_sums()
-        self._clip = 1.0
+        self._forget_factors()
 
     def synchronize(self) -> None:
         """Raises UsageError: averages do not come back to the ranks."""
@@ -106,16 +122,31 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
         self.synchronize()
         yield
 
-    def _prepare_unscaling(self) -> None:
-        raise UsageError(
-            "a GradScaler unscales the gradients on the ranks, and a hosted optimizer steps with those of its service: "
-            "train in bfloat16, which needs no scale, or leave hosted out"
-        )
+    def _groups_to_unscale(self) -> list[dict[str, Any]]:
+        """A GradScaler is about to unscale gradients: the step does so instead. See GradientProbe."""
+        self._sum()
+        self._overflows = overflows(contexts.current(), self._name, self._reducer)
+        return self._probe.groups(self._overflows)
 
     def _sum(self) -> None:
-        if not self._reducer.has_sums or self._passes.has_begun:
-            self._add_new_groups()
-            self._reducer.finish()
+        if self._reducer.has_sums and not self._passes.has_begun:
+            if not self._overflows:
+                self._unscale = self._probe.factor
+            return
+        self._forget_factors()
+        self._add_new_groups()
+        self._reducer.finish()
+        if (wanted := nonfinite.wanted(contexts.current())) is not NonFinite.ALLOW:
+            self._nonfinite_error = find_error(contexts.current(), self._name, self._reducer)
+            if self._nonfinite_error is not None and wanted is NonFinite.RAISE:
+                self._reducer.drop_sums()
+                raise self._nonfinite_error
+
+    def _forget_factors(self) -> None:
+        """They belong to sums that are used, or dropped."""
+        self._clip = self._unscale = 1.0
+        self._overflows, self._nonfinite_error = False, None
+        self._probe.groups(overflows=False)
 
     @property
     def _initial_sums(self) -> list[float]:
@@ -131,22 +162,20 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
             for found, group in zip(numbers, self.param_groups, strict=True)
             for name in _COMPARED
         ]
-        own = torch.tensor([*values, self._clip], dtype=torch.float64, device="cpu")
-        both = torch.cat([own, -own])
-        spec = TensorSpec(f"{self._name}.numbers", DType.FLOAT64, (len(both),), Op.MAX)
-        (view,) = context.slot_views([TensorRequest(spec, torch.float64, ((len(both),),), both.device)])
-        view.contribute([both])
-        view.wait()
-        largest, smallest = view.results[0].chunk(2)
-        for place in (largest != -smallest).nonzero().flatten().tolist():
+        own = torch.tensor([*values, self._unscale, self._clip], dtype=torch.float64, device="cpu")
+        both = largest(context, f"{self._name}.numbers", torch.cat([own, -own]).tolist())
+        most, least = torch.tensor(both, dtype=torch.float64, device="cpu").chunk(2)
+        for place in (most != -least).nonzero().flatten().tolist():
             if own[place].isnan():
                 continue  # ``check_numbers`` says so, here and on all that have it
             group, name = divmod(place, len(_COMPARED))
-            what = f"{_COMPARED[name]} of param_groups[{group}]" if place < len(values) else "the factor of clipping"
+            factors = ("the factor of a GradScaler, 1/scale,", "the factor of clipping")
+            whole = place - len(values)
+            what = f"{_COMPARED[name]} of param_groups[{group}]" if whole < 0 else factors[whole]
             raise MismatchError(
                 f"ranks step with different numbers: {what} is "
-                f"{float(own[place]):g} on rank {context.session.rank}, and from {-float(smallest[place]):g} to "
-                f"{float(largest[place]):g} on all. Set it alike, and step a learning-rate scheduler on every rank"
+                f"{float(own[place]):g} on rank {context.session.rank}, and from {-float(least[place]):g} to "
+                f"{float(most[place]):g} on all. Set it alike, and step a learning-rate scheduler on every rank"
             )
 
     # ---- states ------------------------------------------------------------------------------------------------
@@ -214,7 +243,7 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
     def _state_replaced(self) -> None:
         super()._state_replaced()
         self._reducer.drop_sums()
-        self._clip = 1.0
+        self._forget_factors()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """See torch.optim.Optimizer."""

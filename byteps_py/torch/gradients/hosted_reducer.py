@@ -7,7 +7,7 @@ The training thread calls, but for ``ready``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ from byteps_py.torch.gradients.bucket import Bucket, GradientOptions
 from byteps_py.torch.gradients.gradient_checksums import Gradients, Scratch
 from byteps_py.torch.gradients.gradient_reducer import GradientReducer
 from byteps_py.torch.gradients.hosted_rules import check_dtypes
-from byteps_py.torch.gradients.hosted_states import HostedStates
+from byteps_py.torch.gradients.hosted_states import Factors, HostedStates
 
 #: Of a parameter: the number of its param_group.
 GroupOf = dict[torch.nn.Parameter, int]
@@ -175,7 +175,7 @@ class HostedReducer(GradientReducer):
         for bucket in self.hosted:
             bucket.summed = None
 
-    def make_steps(self, numbers: Sequence[Hyperparameters], clip: float, initial_sums: Sequence[float]) -> None:
+    def make_steps(self, numbers: Sequence[Hyperparameters], factors: Factors, initial_sums: Sequence[float]) -> None:
         """Step with the sums: ``numbers`` of each param_group. Returns when all parameters are there."""
         due: list[tuple[HostedStates, tuple[bool, ...]]] = []
         begins: list[Callable[[], None]] = []
@@ -189,7 +189,7 @@ class HostedReducer(GradientReducer):
                     f"param_groups[{group}] has changed: a hosted optimizer keeps the momentum (or none), amsgrad, "
                     "maximize and nesterov of its first step, and the side of 0.5 on which beta1 was"
                 )
-            begins.append(partial(states.begin_step, bucket.slot_view.slot, numbers[group], clip, bucket.summed))
+            begins.append(partial(states.begin_step, bucket.slot_view.slot, numbers[group], factors, bucket.summed))
             due.append((states, bucket.summed))
         self.drop_sums()
         for begin in begins:  # once nothing is wrong with any of them
@@ -198,6 +198,12 @@ class HostedReducer(GradientReducer):
             states.send_parameters()
         for states, participates in due:
             states.take_parameters(participates)
+
+    def own_sums(self) -> Iterator[torch.Tensor]:
+        """This rank's pieces of the averages, after ``finish``."""
+        for bucket in self.hosted:
+            if bucket.summed is not None and bucket.slot_view is not None:
+                yield from bucket.slot_view.results
 
     def square_sum(self, initial_sums: Sequence[float]) -> float:
         """Of this rank's pieces of the averages."""

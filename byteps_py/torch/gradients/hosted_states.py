@@ -27,6 +27,14 @@ ParameterState = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
+class Factors:
+    """What averages are multiplied by, in this order: ``unscale`` of a GradScaler, ``clip``."""
+
+    unscale: float = 1.0
+    clip: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class _Overlap:
     """Elements of a parameter that lie in this rank's piece. ``position``: of the parameter; ``inside``: elements of
     it; ``place``: elements of the piece."""
@@ -87,7 +95,9 @@ class HostedStates:
                     total += torch.linalg.vector_norm(sums[overlap.place], dtype=torch.float64) ** 2
         return float(total)
 
-    def begin_step(self, source: Slot, numbers: Hyperparameters, clip: float, participates: Sequence[bool]) -> None:
+    def begin_step(
+        self, source: Slot, numbers: Hyperparameters, factors: Factors, participates: Sequence[bool]
+    ) -> None:
         """Begin the step of the parameters that take part, with the averages in ``source``."""
         for position, takes_part in enumerate(participates):
             self.steps[position] += takes_part
@@ -97,7 +107,8 @@ class HostedStates:
         segments: list[StepSegment] = []
         for overlap in self._overlaps:
             if participates[overlap.position]:
-                scalars = step_scalars(self.kind.rule, numbers, self.steps[overlap.position], clip=clip)
+                steps = self.steps[overlap.position]
+                scalars = step_scalars(self.kind.rule, numbers, steps, factors.unscale, factors.clip)
                 start, stop = overlap.place.start, overlap.place.stop
                 if segments and segments[-1].elements.stop == start and segments[-1].scalars == scalars:
                     start = segments.pop().elements.start

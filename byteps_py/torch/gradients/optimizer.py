@@ -18,6 +18,7 @@ from byteps_py.torch.gradients.backward_passes import BackwardPasses, CountedPas
 from byteps_py.torch.gradients.bucket import GradientOptions
 from byteps_py.torch.gradients.gradient_reducer import GradientReducer
 from byteps_py.torch.gradients.hosted_optimizer import HostedOptimizerMixin, rules_of, taken_states
+from byteps_py.torch.gradients.hosted_overflow import GradientProbe
 from byteps_py.torch.gradients.hosted_reducer import HostedReducer
 from byteps_py.torch.gradients.optimizer_arguments import (
     Groups,
@@ -127,7 +128,8 @@ def _host(
     named = [(name, param) for param, name in names.items() if param in group_of]
     reducer = HostedReducer(context, named, options, group_of, rules_of(optimizer))
     wrapped: HostedOptimizerMixin = _wrap(optimizer, HostedOptimizerMixin, ReducedPasses(reducer, passes), names)
-    wrapped._reducer, wrapped._clip = reducer, 1.0
+    wrapped._reducer, wrapped._probe = reducer, GradientProbe()
+    wrapped._forget_factors()
     wrapped._loaded = None
     wrapped._name = context.claim(f"hosted.{min(names.values(), default='')}")
     wrapped._passes.hook(group_of)
