@@ -59,7 +59,17 @@ def test_the_block_of_the_page_runs(tmp_path: Path) -> None:
 @pytest.mark.parametrize("partition", ["4096", "65536"])
 def test_partitions_do_not_matter(partition: str) -> None:
     layout = ["-np", "2", "--machines", "2", "--servers", "2"]
-    arguments = [sys.executable, "-m", "byteps_py.launch", *layout, sys.executable, str(PROGRAM), "equal", "groups"]
+    arguments = [
+        sys.executable,
+        "-m",
+        "byteps_py.launch",
+        *layout,
+        sys.executable,
+        str(PROGRAM),
+        "equal",
+        "groups",
+        "lamb",
+    ]
     with command(*arguments, BYTEPS_PARTITION_BYTES=partition, BYTEPS_FUSION_BYTES="10000") as job:
         assert job.end() == 0, job.text
     assert job.text.count("equal: right") == 4, job.text

@@ -13,7 +13,7 @@ import pytest
 from byteps_py import rank_protocol as protocol
 from byteps_py.errors import ProtocolError
 from byteps_py.kernels.step_segments import StepSegment, segments_of
-from byteps_py.kernels.update_rules import Hyperparameters, Method, StepKind, UpdateRule, step_scalars
+from byteps_py.kernels.update_rules import SCALARS, Hyperparameters, Method, StepKind, UpdateRule, step_scalars
 from byteps_py.rank_protocol import RankMessageKind
 from byteps_py.shm import Arena, Block
 from byteps_py.tensors import DType
@@ -125,9 +125,9 @@ def test_an_error_of_a_kernel_is_told(service: Service) -> None:
         ({"rank": 1}, "local rank 1 has no states"),
         ({"source": 3}, "no slot 3"),
         ({"target": 9}, "no slot 9"),
-        ({"segments": [[0, 100_000, *[0.0] * 10]]}, "a step of 100000 elements in memory of"),
-        ({"segments": [[3, 2, *[0.0] * 10]]}, "not in order"),
-        ({"segments": [[0, 3, *[0.0] * 10], [2, 4, *[0.0] * 10]]}, "not in order"),
+        ({"segments": [[0, 100_000, *[0.0] * SCALARS]]}, "a step of 100000 elements in memory of"),
+        ({"segments": [[3, 2, *[0.0] * SCALARS]]}, "not in order"),
+        ({"segments": [[0, 3, *[0.0] * SCALARS], [2, 4, *[0.0] * SCALARS]]}, "not in order"),
         ({"segments": [[0, 2, 1.0]]}, "not in order"),
         ({"segments": [["a"]]}, "malformed segments"),
         ({"segments": 5}, "malformed segments"),
@@ -150,7 +150,9 @@ def test_a_step_while_one_is_made_is_refused(service: Service) -> None:
             service.step(part, number)
 
 
-@pytest.mark.parametrize("kind", [-1, 1 << 20, 3 | 1 << 9 | 1 << 13, 1 << 9, 5 << 9 | 1 << 13, None, "SGD"], ids=str)
+@pytest.mark.parametrize(
+    "kind", [-1, 1 << 20, 3 << 2 | 1 << 9 | 1 << 13, 1 << 9, 5 << 9 | 1 << 13, None, "SGD"], ids=str
+)
 def test_kinds_that_are_none(service: Service, kind: Any) -> None:
     with pytest.raises(ProtocolError):
         service.hosting.host(service.rank(), {"request": 1, "step_kind": kind, "count": 1})

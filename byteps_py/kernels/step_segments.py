@@ -9,7 +9,8 @@ from typing import Any
 
 from byteps_py.errors import ProtocolError
 from byteps_py.kernels.steps import bind_step
-from byteps_py.kernels.update_rules import StepKind
+from byteps_py.kernels.update_rules import Method, Scalar, StepKind, UpdateRule
+from byteps_py.tensors import DType
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,14 @@ def run_segments(
     kind: StepKind, states: Sequence[int], source: int, target: int, segments: Sequence[StepSegment]
 ) -> None:
     """Make the step. ``states``, ``source``, ``target``: addresses, see ``make_step``."""
-    run = bind_step(kind, states, [source], [target])
+    if kind.rule.method is not Method.LAMB:
+        run = bind_step(kind, states, [source], [target])
+        for segment in segments:
+            run(segment.scalars, segment.elements)
+        return
+    wide = DType.FLOAT64 if kind.gradient is DType.FLOAT64 else DType.FLOAT32
+    update = bind_step(kind, states, [source], [])
+    # With the update in place of the gradient, what is left is SGD.
+    apply = bind_step(StepKind(UpdateRule(Method.SGD), wide, kind.parameter), states[:1], states[3:], [target])
     for segment in segments:
-        run(segment.scalars, segment.elements)
+        (apply if segment.scalars[Scalar.PHASE] else update)(segment.scalars, segment.elements)

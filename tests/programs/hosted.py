@@ -82,6 +82,7 @@ OPTIMIZERS: dict[str, Making] = {
     "momentum": lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9, nesterov=True, maximize=True),
     "adam": lambda params: torch.optim.Adam(params, lr=0.01, weight_decay=0.01, foreach=False),
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.1, amsgrad=True, foreach=False),
+    "lamb": lambda params: bps.optim.LAMB(params, lr=0.01, weight_decay=0.1),
     "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.01, initial_accumulator_value=0.1, foreach=False),
 }
 
@@ -101,6 +102,26 @@ def equal() -> None:
         same_states(on_ranks.state_dict(), hosted.state_dict(), name)
         for parameter in other.parameters():
             assert not hosted.state.get(parameter), "the ranks keep no states"
+
+
+@case
+def lamb() -> None:
+    """Trust ratios are of whole parameters, whichever ranks have their parts; groups may go without."""
+    models = []
+    for number, is_hosted in enumerate((False, True)):
+        model = new_model()
+        decayed = [param for param in model.parameters() if param.dim() > 1]
+        rest = [param for param in model.parameters() if param.dim() <= 1]
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+        named = [(f"lamb.{number}.{name}", param) for name, param in model.named_parameters()]
+        optimizer = bps.DistributedOptimizer(bps.optim.LAMB(groups, lr=0.02), named, hosted=is_hosted)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda turn: 1 / (1 + turn))
+        for turn in range(4):
+            model[2].weight.requires_grad_(turn != 1)
+            step(model, optimizer, turn)
+            schedule.step()
+        models.append(model)
+    same(*models, "LAMB")
 
 
 @case
@@ -463,7 +484,7 @@ def refused() -> None:
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     raises(
         bps.UsageError,
-        "SGD, Adam, AdamW, Adagrad, not of RMSprop",
+        "SGD, Adam, AdamW, Adagrad, LAMB, not of RMSprop",
         lambda: hosted(torch.optim.RMSprop(model.parameters())),
     )
     raises(bps.UsageError, "op is Max", lambda: hosted(sgd, op=bps.Max))

@@ -27,7 +27,7 @@ from byteps_py.torch.horovod.allgather import allgather
 from byteps_py.torch.horovod.api import push_pull
 
 #: "rule" encodes the switches, such as amsgrad.
-_COMPARED = ("lr", "weight_decay", "momentum", "dampening", "beta1", "beta2", "eps", "lr_decay", "rule")
+_COMPARED = ("lr", "weight_decay", "momentum", "dampening", "beta1", "beta2", "eps", "lr_decay", "always_adapt", "rule")
 
 
 class HostedOptimizerMixin(DistributedOptimizerMixin):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from byteps_py.errors import UsageError
-from byteps_py.kernels.update_rules import Hyperparameters, StepKind, UpdateRule
+from byteps_py.kernels.update_rules import Hyperparameters, Method, StepKind, UpdateRule
 from byteps_py.memory_left import available_memory_bytes
 from byteps_py.tensors import TensorSpec
 from byteps_py.torch.compression import Compression
@@ -27,6 +27,7 @@ from byteps_py.torch.gradients.gradient_checksums import Gradients, Scratch
 from byteps_py.torch.gradients.gradient_reducer import GradientReducer
 from byteps_py.torch.gradients.hosted_rules import check_dtypes
 from byteps_py.torch.gradients.hosted_states import Factors, HostedStates
+from byteps_py.torch.gradients.hosted_trust_ratios import UpdatePhase, begin_scaled_steps
 
 #: Of a parameter: the number of its param_group.
 GroupOf = dict[torch.nn.Parameter, int]
@@ -179,6 +180,7 @@ class HostedReducer(GradientReducer):
         """Step with the sums: ``numbers`` of each param_group. Returns when all parameters are there."""
         due: list[tuple[HostedStates, tuple[bool, ...]]] = []
         begins: list[Callable[[], None]] = []
+        updates: list[UpdatePhase] = []
         for bucket in self.hosted:
             if bucket.summed is None or bucket.slot_view is None:
                 continue
@@ -191,9 +193,13 @@ class HostedReducer(GradientReducer):
                 )
             begins.append(partial(states.begin_step, bucket.slot_view.slot, numbers[group], factors, bucket.summed))
             due.append((states, bucket.summed))
+            if states.kind.rule.method is Method.LAMB:
+                slot = bucket.slot_view.slot
+                updates.append(UpdatePhase(bucket.request.spec.name, states, slot, numbers[group], bucket.summed))
         self.drop_sums()
         for begin in begins:  # once nothing is wrong with any of them
             begin()
+        begin_scaled_steps(self._context, updates)
         for states, _ in due:
             states.send_parameters()
         for states, participates in due:

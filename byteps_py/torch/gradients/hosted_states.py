@@ -35,7 +35,7 @@ class Factors:
 
 
 @dataclass(frozen=True, slots=True)
-class _Overlap:
+class Overlap:
     """Elements of a parameter that lie in this rank's piece. ``position``: of the parameter; ``inside``: elements of
     it; ``place``: elements of the piece."""
 
@@ -60,8 +60,10 @@ class HostedStates:
         self.steps = [0] * len(params)  # that each parameter has made
         members = spec.members(session.size)
         ranges = [spec.piece(position, len(members)) for position in range(len(members))]
-        first, self._count = ranges[members.index(session.rank)]
-        self._overlaps = list(_overlaps([param.numel() for param in params], first, self._count))
+        _, self._count = ranges[members.index(session.rank)]
+        self.sizes = [param.numel() for param in params]
+        self.overlaps_of_all = [list(_overlaps(self.sizes, *each)) for each in ranges]
+        self.overlaps = self.overlaps_of_all[members.index(session.rank)]
         self._part = session.host(kind, self._count) if self._count else None
         wide = torch.float64 if kind.gradient is DType.FLOAT64 else torch.float32
         memory = self._part.states if self._part is not None else ()
@@ -90,7 +92,7 @@ class HostedStates:
         total = torch.zeros((), dtype=torch.float64, device="cpu")
         if self._count:
             (sums,) = pieces(source.result, TORCH[self.kind.gradient], [(self._count,)])
-            for overlap in self._overlaps:
+            for overlap in self.overlaps:
                 if participates[overlap.position]:
                     total += torch.linalg.vector_norm(sums[overlap.place], dtype=torch.float64) ** 2
         return float(total)
@@ -105,7 +107,7 @@ class HostedStates:
             return
         self._take_changed_parameters()
         segments: list[StepSegment] = []
-        for overlap in self._overlaps:
+        for overlap in self.overlaps:
             if participates[overlap.position]:
                 steps = self.steps[overlap.position]
                 scalars = step_scalars(self.kind.rule, numbers, steps, factors.unscale, factors.clip)
@@ -113,12 +115,31 @@ class HostedStates:
                 if segments and segments[-1].elements.stop == start and segments[-1].scalars == scalars:
                     start = segments.pop().elements.start
                 segments.append(StepSegment(range(start, stop), scalars))
-        self.session.begin_step(self._part, source, self._slot, segments)
+        self.begin_segments(source, segments)
+
+    def begin_segments(self, source: Slot, segments: Sequence[StepSegment]) -> None:
+        """Begin these segments of a step."""
+        if self._part is not None:
+            self.session.begin_step(self._part, source, self._slot, segments)
+
+    def wait_for_step(self) -> None:
+        """Wait until the service has done what was begun."""
+        if self._part is not None:
+            self.session.wait_for_step(self._part)
+
+    @property
+    def master(self) -> torch.Tensor:
+        """This rank's piece of the masters."""
+        return self._states[0]
+
+    @property
+    def update(self) -> torch.Tensor:
+        """LAMB: this rank's piece of the updates, once they are computed."""
+        return self._states[3]
 
     def send_parameters(self) -> None:
         """Wait for the step, and send this rank's parameters to all."""
-        if self._part is not None:
-            self.session.wait_for_step(self._part)
+        self.wait_for_step()
         self.session.hand_over(self._slot, layout=self._layout)
 
     def take_parameters(self, participates: Sequence[bool]) -> None:
@@ -133,7 +154,7 @@ class HostedStates:
     def _take_changed_parameters(self) -> None:
         """A parameter that the training has changed, or loaded, is its master from now on."""
         master = self._states[0]
-        for overlap in self._overlaps:
+        for overlap in self.overlaps:
             own = self._params[overlap.position].detach().reshape(-1)[overlap.inside]
             kept = master[overlap.place]
             if not torch.equal(kept.to(own.dtype), own):
@@ -177,7 +198,7 @@ class HostedStates:
             self.steps[position] = 0
             return
         self.steps[position] = int(state["step"]) if counts_steps(self.kind.rule) else 1
-        for overlap in self._overlaps:
+        for overlap in self.overlaps:
             if overlap.position == position:
                 for number, name in enumerate(self.names):
                     if (value := state.get(name)) is not None:
@@ -207,10 +228,10 @@ def check_state(rule: UpdateRule, param: torch.nn.Parameter, state: Mapping[str,
             )
 
 
-def _overlaps(sizes: Sequence[int], first: int, count: int) -> Iterator[_Overlap]:
+def _overlaps(sizes: Sequence[int], first: int, count: int) -> Iterator[Overlap]:
     start = 0
     for position, size in enumerate(sizes):
         low, high = max(start, first), min(start + size, first + count)
         if low < high:
-            yield _Overlap(position, slice(low - start, high - start), slice(low - first, high - first))
+            yield Overlap(position, slice(low - start, high - start), slice(low - first, high - first))
         start += size

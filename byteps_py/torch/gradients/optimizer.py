@@ -65,7 +65,7 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
     sparse gradients.
     process_set: the ranks that combine gradients. On other ranks the optimizer uses its own gradients.
     hosted: the communication services keep the optimizer's states, each a part, and make its steps: gradients go in,
-    parameters come out. For torch's SGD, Adam, AdamW and Adagrad, parameters on cpu, and op Average or Sum.
+    parameters come out. For torch's SGD, Adam, AdamW and Adagrad and bps.optim.LAMB, and op Average or Sum.
 
     One thread uses the result, and all ranks call in the same order. Raises UsageError (a ValueError) for arguments
     that contradict each other and for duplicate or missing names, and NotInitializedError before init(). The result's
