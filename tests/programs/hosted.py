@@ -124,6 +124,64 @@ def lamb() -> None:
     same(*models, "LAMB")
 
 
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(11, 5, sparse=True)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        return self.head(self.words(given)).tanh()
+
+
+@case
+def sparse_rows() -> None:
+    """Rows that no rank has in its batch stay; states lie with the owners of rows, and move in and out."""
+    for name, making in {
+        "sgd": lambda params: torch.optim.SGD(params, lr=0.1, maximize=True),
+        "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1, lr_decay=0.1, initial_accumulator_value=0.5),
+    }.items():
+        pairs = []
+        for number, is_hosted in enumerate((False, True)):
+            model = Words()
+            named = [(f"sparse.{name}.{number}.{each}", param) for each, param in model.named_parameters()]
+            pairs.append((model, bps.DistributedOptimizer(making(model.parameters()), named, hosted=is_hosted)))
+        (one, on_ranks), (other, hosted) = pairs
+        for number in range(6):
+            for model, optimizer in pairs:
+                optimizer.zero_grad()
+                torch.manual_seed(10 * number + bps.rank())
+                model(torch.randperm(10)[:3]).square().sum().backward()  # no batch has word 10
+                if number == 4 and optimizer is on_ranks:
+                    on_ranks.synchronize()
+                    grads = [
+                        param.grad.coalesce().values() if param.grad.is_sparse else param.grad
+                        for param in model.parameters()
+                    ]
+                    expected = nn.utils.get_total_norm(grads)
+                    with on_ranks.skip_synchronize():
+                        on_ranks.step()
+                    continue
+                if number == 4:
+                    assert abs(optimizer.clip_grad_norm_(1e9) - expected) < 1e-6 * expected
+                optimizer.step()
+            same(one, other, f"{name}, step {number}")
+            if number == 2:
+                same_states(on_ranks.state_dict(), hosted.state_dict(), name)
+                hosted.load_state_dict(on_ranks.state_dict())
+        same_states(on_ranks.state_dict(), hosted.state_dict(), name)
+        # A new optimizer learns that the gradient is sparse after it has loaded states.
+        named = [(f"sparse.{name}.again.{each}", param) for each, param in other.named_parameters()]
+        again = bps.DistributedOptimizer(making(other.parameters()), named, hosted=True)
+        again.load_state_dict(hosted.state_dict())
+        for model, optimizer in ((one, on_ranks), (other, again)):
+            optimizer.zero_grad()
+            model(torch.tensor([bps.rank(), 1])).square().sum().backward()
+            optimizer.step()
+        same(one, other, f"{name}, again")
+
+
 @case
 def accumulates() -> None:
     (one, on_ranks), (other, hosted) = two(OPTIMIZERS["adamw"], backward_passes_per_step=2)
@@ -516,11 +574,20 @@ def refused() -> None:
     too_large = bps.DistributedOptimizer(torch.optim.Adam(small.parameters(), lr=0.1), named_small, hosted=True)
     too_large._reducer.available_bytes = lambda: 100.0
     raises(bps.UsageError, "GB left", lambda: step(small, too_large, 0))
-    embedding = nn.Embedding(5, 3, sparse=True)
-    sparse = bps.DistributedOptimizer(
-        torch.optim.SGD(embedding.parameters(), lr=0.1), [("refused.sparse", embedding.weight)], hosted=True
-    )
-    raises(bps.UsageError, "sparse", lambda: (embedding(torch.tensor([1])).sum().backward(), sparse.step()))
+    for kind, options, text in (
+        (torch.optim.SGD, {"momentum": 0.5}, "momentum changes rows"),
+        (torch.optim.SGD, {"weight_decay": 0.5}, "weight_decay changes rows"),
+        (torch.optim.AdamW, {}, "ADAM changes rows"),
+    ):
+        embedding = nn.Embedding(5, 3, sparse=True)
+        before = [embedding.weight.detach().clone()]
+        sparse = bps.DistributedOptimizer(
+            kind(embedding.parameters(), lr=0.1, **options), [(f"refused.{text}", embedding.weight)], hosted=True
+        )
+        embedding(torch.tensor([1])).sum().backward()
+        raises(bps.UsageError, text, sparse.step)
+        assert torch.equal(before[0], embedding.weight)
+    raises(bps.UsageError, "not of SparseAdam", lambda: hosted(torch.optim.SparseAdam(model.parameters())))
 
 
 def main() -> None:

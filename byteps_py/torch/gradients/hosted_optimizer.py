@@ -23,7 +23,6 @@ from byteps_py.torch.gradients.hosted_reducer import HostedReducer
 from byteps_py.torch.gradients.hosted_rules import check_numbers, numbers_of, rule_of
 from byteps_py.torch.gradients.hosted_states import Factors, ParameterState, check_state
 from byteps_py.torch.gradients.optimizer_mixin import DistributedOptimizerMixin
-from byteps_py.torch.horovod.allgather import allgather
 from byteps_py.torch.horovod.api import push_pull
 
 #: "rule" encodes the switches, such as amsgrad.
@@ -204,13 +203,9 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
     def _gathered_states(self) -> dict[int, ParameterState]:
         """By number of the parameter; those that have states."""
         by_param: dict[torch.nn.Parameter, ParameterState] = {}
-        for number, bucket in enumerate(self._reducer.hosted):
+        for bucket in self._reducer.with_states:
             if (states := self._reducer.known_states(bucket)) is not None:
-                wholes = {
-                    name: allgather(states.piece(place), f"{self._name}.state.{number}.{place}")
-                    for place, name in enumerate(states.names)
-                }
-                by_param.update(zip(bucket.params, states.by_parameter(wholes), strict=True))
+                by_param.update(zip(bucket.params, self._reducer.gathered(bucket, states), strict=True))
         params = [param for group in self.param_groups for param in group["params"]]
         return {place: state for place, param in enumerate(params) if (state := by_param.get(param))}
 

@@ -7,6 +7,7 @@ The training thread calls, but for ``ready``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,8 +27,11 @@ from byteps_py.torch.gradients.bucket import Bucket, GradientOptions
 from byteps_py.torch.gradients.gradient_checksums import Gradients, Scratch
 from byteps_py.torch.gradients.gradient_reducer import GradientReducer
 from byteps_py.torch.gradients.hosted_rules import check_dtypes
-from byteps_py.torch.gradients.hosted_states import Factors, HostedStates
+from byteps_py.torch.gradients.hosted_sparse_rows import HostedSparseBucket
+from byteps_py.torch.gradients.hosted_states import Factors, HostedStates, ParameterState
 from byteps_py.torch.gradients.hosted_trust_ratios import UpdatePhase, begin_scaled_steps
+from byteps_py.torch.gradients.sparse_bucket import SparseBucket
+from byteps_py.torch.horovod.allgather import allgather
 
 #: Of a parameter: the number of its param_group.
 GroupOf = dict[torch.nn.Parameter, int]
@@ -61,6 +65,9 @@ class HostedBucket(Bucket):
         return gradients
 
 
+AnyHosted = HostedBucket | HostedSparseBucket
+
+
 class HostedReducer(GradientReducer):
     """``group_of``: of the parameters; ``rule_of``: of a param_group, by its number."""
 
@@ -76,11 +83,10 @@ class HostedReducer(GradientReducer):
     ) -> None:
         self.group_of, self._rule_of = group_of, rule_of
         # Not in the buckets: hooks of parameters hold those, and a model may outlive its optimizer.
-        self._states: dict[HostedBucket, HostedStates] = {}
+        self._states: dict[AnyHosted, HostedStates] = {}
         if context.session.size == 1:  # nothing is sent, so nothing is rounded for it
             options = replace(options, compression=Compression.none)
         super().__init__(context, named, options)
-        self.accepts_sparse = False
 
     # ---- buckets ----------------------------------------------------------------------------------------------
 
@@ -91,6 +97,32 @@ class HostedReducer(GradientReducer):
         self, request: TensorRequest, names: list[str], params: list[torch.nn.Parameter], first: int, scratch: Scratch
     ) -> Bucket:
         return HostedBucket(request, names, params, self._options, first, scratch)
+
+    def _new_sparse_bucket(
+        self, request: TensorRequest, name: str, param: torch.nn.Parameter, first: int
+    ) -> SparseBucket:
+        spec = replace(request.spec, shape=(param.shape[0], math.prod(param.shape[1:])))  # pieces of whole rows
+        request = replace(request, spec=spec)
+        return HostedSparseBucket(self._context, request, name, param, self._options, first, self._scratch)
+
+    def _split_sparse(self, bucket: Bucket, error: Exception | None, new_buckets: list[Bucket]) -> None:
+        super()._split_sparse(bucket, error, new_buckets)
+        if isinstance(bucket, HostedBucket) and (states := self.known_states(bucket)) is not None:
+            # They were loaded, or are of steps whose gradients were all dense.
+            for param, state in zip(bucket.params, self.gathered(bucket, states), strict=True):
+                if state:
+                    part, position = self.bucket_of(param)
+                    self.states_of(part, 0.0).load(position, state)
+            del self._states[bucket]
+            states.release()
+
+    def gathered(self, bucket: AnyHosted, states: HostedStates) -> list[ParameterState]:
+        """The whole states of a bucket's parameters. All ranks call it."""
+        name = bucket.request.spec.name
+        wholes = {
+            each: allgather(states.piece(place), f"{name}.state.{place}") for place, each in enumerate(states.names)
+        }
+        return states.by_parameter(wholes)
 
     def _request(self, names: list[str], params: list[torch.nn.Parameter], first: int) -> TensorRequest:
         for name, param in zip(names, params, strict=True):
@@ -124,7 +156,17 @@ class HostedReducer(GradientReducer):
         """All buckets."""
         return [bucket for bucket in self._buckets if isinstance(bucket, HostedBucket)]
 
-    def states_of(self, bucket: HostedBucket, initial_sum: float) -> HostedStates:
+    @property
+    def sparse(self) -> list[HostedSparseBucket]:
+        """Those whose gradient is sparse."""
+        return [bucket for bucket in self._buckets if isinstance(bucket, HostedSparseBucket)]
+
+    @property
+    def with_states(self) -> list[AnyHosted]:
+        """All of both kinds."""
+        return [bucket for bucket in self._buckets if isinstance(bucket, AnyHosted)]
+
+    def states_of(self, bucket: AnyHosted, initial_sum: float) -> HostedStates:
         """The states of a bucket. Raises UsageError if they were lost with an earlier job."""
         session = self._context.session
         states = self.known_states(bucket)
@@ -136,7 +178,7 @@ class HostedReducer(GradientReducer):
             self._states[bucket] = states
         return states
 
-    def known_states(self, bucket: HostedBucket) -> HostedStates | None:
+    def known_states(self, bucket: AnyHosted) -> HostedStates | None:
         """The states of a bucket, if there are any. Raises UsageError if they were lost with an earlier job."""
         states = self._states.get(bucket)
         if states is not None and states.session is not self._context.session:
@@ -146,7 +188,7 @@ class HostedReducer(GradientReducer):
             )
         return states
 
-    def _step_kind(self, bucket: HostedBucket) -> StepKind:
+    def _step_kind(self, bucket: AnyHosted) -> StepKind:
         rule = self._rule_of(self.group_of[bucket.params[0]])
         return StepKind(rule, bucket.request.spec.dtype, WIRE[bucket.params[0].dtype])
 
@@ -154,7 +196,7 @@ class HostedReducer(GradientReducer):
         """Raises UsageError if this machine has too little memory for the states of its ranks."""
         session = self._context.session
         needed = 0
-        for bucket in self.hosted:
+        for bucket in self.with_states:
             kind = self._step_kind(bucket)
             needed += self._count(bucket.request.spec) * kind.states * kind.state_itemsize
         needed *= session.local_size
@@ -169,12 +211,14 @@ class HostedReducer(GradientReducer):
     @property
     def has_sums(self) -> bool:
         """True between ``finish`` and ``make_steps``."""
-        return any(bucket.summed is not None for bucket in self.hosted)
+        return any(bucket.summed is not None for bucket in self.hosted) or any(row.is_summed for row in self.sparse)
 
     def drop_sums(self) -> None:
         """Make no step with the sums."""
         for bucket in self.hosted:
             bucket.summed = None
+        for rows in self.sparse:
+            rows.is_summed = False
 
     def make_steps(self, numbers: Sequence[Hyperparameters], factors: Factors, initial_sums: Sequence[float]) -> None:
         """Step with the sums: ``numbers`` of each param_group. Returns when all parameters are there."""
@@ -196,10 +240,18 @@ class HostedReducer(GradientReducer):
             if states.kind.rule.method is Method.LAMB:
                 slot = bucket.slot_view.slot
                 updates.append(UpdatePhase(bucket.request.spec.name, states, slot, numbers[group], bucket.summed))
+        sparse: list[tuple[HostedSparseBucket, HostedStates, Hyperparameters]] = []
+        for rows in self.sparse:
+            if rows.is_summed:
+                group = self.group_of[rows.params[0]]
+                rows.check_rule(self._rule_of(group), numbers[group])
+                sparse.append((rows, self.states_of(rows, initial_sums[group]), numbers[group]))
         self.drop_sums()
         for begin in begins:  # once nothing is wrong with any of them
             begin()
         begin_scaled_steps(self._context, updates)
+        for rows, its_states, its_numbers in sparse:
+            rows.step_rows(its_states, its_numbers, factors)
         for states, _ in due:
             states.send_parameters()
         for states, participates in due:
@@ -210,6 +262,9 @@ class HostedReducer(GradientReducer):
         for bucket in self.hosted:
             if bucket.summed is not None and bucket.slot_view is not None:
                 yield from bucket.slot_view.results
+        for rows in self.sparse:
+            if rows.is_summed:
+                yield rows.own_rows(self._context.session)[1]
 
     def square_sum(self, initial_sums: Sequence[float]) -> float:
         """Of this rank's pieces of the averages."""
@@ -218,6 +273,10 @@ class HostedReducer(GradientReducer):
             if bucket.summed is not None and bucket.slot_view is not None:
                 states = self.states_of(bucket, initial_sums[self.group_of[bucket.params[0]]])
                 total += states.square_sum(bucket.slot_view.slot, bucket.summed)
+        for rows in self.sparse:
+            if rows.is_summed:
+                values = rows.own_rows(self._context.session)[1]
+                total += float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
         return total
 
     @property

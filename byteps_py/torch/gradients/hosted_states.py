@@ -132,6 +132,10 @@ class HostedStates:
         """This rank's piece of the masters."""
         return self._states[0]
 
+    def moment(self, number: int) -> torch.Tensor:
+        """This rank's piece of a moment."""
+        return self._states[1 + number]
+
     @property
     def update(self) -> torch.Tensor:
         """LAMB: this rank's piece of the updates, once they are computed."""

@@ -93,7 +93,13 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
     ranks = ranks_of(process_set)
     if hosted:
         check_hosted(optimizer, op, gradient_predivide_factor, bool(ranks), bool(together))
-        return _host(context, optimizer, names, backward_passes_per_step, GradientOptions(compression, op))
+        return _host(
+            context,
+            optimizer,
+            names,
+            backward_passes_per_step,
+            GradientOptions(compression, op, sparse_as_dense=sparse_as_dense),
+        )
     if op is Adasum:
         prefix = prefix_of(process_set, "Delta")
         adasum: AdasumOptimizerMixin = _wrap(
