@@ -183,6 +183,92 @@ def sparse_rows() -> None:
 
 
 @case
+def delays() -> None:
+    """Each gradient is used once, one step later, with the numbers of its own step."""
+    model, other = new_model(), new_model()
+    reference = OPTIMIZERS["adamw"](other.parameters())
+    hosted = bps.DistributedOptimizer(
+        OPTIMIZERS["adamw"](model.parameters()),
+        [(f"delays.{name}", param) for name, param in model.named_parameters()],
+        hosted=True,
+        delayed_update_after=2,
+    )
+    schedule = torch.optim.lr_scheduler.StepLR(hosted, 1, 0.5)
+    waiting: tuple[float, list[torch.Tensor]] | None = None
+
+    def apply() -> None:
+        if waiting is not None:
+            reference.param_groups[0]["lr"] = waiting[0]
+            for param, grad in zip(other.parameters(), waiting[1], strict=True):
+                param.grad = grad
+            reference.step()
+
+    for number in range(6):
+        same(model, other, f"step {number}")
+        hosted.zero_grad()
+        model(batch(number)).square().sum().backward()
+        grads = [
+            torch.zeros_like(param) if param.grad is None and bps.size() > 1 else param.grad
+            for param in model.parameters()
+        ]
+        grads = [
+            None if grad is None else bps.push_pull(grad, name=f"delays.{place}") for place, grad in enumerate(grads)
+        ]
+        if number == 4:  # clipping to what is larger than the norm
+            assert hosted.clip_grad_norm_(1e9).isnan()
+        lr = hosted.param_groups[0]["lr"]
+        hosted.step()
+        schedule.step()
+        if number < 2:
+            waiting = (lr, grads)
+        apply()
+        waiting = None if number < 2 else (lr, grads)
+    same(model, other, "before it is flushed")
+    assert hosted.clip_grad_norm_(1.0) > 0, "the norm of step 4"
+    saved = hosted.state_dict()
+    apply()
+    same(model, other, "flushed")
+    same_states(reference.state_dict() | {"param_groups": saved["param_groups"]}, saved, "flushed")
+    for options in ({"hosted": True, "delayed_update_after": -1}, {"delayed_update_after": 1}):
+        raises(
+            bps.UsageError,
+            "delayed_update_after",
+            lambda: bps.DistributedOptimizer(OPTIMIZERS["sgd"](model.parameters()), **options),  # noqa: B023
+        )
+
+
+@case
+def delays_as_in_the_paper() -> None:
+    """f = p²/2: the first gradient waits for the second step, then p(k+1) = p(k) - 0.1·p(k-1)."""
+    param = nn.Parameter(torch.ones(1, dtype=torch.float64))
+    hosted = bps.DistributedOptimizer(
+        torch.optim.SGD([param], lr=0.1), [("paper", param)], hosted=True, delayed_update_after=0
+    )
+    seen = []
+    for _ in range(7):
+        hosted.zero_grad()
+        (param.square() / 2).sum().backward()
+        hosted.step()
+        seen.append(param.item())
+    assert seen == pytest.approx([1, 0.9, 0.8, 0.71, 0.63, 0.559, 0.496], abs=1e-12), seen
+    if bps.size() > 1:
+        hosted.flush()
+        kept = param.item()
+        hosted.param_groups[0]["lr"] = 0.1 + bps.rank()
+        (param.square() / 2).sum().backward()
+        hosted.step()  # returns before ranks have compared
+        hosted.param_groups[0]["lr"] = 0.1
+        raises(bps.MismatchError, "lr of param_groups[0] is", hosted.step)
+        assert param.item() == kept
+        hosted.step()
+        hosted.flush()
+        assert param.item() < kept
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(param.sum()).backward()
+    raises(bps.UsageError, "GradScaler", lambda: scaler.unscale_(hosted))
+
+
+@case
 def accumulates() -> None:
     (one, on_ranks), (other, hosted) = two(OPTIMIZERS["adamw"], backward_passes_per_step=2)
     for number in range(3):

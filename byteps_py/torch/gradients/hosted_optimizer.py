@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
-from byteps_py.errors import MismatchError, UsageError
+from byteps_py.errors import BytePSError, MismatchError, UsageError
 from byteps_py.kernels.update_rules import Hyperparameters
 from byteps_py.tensors import NonFinite
 from byteps_py.torch.engine import context as contexts
 from byteps_py.torch.engine import nonfinite
+from byteps_py.torch.gradients.hosted_delay import DelayedSteps
 from byteps_py.torch.gradients.hosted_overflow import GradientProbe, find_error, largest, overflows
 from byteps_py.torch.gradients.hosted_reducer import HostedReducer
 from byteps_py.torch.gradients.hosted_rules import check_numbers, numbers_of, rule_of
@@ -37,6 +38,9 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
     _unscale: float
     _overflows: bool  # a GradScaler was told to skip the step
     _probe: GradientProbe
+    _delayed: DelayedSteps
+    _limit: float | None = None  # of the norm, for the next delayed step
+    _norm: torch.Tensor  # the latest known one
     #: A GradScaler sets ``grad_scale`` for step(), and calls it for gradients that are infinite, too.
     _step_supports_amp_scaling = True
     _name: str
@@ -54,12 +58,15 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
                 "a hosted optimizer takes no closure: a closure evaluates the loss for parameters that the service "
                 "would have to send back each time. Call backward() before step()"
             )
+        if self._delayed.is_due:
+            self._step_later()
+            return
         self._sum()  # first: a rank whose numbers are wrong must not leave the other ranks waiting for its gradients
         numbers = [numbers_of(group) for group in self.param_groups]
         scale: torch.Tensor | None = getattr(self, "grad_scale", None)
         if scale is not None:  # otherwise the scaler has unscaled already
             self._unscale = float(scale.double().reciprocal().float())
-        self._compare(numbers)
+        self._compare(numbers, self._rule_codes())
         for number, found in enumerate(numbers):
             check_numbers(found, number)
         if self._nonfinite_error is not None:
@@ -71,8 +78,42 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
             self._reducer.make_steps(numbers, Factors(self._unscale, self._clip), self._initial_sums)
             self._loaded = None
         self._forget_factors()
+        self._delayed.count()
+        self._reducer.is_delayed = self._delayed.is_due
         self._mark_stepped()
         self._passes.hook(p for group in self.param_groups for p in group["params"])  # some may have been unfrozen
+
+    def _step_later(self) -> None:
+        """Finish the step before this one, and begin this one, which the next one finishes."""
+        self._delayed.finish()
+        self._add_new_groups()
+        numbers, rules = [numbers_of(group) for group in self.param_groups], self._rule_codes()
+        limit, self._limit = self._limit, None
+        self._reducer.hand_over_now()
+
+        def make() -> None:  # on a thread of its own
+            self._forget_factors()
+            self._reducer.finish()
+            self._check_finite()
+            if limit is not None:
+                self._norm = self._find_clip(limit)
+            self._compare(numbers, rules)
+            for number, found in enumerate(numbers):
+                check_numbers(found, number)
+            if self._nonfinite_error is not None:
+                nonfinite.tell(self._nonfinite_error, contexts.current().session)
+                self._reducer.drop_sums()
+                return
+            self._reducer.begin_steps(numbers, Factors(clip=self._clip), self._initial_sums)
+            self._loaded = None
+
+        self._delayed.start(make)
+        self._mark_stepped()
+
+    def flush(self) -> None:
+        """Finish the step that ``delayed_update_after`` has delayed, if there is one: parameters are the newest after
+        it. All ranks call it, or none. ``state_dict`` and ``bps.shutdown`` call it. Raises the errors of the step."""
+        self._delayed.finish()
 
     step.hooked = True  # type: ignore[attr-defined]
 
@@ -80,7 +121,8 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
         """Clip the gradients of the next step. Call it on all ranks after backward() and before step().
 
         Returns the norm of the averages of all gradients, float64, before they are clipped. Gradients on the ranks stay
-        as they are. Raises as step() does.
+        as they are. Of a step that is delayed (``delayed_update_after``), the norm is that of the latest step whose
+        norm is known, NaN if there is none. Raises as step() does.
 
         >>> import torch, byteps_py as bps
         >>> bps.init()
@@ -94,7 +136,13 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
         """
         if math.isnan(max_norm) or max_norm < 0:
             raise UsageError(f"max_norm is {max_norm}: give a number from 0 up")
+        if self._delayed.is_due:
+            self._limit, norm = max_norm, self._norm
+            return norm
         self._sum()
+        return self._find_clip(max_norm)
+
+    def _find_clip(self, max_norm: float) -> torch.Tensor:
         squares = self._reducer.square_sum(self._initial_sums) * self._unscale**2
         own = torch.tensor([squares], dtype=torch.float64, device="cpu")
         norm = push_pull(own, average=False, name=f"{self._name}.norm").sqrt()[0]
@@ -105,6 +153,8 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """See torch.optim.Optimizer. Raises GradientOrderError between backward() and step()."""
         super().zero_grad(set_to_none)
+        if self._delayed.is_due:
+            return  # the step under way has its sums
         self._reducer.drop_sums()
         self._forget_factors()
 
@@ -123,6 +173,11 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
 
     def _groups_to_unscale(self) -> list[dict[str, Any]]:
         """A GradScaler is about to unscale gradients: the step does so instead. See GradientProbe."""
+        if self._delayed.is_wanted:
+            raise UsageError(
+                "delayed_update_after does not go together with a GradScaler, which has to know in each step whether "
+                "gradients have overflowed: train in bfloat16, or leave delayed_update_after out"
+            )
         self._sum()
         self._overflows = overflows(contexts.current(), self._name, self._reducer)
         return self._probe.groups(self._overflows)
@@ -135,6 +190,10 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
         self._forget_factors()
         self._add_new_groups()
         self._reducer.finish()
+        self._check_finite()
+
+    def _check_finite(self) -> None:
+        """As BYTEPS_NONFINITE says."""
         if (wanted := nonfinite.wanted(contexts.current())) is not NonFinite.ALLOW:
             self._nonfinite_error = find_error(contexts.current(), self._name, self._reducer)
             if self._nonfinite_error is not None and wanted is NonFinite.RAISE:
@@ -151,14 +210,17 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
     def _initial_sums(self) -> list[float]:
         return [float(group.get("initial_accumulator_value", 0.0)) for group in self.param_groups]
 
-    def _compare(self, numbers: list[Hyperparameters]) -> None:
+    def _rule_codes(self) -> list[float]:
+        return [float(rule_of(self._wrapped, group).code) for group in self.param_groups]
+
+    def _compare(self, numbers: list[Hyperparameters], rules: list[float]) -> None:
         """Raises MismatchError, on all ranks, if their numbers differ."""
         context = contexts.current()
         if context.session.size == 1:
             return
         values = [
-            rule_of(self._wrapped, group).code if name == "rule" else getattr(found, name)
-            for found, group in zip(numbers, self.param_groups, strict=True)
+            rule if name == "rule" else getattr(found, name)
+            for found, rule in zip(numbers, rules, strict=True)
             for name in _COMPARED
         ]
         own = torch.tensor([*values, self._unscale, self._clip], dtype=torch.float64, device="cpu")
@@ -195,7 +257,8 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
     def state_dict(self) -> dict[str, Any]:
         """See torch.optim.Optimizer: of the form that the optimizer has without ``hosted``, whole on every rank. A
         parameter of 16 bits has "master_param" beside torch's states. All ranks call it together, because it gathers,
-        unless there was no step since the beginning or since ``load_state_dict``."""
+        unless there was no step since the beginning or since ``load_state_dict``. Finishes a delayed step."""
+        self.flush()
         packed: dict[str, Any] = torch.optim.Optimizer.state_dict(self)  # type: ignore[arg-type]
         packed["state"] = self._gathered_states() if self._loaded is None else copy.deepcopy(self._loaded)
         return packed
@@ -212,6 +275,8 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See torch.optim.Optimizer. Takes the state_dict of a hosted optimizer or of one that is not, the same on all
         ranks. Discards gradients that were computed since the last step."""
+        with contextlib.suppress(BytePSError):  # what it has made is replaced
+            self.flush()
         self._passes.drop()
         self._state_replaced()
         super(DistributedOptimizerMixin, self).load_state_dict({**state_dict, "state": {}})  # type: ignore[misc]
@@ -242,6 +307,7 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """See torch.optim.Optimizer."""
+        self.flush()
         torch.optim.Optimizer.add_param_group(self, param_group)  # type: ignore[arg-type]
         self._add_new_groups()
 

@@ -7,6 +7,7 @@ The training thread calls, but for ``ready``.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
@@ -23,7 +24,7 @@ from byteps_py.torch.compression import Compression
 from byteps_py.torch.engine.context import Context
 from byteps_py.torch.engine.dtypes import WIRE, wire_dtype
 from byteps_py.torch.engine.slot_view import PieceView, TensorRequest
-from byteps_py.torch.gradients.bucket import Bucket, GradientOptions
+from byteps_py.torch.gradients.bucket import Bucket, GradientOptions, GradientPlace
 from byteps_py.torch.gradients.gradient_checksums import Gradients, Scratch
 from byteps_py.torch.gradients.gradient_reducer import GradientReducer
 from byteps_py.torch.gradients.hosted_rules import check_dtypes
@@ -43,7 +44,13 @@ class HostedBucket(Bucket):
     may have one."""
 
     is_alone = False
+    gives: tuple[bool, ...] = ()  # which of them have a gradient
     summed: tuple[bool, ...] | None = None
+
+    def collect(self, sparse: bool = False) -> list[torch.Tensor | None]:
+        found = super().collect(sparse)
+        self.gives = tuple(grad is not None for grad in found)
+        return found
 
     def receive(self) -> None:
         touched = self.changed
@@ -51,8 +58,8 @@ class HostedBucket(Bucket):
             self.slot_view.wait()
         self._check_untouched(touched)
         self.summed = tuple(
-            takes_part and not (self.is_alone and param.grad is None)
-            for takes_part, param in zip(self.participates, self.params, strict=True)
+            takes_part and not (self.is_alone and not gives)
+            for takes_part, gives in zip(self.participates, self.gives, strict=True)
         )
 
     def deliver(self) -> None:
@@ -86,6 +93,9 @@ class HostedReducer(GradientReducer):
         self._states: dict[AnyHosted, HostedStates] = {}
         if context.session.size == 1:  # nothing is sent, so nothing is rounded for it
             options = replace(options, compression=Compression.none)
+        #: Gradients are handed over by ``hand_over_now`` alone, and may be computed while ``finish`` runs elsewhere.
+        self.is_delayed = False
+        self._due: list[tuple[HostedStates, tuple[bool, ...]]] = []
         super().__init__(context, named, options)
 
     # ---- buckets ----------------------------------------------------------------------------------------------
@@ -142,6 +152,27 @@ class HostedReducer(GradientReducer):
         session = self._context.session
         members = spec.members(session.size)
         return spec.piece(members.index(session.rank), len(members))[1]
+
+    def ready(self, place: GradientPlace, param: torch.Tensor) -> None:
+        if not self.is_delayed:
+            super().ready(place, param)
+
+    def hand_over_now(self) -> None:
+        """The first half of ``finish``, of a delayed step: copy all gradients. Raises as ``finish`` does, and
+        UsageError for a sparse gradient."""
+        if self.sparse:
+            raise UsageError(
+                f"delayed_update_after: the gradient of {self.sparse[0].names[0]!r} is sparse, and a delayed step "
+                "needs dense ones: pass sparse_as_dense=True"
+            )
+        self.accepts_sparse = False
+        errors: list[Exception] = []
+        with self._lock:
+            self._send_rest(errors)
+        if errors:
+            with contextlib.suppress(Exception):  # the first error is raised below
+                self.finish()
+            raise errors[0]
 
     def _exchanges_needed(self) -> bool:
         before = self._session
@@ -222,6 +253,17 @@ class HostedReducer(GradientReducer):
 
     def make_steps(self, numbers: Sequence[Hyperparameters], factors: Factors, initial_sums: Sequence[float]) -> None:
         """Step with the sums: ``numbers`` of each param_group. Returns when all parameters are there."""
+        self.begin_steps(numbers, factors, initial_sums)
+        self.take_parameters()
+
+    def take_parameters(self) -> None:
+        """Take the parameters of the steps that ``begin_steps`` has begun."""
+        due, self._due = self._due, []
+        for states, participates in due:
+            states.take_parameters(participates)
+
+    def begin_steps(self, numbers: Sequence[Hyperparameters], factors: Factors, initial_sums: Sequence[float]) -> None:
+        """The first half of ``make_steps``: returns when this rank's parameters are sent."""
         due: list[tuple[HostedStates, tuple[bool, ...]]] = []
         begins: list[Callable[[], None]] = []
         updates: list[UpdatePhase] = []
@@ -254,8 +296,7 @@ class HostedReducer(GradientReducer):
             rows.step_rows(its_states, its_numbers, factors)
         for states, _ in due:
             states.send_parameters()
-        for states, participates in due:
-            states.take_parameters(participates)
+        self._due = due
 
     def own_sums(self) -> Iterator[torch.Tensor]:
         """This rank's pieces of the averages, after ``finish``."""
