@@ -11,6 +11,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from cases import CASES, case
 from torch import nn
 
 import byteps_py as bps
+from byteps_py.torch.engine import context as contexts
 
 Making = Callable[[Any], torch.optim.Optimizer]
 
@@ -266,6 +268,75 @@ def delays_as_in_the_paper() -> None:
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(param.sum()).backward()
     raises(bps.UsageError, "GradScaler", lambda: scaler.unscale_(hosted))
+
+
+class SideStream:
+    """Stands in for the mover of a device: one thread makes all copies in order, and hands over what has arrived."""
+
+    def __init__(self) -> None:
+        self.stream = ThreadPoolExecutor(1)
+        self.sent: set[tuple[torch.dtype, torch.dtype]] = set()
+        self.fetched: set[tuple[torch.dtype, torch.dtype]] = set()
+        self.adopted: set[int] = set()
+
+    def adopt(self, memory: memoryview) -> None:
+        self.adopted.add(np.frombuffer(memory, np.uint8).ctypes.data)
+
+    def send(self, session: Any, slot: Any, views: Any, tensors: Any, layout: Any = None) -> Any:
+        given = [None if tensor is None else tensor.detach() for tensor in tensors]
+        self.sent |= {(each.dtype, view.dtype) for view, each in zip(views, given, strict=True) if each is not None}
+
+        def copy_and_tell() -> None:
+            for view, tensor in zip(views, given, strict=True):
+                if tensor is None:
+                    view.zero_()
+                else:
+                    view.copy_(tensor)
+            session.hand_over(slot, layout=layout)
+
+        return self.stream.submit(copy_and_tell)
+
+    def fetch(self, views: Any, outputs: Any) -> None:
+        self.fetched |= {(view.dtype, output.dtype) for view, output in zip(views, outputs, strict=True)}
+        self.stream.submit(lambda: [output.data.copy_(view) for view, output in zip(views, outputs, strict=True)])
+        self.stream.submit(lambda: None).result()  # as the caller's stream waits for the side stream
+
+    def close(self) -> None:
+        self.stream.shutdown()
+
+
+@case
+def streams() -> None:
+    """Parameters of a device: gradients travel in their dtype through its mover, and parameters in theirs."""
+    for dtype in (torch.float32, torch.bfloat16):
+        models = []
+        for number in range(2):
+            side = SideStream()
+            movers = contexts.current()._movers
+            plain = movers.pop(torch.device("cpu"), None)
+            if number:
+                movers[torch.device("cpu")] = side
+            model = new_model(dtype)
+            named = [(f"streams.{dtype}.{number}.{name}", param) for name, param in model.named_parameters()]
+            optimizer = bps.DistributedOptimizer(
+                torch.optim.AdamW(model.parameters(), lr=0.01), named, hosted=True, delayed_update_after=2
+            )
+            for turn in range(4):
+                step(model, optimizer, turn)
+            optimizer.flush()
+            models.append(model)
+            if number:
+                # Beside gradients travel what ranks agree on, and their plans.
+                assert (dtype, dtype) in side.sent
+                assert {each for each in side.sent if each[0] is dtype} == {(dtype, dtype)}
+                assert side.fetched == {(dtype, dtype)}, side.fetched
+                (states, *_) = optimizer._reducer._states.values()
+                assert np.frombuffer(states._slot.result, np.uint8).ctypes.data in side.adopted
+                movers.pop(torch.device("cpu"))
+            if plain is not None:
+                movers[torch.device("cpu")] = plain
+            side.close()
+        same(*models, "streams")
 
 
 @case

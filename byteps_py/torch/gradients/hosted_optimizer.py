@@ -107,8 +107,21 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
             self._reducer.begin_steps(numbers, Factors(clip=self._clip), self._initial_sums)
             self._loaded = None
 
-        self._delayed.start(make)
+        self._delayed.start(self._on_this_stream(make))
         self._mark_stepped()
+
+    def _on_this_stream(self, work: Callable[[], None]) -> Callable[[], None]:
+        """``work``, which reads parameters, as a function for a thread that sees them as this one does."""
+        device = next((param.device for group in self.param_groups for param in group["params"]), None)
+        if device is None or device.type != "cuda":
+            return work
+        stream = torch.cuda.current_stream(device)
+
+        def run() -> None:
+            with torch.cuda.stream(stream):
+                work()
+
+        return run
 
     def flush(self) -> None:
         """Finish the step that ``delayed_update_after`` has delayed, if there is one: parameters are the newest after

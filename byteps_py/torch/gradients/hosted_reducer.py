@@ -136,8 +136,10 @@ class HostedReducer(GradientReducer):
 
     def _request(self, names: list[str], params: list[torch.nn.Parameter], first: int) -> TensorRequest:
         for name, param in zip(names, params, strict=True):
-            if not param.is_cpu:
-                raise UsageError(f"hosted=True: parameter {name!r} lies on {param.device}; hosted are those on cpu")
+            if param.device.type not in ("cpu", "cuda"):
+                raise UsageError(
+                    f"hosted=True: parameter {name!r} lies on {param.device}; hosted are those on cpu and cuda"
+                )
             dtype = self._options.compression.wire_dtype(param.dtype)
             check_dtypes(name, wire_dtype(dtype, name), wire_dtype(param.dtype, name))
         request = super()._request(names, params, first)
@@ -260,7 +262,7 @@ class HostedReducer(GradientReducer):
         """Take the parameters of the steps that ``begin_steps`` has begun."""
         due, self._due = self._due, []
         for states, participates in due:
-            states.take_parameters(participates)
+            states.take_parameters(participates, self._context.mover(states.device))
 
     def begin_steps(self, numbers: Sequence[Hyperparameters], factors: Factors, initial_sums: Sequence[float]) -> None:
         """The first half of ``make_steps``: returns when this rank's parameters are sent."""

@@ -37,14 +37,14 @@ class HostedSparseBucket(SparseBucket):
 
     @property
     def summed_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(indices, values) of the average's rows, ascending."""
+        """(indices, values) of the average's rows, ascending, on the CPU."""
         grad = self.params[0].grad
         if grad is None or grad.layout is not torch.sparse_coo:
             raise UsageError(
                 f"the gradient of {self.names[0]!r} was replaced between synchronizing and step(): a hosted optimizer "
                 "steps with the average that it has put there"
             )
-        return grad.indices()[0], grad.values()
+        return grad.indices()[0].cpu(), grad.values().cpu()
 
     def own_rows(self, session: Session) -> tuple[torch.Tensor, torch.Tensor]:
         """``summed_rows`` of this rank's piece."""
@@ -96,7 +96,8 @@ class HostedSparseBucket(SparseBucket):
         session.hand_over(slot, layout=layout)
         session.wait(slot)
         with torch.no_grad():
-            param[indices] = _rows(slot.result, param.dtype, len(indices), param.shape[1:])
+            rows = _rows(slot.result, param.dtype, len(indices), param.shape[1:])
+            param[indices.to(param.device)] = rows.to(param.device)
         self.is_summed = False
 
     def _updated(self, states: HostedStates, numbers: Hyperparameters, factors: Factors) -> torch.Tensor:
@@ -115,7 +116,7 @@ class HostedSparseBucket(SparseBucket):
                 values = values * factor
         if rule.maximize:
             values = -values
-        own, kept = param.detach()[all_indices], master[indices]
+        own, kept = param.detach()[all_indices.to(param.device)].cpu(), master[indices]
         master[indices] = torch.where(kept.to(own.dtype) == own, kept, own.to(kept.dtype))  # the training may change it
 
         def rows(each: torch.Tensor) -> torch.Tensor:

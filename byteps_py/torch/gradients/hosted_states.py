@@ -19,7 +19,7 @@ from byteps_py.kernels.step_segments import StepSegment
 from byteps_py.kernels.update_rules import Hyperparameters, Method, StepKind, UpdateRule, step_scalars
 from byteps_py.session import Session, Slot
 from byteps_py.tensors import DType, Layout, Op, TensorSpec
-from byteps_py.torch.engine.slot_view import TORCH, pieces
+from byteps_py.torch.engine.slot_view import TORCH, Mover, pieces
 from byteps_py.torch.gradients.hosted_rules import MASTER, counts_steps, moment_names
 
 #: States of one parameter, as in a state_dict.
@@ -128,6 +128,11 @@ class HostedStates:
             self.session.wait_for_step(self._part)
 
     @property
+    def device(self) -> torch.device:
+        """Of the parameters."""
+        return self._params[0].device
+
+    @property
     def master(self) -> torch.Tensor:
         """This rank's piece of the masters."""
         return self._states[0]
@@ -146,20 +151,23 @@ class HostedStates:
         self.wait_for_step()
         self.session.hand_over(self._slot, layout=self._layout)
 
-    def take_parameters(self, participates: Sequence[bool]) -> None:
-        """Wait for the parameters of all ranks, and write them where they belong."""
+    def take_parameters(self, participates: Sequence[bool], mover: Mover) -> None:
+        """Wait for the parameters of all ranks, and write them where they belong. ``mover``: of their device. On CUDA,
+        the copies come before later work of the caller's stream. They also come before the gradients of the next step
+        are handed over, since one stream makes both copies: so the memory is not written too early."""
         self.session.wait(self._slot)
         taken = [position for position, takes_part in enumerate(participates) if takes_part]
         with torch.no_grad():
             targets: list[torch.Tensor] = [self._params[position] for position in taken]
             if targets:
-                torch._foreach_copy_(targets, [self._results[position] for position in taken])
+                mover.adopt(self._slot.result)
+                mover.fetch([self._results[position] for position in taken], targets)
 
     def _take_changed_parameters(self) -> None:
         """A parameter that the training has changed, or loaded, is its master from now on."""
         master = self._states[0]
         for overlap in self.overlaps:
-            own = self._params[overlap.position].detach().reshape(-1)[overlap.inside]
+            own = self._params[overlap.position].detach().reshape(-1)[overlap.inside].cpu()  # waits for its stream
             kept = master[overlap.place]
             if not torch.equal(kept.to(own.dtype), own):
                 kept.copy_(own)
