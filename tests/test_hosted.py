@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from support.breaking import command
 from support.clusters import ROOT
 
@@ -43,6 +44,16 @@ def test_gradients_that_are_not_finite(nonfinite: str) -> None:
     with command(sys.executable, "-m", "byteps_py.launch", *words, BYTEPS_NONFINITE=nonfinite) as job:
         assert job.end() == 0, job.text
     assert job.text.count("not_finite: right") == 2, job.text
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_parameters_on_cuda() -> None:
+    words = ["-np", "2", sys.executable, str(PROGRAM), "on_cuda"]
+    with command(sys.executable, "-m", "byteps_py.launch", *words) as job:
+        assert job.end() == 0, job.text
+    assert job.text.count("on_cuda: right") == 2, job.text
 
 
 @pytest.mark.timeout(180)

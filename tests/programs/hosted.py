@@ -175,8 +175,10 @@ def sparse_rows() -> None:
         same_states(on_ranks.state_dict(), hosted.state_dict(), name)
         # A new optimizer learns that the gradient is sparse after it has loaded states.
         named = [(f"sparse.{name}.again.{each}", param) for each, param in other.named_parameters()]
+        saved = hosted.state_dict()
+        del hosted, pairs, optimizer
         again = bps.DistributedOptimizer(making(other.parameters()), named, hosted=True)
-        again.load_state_dict(hosted.state_dict())
+        again.load_state_dict(saved)
         for model, optimizer in ((one, on_ranks), (other, again)):
             optimizer.zero_grad()
             model(torch.tensor([bps.rank(), 1])).square().sum().backward()
@@ -506,7 +508,7 @@ def scales() -> None:
 
 
 @case
-def scales_and_clips() -> None:
+def scales_to_a_limit() -> None:
     """The limit is of the gradients without their scale."""
     (one, plain), (other, hosted) = two(OPTIMIZERS["adamw"])
     plain = bps.DistributedOptimizer(
@@ -530,7 +532,7 @@ def scales_and_clips() -> None:
 
 
 @case
-def scales_half_precision() -> None:
+def scales_float16() -> None:
     """float16 parameters have float32 masters, so that a scaler needs no copies of its own."""
     model = new_model(torch.float16)
     named = [(f"float16.{name}", param) for name, param in model.named_parameters()]
@@ -686,6 +688,68 @@ def is_forgotten() -> None:
         del optimizer, model, named
         gc.collect()
     assert len(places) <= 2, places
+
+
+@case
+def zeroes_in_place() -> None:
+    (one, on_ranks), (other, hosted) = two(OPTIMIZERS["momentum"])
+    for number in range(3):
+        for model, optimizer in ((one, on_ranks), (other, hosted)):
+            optimizer.zero_grad(set_to_none=False)
+            assert all(param.grad is None or not param.grad.any() for param in model.parameters())
+            model(batch(number)).square().sum().backward()
+            optimizer.step()
+        same(one, other, f"step {number}")
+
+
+@case
+def owns_parameters() -> None:
+    """One hosted optimizer has a parameter at a time, and of the shape that it has first."""
+    model = new_model()
+    first = bps.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), [(f"o.{n}", p) for n, p in model.named_parameters()], hosted=True
+    )
+    step(model, first, 0)
+
+    def second() -> Any:
+        names = [(f"again.{name}", param) for name, param in model.named_parameters()]
+        return bps.DistributedOptimizer(torch.optim.SGD(model[4].parameters(), lr=0.1), names, hosted=True)
+
+    raises(bps.UsageError, "'again.4.weight' belongs to another hosted optimizer", second)
+    other = bps.DistributedOptimizer(torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1), hosted=True)
+    raises(bps.UsageError, "belongs to another", lambda: other.add_param_group({"params": [model[0].bias]}))
+    assert len(other.param_groups) == 1
+    step(model, first, 1)
+    with torch.no_grad():
+        model[4].bias.grad = None
+        model[4].bias.data = torch.zeros(2)
+    model[4].weight.data = model[4].weight.data.repeat(2, 1)
+    model[4].weight.grad = None
+    raises(bps.UsageError, "has changed its shape from [1", lambda: step(model, first, 2))
+    model = new_model()
+    step(model, second(), 3)
+
+
+@case
+def on_cuda() -> None:
+    """Parameters on a GPU become those of the CPU, for equal gradients."""
+    if not torch.cuda.is_available():
+        return
+    for dtype in (torch.float32, torch.bfloat16):
+        models = []
+        for device in ("cpu", "cuda"):
+            model = new_model(dtype).to(device)
+            named = [(f"{device}.{dtype}.{name}", param) for name, param in model.named_parameters()]
+            optimizer = bps.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01), named, hosted=True)
+            for turn in range(4):
+                optimizer.zero_grad()
+                rng = torch.Generator().manual_seed(10 * turn + bps.rank())
+                given = [torch.randn(p.shape, generator=rng).to(device, dtype) for p in model.parameters()]
+                sum((p * grad).sum() for p, grad in zip(model.parameters(), given, strict=True)).backward()
+                optimizer.clip_grad_norm_(1.0)
+                optimizer.step()
+            models.append(model.cpu())
+        same(*models, "on CUDA")
 
 
 @case

@@ -12,18 +12,12 @@ import contextvars
 import threading
 from collections.abc import Callable
 
-from byteps_py.errors import UsageError
-
 
 class DelayedSteps:
     """``after``: the number of steps that are made at once before the first one that is delayed; None: all.
-    ``take``: takes the parameters of a step. Raises UsageError for a number below 0."""
+    ``take``: takes the parameters of a step."""
 
     def __init__(self, after: int | None, take: Callable[[], None]) -> None:
-        if after is not None and (isinstance(after, bool) or not isinstance(after, int) or after < 0):
-            raise UsageError(
-                f"delayed_update_after is {after!r}: give the number of steps before it, from 0 up, or None"
-            )
         self._after, self._take = after, take
         self._made = 0
         self._thread: threading.Thread | None = None

@@ -20,6 +20,7 @@ from byteps_py.torch.engine import context as contexts
 from byteps_py.torch.engine import nonfinite
 from byteps_py.torch.gradients.hosted_delay import DelayedSteps
 from byteps_py.torch.gradients.hosted_overflow import GradientProbe, find_error, largest, overflows
+from byteps_py.torch.gradients.hosted_owners import claim
 from byteps_py.torch.gradients.hosted_reducer import HostedReducer
 from byteps_py.torch.gradients.hosted_rules import check_numbers, numbers_of, rule_of
 from byteps_py.torch.gradients.hosted_states import Factors, ParameterState, check_state
@@ -322,6 +323,12 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
         """See torch.optim.Optimizer."""
         self.flush()
         torch.optim.Optimizer.add_param_group(self, param_group)  # type: ignore[arg-type]
+        params = self._wrapped.param_groups[-1]["params"]
+        try:
+            claim([(self._parameter_names.get(param, "of a new group"), param) for param in params], self._reducer)
+        except UsageError:
+            self._wrapped.param_groups.pop()
+            raise
         self._add_new_groups()
 
     def _add_new_groups(self) -> bool:

@@ -27,6 +27,7 @@ from byteps_py.torch.engine.slot_view import PieceView, TensorRequest
 from byteps_py.torch.gradients.bucket import Bucket, GradientOptions, GradientPlace
 from byteps_py.torch.gradients.gradient_checksums import Gradients, Scratch
 from byteps_py.torch.gradients.gradient_reducer import GradientReducer
+from byteps_py.torch.gradients.hosted_owners import claim
 from byteps_py.torch.gradients.hosted_rules import check_dtypes
 from byteps_py.torch.gradients.hosted_sparse_rows import HostedSparseBucket
 from byteps_py.torch.gradients.hosted_states import Factors, HostedStates, ParameterState
@@ -48,6 +49,12 @@ class HostedBucket(Bucket):
     summed: tuple[bool, ...] | None = None
 
     def collect(self, sparse: bool = False) -> list[torch.Tensor | None]:
+        for name, param, shape in zip(self.names, self.params, self.request.shapes, strict=True):
+            if tuple(param.shape) != shape:
+                raise UsageError(
+                    f"hosted=True: parameter {name!r} has changed its shape from {list(shape)} to {list(param.shape)}, "
+                    "and its service has states for the first one: make a new optimizer for the new parameter"
+                )
         found = super().collect(sparse)
         self.gives = tuple(grad is not None for grad in found)
         return found
@@ -97,6 +104,10 @@ class HostedReducer(GradientReducer):
         self.is_delayed = False
         self._due: list[tuple[HostedStates, tuple[bool, ...]]] = []
         super().__init__(context, named, options)
+
+    def add(self, named: Sequence[tuple[str, torch.nn.Parameter]], groups: Sequence[Sequence[str]] = ()) -> None:
+        claim(named, self)
+        super().add(named, groups)
 
     # ---- buckets ----------------------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from byteps_py.torch.gradients.hosted_reducer import HostedReducer
 from byteps_py.torch.gradients.optimizer_arguments import (
     Groups,
     NamedParameters,
+    check_delay,
     check_hosted,
     check_names,
     check_passes,
@@ -87,6 +88,7 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
     """
     check_passes(backward_passes_per_step)
     check_predivide(gradient_predivide_factor, op)
+    check_delay(delayed_update_after, hosted)
     if isinstance(optimizer, DistributedOptimizerMixin):
         raise UsageError("the optimizer is a DistributedOptimizer already")
     params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -99,8 +101,6 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
         check_hosted(optimizer, op, gradient_predivide_factor, bool(ranks), bool(together))
         options = GradientOptions(compression, op, sparse_as_dense=sparse_as_dense)
         return _host(context, optimizer, names, backward_passes_per_step, options, delayed_update_after)
-    if delayed_update_after is not None:
-        raise UsageError("delayed_update_after needs hosted=True: a step on the ranks is made at once")
     if op is Adasum:
         prefix = prefix_of(process_set, "Delta")
         adasum: AdasumOptimizerMixin = _wrap(
