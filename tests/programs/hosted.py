@@ -572,6 +572,17 @@ def not_finite() -> None:
     assert all(map(torch.equal, before, model.parameters()))
     step(model, hosted, 2)
     assert not all(map(torch.equal, before, model.parameters()))
+    delayed = bps.DistributedOptimizer(
+        torch.optim.SGD([param := nn.Parameter(torch.ones(3))], lr=1.0), hosted=True, delayed_update_after=0
+    )
+    (param * factor).sum().backward()
+    delayed.step()
+    delayed.zero_grad()  # what the error needs was kept
+    if wanted == "raise":
+        raises(bps.NonFiniteError, f"from rank {culprit}, step", delayed.flush)
+    else:
+        delayed.flush()
+    assert torch.equal(param, torch.ones(3))
 
 
 @case

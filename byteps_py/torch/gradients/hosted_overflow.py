@@ -68,13 +68,13 @@ def find_error(context: Context, name: str, reducer: HostedReducer) -> NonFinite
     if not overflows(context, name, reducer):
         return None
     session = context.session
-    named = [pair for bucket in reducer.with_states for pair in zip(bucket.names, bucket.params, strict=True)]
-    bad = [param.grad is not None and not nonfinite.is_finite(param.grad) for _, param in named]
+    names = [name for bucket in reducer.with_states for name in bucket.names]
+    bad = reducer.bad_gradients()
     # Bit by bit, because the largest of two numbers is not what both have in common.
     mine = blames.of_rank(session.rank, session.size) if any(bad) else 0
     bits = [float(mine >> bit & 1) for bit in range(_BLAME_BITS)]
     found = largest(context, f"{name}.blame", [*bits, *map(float, bad)])
     blame = sum(1 << bit for bit, is_set in enumerate(found[: len(bits)]) if is_set)
-    places = [repr(each) for (each, _), is_bad in zip(named, found[len(bits) :], strict=True) if is_bad]
+    places = [repr(each) for each, is_bad in zip(names, found[len(bits) :], strict=True) if is_bad]
     step = max((bucket.round for bucket in reducer.with_states), default=0)
     return nonfinite.explain(blame or blames.OVERFLOW, session.size, step, places or ["a sum"])

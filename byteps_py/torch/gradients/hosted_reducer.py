@@ -21,6 +21,7 @@ from byteps_py.kernels.update_rules import Hyperparameters, Method, StepKind, Up
 from byteps_py.memory_left import available_memory_bytes
 from byteps_py.tensors import TensorSpec
 from byteps_py.torch.compression import Compression
+from byteps_py.torch.engine import nonfinite
 from byteps_py.torch.engine.context import Context
 from byteps_py.torch.engine.dtypes import WIRE, wire_dtype
 from byteps_py.torch.engine.slot_view import PieceView, TensorRequest
@@ -46,6 +47,7 @@ class HostedBucket(Bucket):
 
     is_alone = False
     gives: tuple[bool, ...] = ()  # which of them have a gradient
+    is_copied = False  # gradients were copied before the training went on, which may change or replace them meanwhile
     summed: tuple[bool, ...] | None = None
 
     def collect(self, sparse: bool = False) -> list[torch.Tensor | None]:
@@ -60,7 +62,7 @@ class HostedBucket(Bucket):
         return found
 
     def receive(self) -> None:
-        touched = self.changed
+        touched = None if self.is_copied else self.changed
         if self.slot_view is not None:
             self.slot_view.wait()
         self._check_untouched(touched)
@@ -102,6 +104,7 @@ class HostedReducer(GradientReducer):
             options = replace(options, compression=Compression.none)
         #: Gradients are handed over by ``hand_over_now`` alone, and may be computed while ``finish`` runs elsewhere.
         self.is_delayed = False
+        self._bad: list[bool] | None = None
         self._due: list[tuple[HostedStates, tuple[bool, ...]]] = []
         super().__init__(context, named, options)
 
@@ -182,10 +185,27 @@ class HostedReducer(GradientReducer):
         errors: list[Exception] = []
         with self._lock:
             self._send_rest(errors)
+        for bucket in self.hosted:
+            bucket.is_copied = True  # ``finish`` must not read a gradient, which the training may replace
+            if bucket.sent and bucket.slot_view is not None:
+                bucket.slot_view.wait_for_departure()
+        self._bad = None  # of the step before
+        self._bad = self.bad_gradients() if self._options.nonfinite else []
         if errors:
             with contextlib.suppress(Exception):  # the first error is raised below
                 self.finish()
             raise errors[0]
+
+    def bad_gradients(self) -> list[bool]:
+        """Of each parameter: whether this rank's gradient is NaN or infinite. Of a delayed step: at its hand-over."""
+        if self._bad is not None:
+            found, self._bad = self._bad, None
+            return found
+        return [
+            param.grad is not None and not nonfinite.is_finite(param.grad)
+            for bucket in self.with_states
+            for param in bucket.params
+        ]
 
     def _exchanges_needed(self) -> bool:
         before = self._session
