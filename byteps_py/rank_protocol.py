@@ -61,7 +61,8 @@ class RankMessageKind(enum.IntEnum):
     HOST = 30  # {request, step_kind, source, target, before}: keep states; the slots of gradients and of parameters;
     # before: the states to go on with, 0 for new ones
     HOSTED = 31  # {request, id, count, states: [[segment, offset]], owners: [[first, count, rank]]} or {error, message}
-    STEP = 32  # {part, round, segments}: step with the sums of the source's round
+    STEP = 32  # {part, round, segments, is_last}: step with the sums of the source's round, which are kept for another
+    # step unless it is the last
     SKIP = 33  # {slot, round}: make no step with the sums of this round
     UNHOST = 34  # {part}: the states are needed no more
     NORM = 35  # {request, part, ranges}: of the averages that the rank owns

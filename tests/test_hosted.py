@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from support.breaking import command
 from support.clusters import ROOT
 
@@ -37,6 +38,25 @@ def test_beside_the_optimizer_on_the_ranks(layout: str) -> None:
 
 
 @pytest.mark.timeout(180)
+@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
+def test_gradients_that_are_not_finite(nonfinite: str) -> None:
+    words = ["-np", "2", sys.executable, str(PROGRAM), "not_finite"]
+    with command(sys.executable, "-m", "byteps_py.launch", *words, BYTEPS_NONFINITE=nonfinite) as job:
+        assert job.end() == 0, job.text
+    assert job.text.count("not_finite: right") == 2, job.text
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_parameters_on_cuda() -> None:
+    words = ["-np", "2", sys.executable, str(PROGRAM), "on_cuda"]
+    with command(sys.executable, "-m", "byteps_py.launch", *words) as job:
+        assert job.end() == 0, job.text
+    assert job.text.count("on_cuda: right") == 2, job.text
+
+
+@pytest.mark.timeout(180)
 def test_the_block_of_the_page_runs(tmp_path: Path) -> None:
     (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "sharding.md").read_text(), re.DOTALL)
     script = tmp_path / "train.py"
@@ -50,7 +70,17 @@ def test_the_block_of_the_page_runs(tmp_path: Path) -> None:
 @pytest.mark.parametrize("partition", ["4096", "65536"])
 def test_partitions_do_not_matter(partition: str) -> None:
     layout = ["-np", "2", "--machines", "2", "--servers", "2"]
-    arguments = [sys.executable, "-m", "byteps_py.launch", *layout, sys.executable, str(PROGRAM), "equal", "groups"]
+    arguments = [
+        sys.executable,
+        "-m",
+        "byteps_py.launch",
+        *layout,
+        sys.executable,
+        str(PROGRAM),
+        "equal",
+        "groups",
+        "lamb",
+    ]
     with command(*arguments, BYTEPS_PARTITION_BYTES=partition, BYTEPS_FUSION_BYTES="10000") as job:
         assert job.end() == 0, job.text
     assert job.text.count("equal: right") == 4, job.text

@@ -240,7 +240,7 @@ def test_bad_arguments() -> None:
         bind_step(StepKind(rule, DType.FLOAT32, DType.FLOAT32), [0, 0], [0], [])
     with pytest.raises(UsageError, match="steps count from 1"):
         step_scalars(rule, Hyperparameters(lr=1.0), 0)
-    for code in (-1, 3, 1 << 9, 3 << 2):
+    for code in (-1, 1 << 9, 3 << 2):
         with pytest.raises(UsageError, match="no rule"):
             UpdateRule.from_code(code)
 

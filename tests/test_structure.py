@@ -34,7 +34,8 @@ FRONT_DOORS = {("byteps_py", "torch"), ("byteps_py.torch_backend", "torch")}
 ROOMS = {
     "engine": set[str](),
     "horovod": {"engine", "compression", "timeline"},
-    "gradients": {"engine", "horovod", "compression"},
+    "gradients": {"engine", "horovod", "compression", "optim"},
+    "optim": set(),
     "process_group": {"engine"},
     "elastic": {"engine", "horovod"},
     "compression": set[str](),

@@ -3,13 +3,14 @@ Pure but for ``run_segments``. Any thread."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from byteps_py.errors import ProtocolError
 from byteps_py.kernels.steps import bind_step
-from byteps_py.kernels.update_rules import StepKind
+from byteps_py.kernels.update_rules import Method, Scalar, StepKind, UpdateRule
+from byteps_py.tensors import DType
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +40,28 @@ def segments_of(said: Any, scalars: int) -> list[StepSegment]:
     return found
 
 
+def bind_segments(
+    kind: StepKind, states: Sequence[int], inputs: Sequence[int], outputs: Sequence[int], divisor: int = 1
+) -> Callable[[Sequence[StepSegment]], None]:
+    """A function that makes the step of segments. The arguments are those of ``make_step``. Of LAMB, segments of the
+    first phase change the moments, and those of the second one the parameters; only these write to ``outputs``."""
+    if kind.rule.method is not Method.LAMB:
+        update = apply = bind_step(kind, states, inputs, outputs, divisor)
+    else:
+        wide = DType.FLOAT64 if kind.gradient is DType.FLOAT64 else DType.FLOAT32
+        update = bind_step(kind, states, inputs, [], divisor)
+        # With the update in place of the gradient, what is left is SGD.
+        apply = bind_step(StepKind(UpdateRule(Method.SGD), wide, kind.parameter), states[:1], states[3:], outputs)
+
+    def run(segments: Sequence[StepSegment]) -> None:
+        for segment in segments:
+            (apply if segment.scalars[Scalar.PHASE] else update)(segment.scalars, segment.elements)
+
+    return run
+
+
 def run_segments(
     kind: StepKind, states: Sequence[int], source: int, target: int, segments: Sequence[StepSegment]
 ) -> None:
     """Make the step. ``states``, ``source``, ``target``: addresses, see ``make_step``."""
-    run = bind_step(kind, states, [source], [target])
-    for segment in segments:
-        run(segment.scalars, segment.elements)
+    bind_segments(kind, states, [source], [target])(segments)

@@ -21,6 +21,7 @@ class Method(IntEnum):
     SGD = 0
     ADAM = auto()
     ADAGRAD = auto()
+    LAMB = auto()
 
 
 class Decay(IntEnum):
@@ -44,6 +45,8 @@ class Scalar(IntEnum):
     ROOT = auto()  # ADAM: the root of the second bias correction
     EPS = auto()
     STEP = auto()  # minus the step's size
+    BIAS = auto()  # LAMB: the first bias correction
+    PHASE = auto()  # LAMB: 0 if moments and updates are due, 1 if the step with these is
 
 
 SCALARS = len(Scalar)
@@ -53,7 +56,7 @@ STATES = 4
 
 @dataclass(frozen=True, slots=True)
 class UpdateRule:
-    """An optimizer's arithmetic, without its numbers. ``is_mostly_new``: of ADAM whose beta1 is at most 0.5."""
+    """An optimizer's arithmetic, without its numbers. ``is_mostly_new``: ADAM's or LAMB's beta1 is at most 0.5."""
 
     method: Method
     decay: Decay = Decay.NONE
@@ -68,6 +71,8 @@ class UpdateRule:
         """How many numbers are kept for each element, beside the master."""
         if self.method is Method.ADAM:
             return 3 if self.amsgrad else 2
+        if self.method is Method.LAMB:
+            return 3  # the last one is the update, which waits for its norm
         return 1 if self.method is Method.ADAGRAD else int(self.momentum)
 
     @property
@@ -141,6 +146,7 @@ class Hyperparameters:
     beta2: float = 0.999
     eps: float = 1e-8
     lr_decay: float = 0.0
+    always_adapt: float = 0.0
 
 
 def step_scalars(
@@ -167,12 +173,21 @@ def step_scalars(
         if step == 1:
             found[Scalar.MOMENTUM], found[Scalar.GAIN] = 0.0, 1.0
         found[Scalar.NESTEROV] = numbers.momentum
-    elif rule.method is Method.ADAM:
+    elif rule.method in (Method.ADAM, Method.LAMB):
         weight = 1 - numbers.beta1
         found[Scalar.GAIN] = weight - 1 if rule.is_mostly_new else weight
         found[Scalar.MOMENTUM], found[Scalar.SQUARE_GAIN] = numbers.beta2, 1 - numbers.beta2
         found[Scalar.STEP] = -(numbers.lr / (1 - numbers.beta1**step))
         found[Scalar.ROOT] = math.sqrt(1 - numbers.beta2**step)
+        found[Scalar.BIAS] = 1 - numbers.beta1**step
     else:
         found[Scalar.STEP] = -(numbers.lr / (1 + (step - 1) * numbers.lr_decay))
+    return tuple(found[each] for each in Scalar)
+
+
+def apply_scalars(size: float) -> tuple[float, ...]:
+    """The numbers of LAMB's second phase, which changes the parameter by minus ``size`` times its update."""
+    found = dict.fromkeys(Scalar, 0.0)
+    found[Scalar.UNSCALE] = found[Scalar.CLIP] = found[Scalar.PHASE] = 1.0
+    found[Scalar.STEP] = -size
     return tuple(found[each] for each in Scalar)

@@ -184,11 +184,14 @@ class Session(ABC):
         with, whose slots were declared again."""
         raise UnsupportedError("this session has no service that keeps an optimizer's states")
 
-    def begin_step(self, part: HostedPart, segments: Sequence[StepSegment]) -> None:
+    def begin_step(self, part: HostedPart, segments: Sequence[StepSegment], is_last: bool = True) -> None:
         """Let each sum of the source's latest round, once it is there, change the states. ``target`` is handed over
         afterwards, on all ranks; its result are the parameters. The states must not be used until both rounds are
-        delivered."""
+        delivered; or, if more steps with the same sums follow (not ``is_last``), until ``wait_for_step`` returns."""
         raise UnsupportedError("this session has no service that makes an optimizer's steps")
+
+    def wait_for_step(self, part: HostedPart, timeout_s: float | None = None) -> None:  # noqa: B027  made at once
+        """Return when a step that is not the last of its round is made. Raises what ``wait`` raises."""
 
     def skip_step(self, source: Slot) -> None:
         """Make no step with the sums of the latest round of ``source``. All ranks do so, and wait for the round."""

@@ -86,7 +86,7 @@ class SoloSession(Session):
         states = tuple(memoryview(bytearray(nbytes)) for _ in range(kind.states))
         return HostedPart(kind, source, target, states, ((0, source.spec.count, 0),))
 
-    def begin_step(self, part: HostedPart, segments: Sequence[StepSegment]) -> None:
+    def begin_step(self, part: HostedPart, segments: Sequence[StepSegment], is_last: bool = True) -> None:
         self.check_open()
         states = [_address(state) for state in part.states]
         run_segments(part.kind, states, _address(part.source.input), _address(part.target.result), segments)

@@ -38,7 +38,7 @@ from byteps_py.errors import (
     UnsupportedError,
     UsageError,
 )
-from byteps_py.torch import elastic
+from byteps_py.torch import elastic, optim
 from byteps_py.torch.compression import Compression
 from byteps_py.torch.gradients.comm_hook import CommHookOptions, ddp_comm_hook
 from byteps_py.torch.gradients.cross_barrier import CrossBarrier
@@ -191,6 +191,7 @@ __all__ = [
     "mpi_ops",
     "mpi_threads_supported",
     "nccl_built",
+    "optim",
     "parallel",
     "poll",
     "push_pull",

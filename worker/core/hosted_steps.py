@@ -14,8 +14,9 @@ A partition's step is made when its sum is there and its owner has said with whi
 tensor is still on its way. It is made once: a round leaves SUMMING when its sum is there, and later answers to the same
 push concern nothing. An owner may also give a sum up (``skip``).
 
-    SUMMING ─its sum is there─► SUMMED ─its owner is armed─► STEPPING ─► SUMMING, of the next round
-                                   └────its owner skips────────────────► SUMMING, of the next round
+    SUMMING ─its sum is there─► SUMMED ─its owner is armed─► STEPPING ─the last of the round─► SUMMING, of the next one
+                                 ▲ └────its owner skips──────────│───────────────────────────► SUMMING, of the next one
+                                 └──another step follows─────────┘
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ SUMMING, SUMMED, STEPPING = StepState
 STEP_STATES: dict[StepState, tuple[StepState, ...]] = {
     SUMMING: (SUMMED,),
     SUMMED: (STEPPING, SUMMING),
-    STEPPING: (SUMMING,),
+    STEPPING: (SUMMING, SUMMED),  # LAMB's updates come before its step, which needs their norms
 }
 for _state, _states in STEP_STATES.items():
     _state.after = _states
@@ -119,13 +120,14 @@ class OwnedPart(Part):
 class MakeStep:
     """Step the owner's states with the sum of ``inputs``, divided, then call ``RoundPipeline.stepped``.
 
-    ``targets``: the partitions of ``parameters`` with the same elements."""
+    ``targets``: the partitions of ``parameters`` with the same elements. ``is_last``: the sum is not kept for more."""
 
     part: OwnedPart
     inputs: tuple[int, ...]
     divisor: int
     parameters: Tensor
     targets: list[OwnedPart]
+    is_last: bool
 
 
 @dataclass(slots=True)
@@ -154,6 +156,8 @@ class HostedSteps:
         self._local_ranks = range(first_rank, first_rank + local_size)
         self._parameters: dict[str, Tensor] = {}  # by name of the sum
         self._armed: dict[int, int] = {}  # by id of the owner's slot: the round in which its partitions step
+        self._is_last: dict[int, bool] = {}  # by the same: whether that step is the last of its round
+        self._open: dict[int, int] = {}  # by the same: partitions that a step which is not the last has yet to make
         self._skipped: dict[int, int] = {}  # by the same: the round that is given up
         self._watching: dict[int, RankSlot] = {}
 
@@ -186,7 +190,7 @@ class HostedSteps:
         if self._parameters.get(tensor.spec.ownership) is tensor:
             del self._parameters[tensor.spec.ownership]
         for slot in (*tensor.slots, *tensor.joined):
-            for known in (self._armed, self._skipped, self._watching):
+            for known in (self._armed, self._skipped, self._watching, self._is_last, self._open):
                 known.pop(slot.id, None)
         return [Forget(part) for part in held]
 
@@ -204,7 +208,7 @@ class HostedSteps:
         part.inputs = inputs
         slot = self._slot_of(part)
         if self._armed.get(slot.id) == slot.round:
-            return [self._step(part, divisor)]
+            return [self._step(part, divisor, self._is_last[slot.id])]
         return [*self._poll(slot)]
 
     def is_skipped(self, part: OwnedPart) -> bool:
@@ -212,15 +216,27 @@ class HostedSteps:
         slot = self._slot_of(part)
         return self._skipped.get(slot.id) == slot.round
 
-    def arm(self, slot: RankSlot, round_: int, divisor: int) -> list[HostedAction]:
-        """A rank has said with which numbers its partitions step in its round number ``round_``. Said again, it changes
-        nothing. Raises ProtocolError for another round than the rank's latest, or one that it has given up."""
-        if self._armed.get(slot.id) == round_:
+    def arm(self, slot: RankSlot, round_: int, is_last: bool, divisor: int) -> list[HostedAction]:
+        """A rank has said with which numbers its partitions step in its round number ``round_``. After the last step of
+        a round, it changes nothing to say so again. Raises ProtocolError for another round than the rank's latest, one
+        that it has given up, or before an earlier step of it is made."""
+        if self._armed.get(slot.id) == round_ and self._is_last[slot.id]:
             return []
-        if round_ != slot.round or self._skipped.get(slot.id) == round_:
+        if round_ != slot.round or self._skipped.get(slot.id) == round_ or self._open.get(slot.id):
             raise ProtocolError(f"local rank {slot.local_rank} steps in round {round_} of {slot.spec.name!r}")
-        self._armed[slot.id] = round_
-        return [self._step(part, divisor) for part in self.own_parts(slot) if part.state is SUMMED]
+        own = self.own_parts(slot)
+        self._armed[slot.id], self._is_last[slot.id] = round_, is_last
+        self._open[slot.id] = 0 if is_last else len(own)
+        return [self._step(part, divisor, is_last) for part in own if part.state is SUMMED]
+
+    def kept(self, part: OwnedPart) -> Iterable[HostedAction]:
+        """A partition's step that is not the last of its round is made."""
+        part.step_to(SUMMED)
+        slot = self._slot_of(part)
+        self._open[slot.id] -= 1
+        if not self._open[slot.id]:
+            del self._armed[slot.id]
+        return self._poll(slot)
 
     def skip(self, slot: RankSlot, round_: int) -> list[OwnedPart]:
         """A rank gives up the sums of its round number ``round_``. Returns the partitions that are SUMMED. Raises
@@ -236,16 +252,17 @@ class HostedSteps:
         return self._poll(slot)
 
     def _poll(self, slot: RankSlot) -> Iterable[HostedAction]:
-        if slot.id in self._watching and all(part.state is SUMMED for part in self.own_parts(slot)):
+        is_over = not self._open.get(slot.id) and all(part.state is SUMMED for part in self.own_parts(slot))
+        if slot.id in self._watching and is_over:
             yield AllSummed(self._watching.pop(slot.id))
 
-    def _step(self, part: OwnedPart, divisor: int) -> MakeStep:
+    def _step(self, part: OwnedPart, divisor: int, is_last: bool) -> MakeStep:
         parameters = self._parameters.get(part.tensor.name)
         if parameters is None:
             raise ProtocolError(f"a step with {part.tensor.name!r}, whose parameters are not agreed")
         part.step_to(STEPPING)
         targets = [each for each in parameters.parts if isinstance(each, OwnedPart) and each.source == part.index]
-        return MakeStep(part, part.inputs, divisor, parameters, targets)
+        return MakeStep(part, part.inputs, divisor, parameters, targets, is_last)
 
     def over(self, part: OwnedPart) -> None:
         """A partition's step is made, or given up."""

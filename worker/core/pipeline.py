@@ -198,9 +198,9 @@ class RoundPipeline:
             due.append(action)
         return due
 
-    def arm(self, slot: RankSlot, round_: int) -> list[Action]:
+    def arm(self, slot: RankSlot, round_: int, is_last: bool = True) -> list[Action]:
         """A rank has said with which numbers its partitions step. Raises ProtocolError."""
-        return self._run_hosted(self.hosted.arm(slot, round_, self.divisor(slot.spec)))
+        return self._run_hosted(self.hosted.arm(slot, round_, is_last, self.divisor(slot.spec)))
 
     def skip(self, slot: RankSlot, round_: int) -> list[Action]:
         """A rank gives the sums of its partitions up. Raises ProtocolError."""
@@ -222,6 +222,8 @@ class RoundPipeline:
         if part.tensor.state.is_void or parameters.state.is_void:
             void = [each for each in (part.tensor, parameters) if each.state.is_void]
             return [action for each in void for action in self._release(each)]
+        if not step.is_last:
+            return [*self.hosted.kept(part)]
         actions: list[Action] = []
         self.hosted.over(part)
         for target in step.targets:

@@ -307,7 +307,8 @@ class Executor:
         self._moved_at = self._loop.time()
         self.steps.stepped(step)
         if not self._is_abandoned:
-            self._forget_sum(step.part)
+            if step.is_last:
+                self._forget_sum(step.part)
             self.run(self._pipeline.stepped(step, self._moved_at))
 
     def _forget_sum(self, part: Part) -> None:

@@ -23,8 +23,8 @@ from typing import Any
 from byteps_py import rank_protocol as protocol
 from byteps_py.errors import BytePSError, PeerLostError, ProtocolError
 from byteps_py.kernels.square_sums import square_sum
-from byteps_py.kernels.step_segments import StepSegment, segments_of
-from byteps_py.kernels.steps import bind_step, prepare_step
+from byteps_py.kernels.step_segments import StepSegment, bind_segments, segments_of
+from byteps_py.kernels.steps import prepare_step
 from byteps_py.kernels.update_rules import SCALARS, StepKind
 from byteps_py.rank_protocol import RankMessageKind
 from byteps_py.shm import Block
@@ -165,7 +165,7 @@ class Hosting:
         if segments and segments[-1].elements.stop > part.count:
             raise ProtocolError(f"a step of {segments[-1].elements.stop} elements with states of {part.count}")
         part.segments = segments
-        self._executor.run(self._pipeline.arm(part.source, int(fields["round"])))
+        self._executor.run(self._pipeline.arm(part.source, int(fields["round"]), bool(fields["is_last"])))
 
     def skip(self, rank: RankConnection, fields: dict[str, Any]) -> None:
         """A rank gives the sums of a round up. Raises ProtocolError."""
@@ -235,15 +235,15 @@ class Hosting:
         if not parameters.is_alone:
             block, sent_from = step.targets[0].contribution
             outputs.append(block.address + sent_from)
-        run = bind_step(kind, states, step.inputs, outputs, step.divisor)
+        run = bind_segments(kind, states, step.inputs, outputs, step.divisor)
         kept.running += 1
-        ranges = []
+        segments = []
         for segment in kept.segments:
             begin = max(segment.elements.start - offset, 0)
             end = min(segment.elements.stop - offset, part.count)
             if begin < end:
-                ranges.append((segment.scalars, range(begin, end)))
-        return functools.partial(_make_step, self._memory, run, ranges)
+                segments.append(StepSegment(range(begin, end), segment.scalars))
+        return functools.partial(_make_step, self._memory, run, segments)
 
     def stepped(self, step: MakeStep) -> None:
         """The work of a step is done."""
@@ -272,14 +272,9 @@ class Hosting:
         return slot
 
 
-def _make_step(
-    memory: Memory,
-    run: Callable[[Sequence[float], range], None],
-    ranges: Sequence[tuple[tuple[float, ...], range]],
-) -> None:
+def _make_step(memory: Memory, run: Callable[[Sequence[StepSegment]], None], segments: Sequence[StepSegment]) -> None:
     """``memory``: what keeps the addresses mapped until the step is made, even if the group is over meanwhile."""
-    for scalars, elements in ranges:
-        run(scalars, elements)
+    run(segments)
 
 
 def _kind_of(said: Any) -> StepKind:

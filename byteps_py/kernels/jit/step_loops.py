@@ -216,10 +216,21 @@ def _adagrad(by: Arithmetic, rule: UpdateRule, gradient: ir.Value, parameter: ir
     return [by.add_quotient(parameter, Scalar.STEP, gradient, scale), square]
 
 
+def _lamb(by: Arithmetic, rule: UpdateRule, gradient: ir.Value, parameter: ir.Value, moments: _Values) -> _Values:
+    mean, square, _ = moments
+    base = gradient if rule.is_mostly_new else mean
+    mean = by.fma(by.scalar(Scalar.GAIN), by.sub(gradient, mean), base)
+    square = by.add_square(by.mul(square, by.scalar(Scalar.MOMENTUM)), Scalar.SQUARE_GAIN, gradient)
+    scale = by.add(by.div(by.sqrt(square), by.scalar(Scalar.ROOT)), by.scalar(Scalar.EPS))
+    update = by.div(by.div(mean, by.scalar(Scalar.BIAS)), scale)
+    return [parameter, mean, square, by.fma(by.scalar(Scalar.DECAY), parameter, update)]
+
+
 _METHODS: dict[Method, Callable[[Arithmetic, UpdateRule, ir.Value, ir.Value, _Values], _Values]] = {
     Method.SGD: _sgd,
     Method.ADAM: _adam,
     Method.ADAGRAD: _adagrad,
+    Method.LAMB: _lamb,
 }
 
 

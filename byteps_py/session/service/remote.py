@@ -338,9 +338,13 @@ class RemoteSession(ChannelSession):
             self._requests += 1
             return self._requests
 
-    def begin_step(self, part: HostedPart, segments: Sequence[StepSegment]) -> None:
+    def begin_step(self, part: HostedPart, segments: Sequence[StepSegment], is_last: bool = True) -> None:
         said = [segment.to_json() for segment in segments]
-        self.tell(protocol.pack(RankMessageKind.STEP, part=part.id, round=part.source.round, segments=said))
+        round_ = part.source.round
+        self.tell(protocol.pack(RankMessageKind.STEP, part=part.id, round=round_, segments=said, is_last=is_last))
+
+    def wait_for_step(self, part: HostedPart, timeout_s: float | None = None) -> None:
+        self.square_sum(part, (), timeout_s)  # there are sums again
 
     def skip_step(self, source: Slot) -> None:
         self.tell(protocol.pack(RankMessageKind.SKIP, slot=source.id, round=source.round))

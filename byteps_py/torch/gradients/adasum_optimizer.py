@@ -125,16 +125,18 @@ class AdasumOptimizerMixin(DistributedOptimizerMixin):
     def _state_replaced(self) -> None:
         pass
 
-    def _prepare_unscaling(self) -> None:
+    def _groups_to_unscale(self) -> list[dict[str, Any]]:
         """A GradScaler is about to check this rank's gradients, and skips the step if they are not finite. Then all
         ranks must skip it, so each rank that has finite gradients gets a NaN."""
-        params = [p for group in self._wrapped.param_groups for p in group["params"] if p.requires_grad]
+        groups: list[dict[str, Any]] = self._wrapped.param_groups
+        params = [p for group in groups for p in group["params"] if p.requires_grad]
         given = [param for param in params if param.grad is not None]
         if not params or not self._deltas.any_rank(not all(nonfinite.is_finite(p.grad) for p in given)):
-            return
+            return groups
         param = (given or params)[0]
         param.grad = torch.full_like(param, math.nan)
         self._passes.drop()  # zero_grad() comes next
+        return groups
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:

@@ -109,6 +109,11 @@ class GradientReducer:
     ) -> Bucket:
         return Bucket(request, names, params, self._options, first, scratch)
 
+    def _new_sparse_bucket(
+        self, request: TensorRequest, name: str, param: torch.nn.Parameter, first: int
+    ) -> SparseBucket:
+        return SparseBucket(self._context, request, name, param, self._options, first, self._scratch)
+
     def prioritize(self) -> None:
         """For CrossBarrier: send the gradients that the next forward pass needs first before the others. Has no effect
         on gradients that have travelled before."""
@@ -332,11 +337,9 @@ class GradientReducer:
             its_names, its_params = [names[i] for i in positions], [params[i] for i in positions]
             request = self._request(its_names, its_params, bucket.first)
             if is_sparse:
-                part: Bucket = SparseBucket(
-                    self._context, request, its_names[0], its_params[0], self._options, bucket.first, self._scratch
-                )
+                part: Bucket = self._new_sparse_bucket(request, its_names[0], its_params[0], bucket.first)
             else:
-                part = Bucket(request, its_names, its_params, self._options, bucket.first, self._scratch)
+                part = self._new_bucket(request, its_names, its_params, bucket.first, self._scratch)
             part.take_over(bucket, positions)
             split.append(part)
             for position, param in enumerate(its_params):

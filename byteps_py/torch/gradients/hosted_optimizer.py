@@ -13,20 +13,22 @@ from typing import Any
 
 import torch
 
-from byteps_py.errors import MismatchError, UsageError
+from byteps_py.errors import BytePSError, MismatchError, UsageError
 from byteps_py.kernels.update_rules import Hyperparameters
-from byteps_py.tensors import DType, Op, TensorSpec
+from byteps_py.tensors import NonFinite
 from byteps_py.torch.engine import context as contexts
-from byteps_py.torch.engine.slot_view import TensorRequest
+from byteps_py.torch.engine import nonfinite
+from byteps_py.torch.gradients.hosted_delay import DelayedSteps
+from byteps_py.torch.gradients.hosted_overflow import GradientProbe, find_error, largest, overflows
+from byteps_py.torch.gradients.hosted_owners import claim
 from byteps_py.torch.gradients.hosted_reducer import HostedReducer
 from byteps_py.torch.gradients.hosted_rules import check_numbers, numbers_of, rule_of
-from byteps_py.torch.gradients.hosted_states import ParameterState, check_state
+from byteps_py.torch.gradients.hosted_states import Factors, ParameterState, check_state
 from byteps_py.torch.gradients.optimizer_mixin import DistributedOptimizerMixin
-from byteps_py.torch.horovod.allgather import allgather
 from byteps_py.torch.horovod.api import push_pull
 
 #: "rule" encodes the switches, such as amsgrad.
-_COMPARED = ("lr", "weight_decay", "momentum", "dampening", "beta1", "beta2", "eps", "lr_decay", "rule")
+_COMPARED = ("lr", "weight_decay", "momentum", "dampening", "beta1", "beta2", "eps", "lr_decay", "always_adapt", "rule")
 
 
 class HostedOptimizerMixin(DistributedOptimizerMixin):
@@ -34,6 +36,14 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
 
     _reducer: HostedReducer
     _clip: float
+    _unscale: float
+    _overflows: bool  # a GradScaler was told to skip the step
+    _probe: GradientProbe
+    _delayed: DelayedSteps
+    _limit: float | None = None  # of the norm, for the next delayed step
+    _norm: torch.Tensor  # the latest known one
+    #: A GradScaler sets ``grad_scale`` for step(), and calls it for gradients that are infinite, too.
+    _step_supports_amp_scaling = True
     _name: str
     _loaded: dict[int, Mapping[str, Any]] | None  # the states, if there was no step since they were loaded
 
@@ -49,16 +59,75 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
                 "a hosted optimizer takes no closure: a closure evaluates the loss for parameters that the service "
                 "would have to send back each time. Call backward() before step()"
             )
+        if self._delayed.is_due:
+            self._step_later()
+            return
         self._sum()  # first: a rank whose numbers are wrong must not leave the other ranks waiting for its gradients
         numbers = [numbers_of(group) for group in self.param_groups]
-        self._compare(numbers)
+        scale: torch.Tensor | None = getattr(self, "grad_scale", None)
+        if scale is not None:  # otherwise the scaler has unscaled already
+            self._unscale = float(scale.double().reciprocal().float())
+        self._compare(numbers, self._rule_codes())
         for number, found in enumerate(numbers):
             check_numbers(found, number)
-        clip, self._clip = self._clip, 1.0
-        self._reducer.make_steps(numbers, clip, self._initial_sums)
-        self._loaded = None
+        if self._nonfinite_error is not None:
+            nonfinite.tell(self._nonfinite_error, contexts.current().session)
+            self._overflows = True
+        if self._overflows:
+            self._reducer.drop_sums()
+        else:
+            self._reducer.make_steps(numbers, Factors(self._unscale, self._clip), self._initial_sums)
+            self._loaded = None
+        self._forget_factors()
+        self._delayed.count()
+        self._reducer.is_delayed = self._delayed.is_due
         self._mark_stepped()
         self._passes.hook(p for group in self.param_groups for p in group["params"])  # some may have been unfrozen
+
+    def _step_later(self) -> None:
+        """Finish the step before this one, and begin this one, which the next one finishes."""
+        self._delayed.finish()
+        self._add_new_groups()
+        numbers, rules = [numbers_of(group) for group in self.param_groups], self._rule_codes()
+        limit, self._limit = self._limit, None
+        self._reducer.hand_over_now()
+
+        def make() -> None:  # on a thread of its own
+            self._forget_factors()
+            self._reducer.finish()
+            self._check_finite()
+            if limit is not None:
+                self._norm = self._find_clip(limit)
+            self._compare(numbers, rules)
+            for number, found in enumerate(numbers):
+                check_numbers(found, number)
+            if self._nonfinite_error is not None:
+                nonfinite.tell(self._nonfinite_error, contexts.current().session)
+                self._reducer.drop_sums()
+                return
+            self._reducer.begin_steps(numbers, Factors(clip=self._clip), self._initial_sums)
+            self._loaded = None
+
+        self._delayed.start(self._on_this_stream(make))
+        self._mark_stepped()
+
+    def _on_this_stream(self, work: Callable[[], None]) -> Callable[[], None]:
+        """``work``, which reads parameters, as a function for a thread that sees them as this one does."""
+        device = next((param.device for group in self.param_groups for param in group["params"]), None)
+        if device is None or device.type != "cuda":
+            return work
+        stream = torch.cuda.current_stream(device)
+
+        def run() -> None:
+            with torch.cuda.stream(stream):
+                work()
+
+        return run
+
+    def flush(self) -> None:
+        """Finish the step that ``delayed_update_after`` has delayed, if there is one: parameters are the newest after
+        it. All ranks call it, or none. ``state_dict`` and ``bps.shutdown`` call it. Raises the errors of the step."""
+        self._delayed.finish()
 
     step.hooked = True  # type: ignore[attr-defined]
 
@@ -66,7 +135,8 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
         """Clip the gradients of the next step. Call it on all ranks after backward() and before step().
 
         Returns the norm of the averages of all gradients, float64, before they are clipped. Gradients on the ranks stay
-        as they are. Raises as step() does.
+        as they are. Of a step that is delayed (``delayed_update_after``), the norm is that of the latest step whose
+        norm is known, NaN if there is none. Raises as step() does.
 
         >>> import torch, byteps_py as bps
         >>> bps.init()
@@ -80,8 +150,15 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
         """
         if math.isnan(max_norm) or max_norm < 0:
             raise UsageError(f"max_norm is {max_norm}: give a number from 0 up")
+        if self._delayed.is_due:
+            self._limit, norm = max_norm, self._norm
+            return norm
         self._sum()
-        own = torch.tensor([self._reducer.square_sum(self._initial_sums)], dtype=torch.float64, device="cpu")
+        return self._find_clip(max_norm)
+
+    def _find_clip(self, max_norm: float) -> torch.Tensor:
+        squares = self._reducer.square_sum(self._initial_sums) * self._unscale**2
+        own = torch.tensor([squares], dtype=torch.float64, device="cpu")
         norm = push_pull(own, average=False, name=f"{self._name}.norm").sqrt()[0]
         factor = max_norm / (float(norm) + 1e-6)
         self._clip = 1.0 if factor > 1.0 else factor  # NaN stays NaN, as in torch
@@ -90,8 +167,10 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """See torch.optim.Optimizer. Raises GradientOrderError between backward() and step()."""
         super().zero_grad(set_to_none)
+        if self._delayed.is_due:
+            return  # the step under way has its sums
         self._reducer.drop_sums()
-        self._clip = 1.0
+        self._forget_factors()
 
     def synchronize(self) -> None:
         """Raises UsageError: averages do not come back to the ranks."""
@@ -106,47 +185,72 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
         self.synchronize()
         yield
 
-    def _prepare_unscaling(self) -> None:
-        raise UsageError(
-            "a GradScaler unscales the gradients on the ranks, and a hosted optimizer steps with those of its service: "
-            "train in bfloat16, which needs no scale, or leave hosted out"
-        )
+    def _groups_to_unscale(self) -> list[dict[str, Any]]:
+        """A GradScaler is about to unscale gradients: the step does so instead. See GradientProbe."""
+        if self._delayed.is_wanted:
+            raise UsageError(
+                "delayed_update_after does not go together with a GradScaler, which has to know in each step whether "
+                "gradients have overflowed: train in bfloat16, or leave delayed_update_after out"
+            )
+        self._sum()
+        self._overflows = overflows(contexts.current(), self._name, self._reducer, self._initial_sums)
+        return self._probe.groups(self._overflows)
 
     def _sum(self) -> None:
-        if not self._reducer.has_sums or self._passes.has_begun:
-            self._add_new_groups()
-            self._reducer.finish()
+        if self._reducer.has_sums and not self._passes.has_begun:
+            if not self._overflows:
+                self._unscale = self._probe.factor
+            return
+        self._forget_factors()
+        self._add_new_groups()
+        self._reducer.finish()
+        self._check_finite()
+
+    def _check_finite(self) -> None:
+        """As BYTEPS_NONFINITE says."""
+        if (wanted := nonfinite.wanted(contexts.current())) is not NonFinite.ALLOW:
+            self._nonfinite_error = find_error(contexts.current(), self._name, self._reducer, self._initial_sums)
+            if self._nonfinite_error is not None and wanted is NonFinite.RAISE:
+                self._reducer.drop_sums()
+                raise self._nonfinite_error
+
+    def _forget_factors(self) -> None:
+        """They belong to sums that are used, or dropped."""
+        self._clip = self._unscale = 1.0
+        self._overflows, self._nonfinite_error = False, None
+        self._probe.groups(overflows=False)
 
     @property
     def _initial_sums(self) -> list[float]:
         return [float(group.get("initial_accumulator_value", 0.0)) for group in self.param_groups]
 
-    def _compare(self, numbers: list[Hyperparameters]) -> None:
+    def _rule_codes(self) -> list[float]:
+        return [float(rule_of(self._wrapped, group).code) for group in self.param_groups]
+
+    def _compare(self, numbers: list[Hyperparameters], rules: list[float]) -> None:
         """Raises MismatchError, on all ranks, if their numbers differ."""
         context = contexts.current()
         if context.session.size == 1:
             return
         values = [
-            rule_of(self._wrapped, group).code if name == "rule" else getattr(found, name)
-            for found, group in zip(numbers, self.param_groups, strict=True)
+            rule if name == "rule" else getattr(found, name)
+            for found, rule in zip(numbers, rules, strict=True)
             for name in _COMPARED
         ]
-        own = torch.tensor([*values, self._clip], dtype=torch.float64, device="cpu")
-        both = torch.cat([own, -own])
-        spec = TensorSpec(f"{self._name}.numbers", DType.FLOAT64, (len(both),), Op.MAX)
-        (view,) = context.slot_views([TensorRequest(spec, torch.float64, ((len(both),),), both.device)])
-        view.contribute([both])
-        view.wait()
-        largest, smallest = view.results[0].chunk(2)
-        for place in (largest != -smallest).nonzero().flatten().tolist():
+        own = torch.tensor([*values, self._unscale, self._clip], dtype=torch.float64, device="cpu")
+        both = largest(context, f"{self._name}.numbers", torch.cat([own, -own]).tolist())
+        most, least = torch.tensor(both, dtype=torch.float64, device="cpu").chunk(2)
+        for place in (most != -least).nonzero().flatten().tolist():
             if own[place].isnan():
                 continue  # ``check_numbers`` says so, here and on all that have it
             group, name = divmod(place, len(_COMPARED))
-            what = f"{_COMPARED[name]} of param_groups[{group}]" if place < len(values) else "the factor of clipping"
+            factors = ("the factor of a GradScaler, 1/scale,", "the factor of clipping")
+            whole = place - len(values)
+            what = f"{_COMPARED[name]} of param_groups[{group}]" if whole < 0 else factors[whole]
             raise MismatchError(
                 f"ranks step with different numbers: {what} is "
-                f"{float(own[place]):g} on rank {context.session.rank}, and from {-float(smallest[place]):g} to "
-                f"{float(largest[place]):g} on all. Set it alike, and step a learning-rate scheduler on every rank"
+                f"{float(own[place]):g} on rank {context.session.rank}, and from {-float(least[place]):g} to "
+                f"{float(most[place]):g} on all. Set it alike, and step a learning-rate scheduler on every rank"
             )
 
     # ---- states ------------------------------------------------------------------------------------------------
@@ -165,7 +269,8 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
     def state_dict(self) -> dict[str, Any]:
         """See torch.optim.Optimizer: of the form that the optimizer has without ``hosted``, whole on every rank. A
         parameter of 16 bits has "master_param" beside torch's states. All ranks call it together, because it gathers,
-        unless there was no step since the beginning or since ``load_state_dict``."""
+        unless there was no step since the beginning or since ``load_state_dict``. Finishes a delayed step."""
+        self.flush()
         packed: dict[str, Any] = torch.optim.Optimizer.state_dict(self)  # type: ignore[arg-type]
         packed["state"] = self._gathered_states() if self._loaded is None else copy.deepcopy(self._loaded)
         return packed
@@ -173,19 +278,17 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
     def _gathered_states(self) -> dict[int, ParameterState]:
         """By number of the parameter; those that have states."""
         by_param: dict[torch.nn.Parameter, ParameterState] = {}
-        for number, bucket in enumerate(self._reducer.hosted):
+        for bucket in self._reducer.with_states:
             if (states := self._reducer.known_states(bucket)) is not None:
-                wholes = {
-                    name: allgather(states.piece(place), f"{self._name}.state.{number}.{place}")
-                    for place, name in enumerate(states.names)
-                }
-                by_param.update(zip(bucket.params, states.by_parameter(wholes), strict=True))
+                by_param.update(zip(bucket.params, self._reducer.gathered(bucket, states), strict=True))
         params = [param for group in self.param_groups for param in group["params"]]
         return {place: state for place, param in enumerate(params) if (state := by_param.get(param))}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See torch.optim.Optimizer. Takes the state_dict of a hosted optimizer or of one that is not, the same on all
         ranks. Discards gradients that were computed since the last step."""
+        with contextlib.suppress(BytePSError):  # what it has made is replaced
+            self.flush()
         self._passes.drop()
         self._state_replaced()
         super(DistributedOptimizerMixin, self).load_state_dict({**state_dict, "state": {}})  # type: ignore[misc]
@@ -211,11 +314,18 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
     def _state_replaced(self) -> None:
         super()._state_replaced()
         self._reducer.drop_sums()
-        self._clip = 1.0
+        self._forget_factors()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """See torch.optim.Optimizer."""
+        self.flush()
         torch.optim.Optimizer.add_param_group(self, param_group)  # type: ignore[arg-type]
+        params = self._wrapped.param_groups[-1]["params"]
+        try:
+            claim([(self._parameter_names.get(param, "of a new group"), param) for param in params], self._reducer)
+        except UsageError:
+            self._wrapped.param_groups.pop()
+            raise
         self._add_new_groups()
 
     def _add_new_groups(self) -> bool:

@@ -11,19 +11,22 @@ import torch
 from byteps_py.errors import UsageError
 from byteps_py.kernels.update_rules import Decay, Hyperparameters, Method, UpdateRule
 from byteps_py.tensors import DType
+from byteps_py.torch.optim.lamb import LAMB
 
 _METHODS: dict[type[torch.optim.Optimizer], Method] = {
     torch.optim.SGD: Method.SGD,
     torch.optim.Adam: Method.ADAM,
     torch.optim.AdamW: Method.ADAM,
     torch.optim.Adagrad: Method.ADAGRAD,
+    LAMB: Method.LAMB,
 }
 _MOMENTS = {
     Method.SGD: ("momentum_buffer",),
     Method.ADAM: ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
     Method.ADAGRAD: ("sum",),
+    Method.LAMB: ("exp_avg", "exp_avg_sq"),
 }
-_NUMBERS = ("lr", "weight_decay", "momentum", "dampening", "eps", "lr_decay")
+_NUMBERS = ("lr", "weight_decay", "momentum", "dampening", "eps", "lr_decay", "always_adapt")
 #: In a state_dict: the master of a parameter of fewer bits, of which the parameter is a rounded copy.
 MASTER = "master_param"
 
@@ -33,7 +36,7 @@ def check_class(optimizer: torch.optim.Optimizer) -> None:
     if type(optimizer) not in _METHODS:
         kept = ", ".join(kind.__name__ for kind in _METHODS)
         raise UsageError(
-            f"hosted=True: the service makes the steps of torch.optim's {kept}, not of {type(optimizer).__name__}. "
+            f"hosted=True: the service makes the steps of {kept}, not of {type(optimizer).__name__}. "
             "Leave hosted out to step on the ranks"
         )
     for number, group in enumerate(optimizer.param_groups):
@@ -47,6 +50,7 @@ def rule_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> UpdateRu
     method = _METHODS[_class_of(optimizer)]
     is_adamw = _class_of(optimizer) is torch.optim.AdamW or bool(group.get("decoupled_weight_decay"))
     is_adam = method is Method.ADAM
+    has_betas = method in (Method.ADAM, Method.LAMB)
     return UpdateRule(
         method,
         Decay.DECOUPLED if is_adam and is_adamw else Decay.COUPLED,
@@ -54,7 +58,7 @@ def rule_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> UpdateRu
         nesterov=method is Method.SGD and bool(group["nesterov"]),
         amsgrad=is_adam and bool(group["amsgrad"]),
         maximize=bool(group.get("maximize")),
-        is_mostly_new=is_adam and 1 - float(group["betas"][0]) >= 0.5,
+        is_mostly_new=has_betas and 1 - float(group["betas"][0]) >= 0.5,
     )
 
 

@@ -19,7 +19,7 @@ from byteps_py.kernels.step_segments import StepSegment
 from byteps_py.kernels.update_rules import Hyperparameters, Method, StepKind, UpdateRule, step_scalars
 from byteps_py.session import HostedPart, Session, Slot
 from byteps_py.tensors import DType, Op, TensorSpec
-from byteps_py.torch.engine.slot_view import TORCH, pieces
+from byteps_py.torch.engine.slot_view import TORCH, Mover, pieces
 from byteps_py.torch.gradients.hosted_rules import MASTER, counts_steps, moment_names
 
 #: States of one parameter, as in a state_dict.
@@ -27,97 +27,77 @@ ParameterState = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class _Overlap:
-    """Elements of a parameter that this rank owns. ``position``: of the parameter; ``inside``: elements of it;
-    ``place``: elements of the states."""
+class Factors:
+    """What averages are multiplied by, in this order: ``unscale`` of a GradScaler, ``clip``."""
+
+    unscale: float = 1.0
+    clip: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """Elements of a parameter that a rank owns. ``position``: of the parameter; ``inside``: elements of it; ``place``:
+    elements of the rank's states."""
 
     position: int
     inside: slice
     place: slice
 
 
-class HostedStates:
-    """``source``: the slot of the gradients. ``params``: the bucket's, in order. ``initial_sum``: Adagrad's first
-    state. Made by all ranks."""
+#: (first element, number of elements, rank) of each part of a tensor, in order.
+Owned = Sequence[tuple[int, int, int]]
+
+
+class OwnedStates:
+    """Of the elements that this rank owns. ``params``: the bucket's, in order. ``initial_sum``: Adagrad's first
+    state."""
 
     def __init__(
         self,
         session: Session,
-        source: Slot,
         kind: StepKind,
         params: Sequence[torch.nn.Parameter],
-        initial_sum: float = 0.0,
+        owners: Owned,
+        states: Sequence[torch.Tensor],
+        initial_sum: float,
     ) -> None:
         self.session, self.kind = session, kind
-        self._params = params
+        self._params, self._owners, self._states = params, owners, states
         self.steps = [0] * len(params)  # that each parameter has made
-        self._part = self._host(source)
-        self._release = weakref.finalize(self, session.release_part, self._part)
-        own = [(first, count) for first, count, rank in self._part.owners if rank == session.rank]
-        self.count = sum(count for _, count in own)  # of the elements that this rank owns
-        self._overlaps = list(_overlaps([param.numel() for param in params], own))
-        wide = torch.float64 if kind.gradient is DType.FLOAT64 else torch.float32
-        self._states = [pieces(state, wide, [(self.count,)])[0] for state in self._part.states]
-        for state in self._states:
+        self.sizes = [param.numel() for param in params]
+        self.overlaps_of_all = [
+            list(_overlaps(self.sizes, [(first, count) for first, count, owner in owners if owner == rank]))
+            for rank in range(session.size)
+        ]
+        self.overlaps = self.overlaps_of_all[session.rank]
+        self.count = owned_by(session.rank, owners)  # of elements
+        for state in states:
             state.zero_()
-        if kind.rule.method is Method.ADAGRAD and self._states:
-            self._states[1].fill_(initial_sum)
+        if kind.rule.method is Method.ADAGRAD and states:
+            states[1].fill_(initial_sum)
 
-    def _host(self, source: Slot, before: HostedPart | None = None) -> HostedPart:
-        spec, dtype = source.spec, self.kind.parameter
-        name = f"{spec.name}.parameters"
-        wanted = TensorSpec(name, dtype, (spec.count,), Op.BROADCAST, priority=spec.priority, ownership=spec.name)
-        (self._slot,) = self.session.declare([wanted])
-        self._results = pieces(self._slot.result, TORCH[dtype], [tuple(param.shape) for param in self._params])
-        return self.session.host(self.kind, source, self._slot, before)
+    @property
+    def master(self) -> torch.Tensor:
+        """The masters that this rank owns."""
+        return self._state(0)
 
-    def follow(self, source: Slot) -> None:
-        """Go on with the slot of the gradients, which may have been declared again. All ranks do so."""
-        if source is not self._part.source:
-            self._part = self._host(source, self._part)
+    def moment(self, number: int) -> torch.Tensor:
+        """A moment of the elements that this rank owns."""
+        return self._state(1 + number)
 
-    # ---- a step ------------------------------------------------------------------------------------------------
+    @property
+    def update(self) -> torch.Tensor:
+        """LAMB: the updates of the elements that this rank owns, once they are computed."""
+        return self._state(3)
 
-    def square_sum(self, participates: Sequence[bool]) -> float:
-        """Of the averages that this rank owns, of the parameters that take part. Waits for them."""
-        if not self.count:
-            return 0.0
-        taken = [overlap.place for overlap in self._overlaps if participates[overlap.position]]
-        return self.session.square_sum(self._part, [range(place.start, place.stop) for place in taken])
-
-    def begin_step(self, numbers: Hyperparameters, clip: float, participates: Sequence[bool]) -> None:
-        """Begin the step of the parameters that take part, with the averages of the latest round."""
-        for position, takes_part in enumerate(participates):
-            self.steps[position] += takes_part
-        if self.count:
-            self._take_changed_parameters()
-            segments: list[StepSegment] = []
-            for overlap in self._overlaps:
-                if participates[overlap.position]:
-                    scalars = step_scalars(self.kind.rule, numbers, self.steps[overlap.position], clip=clip)
-                    start, stop = overlap.place.start, overlap.place.stop
-                    if segments and segments[-1].elements.stop == start and segments[-1].scalars == scalars:
-                        start = segments.pop().elements.start
-                    segments.append(StepSegment(range(start, stop), scalars))
-            self.session.begin_step(self._part, segments)
-        self.session.hand_over(self._slot)
-
-    def take_parameters(self, participates: Sequence[bool]) -> None:
-        """Wait for the parameters, and write them where they belong."""
-        self.session.wait(self._part.source)
-        self.session.wait(self._slot)
-        taken = [position for position, takes_part in enumerate(participates) if takes_part]
-        with torch.no_grad():
-            targets: list[torch.Tensor] = [self._params[position] for position in taken]
-            if targets:
-                torch._foreach_copy_(targets, [self._results[position] for position in taken])
+    def _state(self, number: int) -> torch.Tensor:
+        return self._states[number] if self._states else torch.empty(0, dtype=_wide(self.kind), device="cpu")
 
     def _take_changed_parameters(self) -> None:
         """A parameter that the training has changed, or loaded, is its master from now on."""
-        master = self._states[0]
-        for overlap in self._overlaps:
-            own = self._params[overlap.position].detach().reshape(-1)[overlap.inside]
-            kept = master[overlap.place]
+        for overlap in self.overlaps:
+            own = self._params[overlap.position].detach().reshape(-1)[overlap.inside].cpu()  # waits for its stream
+            kept = self.master[overlap.place]
             if not torch.equal(kept.to(own.dtype), own):
                 kept.copy_(own)
 
@@ -130,11 +110,9 @@ class HostedStates:
 
     def piece(self, number: int) -> torch.Tensor:
         """The elements of a state that this rank owns, by its number in ``names``."""
-        if not self._states:
-            return torch.empty(0, dtype=torch.float32, device="cpu")
         if number == 0:
             self._take_changed_parameters()
-        return self._states[number]
+        return self._state(number)
 
     def by_parameter(self, gathered: Mapping[str, torch.Tensor]) -> list[ParameterState]:
         """The states of each parameter, from all ranks' pieces, by rank. Empty before its first step."""
@@ -158,7 +136,7 @@ class HostedStates:
         """A whole state, from the pieces of all ranks."""
         whole = torch.empty_like(gathered)
         start = 0
-        for first, count, _ in sorted(self._part.owners, key=lambda owned: (owned[2], owned[0])):
+        for first, count, _ in sorted(self._owners, key=lambda owned: (owned[2], owned[0])):
             whole[first : first + count] = gathered[start : start + count]
             start += count
         return whole
@@ -169,7 +147,7 @@ class HostedStates:
             self.steps[position] = 0
             return
         self.steps[position] = int(state["step"]) if counts_steps(self.kind.rule) else 1
-        for overlap in self._overlaps:
+        for overlap in self.overlaps:
             if overlap.position == position:
                 for number, name in enumerate(self.names):
                     if (value := state.get(name)) is not None:
@@ -178,7 +156,128 @@ class HostedStates:
 
     def release(self) -> None:
         """The states are needed no more."""
+
+
+class HostedStates(OwnedStates):
+    """In the service, which makes the steps. ``source``: the slot of the gradients. Made by all ranks."""
+
+    def __init__(
+        self,
+        session: Session,
+        source: Slot,
+        kind: StepKind,
+        params: Sequence[torch.nn.Parameter],
+        initial_sum: float = 0.0,
+    ) -> None:
+        self._part = self._host(session, source, kind)
+        self._release = weakref.finalize(self, session.release_part, self._part)
+        count = owned_by(session.rank, self._part.owners)
+        states = [pieces(state, _wide(kind), [(count,)])[0] for state in self._part.states]
+        super().__init__(session, kind, params, self._part.owners, states, initial_sum)
+        self._view_results()
+
+    @staticmethod
+    def _host(session: Session, source: Slot, kind: StepKind, before: HostedPart | None = None) -> HostedPart:
+        spec = source.spec
+        name = f"{spec.name}.parameters"
+        wanted = TensorSpec(
+            name, kind.parameter, (spec.count,), Op.BROADCAST, priority=spec.priority, ownership=spec.name
+        )
+        (target,) = session.declare([wanted])
+        return session.host(kind, source, target, before)
+
+    def _view_results(self) -> None:
+        shapes = [tuple(param.shape) for param in self._params]
+        self._results = pieces(self._part.target.result, TORCH[self.kind.parameter], shapes)
+
+    def follow(self, source: Slot) -> None:
+        """Go on with the slot of the gradients, which may have been declared again. All ranks do so."""
+        if source is not self._part.source:
+            self._part = self._host(self.session, source, self.kind, self._part)
+            self._view_results()
+
+    @property
+    def device(self) -> torch.device:
+        """Of the parameters."""
+        return self._params[0].device
+
+    def square_sum(self, participates: Sequence[bool]) -> float:
+        """Of the averages that this rank owns, of the parameters that take part. Waits for them."""
+        if not self.count:
+            return 0.0
+        taken = [overlap.place for overlap in self.overlaps if participates[overlap.position]]
+        return self.session.square_sum(self._part, [range(place.start, place.stop) for place in taken])
+
+    def begin_step(self, numbers: Hyperparameters, factors: Factors, participates: Sequence[bool]) -> None:
+        """Begin the step of the parameters that take part, with the averages of the latest round. Of LAMB, its first
+        phase."""
+        for position, takes_part in enumerate(participates):
+            self.steps[position] += takes_part
+        self._take_changed_parameters()
+        segments: list[StepSegment] = []
+        for overlap in self.overlaps:
+            if participates[overlap.position]:
+                steps = self.steps[overlap.position]
+                scalars = step_scalars(self.kind.rule, numbers, steps, factors.unscale, factors.clip)
+                start, stop = overlap.place.start, overlap.place.stop
+                if segments and segments[-1].elements.stop == start and segments[-1].scalars == scalars:
+                    start = segments.pop().elements.start
+                segments.append(StepSegment(range(start, stop), scalars))
+        self.begin_segments(segments, is_last=self.kind.rule.method is not Method.LAMB)
+
+    def begin_segments(self, segments: Sequence[StepSegment], is_last: bool) -> None:
+        """Begin these segments of a step; ``is_last``: no others follow, and the parameters are sent."""
+        if self.count:
+            self.session.begin_step(self._part, segments, is_last)
+        if is_last:
+            self.session.hand_over(self._part.target)
+
+    def wait_for_update(self) -> None:
+        """Wait until the service has done what was begun, and is not the last of a step."""
+        if self.count:
+            self.session.wait_for_step(self._part)
+
+    def take_parameters(self, participates: Sequence[bool], mover: Mover) -> None:
+        """Wait for the parameters, and write them where they belong. ``mover``: of their device. On CUDA, the copies
+        come before later work of the caller's stream. They also come before the gradients of the next step are handed
+        over, since one stream makes both copies; and no parameter is written before all gradients are there."""
+        self.session.wait(self._part.source)
+        self.session.wait(self._part.target)
+        taken = [position for position, takes_part in enumerate(participates) if takes_part]
+        with torch.no_grad():
+            targets: list[torch.Tensor] = [self._params[position] for position in taken]
+            if targets:
+                mover.adopt(self._part.target.result)
+                mover.fetch([self._results[position] for position in taken], targets)
+
+    def release(self) -> None:
         self._release()
+
+
+class RowStates(OwnedStates):
+    """On this rank, which steps the rows of its piece itself (see hosted_sparse_rows.py). ``spec``: of a parameter."""
+
+    def __init__(
+        self,
+        session: Session,
+        spec: TensorSpec,
+        kind: StepKind,
+        params: Sequence[torch.nn.Parameter],
+        initial_sum: float = 0.0,
+    ) -> None:
+        owners = [(*spec.piece(rank, session.size), rank) for rank in range(session.size)]
+        count = owned_by(session.rank, owners)
+        states = [torch.empty(count, dtype=_wide(kind), device="cpu") for _ in range(kind.states)]
+        super().__init__(session, kind, params, owners, states, initial_sum)
+
+
+def owned_by(rank: int, owners: Owned) -> int:
+    """The number of elements that a rank owns."""
+    return sum(count for _, count, owner in owners if owner == rank)
+
+
+def _wide(kind: StepKind) -> torch.dtype:
+    return torch.float64 if kind.gradient is DType.FLOAT64 else torch.float32
 
 
 def check_state(rule: UpdateRule, param: torch.nn.Parameter, state: Mapping[str, Any], what: str) -> None:
@@ -198,7 +297,7 @@ def check_state(rule: UpdateRule, param: torch.nn.Parameter, state: Mapping[str,
             )
 
 
-def _overlaps(sizes: Sequence[int], own: Sequence[tuple[int, int]]) -> Iterator[_Overlap]:
+def _overlaps(sizes: Sequence[int], own: Sequence[tuple[int, int]]) -> Iterator[Overlap]:
     """``sizes``: of the parameters. ``own``: (first, count) of the elements that a rank owns, in order."""
     place = 0
     for first, count in own:
@@ -207,6 +306,6 @@ def _overlaps(sizes: Sequence[int], own: Sequence[tuple[int, int]]) -> Iterator[
             low, high = max(start, first), min(start + size, first + count)
             if low < high:
                 at = place + low - first
-                yield _Overlap(position, slice(low - start, high - start), slice(at, at + high - low))
+                yield Overlap(position, slice(low - start, high - start), slice(at, at + high - low))
             start += size
         place += count

@@ -17,11 +17,14 @@ from byteps_py.torch.gradients.adasum_optimizer import AdasumOptimizerMixin, Del
 from byteps_py.torch.gradients.backward_passes import BackwardPasses, CountedPasses, ReducedPasses
 from byteps_py.torch.gradients.bucket import GradientOptions
 from byteps_py.torch.gradients.gradient_reducer import GradientReducer
+from byteps_py.torch.gradients.hosted_delay import DelayedSteps
 from byteps_py.torch.gradients.hosted_optimizer import HostedOptimizerMixin, rules_of, taken_states
+from byteps_py.torch.gradients.hosted_overflow import GradientProbe
 from byteps_py.torch.gradients.hosted_reducer import HostedReducer
 from byteps_py.torch.gradients.optimizer_arguments import (
     Groups,
     NamedParameters,
+    check_delay,
     check_hosted,
     check_names,
     check_passes,
@@ -45,6 +48,7 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
     hosted: bool = False,
+    delayed_update_after: int | None = None,
 ) -> Any:
     """Wrap ``optimizer`` so that it averages gradients over all ranks before each step. Use the result.
 
@@ -64,7 +68,9 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
     sparse gradients.
     process_set: the ranks that combine gradients. On other ranks the optimizer uses its own gradients.
     hosted: the communication services keep the optimizer's states, each a part, and make its steps: gradients go in,
-    parameters come out. For torch's SGD, Adam, AdamW and Adagrad, parameters on cpu, and op Average or Sum.
+    parameters come out. For torch's SGD, Adam, AdamW and Adagrad and bps.optim.LAMB, and op Average or Sum.
+    delayed_update_after: with hosted, a number of steps after which an update waits for the next step(), so that sums
+    and steps are made under the next forward and backward passes: p(k+1) = p(k) - lr·u(g(p(k-1))).
 
     One thread uses the result, and all ranks call in the same order. Raises UsageError (a ValueError) for arguments
     that contradict each other and for duplicate or missing names, and NotInitializedError before init(). The result's
@@ -82,6 +88,7 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
     """
     check_passes(backward_passes_per_step)
     check_predivide(gradient_predivide_factor, op)
+    check_delay(delayed_update_after, hosted)
     if isinstance(optimizer, DistributedOptimizerMixin):
         raise UsageError("the optimizer is a DistributedOptimizer already")
     params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -92,7 +99,8 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
     ranks = ranks_of(process_set)
     if hosted:
         check_hosted(optimizer, op, gradient_predivide_factor, bool(ranks), bool(together))
-        return _host(context, optimizer, names, backward_passes_per_step, GradientOptions(compression, op))
+        options = GradientOptions(compression, op, sparse_as_dense=sparse_as_dense)
+        return _host(context, optimizer, names, backward_passes_per_step, options, delayed_update_after)
     if op is Adasum:
         prefix = prefix_of(process_set, "Delta")
         adasum: AdasumOptimizerMixin = _wrap(
@@ -121,13 +129,23 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
 
 
 def _host(
-    context: contexts.Context, optimizer: torch.optim.Optimizer, names: Names, passes: int, options: GradientOptions
+    context: contexts.Context,
+    optimizer: torch.optim.Optimizer,
+    names: Names,
+    passes: int,
+    options: GradientOptions,
+    delayed_update_after: int | None,
 ) -> HostedOptimizerMixin:
     group_of = {param: number for number, group in enumerate(optimizer.param_groups) for param in group["params"]}
     named = [(name, param) for param, name in names.items() if param in group_of]
     reducer = HostedReducer(context, named, options, group_of, rules_of(optimizer))
     wrapped: HostedOptimizerMixin = _wrap(optimizer, HostedOptimizerMixin, ReducedPasses(reducer, passes), names)
-    wrapped._reducer, wrapped._clip = reducer, 1.0
+    wrapped._reducer, wrapped._probe = reducer, GradientProbe()
+    wrapped._forget_factors()
+    wrapped._norm = torch.tensor(float("nan"), dtype=torch.float64, device="cpu")
+    wrapped._delayed = DelayedSteps(delayed_update_after, reducer.take_parameters)
+    reducer.is_delayed = wrapped._delayed.is_due
+    context.unfinished.add(wrapped._delayed)
     wrapped._name = context.claim(f"hosted.{min(names.values(), default='')}")
     wrapped._passes.hook(group_of)
     taken = taken_states(optimizer)

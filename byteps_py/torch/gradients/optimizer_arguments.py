@@ -51,6 +51,16 @@ def check_hosted(
             raise UsageError(f"hosted=True does not go together with {what}")
 
 
+def check_delay(after: int | None, hosted: bool) -> None:
+    """Raises UsageError for a ``delayed_update_after`` that is no number of steps, or not of a hosted optimizer."""
+    if after is None:
+        return
+    if not hosted:
+        raise UsageError("delayed_update_after needs hosted=True: a step on the ranks is made at once")
+    if isinstance(after, bool) or not isinstance(after, int) or after < 0:
+        raise UsageError(f"delayed_update_after is {after!r}: give the number of steps before it, from 0 up, or None")
+
+
 def which_groups(
     num_groups: int, groups: Groups, params: Sequence[torch.nn.Parameter]
 ) -> list[list[torch.nn.Parameter]]:

@@ -56,7 +56,7 @@ class DistributedOptimizerMixin(StateListener):
     def param_groups(self) -> list[dict[str, Any]]:
         """The wrapped optimizer's groups."""
         if _is_scaler(sys._getframe(1)):
-            self._prepare_unscaling()
+            return self._groups_to_unscale()
         return self._wrapped.param_groups
 
     @param_groups.setter
@@ -115,12 +115,13 @@ class DistributedOptimizerMixin(StateListener):
         self._synchronized = True
         self._passes.hook(p for group in self.param_groups for p in group["params"])  # some may have been unfrozen
 
-    def _prepare_unscaling(self) -> None:
+    def _groups_to_unscale(self) -> list[dict[str, Any]]:
         """A GradScaler is about to unscale gradients in place and check them for NaN and infinity. They must be the
         averages by then, so that all ranks find the same."""
         if self._should_synchronize and (not self._synchronized or self._passes.has_begun):
             self.synchronize()
             self._synchronized_for_scaler = True
+        return self._wrapped.param_groups
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
