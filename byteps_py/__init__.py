@@ -15,6 +15,7 @@ from byteps_py import module_aliases
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from byteps_py.parallel import sharding as sharding
     from byteps_py.torch import *  # noqa: F403
 
 module_aliases.install()
@@ -24,6 +25,8 @@ def __getattr__(name: str) -> Any:
     # `from byteps_py import wire` calls this function first. It must find the submodule without importing torch.
     if name == "parallel":
         return importlib.import_module(f"{__name__}.parallel")
+    if name == "sharding":
+        return importlib.import_module(f"{__name__}.parallel.sharding")
     is_ours = name not in module_aliases.HOMES and importlib.util.find_spec(f"{__name__}.{name}") is not None
     if name.startswith("__") or is_ours:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,6 +7,7 @@ needs neither torch nor process groups. Any thread.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from byteps_py.errors import UsageError
 
@@ -84,7 +85,7 @@ def cut_by_anchors(names: Sequence[str], anchors: Sequence[str]) -> list[tuple[i
             raise UsageError(f"the anchors {starts[places[0]]!r} and {anchor!r} begin at the same parameter")
         starts[places[0]] = anchor
     edges = sorted({0, *starts, len(names)})
-    return list(zip(edges[:-1], edges[1:], strict=True))
+    return list(pairwise(edges))
 
 
 def sharding_groups(sharding: int, dp: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:

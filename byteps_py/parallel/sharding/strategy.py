@@ -37,7 +37,7 @@ class Strategy:
     pp_degree: int = 1
     #: Backward passes of a step. Their gradients are averaged.
     gradient_merge_acc_step: int = 1
-    #: Keep the optimizer's states (moments) in host memory between steps: prefetch, compute, offload, segment by segment.
+    #: Keep the optimizer's states (moments) in host memory between steps: prefetch, compute, offload, by segments.
     optimize_offload: bool = False
     #: A segment closes once it has so many MB (2^20 bytes) of parameters.
     segment_broadcast_MB: float = 32.0  # noqa: N815  Paddle's name
