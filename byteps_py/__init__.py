@@ -15,7 +15,6 @@ from byteps_py import module_aliases
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from byteps_py.parallel import sharding as sharding
     from byteps_py.torch import *  # noqa: F403
 
 module_aliases.install()

@@ -244,6 +244,7 @@ class GradientOwners:
                     torch.tensor(places, dtype=torch.int64, device=device).view(len(member.shape), -1),
                     torch.full((int(is_nonfinite),), float("nan"), dtype=member.parameter.dtype, device=device),
                     member.shape,
+                    check_invariants=False,
                 )
                 return
 

@@ -123,11 +123,15 @@ class OffloadedStates:
             pairs.append((target, tensor))
             self._optimizer.state[key[0]][key[1]] = target
         self._stream.submit(partial(_copy, pairs))
-        if self._buffers:
-            buffer = self._buffers[place % 2]
-            for _, tensor in pairs:
-                if tensor.untyped_storage().data_ptr() == buffer.memory.untyped_storage().data_ptr():
-                    buffer.give_back(tensor)
+        buffer = self._buffers[place % 2] if self._buffers else None
+        are_new = False
+        for _, tensor in pairs:
+            if buffer is not None and tensor.untyped_storage().data_ptr() == buffer.memory.untyped_storage().data_ptr():
+                buffer.give_back(tensor)
+            else:
+                are_new = True
+        if are_new:  # the optimizer's own tensors, which are freed now: in its first step
+            self._stream.finish()
 
     def _allocate(self, found: dict[tuple[torch.Tensor, str], torch.Tensor]) -> _HostStates:
         nbytes = sum(_room(tensor) for tensor in found.values())
