@@ -373,25 +373,32 @@ def frees() -> None:
 
 @case
 def fills_memory_as_zero_says() -> None:
-    """FSDP2: ZeRO-3's formula between steps; ZeRO-2's while parameters stay gathered; copies do not matter."""
-    world, count = dist.get_world_size(), 4 * 64 * 64
-    policies = {
-        "float32": MixedPrecisionPolicy(),
-        "bfloat16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-    }
-    for (shards, dp), (name, policy) in itertools.product(degrees(), policies.items()):
+    """FSDP2 with bfloat16: the bytes of ZeRO-1, 2 and 3, where gradients are whole, where parameters are, and where
+    neither is. Copies do not matter."""
+    count = 4 * 64 * 64
+    for (shards, dp), reduced in itertools.product(degrees(), (torch.bfloat16, torch.float32)):
         mesh = init_device_mesh("cpu", (dp, shards), mesh_dim_names=("dp", "sharding"))
-        for reshards in (True, False):
-            net = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(4)]).float()
-            for layer in net:
-                fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshards)
-            fully_shard(net, mesh=mesh, mp_policy=policy, reshard_after_forward=reshards)
-            optimizer = adamw(net.parameters())
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduced)
+        net = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(4)]).float()
+        for layer in (*net, net):
+            fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        optimizer = adamw(net.parameters())
+
+        def backward(net: Any = net, optimizer: Any = optimizer) -> int:
             net(torch.ones(2, 64).float()).float().sum().backward()
-            optimizer.step()
-            tally = tally_memory(net, optimizer)
-            assert tally.total == state_bytes(count, shards, 3), (shards, dp, name, tally)
-    assert world >= 1
+            return tally_memory(net, optimizer).total
+
+        backward()
+        optimizer.step()
+        assert tally_memory(net, optimizer).total == state_bytes(count, shards, 3), (shards, dp)
+        # Float32 values of its part are there beside the bfloat16 values of all: 2Ψ. FSDP2's reduced gradients are of
+        # float32, ZeRO's of 16 bits: 2Ψ/N.
+        net.set_reshard_after_backward(False)
+        assert backward() == state_bytes(count, shards, 2) + 2 * count // shards, (shards, dp)
+        optimizer.zero_grad()
+        if reduced is torch.bfloat16:
+            net.set_requires_gradient_sync(False)
+            assert backward() == state_bytes(count, shards, 1), (shards, dp)
 
 
 @case

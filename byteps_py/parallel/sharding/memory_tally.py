@@ -41,7 +41,9 @@ def tally_memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> MemoryTa
     states = (inner if isinstance(inner, torch.optim.Optimizer) else optimizer).state
     offload = getattr(optimizer, "offloaded", None)
     hosted = {id(one) for one in offload.host_tensors()} if offload is not None else set()
-    parameters = list(model.parameters())
+    # FSDP2's optimizer has the parts; the model may have whole parameters at this time.
+    held = [one for group in optimizer.param_groups for one in group["params"]]
+    parameters = list({id(one): one for one in (*model.parameters(), *held)}.values())
     seen: set[int] = set()
     of_states = [value for one in parameters for value in states.get(one, {}).values() if _counts(value)]
     return MemoryTally(
