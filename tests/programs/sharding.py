@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import itertools
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -21,11 +22,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import byteps_py as bps
 from byteps_py.errors import GradientOrderError, MismatchError, UsageError
-from byteps_py.parallel import checkpoint
+from byteps_py.parallel import Mesh, checkpoint
 from byteps_py.parallel.mesh.formulas import state_bytes
 from byteps_py.parallel.sharding import ShardedOptimizer, ShardOptions, Strategy, partitioned_checkpoint, shard
 from byteps_py.parallel.sharding.memory import whole_owner_bytes
 from byteps_py.parallel.sharding.memory_tally import tally_memory
+from byteps_py.parallel.tensor import Column, Row, copy_to_ranks, parallelize
 
 CLOSE = 1e-12
 WIDTH, ROWS = 6, 24
@@ -264,6 +266,8 @@ def saves() -> None:
     reference_step(theirs, reference, batches, 0.0)
     compare(other, theirs, "after loading")
     dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(str(path[0]))
 
 
 @case
@@ -292,6 +296,76 @@ def checkpoints() -> None:
             sharded_step(nets[0], optimizer, batches, 0.0)
             reference_step(nets[1], reference, batches, 0.0)
             compare(*nets, (shards, dp, step))
+
+
+@case
+def goes_on() -> None:
+    """After an exception in a forward pass, and with evaluations in between."""
+    failing = [False]
+
+    class Fails(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result = super().forward(x)
+            if failing[0]:
+                raise RuntimeError("on purpose")
+            return result
+
+    def before(net: nn.Module, step: int) -> None:
+        rows = micro_batches(50 + step, 1)[0]
+        with torch.no_grad():
+            evaluated = net.eval()(rows)
+        failing[0] = True
+        raises(RuntimeError, "on purpose", lambda: net.train()(rows))
+        failing[0] = False
+        results.append(evaluated)
+
+    for shards, dp in degrees():
+        results: list[torch.Tensor] = []
+        nets: list[Any] = []
+        for _ in range(2):
+            torch.manual_seed(3)
+            nets.append(Fails())
+        optimizer = shard(nets[0], adamw(nets[0].parameters()), Strategy(shards, dp, segment_broadcast_MB=SMALL_MB))
+        reference = adamw(nets[1].parameters())
+        for step in range(3):
+            for net in nets:
+                before(net, step)
+            assert (results[-1] - results[-2]).abs().max() <= CLOSE
+            batches = micro_batches(step, 1)
+            sharded_step(nets[0], optimizer, batches, 0.1)
+            reference_step(nets[1], reference, batches, 0.1)
+            compare(*nets, (shards, dp, step))
+        with optimizer.gathered_parameters():
+            for mine, theirs in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+                assert (mine - theirs).abs().max() <= CLOSE
+        assert all(optimizer.owns(one) or one.isnan().all() for one in nets[0].parameters())
+
+
+@case
+def beside_tensor_parallelism() -> None:
+    """mp_degree 2: each tensor-parallel rank shards its part with the ranks that have the same part."""
+    world, own = dist.get_world_size(), dist.get_rank()
+    mesh = Mesh(tp=2, sharding=world // 2, dp=1, order="paddle")
+    nets = []
+    for _ in range(2):
+        torch.manual_seed(2)
+        nets.append(nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 4), nn.Linear(4, 3)))
+    parallelize(nets[0], {"0": Column(), "2": Row()}, mesh.group("tp"))
+    nets[0].register_forward_pre_hook(lambda _, rows: copy_to_ranks(rows[0], mesh.group("tp")))
+    strategy = Strategy(world // 2, mp_degree=2, segment_broadcast_MB=1e-5)
+    optimizer = shard(nets[0], adamw(nets[0].parameters()), strategy, ShardOptions(mesh=mesh))
+    reference = adamw(nets[1].parameters())
+    for step in range(3):
+        rows = micro_batches(step, 1)[0]
+        optimizer.zero_grad()
+        reference.zero_grad()
+        nets[0](rows.chunk(world // 2)[mesh.rank("sharding")]).square().mean().backward()
+        nets[1](rows).square().mean().backward()
+        norm = nn.utils.clip_grad_norm_(nets[1].parameters(), 0.1)
+        assert abs(optimizer.clip_grad_norm_(0.1) - norm) <= CLOSE, (own, step)
+        optimizer.step()
+        reference.step()
+        assert (nets[0](rows) - nets[1](rows)).abs().max() <= CLOSE, (own, step)
 
 
 @case
