@@ -94,7 +94,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """As torch.nn.utils.clip_grad_norm_, over the gradients of all ranks, each counted once. Returns the norm
         before clipping, a scalar of float64 that is the same on all ranks. Call it before ``step``, behind
-        ``unscale_`` of a GradScaler. Raises UsageError for a ``max_norm`` below 0."""
+        ``unscale_`` of a GradScaler. In the middle of a gradient merge it does nothing and returns 0. Raises UsageError
+        for a ``max_norm`` below 0."""
         if not max_norm >= 0:
             raise UsageError(f"max_norm is {max_norm}: use a number from 0 on")
         parts = self._parts
