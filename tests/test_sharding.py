@@ -19,7 +19,7 @@ from byteps_py.parallel.sharding.segments import NamedParameter
 PROGRAM = ROOT / "tests" / "programs" / "sharding.py"
 CASES = re.findall(r"^@case\ndef (\w+)\(", PROGRAM.read_text(), re.MULTILINE)
 #: Cheap ones, for all layouts.
-QUICK = ["clips", "tied", "exact", "scales", "frees", "divides_checkpoints", "refused"]
+QUICK = ["clips", "tied", "exact", "scales", "frees", "divides_saved_inputs", "refused"]
 
 
 @pytest.mark.timeout(300)

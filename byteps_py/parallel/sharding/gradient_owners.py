@@ -228,7 +228,8 @@ class GradientOwners:
         for member, is_used in zip(self._members, used, strict=True):
             if is_used and member in self._has_sum:
                 member.parameter.grad = self.sums[member].view(member.shape)
-                first = first or member
+                if first is None and member.numel:
+                    first = member
         if first is not None and nonfinite:
             self.sums[first][0] = float("nan")  # a GradScaler finds it on every rank
         if first is None:
@@ -244,6 +245,7 @@ class GradientOwners:
                     torch.tensor(places, dtype=torch.int64, device=device).view(len(member.shape), -1),
                     torch.full((int(is_nonfinite),), float("nan"), dtype=member.parameter.dtype, device=device),
                     member.shape,
+                    device=device,
                     check_invariants=False,
                 )
                 return

@@ -105,8 +105,9 @@ class SegmentMemory:
             if not piece.is_own:
                 piece.flat = torch.empty(piece.numel, dtype=piece.dtype, device=piece.device)
             flat = _flat_of(piece)
-            self.broadcast_bytes += flat.numel() * flat.itemsize
-            piece.work = dist.broadcast(flat, self._ranks[piece.owner], group=self._group, async_op=True)
+            if flat.numel():
+                self.broadcast_bytes += flat.nbytes
+                piece.work = dist.broadcast(flat, self._ranks[piece.owner], group=self._group, async_op=True)
 
     def gather(self, segment: ParameterSegment) -> None:
         """Wait for the broadcasts of ``segment``; then its parameters have their values."""

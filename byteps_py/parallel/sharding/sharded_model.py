@@ -80,15 +80,14 @@ def shard(
     owners = assign_owners([one.numel() for one in named.values()], len(ranks))
     cuts = strategy.segments(names, [one.nbytes for one in named.values()])
     members = [NamedParameter(name, named[name], owner) for name, owner in zip(names, owners, strict=True)]
-    if groups.copies is not None:
-        first = mesh.ranks("dp")[0]
-        for member in members:
-            if member.owner == own:
-                dist.broadcast(member.parameter.data, first, group=groups.copies)
     for buffer in model.buffers():
         if groups.data is not None:
             dist.broadcast(buffer, mesh.ranks("dp", "sharding")[0], group=groups.data)
     memory = SegmentMemory([members[start:stop] for start, stop in cuts], own, ranks, broadcasts)
+    if groups.copies is not None:
+        for piece in (piece for segment in memory.segments for piece in segment.pieces):
+            if piece.flat is not None and piece.numel:
+                dist.broadcast(piece.flat, mesh.ranks("dp")[0], group=groups.copies)
     gathering = SegmentGathering(memory, chosen.reshard_after_forward)
     rules = MergeRules(
         strategy.gradient_merge_acc_step,
