@@ -100,7 +100,8 @@ def reference_step(
 
 
 def sharded_step(net: nn.Module, optimizer: ShardedOptimizer, batches: Sequence[torch.Tensor], clip: float) -> Any:
-    optimizer.zero_grad()
+    if clip:  # without it, a step begins with no gradients, too
+        optimizer.zero_grad()
     for batch in batches:
         loss_of(net, batch.chunk(dist.get_world_size())[dist.get_rank()]).backward()
     norm = optimizer.clip_grad_norm_(clip) if clip else None
@@ -459,6 +460,21 @@ def schedules() -> None:
 
 
 @case
+def starts_equal() -> None:
+    """The first copy's owners say what parameters are; buffers are those of the first rank."""
+    for shards, dp in degrees():
+        torch.manual_seed(dist.get_rank())
+        net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        net[1].running_mean.fill_(dist.get_rank() + 1.0)
+        shard(net, sgd(net.parameters()), Strategy(shards, dp))
+        told: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(told, net.state_dict())
+        for other in told:
+            assert all(map(torch.equal, other.values(), told[0].values())), (shards, dp)
+        assert told[0]["1.running_mean"].tolist() == [1.0] * 4
+
+
+@case
 def exact() -> None:
     """The same bits, where sums are exact, whatever the degrees."""
 
@@ -493,8 +509,10 @@ def scales() -> None:
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         for step, is_right in enumerate((True, False, True)):
             before = copy.deepcopy(net.state_dict())
-            rows = torch.ones(2, 4) * (1.0 if is_right or dist.get_rank() else float("inf"))
-            scaler.scale(net(rows).sum()).backward()
+            factor = 1.0 if is_right or dist.get_rank() else float("inf")  # of one gradient, with one owner
+            hook = net[0].weight.register_hook(lambda gradient, factor=factor: gradient * factor)
+            scaler.scale(net(torch.ones(2, 4)).sum()).backward()
+            hook.remove()
             scaler.unscale_(optimizer)
             optimizer.clip_grad_norm_(1.0)
             scaler.step(optimizer)
