@@ -24,6 +24,8 @@ def __getattr__(name: str) -> Any:
     # `from byteps_py import wire` calls this function first. It must find the submodule without importing torch.
     if name == "parallel":
         return importlib.import_module(f"{__name__}.parallel")
+    if name == "sharding":
+        return importlib.import_module(f"{__name__}.parallel.sharding")
     is_ours = name not in module_aliases.HOMES and importlib.util.find_spec(f"{__name__}.{name}") is not None
     if name.startswith("__") or is_ours:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

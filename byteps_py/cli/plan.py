@@ -1,10 +1,12 @@
-"""`bps plan`: plans for training jobs. `bps plan size`: the sizes of a mesh, with their reasons. Starts nothing."""
+"""`bps plan`: plans for training jobs. `bps plan size`: the sizes of a mesh, with their reasons. `bps plan memory`: the
+memory of sharded states. Starts nothing."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import textwrap
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -20,6 +22,7 @@ def add_parser(subparsers: Any) -> None:
     )
     plans = parser.add_subparsers(title="plans", metavar="PLAN", required=True)
     _add_size(plans)
+    _add_memory(plans)
 
 
 def _add_size(plans: Any) -> None:
@@ -69,6 +72,47 @@ def run_size(arguments: argparse.Namespace) -> int:
     plan = plan_size(counts["gpus"], counts["batch_tokens"], counts["sequence"], arguments.model, options)
     print(json.dumps(plan.as_json()) if arguments.json else _as_text(plan))
     return 0
+
+
+def _add_memory(plans: Any) -> None:
+    parser = plans.add_parser(
+        "memory",
+        help="the memory of parameters, gradients and optimizer states, for each stage of ZeRO",
+        description="Print the bytes of parameters, gradients and Adam's states on each rank for the stages of ZeRO: "
+        "16 bytes a parameter, in mixed precision (2 + 2 + 12) and in float32 (4 + 4 + 8), without "
+        "activations.",
+    )
+    parser.add_argument(
+        "--parameters", required=True, metavar="P", help="of the model; K, M and B stand for 10^3, 10^6 and 10^9"
+    )
+    parser.add_argument(
+        "--sharding", required=True, type=int, metavar="N", help="ranks that share states (of one copy of the model)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(handler=run_memory)
+
+
+def run_memory(arguments: argparse.Namespace) -> int:
+    """Print the table. Raises UsageError for numbers that make no sense."""
+    from byteps_py.parallel.sharding.memory import stage_table
+
+    rows = stage_table(_parameter_count(arguments.parameters), arguments.sharding)
+    if arguments.json:
+        print(json.dumps([asdict(row) for row in rows]))
+        return 0
+    for row in rows:
+        print(f"stage {row.stage}  {row.rank_bytes / 1e9:>10,.2f} GB a rank  {row.name}")
+    return 0
+
+
+def _parameter_count(text: str) -> float:
+    from byteps_py.errors import UsageError
+
+    factor = {"K": 1e3, "M": 1e6, "B": 1e9}.get(text[-1:].upper(), 1.0)
+    try:
+        return float(text if factor == 1.0 else text[:-1]) * factor
+    except ValueError:
+        raise UsageError(f"--parameters: {text!r} is no number; 7.5B is 7.5 · 10^9") from None
 
 
 def _as_text(plan: SizePlan) -> str:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from byteps_py.lazy_imports import importer
 
 if TYPE_CHECKING:
-    from byteps_py.parallel import checkpoint, context, fsdp, mesh, multimodal, numerics, tensor
+    from byteps_py.parallel import checkpoint, context, fsdp, mesh, multimodal, numerics, sharding, tensor
     from byteps_py.parallel.gradients import clip_grad_norm_
     from byteps_py.parallel.mesh.device_mesh import Mesh
     from byteps_py.parallel.pipe.pipeline import Pipeline
@@ -39,7 +39,7 @@ _HOMES = {
 }
 
 #: Imported when they are first used: ``bps.parallel.tensor.parallelize(…)``.
-_MODULES = frozenset({"checkpoint", "context", "fsdp", "mesh", "multimodal", "numerics", "tensor"})
+_MODULES = frozenset({"checkpoint", "context", "fsdp", "mesh", "multimodal", "numerics", "sharding", "tensor"})
 
 __all__ = [
     "DistributedDataParallel",
@@ -53,6 +53,7 @@ __all__ = [
     "multimodal",
     "numerics",
     "pop",
+    "sharding",
     "split",
     "stash",
     "tensor",

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from byteps_py.errors import UsageError
 from byteps_py.parallel.pipe.pipeline import Pipeline
+from byteps_py.parallel.sharding.sharded_optimizer import ShardedOptimizer
 from byteps_py.parallel.tensor.layers import Shard
 from byteps_py.parallel.tensor.plan import sharded_parameters
 
@@ -45,7 +46,7 @@ def save(
     Args:
         model: the part of this rank: cut by ``tensor.parallelize``, FSDP2, both or none; or a pipeline.
         path: of a directory; a checkpoint there is replaced.
-        optimizer: of this rank's parameters; a ZeroRedundancyOptimizer too.
+        optimizer: of this rank's parameters; a ZeroRedundancyOptimizer, and that of ``sharding.shard``, too.
         group: the ranks that call this; default: all.
     """
     parts = _Parts.of(model)
@@ -73,7 +74,7 @@ def load(
     targets = {_MODEL + name: (name, tensor) for name, tensor in parts.tensors.items()}
     found: dict[nn.Parameter, dict[str, Any]] = {}
     if optimizer is not None:
-        held = {id(one) for each in _local(optimizer).param_groups for one in each["params"]}
+        held = {id(one) for each in _local(optimizer).param_groups for one in each["params"] if _owns(optimizer, one)}
         for name, parameter in parts.parameters.items():
             if id(parameter) in held:
                 found[parameter] = entries = {}
@@ -224,6 +225,11 @@ def _local(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The optimizer of this rank's own parameters: that inside a ZeroRedundancyOptimizer."""
     inner = getattr(optimizer, "optim", None)
     return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
+
+
+def _owns(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
+    """Whether this rank steps ``parameter``: a ShardedOptimizer has parameters that other ranks own."""
+    return not isinstance(optimizer, ShardedOptimizer) or optimizer.owns(parameter)
 
 
 def _bare(name: str) -> str:
