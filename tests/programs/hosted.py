@@ -689,7 +689,7 @@ def is_forgotten() -> None:
     """States of an optimizer that is gone are given back: at the latest when the next one asks for states."""
     if bps.size() == 1:
         return
-    kept = contexts.current().session._parts  # type: ignore[attr-defined]
+    kept, previous = contexts.current().session._parts, set()  # type: ignore[attr-defined]
     for number in range(4):
         before = set(kept)
         model = new_model()
@@ -698,9 +698,8 @@ def is_forgotten() -> None:
         step(model, optimizer, number)
         new = kept - before
         assert new, kept
-        if number:
-            assert not last & kept, (last, kept)
-        last = new
+        assert not previous & kept, (previous, kept)
+        previous = new
         del optimizer, model, named
         gc.collect()
 
