@@ -1,0 +1,251 @@
+"""States that a service keeps for its ranks: what ranks may ask for, what they are told, when memory is given back."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from byteps_py import rank_protocol as protocol
+from byteps_py.errors import ProtocolError
+from byteps_py.kernels.step_segments import StepSegment, segments_of
+from byteps_py.kernels.update_rules import Hyperparameters, Method, StepKind, UpdateRule, step_scalars
+from byteps_py.rank_protocol import RankMessageKind
+from byteps_py.shm import Arena, Block
+from byteps_py.tensors import DType, Op, TensorSpec
+from byteps_py.worker.core.actions import Action
+from byteps_py.worker.core.credit import PushQueue
+from byteps_py.worker.core.hosted_steps import AllSummed, HostedSteps, MakeStep
+from byteps_py.worker.core.owners import OwnedPiece
+from byteps_py.worker.core.pipeline import RoundPipeline
+from byteps_py.worker.core.tensor import RankSlot, Tensor
+from byteps_py.worker.io.executor import Executor
+from byteps_py.worker.io.memory import Memory
+from byteps_py.worker.io.rank_connection import RankConnection
+from byteps_py.worker.ranks.hosting import Hosting
+
+KIND = StepKind(UpdateRule(Method.SGD, momentum=True), DType.FLOAT32, DType.FLOAT32)
+COUNT = 5
+GRADIENTS = TensorSpec("g", DType.FLOAT32, (COUNT,), ownership="g")
+PARAMETERS = TensorSpec("p", DType.FLOAT32, (COUNT,), Op.BROADCAST, ownership="g")
+#: Rank 0 owns the first two elements, rank 1 the others.
+PIECES = [OwnedPiece(0, 8, -1, 0, 0), OwnedPiece(8, 12, -1, 1, 1)]
+Done = Callable[[BaseException | None], None]
+
+
+@dataclass
+class Rank:
+    local_rank: int
+    arena: Arena
+    said: list[tuple[RankMessageKind, dict[str, Any]]] = field(default_factory=list)
+
+    def allocate(self, nbytes: int) -> Block:
+        return self.arena.allocate(nbytes)
+
+    def send(self, message: bytes) -> None:
+        self.said.append((protocol.kind_of(message), protocol.fields_of(message)))
+
+
+class Service:
+    """A machine of two ranks, alone. Kernels run when they are told to."""
+
+    def __init__(self) -> None:
+        self.arena = Arena(1 << 16)
+        self.ranks = {local_rank: Rank(local_rank, self.arena) for local_rank in (0, 1)}
+        self.freed: list[Block] = []
+        self.due: list[tuple[Callable[[], None], Done]] = []
+        self.slots = {number: self._slot(number, spec) for number, spec in enumerate([GRADIENTS, PARAMETERS] * 2)}
+        steps = HostedSteps(0, 2, (0, 0))
+        self.pipeline = RoundPipeline(2, PushQueue(), hosted=steps)
+        memory = SimpleNamespace(slots=self.slots, free_states=lambda rank, blocks: self.freed.extend(blocks))
+        executor = SimpleNamespace(
+            run_kernel=lambda work, done: self.due.append((work, done)), run=self.carry_out, ranks=self.ranks
+        )
+        self.hosting = Hosting(cast(Memory, memory), cast(Executor, executor), self.pipeline, steps)
+
+    def _slot(self, number: int, spec: TensorSpec) -> RankSlot:
+        """Slots 0 and 1 are rank 0's, 2 and 3 rank 1's."""
+        block = self.arena.allocate(4 * COUNT)
+        return RankSlot(number, number // 2, spec, (block,), block)
+
+    def agree(self) -> None:
+        for spec in (GRADIENTS, PARAMETERS):
+            slots = [slot for slot in self.slots.values() if slot.spec is spec]
+            made = Tensor(spec.name, 1, spec, tuple(slots), machines=1)
+            for slot in slots:
+                slot.tensor = made
+            assert self.pipeline.start(made, PIECES, 0.0) == []
+        self.hosting.agreed()
+
+    def carry_out(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            if isinstance(action, MakeStep):
+                self.due.append((self.hosting.bind(action), self._ended(action)))
+            elif isinstance(action, AllSummed):
+                self.hosting.summed(action.slot)
+
+    def _ended(self, step: MakeStep) -> Done:
+        def done(error: BaseException | None) -> None:
+            self.hosting.stepped(step)
+            self.carry_out(self.pipeline.stepped(step, 0.0))
+
+        return done
+
+    def rank(self, local_rank: int = 0) -> RankConnection:
+        return cast(RankConnection, self.ranks[local_rank])
+
+    def run(self, error: BaseException | None = None) -> None:
+        due, self.due = self.due, []
+        for work, done in due:
+            work()
+            done(error)
+
+    def host(self, local_rank: int = 0, **changed: Any) -> int:
+        """Returns the id of the states."""
+        first = 2 * local_rank
+        said = {"request": 7, "step_kind": KIND.code, "source": first, "target": first + 1, "before": 0, **changed}
+        self.hosting.host(self.rank(local_rank), said)
+        if self.slots[0].tensor is None:
+            assert not self.due
+            self.agree()
+        self.run()
+        kind, fields = self.ranks[local_rank].said.pop()
+        assert (kind, fields["request"], len(fields["states"])) == (RankMessageKind.HOSTED, 7, 2)
+        assert (fields["count"], fields["owners"]) == ((2, 3)[local_rank], [[0, 2, 0], [2, 3, 1]])
+        return int(fields["id"])
+
+    def floats(self, number: int) -> memoryview:
+        block = self.slots[number].input
+        view = self.arena.segments[block.segment].view
+        return view[block.offset : block.offset + 4 * COUNT].cast("f")
+
+    def ready(self, spec: TensorSpec, values: dict[int, list[float]] | None = None) -> None:
+        for number, slot in self.slots.items():
+            if slot.spec is spec:
+                if values is not None:
+                    self.floats(number)[:] = array("f", values[number])
+                self.carry_out(self.pipeline.ready(slot, slot.round + 1, spec.nbytes, 0.0))
+
+    def step(self, part: int, round_: int, rank: int = 0, **changed: Any) -> None:
+        scalars = step_scalars(KIND.rule, Hyperparameters(lr=0.5, momentum=0.5), max(1, round_))
+        segments = [StepSegment(range((2, 3)[rank]), scalars).to_json()]
+        said = {"part": part, "round": round_, "segments": segments, "is_last": True, **changed}
+        self.hosting.step(self.rank(rank), said)
+
+
+@pytest.fixture
+def service() -> Any:
+    service = Service()
+    yield service
+    service.arena.close()
+
+
+def test_a_step_is_made_once_and_written_to_all_ranks(service: Service) -> None:
+    parts = [service.host(0), service.host(1)]
+    for round_ in (1, 2):
+        service.ready(GRADIENTS, {0: [1, 2, 3, 4, 5], 2: [0, 1, 0, 1, 0]})
+        for rank in (0, 1):
+            service.step(parts[rank], round_, rank)
+            service.step(parts[rank], round_, rank)  # again
+        assert len(service.due) == 2
+        service.ready(PARAMETERS)
+        service.run()
+    # The first moment is the gradient, the second one and a half of it.
+    expected = [-0.5 * value - 0.75 * value for value in (1, 3, 3, 5, 5)]
+    assert list(service.floats(1)) == list(service.floats(3)) == expected
+    assert service.slots[0].ready_bytes == service.slots[1].ready_bytes == -1  # both rounds are over
+
+
+def test_norms_are_of_the_sums_that_a_rank_owns(service: Service) -> None:
+    part = service.host(1)
+    said = {"request": 5, "part": part, "ranges": [[0, 1], [2, 3]]}
+    service.hosting.norm(service.rank(1), said)
+    assert not service.due  # the sums are not there
+    service.ready(GRADIENTS, {0: [1, 2, 3, 4, 5], 2: [0, 1, 0, 1, 1]})
+    service.run()
+    assert service.ranks[1].said == [(RankMessageKind.NORMED, {"request": 5, "sum": float(9 + 36).hex()})]
+
+
+def test_an_error_of_a_kernel_is_told(service: Service) -> None:
+    service.agree()
+    said = {"request": 7, "step_kind": KIND.code, "source": 0, "target": 1, "before": 0}
+    service.hosting.host(service.rank(), said)
+    service.run(MemoryError("none left"))
+    _, fields = service.ranks[0].said.pop()
+    assert (fields["error"], fields["message"]) == ("CommunicationError", "none left")
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"round": 3}, "local rank 0 steps in round 3 of 'g'"),
+        ({"part": 99}, "no states 99"),
+        ({"rank": 1}, "local rank 1 has no states"),
+        ({"segments": [[0, 100_000, *[0.0] * 12]]}, "a step of 100000 elements with states of 2"),
+        ({"segments": [[3, 2, *[0.0] * 12]]}, "not in order"),
+        ({"segments": [[0, 2, *[0.0] * 12], [1, 2, *[0.0] * 12]]}, "not in order"),
+        ({"segments": [[0, 2, 1.0]]}, "not in order"),
+        ({"segments": [["a"]]}, "malformed segments"),
+        ({"segments": 5}, "malformed segments"),
+    ],
+    ids=str,
+)
+def test_nonsense_is_refused(service: Service, changed: dict[str, Any], said: str) -> None:
+    part = service.host()
+    service.ready(GRADIENTS, {0: [0.0] * COUNT, 2: [0.0] * COUNT})
+    fields = dict(changed)
+    rank = fields.pop("rank", 0)
+    with pytest.raises(ProtocolError, match=said):
+        service.step(fields.pop("part", part), fields.pop("round", 1), rank, **fields)
+    assert not service.due
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"source": 2}, "no slot 2"),
+        ({"target": 9}, "no slot 9"),
+        ({"source": 1}, "steps of"),
+        ({"before": 4}, "no states 4"),
+        *(
+            ({"step_kind": code}, "kind of a step|steps of")
+            for code in (-1, 1 << 20, 3 << 2 | 1 << 9 | 1 << 13, 1 << 9, 5 << 9 | 1 << 13, None, "SGD")
+        ),
+    ],
+    ids=str,
+)
+def test_states_that_can_not_be_kept(service: Service, changed: dict[str, Any], said: str) -> None:
+    with pytest.raises(ProtocolError, match=said):
+        service.host(**changed)
+
+
+def test_states_go_on_with_slots_that_were_declared_again(service: Service) -> None:
+    part = service.host()
+    assert service.host(before=part) == part
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_memory_is_given_back_once_no_kernel_uses_it(service: Service, leaves: bool) -> None:
+    part = service.host()
+    service.ready(GRADIENTS, {0: [0.0] * COUNT, 2: [0.0] * COUNT})
+    service.step(part, 1)
+    assert service.due
+    if leaves:
+        service.hosting.forget(0)
+    else:
+        service.hosting.release(service.rank(), {"part": part})
+    assert not service.freed
+    service.run()
+    assert len(service.freed) == 2
+    assert not service.ranks[0].said
+    with pytest.raises(ProtocolError, match="no states"):
+        service.step(part, 2)
+
+
+def test_segments_travel() -> None:
+    segments = [StepSegment(range(2), (0.1, float("inf"))), StepSegment(range(5, 9), (1.0, 2.0))]
+    assert segments_of([segment.to_json() for segment in segments], 2) == segments
