@@ -58,7 +58,8 @@ def test_bytes_of_a_step(machines: int, servers: int, tmp_path: Path) -> None:
     sent = per_step(runs, "bytes_sent")
     assert sent == per_step(runs, "bytes_received")
     cpu = round(per_step(runs, "bytes_sent", "CPU") / n / PARTITION) * PARTITION
-    assert (cpu > 0) == (servers > 0)
+    optimum = servers * 2 * (n - 1) / (n * n + n + servers * (n - 3))
+    assert cpu / M == pytest.approx(optimum, abs=2 * servers * PARTITION / M)
     formula = 2 * (n - 1) * (M - cpu) + (2 * n + 1) * cpu
     assert formula <= sent <= formula + NUMBERS
     assert (n + 1) * cpu <= per_step(runs, "bytes_received", "CPU") <= (n + 1) * cpu + NUMBERS

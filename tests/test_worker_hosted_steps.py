@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 from support.worker_core import block, slot, tensor
 
+from byteps_py.chunks import CHUNK_BYTES
 from byteps_py.errors import ProtocolError, UsageError
+from byteps_py.placement.shares import Optimum
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.tensors import DType, Op, TensorSpec
 from byteps_py.worker.core.actions import Push, RoundDone, Supply
@@ -23,6 +25,7 @@ from byteps_py.worker.core.hosted_steps import (
 )
 from byteps_py.worker.core.owners import OwnedPiece, Owners
 from byteps_py.worker.core.pipeline import RoundPipeline
+from byteps_py.worker.core.placing import Placing
 from byteps_py.worker.core.tensor import Compute, RankSlot, Stage, Tensor
 from byteps_py.worker.core.topology import Topology
 from byteps_py.worker.core.transitions import IllegalTransitionError
@@ -290,6 +293,36 @@ def test_parameters_without_their_gradients_are_refused() -> None:
     owned(owners, TensorSpec("g", DType.FLOAT32, (7,), ownership="g"), [10] * 7)
     with pytest.raises(ProtocolError, match="which has 7 elements"):
         owners.pieces(TensorSpec("p", DType.FLOAT32, (8,), Op.BROADCAST, ownership="g"), 64)
+
+
+@pytest.mark.parametrize(("n", "k"), [(2, 0), (2, 1), (2, 2), (3, 1), (4, 2), (4, 3), (8, 4), (8, 8)])
+def test_links_carry_what_the_optimum_for_owned_sums_says(n: int, k: int) -> None:
+    """No link carries more than (n+1) · 2(n-1) / (n² + n + kn - 3k) of the gradients, up to a few partitions."""
+    best, count, nbytes = Optimum(n, k), 4096, 64
+    kinds = [pb.MACHINE_KIND_CPU] * k + [pb.MACHINE_KIND_GPU] * (n if n > k else 0)
+    names = [f"c{i}" for i in range(k)] + [f"m{i}" for i in range(n if n > k else 0)]
+    members = [
+        pb.Member(member_id=i, machine_id=name, weight=weight, kind=kind)
+        for i, (name, kind, weight) in enumerate(zip(names, kinds, best.server_weights, strict=True))
+    ]
+    around = replace(topology(n, 1, ()), servers=tuple(members), partition_bytes=nbytes)
+    placing = Placing(around, 1 << 20, CHUNK_BYTES)
+    spec = TensorSpec("g", DType.FLOAT32, (count * nbytes // 4,), ownership="g")
+    placing.add([spec])
+    taken: dict[str, int] = {}  # partitions by machine that adds them
+    owned: dict[str, int] = {}  # of CPU machines, by owner
+    for piece in placing.pieces(spec):
+        assert isinstance(piece, OwnedPiece)
+        name = names[piece.server]
+        taken[name] = taken.get(name, 0) + 1
+        if name.startswith("c"):
+            owned[f"m{piece.owner}"] = owned.get(f"m{piece.owner}", 0) + 1
+        else:
+            assert name == f"m{piece.owner}"
+    cpu = [(n + 1) * taken.get(f"c{i}", 0) for i in range(k)]
+    gpu = [count + (n - 2) * taken.get(f"m{i}", 0) + owned.get(f"m{i}", 0) for i in range(n)]
+    optimum = (n + 1) * 2 * (n - 1) / (n * n + n + k * n - 3 * k) if k else 2 * (n - 1) / n
+    assert max(*cpu, *gpu) / count == pytest.approx(optimum, rel=0.04)
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,10 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=4, help="of training, one fault in each so many")
+    parser.add_argument("--hosted", action="store_true", help="the services keep the optimizer's states")
     arguments = parser.parse_args()
     stretches = arguments.faults + 2
-    wild = run(stretches, arguments.seed, steps=arguments.steps)
+    wild = run(stretches, arguments.seed, steps=arguments.steps, hosted=arguments.hosted)
     print("with faults:", *wild.lines(), sep="\n  ", flush=True)
     peace = calm(stretches, steps=arguments.steps)
     print("in peace:", *peace.lines(), sep="\n  ")

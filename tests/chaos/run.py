@@ -44,11 +44,12 @@ def calm(stretches: int, options: str = OPTIONS, steps: int = STEPS) -> Report:
     return run(stretches, None, options, steps)
 
 
-def run(stretches: int, seed: int | None, options: str = OPTIONS, steps: int = STEPS) -> Report:
-    """Train, ``steps`` in each stretch; ``seed`` None: without any fault. Raises AssertionError if the job does not end
-    well."""
+def run(stretches: int, seed: int | None, options: str = OPTIONS, steps: int = STEPS, hosted: bool = False) -> Report:
+    """Train, ``steps`` in each stretch; ``seed`` None: without any fault. ``hosted``: the services have states. Raises
+    AssertionError if the job does not end well."""
     limit_s = 120 + 20 * stretches
-    with launch(options, str(stretches), str(steps), program=PROGRAM, limit_s=limit_s, **ENVIRON) as job:
+    environ = {**ENVIRON, "TEST_HOSTED": "1"} if hosted else ENVIRON
+    with launch(options, str(stretches), str(steps), program=PROGRAM, limit_s=limit_s, **environ) as job:
         chaos = Chaos(job, seed or 0)
         assert job.process.stdin is not None
         report = Report()

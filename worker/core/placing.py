@@ -6,6 +6,10 @@ A broadcast is not placed, but handed on. The servers of the root's machine take
 not what they would hand on as well. The others share in proportion to their links' rates. So the root's link carries M,
 every other machine's M inwards and, with n machines, at most (n-2)/(n-1) · M outwards: the least time there can be,
 M/B.
+
+Sums with owners (owners.py) are placed in a table of their own. For each byte that it adds, a CPU machine receives
+n + 1 bytes there instead of n. So GPU machines' servers have n + 1, and CPU machines' servers n times their weight. For
+equal links that is the optimum: a CPU machine adds 2(n−1) / (n² + n + kn − 3k) of these sums.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from collections.abc import Iterable, Sequence
 
 from byteps_py.errors import ProtocolError, UsageError
 from byteps_py.placement.placement_table import PlacementTable
+from byteps_py.proto import control_pb2 as pb
 from byteps_py.tensors import Op, TensorSpec, key_of, split
 from byteps_py.worker.core.hosted_steps import OwnedPart
 from byteps_py.worker.core.owners import OwnedPiece, Owners
@@ -38,6 +43,7 @@ class Placing:
         self._local_sum_bytes = local_sum_bytes
         self._chunk_bytes = chunk_bytes
         self._table: PlacementTable | None = None
+        self._owned_table: PlacementTable | None = None
         self._owners = self.owners_class(topology)
         self._partitions: dict[int, int] = {}  # by key: about so many
         self._count = 0  # of all
@@ -45,26 +51,28 @@ class Placing:
         if topology.machines == 1:
             return
         try:
-            servers = [(server.member_id, server.weight) for server in topology.servers]
-            self._table = self.table_class(servers, topology.partition_bytes)
+            self._table = self.table_class(_weights(topology), topology.partition_bytes)
+            self._owned_table = self.table_class(_weights(topology, owned=True), topology.partition_bytes)
         except UsageError as error:
             raise ProtocolError(f"the scheduler's membership can't hold tensors: {error}") from error
 
     def change(self, topology: Topology) -> None:
         """Go over to the servers of a new epoch."""
         self._topology = topology
-        if self._table is not None:
-            self._table.rebalance((server.member_id, server.weight) for server in topology.servers)
+        if self._table is not None and self._owned_table is not None:
+            self._table.rebalance(_weights(topology))
+            self._owned_table.rebalance(_weights(topology, owned=True))
 
     def server_of(self, part: Part) -> int:
         """Member id of the server of a partition that has one, in this epoch."""
         spec, key = part.tensor.spec, part.tensor.key
-        if isinstance(part, OwnedPart) and not part.is_sum and self._table is not None:
-            sums = self._table.partitions(key_of(spec.ownership)) if self._table.has(key_of(spec.ownership)) else ()
+        table = self._table_of(spec)
+        if isinstance(part, OwnedPart) and not part.is_sum and table is not None:
+            sums = table.partitions(key_of(spec.ownership)) if table.has(key_of(spec.ownership)) else ()
             if part.source < len(sums):
                 return sums[part.source].server
-        if self._table is not None and self._is_placed(spec) and self._table.has(key):
-            parts = self._table.partitions(key)  # perhaps of a newer generation, cut otherwise
+        if table is not None and self._is_placed(spec) and table.has(key):
+            parts = table.partitions(key)  # perhaps of a newer generation, cut otherwise
             if part.index < len(parts) and parts[part.index][:2] == (part.offset, part.length):
                 return parts[part.index].server
         ids = [server.member_id for server in self._topology.servers]
@@ -96,7 +104,13 @@ class Placing:
                 f"tensors would be cut into {self._count} partitions of {size} bytes, {MAX_PARTITIONS} are the "
                 "most; raise BYTEPS_PARTITION_BYTES"
             )
-        self._table.add((key_of(spec.name), spec.nbytes, spec.dtype.itemsize) for spec in placed)
+        for table in (self._table, self._owned_table):
+            its = [spec for spec in placed if self._table_of(spec) is table]
+            if table is not None and its:
+                table.add((key_of(spec.name), spec.nbytes, spec.dtype.itemsize) for spec in its)
+
+    def _table_of(self, spec: TensorSpec) -> PlacementTable | None:
+        return self._owned_table if spec.ownership else self._table
 
     def _is_placed(self, spec: TensorSpec) -> bool:
         """It is summed by servers; else it stays on one machine, goes from machine to machine, or is handed on."""
@@ -116,9 +130,19 @@ class Placing:
             return scattered_pieces(spec, self._topology.size, limit, self._chunk_bytes)
         if spec.op is Op.BROADCAST and not is_alone:
             return broadcast_pieces(spec, self._topology)
-        if self._table is not None and not is_alone:
-            return self._table.partitions(key_of(spec.name))
+        table = self._table_of(spec)
+        if table is not None and not is_alone:
+            return table.partitions(key_of(spec.name))
         return [(*piece, NO_SERVER) for piece in split(spec.nbytes, self._local_sum_bytes, spec.dtype.itemsize)]
+
+
+def _weights(topology: Topology, owned: bool = False) -> list[tuple[int, int]]:
+    """(member id, weight) of the servers; ``owned``: for sums with owners."""
+    cpu, gpu = (topology.machines, topology.machines + 1) if owned else (1, 1)
+    return [
+        (server.member_id, server.weight * (gpu if server.kind == pb.MACHINE_KIND_GPU else cpu))
+        for server in topology.servers
+    ]
 
 
 def broadcast_pieces(spec: TensorSpec, topology: Topology) -> list[tuple[int, int, int]]:
