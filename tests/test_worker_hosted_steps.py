@@ -259,6 +259,10 @@ def owned(owners: Owners, spec: TensorSpec, servers: list[int]) -> list[int]:
     return [piece.owner for piece in owners.pieces(spec, 64)]
 
 
+def owned_pieces(placing: Placing, spec: TensorSpec) -> list[OwnedPiece]:
+    return [piece for piece in placing.pieces(spec) if isinstance(piece, OwnedPiece)]
+
+
 def test_a_sum_stays_on_the_machine_that_takes_it() -> None:
     """Ranks of a machine take turns; what a CPU machine adds goes to the machine that owns the least."""
     spec = TensorSpec("g", DType.FLOAT32, (7,), ownership="g")
@@ -323,6 +327,20 @@ def test_links_carry_what_the_optimum_for_owned_sums_says(n: int, k: int) -> Non
     gpu = [count + (n - 2) * taken.get(f"m{i}", 0) + owned.get(f"m{i}", 0) for i in range(n)]
     optimum = (n + 1) * 2 * (n - 1) / (n * n + n + k * n - 3 * k) if k else 2 * (n - 1) / n
     assert max(*cpu, *gpu) / count == pytest.approx(optimum, rel=0.04)
+
+
+def test_parameters_go_to_the_servers_that_have_their_sums_now() -> None:
+    around = topology(2, 1, ("m0", "m1", "c0"))
+    placing = Placing(around, 1 << 20, CHUNK_BYTES)
+    sums = TensorSpec("g", DType.FLOAT32, (64,), ownership="g")
+    parameters = TensorSpec("p", DType.FLOAT32, (64,), Op.BROADCAST, ownership="g")
+    placing.add([sums])
+    before = [piece.owner for piece in owned_pieces(placing, sums)]
+    placing.change(replace(around, servers=around.servers[:2]))
+    servers = [piece.server for piece in owned_pieces(placing, parameters)]
+    assert servers == [piece.server for piece in owned_pieces(placing, sums)]
+    assert set(servers) == {10, 11}
+    assert [piece.owner for piece in owned_pieces(placing, parameters)] == before  # the owners stay
 
 
 @pytest.mark.parametrize(

@@ -122,10 +122,10 @@ class Placing:
         if not spec.ownership:
             return self._cut(spec)
         pieces = self._owners.pieces(spec, self._topology.partition_bytes)
-        key = key_of(spec.ownership)
-        if self._table is None or not self._table.has(key):
+        key, table = key_of(spec.ownership), self._table_of(spec)
+        if table is None or not table.has(key):
             return pieces
-        sums = self._table.partitions(key)  # they may have moved since the sum was entered
+        sums = table.partitions(key)  # they may have moved since the sum was entered
         return [piece._replace(server=sums[piece.source].server) for piece in pieces]
 
     def _cut(self, spec: TensorSpec) -> Sequence[tuple[int, int, int]]:
