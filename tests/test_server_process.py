@@ -12,7 +12,7 @@ from support.summation import SETTINGS, assert_works
 
 from byteps_py.errors import PeerLostError
 from byteps_py.tensors import DType, Op
-from byteps_py.wire import HEADER_BYTES, Header, Kind
+from byteps_py.wire import HEADER_BYTES, NO_RESULT, Header, Kind
 
 BROADCAST = {"op": Op.BROADCAST}
 
@@ -131,6 +131,25 @@ def test_a_local_machine_and_a_remote_one(server: Server, count: int, answer_off
     assert local.read(answer_offset, len(expected)) == expected
     found = server.link.statistics()
     assert (found.bytes_local, found.bytes_received, found.bytes_sent) == (2 * count, 2 * count, 2 * count)
+
+
+@pytest.mark.parametrize("owner", ["local", "remote"])
+def test_only_the_owner_of_a_sum_gets_it(server: Server, owner: str) -> None:
+    """The other machine hears that its contribution is taken, and nothing is written for it."""
+    one, two = b"\0\0\x80?", b"\0\0\0@"
+    local, remote = server.local_machine(0), server.machine(1)
+    local.give_segment()
+    local.write(0, b"kept")
+    local.write(4096, one)
+    is_local = owner == "local"
+    place = {"answer_offset": 8192} if is_local else {}
+    local.send(one, segment_offset=4096, flags=0 if is_local else NO_RESULT, **place)
+    remote.push(one, flags=NO_RESULT if is_local else 0)
+    assert remote.result() == (b"" if is_local else two)
+    header, text = local.receive()
+    assert (header.kind, text) == (Kind.ANSWER, "")
+    assert local.read(8192, 4) == (two if is_local else b"\0" * 4)
+    assert local.read(0, 4) == b"kept"
 
 
 @pytest.mark.parametrize("length", [100, 200 << 10])
