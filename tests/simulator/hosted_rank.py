@@ -48,13 +48,17 @@ class HostedRank(Rank):
     def host_states(self, model: Model, source: Slot, target: Slot, before: HostedPart | None) -> Life:
         session = self.session
         session._tell_released()
-        message = protocol.pack(RankMessageKind.HOST, request=session._requests + 1)
+        said = {"source": source.id, "target": target.id, "before": before.id if before is not None else 0}
+        request = session._requests + 1
+        message = protocol.pack(RankMessageKind.HOST, request=request, step_kind=model.kind.code, **said)
         yield from self._ask(message, RankMessageKind.HOSTED, lambda: not (source.error is target.error is None))
         part = self.hosted[model.name] = session.host(model.kind, source, target, before)
         self.ledger.owns(model.name, part.owners)
 
     def measure(self, part: HostedPart, ranges: list[range]) -> Life:
-        message = protocol.pack(RankMessageKind.NORM, request=self.session._requests + 1)
+        said = [[each.start, each.stop] for each in ranges]
+        request = self.session._requests + 1
+        message = protocol.pack(RankMessageKind.NORM, request=request, part=part.id, ranges=said)
         yield from self._ask(message, RankMessageKind.NORMED)
         self.measured = self.session.square_sum(part, ranges, 0.0)
 

@@ -232,9 +232,10 @@ class Kernels:
         return StepKernel(self._memory, kind, tuple(states), tuple(inputs), tuple(outputs), divisor)
 
     def square_sum(self, dtype: DType, inputs: Sequence[int], elements: range, divisor: int = 1) -> float:
+        if not elements:
+            return 0.0
         start, nbytes = elements.start * dtype.itemsize, len(elements) * dtype.itemsize
-        sources = [self._read(address + start, nbytes) for address in inputs]
-        return square_sum(dtype, combine(Op.SUM, dtype, sources, divisor)) if len(elements) else 0.0
+        return square_sum(dtype, combine(Op.SUM, dtype, [self._read(at + start, nbytes) for at in inputs], divisor))
 
 
 def square_sum(dtype: DType, data: Bytes) -> float:
