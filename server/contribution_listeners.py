@@ -125,7 +125,7 @@ class LocalPeer(Peer):
         payload = answer = None
         if header.kind is Kind.PUSH:
             payload = self._place(header, header.segment, header.segment_offset)
-        wants = header.kind is not Kind.PASS and not header.is_supply
+        wants = header.wants_result and not header.is_supply
         if wants and (header.op is not Op.BROADCAST or header.kind is Kind.PULL):
             answer = self._place(header, header.answer_segment, header.answer_offset)
             if payload and 0 < abs(payload.address - answer.address) < header.length:

@@ -105,9 +105,14 @@ class Placing:
     def pieces(self, spec: TensorSpec) -> Sequence[tuple[int, int, int]] | Sequence[OwnedPiece]:
         """(offset, length, server's member id, or the owner's rank if it scatters) of its partitions, by offset. Raises
         ProtocolError, see ``Owners.pieces``."""
-        if spec.ownership:
-            return self._owners.pieces(spec, self._topology.partition_bytes)
-        return self._cut(spec)
+        if not spec.ownership:
+            return self._cut(spec)
+        pieces = self._owners.pieces(spec, self._topology.partition_bytes)
+        key = key_of(spec.ownership)
+        if self._table is None or not self._table.has(key):
+            return pieces
+        sums = self._table.partitions(key)  # they may have moved since the sum was entered
+        return [piece._replace(server=sums[piece.source].server) for piece in pieces]
 
     def _cut(self, spec: TensorSpec) -> Sequence[tuple[int, int, int]]:
         is_alone = self._topology.machines_in(spec) == 1
