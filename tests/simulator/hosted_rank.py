@@ -60,7 +60,7 @@ class HostedRank(Rank):
         request = self.session._requests + 1
         message = protocol.pack(RankMessageKind.NORM, request=request, part=part.id, ranges=said)
         yield from self._ask(message, RankMessageKind.NORMED)
-        self.measured = self.session.square_sum(part, ranges, 0.0)
+        self.measured = self.session.square_sum(part, ranges, 1.0)
 
 
 class HostedTurn:
@@ -70,7 +70,7 @@ class HostedTurn:
         self._rank, self._use, self._model = rank, use, use.model
         self._source: Slot
         self._target: Slot
-        self._has_begun = False
+        self._has_begun = self._has_hosted = False
 
     @property
     def _part(self) -> HostedPart | None:
@@ -78,8 +78,10 @@ class HostedTurn:
 
     @property
     def _is_hosted(self) -> bool:
+        """There are states, for these very slots."""
         part = self._part
-        return part is not None and not self._use.begins and part.source is self._source and part.target is self._target
+        is_due = self._use.begins and not self._has_hosted
+        return part is not None and not is_due and part.source is self._source and part.target is self._target
 
     # ---- giving ------------------------------------------------------------------------------------------
 
@@ -102,12 +104,10 @@ class HostedTurn:
         rank, use, model = self._rank, self._use, self._model
         if self._has_begun:
             return
-        if not self._is_hosted:
+        if not (self._is_hosted or use.skips):  # a skip needs no states
             yield from self._host()
         part = self._part
-        if part is None:
-            raise AssertionError("nothing is hosted")
-        if use.measures and self._places(part):
+        if use.measures and part is not None and self._is_hosted and self._places(part):
             ranges = [each.elements for each in self._segments(part)] or [range(sum(map(len, self._places(part))))]
             rank.doing = f"waiting for a norm of {use.name} (use {use.id})"
             yield from rank.measure(part, ranges)
@@ -127,7 +127,7 @@ class HostedTurn:
             before = None
         rank.doing = f"waiting for the states of {model.name}"
         yield from rank.host_states(model, self._source, self._target, before)
-        part = self._part
+        part, self._has_hosted = self._part, True
         if use.begins and part is not None:
             for number, state in enumerate(self._states(part)):
                 self._set(part, state, model.fresh(use.id) if number == 0 else np.zeros_like(model.fresh(use.id)))

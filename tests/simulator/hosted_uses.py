@@ -106,7 +106,8 @@ class HostedProgram(Program):
 
     def _new_use(self, rng: random.Random, model: Model) -> HostedUse:
         is_first = not any(use.model is model for use in self.trained)
-        skips = rng.random() < 0.2
+        begins = is_first or rng.random() < 0.1
+        skips = not begins and rng.random() < 0.25
         use = HostedUse(
             self.uses,
             model.name,
@@ -115,7 +116,7 @@ class HostedProgram(Program):
             segments=() if skips else tuple(_segments(rng, model)),
             skips=skips,
             measures=rng.random() < 0.3,
-            begins=is_first or rng.random() < 0.1,
+            begins=begins,
             changes=rng.random() < 0.2,
         )
         self.uses += 1
