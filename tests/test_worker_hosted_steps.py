@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from support.worker_core import block, slot, tensor
 
+from byteps_py.chunks import CHUNK_BYTES
 from byteps_py.errors import ProtocolError, UsageError
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.tensors import DType, Op, TensorSpec
@@ -23,6 +24,7 @@ from byteps_py.worker.core.hosted_steps import (
 )
 from byteps_py.worker.core.owners import OwnedPiece, Owners
 from byteps_py.worker.core.pipeline import RoundPipeline
+from byteps_py.worker.core.placing import Placing
 from byteps_py.worker.core.tensor import Compute, RankSlot, Stage, Tensor
 from byteps_py.worker.core.topology import Topology
 from byteps_py.worker.core.transitions import IllegalTransitionError
@@ -261,6 +263,21 @@ def test_parameters_have_the_owners_of_their_gradients_and_may_be_cut_smaller() 
         OwnedPiece(offset, 8, server, owner, source)
         for offset, server, owner, source in ((0, 10, 0, 0), (8, 10, 0, 0), (16, 11, 2, 1), (24, 11, 2, 1))
     ]
+
+
+def test_parameters_go_to_the_servers_that_add_their_gradients_by_now() -> None:
+    """Servers may come and go between the two verdicts."""
+    before = topology(2, 1, ("m0", "m1"))
+    placing = Placing(before, 1 << 20, CHUNK_BYTES)
+    gradients = TensorSpec("g", DType.FLOAT32, (64,), ownership="g")
+    placing.add([gradients])
+    assert {piece[2] for piece in placing.pieces(gradients)} == {10, 11}
+    owners = [OwnedPiece(*piece).owner for piece in placing.pieces(gradients)]
+    placing.change(replace(before, epoch=2, servers=before.servers[1:]))
+    for spec in (gradients, replace(gradients, name="p", op=Op.BROADCAST)):
+        pieces = [OwnedPiece(*piece) for piece in placing.pieces(spec)]
+        assert {piece.server for piece in pieces} == {11}
+        assert [piece.owner for piece in pieces] == owners
 
 
 def test_parameters_without_their_gradients_are_refused() -> None:
