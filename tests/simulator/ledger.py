@@ -114,7 +114,9 @@ class LedgerNetwork(Network):
         if isinstance(part, OwnedPart) and part.is_own and not part.is_sum:
             self.ledger.sends_parameters(self._me, part, round_)
         if part.contributes or tensor.spec.op is not Op.BROADCAST:
-            self.ledger.gives(self._me, part, round_, self._bytes(part.contribution if part.contributes else None, part))
+            self.ledger.gives(
+                self._me, part, round_, self._bytes(part.contribution if part.contributes else None, part)
+            )
         super().push(part, round_)
 
     def supply(self, part: Part, round_: int, server: int) -> None:
