@@ -20,6 +20,7 @@ from byteps_py.chunks import CHUNK_BYTES
 from byteps_py.dataplane.dialer import Dialer
 from byteps_py.dataplane.listener import DataListener
 from byteps_py.kernels.engine import Engine
+from byteps_py.kernels.update_rules import StepKind
 from byteps_py.loop import EventLoop
 from byteps_py.shm import Arena, Segment
 from byteps_py.tensors import Checks, DType, Op
@@ -55,6 +56,19 @@ class Kernels(Protocol):
     ) -> kernels.Report: ...
 
     def prepare(self, pairs: Iterable[tuple[Op, DType]], checks: Checks = Checks.NONE) -> None: ...
+
+    def bind_step(
+        self,
+        kind: StepKind,
+        states: Sequence[int],
+        inputs: Sequence[int],
+        outputs: Sequence[int],
+        divisor: int = 1,
+    ) -> Callable[[Sequence[float], range], None]: ...
+
+    def prepare_step(self, kind: StepKind) -> None: ...
+
+    def square_sum(self, dtype: DType, inputs: Sequence[int], elements: range, divisor: int = 1) -> float: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

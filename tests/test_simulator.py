@@ -14,7 +14,16 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from simulator import KINDS, BusyCluster, Cluster, ElasticCluster, ElasticOutageCluster, OutageCluster, run
+from simulator import (
+    KINDS,
+    BusyCluster,
+    Cluster,
+    ElasticCluster,
+    ElasticOutageCluster,
+    HostedCluster,
+    OutageCluster,
+    run,
+)
 from simulator import __main__ as command
 from simulator.all_mutations import ALL_MUTATIONS
 from simulator.busy import STARVES, STOPS
@@ -28,7 +37,16 @@ from simulator.visits import VISIT
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("kind", "seeds"), [("fixed", 500), ("elastic", 150), ("outages", 150), ("elastic-outages", 50), ("busy", 150)]
+    ("kind", "seeds"),
+    [
+        ("fixed", 500),
+        ("elastic", 150),
+        ("outages", 150),
+        ("elastic-outages", 50),
+        ("busy", 150),
+        ("hosted", 100),
+        ("hosted-outages", 40),
+    ],
 )
 def test_the_invariants_hold(kind: str, seeds: int) -> None:
     """By the command, and on all cores: about 40 ms a seed, 80 of an elastic job."""
@@ -88,8 +106,13 @@ def test_every_fault_is_tried_and_fires(kind: type[Cluster], names: Iterable[str
 
 @pytest.mark.parametrize(
     ("kind", "seed"),
-    [(Cluster, 41049), (BusyCluster, 40092), (BusyCluster, 40578)],
-    ids=["a late withdrawal", "answers that came during a starvation", "sums fetched during a starvation"],
+    [(Cluster, 41049), (BusyCluster, 40092), (BusyCluster, 40578), (HostedCluster, 25)],
+    ids=[
+        "a late withdrawal",
+        "answers that came during a starvation",
+        "sums fetched during a starvation",
+        "a sum written for a machine that wants none",
+    ],
 )
 def test_seeds_that_once_found_a_defect(kind: type[Cluster], seed: int) -> None:
     """Besides these, each defect has a test of its own."""

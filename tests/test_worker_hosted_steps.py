@@ -290,6 +290,21 @@ def test_parameters_have_the_owners_of_their_gradients_and_may_be_cut_smaller() 
     ]
 
 
+def test_parameters_go_to_the_servers_that_add_their_gradients_by_now() -> None:
+    """Servers may come and go between the two verdicts."""
+    before = topology(2, 1, ("m0", "m1"))
+    placing = Placing(before, 1 << 20, CHUNK_BYTES)
+    gradients = TensorSpec("g", DType.FLOAT32, (64,), ownership="g")
+    placing.add([gradients])
+    assert {piece[2] for piece in placing.pieces(gradients)} == {10, 11}
+    owners = [OwnedPiece(*piece).owner for piece in placing.pieces(gradients)]
+    placing.change(replace(before, epoch=2, servers=before.servers[1:]))
+    for spec in (gradients, replace(gradients, name="p", op=Op.BROADCAST)):
+        pieces = [OwnedPiece(*piece) for piece in placing.pieces(spec)]
+        assert {piece.server for piece in pieces} == {11}
+        assert [piece.owner for piece in pieces] == owners
+
+
 def test_parameters_without_their_gradients_are_refused() -> None:
     owners = Owners(topology())
     with pytest.raises(ProtocolError, match="'p' has 8 elements with the owners of 'g', which is not agreed"):

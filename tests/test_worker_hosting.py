@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 
+from byteps_py import kernels
 from byteps_py import rank_protocol as protocol
 from byteps_py.errors import ProtocolError
 from byteps_py.kernels.step_segments import StepSegment, segments_of
@@ -63,7 +64,10 @@ class Service:
         self.pipeline = RoundPipeline(2, PushQueue(), hosted=steps)
         memory = SimpleNamespace(slots=self.slots, free_states=lambda rank, blocks: self.freed.extend(blocks))
         executor = SimpleNamespace(
-            run_kernel=lambda work, done: self.due.append((work, done)), run=self.carry_out, ranks=self.ranks
+            run_kernel=lambda work, done: self.due.append((work, done)),
+            run=self.carry_out,
+            ranks=self.ranks,
+            kernels=kernels,
         )
         self.hosting = Hosting(cast(Memory, memory), cast(Executor, executor), self.pipeline, steps)
 

@@ -1,5 +1,16 @@
 """Arithmetic on memory: ``reduce`` sums contributions in one pass, ``engine.Engine`` runs such work in threads."""
 
 from byteps_py.kernels.reduction import Report, bind, prepare, reduce, reduce_checked
+from byteps_py.kernels.square_sums import square_sum
+from byteps_py.kernels.steps import bind_step, prepare_step
 
-__all__ = ["Report", "bind", "prepare", "reduce", "reduce_checked"]
+__all__ = [
+    "Report",
+    "bind",
+    "bind_step",
+    "prepare",
+    "prepare_step",
+    "reduce",
+    "reduce_checked",
+    "square_sum",
+]

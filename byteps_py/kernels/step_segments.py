@@ -41,17 +41,23 @@ def segments_of(said: Any, scalars: int) -> list[StepSegment]:
 
 
 def bind_segments(
-    kind: StepKind, states: Sequence[int], inputs: Sequence[int], outputs: Sequence[int], divisor: int = 1
+    kind: StepKind,
+    states: Sequence[int],
+    inputs: Sequence[int],
+    outputs: Sequence[int],
+    divisor: int = 1,
+    bind: Callable[..., Callable[[Sequence[float], range], None]] = bind_step,
 ) -> Callable[[Sequence[StepSegment]], None]:
-    """A function that makes the step of segments. The arguments are those of ``make_step``. Of LAMB, segments of the
-    first phase change the moments, and those of the second one the parameters; only these write to ``outputs``."""
+    """A function that makes the step of segments. The arguments are those of ``bind_step``, which ``bind`` stands for.
+    Of LAMB, segments of the first phase change the moments, and those of the second one the parameters; only these
+    write to ``outputs``."""
     if kind.rule.method is not Method.LAMB:
-        update = apply = bind_step(kind, states, inputs, outputs, divisor)
+        update = apply = bind(kind, states, inputs, outputs, divisor)
     else:
         wide = DType.FLOAT64 if kind.gradient is DType.FLOAT64 else DType.FLOAT32
-        update = bind_step(kind, states, inputs, [], divisor)
+        update = bind(kind, states, inputs, [], divisor)
         # With the update in place of the gradient, what is left is SGD.
-        apply = bind_step(StepKind(UpdateRule(Method.SGD), wide, kind.parameter), states[:1], states[3:], outputs)
+        apply = bind(StepKind(UpdateRule(Method.SGD), wide, kind.parameter), states[:1], states[3:], outputs)
 
     def run(segments: Sequence[StepSegment]) -> None:
         for segment in segments:

@@ -9,17 +9,20 @@ memory), and is made of the classes that ``Parts`` names. ``run`` is the one ent
 from .busy import BusyCluster
 from .cluster import Cluster, Report, run
 from .elastic import ElasticCluster
+from .hosted import HostedCluster, HostedOutageCluster
 from .outages import ElasticOutageCluster, OutageCluster
 from .world import InvariantError
 
 #: Of job: whose machines are there from start to end; whose machines come and go; beside an unreliable network;
-#: on busy machines.
+#: on busy machines; with optimizers that the services keep.
 KINDS: dict[str, type[Cluster]] = {
     "fixed": Cluster,
     "elastic": ElasticCluster,
     "outages": OutageCluster,
     "elastic-outages": ElasticOutageCluster,
     "busy": BusyCluster,
+    "hosted": HostedCluster,
+    "hosted-outages": HostedOutageCluster,
 }
 
 __all__ = [
@@ -28,6 +31,8 @@ __all__ = [
     "Cluster",
     "ElasticCluster",
     "ElasticOutageCluster",
+    "HostedCluster",
+    "HostedOutageCluster",
     "InvariantError",
     "OutageCluster",
     "Report",

@@ -58,6 +58,8 @@ class Cluster:
     """``special``: settings of this kind of cluster."""
 
     special: ClassVar[dict[str, Any]] = {}
+    program_class: type[Program] = Program
+    rank_class: type[Rank] = Rank
 
     def __init__(self, seed: int, parts: type[Parts] = Parts) -> None:
         world = self.world = World(seed)
@@ -85,7 +87,7 @@ class Cluster:
         self.runtimes: Runtimes
         self.trials = Trials(self)
         self.visits = Visits(self)
-        self.program = Program.make(rng, sum(self.local_sizes))
+        self.program = self.program_class.make(rng, sum(self.local_sizes))
         self.results: dict[int, bytes] = {
             use.id: use.combined(self.local_sizes)
             for step in self.program.steps
@@ -158,7 +160,9 @@ class Cluster:
         return Worker(self.world, self.memory, machine, self.ledger)
 
     def new_rank(self, settings: Settings) -> Rank:
-        rank = Rank(self.world, self.memory, self.local, settings, len(self.ranks), self.program, self.results)
+        rank = self.rank_class(
+            self.world, self.memory, self.local, settings, len(self.ranks), self.program, self.results
+        )
         rank.chunk_bytes = self.runtimes.thresholds.chunk
         return rank
 

@@ -9,16 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
+from byteps_py.shm import Block
 from byteps_py.tensors import Op
 from byteps_py.worker.core.credit import PushQueue
+from byteps_py.worker.core.hosted_steps import MakeStep, OwnedPart
 from byteps_py.worker.core.tensor import Part
 from byteps_py.worker.io.network import Network
 
-from .memory import Memory
+from .memory import Memory, combine
 from .network import TcpLink
 from .world import InvariantError
 
 Round = tuple[int, int, int, int, int]  # group of ranks, key, generation, index, round
+Owners = tuple[tuple[int, int, int], ...]  # (first element, number of elements, rank)
 
 
 def _describe(part: Part, round_: int) -> str:
@@ -34,6 +39,9 @@ class Ledger:
         self.lost_answers = 0  # blocks that a frozen server may yet write to, and so nobody else uses
         self._given: dict[tuple[int, Round], bytes | None] = {}  # None: nothing, its ranks have joined
         self._results: dict[Round, bytes] = {}
+        self._owners: dict[tuple[int, str], Owners] = {}  # by group and name of the sum
+        self._begun: set[Round] = set()  # of gradients: their steps
+        self._stepped: set[Round] = set()  # of parameters: what can be sent
 
     def gives(self, machine: int, part: Part, round_: int, data: bytes | None) -> None:
         known = self._given.setdefault((machine, self._name(part, round_)), data)
@@ -53,6 +61,41 @@ class Ledger:
         if self._results.setdefault(self._name(part, round_), data) != data:
             raise InvariantError(f"machine {machine} gets another result of {_describe(part, round_)} than others")
 
+    # ---- partitions with owners ----------------------------------------------------------------------------------
+
+    def owns(self, name: str, owners: Owners) -> None:
+        """A rank is told who owns what of the sum with this name."""
+        if self._owners.setdefault((self._group(), name), owners) != owners:
+            raise InvariantError(f"the owners of {name} are {owners}, and were {self._owners[self._group(), name]}")
+
+    def steps(self, machine: int, step: MakeStep, machines: int) -> None:
+        """Once in a round, by its owner, with the sum of all that was given to it."""
+        part, round_ = step.part, step.part.tensor.round
+        what = _describe(part, round_)
+        name = self._name(part, round_)
+        if (part.first, part.count, part.owner) not in self._owners.get((name[0], part.tensor.name), ()):
+            raise InvariantError(f"machine {machine} steps {what} for rank {part.owner}, which does not own it")
+        if name in self._begun:
+            raise InvariantError(f"machine {machine} steps {what} once more")
+        self._begun.add(name)
+        if part.tensor.is_alone:
+            return  # the ranks' gradients themselves
+        given = [self._given.get((each, name)) for each in range(machines)]
+        if any(each is None for each in given):
+            raise InvariantError(f"machine {machine} steps {what}, to which not all machines have given")
+        dtype = part.tensor.spec.dtype
+        due = combine(Op.SUM, dtype, [np.frombuffer(each, np.uint8) for each in given if each is not None])
+        if [self.memory.at(address, part.length).tobytes() for address in step.inputs] != [due.tobytes()]:
+            raise InvariantError(f"machine {machine} steps {what} with another sum than that of its contributions")
+
+    def stepped(self, step: MakeStep) -> None:
+        """The parameters of a step lie where they are sent from."""
+        self._stepped |= {self._name(part, step.parameters.round) for part in step.targets}
+
+    def sends_parameters(self, machine: int, part: OwnedPart, round_: int) -> None:
+        if self._name(part, round_) not in self._stepped:
+            raise InvariantError(f"machine {machine} sends {_describe(part, round_)} before its step is made")
+
     def _name(self, part: Part, round_: int) -> Round:
         return (self._group(), part.tensor.key, part.tensor.generation, part.index, round_)
 
@@ -68,20 +111,25 @@ class LedgerNetwork(Network):
 
     def push(self, part: Part, round_: int) -> None:
         tensor = part.tensor
-        if tensor.contributes or tensor.spec.op is not Op.BROADCAST:
-            address = tensor.contribution.address + part.offset if tensor.contributes else 0
-            self.ledger.gives(self._me, part, round_, self._bytes(address, part))
+        if isinstance(part, OwnedPart) and part.is_own and not part.is_sum:
+            self.ledger.sends_parameters(self._me, part, round_)
+        if part.contributes or tensor.spec.op is not Op.BROADCAST:
+            self.ledger.gives(
+                self._me, part, round_, self._bytes(part.contribution if part.contributes else None, part)
+            )
         super().push(part, round_)
 
     def supply(self, part: Part, round_: int, server: int) -> None:
-        if part.tensor.spec.op is not Op.BROADCAST and server in self._links:
-            block = part.tensor.given(round_)
-            data = self._bytes(block.address + part.offset if block is not None else 0, part)
-            self.ledger.supplies(self._me, part, round_, data)
+        is_asked = part.tensor.spec.op is Op.BROADCAST and not (isinstance(part, OwnedPart) and part.is_own)
+        if not is_asked and server in self._links:
+            self.ledger.supplies(self._me, part, round_, self._bytes(part.given(round_), part))
         super().supply(part, round_, server)
 
-    def _bytes(self, address: int, part: Part) -> bytes | None:
-        return self.ledger.memory.at(address, part.length).tobytes() if address else None
+    def _bytes(self, place: tuple[Block, int] | None, part: Part) -> bytes | None:
+        if place is None:
+            return None
+        block, offset = place
+        return self.ledger.memory.at(block.address + offset, part.length).tobytes()
 
     def withdraw(self, part: Part, round_: int, server: int) -> None:
         before: Any = part.answer if server not in self._links else None

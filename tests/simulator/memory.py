@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from byteps_py.kernels.update_rules import Scalar, StepKind
 from byteps_py.server.reducer import KernelCall
 from byteps_py.shm import Block
 from byteps_py.tensors import DType, Op
@@ -29,6 +30,9 @@ _KINDS: dict[DType, np.dtype[Any]] = {
 }
 _COMBINE = {Op.SUM: np.add, Op.MIN: np.minimum, Op.MAX: np.maximum, Op.PRODUCT: np.multiply}
 Bytes = npt.NDArray[np.uint8]
+#: Values of an optimizer's state.
+Wide = npt.NDArray[Any]
+Range = tuple[int, int]  # (address, bytes)
 
 
 def address_of(data: Bytes) -> int:
@@ -220,18 +224,104 @@ class Kernels:
     def bind(self, *call: Any, past_caches: bool = False) -> Callable[[], None]:
         return functools.partial(self.reduce, *call)
 
+    def prepare_step(self, kind: StepKind) -> None: ...
 
-def _use_of(work: Callable[[], None]) -> tuple[DType, Sequence[int], Sequence[int], int] | None:
-    """(dtype, inputs, outputs, count) of a kernel; None if it is none."""
+    def bind_step(
+        self, kind: StepKind, states: Sequence[int], inputs: Sequence[int], outputs: Sequence[int], divisor: int = 1
+    ) -> StepKernel:
+        return StepKernel(self._memory, kind, tuple(states), tuple(inputs), tuple(outputs), divisor)
+
+    def square_sum(self, dtype: DType, inputs: Sequence[int], elements: range, divisor: int = 1) -> float:
+        if not elements:
+            return 0.0
+        start, nbytes = elements.start * dtype.itemsize, len(elements) * dtype.itemsize
+        return square_sum(dtype, combine(Op.SUM, dtype, [self._read(at + start, nbytes) for at in inputs], divisor))
+
+
+def square_sum(dtype: DType, data: Bytes) -> float:
+    values = data.view(_KINDS[dtype]).astype(np.float64)
+    return float(values @ values)
+
+
+def wide_values(kind: StepKind, data: Bytes) -> Wide:
+    """An average of gradients, in the type of the step."""
+    return data.view(_KINDS[kind.gradient]).astype(np.float64 if kind.gradient is DType.FLOAT64 else np.float32)
+
+
+def update(states: Sequence[Wide], gradient: Wide, scalars: Sequence[float]) -> None:
+    """A step of SGD with momentum, if there is a second state. With powers of two as numbers, no fused operation gives
+    other bits."""
+    real = gradient.dtype.type
+    if len(states) > 1:
+        states[1][:] = states[1] * real(scalars[Scalar.MOMENTUM]) + gradient * real(scalars[Scalar.GAIN])
+        gradient = states[1]
+    states[0][:] = states[0] + gradient * real(scalars[Scalar.STEP])
+
+
+def stored(kind: StepKind, master: Wide) -> Bytes:
+    """Parameters as they travel."""
+    with np.errstate(all="ignore"):
+        return master.astype(_KINDS[kind.parameter]).view(np.uint8)
+
+
+class StepKernel:
+    """What bind_step returns."""
+
+    def __init__(
+        self,
+        memory: Memory,
+        kind: StepKind,
+        states: tuple[int, ...],
+        inputs: tuple[int, ...],
+        outputs: tuple[int, ...],
+        divisor: int,
+    ) -> None:
+        self._memory, self._kind, self._divisor = memory, kind, divisor
+        self._states, self._inputs, self._outputs = states, inputs, outputs
+
+    def inputs(self, elements: range) -> list[Range]:
+        return self._ranges(self._inputs, self._kind.gradient.itemsize, elements)
+
+    def outputs(self, elements: range) -> list[Range]:
+        states = self._ranges(self._states, self._kind.state_itemsize, elements)
+        return [*states, *self._ranges(self._outputs, self._kind.parameter.itemsize, elements)]
+
+    def __call__(self, scalars: Sequence[float], elements: range) -> None:
+        memory, kind = self._memory, self._kind
+        sources = [memory.at(*each) for each in self.inputs(elements)]
+        gradient = wide_values(kind, combine(Op.SUM, kind.gradient, sources, self._divisor))
+        places = [memory.at(*each) for each in self.outputs(elements)]
+        states = [place.view(gradient.dtype) for place in places[: kind.states]]
+        update(states, gradient, scalars)
+        for target in places[kind.states :]:
+            target[:] = stored(kind, states[0])
+
+    @staticmethod
+    def _ranges(addresses: tuple[int, ...], itemsize: int, elements: range) -> list[Range]:
+        return [(address + elements.start * itemsize, len(elements) * itemsize) for address in addresses]
+
+
+def _use_of(work: Callable[[], None]) -> tuple[list[Range], list[Range]] | None:
+    """What a kernel reads, and what it writes; None if it is none."""
     if (closure := getattr(work, "__closure__", None)) is not None:  # a server's
         names = work.__code__.co_freevars  # type: ignore[attr-defined]
         known = dict(zip(names, (cell.cell_contents for cell in closure), strict=True))
         plan = known.get("plan")
-        return (known["dtype"], plan.inputs, plan.outputs, known["count"]) if isinstance(plan, KernelCall) else None
-    if not isinstance(work, functools.partial) or len(work.args) < 5:
+        if not isinstance(plan, KernelCall):
+            return None
+        dtype, inputs, outputs, count = known["dtype"], plan.inputs, plan.outputs, known["count"]
+    elif not isinstance(work, functools.partial):
         return None
-    _, dtype, inputs, outputs, count = work.args[:5]
-    return dtype, inputs, outputs, count
+    elif len(work.args) == 3 and isinstance(work.args[1], StepKernel):
+        _, kernel, segments = work.args
+        read = [each for _, elements in segments for each in kernel.inputs(elements)]
+        return read, [each for _, elements in segments for each in kernel.outputs(elements)]
+    elif len(work.args) < 5:
+        return None
+    else:
+        _, dtype, inputs, outputs, count = work.args[:5]
+    nbytes = count * dtype.itemsize
+    return [(address, nbytes) for address in inputs], [(address, nbytes) for address in outputs]
 
 
 class Engine:
@@ -283,12 +373,11 @@ class Engine:
         if use is None:
             self._held.append([])
             return self._held[-1], []
-        dtype, inputs, outputs, count = use
-        nbytes = count * dtype.itemsize
-        pure_inputs = [] if self._is_lenient else [address for address in inputs if address not in outputs]
-        ranges = [(address, nbytes) for address in (*pure_inputs, *outputs)]
+        inputs, outputs = use
+        pure_inputs = [] if self._is_lenient else [each for each in inputs if each not in outputs]
+        ranges = [*pure_inputs, *outputs]
         self._memory.hold(ranges)
         self._held.append(ranges)
-        return ranges, [self._memory.at(address, nbytes).tobytes() for address in pure_inputs]
+        return ranges, [self._memory.at(*each).tobytes() for each in pure_inputs]
 
     def close(self) -> None: ...

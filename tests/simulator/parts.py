@@ -16,6 +16,7 @@ from byteps_py.server.rounds import Rounds
 from byteps_py.server.service import SummationService
 from byteps_py.worker.core.agreement import Agreement
 from byteps_py.worker.core.deadlines import FailureSuspicions
+from byteps_py.worker.core.hosted_steps import HostedSteps
 from byteps_py.worker.core.piece_exchange import PieceExchange
 from byteps_py.worker.core.pipeline import RoundPipeline
 from byteps_py.worker.core.placing import Placing
@@ -26,6 +27,7 @@ from byteps_py.worker.io.executor import Executor
 from byteps_py.worker.io.memory import Memory
 from byteps_py.worker.io.peers import PeerMachines
 from byteps_py.worker.io.piece_executor import PieceExecutor
+from byteps_py.worker.ranks.hosting import Hosting
 from byteps_py.worker.ranks.joining import Joining
 from byteps_py.worker.ranks.rank_server import RankServer
 from byteps_py.worker.ranks.requests import Requests
@@ -56,6 +58,7 @@ class Parts:
     queue: type[Queue] = Queue
     scatter: type[Scatter] = Scatter
     pipeline: type[RoundPipeline] = RoundPipeline
+    hosted_steps: type[HostedSteps] = HostedSteps
     agreement: type[Agreement] = Agreement
     placing: type[Placing] = Placing
     direct: type[PieceExchange] = PieceExchange
@@ -64,6 +67,7 @@ class Parts:
     network: type[LedgerNetwork] = LedgerNetwork
     joining: type[Joining] = Joining
     requests: type[Requests] = Requests
+    hosting: type[Hosting] = Hosting
     waits: type[Waits] = Waits
 
 
@@ -72,11 +76,12 @@ def communication_service(parts: type[Parts], table: type[PlacementTable]) -> ty
     of_group = {
         f"{name}_class": getattr(parts, name)
         for name in (
-            "topology", "memory", "queue", "scatter", "pipeline", "agreement", "direct", "network", "joining",
-            "requests", "waits",
+            "topology", "memory", "queue", "scatter", "pipeline", "hosted_steps", "agreement", "direct", "network",
+            "joining", "waits",
         )
     }  # fmt: skip
     of_group["placing_class"] = type("Placing", (parts.placing,), {"table_class": table})
+    of_group["requests_class"] = type("Requests", (parts.requests,), {"hosting_class": parts.hosting})
     of_group["executor_class"] = type("Executor", (parts.executor,), {"piece_executor_class": parts.piece_executor})
     of_service = {
         f"{name}_class": getattr(parts, name) for name in ("rank_server", "peers", "rejoining", "suspicions", "link")

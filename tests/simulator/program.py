@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from typing import Self
 
 from byteps_py.tensors import Op, TensorSpec
 
@@ -59,7 +60,7 @@ class Program:
     uses: int = 0
 
     @classmethod
-    def make(cls, rng: random.Random, size: int) -> Program:
+    def make(cls, rng: random.Random, size: int) -> Self:
         program = cls(size)
         count = rng.randint(1, 5)
         # A name is one group's for good, or until all have joined: ranks outside don't know what they interfere with.

@@ -13,7 +13,9 @@ from byteps_py.server.round_state import Action as ServerAction
 from byteps_py.server.round_state import Round, RoundState
 from byteps_py.server.service import SummationService
 from byteps_py.settings import Settings
+from byteps_py.tensors import Op
 from byteps_py.worker.core.actions import Action, RoundDone
+from byteps_py.worker.core.hosted_steps import MakeStep, OwnedPart, StepState
 from byteps_py.worker.core.pieces import Transfer
 from byteps_py.worker.core.tensor import AskSum, Part, Stage, Tensor
 from byteps_py.worker.service import CommunicationService
@@ -80,6 +82,7 @@ class Worker(Process):
                 self._carry_out, executor._carry_out = executor._carry_out, self._check_action  # type: ignore[method-assign]
                 pipeline = executor._pipeline
                 self._answered, pipeline.answered = pipeline.answered, self._check_answer  # type: ignore[method-assign]
+                self._stepped, pipeline.stepped = pipeline.stepped, self._note_step  # type: ignore[method-assign]
             parts = [part for part in executor._parts.values() if part.server >= 0]
             live = [part for part in parts if part.tensor.slots and not part.tensor.state.is_void]
             in_flight = sum(part.length for part in live if part.stage is Stage.IN_FLIGHT)
@@ -92,7 +95,14 @@ class Worker(Process):
         self._ledger.accepts(self.machine, part, round_, source)
         return self._answered(part, round_, source, now)
 
+    def _note_step(self, step: MakeStep, now: float) -> list[Action]:
+        self._ledger.stepped(step)
+        return self._stepped(step, now)
+
     def _check_action(self, action: Action) -> None:
+        group = self._service._group
+        if isinstance(action, MakeStep) and group is not None:
+            self._ledger.steps(self.machine, action, group.topology.machines)
         if isinstance(action, RoundDone) and action.tensor.parts and action.tensor.parts[0].server >= 0:
             self._check_contribution(action.tensor)
         self._carry_out(action)
@@ -105,10 +115,13 @@ class Worker(Process):
                 raise InvariantError(
                     f"the last contribution to {tensor.name} was overwritten before round {tensor.round}"
                 )
-        if tensor.contributes:
+        nbytes = tensor.spec.nbytes
+        if tensor.spec.ownership and tensor.spec.op is Op.BROADCAST:
+            nbytes = sum(part.length for part in tensor.parts if part.contributes)
+        if tensor.contributes or (tensor.contributions and nbytes):
             blocks = tensor.contributions or (tensor.slots[0].input,) * 2
             address = blocks[(tensor.round - 1) % 2].address  # the next round is the current one by now
-            self._given[tensor] = (address, self._memory.at(address, tensor.spec.nbytes).tobytes())
+            self._given[tensor] = (address, self._memory.at(address, nbytes).tobytes())
 
     def _finish(self) -> None:
         if not self.world.faults:
@@ -143,6 +156,10 @@ class Worker(Process):
         if set(executor._frames) & set(parts) or any(tensor.running for tensor in tensors):
             raise InvariantError("answers are kept, or kernels run")
         asked = [item for item in group._fetches._in_flight if not _is_abandoned(item)]
+        if any(part.answer is not None for part in parts) and not self.world.trials:
+            raise InvariantError("answers' memory is kept")
+        if any(isinstance(part, OwnedPart) and part.state is not StepState.SUMMING for part in parts):
+            raise InvariantError("sums wait for their owners")
         if group.queue.in_flight_bytes or len(group.queue) or asked:
             raise InvariantError("credit is taken, or partitions wait for it")
 

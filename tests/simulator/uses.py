@@ -29,6 +29,12 @@ def _make_pool() -> dict[DType, Bytes]:
 _POOL = _make_pool()
 
 
+def values(dtype: DType, start: int, nbytes: int) -> Bytes:
+    """Some of the pool, the same for the same ``start``."""
+    start = start % (_POOL_BYTES // 2) // 8 * 8
+    return _POOL[dtype][start : start + nbytes]
+
+
 @dataclass(frozen=True, slots=True)
 class Use:
     """``specs``: what each rank says it is; None if it does not take part. ``first``: what each says before that,
@@ -53,8 +59,7 @@ class Use:
 
     def contribution(self, rank: int) -> Bytes:
         spec = self.spec(rank)
-        start = (self.id * 1136 + rank * 392) % (_POOL_BYTES // 2) // 8 * 8
-        return _POOL[spec.dtype][start : start + spec.nbytes]
+        return values(spec.dtype, self.id * 1136 + rank * 392, spec.nbytes)
 
     def combined(self, local_sizes: list[int]) -> bytes:
         """In two stages, as the contract says: over each machine's ranks, then over the machines."""

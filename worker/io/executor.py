@@ -99,7 +99,7 @@ class Executor:
         self.rounds = 0  # partitions delivered
         self.after_run: Callable[[], None] | None = None
         self._loop = runtime.loop
-        self._kernels = runtime.kernels
+        self.kernels = runtime.kernels
         self._thresholds = runtime.thresholds
         self._ready = ready
         self._memory = memory
@@ -258,12 +258,12 @@ class Executor:
         if work is None:
             call = compute.op, dtype, compute.inputs, compute.outputs, part.count, compute.divisor
             if is_guarded:
-                work = compute.work = functools.partial(self._guard.reduce, self._kernels, compute)
+                work = compute.work = functools.partial(self._guard.reduce, self.kernels, compute)
             elif is_ready:
                 is_cold = is_delivery and part.tensor.spec.nbytes >= sizes.past_caches
-                work = compute.work = self._kernels.bind(*call, past_caches=is_cold)
+                work = compute.work = self.kernels.bind(*call, past_caches=is_cold)
             else:  # to bind a kernel that is not there yet would keep all ranks waiting
-                work = functools.partial(self._kernels.reduce, *call)
+                work = functools.partial(self.kernels.reduce, *call)
         touched = part.length * (len(compute.inputs) + len(compute.outputs))
         is_last = part.tensor.is_alone and part is part.tensor.parts[-1]
         limit = sizes.inline_delivery if is_delivery else sizes.last_inline_sum if is_last else sizes.inline_sum

@@ -22,9 +22,7 @@ from typing import Any
 
 from byteps_py import rank_protocol as protocol
 from byteps_py.errors import BytePSError, PeerLostError, ProtocolError
-from byteps_py.kernels.square_sums import square_sum
 from byteps_py.kernels.step_segments import StepSegment, bind_segments, segments_of
-from byteps_py.kernels.steps import prepare_step
 from byteps_py.kernels.update_rules import SCALARS, StepKind
 from byteps_py.rank_protocol import RankMessageKind
 from byteps_py.shm import Block
@@ -71,6 +69,7 @@ class Hosting:
     def __init__(self, memory: Memory, executor: Executor, pipeline: RoundPipeline, steps: HostedSteps) -> None:
         self._memory = memory
         self._executor = executor
+        self._kernels = executor.kernels
         self._pipeline = pipeline
         self._steps = steps
         self._requests: list[_HostRequest] = []
@@ -134,7 +133,7 @@ class Hosting:
             with contextlib.suppress(PeerLostError):  # it is found out by its own connection
                 rank.send(protocol.pack(RankMessageKind.HOSTED, **said))
 
-        self._executor.run_kernel(functools.partial(prepare_step, kind), prepared)
+        self._executor.run_kernel(functools.partial(self._kernels.prepare_step, kind), prepared)
 
     def release(self, rank: RankConnection, fields: dict[str, Any]) -> None:
         """A rank needs its states no more. Raises ProtocolError."""
@@ -210,7 +209,7 @@ class Hosting:
             for first, count, inputs in parts:
                 for each in ranges:
                     inside = range(max(each.start - first, 0), min(each.stop - first, count))
-                    total += square_sum(kept.kind.gradient, inputs, inside, divisor)
+                    total += self._kernels.square_sum(kept.kind.gradient, inputs, inside, divisor)
 
         def done(error: BaseException | None) -> None:
             if error is not None:
@@ -235,7 +234,7 @@ class Hosting:
         if not parameters.is_alone:
             block, sent_from = step.targets[0].contribution
             outputs.append(block.address + sent_from)
-        run = bind_segments(kind, states, step.inputs, outputs, step.divisor)
+        run = bind_segments(kind, states, step.inputs, outputs, step.divisor, self._kernels.bind_step)
         kept.running += 1
         segments = []
         for segment in kept.segments:

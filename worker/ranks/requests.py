@@ -29,6 +29,7 @@ class Requests:
     """``released``: barriers passed so far."""
 
     arriving_class: type[Arriving] = Arriving
+    hosting_class: type[Hosting] = Hosting
 
     def __init__(
         self,
@@ -44,7 +45,7 @@ class Requests:
         self.memory = memory
         self.executor = executor
         self.joining = joining
-        self.hosting = Hosting(memory, executor, pipeline, pipeline.hosted)
+        self.hosting = self.hosting_class(memory, executor, pipeline, pipeline.hosted)
         self.released = 0  # barriers passed
         self._meetings = PeerIntroductions()
         self._arrived = 0

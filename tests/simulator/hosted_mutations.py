@@ -1,0 +1,154 @@
+"""Cores that are broken on purpose, as in mutations.py, where communication services make optimizers' steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from byteps_py.tensors import TensorSpec
+from byteps_py.worker.core.actions import Action
+from byteps_py.worker.core.hosted_steps import Forget, HostedAction, HostedSteps, MakeStep, OwnedPart, StepState
+from byteps_py.worker.core.pipeline import RoundPipeline
+from byteps_py.worker.core.placing import Placing
+from byteps_py.worker.core.tensor import Part, RankSlot, Stage
+from byteps_py.worker.ranks.hosting import Hosting
+
+from .mutations import Mutation
+from .parts import Parts
+
+
+def _is_owned_sum(part: Part) -> bool:
+    return isinstance(part, OwnedPart) and part.is_sum and part.is_own
+
+
+class StepAgainForASecondAnswer(Mutation):
+    class pipeline(RoundPipeline):
+        def awaits(self, part: Part, round_: int) -> bool:
+            is_second = _is_owned_sum(part) and part.stage is Stage.DELIVERING and round_ == part.tensor.round
+            return super().awaits(part, round_) or (is_second and not part.tensor.state.is_void)
+
+        def answered(self, part: Part, round_: int, source: int, now: float) -> list[Action]:
+            if isinstance(part, OwnedPart) and _is_owned_sum(part) and part.stage is Stage.DELIVERING:
+                part.state = StepState.SUMMING
+                return self._summed(part, (source,))
+            return super().answered(part, round_, source, now)
+
+
+class StepWithTheRoundBefore(Mutation):
+    """A sum that has come lies elsewhere than where the step looks for it."""
+
+    class hosted_steps(HostedSteps):
+        def summed(self, part: OwnedPart, inputs: tuple[int, ...], divisor: int) -> list[HostedAction]:
+            latest = vars(self).setdefault("latest", {})
+            before, latest[part] = latest.get(part, inputs), inputs
+            return super().summed(part, before, divisor)
+
+
+class ForgetWhatIsAcknowledged(Mutation):
+    """Though the owner's answer may be lost with its server."""
+
+    class pipeline(RoundPipeline):
+        def wanted(self, part: Part, round_: int, server: int) -> list[Action]:
+            is_owned = isinstance(part, OwnedPart) and part.is_acknowledged
+            return [] if is_owned else super().wanted(part, round_, server)
+
+
+class SendParametersBeforeTheStep(Mutation):
+    class pipeline(RoundPipeline):
+        def _begin_owned(self, part: OwnedPart) -> list[Action]:
+            if not part.is_sum and part.is_own:
+                part.stepped_round = part.tensor.round
+            return super()._begin_owned(part) if part.stage is Stage.WAITING else []
+
+
+class StepInsteadOfASkip(Mutation):
+    class pipeline(RoundPipeline):
+        def skip(self, slot: RankSlot, round_: int) -> list[Action]:
+            return self.arm(slot, round_)
+
+
+class MoveTheOwner(Mutation):
+    """With its partition, to the machine of the server that adds it from now on."""
+
+    class placing(Placing):
+        def server_of(self, part: Part) -> int:
+            server = super().server_of(part)
+            if isinstance(part, OwnedPart) and server != part.server:
+                machine_id = next((s.machine_id for s in self._topology.servers if s.member_id == server), "")
+                for index, worker in enumerate(self._topology.workers):
+                    if worker.machine_id == machine_id:
+                        ranks = self._topology.ranks_of(index)
+                        part.machine, part.owner = index, ranks[0]
+                        part.is_own = ranks[0] in self._topology.ranks_of(self._topology.machine_index)
+            return server
+
+
+class StepInEveryRound(Mutation):
+    """An owner that has said once with which numbers its partitions step, has said so for good."""
+
+    class hosted_steps(HostedSteps):
+        def summed(self, part: OwnedPart, inputs: tuple[int, ...], divisor: int) -> list[HostedAction]:
+            slot = self._slot_of(part)
+            if slot.id in self._armed:
+                self._armed[slot.id] = slot.round
+            return super().summed(part, inputs, divisor)
+
+
+class DivideAStepByAllMachines(Mutation):
+    class pipeline(RoundPipeline):
+        def arm(self, slot: RankSlot, round_: int, is_last: bool = True) -> list[Action]:
+            divisor = self.divisor(slot.spec) + slot.spec.average
+            return self._run_hosted(self.hosted.arm(slot, round_, is_last, divisor))
+
+
+class KeepSumsThatAreGivenUp(Mutation):
+    class pipeline(RoundPipeline):
+        def _give_up(self, part: OwnedPart) -> list[Action]:
+            return [action for action in super()._give_up(part) if not isinstance(action, Forget)]
+
+
+class OneBlockOfParameters(Mutation):
+    """A machine writes new parameters where the last ones lie, which others may lack."""
+
+    class pipeline(RoundPipeline):
+        def _run_hosted(self, actions: Iterable[HostedAction]) -> list[Action]:
+            due = super()._run_hosted(actions)
+            for action in due:
+                if isinstance(action, MakeStep) and action.parameters.contributions:
+                    action.parameters.contributions = action.parameters.contributions[:1] * 2
+            return due
+
+
+class FreeStatesUnderAStep(Mutation):
+    class hosting(Hosting):
+        def _free(self, part: Any) -> None:
+            running, part.running = part.running, 0
+            super()._free(part)
+            part.running = running
+
+
+class LeaveParametersWithTheirFirstServers(Mutation):
+    """Of the time when their sum was agreed."""
+
+    class placing(Placing):
+        def pieces(self, spec: TensorSpec) -> Sequence[Any]:
+            if spec.ownership:
+                return self._owners.pieces(spec, self._topology.partition_bytes)
+            return super().pieces(spec)
+
+
+#: With a seed that shows it.
+HOSTED_MUTATIONS: dict[type[Parts], int] = {
+    StepAgainForASecondAnswer: 3,
+    StepWithTheRoundBefore: 3,
+    ForgetWhatIsAcknowledged: 55,
+    SendParametersBeforeTheStep: 3,
+    StepInsteadOfASkip: 2,
+    MoveTheOwner: 25,
+    StepInEveryRound: 0,
+    DivideAStepByAllMachines: 1,
+    KeepSumsThatAreGivenUp: 13,
+    OneBlockOfParameters: 3,
+    FreeStatesUnderAStep: 846,
+    LeaveParametersWithTheirFirstServers: 237,
+}

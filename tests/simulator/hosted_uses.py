@@ -1,0 +1,138 @@
+"""Steps of optimizers that the communication services make: what ranks give to each, and what must come out."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from byteps_py.kernels.step_segments import StepSegment
+from byteps_py.kernels.update_rules import Hyperparameters, Method, StepKind, UpdateRule, step_scalars
+from byteps_py.tensors import DType, Op, TensorSpec
+
+from .memory import Bytes, Wide, stored, update, wide_values
+from .program import Name, Program
+from .uses import Use, values
+
+_KINDS = (
+    (DType.FLOAT32, DType.FLOAT32), (DType.FLOAT32, DType.FLOAT16), (DType.FLOAT16, DType.FLOAT16),
+    (DType.FLOAT16, DType.FLOAT32), (DType.FLOAT64, DType.FLOAT64), (DType.FLOAT64, DType.FLOAT32),
+)  # fmt: skip
+_COUNTS = (1, 2, 15, 16, 17, 40, 64, 100)
+_MOMENTUM = 0.5
+
+
+@dataclass(slots=True)
+class Model:
+    """Parameters in one tensor. ``states``: what they are at the end of the steps so far."""
+
+    name: str
+    kind: StepKind
+    gradients: TensorSpec
+    parameters: TensorSpec
+    states: list[Wide]
+
+    @classmethod
+    def make(cls, rng: random.Random, name: str) -> Model:
+        gradient, parameter = rng.choice(_KINDS)
+        kind = StepKind(UpdateRule(Method.SGD, momentum=rng.random() < 0.5), gradient, parameter)
+        count = rng.choice(_COUNTS)
+        gradients = TensorSpec(name, gradient, (count,), Op.SUM, rng.random() < 0.5, ownership=name)
+        parameters = TensorSpec(f"{name}.parameters", parameter, (count,), Op.BROADCAST, ownership=name)
+        return cls(name, kind, gradients, parameters, [])
+
+    def begin(self, seed: int) -> None:
+        """With other values of parameters, and no moments."""
+        self.states = [self.fresh(seed), *(np.zeros_like(self.fresh(seed)) for _ in range(self.kind.states - 1))]
+
+    def fresh(self, seed: int) -> Wide:
+        """Parameters, as they are set from outside."""
+        wide = DType.FLOAT64 if self.kind.gradient is DType.FLOAT64 else DType.FLOAT32
+        return values(wide, seed * 72, self.gradients.count * wide.itemsize).view(wide.name.lower()).copy()
+
+
+@dataclass(frozen=True, slots=True)
+class HostedUse(Use):
+    """A step with the sum of a round. ``segments``: of all elements; those of no segment stay as they are. ``skips``:
+    the sum is given up. ``measures``: ranks ask for the norm first. ``begins``: with states of its own, from here on.
+    ``changes``: the parameters are set from outside before. ``states``: what they are afterwards, by number."""
+
+    model: Model = field(kw_only=True)
+    segments: tuple[StepSegment, ...] = ()
+    skips: bool = False
+    measures: bool = False
+    begins: bool = False
+    changes: bool = False
+    average: list[Bytes] = field(default_factory=list)
+    states: list[bytes] = field(default_factory=list)
+    parameters: list[Bytes] = field(default_factory=list)
+
+    def train(self, local_sizes: list[int]) -> None:
+        """Find out what comes of it, once that is known of all before."""
+        model, kind = self.model, self.model.kind
+        if self.begins:
+            model.begin(self.id)
+        average = np.frombuffer(self.combined(local_sizes), np.uint8)
+        if self.changes and not self.skips:
+            model.states[0][:] = model.fresh(self.id)
+        if not self.skips:
+            gradient = wide_values(kind, average)
+            for segment in self.segments:
+                at = slice(segment.elements.start, segment.elements.stop)
+                update([state[at] for state in model.states], gradient[at], segment.scalars)
+        self.average.append(average)
+        self.states[:] = [state.tobytes() for state in model.states]
+        self.parameters.append(stored(kind, model.states[0]))
+
+
+@dataclass(slots=True)
+class HostedProgram(Program):
+    """``models``: whose steps are made beside all else."""
+
+    models: list[Model] = field(default_factory=list)
+    trained: list[HostedUse] = field(default_factory=list)
+
+    def add_steps(self, rng: random.Random, names: list[Name]) -> None:
+        first = len(self.steps)
+        super(HostedProgram, self).add_steps(rng, names)  # slots make another class of this one
+        if not self.models:
+            self.models = [Model.make(rng, f"h{i}") for i in range(rng.choice((1, 1, 2)))]
+        for step in self.steps[first:]:
+            for model in self.models:
+                if rng.random() < 0.8:
+                    step.append(self._new_use(rng, model))
+
+    def _new_use(self, rng: random.Random, model: Model) -> HostedUse:
+        is_first = not any(use.model is model for use in self.trained)
+        begins = is_first or rng.random() < 0.1
+        skips = not begins and rng.random() < 0.25
+        use = HostedUse(
+            self.uses,
+            model.name,
+            (model.gradients,) * self.size,
+            model=model,
+            segments=() if skips else tuple(_segments(rng, model)),
+            skips=skips,
+            measures=rng.random() < 0.3,
+            begins=begins,
+            changes=rng.random() < 0.2,
+        )
+        self.uses += 1
+        self.trained.append(use)
+        return use
+
+    def train(self, local_sizes: list[int]) -> None:
+        for use in self.trained:
+            use.train(local_sizes)
+
+
+def _segments(rng: random.Random, model: Model) -> Iterator[StepSegment]:
+    """Now and then some elements stay, or make another step than others."""
+    count = model.gradients.count
+    cuts = sorted(rng.sample(range(count), min(count, rng.choice((0, 0, 1, 3)))))
+    for start, stop in zip((0, *cuts), (*cuts, count), strict=True):
+        if start < stop and (not cuts or rng.random() < 0.8):
+            numbers = Hyperparameters(lr=2.0 ** -rng.randint(1, 6), momentum=_MOMENTUM)
+            yield StepSegment(range(start, stop), step_scalars(model.kind.rule, numbers, step=2))
