@@ -117,6 +117,23 @@ class OwnedPart(Part):
 
 
 @dataclass(slots=True)
+class _Parameters:
+    """Agreed parameters. ``by_source``: their partitions, by index of the gradients' partition with the same elements;
+    many small partitions would take long to search."""
+
+    tensor: Tensor
+    by_source: dict[int, list[OwnedPart]]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Parameters:
+        by_source: dict[int, list[OwnedPart]] = {}
+        for part in tensor.parts:
+            if isinstance(part, OwnedPart):
+                by_source.setdefault(part.source, []).append(part)
+        return cls(tensor, by_source)
+
+
+@dataclass(slots=True)
 class MakeStep:
     """Step the owner's states with the sum of ``inputs``, divided, then call ``RoundPipeline.stepped``.
 
@@ -154,11 +171,13 @@ class HostedSteps:
         self._first_rank = first_rank
         self._machine_of = machine_of
         self._local_ranks = range(first_rank, first_rank + local_size)
-        self._parameters: dict[str, Tensor] = {}  # by name of the sum
-        self._armed: dict[int, int] = {}  # by id of the owner's slot: the round in which its partitions step
-        self._is_last: dict[int, bool] = {}  # by the same: whether that step is the last of its round
-        self._open: dict[int, int] = {}  # by the same: partitions that a step which is not the last has yet to make
-        self._skipped: dict[int, int] = {}  # by the same: the round that is given up
+        self._parameters: dict[str, _Parameters] = {}  # by name of the sum
+        self._own: dict[int, tuple[Tensor, list[OwnedPart]]] = {}  # by id of the owner's slot, as all below
+        self._summed: dict[int, int] = {}  # partitions that are SUMMED
+        self._armed: dict[int, int] = {}  # the round in which its partitions step
+        self._is_last: dict[int, bool] = {}  # whether that step is the last of its round
+        self._open: dict[int, int] = {}  # partitions that a step which is not the last has yet to make
+        self._skipped: dict[int, int] = {}  # the round that is given up
         self._watching: dict[int, RankSlot] = {}
 
     # ---- tensors -----------------------------------------------------------------------------------------------
@@ -180,33 +199,38 @@ class HostedSteps:
             sent[machine] = part.machine_offset + part.length
             tensor.parts.append(part)
         if tensor.spec.op is Op.BROADCAST:
-            self._parameters[tensor.spec.ownership] = tensor
+            self._parameters[tensor.spec.ownership] = _Parameters.of(tensor)
 
     def retire(self, tensor: Tensor) -> list[HostedAction]:
         """It is void: sums that wait for their owners are needed no more."""
         held = [part for part in tensor.parts if isinstance(part, OwnedPart) and part.state is SUMMED]
         for part in held:
-            self.over(part)
-        if self._parameters.get(tensor.spec.ownership) is tensor:
+            part.step_to(SUMMING)
+            part.inputs = ()
+        parameters = self._parameters.get(tensor.spec.ownership)
+        if parameters is not None and parameters.tensor is tensor:
             del self._parameters[tensor.spec.ownership]
         for slot in (*tensor.slots, *tensor.joined):
-            for known in (self._armed, self._skipped, self._watching, self._is_last, self._open):
+            for known in (self._own, self._summed, self._armed, self._is_last, self._open, self._skipped):
                 known.pop(slot.id, None)
+            self._watching.pop(slot.id, None)
         return [Forget(part) for part in held]
 
     def own_parts(self, slot: RankSlot) -> list[OwnedPart]:
         """The partitions of a rank, of gradients or of parameters."""
-        parts = slot.tensor.parts if slot.tensor is not None else ()
-        rank = self._first_rank + slot.local_rank
-        return [part for part in parts if isinstance(part, OwnedPart) and part.owner == rank]
+        tensor, found = self._own.get(slot.id, (None, []))
+        if slot.tensor is not None and tensor is not slot.tensor:
+            rank = self._first_rank + slot.local_rank
+            found = [part for part in slot.tensor.parts if isinstance(part, OwnedPart) and part.owner == rank]
+            self._own[slot.id] = slot.tensor, found
+        return found
 
     # ---- a round -----------------------------------------------------------------------------------------------
 
     def summed(self, part: OwnedPart, inputs: tuple[int, ...], divisor: int) -> list[HostedAction]:
         """The sum of a partition is there. Returns what follows; the caller asks ``is_skipped`` first."""
-        part.step_to(SUMMED)
+        slot = self._move(part, SUMMED)
         part.inputs = inputs
-        slot = self._slot_of(part)
         if self._armed.get(slot.id) == slot.round:
             return [self._step(part, divisor, self._is_last[slot.id])]
         return [*self._poll(slot)]
@@ -231,8 +255,7 @@ class HostedSteps:
 
     def kept(self, part: OwnedPart) -> Iterable[HostedAction]:
         """A partition's step that is not the last of its round is made."""
-        part.step_to(SUMMED)
-        slot = self._slot_of(part)
+        slot = self._move(part, SUMMED)
         self._open[slot.id] -= 1
         if not self._open[slot.id]:
             del self._armed[slot.id]
@@ -252,22 +275,30 @@ class HostedSteps:
         return self._poll(slot)
 
     def _poll(self, slot: RankSlot) -> Iterable[HostedAction]:
-        is_over = not self._open.get(slot.id) and all(part.state is SUMMED for part in self.own_parts(slot))
-        if slot.id in self._watching and is_over:
+        if slot.id not in self._watching or self._open.get(slot.id):
+            return
+        if self._summed.get(slot.id, 0) == len(self.own_parts(slot)):
             yield AllSummed(self._watching.pop(slot.id))
 
     def _step(self, part: OwnedPart, divisor: int, is_last: bool) -> MakeStep:
         parameters = self._parameters.get(part.tensor.name)
         if parameters is None:
             raise ProtocolError(f"a step with {part.tensor.name!r}, whose parameters are not agreed")
-        part.step_to(STEPPING)
-        targets = [each for each in parameters.parts if isinstance(each, OwnedPart) and each.source == part.index]
-        return MakeStep(part, part.inputs, divisor, parameters, targets, is_last)
+        self._move(part, STEPPING)
+        return MakeStep(part, part.inputs, divisor, parameters.tensor, parameters.by_source[part.index], is_last)
 
     def over(self, part: OwnedPart) -> None:
         """A partition's step is made, or given up."""
-        part.step_to(SUMMING)
+        self._move(part, SUMMING)
         part.inputs = ()
+
+    def _move(self, part: OwnedPart, state: StepState) -> RankSlot:
+        """Returns the owner's slot."""
+        slot = self._slot_of(part)
+        change = (state is SUMMED) - (part.state is SUMMED)
+        part.step_to(state)
+        self._summed[slot.id] = self._summed.get(slot.id, 0) + change
+        return slot
 
     def _slot_of(self, part: OwnedPart) -> RankSlot:
         own = part.owner - self._first_rank

@@ -75,6 +75,7 @@ class Hosting:
         self._requests: list[_HostRequest] = []
         self._parts: dict[int, _KeptStates] = {}
         self._of_slot: dict[int, _KeptStates] = {}  # by id of the gradients' slot
+        self._stepping: dict[OwnedPart, _KeptStates] = {}
         self._next_id = 1
         executor.steps = self
 
@@ -236,6 +237,7 @@ class Hosting:
             outputs.append(block.address + sent_from)
         run = bind_segments(kind, states, step.inputs, outputs, step.divisor, self._kernels.bind_step)
         kept.running += 1
+        self._stepping[part] = kept
         segments = []
         for segment in kept.segments:
             begin = max(segment.elements.start - offset, 0)
@@ -246,12 +248,9 @@ class Hosting:
 
     def stepped(self, step: MakeStep) -> None:
         """The work of a step is done."""
-        local_rank = self._local_rank_of(step.part)
-        for kept in [each for each in self._parts.values() if each.local_rank == local_rank]:
-            if kept.source.tensor is step.part.tensor and kept.running:
-                kept.running -= 1
-                self._free(kept)
-                return
+        kept = self._stepping.pop(step.part)
+        kept.running -= 1
+        self._free(kept)
 
     def _local_rank_of(self, part: OwnedPart) -> int:
         return part.owner - part.tensor.first_rank
