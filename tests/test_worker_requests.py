@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from support.worker_core import slot, spec, tensor
 
+from byteps_py import kernels
 from byteps_py import rank_protocol as protocol
 from byteps_py.worker.core.credit import PushQueue
 from byteps_py.worker.core.pace import RankPace
@@ -40,7 +41,7 @@ def test_a_rank_does_not_wait_for_what_it_handed_over_before_it_heard_that_it_is
     tensor([good]).machines = 1
     pace, pipeline = RankPace(0), RoundPipeline(1, PushQueue())
     nothing: Any = None
-    executor: Any = SimpleNamespace(ranks={0: SimpleNamespace(pid=7)}, pace=pace, time=lambda: now_s)
+    executor: Any = SimpleNamespace(ranks={0: SimpleNamespace(pid=7)}, pace=pace, time=lambda: now_s, kernels=kernels)
     memory: Any = SimpleNamespace(slots={each.id: each for each in (void, good)})
     agreement: Any = SimpleNamespace(came=lambda slot: [])
     heard = Requests(nothing, memory, agreement, pipeline, nothing, executor, nothing)
