@@ -3,17 +3,14 @@ turn."""
 
 from __future__ import annotations
 
-import resource
-import statistics
 import sys
-import time
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from benchmarks.turns import orders
+from benchmarks.turns import measured, orders
 
 WIDTH = 1000  # a million parameters in each matrix
 
@@ -45,13 +42,7 @@ def main() -> None:
 
     with orders() as words:
         for _, answer in words:
-            times = []
-            for _ in range(steps):
-                began = time.perf_counter()
-                step()
-                times.append(time.perf_counter() - began)
-            peak_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
-            answer({"ms": statistics.median(times) * 1e3, "peak_gb": peak_gb})
+            answer(measured(step, steps))
     dist.destroy_process_group()
 
 

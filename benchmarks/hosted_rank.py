@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import resource
-import statistics
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -18,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import byteps_py.torch as bps
-from benchmarks.turns import orders
+from benchmarks.turns import measured, orders
 
 WIDTH = 1000  # a million parameters in each matrix
 
@@ -66,13 +63,7 @@ def main() -> None:
 
     with orders() as words:
         for _, answer in words:
-            times = []
-            for _ in range(steps):
-                began = time.perf_counter()
-                step()
-                times.append(time.perf_counter() - began)
-            peak_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
-            answer({"ms": statistics.median(times) * 1e3, "peak_gb": peak_gb})
+            answer(measured(step, steps))
     if contender in ("on ranks", "hosted"):
         bps.shutdown()
     else:

@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import shutil
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -146,6 +148,17 @@ def charged(job: Job, costs: Cost, gigabytes: float) -> Iterator[None]:
 
 def new_cost() -> Cost:
     return defaultdict(list)
+
+
+def measured(step: Callable[[], None], steps: int) -> dict[str, float]:
+    """Make ``steps`` steps. Returns the median time of one in ms, and the peak of this process's memory in GB."""
+    times = []
+    for _ in range(steps):
+        began = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - began)
+    peak_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+    return {"ms": statistics.median(times) * 1e3, "peak_gb": peak_gb}
 
 
 @contextlib.contextmanager

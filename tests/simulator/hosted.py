@@ -12,7 +12,9 @@ from .parts import Parts
 from .rank import Rank
 
 
-class HostedCluster(Cluster):
+class HostedJob(Cluster):
+    """Beside the kind of cluster that a subclass names first."""
+
     program_class = HostedProgram
     rank_class = HostedRank
 
@@ -24,18 +26,12 @@ class HostedCluster(Cluster):
         return with_ledger(self, super().new_rank(settings))
 
 
-class HostedOutageCluster(OutageCluster):
+class HostedCluster(HostedJob):
+    """On a reliable network."""
+
+
+class HostedOutageCluster(HostedJob, OutageCluster):
     """Beside an unreliable network."""
-
-    program_class = HostedProgram
-    rank_class = HostedRank
-
-    def __init__(self, seed: int, parts: type[Parts] = Parts) -> None:
-        super().__init__(seed, parts)
-        train(self)
-
-    def new_rank(self, settings: Any) -> Rank:
-        return with_ledger(self, super().new_rank(settings))
 
 
 def train(cluster: Cluster) -> None:

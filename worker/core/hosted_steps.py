@@ -149,7 +149,7 @@ class MakeStep:
 
 @dataclass(slots=True)
 class Forget:
-    """What lies at the addresses of a sum is needed no more."""
+    """Give back the memory of a sum."""
 
     part: OwnedPart
 

@@ -1,4 +1,4 @@
-"""Who owns the partitions of tensors with owners: which machine steps with a sum, and sends the parameters. Pure.
+"""The owners of partitions: the ranks whose services step with a sum, and send the parameters. Pure.
 
 A partition that a GPU machine's server adds is owned by that machine, so its sum does not leave the machine. One that a
 CPU machine's server adds is owned by the GPU machine that owns the fewest bytes so far. Within a machine, it is the

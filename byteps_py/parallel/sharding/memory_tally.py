@@ -27,8 +27,10 @@ class MemoryTally:
 
 
 def tally_memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> MemoryTally:
-    """What this rank holds now, by walking the memory of tensors: that of a view counts whole. Scalars, such as Adam's
-    counts of steps, are left out. ``optimizer``: of torch, of ``shard``, or a ZeroRedundancyOptimizer.
+    """Count the bytes that this rank holds now, by walking the memory of tensors: that of a view counts whole.
+
+    Scalars, such as Adam's counts of steps, are left out. ``optimizer``: of torch, of ``shard``, or a
+    ZeroRedundancyOptimizer.
 
     >>> model = nn.Linear(4, 2)
     >>> optimizer = torch.optim.Adam(model.parameters())

@@ -15,7 +15,7 @@ class SideStream(Protocol):
         """Run ``copies`` after what has been computed so far. Returns a mark for ``wait``."""
 
     def wait(self, mark: Any) -> None:
-        """What is computed from now on comes after the copies of ``mark``."""
+        """Let later work of the caller's stream wait for the copies of ``mark``."""
 
     def finish(self) -> None:
         """Return when all copies are done."""

@@ -60,7 +60,7 @@ class SharedSegment:
 
     @property
     def segment(self) -> Segment:
-        """The segment, once it is mapped. Whoever holds its ``view`` keeps the memory, also after the session."""
+        """The segment, once it is mapped. Its ``view`` keeps the memory, also after the session."""
         if self._segment is None:
             raise ValueError("the segment is not mapped yet")
         return self._segment

@@ -28,7 +28,7 @@ ParameterState = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """What averages are multiplied by, in this order: ``unscale`` of a GradScaler, ``clip``."""
+    """Factors of the averages, applied in this order: ``unscale`` of a GradScaler, ``clip``."""
 
     unscale: float = 1.0
     clip: float = 1.0
