@@ -16,7 +16,7 @@ from byteps_py.errors import ProtocolError
 from byteps_py.tensors import DType, Op
 
 MAGIC = 0x31535042  # "BPS1", little endian
-VERSION = 7
+VERSION = 8
 
 # magic, version, kind, dtype, op | epoch, sender, root, machines | key | generation, index | round | offset | length
 # | payload segment, payload offset, answer segment, answer offset | flags | blame | waited
@@ -42,6 +42,18 @@ class Kind(enum.IntEnum):
     WITHDRAW = 12  # CS → SS: the sender's contribution to this round goes to another server; no answer
     TAKEN = 13  # CS → CS: the sender has all bytes that a Fetch names, of its round ``taken``; no answer
     AWAITED = 14  # SS → CS: other machines wait for the receiver in these rounds; payload: names of rounds; no answer
+    # The states of hosted optimizers that servers keep in step (server/shadow.py). Their header names a partition of
+    # gradients; ``round`` is one of its sum, or the number of a step.
+    SHADOW_BEGIN = 30  # CS → SS: keep a partition's states, as they are after step ``round``; payload: a ShadowPart
+    SHADOW_STATE = 31  # CS → SS: ``length`` bytes at ``offset`` of state number ``segment`` of what was begun last
+    SHADOW_SUM = 32  # CS → SS: the sum of round ``round``, which another server has added
+    SHADOW_STEP = 33  # CS → SS: the owner steps with the sum of round ``round``; payload: a ShadowStep
+    SHADOW_RECORD = (
+        34  # CS → SS: what rank ``index`` knows after step ``round``; ``key``: the run; payload: a ShadowRecord
+    )
+    SHADOW_END = 35  # CS → SS: another server keeps the partition's states; no answer
+    SHADOW_HELD = 36  # SS → CS: what the header names is held as of step ``round``: states, a step or a record
+    SHADOW_LACKS = 37  # SS → CS: states, a sum or a step before is missing: begin again; payload: what, in words
     CHALLENGE = 20  # the answer to a HELLO: asks for proof that the peer knows the secret, and proves the same
     PROOF = 21  # CS → SS or CS: the answer to a CHALLENGE
     DAMAGED = 22  # to the sender of message number ``round`` of this connection, which can't be opened: send it again

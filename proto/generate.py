@@ -1,5 +1,6 @@
-"""Regenerate what is generated from control.proto and journal.proto (``make proto``)."""
+"""Regenerate what is generated from the .proto files (``make proto``)."""
 
+import re
 from pathlib import Path
 
 from grpc_tools import protoc
@@ -8,18 +9,22 @@ HERE = Path(__file__).parent
 
 
 def main() -> None:
-    code = protoc.main(
-        ["protoc", f"-I{HERE}", f"--python_out={HERE}", f"--pyi_out={HERE}", f"--grpc_python_out={HERE}",
-         str(HERE / "control.proto")]
-    )  # fmt: skip
+    code = 0
+    for name in ("control", "shadow"):
+        code = code or protoc.main(
+            ["protoc", f"-I{HERE}", f"--python_out={HERE}", f"--pyi_out={HERE}", f"--grpc_python_out={HERE}",
+             str(HERE / f"{name}.proto")]
+        )  # fmt: skip
     code = code or protoc.main(
         ["protoc", f"-I{HERE}", f"--python_out={HERE}", f"--pyi_out={HERE}", str(HERE / "journal.proto")]
     )
     if code:
         raise SystemExit(code)
-    for name in ("control_pb2_grpc.py", "journal_pb2.py", "journal_pb2.pyi"):
+    for name in ("control_pb2_grpc.py", "journal_pb2.py", "journal_pb2.pyi", "shadow_pb2_grpc.py"):
         file = HERE / name  # protoc writes top-level imports; here they live in a package
-        file.write_text(file.read_text().replace("import control_pb2 as", "from byteps_py.proto import control_pb2 as"))
+        file.write_text(
+            re.sub(r"^import (\w+_pb2) as", r"from byteps_py.proto import \1 as", file.read_text(), flags=re.M)
+        )
 
 
 if __name__ == "__main__":
