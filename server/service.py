@@ -40,13 +40,16 @@ from byteps_py.failure_notice import Blame
 from byteps_py.log import logger
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.runtime import Runtime
-from byteps_py.server.arrival import Arrival, PayloadMemory
+from byteps_py.server.arrival import Arrival, FrameMemory, PayloadMemory
 from byteps_py.server.awaited_rounds import AWAITED_AFTER_S
 from byteps_py.server.contribution_listeners import ContributionListener, LocalListener
 from byteps_py.server.reducer import Reducer, hand_on, plan
 from byteps_py.server.round_state import Action, Answer, Counters, Reduce, RefuseContributions, Round, Want
 from byteps_py.server.rounds import Rounds
+from byteps_py.server.shadow import ShadowStore
+from byteps_py.server.shadow_keeper import ShadowKeeper, new_store
 from byteps_py.settings import Settings
+from byteps_py.tensors import Op
 from byteps_py.wire import MAX_WAITED_US, Header, Kind, pack_names
 
 _ORPHAN_CHECK_S = 0.5
@@ -63,8 +66,16 @@ class SummationService:
     rounds_class: type[Rounds[Arrival]] = Rounds
     network_class: type[ContributionListener] = ContributionListener
 
-    def __init__(self, settings: Settings, kind: pb.MachineKind, connect: Connect, runtime: Runtime) -> None:
-        """Binds its sockets. Raises ConfigurationError or RendezvousError."""
+    def __init__(
+        self,
+        settings: Settings,
+        kind: pb.MachineKind,
+        connect: Connect,
+        runtime: Runtime,
+        shadows: ShadowStore | None = None,
+    ) -> None:
+        """Binds its sockets. ``shadows``: what was kept for an earlier job. Raises ConfigurationError or
+        RendezvousError."""
         if not settings.scheduler_address:
             raise ConfigurationError(
                 "a summation server needs the scheduler's address: set DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT"
@@ -88,7 +99,7 @@ class SummationService:
         self._runtime = runtime
         self._loop = runtime.loop
         self._network = self.network_class(
-            host, settings, self._traffic, self._on_arrival, self._on_gone, self._rounds.withdraw
+            host, settings, self._traffic, self._on_arrival, self._on_gone, self._rounds.withdraw, self._on_shadow
         )
         self._network.attach(self._loop)
         self._local: LocalListener | None = None
@@ -101,6 +112,7 @@ class SummationService:
         # On a GPU machine the communication service logs the same error already.
         self._bad_news = logging.INFO if self._local is not None else logging.ERROR
         self._reducer = Reducer(runtime, settings.server_threads, self._network.digest, self._prepared)
+        self.shadows = ShadowKeeper(shadows or new_store(settings, runtime), runtime, self._reducer)
 
     @property
     def address(self) -> str:
@@ -115,6 +127,7 @@ class SummationService:
                 self._link.send(pb.MemberMessage(ready=pb.Ready()))
             logger.info("summation server at %s", self.address)
             self._loop.call_later(self._settings.stall_warn_s, self._warn_of_stalls)
+            self.shadows.start()
             self._loop.run()
         except Exception as error:
             if self._link is not None:
@@ -163,6 +176,7 @@ class SummationService:
             # its own status or error, which this one must not replace; its threads end before its connections.
             logger.warning("%s", error)
             return
+        self.shadows.close()
         self._network.close()
         if self._local is not None:
             self._local.close()
@@ -174,6 +188,9 @@ class SummationService:
         arrival.arrived_s = self._loop.time()
         self._perform(self._rounds.contribution(arrival, arrival.arrived_s), None)
         self._tick_while_needed()
+
+    def _on_shadow(self, header: Header, peer: Peer, payload: FrameMemory) -> None:
+        self.shadows.on_message(header, peer, payload)
 
     def _tick_while_needed(self) -> None:
         if not self._has_tick and (self._rounds.is_wanting or self._rounds.awaited):
@@ -235,6 +252,8 @@ class SummationService:
             actions = self._rounds.reduced(round_, error)
             for answer in actions:
                 if isinstance(answer, Answer):
+                    if header.op is Op.SUM:
+                        self.shadows.summed(header, todo.result)
                     hand_on(self._runtime, arrivals, answer.contributions, todo.result)
             self._perform(actions, todo.result, blame, complete_s)
 
