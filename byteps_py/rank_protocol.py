@@ -137,17 +137,17 @@ def records_of(message: bytes) -> Iterator[tuple[int, int, int]]:
 def spec_to_json(spec: TensorSpec) -> list[Any]:
     return [
         spec.name, spec.dtype, list(spec.shape), spec.op, spec.average, spec.root, spec.priority, list(spec.group),
-        spec.scatters, spec.terms, spec.nonfinite, spec.ownership,
+        spec.scatters, spec.terms, spec.nonfinite, spec.ownership, spec.is_shadowed,
     ]  # fmt: skip
 
 
 def spec_from_json(fields: list[Any]) -> TensorSpec:
     """Raises ProtocolError."""
     try:
-        name, dtype, shape, op, average, root, priority, group, scatters, terms, nonfinite, owned = fields
+        name, dtype, shape, op, average, root, priority, group, scatters, terms, nonfinite, owned, shadowed = fields
         return TensorSpec(
             str(name), DType(dtype), tuple(int(d) for d in shape), Op(op), bool(average), int(root), int(priority),
-            tuple(int(r) for r in group), bool(scatters), str(terms), NonFinite(nonfinite), str(owned),
+            tuple(int(r) for r in group), bool(scatters), str(terms), NonFinite(nonfinite), str(owned), bool(shadowed),
         )  # fmt: skip
     except (ValueError, TypeError, OverflowError) as error:
         raise ProtocolError(f"malformed tensor declaration: {error}") from None

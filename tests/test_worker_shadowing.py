@@ -11,7 +11,7 @@ from byteps_py.tensors import DType, TensorSpec
 from byteps_py.worker.core.hosted_steps import OwnedPart
 from byteps_py.worker.core.shadowing import (
     NO_SERVER,
-    CopyState,
+    CopyProgress,
     ReleaseMemory,
     SendEnd,
     SendRecord,
@@ -196,6 +196,17 @@ def test_a_server_that_lacks_something_gets_the_states_again() -> None:
     assert kinds(machine.make_step()) == ["SendRecord", "SendStep", "SendStep"]
 
 
+def test_a_server_that_does_not_take_states_is_asked_less_and_less_often() -> None:
+    machine = Machine()
+    asked = []
+    for _ in range(40):
+        sent = machine.make_step(record=False)
+        if any(isinstance(each, SendStates) and each.copy.part.part.index == 0 for each in sent):
+            asked.append(machine.step)
+            machine.core.lacks(3, machine.place(0), machine.step)
+    assert asked == [1, 3, 7, 15, 31]
+
+
 def test_a_dead_server_is_replaced() -> None:
     machine = Machine(*GPU, *CPU)
     machine.follow()
@@ -275,6 +286,6 @@ def test_copies_keep_to_their_transitions() -> None:
     machine = Machine()
     machine.follow()
     copy = next(iter(machine.core._pieces.values())).copies[0]
-    assert copy.state is CopyState.FOLLOWING
+    assert copy.state is CopyProgress.FOLLOWING
     with pytest.raises(IllegalTransitionError, match="partition 0 of 'g' at server 3"):
-        copy.move_to(CopyState.SEEDING)
+        copy.move_to(CopyProgress.SEEDING)

@@ -33,12 +33,14 @@ from byteps_py.worker.core.transitions import IllegalTransitionError
 #: Bytes of states that may be on their way to servers at once; one partition always may.
 CREDIT_BYTES = 64 << 20
 NO_SERVER = -1
+#: States that a server has not taken are sent again after 2, 4, 8 … steps, at most after so many.
+MOST_STEPS_BETWEEN = 1024
 
 #: Memory of the shell: of copied states, or of a sum.
 M = TypeVar("M")
 
 
-class CopyState(enum.Enum):
+class CopyProgress(enum.Enum):
     """Where a copy of a partition's states stands."""
 
     EMPTY = "the server has no states"
@@ -46,11 +48,11 @@ class CopyState(enum.Enum):
     SEEDING = "states are on their way"
     FOLLOWING = "in step"
 
-    after: tuple[CopyState, ...]
+    after: tuple[CopyProgress, ...]
 
 
-EMPTY, COPYING, SEEDING, FOLLOWING = CopyState
-_COPY_STATES: dict[CopyState, tuple[CopyState, ...]] = {
+EMPTY, COPYING, SEEDING, FOLLOWING = CopyProgress
+_COPY_STATES: dict[CopyProgress, tuple[CopyProgress, ...]] = {
     EMPTY: (COPYING,),
     COPYING: (SEEDING, EMPTY),
     SEEDING: (FOLLOWING, EMPTY),
@@ -141,21 +143,24 @@ class TellHeld:
 
 
 _Message = SendStates[M] | SendStep[M] | SendRecord[M]
-ShadowAction = SendStates[M] | SendStep[M] | SendRecord[M] | SendEnd | ReleaseMemory[M] | TellHeld
+ShadowingAction = SendStates[M] | SendStep[M] | SendRecord[M] | SendEnd | ReleaseMemory[M] | TellHeld
 
 
 @dataclass(slots=True, eq=False)
 class ShadowCopy(Generic[M]):
     """The states of a partition at one server. ``last``: the step that it was told of last; ``seed``: that of its
-    states."""
+    states; ``refusals``: how often the server has not taken them, which are not sent again before step
+    ``not_before``."""
 
     part: ShadowedPiece[M]
     server: int
-    state: CopyState = EMPTY
+    state: CopyProgress = EMPTY
     seed: int = 0
     last: int = 0
+    refusals: int = 0
+    not_before: int = 0
 
-    def move_to(self, state: CopyState) -> None:
+    def move_to(self, state: CopyProgress) -> None:
         """Raises IllegalTransitionError."""
         if state not in self.state.after:
             raise IllegalTransitionError.of(f"the copy of {self.part} at server {self.server}", self.state, state)
@@ -222,10 +227,10 @@ class Shadowing(Generic[M]):
 
     # ---- partitions --------------------------------------------------------------------------------------------
 
-    def watch(self, rank: int, run: int, parts: Iterable[tuple[OwnedPart, int]]) -> list[ShadowAction[M]]:
+    def watch(self, rank: int, run: int, parts: Iterable[tuple[OwnedPart, int]]) -> list[ShadowingAction[M]]:
         """A rank's partitions, and the bytes of their states, are to be copied. Those that have been before, in an
         earlier generation of the tensor, go on. A new run takes the place of the one before."""
-        actions: list[ShadowAction[M]] = []
+        actions: list[ShadowingAction[M]] = []
         if run != self._run:
             actions += self.end([piece.part for piece in self._pieces.values()])
             self._run = run
@@ -244,9 +249,9 @@ class Shadowing(Generic[M]):
         self._awaited.setdefault(rank, Counter())
         return actions
 
-    def end(self, parts: Iterable[OwnedPart]) -> list[ShadowAction[M]]:
+    def end(self, parts: Iterable[OwnedPart]) -> list[ShadowingAction[M]]:
         """The states of these partitions are given up."""
-        actions: list[ShadowAction[M]] = []
+        actions: list[ShadowingAction[M]] = []
         for part in parts:
             piece = self._pieces.get((part.tensor.key, part.index))
             if piece is not None and piece.part is part:
@@ -254,7 +259,7 @@ class Shadowing(Generic[M]):
                 actions += self._end(piece)
         return actions
 
-    def _end(self, piece: ShadowedPiece[M]) -> list[ShadowAction[M]]:
+    def _end(self, piece: ShadowedPiece[M]) -> list[ShadowingAction[M]]:
         actions = self._settle_due(piece)
         for copy in list(piece.copies):
             actions += self._discard(copy)
@@ -280,7 +285,8 @@ class Shadowing(Generic[M]):
         piece = self._pieces.get((part.tensor.key, part.index))
         if piece is None:
             return False
-        empty = next((copy for copy in piece.copies if copy.state is EMPTY and copy.server != NO_SERVER), None)
+        able = (copy for copy in piece.copies if copy.server != NO_SERVER and copy.not_before <= piece.due)
+        empty = next((copy for copy in able if copy.state is EMPTY), None)
         if empty is None or (self._seeding_bytes and self._seeding_bytes + piece.state_bytes > self._credit_bytes):
             return False
         self._seeding_bytes += piece.state_bytes
@@ -294,11 +300,11 @@ class Shadowing(Generic[M]):
             copy.server != part.server for copy in piece.copies if copy.state in (SEEDING, FOLLOWING)
         )
 
-    def stepped(self, part: OwnedPart, made: StepMade, states: M | None, total: M | None) -> list[ShadowAction[M]]:
+    def stepped(self, part: OwnedPart, made: StepMade, states: M | None, total: M | None) -> list[ShadowingAction[M]]:
         """A partition's step is made. ``states``: their copy, if ``wants_states`` said so; ``total``: the sum, if
         ``needs_sum`` said so."""
         piece = self._pieces.get((part.tensor.key, part.index))
-        actions: list[ShadowAction[M]] = []
+        actions: list[ShadowingAction[M]] = []
         kept_states = None if states is None else ShadowMemory(states)
         kept_sum = None if total is None else ShadowMemory(total)
         awaits = False
@@ -330,7 +336,7 @@ class Shadowing(Generic[M]):
             actions += self._settle_due(piece)
         return actions
 
-    def record(self, rank: int, run: int, step: int, packed: M) -> list[ShadowAction[M]]:
+    def record(self, rank: int, run: int, step: int, packed: M) -> list[ShadowingAction[M]]:
         """What a rank knows after a step, once it has begun the step of all of its partitions."""
         self._recorded.setdefault(rank, deque()).append(step)
         if not self._servers:
@@ -341,7 +347,7 @@ class Shadowing(Generic[M]):
 
     # ---- servers -----------------------------------------------------------------------------------------------
 
-    def held(self, server: int, place: tuple[int, int], step: int) -> list[ShadowAction[M]]:
+    def held(self, server: int, place: tuple[int, int], step: int) -> list[ShadowingAction[M]]:
         """A server holds the states of a partition after a step, or a step, or a record. ``place``: key and index of
         the partition, or run and rank of the record."""
         queue = self._unacknowledged.get(server, deque())
@@ -353,26 +359,30 @@ class Shadowing(Generic[M]):
         if isinstance(found, SendStates) and found.copy.state is SEEDING:
             self._give_back(found.copy)
             found.copy.move_to(FOLLOWING)
+            found.copy.refusals = 0
             found.copy.part.has_followed = True
             actions += self._moved(found.copy.part)
         return actions
 
-    def lacks(self, server: int, place: tuple[int, int], step: int) -> list[ShadowAction[M]]:
+    def lacks(self, server: int, place: tuple[int, int], step: int) -> list[ShadowingAction[M]]:
         """A server can't go on with a partition: its states will be copied once more."""
         piece = self._pieces.get(place)
         copy = next((each for each in piece.copies if each.server == server), None) if piece is not None else None
         if copy is None or copy.state in (EMPTY, COPYING) or step < copy.seed:
             return []  # that was said of earlier states
+        if copy.state is SEEDING:  # it has no memory, perhaps
+            copy.refusals += 1
+            copy.not_before = copy.seed + min(1 << copy.refusals, MOST_STEPS_BETWEEN)
         return self._drop(copy)
 
-    def again(self, server: int) -> list[ShadowAction[M]]:
+    def again(self, server: int) -> list[ShadowingAction[M]]:
         """There is a new connection to a server: what it has not acknowledged may be lost."""
         return [*self._unacknowledged.get(server, ())]
 
-    def change(self, topology: Topology) -> list[ShadowAction[M]]:
+    def change(self, topology: Topology) -> list[ShadowingAction[M]]:
         """Other servers, or other servers of partitions, which know them by now."""
         self._set(topology)
-        actions: list[ShadowAction[M]] = []
+        actions: list[ShadowingAction[M]] = []
         members = {server.member_id for server in topology.servers}
         for server in [known for known in self._unacknowledged if known not in members]:
             for message in self._unacknowledged.pop(server):
@@ -395,17 +405,17 @@ class Shadowing(Generic[M]):
             actions += self._moved(piece)
         return actions
 
-    def _moved(self, piece: ShadowedPiece[M]) -> list[ShadowAction[M]]:
+    def _moved(self, piece: ShadowedPiece[M]) -> list[ShadowingAction[M]]:
         """End the copies beside the one that belongs where it is, once that one follows."""
         wanted = self.server_of(piece.part)
         if not any(copy.server == wanted and copy.state is FOLLOWING for copy in piece.copies):
             return []
-        actions: list[ShadowAction[M]] = []
+        actions: list[ShadowingAction[M]] = []
         for copy in [copy for copy in piece.copies if copy.server != wanted]:
             actions += self._discard(copy)
         return actions
 
-    def _discard(self, copy: ShadowCopy[M]) -> list[ShadowAction[M]]:
+    def _discard(self, copy: ShadowCopy[M]) -> list[ShadowingAction[M]]:
         copy.part.copies.remove(copy)
         is_known = copy.state in (SEEDING, FOLLOWING)
         actions = self._drop(copy)
@@ -417,9 +427,9 @@ class Shadowing(Generic[M]):
         self._unacknowledged.setdefault(message.server, deque()).append(message)
         return message
 
-    def _drop(self, copy: ShadowCopy[M]) -> list[ShadowAction[M]]:
+    def _drop(self, copy: ShadowCopy[M]) -> list[ShadowingAction[M]]:
         """The server's copy is void. One that is being copied stays so until the step is made."""
-        actions: list[ShadowAction[M]] = []
+        actions: list[ShadowingAction[M]] = []
         queue = self._unacknowledged.get(copy.server, deque())
         for message in [each for each in queue if isinstance(each, (SendStates, SendStep)) and each.copy is copy]:
             queue.remove(message)
@@ -433,20 +443,20 @@ class Shadowing(Generic[M]):
     def _give_back(self, copy: ShadowCopy[M]) -> None:
         self._seeding_bytes -= copy.part.state_bytes
 
-    def _acknowledged(self, message: _Message[M]) -> list[ShadowAction[M]]:
+    def _acknowledged(self, message: _Message[M]) -> list[ShadowingAction[M]]:
         """It is not waited for any more."""
-        actions: list[ShadowAction[M]] = []
+        actions: list[ShadowingAction[M]] = []
         if message.held is not None:
             message.held.users -= 1
             if not message.held.users:
                 actions.append(ReleaseMemory(message.held.memory))
         return [*actions, *(self._settle(message.rank, message.step) if message.is_awaited else ())]
 
-    def _settle_due(self, piece: ShadowedPiece[M]) -> list[ShadowAction[M]]:
+    def _settle_due(self, piece: ShadowedPiece[M]) -> list[ShadowingAction[M]]:
         due, piece.due = piece.due, 0
         return self._settle(piece.part.owner, due) if due else []
 
-    def _settle(self, rank: int, step: int) -> list[ShadowAction[M]]:
+    def _settle(self, rank: int, step: int) -> list[ShadowingAction[M]]:
         """One thing less is awaited for a step of a rank."""
         awaited = self._awaited.get(rank)
         if awaited is None or not awaited[step]:

@@ -33,7 +33,7 @@ from byteps_py.worker.core.shadowing import (
     SendRecord,
     SendStates,
     SendStep,
-    ShadowAction,
+    ShadowingAction,
     Shadowing,
     StepMade,
     TellHeld,
@@ -145,7 +145,7 @@ class Shadows:
 
     # ---- inside ------------------------------------------------------------------------------------------------
 
-    def _perform(self, actions: Iterable[ShadowAction[Held]]) -> None:
+    def _perform(self, actions: Iterable[ShadowingAction[Held]]) -> None:
         for action in actions:
             if isinstance(action, SendStep):
                 self._send_step(action)

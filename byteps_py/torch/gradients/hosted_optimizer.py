@@ -82,6 +82,9 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
             self._reducer.record_step(self.param_groups)
             self._reducer.take_parameters()
             self._loaded = None
+            if self._reducer.shadow is not None:
+                self._reducer.loaded = copy.deepcopy(self._reducer.loaded)  # of parameters that have no states yet
+                self._reducer.shadow.taken_over()
         self._forget_factors()
         self._delayed.count()
         self._reducer.is_delayed = self._delayed.is_due
@@ -292,6 +295,12 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
         params = [param for group in self.param_groups for param in group["params"]]
         self._loaded = {place: copy.deepcopy(given[param]) for place, param in enumerate(params) if param in given}
         self._reducer.loaded = {params[place]: state for place, state in self._loaded.items()}
+
+    def _take_stored_states(self, given: Mapping[torch.nn.Parameter, Mapping[str, Any]]) -> None:
+        """As ``_load_states``, of states that are read when the services take them over."""
+        params = [param for group in self.param_groups for param in group["params"]]
+        self._loaded = {place: given[param] for place, param in enumerate(params) if param in given}
+        self._reducer.loaded = dict(given)
 
     def _check_states(self, given: Mapping[torch.nn.Parameter, Mapping[str, Any]]) -> None:
         for param, state in given.items():

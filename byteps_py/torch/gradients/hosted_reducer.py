@@ -139,7 +139,7 @@ class HostedReducer(GradientReducer):
         self, request: TensorRequest, name: str, param: torch.nn.Parameter, first: int
     ) -> SparseBucket:
         shape = param.shape[0], math.prod(param.shape[1:])  # pieces of whole rows
-        spec = replace(request.spec, shape=shape, ownership="")
+        spec = replace(request.spec, shape=shape, ownership="", is_shadowed=False)
         request = replace(request, spec=spec)
         return HostedSparseBucket(self._context, request, name, param, self._options, first, self._scratch)
 
@@ -173,7 +173,8 @@ class HostedReducer(GradientReducer):
         spec = request.spec
         shape = (sum(param.numel() for param in params),)
         # Whether sums are finite is found out by their owners, see hosted_overflow.py.
-        spec = replace(spec, shape=shape, ownership=spec.name, nonfinite=NonFinite.ALLOW)
+        shadow = self._options.shadow
+        spec = replace(spec, shape=shape, ownership=spec.name, nonfinite=NonFinite.ALLOW, is_shadowed=shadow)
         return replace(request, spec=spec, result_shapes=())
 
     def ready(self, place: GradientPlace, param: torch.Tensor) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import pickle
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,9 +22,11 @@ from byteps_py.torch.gradients.hosted_states import HostedStates
 from byteps_py.torch.gradients.largest_values import largest
 
 if TYPE_CHECKING:
+    from byteps_py.shadow_reader import ShadowReader
     from byteps_py.torch.gradients.hosted_reducer import HostedBucket
 
 _RUN_BITS = 52  # a float64 carries it from rank to rank
+_of_session: weakref.WeakKeyDictionary[Session, Callable[[], ShadowedSteps | None]] = weakref.WeakKeyDictionary()
 
 
 class ShadowedSteps:
@@ -32,6 +35,7 @@ class ShadowedSteps:
     Attributes:
         step: number of the latest step.
         extra: what the user attaches to the next steps.
+        model: its buffers are attached as well; None: there are none.
     """
 
     def __init__(self, name: str) -> None:
@@ -41,6 +45,8 @@ class ShadowedSteps:
         self._durable, self._is_whole = 0, False
         self.step = 0
         self.extra: object = None
+        self.model: torch.nn.Module | None = None
+        self._reader: ShadowReader | None = None
 
     def start(self, context: Context) -> None:
         """All ranks call it, before their states are made: they agree on the number of this run."""
@@ -51,6 +57,13 @@ class ShadowedSteps:
                 "shadow=True keeps copies of the optimizer's states on other machines, and this job has one GPU "
                 "machine: its gradients go to no server. Save checkpoints instead, or train on two machines or more"
             )
+        other = _of_session.get(context.session, lambda: None)()
+        if other is not None and other is not self:
+            raise UsageError(
+                "shadow=True: another optimizer of this job is shadowed already, and a restarted job goes on from one "
+                "optimizer's steps: give all parameters to one optimizer, in param_groups"
+            )
+        _of_session[context.session] = weakref.ref(self)
         own = float(secrets.randbits(_RUN_BITS) | 1)
         self._run = int(largest(context, f"{self._name}.run", [own])[0])
         self._durable, self._is_whole = 0, False
@@ -76,6 +89,16 @@ class ShadowedSteps:
         """The step that is about to be made."""
         return ShadowedStep(self._run, self.step + 1, self._durable, self._is_whole)
 
+    def go_on(self, step: int, reader: ShadowReader) -> None:
+        """Go on from a step of an earlier run, whose states ``reader`` has until they are taken over."""
+        self.step, self._reader = step, reader
+
+    def taken_over(self) -> None:
+        """No states of an earlier run are to be read any more."""
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.close()
+
     def record(self, states: Mapping[HostedBucket, HostedStates], groups: Sequence[Mapping[str, Any]]) -> None:
         """The step of all parts has begun. ``states``: of all buckets that have some. Raises UsageError if the user has
         attached too much."""
@@ -85,14 +108,16 @@ class ShadowedSteps:
         shadowed = self.next
         self.step = shadowed.step
         common = _common(states, groups) if session.rank == 0 else b""
+        buffers = _buffers_of(self.model) if self.model is not None else {}
         try:
-            extra = b"" if self.extra is None else pickle.dumps(self.extra)
+            extra = pickle.dumps((self.extra, buffers)) if self.extra is not None or buffers else b""
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             raise UsageError(f"optimizer.shadow_extra can't be pickled: {error}") from error
         if len(common) + len(extra) > session.max_record_bytes:
             raise UsageError(
-                f"optimizer.shadow_extra has {len(extra)} bytes, and {session.max_record_bytes - len(common)} are the "
-                "most: it goes to another machine with every step. Attach positions and random states, not data"
+                f"optimizer.shadow_extra and the model's {len(buffers)} buffers have {len(extra)} bytes, and "
+                f"{session.max_record_bytes - len(common)} are the most: they go to another machine with every step. "
+                "Attach positions and random states, not data"
             )
         session.record_step(shadowed, common, extra)
 
@@ -114,6 +139,13 @@ def _common(states: Mapping[HostedBucket, HostedStates], groups: Sequence[Mappin
             first += param.numel()
     said = {"parts": parts, "params": params, "kinds": kinds, "groups": [_plain(group) for group in groups]}
     return json.dumps(said).encode()
+
+
+def _buffers_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The model's persistent buffers, by their names in its state_dict."""
+    mine = {id(buffer) for buffer in model.buffers()}
+    state = model.state_dict(keep_vars=True)
+    return {name: value.detach().cpu() for name, value in state.items() if id(value) in mine}
 
 
 def _plain(group: Mapping[str, Any]) -> dict[str, Any]:

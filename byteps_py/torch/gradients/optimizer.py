@@ -106,7 +106,7 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
     ranks = ranks_of(process_set)
     if hosted:
         check_hosted(optimizer, op, gradient_predivide_factor, bool(ranks), bool(together))
-        options = GradientOptions(compression, op, sparse_as_dense=sparse_as_dense)
+        options = GradientOptions(compression, op, sparse_as_dense=sparse_as_dense, shadow=is_shadowed)
         wrapped = _host(context, optimizer, names, backward_passes_per_step, options, delayed_update_after)
         if is_shadowed:
             wrapped._reducer.shadow = ShadowedSteps(wrapped._name)
