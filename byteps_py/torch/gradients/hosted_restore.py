@@ -8,24 +8,27 @@ States are read late, and in part, since no rank may have room for all of them. 
 
 from __future__ import annotations
 
-import json
 import math
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from byteps_py.errors import UsageError
-from byteps_py.shadow_reader import Restorable, ShadowReader
+from byteps_py.errors import BytePSError, CommunicationError, UsageError
+from byteps_py.log import logger
+from byteps_py.shadow import NotRestorable, Restorable, RestorablePart, ShadowReader, latest_step
 from byteps_py.torch.engine import context as contexts
 from byteps_py.torch.gradients.hosted_optimizer import HostedOptimizerMixin
 from byteps_py.torch.gradients.hosted_rules import MASTER
-from byteps_py.torch.gradients.hosted_states import StoredElements
+from byteps_py.torch.gradients.stored_elements import StoredElements
 from byteps_py.torch.horovod.objects import broadcast_object
 
 #: Elements of a parameter that are read at once.
 _CHUNK = 1 << 20
+#: Servers apply no steps meanwhile. Those of a job that has ended get none.
+_HOLD_S = 10.0
 
 
 def restore(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int | None:
@@ -58,13 +61,9 @@ def restore(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int | N
     shadow.model = model
     reader = ShadowReader(context.settings)
     try:
-        found: Restorable | Exception | None = None
-        if context.session.rank == 0:
-            try:
-                found = reader.latest_step()
-            except Exception as error:  # all ranks raise it
-                found = error
-        found = broadcast_object(found, name=f"{optimizer._name}.restorable")
+        found = broadcast_object(
+            _find(reader) if context.session.rank == 0 else None, name=f"{optimizer._name}.restorable"
+        )
         if isinstance(found, Exception):
             raise found
         if found is None:
@@ -74,7 +73,37 @@ def restore(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int | N
     except BaseException:
         reader.close()
         raise
+    logger.info("going on from step %d, which other machines held", found.step)
     return found.step
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A step that can be restored. ``extras``: by rank."""
+
+    step: int
+    common: Mapping[str, Any]
+    tensors: Mapping[str, Sequence[RestorablePart]]
+    extras: Mapping[int, bytes]
+
+    @classmethod
+    def of(cls, found: Restorable) -> _Found:
+        extras = {rank: record.extra for rank, record in found.records.items()}
+        return cls(found.step, found.common, found.tensors, extras)
+
+
+def _find(reader: ShadowReader) -> _Found | Exception | None:
+    """The newest step that can be restored; None if there are no states. An error is returned: all ranks raise it."""
+    try:
+        found = latest_step(reader.describe(_HOLD_S))
+    except BytePSError as error:
+        return error
+    if isinstance(found, NotRestorable):
+        return CommunicationError(
+            f"restore(): other machines hold states of an earlier run, but of no step all of them: {found.reason}. Go "
+            "on from a checkpoint; without restore(), new states take their place"
+        )
+    return _Found.of(found) if found is not None else None
 
 
 def _check_parameters(model: torch.nn.Module, optimizer: HostedOptimizerMixin) -> None:
@@ -85,7 +114,7 @@ def _check_parameters(model: torch.nn.Module, optimizer: HostedOptimizerMixin) -
 
 
 def _restore(model: torch.nn.Module, optimizer: HostedOptimizerMixin, reader: ShadowReader, found: Restorable) -> None:
-    common = json.loads(found.common)
+    common = found.common
     groups = optimizer.param_groups
     params = {optimizer._parameter_names[param]: param for group in groups for param in group["params"]}
     _check_same(params, common)
@@ -93,7 +122,7 @@ def _restore(model: torch.nn.Module, optimizer: HostedOptimizerMixin, reader: Sh
     for name, (tensor, first, shape, _, steps) in common["params"].items():
         param, kinds = params[name], common["kinds"][tensor]
         stored = {
-            kind: StoredElements(reader, found, (tensor, number), first, tuple(shape))
+            kind: StoredElements(reader, found.tensors[tensor], number, first, tuple(shape))
             for number, kind in enumerate(kinds)
         }
         if not steps:

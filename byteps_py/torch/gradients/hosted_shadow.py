@@ -17,12 +17,12 @@ import torch
 
 from byteps_py.errors import UsageError
 from byteps_py.session import Session, ShadowedStep
+from byteps_py.shadow import ShadowReader
 from byteps_py.torch.engine.context import Context
 from byteps_py.torch.gradients.hosted_states import HostedStates
 from byteps_py.torch.gradients.largest_values import largest
 
 if TYPE_CHECKING:
-    from byteps_py.shadow_reader import ShadowReader
     from byteps_py.torch.gradients.hosted_reducer import HostedBucket
 
 _RUN_BITS = 52  # a float64 carries it from rank to rank

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -21,9 +21,7 @@ from byteps_py.session import HostedPart, Session, ShadowedStep, Slot
 from byteps_py.tensors import DType, Op, TensorSpec
 from byteps_py.torch.engine.slot_view import TORCH, Mover, pieces
 from byteps_py.torch.gradients.hosted_rules import MASTER, counts_steps, moment_names
-
-if TYPE_CHECKING:
-    from byteps_py.shadow_reader import Restorable, ShadowReader
+from byteps_py.torch.gradients.stored_elements import StoredElements, elements_of
 
 #: States of one parameter, as in a state_dict.
 ParameterState = dict[str, torch.Tensor]
@@ -49,34 +47,6 @@ class Overlap:
 
 #: (first element, number of elements, rank) of each part of a tensor, in order.
 Owned = Sequence[tuple[int, int, int]]
-
-
-class StoredElements:
-    """One state of one parameter that other machines hold, read when it is asked for. ``state``: the tensor of gradients
-    and the state's number; ``first``: the parameter's first element there. ``elements[a:b]`` is a tensor of these
-    elements. A deep copy is a tensor of all."""
-
-    def __init__(
-        self, reader: ShadowReader, source: Restorable, state: tuple[str, int], first: int, shape: tuple[int, ...]
-    ) -> None:
-        self._reader, self._source, self._state, self._first = reader, source, state, first
-        self.shape = torch.Size(shape)
-        self.dtype = torch.float64 if source.itemsize(state[0]) == 8 else torch.float32
-
-    def __getitem__(self, elements: slice) -> torch.Tensor:
-        found = torch.empty(elements.stop - elements.start, dtype=self.dtype, device="cpu")
-        if found.numel():
-            tensor, number = self._state
-            start = self._first + elements.start
-            self._reader.read_into(self._source, tensor, number, start, memoryview(found.numpy()).cast("B"))
-        return found
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        return self[0 : self.shape.numel()].view(self.shape)
-
-
-def _elements_of(state: torch.Tensor | StoredElements, elements: slice) -> torch.Tensor:
-    return state[elements] if isinstance(state, StoredElements) else state.detach().reshape(-1)[elements]
 
 
 class OwnedStates:
@@ -182,7 +152,7 @@ class OwnedStates:
             if overlap.position == position:
                 for number, name in enumerate(self.names):
                     if (value := state.get(name)) is not None:
-                        own = _elements_of(value, overlap.inside)
+                        own = elements_of(value, overlap.inside)
                         self._states[number][overlap.place].copy_(own)
 
     def release(self) -> None:
