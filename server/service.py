@@ -21,7 +21,9 @@ import dataclasses
 import logging
 import resource
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 from byteps_py import failure_notice, machine
 from byteps_py.control_link import Connect, ControlEvents, ControlLink
@@ -38,6 +40,7 @@ from byteps_py.errors import (
 from byteps_py.exit_status import GIVEN_UP_STATUS
 from byteps_py.failure_notice import Blame
 from byteps_py.log import logger
+from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.runtime import Runtime
 from byteps_py.server.arrival import Arrival, FrameMemory, PayloadMemory
@@ -57,6 +60,17 @@ DRAIN_LIMIT_S = 30.0  # how long it goes on after SIGTERM if no other server tak
 _ORPHAN_S = 10.0  # how long it waits without scheduler and workers; these come back sooner, if at all
 
 
+class Endpoint(Protocol):
+    """Where the states that a server keeps can be read: see shadow_endpoint.py."""
+
+    def address(self) -> str: ...
+
+    def close(self) -> None: ...
+
+
+OpenEndpoint = Callable[[ShadowKeeper, Settings, EventLoop], Endpoint]
+
+
 class SummationService:
     """One summation server on a machine of this ``kind``. ``run`` serves until the job ends.
 
@@ -73,9 +87,10 @@ class SummationService:
         connect: Connect,
         runtime: Runtime,
         shadows: ShadowStore | None = None,
+        open_endpoint: OpenEndpoint | None = None,
     ) -> None:
-        """Binds its sockets. ``shadows``: what was kept for an earlier job. Raises ConfigurationError or
-        RendezvousError."""
+        """Binds its sockets. ``shadows``: what was kept for an earlier job. ``open_endpoint``: opens the port where
+        states can be read; None: they can't. Raises ConfigurationError or RendezvousError."""
         if not settings.scheduler_address:
             raise ConfigurationError(
                 "a summation server needs the scheduler's address: set DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT"
@@ -112,7 +127,10 @@ class SummationService:
         # On a GPU machine the communication service logs the same error already.
         self._bad_news = logging.INFO if self._local is not None else logging.ERROR
         self._reducer = Reducer(runtime, settings.server_threads, self._network.digest, self._prepared)
+        self._endpoint: Endpoint | None = None
         self.shadows = ShadowKeeper(shadows or new_store(settings, runtime), runtime, self._reducer)
+        if open_endpoint is not None:
+            self._endpoint = open_endpoint(self.shadows, settings, self._loop)
 
     @property
     def address(self) -> str:
@@ -165,6 +183,8 @@ class SummationService:
         self._loop.call_later(DRAIN_LIMIT_S, self._loop.stop)
 
     def _close(self) -> None:
+        if self._endpoint is not None:
+            self._endpoint.close()
         if self._link is not None:
             self._link.close(self._reason)
         # Before the loop, because its threads post there. Before the connections: a local CS whose connection ends
@@ -284,6 +304,7 @@ class SummationService:
             machine_index=self._settings.worker_id if is_gpu else -1,
             address=self._network.address,
             local_address=self._local.name if self._local is not None else "",
+            shadow_address=self._endpoint.address() if self._endpoint is not None else "",
         )
 
     def _heartbeat(self) -> pb.Heartbeat:

@@ -22,7 +22,7 @@ from byteps_py.proto import shadow_pb2
 from byteps_py.runtime import Kernels, Runtime
 from byteps_py.server.arrival import FrameMemory, PayloadMemory
 from byteps_py.server.reducer import Reducer
-from byteps_py.server.shadow import ShadowStore
+from byteps_py.server.shadow import LONGEST_HOLD_S, ShadowStore
 from byteps_py.server.shadow_state import (
     AllocateStates,
     ApplyStep,
@@ -153,7 +153,7 @@ class ShadowKeeper:
         now = self._loop.time()
         self.store.hold(hold_s, now)
         if hold_s > 0:
-            self._loop.call_later(hold_s, self._tick)
+            self._loop.call_later(min(hold_s, LONGEST_HOLD_S), self._tick)
         return self.store.describe(now)
 
     def _tick(self) -> None:
