@@ -19,9 +19,11 @@ import torch
 from byteps_py.errors import BytePSError, CommunicationError, UsageError
 from byteps_py.log import logger
 from byteps_py.shadow import NotRestorable, Restorable, RestorablePart, ShadowReader, latest_step
+from byteps_py.shadow.record import Attachment
 from byteps_py.torch.engine import context as contexts
 from byteps_py.torch.gradients.hosted_optimizer import HostedOptimizerMixin
 from byteps_py.torch.gradients.hosted_rules import MASTER
+from byteps_py.torch.gradients.stored_buffers import tensors_of
 from byteps_py.torch.gradients.stored_elements import StoredElements
 from byteps_py.torch.horovod.objects import broadcast_object
 
@@ -139,11 +141,11 @@ def _restore(model: torch.nn.Module, optimizer: HostedOptimizerMixin, reader: Sh
     shadow = optimizer._shadowed_steps
     shadow.go_on(found.step, reader)
     session = contexts.current().session
-    if attached := found.extras.get(session.rank, b""):
-        # Only this job's ranks, which are authenticated, have written it.
-        shadow.extra, buffers = pickle.loads(attached)
-        if buffers:
-            model.load_state_dict(buffers, strict=False)
+    attached = Attachment.unpack(found.extras.get(session.rank, b""))
+    if attached.extra:  # only this job's ranks, which are authenticated, have written it
+        shadow.extra = pickle.loads(attached.extra)
+    if attached.buffers:
+        model.load_state_dict(tensors_of(attached.buffers), strict=False)
 
 
 def _check_same(params: Mapping[str, torch.nn.Parameter], common: Mapping[str, Any]) -> None:

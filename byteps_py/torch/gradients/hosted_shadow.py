@@ -18,9 +18,11 @@ import torch
 from byteps_py.errors import UsageError
 from byteps_py.session import Session, ShadowedStep
 from byteps_py.shadow import ShadowReader
+from byteps_py.shadow.record import Attachment
 from byteps_py.torch.engine.context import Context
 from byteps_py.torch.gradients.hosted_states import HostedStates
 from byteps_py.torch.gradients.largest_values import largest
+from byteps_py.torch.gradients.stored_buffers import stored_buffers
 
 if TYPE_CHECKING:
     from byteps_py.torch.gradients.hosted_reducer import HostedBucket
@@ -46,6 +48,8 @@ class ShadowedSteps:
         self.step = 0
         self.extra: object = None
         self.model: torch.nn.Module | None = None
+        self._named: torch.nn.Module | None = None
+        self._names: dict[torch.nn.Parameter, list[str]] = {}
         self._reader: ShadowReader | None = None
 
     def start(self, context: Context) -> None:
@@ -107,10 +111,10 @@ class ShadowedSteps:
             return
         shadowed = self.next
         self.step = shadowed.step
-        common = _common(states, groups) if session.rank == 0 else b""
-        buffers = _buffers_of(self.model) if self.model is not None else {}
+        common = _common(states, groups, self._names_in_model()) if session.rank == 0 else b""
+        buffers = stored_buffers(self.model) if self.model is not None else {}
         try:
-            extra = pickle.dumps((self.extra, buffers)) if self.extra is not None or buffers else b""
+            extra = Attachment(pickle.dumps(self.extra) if self.extra is not None else b"", buffers).pack()
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             raise UsageError(f"optimizer.shadow_extra can't be pickled: {error}") from error
         if len(common) + len(extra) > session.max_record_bytes:
@@ -121,13 +125,27 @@ class ShadowedSteps:
             )
         session.record_step(shadowed, common, extra)
 
+    def _names_in_model(self) -> dict[torch.nn.Parameter, list[str]]:
+        """The names of the model's parameters, for those that share their memory all of them."""
+        if self._named is not self.model:
+            self._named, self._names = self.model, {}
+            for name, param in self.model.named_parameters(remove_duplicate=False) if self.model is not None else ():
+                self._names.setdefault(param, []).append(name)
+        return self._names
 
-def _common(states: Mapping[HostedBucket, HostedStates], groups: Sequence[Mapping[str, Any]]) -> bytes:
+
+def _common(
+    states: Mapping[HostedBucket, HostedStates],
+    groups: Sequence[Mapping[str, Any]],
+    names_in_model: Mapping[torch.nn.Parameter, list[str]],
+) -> bytes:
     """What all ranks have alike, as JSON.
 
     parts: [tensor, its elements, its latest step]. params: by name, [tensor, first element, shape, dtype, steps made].
-    kinds: by tensor, the names of its states. groups: the param_groups, without their parameters.
+    kinds: by tensor, the names of its states. groups: the param_groups, without their parameters. members: of each of
+    them, the names of its parameters that have states. names: by name, the names in the model, where they differ.
     """
+    given: dict[torch.nn.Parameter, str] = {}
     parts, kinds = [], {}
     params: dict[str, list[Any]] = {}
     for bucket, kept in states.items():
@@ -137,15 +155,18 @@ def _common(states: Mapping[HostedBucket, HostedStates], groups: Sequence[Mappin
         for param_name, param, steps in zip(bucket.names, bucket.params, kept.steps, strict=True):
             params[param_name] = [name, first, list(param.shape), str(param.dtype), steps]
             first += param.numel()
-    said = {"parts": parts, "params": params, "kinds": kinds, "groups": [_plain(group) for group in groups]}
+            given[param] = param_name
+    said = {
+        "parts": parts,
+        "params": params,
+        "kinds": kinds,
+        "groups": [_plain(group) for group in groups],
+        "members": [[given[param] for param in group["params"] if param in given] for group in groups],
+        "names": {
+            name: known for param, name in given.items() if (known := names_in_model.get(param, [name])) != [name]
+        },
+    }
     return json.dumps(said).encode()
-
-
-def _buffers_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The model's persistent buffers, by their names in its state_dict."""
-    mine = {id(buffer) for buffer in model.buffers()}
-    state = model.state_dict(keep_vars=True)
-    return {name: value.detach().cpu() for name, value in state.items() if id(value) in mine}
 
 
 def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
