@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from byteps_py import jobs
 from byteps_py.cli.job_choice import add_job_arguments, chosen_settings
 from byteps_py.errors import ConfigurationError, UsageError
 from byteps_py.exit_status import handle_signals
@@ -41,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--every={arguments.every:g}: give the seconds from one checkpoint to the next")
     if arguments.keep is not None and arguments.keep < 1:
         raise UsageError(f"--keep={arguments.keep}: at least the newest checkpoint is kept")
-    settings = chosen_settings(arguments)
+    settings = jobs.with_local_secret(chosen_settings(arguments))
     say: Callable[[str], None] = _print
     if arguments.with_parent:
         from byteps_py.launch.process_guard import die_with
