@@ -48,6 +48,7 @@ def loss_of(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 def main() -> None:
     bps.init()
+    torch.set_num_threads(1)  # sums of a layer have other bits with more
     kind, steps = sys.argv[1], int(sys.argv[2])
     model = make_model()
     optimizer = bps.DistributedOptimizer(
