@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from byteps_py.checkpoint.stored_state import stored_state
-from byteps_py.checkpoint.writer import write_state
+from byteps_py.checkpoint.writer import PIECE_BYTES, write_state
 from byteps_py.checkpoint_folder import CheckpointFolder, checkpoint_path
 from byteps_py.errors import CommunicationError, RendezvousError, UsageError
 from byteps_py.log import logger
@@ -28,10 +28,11 @@ _BESIDE_BYTES = 2048
 @dataclass(frozen=True, slots=True)
 class CheckpointOptions:
     """``every_s``: from the beginning of one checkpoint to that of the next one; None: one is written. ``keep``: how
-    many are kept; None: all."""
+    many are kept; None: all. ``piece_bytes``: of what is read at once."""
 
     every_s: float | None = None
     keep: int | None = None
+    piece_bytes: int = PIECE_BYTES
 
 
 class CheckpointProgram:
@@ -132,7 +133,7 @@ class CheckpointProgram:
                 self._renewed_s = time.monotonic()
 
         with self._folder.new(found.step) as draft:
-            write_state(stored, draft, hold)
+            write_state(stored, draft, hold, self._options.piece_bytes)
         self._say(
             f"{checkpoint_path(self._folder.path, found.step)}: {stored.nbytes / 1e6:.1f} MB in "
             f"{time.monotonic() - begun_s:.1f} s"

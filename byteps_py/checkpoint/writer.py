@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,9 @@ def write_state(
     writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, per_thread_copy_ahead=0)
     planner = PiecewisePlanner(stored, before_read, piece_bytes)
     try:
-        state_dict_saver.save(stored.state, storage_writer=writer, planner=planner, no_dist=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # no_dist=True says so, too
+            state_dict_saver.save(stored.state, storage_writer=writer, planner=planner, no_dist=True)
     except CheckpointException as error:
         raise _cause(error) from error
 

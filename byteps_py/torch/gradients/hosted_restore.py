@@ -9,6 +9,7 @@ States are read late, and in part, since no rank may have room for all of them. 
 from __future__ import annotations
 
 import math
+import os
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from byteps_py.torch.engine import context as contexts
 from byteps_py.torch.gradients.hosted_optimizer import HostedOptimizerMixin
 from byteps_py.torch.gradients.hosted_rules import MASTER
 from byteps_py.torch.gradients.stored_buffers import tensors_of
+from byteps_py.torch.gradients.stored_checkpoint import load_newest
 from byteps_py.torch.gradients.stored_elements import StoredElements
 from byteps_py.torch.horovod.objects import broadcast_object
 
@@ -33,8 +35,13 @@ _CHUNK = 1 << 20
 _HOLD_S = 10.0
 
 
-def restore(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int | None:
+def restore(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, path: str | os.PathLike[str] | None = None
+) -> int | None:
     """Go on from the last step that summation servers hold of an earlier run of this job; None if they hold nothing.
+
+    path: a folder of checkpoints that `bps checkpoint` has written, which all ranks reach: if the servers hold nothing,
+    the newest one there is loaded. Each rank then needs memory for all states for a while.
 
     optimizer: of ``DistributedOptimizer(…, shadow=True)``, before its first step. Its parameters, states and
     param_groups, the model's buffers and ``optimizer.shadow_extra`` are as they were at the end of that step's
@@ -42,7 +49,8 @@ def restore(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int | N
     travel with each step.
 
     All ranks call it. Raises UsageError if the optimizer is not shadowed, has stepped already, or if what is held is of
-    another model or optimizer; CommunicationError if servers hold a part of the states, but of no step all of them.
+    another model or optimizer; CommunicationError if servers hold a part of the states, but of no step all of them;
+    CheckpointError if a rank can't read the checkpoint.
 
     >>> import torch, byteps_py as bps
     >>> def train(model: torch.nn.Module, steps: int) -> None:
@@ -70,7 +78,7 @@ def restore(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int | N
             raise found
         if found is None:
             reader.close()
-            return None
+            return load_newest(model, optimizer, path) if path is not None else None
         _restore(model, optimizer, reader, found)
     except BaseException:
         reader.close()

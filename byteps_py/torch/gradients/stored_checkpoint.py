@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,9 @@ class _StoredCheckpoint:
         }
         if found:
             try:
-                state_dict_loader.load(found, storage_reader=FileSystemReader(self.path), no_dist=True)
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # no_dist=True says so, too
+                    state_dict_loader.load(found, storage_reader=FileSystemReader(self.path), no_dist=True)
             except (CheckpointException, OSError) as error:
                 raise self._failure(error) from error
         return {name.removeprefix(prefix): value for name, value in found.items()}
