@@ -22,8 +22,7 @@ from byteps_py.settings import Settings
 
 #: How many checkpoints are kept.
 KEPT = 3
-#: A program that takes longer, and longer than the time between two checkpoints, is ended.
-_LONGEST_S = 600.0
+LONGEST_S = 600.0
 _END_S = 2.0
 
 #: Starts the program, as its server's child.
@@ -42,9 +41,13 @@ def chosen_server(servers: Iterable[pb.Member]) -> pb.Member | None:
 
 
 class CheckpointStarter:
-    """``settings.shadow_dir`` is the folder of the checkpoints. ``start``: starts the program."""
+    """``settings.shadow_dir`` is the folder of the checkpoints. ``start``: starts the program. ``longest_s``: a program
+    that takes longer, and longer than the time between two checkpoints, is ended."""
 
-    def __init__(self, settings: Settings, loop: EventLoop, start: StartProgram = start_program) -> None:
+    def __init__(
+        self, settings: Settings, loop: EventLoop, start: StartProgram = start_program, longest_s: float = LONGEST_S
+    ) -> None:
+        self._longest_s = longest_s
         self._settings = settings
         self._loop = loop
         self._start = start
@@ -118,7 +121,7 @@ class CheckpointStarter:
                 self._child = None
             return
         self._loop.add_reader(self._pidfd, self._ended)
-        limit_s = max(_LONGEST_S, settings.shadow_every_s)
+        limit_s = max(self._longest_s, settings.shadow_every_s)
         self._loop.call_later(limit_s, lambda: self._give_up(child, limit_s))
 
     def _give_up(self, child: subprocess.Popen[Any], limit_s: float) -> None:

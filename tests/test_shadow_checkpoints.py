@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import subprocess
 import sys
@@ -174,8 +175,9 @@ def test_torch_and_a_restarted_job_load_it(tmp_path: Path) -> None:
         job.wait_for_step(step + 2)
         job.end()
     subprocess.run(
-        [*PYTHON, "-c", LOAD, str(folder / f"step-{step}"), str(tmp_path / "loaded.pt")], check=True, timeout=_LIMIT_S
-    )
+        [*PYTHON, "-c", LOAD, str(folder / f"step-{step}"), str(tmp_path / "loaded.pt")],
+        check=True, timeout=_LIMIT_S, env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+    )  # fmt: skip
     loaded = torch.load(tmp_path / "loaded.pt", weights_only=False)
     reference = torch.load(job.references / f"{step}.pt", weights_only=False)
     assert (loaded["step"], loaded["lr"]) == (step, 0.01)
