@@ -19,6 +19,7 @@ from byteps_py.worker.core.shadowing import (
     SendStep,
     Shadowing,
     StepMade,
+    StepNumbers,
     TellHeld,
 )
 from byteps_py.worker.core.tensor import Tensor
@@ -78,7 +79,7 @@ class Machine:
             states = f"states {part.index} {self.step}" if self.core.wants_states(part) else None
             total = f"sum {part.index} {self.step}" if self.core.needs_sum(part) else None
             segments = (StepSegment(range(8), (float(self.step),)),)
-            made = StepMade(self.step, durable, 10 * self.step, 2, segments)
+            made = StepMade(StepNumbers(self.step, durable), 10 * self.step, 2, segments)
             found += self.core.stepped(part, made, states, total)
         return found
 
@@ -122,7 +123,9 @@ def test_states_are_copied_after_the_first_step_and_steps_follow() -> None:
 
     second = machine.make_step(durable=1)
     steps = [each for each in second if isinstance(each, SendStep)]
-    assert [(each.before, each.made.step, each.made.round, each.made.durable) for each in steps] == [(1, 2, 20, 1)] * 2
+    assert [(each.before, each.made.numbers.step, each.made.round, each.made.numbers.durable) for each in steps] == [
+        (1, 2, 20, 1)
+    ] * 2
     # Server 3 has added the first partition's sum itself.
     assert [each.held.memory if each.held else None for each in steps] == [None, "sum 1 2"]
     assert held(machine.hold(second[:2])) == []
@@ -135,7 +138,7 @@ def test_a_step_is_held_only_once_all_its_partitions_have_made_it() -> None:
     machine.core.begin(0, 2, machine.parts)
     record = machine.core.record(0, RUN, 2, "record")
     assert held(machine.hold(record)) == []
-    made = StepMade(2, 0, 20, 2, ())
+    made = StepMade(StepNumbers(2, 0), 20, 2, ())
     for part, is_last in zip(machine.parts, (False, True), strict=True):
         sent = machine.core.stepped(part, made, None, "sum" if machine.core.needs_sum(part) else None)
         assert held(machine.hold(sent)) == ([2] if is_last else [])
@@ -278,7 +281,7 @@ def test_states_that_were_copied_for_a_server_that_is_gone_are_released() -> Non
     machine.core.begin(0, 1, machine.parts)
     assert machine.core.wants_states(machine.parts[0])
     machine.core.change(topology(*GPU, 4, epoch=2))
-    made = StepMade(1, 0, 10, 2, ())
+    made = StepMade(StepNumbers(1, 0), 10, 2, ())
     assert released(machine.core.stepped(machine.parts[0], made, "states", None)) == ["states"]
 
 

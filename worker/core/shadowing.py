@@ -90,12 +90,21 @@ class SendStates(ShadowMessage[M]):
 
 
 @dataclass(frozen=True, slots=True)
-class StepMade:
-    """A step of a partition. ``step``: its number; ``durable``: see above; ``round``: of the sum, which was divided by
-    ``divisor``; ``segments``: of elements of the partition."""
+class StepNumbers:
+    """What a rank says of a step. ``step``: its number; ``durable``: see above; ``is_whole``: all partitions of all
+    ranks have been FOLLOWING."""
 
     step: int
     durable: int
+    is_whole: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StepMade:
+    """A step of a partition. ``round``: of the sum, which was divided by ``divisor``; ``segments``: of elements of the
+    partition."""
+
+    numbers: StepNumbers
     round: int
     divisor: int
     segments: tuple[StepSegment, ...]
@@ -316,17 +325,17 @@ class Shadowing(Generic[M]):
                     copy.move_to(EMPTY)
                     continue
                 copy.move_to(SEEDING)
-                copy.seed = copy.last = made.step
+                copy.seed = copy.last = made.numbers.step
                 kept_states.users = 1
-                actions.append(self._send(SendStates(copy.server, rank, made.step, False, kept_states, copy)))
+                actions.append(self._send(SendStates(copy.server, rank, made.numbers.step, False, kept_states, copy)))
             elif copy.state in (SEEDING, FOLLOWING):
-                is_awaited = copy.state is FOLLOWING and not awaits and copy.part.due == made.step
+                is_awaited = copy.state is FOLLOWING and not awaits and copy.part.due == made.numbers.step
                 awaits |= is_awaited
                 held = kept_sum if copy.server != part.server else None
                 if held is not None:
                     held.users += 1
-                message = SendStep(copy.server, rank, made.step, is_awaited, held, copy, made, copy.last)
-                copy.last = made.step
+                message = SendStep(copy.server, rank, made.numbers.step, is_awaited, held, copy, made, copy.last)
+                copy.last = made.numbers.step
                 actions.append(self._send(message))
         kept = [each for each in (kept_states, kept_sum) if each is not None and not each.users]
         actions += [ReleaseMemory(unused.memory) for unused in kept]

@@ -33,9 +33,10 @@ from byteps_py.worker.core.shadowing import (
     SendRecord,
     SendStates,
     SendStep,
-    ShadowingAction,
     Shadowing,
+    ShadowingAction,
     StepMade,
+    StepNumbers,
     TellHeld,
 )
 from byteps_py.worker.core.topology import Topology
@@ -103,7 +104,7 @@ class Shadows:
         return block, work
 
     def stepped(
-        self, step: MakeStep, number: int, durable: int, segments: Sequence[StepSegment], states: Block | None
+        self, step: MakeStep, numbers: StepNumbers, segments: Sequence[StepSegment], states: Block | None
     ) -> None:
         """A partition's step is made, and its sum is still there. ``states``: their copy."""
         part = step.part
@@ -112,7 +113,7 @@ class Shadows:
                 self._memory.machine.free(states)
             return
         total = self._executor.detach_sum(part) if self._core.needs_sum(part) else None
-        made = StepMade(number, durable, part.tensor.round, step.divisor, tuple(segments))
+        made = StepMade(numbers, part.tensor.round, step.divisor, tuple(segments))
         self._perform(self._core.stepped(part, made, states, total))
 
     def record(self, rank: int, record: pb.ShadowRecord) -> None:
@@ -198,7 +199,8 @@ class Shadows:
             brings.length, brings.dtype = part.length, part.tensor.spec.dtype
             self._tell(action.server, brings, action.held.memory)
         said = pb.ShadowStep(
-            run=action.copy.part.run, step=made.step, before=action.before, durable=made.durable, divisor=made.divisor,
+            run=action.copy.part.run, step=made.numbers.step, before=action.before, durable=made.numbers.durable,
+            whole=made.numbers.is_whole, divisor=made.divisor,
             segments=[
                 pb.ShadowSegment(start=each.elements.start, stop=each.elements.stop, scalars=each.scalars)
                 for each in made.segments
