@@ -104,7 +104,7 @@ def test_nobody_goes_on_without_a_rank_that_has_joined(
     group: Group, elements: int, scatters: bool, is_first: bool
 ) -> None:
     ranks = range(len(group.ranks))
-    for joined, count in itertools.product(ranks, ranks):
+    for joined, count in itertools.product(ranks if len(ranks) <= 4 else (1, len(ranks) - 1), ranks):
         others = [rank for rank in ranks if rank != joined]
         for begun in itertools.combinations(others, count):
             if not is_first:
