@@ -167,8 +167,9 @@ class Hosting:
         if kept.run and not self.shadows.is_possible:
             said |= {
                 "error": UsageError.__name__,
-                "message": "shadow=True keeps copies of the optimizer's states on other machines, and no other machine "
-                "runs a summation service: start one on a spare CPU machine (DMLC_ROLE=server bpslaunch)",
+                "message": "shadow=True keeps copies of the optimizer's states on other machines, which takes a CPU "
+                "machine, or three GPU machines in an elastic job: start a server on a CPU machine (DMLC_ROLE=server "
+                "bpslaunch)",
             }
 
         def prepared(error: BaseException | None) -> None:

@@ -62,8 +62,8 @@ class Shadows:
 
     @property
     def is_possible(self) -> bool:
-        """There is a server on another machine."""
-        return bool(self._core.servers)
+        """There are servers on other machines that can keep copies."""
+        return self._core.is_safe
 
     def watch(self, rank: int, run: int, kind: StepKind, parts: Sequence[OwnedPart]) -> None:
         """Keep copies of the states of a rank's partitions. ``run``: see ShadowPart."""
