@@ -7,8 +7,9 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from support.breaking import Job, command
+from support.breaking import Job, command, environ_of
 from support.clusters import ROOT
+from support.processes import kill
 
 from byteps_py.launch.cluster_plan import free_port
 
@@ -97,3 +98,30 @@ def test_a_job_that_is_killed_goes_on_from_its_last_step(
     begun = int(next(line for line in again[1].text.splitlines() if line.startswith("restored at")).split()[-1])
     assert 9 <= begun <= max(before) + 1
     assert digests(again[1].text) == {step: expected[step] for step in range(begun + 1, STEPS + 1)}
+
+
+@pytest.mark.parametrize("servers", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_an_elastic_job_goes_on_from_its_last_step_without_a_machine(servers: int) -> None:
+    program = ROOT / "tests" / "programs" / "shadowed_elastic.py"
+    words = ["--elastic", "-np", "1", "--machines", "3", "--servers", str(servers)]
+    with command(*LAUNCH, *words, sys.executable, str(program), "40") as job:
+        job.until(*(f"rank {rank} of 3 step 20:" for rank in range(3)))
+        for pid in job.pids():
+            if environ_of(pid).get("BYTEPS_MACHINE_ID") == "m2":
+                kill(pid)
+        assert job.end() == 0, job.text
+    seen: dict[str, set[str]] = {}  # by number of ranks and step
+    begun = []
+    for line in job.text.splitlines():
+        match line.replace(":", "").split():
+            case ["rank", _, "of", size, "step", step, digest]:
+                seen.setdefault(f"{size}/{step}", set()).add(digest)
+            case ["rank", _, "of", "2", "begins", "at", step, digest]:
+                begun.append((int(step), digest))
+    assert all(len(found) == 1 for found in seen.values())  # all ranks have the same
+    assert len(begun) == 2
+    assert begun[0] == begun[1]
+    last = max(int(key.split("/")[1]) for key in seen if key.startswith("3/"))
+    assert last - 1 <= begun[0][0] <= last + 1  # no step is lost but one that was under way
+    assert seen.get(f"3/{begun[0][0]}", {begun[0][1]}) == {begun[0][1]}
+    assert "2/40" in seen

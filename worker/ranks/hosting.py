@@ -26,7 +26,7 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from byteps_py import rank_protocol as protocol
-from byteps_py.errors import BytePSError, PeerLostError, ProtocolError, UsageError
+from byteps_py.errors import BytePSError, PeerLostError, ProtocolError
 from byteps_py.kernels.step_segments import StepSegment, bind_segments, segments_of
 from byteps_py.kernels.update_rules import SCALARS, StepKind
 from byteps_py.proto import shadow_pb2
@@ -164,13 +164,6 @@ class Hosting:
         owners = [[part.first, part.count, part.owner] for part in parts]
         said: dict[str, Any] = {"request": request.number, "id": kept.id, "count": count}
         said |= {"states": places, "owners": owners}
-        if kept.run and not self.shadows.is_possible:
-            said |= {
-                "error": UsageError.__name__,
-                "message": "shadow=True keeps copies of the optimizer's states on other machines, which takes a CPU "
-                "machine, or three GPU machines in an elastic job: start a server on a CPU machine (DMLC_ROLE=server "
-                "bpslaunch)",
-            }
 
         def prepared(error: BaseException | None) -> None:
             if error is not None:

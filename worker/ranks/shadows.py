@@ -58,15 +58,17 @@ class Shadows:
         self._executor = executor
         self._core = self.shadowing_class(topology)
         self._kinds: dict[tuple[int, int], StepKind] = {}  # by key and index of a partition
-        self._has_warned = False
-
-    @property
-    def is_possible(self) -> bool:
-        """There are servers on other machines that can keep copies."""
-        return self._core.is_safe
+        self._has_warned = self._has_warned_of_place = False
 
     def watch(self, rank: int, run: int, kind: StepKind, parts: Sequence[OwnedPart]) -> None:
         """Keep copies of the states of a rank's partitions. ``run``: see ShadowPart."""
+        if not (self._core.is_safe or self._has_warned_of_place):
+            self._has_warned_of_place = True
+            logger.warning(
+                "copies of an optimizer's states, which shadow=True asks for, need a CPU machine, or three GPU "
+                "machines in an elastic job: with %d GPU machines alone, all states are lost with one of them",
+                self._topology.machines,
+            )
         for part in parts:
             self._kinds[part.tensor.key, part.index] = kind
         sizes = [(part, part.count * kind.state_itemsize * kind.states) for part in parts]
