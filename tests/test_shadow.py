@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import sys
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +14,8 @@ from support.clusters import ROOT
 from support.processes import kill
 
 from byteps_py.launch.cluster_plan import free_port
+from byteps_py.settings import Settings
+from byteps_py.shadow import Restorable, ShadowReader, latest_step
 
 PROGRAM = ROOT / "tests" / "programs" / "shadowed.py"
 LAUNCH = (sys.executable, "-m", "byteps_py.launch", "--no-tag-output")
@@ -48,6 +52,21 @@ class Cluster:
         ]  # fmt: skip
         return [scheduler, *machines]
 
+    def held_step(self, at_least: int) -> int:
+        """The step that a job could go on from, once it is at least that."""
+        settings = Settings(
+            scheduler_host="127.0.0.1", scheduler_port=int(self._variables["DMLC_PS_ROOT_PORT"]),
+            num_workers=self._machines, num_servers=len(self.servers),
+        )  # fmt: skip
+        until_s = time.monotonic() + 60
+        with ShadowReader(settings) as reader:
+            while True:
+                found = latest_step(reader.describe())
+                if isinstance(found, Restorable) and found.step >= at_least:
+                    return found.step
+                assert time.monotonic() < until_s, found
+                select.select([], [], [], 0.05)
+
 
 @pytest.fixture
 def stack() -> Iterator[contextlib.ExitStack]:
@@ -60,10 +79,10 @@ def digests(text: str) -> dict[int, str]:
     return {int(words[1].rstrip(":")): words[2] for words in lines}
 
 
-def undisturbed(optimizer: str, machines: int, servers: int) -> dict[int, str]:
+def undisturbed(optimizer: str, machines: int, servers: int, steps: int = STEPS) -> dict[int, str]:
     """What a job has that nothing happens to."""
     words = ["-np", "1", "--machines", str(machines), "--servers", str(servers)]
-    with command(*LAUNCH, *words, sys.executable, str(PROGRAM), optimizer, str(STEPS)) as job:
+    with command(*LAUNCH, *words, sys.executable, str(PROGRAM), optimizer, str(steps)) as job:
         assert job.end() == 0, job.text
         return digests(job.text)
 
@@ -84,20 +103,39 @@ def test_a_job_that_is_killed_goes_on_from_its_last_step(
     cluster = Cluster(stack, machines, servers)
     scheduler, *killed = cluster.start(optimizer, "100000")
     killed[0].until("step 9:")
+    kill_and_go_on(cluster, scheduler, killed, optimizer, expected)
+
+
+@pytest.mark.slow
+def test_copies_of_a_killed_server_are_made_again(stack: contextlib.ExitStack) -> None:
+    expected = undisturbed("adamw", 2, 2, steps=2 * STEPS)
+    cluster = Cluster(stack, 2, 2)
+    scheduler, *machines = cluster.start("adamw", "100000", "0.1")
+    machines[0].until("step 3:")
+    kill(cluster.servers[0].pid("byteps_py.server"))
+    machines[0].until("step 8:")
+    cluster.held_step(9)
+    kill_and_go_on(cluster, scheduler, machines, "adamw", expected)
+
+
+def kill_and_go_on(
+    cluster: Cluster, scheduler: Job, killed: list[Job], optimizer: str, expected: dict[int, str]
+) -> None:
+    """Kill all machines. The next job ends with ``expected``."""
     for job in killed:
         job.close()
     assert scheduler.end() == 1
     for server in cluster.servers:
         server.until("are kept for 600 s for a restarted job")
     before = digests(killed[0].text)
-    again = cluster.start(optimizer, str(STEPS))
+    again = cluster.start(optimizer, str(max(expected)))
     for job in again:
         assert job.end() == 0, job.text
     for server in cluster.servers:
         assert server.end() == 0, server.text
     begun = int(next(line for line in again[1].text.splitlines() if line.startswith("restored at")).split()[-1])
     assert 9 <= begun <= max(before) + 1
-    assert digests(again[1].text) == {step: expected[step] for step in range(begun + 1, STEPS + 1)}
+    assert digests(again[1].text) == {step: expected[step] for step in range(begun + 1, max(expected) + 1)}
 
 
 @pytest.mark.parametrize("servers", [1, pytest.param(0, marks=pytest.mark.slow)])
