@@ -117,9 +117,10 @@ def _stored_state(reader: ShadowReader, found: Restorable) -> StoredState:
             if kind != MASTER or elements.dtype is not dtype:
                 stored = StoredTensor(tuple(shape), elements.dtype, elements)
                 made.put(("optimizer", "state", known_as[0], kind), stored)
+    order = list(common["params"])
     for group, members in zip(common["groups"], common["members"], strict=True):
         numbers = {key: tuple(value) if isinstance(value, list) else value for key, value in group.items()}
-        params = [names.get(given, [given])[0] for given in members]
+        params = [names.get(order[place], [order[place]])[0] for place in members]
         made.state["optimizer"]["param_groups"].append({**numbers, "params": params})
     _add_attachments(made.state, found)
     return made

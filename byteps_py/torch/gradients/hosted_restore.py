@@ -40,13 +40,13 @@ def restore(
 ) -> int | None:
     """Go on from the last step that summation servers hold of an earlier run of this job; None if they hold nothing.
 
-    path: a folder of checkpoints that `bps checkpoint` has written, which all ranks reach: if the servers hold nothing,
-    the newest one there is loaded. Each rank then needs memory for all states for a while.
-
     optimizer: of ``DistributedOptimizer(…, shadow=True)``, before its first step. Its parameters, states and
     param_groups, the model's buffers and ``optimizer.shadow_extra`` are as they were at the end of that step's
     ``optimizer.step()``, bit for bit, on every rank. Returns the number of steps made. From now on the model's buffers
     travel with each step.
+
+    path: a folder of checkpoints that `bps checkpoint` has written, which all ranks reach. If the servers hold nothing,
+    the newest one there is loaded. Each rank then needs memory for all states for a while.
 
     All ranks call it. Raises UsageError if the optimizer is not shadowed, has stepped already, or if what is held is of
     another model or optimizer; CommunicationError if servers hold a part of the states, but of no step all of them;

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from byteps_py.errors import UsageError
+from byteps_py.log import logger
 from byteps_py.session import Session, ShadowedStep
 from byteps_py.shadow import ShadowReader
 from byteps_py.shadow.record import Attachment
@@ -27,6 +28,8 @@ from byteps_py.torch.gradients.stored_buffers import stored_buffers
 if TYPE_CHECKING:
     from byteps_py.torch.gradients.hosted_reducer import HostedBucket
 
+#: Of what is attached to a step, with the model's buffers.
+MAX_EXTRA_BYTES = 1 << 20
 _RUN_BITS = 52  # a float64 carries it from rank to rank
 _of_session: weakref.WeakKeyDictionary[Session, Callable[[], ShadowedSteps | None]] = weakref.WeakKeyDictionary()
 
@@ -51,16 +54,15 @@ class ShadowedSteps:
         self._named: torch.nn.Module | None = None
         self._names: dict[torch.nn.Parameter, list[str]] = {}
         self._reader: ShadowReader | None = None
+        self._packed = b""
 
     def start(self, context: Context) -> None:
         """All ranks call it, before their states are made: they agree on the number of this run."""
         if self._session is context.session:
             return
         if context.session.num_machines == 1:
-            raise UsageError(
-                "shadow=True keeps copies of the optimizer's states on other machines, and this job has one GPU "
-                "machine: its gradients go to no server. Save checkpoints instead, or train on two machines or more"
-            )
+            self._go_without(context.session)
+            return
         other = _of_session.get(context.session, lambda: None)()
         if other is not None and other is not self:
             raise UsageError(
@@ -72,6 +74,17 @@ class ShadowedSteps:
         self._run = int(largest(context, f"{self._name}.run", [own])[0])
         self._durable, self._is_whole = 0, False
         self._session = context.session
+
+    def _go_without(self, session: Session) -> None:
+        """On a machine alone. Raises UsageError unless the job has had others, and goes on without them."""
+        text = (
+            "shadow=True keeps copies of the optimizer's states on other machines, and this job has one GPU machine: "
+            "its gradients go to no server"
+        )
+        if self._session is None:
+            raise UsageError(f"{text}. Save checkpoints instead, or train on two machines or more")
+        logger.warning("%s. There are no copies for now", text)
+        self._run, self._session = 0, session
 
     @property
     def run(self) -> int:
@@ -89,8 +102,10 @@ class ShadowedSteps:
         self._durable, self._is_whole = max(self._durable, held), self._is_whole or is_whole
 
     @property
-    def next(self) -> ShadowedStep:
-        """The step that is about to be made."""
+    def next(self) -> ShadowedStep | None:
+        """The step that is about to be made; None if there are no copies."""
+        if not self._run:
+            return None
         return ShadowedStep(self._run, self.step + 1, self._durable, self._is_whole)
 
     def go_on(self, step: int, reader: ShadowReader) -> None:
@@ -103,27 +118,37 @@ class ShadowedSteps:
         if reader is not None:
             reader.close()
 
-    def record(self, states: Mapping[HostedBucket, HostedStates], groups: Sequence[Mapping[str, Any]]) -> None:
-        """The step of all parts has begun. ``states``: of all buckets that have some. Raises UsageError if the user has
-        attached too much."""
-        session = self._session
-        if session is None:
-            return
-        shadowed = self.next
-        self.step = shadowed.step
-        common = _common(states, groups, self._names_in_model()) if session.rank == 0 else b""
+    def pack_extra(self) -> None:
+        """Pack what belongs to the next step. Raises UsageError if that can't be pickled, or is too much."""
         buffers = stored_buffers(self.model) if self.model is not None else {}
         try:
-            extra = Attachment(pickle.dumps(self.extra) if self.extra is not None else b"", buffers).pack()
+            self._packed = Attachment(pickle.dumps(self.extra) if self.extra is not None else b"", buffers).pack()
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             raise UsageError(f"optimizer.shadow_extra can't be pickled: {error}") from error
-        if len(common) + len(extra) > session.max_record_bytes:
+        if len(self._packed) > MAX_EXTRA_BYTES:
             raise UsageError(
-                f"optimizer.shadow_extra and the model's {len(buffers)} buffers have {len(extra)} bytes, and "
-                f"{session.max_record_bytes - len(common)} are the most: they go to another machine with every step. "
-                "Attach positions and random states, not data"
+                f"optimizer.shadow_extra and the model's {len(buffers)} buffers have {len(self._packed)} bytes, and "
+                f"{MAX_EXTRA_BYTES} are the most: they go to another machine with every step. Attach positions and "
+                "random states, not data"
             )
-        session.record_step(shadowed, common, extra)
+
+    def record(self, states: Mapping[HostedBucket, HostedStates], groups: Sequence[Mapping[str, Any]]) -> None:
+        """The step of all parts has begun. ``states``: of all buckets that have some. Raises UsageError for more
+        parameters than a record has room for."""
+        session = self._session
+        if session is None or not self._run:
+            self.step += 1
+            return
+        shadowed = ShadowedStep(self._run, self.step + 1, self._durable, self._is_whole)
+        self.step = shadowed.step
+        common = _common(states, groups, self._names_in_model()) if session.rank == 0 else b""
+        if len(common) + len(self._packed) > session.max_record_bytes:
+            raise UsageError(
+                f"shadow=True: the names, shapes and steps of {sum(len(each.sizes) for each in states.values())} "
+                f"parameters have {len(common)} bytes, which go to another machine with every step, and "
+                f"{session.max_record_bytes - len(self._packed)} are the most"
+            )
+        session.record_step(shadowed, common, self._packed)
 
     def _names_in_model(self) -> dict[torch.nn.Parameter, list[str]]:
         """The names of the model's parameters, for those that share their memory all of them."""
@@ -143,9 +168,10 @@ def _common(
 
     parts: [tensor, its elements, its latest step]. params: by name, [tensor, first element, shape, dtype, steps made].
     kinds: by tensor, the names of its states. groups: the param_groups, without their parameters. members: of each of
-    them, the names of its parameters that have states. names: by name, the names in the model, where they differ.
+    them, the places of its parameters among params. names: by name, the names in the model, where they differ.
     """
     given: dict[torch.nn.Parameter, str] = {}
+    places: dict[torch.nn.Parameter, int] = {}
     parts, kinds = [], {}
     params: dict[str, list[Any]] = {}
     for bucket, kept in states.items():
@@ -155,13 +181,13 @@ def _common(
         for param_name, param, steps in zip(bucket.names, bucket.params, kept.steps, strict=True):
             params[param_name] = [name, first, list(param.shape), str(param.dtype), steps]
             first += param.numel()
-            given[param] = param_name
+            given[param], places[param] = param_name, len(places)
     said = {
         "parts": parts,
         "params": params,
         "kinds": kinds,
         "groups": [_plain(group) for group in groups],
-        "members": [[given[param] for param in group["params"] if param in given] for group in groups],
+        "members": [[places[param] for param in group["params"] if param in places] for group in groups],
         "names": {
             name: known for param, name in given.items() if (known := names_in_model.get(param, [name])) != [name]
         },

@@ -1,0 +1,216 @@
+"""restore() and shadow=True on one rank: what comes back from servers, and what is refused. Servers are doubles."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import byteps_py as bps
+from byteps_py.errors import BytePSError, CommunicationError, RendezvousError, UsageError
+from byteps_py.kernels.update_rules import Decay, Method, StepKind, UpdateRule
+from byteps_py.proto import shadow_pb2 as pb
+from byteps_py.shadow import RestorablePart, ServerDescription
+from byteps_py.tensors import DType
+from byteps_py.torch.gradients import hosted_restore
+from byteps_py.torch.gradients.hosted_shadow import MAX_EXTRA_BYTES, ShadowedSteps
+from byteps_py.torch.gradients.stored_elements import StoredElements
+
+ADAMW = StepKind(UpdateRule(Method.ADAM, Decay.DECOUPLED), DType.FLOAT32, DType.FLOAT32)
+STEP = 7
+#: Elements 0 to 5 of the tensor are the weight, 6 and 7 the bias. One server has the first five, another the rest.
+CUTS = ((0, 5), (5, 8))
+STATES = torch.arange(24.0).view(3, 8) / 8  # the master and two moments
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 2)
+        self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("scratch", torch.zeros(1), persistent=False)
+
+
+class Servers:
+    """Stands for a ShadowReader, and the servers that it reads."""
+
+    def __init__(self) -> None:
+        self.common: dict[str, Any] = {
+            "parts": [["g", 8, STEP]],
+            "params": {
+                "linear.weight": ["g", 0, [2, 3], "torch.float32", 6],
+                "linear.bias": ["g", 6, [2], "torch.float32", 4],
+            },
+            "kinds": {"g": ["master_param", "exp_avg", "exp_avg_sq"]},
+            "groups": [{"lr": 0.25, "betas": [0.5, 0.75]}],
+        }
+        self.extra = pickle.dumps(({"batch": 3}, {"mean": torch.tensor([1.0, 2.0])}))
+        self.cuts: tuple[tuple[int, int], ...] = CUTS
+        self.error: BytePSError | None = None
+        self.closed = 0
+        self.asked: list[tuple[str, range]] = []
+
+    def describe(self, hold_s: float = 0.0) -> list[ServerDescription]:
+        if self.error is not None:
+            raise self.error
+        record = pb.ShadowRecord(run=1, step=STEP, rank=0, size=1, common=json.dumps(self.common).encode())
+        record.extra = self.extra
+        found = []
+        for index, (first, end) in enumerate(self.cuts):
+            part = pb.ShadowPart(run=1, name="g", first=first, count=end - first, step_kind=ADAMW.code, step=STEP)
+            run = pb.HeldRun(run=1, durable=STEP, parts=[pb.HeldPart(key=5, index=index, part=part)], records=[record])
+            found.append(ServerDescription(f"server {index}", pb.ShadowDescription(runs=[run])))
+        return found
+
+    def read_into(self, part: RestorablePart, state: int, elements: range, view: memoryview) -> None:
+        self.asked.append((part.server, elements))
+        view[:] = STATES[state, elements.start : elements.stop].numpy().tobytes()
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@pytest.fixture
+def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Servers]:
+    found = Servers()
+    monkeypatch.setattr(hosted_restore, "ShadowReader", lambda settings: found)
+    bps.init()
+    yield found
+    bps.shutdown()
+
+
+def shadowed(model: torch.nn.Module, **options: Any) -> Any:
+    kept = torch.optim.AdamW(model.parameters(), lr=0.1)
+    return bps.DistributedOptimizer(kept, model.named_parameters(), **{"shadow": True, **options})
+
+
+def test_everything_comes_back(servers: Servers) -> None:
+    model = Model()
+    optimizer = shadowed(model)
+    assert bps.restore(model, optimizer) == STEP
+    assert torch.equal(model.linear.weight, STATES[0, :6].view(2, 3))
+    assert torch.equal(model.linear.bias, STATES[0, 6:])
+    assert torch.equal(model.mean, torch.tensor([1.0, 2.0]))
+    assert optimizer.shadow_extra == {"batch": 3}
+    group = optimizer.param_groups[0]
+    assert (group["lr"], group["betas"], group["eps"]) == (0.25, (0.5, 0.75), 1e-8)
+    assert servers.asked == [("server 0", range(5)), ("server 1", range(5, 6)), ("server 1", range(6, 8))]
+    assert servers.closed == 0  # the moments are read with the next step
+    states = optimizer.state_dict()["state"]
+    assert [float(states[place]["step"]) for place in (0, 1)] == [6.0, 4.0]
+    for number, name in ((1, "exp_avg"), (2, "exp_avg_sq")):
+        assert torch.equal(states[0][name], STATES[number, :6].view(2, 3))
+        assert torch.equal(states[1][name], STATES[number, 6:])
+    assert "master_param" not in states[0]  # it is the parameter
+    optimizer._reducer.shadow.taken_over()
+    assert servers.closed == 1
+
+
+def test_a_parameter_that_has_made_no_step_stays_as_it_is(servers: Servers) -> None:
+    servers.common["params"]["linear.bias"][-1] = 0
+    model = Model()
+    before = model.linear.bias.detach().clone()
+    optimizer = shadowed(model)
+    bps.restore(model, optimizer)
+    assert torch.equal(model.linear.bias, before)
+    assert set(optimizer.state_dict()["state"]) == {0}
+
+
+def test_nothing_is_restored_where_nothing_is_held(servers: Servers) -> None:
+    servers.cuts = ()
+    model = Model()
+    assert bps.restore(model, shadowed(model)) is None
+    assert servers.closed == 1
+
+
+def another_name(servers: Servers) -> None:
+    servers.common["params"]["conv"] = servers.common["params"].pop("linear.bias")
+
+
+def another_shape(servers: Servers) -> None:
+    servers.common["params"]["linear.weight"][2] = [3, 2]
+
+
+def a_missing_part(servers: Servers) -> None:
+    servers.cuts = CUTS[:1]
+
+
+def no_scheduler(servers: Servers) -> None:
+    servers.error = RendezvousError("no scheduler answers")
+
+
+@pytest.mark.parametrize(
+    ("break_it", "error", "text"),
+    [
+        (another_name, UsageError, r"another model: parameter 'conv' of shape \[2\] .* does not have it"),
+        (another_shape, UsageError, r"'linear.weight' of shape \[3, 2\] .* has it with shape \[2, 3\]"),
+        (a_missing_part, CommunicationError, r"of no step all of them: step 7: elements 5 to 8 of 'g' are missing"),
+        (no_scheduler, RendezvousError, "no scheduler answers"),
+    ],
+)
+def test_what_can_not_be_restored_is_named(
+    servers: Servers, break_it: Callable[[Servers], None], error: type[Exception], text: str
+) -> None:
+    break_it(servers)
+    model = Model()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(error, match=text):
+        bps.restore(model, shadowed(model))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert servers.closed == 1
+
+
+def test_restore_is_for_shadowed_optimizers_of_the_model(servers: Servers) -> None:
+    model = Model()
+    with pytest.raises(UsageError, match="shadow=True"):
+        bps.restore(model, shadowed(Model(), shadow=False, hosted=True))
+    with pytest.raises(UsageError, match=r"'linear\.weight' of the optimizer is not one of the model's"):
+        bps.restore(model, shadowed(Model()))
+
+
+def test_what_does_not_go_together_is_refused(servers: Servers) -> None:
+    model = Model()
+    with pytest.raises(UsageError, match="delayed_update_after does not go together with shadow=True"):
+        shadowed(model, delayed_update_after=3)
+    with pytest.raises(UsageError, match="shadow_extra belongs to DistributedOptimizer"):
+        shadowed(model, shadow=False, hosted=True).shadow_extra = 1
+    optimizer = shadowed(Model())
+    optimizer.param_groups[0]["params"][0].sum().backward()
+    with pytest.raises(UsageError, match="one GPU machine: its gradients go to no server"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("extra", "text"),
+    [(lambda: 0, "can't be pickled"), (bytes(MAX_EXTRA_BYTES), f"{MAX_EXTRA_BYTES} are the most")],
+    ids=["lambda", "large"],
+)
+def test_what_can_not_be_attached_is_refused_before_the_step(extra: object, text: str) -> None:
+    steps = ShadowedSteps("name")
+    steps.extra = extra
+    with pytest.raises(UsageError, match=text):
+        steps.pack_extra()
+
+
+def test_the_environment_asks_for_a_shadow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BYTEPS_SHADOW", "1")
+    bps.init()
+    try:
+        assert shadowed(Model(), shadow=None).shadow_extra is None
+        assert not hasattr(shadowed(Model(), shadow=False), "shadow_extra")
+    finally:
+        bps.shutdown()
+
+
+def test_stored_elements_are_read_across_parts(servers: Servers) -> None:
+    parts = [RestorablePart(f"server {i}", 1, 5, i, ADAMW, range(*cut), cut[0], STEP) for i, cut in enumerate(CUTS)]
+    reader: Any = servers
+    stored = StoredElements(reader, parts, 2, 1, (2, 3))
+    assert torch.equal(stored[2:6], STATES[2, 3:7])
+    assert servers.asked == [("server 0", range(3, 5)), ("server 1", range(5, 7))]
+    assert stored[3:3].shape == (0,)
+    assert (stored.shape, stored.dtype) == (torch.Size([2, 3]), torch.float32)
