@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -144,6 +145,54 @@ assert not any(name.startswith("byteps_py.") for name in sys.modules)
 """
 
 
+#: The same with FSDP2, on two ranks; rank 0 saves whole tensors.
+LOAD_FSDP = """
+import sys, torch
+from torch import distributed as dist
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+dist.init_process_group("gloo")
+mesh = dist.init_device_mesh("cpu", (2,))
+model = torch.nn.Sequential(
+    torch.nn.Linear(20, 64), torch.nn.BatchNorm1d(64), torch.nn.Tanh(), torch.nn.Linear(64, 64),
+    torch.nn.Tanh(), torch.nn.Linear(64, 20),
+)
+model[3].to(torch.bfloat16)
+model.shared = model[5].bias
+for layer in (model[3], model):
+    fully_shard(layer, mesh=mesh)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+weights, states = get_state_dict(model, optimizer)
+state_dict = {"model": weights, "optimizer": states, "step": None}
+state_dict_loader.load(state_dict, checkpoint_id=sys.argv[1])
+set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
+whole = StateDictOptions(full_state_dict=True)
+weights, states = get_state_dict(model, optimizer, options=whole)
+if dist.get_rank() == 0:
+    saved = {"step": state_dict["step"], "model": weights, "lr": states["param_groups"][0]["lr"]}
+    torch.save({**saved, "states": states["state"]}, sys.argv[2])
+dist.destroy_process_group()
+"""
+
+
+def run_ranks(program: str, size: int, *arguments: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    plain = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    plain |= {"WORLD_SIZE": str(size), "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", program, *arguments], env={**plain, "RANK": str(rank)})
+        for rank in range(size)
+    ]
+    try:
+        assert [rank.wait(_LIMIT_S) for rank in ranks] == [0] * size
+    finally:
+        for each in ranks:
+            each.kill()
+            each.wait()
+
+
 def test_what_is_written_is_what_the_training_had(tmp_path: Path) -> None:
     """Three times, while it trains, in pieces of a few rows, and two are kept."""
     folder, said = tmp_path / "checkpoints", list[str]()
@@ -174,18 +223,18 @@ def test_torch_and_a_restarted_job_load_it(tmp_path: Path) -> None:
         assert done.stderr == ""
         job.wait_for_step(step + 2)
         job.end()
-    subprocess.run(
-        [*PYTHON, "-c", LOAD, str(folder / f"step-{step}"), str(tmp_path / "loaded.pt")],
-        check=True, timeout=_LIMIT_S, env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
-    )  # fmt: skip
-    loaded = torch.load(tmp_path / "loaded.pt", weights_only=False)
     reference = torch.load(job.references / f"{step}.pt", weights_only=False)
-    assert (loaded["step"], loaded["lr"]) == (step, 0.01)
-    assert_same(dict(loaded["model"]), dict(reference["model"]))
     expected = by_name(reference)["state"]
-    for name, state in loaded["states"].items():
-        for kind, value in state.items():
-            assert torch.equal(value, expected[name][kind].to(value.dtype)), (name, kind)
+    for program, size in ((LOAD, 1), (LOAD_FSDP, 2)):
+        run_ranks(program, size, str(folder / f"step-{step}"), str(tmp_path / "loaded.pt"))
+        loaded = torch.load(tmp_path / "loaded.pt", weights_only=False)
+        assert (loaded["step"], loaded["lr"]) == (step, 0.01)
+        assert_same(dict(loaded["model"]), dict(reference["model"]))
+        assert loaded["states"].keys() == expected.keys()
+        for name, state in loaded["states"].items():
+            assert state.keys() == {"step", "exp_avg", "exp_avg_sq"}
+            for kind, value in state.items():
+                assert torch.equal(value, expected[name][kind].to(value.dtype)), (name, kind)
 
     with training("adamw", tmp_path / "restarted", folder) as again:
         assert again.begun == str(step)

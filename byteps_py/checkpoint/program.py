@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from byteps_py.checkpoint.stored_state import stored_state
 from byteps_py.checkpoint.writer import PIECE_BYTES, write_state
 from byteps_py.checkpoint_folder import CheckpointFolder, checkpoint_path
-from byteps_py.errors import CommunicationError, RendezvousError, UsageError
+from byteps_py.errors import CommunicationError, ProtocolError, RendezvousError, UsageError
 from byteps_py.log import logger
 from byteps_py.settings import Settings
 from byteps_py.shadow import NotRestorable, Restorable, ShadowReader, latest_step
@@ -45,7 +45,9 @@ class CheckpointProgram:
         options: CheckpointOptions,
         say: Callable[[str], None],
         sleep: Callable[[float], None] = time.sleep,
+        new_reader: Callable[[Settings], ShadowReader] = ShadowReader,
     ) -> None:
+        self._new_reader = new_reader
         self._settings = settings
         self._folder = folder
         self._options = options
@@ -56,10 +58,11 @@ class CheckpointProgram:
     def run(self) -> None:
         """Write one checkpoint, or one after another until the scheduler ends.
 
-        Raises RendezvousError if there is no scheduler, CommunicationError if servers hold no complete step,
-        CheckpointError if the folder can't be written, UsageError if it has checkpoints of another training.
+        Raises RendezvousError if there is no scheduler, CommunicationError if servers hold no complete step (with
+        ``every_s``, that is a warning), ProtocolError if what ranks have said of it is damaged, CheckpointError if the
+        folder can't be written, UsageError if it has checkpoints of another training.
         """
-        with ShadowReader(self._settings) as reader:
+        with self._new_reader(self._settings) as reader:
             every_s = self._options.every_s
             if every_s is None:
                 self._write_newest(reader)
@@ -95,7 +98,7 @@ class CheckpointProgram:
                 )
             try:
                 self._write(reader, found)
-            except RendezvousError:
+            except (RendezvousError, ProtocolError):
                 raise
             except CommunicationError as error:
                 if not tries_left:

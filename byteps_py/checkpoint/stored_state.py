@@ -88,7 +88,7 @@ def stored_state(reader: ShadowReader, found: Restorable) -> StoredState:
     """The state_dict of a step. Raises ProtocolError if its records are damaged."""
     try:
         return _stored_state(reader, found)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, ProtocolError):
             raise
         raise ProtocolError(f"the record of step {found.step} is damaged: {error!r}") from error
