@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from byteps_py.checkpoint.stored_state import StoredState
 
 #: What is read, and written, at once; one row of a tensor may be longer.
-PIECE_BYTES = 32 << 20
+PIECE_BYTES = 16 << 20
 
 
 class PiecewisePlanner(DefaultSavePlanner):
