@@ -30,7 +30,7 @@ from byteps_py.torch.gradients.gradient_checksums import Gradients, Scratch
 from byteps_py.torch.gradients.gradient_reducer import GradientReducer
 from byteps_py.torch.gradients.hosted_owners import claim
 from byteps_py.torch.gradients.hosted_rules import check_dtypes
-from byteps_py.torch.gradients.hosted_shadow import ShadowedSteps
+from byteps_py.torch.gradients.hosted_shadow import ShadowedSteps, ShadowedTensor
 from byteps_py.torch.gradients.hosted_sparse_rows import HostedSparseBucket
 from byteps_py.torch.gradients.hosted_states import Factors, HostedStates, OwnedStates, ParameterState, RowStates
 from byteps_py.torch.gradients.hosted_trust_ratios import UpdatePhase, begin_scaled_steps
@@ -375,9 +375,12 @@ class HostedReducer(GradientReducer):
     def record_step(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Have other machines hold what belongs to the step that has begun. Raises UsageError, see ShadowedSteps."""
         if self.shadow is not None:
-            known = {bucket: self._states.get(bucket) for bucket in self.hosted}
-            kept = {bucket: states for bucket, states in known.items() if isinstance(states, HostedStates)}
-            self.shadow.record(kept, groups)
+            tensors = [
+                ShadowedTensor(bucket.request.spec.name, bucket.names, bucket.params, states)
+                for bucket in self.hosted
+                if isinstance(states := self._states.get(bucket), HostedStates)
+            ]
+            self.shadow.record(tensors, groups)
 
     def square_sum(self, initial_sums: Sequence[float]) -> float:
         """Of the averages that this rank owns, after ``finish``: NaN or infinite if one of them is. Waits for them."""
