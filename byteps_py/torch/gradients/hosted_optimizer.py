@@ -63,7 +63,7 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
             self._step_later()
             return
         self._sum()  # first: a rank whose numbers are wrong must not leave the other ranks waiting for its gradients
-        numbers = [numbers_of(group) for group in self.param_groups]
+        numbers = self._step_numbers()
         scale: torch.Tensor | None = getattr(self, "grad_scale", None)
         if scale is not None:  # otherwise the scaler has unscaled already
             self._unscale = float(scale.double().reciprocal().float())
@@ -83,6 +83,10 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
         self._reducer.is_delayed = self._delayed.is_due
         self._mark_stepped()
         self._passes.hook(p for group in self.param_groups for p in group["params"])  # some may have been unfrozen
+
+    def _step_numbers(self) -> list[Hyperparameters]:
+        """Of each param_group, for the step that is made now."""
+        return [numbers_of(group) for group in self.param_groups]
 
     def _step_later(self) -> None:
         """Finish the step before this one, and begin this one, which the next one finishes."""
