@@ -51,7 +51,7 @@ def test_partitions_do_not_matter(layout: str, partition: str) -> None:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
+@pytest.mark.parametrize("nonfinite", ["raise", pytest.param("skip", marks=pytest.mark.slow)])
 def test_gradients_that_may_not_be_finite(nonfinite: str) -> None:
     run("-np 1", "refused_if_not_finite", BYTEPS_NONFINITE=nonfinite)
 

@@ -221,6 +221,7 @@ def is_refused() -> None:
     raises(bps.UsageError, "delayed_update_after", lambda: make("sgd", delayed_update_after=1))
     raises(bps.UsageError, "LAMB needs norms", lambda: make("lamb"))
     optimizer = make("sgd")
+    raises(bps.UsageError, "hosted optimizer", lambda: bps.CrossBarrier(model, optimizer))
     before = [param.clone() for param in model.parameters()]
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(model(batch(0)).sum()).backward()

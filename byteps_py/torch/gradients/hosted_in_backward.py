@@ -130,12 +130,13 @@ class InBackwardReducer(HostedReducer):
     """Begins steps while gradients are still computed. ``use`` comes before the first round."""
 
     _read: Callable[[], StepNumbers | None]
-    _compare: Callable[[StepNumbers], None]
+    _compare: Callable[[StepNumbers], bool]
     current: CurrentRound
 
-    def use(self, read: Callable[[], StepNumbers | None], compare: Callable[[StepNumbers], None]) -> None:
+    def use(self, read: Callable[[], StepNumbers | None], compare: Callable[[StepNumbers], bool]) -> None:
         """``read`` returns the numbers; None: step() will say what is wrong with them. ``compare`` raises if those of
-        other ranks differ; the round's thread calls it. Both hold the optimizer weakly."""
+        other ranks differ, and returns False if there is no optimizer any more; the round's thread calls it. Both hold
+        the optimizer weakly."""
         self._read, self._compare = read, compare
         self._device_order = DeviceOrder()
         self.current = CurrentRound()
@@ -167,8 +168,7 @@ class InBackwardReducer(HostedReducer):
             if not self._may_begin(numbers):
                 return False
             with contexts.use(self._context):
-                self._compare(numbers)
-            return True
+                return self._compare(numbers)
 
         def begin(handed: HandedOver) -> None:
             with contextlib.ExitStack() as stack:

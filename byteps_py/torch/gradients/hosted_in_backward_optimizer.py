@@ -35,9 +35,9 @@ class InBackwardOptimizerMixin(HostedOptimizerMixin):
             method = read()
             return None if method is None else method()
 
-        def compare_numbers(numbers: StepNumbers) -> None:
-            if (method := compare()) is not None:
-                method(numbers)
+        def compare_numbers(numbers: StepNumbers) -> bool:
+            method = compare()
+            return method is not None and method(numbers)
 
         self._reducer.use(read_numbers, compare_numbers)
         weakref.finalize(self, self._reducer.current.finish).atexit = False
@@ -50,10 +50,11 @@ class InBackwardOptimizerMixin(HostedOptimizerMixin):
         except (TypeError, ValueError, LookupError):
             return None  # step() reads them again
 
-    def _compare_in_backward(self, numbers: StepNumbers) -> None:
+    def _compare_in_backward(self, numbers: StepNumbers) -> bool:
         super()._compare(numbers.numbers, [float(rule.code) for rule in numbers.rules])
         for number, found in enumerate(numbers.numbers):
             check_numbers(found, number)
+        return True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take the parameters that the services have stepped, once all are there.
@@ -74,7 +75,8 @@ class InBackwardOptimizerMixin(HostedOptimizerMixin):
     def _raise_late(self) -> None:
         late, self._late = self._late, None
         if late is not None:
-            late.add_note("The step has been made, on all ranks, with what backward() has found (step_in_backward).")
+            if isinstance(late, GradientOrderError):
+                late.add_note("The step has been made, on all ranks, with what backward() has found.")
             raise late
 
     step.hooked = True  # type: ignore[attr-defined]
