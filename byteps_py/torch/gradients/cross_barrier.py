@@ -228,7 +228,8 @@ def CrossBarrier(  # noqa: N802  BytePS's name
     num_steps: the step with this number completes its updates, so that weights may be read after the last step.
     whole: modules that use their children's parameters without calling the children. They wait for all parameters in
     them. torch.nn.MultiheadAttention need not be named.
-    Raises UsageError for Adasum, a hosted optimizer and sparse gradients, and for arguments that belong to the DistributedOptimizer.
+    Raises UsageError for Adasum, a hosted optimizer and sparse gradients, and for arguments that belong to the
+    DistributedOptimizer.
 
     >>> import torch, byteps_py as bps
     >>> bps.init()
