@@ -177,11 +177,13 @@ def too_late() -> None:
     schedules = [torch.optim.lr_scheduler.StepLR(each, 1, 0.5) for each in (on_ranks, optimizer)]
     step(one, on_ranks, 0)
     step(other, optimizer, 0)
-    for number in range(1, 4):
-        on_ranks.zero_grad()
-        optimizer.zero_grad()
-        backward(one, number)
-        backward(other, number)
+    for number in range(1, 5):
+        for model, each in ((one, on_ranks), (other, optimizer)):
+            each.zero_grad()
+            if number == 1:  # the other layers are stepped with zeros in step(), with the numbers of backward(), too
+                model[0](batch(number)).square().sum().backward()  # type: ignore[index]
+            else:
+                backward(model, number)
         raises(bps.GradientOrderError, "zero_grad() was called after loss.backward()", optimizer.zero_grad)
         raises(bps.GradientOrderError, "state_dict() was called after", optimizer.state_dict)
         more = {"params": [nn.Parameter(torch.ones(3))]}
@@ -194,6 +196,10 @@ def too_late() -> None:
             with torch.no_grad():
                 other[0].bias.add_(1.0)  # type: ignore[index]
             text = "0.bias' was changed after backward()"
+        elif number == 3:
+            lr = optimizer.param_groups[0]["lr"]
+            optimizer.param_groups[0]["lr"] = float("nan")
+            text = "lr of param_groups[0] has changed"
         else:
             raises(bps.GradientOrderError, "computed more than", lambda: backward(other, 9))
             text = "was changed after backward()"
@@ -201,9 +207,11 @@ def too_late() -> None:
         on_ranks.step()
         if number == 1:
             schedules[0].step()
+        if number == 3:
+            optimizer.param_groups[0]["lr"] = lr
         same(one, other, f"step {number}")
     raises(bps.UsageError, "takes no closure", lambda: optimizer.step(lambda: 0.0))
-    for number in range(4, 6):
+    for number in range(5, 7):
         step(one, on_ranks, number)
         step(other, optimizer, number)
         same(one, other, f"step {number}")
@@ -301,7 +309,7 @@ def is_discarded() -> None:
 
 @case
 def copies_of_a_device() -> None:
-    """Gradients that a side stream hands over later: their steps are begun after that."""
+    """Gradients that a side stream hands over later: a step is begun after that, although others are begun already."""
     models = []
     for number in range(2):
         side, movers = SideStream(), contexts.current()._movers
@@ -310,10 +318,24 @@ def copies_of_a_device() -> None:
             movers[torch.device("cpu")] = side  # type: ignore[assignment]
         model = new_model()
         optimizer = hosted(OPTIMIZERS["adamw"], model, f"side.{number}", step_in_backward=bool(number))
+        gate = threading.Event()
+
+        def hold_the_first_layer(grad: torch.Tensor) -> None:
+            if (round_ := optimizer._reducer.round) is not None:  # noqa: B023
+                until(lambda: len(round_.begun) == 2, "the steps of the other layers")
+                side.stream.submit(gate.wait, LIMIT_S)  # noqa: B023
+
+        if number:
+            model[0].weight.register_hook(hold_the_first_layer)  # type: ignore[index]
         for turn in range(4):
+            gate.clear()
             optimizer.zero_grad()
             backward(model, turn)
             if number and turn:
+                round_ = optimizer._reducer.round
+                round_._thread.join(0.1)  # it may not go on
+                assert len(round_.begun) == 2, "a step was begun before its gradients were handed over"
+                gate.set()
                 in_time(optimizer, "side stream")
             optimizer.step()
         models.append(model)
