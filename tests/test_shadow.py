@@ -34,6 +34,7 @@ def undisturbed(optimizer: str, machines: int, servers: int, steps: int = STEPS)
     [
         ("adamw", 2, 1),
         pytest.param("sgd", 2, 2, marks=pytest.mark.slow),
+        pytest.param("adamw-in-backward", 2, 1, marks=pytest.mark.slow),
         pytest.param("lamb", 2, 1, marks=pytest.mark.slow),
         pytest.param("adagrad", 3, 2, marks=pytest.mark.slow),
     ],
