@@ -3,7 +3,8 @@
     python -m benchmarks.hosted [--parameters 100] [--ranks 2] [--machines 1] [--rounds 5] [--json FILE]
 
 A model of matrices, whose backward pass only writes gradients, so that a step is communication and AdamW. Contenders:
-"on ranks" is bps.DistributedOptimizer, "hosted" the same with hosted=True; "zero1" is torch's ZeroRedundancyOptimizer
+"on ranks" is bps.DistributedOptimizer, "hosted" the same with hosted=True, "hosted, step in backward" with
+step_in_backward=True, too; "zero1" is torch's ZeroRedundancyOptimizer
 with DistributedDataParallel, and "fsdp2" fully_shard, both over the backend "byteps", with gradients and states cut.
 They take turns, each in fresh processes, because all together would not fit into memory. A step's time is the median,
 over the rounds, of the slowest rank's median step; memory is the largest of one rank's peaks, and what all processes of
@@ -22,7 +23,7 @@ from typing import Any
 from benchmarks.turns import charged, launch, new_cost
 
 RANK = Path(__file__).with_name("hosted_rank.py")
-CONTENDERS = ("on ranks", "hosted", "zero1", "fsdp2")
+CONTENDERS = ("on ranks", "hosted", "hosted, step in backward", "zero1", "fsdp2")
 STEPS = 4
 
 
@@ -47,7 +48,7 @@ def main() -> None:
     for _ in range(arguments.rounds):
         for name in CONTENDERS:
             program = [str(RANK), name, str(arguments.parameters), str(STEPS)]
-            job = launch(name.replace(" ", "-"), arguments.ranks, arguments.machines, program)
+            job = launch(name.replace(",", "").replace(" ", "-"), arguments.ranks, arguments.machines, program)
             try:
                 job.meet()
                 job.tell("steps")  # the first ones make memory
@@ -62,7 +63,7 @@ def main() -> None:
         f"{arguments.parameters} million parameters of float32, AdamW, {arguments.ranks} ranks on each of "
         f"{arguments.machines} machine(s)"
     )
-    print(f"{'':10}{'step, ms':>10}{'spread':>8}{'/ on ranks':>12}{'rank, GB':>10}{'machine, GB':>13}{'CPU s/GB':>10}")
+    print(f"{'':26}{'step, ms':>10}{'spread':>8}{'/ on ranks':>12}{'rank, GB':>10}{'machine, GB':>13}{'CPU s/GB':>10}")
     rows: list[dict[str, Any]] = []
     for name, found in seen.items():
         middle = {key: statistics.median(values) for key, values in found.items()}
@@ -70,7 +71,7 @@ def main() -> None:
         spread = max(found["ms"]) / min(found["ms"])
         over = middle["ms"] / statistics.median(seen["on ranks"]["ms"])
         print(
-            f"{name:10}{middle['ms']:10.0f}{spread:8.2f}{over:12.2f}{middle['rank_gb']:10.2f}{middle['all_gb']:13.2f}"
+            f"{name:26}{middle['ms']:10.0f}{spread:8.2f}{over:12.2f}{middle['rank_gb']:10.2f}{middle['all_gb']:13.2f}"
             f"{cost:10.2f}"
         )
         rows.append({"contender": name, "cpu_s_per_gb": cost, "rounds": dict(found)})

@@ -3,7 +3,8 @@ worker/core/owners.py. Of M bytes of gradients and as many of parameters, GPU ma
 
     gradients to other machines' servers (n-1) g + n c, sums to their owners c, parameters (n-1) g + c + (n-1) c
 
-so 2 (n-1) g + (2n+1) c in all; a CPU machine receives (n+1) and sends n times what it adds."""
+so 2 (n-1) g + (2n+1) c in all; a CPU machine receives (n+1) and sends n times what it adds. If the states are shadowed,
+CPU machines are sent the sums g as well, and the numbers of each step."""
 
 from __future__ import annotations
 
@@ -21,9 +22,11 @@ PARTITION = 16 << 10
 SHORT, LONG = 2, 7
 #: At most, of one step: ranks compare their numbers.
 NUMBERS = 2_000
+#: At most, of the numbers of a partition's step, and of a rank's record of it.
+STEP_BYTES, RECORD_BYTES = 300, 2_000
 
 
-def members(machines: int, servers: int, steps: int, folder: Path) -> list[dict[str, Any]]:
+def members(machines: int, servers: int, steps: int, folder: Path, **environ: str) -> list[dict[str, Any]]:
     report = folder / f"report{steps}.json"
     arguments = ["-np", "1", "--machines", str(machines), "--servers", str(servers), "--report", str(report)]
     run = bpslaunch(
@@ -31,6 +34,7 @@ def members(machines: int, servers: int, steps: int, folder: Path) -> list[dict[
         [PROGRAM, str(ELEMENTS), str(steps)],
         BYTEPS_DIRECT_CONNECTIONS="0",
         BYTEPS_PARTITION_BYTES=str(PARTITION),
+        **environ,
     )
     assert run.returncode == 0, run.stdout + run.stderr
     found: list[dict[str, Any]] = json.loads(report.read_text())["members"]
@@ -71,3 +75,22 @@ def test_bytes_of_a_step(machines: int, servers: int, tmp_path: Path) -> None:
     expected = M + (n - 2) * gpu / n + cpu / n
     slack = 2 * n * PARTITION + NUMBERS if gpu else PARTITION + NUMBERS
     assert all(abs(carried - expected) <= slack + gpu * 0.05 for carried in each), (each, expected)
+
+
+@pytest.mark.parametrize(
+    ("machines", "servers"),
+    [(2, 1), *(pytest.param(n, k, marks=pytest.mark.slow) for n, k in ((2, 2), (3, 1), (3, 2)))],
+)
+def test_bytes_of_a_shadowed_step(machines: int, servers: int, tmp_path: Path) -> None:
+    n, k = machines, servers
+    runs = [members(n, k, steps, tmp_path, BYTEPS_SHADOW="1") for steps in (SHORT, LONG)]
+    sent = per_step(runs, "bytes_sent")
+    cpu = round(per_step(runs, "bytes_sent", "CPU") / n / PARTITION) * PARTITION
+    optimum = (k * (2 * n - 1) - n) / (n * n + k * (n - 2))
+    assert cpu / M == pytest.approx(optimum, abs=2 * k * PARTITION / M)
+    gpu = M - cpu
+    formula = 2 * (n - 1) * gpu + (2 * n + 1) * cpu + gpu
+    told = M // PARTITION * STEP_BYTES + n * RECORD_BYTES
+    assert formula <= sent <= formula + NUMBERS + told
+    received = per_step(runs, "bytes_received", "CPU")
+    assert (n + 1) * cpu + gpu <= received <= (n + 1) * cpu + gpu + NUMBERS + told

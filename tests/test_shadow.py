@@ -3,80 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import select
 import sys
-import time
 from collections.abc import Iterator
 
 import pytest
 from support.breaking import Job, command, environ_of
 from support.clusters import ROOT
 from support.processes import kill
+from support.shadowed_cluster import LAUNCH, PROGRAM, ShadowedCluster, digests
 
-from byteps_py.launch.cluster_plan import free_port
-from byteps_py.settings import Settings
-from byteps_py.shadow import Restorable, ShadowReader, latest_step
-
-PROGRAM = ROOT / "tests" / "programs" / "shadowed.py"
-LAUNCH = (sys.executable, "-m", "byteps_py.launch", "--no-tag-output")
 STEPS = 24
-
-
-class Cluster:
-    """``machines`` GPU machines, and CPU machines whose servers live on from job to job."""
-
-    def __init__(self, stack: contextlib.ExitStack, machines: int, servers: int, **variables: str) -> None:
-        self._stack = stack
-        self._machines = machines
-        self._variables = {
-            "DMLC_PS_ROOT_URI": "127.0.0.1",
-            "DMLC_PS_ROOT_PORT": str(free_port()),
-            "DMLC_NUM_WORKER": str(machines),
-            "DMLC_NUM_SERVER": str(servers),
-            **variables,
-        }
-        self.servers = [self._launch(DMLC_ROLE="server", BYTEPS_MACHINE_ID=f"c{i}") for i in range(servers)]
-
-    def _launch(self, *words: str, **variables: str) -> Job:
-        return self._stack.enter_context(command(*LAUNCH, *words, **{**self._variables, **variables}))
-
-    def start(self, *arguments: str) -> list[Job]:
-        """A scheduler, and each machine's launcher."""
-        scheduler = self._launch(DMLC_ROLE="scheduler")
-        machines = [
-            self._launch(
-                sys.executable, str(PROGRAM), *arguments,
-                DMLC_ROLE="worker", DMLC_WORKER_ID=str(i), BYTEPS_MACHINE_ID=f"m{i}",
-            )
-            for i in range(self._machines)
-        ]  # fmt: skip
-        return [scheduler, *machines]
-
-    def held_step(self, at_least: int) -> int:
-        """The step that a job could go on from, once it is at least that."""
-        settings = Settings(
-            scheduler_host="127.0.0.1", scheduler_port=int(self._variables["DMLC_PS_ROOT_PORT"]),
-            num_workers=self._machines, num_servers=len(self.servers),
-        )  # fmt: skip
-        until_s = time.monotonic() + 60
-        with ShadowReader(settings) as reader:
-            while True:
-                found = latest_step(reader.describe())
-                if isinstance(found, Restorable) and found.step >= at_least:
-                    return found.step
-                assert time.monotonic() < until_s, found
-                select.select([], [], [], 0.05)
 
 
 @pytest.fixture
 def stack() -> Iterator[contextlib.ExitStack]:
     with contextlib.ExitStack() as found:
         yield found
-
-
-def digests(text: str) -> dict[int, str]:
-    lines = [line.split() for line in text.splitlines() if line.startswith("step ")]
-    return {int(words[1].rstrip(":")): words[2] for words in lines}
 
 
 def undisturbed(optimizer: str, machines: int, servers: int, steps: int = STEPS) -> dict[int, str]:
@@ -92,6 +34,7 @@ def undisturbed(optimizer: str, machines: int, servers: int, steps: int = STEPS)
     [
         ("adamw", 2, 1),
         pytest.param("sgd", 2, 2, marks=pytest.mark.slow),
+        pytest.param("adamw-in-backward", 2, 1, marks=pytest.mark.slow),
         pytest.param("lamb", 2, 1, marks=pytest.mark.slow),
         pytest.param("adagrad", 3, 2, marks=pytest.mark.slow),
     ],
@@ -100,7 +43,7 @@ def test_a_job_that_is_killed_goes_on_from_its_last_step(
     stack: contextlib.ExitStack, optimizer: str, machines: int, servers: int
 ) -> None:
     expected = undisturbed(optimizer, machines, servers)
-    cluster = Cluster(stack, machines, servers)
+    cluster = ShadowedCluster(stack, machines, servers)
     scheduler, *killed = cluster.start(optimizer, "100000")
     killed[0].until("step 9:")
     kill_and_go_on(cluster, scheduler, killed, optimizer, expected)
@@ -109,7 +52,7 @@ def test_a_job_that_is_killed_goes_on_from_its_last_step(
 @pytest.mark.slow
 def test_copies_of_a_killed_server_are_made_again(stack: contextlib.ExitStack) -> None:
     expected = undisturbed("adamw", 2, 2, steps=2 * STEPS)
-    cluster = Cluster(stack, 2, 2)
+    cluster = ShadowedCluster(stack, 2, 2)
     scheduler, *machines = cluster.start("adamw", "100000", "0.1")
     machines[0].until("step 3:")
     kill(cluster.servers[0].pid("byteps_py.server"))
@@ -119,7 +62,7 @@ def test_copies_of_a_killed_server_are_made_again(stack: contextlib.ExitStack) -
 
 
 def kill_and_go_on(
-    cluster: Cluster, scheduler: Job, killed: list[Job], optimizer: str, expected: dict[int, str]
+    cluster: ShadowedCluster, scheduler: Job, killed: list[Job], optimizer: str, expected: dict[int, str]
 ) -> None:
     """Kill all machines. The next job ends with ``expected``."""
     for job in killed:

@@ -17,7 +17,6 @@ from byteps_py.proto import shadow_pb2 as pb
 from byteps_py.shadow import RestorablePart, ServerDescription
 from byteps_py.shadow.record import Attachment, StoredBuffer
 from byteps_py.tensors import DType
-from byteps_py.torch.gradients import hosted_restore
 from byteps_py.torch.gradients.hosted_shadow import MAX_EXTRA_BYTES, ShadowedSteps
 from byteps_py.torch.gradients.stored_elements import StoredElements
 
@@ -77,22 +76,23 @@ class Servers:
 
 
 @pytest.fixture
-def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Servers]:
-    found = Servers()
-    monkeypatch.setattr(hosted_restore, "ShadowReader", lambda settings: found)
+def servers() -> Iterator[Servers]:
     bps.init()
-    yield found
+    yield Servers()
     bps.shutdown()
 
 
-def shadowed(model: torch.nn.Module, **options: Any) -> Any:
+def shadowed(model: torch.nn.Module, servers: Servers | None = None, **options: Any) -> Any:
     kept = torch.optim.AdamW(model.parameters(), lr=0.1)
-    return bps.DistributedOptimizer(kept, model.named_parameters(), **{"shadow": True, **options})
+    optimizer = bps.DistributedOptimizer(kept, model.named_parameters(), **{"shadow": True, **options})
+    if servers is not None:
+        optimizer._reducer.shadow.open_reader = lambda settings: servers
+    return optimizer
 
 
 def test_everything_comes_back(servers: Servers) -> None:
     model = Model()
-    optimizer = shadowed(model)
+    optimizer = shadowed(model, servers)
     assert bps.restore(model, optimizer) == STEP
     assert torch.equal(model.linear.weight, STATES[0, :6].view(2, 3))
     assert torch.equal(model.linear.bias, STATES[0, 6:])
@@ -116,7 +116,7 @@ def test_a_parameter_that_has_made_no_step_stays_as_it_is(servers: Servers) -> N
     servers.common["params"]["linear.bias"][-1] = 0
     model = Model()
     before = model.linear.bias.detach().clone()
-    optimizer = shadowed(model)
+    optimizer = shadowed(model, servers)
     bps.restore(model, optimizer)
     assert torch.equal(model.linear.bias, before)
     assert set(optimizer.state_dict()["state"]) == {0}
@@ -125,7 +125,7 @@ def test_a_parameter_that_has_made_no_step_stays_as_it_is(servers: Servers) -> N
 def test_nothing_is_restored_where_nothing_is_held(servers: Servers) -> None:
     servers.cuts = ()
     model = Model()
-    assert bps.restore(model, shadowed(model)) is None
+    assert bps.restore(model, shadowed(model, servers)) is None
     assert servers.closed == 1
 
 
@@ -161,7 +161,7 @@ def test_what_can_not_be_restored_is_named(
     model = Model()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(error, match=text):
-        bps.restore(model, shadowed(model))
+        bps.restore(model, shadowed(model, servers))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert servers.closed == 1
 

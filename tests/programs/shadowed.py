@@ -1,6 +1,6 @@
 """Trains with ``shadow=True``, from the last step that servers hold. Says what it has after each step.
 
-    shadowed.py OPTIMIZER STEPS [SECONDS]
+    shadowed.py OPTIMIZER[-in-backward] STEPS [SECONDS]
 
 Rank 0 prints ``restored at S`` first, then after each step ``step N: DIGEST``: of the parameters and buffers.
 Waits so long after each step.
@@ -51,10 +51,14 @@ def loss_of(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
 def main() -> None:
     bps.init()
     torch.set_num_threads(1)  # sums of a layer have other bits with more
-    kind, steps, seconds = sys.argv[1], int(sys.argv[2]), float((sys.argv[3:] or ["0"])[0])
+    kind, _, way = sys.argv[1].partition("-")
+    steps, seconds = int(sys.argv[2]), float((sys.argv[3:] or ["0"])[0])
     model = make_model()
     optimizer = bps.DistributedOptimizer(
-        OPTIMIZERS[kind](model.parameters()), named_parameters=model.named_parameters(), shadow=True
+        OPTIMIZERS[kind](model.parameters()),
+        named_parameters=model.named_parameters(),
+        shadow=True,
+        step_in_backward=bool(way),
     )
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
     torch.manual_seed(100 + bps.rank())
@@ -66,10 +70,9 @@ def main() -> None:
     if bps.rank() == 0:
         print(f"restored at {begun}", flush=True)
     for step in range(begun or 0, steps):
-        loss = loss_of(model, torch.randn(8, 20))
-        loss.backward()
+        loss_of(model, torch.randn(8, 20)).backward()
         optimizer.shadow_extra = {"random": torch.get_rng_state(), "scheduler": scheduler.state_dict()}
-        if step % 3 == 2:
+        if step % 3 == 2 and not way:
             optimizer.clip_grad_norm_(0.5)
         optimizer.step()
         optimizer.zero_grad()

@@ -166,9 +166,9 @@ def alone(*words: str, **environ: str) -> contextlib.AbstractContextManager[Job]
     return _job([sys.executable, RANK, *words], clean_environment(**environ))
 
 
-def command(*words: str, **environ: str) -> contextlib.AbstractContextManager[Job]:
+def command(*words: str, limit_s: float = _LIMIT_S, **environ: str) -> contextlib.AbstractContextManager[Job]:
     """Any command: another launcher's, say."""
-    return _job(words, clean_environment(**environ))
+    return _job(words, clean_environment(**environ), limit_s)
 
 
 def service(module: str, *arguments: str, **environ: str) -> contextlib.AbstractContextManager[Job]:

@@ -25,6 +25,7 @@ from byteps_py.errors import GradientOrderError, UsageError
 from byteps_py.torch.compression import Compression, Compressor
 from byteps_py.torch.engine import context as contexts
 from byteps_py.torch.gradients.adasum_optimizer import AdasumOptimizerMixin
+from byteps_py.torch.gradients.hosted_optimizer import HostedOptimizerMixin
 from byteps_py.torch.gradients.optimizer import DistributedOptimizer
 from byteps_py.torch.gradients.optimizer_arguments import NamedParameters
 from byteps_py.torch.gradients.optimizer_mixin import DistributedOptimizerMixin
@@ -227,7 +228,8 @@ def CrossBarrier(  # noqa: N802  BytePS's name
     num_steps: the step with this number completes its updates, so that weights may be read after the last step.
     whole: modules that use their children's parameters without calling the children. They wait for all parameters in
     them. torch.nn.MultiheadAttention need not be named.
-    Raises UsageError for Adasum and sparse gradients, and for arguments that belong to the DistributedOptimizer.
+    Raises UsageError for Adasum, a hosted optimizer and sparse gradients, and for arguments that belong to the
+    DistributedOptimizer.
 
     >>> import torch, byteps_py as bps
     >>> bps.init()
@@ -242,6 +244,11 @@ def CrossBarrier(  # noqa: N802  BytePS's name
     """
     if isinstance(optimizer, AdasumOptimizerMixin):
         raise UsageError("CrossBarrier can't overlap Adasum, which combines whole steps; use the optimizer as it is")
+    if isinstance(optimizer, HostedOptimizerMixin):
+        raise UsageError(
+            "CrossBarrier steps on the ranks, and the steps of a hosted optimizer are its services': use it as it is, "
+            "with delayed_update_after=… to overlap its steps with the next forward pass"
+        )
     if isinstance(optimizer, _CrossBarrierMixin):
         raise UsageError("the optimizer is a CrossBarrier already")
     if not isinstance(optimizer, DistributedOptimizerMixin):

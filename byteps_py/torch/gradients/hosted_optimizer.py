@@ -65,7 +65,7 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
             self._step_later()
             return
         self._sum()  # first: a rank whose numbers are wrong must not leave the other ranks waiting for its gradients
-        numbers = [numbers_of(group) for group in self.param_groups]
+        numbers = self._step_numbers()
         scale: torch.Tensor | None = getattr(self, "grad_scale", None)
         if scale is not None:  # otherwise the scaler has unscaled already
             self._unscale = float(scale.double().reciprocal().float())
@@ -92,6 +92,10 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
         self._reducer.is_delayed = self._delayed.is_due
         self._mark_stepped()
         self._passes.hook(p for group in self.param_groups for p in group["params"])  # some may have been unfrozen
+
+    def _step_numbers(self) -> list[Hyperparameters]:
+        """Of each param_group, for the step that is made now."""
+        return [numbers_of(group) for group in self.param_groups]
 
     def _step_later(self) -> None:
         """Finish the step before this one, and begin this one, which the next one finishes."""
@@ -179,13 +183,19 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
         states, the position of the data loader, a scheduler's state. Any object that can be pickled, small, each rank's
         own; step() pickles it as it is then. None for nothing.
 
-        Raises UsageError without ``shadow=True``.
+        Raises UsageError without ``shadow=True``, and for what can't be pickled or is too large.
         """
         return self._shadowed_steps.extra
 
     @shadow_extra.setter
     def shadow_extra(self, value: Any) -> None:
-        self._shadowed_steps.extra = value
+        steps = self._shadowed_steps
+        before, steps.extra = steps.extra, value
+        try:
+            steps.pack_extra()  # an error must not come in the middle of a step
+        except UsageError:
+            steps.extra = before
+            raise
 
     @property
     def _shadowed_steps(self) -> ShadowedSteps:

@@ -30,7 +30,7 @@ from byteps_py.torch.gradients.gradient_checksums import Gradients, Scratch
 from byteps_py.torch.gradients.gradient_reducer import GradientReducer
 from byteps_py.torch.gradients.hosted_owners import claim
 from byteps_py.torch.gradients.hosted_rules import check_dtypes
-from byteps_py.torch.gradients.hosted_shadow import ShadowedSteps
+from byteps_py.torch.gradients.hosted_shadow import ShadowedSteps, ShadowedTensor
 from byteps_py.torch.gradients.hosted_sparse_rows import HostedSparseBucket
 from byteps_py.torch.gradients.hosted_states import Factors, HostedStates, OwnedStates, ParameterState, RowStates
 from byteps_py.torch.gradients.hosted_trust_ratios import UpdatePhase, begin_scaled_steps
@@ -74,13 +74,18 @@ class HostedBucket(Bucket):
             self.slot_view.session.skip_step(self.slot_view.slot)
             self.slot_view.wait()
 
-    def receive(self) -> None:
-        touched = None if self.is_copied else self.changed
-        self._check_untouched(touched)
-        self.summed = tuple(
+    @property
+    def taking_part(self) -> tuple[bool, ...]:
+        """Which parameters take part in the step of the round. Known once it is handed over."""
+        return tuple(
             takes_part and not (self.is_alone and not gives)
             for takes_part, gives in zip(self.participates, self.gives, strict=True)
         )
+
+    def receive(self) -> None:
+        touched = None if self.is_copied else self.changed
+        self._check_untouched(touched)
+        self.summed = self.taking_part
 
     def deliver(self) -> None:
         pass
@@ -99,6 +104,7 @@ class HostedReducer(GradientReducer):
     """``group_of``: of the parameters; ``rule_of``: of a param_group, by its number."""
 
     available_bytes: Callable[[], float] = staticmethod(available_memory_bytes)
+    _is_alone = False  # of the buckets that are made next
 
     def __init__(
         self,
@@ -133,7 +139,9 @@ class HostedReducer(GradientReducer):
     def _new_bucket(
         self, request: TensorRequest, names: list[str], params: list[torch.nn.Parameter], first: int, scratch: Scratch
     ) -> Bucket:
-        return HostedBucket(request, names, params, self._options, first, scratch)
+        bucket = HostedBucket(request, names, params, self._options, first, scratch)
+        bucket.is_alone = self._is_alone
+        return bucket
 
     def _new_sparse_bucket(
         self, request: TensorRequest, name: str, param: torch.nn.Parameter, first: int
@@ -219,6 +227,7 @@ class HostedReducer(GradientReducer):
         before = self._session
         is_alone = not super()._exchanges_needed()
         if self._session is not before:
+            self._is_alone = is_alone
             for bucket in self.hosted:
                 bucket.is_alone = is_alone
         return True
@@ -375,9 +384,12 @@ class HostedReducer(GradientReducer):
     def record_step(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Have other machines hold what belongs to the step that has begun. Raises UsageError, see ShadowedSteps."""
         if self.shadow is not None:
-            known = {bucket: self._states.get(bucket) for bucket in self.hosted}
-            kept = {bucket: states for bucket, states in known.items() if isinstance(states, HostedStates)}
-            self.shadow.record(kept, groups)
+            tensors = [
+                ShadowedTensor(bucket.request.spec.name, bucket.names, bucket.params, states)
+                for bucket in self.hosted
+                if isinstance(states := self._states.get(bucket), HostedStates)
+            ]
+            self.shadow.record(tensors, groups)
 
     def square_sum(self, initial_sums: Sequence[float]) -> float:
         """Of the averages that this rank owns, after ``finish``: NaN or infinite if one of them is. Waits for them."""

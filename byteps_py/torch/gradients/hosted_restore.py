@@ -69,7 +69,7 @@ def restore(
     context = contexts.current()
     shadow = optimizer._reducer.shadow
     shadow.model = model
-    reader = ShadowReader(context.settings)
+    reader = shadow.open_reader(context.settings)
     try:
         found: _Found | Exception | None = broadcast_object(
             _find(reader) if context.session.rank == 0 else None, name=f"{optimizer._name}.restorable"

@@ -11,13 +11,15 @@ import pickle
 import secrets
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from byteps_py.errors import UsageError
 from byteps_py.log import logger
 from byteps_py.session import Session, ShadowedStep
+from byteps_py.settings import Settings
 from byteps_py.shadow import ShadowReader
 from byteps_py.shadow.record import Attachment
 from byteps_py.torch.engine.context import Context
@@ -25,13 +27,20 @@ from byteps_py.torch.gradients.hosted_states import HostedStates
 from byteps_py.torch.gradients.largest_values import largest
 from byteps_py.torch.gradients.stored_buffers import stored_buffers
 
-if TYPE_CHECKING:
-    from byteps_py.torch.gradients.hosted_reducer import HostedBucket
-
 #: Of what is attached to a step, with the model's buffers.
 MAX_EXTRA_BYTES = 1 << 20
 _RUN_BITS = 52  # a float64 carries it from rank to rank
 _of_session: weakref.WeakKeyDictionary[Session, Callable[[], ShadowedSteps | None]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True, slots=True)
+class ShadowedTensor:
+    """A tensor of gradients, by its name: the parameters that it is of, with their names, and their states."""
+
+    name: str
+    param_names: Sequence[str]
+    params: Sequence[torch.nn.Parameter]
+    states: HostedStates
 
 
 class ShadowedSteps:
@@ -41,7 +50,10 @@ class ShadowedSteps:
         step: number of the latest step.
         extra: what the user attaches to the next steps.
         model: its buffers are attached as well; None: there are none.
+        open_reader: reads what servers hold.
     """
+
+    open_reader: Callable[[Settings], ShadowReader] = ShadowReader
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -132,8 +144,8 @@ class ShadowedSteps:
                 "random states, not data"
             )
 
-    def record(self, states: Mapping[HostedBucket, HostedStates], groups: Sequence[Mapping[str, Any]]) -> None:
-        """The step of all parts has begun. ``states``: of all buckets that have some. Raises UsageError for more
+    def record(self, tensors: Sequence[ShadowedTensor], groups: Sequence[Mapping[str, Any]]) -> None:
+        """The step of all parts has begun. ``tensors``: all that have states. Raises UsageError for more
         parameters than a record has room for."""
         session = self._session
         if session is None or not self._run:
@@ -141,10 +153,10 @@ class ShadowedSteps:
             return
         shadowed = ShadowedStep(self._run, self.step + 1, self._durable, self._is_whole)
         self.step = shadowed.step
-        common = _common(states, groups, self._names_in_model()) if session.rank == 0 else b""
+        common = _common(tensors, groups, self._names_in_model()) if session.rank == 0 else b""
         if len(common) + len(self._packed) > session.max_record_bytes:
             raise UsageError(
-                f"shadow=True: the names, shapes and steps of {sum(len(each.sizes) for each in states.values())} "
+                f"shadow=True: the names, shapes and steps of {sum(len(each.params) for each in tensors)} "
                 f"parameters have {len(common)} bytes, which go to another machine with every step, and "
                 f"{session.max_record_bytes - len(self._packed)} are the most"
             )
@@ -160,7 +172,7 @@ class ShadowedSteps:
 
 
 def _common(
-    states: Mapping[HostedBucket, HostedStates],
+    tensors: Sequence[ShadowedTensor],
     groups: Sequence[Mapping[str, Any]],
     names_in_model: Mapping[torch.nn.Parameter, list[str]],
 ) -> bytes:
@@ -174,14 +186,14 @@ def _common(
     places: dict[torch.nn.Parameter, int] = {}
     parts, kinds = [], {}
     params: dict[str, list[Any]] = {}
-    for bucket, kept in states.items():
-        name, first = bucket.request.spec.name, 0
-        parts.append([name, sum(kept.sizes), kept.last_step])
-        kinds[name] = list(kept.names)
-        for param_name, param, steps in zip(bucket.names, bucket.params, kept.steps, strict=True):
-            params[param_name] = [name, first, list(param.shape), str(param.dtype), steps]
+    for tensor in tensors:
+        kept, first = tensor.states, 0
+        parts.append([tensor.name, sum(kept.sizes), kept.last_step])
+        kinds[tensor.name] = list(kept.names)
+        for name, param, steps in zip(tensor.param_names, tensor.params, kept.steps, strict=True):
+            params[name] = [tensor.name, first, list(param.shape), str(param.dtype), steps]
             first += param.numel()
-            given[param], places[param] = param_name, len(places)
+            given[param], places[param] = name, len(places)
     said = {
         "parts": parts,
         "params": params,

@@ -200,9 +200,13 @@ class HostedStates(OwnedStates):
         shapes = [tuple(param.shape) for param in self._params]
         self._results = pieces(self._part.target.result, TORCH[self.kind.parameter], shapes)
 
+    def follows(self, source: Slot) -> bool:
+        """True if ``source`` is the slot of the gradients already."""
+        return source is self._part.source
+
     def follow(self, source: Slot) -> None:
         """Go on with the slot of the gradients, which may have been declared again. All ranks do so."""
-        if source is not self._part.source:
+        if not self.follows(source):
             self._part = self._host(self.session, source, self.kind, self.run, self._part)
             self._view_results()
 

@@ -13,19 +13,22 @@ import torch
 from byteps_py.errors import UsageError
 from byteps_py.torch.compression import Compression, Compressor
 from byteps_py.torch.engine import context as contexts
+from byteps_py.torch.engine import nonfinite
 from byteps_py.torch.gradients.adasum_optimizer import AdasumOptimizerMixin, DeltaExchange
 from byteps_py.torch.gradients.backward_passes import BackwardPasses, CountedPasses, ReducedPasses
 from byteps_py.torch.gradients.bucket import GradientOptions
 from byteps_py.torch.gradients.gradient_reducer import GradientReducer
 from byteps_py.torch.gradients.hosted_delay import DelayedSteps
+from byteps_py.torch.gradients.hosted_in_backward import InBackwardReducer
+from byteps_py.torch.gradients.hosted_in_backward_optimizer import InBackwardOptimizerMixin
 from byteps_py.torch.gradients.hosted_optimizer import HostedOptimizerMixin, rules_of, taken_states
 from byteps_py.torch.gradients.hosted_overflow import GradientProbe
 from byteps_py.torch.gradients.hosted_reducer import HostedReducer
 from byteps_py.torch.gradients.hosted_shadow import ShadowedSteps
 from byteps_py.torch.gradients.optimizer_arguments import (
     Groups,
+    HostedOptions,
     NamedParameters,
-    check_delay,
     check_hosted,
     check_names,
     check_passes,
@@ -50,6 +53,7 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
     process_set: ProcessSet = global_process_set,
     hosted: bool = False,
     delayed_update_after: int | None = None,
+    step_in_backward: bool = False,
     shadow: bool | None = None,
 ) -> Any:
     """Wrap ``optimizer`` so that it averages gradients over all ranks before each step. Use the result.
@@ -73,7 +77,8 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
     parameters come out. For torch's SGD, Adam, AdamW and Adagrad and bps.optim.LAMB, and op Average or Sum.
     delayed_update_after: with hosted, a number of steps after which an update waits for the next step(), so that sums
     and steps are made under the next forward and backward passes: p(k+1) = p(k) - lr·u(g(p(k-1))).
-
+    step_in_backward: with hosted, from the second step on, the services step each partition as soon as its sum is
+    there, while backward() still computes others. step() takes the parameters. Not for LAMB, clipping, loss scaling.
     shadow: summation servers on other machines keep the states in step, so that a restarted job goes on from the last
     step after bps.restore(model, optimizer). Makes the optimizer hosted. None: as BYTEPS_SHADOW says.
 
@@ -93,24 +98,22 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
     """
     check_passes(backward_passes_per_step)
     check_predivide(gradient_predivide_factor, op)
-    is_shadowed = contexts.current().settings.shadow if shadow is None else shadow
-    hosted = hosted or is_shadowed
-    check_delay(delayed_update_after, hosted, is_shadowed)
     if isinstance(optimizer, DistributedOptimizerMixin):
         raise UsageError("the optimizer is a DistributedOptimizer already")
     params = [param for group in optimizer.param_groups for param in group["params"]]
     names = check_names(optimizer, named_parameters)
     mine = set(params)
     context = contexts.current()
+    is_shadowed = context.settings.shadow if shadow is None else shadow
+    hosted = hosted or is_shadowed
+    hosting = HostedOptions(delayed_update_after, step_in_backward, is_shadowed)
+    hosting.check(optimizer, hosted, nonfinite.wanted(context))
     together = which_groups(num_groups, groups, params)
     ranks = ranks_of(process_set)
     if hosted:
         check_hosted(optimizer, op, gradient_predivide_factor, bool(ranks), bool(together))
-        options = GradientOptions(compression, op, sparse_as_dense=sparse_as_dense, shadow=is_shadowed)
-        wrapped = _host(context, optimizer, names, backward_passes_per_step, options, delayed_update_after)
-        if is_shadowed:
-            wrapped._reducer.shadow = ShadowedSteps(wrapped._name)
-        return wrapped
+        options = GradientOptions(compression, op, sparse_as_dense=sparse_as_dense, shadow=hosting.shadow)
+        return _host(context, optimizer, names, backward_passes_per_step, options, hosting)
     if op is Adasum:
         prefix = prefix_of(process_set, "Delta")
         adasum: AdasumOptimizerMixin = _wrap(
@@ -138,25 +141,33 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
     return wrapped
 
 
+_IN_STEP = (HostedReducer, HostedOptimizerMixin)
+
+
 def _host(
     context: contexts.Context,
     optimizer: torch.optim.Optimizer,
     names: Names,
     passes: int,
     options: GradientOptions,
-    delayed_update_after: int | None,
+    hosting: HostedOptions,
 ) -> HostedOptimizerMixin:
     group_of = {param: number for number, group in enumerate(optimizer.param_groups) for param in group["params"]}
     named = [(name, param) for param, name in names.items() if param in group_of]
-    reducer = HostedReducer(context, named, options, group_of, rules_of(optimizer))
-    wrapped: HostedOptimizerMixin = _wrap(optimizer, HostedOptimizerMixin, ReducedPasses(reducer, passes), names)
+    kinds = (InBackwardReducer, InBackwardOptimizerMixin) if hosting.step_in_backward else _IN_STEP
+    reducer = kinds[0](context, named, options, group_of, rules_of(optimizer))
+    wrapped: HostedOptimizerMixin = _wrap(optimizer, kinds[1], ReducedPasses(reducer, passes), names)
     wrapped._reducer, wrapped._probe = reducer, GradientProbe()
     wrapped._forget_factors()
     wrapped._norm = torch.tensor(float("nan"), dtype=torch.float64, device="cpu")
-    wrapped._delayed = DelayedSteps(delayed_update_after, reducer.take_parameters)
+    wrapped._delayed = DelayedSteps(hosting.delayed_update_after, reducer.take_parameters)
     reducer.is_delayed = wrapped._delayed.is_due
     context.unfinished.add(wrapped._delayed)
     wrapped._name = context.claim(f"hosted.{min(names.values(), default='')}")
+    if hosting.shadow:
+        reducer.shadow = ShadowedSteps(wrapped._name)
+    if isinstance(wrapped, InBackwardOptimizerMixin):
+        wrapped.begin_in_backward()
     wrapped._passes.hook(group_of)
     taken = taken_states(optimizer)
     wrapped._loaded = None

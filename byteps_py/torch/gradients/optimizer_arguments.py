@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from byteps_py.errors import UsageError
+from byteps_py.tensors import NonFinite
 from byteps_py.torch.gradients.hosted_rules import check_class
 from byteps_py.torch.horovod.ops import Average, ReduceOp, Sum
+from byteps_py.torch.optim.lamb import LAMB
 
 NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]
 Groups = int | list[list[torch.nn.Parameter]] | None
@@ -65,6 +68,40 @@ def check_delay(after: int | None, hosted: bool, shadow: bool) -> None:
         raise UsageError("delayed_update_after needs hosted=True: a step on the ranks is made at once")
     if isinstance(after, bool) or not isinstance(after, int) or after < 0:
         raise UsageError(f"delayed_update_after is {after!r}: give the number of steps before it, from 0 up, or None")
+
+
+@dataclass(frozen=True, slots=True)
+class HostedOptions:
+    """When the services make the steps of a hosted optimizer, and whether others make them, too. See
+    DistributedOptimizer."""
+
+    delayed_update_after: int | None = None
+    step_in_backward: bool = False
+    shadow: bool = False
+
+    def check(self, optimizer: torch.optim.Optimizer, hosted: bool, nonfinite: NonFinite) -> None:
+        """Raises UsageError for what contradicts ``hosted``, the optimizer, BYTEPS_NONFINITE or one another."""
+        check_delay(self.delayed_update_after, hosted, self.shadow)
+        if not self.step_in_backward:
+            return
+        if not hosted:
+            raise UsageError("step_in_backward needs hosted=True: an optimizer on the ranks steps in step()")
+        if self.delayed_update_after is not None:
+            raise UsageError(
+                "step_in_backward does not go together with delayed_update_after, which makes steps under the next "
+                "passes: give one of them"
+            )
+        if isinstance(optimizer, LAMB):
+            raise UsageError(
+                "step_in_backward: a step of LAMB needs norms of whole parameters, so all sums first: leave "
+                "step_in_backward out"
+            )
+        if nonfinite is not NonFinite.ALLOW:
+            raise UsageError(
+                f"step_in_backward does not go together with BYTEPS_NONFINITE={nonfinite.name.lower()}: parameters "
+                "step before it is known whether all gradients are finite. Set it to allow, or leave step_in_backward "
+                "out"
+            )
 
 
 def which_groups(

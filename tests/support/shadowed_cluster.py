@@ -1,0 +1,83 @@
+"""Jobs with ``shadow=True`` whose machines die and whose servers live on, of real processes."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import sys
+import time
+
+from byteps_py.launch.cluster_plan import free_port
+from byteps_py.settings import Settings
+from byteps_py.shadow import Restorable, ShadowReader, latest_step
+from support.breaking import Job, command
+from support.clusters import ROOT
+
+PROGRAM = ROOT / "tests" / "programs" / "shadowed.py"
+LAUNCH = (sys.executable, "-m", "byteps_py.launch", "--no-tag-output")
+
+
+class ShadowedCluster:
+    """``machines`` GPU machines, and CPU machines whose servers live on from job to job."""
+
+    def __init__(
+        self, stack: contextlib.ExitStack, machines: int, servers: int, limit_s: float = 100, **variables: str
+    ) -> None:
+        self._stack, self._limit_s = stack, limit_s
+        self._machines = machines
+        self._variables = {
+            "DMLC_PS_ROOT_URI": "127.0.0.1",
+            "DMLC_PS_ROOT_PORT": str(free_port()),
+            "DMLC_NUM_WORKER": str(machines),
+            "DMLC_NUM_SERVER": str(servers),
+            **variables,
+        }
+        self.servers = [self._launch(DMLC_ROLE="server", BYTEPS_MACHINE_ID=f"c{i}") for i in range(servers)]
+
+    def _launch(self, *words: str, **variables: str) -> Job:
+        return self._stack.enter_context(
+            command(*LAUNCH, *words, limit_s=self._limit_s, **{**self._variables, **variables})
+        )
+
+    def start(self, *arguments: str) -> list[Job]:
+        """A scheduler, and each machine's launcher."""
+        scheduler = self._launch(DMLC_ROLE="scheduler")
+        machines = [
+            self._launch(
+                sys.executable, str(PROGRAM), *arguments,
+                DMLC_ROLE="worker", DMLC_WORKER_ID=str(i), BYTEPS_MACHINE_ID=f"m{i}",
+            )
+            for i in range(self._machines)
+        ]  # fmt: skip
+        return [scheduler, *machines]
+
+    def wait_for_servers(self) -> None:
+        """Until all servers, which are started again, are members."""
+        until_s = time.monotonic() + 60
+        with ShadowReader(self._settings) as reader:
+            while sum(not each.error for each in reader.describe()) < len(self.servers):
+                assert time.monotonic() < until_s
+                select.select([], [], [], 0.05)
+
+    @property
+    def _settings(self) -> Settings:
+        return Settings(
+            scheduler_host="127.0.0.1", scheduler_port=int(self._variables["DMLC_PS_ROOT_PORT"]),
+            num_workers=self._machines, num_servers=len(self.servers),
+        )  # fmt: skip
+
+    def held_step(self, at_least: int) -> int:
+        """The step that a job could go on from, once it is at least that."""
+        until_s = time.monotonic() + 60
+        with ShadowReader(self._settings) as reader:
+            while True:
+                found = latest_step(reader.describe())
+                if isinstance(found, Restorable) and found.step >= at_least:
+                    return found.step
+                assert time.monotonic() < until_s, found
+                select.select([], [], [], 0.05)
+
+
+def digests(text: str) -> dict[int, str]:
+    lines = [line.split() for line in text.splitlines() if line.startswith("step ")]
+    return {int(words[1].rstrip(":")): words[2] for words in lines}
