@@ -211,8 +211,8 @@ def test_what_is_written_is_what_the_training_had(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_torch_and_a_restarted_job_load_it(tmp_path: Path) -> None:
-    """torch loads it without this package; a restarted job goes on from it, since no server has anything any more."""
+def test_torch_loads_it(tmp_path: Path) -> None:
+    """On one process and with FSDP2, without this package."""
     folder = tmp_path / "checkpoints"
     with training("adamw", tmp_path / "references") as job:
         job.wait_for_step(3)
@@ -221,7 +221,6 @@ def test_torch_and_a_restarted_job_load_it(tmp_path: Path) -> None:
         (step,) = steps_in(folder)
         assert done.stdout.startswith(f"{folder}/step-{step}: ")
         assert done.stderr == ""
-        job.wait_for_step(step + 2)
         job.end()
     reference = torch.load(job.references / f"{step}.pt", weights_only=False)
     expected = by_name(reference)["state"]
@@ -236,6 +235,17 @@ def test_torch_and_a_restarted_job_load_it(tmp_path: Path) -> None:
             for kind, value in state.items():
                 assert torch.equal(value, expected[name][kind].to(value.dtype)), (name, kind)
 
+
+@pytest.mark.slow
+def test_a_restarted_job_goes_on_from_it(tmp_path: Path) -> None:
+    """No server has anything any more."""
+    folder = tmp_path / "checkpoints"
+    with training("adamw", tmp_path / "references") as job:
+        job.wait_for_step(3)
+        job.write(folder, [])
+        (step,) = steps_in(folder)
+        job.wait_for_step(step + 2)
+        job.end()
     with training("adamw", tmp_path / "restarted", folder) as again:
         assert again.begun == str(step)
         again.wait_for_step(step + 2)
