@@ -280,7 +280,8 @@ class ShadowStore:
     # ---- readers -----------------------------------------------------------------------------------------------
 
     def hold(self, hold_s: float, now: float) -> None:
-        """Apply no durable steps for so long, at most LONGEST_HOLD_S; call ``tick`` then."""
+        """Apply no durable steps, and drop no copies that newer ones replace, for so long, at most LONGEST_HOLD_S; call
+        ``tick`` then."""
         until_s = now + min(hold_s, LONGEST_HOLD_S)
         if hold_s > 0 and until_s > self._hold_until_s and self.waiting_bytes <= self._most_waiting_bytes / 2:
             self._hold_until_s, self._is_holding = until_s, True
@@ -412,7 +413,8 @@ class ShadowStore:
         for place, part in list(run.parts.items()):
             generation, seeded = run.generations.get(place[0], (0, 0))
             newest = part.latest or part.kept
-            if newest is not None and newest.generation < generation and seeded <= run.durable:
+            is_outdated = newest is not None and newest.generation < generation and seeded <= run.durable
+            if is_outdated and not self._is_holding:
                 self._forget(run, place)  # the tensor was declared again, and is cut in other partitions
                 continue
             self._drop_kept(run, part)
@@ -426,7 +428,9 @@ class ShadowStore:
 
     def _drop_kept(self, run: ShadowRun, part: ShadowedPart) -> None:
         latest = part.latest
-        if part.kept is not None and latest is not None and latest.state.is_whole and run.durable >= latest.seeded:
+        if part.kept is None or latest is None or self._is_holding:
+            return
+        if latest.state.is_whole and run.durable >= latest.seeded:
             self._drop(part.kept)
             part.kept = None
 

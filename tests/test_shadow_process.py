@@ -231,10 +231,11 @@ def test_states_outlive_a_job_whose_worker_died(job: ShadowedJob) -> None:
     assert_restored(job.settings, parts)
     again = train(machine, 2)
     assert_restored(job.settings, again)
-    job.process.send_signal(signal.SIGTERM)
+    query.stop(job.settings, "the test is over")
     assert job.process.wait(TIMEOUT_S) == 0
 
 
+@pytest.mark.slow
 def test_states_outlive_the_death_of_all(job: ShadowedJob) -> None:
     parts = train(job.join(), 3)
     job.scheduler.kill()
@@ -245,6 +246,7 @@ def test_states_outlive_the_death_of_all(job: ShadowedJob) -> None:
     assert_restored(job.settings, parts)
 
 
+@pytest.mark.slow
 def test_a_server_that_waits_for_a_job_ends_at_once_when_it_is_told_to(job: ShadowedJob) -> None:
     train(job.join(), 2)
     job.vanish()
@@ -253,6 +255,7 @@ def test_a_server_that_waits_for_a_job_ends_at_once_when_it_is_told_to(job: Shad
     assert job.process.wait(TIMEOUT_S) == 1, "the status that it would have had"
 
 
+@pytest.mark.slow
 def test_without_anything_durable_a_server_ends_with_its_job(job: ShadowedJob) -> None:
     machine = job.join()
     train(machine, 1)
