@@ -153,9 +153,10 @@ class ShadowStore:
             return
         if name[0] > newest[0]:
             part.sums.clear()
+        part.sums.pop(name, None)
         part.sums[name] = total
         while len(part.sums) > _MOST_SUMS:
-            del part.sums[min(part.sums)]
+            del part.sums[next(iter(part.sums))]  # that came first: sums that are sent again are older than others
 
     def step(self, header: Header, origin: object, said: shadow_pb2.ShadowStep, now: float) -> list[ShadowAction]:
         """SHADOW_STEP: the owner makes a step."""
@@ -170,6 +171,7 @@ class ShadowStore:
         if isinstance(segments, str):
             return [RefuseShadow(origin, header, segments)]
         answer = self._hold_step(part, header, origin, said, segments)
+        self._drop_kept(run, part)
         return [*answer, *self._heard(run, said.durable, now), *self._advance(run, copy)]
 
     def _hold_step(
@@ -430,7 +432,9 @@ class ShadowStore:
         latest = part.latest
         if part.kept is None or latest is None or self._is_holding:
             return
-        if latest.state.is_whole and run.durable >= latest.seeded:
+        # A copy that was sent again, as of an older step, has to catch up first.
+        has_caught_up = latest.last >= min(run.durable, part.kept.last)
+        if latest.state.is_whole and run.durable >= latest.seeded and has_caught_up:
             self._drop(part.kept)
             part.kept = None
 

@@ -420,6 +420,21 @@ def test_of_copies_that_follow_fast_the_one_with_the_durable_step_stays(shell: S
     assert shell.parts() == [(7, [])]
 
 
+def test_a_copy_that_is_sent_again_has_to_catch_up_before_the_other_one_goes(shell: Shell) -> None:
+    shell.seed(1)
+    for step in (2, 3):
+        shell.sum(step)
+        shell.step(step, step, durable=3)
+    shell.seed(1)
+    assert shell.parts() == [(3, []), (1, [])]
+    shell.sum(2)
+    shell.step(2, 2, durable=3)
+    assert shell.parts() == [(3, []), (2, [])]
+    shell.sum(3)
+    shell.step(3, 3, durable=3)
+    assert shell.parts() == [(3, [])]
+
+
 def test_a_tensor_that_is_declared_again_is_another_generation(shell: Shell) -> None:
     shell.seed(1)
     shell.seed(1, index=1)
