@@ -273,6 +273,9 @@ class ShadowStore:
         for run in list(self._runs.values()):
             for place, part in list(run.parts.items()):
                 part.sums.clear()
+                for copy in part.copies:
+                    copy.reads.clear()  # their connections are gone
+                    copy.wanted = -1
                 if part.latest is not None and part.latest.state in (CopyState.FILLING, CopyState.BROKEN):
                     self._drop(part.latest)
                     part.latest, part.kept = part.kept, None

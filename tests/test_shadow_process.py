@@ -136,20 +136,20 @@ def _job() -> Iterator[ShadowedJob]:
     job.close()
 
 
-def train(machine: Machine, steps: int, count: int = 400_000) -> list[ShadowedStates]:
+def train(machine: Machine, steps: int, run: int = RUN, count: int = 400_000) -> list[ShadowedStates]:
     """Two partitions of 'gradients 7', of which each makes some steps. The last but one is durable."""
     parts = [ShadowedStates(ADAMW, count, index=index) for index in range(2)]
     for part in parts:
-        part.begin(machine)
+        part.begin(machine, run)
     assert [held(machine) for _ in parts] == [0, 0]
     for step in range(1, steps + 1):
         for part in parts:
             total = random_values(ADAMW.gradient, count, seed=step).tobytes()
             part.give_sum(machine, step, total)
-            part.make_step(machine, step, total, durable=step - 1)
+            part.make_step(machine, step, total, durable=step - 1, run=run)
             assert held(machine) == step
         common = json.dumps({"parts": [["gradients 7", 2 * count, step]]}).encode()
-        parts[0].record(machine, durable=step - 1, common=common)
+        parts[0].record(machine, durable=step - 1, run=run, common=common)
         assert held(machine) == step
     return parts
 
@@ -167,11 +167,11 @@ def read_all(reader: ShadowReader, found: Restorable) -> list[bytes]:
     return [state.tobytes() for state in states]
 
 
-def assert_restored(settings: Settings, parts: list[ShadowedStates]) -> None:
+def assert_restored(settings: Settings, parts: list[ShadowedStates], run: int = RUN) -> None:
     with ShadowReader(settings) as reader:
         found = latest_step(reader.describe(hold_s=20.0))
         assert isinstance(found, Restorable), found
-        assert (found.run, found.step) == (RUN, parts[0].step)
+        assert (found.run, found.step) == (run, parts[0].step)
         wanted = [b"".join(part.states[i].tobytes() for part in parts) for i in range(ADAMW.states)]
         assert read_all(reader, found) == wanted
 
@@ -229,8 +229,8 @@ def test_states_outlive_a_job_whose_worker_died(job: ShadowedJob) -> None:
     job.restart()
     machine = job.join()
     assert_restored(job.settings, parts)
-    again = train(machine, 2)
-    assert_restored(job.settings, again)
+    again = train(machine, 2, run=2)
+    assert_restored(job.settings, again, run=2)
     query.stop(job.settings, "the test is over")
     assert job.process.wait(TIMEOUT_S) == 0
 
