@@ -99,13 +99,19 @@ class ShadowedJob:
 
     def vanish(self) -> None:
         """A worker is killed; the other one hears of it, if there is a scheduler, and ends."""
+        self._kill_child()
+        if self.scheduler.process.poll() is None:
+            self.members[0].wait("failure")
+        self._disconnect()
+
+    def _kill_child(self) -> None:
         if self.child is not None:
             self.child.kill()
             with self.child:
                 pass
             self.child = None
-            if self.members and self.scheduler.process.poll() is None:
-                self.members[0].wait("failure")
+
+    def _disconnect(self) -> None:
         for machine in self.machines:
             machine.close()
         self.machines.clear()
@@ -120,7 +126,8 @@ class ShadowedJob:
         self.scheduler.wait_listening()
 
     def close(self) -> None:
-        self.vanish()
+        self._kill_child()
+        self._disconnect()
         if self.process.poll() is None:
             self.process.kill()
         with self.process:
