@@ -3,6 +3,7 @@
     BytePSError
     ├── ConfigurationError (ValueError)       a variable or argument is missing, malformed or contradicts another
     ├── JournalError                          the scheduler's journal is damaged, or belongs to another job
+    ├── CheckpointError (OSError)             a folder of checkpoints can't be written, or read
     ├── UsageError (ValueError)               the calling program misuses the API
     │   ├── NotInitializedError               a call before init() or after shutdown()
     │   ├── UnsupportedError (NotImplementedError)  the operation does not exist for these arguments
@@ -35,6 +36,10 @@ class ConfigurationError(BytePSError, ValueError):
 
 class JournalError(BytePSError):
     """A scheduler can't continue from its journal: it is damaged, or was written by another job or version."""
+
+
+class CheckpointError(BytePSError, OSError):
+    """A checkpoint can't be written, or can't be read: the disk is full, or the folder can't be used."""
 
 
 class UsageError(BytePSError, ValueError):

@@ -76,6 +76,8 @@ class Settings:
     heartbeat_timeout_max_s: float | None = None
     journal_dir: str = ""
     shadow_keep_s: float = 600.0
+    shadow_dir: str = ""
+    shadow_every_s: float = 600.0
     elastic: bool = False
     min_ranks: int = 1
     max_ranks: int = 0

@@ -103,6 +103,7 @@ VALIDATORS: dict[str, Validator] = {
     "secret_file": _PATH,
     "journal_dir": _PATH,
     "report": _PATH,
+    "shadow_dir": _PATH,
     "timeline": _PATH,
     "trace_dir": _PATH,
     "credit_bytes": _COUNT,

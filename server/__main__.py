@@ -41,6 +41,7 @@ def _serve(is_gpu_machine: bool) -> int:
     # Imported late: the allocator must be tuned before anything starts threads or loads a compiler.
     from byteps_py.runtime import Runtime
     from byteps_py.scheduler.client import connect
+    from byteps_py.server.checkpoint_starter import CheckpointStarter
     from byteps_py.server.outliving import OutlivingServer
     from byteps_py.server.service import SummationService
     from byteps_py.server.shadow import ShadowStore
@@ -49,7 +50,9 @@ def _serve(is_gpu_machine: bool) -> int:
     kind = pb.MACHINE_KIND_GPU if is_gpu_machine else pb.MACHINE_KIND_CPU
 
     def new_service(settings: Settings, shadows: ShadowStore | None) -> SummationService:
-        return SummationService(settings, kind, connect, Runtime(), shadows, ShadowEndpoint)
+        runtime = Runtime()
+        checkpoints = CheckpointStarter(settings, runtime.loop) if settings.shadow_dir else None
+        return SummationService(settings, kind, connect, runtime, shadows, ShadowEndpoint, checkpoints)
 
     # A GPU machine's server ends with the machine's other processes: they are started together.
     server = OutlivingServer(settings, 0.0 if is_gpu_machine else settings.shadow_keep_s, new_service)

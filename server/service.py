@@ -45,6 +45,7 @@ from byteps_py.proto import control_pb2 as pb
 from byteps_py.runtime import Runtime
 from byteps_py.server.arrival import Arrival, FrameMemory, PayloadMemory
 from byteps_py.server.awaited_rounds import AWAITED_AFTER_S
+from byteps_py.server.checkpoint_starter import CheckpointStarter
 from byteps_py.server.contribution_listeners import ContributionListener, LocalListener
 from byteps_py.server.reducer import Reducer, hand_on, plan
 from byteps_py.server.round_state import Action, Answer, Counters, Reduce, RefuseContributions, Round, Want
@@ -91,9 +92,11 @@ class SummationService:
         runtime: Runtime,
         shadows: ShadowStore | None = None,
         open_endpoint: OpenEndpoint | None = None,
+        checkpoints: CheckpointStarter | None = None,
     ) -> None:
         """Binds its sockets. ``shadows``: what was kept for an earlier job. ``open_endpoint``: opens the port where
-        states can be read; None: they can't. Raises ConfigurationError or RendezvousError."""
+        states can be read; None: they can't. ``checkpoints``: has them written to disk. Raises ConfigurationError or
+        RendezvousError."""
         if not settings.scheduler_address:
             raise ConfigurationError(
                 "a summation server needs the scheduler's address: set DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT"
@@ -137,6 +140,7 @@ class SummationService:
         self.shadows = ShadowKeeper(shadows or new_store(settings, runtime), runtime, self._reducer)
         if open_endpoint is not None:
             self._endpoint = open_endpoint(self.shadows, settings, self._loop)
+        self._checkpoints = checkpoints
 
     @property
     def address(self) -> str:
@@ -152,6 +156,8 @@ class SummationService:
             logger.info("summation server at %s", self.address)
             self._loop.call_later(self._settings.stall_warn_s, self._warn_of_stalls)
             self.shadows.start()
+            if self._checkpoints is not None:
+                self._checkpoints.begin(lambda: self.shadows.store.durable() is not None)
             self._loop.run()
         except Exception as error:
             if self._link is not None:
@@ -209,6 +215,8 @@ class SummationService:
         self._loop.call_later(DRAIN_LIMIT_S, self._loop.stop)
 
     def _close(self) -> None:
+        if self._checkpoints is not None:
+            self._checkpoints.close()
         if self._endpoint is not None:
             self._endpoint.close()
         if self._link is not None:
@@ -370,6 +378,8 @@ class SummationService:
         count, since = len(membership.workers), membership.workers_since
         self._perform(self._rounds.membership(membership.epoch, count, self._loop.time(), since), None)
         self._tick_while_needed()  # contributions that waited for this epoch may be RESENT
+        if self._checkpoints is not None:
+            self._checkpoints.membership(self.address, membership.servers)
 
     def _on_lost(self, error: BytePSError) -> None:
         if self._rounds.epoch == 0:

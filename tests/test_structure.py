@@ -20,12 +20,13 @@ ALLOWED = {
     "launch": set(),
     "session": {"dataplane", "kernels"},
     "scheduler": {"placement", "dataplane"},
-    "cli": {"placement", "scheduler", "parallel"},
+    "cli": {"placement", "scheduler", "parallel", "checkpoint", "launch.process_guard"},
     "server": {"dataplane", "kernels", "runtime", "scheduler.client", "scheduler.call_authenticator"},
     "worker": {"dataplane", "kernels", "placement", "runtime", "scheduler.client"},
     "shadow": {"kernels", "scheduler"},
     "torch": {"kernels", "session", "shadow"},
     "parallel": {"torch"},
+    "checkpoint": {"kernels", "shadow", "torch"},
 }
 #: ``import byteps_py`` has the names of byteps_py.torch, once they are asked for; torch asks for the backend by name.
 FRONT_DOORS = {("byteps_py", "torch"), ("byteps_py.torch_backend", "torch")}

@@ -15,6 +15,7 @@ from byteps_py.errors import BytePSError, CommunicationError, RendezvousError, U
 from byteps_py.kernels.update_rules import Decay, Method, StepKind, UpdateRule
 from byteps_py.proto import shadow_pb2 as pb
 from byteps_py.shadow import RestorablePart, ServerDescription
+from byteps_py.shadow.record import Attachment, StoredBuffer
 from byteps_py.tensors import DType
 from byteps_py.torch.gradients.hosted_shadow import MAX_EXTRA_BYTES, ShadowedSteps
 from byteps_py.torch.gradients.stored_elements import StoredElements
@@ -47,7 +48,8 @@ class Servers:
             "kinds": {"g": ["master_param", "exp_avg", "exp_avg_sq"]},
             "groups": [{"lr": 0.25, "betas": [0.5, 0.75]}],
         }
-        self.extra = pickle.dumps(({"batch": 3}, {"mean": torch.tensor([1.0, 2.0])}))
+        mean = StoredBuffer("torch.float32", (2,), torch.tensor([1.0, 2.0]).numpy().tobytes())
+        self.extra = Attachment(pickle.dumps({"batch": 3}), {"mean": mean}).pack()
         self.cuts: tuple[tuple[int, int], ...] = CUTS
         self.error: BytePSError | None = None
         self.closed = 0

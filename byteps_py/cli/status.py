@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
-import os
 from typing import TYPE_CHECKING, Any
 
 from byteps_py import jobs
-from byteps_py.errors import BytePSError, ConfigurationError, RendezvousError, UsageError
+from byteps_py.cli.job_choice import add_job_arguments, chosen_settings, is_told, job_name, settings_of
+from byteps_py.errors import BytePSError, UsageError
 from byteps_py.scheduler import status_report
-from byteps_py.settings import Settings
 from byteps_py.wording import count_text
 
 if TYPE_CHECKING:
@@ -52,12 +50,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     scale.set_defaults(handler=run_scale)
     for parser in (status, stop, scale):
-        parser.add_argument(
-            "--scheduler",
-            metavar="HOST:PORT",
-            default="",
-            help="default: DMLC_PS_ROOT_URI and _PORT, else the job of this machine",
-        )
+        add_job_arguments(parser)
         parser.add_argument("--timeout", type=float, default=5.0, metavar="S", help="how long to wait for an answer")
 
 
@@ -66,10 +59,10 @@ def run_status(arguments: argparse.Namespace) -> int:
     answer."""
     from byteps_py.scheduler import query  # not above: gRPC is slow to load, and `bps` has other commands
 
-    found = [] if _is_told(arguments) else jobs.find()
+    found = [] if is_told(arguments) else jobs.find()
     if len(found) > 1 and not arguments.json:
         return max([_print_one(job, arguments) for job in found])
-    reply = query.status(_settings(arguments), arguments.timeout)
+    reply = query.status(chosen_settings(arguments), arguments.timeout)
     print(json.dumps(status_report.to_dict(reply), indent=2) if arguments.json else to_text(reply))
     return int(reply.state == reply.STATE_FAILED)
 
@@ -78,9 +71,9 @@ def _print_one(job: jobs.JobNote, arguments: argparse.Namespace) -> int:
     """Print one of several jobs."""
     from byteps_py.scheduler import query
 
-    print(f"── {_name(job)}")
+    print(f"── {job_name(job)}")
     try:
-        reply = query.status(_settings_of(job), arguments.timeout)
+        reply = query.status(settings_of(job), arguments.timeout)
     except BytePSError as error:
         print(f"{error}\n")
         return 1
@@ -92,7 +85,7 @@ def run_stop(arguments: argparse.Namespace) -> int:
     """End the job."""
     from byteps_py.scheduler import query
 
-    settings = _settings(arguments)
+    settings = chosen_settings(arguments)
     query.stop(settings, arguments.reason, arguments.timeout)
     print(f"the scheduler at {settings.scheduler_address} has told all members to leave")
     return 0
@@ -104,7 +97,7 @@ def run_scale(arguments: argparse.Namespace) -> int:
 
     if arguments.servers < 0 and not arguments.remove:
         raise UsageError("bps scale needs the number of CPU machines, or --remove with the address of one")
-    settings = _settings(arguments)
+    settings = chosen_settings(arguments)
     left = query.scale(settings, max(arguments.servers, -1), arguments.remove, arguments.timeout)
     print(f"{count_text(left, 'CPU machine')} {'lends' if left == 1 else 'lend'} a summation service")
     missing = arguments.servers - left
@@ -119,60 +112,6 @@ def run_scale(arguments: argparse.Namespace) -> int:
         f"DMLC_PS_ROOT_PORT={settings.scheduler_port} bpslaunch"
     )
     return 1
-
-
-def _is_told(arguments: argparse.Namespace) -> bool:
-    return bool(arguments.scheduler or Settings.from_env().scheduler_host)
-
-
-def _settings(arguments: argparse.Namespace) -> Settings:
-    """The settings of the job that the command line or the environment names, else of the only one on this machine."""
-    if not _is_told(arguments):
-        found = jobs.find()
-        if not found:
-            raise RendezvousError(
-                "no job of yours runs on this machine. For a job elsewhere, or of another user, name its scheduler: "
-                "--scheduler HOST:PORT, or DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT"
-            )
-        if len(found) > 1:
-            raise UsageError(f"which job? Choose one with --scheduler HOST:PORT: {'; '.join(map(_name, found))}")
-        return _settings_of(found[0])
-    settings = Settings.from_env()
-    if not arguments.scheduler:
-        return settings
-    # For a job of this machine, its note has the job id, which is part of the authentication.
-    if not settings.job_id and (job := next((j for j in jobs.find() if j.address == arguments.scheduler), None)):
-        return _settings_of(job)
-    host, _, port = arguments.scheduler.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ConfigurationError(f"--scheduler={arguments.scheduler!r} is not HOST:PORT")
-    return dataclasses.replace(settings, scheduler_host=host, scheduler_port=int(port))
-
-
-def _settings_of(job: jobs.JobNote) -> Settings:
-    """The settings for requests to its scheduler. Raises ConfigurationError if it has none, or if its secret can't be
-    read."""
-    if not job.address:
-        raise ConfigurationError(
-            f"{_name(job)} has no scheduler that could answer: its communication service does that work"
-        )
-    settings = Settings.from_env()
-    if not settings.secret and job.secret_file:
-        settings = Settings.from_env({**os.environ, "BYTEPS_SECRET_FILE": job.secret_file})
-    return dataclasses.replace(
-        settings,
-        job_id=job.job_id,
-        local_secret=job.local_secret,
-        scheduler_host=job.scheduler_host,
-        scheduler_port=job.scheduler_port,
-    )
-
-
-def _name(job: jobs.JobNote) -> str:
-    name = f" (BYTEPS_JOB_ID={job.job_id})" if job.job_id else ""
-    if not job.address:
-        return f"a job of {count_text(job.ranks, 'rank')} on this machine alone, process {job.pid}{name}"
-    return f"the job of the scheduler at {job.address}{name}"
 
 
 def to_text(reply: pb.StatusReply) -> str:

@@ -9,6 +9,7 @@ States are read late, and in part, since no rank may have room for all of them. 
 from __future__ import annotations
 
 import math
+import os
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,9 +20,12 @@ import torch
 from byteps_py.errors import BytePSError, CommunicationError, UsageError
 from byteps_py.log import logger
 from byteps_py.shadow import NotRestorable, Restorable, RestorablePart, ShadowReader, latest_step
+from byteps_py.shadow.record import Attachment
 from byteps_py.torch.engine import context as contexts
 from byteps_py.torch.gradients.hosted_optimizer import HostedOptimizerMixin
 from byteps_py.torch.gradients.hosted_rules import MASTER
+from byteps_py.torch.gradients.stored_buffers import tensors_of
+from byteps_py.torch.gradients.stored_checkpoint import load_newest
 from byteps_py.torch.gradients.stored_elements import StoredElements
 from byteps_py.torch.horovod.objects import broadcast_object
 
@@ -31,7 +35,9 @@ _CHUNK = 1 << 20
 _HOLD_S = 10.0
 
 
-def restore(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int | None:
+def restore(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, path: str | os.PathLike[str] | None = None
+) -> int | None:
     """Go on from the last step that summation servers hold of an earlier run of this job; None if they hold nothing.
 
     optimizer: of ``DistributedOptimizer(…, shadow=True)``, before its first step. Its parameters, states and
@@ -39,8 +45,12 @@ def restore(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int | N
     ``optimizer.step()``, bit for bit, on every rank. Returns the number of steps made. From now on the model's buffers
     travel with each step.
 
+    path: a folder of checkpoints that `bps checkpoint` has written, which all ranks reach. If the servers hold nothing,
+    the newest one there is loaded. Each rank then needs memory for all states for a while.
+
     All ranks call it. Raises UsageError if the optimizer is not shadowed, has stepped already, or if what is held is of
-    another model or optimizer; CommunicationError if servers hold a part of the states, but of no step all of them.
+    another model or optimizer; CommunicationError if servers hold a part of the states, but of no step all of them;
+    CheckpointError if a rank can't read the checkpoint.
 
     >>> import torch, byteps_py as bps
     >>> def train(model: torch.nn.Module, steps: int) -> None:
@@ -68,7 +78,7 @@ def restore(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int | N
             raise found
         if found is None:
             reader.close()
-            return None
+            return load_newest(model, optimizer, path) if path is not None else None
         _restore(model, optimizer, reader, found)
     except BaseException:
         reader.close()
@@ -139,11 +149,11 @@ def _restore(model: torch.nn.Module, optimizer: HostedOptimizerMixin, reader: Sh
     shadow = optimizer._shadowed_steps
     shadow.go_on(found.step, reader)
     session = contexts.current().session
-    if attached := found.extras.get(session.rank, b""):
-        # Only this job's ranks, which are authenticated, have written it.
-        shadow.extra, buffers = pickle.loads(attached)
-        if buffers:
-            model.load_state_dict(buffers, strict=False)
+    attached = Attachment.unpack(found.extras.get(session.rank, b""))
+    if attached.extra:  # only this job's ranks, which are authenticated, have written it
+        shadow.extra = pickle.loads(attached.extra)
+    if attached.buffers:
+        model.load_state_dict(tensors_of(attached.buffers), strict=False)
 
 
 def _check_same(params: Mapping[str, torch.nn.Parameter], common: Mapping[str, Any]) -> None:

@@ -21,9 +21,11 @@ from byteps_py.log import logger
 from byteps_py.session import Session, ShadowedStep
 from byteps_py.settings import Settings
 from byteps_py.shadow import ShadowReader
+from byteps_py.shadow.record import Attachment
 from byteps_py.torch.engine.context import Context
 from byteps_py.torch.gradients.hosted_states import HostedStates
 from byteps_py.torch.gradients.largest_values import largest
+from byteps_py.torch.gradients.stored_buffers import stored_buffers
 
 #: Of what is attached to a step, with the model's buffers.
 MAX_EXTRA_BYTES = 1 << 20
@@ -61,6 +63,8 @@ class ShadowedSteps:
         self.step = 0
         self.extra: object = None
         self.model: torch.nn.Module | None = None
+        self._named: torch.nn.Module | None = None
+        self._names: dict[torch.nn.Parameter, list[str]] = {}
         self._reader: ShadowReader | None = None
         self._packed = b""
 
@@ -128,9 +132,9 @@ class ShadowedSteps:
 
     def pack_extra(self) -> None:
         """Pack what belongs to the next step. Raises UsageError if that can't be pickled, or is too much."""
-        buffers = _buffers_of(self.model) if self.model is not None else {}
+        buffers = stored_buffers(self.model) if self.model is not None else {}
         try:
-            self._packed = pickle.dumps((self.extra, buffers)) if self.extra is not None or buffers else b""
+            self._packed = Attachment(pickle.dumps(self.extra) if self.extra is not None else b"", buffers).pack()
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             raise UsageError(f"optimizer.shadow_extra can't be pickled: {error}") from error
         if len(self._packed) > MAX_EXTRA_BYTES:
@@ -149,7 +153,7 @@ class ShadowedSteps:
             return
         shadowed = ShadowedStep(self._run, self.step + 1, self._durable, self._is_whole)
         self.step = shadowed.step
-        common = _common(tensors, groups) if session.rank == 0 else b""
+        common = _common(tensors, groups, self._names_in_model()) if session.rank == 0 else b""
         if len(common) + len(self._packed) > session.max_record_bytes:
             raise UsageError(
                 f"shadow=True: the names, shapes and steps of {sum(len(each.params) for each in tensors)} "
@@ -158,13 +162,28 @@ class ShadowedSteps:
             )
         session.record_step(shadowed, common, self._packed)
 
+    def _names_in_model(self) -> dict[torch.nn.Parameter, list[str]]:
+        """The names of the model's parameters, for those that share their memory all of them."""
+        if self._named is not self.model:
+            self._named, self._names = self.model, {}
+            for name, param in self.model.named_parameters(remove_duplicate=False) if self.model is not None else ():
+                self._names.setdefault(param, []).append(name)
+        return self._names
 
-def _common(tensors: Sequence[ShadowedTensor], groups: Sequence[Mapping[str, Any]]) -> bytes:
+
+def _common(
+    tensors: Sequence[ShadowedTensor],
+    groups: Sequence[Mapping[str, Any]],
+    names_in_model: Mapping[torch.nn.Parameter, list[str]],
+) -> bytes:
     """What all ranks have alike, as JSON.
 
     parts: [tensor, its elements, its latest step]. params: by name, [tensor, first element, shape, dtype, steps made].
-    kinds: by tensor, the names of its states. groups: the param_groups, without their parameters.
+    kinds: by tensor, the names of its states. groups: the param_groups, without their parameters. members: of each of
+    them, the places of its parameters among params. names: by name, the names in the model, where they differ.
     """
+    given: dict[torch.nn.Parameter, str] = {}
+    places: dict[torch.nn.Parameter, int] = {}
     parts, kinds = [], {}
     params: dict[str, list[Any]] = {}
     for tensor in tensors:
@@ -174,15 +193,18 @@ def _common(tensors: Sequence[ShadowedTensor], groups: Sequence[Mapping[str, Any
         for name, param, steps in zip(tensor.param_names, tensor.params, kept.steps, strict=True):
             params[name] = [tensor.name, first, list(param.shape), str(param.dtype), steps]
             first += param.numel()
-    said = {"parts": parts, "params": params, "kinds": kinds, "groups": [_plain(group) for group in groups]}
+            given[param], places[param] = name, len(places)
+    said = {
+        "parts": parts,
+        "params": params,
+        "kinds": kinds,
+        "groups": [_plain(group) for group in groups],
+        "members": [[places[param] for param in group["params"] if param in places] for group in groups],
+        "names": {
+            name: known for param, name in given.items() if (known := names_in_model.get(param, [name])) != [name]
+        },
+    }
     return json.dumps(said).encode()
-
-
-def _buffers_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The model's persistent buffers, by their names in its state_dict."""
-    mine = {id(buffer) for buffer in model.buffers()}
-    state = model.state_dict(keep_vars=True)
-    return {name: value.detach().cpu() for name, value in state.items() if id(value) in mine}
 
 
 def _plain(group: Mapping[str, Any]) -> dict[str, Any]:

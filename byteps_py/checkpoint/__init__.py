@@ -1,0 +1,8 @@
+"""`bps checkpoint`: writes what summation servers hold of a training to disk, while the training goes on.
+
+    stored_state   the state_dict of a step; its tensors stay on the servers until they are written
+    writer         one checkpoint, in the format of torch.distributed.checkpoint
+    program        when one is written, and which are kept
+
+Needs torch. The folder of checkpoints is byteps_py/checkpoint_folder.py, which needs none.
+"""

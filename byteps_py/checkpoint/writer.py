@@ -1,0 +1,106 @@
+"""Writes a step that servers hold, in the format of torch.distributed.checkpoint.
+
+Tensors are read one piece after another, each when it is about to be written. So the writer needs memory for a piece,
+not for the model. One thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+
+from byteps_py.checkpoint.stored_state import StoredState
+
+#: What is read, and written, at once; one row of a tensor may be longer.
+PIECE_BYTES = 16 << 20
+
+
+class PiecewisePlanner(DefaultSavePlanner):
+    """Cuts stored tensors into pieces along their first dimension, and reads a piece when it is written.
+
+    ``before_read``: called before each piece is read.
+    """
+
+    def __init__(self, stored: StoredState, before_read: Callable[[], None], piece_bytes: int) -> None:
+        super().__init__()
+        self._stored = stored
+        self._before_read = before_read
+        self._piece_bytes = piece_bytes
+
+    def create_local_plan(self) -> SavePlan:
+        """See DefaultSavePlanner."""
+        plan = super().create_local_plan()
+        items = [piece for item in plan.items for piece in self._pieces(item)]
+        self.plan = dataclasses.replace(plan, items=items)
+        return self.plan
+
+    def _pieces(self, item: WriteItem) -> Iterator[WriteItem]:
+        stored, data = self._stored.stored.get(item.index.fqn), item.tensor_data
+        if stored is None or data is None or stored.nbytes <= self._piece_bytes or not stored.shape:
+            yield item
+            return
+        row_bytes = stored.nbytes // stored.shape[0]
+        rows = max(1, self._piece_bytes // row_bytes)
+        for start in range(0, stored.shape[0], rows):
+            sizes = torch.Size([min(rows, stored.shape[0] - start), *stored.shape[1:]])
+            offsets = torch.Size([start, *(0 for _ in stored.shape[1:])])
+            chunk = ChunkStorageMetadata(offsets=offsets, sizes=sizes)
+            index = MetadataIndex(item.index.fqn, offsets)
+            yield WriteItem(index, WriteItemType.SHARD, tensor_data=dataclasses.replace(data, chunk=chunk))
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """See DefaultSavePlanner."""
+        stored, data = self._stored.stored.get(write_item.index.fqn), write_item.tensor_data
+        if stored is None or data is None:
+            found: torch.Tensor | io.BytesIO = super().resolve_data(write_item)
+            return found
+        self._before_read()
+        if not stored.shape:
+            return stored.whole()
+        start = data.chunk.offsets[0]
+        return stored.rows(start, start + data.chunk.sizes[0])
+
+
+def write_state(
+    stored: StoredState,
+    folder: Path,
+    before_read: Callable[[], None] = lambda: None,
+    piece_bytes: int = PIECE_BYTES,
+) -> None:
+    """Write the state_dict to ``folder``, which is empty; its files are on the disk afterwards.
+
+    before_read: called before each piece is read. piece_bytes: the most that is read at once, but for a longer row.
+    Raises OSError if the disk refuses, and as ShadowReader.read_into does.
+    """
+    writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, per_thread_copy_ahead=0)
+    planner = PiecewisePlanner(stored, before_read, piece_bytes)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # no_dist=True says so, too
+            state_dict_saver.save(stored.state, storage_writer=writer, planner=planner, no_dist=True)
+    except CheckpointException as error:
+        raise _cause(error) from error
+
+
+def _cause(error: CheckpointException) -> BaseException:
+    """What has failed. torch wraps an OSError of a file in a RuntimeError of its own."""
+    causes: list[Any] = [failure for failure, _ in error.failures.values()]
+    for cause in causes:
+        each = cause
+        while each is not None:
+            if isinstance(each, OSError):
+                return each
+            each = each.__cause__ or each.__context__
+    return causes[0] if causes else RuntimeError(str(error))
