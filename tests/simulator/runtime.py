@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -82,6 +83,7 @@ class Runtimes:
             arena=memory.new_arena,
             segment=memory.map_segment,
             move=memory.move,
+            available_memory=lambda: math.inf,
             getpid=lambda: process.pid,
             open_pidfd=lambda pid: local.open_pidfd(pid, process),
             has_ended=lambda pidfd: local.sources[pidfd].is_readable,
