@@ -31,7 +31,7 @@ from byteps_py.torch.gradients.hosted_states import Factors, HostedStates
 
 
 @dataclass(frozen=True, slots=True)
-class StepNumbers:
+class RoundNumbers:
     """Of each param_group, what a round steps with, as it was when its first gradients were handed over."""
 
     numbers: list[Hyperparameters]
@@ -55,7 +55,7 @@ class BackwardRound:
     these numbers, so that all of them make the step. begun: the buckets whose steps were begun. error: of the thread.
     """
 
-    def __init__(self, numbers: StepNumbers, versions: Sequence[int]) -> None:
+    def __init__(self, numbers: RoundNumbers, versions: Sequence[int]) -> None:
         self.numbers, self.versions = numbers, versions
         self.is_agreed = False
         self.begun: list[tuple[HandedOver, HostedStates]] = []
@@ -129,11 +129,11 @@ class DeviceOrder:
 class InBackwardReducer(HostedReducer):
     """Begins steps while gradients are still computed. ``use`` comes before the first round."""
 
-    _read: Callable[[], StepNumbers | None]
-    _compare: Callable[[StepNumbers], bool]
+    _read: Callable[[], RoundNumbers | None]
+    _compare: Callable[[RoundNumbers], bool]
     current: CurrentRound
 
-    def use(self, read: Callable[[], StepNumbers | None], compare: Callable[[StepNumbers], bool]) -> None:
+    def use(self, read: Callable[[], RoundNumbers | None], compare: Callable[[RoundNumbers], bool]) -> None:
         """``read`` returns the numbers; None: step() will say what is wrong with them. ``compare`` raises if those of
         other ranks differ, and returns False if there is no optimizer any more; the round's thread calls it. Both hold
         the optimizer weakly."""
@@ -179,7 +179,7 @@ class InBackwardReducer(HostedReducer):
         new.start(agree, begin)
         return new
 
-    def _may_begin(self, numbers: StepNumbers) -> bool:
+    def _may_begin(self, numbers: RoundNumbers) -> bool:
         """False if something has to be made, or is wrong, that step() finds before any step is begun."""
         for bucket in self.hosted:
             if bucket.is_active:

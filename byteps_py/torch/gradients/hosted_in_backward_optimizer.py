@@ -14,7 +14,7 @@ import torch
 
 from byteps_py.errors import GradientOrderError, UsageError
 from byteps_py.kernels.update_rules import Hyperparameters
-from byteps_py.torch.gradients.hosted_in_backward import BackwardRound, InBackwardReducer, StepNumbers
+from byteps_py.torch.gradients.hosted_in_backward import BackwardRound, InBackwardReducer, RoundNumbers
 from byteps_py.torch.gradients.hosted_optimizer import HostedOptimizerMixin
 from byteps_py.torch.gradients.hosted_rules import check_numbers, numbers_of, rule_of
 
@@ -31,26 +31,26 @@ class InBackwardOptimizerMixin(HostedOptimizerMixin):
         """Begin steps under the backward pass from the next one on that finds states."""
         read, compare = weakref.WeakMethod(self._read_numbers), weakref.WeakMethod(self._compare_in_backward)
 
-        def read_numbers() -> StepNumbers | None:
+        def read_numbers() -> RoundNumbers | None:
             method = read()
             return None if method is None else method()
 
-        def compare_numbers(numbers: StepNumbers) -> bool:
+        def compare_numbers(numbers: RoundNumbers) -> bool:
             method = compare()
             return method is not None and method(numbers)
 
         self._reducer.use(read_numbers, compare_numbers)
         weakref.finalize(self, self._reducer.current.finish).atexit = False
 
-    def _read_numbers(self) -> StepNumbers | None:
+    def _read_numbers(self) -> RoundNumbers | None:
         groups = self._wrapped.param_groups
         try:
             rules = [rule_of(self._wrapped, group) for group in groups]
-            return StepNumbers([numbers_of(group) for group in groups], rules, self._initial_sums)
+            return RoundNumbers([numbers_of(group) for group in groups], rules, self._initial_sums)
         except (TypeError, ValueError, LookupError):
             return None  # step() reads them again
 
-    def _compare_in_backward(self, numbers: StepNumbers) -> bool:
+    def _compare_in_backward(self, numbers: RoundNumbers) -> bool:
         super()._compare(numbers.numbers, [float(rule.code) for rule in numbers.rules])
         for number, found in enumerate(numbers.numbers):
             check_numbers(found, number)
