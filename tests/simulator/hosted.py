@@ -38,6 +38,7 @@ def train(cluster: Cluster) -> None:
     """Find out what comes of its program's steps."""
     if isinstance(cluster.program, HostedProgram):
         cluster.program.train(cluster.local_sizes)
+        cluster.results |= {use.id: use.combined(cluster.local_sizes) for use in cluster.program.sums}
 
 
 def with_ledger(cluster: Cluster, rank: Rank) -> Rank:

@@ -33,6 +33,7 @@ Bytes = npt.NDArray[np.uint8]
 #: Values of an optimizer's state.
 Wide = npt.NDArray[Any]
 Range = tuple[int, int]  # (address, bytes)
+LAMB_STATES = 4
 
 
 def address_of(data: Bytes) -> int:
@@ -249,9 +250,15 @@ def wide_values(kind: StepKind, data: Bytes) -> Wide:
 
 
 def update(states: Sequence[Wide], gradient: Wide, scalars: Sequence[float]) -> None:
-    """A step of SGD with momentum, if there is a second state. With powers of two as numbers, no fused operation gives
-    other bits."""
+    """A step of SGD with momentum, if there is a second state; with four, the first phase of something like LAMB, which
+    leaves the update in the last one. With powers of two as numbers, no fused operation gives other bits."""
     real = gradient.dtype.type
+    if len(states) == LAMB_STATES:
+        kept = real(scalars[Scalar.MOMENTUM])
+        states[1][:] = states[1] * kept + gradient * real(scalars[Scalar.GAIN])
+        states[2][:] = states[2] * kept + gradient * gradient * real(scalars[Scalar.SQUARE_GAIN])
+        states[3][:] = states[1] + states[2] * real(scalars[Scalar.STEP])
+        return
     if len(states) > 1:
         states[1][:] = states[1] * real(scalars[Scalar.MOMENTUM]) + gradient * real(scalars[Scalar.GAIN])
         gradient = states[1]
@@ -312,16 +319,24 @@ def _use_of(work: Callable[[], None]) -> tuple[list[Range], list[Range]] | None:
         dtype, inputs, outputs, count = known["dtype"], plan.inputs, plan.outputs, known["count"]
     elif not isinstance(work, functools.partial):
         return None
-    elif len(work.args) == 3 and isinstance(work.args[1], StepKernel):
-        _, kernel, segments = work.args
-        read = [each for _, elements in segments for each in kernel.inputs(elements)]
-        return read, [each for _, elements in segments for each in kernel.outputs(elements)]
+    elif len(work.args) == 3 and (kernels := _step_kernels(work.args[1])):
+        calls = [(kernels[bool(segment.scalars[Scalar.PHASE])], segment.elements) for segment in work.args[2]]
+        read = [each for kernel, elements in calls for each in kernel.inputs(elements)]
+        return read, [each for kernel, elements in calls for each in kernel.outputs(elements)]
     elif len(work.args) < 5:
         return None
     else:
         _, dtype, inputs, outputs, count = work.args[:5]
     nbytes = count * dtype.itemsize
     return [(address, nbytes) for address in inputs], [(address, nbytes) for address in outputs]
+
+
+def _step_kernels(run: Callable[..., None]) -> dict[bool, StepKernel]:
+    """Of what bind_segments returns: of the first phase, and of LAMB's second one."""
+    cells = dict(zip(run.__code__.co_freevars, run.__closure__ or (), strict=True))
+    if {*cells} != {"apply", "update"}:
+        return {}
+    return {False: cells["update"].cell_contents, True: cells["apply"].cell_contents}
 
 
 class Engine:
