@@ -291,7 +291,10 @@ class Rounds(Generic[C]):
     def _wants_another_answer(known: Contribution, new: Contribution) -> bool:
         """True if a repeated contribution, which has the same bits, wants its answer elsewhere: the machine has
         connected again, or the partition moved to another server and back. Or if the first one wanted no answer (it was
-        resent for others) and this one does."""
+        resent for others) and this one does. One of an earlier epoch is late: it comes from a connection that the
+        machine has closed, and says nothing new."""
+        if new.header.epoch < known.header.epoch:
+            return False
         is_elsewhere = known.origin is not new.origin or known.header.answer_place != new.header.answer_place
         return not new.header.is_supply and (is_elsewhere or known.header.is_supply)
 

@@ -9,7 +9,7 @@ memory), and is made of the classes that ``Parts`` names. ``run`` is the one ent
 from .busy import BusyCluster
 from .cluster import Cluster, Report, run
 from .elastic import ElasticCluster
-from .hosted import HostedCluster, HostedOutageCluster
+from .hosted import HostedBusyCluster, HostedCluster, HostedElasticCluster, HostedOutageCluster
 from .outages import ElasticOutageCluster, OutageCluster
 from .world import InvariantError
 
@@ -23,6 +23,8 @@ KINDS: dict[str, type[Cluster]] = {
     "busy": BusyCluster,
     "hosted": HostedCluster,
     "hosted-outages": HostedOutageCluster,
+    "hosted-busy": HostedBusyCluster,
+    "hosted-elastic": HostedElasticCluster,
 }
 
 __all__ = [
@@ -31,7 +33,9 @@ __all__ = [
     "Cluster",
     "ElasticCluster",
     "ElasticOutageCluster",
+    "HostedBusyCluster",
     "HostedCluster",
+    "HostedElasticCluster",
     "HostedOutageCluster",
     "InvariantError",
     "OutageCluster",

@@ -6,8 +6,8 @@ from .busy import BusyCluster
 from .cluster import Cluster
 from .elastic import ElasticCluster
 from .elastic_mutations import ELASTIC_MUTATIONS
-from .hosted import HostedCluster
-from .hosted_mutations import HOSTED_MUTATIONS
+from .hosted import HostedCluster, HostedElasticCluster
+from .hosted_mutations import HOSTED_ELASTIC_MUTATIONS, HOSTED_MUTATIONS
 from .mutations import MUTATIONS
 from .outage_mutations import BUSY_MUTATIONS, ELASTIC_OUTAGE_MUTATIONS, OUTAGE_MUTATIONS
 from .outages import ElasticOutageCluster, OutageCluster
@@ -25,6 +25,7 @@ ALL_MUTATIONS: dict[type[Parts], tuple[type[Cluster], int]] = {
         (ElasticOutageCluster, ELASTIC_OUTAGE_MUTATIONS),
         (BusyCluster, BUSY_MUTATIONS),
         (HostedCluster, HOSTED_MUTATIONS),
+        (HostedElasticCluster, HOSTED_ELASTIC_MUTATIONS),
     )
     for mutation, seed in mutations.items()
 }

@@ -101,7 +101,7 @@ class HostedTurn:
 
     def begin(self) -> Life:
         """The step."""
-        rank, use, model = self._rank, self._use, self._model
+        rank, use = self._rank, self._use
         if self._has_begun:
             return
         if not (self._is_hosted or use.skips):  # a skip needs no states

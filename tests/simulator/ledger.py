@@ -84,7 +84,9 @@ class Ledger:
             raise InvariantError(f"machine {machine} steps {what} for rank {part.owner}, which does not own it")
         begun = self._begun.get(name, 0)
         slots = [slot for slot in part.tensor.slots if slot.local_rank == part.owner - part.tensor.first_rank]
-        said = [is_last for slot in slots for is_last in self._armed.get((name[0], part.owner, slot.id, slot.round), ())]
+        said = [
+            is_last for slot in slots for is_last in self._armed.get((name[0], part.owner, slot.id, slot.round), ())
+        ]
         if said[begun : begun + 1] != [step.is_last]:
             raise InvariantError(f"machine {machine} steps {what} once more: {begun} times, its owner said {said}")
         if name in self._stepping:

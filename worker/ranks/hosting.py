@@ -144,6 +144,7 @@ class Hosting:
         """The rank has left."""
         self._requests = [each for each in self._requests if each.rank.local_rank != local_rank]
         for part in [each for each in self._parts.values() if each.local_rank == local_rank]:
+            self._steps.disarm(part.source)
             self._end(part)
 
     def _end(self, part: _KeptStates) -> None:
