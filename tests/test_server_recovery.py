@@ -128,6 +128,18 @@ def test_what_comes_late_from_a_closed_connection_replaces_nothing(is_reducing: 
     assert rounds.counters.bytes_in_flight == 0
 
 
+def test_what_was_given_before_the_partition_moved_and_came_back_may_arrive_after_the_next_round() -> None:
+    """Another server has added round 1 meanwhile. This one was frozen, and reads its connections in any order."""
+    rounds = started(3)
+    rounds.epoch = 3
+    last, *others = [given(machine, round=2, epoch=3, flags=RESENT) for machine in (1, 0, 2)]
+    for contribution in others:
+        assert rounds.contribution(contribution, 0.0) == []
+    assert rounds.contribution(given(1, origin="an older connection"), 0.0) == []
+    assert len(answered(rounds.reduced(reduction(rounds.contribution(last, 0.0))))) == 3
+    assert rounds.counters.bytes_in_flight == 0
+
+
 def test_all_resend_at_once_and_no_machine_is_asked() -> None:
     rounds = started(2)
     rounds.contribution(given(0, flags=RESENT), 0.0)
