@@ -4,9 +4,9 @@ Each message starts with one byte, its kind. Those on the hot path (READY, DONE)
 a message; the rest is JSON.
 
     rank → service: HELLO, DECLARE, LAYOUT, READY, CHUNKS, BARRIER, JOIN, NOTE, SETTLE, LEAVE, PING, STACK, INTRODUCE,
-                    WAITS, WAITED, HOST, NORM, STEP, SKIP, UNHOST
+                    WAITS, WAITED, HOST, NORM, STEP, SKIP, RECORD, UNHOST
     service → rank: WELCOME, SEGMENT (with a descriptor), DECLARED, CHUNK, DONE, FAILED, RELEASED, JOINED, HOSTS,
-                    SETTLED, FATAL, PONG, PEER, INTRODUCED, HOSTED, NORMED
+                    SETTLED, FATAL, PONG, PEER, INTRODUCED, HOSTED, NORMED, HELD
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from byteps_py.errors import ProtocolError
 from byteps_py.tensors import DType, Layout, NonFinite, Op, Sizes, TensorSpec
 
-VERSION = 5
+VERSION = 6
 
 
 class RankMessageKind(enum.IntEnum):
@@ -58,15 +58,22 @@ class RankMessageKind(enum.IntEnum):
     SETTLE = 28  # {}: the rank is about to leave, once others have taken what it has given them
     SETTLED = 29  # {}: they have, or are gone
     # Optimizers whose states the service keeps (worker/ranks/hosting.py):
-    HOST = 30  # {request, step_kind, source, target, before}: keep states; the slots of gradients and of parameters;
-    # before: the states to go on with, 0 for new ones
+    HOST = (
+        30  # {request, step_kind, source, target, before, run}: keep states; the slots of gradients and of parameters;
+    )
+    # before: the states to go on with, 0 for new ones; run: see ShadowPart, 0 for no copies on other machines
     HOSTED = 31  # {request, id, count, states: [[segment, offset]], owners: [[first, count, rank]]} or {error, message}
-    STEP = 32  # {part, round, segments, is_last}: step with the sums of the source's round, which are kept for another
-    # step unless it is the last
+    STEP = (
+        32  # {part, round, segments, is_last, step, durable}: step with the sums of the source's round, which are kept
+    )
+    # for another step unless it is the last; step, durable: see ShadowStep
     SKIP = 33  # {slot, round}: make no step with the sums of this round
     UNHOST = 34  # {part}: the states are needed no more
     NORM = 35  # {request, part, ranges}: of the averages that the rank owns
     NORMED = 36  # {request, sum}: of their squares, as float.hex
+    RECORD = 37  # {data, more}: base85 of a part of a packed ShadowRecord; more: others follow
+    HELD = 38  # {step, whole}: other machines hold the states, and the record, of this step and of those before; whole:
+    # all states of the rank have been held
 
 
 _KINDS = {int(k): k for k in RankMessageKind}
@@ -130,17 +137,17 @@ def records_of(message: bytes) -> Iterator[tuple[int, int, int]]:
 def spec_to_json(spec: TensorSpec) -> list[Any]:
     return [
         spec.name, spec.dtype, list(spec.shape), spec.op, spec.average, spec.root, spec.priority, list(spec.group),
-        spec.scatters, spec.terms, spec.nonfinite, spec.ownership,
+        spec.scatters, spec.terms, spec.nonfinite, spec.ownership, spec.is_shadowed,
     ]  # fmt: skip
 
 
 def spec_from_json(fields: list[Any]) -> TensorSpec:
     """Raises ProtocolError."""
     try:
-        name, dtype, shape, op, average, root, priority, group, scatters, terms, nonfinite, owned = fields
+        name, dtype, shape, op, average, root, priority, group, scatters, terms, nonfinite, owned, shadowed = fields
         return TensorSpec(
             str(name), DType(dtype), tuple(int(d) for d in shape), Op(op), bool(average), int(root), int(priority),
-            tuple(int(r) for r in group), bool(scatters), str(terms), NonFinite(nonfinite), str(owned),
+            tuple(int(r) for r in group), bool(scatters), str(terms), NonFinite(nonfinite), str(owned), bool(shadowed),
         )  # fmt: skip
     except (ValueError, TypeError, OverflowError) as error:
         raise ProtocolError(f"malformed tensor declaration: {error}") from None

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import zmq
 
 from byteps_py import channel, kernels
@@ -22,6 +24,7 @@ from byteps_py.dataplane.listener import DataListener
 from byteps_py.kernels.engine import Engine
 from byteps_py.kernels.update_rules import StepKind
 from byteps_py.loop import EventLoop
+from byteps_py.memory_left import available_memory_bytes
 from byteps_py.shm import Arena, Segment
 from byteps_py.tensors import Checks, DType, Op
 
@@ -111,6 +114,11 @@ class Thresholds:
     sent_check_s: float = 0.001
 
 
+def new_buffer(nbytes: int) -> npt.NDArray[np.uint8]:
+    """Memory of this process. A page uses none until it is written."""
+    return np.empty(nbytes, np.uint8)
+
+
 def has_ended(pidfd: int) -> bool:
     """True if the process of ``pidfd`` has ended."""
     return bool(select.select([pidfd], [], [], 0)[0])
@@ -131,6 +139,8 @@ class Runtime:
     arena: type[Arena] = Arena
     segment: type[Segment] = Segment
     move: Callable[[int, int, int], object] = ctypes.memmove  # (target, source, bytes)
+    new_buffer: Callable[[int], npt.NDArray[np.uint8]] = new_buffer  # of so many bytes
+    available_memory: Callable[[], float] = available_memory_bytes
     getpid: Callable[[], int] = os.getpid
     open_pidfd: Callable[[int], int] = os.pidfd_open
     has_ended: Callable[[int], bool] = has_ended

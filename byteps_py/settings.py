@@ -63,6 +63,7 @@ class Settings:
     fusion_bytes: int = 1 << 20
     direct_connections: bool = True
     nonfinite: str = "allow"
+    shadow: bool = False
     server_threads: int = 0
     worker_threads: int = 0
     force_distributed: bool = False

@@ -23,6 +23,7 @@ def to_spec(name: str, message: pb.Spec) -> TensorSpec:
             terms=message.terms,
             nonfinite=NonFinite(message.nonfinite),
             ownership=message.ownership,
+            is_shadowed=message.is_shadowed,
         )
     except (ValueError, UsageError) as error:
         raise ProtocolError(f"tensor {name[:80]!r}: {error}") from error
@@ -42,4 +43,5 @@ def to_message(spec: TensorSpec) -> pb.Spec:
         terms=spec.terms,
         nonfinite=int(spec.nonfinite),
         ownership=spec.ownership,
+        is_shadowed=spec.is_shadowed,
     )

@@ -143,6 +143,7 @@ class TensorSpec:
         ownership: unless it is empty, each partition has an owner among all ranks, and the name of the tensor that
             decides which: of a SUM, whose results go only to the owners' services, its own name; of a BROADCAST, which
             reads each partition from its owner, the name of such a SUM with as many elements.
+        is_shadowed: of such a SUM, servers that do not add a partition are sent its result, too.
         count: number of elements.
         nbytes: size in bytes.
 
@@ -165,6 +166,7 @@ class TensorSpec:
     terms: str = ""
     nonfinite: NonFinite = NonFinite.ALLOW
     ownership: str = ""
+    is_shadowed: bool = False
     count: int = field(init=False, compare=False, repr=False)  # of elements
     nbytes: int = field(init=False, compare=False, repr=False)
 
@@ -185,6 +187,8 @@ class TensorSpec:
             raise UsageError(f"tensor {self.name!r}: only a reduction of one or more dimensions can be scattered")
         if self.ownership:
             self._check_ownership()
+        if self.is_shadowed and self.ownership != self.name:
+            raise UsageError(f"tensor {self.name!r}: only a sum for owners is shadowed, not a {self.describe()}")
         if _utf8_bytes(self.terms) > MAX_TERMS_BYTES:
             raise UsageError(f"tensor {self.name!r}: terms of more than {MAX_TERMS_BYTES} bytes: {self.terms[:40]!r}…")
         if self.op.is_direct and not (self.dtype is DType.UINT8 and len(self.shape) == 2):
@@ -257,7 +261,7 @@ class TensorSpec:
         shape = () if self.op.is_direct else self.shape
         return (
             self.dtype, shape, self.op, self.average, self.root, self.group, self.scatters, self.terms, self.nonfinite,
-            self.ownership,
+            self.ownership, self.is_shadowed,
         )  # fmt: skip
 
     def describe(self) -> str:
@@ -275,8 +279,9 @@ class TensorSpec:
         group = f" among ranks {', '.join(map(str, self.group))}" if self.group else ""
         what = "bytes" if self.op.is_direct else f"{self.dtype.name.lower()}{list(self.shape)}"
         terms = f" ({self.terms})" if self.terms else ""
+        shadow = ", shadowed" if self.is_shadowed else ""
         guard = f", BYTEPS_NONFINITE={self.nonfinite.name.lower()}" if self.nonfinite else ""
-        return f"{op} of {what}{root}{group}{terms}{guard}"
+        return f"{op} of {what}{root}{group}{terms}{shadow}{guard}"
 
 
 #: Part of the names of operations that the program gave no name. They are matched in the order of their calls.

@@ -110,6 +110,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("credit_bytes", ("BYTEPS_SCHEDULING_CREDIT",), int, "limit of the bytes that a machine has in flight; 0: no limit; default: 3 or 4 partitions per GPU machine", low=0),
     Variable("fusion_bytes", ("BYTEPS_FUSION_BYTES",), int, "gradients smaller than this are sent together, in buckets of up to this size; 0: never", low=0),
     Variable("direct_connections", ("BYTEPS_DIRECT_CONNECTIONS",), bool, "connect the ranks of different machines in pairs, for messages and small collectives of process groups", detail="If it is off on one rank, these go through the communication service on all."),
+    Variable("shadow", ("BYTEPS_SHADOW",), bool, "summation servers keep the states of DistributedOptimizer in step, so that bps.restore() goes on from the last step", detail="as shadow=True does."),
     Variable("nonfinite", ("BYTEPS_NONFINITE",), str, "what to do if gradients are NaN or infinite", choices=("allow", "raise", "skip"), detail="allow does nothing, as a GradScaler (AMP) expects; raise raises NonFiniteError on every rank, which names ranks and parameters; skip skips the step on every rank."),
     Variable("server_threads", ("BYTEPS_SERVER_ENGINE_THREAD",), int, "summing threads of a summation service; 0: one per core, at most 4", low=0, high=256),
     Variable("worker_threads", ("BYTEPS_WORKER_ENGINE_THREAD",), int, "summing threads of a communication service; 0: one per core, at most 4", low=0, high=256),

@@ -226,7 +226,7 @@ class Vote(_message.Message):
     def __init__(self, ranks: _Optional[_Iterable[int]] = ..., spec: _Optional[_Union[Spec, _Mapping]] = ...) -> None: ...
 
 class Spec(_message.Message):
-    __slots__ = ("dtype", "shape", "op", "average", "root", "priority", "group", "scatters", "terms", "nonfinite", "ownership")
+    __slots__ = ("dtype", "shape", "op", "average", "root", "priority", "group", "scatters", "terms", "nonfinite", "ownership", "is_shadowed")
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     OP_FIELD_NUMBER: _ClassVar[int]
@@ -238,6 +238,7 @@ class Spec(_message.Message):
     TERMS_FIELD_NUMBER: _ClassVar[int]
     NONFINITE_FIELD_NUMBER: _ClassVar[int]
     OWNERSHIP_FIELD_NUMBER: _ClassVar[int]
+    IS_SHADOWED_FIELD_NUMBER: _ClassVar[int]
     dtype: int
     shape: _containers.RepeatedScalarFieldContainer[int]
     op: int
@@ -249,7 +250,8 @@ class Spec(_message.Message):
     terms: str
     nonfinite: int
     ownership: str
-    def __init__(self, dtype: _Optional[int] = ..., shape: _Optional[_Iterable[int]] = ..., op: _Optional[int] = ..., average: bool = ..., root: _Optional[int] = ..., priority: _Optional[int] = ..., group: _Optional[_Iterable[int]] = ..., scatters: bool = ..., terms: _Optional[str] = ..., nonfinite: _Optional[int] = ..., ownership: _Optional[str] = ...) -> None: ...
+    is_shadowed: bool
+    def __init__(self, dtype: _Optional[int] = ..., shape: _Optional[_Iterable[int]] = ..., op: _Optional[int] = ..., average: bool = ..., root: _Optional[int] = ..., priority: _Optional[int] = ..., group: _Optional[_Iterable[int]] = ..., scatters: bool = ..., terms: _Optional[str] = ..., nonfinite: _Optional[int] = ..., ownership: _Optional[str] = ..., is_shadowed: bool = ...) -> None: ...
 
 class Arrive(_message.Message):
     __slots__ = ("sequence",)

@@ -49,7 +49,7 @@ class ShadowSegment(_message.Message):
     def __init__(self, start: _Optional[int] = ..., stop: _Optional[int] = ..., scalars: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class ShadowRecord(_message.Message):
-    __slots__ = ("run", "step", "durable", "rank", "size", "common", "extra")
+    __slots__ = ("run", "step", "durable", "rank", "size", "common", "extra", "whole")
     RUN_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     DURABLE_FIELD_NUMBER: _ClassVar[int]
@@ -57,6 +57,7 @@ class ShadowRecord(_message.Message):
     SIZE_FIELD_NUMBER: _ClassVar[int]
     COMMON_FIELD_NUMBER: _ClassVar[int]
     EXTRA_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_FIELD_NUMBER: _ClassVar[int]
     run: int
     step: int
     durable: int
@@ -64,7 +65,8 @@ class ShadowRecord(_message.Message):
     size: int
     common: bytes
     extra: bytes
-    def __init__(self, run: _Optional[int] = ..., step: _Optional[int] = ..., durable: _Optional[int] = ..., rank: _Optional[int] = ..., size: _Optional[int] = ..., common: _Optional[bytes] = ..., extra: _Optional[bytes] = ...) -> None: ...
+    whole: bool
+    def __init__(self, run: _Optional[int] = ..., step: _Optional[int] = ..., durable: _Optional[int] = ..., rank: _Optional[int] = ..., size: _Optional[int] = ..., common: _Optional[bytes] = ..., extra: _Optional[bytes] = ..., whole: bool = ...) -> None: ...
 
 class ShadowQuery(_message.Message):
     __slots__ = ("hold_s",)

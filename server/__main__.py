@@ -42,9 +42,10 @@ def _serve(is_gpu_machine: bool) -> int:
     from byteps_py.runtime import Runtime
     from byteps_py.scheduler.client import connect
     from byteps_py.server.service import SummationService
+    from byteps_py.server.shadow_endpoint import ShadowEndpoint
 
     kind = pb.MACHINE_KIND_GPU if is_gpu_machine else pb.MACHINE_KIND_CPU
-    service = SummationService(settings, kind, connect, Runtime())
+    service = SummationService(settings, kind, connect, Runtime(), open_endpoint=ShadowEndpoint)
     signals = (signal.SIGTERM, signal.SIGINT)
     with (
         handle_signals(signals, lambda number, _: service.stop(f"the server got {signal.Signals(number).name}")),

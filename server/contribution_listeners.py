@@ -26,13 +26,17 @@ from byteps_py.tensors import Op
 from byteps_py.unauthenticated_connections import PATIENCE_S
 from byteps_py.wire import HEADER_BYTES, Header, Kind
 
+SHADOW_KINDS = frozenset(
+    (Kind.SHADOW_BEGIN, Kind.SHADOW_STATE, Kind.SHADOW_SUM, Kind.SHADOW_STEP, Kind.SHADOW_RECORD, Kind.SHADOW_END)
+)
 _BATCH = 64
 _MAX_SEGMENTS = 4096
 
 
 class ContributionListener(DataListener):
     """Contributions over TCP. ``on_arrival``: a contribution has arrived; ``on_gone``: a peer has disconnected;
-    ``on_withdraw``: a machine takes a contribution back."""
+    ``on_withdraw``: a machine takes a contribution back; ``on_shadow``: a message about states that the server keeps.
+    A machine's states are kept on other machines: so these come over TCP only."""
 
     def __init__(
         self,
@@ -42,15 +46,19 @@ class ContributionListener(DataListener):
         on_arrival: Callable[[Arrival], None],
         on_gone: Callable[[Peer], None],
         on_withdraw: Callable[[Header], None],
+        on_shadow: Callable[[Header, Peer, FrameMemory], None],
     ) -> None:
         def on_message(header: Header, peer: Peer, frame: zmq.Frame) -> None:
             if header.kind is Kind.WITHDRAW:
                 on_withdraw(header)
                 return
             payload = FrameMemory(frame)
+            if header.kind in SHADOW_KINDS:
+                on_shadow(header, peer, payload)
+                return
             on_arrival(Arrival(header, peer, payload.nbytes, payload if payload.nbytes else None))
 
-        kinds = frozenset((Kind.PUSH, Kind.PULL, Kind.PASS, Kind.WITHDRAW))
+        kinds = frozenset((Kind.PUSH, Kind.PULL, Kind.PASS, Kind.WITHDRAW)) | SHADOW_KINDS
         super().__init__(host, settings, traffic, kinds, on_message, on_gone)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from byteps_py.blame import OVERFLOW
 from byteps_py.dataplane.seal import Digester
-from byteps_py.kernels.engine import default_threads
+from byteps_py.kernels.engine import Work, default_threads
 from byteps_py.kernels.readiness import Pair, Readiness
 from byteps_py.log import logger
 from byteps_py.runtime import Kernels, Runtime
@@ -125,6 +125,11 @@ class Reducer:
             self._loop.post(lambda: done(error, blame))
 
         self._ready.submit(pair, 0, work, finished)
+
+    def run_later(self, work: Work, priority: int, done: Callable[[BaseException | None], None]) -> None:
+        """Run work that makes its kernels ready itself, before work of a lower priority; sums have 0. ``done``: as in
+        Engine.submit."""
+        self._engine.submit(priority, work, done)
 
     def _finish(self, plan: KernelCall) -> None:
         """Any thread."""

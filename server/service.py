@@ -21,7 +21,9 @@ import dataclasses
 import logging
 import resource
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 from byteps_py import failure_notice, machine
 from byteps_py.control_link import Connect, ControlEvents, ControlLink
@@ -38,20 +40,35 @@ from byteps_py.errors import (
 from byteps_py.exit_status import GIVEN_UP_STATUS
 from byteps_py.failure_notice import Blame
 from byteps_py.log import logger
+from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.runtime import Runtime
-from byteps_py.server.arrival import Arrival, PayloadMemory
+from byteps_py.server.arrival import Arrival, FrameMemory, PayloadMemory
 from byteps_py.server.awaited_rounds import AWAITED_AFTER_S
 from byteps_py.server.contribution_listeners import ContributionListener, LocalListener
 from byteps_py.server.reducer import Reducer, hand_on, plan
 from byteps_py.server.round_state import Action, Answer, Counters, Reduce, RefuseContributions, Round, Want
 from byteps_py.server.rounds import Rounds
+from byteps_py.server.shadow import ShadowStore
+from byteps_py.server.shadow_keeper import ShadowKeeper, new_store
 from byteps_py.settings import Settings
+from byteps_py.tensors import Op
 from byteps_py.wire import MAX_WAITED_US, Header, Kind, pack_names
 
 _ORPHAN_CHECK_S = 0.5
 DRAIN_LIMIT_S = 30.0  # how long it goes on after SIGTERM if no other server takes its keys
 _ORPHAN_S = 10.0  # how long it waits without scheduler and workers; these come back sooner, if at all
+
+
+class Endpoint(Protocol):
+    """Where the states that a server keeps can be read: see shadow_endpoint.py."""
+
+    def address(self) -> str: ...
+
+    def close(self) -> None: ...
+
+
+OpenEndpoint = Callable[[ShadowKeeper, Settings, EventLoop], Endpoint]
 
 
 class SummationService:
@@ -63,8 +80,17 @@ class SummationService:
     rounds_class: type[Rounds[Arrival]] = Rounds
     network_class: type[ContributionListener] = ContributionListener
 
-    def __init__(self, settings: Settings, kind: pb.MachineKind, connect: Connect, runtime: Runtime) -> None:
-        """Binds its sockets. Raises ConfigurationError or RendezvousError."""
+    def __init__(
+        self,
+        settings: Settings,
+        kind: pb.MachineKind,
+        connect: Connect,
+        runtime: Runtime,
+        shadows: ShadowStore | None = None,
+        open_endpoint: OpenEndpoint | None = None,
+    ) -> None:
+        """Binds its sockets. ``shadows``: what was kept for an earlier job. ``open_endpoint``: opens the port where
+        states can be read; None: they can't. Raises ConfigurationError or RendezvousError."""
         if not settings.scheduler_address:
             raise ConfigurationError(
                 "a summation server needs the scheduler's address: set DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT"
@@ -88,7 +114,7 @@ class SummationService:
         self._runtime = runtime
         self._loop = runtime.loop
         self._network = self.network_class(
-            host, settings, self._traffic, self._on_arrival, self._on_gone, self._rounds.withdraw
+            host, settings, self._traffic, self._on_arrival, self._on_gone, self._rounds.withdraw, self._on_shadow
         )
         self._network.attach(self._loop)
         self._local: LocalListener | None = None
@@ -101,6 +127,10 @@ class SummationService:
         # On a GPU machine the communication service logs the same error already.
         self._bad_news = logging.INFO if self._local is not None else logging.ERROR
         self._reducer = Reducer(runtime, settings.server_threads, self._network.digest, self._prepared)
+        self._endpoint: Endpoint | None = None
+        self.shadows = ShadowKeeper(shadows or new_store(settings, runtime), runtime, self._reducer)
+        if open_endpoint is not None:
+            self._endpoint = open_endpoint(self.shadows, settings, self._loop)
 
     @property
     def address(self) -> str:
@@ -115,6 +145,7 @@ class SummationService:
                 self._link.send(pb.MemberMessage(ready=pb.Ready()))
             logger.info("summation server at %s", self.address)
             self._loop.call_later(self._settings.stall_warn_s, self._warn_of_stalls)
+            self.shadows.start()
             self._loop.run()
         except Exception as error:
             if self._link is not None:
@@ -152,6 +183,8 @@ class SummationService:
         self._loop.call_later(DRAIN_LIMIT_S, self._loop.stop)
 
     def _close(self) -> None:
+        if self._endpoint is not None:
+            self._endpoint.close()
         if self._link is not None:
             self._link.close(self._reason)
         # Before the loop, because its threads post there. Before the connections: a local CS whose connection ends
@@ -163,6 +196,7 @@ class SummationService:
             # its own status or error, which this one must not replace; its threads end before its connections.
             logger.warning("%s", error)
             return
+        self.shadows.close()
         self._network.close()
         if self._local is not None:
             self._local.close()
@@ -174,6 +208,9 @@ class SummationService:
         arrival.arrived_s = self._loop.time()
         self._perform(self._rounds.contribution(arrival, arrival.arrived_s), None)
         self._tick_while_needed()
+
+    def _on_shadow(self, header: Header, peer: Peer, payload: FrameMemory) -> None:
+        self.shadows.on_message(header, peer, payload)
 
     def _tick_while_needed(self) -> None:
         if not self._has_tick and (self._rounds.is_wanting or self._rounds.awaited):
@@ -235,6 +272,8 @@ class SummationService:
             actions = self._rounds.reduced(round_, error)
             for answer in actions:
                 if isinstance(answer, Answer):
+                    if header.op is Op.SUM:
+                        self.shadows.summed(header, todo.result)
                     hand_on(self._runtime, arrivals, answer.contributions, todo.result)
             self._perform(actions, todo.result, blame, complete_s)
 
@@ -265,6 +304,7 @@ class SummationService:
             machine_index=self._settings.worker_id if is_gpu else -1,
             address=self._network.address,
             local_address=self._local.name if self._local is not None else "",
+            shadow_address=self._endpoint.address() if self._endpoint is not None else "",
         )
 
     def _heartbeat(self) -> pb.Heartbeat:

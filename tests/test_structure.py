@@ -21,7 +21,7 @@ ALLOWED = {
     "session": {"dataplane", "kernels"},
     "scheduler": {"placement", "dataplane"},
     "cli": {"placement", "scheduler", "parallel"},
-    "server": {"dataplane", "kernels", "runtime", "scheduler.client"},
+    "server": {"dataplane", "kernels", "runtime", "scheduler.client", "scheduler.call_authenticator"},
     "worker": {"dataplane", "kernels", "placement", "runtime", "scheduler.client"},
     "torch": {"kernels", "session"},
     "parallel": {"torch"},

@@ -15,6 +15,7 @@ from byteps_py import rank_protocol as protocol
 from byteps_py.errors import ProtocolError
 from byteps_py.kernels.step_segments import StepSegment, segments_of
 from byteps_py.kernels.update_rules import Hyperparameters, Method, StepKind, UpdateRule, step_scalars
+from byteps_py.proto import control_pb2 as pb
 from byteps_py.rank_protocol import RankMessageKind
 from byteps_py.shm import Arena, Block
 from byteps_py.tensors import DType, Op, TensorSpec
@@ -24,6 +25,7 @@ from byteps_py.worker.core.hosted_steps import AllSummed, HostedSteps, MakeStep
 from byteps_py.worker.core.owners import OwnedPiece
 from byteps_py.worker.core.pipeline import RoundPipeline
 from byteps_py.worker.core.tensor import RankSlot, Tensor
+from byteps_py.worker.core.topology import Topology
 from byteps_py.worker.io.executor import Executor
 from byteps_py.worker.io.memory import Memory
 from byteps_py.worker.io.rank_connection import RankConnection
@@ -63,13 +65,15 @@ class Service:
         steps = HostedSteps(0, 2, (0, 0))
         self.pipeline = RoundPipeline(2, PushQueue(), hosted=steps)
         memory = SimpleNamespace(slots=self.slots, free_states=lambda rank, blocks: self.freed.extend(blocks))
+        machine = pb.Member(machine_index=0, machine_id="m0", local_size=2)
+        topology = Topology(1, 0, (machine,), (), 4096, 1)
         executor = SimpleNamespace(
             run_kernel=lambda work, done: self.due.append((work, done)),
             run=self.carry_out,
             ranks=self.ranks,
             kernels=kernels,
         )
-        self.hosting = Hosting(cast(Memory, memory), cast(Executor, executor), self.pipeline, steps)
+        self.hosting = Hosting(topology, cast(Memory, memory), cast(Executor, executor), self.pipeline)
 
     def _slot(self, number: int, spec: TensorSpec) -> RankSlot:
         """Slots 0 and 1 are rank 0's, 2 and 3 rank 1's."""

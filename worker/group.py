@@ -183,6 +183,7 @@ class Group:
         self.network.change(topology)
         self.queue.set_weights(topology.weights, topology.head_starts(self.queue.credit_bytes))
         moved = self.executor.move(self._placing.server_of)
+        self.requests.hosting.shadows.change(topology)
         self._around.send(pb.MemberMessage(applied=pb.Applied(epoch=membership.epoch, moved=moved)))
         logger.warning(
             "epoch %d: moved %s to %s: %s",

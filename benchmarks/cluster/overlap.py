@@ -8,7 +8,8 @@ ResNet-50's layers, or 12 equal ones and a last one four times as large, each co
 ``--compute`` is the computation of a step in units of its optimum communication. A step can't take less than the longer
 of the two.
 Contenders take turns: torch's DistributedDataParallel over gloo, DistributedOptimizer, the same with CrossBarrier,
-and that with all gradients of one priority.
+and that with all gradients of one priority; and hosted AdamW, without and with copies of its states on other machines
+(``--contenders hosted shadow``).
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ NAMES = {
     "ours": "DistributedOptimizer",
     "cross": "+ CrossBarrier",
     "cross-flat": "+ CrossBarrier, one priority",
+    "hosted": "hosted AdamW",
+    "shadow": "hosted AdamW, shadowed",
 }
+_BY_DEFAULT = ["ddp", "ours", "cross", "cross-flat"]
 #: Memory that a process frees it keeps: new gradients would cost page faults, a twelfth of the two cores that all hosts
 #: share. A GPU's do not.
 _KEEPS_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
@@ -94,7 +98,7 @@ def main() -> None:
     parser.add_argument("--mparams", type=float, default=32, help="of equal layers: millions of float32 parameters")
     parser.add_argument("--large", choices=["first", "last"], default="last", help="of equal ones: which is large")
     parser.add_argument("--compute", type=float, nargs="+", default=[0.5, 1, 2])
-    parser.add_argument("--contenders", nargs="+", choices=NAMES, default=list(NAMES))
+    parser.add_argument("--contenders", nargs="+", choices=NAMES, default=_BY_DEFAULT)
     parser.add_argument("--partition-kb", type=int, nargs="+", default=[0], help="0: the product's own choice")
     parser.add_argument("--credit-kb", type=int, nargs="+", default=[0], help="likewise")
     parser.add_argument("--steps", type=int, default=4)

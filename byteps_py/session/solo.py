@@ -14,7 +14,7 @@ from byteps_py.kernels.step_segments import StepSegment, run_segments
 from byteps_py.kernels.steps import prepare_step
 from byteps_py.kernels.update_rules import StepKind
 from byteps_py.session import forks
-from byteps_py.session.base import HostedPart, Session, Slot
+from byteps_py.session.base import HostedPart, Session, ShadowedStep, Slot
 from byteps_py.tensors import Layout, Op, TensorSpec, differing
 
 
@@ -77,7 +77,9 @@ class SoloSession(Session):
     def wait(self, slot: Slot, timeout_s: float | None = None) -> None:
         self.check_open()
 
-    def host(self, kind: StepKind, source: Slot, target: Slot, before: HostedPart | None = None) -> HostedPart:
+    def host(
+        self, kind: StepKind, source: Slot, target: Slot, before: HostedPart | None = None, run: int = 0
+    ) -> HostedPart:
         self.check_open()
         if before is not None:
             return replace(before, source=source, target=target)
@@ -86,7 +88,13 @@ class SoloSession(Session):
         states = tuple(memoryview(bytearray(nbytes)) for _ in range(kind.states))
         return HostedPart(kind, source, target, states, ((0, source.spec.count, 0),))
 
-    def begin_step(self, part: HostedPart, segments: Sequence[StepSegment], is_last: bool = True) -> None:
+    def begin_step(
+        self,
+        part: HostedPart,
+        segments: Sequence[StepSegment],
+        is_last: bool = True,
+        shadowed: ShadowedStep | None = None,
+    ) -> None:
         self.check_open()
         states = [_address(state) for state in part.states]
         run_segments(part.kind, states, _address(part.source.input), _address(part.target.result), segments)

@@ -222,7 +222,7 @@ HOSTED_MUTATIONS: dict[type[Parts], int] = {
     KeepSumsThatAreGivenUp: 3,
     OneBlockOfParameters: 3,
     FreeStatesUnderAStep: 846,
-    LeaveParametersWithTheirFirstServers: 237,
+    LeaveParametersWithTheirFirstServers: 1494,
     EndAPhaseWithItsFirstPartition: 6,
     StepForRanksThatHaveLeft: 2043,
     TakeWhatIsLateForNews: 2314,

@@ -256,6 +256,7 @@ class ServerNetwork:
         on_arrival: Callable[[Arrival], None],
         on_gone: Callable[[Peer], None],
         on_withdraw: Callable[[Header], None],
+        on_shadow: Callable[[Header, Peer, FrameMemory], None],
     ) -> None:
         self.network = network
         self.process = process
@@ -266,6 +267,7 @@ class ServerNetwork:
         self._on_gone = on_gone
         self._on_arrival = on_arrival
         self._on_withdraw = on_withdraw
+        self._on_shadow = on_shadow
         self._peers: dict[Connection, TcpPeer] = {}
         self._by_machine: dict[int, TcpPeer] = {}
         network.servers[self.address] = self

@@ -10,6 +10,11 @@ M/B.
 Sums with owners (owners.py) are placed in a table of their own. For each byte that it adds, a CPU machine receives
 n + 1 bytes there instead of n. So GPU machines' servers have n + 1, and CPU machines' servers n times their weight. For
 equal links that is the optimum: a CPU machine adds 2(n−1) / (n² + n + kn − 3k) of these sums.
+
+If they are shadowed, CPU machines are sent the sums that GPU machines add as well. Of a share c for all k CPU machines,
+one receives (n+1) c/k + (1−c)/k, and a GPU machine sends 1 + (n−1) (1−c)/n + c/n. They are equal for
+c = (k(2n−1) − n) / (n² + kn − 2k). So GPU machines' servers have 2k (n²−1), and CPU machines' n (k(2n−1) − n) times
+their weight.
 """
 
 from __future__ import annotations
@@ -44,6 +49,7 @@ class Placing:
         self._chunk_bytes = chunk_bytes
         self._table: PlacementTable | None = None
         self._owned_table: PlacementTable | None = None
+        self._shadowed_table: PlacementTable | None = None
         self._owners = self.owners_class(topology)
         self._partitions: dict[int, int] = {}  # by key: about so many
         self._count = 0  # of all
@@ -52,16 +58,21 @@ class Placing:
             return
         try:
             self._table = self.table_class(_weights(topology), topology.partition_bytes)
-            self._owned_table = self.table_class(_weights(topology, owned=True), topology.partition_bytes)
+            self._owned_table = self.table_class(_weights(topology, *_owned(topology)), topology.partition_bytes)
+            self._shadowed_table = self.table_class(_weights(topology, *_shadowed(topology)), topology.partition_bytes)
         except UsageError as error:
             raise ProtocolError(f"the scheduler's membership can't hold tensors: {error}") from error
 
     def change(self, topology: Topology) -> None:
         """Go over to the servers of a new epoch."""
         self._topology = topology
-        if self._table is not None and self._owned_table is not None:
-            self._table.rebalance(_weights(topology))
-            self._owned_table.rebalance(_weights(topology, owned=True))
+        for table, factors in (
+            (self._table, (1, 1)),
+            (self._owned_table, _owned(topology)),
+            (self._shadowed_table, _shadowed(topology)),
+        ):
+            if table is not None:
+                table.rebalance(_weights(topology, *factors))
 
     def server_of(self, part: Part) -> int:
         """Member id of the server of a partition that has one, in this epoch."""
@@ -104,13 +115,21 @@ class Placing:
                 f"tensors would be cut into {self._count} partitions of {size} bytes, {MAX_PARTITIONS} are the "
                 "most; raise BYTEPS_PARTITION_BYTES"
             )
-        for table in (self._table, self._owned_table):
-            its = [spec for spec in placed if self._table_of(spec) is table]
+        for table in (self._table, self._owned_table, self._shadowed_table):
+            its = [spec for spec in placed if self._table_for(spec) is table]
             if table is not None and its:
                 table.add((key_of(spec.name), spec.nbytes, spec.dtype.itemsize) for spec in its)
 
     def _table_of(self, spec: TensorSpec) -> PlacementTable | None:
-        return self._owned_table if spec.ownership else self._table
+        if not spec.ownership:
+            return self._table
+        table = self._shadowed_table
+        return table if table is not None and table.has(key_of(spec.ownership)) else self._owned_table
+
+    def _table_for(self, spec: TensorSpec) -> PlacementTable | None:
+        """Where a sum is to be entered."""
+        owned = self._shadowed_table if spec.is_shadowed else self._owned_table
+        return owned if spec.ownership else self._table
 
     def _is_placed(self, spec: TensorSpec) -> bool:
         """It is summed by servers; else it stays on one machine, goes from machine to machine, or is handed on."""
@@ -141,13 +160,23 @@ class Placing:
         return [(*piece, NO_SERVER) for piece in split(spec.nbytes, self._local_sum_bytes, spec.dtype.itemsize)]
 
 
-def _weights(topology: Topology, owned: bool = False) -> list[tuple[int, int]]:
-    """(member id, weight) of the servers; ``owned``: for sums with owners."""
-    cpu, gpu = (topology.machines, topology.machines + 1) if owned else (1, 1)
+def _weights(topology: Topology, cpu: int = 1, gpu: int = 1) -> list[tuple[int, int]]:
+    """(member id, weight) of the servers; those of CPU machines and of GPU machines have so many times theirs."""
     return [
         (server.member_id, server.weight * (gpu if server.kind == pb.MACHINE_KIND_GPU else cpu))
         for server in topology.servers
     ]
+
+
+def _owned(topology: Topology) -> tuple[int, int]:
+    """Factors of CPU and GPU machines' weights for sums with owners."""
+    return topology.machines, topology.machines + 1
+
+
+def _shadowed(topology: Topology) -> tuple[int, int]:
+    """The same for shadowed sums."""
+    n, k = topology.machines, sum(server.kind != pb.MACHINE_KIND_GPU for server in topology.servers)
+    return (n * (k * (2 * n - 1) - n), 2 * k * (n * n - 1)) if k else (1, 1)
 
 
 def broadcast_pieces(spec: TensorSpec, topology: Topology) -> list[tuple[int, int, int]]:

@@ -19,6 +19,7 @@ from byteps_py.errors import BytePSError, PeerLostError, ProtocolError, from_nam
 from byteps_py.kernels.readiness import Pair, Readiness
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.runtime import Runtime
+from byteps_py.shm import Block
 from byteps_py.spec_messages import to_message
 from byteps_py.tensors import Checks, TensorSpec
 from byteps_py.wire import Header, Kind, unpack_names
@@ -59,6 +60,7 @@ _ENDING = TensorState.ENDING
 #: What a summation service sends. Globals: see transitions.py.
 _ANSWER, _REFUSED, _WANT, _AWAITED = Kind.ANSWER, Kind.REFUSED, Kind.WANT, Kind.AWAITED
 _FROM_SERVERS = (_ANSWER, _REFUSED, _WANT, _AWAITED)
+_OF_SHADOWS = (Kind.SHADOW_HELD, Kind.SHADOW_LACKS)
 
 
 class StepMaker(Protocol):
@@ -72,6 +74,12 @@ class StepMaker(Protocol):
 
     def summed(self, slot: RankSlot) -> None:
         """All sums of the slot's rank are there."""
+
+    def told_of_shadow(self, header: Header, text: str, server: int) -> None:
+        """A server has said what it holds, or lacks, of the states that it keeps in step."""
+
+    def again(self, server: int) -> None:
+        """There is a new connection to a server."""
 
 
 class Executor:
@@ -99,6 +107,7 @@ class Executor:
         self.rounds = 0  # partitions delivered
         self.after_run: Callable[[], None] | None = None
         self._loop = runtime.loop
+        self.runtime = runtime
         self.kernels = runtime.kernels
         self._thresholds = runtime.thresholds
         self._ready = ready
@@ -315,6 +324,14 @@ class Executor:
         self._frames.pop(part, None)
         self._memory.take_answer_block(part)
 
+    def detach_sum(self, part: Part) -> Block | zmq.Frame | None:
+        """The memory of a partition's sum, which is the caller's from now on: a block of ``Memory.machine``, or an
+        answer. None: there is none."""
+        frame, block = self._frames.pop(part, None), part.answer
+        if frame is None:
+            part.answer = None
+        return frame if frame is not None else block
+
     def run_kernel(self, work: Callable[[], None], done: Callable[[BaseException | None], None]) -> None:
         """Run work that belongs to no round on an engine's thread. ``done`` is called on the loop's thread, unless the
         group is over."""
@@ -332,6 +349,10 @@ class Executor:
 
     def answered(self, header: Header, frame: zmq.Frame | None, server: int) -> None:
         """A summation service has sent a message."""
+        if header.kind in _OF_SHADOWS:
+            text = (frame.bytes if frame is not None else b"").decode(errors="replace")
+            self.steps.told_of_shadow(header, text, server)
+            return
         if header.kind not in _FROM_SERVERS:
             raise ProtocolError(f"a summation service sent a {header.kind.name} message, which only workers send")
         if header.kind is _AWAITED:
@@ -405,6 +426,7 @@ class Executor:
     def again(self, server: int) -> None:
         """Messages to a server that it has not answered are lost, or may be."""
         self.run(self._pipeline.again([part for part in self._sent if part.server == server], self._loop.time()))
+        self.steps.again(server)
 
     @property
     def _sent(self) -> list[Part]:

@@ -41,6 +41,10 @@ _MOST_KEPT = 8192
 #: never gets any, a round in which all pass.
 _GOOD_AGAIN = 256
 _CONNECT_S = 1.0
+#: Messages about copies of states. The service keeps and repeats them (worker/core/shadowing.py).
+_SHADOW = frozenset(kind for kind in Kind if kind.name.startswith("SHADOW_"))
+#: From servers: no answers to requests.
+_TOLD = _SHADOW | {Kind.WANT, Kind.AWAITED}
 
 
 def silence_s(settings: Settings, loop: EventLoop) -> float:
@@ -81,7 +85,7 @@ class _Request:
     header: Header
     payload: Block | None
     offset: int
-    body: bytes = b""
+    body: bytes | memoryview = b""
     number: int = -1  # on the connection; -1: not sent
 
 
@@ -157,9 +161,9 @@ class TcpLink(ServerLink, Owner):
     def push(self, header: Header, payload: Block | None, offset: int, answer: Block | None) -> None:
         self._begin(_Request(header, payload, offset))
 
-    def ask(self, header: Header, body: bytes) -> None:
-        """Send a request that has no memory of its own."""
-        self._begin(_Request(header, None, 0, body))
+    def ask(self, header: Header, body: bytes | zmq.Frame) -> None:
+        """Send a request whose bytes lie in no block."""
+        self._begin(_Request(header, None, 0, body if isinstance(body, bytes) else body.buffer))
 
     def _begin(self, request: _Request) -> None:
         if self._dialer.is_open:
@@ -178,7 +182,7 @@ class TcpLink(ServerLink, Owner):
             self._requests.pop(name_of(header), None)
             self._damaged.discard(name_of(header))
             self._suspects.discard(name_of(header))
-        elif not header.is_supply:
+        elif not (header.is_supply or header.kind in _SHADOW):
             self._requests[name_of(header)] = request
             if len(self._requests) > _MOST_KEPT:
                 del self._requests[next(iter(self._requests))]
@@ -195,7 +199,7 @@ class TcpLink(ServerLink, Owner):
     def on_message(self, header: Header, payload: zmq.Frame) -> None:
         if header.kind is not Kind.AWAITED:
             self.bytes_received += len(payload)
-        if header.kind not in (Kind.WANT, Kind.AWAITED):
+        if header.kind not in _TOLD:
             self._answered(name_of(header))
         self._on_answer(header, payload)
 
@@ -475,6 +479,19 @@ class Network:
             if link.is_local:
                 self._memory.abandon_answer_block(part, server)
         part.answer = None  # it may yet be written, if its server is only frozen: never used again
+
+    def tell(self, server: int, header: Header, payload: Block | zmq.Frame | bytes, offset: int) -> None:
+        """Send a message that is about no contribution to a server of another machine. A payload stays untouched until
+        the server says that it has it. ``offset``: of ``header.length`` bytes in a block."""
+        link = self._links.get(server)
+        if not isinstance(link, TcpLink):
+            return  # it is a member no more, or not yet
+        header.sender, header.epoch = self._me, self._epoch
+        if isinstance(payload, Block):
+            link.push(header, payload, offset, None)
+        else:
+            link.bytes_sent += len(payload)
+            link.ask(header, payload)
 
     def _header(self, part: Part, round_: int, contributes: bool) -> Header:
         tensor = part.tensor

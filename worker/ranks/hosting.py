@@ -7,6 +7,8 @@
       ◄─────────────────────────────────── NORMED {sum}
       STEP {round, segments} ───────────────────────────► each sum of the round, once it is there: see hosted_steps.py
       SKIP {round} ─────────────────────────────────────► no step is made with the sums of this round
+      RECORD {step, extra} ─────────────────────────────► what the rank knows beside the states, for their copies
+      ◄───────────────────────────────────── HELD {step}  all of that is held by other machines, see shadows.py
 
 States lie in memory that the rank maps too: between steps it reads and writes them itself. Owned by the loop's thread;
 kernels run on the engine's threads.
@@ -14,24 +16,31 @@ kernels run on the engine's threads.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from google.protobuf.message import DecodeError
+
 from byteps_py import rank_protocol as protocol
-from byteps_py.errors import BytePSError, PeerLostError, ProtocolError
+from byteps_py.errors import BytePSError, PeerLostError, ProtocolError, UsageError
 from byteps_py.kernels.step_segments import StepSegment, bind_segments, segments_of
 from byteps_py.kernels.update_rules import SCALARS, StepKind
+from byteps_py.proto import shadow_pb2
 from byteps_py.rank_protocol import RankMessageKind
 from byteps_py.shm import Block
-from byteps_py.worker.core.hosted_steps import HostedSteps, MakeStep, OwnedPart
+from byteps_py.wire import Header
+from byteps_py.worker.core.hosted_steps import MakeStep, OwnedPart
 from byteps_py.worker.core.pipeline import RoundPipeline
 from byteps_py.worker.core.tensor import RankSlot
+from byteps_py.worker.core.topology import Topology
 from byteps_py.worker.io.executor import Executor
 from byteps_py.worker.io.memory import Memory
 from byteps_py.worker.io.rank_connection import RankConnection
+from byteps_py.worker.ranks.shadows import Shadows
 
 
 @dataclass(slots=True, eq=False)
@@ -44,12 +53,14 @@ class _HostRequest:
     source: RankSlot
     target: RankSlot
     before: _KeptStates | None
+    run: int
 
 
 @dataclass(slots=True, eq=False)
 class _KeptStates:
     """``segments``: of the latest step; ``norms``: requests that wait for sums, and the ranges of elements that each is
-    about; ``running``: kernels at work on the states."""
+    about; ``running``: kernels at work on the states. ``run``: see ShadowPart, 0 if no other machine keeps copies;
+    ``parts``: the partitions; ``step``: the number of the latest step, and ``durable``: of one that all copies hold."""
 
     id: int
     local_rank: int
@@ -61,21 +72,40 @@ class _KeptStates:
     norms: list[tuple[int, list[range]]] = field(default_factory=list)
     running: int = 0
     is_void: bool = False
+    run: int = 0
+    parts: list[OwnedPart] = field(default_factory=list)
+    step: int = 0
+    durable: int = 0
+
+
+@dataclass(slots=True)
+class _StepUnderWay:
+    """``segments``: of the partition; ``copy``: where its states are copied to."""
+
+    kept: _KeptStates
+    segments: list[StepSegment]
+    copy: Block | None
 
 
 class Hosting:
     """Of the ranks of one group."""
 
-    def __init__(self, memory: Memory, executor: Executor, pipeline: RoundPipeline, steps: HostedSteps) -> None:
+    shadows_class: type[Shadows] = Shadows
+
+    def __init__(self, topology: Topology, memory: Memory, executor: Executor, pipeline: RoundPipeline) -> None:
+        self._first_rank = topology.first_rank
         self._memory = memory
         self._executor = executor
         self._kernels = executor.kernels
         self._pipeline = pipeline
-        self._steps = steps
+        self._steps = pipeline.hosted
+        self.shadows = self.shadows_class(topology, memory, executor)
+        self._records: dict[int, bytes] = {}  # by local rank: the parts of a record so far
+        self._earlier: dict[OwnedPart, list[StepSegment]] = {}  # of steps of the round before its last one
         self._requests: list[_HostRequest] = []
         self._parts: dict[int, _KeptStates] = {}
         self._of_slot: dict[int, _KeptStates] = {}  # by id of the gradients' slot
-        self._stepping: dict[OwnedPart, _KeptStates] = {}
+        self._stepping: dict[OwnedPart, _StepUnderWay] = {}
         self._next_id = 1
         executor.steps = self
 
@@ -95,7 +125,8 @@ class Hosting:
         before = self._part(rank, int(fields["before"])) if fields["before"] else None
         if before is not None and before.kind != kind:
             raise ProtocolError(f"steps of {kind} with states for {before.kind}")
-        self._requests.append(_HostRequest(rank, int(fields["request"]), kind, source, target, before))
+        run = int(fields.get("run", 0))
+        self._requests.append(_HostRequest(rank, int(fields["request"]), kind, source, target, before, run))
         self.agreed()
 
     def agreed(self) -> None:
@@ -112,7 +143,8 @@ class Hosting:
     def _keep(self, request: _HostRequest) -> None:
         rank, kind, source = request.rank, request.kind, request.source
         parts = [part for part in (source.tensor.parts if source.tensor else ()) if isinstance(part, OwnedPart)]
-        count = sum(part.count for part in self._steps.own_parts(source))
+        own = self._steps.own_parts(source)
+        count = sum(part.count for part in own)
         kept = request.before
         if kept is None:
             states = tuple(rank.allocate(count * kind.state_itemsize) for _ in range(kind.states if count else 0))
@@ -123,10 +155,19 @@ class Hosting:
         self._of_slot.pop(kept.source.id, None)
         kept.source = source
         self._of_slot[source.id] = kept
+        kept.run, kept.parts = request.run, own
+        if kept.run:
+            self.shadows.watch(self._first_rank + rank.local_rank, kept.run, kind, own)
         places = [[block.segment, block.offset] for block in kept.states]
         owners = [[part.first, part.count, part.owner] for part in parts]
         said: dict[str, Any] = {"request": request.number, "id": kept.id, "count": count}
         said |= {"states": places, "owners": owners}
+        if kept.run and not self.shadows.is_possible:
+            said |= {
+                "error": UsageError.__name__,
+                "message": "shadow=True keeps copies of the optimizer's states on other machines, and no other machine "
+                "runs a summation service: start one on a spare CPU machine (DMLC_ROLE=server bpslaunch)",
+            }
 
         def prepared(error: BaseException | None) -> None:
             if error is not None:
@@ -138,13 +179,16 @@ class Hosting:
 
     def release(self, rank: RankConnection, fields: dict[str, Any]) -> None:
         """A rank needs its states no more. Raises ProtocolError."""
-        self._end(self._part(rank, int(fields["part"])))
+        part = self._part(rank, int(fields["part"]))
+        self.shadows.end(part.parts)
+        self._end(part)
 
     def forget(self, local_rank: int) -> None:
         """The rank has left."""
         self._requests = [each for each in self._requests if each.rank.local_rank != local_rank]
         for part in [each for each in self._parts.values() if each.local_rank == local_rank]:
             self._steps.disarm(part.source)
+            self.shadows.abandon(part.parts)
             self._end(part)
 
     def _end(self, part: _KeptStates) -> None:
@@ -166,7 +210,28 @@ class Hosting:
         if segments and segments[-1].elements.stop > part.count:
             raise ProtocolError(f"a step of {segments[-1].elements.stop} elements with states of {part.count}")
         part.segments = segments
+        if part.run and fields["is_last"]:
+            part.step, part.durable = int(fields["step"]), int(fields["durable"])
+            self.shadows.begin(self._first_rank + rank.local_rank, part.step, part.parts)
         self._executor.run(self._pipeline.arm(part.source, int(fields["round"]), bool(fields["is_last"])))
+
+    def record(self, rank: RankConnection, fields: dict[str, Any]) -> None:
+        """A rank says what it knows after a step, in one message or several. Raises ProtocolError."""
+        try:
+            data = self._records.pop(rank.local_rank, b"") + base64.b85decode(fields["data"])
+            if fields["more"]:
+                self._records[rank.local_rank] = data
+                return
+            record = shadow_pb2.ShadowRecord.FromString(data)
+        except (ValueError, DecodeError) as error:
+            raise ProtocolError(f"local rank {rank.local_rank} sent a malformed RECORD: {error}") from None
+        self.shadows.record(self._first_rank + rank.local_rank, record)
+
+    def told_of_shadow(self, header: Header, text: str, server: int) -> None:
+        self.shadows.answered(header, text, server)
+
+    def again(self, server: int) -> None:
+        self.shadows.again(server)
 
     def skip(self, rank: RankConnection, fields: dict[str, Any]) -> None:
         """A rank gives the sums of a round up. Raises ProtocolError."""
@@ -238,19 +303,27 @@ class Hosting:
             outputs.append(block.address + sent_from)
         run = bind_segments(kind, states, step.inputs, outputs, step.divisor, self._kernels.bind_step)
         kept.running += 1
-        self._stepping[part] = kept
         segments = []
         for segment in kept.segments:
             begin = max(segment.elements.start - offset, 0)
             end = min(segment.elements.stop - offset, part.count)
             if begin < end:
                 segments.append(StepSegment(range(begin, end), segment.scalars))
-        return functools.partial(_make_step, self._memory, run, segments)
+        copy = self.shadows.copy_states(step, states) if kept.run else None
+        self._stepping[part] = _StepUnderWay(kept, segments, copy[0] if copy is not None else None)
+        return functools.partial(_make_step, self._memory, run, segments, copy[1] if copy is not None else None)
 
     def stepped(self, step: MakeStep) -> None:
         """The work of a step is done."""
-        kept = self._stepping.pop(step.part)
+        done = self._stepping.pop(step.part)
+        kept = done.kept
         kept.running -= 1
+        if kept.run:
+            segments = [*self._earlier.pop(step.part, ()), *done.segments]
+            if step.is_last:
+                self.shadows.stepped(step, kept.step, kept.durable, segments, done.copy)
+            else:
+                self._earlier[step.part] = segments
         self._free(kept)
 
     def _local_rank_of(self, part: OwnedPart) -> int:
@@ -271,9 +344,16 @@ class Hosting:
         return slot
 
 
-def _make_step(memory: Memory, run: Callable[[Sequence[StepSegment]], None], segments: Sequence[StepSegment]) -> None:
+def _make_step(
+    memory: Memory,
+    run: Callable[[Sequence[StepSegment]], None],
+    segments: Sequence[StepSegment],
+    copy_states: Callable[[], None] | None,
+) -> None:
     """``memory``: what keeps the addresses mapped until the step is made, even if the group is over meanwhile."""
     run(segments)
+    if copy_states is not None:
+        copy_states()
 
 
 def _kind_of(said: Any) -> StepKind:

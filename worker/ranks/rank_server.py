@@ -322,6 +322,8 @@ class RankServer:
                     here.hosting.step(connection, protocol.fields_of(message))
                 elif kind is RankMessageKind.SKIP:
                     here.hosting.skip(connection, protocol.fields_of(message))
+                elif kind is RankMessageKind.RECORD:
+                    here.hosting.record(connection, protocol.fields_of(message))
                 elif kind is RankMessageKind.NORM:
                     here.hosting.norm(connection, protocol.fields_of(message))
                 elif kind is RankMessageKind.HOST:

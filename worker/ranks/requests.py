@@ -45,7 +45,7 @@ class Requests:
         self.memory = memory
         self.executor = executor
         self.joining = joining
-        self.hosting = self.hosting_class(memory, executor, pipeline, pipeline.hosted)
+        self.hosting = self.hosting_class(topology, memory, executor, pipeline)
         self.released = 0  # barriers passed
         self._meetings = PeerIntroductions()
         self._arrived = 0

@@ -3,6 +3,7 @@ thread may call; see Session."""
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import logging
 import os
@@ -28,11 +29,12 @@ from byteps_py.kernels.step_segments import StepSegment
 from byteps_py.kernels.update_rules import StepKind
 from byteps_py.rank_protocol import RankMessageKind
 from byteps_py.session import failure_reports
-from byteps_py.session.base import HostedPart, Observer, Slot
+from byteps_py.session.base import HostedPart, Observer, ShadowedStep, Slot
 from byteps_py.session.service.channel_session import ChannelSession
 from byteps_py.shm import Segment
 from byteps_py.stack_dump import StackDump, open_stack_dump
 from byteps_py.tensors import Layout, TensorSpec
+from byteps_py.wire import MAX_RECORD_BYTES
 
 
 class Slots:
@@ -115,6 +117,7 @@ class Slots:
 
 #: The service itself reports a stall at the stall limit. The session waits this much longer for its report.
 _PATIENCE_S = 30.0
+_RECORD_PART_BYTES = 96 << 10  # base85 makes 120 KiB of it
 _log = logging.getLogger("byteps_py")
 
 _DONE = int(RankMessageKind.DONE)  # plain integers: these messages are by far the most frequent
@@ -168,6 +171,7 @@ class RemoteSession(ChannelSession):
         self._is_settled = False  # the others have taken all of them
         self._welcome: dict[str, Any] = {}
         self._hosts = (False, False)
+        self._run, self._held = 0, (0, False)
         self._has_left = False  # the service knows, and no longer answers
         self._declaring = threading.Lock()
         hello = protocol.hello(local_rank, local_size, self._pid, synced_in)
@@ -314,13 +318,17 @@ class RemoteSession(ChannelSession):
             chunks, slot.chunks = slot.chunks, []
         return chunks if slot.pending else []
 
-    def host(self, kind: StepKind, source: Slot, target: Slot, before: HostedPart | None = None) -> HostedPart:
+    def host(
+        self, kind: StepKind, source: Slot, target: Slot, before: HostedPart | None = None, run: int = 0
+    ) -> HostedPart:
         self._tell_released()
         request = self._next_request()
         part = HostedPart(kind, source, target)
         with self.state:
             self._hosting[request] = part
-        said = {"source": source.id, "target": target.id, "before": before.id if before is not None else 0}
+        if run != self._run:
+            self._run, self._held = run, (0, False)
+        said = {"source": source.id, "target": target.id, "before": before.id if before is not None else 0, "run": run}
         self.tell(protocol.pack(RankMessageKind.HOST, request=request, step_kind=kind.code, **said))
         self.wait_until(
             lambda: request not in self._hosting or source.error is not None or target.error is not None,
@@ -338,10 +346,36 @@ class RemoteSession(ChannelSession):
             self._requests += 1
             return self._requests
 
-    def begin_step(self, part: HostedPart, segments: Sequence[StepSegment], is_last: bool = True) -> None:
-        said = [segment.to_json() for segment in segments]
-        round_ = part.source.round
-        self.tell(protocol.pack(RankMessageKind.STEP, part=part.id, round=round_, segments=said, is_last=is_last))
+    def begin_step(
+        self,
+        part: HostedPart,
+        segments: Sequence[StepSegment],
+        is_last: bool = True,
+        shadowed: ShadowedStep | None = None,
+    ) -> None:
+        numbers = {"step": shadowed.step, "durable": shadowed.durable} if shadowed is not None else {}
+        said = {"round": part.source.round, "segments": [segment.to_json() for segment in segments]}
+        self.tell(protocol.pack(RankMessageKind.STEP, part=part.id, is_last=is_last, **said, **numbers))
+
+    max_record_bytes = MAX_RECORD_BYTES - 64  # the other fields of a packed record
+
+    def record_step(self, shadowed: ShadowedStep, common: bytes, extra: bytes) -> None:
+        from byteps_py.proto import shadow_pb2  # late: most jobs need no messages of this kind
+
+        record = shadow_pb2.ShadowRecord(
+            run=shadowed.run, step=shadowed.step, durable=shadowed.durable, rank=self.rank, size=self.size,
+            common=common, extra=extra, whole=shadowed.is_whole,
+        )  # fmt: skip
+        data = record.SerializeToString()
+        for start in range(0, len(data), _RECORD_PART_BYTES):
+            end = start + _RECORD_PART_BYTES
+            text = base64.b85encode(data[start:end]).decode()
+            self.tell(protocol.pack(RankMessageKind.RECORD, data=text, more=end < len(data)))
+
+    @property
+    def held(self) -> tuple[int, bool]:
+        self._read_what_is_there()
+        return self._held
 
     def wait_for_step(self, part: HostedPart, timeout_s: float | None = None) -> None:
         self.square_sum(part, (), timeout_s)  # there are sums again
@@ -407,10 +441,13 @@ class RemoteSession(ChannelSession):
         return self._stall_limit_s + _PATIENCE_S if timeout_s is None and self._stall_limit_s else timeout_s
 
     def hosts_changed(self) -> tuple[bool, bool]:
+        self._read_what_is_there()
+        return self._hosts
+
+    def _read_what_is_there(self) -> None:
         with self.state:
             while not self._reading and self._fatal is None and self._read(0):
                 pass
-        return self._hosts
 
     def _settle(self) -> None:
         """Wait until other ranks have taken this rank's pieces of gathers and exchanges: the pieces lie in this rank's
@@ -510,6 +547,8 @@ class RemoteSession(ChannelSession):
             self._declared[fields["request"]] = [self._slots.add(spec, place) for spec, place in pairs]
         elif kind is RankMessageKind.NORMED:
             self._normed[int(fields["request"])] = float.fromhex(fields["sum"])
+        elif kind is RankMessageKind.HELD:
+            self._held = max(self._held, (int(fields["step"]), bool(fields["whole"])))
         elif kind is RankMessageKind.HOSTED:
             self._hosted(fields)
         elif kind is RankMessageKind.WELCOME:

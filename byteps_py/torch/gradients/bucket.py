@@ -27,7 +27,7 @@ class GradientOptions:
 
     predivide: a factor f for averages: gradients are divided by f before the sum and multiplied by f/size after it.
     group: the ranks that combine their gradients; empty for all. prefix: of the gradients' names.
-    nonfinite: what to do if gradients are NaN or infinite.
+    nonfinite: what to do if gradients are NaN or infinite. shadow: see DistributedOptimizer.
     """
 
     compression: type[Compressor] = Compression.none
@@ -37,6 +37,7 @@ class GradientOptions:
     prefix: str = "Gradient."
     sparse_as_dense: bool = False
     nonfinite: NonFinite = NonFinite.ALLOW
+    shadow: bool = False
 
     @property
     def divides(self) -> bool:

@@ -19,11 +19,13 @@ from byteps_py.tensors import NonFinite
 from byteps_py.torch.engine import context as contexts
 from byteps_py.torch.engine import nonfinite
 from byteps_py.torch.gradients.hosted_delay import DelayedSteps
-from byteps_py.torch.gradients.hosted_overflow import GradientProbe, find_error, largest, overflows
+from byteps_py.torch.gradients.hosted_overflow import GradientProbe, find_error, overflows
 from byteps_py.torch.gradients.hosted_owners import claim
 from byteps_py.torch.gradients.hosted_reducer import HostedReducer
 from byteps_py.torch.gradients.hosted_rules import check_numbers, numbers_of, rule_of
+from byteps_py.torch.gradients.hosted_shadow import ShadowedSteps
 from byteps_py.torch.gradients.hosted_states import Factors, ParameterState, check_state
+from byteps_py.torch.gradients.largest_values import largest
 from byteps_py.torch.gradients.optimizer_mixin import DistributedOptimizerMixin
 from byteps_py.torch.horovod.api import push_pull
 
@@ -76,8 +78,13 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
         if self._overflows:
             self._reducer.drop_sums()
         else:
-            self._reducer.make_steps(numbers, Factors(self._unscale, self._clip), self._initial_sums)
+            self._reducer.begin_steps(numbers, Factors(self._unscale, self._clip), self._initial_sums)
+            self._reducer.record_step(self.param_groups)
+            self._reducer.take_parameters()
             self._loaded = None
+            if self._reducer.shadow is not None:
+                self._reducer.loaded = copy.deepcopy(self._reducer.loaded)  # of parameters that have no states yet
+                self._reducer.shadow.taken_over()
         self._forget_factors()
         self._delayed.count()
         self._reducer.is_delayed = self._delayed.is_due
@@ -164,6 +171,26 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
         self._clip = 1.0 if factor > 1.0 else factor  # NaN stays NaN, as in torch
         return norm
 
+    @property
+    def shadow_extra(self) -> Any:
+        """With ``shadow=True``: what travels with each step from now on, and comes back with ``bps.restore``: random
+        states, the position of the data loader, a scheduler's state. Any object that can be pickled, small, each rank's
+        own; step() pickles it as it is then. None for nothing.
+
+        Raises UsageError without ``shadow=True``.
+        """
+        return self._shadowed_steps.extra
+
+    @shadow_extra.setter
+    def shadow_extra(self, value: Any) -> None:
+        self._shadowed_steps.extra = value
+
+    @property
+    def _shadowed_steps(self) -> ShadowedSteps:
+        if self._reducer.shadow is None:
+            raise UsageError("shadow_extra belongs to DistributedOptimizer(…, shadow=True)")
+        return self._reducer.shadow
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """See torch.optim.Optimizer. Raises GradientOrderError between backward() and step()."""
         super().zero_grad(set_to_none)
@@ -204,6 +231,8 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
         self._forget_factors()
         self._add_new_groups()
         self._reducer.finish()
+        if self._reducer.shadow is not None:
+            self._reducer.shadow.start(contexts.current())
         self._check_finite()
 
     def _check_finite(self) -> None:
@@ -238,8 +267,14 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
             for name in _COMPARED
         ]
         own = torch.tensor([*values, self._unscale, self._clip], dtype=torch.float64, device="cpu")
-        both = largest(context, f"{self._name}.numbers", torch.cat([own, -own]).tolist())
+        shadow = self._reducer.shadow
+        held, is_whole = shadow.held if shadow is not None else (0, False)
+        *both, least_held, least_whole = largest(
+            context, f"{self._name}.numbers", [*own, *-own, float(-held), float(-is_whole)]
+        )
         most, least = torch.tensor(both, dtype=torch.float64, device="cpu").chunk(2)
+        if shadow is not None:
+            shadow.agreed(int(-least_held), bool(least_whole))
         for place in (most != -least).nonzero().flatten().tolist():
             if own[place].isnan():
                 continue  # ``check_numbers`` says so, here and on all that have it
@@ -260,6 +295,12 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
         params = [param for group in self.param_groups for param in group["params"]]
         self._loaded = {place: copy.deepcopy(given[param]) for place, param in enumerate(params) if param in given}
         self._reducer.loaded = {params[place]: state for place, state in self._loaded.items()}
+
+    def _take_stored_states(self, given: Mapping[torch.nn.Parameter, Mapping[str, Any]]) -> None:
+        """As ``_load_states``, of states that are read when the services take them over."""
+        params = [param for group in self.param_groups for param in group["params"]]
+        self._loaded = {place: given[param] for place, param in enumerate(params) if param in given}
+        self._reducer.loaded = dict(given)
 
     def _check_states(self, given: Mapping[torch.nn.Parameter, Mapping[str, Any]]) -> None:
         for param, state in given.items():

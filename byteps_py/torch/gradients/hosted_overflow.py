@@ -12,11 +12,10 @@ import torch
 
 from byteps_py import blame as blames
 from byteps_py.errors import NonFiniteError
-from byteps_py.tensors import DType, Op, TensorSpec
 from byteps_py.torch.engine import nonfinite
 from byteps_py.torch.engine.context import Context
-from byteps_py.torch.engine.slot_view import TensorRequest
 from byteps_py.torch.gradients.hosted_reducer import HostedReducer
+from byteps_py.torch.gradients.largest_values import largest
 
 _BLAME_BITS = 64
 
@@ -44,18 +43,6 @@ class GradientProbe:
         if self._param.grad is None:
             self._param.grad = torch.ones(1, dtype=torch.float32, device="cpu")
         return self._param.grad
-
-
-def largest(context: Context, name: str, values: Sequence[float]) -> list[float]:
-    """The largest of all ranks' values, each. All ranks call it. Raises what Session.wait raises."""
-    own = torch.tensor(values, dtype=torch.float64, device="cpu")
-    if context.session.size == 1:
-        return own.tolist()
-    spec = TensorSpec(name, DType.FLOAT64, (len(own),), Op.MAX)
-    (view,) = context.slot_views([TensorRequest(spec, torch.float64, ((len(own),),), own.device)])
-    view.contribute([own])
-    view.wait()
-    return view.results[0].tolist()
 
 
 def overflows(context: Context, name: str, reducer: HostedReducer, initial_sums: Sequence[float]) -> bool:

@@ -1,6 +1,6 @@
 """Sums the gradients of a hosted optimizer for the services, which step with them and send the parameters.
 
-    finish(): gradients are on their way ─► make_steps(): each sum is stepped when it is there, parameters come back
+    finish(): gradients are on their way ─► begin_steps(): each sum is stepped when it is there ─► take_parameters()
 
 The training thread calls, but for ``ready``.
 """
@@ -30,6 +30,7 @@ from byteps_py.torch.gradients.gradient_checksums import Gradients, Scratch
 from byteps_py.torch.gradients.gradient_reducer import GradientReducer
 from byteps_py.torch.gradients.hosted_owners import claim
 from byteps_py.torch.gradients.hosted_rules import check_dtypes
+from byteps_py.torch.gradients.hosted_shadow import ShadowedSteps
 from byteps_py.torch.gradients.hosted_sparse_rows import HostedSparseBucket
 from byteps_py.torch.gradients.hosted_states import Factors, HostedStates, OwnedStates, ParameterState, RowStates
 from byteps_py.torch.gradients.hosted_trust_ratios import UpdatePhase, begin_scaled_steps
@@ -115,6 +116,7 @@ class HostedReducer(GradientReducer):
             options = replace(options, compression=Compression.none)
         #: Gradients are handed over by ``hand_over_now`` alone, and may be computed while ``finish`` runs elsewhere.
         self.is_delayed = False
+        self.shadow: ShadowedSteps | None = None
         self._bad: list[bool] | None = None
         self._due: list[tuple[HostedStates, tuple[bool, ...]]] = []
         super().__init__(context, named, options)
@@ -137,7 +139,7 @@ class HostedReducer(GradientReducer):
         self, request: TensorRequest, name: str, param: torch.nn.Parameter, first: int
     ) -> SparseBucket:
         shape = param.shape[0], math.prod(param.shape[1:])  # pieces of whole rows
-        spec = replace(request.spec, shape=shape, ownership="")
+        spec = replace(request.spec, shape=shape, ownership="", is_shadowed=False)
         request = replace(request, spec=spec)
         return HostedSparseBucket(self._context, request, name, param, self._options, first, self._scratch)
 
@@ -171,7 +173,8 @@ class HostedReducer(GradientReducer):
         spec = request.spec
         shape = (sum(param.numel() for param in params),)
         # Whether sums are finite is found out by their owners, see hosted_overflow.py.
-        spec = replace(spec, shape=shape, ownership=spec.name, nonfinite=NonFinite.ALLOW)
+        shadow = self._options.shadow
+        spec = replace(spec, shape=shape, ownership=spec.name, nonfinite=NonFinite.ALLOW, is_shadowed=shadow)
         return replace(request, spec=spec, result_shapes=())
 
     def ready(self, place: GradientPlace, param: torch.Tensor) -> None:
@@ -246,7 +249,8 @@ class HostedReducer(GradientReducer):
         if states is None:
             self._check_memory_once()
             kind = self._step_kind(bucket)
-            states = HostedStates(self._context.session, slot, kind, bucket.params, initial_sum)
+            run = self.shadow.run if self.shadow is not None else 0
+            states = HostedStates(self._context.session, slot, kind, bucket.params, initial_sum, run)
             self._keep(bucket, states)
         if not isinstance(states, HostedStates):
             raise UsageError(f"the gradient of {bucket.names[0]!r} was sparse before: a hosted optimizer keeps that")
@@ -260,6 +264,11 @@ class HostedReducer(GradientReducer):
         if states is None:
             self._check_memory_once()
             kind = self._step_kind(bucket)
+            if self.shadow is not None:
+                raise UsageError(
+                    f"shadow=True: the gradient of {bucket.names[0]!r} is sparse, and other machines can't follow its "
+                    "steps, which its ranks make: pass sparse_as_dense=True"
+                )
             states = RowStates(self._context.session, bucket.request.spec, kind, bucket.params, initial_sum)
             self._keep(bucket, states)
         if not isinstance(states, RowStates):
@@ -308,7 +317,7 @@ class HostedReducer(GradientReducer):
 
     @property
     def has_sums(self) -> bool:
-        """True between ``finish`` and ``make_steps``."""
+        """True between ``finish`` and ``begin_steps``."""
         return any(bucket.summed is not None for bucket in self.hosted) or any(row.is_summed for row in self.sparse)
 
     def drop_sums(self) -> None:
@@ -321,11 +330,6 @@ class HostedReducer(GradientReducer):
         for rows in self.sparse:
             rows.is_summed = False
 
-    def make_steps(self, numbers: Sequence[Hyperparameters], factors: Factors, initial_sums: Sequence[float]) -> None:
-        """Step with the sums: ``numbers`` of each param_group. Returns when all parameters are there."""
-        self.begin_steps(numbers, factors, initial_sums)
-        self.take_parameters()
-
     def take_parameters(self) -> None:
         """Take the parameters of the steps that ``begin_steps`` has begun."""
         due, self._due = self._due, []
@@ -333,7 +337,7 @@ class HostedReducer(GradientReducer):
             states.take_parameters(participates, self._context.mover(states.device))
 
     def begin_steps(self, numbers: Sequence[Hyperparameters], factors: Factors, initial_sums: Sequence[float]) -> None:
-        """The first half of ``make_steps``: returns when the services know all about the steps."""
+        """Step with the sums: ``numbers`` of each param_group. Returns when the services know all about the steps."""
         due: list[tuple[HostedStates, tuple[bool, ...]]] = []
         begins: list[Callable[[], None]] = []
         updates: list[UpdatePhase] = []
@@ -359,12 +363,21 @@ class HostedReducer(GradientReducer):
                 sparse.append((rows, self.rows_of(rows, initial_sums[group]), numbers[group]))
         for bucket in self.hosted:
             bucket.summed = None
+        for states, _ in due:
+            states.shadowed = self.shadow.next if self.shadow is not None else None
         for begin in begins:  # once nothing is wrong with any of them
             begin()
         begin_scaled_steps(self._context, updates)
         for rows, its_states, its_numbers in sparse:
             rows.step_rows(its_states, its_numbers, factors)
         self._due = due
+
+    def record_step(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Have other machines hold what belongs to the step that has begun. Raises UsageError, see ShadowedSteps."""
+        if self.shadow is not None:
+            known = {bucket: self._states.get(bucket) for bucket in self.hosted}
+            kept = {bucket: states for bucket, states in known.items() if isinstance(states, HostedStates)}
+            self.shadow.record(kept, groups)
 
     def square_sum(self, initial_sums: Sequence[float]) -> float:
         """Of the averages that this rank owns, after ``finish``: NaN or infinite if one of them is. Waits for them."""

@@ -17,10 +17,11 @@ import torch
 from byteps_py.errors import UsageError
 from byteps_py.kernels.step_segments import StepSegment
 from byteps_py.kernels.update_rules import Hyperparameters, Method, StepKind, UpdateRule, step_scalars
-from byteps_py.session import HostedPart, Session, Slot
+from byteps_py.session import HostedPart, Session, ShadowedStep, Slot
 from byteps_py.tensors import DType, Op, TensorSpec
 from byteps_py.torch.engine.slot_view import TORCH, Mover, pieces
 from byteps_py.torch.gradients.hosted_rules import MASTER, counts_steps, moment_names
+from byteps_py.torch.gradients.stored_elements import StoredElements, elements_of
 
 #: States of one parameter, as in a state_dict.
 ParameterState = dict[str, torch.Tensor]
@@ -141,7 +142,7 @@ class OwnedStates:
             start += count
         return whole
 
-    def load(self, position: int, state: Mapping[str, torch.Tensor]) -> None:
+    def load(self, position: int, state: Mapping[str, Any]) -> None:
         """Take over the states of the parameter at ``position``, which ``check_state`` has found right."""
         if all(state.get(name) is None for name in moment_names(self.kind.rule)):
             self.steps[position] = 0
@@ -151,7 +152,7 @@ class OwnedStates:
             if overlap.position == position:
                 for number, name in enumerate(self.names):
                     if (value := state.get(name)) is not None:
-                        own = value.detach().reshape(-1)[overlap.inside]
+                        own = elements_of(value, overlap.inside)
                         self._states[number][overlap.place].copy_(own)
 
     def release(self) -> None:
@@ -159,7 +160,14 @@ class OwnedStates:
 
 
 class HostedStates(OwnedStates):
-    """In the service, which makes the steps. ``source``: the slot of the gradients. Made by all ranks."""
+    """In the service, which makes the steps. ``source``: the slot of the gradients. ``run``: of the copies on other
+    machines, 0 for none. Made by all ranks.
+
+    ``shadowed``: the step that is about to begin, for the copies; ``last_step``: the number of the latest one.
+    """
+
+    shadowed: ShadowedStep | None = None
+    last_step = 0
 
     def __init__(
         self,
@@ -168,8 +176,10 @@ class HostedStates(OwnedStates):
         kind: StepKind,
         params: Sequence[torch.nn.Parameter],
         initial_sum: float = 0.0,
+        run: int = 0,
     ) -> None:
-        self._part = self._host(session, source, kind)
+        self.run = run
+        self._part = self._host(session, source, kind, run)
         self._release = weakref.finalize(self, session.release_part, self._part)
         count = owned_by(session.rank, self._part.owners)
         states = [pieces(state, _wide(kind), [(count,)])[0] for state in self._part.states]
@@ -177,14 +187,14 @@ class HostedStates(OwnedStates):
         self._view_results()
 
     @staticmethod
-    def _host(session: Session, source: Slot, kind: StepKind, before: HostedPart | None = None) -> HostedPart:
+    def _host(session: Session, source: Slot, kind: StepKind, run: int, before: HostedPart | None = None) -> HostedPart:
         spec = source.spec
         name = f"{spec.name}.parameters"
         wanted = TensorSpec(
             name, kind.parameter, (spec.count,), Op.BROADCAST, priority=spec.priority, ownership=spec.name
         )
         (target,) = session.declare([wanted])
-        return session.host(kind, source, target, before)
+        return session.host(kind, source, target, before, run)
 
     def _view_results(self) -> None:
         shapes = [tuple(param.shape) for param in self._params]
@@ -193,7 +203,7 @@ class HostedStates(OwnedStates):
     def follow(self, source: Slot) -> None:
         """Go on with the slot of the gradients, which may have been declared again. All ranks do so."""
         if source is not self._part.source:
-            self._part = self._host(self.session, source, self.kind, self._part)
+            self._part = self._host(self.session, source, self.kind, self.run, self._part)
             self._view_results()
 
     @property
@@ -228,8 +238,9 @@ class HostedStates(OwnedStates):
     def begin_segments(self, segments: Sequence[StepSegment], is_last: bool) -> None:
         """Begin these segments of a step; ``is_last``: no others follow, and the parameters are sent."""
         if self.count:
-            self.session.begin_step(self._part, segments, is_last)
+            self.session.begin_step(self._part, segments, is_last, self.shadowed)
         if is_last:
+            self.last_step = self.shadowed.step if self.shadowed is not None else 0
             self.session.hand_over(self._part.target)
 
     def wait_for_update(self) -> None:
@@ -288,7 +299,7 @@ def check_state(rule: UpdateRule, param: torch.nn.Parameter, state: Mapping[str,
     for name in (*names, *(["step"] if counts_steps(rule) else [])):
         value = state.get(name)
         shape = torch.Size() if name == "step" else param.shape
-        found = value.shape if isinstance(value, torch.Tensor) else torch.Size()  # a number
+        found = value.shape if isinstance(value, (torch.Tensor, StoredElements)) else torch.Size()  # a number
         if value is None or found != shape:
             has = "none" if value is None else f"one of shape {list(found)}"
             raise UsageError(

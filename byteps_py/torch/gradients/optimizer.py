@@ -21,6 +21,7 @@ from byteps_py.torch.gradients.hosted_delay import DelayedSteps
 from byteps_py.torch.gradients.hosted_optimizer import HostedOptimizerMixin, rules_of, taken_states
 from byteps_py.torch.gradients.hosted_overflow import GradientProbe
 from byteps_py.torch.gradients.hosted_reducer import HostedReducer
+from byteps_py.torch.gradients.hosted_shadow import ShadowedSteps
 from byteps_py.torch.gradients.optimizer_arguments import (
     Groups,
     NamedParameters,
@@ -49,6 +50,7 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
     process_set: ProcessSet = global_process_set,
     hosted: bool = False,
     delayed_update_after: int | None = None,
+    shadow: bool | None = None,
 ) -> Any:
     """Wrap ``optimizer`` so that it averages gradients over all ranks before each step. Use the result.
 
@@ -72,6 +74,9 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
     delayed_update_after: with hosted, a number of steps after which an update waits for the next step(), so that sums
     and steps are made under the next forward and backward passes: p(k+1) = p(k) - lr·u(g(p(k-1))).
 
+    shadow: summation servers on other machines keep the states in step, so that a restarted job goes on from the last
+    step after bps.restore(model, optimizer). Makes the optimizer hosted. None: as BYTEPS_SHADOW says.
+
     One thread uses the result, and all ranks call in the same order. Raises UsageError (a ValueError) for arguments
     that contradict each other and for duplicate or missing names, and NotInitializedError before init(). The result's
     step() raises GradientOrderError, MismatchError, StallError, PeerLostError or NonFiniteError.
@@ -88,7 +93,9 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
     """
     check_passes(backward_passes_per_step)
     check_predivide(gradient_predivide_factor, op)
-    check_delay(delayed_update_after, hosted)
+    is_shadowed = contexts.current().settings.shadow if shadow is None else shadow
+    hosted = hosted or is_shadowed
+    check_delay(delayed_update_after, hosted, is_shadowed)
     if isinstance(optimizer, DistributedOptimizerMixin):
         raise UsageError("the optimizer is a DistributedOptimizer already")
     params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -99,8 +106,11 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
     ranks = ranks_of(process_set)
     if hosted:
         check_hosted(optimizer, op, gradient_predivide_factor, bool(ranks), bool(together))
-        options = GradientOptions(compression, op, sparse_as_dense=sparse_as_dense)
-        return _host(context, optimizer, names, backward_passes_per_step, options, delayed_update_after)
+        options = GradientOptions(compression, op, sparse_as_dense=sparse_as_dense, shadow=is_shadowed)
+        wrapped = _host(context, optimizer, names, backward_passes_per_step, options, delayed_update_after)
+        if is_shadowed:
+            wrapped._reducer.shadow = ShadowedSteps(wrapped._name)
+        return wrapped
     if op is Adasum:
         prefix = prefix_of(process_set, "Delta")
         adasum: AdasumOptimizerMixin = _wrap(

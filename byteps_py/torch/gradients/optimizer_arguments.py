@@ -51,10 +51,16 @@ def check_hosted(
             raise UsageError(f"hosted=True does not go together with {what}")
 
 
-def check_delay(after: int | None, hosted: bool) -> None:
-    """Raises UsageError for a ``delayed_update_after`` that is no number of steps, or not of a hosted optimizer."""
+def check_delay(after: int | None, hosted: bool, shadow: bool) -> None:
+    """Raises UsageError for a ``delayed_update_after`` that is no number of steps, or not of a hosted optimizer, or of
+    one that is shadowed."""
     if after is None:
         return
+    if shadow:
+        raise UsageError(
+            "delayed_update_after does not go together with shadow=True: a restarted job would need the parameters of "
+            "two steps"
+        )
     if not hosted:
         raise UsageError("delayed_update_after needs hosted=True: a step on the ranks is made at once")
     if isinstance(after, bool) or not isinstance(after, int) or after < 0:

@@ -1,0 +1,176 @@
+"""A restarted job goes on from the last step that other machines hold: ``bps.restore``.
+
+    rank 0: which step can be delivered ─► all ranks ─► parameters, param_groups, what the user has attached
+    at the next step: each rank reads the states of the elements that it owns
+
+States are read late, and in part, since no rank may have room for all of them. The training thread calls.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from byteps_py.errors import BytePSError, CommunicationError, UsageError
+from byteps_py.log import logger
+from byteps_py.shadow import NotRestorable, Restorable, RestorablePart, ShadowReader, latest_step
+from byteps_py.torch.engine import context as contexts
+from byteps_py.torch.gradients.hosted_optimizer import HostedOptimizerMixin
+from byteps_py.torch.gradients.hosted_rules import MASTER
+from byteps_py.torch.gradients.stored_elements import StoredElements
+from byteps_py.torch.horovod.objects import broadcast_object
+
+#: Elements of a parameter that are read at once.
+_CHUNK = 1 << 20
+#: Servers apply no steps meanwhile. Those of a job that has ended get none.
+_HOLD_S = 10.0
+
+
+def restore(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int | None:
+    """Go on from the last step that summation servers hold of an earlier run of this job; None if they hold nothing.
+
+    optimizer: of ``DistributedOptimizer(…, shadow=True)``, before its first step. Its parameters, states and
+    param_groups, the model's buffers and ``optimizer.shadow_extra`` are as they were at the end of that step's
+    ``optimizer.step()``, bit for bit, on every rank. Returns the number of steps made. From now on the model's buffers
+    travel with each step.
+
+    All ranks call it. Raises UsageError if the optimizer is not shadowed, has stepped already, or if what is held is of
+    another model or optimizer; CommunicationError if servers hold a part of the states, but of no step all of them.
+
+    >>> import torch, byteps_py as bps
+    >>> def train(model: torch.nn.Module, steps: int) -> None:
+    ...     optimizer = bps.DistributedOptimizer(
+    ...         torch.optim.AdamW(model.parameters()), model.named_parameters(), shadow=True
+    ...     )
+    ...     for step in range(bps.restore(model, optimizer) or 0, steps):
+    ...         optimizer.shadow_extra = torch.get_rng_state()
+    ...         ...
+    """
+    if not isinstance(optimizer, HostedOptimizerMixin) or optimizer._reducer.shadow is None:
+        raise UsageError("restore() takes the optimizer of DistributedOptimizer(…, shadow=True)")
+    if optimizer._reducer.has_states:
+        raise UsageError("restore() comes before the optimizer's first step")
+    _check_parameters(model, optimizer)
+    context = contexts.current()
+    shadow = optimizer._reducer.shadow
+    shadow.model = model
+    reader = ShadowReader(context.settings)
+    try:
+        found = broadcast_object(
+            _find(reader) if context.session.rank == 0 else None, name=f"{optimizer._name}.restorable"
+        )
+        if isinstance(found, Exception):
+            raise found
+        if found is None:
+            reader.close()
+            return None
+        _restore(model, optimizer, reader, found)
+    except BaseException:
+        reader.close()
+        raise
+    logger.info("going on from step %d, which other machines held", found.step)
+    return found.step
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A step that can be restored. ``extras``: by rank."""
+
+    step: int
+    common: Mapping[str, Any]
+    tensors: Mapping[str, Sequence[RestorablePart]]
+    extras: Mapping[int, bytes]
+
+    @classmethod
+    def of(cls, found: Restorable) -> _Found:
+        extras = {rank: record.extra for rank, record in found.records.items()}
+        return cls(found.step, found.common, found.tensors, extras)
+
+
+def _find(reader: ShadowReader) -> _Found | Exception | None:
+    """The newest step that can be restored; None if there are no states. An error is returned: all ranks raise it."""
+    try:
+        found = latest_step(reader.describe(_HOLD_S))
+    except BytePSError as error:
+        return error
+    if isinstance(found, NotRestorable):
+        return CommunicationError(
+            f"restore(): other machines hold states of an earlier run, but of no step all of them: {found.reason}. Go "
+            "on from a checkpoint; without restore(), new states take their place"
+        )
+    return _Found.of(found) if found is not None else None
+
+
+def _check_parameters(model: torch.nn.Module, optimizer: HostedOptimizerMixin) -> None:
+    mine = set(model.parameters())
+    strangers = [name for param, name in optimizer._parameter_names.items() if param not in mine]
+    if strangers:
+        raise UsageError(f"restore(): parameter {strangers[0]!r} of the optimizer is not one of the model's")
+
+
+def _restore(model: torch.nn.Module, optimizer: HostedOptimizerMixin, reader: ShadowReader, found: Restorable) -> None:
+    common = found.common
+    groups = optimizer.param_groups
+    params = {optimizer._parameter_names[param]: param for group in groups for param in group["params"]}
+    _check_same(params, common)
+    states: dict[torch.nn.Parameter, Mapping[str, Any]] = {}
+    for name, (tensor, first, shape, _, steps) in common["params"].items():
+        param, kinds = params[name], common["kinds"][tensor]
+        stored = {
+            kind: StoredElements(reader, found.tensors[tensor], number, first, tuple(shape))
+            for number, kind in enumerate(kinds)
+        }
+        if not steps:
+            continue  # it has made no step: it is as the model's constructor has made it
+        _read(param, stored[MASTER])
+        if param.dtype is stored[MASTER].dtype:
+            del stored[MASTER]
+        states[param] = {"step": torch.tensor(float(steps), device="cpu"), **stored}
+    for group, saved in zip(groups, common["groups"], strict=True):
+        for key, value in saved.items():
+            group[key] = _like(group.get(key), value)
+    optimizer._check_states(states)
+    optimizer._take_stored_states(states)
+    shadow = optimizer._shadowed_steps
+    shadow.go_on(found.step, reader)
+    session = contexts.current().session
+    if attached := found.extras.get(session.rank, b""):
+        # Only this job's ranks, which are authenticated, have written it.
+        shadow.extra, buffers = pickle.loads(attached)
+        if buffers:
+            model.load_state_dict(buffers, strict=False)
+
+
+def _check_same(params: Mapping[str, torch.nn.Parameter], common: Mapping[str, Any]) -> None:
+    """Raises UsageError unless what is held is of this model and optimizer."""
+    held = common["params"]
+    for name, (_, _, shape, dtype, _) in held.items():
+        param = params.get(name)
+        if param is None or list(param.shape) != shape or str(param.dtype) != dtype:
+            has = "does not have it" if param is None else f"has it with shape {list(param.shape)} and {param.dtype}"
+            raise UsageError(
+                f"restore(): the servers hold states of another model: parameter {name!r} of shape {shape} and {dtype}, "
+                f"and the optimizer {has}"
+            )
+
+
+def _read(param: torch.nn.Parameter, master: StoredElements) -> None:
+    flat = torch.empty(param.shape, dtype=param.dtype, device="cpu").view(-1)
+    count = math.prod(param.shape)
+    for start in range(0, count, _CHUNK):
+        end = min(start + _CHUNK, count)
+        flat[start:end] = master[start:end]
+    with torch.no_grad():
+        param.copy_(flat.view(param.shape))
+
+
+def _like(value: Any, saved: Any) -> Any:
+    """A number of a param_group as it was: JSON has no tuples and no tensors."""
+    if isinstance(value, torch.Tensor):
+        return torch.full_like(value, saved)
+    return tuple(saved) if isinstance(saved, list) else saved

@@ -1,0 +1,160 @@
+"""The steps of a hosted optimizer that other machines make as well: what ranks say of each, beside the sums.
+
+A step's *record* has what a restarted job needs beside the states: of rank 0 the param_groups and where each
+parameter's states lie, of each rank what the user has attached. The training thread calls.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import secrets
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from byteps_py.errors import UsageError
+from byteps_py.session import Session, ShadowedStep
+from byteps_py.shadow import ShadowReader
+from byteps_py.torch.engine.context import Context
+from byteps_py.torch.gradients.hosted_states import HostedStates
+from byteps_py.torch.gradients.largest_values import largest
+
+if TYPE_CHECKING:
+    from byteps_py.torch.gradients.hosted_reducer import HostedBucket
+
+_RUN_BITS = 52  # a float64 carries it from rank to rank
+_of_session: weakref.WeakKeyDictionary[Session, Callable[[], ShadowedSteps | None]] = weakref.WeakKeyDictionary()
+
+
+class ShadowedSteps:
+    """Counts the steps of an optimizer. ``name``: of what ranks exchange.
+
+    Attributes:
+        step: number of the latest step.
+        extra: what the user attaches to the next steps.
+        model: its buffers are attached as well; None: there are none.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._session: Session | None = None
+        self._run = 0
+        self._durable, self._is_whole = 0, False
+        self.step = 0
+        self.extra: object = None
+        self.model: torch.nn.Module | None = None
+        self._reader: ShadowReader | None = None
+
+    def start(self, context: Context) -> None:
+        """All ranks call it, before their states are made: they agree on the number of this run."""
+        if self._session is context.session:
+            return
+        if context.session.num_machines == 1:
+            raise UsageError(
+                "shadow=True keeps copies of the optimizer's states on other machines, and this job has one GPU "
+                "machine: its gradients go to no server. Save checkpoints instead, or train on two machines or more"
+            )
+        other = _of_session.get(context.session, lambda: None)()
+        if other is not None and other is not self:
+            raise UsageError(
+                "shadow=True: another optimizer of this job is shadowed already, and a restarted job goes on from one "
+                "optimizer's steps: give all parameters to one optimizer, in param_groups"
+            )
+        _of_session[context.session] = weakref.ref(self)
+        own = float(secrets.randbits(_RUN_BITS) | 1)
+        self._run = int(largest(context, f"{self._name}.run", [own])[0])
+        self._durable, self._is_whole = 0, False
+        self._session = context.session
+
+    @property
+    def run(self) -> int:
+        """See proto/shadow.proto; 0 before ``start``."""
+        return self._run
+
+    @property
+    def held(self) -> tuple[int, bool]:
+        """The latest step whose states and record of this rank are held by other machines, and whether these have held
+        all of its states."""
+        return self._session.held if self._session is not None else (0, False)
+
+    def agreed(self, held: int, is_whole: bool) -> None:
+        """All ranks' ``held`` is at least this."""
+        self._durable, self._is_whole = max(self._durable, held), self._is_whole or is_whole
+
+    @property
+    def next(self) -> ShadowedStep:
+        """The step that is about to be made."""
+        return ShadowedStep(self._run, self.step + 1, self._durable, self._is_whole)
+
+    def go_on(self, step: int, reader: ShadowReader) -> None:
+        """Go on from a step of an earlier run, whose states ``reader`` has until they are taken over."""
+        self.step, self._reader = step, reader
+
+    def taken_over(self) -> None:
+        """No states of an earlier run are to be read any more."""
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.close()
+
+    def record(self, states: Mapping[HostedBucket, HostedStates], groups: Sequence[Mapping[str, Any]]) -> None:
+        """The step of all parts has begun. ``states``: of all buckets that have some. Raises UsageError if the user has
+        attached too much."""
+        session = self._session
+        if session is None:
+            return
+        shadowed = self.next
+        self.step = shadowed.step
+        common = _common(states, groups) if session.rank == 0 else b""
+        buffers = _buffers_of(self.model) if self.model is not None else {}
+        try:
+            extra = pickle.dumps((self.extra, buffers)) if self.extra is not None or buffers else b""
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            raise UsageError(f"optimizer.shadow_extra can't be pickled: {error}") from error
+        if len(common) + len(extra) > session.max_record_bytes:
+            raise UsageError(
+                f"optimizer.shadow_extra and the model's {len(buffers)} buffers have {len(extra)} bytes, and "
+                f"{session.max_record_bytes - len(common)} are the most: they go to another machine with every step. "
+                "Attach positions and random states, not data"
+            )
+        session.record_step(shadowed, common, extra)
+
+
+def _common(states: Mapping[HostedBucket, HostedStates], groups: Sequence[Mapping[str, Any]]) -> bytes:
+    """What all ranks have alike, as JSON.
+
+    parts: [tensor, its elements, its latest step]. params: by name, [tensor, first element, shape, dtype, steps made].
+    kinds: by tensor, the names of its states. groups: the param_groups, without their parameters.
+    """
+    parts, kinds = [], {}
+    params: dict[str, list[Any]] = {}
+    for bucket, kept in states.items():
+        name, first = bucket.request.spec.name, 0
+        parts.append([name, sum(kept.sizes), kept.last_step])
+        kinds[name] = list(kept.names)
+        for param_name, param, steps in zip(bucket.names, bucket.params, kept.steps, strict=True):
+            params[param_name] = [name, first, list(param.shape), str(param.dtype), steps]
+            first += param.numel()
+    said = {"parts": parts, "params": params, "kinds": kinds, "groups": [_plain(group) for group in groups]}
+    return json.dumps(said).encode()
+
+
+def _buffers_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The model's persistent buffers, by their names in its state_dict."""
+    mine = {id(buffer) for buffer in model.buffers()}
+    state = model.state_dict(keep_vars=True)
+    return {name: value.detach().cpu() for name, value in state.items() if id(value) in mine}
+
+
+def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _number(value) for name, value in group.items() if name != "params"}
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.item()
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        return [_number(each) for each in value]
+    return value

@@ -1,0 +1,525 @@
+"""The states of hosted optimizers that a summation server keeps in step with their owners. Pure: no sockets, threads or
+clocks; time is an argument.
+
+A server on a spare machine sees, or is sent, every sum of a partition. Its owner sends the states once, and then of
+each step the numbers: the server makes the same step with the same sum. So the states outlive their owner. Decides
+what is kept, applied and dropped; must not know where bytes lie. One thread.
+
+A *run* is one optimizer in one incarnation of a job. A part of a run is a partition of gradients; of its states there
+is a copy, or two while the owner sends them anew:
+
+    FILLING   ──all bytes have come────────────► READY     its owner hears HELD, also of steps that came meanwhile
+    READY     ──its next step may be applied───► STEPPING  the engine writes the states
+    STEPPING  ──applied────────────────────────► READY
+    STEPPING  ──the kernel failed──────────────► BROKEN    half a step was made: the owner has to send the states again
+    FILLING, READY, BROKEN ──forgotten, or replaced──► DROPPED   (STEPPING too: the engine's memory lives until its end)
+
+A step is *held* once it can be applied: its sum is kept with it. It may be applied once the run is *durable* with it:
+once all parts of the run, wherever they are, hold it. Until then the states after the durable step before can still be
+read, so at any time there is one step for which all states are somewhere. A copy that replaces another one takes over
+only when the run is durable with it; until then both are kept.
+
+Repeated messages change nothing but what is answered. A message that does not fit gets SHADOW_LACKS, and the owner
+begins anew with SHADOW_BEGIN.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from byteps_py.errors import UsageError
+from byteps_py.kernels.step_segments import StepSegment
+from byteps_py.kernels.update_rules import SCALARS, StepKind
+from byteps_py.proto import shadow_pb2
+from byteps_py.server.shadow_state import (
+    AllocateStates,
+    ApplyStep,
+    CopyState,
+    DeliverStates,
+    FillStates,
+    HeldStep,
+    PartFacts,
+    Place,
+    RefuseRead,
+    RefuseShadow,
+    ReplacedRun,
+    ShadowAction,
+    ShadowedPart,
+    ShadowReply,
+    ShadowRun,
+    SizedMemory,
+    StatesCopy,
+    StatesRead,
+)
+from byteps_py.tensors import DType
+from byteps_py.wire import Header, Kind
+
+#: The longest time for which steps are held back for a reader.
+LONGEST_HOLD_S = 60.0
+_MOST_SUMS = 2
+_MOST_DIVISOR = 1 << 31
+
+
+class ShadowStore:
+    """All runs of one server. Events are methods; each returns the actions to perform, in order.
+
+    ``partition_bytes``: the most bytes of a partition of gradients. ``most_waiting_bytes``: limit for sums and records
+    that wait to be applied or dropped; a step beyond it is not held, and beyond half of it no reader holds steps back.
+    """
+
+    def __init__(self, partition_bytes: int, most_waiting_bytes: float = math.inf) -> None:
+        self.applied_steps = 0
+        self.waiting_bytes = 0
+        self._partition_bytes = partition_bytes
+        self._most_waiting_bytes = most_waiting_bytes
+        self._runs: dict[int, ShadowRun] = {}
+        self._places: dict[Place, ShadowedPart] = {}  # the part that was begun last
+        self._orders = itertools.count()
+        self._job = 0
+        self._hold_until_s = -math.inf
+        self._is_holding = False
+
+    # ---- from the owners -----------------------------------------------------------------------------------
+
+    def begin(self, header: Header, origin: object, said: shadow_pb2.ShadowPart, now: float) -> list[ShadowAction]:
+        """SHADOW_BEGIN: the states of a partition follow."""
+        try:
+            facts = self._facts(header, said)
+        except UsageError as error:
+            return [RefuseShadow(origin, header, str(error))]
+        run = self._run(said.run, now)
+        place = (header.key, header.index)
+        part = run.parts.get(place)
+        if part is None:
+            part = run.parts[place] = ShadowedPart(facts)
+        part.facts, part.job = facts, self._job
+        self._places[place] = part
+        for name in [name for name in part.sums if name[0] < header.generation]:
+            del part.sums[name]
+        spare = self._make_room(run, part)
+        copy = StatesCopy(facts, header.generation, said.step, origin, header, base=said.step)
+        copy.filled = [0] * facts.kind.states
+        part.latest = copy
+        return [AllocateStates(copy, spare)]
+
+    def refused(self, copy: StatesCopy, reason: str) -> list[ShadowAction]:
+        """There is no memory for ``copy``."""
+        part = self._part_of(copy)
+        self._drop(copy)
+        if part is not None and part.latest is copy:
+            part.latest = None
+            self._tidy(copy.facts)
+        return [_lacks(copy.origin, copy.header, reason)]
+
+    def state(self, header: Header, origin: object, data: SizedMemory, now: float) -> list[ShadowAction]:
+        """SHADOW_STATE: bytes of a state."""
+        part = self._places.get((header.key, header.index))
+        copy = part.latest if part is not None else None
+        if copy is None or copy.state is not CopyState.FILLING:
+            return []  # of a copy that was refused, ended or completed: the owner has heard, or will hear, of that
+        if (copy.generation, copy.seeded) != (header.generation, header.round):
+            return []
+        run = self._run(copy.facts.run, now)
+        number, end = header.segment, header.offset + data.nbytes
+        if number >= len(copy.filled) or end > copy.facts.state_nbytes or header.length != data.nbytes:
+            text = f"{data.nbytes} bytes at {header.offset} of state {number} of {copy.facts}, which has "
+            text += f"{len(copy.filled)} states of {copy.facts.state_nbytes} bytes"
+            return [RefuseShadow(origin, header, text)]
+        if header.offset > copy.filled[number]:
+            text = f"state {number} of {copy.facts}: bytes {copy.filled[number]} to {header.offset} did not come"
+            return self.refused(copy, text)
+        copy.filled[number] = max(copy.filled[number], end)
+        copy.origin = origin
+        actions: list[ShadowAction] = [FillStates(copy, number, header.offset, data)]
+        if copy.is_filled and part is not None:
+            actions += self._complete(run, part, copy)
+        return actions
+
+    def is_awaited(self, header: Header) -> bool:
+        """The sum of this round is to be kept: see ``summed``."""
+        return (header.key, header.index) in self._places
+
+    def summed(self, header: Header, total: SizedMemory) -> None:
+        """SHADOW_SUM, or a sum that this server has taken itself: ``total``, which nobody may change from now on."""
+        part = self._places.get((header.key, header.index))
+        if part is None or header.dtype is not part.facts.kind.gradient or total.nbytes != part.facts.sum_nbytes:
+            return  # a step that needs it will be told that it is missing
+        newest = max(part.sums, default=(0, 0))
+        name = (header.generation, header.round)
+        if name[0] < newest[0]:
+            return
+        if name[0] > newest[0]:
+            part.sums.clear()
+        part.sums[name] = total
+        while len(part.sums) > _MOST_SUMS:
+            del part.sums[min(part.sums)]
+
+    def step(self, header: Header, origin: object, said: shadow_pb2.ShadowStep, now: float) -> list[ShadowAction]:
+        """SHADOW_STEP: the owner makes a step."""
+        run = self._runs.get(said.run)
+        part = run.parts.get((header.key, header.index)) if run is not None else None
+        reply = _reply(header, said.step)
+        if run is None or part is None or part.latest is None:
+            lacks = _lacks(origin, reply, f"there are no states of partition {header.index} here")
+            return [lacks] if run is None else [lacks, *self._heard(run, said.durable, now)]
+        copy = part.latest
+        segments = _segments(said, copy.facts)
+        if isinstance(segments, str):
+            return [RefuseShadow(origin, header, segments)]
+        answer = self._hold_step(part, header, origin, said, segments)
+        return [*answer, *self._heard(run, said.durable, now), *self._advance(run, copy)]
+
+    def _hold_step(
+        self,
+        part: ShadowedPart,
+        header: Header,
+        origin: object,
+        said: shadow_pb2.ShadowStep,
+        segments: tuple[StepSegment, ...],
+    ) -> list[ShadowAction]:
+        copy, reply = part.latest, _reply(header, said.step)
+        if copy is None or copy.state is CopyState.BROKEN:
+            return [_lacks(origin, reply, copy.reason if copy is not None else "there are no states")]
+        what, name = f"step {said.step} of {copy.facts}", (header.generation, header.round)
+        if header.generation != copy.generation:
+            text = f"{what} is of generation {header.generation} of the tensor, the states are of {copy.generation}"
+            return [_lacks(origin, reply, text)]
+        if said.step <= copy.last:
+            if copy.state is not CopyState.FILLING:
+                return [ShadowReply(origin, reply)]
+            for held in copy.steps:  # answered once the states are there
+                if held.number == said.step:
+                    held.origin, held.header = origin, reply
+            return []
+        if said.before != copy.last:
+            return [_lacks(origin, reply, f"{what} follows step {said.before}, but {copy.last} is the last one here")]
+        total = part.sums.get(name)
+        if total is None:
+            return [_lacks(origin, reply, f"{what}: the sum of round {header.round} is not here")]
+        if self.waiting_bytes + total.nbytes > self._most_waiting_bytes:
+            return [_lacks(origin, reply, f"{what}: {self.waiting_bytes} bytes of earlier steps wait here already")]
+        copy.steps.append(HeldStep(said.step, said.before, total, said.divisor, segments, origin, reply))
+        self.waiting_bytes += total.nbytes
+        if self.waiting_bytes > self._most_waiting_bytes / 2:
+            self._is_holding = False
+        for older in [each for each in part.sums if each < name]:
+            del part.sums[older]
+        return [] if copy.state is CopyState.FILLING else [ShadowReply(origin, reply)]
+
+    def record(self, header: Header, origin: object, said: shadow_pb2.ShadowRecord, now: float) -> list[ShadowAction]:
+        """SHADOW_RECORD: what a rank knows beside the states."""
+        if (header.key, header.index, header.round) != (said.run, said.rank, said.step) or said.rank >= said.size:
+            text = f"a record of rank {said.rank} of {said.size} as message {header.index} of step {header.round}"
+            return [RefuseShadow(origin, header, text)]
+        nbytes = said.ByteSize()
+        if self.waiting_bytes + nbytes > self._most_waiting_bytes:
+            text = f"the record of step {said.step}: {self.waiting_bytes} bytes wait here already"
+            return [_lacks(origin, header, text)]
+        run = self._run(said.run, now)
+        known = run.records.setdefault(said.rank, {})
+        before = known.get(said.step)
+        known[said.step] = said
+        self.waiting_bytes += nbytes - (before.ByteSize() if before is not None else 0)
+        return [ShadowReply(origin, _reply(header, said.step)), *self._heard(run, said.durable, now)]
+
+    def end(self, header: Header) -> None:
+        """SHADOW_END: another server keeps the partition."""
+        place = (header.key, header.index)
+        part = self._places.get(place)
+        if part is None or part.job != self._job:
+            return  # of an earlier job, which did not say this
+        newest = part.latest or part.kept
+        if newest is None or newest.generation <= header.generation:
+            self._forget(self._runs[part.facts.run], place)
+
+    # ---- from the shell --------------------------------------------------------------------------------------
+
+    def applied(self, copy: StatesCopy, error: BaseException | None = None) -> list[ShadowAction]:
+        """The engine has made the step of an ApplyStep, or failed and may have made half of it."""
+        if copy.state is CopyState.DROPPED:
+            return self._refuse_reads(copy)
+        run = self._runs[copy.facts.run]
+        if error is not None:
+            copy.reason = f"the step {copy.base} of {copy.facts} could not be applied: {error}"
+            copy.step_to(CopyState.BROKEN)
+            self._release_steps(copy)
+            return self._refuse_reads(copy)
+        self.applied_steps += 1
+        copy.step_to(CopyState.READY)
+        return [*self._serve_reads(copy), *self._advance(run, copy)]
+
+    def not_applied(self, copy: StatesCopy, step: HeldStep) -> None:
+        """The engine has not begun with an ApplyStep, and will not: the states are still those of before."""
+        if copy.state is CopyState.STEPPING:
+            copy.step_to(CopyState.READY)
+            copy.base = step.before
+            copy.steps.appendleft(step)
+            self.waiting_bytes += step.total.nbytes
+
+    def go_on(self) -> list[ShadowAction]:
+        """Apply what may be applied: after ``not_applied``, when there is an engine again."""
+        return [action for run in list(self._runs.values()) for action in self._settle(run)]
+
+    def new_job(self) -> None:
+        """From now on messages are of another job than before. Its runs replace those that are here, once one of them
+        is durable. Copies that are incomplete will stay so."""
+        self._job += 1
+        self._places.clear()
+        for run in list(self._runs.values()):
+            for place, part in list(run.parts.items()):
+                part.sums.clear()
+                if part.latest is not None and part.latest.state in (CopyState.FILLING, CopyState.BROKEN):
+                    self._drop(part.latest)
+                    part.latest, part.kept = part.kept, None
+                if part.latest is None:
+                    del run.parts[place]
+
+    # ---- readers -----------------------------------------------------------------------------------------------
+
+    def hold(self, hold_s: float, now: float) -> None:
+        """Apply no durable steps for so long, at most LONGEST_HOLD_S; call ``tick`` then."""
+        until_s = now + min(hold_s, LONGEST_HOLD_S)
+        if hold_s > 0 and until_s > self._hold_until_s and self.waiting_bytes <= self._most_waiting_bytes / 2:
+            self._hold_until_s, self._is_holding = until_s, True
+
+    def tick(self, now: float) -> list[ShadowAction]:
+        """The end of a hold may have come."""
+        if not self._is_holding or now < self._hold_until_s:
+            return []
+        self._is_holding = False
+        return self.go_on()
+
+    def describe(self, now: float) -> shadow_pb2.ShadowDescription:
+        """All that can be read."""
+        found = shadow_pb2.ShadowDescription()
+        for run in self._runs.values():
+            said = found.runs.add(run=run.number, durable=run.durable, age_s=max(0.0, now - run.heard_s))
+            for (key, index), part in run.parts.items():
+                for copy in part.copies:
+                    held = said.parts.add(key=key, index=index, steps=[step.number for step in copy.steps])
+                    facts = copy.facts
+                    held.part.run, held.part.name, held.part.step = facts.run, facts.name, copy.base
+                    held.part.first, held.part.count, held.part.step_kind = facts.first, facts.count, facts.kind.code
+            for records in run.records.values():
+                said.records.extend(records[step] for step in sorted(records))
+        return found
+
+    def read(self, read: StatesRead) -> list[ShadowAction]:
+        """A reader wants states, as they are after a step that is held. Steps before are applied first."""
+        run = self._runs.get(read.run)
+        part = run.parts.get((read.key, read.index)) if run is not None else None
+        if run is None or part is None or not part.copies:
+            return [RefuseRead(read, f"partition {read.index} of run {read.run:#x} is not kept here", is_unknown=True)]
+        copy = next((copy for copy in part.copies if copy.delivers(read.step)), None)
+        if copy is None:
+            copy = part.copies[-1]
+            text = f"{copy.facts} can't be read as of step {read.step}: it is at step {copy.base}"
+            text += f", and {copy.last} is the last one that is held" if copy.steps else ""
+            return [RefuseRead(read, text, is_unknown=False)]
+        if copy.state is CopyState.READY and copy.base == read.step:
+            return [DeliverStates(read, copy)]
+        copy.reads.append(read)
+        copy.wanted = max(copy.wanted, read.step)
+        return self._advance(run, copy)
+
+    @property
+    def copies_bytes(self) -> tuple[int, int]:
+        """Bytes of all states, and how many of them have not come yet."""
+        all_, missing = 0, 0
+        for part in self._parts():
+            for copy in (part.kept, part.latest):
+                if copy is not None and copy.memory is not None:
+                    all_ += copy.facts.nbytes
+                    if copy.state is CopyState.FILLING:
+                        missing += copy.facts.nbytes - sum(copy.filled)
+        return all_, missing
+
+    def durable(self) -> tuple[int, int] | None:
+        """(partitions, step) of the newest run that is durable here; None if nothing is."""
+        runs = [run for run in self._runs.values() if run.durable and (run.parts or run.records)]
+        newest = max(runs, key=lambda run: run.order, default=None)
+        return None if newest is None else (len(newest.parts), newest.durable)
+
+    # ---- inside --------------------------------------------------------------------------------------------------
+
+    def _facts(self, header: Header, said: shadow_pb2.ShadowPart) -> PartFacts:
+        """Raises UsageError for what no correct peer sends."""
+        kind = StepKind.from_code(said.step_kind)
+        facts = PartFacts(said.run, said.name, header.key, header.index, said.first, said.count, kind)
+        is_wide = kind.parameter is DType.FLOAT64 and kind.gradient is not DType.FLOAT64
+        if not 0 < facts.sum_nbytes <= self._partition_bytes or header.round != said.step or is_wide:
+            raise UsageError(
+                f"states of {facts}, with {facts.sum_nbytes} bytes of gradients in message {header.round} of step "
+                f"{said.step}: a partition has at most {self._partition_bytes} bytes"
+            )
+        return facts
+
+    def _run(self, number: int, now: float) -> ShadowRun:
+        run = self._runs.get(number)
+        if run is None:
+            run = self._runs[number] = ShadowRun(number, self._job, next(self._orders))
+        run.heard_s = now
+        return run
+
+    def _parts(self) -> Iterator[ShadowedPart]:
+        return (part for run in self._runs.values() for part in run.parts.values())
+
+    def _part_of(self, copy: StatesCopy) -> ShadowedPart | None:
+        run = self._runs.get(copy.facts.run)
+        return run.parts.get((copy.facts.key, copy.facts.index)) if run is not None else None
+
+    def _make_room(self, run: ShadowRun, part: ShadowedPart) -> Any:
+        """A new copy begins: at most one of those before is kept, the one that the durable step can be read from.
+        Returns memory that can be used again."""
+        latest, kept = part.latest, part.kept
+        needed = latest if latest is not None and latest.state.is_whole else None
+        if kept is not None and (needed is None or not needed.delivers(run.durable)):
+            needed = kept
+        spare = None
+        for copy in (kept, latest):
+            if copy is not None and copy is not needed:
+                if copy.state is not CopyState.STEPPING:
+                    spare = copy.memory
+                self._drop(copy)
+        part.kept, part.latest = needed, None
+        return spare
+
+    def _complete(self, run: ShadowRun, part: ShadowedPart, copy: StatesCopy) -> list[ShadowAction]:
+        """All states are there."""
+        copy.step_to(CopyState.READY)
+        newest = run.generations.get(copy.facts.key)
+        if newest is None or newest[0] < copy.generation:
+            run.generations[copy.facts.key] = (copy.generation, copy.seeded)
+        actions: list[ShadowAction] = [ShadowReply(copy.origin, _reply(copy.header, copy.seeded))]
+        actions += [ShadowReply(step.origin, step.header) for step in copy.steps]
+        self._drop_kept(run, part)
+        return [*actions, *self._advance(run, copy)]
+
+    def _heard(self, run: ShadowRun, durable: int, now: float) -> list[ShadowAction]:
+        """A message of a run has come. It says that all parts of the run hold step ``durable``."""
+        run.heard_s = now
+        if durable <= run.durable:
+            return []
+        run.durable = durable
+        return [*self._replace_runs(run), *self._settle(run)]
+
+    def _settle(self, run: ShadowRun) -> list[ShadowAction]:
+        """Do what its durable step allows."""
+        actions: list[ShadowAction] = []
+        for place, part in list(run.parts.items()):
+            generation, seeded = run.generations.get(place[0], (0, 0))
+            newest = part.latest or part.kept
+            if newest is not None and newest.generation < generation and seeded <= run.durable:
+                self._forget(run, place)  # the tensor was declared again, and is cut in other partitions
+                continue
+            self._drop_kept(run, part)
+            for copy in part.copies:
+                actions += self._advance(run, copy)
+        for records in run.records.values():
+            newest_record = max((step for step in records if step <= run.durable), default=0)
+            for step in [step for step in records if step < newest_record]:
+                self.waiting_bytes -= records.pop(step).ByteSize()
+        return actions
+
+    def _drop_kept(self, run: ShadowRun, part: ShadowedPart) -> None:
+        latest = part.latest
+        if part.kept is not None and latest is not None and latest.state.is_whole and run.durable >= latest.seeded:
+            self._drop(part.kept)
+            part.kept = None
+
+    def _replace_runs(self, run: ShadowRun) -> list[ShadowAction]:
+        """``run`` is durable. Forget runs of jobs before, and those of this job with the same tensors."""
+        keys = {key for key, _ in run.parts}
+        old = [
+            other
+            for other in self._runs.values()
+            if other.order < run.order and (other.job < run.job or keys & {key for key, _ in other.parts})
+        ]
+        for other in old:
+            for place in list(other.parts):
+                self._forget(other, place)
+            for records in other.records.values():
+                self.waiting_bytes -= sum(record.ByteSize() for record in records.values())
+            self._runs.pop(other.number, None)
+        return [ReplacedRun(other, run) for other in old]
+
+    def _advance(self, run: ShadowRun, copy: StatesCopy) -> list[ShadowAction]:
+        """Apply the next step of a copy, if it may be."""
+        if copy.state is not CopyState.READY or not copy.steps:
+            return []
+        following = copy.steps[0].number
+        if following > copy.wanted and (self._is_holding or following > run.durable):
+            return []
+        step = copy.steps.popleft()
+        self.waiting_bytes -= step.total.nbytes
+        copy.step_to(CopyState.STEPPING)
+        copy.base = step.number
+        return [ApplyStep(copy, step)]
+
+    def _serve_reads(self, copy: StatesCopy) -> list[ShadowAction]:
+        """The states are those after another step."""
+        ready = [read for read in copy.reads if read.step == copy.base]
+        copy.reads = [read for read in copy.reads if read.step > copy.base]
+        return [DeliverStates(read, copy) for read in ready]
+
+    @staticmethod
+    def _refuse_reads(copy: StatesCopy) -> list[ShadowAction]:
+        reads, copy.reads = copy.reads, []
+        text = copy.reason or f"{copy.facts} is not kept here any more"
+        return [RefuseRead(read, text, is_unknown=False) for read in reads]
+
+    def _release_steps(self, copy: StatesCopy) -> None:
+        self.waiting_bytes -= sum(step.total.nbytes for step in copy.steps)
+        copy.steps.clear()
+
+    def _drop(self, copy: StatesCopy) -> None:
+        """Its memory is released with the last reference to it. A reader that waits hears of it when the step that is
+        being applied has been."""
+        copy.step_to(CopyState.DROPPED)
+        self._release_steps(copy)
+
+    def _forget(self, run: ShadowRun, place: Place) -> None:
+        part = run.parts.pop(place)
+        if not run.parts and not run.records:
+            self._runs.pop(run.number, None)
+        for copy in (part.kept, part.latest):
+            if copy is not None:
+                self._drop(copy)
+        if self._places.get(place) is part:
+            del self._places[place]
+
+    def _tidy(self, facts: PartFacts) -> None:
+        """Forget a part of which there is nothing."""
+        place = (facts.key, facts.index)
+        run = self._runs[facts.run]
+        part = run.parts[place]
+        if part.latest is None and part.kept is None:
+            self._forget(run, place)
+
+
+def _reply(header: Header, step: int, kind: Kind = Kind.SHADOW_HELD) -> Header:
+    return Header(
+        kind, header.sender, header.epoch, key=header.key, generation=header.generation, index=header.index, round=step
+    )
+
+
+def _lacks(origin: object, header: Header, text: str) -> ShadowReply:
+    return ShadowReply(origin, _reply(header, header.round, Kind.SHADOW_LACKS), text)
+
+
+def _segments(said: shadow_pb2.ShadowStep, facts: PartFacts) -> tuple[StepSegment, ...] | str:
+    """The segments of a step; or why no correct peer sends them."""
+    if not 0 <= said.divisor <= _MOST_DIVISOR:
+        return f"step {said.step} of {facts} has the divisor {said.divisor}"
+    found = []
+    for each in said.segments:
+        if not each.start <= each.stop <= facts.count or len(each.scalars) != SCALARS:
+            return (
+                f"step {said.step} of {facts} has a segment from {each.start} to {each.stop} of {facts.count} elements,"
+                f" with {len(each.scalars)} numbers"
+            )
+        found.append(StepSegment(range(each.start, each.stop), tuple(each.scalars)))
+    return tuple(found)

@@ -1,0 +1,278 @@
+"""Carries out what the rules of shadowed states decide (shadow.py): memory, kernels, answers.
+
+Owns the memory of states and the steps under way. Must not know of rounds or sockets. The loop's thread calls it;
+engine threads write states while a step is applied.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from google.protobuf.message import DecodeError, Message
+
+from byteps_py.dataplane.listener import Peer
+from byteps_py.errors import CommunicationError, ProtocolError
+from byteps_py.kernels.step_segments import StepSegment, bind_segments
+from byteps_py.kernels.update_rules import StepKind
+from byteps_py.log import logger
+from byteps_py.proto import shadow_pb2
+from byteps_py.runtime import Kernels, Runtime
+from byteps_py.server.arrival import FrameMemory, PayloadMemory
+from byteps_py.server.reducer import Reducer
+from byteps_py.server.shadow import LONGEST_HOLD_S, ShadowStore
+from byteps_py.server.shadow_state import (
+    AllocateStates,
+    ApplyStep,
+    DeliverStates,
+    FillStates,
+    HeldStep,
+    PartFacts,
+    RefuseRead,
+    RefuseShadow,
+    ReplacedRun,
+    ShadowAction,
+    ShadowReply,
+    StatesCopy,
+    StatesRead,
+)
+from byteps_py.settings import Settings
+from byteps_py.wire import Header, Kind
+
+M = TypeVar("M", bound=Message)
+
+_LINE = 64
+#: Steps are applied when no sum waits for a thread.
+_PRIORITY = -1
+#: What new states leave of the memory that is available: for sums in flight, and for other programs.
+_RESERVE_BYTES = 256 << 20
+#: Steps that wait to be applied may take this share of the memory that is available at the start.
+WAITING_SHARE = 0.25
+
+
+class StatesMemory:
+    """Memory for all states of a partition, one after another, each aligned to a cache line. ``buffer``: of
+    ``needed_bytes``."""
+
+    __slots__ = ("_start", "_stride", "address", "buffer")
+
+    def __init__(self, facts: PartFacts, buffer: Any) -> None:
+        self.buffer = buffer
+        base = int(buffer.__array_interface__["data"][0])
+        self._start = -base % _LINE
+        self._stride = _rounded(facts.state_nbytes)
+        self.address = base + self._start
+
+    @staticmethod
+    def needed_bytes(facts: PartFacts) -> int:
+        return facts.kind.states * _rounded(facts.state_nbytes) + _LINE
+
+    def address_of(self, state: int) -> int:
+        return self.address + state * self._stride
+
+    def bytes_of(self, state: int, start: int, stop: int) -> bytes:
+        """A copy of bytes ``start`` to ``stop`` of a state."""
+        first = self._start + state * self._stride
+        return bytes(memoryview(self.buffer)[first + start : first + stop])
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // _LINE) * _LINE
+
+
+@dataclass(slots=True, eq=False)
+class StatesRequest(StatesRead):
+    """Elements ``start`` to ``stop`` of a state are wanted. ``deliver`` gets the bytes; ``refuse`` a sentence, and
+    whether there is no such partition. One of them is called once, by the loop's thread."""
+
+    state: int
+    start: int
+    stop: int
+    deliver: Callable[[bytes], None]
+    refuse: Callable[[str, bool], None]
+
+
+class ShadowKeeper:
+    """The states that a server keeps. ``store``: of this server, or of one before it in this process."""
+
+    def __init__(self, store: ShadowStore, runtime: Runtime, reducer: Reducer) -> None:
+        self.store = store
+        self._runtime = runtime
+        self._loop = runtime.loop
+        self._reducer = reducer
+        self._prepared: set[StepKind] = set()
+        self._under_way: dict[StatesCopy, tuple[HeldStep, list[BaseException | None]]] = {}
+        self._has_warned = False
+
+    def start(self) -> None:
+        """Go on with what was kept before."""
+        self._perform(self.store.go_on())
+
+    # ---- messages --------------------------------------------------------------------------------------------
+
+    def on_message(self, header: Header, origin: Peer, payload: FrameMemory) -> None:
+        """A SHADOW_… message of a CS. Raises ProtocolError for one that no correct peer sends."""
+        try:
+            self._perform(self._actions(header, origin, payload))
+        except ProtocolError as error:
+            origin.refuse(header, f"{ProtocolError.__name__}\n{error}")
+            raise
+
+    def _actions(self, header: Header, origin: Peer, payload: FrameMemory) -> list[ShadowAction]:
+        now = self._loop.time()
+        match header.kind:
+            case Kind.SHADOW_BEGIN:
+                return self.store.begin(header, origin, _parsed(shadow_pb2.ShadowPart(), header, payload), now)
+            case Kind.SHADOW_STATE:
+                return self.store.state(header, origin, payload, now)
+            case Kind.SHADOW_SUM:
+                self.store.summed(header, payload)
+                return []
+            case Kind.SHADOW_STEP:
+                return self.store.step(header, origin, _parsed(shadow_pb2.ShadowStep(), header, payload), now)
+            case Kind.SHADOW_RECORD:
+                return self.store.record(header, origin, _parsed(shadow_pb2.ShadowRecord(), header, payload), now)
+            case Kind.SHADOW_END:
+                self.store.end(header)
+                return []
+        raise ProtocolError(f"{header.kind.name} is no message to a server")
+
+    def summed(self, header: Header, result: PayloadMemory | None) -> None:
+        """This server has taken the sum of a round. It is kept if it lies in a message: that belongs to this process,
+        and nobody writes to it any more. A sum in shared memory belongs to this machine's CS, whose states are kept
+        elsewhere."""
+        if isinstance(result, FrameMemory) and self.store.is_awaited(header):
+            self.store.summed(header, result)
+
+    # ---- readers ---------------------------------------------------------------------------------------------
+
+    def describe(self, hold_s: float) -> shadow_pb2.ShadowDescription:
+        """What can be read. For ``hold_s`` from now on it stays so."""
+        now = self._loop.time()
+        self.store.hold(hold_s, now)
+        if hold_s > 0:
+            self._loop.call_later(min(hold_s, LONGEST_HOLD_S), self._tick)
+        return self.store.describe(now)
+
+    def _tick(self) -> None:
+        self._perform(self.store.tick(self._loop.time()))
+
+    def read(self, request: StatesRequest) -> None:
+        """Answer ``request``, at once or when steps are applied."""
+        self._perform(self.store.read(request))
+
+    # ---- actions ---------------------------------------------------------------------------------------------
+
+    def _perform(self, actions: list[ShadowAction]) -> None:
+        for action in actions:
+            match action:
+                case AllocateStates(copy, spare):
+                    self._allocate(copy, spare)
+                case FillStates(copy, state, offset, data):
+                    self._runtime.move(copy.memory.address_of(state) + offset, data.address, data.nbytes)
+                case ApplyStep(copy, step):
+                    self._apply(copy, step)
+                case ShadowReply(origin, header, text) if isinstance(origin, Peer):
+                    if text:
+                        logger.debug("shadow: %s", text)
+                    origin.tell(header, text.encode())
+                case RefuseShadow(origin, header, text) if isinstance(origin, Peer):
+                    logger.warning("refused a message of machine %d: %s", origin.machine, text)
+                    origin.refuse(header, f"{ProtocolError.__name__}\n{text}")
+                case DeliverStates(read, copy) if isinstance(read, StatesRequest):
+                    self._deliver(read, copy)
+                case RefuseRead(read, text, is_unknown) if isinstance(read, StatesRequest):
+                    read.refuse(text, is_unknown)
+                case ReplacedRun(run, by):
+                    logger.info(
+                        "the states of run %#018x (%d partitions here, as of step %d) are dropped: run %#018x is "
+                        "durable with step %d",
+                        run.number, len(run.parts), run.durable, by.number, by.durable,
+                    )  # fmt: skip
+
+    def _allocate(self, copy: StatesCopy, spare: StatesMemory | None) -> None:
+        facts = copy.facts
+        needed = StatesMemory.needed_bytes(facts)
+        if spare is not None and len(spare.buffer) == needed:
+            copy.memory = StatesMemory(facts, spare.buffer)
+        else:
+            # Memory that has been allocated and not written yet still counts as available.
+            left = self._runtime.available_memory() - self.store.copies_bytes[1] - _RESERVE_BYTES
+            if needed > left:
+                text = (
+                    f"no memory for the states of {facts}: they take {needed} bytes, and {max(0, int(left))} are left"
+                )
+                if not self._has_warned:
+                    self._has_warned = True
+                    logger.warning("%s, beside %d in reserve (logged once)", text, _RESERVE_BYTES)
+                self._perform(self.store.refused(copy, text))
+                return
+            copy.memory = StatesMemory(facts, self._runtime.new_buffer(needed))
+        if facts.kind not in self._prepared:
+            self._prepared.add(facts.kind)
+            prepare = functools.partial(self._runtime.kernels.prepare_step, facts.kind)
+            self._reducer.run_later(prepare, _PRIORITY, lambda error: None)  # what fails, fails again when it is needed
+
+    def _apply(self, copy: StatesCopy, step: HeldStep) -> None:
+        outcome: list[BaseException | None] = []
+        self._under_way[copy] = step, outcome
+        kind, memory = copy.facts.kind, copy.memory
+        states = [memory.address_of(state) for state in range(kind.states)]
+        total: PayloadMemory = step.total  # type: ignore[assignment]  # the core passes it through
+        work = functools.partial(
+            apply_step, self._runtime.kernels, kind, states, total.address, step.divisor, step.segments
+        )
+
+        def done(error: BaseException | None) -> None:  # on an engine thread
+            outcome.append(error)
+            self._loop.post(lambda: self._applied(copy))
+
+        self._reducer.run_later(work, _PRIORITY, done)
+
+    def _applied(self, copy: StatesCopy) -> None:
+        step, outcome = self._under_way.pop(copy)
+        if outcome[0] is not None:
+            logger.error("step %d of the states of %s failed: %r", step.number, copy.facts, outcome[0])
+        self._perform(self.store.applied(copy, outcome[0]))
+
+    def _deliver(self, read: StatesRequest, copy: StatesCopy) -> None:
+        facts = copy.facts
+        if not (read.state < facts.kind.states and read.start <= read.stop <= facts.count):
+            text = f"{facts} has {facts.kind.states} states of {facts.count} elements"
+            read.refuse(f"elements {read.start} to {read.stop} of state {read.state}: {text}", False)
+            return
+        size = facts.kind.state_itemsize
+        read.deliver(copy.memory.bytes_of(read.state, read.start * size, read.stop * size))
+
+    def close(self) -> None:
+        """After the engine's end, by the loop's thread, which runs no more. The store can go on with another engine."""
+        for copy, (step, outcome) in self._under_way.items():
+            error = outcome[0] if outcome else CommunicationError("the engine ended")
+            if isinstance(error, CommunicationError):  # of the engine: it has not begun
+                self.store.not_applied(copy, step)
+            else:
+                self.store.applied(copy, error)
+        self._under_way.clear()
+
+
+def new_store(settings: Settings, runtime: Runtime) -> ShadowStore:
+    """An empty store for this machine."""
+    return ShadowStore(settings.max_partition_bytes, WAITING_SHARE * runtime.available_memory())
+
+
+def apply_step(
+    kernels: Kernels, kind: StepKind, states: list[int], total: int, divisor: int, segments: Sequence[StepSegment]
+) -> None:
+    """Step states with a sum. ``states``, ``total``: addresses. Any thread."""
+    bind_segments(kind, states, [total], [], divisor, kernels.bind_step)(segments)
+
+
+def _parsed(message: M, header: Header, payload: FrameMemory) -> M:
+    """``message``, read from a payload. Raises ProtocolError."""
+    try:
+        message.ParseFromString(payload.message().bytes)
+    except DecodeError as error:
+        raise ProtocolError(f"the payload of {header.kind.name} is damaged: {error}") from None
+    return message

@@ -1,0 +1,292 @@
+"""What a summation server knows of the states that it keeps in step, and what it asks the shell to do with them.
+
+Pure data. The rules are in shadow.py.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from byteps_py.kernels.step_segments import StepSegment
+from byteps_py.kernels.update_rules import StepKind
+from byteps_py.proto import shadow_pb2
+from byteps_py.wire import Header
+
+#: Where a partition is in its run: the tensor's key, and the partition's index.
+Place = tuple[int, int]
+
+
+class ShadowTransitionError(RuntimeError):
+    """Something can't happen in this state: a fault of this server, not of a peer."""
+
+
+class SizedMemory(Protocol):
+    """Bytes that the shell holds: a sum. The core only passes them through."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+class CopyState(enum.Enum):
+    """See the table in shadow.py."""
+
+    FILLING = "waiting for its states"
+    READY = "complete"
+    STEPPING = "being stepped"
+    BROKEN = "half a step was made"
+    DROPPED = "given up"
+
+    after: tuple[CopyState, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        """The states can be read, at once or when the step under way is made."""
+        return self in (CopyState.READY, CopyState.STEPPING)
+
+
+COPY_STATES: dict[CopyState, tuple[CopyState, ...]] = {
+    CopyState.FILLING: (CopyState.READY, CopyState.DROPPED),
+    CopyState.READY: (CopyState.STEPPING, CopyState.DROPPED),
+    CopyState.STEPPING: (CopyState.READY, CopyState.BROKEN, CopyState.DROPPED),
+    CopyState.BROKEN: (CopyState.DROPPED,),
+    CopyState.DROPPED: (),
+}
+for _state, _states in COPY_STATES.items():
+    _state.after = _states
+
+
+@dataclass(frozen=True, slots=True)
+class PartFacts:
+    """A partition of gradients whose states are kept. Sizes are bytes.
+
+    Attributes:
+        run: of an optimizer, see ShadowPart.
+        name: of the tensor.
+        key: of the tensor.
+        index: of the partition.
+        first: its first element in the tensor.
+        count: its elements.
+        kind: of its steps.
+    """
+
+    run: int
+    name: str
+    key: int
+    index: int
+    first: int
+    count: int
+    kind: StepKind
+
+    def __str__(self) -> str:
+        return f"elements {self.first} to {self.first + self.count} of {self.name!r}"
+
+    @property
+    def state_nbytes(self) -> int:
+        """Of one state."""
+        return self.count * self.kind.state_itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Of all states."""
+        return self.kind.states * self.state_nbytes
+
+    @property
+    def sum_nbytes(self) -> int:
+        """Of a sum of gradients."""
+        return self.count * self.kind.gradient.itemsize
+
+
+@dataclass(slots=True, eq=False)
+class HeldStep:
+    """A step that can be applied. ``before``: the step that it follows. ``total``: the sum. ``origin``, ``header``: to
+    answer."""
+
+    number: int
+    before: int
+    total: SizedMemory
+    divisor: int
+    segments: tuple[StepSegment, ...]
+    origin: object
+    header: Header
+
+
+@dataclass(slots=True, eq=False)
+class StatesCopy:
+    """The states of a partition, as they are after step ``base``, and the steps that can follow.
+
+    Attributes:
+        facts: the partition.
+        generation: of the tensor when the copy was begun.
+        seeded: the step of the states that were sent.
+        base: the step of the states as they are; while it is STEPPING, as they will be.
+        origin: of the BEGIN, to answer; ``header``: its header.
+        memory: given by the shell; all states, one after another.
+        filled: of each state, how many bytes have come.
+        steps: those not applied yet, in order; not the one that is being applied.
+        wanted: the last step that a reader waits for.
+        reads: the readers that wait.
+    """
+
+    facts: PartFacts
+    generation: int
+    seeded: int
+    origin: object
+    header: Header
+    base: int = 0
+    memory: Any = None
+    state: CopyState = CopyState.FILLING
+    filled: list[int] = field(default_factory=list)
+    steps: deque[HeldStep] = field(default_factory=deque)
+    wanted: int = -1
+    reads: list[StatesRead] = field(default_factory=list)
+    reason: str = ""
+
+    def step_to(self, state: CopyState) -> None:
+        """Raises ShadowTransitionError."""
+        if state not in self.state.after:
+            raise ShadowTransitionError(f"the copy of {self.facts} is {self.state.name}: {state.name} can't follow")
+        self.state = state
+
+    @property
+    def is_filled(self) -> bool:
+        """All bytes of all states are there."""
+        return all(nbytes == self.facts.state_nbytes for nbytes in self.filled)
+
+    @property
+    def last(self) -> int:
+        """The last step that it can deliver."""
+        return self.steps[-1].number if self.steps else self.base
+
+    def delivers(self, step: int) -> bool:
+        """The states can be read as they are after ``step``."""
+        return self.state.is_whole and (step == self.base or any(held.number == step for held in self.steps))
+
+
+@dataclass(slots=True, eq=False)
+class ShadowedPart:
+    """A partition in a run.
+
+    Attributes:
+        latest: the copy that was begun last; None if there is none.
+        kept: a complete copy from before, which stays until the run is durable with the latest one.
+        sums: the last two sums, by generation and round.
+        job: when it was begun, see ShadowStore.new_job.
+    """
+
+    facts: PartFacts
+    latest: StatesCopy | None = None
+    kept: StatesCopy | None = None
+    sums: dict[tuple[int, int], SizedMemory] = field(default_factory=dict)
+    job: int = 0
+
+    @property
+    def copies(self) -> list[StatesCopy]:
+        """Of which states can be read."""
+        return [copy for copy in (self.kept, self.latest) if copy is not None and copy.state.is_whole]
+
+
+@dataclass(slots=True, eq=False)
+class ShadowRun:
+    """An optimizer's states in one incarnation of a job. ``job``, ``order``: when it was begun. ``records``: by rank
+    and step. ``generations``: of each tensor key, the newest generation with complete states here, and their step."""
+
+    number: int
+    job: int
+    order: int
+    durable: int = 0
+    heard_s: float = 0.0
+    parts: dict[Place, ShadowedPart] = field(default_factory=dict)
+    records: dict[int, dict[int, shadow_pb2.ShadowRecord]] = field(default_factory=dict)
+    generations: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class StatesRead:
+    """A reader wants the states of a partition as they are after ``step``. A subclass of the shell knows which bytes,
+    and to whom they go."""
+
+    run: int
+    key: int
+    index: int
+    step: int
+
+
+# ---- actions -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class AllocateStates:
+    """Set ``copy.memory`` to ``copy.facts.nbytes`` of memory, or call ``ShadowStore.refused``. Before that, the memory
+    of ``spare`` may be used again: nobody else has it."""
+
+    copy: StatesCopy
+    spare: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class FillStates:
+    """Copy ``data`` to byte ``offset`` of state number ``state``."""
+
+    copy: StatesCopy
+    state: int
+    offset: int
+    data: Any
+
+
+@dataclass(frozen=True, slots=True)
+class ApplyStep:
+    """Step the states of ``copy``, then call ``ShadowStore.applied``; or ``not_applied`` if no byte was written."""
+
+    copy: StatesCopy
+    step: HeldStep
+
+
+@dataclass(frozen=True, slots=True)
+class ShadowReply:
+    """Send this to ``origin``: SHADOW_HELD, or SHADOW_LACKS with a sentence."""
+
+    origin: object
+    header: Header
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RefuseShadow:
+    """Tell ``origin`` that no correct peer sends this."""
+
+    origin: object
+    header: Header
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeliverStates:
+    """Give a reader its bytes of ``copy``, before the actions that follow: these may step it."""
+
+    read: StatesRead
+    copy: StatesCopy
+
+
+@dataclass(frozen=True, slots=True)
+class RefuseRead:
+    """Tell a reader why it gets nothing. ``is_unknown``: there is no such partition here."""
+
+    read: StatesRead
+    text: str
+    is_unknown: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ReplacedRun:
+    """A run is forgotten, because a newer one is durable. To be logged."""
+
+    run: ShadowRun
+    by: ShadowRun
+
+
+ShadowAction = (
+    AllocateStates | FillStates | ApplyStep | ShadowReply | RefuseShadow | DeliverStates | RefuseRead | ReplacedRun
+)

@@ -1,0 +1,265 @@
+"""States that a running summation server keeps in step, over real sockets: equal to the bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import queue
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from support.data_plane import WAIT_S, Server, exact_sum, header_for, random_values
+from support.shadow import RUN, ShadowedStates, held, lacks
+from support.summation import SETTINGS
+
+from byteps_py.errors import PeerLostError
+from byteps_py.kernels.update_rules import Decay, Method, StepKind, UpdateRule
+from byteps_py.proto import control_pb2, shadow_pb2
+from byteps_py.runtime import Runtime
+from byteps_py.server.service import SummationService
+from byteps_py.server.shadow_keeper import StatesRequest
+from byteps_py.tensors import DType
+from byteps_py.wire import Header, Kind
+
+ADAMW = StepKind(UpdateRule(Method.ADAM, Decay.DECOUPLED), DType.BFLOAT16, DType.BFLOAT16)
+SGD = StepKind(UpdateRule(Method.SGD, Decay.COUPLED, momentum=True), DType.FLOAT32, DType.FLOAT32)
+LAMB = StepKind(UpdateRule(Method.LAMB, Decay.DECOUPLED), DType.FLOAT32, DType.FLOAT32)
+
+pytestmark = pytest.mark.usefixtures("zeromq_collector")
+
+
+def _refuse(answers: queue.SimpleQueue[bytes | str], text: str, is_unknown: bool) -> None:
+    answers.put(text)
+
+
+class Shadows:
+    """A running server with three machines, of which number 2 owns states."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self.machines = [server.machine(i) for i in range(3)]
+        self.owner = self.machines[2]
+
+    def sum(self, states: ShadowedStates, round_: int) -> bytes:
+        """Contributions of all machines; the server's sum, which is the owner's."""
+        dtype = states.kind.gradient
+        parts = [random_values(dtype, states.count, seed=100 * round_ + m) for m in range(3)]
+        for machine, part in zip(self.machines, parts, strict=True):
+            facts = {"dtype": dtype, "key": states.key, "index": states.index, "round": round_}
+            machine.push(part.tobytes(), generation=states.generation, flags=4 * (machine is not self.owner), **facts)
+        total = self.owner.result()
+        for machine in self.machines[:2]:
+            assert machine.result() == b""
+        assert total == exact_sum(dtype, parts).tobytes()
+        return total
+
+    def ask(self, call: object) -> object:
+        """What ``call`` returns in the loop's thread."""
+        answers: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self.server.service._loop.post(lambda: answers.put(call()))  # type: ignore[operator]
+        return answers.get(timeout=WAIT_S)
+
+    def describe(self, hold_s: float = 0.0) -> shadow_pb2.ShadowDescription:
+        found = self.ask(lambda: self.server.service.shadows.describe(hold_s))
+        assert isinstance(found, shadow_pb2.ShadowDescription)
+        return found
+
+    def read(self, states: ShadowedStates, step: int, run: int = RUN) -> list[bytes] | str:
+        """All states, or why they can't be read."""
+        found: list[bytes] = []
+        for number in range(states.kind.states):
+            answers: queue.SimpleQueue[bytes | str] = queue.SimpleQueue()
+            refuse = functools.partial(_refuse, answers)
+            half = states.count // 2
+            for start, stop in ((0, half), (half, states.count)):
+                place = (run, states.key, states.index, step, number, start, stop)
+                request = StatesRequest(*place, answers.put, refuse)
+                self.server.service._loop.post(lambda request=request: self.server.service.shadows.read(request))
+            first = answers.get(timeout=WAIT_S)
+            second = answers.get(timeout=WAIT_S)
+            if isinstance(first, str) or isinstance(second, str):
+                return str(first)
+            found.append(first + second)
+        return found
+
+    def assert_same(self, states: ShadowedStates) -> None:
+        assert self.read(states, states.step) == [state.tobytes() for state in states.states]
+
+
+@pytest.fixture(name="shadows")
+def _shadows() -> Iterator[Shadows]:
+    with Server(SETTINGS, num_machines=3, kind=control_pb2.MACHINE_KIND_CPU) as server:
+        yield Shadows(server)
+
+
+@pytest.mark.parametrize("kind", [ADAMW, SGD], ids=["adamw bf16", "sgd f32"])
+@pytest.mark.parametrize("count", [1001, 60_000])
+def test_steps_with_the_server_s_own_sums_and_with_others_are_the_owner_s(
+    shadows: Shadows, kind: StepKind, count: int
+) -> None:
+    own, foreign = ShadowedStates(kind, count), ShadowedStates(kind, count, index=1)
+    for states in (own, foreign):
+        states.begin(shadows.owner)
+        assert held(shadows.owner) == 0
+    for round_ in range(1, 7):
+        total = shadows.sum(own, round_)
+        own.make_step(shadows.owner, round_, total, durable=round_ - 2 if round_ > 2 else 0)
+        assert held(shadows.owner) == round_
+        total = random_values(kind.gradient, count, seed=round_).tobytes()
+        foreign.give_sum(shadows.owner, round_, total)
+        foreign.make_step(shadows.owner, round_, total)
+        assert held(shadows.owner) == round_
+    [run] = shadows.describe().runs
+    assert (run.run, run.durable) == (RUN, 4)
+    assert [part.part.step + len(part.steps) for part in run.parts] == [6, 6]
+    for states in (own, foreign):
+        shadows.assert_same(states)
+    assert shadows.read(own, 3) == (
+        f"elements 0 to {count} of 'gradients 7' can't be read as of step 3: it is at step 6"
+    )
+
+
+def test_a_step_before_the_last_can_be_read_while_steps_are_held_back(shadows: Shadows) -> None:
+    states = ShadowedStates(SGD, 5000)
+    states.begin(shadows.owner)
+    [held(shadows.owner)]
+    shadows.describe(hold_s=30.0)
+    for round_ in range(1, 5):
+        states.make_step(shadows.owner, round_, shadows.sum(states, round_), durable=round_)
+        assert held(shadows.owner) == round_
+        if round_ == 2:
+            then = [state.tobytes() for state in states.states]
+    [part] = shadows.describe().runs[0].parts
+    assert (part.part.step, list(part.steps)) == (0, [1, 2, 3, 4])
+    assert shadows.read(states, 2) == then
+    shadows.assert_same(states)
+
+
+def test_states_are_sent_anew_after_a_sum_was_missing(shadows: Shadows) -> None:
+    states = ShadowedStates(ADAMW, 5000)
+    states.begin(shadows.owner)
+    assert held(shadows.owner) == 0
+    states.make_step(shadows.owner, 1, random_values(ADAMW.gradient, 5000, seed=1).tobytes())
+    step, text = lacks(shadows.owner)
+    assert (step, text) == (1, "step 1 of elements 0 to 5000 of 'gradients 7': the sum of round 1 is not here")
+    states.begin(shadows.owner)
+    assert held(shadows.owner) == 1
+    states.make_step(shadows.owner, 1, shadows.sum(states, 1))
+    assert held(shadows.owner) == 2
+    shadows.assert_same(states)
+
+
+def test_both_phases_of_lamb_are_made_with_one_sum(shadows: Shadows) -> None:
+    from byteps_py.kernels.step_segments import StepSegment, bind_segments
+    from byteps_py.kernels.update_rules import Hyperparameters, apply_scalars, step_scalars
+
+    count = 3000
+    states = ShadowedStates(LAMB, count)
+    states.begin(shadows.owner)
+    assert held(shadows.owner) == 0
+    total = shadows.sum(states, 1)
+    scalars = step_scalars(LAMB.rule, Hyperparameters(lr=0.1, weight_decay=0.01), 1)
+    segments = [StepSegment(range(count), scalars), StepSegment(range(count), apply_scalars(0.25))]
+    said = shadow_pb2.ShadowStep(run=RUN, step=1, before=0, divisor=3)
+    for segment in segments:
+        said.segments.add(start=segment.elements.start, stop=segment.elements.stop, scalars=segment.scalars)
+    shadows.owner.send(states.header(Kind.SHADOW_STEP, 2, 1), said.SerializeToString())
+    assert held(shadows.owner) == 1
+    before = [state.copy() for state in states.states]
+    gradient, parameters = np.frombuffer(bytearray(total), np.float32), np.zeros(count, np.float32)
+    addresses = [state.ctypes.data for state in states.states]
+    bind_segments(LAMB, addresses, [gradient.ctypes.data], [parameters.ctypes.data], 3)(segments)
+    states.step = 1
+    assert all((old != new).any() for old, new in zip(before, states.states, strict=True))
+    shadows.assert_same(states)
+
+
+def test_a_step_without_segments_changes_nothing(shadows: Shadows) -> None:
+    states = ShadowedStates(SGD, 500)
+    states.begin(shadows.owner)
+    assert held(shadows.owner) == 0
+    states.give_sum(shadows.owner, 1, bytes(2000))
+    said = shadow_pb2.ShadowStep(run=RUN, step=1, before=0, divisor=1, durable=1)
+    shadows.owner.send(states.header(Kind.SHADOW_STEP, 2, 1), said.SerializeToString())
+    assert held(shadows.owner) == 1
+    states.step = 1
+    shadows.assert_same(states)
+
+
+def test_shadows_outlive_a_change_of_the_machines(shadows: Shadows) -> None:
+    states = ShadowedStates(SGD, 500)
+    states.begin(shadows.owner)
+    assert held(shadows.owner) == 0
+    shadows.server.set_members(2, epoch=2)
+    shadows.server.set_members(3, epoch=3)
+    shadows.assert_same(states)
+    states.record(shadows.owner, durable=0)
+    assert held(shadows.owner) == 0
+    shadows.owner.send(states.header(Kind.SHADOW_END, 2, 0), b"")
+    states.record(shadows.owner)
+    assert held(shadows.owner) == 0
+    [run] = shadows.describe().runs
+    assert (len(run.parts), len(run.records)) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("header", "payload"),
+    [
+        (Header(Kind.SHADOW_BEGIN, 2, epoch=1, key=7, round=0), b"\xff\xff"),
+        (Header(Kind.SHADOW_BEGIN, 2, epoch=1, key=7, round=0), b""),
+        (Header(Kind.SHADOW_RECORD, 2, epoch=1, key=7, round=0), shadow_pb2.ShadowRecord(run=8).SerializeToString()),
+        (Header(Kind.SHADOW_HELD, 2, epoch=1, key=7, round=0), b""),
+    ],
+)
+def test_what_no_owner_says_is_refused_and_harms_nobody(shadows: Shadows, header: Header, payload: bytes) -> None:
+    shadows.owner.send(header, payload)
+    assert shadows.owner.refusal().startswith("ProtocolError\n")
+    states = ShadowedStates(SGD, 500)
+    states.begin(shadows.owner)
+    assert held(shadows.owner) == 0
+    shadows.assert_same(states)
+
+
+def test_a_local_machine_must_not_send_states() -> None:
+    with Server(SETTINGS) as server:
+        local = server.local_machine(0)
+        local.channel.send(header_for(0, b"", Kind.SHADOW_END).pack())
+        with pytest.raises(PeerLostError):
+            local.channel.receive(WAIT_S)
+
+
+def test_a_local_machine_s_sum_is_not_kept() -> None:
+    """It lies in that machine's memory."""
+    with Server(SETTINGS) as server:
+        local, remote = server.local_machine(0), server.machine(1)
+        local.give_segment()
+        states = ShadowedStates(SGD, 2000)
+        states.begin(remote)
+        assert held(remote) == 0
+        local.write(0, bytes(8000))
+        local.send(bytes(8000), answer_offset=64 << 10)
+        remote.push(bytes(8000), flags=4)
+        assert remote.result() == b""
+        states.make_step(remote, 1, bytes(8000))
+        assert "the sum of round 1 is not here" in lacks(remote)[1]
+
+
+class _Poor(SummationService):
+    """It has 100 kB beside its reserve."""
+
+    def __init__(self, settings: object, kind: object, connect: object, runtime: Runtime) -> None:
+        poor = dataclasses.replace(runtime, available_memory=lambda: float((256 << 20) + 100_000))
+        super().__init__(settings, kind, connect, poor)  # type: ignore[arg-type]
+
+
+def test_without_memory_the_owner_hears_how_much_is_needed(caplog: pytest.LogCaptureFixture) -> None:
+    with Server(SETTINGS, num_machines=1, kind=control_pb2.MACHINE_KIND_CPU, service_class=_Poor) as server:
+        machine = server.machine(0)
+        for index in range(3):
+            ShadowedStates(SGD, 65536, index=index).begin(machine)
+            said = f"for the states of elements {index * 65536} to {(index + 1) * 65536} of 'gradients 7'"
+            assert lacks(machine) == (0, f"no memory {said}: they take 524352 bytes, and 100000 are left")
+        ShadowedStates(SGD, 500, index=3).begin(machine)
+        assert held(machine) == 0
+    assert len([record for record in caplog.records if "logged once" in record.message]) == 1

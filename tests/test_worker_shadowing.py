@@ -1,0 +1,291 @@
+"""Copies of optimizer states at servers of other machines: when they are made, what is sent, what counts as held."""
+
+from __future__ import annotations
+
+import pytest
+from support.worker_core import slot, tensor
+
+from byteps_py.kernels.step_segments import StepSegment
+from byteps_py.proto import control_pb2 as pb
+from byteps_py.tensors import DType, TensorSpec
+from byteps_py.worker.core.hosted_steps import OwnedPart
+from byteps_py.worker.core.shadowing import (
+    NO_SERVER,
+    CopyProgress,
+    ReleaseMemory,
+    SendEnd,
+    SendRecord,
+    SendStates,
+    SendStep,
+    Shadowing,
+    StepMade,
+    TellHeld,
+)
+from byteps_py.worker.core.tensor import Tensor
+from byteps_py.worker.core.topology import Topology
+from byteps_py.worker.core.transitions import IllegalTransitionError
+
+RUN = 5
+SPEC = TensorSpec("g", DType.FLOAT32, (16,), ownership="g")
+#: Servers 1 and 2 are on machines 0 and 1, server 3 and 4 on CPU machines.
+GPU, CPU = (1, 2), (3, 4)
+
+
+def topology(*servers: int, machines: int = 2, epoch: int = 1) -> Topology:
+    workers = [
+        pb.Member(machine_index=i, machine_id=f"m{i}", first_rank=i, local_size=1, host=f"h{i}")
+        for i in range(machines)
+    ]
+    members = [
+        pb.Member(
+            member_id=each, kind=pb.MACHINE_KIND_GPU if each in GPU else pb.MACHINE_KIND_CPU, weight=1,
+            machine_id=f"m{each - 1}", machine_index=each - 1 if each in GPU else -1,
+        )
+        for each in servers
+    ]  # fmt: skip
+    return Topology(epoch, 0, tuple(workers), tuple(members), 4096, 1)
+
+
+class Machine:
+    """Machine 0, whose rank 0 owns two partitions; server 3 adds the first one, this machine's own the second one."""
+
+    def __init__(self, *servers: int, credit: int = 1 << 20, adds: tuple[int, int] = (3, 1)) -> None:
+        self.core: Shadowing[str] = Shadowing(topology(*(servers or (*GPU, 3))), credit)
+        self.gradients = self._gradients(1)
+        self.parts = self._parts(self.gradients, adds)
+        self.step = 0
+        assert self.core.watch(0, RUN, [(part, 100) for part in self.parts]) == []
+
+    @staticmethod
+    def _gradients(generation: int) -> Tensor:
+        made = tensor([slot(0, SPEC)], contributions=True)
+        made.generation = generation
+        return made
+
+    @staticmethod
+    def _parts(gradients: Tensor, adds: tuple[int, int]) -> list[OwnedPart]:
+        return [
+            OwnedPart(gradients, i, 32 * i, 32, server, owner=0, is_own=True, first=8 * i)
+            for i, server in enumerate(adds)
+        ]
+
+    def make_step(self, record: bool = True, durable: int = 0) -> list[object]:
+        """Both partitions step; the names of memory tell what it is of."""
+        self.step += 1
+        self.core.begin(0, self.step, self.parts)
+        found: list[object] = self.core.record(0, RUN, self.step, f"record {self.step}") if record else []
+        for part in self.parts:
+            states = f"states {part.index} {self.step}" if self.core.wants_states(part) else None
+            total = f"sum {part.index} {self.step}" if self.core.needs_sum(part) else None
+            segments = (StepSegment(range(8), (float(self.step),)),)
+            made = StepMade(self.step, durable, 10 * self.step, 2, segments)
+            found += self.core.stepped(part, made, states, total)
+        return found
+
+    def hold(self, actions: list[object]) -> list[object]:
+        """The servers have got all of that."""
+        found: list[object] = []
+        for action in actions:
+            if isinstance(action, SendRecord):
+                found += self.core.held(action.server, (action.run, action.rank), action.step)
+            elif isinstance(action, (SendStates, SendStep)):
+                found += self.core.held(action.server, action.copy.part.place, action.step)
+        return found
+
+    def follow(self) -> None:
+        """All partitions are in step."""
+        self.hold(self.make_step())
+
+    def place(self, index: int) -> tuple[int, int]:
+        return self.gradients.key, index
+
+
+def kinds(actions: list[object]) -> list[str]:
+    return [type(action).__name__ for action in actions]
+
+
+def held(actions: list[object]) -> list[int]:
+    return [action.step for action in actions if isinstance(action, TellHeld)]
+
+
+def released(actions: list[object]) -> list[object]:
+    return [action.memory for action in actions if isinstance(action, ReleaseMemory)]
+
+
+def test_states_are_copied_after_the_first_step_and_steps_follow() -> None:
+    machine = Machine()
+    first = machine.make_step()
+    assert kinds(first) == ["SendRecord", "SendStates", "SendStates"]
+    assert all(isinstance(each, SendRecord | SendStates) and each.server == 3 for each in first)
+    assert held(machine.hold(first[:1])) == [1]  # partitions that have no copy yet do not count
+    assert released(machine.hold(first[1:])) == ["states 0 1", "states 1 1"]
+
+    second = machine.make_step(durable=1)
+    steps = [each for each in second if isinstance(each, SendStep)]
+    assert [(each.before, each.made.step, each.made.round, each.made.durable) for each in steps] == [(1, 2, 20, 1)] * 2
+    # Server 3 has added the first partition's sum itself.
+    assert [each.held.memory if each.held else None for each in steps] == [None, "sum 1 2"]
+    assert held(machine.hold(second[:2])) == []
+    assert kinds(machine.hold(second[2:])) == ["ReleaseMemory", "TellHeld"]
+
+
+def test_a_step_is_held_only_once_all_its_partitions_have_made_it() -> None:
+    machine = Machine()
+    machine.follow()
+    machine.core.begin(0, 2, machine.parts)
+    record = machine.core.record(0, RUN, 2, "record")
+    assert held(machine.hold(record)) == []
+    made = StepMade(2, 0, 20, 2, ())
+    for part, is_last in zip(machine.parts, (False, True), strict=True):
+        sent = machine.core.stepped(part, made, None, "sum" if machine.core.needs_sum(part) else None)
+        assert held(machine.hold(sent)) == ([2] if is_last else [])
+
+
+def test_an_earlier_step_keeps_later_ones_from_being_held() -> None:
+    machine = Machine()
+    machine.follow()
+    second, third = machine.make_step(), machine.make_step()
+    assert held(machine.hold(third)) == []
+    assert held(machine.hold(second)) == [3]
+    assert machine.hold(second) == []  # said twice
+
+
+def test_a_rank_is_told_when_all_its_partitions_have_followed() -> None:
+    machine = Machine(credit=150)
+    told = [each for _ in range(3) for each in machine.hold(machine.make_step()) if isinstance(each, TellHeld)]
+    # The record's answer comes first here: the states of a step count from the next one on.
+    assert [(each.step, each.is_whole) for each in told] == [(1, False), (2, False), (3, True)]
+
+
+def test_the_credit_bounds_what_is_on_its_way() -> None:
+    machine = Machine(credit=150)
+    first = machine.make_step()
+    assert kinds(first) == ["SendRecord", "SendStates"]
+    machine.hold(first)
+    second = machine.make_step()
+    assert kinds(second) == ["SendRecord", "SendStep", "SendStates"]
+    machine.hold(second)
+    assert kinds(machine.make_step()) == ["SendRecord", "SendStep", "SendStep"]
+
+
+def test_one_partition_is_copied_whatever_the_credit() -> None:
+    assert kinds(Machine(credit=1).make_step()) == ["SendRecord", "SendStates"]
+
+
+def test_what_is_not_acknowledged_is_sent_again_in_order() -> None:
+    machine = Machine()
+    first, second = machine.make_step(), machine.make_step()
+    assert machine.core.again(3) == [*first, *second]
+    machine.hold(first)
+    assert machine.core.again(3) == second
+    machine.hold(second)
+    assert machine.core.again(3) == []
+
+
+def test_a_server_that_lacks_something_gets_the_states_again() -> None:
+    machine = Machine()
+    machine.follow()
+    sent = machine.make_step()
+    machine.hold(sent[:2])  # the record, and the first partition's step
+    lost = machine.core.lacks(3, machine.place(1), 2)
+    assert kinds(lost) == ["ReleaseMemory", "TellHeld"]  # it is waited for no more
+    third = machine.make_step()
+    assert kinds(third) == ["SendRecord", "SendStep", "SendStates"]
+    assert machine.core.lacks(3, machine.place(1), 2) == []  # that was said of the states before
+    assert kinds(machine.hold(third[2:])) == ["ReleaseMemory"]
+    assert kinds(machine.make_step()) == ["SendRecord", "SendStep", "SendStep"]
+
+
+def test_a_server_that_does_not_take_states_is_asked_less_and_less_often() -> None:
+    machine = Machine()
+    asked = []
+    for _ in range(40):
+        sent = machine.make_step(record=False)
+        if any(isinstance(each, SendStates) and each.copy.part.part.index == 0 for each in sent):
+            asked.append(machine.step)
+            machine.core.lacks(3, machine.place(0), machine.step)
+    assert asked == [1, 3, 7, 15, 31]
+
+
+def test_a_dead_server_is_replaced() -> None:
+    machine = Machine(*GPU, *CPU)
+    machine.follow()
+    sent = machine.make_step()
+    machine.parts[0].server = 4
+    changed = machine.core.change(topology(*GPU, 4, epoch=2))
+    assert [(each.server, each.step) for each in changed if isinstance(each, SendRecord)] == [(4, 2)]
+    assert held(changed) == []  # its record is not there
+    again = machine.make_step()
+    assert {each.server for each in again if isinstance(each, (SendStates, SendStep))} == {4}
+    assert "SendStates" in kinds(again)
+    machine.hold([*sent, *changed, *again])
+    assert held(machine.hold(machine.make_step())) == [4]
+
+
+def test_a_partition_that_moves_is_followed_at_both_servers_until_the_new_one_has_it() -> None:
+    machine = Machine(*GPU, 3)
+    machine.follow()
+    machine.parts[0].server = 4
+    assert machine.core.change(topology(*GPU, 3, 4, epoch=2)) == []
+    second = machine.make_step()
+    first_parts = [
+        each for each in second if isinstance(each, (SendStates, SendStep)) and each.copy.part.part.index == 0
+    ]
+    assert [(type(each).__name__, each.server) for each in first_parts] == [("SendStep", 3), ("SendStates", 4)]
+    assert first_parts[0].held is not None
+    assert first_parts[0].held.memory == "sum 0 2"  # server 3 adds it no more
+    ended = machine.hold(second)
+    assert (3, 0) in [(each.server, each.part.index) for each in ended if isinstance(each, SendEnd)]
+    third = machine.make_step()
+    assert [each.server for each in third if isinstance(each, SendStep) and each.copy.part.part.index == 0] == [4]
+
+
+def test_without_cpu_machines_the_next_gpu_machine_has_the_copies() -> None:
+    machine = Machine(*GPU, adds=(1, 2))
+    assert machine.core.servers == [2]
+    assert {each.server for each in machine.make_step() if isinstance(each, SendStates)} == {2}
+    alone = Shadowing[str](topology(1, machines=1))
+    assert not alone.servers
+    assert alone.server_of(machine.parts[0]) == NO_SERVER
+
+
+def test_a_new_generation_goes_on_with_its_copies() -> None:
+    machine = Machine()
+    machine.follow()
+    machine.gradients = machine._gradients(2)
+    machine.parts = machine._parts(machine.gradients, (3, 1))
+    assert machine.core.watch(0, RUN, [(part, 100) for part in machine.parts]) == []
+    assert kinds(machine.make_step()) == ["SendRecord", "SendStep", "SendStep"]
+
+
+def test_states_that_are_given_up_are_forgotten_by_their_server() -> None:
+    machine = Machine()
+    machine.follow()
+    machine.make_step()
+    assert kinds(machine.core.end(machine.parts)).count("SendEnd") == 2
+    assert kinds(machine.make_step()) == ["SendRecord"]
+
+
+def test_a_new_run_begins_anew() -> None:
+    machine = Machine()
+    machine.follow()
+    assert "SendEnd" in kinds(machine.core.watch(0, RUN + 1, [(part, 100) for part in machine.parts]))
+    assert kinds(machine.make_step()) == ["SendRecord", "SendStates", "SendStates"]
+
+
+def test_states_that_were_copied_for_a_server_that_is_gone_are_released() -> None:
+    machine = Machine(*GPU, 3)
+    machine.core.begin(0, 1, machine.parts)
+    assert machine.core.wants_states(machine.parts[0])
+    machine.core.change(topology(*GPU, 4, epoch=2))
+    made = StepMade(1, 0, 10, 2, ())
+    assert released(machine.core.stepped(machine.parts[0], made, "states", None)) == ["states"]
+
+
+def test_copies_keep_to_their_transitions() -> None:
+    machine = Machine()
+    machine.follow()
+    copy = next(iter(machine.core._pieces.values())).copies[0]
+    assert copy.state is CopyProgress.FOLLOWING
+    with pytest.raises(IllegalTransitionError, match="partition 0 of 'g' at server 3"):
+        copy.move_to(CopyProgress.SEEDING)

@@ -1,0 +1,481 @@
+"""The copies of this machine's optimizer states that servers on other machines keep in step (*shadows*). Pure.
+
+A shadow makes the same steps with the same sums as the owner's service. It is told of each step, and needs the sum only
+if another server has added it. A partition's copy on a server is in one of these states:
+
+    EMPTY ─a step ends, and the credit allows─► COPYING ─the states are copied─► SEEDING ─held─► FOLLOWING
+      ▲ └──────────────── the server lacks something, or is no member any more ────┴───────────────┘
+
+What a server has not acknowledged is kept, with its memory, and is sent again in the same order on a new connection.
+
+A step is *held* for a rank when its record, and the step of each of its partitions that are FOLLOWING, have been
+acknowledged. The least such step of all ranks is durable: then a shadow applies it. Partitions that are not FOLLOWING
+do not count; while there are any, nothing can be restored anyway, and their states will be newer. A rank is told as
+well whether all of its partitions have been FOLLOWING: from then on, states of earlier runs are needed no more.
+
+When a partition's sums move to another server, its copy follows: it is FOLLOWING there before it ends here.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from byteps_py.kernels.step_segments import StepSegment
+from byteps_py.proto import control_pb2 as pb
+from byteps_py.worker.core.hosted_steps import OwnedPart
+from byteps_py.worker.core.topology import Topology
+from byteps_py.worker.core.transitions import IllegalTransitionError
+
+#: Bytes of states that may be on their way to servers at once; one partition always may.
+CREDIT_BYTES = 64 << 20
+NO_SERVER = -1
+#: States that a server has not taken are sent again after 2, 4, 8 … steps, at most after so many.
+MOST_STEPS_BETWEEN = 1024
+
+#: Memory of the shell: of copied states, or of a sum.
+M = TypeVar("M")
+
+
+class CopyProgress(enum.Enum):
+    """Where a copy of a partition's states stands."""
+
+    EMPTY = "the server has no states"
+    COPYING = "states are being copied"
+    SEEDING = "states are on their way"
+    FOLLOWING = "in step"
+
+    after: tuple[CopyProgress, ...]
+
+
+EMPTY, COPYING, SEEDING, FOLLOWING = CopyProgress
+_COPY_STATES: dict[CopyProgress, tuple[CopyProgress, ...]] = {
+    EMPTY: (COPYING,),
+    COPYING: (SEEDING, EMPTY),
+    SEEDING: (FOLLOWING, EMPTY),
+    FOLLOWING: (EMPTY,),
+}
+for _state, _after in _COPY_STATES.items():
+    _state.after = _after
+
+
+@dataclass(slots=True, eq=False)
+class ShadowMemory(Generic[M]):
+    """Memory of unacknowledged messages. ``users``: how many."""
+
+    memory: M
+    users: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class ShadowMessage(Generic[M]):
+    """What a server has not acknowledged. ``step``: it will name this one. ``is_awaited``: until then the step is not
+    held for rank ``rank``."""
+
+    server: int
+    rank: int
+    step: int
+    is_awaited: bool
+    held: ShadowMemory[M] | None
+
+
+@dataclass(slots=True, eq=False)
+class SendStates(ShadowMessage[M]):
+    """The states of a partition after ``step``; the memory has them one after the other."""
+
+    copy: ShadowCopy[M]
+
+
+@dataclass(frozen=True, slots=True)
+class StepMade:
+    """A step of a partition. ``step``: its number; ``durable``: see above; ``round``: of the sum, which was divided by
+    ``divisor``; ``segments``: of elements of the partition."""
+
+    step: int
+    durable: int
+    round: int
+    divisor: int
+    segments: tuple[StepSegment, ...]
+
+
+@dataclass(slots=True, eq=False)
+class SendStep(ShadowMessage[M]):
+    """A step, and its sum if there is memory. ``before``: the step before it that the server has been told of."""
+
+    copy: ShadowCopy[M]
+    made: StepMade
+    before: int
+
+
+@dataclass(slots=True, eq=False)
+class SendRecord(ShadowMessage[M]):
+    """What a rank knows after a step. The memory has the packed record."""
+
+    run: int
+
+
+@dataclass(slots=True)
+class SendEnd:
+    """The server is to forget a partition."""
+
+    server: int
+    part: OwnedPart
+    run: int
+
+
+@dataclass(slots=True)
+class ReleaseMemory(Generic[M]):
+    """No message needs it any more."""
+
+    memory: M
+
+
+@dataclass(slots=True)
+class TellHeld:
+    """Tell a rank that steps up to this one are held, and whether all of its partitions have been FOLLOWING."""
+
+    rank: int
+    step: int
+    is_whole: bool
+
+
+_Message = SendStates[M] | SendStep[M] | SendRecord[M]
+ShadowingAction = SendStates[M] | SendStep[M] | SendRecord[M] | SendEnd | ReleaseMemory[M] | TellHeld
+
+
+@dataclass(slots=True, eq=False)
+class ShadowCopy(Generic[M]):
+    """The states of a partition at one server. ``last``: the step that it was told of last; ``seed``: that of its
+    states; ``refusals``: how often the server has not taken them, which are not sent again before step
+    ``not_before``."""
+
+    part: ShadowedPiece[M]
+    server: int
+    state: CopyProgress = EMPTY
+    seed: int = 0
+    last: int = 0
+    refusals: int = 0
+    not_before: int = 0
+
+    def move_to(self, state: CopyProgress) -> None:
+        """Raises IllegalTransitionError."""
+        if state not in self.state.after:
+            raise IllegalTransitionError.of(f"the copy of {self.part} at server {self.server}", self.state, state)
+        self.state = state
+
+
+@dataclass(slots=True, eq=False)
+class ShadowedPiece(Generic[M]):
+    """A partition of gradients whose states are copied. ``copies``: one, or while it moves the old one and the new one.
+    ``due``: a step that its rank has begun and this partition has yet to make; 0: none. ``state_bytes``: of all."""
+
+    part: OwnedPart
+    run: int
+    state_bytes: int
+    copies: list[ShadowCopy[M]] = field(default_factory=list)
+    due: int = 0
+    has_followed: bool = False
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return self.part.tensor.key, self.part.index
+
+    def __str__(self) -> str:
+        return f"partition {self.part.index} of {self.part.tensor.name!r}"
+
+
+class Shadowing(Generic[M]):
+    """The copies of all partitions that ranks of this machine own.
+
+    ``credit_bytes``: see CREDIT_BYTES. Events are methods, which return the actions that follow.
+    """
+
+    def __init__(self, topology: Topology, credit_bytes: int = CREDIT_BYTES) -> None:
+        self._credit_bytes = credit_bytes
+        self._run = 0
+        self._pieces: dict[tuple[int, int], ShadowedPiece[M]] = {}
+        self._unacknowledged: dict[int, deque[_Message[M]]] = {}  # by server
+        self._seeding_bytes = 0
+        self._awaited: dict[int, Counter[int]] = {}  # by rank: messages and due partitions of each step
+        self._recorded: dict[int, deque[int]] = {}  # by rank: steps with a record that are not held
+        self._set(topology)
+
+    def _set(self, topology: Topology) -> None:
+        others = [server for server in topology.servers if server.machine_id != topology.me.machine_id]
+        spare = [server.member_id for server in others if server.kind != pb.MACHINE_KIND_GPU]
+        if spare:
+            self._servers = sorted(spare)
+        else:  # those of the next machine
+            after = [(server.machine_index - topology.machine_index) % topology.machines for server in others]
+            self._servers = [
+                server.member_id for server, distance in zip(others, after, strict=True) if distance == min(after)
+            ]
+
+    @property
+    def servers(self) -> Sequence[int]:
+        """Those that may keep copies, by member id: of CPU machines, or if there are none of the next GPU machine."""
+        return self._servers
+
+    def server_of(self, part: OwnedPart) -> int:
+        """Where the copy of a partition belongs: the server that adds it, unless this one must not keep copies."""
+        if not self._servers or part.server in self._servers:
+            return part.server if self._servers else NO_SERVER
+        return self._servers[(part.tensor.key + part.index) % len(self._servers)]
+
+    # ---- partitions --------------------------------------------------------------------------------------------
+
+    def watch(self, rank: int, run: int, parts: Iterable[tuple[OwnedPart, int]]) -> list[ShadowingAction[M]]:
+        """A rank's partitions, and the bytes of their states, are to be copied. Those that have been before, in an
+        earlier generation of the tensor, go on. A new run takes the place of the one before."""
+        actions: list[ShadowingAction[M]] = []
+        if run != self._run:
+            actions += self.end([piece.part for piece in self._pieces.values()])
+            self._run = run
+            self._awaited, self._recorded = {}, {}
+        for part, state_bytes in parts:
+            piece = self._pieces.get((part.tensor.key, part.index))
+            if piece is not None and piece.run == run and _is_same(piece.part, part):
+                piece.part = part
+                actions += self._settle_due(piece)
+                continue
+            if piece is not None:
+                actions += self._end(piece)
+            piece = ShadowedPiece(part, run, state_bytes)
+            piece.copies.append(ShadowCopy(piece, self.server_of(part)))
+            self._pieces[piece.place] = piece
+        self._awaited.setdefault(rank, Counter())
+        return actions
+
+    def end(self, parts: Iterable[OwnedPart]) -> list[ShadowingAction[M]]:
+        """The states of these partitions are given up."""
+        actions: list[ShadowingAction[M]] = []
+        for part in parts:
+            piece = self._pieces.get((part.tensor.key, part.index))
+            if piece is not None and piece.part is part:
+                del self._pieces[piece.place]
+                actions += self._end(piece)
+        return actions
+
+    def _end(self, piece: ShadowedPiece[M]) -> list[ShadowingAction[M]]:
+        actions = self._settle_due(piece)
+        for copy in list(piece.copies):
+            actions += self._discard(copy)
+        return actions
+
+    def is_copied(self, part: OwnedPart) -> bool:
+        """The partition has copies."""
+        return (part.tensor.key, part.index) in self._pieces
+
+    # ---- steps -------------------------------------------------------------------------------------------------
+
+    def begin(self, rank: int, step: int, parts: Iterable[OwnedPart]) -> None:
+        """A rank steps with these partitions, each once its sum is there."""
+        awaited = self._awaited.setdefault(rank, Counter())
+        for part in parts:
+            piece = self._pieces.get((part.tensor.key, part.index))
+            if piece is not None and not piece.due:
+                piece.due = step
+                awaited[step] += 1
+
+    def wants_states(self, part: OwnedPart) -> bool:
+        """A partition is about to step: its states are to be copied right after that."""
+        piece = self._pieces.get((part.tensor.key, part.index))
+        if piece is None:
+            return False
+        able = (copy for copy in piece.copies if copy.server != NO_SERVER and copy.not_before <= piece.due)
+        empty = next((copy for copy in able if copy.state is EMPTY), None)
+        if empty is None or (self._seeding_bytes and self._seeding_bytes + piece.state_bytes > self._credit_bytes):
+            return False
+        self._seeding_bytes += piece.state_bytes
+        empty.move_to(COPYING)
+        return True
+
+    def needs_sum(self, part: OwnedPart) -> bool:
+        """A copy follows at a server that has not added the partition's sum."""
+        piece = self._pieces.get((part.tensor.key, part.index))
+        return piece is not None and any(
+            copy.server != part.server for copy in piece.copies if copy.state in (SEEDING, FOLLOWING)
+        )
+
+    def stepped(self, part: OwnedPart, made: StepMade, states: M | None, total: M | None) -> list[ShadowingAction[M]]:
+        """A partition's step is made. ``states``: their copy, if ``wants_states`` said so; ``total``: the sum, if
+        ``needs_sum`` said so."""
+        piece = self._pieces.get((part.tensor.key, part.index))
+        actions: list[ShadowingAction[M]] = []
+        kept_states = None if states is None else ShadowMemory(states)
+        kept_sum = None if total is None else ShadowMemory(total)
+        awaits = False
+        for copy in piece.copies if piece is not None else ():
+            rank = copy.part.part.owner
+            if copy.state is COPYING:
+                if kept_states is None or kept_states.users:
+                    self._give_back(copy)
+                    copy.move_to(EMPTY)
+                    continue
+                copy.move_to(SEEDING)
+                copy.seed = copy.last = made.step
+                kept_states.users = 1
+                actions.append(self._send(SendStates(copy.server, rank, made.step, False, kept_states, copy)))
+            elif copy.state in (SEEDING, FOLLOWING):
+                is_awaited = copy.state is FOLLOWING and not awaits and copy.part.due == made.step
+                awaits |= is_awaited
+                held = kept_sum if copy.server != part.server else None
+                if held is not None:
+                    held.users += 1
+                message = SendStep(copy.server, rank, made.step, is_awaited, held, copy, made, copy.last)
+                copy.last = made.step
+                actions.append(self._send(message))
+        kept = [each for each in (kept_states, kept_sum) if each is not None and not each.users]
+        actions += [ReleaseMemory(unused.memory) for unused in kept]
+        if piece is not None and awaits:
+            piece.due = 0  # the message counts in its place
+        elif piece is not None:
+            actions += self._settle_due(piece)
+        return actions
+
+    def record(self, rank: int, run: int, step: int, packed: M) -> list[ShadowingAction[M]]:
+        """What a rank knows after a step, once it has begun the step of all of its partitions."""
+        self._recorded.setdefault(rank, deque()).append(step)
+        if not self._servers:
+            return [ReleaseMemory(packed)]
+        self._awaited.setdefault(rank, Counter())[step] += 1
+        server = self._servers[rank % len(self._servers)]
+        return [self._send(SendRecord(server, rank, step, True, ShadowMemory(packed, 1), run))]
+
+    # ---- servers -----------------------------------------------------------------------------------------------
+
+    def held(self, server: int, place: tuple[int, int], step: int) -> list[ShadowingAction[M]]:
+        """A server holds the states of a partition after a step, or a step, or a record. ``place``: key and index of
+        the partition, or run and rank of the record."""
+        queue = self._unacknowledged.get(server, deque())
+        found = next((each for each in queue if each.step == step and _place_of(each) == place), None)
+        if found is None:
+            return []  # it says again what it has said before
+        queue.remove(found)
+        actions = self._acknowledged(found)
+        if isinstance(found, SendStates) and found.copy.state is SEEDING:
+            self._give_back(found.copy)
+            found.copy.move_to(FOLLOWING)
+            found.copy.refusals = 0
+            found.copy.part.has_followed = True
+            actions += self._moved(found.copy.part)
+        return actions
+
+    def lacks(self, server: int, place: tuple[int, int], step: int) -> list[ShadowingAction[M]]:
+        """A server can't go on with a partition: its states will be copied once more."""
+        piece = self._pieces.get(place)
+        copy = next((each for each in piece.copies if each.server == server), None) if piece is not None else None
+        if copy is None or copy.state in (EMPTY, COPYING) or step < copy.seed:
+            return []  # that was said of earlier states
+        if copy.state is SEEDING:  # it has no memory, perhaps
+            copy.refusals += 1
+            copy.not_before = copy.seed + min(1 << copy.refusals, MOST_STEPS_BETWEEN)
+        return self._drop(copy)
+
+    def again(self, server: int) -> list[ShadowingAction[M]]:
+        """There is a new connection to a server: what it has not acknowledged may be lost."""
+        return [*self._unacknowledged.get(server, ())]
+
+    def change(self, topology: Topology) -> list[ShadowingAction[M]]:
+        """Other servers, or other servers of partitions, which know them by now."""
+        self._set(topology)
+        actions: list[ShadowingAction[M]] = []
+        members = {server.member_id for server in topology.servers}
+        for server in [known for known in self._unacknowledged if known not in members]:
+            for message in self._unacknowledged.pop(server):
+                if isinstance(message, SendRecord) and self._servers and message.held is not None:
+                    moved = self._servers[message.rank % len(self._servers)]
+                    actions.append(
+                        self._send(SendRecord(moved, message.rank, message.step, True, message.held, message.run))
+                    )
+                else:
+                    actions += self._acknowledged(message)
+        for piece in self._pieces.values():
+            for copy in [copy for copy in piece.copies if copy.server not in members]:
+                actions += self._drop(copy)
+                piece.copies.remove(copy)
+            wanted = self.server_of(piece.part)
+            if all(copy.server != wanted for copy in piece.copies):
+                for copy in [copy for copy in piece.copies if copy.state is not FOLLOWING]:
+                    actions += self._discard(copy)
+                piece.copies.append(ShadowCopy(piece, wanted))
+            actions += self._moved(piece)
+        return actions
+
+    def _moved(self, piece: ShadowedPiece[M]) -> list[ShadowingAction[M]]:
+        """End the copies beside the one that belongs where it is, once that one follows."""
+        wanted = self.server_of(piece.part)
+        if not any(copy.server == wanted and copy.state is FOLLOWING for copy in piece.copies):
+            return []
+        actions: list[ShadowingAction[M]] = []
+        for copy in [copy for copy in piece.copies if copy.server != wanted]:
+            actions += self._discard(copy)
+        return actions
+
+    def _discard(self, copy: ShadowCopy[M]) -> list[ShadowingAction[M]]:
+        copy.part.copies.remove(copy)
+        is_known = copy.state in (SEEDING, FOLLOWING)
+        actions = self._drop(copy)
+        return [*actions, SendEnd(copy.server, copy.part.part, copy.part.run)] if is_known else actions
+
+    # ---- inside ------------------------------------------------------------------------------------------------
+
+    def _send(self, message: _Message[M]) -> _Message[M]:
+        self._unacknowledged.setdefault(message.server, deque()).append(message)
+        return message
+
+    def _drop(self, copy: ShadowCopy[M]) -> list[ShadowingAction[M]]:
+        """The server's copy is void. One that is being copied stays so until the step is made."""
+        actions: list[ShadowingAction[M]] = []
+        queue = self._unacknowledged.get(copy.server, deque())
+        for message in [each for each in queue if isinstance(each, (SendStates, SendStep)) and each.copy is copy]:
+            queue.remove(message)
+            actions += self._acknowledged(message)
+        if copy.state in (SEEDING, COPYING):
+            self._give_back(copy)
+        if copy.state is not EMPTY:
+            copy.move_to(EMPTY)
+        return actions
+
+    def _give_back(self, copy: ShadowCopy[M]) -> None:
+        self._seeding_bytes -= copy.part.state_bytes
+
+    def _acknowledged(self, message: _Message[M]) -> list[ShadowingAction[M]]:
+        """It is not waited for any more."""
+        actions: list[ShadowingAction[M]] = []
+        if message.held is not None:
+            message.held.users -= 1
+            if not message.held.users:
+                actions.append(ReleaseMemory(message.held.memory))
+        return [*actions, *(self._settle(message.rank, message.step) if message.is_awaited else ())]
+
+    def _settle_due(self, piece: ShadowedPiece[M]) -> list[ShadowingAction[M]]:
+        due, piece.due = piece.due, 0
+        return self._settle(piece.part.owner, due) if due else []
+
+    def _settle(self, rank: int, step: int) -> list[ShadowingAction[M]]:
+        """One thing less is awaited for a step of a rank."""
+        awaited = self._awaited.get(rank)
+        if awaited is None or not awaited[step]:
+            return []  # of an earlier run
+        awaited[step] -= 1
+        if not awaited[step]:
+            del awaited[step]
+        recorded, held = self._recorded.get(rank, deque()), 0
+        while recorded and (not awaited or recorded[0] < min(awaited)):
+            held = recorded.popleft()
+        if not held:
+            return []
+        is_whole = all(piece.has_followed for piece in self._pieces.values() if piece.part.owner == rank)
+        return [TellHeld(rank, held, is_whole)]
+
+
+def _is_same(one: OwnedPart, other: OwnedPart) -> bool:
+    return (one.owner, one.first, one.count) == (other.owner, other.first, other.count)
+
+
+def _place_of(message: _Message[M]) -> tuple[int, int]:
+    return (message.run, message.rank) if isinstance(message, SendRecord) else message.copy.part.place

@@ -1,0 +1,211 @@
+"""Sends the states and steps of this machine's ranks to the servers that keep copies of them.
+
+    step made ─► states: SHADOW_BEGIN, SHADOW_STATE …      ─► SHADOW_HELD
+                 step:   [SHADOW_SUM,] SHADOW_STEP         ─► SHADOW_HELD, or SHADOW_LACKS
+    record of a rank:    SHADOW_RECORD                     ─► SHADOW_HELD ─► HELD, to the rank
+
+What is sent when is decided in worker/core/shadowing.py. This class has the memory, and packs. Owned by the loop's
+thread; states are copied on the engine's threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Sequence
+
+import zmq
+
+from byteps_py import rank_protocol as protocol
+from byteps_py.errors import PeerLostError
+from byteps_py.kernels.step_segments import StepSegment
+from byteps_py.kernels.update_rules import StepKind
+from byteps_py.log import logger
+from byteps_py.proto import shadow_pb2 as pb
+from byteps_py.rank_protocol import RankMessageKind
+from byteps_py.shm import Block
+from byteps_py.tensors import DType
+from byteps_py.wire import Header, Kind
+from byteps_py.worker.core.hosted_steps import MakeStep, OwnedPart
+from byteps_py.worker.core.shadowing import (
+    ReleaseMemory,
+    SendEnd,
+    SendRecord,
+    SendStates,
+    SendStep,
+    ShadowingAction,
+    Shadowing,
+    StepMade,
+    TellHeld,
+)
+from byteps_py.worker.core.topology import Topology
+from byteps_py.worker.io.executor import Executor
+from byteps_py.worker.io.memory import Memory
+
+#: Of states: a block; of a sum: a block or an answer; of a record: its bytes.
+Held = Block | zmq.Frame | bytes
+
+
+class Shadows:
+    """Of the ranks of one group."""
+
+    shadowing_class: type[Shadowing[Held]] = Shadowing
+
+    def __init__(self, topology: Topology, memory: Memory, executor: Executor) -> None:
+        self._topology = topology
+        self._memory = memory
+        self._executor = executor
+        self._core = self.shadowing_class(topology)
+        self._kinds: dict[tuple[int, int], StepKind] = {}  # by key and index of a partition
+        self._has_warned = False
+
+    @property
+    def is_possible(self) -> bool:
+        """There is a server on another machine."""
+        return bool(self._core.servers)
+
+    def watch(self, rank: int, run: int, kind: StepKind, parts: Sequence[OwnedPart]) -> None:
+        """Keep copies of the states of a rank's partitions. ``run``: see ShadowPart."""
+        for part in parts:
+            self._kinds[part.tensor.key, part.index] = kind
+        sizes = [(part, part.count * kind.state_itemsize * kind.states) for part in parts]
+        self._perform(self._core.watch(rank, run, sizes))
+
+    def end(self, parts: Iterable[OwnedPart]) -> None:
+        """Their states are given up."""
+        self._perform(self._core.end(parts))
+
+    def abandon(self, parts: Iterable[OwnedPart]) -> None:
+        """Their rank is gone: the copies stay, for a restarted job."""
+        self._perform(action for action in self._core.end(parts) if not isinstance(action, SendEnd))
+
+    # ---- steps -------------------------------------------------------------------------------------------------
+
+    def begin(self, rank: int, step: int, parts: Iterable[OwnedPart]) -> None:
+        """A rank steps with these partitions."""
+        self._core.begin(rank, step, parts)
+
+    def copy_states(self, step: MakeStep, states: Sequence[int]) -> tuple[Block, Callable[[], None]] | None:
+        """If the states of a partition, at these addresses, are to be copied after its step: where to, and the work,
+        for any thread."""
+        part = step.part
+        if not step.is_last or not self._core.wants_states(part):
+            return None
+        kind = self._kinds[part.tensor.key, part.index]
+        nbytes = part.count * kind.state_itemsize
+        block = self._memory.machine.allocate(nbytes * kind.states)
+        move = self._executor.runtime.move
+
+        def work() -> None:
+            for place, state in enumerate(states):
+                move(block.address + place * nbytes, state, nbytes)
+
+        return block, work
+
+    def stepped(
+        self, step: MakeStep, number: int, durable: int, segments: Sequence[StepSegment], states: Block | None
+    ) -> None:
+        """A partition's step is made, and its sum is still there. ``states``: their copy."""
+        part = step.part
+        if not self._core.is_copied(part):
+            if states is not None:
+                self._memory.machine.free(states)
+            return
+        total = self._executor.detach_sum(part) if self._core.needs_sum(part) else None
+        made = StepMade(number, durable, part.tensor.round, step.divisor, tuple(segments))
+        self._perform(self._core.stepped(part, made, states, total))
+
+    def record(self, rank: int, record: pb.ShadowRecord) -> None:
+        """What a rank knows after a step."""
+        self._perform(self._core.record(rank, record.run, record.step, record.SerializeToString()))
+
+    # ---- servers -----------------------------------------------------------------------------------------------
+
+    def answered(self, header: Header, text: str, server: int) -> None:
+        """A server has said what it holds, or lacks."""
+        place = header.key, header.index
+        if header.kind is Kind.SHADOW_HELD:
+            self._perform(self._core.held(server, place, header.round))
+            return
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "server %d can't go on with its copy of an optimizer's states, which are sent again: %s", server, text
+            )
+        self._perform(self._core.lacks(server, place, header.round))
+
+    def again(self, server: int) -> None:
+        """There is a new connection to a server."""
+        self._perform(self._core.again(server))
+
+    def change(self, topology: Topology) -> None:
+        """Other servers."""
+        self._topology = topology
+        self._perform(self._core.change(topology))
+
+    # ---- inside ------------------------------------------------------------------------------------------------
+
+    def _perform(self, actions: Iterable[ShadowingAction[Held]]) -> None:
+        for action in actions:
+            if isinstance(action, SendStep):
+                self._send_step(action)
+            elif isinstance(action, SendStates):
+                self._send_states(action)
+            elif isinstance(action, SendRecord):
+                header = Header(Kind.SHADOW_RECORD, 0, key=action.run, index=action.rank, round=action.step)
+                self._tell(action.server, header, action.held.memory if action.held is not None else b"")
+            elif isinstance(action, SendEnd):
+                self._tell(action.server, _header(Kind.SHADOW_END, action.part, 0), b"")
+            elif isinstance(action, ReleaseMemory):
+                if isinstance(action.memory, Block):
+                    self._memory.machine.free(action.memory)
+            elif isinstance(action, TellHeld):
+                self._tell_rank(action)
+
+    def _tell(self, server: int, header: Header, payload: Held, offset: int = 0) -> None:
+        if self._executor.network is not None:
+            self._executor.network.tell(server, header, payload, offset)
+
+    def _tell_rank(self, action: TellHeld) -> None:
+        local = self._topology.local_rank_of(action.rank)
+        rank = self._executor.ranks.get(local) if local is not None else None
+        if rank is not None:
+            with contextlib.suppress(PeerLostError):  # it is found out by its own connection
+                rank.send(protocol.pack(RankMessageKind.HELD, step=action.step, whole=action.is_whole))
+
+    def _send_states(self, action: SendStates[Held]) -> None:
+        part, kind = action.copy.part.part, self._kinds[action.copy.part.place]
+        begin = pb.ShadowPart(
+            run=action.copy.part.run, name=part.tensor.name, first=part.first, count=part.count, step_kind=kind.code,
+            step=action.step,
+        )  # fmt: skip
+        header = functools.partial(_header, part=part, round_=action.step)
+        self._tell(action.server, header(Kind.SHADOW_BEGIN), begin.SerializeToString())
+        if action.held is None:
+            return
+        nbytes, most = part.count * kind.state_itemsize, self._topology.partition_bytes
+        for state in range(kind.states):
+            for start in range(0, nbytes, most):
+                chunk = header(Kind.SHADOW_STATE)
+                chunk.segment, chunk.offset, chunk.length = state, start, min(most, nbytes - start)
+                chunk.dtype = DType.FLOAT64 if kind.state_itemsize == 8 else DType.FLOAT32
+                self._tell(action.server, chunk, action.held.memory, state * nbytes + start)
+
+    def _send_step(self, action: SendStep[Held]) -> None:
+        part, made = action.copy.part.part, action.made
+        if action.held is not None:
+            brings = _header(Kind.SHADOW_SUM, part, made.round)
+            brings.length, brings.dtype = part.length, part.tensor.spec.dtype
+            self._tell(action.server, brings, action.held.memory)
+        said = pb.ShadowStep(
+            run=action.copy.part.run, step=made.step, before=action.before, durable=made.durable, divisor=made.divisor,
+            segments=[
+                pb.ShadowSegment(start=each.elements.start, stop=each.elements.stop, scalars=each.scalars)
+                for each in made.segments
+            ],
+        )  # fmt: skip
+        self._tell(action.server, _header(Kind.SHADOW_STEP, part, made.round), said.SerializeToString())
+
+
+def _header(kind: Kind, part: OwnedPart, round_: int) -> Header:
+    return Header(kind, 0, key=part.tensor.key, generation=part.tensor.generation, index=part.index, round=round_)
