@@ -75,6 +75,7 @@ class Settings:
     heartbeat_timeout_s: float = 1.0
     heartbeat_timeout_max_s: float | None = None
     journal_dir: str = ""
+    shadow_keep_s: float = 600.0
     elastic: bool = False
     min_ranks: int = 1
     max_ranks: int = 0

@@ -41,17 +41,24 @@ def _serve(is_gpu_machine: bool) -> int:
     # Imported late: the allocator must be tuned before anything starts threads or loads a compiler.
     from byteps_py.runtime import Runtime
     from byteps_py.scheduler.client import connect
+    from byteps_py.server.outliving import OutlivingServer
     from byteps_py.server.service import SummationService
+    from byteps_py.server.shadow import ShadowStore
     from byteps_py.server.shadow_endpoint import ShadowEndpoint
 
     kind = pb.MACHINE_KIND_GPU if is_gpu_machine else pb.MACHINE_KIND_CPU
-    service = SummationService(settings, kind, connect, Runtime(), open_endpoint=ShadowEndpoint)
+
+    def new_service(settings: Settings, shadows: ShadowStore | None) -> SummationService:
+        return SummationService(settings, kind, connect, Runtime(), shadows, ShadowEndpoint)
+
+    # A GPU machine's server ends with the machine's other processes: they are started together.
+    server = OutlivingServer(settings, 0.0 if is_gpu_machine else settings.shadow_keep_s, new_service)
     signals = (signal.SIGTERM, signal.SIGINT)
     with (
-        handle_signals(signals, lambda number, _: service.stop(f"the server got {signal.Signals(number).name}")),
+        handle_signals(signals, lambda number, _: server.stop(f"the server got {signal.Signals(number).name}")),
         jobs.announced(settings),
     ):
-        return service.run()
+        return server.run()
 
 
 if __name__ == "__main__":

@@ -59,6 +59,9 @@ _ORPHAN_CHECK_S = 0.5
 DRAIN_LIMIT_S = 30.0  # how long it goes on after SIGTERM if no other server takes its keys
 _ORPHAN_S = 10.0  # how long it waits without scheduler and workers; these come back sooner, if at all
 
+#: The same if another scheduler is there, and states are kept for its job.
+_REPLACED_S = 1.0
+
 
 class Endpoint(Protocol):
     """Where the states that a server keeps can be read: see shadow_endpoint.py."""
@@ -102,6 +105,9 @@ class SummationService:
         self._traffic = Traffic()
         self._status = 0
         self._has_ended = False
+        self._is_abandoned = False  # the job has ended without this server's
+        self._has_closed = False
+        self._has_lost_link = False  # the scheduler does not know this server, and will not
         self._error: BytePSError | None = None
         self._reason = "the server is done"
         self._is_headless = False  # the scheduler is away
@@ -159,6 +165,26 @@ class SummationService:
             raise self._error
         return self._status
 
+    @property
+    def has_closed(self) -> bool:
+        """``run`` has ended all that it began: what this server keeps can be handed to another service."""
+        return self._has_closed
+
+    @property
+    def is_abandoned(self) -> bool:
+        """After ``run``: the job has failed or is gone, and was not ended in order."""
+        return self._is_abandoned and self._has_closed
+
+    @property
+    def was_member(self) -> bool:
+        """The cluster was complete with this server."""
+        return self._rounds.epoch > 0
+
+    @property
+    def reason(self) -> str:
+        """Why ``run`` has ended."""
+        return self._reason
+
     def _prepared(self) -> None:
         """The kernels are loaded."""
         self._is_prepared = True
@@ -201,6 +227,7 @@ class SummationService:
         if self._local is not None:
             self._local.close()
         self._loop.close()
+        self._has_closed = True
 
     # ---- data plane --------------------------------------------------------------------------------------
 
@@ -318,13 +345,13 @@ class SummationService:
                 text = f"the job has failed: {message.failure.error}: {message.failure.message}"
                 if not failure_notice.send(Blame.SERVICE, message.failure.message, f"byteps_py server: {text}"):
                     logger.log(self._bad_news, "%s", text)
-                self._end(1, "the job has failed")
+                self._abandon(1, "the job has failed")
             case "stop":
                 logger.info("the job is over: %s", message.stop.reason)
                 self._end(0, "the job is over")
             case "refused" if self._rounds.epoch:
                 logger.warning("%s", message.refused.message)
-                self._end(GIVEN_UP_STATUS, "given up")
+                self._abandon(GIVEN_UP_STATUS, "the scheduler has given this server up")
             case "refused":
                 self._error = from_name(message.refused.error, message.refused.message)
                 self._end(1, "refused by the scheduler")
@@ -349,6 +376,7 @@ class SummationService:
             self._error = error
             self._end(1, "the scheduler is lost")
             return
+        self._has_lost_link = True
         self._on_away(error)
 
     def _on_away(self, error: BytePSError) -> None:
@@ -370,11 +398,20 @@ class SummationService:
         now = self._loop.time()
         if self._network.connections or (self._local is not None and self._local.connections):
             self._orphaned_since_s = now
-        elif self._is_draining or now - self._orphaned_since_s >= min(_ORPHAN_S, self._settings.patience_s):
+        elif self._is_draining or now - self._orphaned_since_s >= self._orphan_patience_s:
             logger.warning("no scheduler and no worker is connected any more: this server ends")
-            self._end(0, "no scheduler and no worker is left")
+            self._abandon(0, "no scheduler and no worker is left")
             return
         self._loop.call_later(_ORPHAN_CHECK_S, self._end_if_orphaned)
+
+    @property
+    def _orphan_patience_s(self) -> float:
+        is_replaced = self._has_lost_link and self.shadows.store.durable() is not None
+        return _REPLACED_S if is_replaced else min(_ORPHAN_S, self._settings.patience_s)
+
+    def _abandon(self, status: int, reason: str) -> None:
+        self._is_abandoned = not self._has_ended and not self._is_draining
+        self._end(status, reason)
 
     def _end(self, status: int, reason: str) -> None:
         """End ``run``. Only the first call counts: Stop also follows a Failure, before this loop has ended."""

@@ -361,7 +361,7 @@ class ShadowStore:
         run = self._runs.get(number)
         if run is None:
             run = self._runs[number] = ShadowRun(number, self._job, next(self._orders))
-        run.heard_s = now
+        run.heard_s, run.job = now, self._job
         return run
 
     def _parts(self) -> Iterator[ShadowedPart]:

@@ -190,7 +190,8 @@ class ShadowedPart:
 
 @dataclass(slots=True, eq=False)
 class ShadowRun:
-    """An optimizer's states in one incarnation of a job. ``job``, ``order``: when it was begun. ``records``: by rank
+    """An optimizer's states in one incarnation of a job. ``job``: the last one that spoke of
+    it. ``order``: when it was begun. ``records``: by rank
     and step. ``generations``: of each tensor key, the newest generation with complete states here, and their step."""
 
     number: int

@@ -23,7 +23,8 @@ ALLOWED = {
     "cli": {"placement", "scheduler", "parallel"},
     "server": {"dataplane", "kernels", "runtime", "scheduler.client", "scheduler.call_authenticator"},
     "worker": {"dataplane", "kernels", "placement", "runtime", "scheduler.client"},
-    "torch": {"kernels", "session"},
+    "shadow": {"kernels", "scheduler"},
+    "torch": {"kernels", "session", "shadow"},
     "parallel": {"torch"},
 }
 #: ``import byteps_py`` has the names of byteps_py.torch, once they are asked for; torch asks for the backend by name.

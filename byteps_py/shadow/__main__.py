@@ -1,0 +1,115 @@
+"""``python -m byteps_py.shadow``: reads states for a trainer, which talks with it over standard input and output.
+
+One thread. It ends when its standard input ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import grpc
+
+from byteps_py.errors import BytePSError, CommunicationError, PeerLostError, StallError
+from byteps_py.proto import shadow_pb2, shadow_pb2_grpc
+from byteps_py.scheduler import query, rpc
+from byteps_py.settings import Settings
+from byteps_py.shadow.frames import FrameKind, read_frame, write_frame
+
+#: A server that takes longer is described as silent.
+_SERVER_S = 10.0
+
+
+class StatesCaller:
+    """Makes the calls. ``out``: descriptor of the pipe to the trainer."""
+
+    def __init__(self, settings: Settings, out: int) -> None:
+        self._settings = settings
+        self._out = out
+        self._metadata = rpc.metadata(settings)
+        self._channels: dict[str, grpc.Channel] = {}
+
+    def serve(self, kind: FrameKind, payload: bytes) -> None:
+        """Answer one request."""
+        try:
+            said: dict[str, Any] = json.loads(payload)
+            if kind is FrameKind.DESCRIBE:
+                self._describe(said["hold_s"], said["timeout_s"])
+            else:
+                self._read(said["server"], shadow_pb2.ShadowRead(**said["request"]), said["timeout_s"])
+        except BytePSError as error:
+            write_frame(self._out, FrameKind.ERROR, f"{type(error).__name__}\n{error}".encode())
+        else:
+            write_frame(self._out, FrameKind.END)
+
+    def close(self) -> None:
+        """End all connections."""
+        for channel in self._channels.values():
+            channel.close()
+
+    def _stub(self, server: str) -> shadow_pb2_grpc.ShadowStub:
+        if server not in self._channels:
+            self._channels[server] = rpc.open_channel(self._settings, server)
+        return shadow_pb2_grpc.ShadowStub(self._channels[server])  # type: ignore[no-untyped-call]
+
+    def _describe(self, hold_s: float, timeout_s: float) -> None:
+        until_s = time.monotonic() + timeout_s
+        members = query.status(self._settings, timeout_s).members
+        servers = sorted({each.member.shadow_address for each in members if each.alive and each.member.shadow_address})
+        left_s = max(0.1, min(_SERVER_S, until_s - time.monotonic()))
+        request = shadow_pb2.ShadowQuery(hold_s=hold_s)
+        calls = {
+            server: self._stub(server).Describe.future(request, timeout=left_s, metadata=self._metadata)
+            for server in servers
+        }
+        for server, call in calls.items():
+            problem, description = "", shadow_pb2.ShadowDescription()
+            try:
+                description = call.result()
+            except grpc.RpcError as error:
+                problem = str(_explained(server, error, left_s))
+            write_frame(self._out, FrameKind.SERVER, json.dumps([server, problem]).encode())
+            write_frame(self._out, FrameKind.DESCRIPTION, description.SerializeToString())
+
+    def _read(self, server: str, request: shadow_pb2.ShadowRead, timeout_s: float) -> None:
+        try:
+            for chunk in self._stub(server).Read(request, timeout=timeout_s, metadata=self._metadata):
+                write_frame(self._out, FrameKind.DATA, chunk.data)
+        except grpc.RpcError as error:
+            raise _explained(server, error, timeout_s) from error
+
+
+def _explained(server: str, error: grpc.RpcError, waited_s: float) -> BytePSError:
+    code, details = error.code(), error.details() or ""
+    if code in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.FAILED_PRECONDITION):
+        return CommunicationError(f"the server at {server}: {details}")
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return StallError(f"the server at {server} gave no answer within {waited_s:g} s")
+    if code is grpc.StatusCode.UNAVAILABLE:
+        return PeerLostError(f"the server at {server} can't be reached: {rpc.reason(details)}")
+    return CommunicationError(f"the server at {server} failed: {code.name}, {details}")
+
+
+def main() -> int:
+    """Answer requests until standard input ends. Exit status 0."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, whose end this process notices
+    source, out = sys.stdin.fileno(), os.dup(sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints must not come between frames
+    with contextlib.suppress(PeerLostError):
+        _, payload = read_frame(source)
+        caller = StatesCaller(Settings(**json.loads(payload)), out)
+        try:
+            while True:
+                caller.serve(*read_frame(source))
+        finally:
+            caller.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+"""A trainer's end of reading shadowed states. A subprocess, which may use gRPC, makes the calls.
+
+One thread at a time. The subprocess ends with ``close``, and if the trainer ends: then its standard input ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import time
+from types import TracebackType
+
+from byteps_py.errors import BytePSError, CommunicationError, PeerLostError, ProtocolError, UsageError, from_name
+from byteps_py.proto import shadow_pb2
+from byteps_py.settings import Settings
+from byteps_py.shadow.frames import FrameKind, read_frame, write_frame
+from byteps_py.shadow.restorable import RestorablePart, ServerDescription
+
+_CLOSE_S = 5.0
+#: The subprocess has its own deadlines; this is for one that is stuck, or has much to load.
+_MORE_S = 20.0
+
+
+class ShadowReader:
+    """Reads what the servers of the job of ``settings`` hold.
+
+    Args:
+        settings: say where the job's scheduler is.
+        timeout_s: the deadline of each call.
+
+    ``close``, or the end of a ``with`` block, ends its subprocess.
+    """
+
+    def __init__(self, settings: Settings, timeout_s: float = 60.0) -> None:
+        self._timeout_s = timeout_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._settings = {
+            "scheduler_host": settings.scheduler_host,
+            "scheduler_port": settings.scheduler_port,
+            "job_id": settings.job,
+            "secret": settings.secret,
+            "local_secret": settings.local_secret,
+            "heartbeat_interval_s": settings.heartbeat_interval_s,
+            "heartbeat_timeout_s": settings.heartbeat_timeout_s,
+        }
+
+    def __enter__(self) -> ShadowReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def describe(self, hold_s: float = 0.0) -> list[ServerDescription]:
+        """What each server holds; servers that give no answer are listed with their error. For ``hold_s`` seconds (at
+        most 60) servers apply no steps, so that what they describe can be read while training goes on.
+
+        Empty without a scheduler: then there are no servers on other machines. Raises RendezvousError, StallError or
+        CommunicationError if the scheduler can't be asked.
+        """
+        if not self._settings["scheduler_host"]:
+            return []
+        found: list[ServerDescription] = []
+        address, problem = "", ""
+        self._say(FrameKind.DESCRIBE, {"hold_s": hold_s, "timeout_s": self._timeout_s})
+        while (frame := self._hear())[0] is not FrameKind.END:
+            kind, payload = frame
+            if kind is FrameKind.SERVER:
+                address, problem = json.loads(payload)
+            elif kind is FrameKind.DESCRIPTION:
+                found.append(ServerDescription(address, shadow_pb2.ShadowDescription.FromString(payload), problem))
+            else:
+                raise self._broken(f"{kind.name} in the answer to DESCRIBE")
+        return found
+
+    def read_into(self, part: RestorablePart, state: int, elements: range, view: memoryview) -> None:
+        """Read a state's elements into ``view``.
+
+        part: of a Restorable. state: 0 is the master, the others are moments. elements: of the tensor, among
+        ``part.elements``. view: writable bytes, ``part.kind.state_itemsize`` for each element.
+
+        Raises UsageError for other elements or sizes, CommunicationError if the server can't deliver them any more.
+        """
+        size = part.kind.state_itemsize
+        is_inside = part.elements.start <= elements.start <= elements.stop <= part.elements.stop
+        if not is_inside or elements.step != 1 or not 0 <= state < part.kind.states:
+            raise UsageError(f"{elements} of state {state} are not among {part.elements} of {part.kind.states} states")
+        target = view.cast("B")
+        if len(target) != len(elements) * size or target.readonly:
+            raise UsageError(f"{len(elements)} elements take {len(elements) * size} writable bytes, not {len(target)}")
+        request = {
+            "run": part.run, "key": part.key, "index": part.index, "step": part.step, "state": state,
+            "start": elements.start - part.first, "stop": elements.stop - part.first,
+        }  # fmt: skip
+        self._say(FrameKind.READ, {"server": part.server, "timeout_s": self._timeout_s, "request": request})
+        at = 0
+        while (frame := self._hear())[0] is not FrameKind.END:
+            kind, data = frame
+            if kind is not FrameKind.DATA or at + len(data) > len(target):
+                raise self._broken(f"{kind.name} of {len(data)} bytes in the answer to READ")
+            target[at : at + len(data)] = data
+            at += len(data)
+        if at != len(target):
+            raise CommunicationError(f"the server at {part.server} gave {at} bytes of {len(target)}")
+
+    def close(self) -> None:
+        """End the subprocess."""
+        process, self._process = self._process, None
+        if process is None or process.stdin is None or process.stdout is None:
+            return
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+        try:
+            process.wait(_CLOSE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stdout.close()
+
+    # ---- frames ------------------------------------------------------------------------------------------------
+
+    def _say(self, kind: FrameKind, said: object) -> None:
+        if self._process is None:
+            command = [sys.executable, "-P", "-m", "byteps_py.shadow"]
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+            self._write(FrameKind.SETTINGS, self._settings)
+        self._write(kind, said)
+        self._until_s = time.monotonic() + self._timeout_s + _MORE_S
+
+    def _write(self, kind: FrameKind, said: object) -> None:
+        process = self._process
+        if process is None or process.stdin is None:
+            raise self._broken("it has no standard input")
+        write_frame(process.stdin.fileno(), kind, json.dumps(said).encode())
+
+    def _hear(self) -> tuple[FrameKind, bytes]:
+        """Raises the error that the subprocess reports. After any other error it is ended, and the next call starts a
+        new one."""
+        process = self._process
+        if process is None or process.stdout is None:
+            raise self._broken("it has no standard output")
+        try:
+            kind, payload = read_frame(process.stdout.fileno(), self._until_s)
+        except BytePSError as error:
+            process.kill()
+            self.close()
+            if isinstance(error, PeerLostError):
+                raise PeerLostError(f"{error} (exit status {process.returncode})") from error
+            raise
+        if kind is FrameKind.ERROR:
+            name, _, text = payload.decode().partition("\n")
+            raise from_name(name, text)
+        return kind, payload
+
+    def _broken(self, what: str) -> ProtocolError:
+        if self._process is not None:
+            self._process.kill()
+        self.close()
+        return ProtocolError(f"the process that reads shadowed states: {what}")

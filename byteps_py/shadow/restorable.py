@@ -1,0 +1,236 @@
+"""Which step can be restored from what servers hold. Pure; any thread.
+
+A step can be restored if every rank's record of it is there, and of each tensor that rank 0's record names, servers can
+deliver all elements as they are after the tensor's last step. Servers need not agree about what they hold: each
+partition is taken from any server that can deliver it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from byteps_py.errors import UsageError
+from byteps_py.kernels.update_rules import StepKind
+from byteps_py.proto import shadow_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class ServerDescription:
+    """What one server holds. ``address``: its port for readers, ``host:port``. ``error``: why it gave no answer."""
+
+    address: str
+    description: shadow_pb2.ShadowDescription
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RestorablePart:
+    """Elements of a tensor's states that a server can deliver.
+
+    Attributes:
+        server: its address.
+        run: see ShadowPart, also key and index.
+        key: of the tensor.
+        index: of the partition.
+        kind: of its steps: how many states there are, and of which dtype.
+        elements: the elements of the tensor that are to be read from this partition.
+        first: the partition's first element in the tensor.
+        step: the step after which its states are wanted.
+    """
+
+    server: str
+    run: int
+    key: int
+    index: int
+    kind: StepKind
+    elements: range
+    first: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Restorable:
+    """A step for which everything is there.
+
+    Attributes:
+        run: the optimizer's run.
+        step: the number of the step.
+        records: by rank.
+        common: rank 0's ``common``.
+        tensors: of each tensor of gradients, its parts in order; together they have all its elements.
+    """
+
+    run: int
+    step: int
+    records: Mapping[int, shadow_pb2.ShadowRecord]
+    common: Mapping[str, Any]
+    tensors: Mapping[str, Sequence[RestorablePart]]
+
+
+@dataclass(frozen=True, slots=True)
+class NotRestorable:
+    """There are states, but no step for which all are there. ``reason``: a sentence."""
+
+    reason: str
+
+
+@dataclass(slots=True)
+class _Held:
+    """A part that a server can deliver as of some steps."""
+
+    server: str
+    run: int
+    part: shadow_pb2.HeldPart
+
+    def delivers(self, step: int) -> bool:
+        return step == self.part.part.step or step in self.part.steps
+
+
+class _MergedRun:
+    """What all servers hold of a run."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.age_s = float("inf")
+        self.parts: dict[str, list[_Held]] = {}  # by tensor
+        self.records: dict[int, dict[int, shadow_pb2.ShadowRecord]] = {}  # by step and rank
+
+    def add(self, server: str, run: shadow_pb2.HeldRun) -> None:
+        self.age_s = min(self.age_s, run.age_s)
+        for part in run.parts:
+            self.parts.setdefault(part.part.name, []).append(_Held(server, run.run, part))
+        for record in run.records:
+            self.records.setdefault(record.step, {})[record.rank] = record
+
+
+def latest_step(
+    descriptions: Sequence[ServerDescription], tensors: Collection[str] | None = None
+) -> Restorable | NotRestorable | None:
+    """The newest step that can be restored, of the run that was heard of last. None if no server holds anything.
+
+    tensors: the names of an optimizer's tensors of gradients; runs with others are left out, where a job has several
+    optimizers.
+
+    If nothing of the newest run can be restored, an older run counts: the newest one may have ended before all its
+    states had arrived.
+    """
+    runs: dict[int, _MergedRun] = {}
+    for each in descriptions:
+        for run in each.description.runs:
+            runs.setdefault(run.run, _MergedRun(run.run)).add(each.address, run)
+    silent = [f"the server at {each.address} gave no answer: {each.error}" for each in descriptions if each.error]
+    newest_first = sorted(runs.values(), key=lambda run: run.age_s)
+    reasons = []
+    for merged in newest_first:
+        if tensors is not None and not _is_about(merged, set(tensors)):
+            continue
+        found = _restorable(merged)
+        if isinstance(found, Restorable):
+            return found
+        reasons.append(found)
+    if not reasons:
+        return NotRestorable("; ".join(silent)) if silent else None
+    return NotRestorable("; ".join([reasons[0], *silent]))
+
+
+def _is_about(run: _MergedRun, names: set[str]) -> bool:
+    """True if the run may be one of an optimizer with these tensors."""
+    for records in run.records.values():
+        if (common := _common(records)) is not None:
+            return {name for name, _, _ in common["parts"]} == names
+    return bool(run.parts) and run.parts.keys() <= names
+
+
+def _restorable(run: _MergedRun) -> Restorable | str:
+    """The newest step of a run that can be restored; or why the newest one of which there are records can't be."""
+    reason = ""
+    for step in sorted(run.records, reverse=True):
+        found = _at(run, step)
+        if isinstance(found, Restorable):
+            return found
+        reason = reason or found
+    held = sorted(name for name in run.parts)
+    return reason or f"there is no record of a step, but states of {_some(held)}"
+
+
+def _at(run: _MergedRun, step: int) -> Restorable | str:
+    records = run.records[step]
+    size = max(record.size for record in records.values())
+    missing = [rank for rank in range(size) if rank not in records]
+    if missing:
+        return f"step {step}: the records of ranks {_some(missing)} of {size} are missing"
+    common = _common(records)
+    if common is None:
+        return f"step {step}: the record of rank 0 is damaged"
+    tensors: dict[str, Sequence[RestorablePart]] = {}
+    for name, count, last in common["parts"]:
+        cover = _cover(run.parts.get(name, []), name, count, last)
+        if isinstance(cover, str):
+            return f"step {step}: {cover}"
+        tensors[name] = cover
+    return Restorable(run.number, step, records, common, tensors)
+
+
+def _common(records: Mapping[int, shadow_pb2.ShadowRecord]) -> dict[str, Any] | None:
+    """What rank 0's record says that all ranks have alike; None if it has not come, or is damaged."""
+    if (record := records.get(0)) is None:
+        return None
+    try:
+        common = json.loads(record.common)
+        for name, count, last in common["parts"]:
+            if not (isinstance(name, str) and isinstance(count, int) and isinstance(last, int)):
+                return None
+    except (ValueError, TypeError, KeyError):
+        return None
+    return dict(common)
+
+
+def _cover(held: list[_Held], name: str, count: int, last: int) -> list[RestorablePart] | str:
+    """Parts that have all elements of a tensor as of step ``last``; or which elements are missing."""
+    found: list[RestorablePart] = []
+    able = [each for each in held if each.delivers(last)]
+    at = 0
+    while at < count:
+        here = [each for each in able if each.part.part.first <= at < _end(each)]
+        best = max(here, key=_end, default=None)
+        if best is None:
+            next_ = min((each.part.part.first for each in able if each.part.part.first > at), default=count)
+            others = [each for each in held if each.part.part.first <= at < _end(each)]
+            why = "no server has them"
+            if others:
+                steps = sorted({step for each in others for step in (each.part.part.step, *each.part.steps)})
+                why = f"servers have them as of step {_some(steps)}"
+            return f"elements {at} to {next_} of {name!r} are missing as of step {last}: {why}"
+        part = best.part.part
+        try:
+            kind = StepKind.from_code(part.step_kind)
+        except UsageError as error:
+            return f"{name!r}: {error}"
+        if found and found[0].kind != kind:
+            return f"the parts of {name!r} are of different kinds of steps, {found[0].kind} and {kind}"
+        end = min(_end(best), count)
+        found.append(
+            RestorablePart(
+                best.server, best.run, best.part.key, best.part.index, kind, range(at, end), part.first, last
+            )
+        )
+        at = end
+    return found
+
+
+def _end(held: _Held) -> int:
+    return int(held.part.part.first + held.part.part.count)
+
+
+def _some(items: Iterable[object]) -> str:
+    """At most four of them, in words.
+
+    >>> _some([1, 2, 3, 4, 5, 6])
+    '1, 2, 3, 4 and 2 more'
+    """
+    texts = [str(item) for item in items]
+    more = f" and {len(texts) - 4} more" if len(texts) > 4 else ""
+    return ", ".join(texts[:4]) + more

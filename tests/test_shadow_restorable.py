@@ -1,0 +1,166 @@
+"""Which step can be restored from what servers hold: a table of who holds what, and a sentence or a step."""
+
+from __future__ import annotations
+
+import doctest
+import json
+from collections.abc import Sequence
+
+import pytest
+
+from byteps_py.kernels.update_rules import Method, StepKind, UpdateRule
+from byteps_py.proto import shadow_pb2 as pb
+from byteps_py.shadow import NotRestorable, Restorable, ServerDescription, latest_step, restorable
+from byteps_py.tensors import DType
+
+SGD = StepKind(UpdateRule(Method.SGD), DType.FLOAT32, DType.FLOAT32)
+ADAM = StepKind(UpdateRule(Method.ADAM), DType.FLOAT32, DType.FLOAT32)
+RUN = 5
+
+
+def part(
+    name: str, first: int, count: int, steps: Sequence[int], *, index: int = 0, kind: StepKind = SGD
+) -> pb.HeldPart:
+    """``steps``: that it can deliver; the first is that of its states."""
+    said = pb.ShadowPart(run=RUN, name=name, first=first, count=count, step_kind=kind.code, step=steps[0])
+    return pb.HeldPart(key=hash(name) & 0xFF, index=index or first, part=said, steps=steps[1:])
+
+
+def record(step: int, parts: object, *, rank: int = 0, size: int = 1, run: int = RUN) -> pb.ShadowRecord:
+    """``parts``: (name, count, last step) of each tensor."""
+    common = json.dumps({"parts": parts}).encode() if rank == 0 else b""
+    return pb.ShadowRecord(run=run, step=step, rank=rank, size=size, common=common)
+
+
+def server(
+    name: str, *said: pb.HeldPart | pb.ShadowRecord, run: int = RUN, age_s: float = 1.0, error: str = ""
+) -> ServerDescription:
+    held = pb.HeldRun(run=run, age_s=age_s)
+    held.parts.extend(each for each in said if isinstance(each, pb.HeldPart))
+    held.records.extend(each for each in said if isinstance(each, pb.ShadowRecord))
+    return ServerDescription(name, pb.ShadowDescription(runs=[held] if said else []), error)
+
+
+def restored(*servers: ServerDescription) -> tuple[int, dict[str, list[tuple[str, int, int]]]]:
+    """The step; and of each tensor, from which server which elements are taken."""
+    found = latest_step(servers)
+    assert isinstance(found, Restorable), found
+    return found.step, {
+        name: [(each.server, each.elements.start, each.elements.stop) for each in parts]
+        for name, parts in found.tensors.items()
+    }
+
+
+def reason(*servers: ServerDescription) -> str:
+    found = latest_step(servers)
+    assert isinstance(found, NotRestorable), found
+    return found.reason
+
+
+def test_nothing_is_held() -> None:
+    assert latest_step([]) is None
+    assert latest_step([server("a")]) is None
+
+
+def test_the_newest_step_with_a_record_that_all_parts_can_deliver() -> None:
+    one = server("a", part("w", 0, 4, [7, 8, 9]), record(8, [["w", 8, 8]]))
+    two = server("b", part("w", 4, 4, [8, 9, 10]), record(7, [["w", 8, 7]]), record(10, [["w", 8, 10]]))
+    assert restored(one, two) == (8, {"w": [("a", 0, 4), ("b", 4, 8)]})
+
+
+def test_a_tensor_that_no_step_changed_has_an_older_last_step() -> None:
+    frozen = server("a", part("w", 0, 4, [9, 10]), part("frozen", 0, 4, [3]))
+    said = server("b", record(9, [["w", 4, 9], ["frozen", 4, 3]]), record(10, [["w", 4, 10], ["frozen", 4, 3]]))
+    assert restored(frozen, said)[0] == 10
+
+
+def test_of_servers_that_hold_the_same_any_that_can_deliver_is_taken() -> None:
+    late = server("a", part("w", 0, 8, [9]))
+    moved = server("b", part("w", 0, 8, [7, 8]), record(8, [["w", 8, 8]]))
+    assert restored(late, moved) == (8, {"w": [("b", 0, 8)]})
+
+
+def test_parts_of_two_cuts_of_a_tensor_cover_it_together() -> None:
+    """It was declared again, and cut otherwise."""
+    one = server("a", part("w", 0, 6, [8]), part("w", 6, 2, [7], index=1), record(8, [["w", 8, 8]]))
+    two = server("b", part("w", 4, 4, [8]), part("w", 0, 4, [5], index=1))
+    assert restored(one, two) == (8, {"w": [("a", 0, 6), ("b", 6, 8)]})
+    found = latest_step([one, two])
+    assert isinstance(found, Restorable)
+    assert [each.first for each in found.tensors["w"]] == [0, 4]
+
+
+def test_every_rank_has_a_record() -> None:
+    held = part("w", 0, 4, [1, 2, 3])
+    all_ = [record(2, [["w", 4, 2]], size=3), record(2, [], rank=1, size=3), record(2, [], rank=2, size=3)]
+    assert restored(server("a", held, *all_))[0] == 2
+    newer = [record(3, [["w", 4, 3]], size=3), record(3, [], rank=2, size=3)]
+    assert restored(server("a", held, *all_, *newer))[0] == 2
+    assert reason(server("a", held, *newer)) == "step 3: the records of ranks 1 of 3 are missing"
+
+
+@pytest.mark.parametrize(
+    ("parts", "sentence"),
+    [
+        ([part("w", 0, 4, [8])], "elements 4 to 8 of 'w' are missing as of step 8: no server has them"),
+        ([part("w", 4, 4, [8])], "elements 0 to 4 of 'w' are missing as of step 8: no server has them"),
+        (
+            [part("w", 0, 4, [8]), part("w", 4, 4, [5, 6])],
+            "elements 4 to 8 of 'w' are missing as of step 8: servers have them as of step 5, 6",
+        ),
+        ([part("v", 0, 8, [8])], "elements 0 to 8 of 'w' are missing as of step 8: no server has them"),
+        (
+            [part("w", 0, 4, [8]), part("w", 4, 4, [8], kind=ADAM)],
+            f"the parts of 'w' are of different kinds of steps, {SGD} and {ADAM}",
+        ),
+    ],
+)
+def test_why_a_step_can_t_be_restored(parts: list[pb.HeldPart], sentence: str) -> None:
+    assert reason(server("a", *parts, record(8, [["w", 8, 8]]))) == f"step 8: {sentence}"
+
+
+@pytest.mark.parametrize(
+    "common", [b"", b"{", b"[]", b"{}", b'{"parts": 3}', b'{"parts": [["w"]]}', b'{"parts": [[1, 2, 3]]}']
+)
+def test_a_damaged_record_is_none(common: bytes) -> None:
+    damaged = pb.ShadowRecord(run=RUN, step=8, rank=0, size=1, common=common)
+    assert reason(server("a", part("w", 0, 8, [8]), damaged)) == "step 8: the record of rank 0 is damaged"
+
+
+def test_states_without_a_record() -> None:
+    assert reason(server("a", part("w", 0, 8, [8]))) == "there is no record of a step, but states of w"
+
+
+def test_servers_that_give_no_answer_are_named() -> None:
+    silent = server("b", error="it is frozen")
+    assert reason(silent) == "the server at b gave no answer: it is frozen"
+    found = reason(server("a", record(8, [["w", 8, 8]])), silent)
+    assert found.endswith("no server has them; the server at b gave no answer: it is frozen")
+
+
+def test_the_run_that_was_heard_of_last_counts_unless_nothing_of_it_can_be_restored() -> None:
+    old = server("a", part("w", 0, 4, [8]), record(8, [["w", 4, 8]]), age_s=100.0)
+    new = server("a", part("w", 0, 4, [3]), record(3, [["w", 4, 3]], run=6), run=6, age_s=2.0)
+    found = latest_step([old, new])
+    assert isinstance(found, Restorable)
+    assert (found.run, found.step) == (6, 3)
+    begun = server("a", part("w", 0, 2, [8]), record(8, [["w", 4, 8]], run=6), run=6)
+    assert restored(old, begun)[0] == 8
+    assert reason(begun).startswith("step 8: elements 2 to 4 of 'w' are missing")
+
+
+def test_runs_of_another_optimizer_are_left_out() -> None:
+    mine = server("a", part("w", 0, 4, [8]), record(8, [["w", 4, 8]]), age_s=100.0)
+    other = server("a", part("v", 0, 4, [9]), record(9, [["v", 4, 9]], run=6), run=6)
+    found = latest_step([mine, other], ["w"])
+    assert isinstance(found, Restorable)
+    assert (found.run, found.step, list(found.tensors)) == (RUN, 8, ["w"])
+    assert latest_step([mine, other], ["x"]) is None
+
+
+def test_an_empty_tensor_needs_nobody() -> None:
+    assert restored(server("a", record(8, [["w", 0, 8]]))) == (8, {"w": []})
+
+
+def test_the_doctest() -> None:
+    assert doctest.testmod(restorable).failed == 0
