@@ -11,6 +11,7 @@ from .cluster import Cluster, Report, run
 from .elastic import ElasticCluster
 from .hosted import HostedBusyCluster, HostedCluster, HostedElasticCluster, HostedOutageCluster
 from .outages import ElasticOutageCluster, OutageCluster
+from .shadowed import ShadowCluster, ShadowOutageCluster
 from .world import InvariantError
 
 #: Of job: whose machines are there from start to end; whose machines come and go; beside an unreliable network;
@@ -25,6 +26,8 @@ KINDS: dict[str, type[Cluster]] = {
     "hosted-outages": HostedOutageCluster,
     "hosted-busy": HostedBusyCluster,
     "hosted-elastic": HostedElasticCluster,
+    "shadow": ShadowCluster,
+    "shadow-outages": ShadowOutageCluster,
 }
 
 __all__ = [
@@ -40,5 +43,7 @@ __all__ = [
     "InvariantError",
     "OutageCluster",
     "Report",
+    "ShadowCluster",
+    "ShadowOutageCluster",
     "run",
 ]

@@ -14,7 +14,7 @@ from byteps_py import rank_protocol as protocol
 from byteps_py.kernels.step_segments import StepSegment
 from byteps_py.rank_protocol import RankMessageKind
 from byteps_py.session import Slot
-from byteps_py.session.base import HostedPart
+from byteps_py.session.base import HostedPart, ShadowedStep
 
 from .hosted_uses import HostedUse, Model
 from .ledger import Ledger
@@ -26,7 +26,11 @@ from .world import InvariantError
 
 
 class HostedRank(Rank):
+    """``run``, ``shadowed``: of what other machines keep in step, if they do."""
+
     ledger: Ledger
+    run = 0
+    shadowed: ShadowedStep | None = None
 
     def _go(self, step: list[Use]) -> Life:
         if not hasattr(self, "hosted"):
@@ -40,18 +44,24 @@ class HostedRank(Rank):
         yield from super()._go([use for use in step if not isinstance(use, HostedUse)])
         for turn in hosted[len(before) :]:
             yield from turn.hand_over()
-        for phase in (HostedTurn.begin, HostedTurn.measure_update, HostedTurn.apply, HostedTurn.wait):
+        for phase in (HostedTurn.begin, HostedTurn.measure_update, HostedTurn.apply):
             for turn in rng.sample(hosted, len(hosted)):
                 yield from phase(turn)
+        self.has_begun_all()
+        for turn in rng.sample(hosted, len(hosted)):
+            yield from turn.wait()
+
+    def has_begun_all(self) -> None:
+        """All steps of a step of the program."""
 
     def host_states(self, model: Model, source: Slot, target: Slot, before: HostedPart | None) -> Life:
         session = self.session
         session._tell_released()
         said = {"source": source.id, "target": target.id, "before": before.id if before is not None else 0}
         request = session._requests + 1
-        message = protocol.pack(RankMessageKind.HOST, request=request, step_kind=model.kind.code, **said)
+        message = protocol.pack(RankMessageKind.HOST, request=request, step_kind=model.kind.code, run=self.run, **said)
         yield from self._ask(message, RankMessageKind.HOSTED, lambda: not (source.error is target.error is None))
-        part = self.hosted[model.name] = session.host(model.kind, source, target, before)
+        part = self.hosted[model.name] = session.host(model.kind, source, target, before, self.run)
         self.ledger.owns(model.name, part.owners)
 
     def measure(self, part: HostedPart, ranges: list[range]) -> Life:
@@ -187,7 +197,8 @@ class HostedTurn:
 
     def _begin_step(self, part: HostedPart, segments: tuple[StepSegment, ...], is_last: bool) -> None:
         self._rank.ledger.arms(self._rank.number, self._source.id, self._source.round, is_last)
-        self._rank.session.begin_step(part, list(self._own_segments(part, segments)), is_last)
+        rank = self._rank
+        rank.session.begin_step(part, list(self._own_segments(part, segments)), is_last, rank.shadowed)
 
     # ---- elements ----------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 
@@ -43,14 +44,15 @@ class Model:
     states: list[Wide]
 
     @classmethod
-    def make(cls, rng: random.Random, name: str) -> Model:
+    def make(cls, rng: random.Random, name: str, is_shadowed: bool = False) -> Model:
         gradient, parameter = rng.choice(_KINDS)
         rule = UpdateRule(Method.SGD, momentum=rng.random() < 0.5)
         if rng.random() < 0.35:
             rule = UpdateRule(Method.LAMB)
         kind = StepKind(rule, gradient, parameter)
         count = rng.choice(_COUNTS)
-        gradients = TensorSpec(name, gradient, (count,), Op.SUM, rng.random() < 0.5, ownership=name)
+        average = rng.random() < 0.5
+        gradients = TensorSpec(name, gradient, (count,), Op.SUM, average, ownership=name, is_shadowed=is_shadowed)
         parameters = TensorSpec(f"{name}.parameters", parameter, (count,), Op.BROADCAST, ownership=name)
         return cls(name, kind, gradients, parameters, [])
 
@@ -127,6 +129,8 @@ class HostedUse(Use):
 class HostedProgram(Program):
     """``models``: whose steps are made beside all else. ``sums``: what ranks add up meanwhile."""
 
+    #: States follow from steps alone: none are set, or given up half made.
+    is_steady: ClassVar[bool] = False
     models: list[Model] = field(default_factory=list)
     trained: list[HostedUse] = field(default_factory=list)
     sums: list[Use] = field(default_factory=list)
@@ -135,7 +139,8 @@ class HostedProgram(Program):
         first = len(self.steps)
         super(HostedProgram, self).add_steps(rng, names)  # slots make another class of this one
         if not self.models:
-            self.models = [Model.make(rng, f"h{i}") for i in range(rng.choice((1, 1, 2)))]
+            count = rng.choice((1, 1, 2))
+            self.models = [Model.make(rng, f"h{i}", self.is_steady) for i in range(count)]
         for step in self.steps[first:]:
             for model in self.models:
                 if rng.random() < 0.8:
@@ -143,10 +148,10 @@ class HostedProgram(Program):
 
     def _new_use(self, rng: random.Random, model: Model) -> HostedUse:
         is_first = not any(use.model is model for use in self.trained)
-        begins = is_first or rng.random() < 0.1
+        begins = is_first or (not self.is_steady and rng.random() < 0.1)
         skips = not begins and rng.random() < 0.25
         segments = () if skips else tuple(_segments(rng, model))
-        gives_up = bool(segments) and model.has_phases and rng.random() < 0.15
+        gives_up = bool(segments) and model.has_phases and not self.is_steady and rng.random() < 0.15
         norms = None
         if segments and model.has_phases and rng.random() < 0.6:
             spec = TensorSpec(f"{model.name}.norms", DType.FLOAT64, (rng.choice((1, 20)),), Op.SUM)
@@ -165,7 +170,7 @@ class HostedProgram(Program):
             gives_up=gives_up,
             measures=rng.random() < 0.3,
             begins=begins,
-            changes=rng.random() < 0.2,
+            changes=not self.is_steady and rng.random() < 0.2,
         )
         self.uses += 1
         self.trained.append(use)

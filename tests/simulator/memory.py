@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import bisect
 import functools
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from byteps_py.kernels.step_segments import StepSegment, bind_segments
 from byteps_py.kernels.update_rules import Scalar, StepKind
 from byteps_py.server.reducer import KernelCall
+from byteps_py.server.shadow_keeper import apply_step
 from byteps_py.shm import Block
 from byteps_py.tensors import DType, Op
 
@@ -158,6 +161,14 @@ class Memory:
         """Its pages are there at once, so ``elsewhere`` has nothing to do."""
         self.arenas.append(Arena(self))
         return self.arenas[-1]
+
+    def new_buffer(self, nbytes: int) -> Bytes:
+        """Memory of one process, in use until nobody has it."""
+        data = np.full(nbytes, _POISON, np.uint8)
+        address, buffer = address_of(data), data[:]
+        self.frames[address] = data
+        weakref.finalize(buffer, self.frames.pop, address, None).atexit = False
+        return buffer
 
     def new_descriptor(self, data: Bytes) -> int:
         fd = 1_000_000 + len(self._by_descriptor)
@@ -308,6 +319,32 @@ class StepKernel:
         return [(address + elements.start * itemsize, len(elements) * itemsize) for address in addresses]
 
 
+class StepCall(NamedTuple):
+    """What apply_step is called with."""
+
+    kernels: Kernels
+    kind: StepKind
+    states: list[int]
+    total: int
+    divisor: int
+    segments: Sequence[StepSegment]
+
+    def ranges(self) -> tuple[list[Range], list[Range]]:
+        run = bind_segments(self.kind, self.states, [self.total], [], self.divisor, self.kernels.bind_step)
+        return _ranges(_step_kernels(run), self.segments)
+
+
+def _ranges(kernels: dict[bool, StepKernel], segments: Sequence[StepSegment]) -> tuple[list[Range], list[Range]]:
+    calls = [(kernels[bool(segment.scalars[Scalar.PHASE])], segment.elements) for segment in segments]
+    read = [each for kernel, elements in calls for each in kernel.inputs(elements)]
+    return read, [each for kernel, elements in calls for each in kernel.outputs(elements)]
+
+
+def is_shadows(work: Callable[[], None]) -> bool:
+    """It steps states that a server keeps."""
+    return isinstance(work, functools.partial) and work.func is apply_step
+
+
 def _use_of(work: Callable[[], None]) -> tuple[list[Range], list[Range]] | None:
     """What a kernel reads, and what it writes; None if it is none."""
     if (closure := getattr(work, "__closure__", None)) is not None:  # a server's
@@ -319,10 +356,10 @@ def _use_of(work: Callable[[], None]) -> tuple[list[Range], list[Range]] | None:
         dtype, inputs, outputs, count = known["dtype"], plan.inputs, plan.outputs, known["count"]
     elif not isinstance(work, functools.partial):
         return None
-    elif len(work.args) == 3 and (kernels := _step_kernels(work.args[1])):
-        calls = [(kernels[bool(segment.scalars[Scalar.PHASE])], segment.elements) for segment in work.args[2]]
-        read = [each for kernel, elements in calls for each in kernel.inputs(elements)]
-        return read, [each for kernel, elements in calls for each in kernel.outputs(elements)]
+    elif is_shadows(work):
+        return StepCall(*work.args).ranges()
+    elif len(work.args) == 4 and (kernels := _step_kernels(work.args[1])):
+        return _ranges(kernels, work.args[2])
     elif len(work.args) < 5:
         return None
     else:
@@ -333,7 +370,8 @@ def _use_of(work: Callable[[], None]) -> tuple[list[Range], list[Range]] | None:
 
 def _step_kernels(run: Callable[..., None]) -> dict[bool, StepKernel]:
     """Of what bind_segments returns: of the first phase, and of LAMB's second one."""
-    cells = dict(zip(run.__code__.co_freevars, run.__closure__ or (), strict=True))
+    code = getattr(run, "__code__", None)
+    cells = dict(zip(code.co_freevars, run.__closure__ or (), strict=True)) if code is not None else {}
     if {*cells} != {"apply", "update"}:
         return {}
     return {False: cells["update"].cell_contents, True: cells["apply"].cell_contents}
@@ -389,7 +427,8 @@ class Engine:
             self._held.append([])
             return self._held[-1], []
         inputs, outputs = use
-        pure_inputs = [] if self._is_lenient else [each for each in inputs if each not in outputs]
+        is_strict = not self._is_lenient or is_shadows(work)
+        pure_inputs = [each for each in inputs if each not in outputs] if is_strict else []
         ranges = [*pure_inputs, *outputs]
         self._memory.hold(ranges)
         self._held.append(ranges)

@@ -19,6 +19,7 @@ import numpy as np
 
 from byteps_py.dataplane.listener import Peer, reply
 from byteps_py.server.arrival import Arrival, FrameMemory
+from byteps_py.server.contribution_listeners import SHADOW_KINDS
 from byteps_py.settings import SLOW_FACTOR, Settings
 from byteps_py.shm import Block
 from byteps_py.tensors import Op
@@ -166,6 +167,10 @@ class TcpLink(ServerLink):
         self._epoch = header.epoch
         memory, raw, peer = self.network.memory, header.pack(), self._peer
         address = payload.address + offset if payload is not None else 0
+        if header.kind in SHADOW_KINDS:
+            self.bytes_sent += header.length
+            self._tell(header, lambda: memory.find(address, header.length).copy())
+            return
         sent = memory.at(address, header.length).copy() if payload is not None else None
         self.bytes_sent += header.length
         parts = self.process.parts  # type: ignore[attr-defined]
@@ -182,6 +187,23 @@ class TcpLink(ServerLink):
                     raise InvariantError(f"a contribution was overwritten before its answer came: {describe(header)}")
                 frame = Frame(memory, now.copy())
             self.server.receive(peer, Header.unpack(raw), frame)
+
+        self._carry_up(describe(header), arrive)
+
+    def ask(self, header: Header, body: Any) -> None:
+        """Send what lies in no block: bytes, or a message that was received."""
+        data = np.frombuffer(body if isinstance(body, bytes) else body.buffer, np.uint8)
+        self._tell(header, lambda: data.copy())
+
+    def _tell(self, header: Header, read: Callable[[], Any]) -> None:
+        """What the server is told, and says that it has. Until then it stays; a second one has the same bytes."""
+        raw, peer, memory = header.pack(), self._peer, self.network.memory
+        arrived: list[Any] = []
+
+        def arrive() -> None:
+            if not arrived:
+                arrived.append(read())
+            self.server.receive(peer, Header.unpack(raw), Frame(memory, arrived[0].copy()))
 
         self._carry_up(describe(header), arrive)
 
@@ -316,6 +338,9 @@ class ServerNetwork:
             return  # as DataListener does
         if header.kind is Kind.WITHDRAW:
             self._on_withdraw(header)
+            return
+        if header.kind in SHADOW_KINDS and frame is not None:
+            self._on_shadow(header, peer, FrameMemory(frame))  # type: ignore[arg-type]
             return
         has_none = header.kind is Kind.PASS or (header.kind is Kind.PULL and header.op is Op.BROADCAST)
         if (frame is None) != has_none:

@@ -19,6 +19,9 @@ from .tables import slowness
 from .world import Process, World
 
 
+_AVAILABLE_BYTES = float(1 << 40)
+
+
 @dataclass(frozen=True, kw_only=True)
 class SimulatedRuntime(Runtime):
     """Of ``process``."""
@@ -82,6 +85,8 @@ class Runtimes:
             arena=memory.new_arena,
             segment=memory.map_segment,
             move=memory.move,
+            new_buffer=memory.new_buffer,
+            available_memory=lambda: _AVAILABLE_BYTES,
             getpid=lambda: process.pid,
             open_pidfd=lambda pid: local.open_pidfd(pid, process),
             has_ended=lambda pidfd: local.sources[pidfd].is_readable,
