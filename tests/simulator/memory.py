@@ -392,6 +392,7 @@ class Engine:
         self._is_lenient = is_lenient
         self._slowness = slowness
         self._held: list[list[tuple[int, int]]] = []
+        self._of_shadows: list[list[tuple[int, int]]] = []  # some of these
         process.on_end.append(self._end)
 
     def _end(self) -> None:
@@ -403,9 +404,12 @@ class Engine:
 
     def submit(self, priority: int, work: Callable[[], None], done: Callable[[BaseException | None], None]) -> None:
         ranges, before = self._claim(work)
+        if is_shadows(work):
+            self._of_shadows.append(ranges)
 
         def run() -> None:
             self._held.remove(ranges)
+            self._of_shadows = [each for each in self._of_shadows if each is not ranges]
             self._memory.let_go(ranges)
             for (address, nbytes), data in zip(ranges, before, strict=False):
                 if self._memory.at(address, nbytes).tobytes() != data:
@@ -434,4 +438,9 @@ class Engine:
         self._held.append(ranges)
         return ranges, [self._memory.at(*each).tobytes() for each in pure_inputs]
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Steps of states that have not begun do not: the states outlive this."""
+        for ranges in self._of_shadows:
+            self._held.remove(ranges)
+            self._memory.let_go(ranges)
+        self._of_shadows.clear()

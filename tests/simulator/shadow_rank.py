@@ -19,7 +19,6 @@ from .world import InvariantError
 
 RUN = 0xB5
 _PATIENCE_S = 30.0  # longer than any silence that it survives
-_AGAIN_S = 0.5
 
 
 class ShadowRank(HostedRank):
@@ -30,15 +29,16 @@ class ShadowRank(HostedRank):
     begun = durable = 0
     is_whole = False
     may_hang = False
-    has_held_all = False
+    is_alone = False
 
     def _go(self, step: list[Use]) -> Life:
         program, self.shadowed = self._shadow_program, None
         numbers = {program.number_of[use.id] for use in step if use.id in program.number_of}
         if self.session.num_machines > 1:
-            self.run = RUN
+            self.run = 0 if self.is_alone else RUN
             if numbers:
                 yield from self._agree(max(numbers))
+            if numbers and not self.is_alone:
                 self.shadowed = ShadowedStep(self.run, max(numbers), self.durable, self.is_whole)
                 self.begun = max(numbers)
         yield from super()._go(step)
@@ -66,15 +66,12 @@ class ShadowRank(HostedRank):
         self.durable, self.is_whole = max(self.durable, int(held[0])), self.is_whole or bool(held[1])
 
     def host_states(self, model: Model, source: Slot, target: Slot, before: HostedPart | None) -> Life:
-        while True:
-            try:
-                yield from super().host_states(model, source, target, before)
-                return
-            except UsageError:
-                if not self.may_hang:
-                    raise
-                self.world.expect_quiet(2 * _AGAIN_S)
-                yield _AGAIN_S  # until there is a server again
+        try:
+            yield from super().host_states(model, source, target, before)
+        except UsageError:
+            self.say("goes on without other machines")  # there is no server at this moment, but on its own machine
+            self.run, self.shadowed, self.is_alone = 0, None, True
+            yield from super().host_states(model, source, target, before)
 
     def has_begun_all(self) -> None:
         if self.shadowed is None:
@@ -94,7 +91,7 @@ class ShadowRank(HostedRank):
     def _settle(self) -> Life:
         """It waits until all steps are held: nothing that it sent is lost for good."""
         due_s = self.world.now_s + _PATIENCE_S
-        if self.begun:
+        if self.begun and not self.is_alone:
             self.doing = f"waiting until step {self.begun} is held"
             self.world.after(_PATIENCE_S, self, None, self._on_arrival)
             self.world.expect_quiet(_PATIENCE_S + 1.0)
