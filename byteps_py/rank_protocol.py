@@ -63,10 +63,8 @@ class RankMessageKind(enum.IntEnum):
     )
     # before: the states to go on with, 0 for new ones; run: see ShadowPart, 0 for no copies on other machines
     HOSTED = 31  # {request, id, count, states: [[segment, offset]], owners: [[first, count, rank]]} or {error, message}
-    STEP = (
-        32  # {part, round, segments, is_last, step, durable}: step with the sums of the source's round, which are kept
-    )
-    # for another step unless it is the last; step, durable: see ShadowStep
+    STEP = 32  # {part, round, segments, is_last, step, durable, whole}: step with the sums of the source's round, which
+    # are kept for another step unless it is the last; step, durable, whole: see ShadowStep
     SKIP = 33  # {slot, round}: make no step with the sums of this round
     UNHOST = 34  # {part}: the states are needed no more
     NORM = 35  # {request, part, ranges}: of the averages that the rank owns

@@ -24,7 +24,7 @@ _LAYOUT = struct.Struct("<IBBBB IHHH Q II Q Q Q IQIQ B Q I")
 HEADER_BYTES = _LAYOUT.size
 MAX_WAITED_US = (1 << 32) - 1
 #: Of the payload of a SHADOW_RECORD.
-MAX_RECORD_BYTES = 1 << 20
+MAX_RECORD_BYTES = 4 << 20
 
 
 class Kind(enum.IntEnum):

@@ -23,20 +23,22 @@ class ShadowPart(_message.Message):
     def __init__(self, run: _Optional[int] = ..., name: _Optional[str] = ..., first: _Optional[int] = ..., count: _Optional[int] = ..., step_kind: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
 
 class ShadowStep(_message.Message):
-    __slots__ = ("run", "step", "before", "durable", "divisor", "segments")
+    __slots__ = ("run", "step", "before", "durable", "divisor", "segments", "whole")
     RUN_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     BEFORE_FIELD_NUMBER: _ClassVar[int]
     DURABLE_FIELD_NUMBER: _ClassVar[int]
     DIVISOR_FIELD_NUMBER: _ClassVar[int]
     SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_FIELD_NUMBER: _ClassVar[int]
     run: int
     step: int
     before: int
     durable: int
     divisor: int
     segments: _containers.RepeatedCompositeFieldContainer[ShadowSegment]
-    def __init__(self, run: _Optional[int] = ..., step: _Optional[int] = ..., before: _Optional[int] = ..., durable: _Optional[int] = ..., divisor: _Optional[int] = ..., segments: _Optional[_Iterable[_Union[ShadowSegment, _Mapping]]] = ...) -> None: ...
+    whole: bool
+    def __init__(self, run: _Optional[int] = ..., step: _Optional[int] = ..., before: _Optional[int] = ..., durable: _Optional[int] = ..., divisor: _Optional[int] = ..., segments: _Optional[_Iterable[_Union[ShadowSegment, _Mapping]]] = ..., whole: bool = ...) -> None: ...
 
 class ShadowSegment(_message.Message):
     __slots__ = ("start", "stop", "scalars")

@@ -170,13 +170,13 @@ class ShadowStore:
         reply = _reply(header, said.step)
         if run is None or part is None or part.latest is None:
             lacks = _lacks(origin, reply, f"there are no states of partition {header.index} here")
-            return [lacks] if run is None else [lacks, *self._heard(run, said.durable, now)]
+            return [lacks] if run is None else [lacks, *self._heard(run, said, now)]
         copy = part.latest
         segments = _segments(said, copy.facts)
         if isinstance(segments, str):
             return [RefuseShadow(origin, header, segments)]
         answer = self._hold_step(part, header, origin, said, segments)
-        return [*answer, *self._heard(run, said.durable, now), *self._advance(run, copy)]
+        return [*answer, *self._heard(run, said, now), *self._advance(run, copy)]
 
     def _hold_step(
         self,
@@ -229,7 +229,7 @@ class ShadowStore:
         before = known.get(said.step)
         known[said.step] = said
         self.waiting_bytes += nbytes - (before.ByteSize() if before is not None else 0)
-        return [ShadowReply(origin, _reply(header, said.step)), *self._heard(run, said.durable, now)]
+        return [ShadowReply(origin, _reply(header, said.step)), *self._heard(run, said, now)]
 
     def end(self, header: Header) -> None:
         """SHADOW_END: another server keeps the partition."""
@@ -270,8 +270,8 @@ class ShadowStore:
         return [action for run in list(self._runs.values()) for action in self._settle(run)]
 
     def new_job(self) -> None:
-        """From now on messages are of another job than before. Its runs replace those that are here, once one of them
-        is durable. Copies that are incomplete will stay so."""
+        """From now on messages are of another job than before. Its runs replace those that are here, once all states
+        of one of them are held. Copies that are incomplete will stay so."""
         self._job += 1
         self._places.clear()
         for run in list(self._runs.values()):
@@ -404,13 +404,19 @@ class ShadowStore:
         self._drop_kept(run, part)
         return [*actions, *self._advance(run, copy)]
 
-    def _heard(self, run: ShadowRun, durable: int, now: float) -> list[ShadowAction]:
-        """A message of a run has come. It says that all parts of the run hold step ``durable``."""
+    def _heard(
+        self, run: ShadowRun, said: shadow_pb2.ShadowStep | shadow_pb2.ShadowRecord, now: float
+    ) -> list[ShadowAction]:
+        """A message of a run has come. It says which step all parts of the run hold."""
         run.heard_s = now
-        if durable <= run.durable:
-            return []
-        run.durable = durable
-        return [*self._replace_runs(run), *self._settle(run)]
+        actions: list[ShadowAction] = []
+        if said.whole and not run.is_whole:
+            run.is_whole = True
+            actions += self._replace_runs(run)
+        if said.durable <= run.durable:
+            return actions
+        run.durable = said.durable
+        return [*actions, *self._settle(run)]
 
     def _settle(self, run: ShadowRun) -> list[ShadowAction]:
         """Do what its durable step allows."""
@@ -437,7 +443,7 @@ class ShadowStore:
             part.kept = None
 
     def _replace_runs(self, run: ShadowRun) -> list[ShadowAction]:
-        """``run`` is durable. Forget runs of jobs before, and those of this job with the same tensors."""
+        """All states of ``run`` are held. Forget runs of jobs before, and those of this job with the same tensors."""
         keys = {key for key, _ in run.parts}
         old = [
             other

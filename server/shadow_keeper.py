@@ -188,8 +188,8 @@ class ShadowKeeper:
                 case ReplacedRun(run, by):
                     logger.info(
                         "the states of run %#018x (%d partitions here, as of step %d) are dropped: run %#018x is "
-                        "durable with step %d",
-                        run.number, len(run.parts), run.durable, by.number, by.durable,
+                        "whole",
+                        run.number, len(run.parts), run.durable, by.number,
                     )  # fmt: skip
 
     def _allocate(self, copy: StatesCopy, spare: StatesMemory | None) -> None:

@@ -190,14 +190,15 @@ class ShadowedPart:
 
 @dataclass(slots=True, eq=False)
 class ShadowRun:
-    """An optimizer's states in one incarnation of a job. ``job``: the last one that spoke of
-    it. ``order``: when it was begun. ``records``: by rank
-    and step. ``generations``: of each tensor key, the newest generation with complete states here, and their step."""
+    """An optimizer's states in one incarnation of a job. ``job``: the last one that spoke of it. ``order``: when it was
+    begun. ``is_whole``: all of its states have been held, wherever they are. ``records``: by rank and step.
+    ``generations``: of each tensor key, the newest generation with complete states here, and their step."""
 
     number: int
     job: int
     order: int
     durable: int = 0
+    is_whole: bool = False
     heard_s: float = 0.0
     parts: dict[Place, ShadowedPart] = field(default_factory=dict)
     records: dict[int, dict[int, shadow_pb2.ShadowRecord]] = field(default_factory=dict)

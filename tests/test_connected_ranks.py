@@ -103,6 +103,31 @@ def test_large_sums_go_on_without_a_rank_that_has_joined(layout: str) -> None:
     assert job.text.count("all sums are right") == (4 if "-np 2" in layout else 3), job.text
 
 
+@pytest.mark.parametrize("late", [0, 2, 3])
+def test_ranks_that_learn_of_a_join_at_different_times_go_the_same_way(late: int) -> None:
+    """Rank ``late`` knows of the join before it begins, the others begin before it."""
+    program = (
+        "import torch, byteps_py as bps, torch.distributed as dist; bps.init(); dist.init_process_group('byteps')\n"
+        "from byteps_py.torch.engine import context as contexts\n"
+        f"rank, late, store = dist.get_rank(), {late}, dist.distributed_c10d._get_default_store()\n"
+        "x = torch.full((300_003,), rank + 1.0)\n"
+        "for _ in range(2): dist.all_reduce(x.clone())\n"
+        "others = [f'{other} begins' for other in range(4) if other not in (1, late)]\n"
+        "if rank == 1: store.wait(others)\n"
+        "elif rank == late:\n"
+        "    session = contexts.current().session; peers = session.peers\n"
+        "    session.wait_until(lambda: bool(peers.joined_among([1])), 60.0, lambda: 'rank 1 has not joined')\n"
+        "else: store.set(f'{rank} begins', '')\n"
+        "if rank != 1: y = x.clone(); dist.all_reduce(y); assert torch.equal(y, torch.full_like(y, 8.0)), y\n"
+        "bps.join(); dist.all_reduce(x); assert torch.equal(x, torch.full_like(x, 10.0)), x\n"
+        "print('all sums are right', flush=True); dist.destroy_process_group()"
+    )
+    launch = [sys.executable, "-m", "byteps_py.launch", "-np", "2", "--machines", "2", sys.executable, "-c", program]
+    with command(*launch) as job:
+        assert job.end() == 0, job.text
+    assert job.text.count("all sums are right") == 4, job.text
+
+
 def test_one_rank_without_connections_is_enough_to_go_without() -> None:
     program = (
         "import os; os.environ['BYTEPS_DIRECT_CONNECTIONS'] = os.environ['RANK']; import torch, byteps_py as bps; "

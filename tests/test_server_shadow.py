@@ -123,14 +123,16 @@ class Shell:
         self.store.summed(self.header(Kind.SHADOW_SUM, round_, **facts), total)
 
     def step(self, step: int, round_: int, durable: int = 0, before: int = -1, run: int = RUN, **facts: Any) -> None:
+        whole = facts.pop("whole", False)
         segment = pb.ShadowSegment(start=0, stop=COUNT, scalars=[0.0] * SCALARS)
-        said = pb.ShadowStep(run=run, step=step, before=step - 1 if before < 0 else before, durable=durable, divisor=1)
+        said = pb.ShadowStep(run=run, step=step, before=step - 1 if before < 0 else before, divisor=1)
+        said.durable, said.whole = durable, whole
         said.segments.append(segment)
         self.do(self.store.step(self.header(Kind.SHADOW_STEP, round_, **facts), "peer", said, self.now))
 
-    def record(self, step: int, durable: int = 0, rank: int = 0, run: int = RUN) -> None:
+    def record(self, step: int, durable: int = 0, rank: int = 0, run: int = RUN, whole: bool = False) -> None:
         header = Header(Kind.SHADOW_RECORD, 1, key=run, index=rank, round=step)
-        said = pb.ShadowRecord(run=run, step=step, durable=durable, rank=rank, size=2)
+        said = pb.ShadowRecord(run=run, step=step, durable=durable, rank=rank, size=2, whole=whole)
         self.do(self.store.record(header, "peer", said, self.now))
 
     def read(self, step: int, run: int = RUN, index: int = 0) -> None:
@@ -478,7 +480,7 @@ def test_a_record_that_contradicts_its_header_is_refused(shell: Shell, change: d
     assert len(shell.refused) == 1
 
 
-def test_a_run_of_the_same_tensors_replaces_another_once_it_is_durable(shell: Shell) -> None:
+def test_a_run_of_the_same_tensors_replaces_another_once_all_its_states_are_held(shell: Shell) -> None:
     shell.seed(8)
     shell.record(8, durable=8)
     shell.seed(8, run=2)
@@ -486,18 +488,21 @@ def test_a_run_of_the_same_tensors_replaces_another_once_it_is_durable(shell: Sh
     assert (shell.parts(), shell.parts(2)) == ([(8, [])], [(8, [])])
     shell.sum(1)
     shell.step(9, 1, durable=8, run=2)
+    assert shell.replaced == []  # other servers may lack states of the new run
+    shell.sum(2)
+    shell.step(10, 2, durable=9, run=2, whole=True)
     assert shell.replaced == [RUN]
-    assert (shell.parts(), shell.parts(2)) == ([], [(8, [9])])
+    assert (shell.parts(), shell.parts(2)) == ([], [(9, [10])])
 
 
 def test_two_optimizers_of_a_job_stay_beside_each_other(shell: Shell) -> None:
     shell.seed(8)
-    shell.record(8, run=2, durable=8)
-    shell.record(8, durable=8)
+    shell.record(8, run=2, durable=8, whole=True)
+    shell.record(8, durable=8, whole=True)
     assert shell.replaced == []
 
 
-def test_a_new_job_replaces_runs_when_it_is_durable(shell: Shell) -> None:
+def test_a_new_job_replaces_runs_when_all_its_states_are_held(shell: Shell) -> None:
     shell.seed(8)
     shell.begin(8, index=1)
     shell.record(8, durable=8)
@@ -510,8 +515,10 @@ def test_a_new_job_replaces_runs_when_it_is_durable(shell: Shell) -> None:
     shell.record(1, run=2)
     assert shell.replaced == []
     shell.record(1, run=2, durable=1)
+    assert shell.replaced == []
+    shell.record(1, run=2, durable=1, whole=True)
     assert shell.replaced == [RUN]
-    assert shell.store.waiting_bytes == pb.ShadowRecord(run=2, step=1, durable=1, size=2).ByteSize()
+    assert shell.store.waiting_bytes == pb.ShadowRecord(run=2, step=1, durable=1, size=2, whole=True).ByteSize()
 
 
 def test_what_was_not_applied_goes_on_with_another_engine(shell: Shell) -> None:

@@ -10,7 +10,6 @@ from byteps_py.proto import control_pb2 as pb
 from byteps_py.tensors import DType, TensorSpec
 from byteps_py.worker.core.hosted_steps import OwnedPart
 from byteps_py.worker.core.shadowing import (
-    NO_SERVER,
     CopyProgress,
     ReleaseMemory,
     SendEnd,
@@ -19,6 +18,7 @@ from byteps_py.worker.core.shadowing import (
     SendStep,
     Shadowing,
     StepMade,
+    StepNumbers,
     TellHeld,
 )
 from byteps_py.worker.core.tensor import Tensor
@@ -78,7 +78,7 @@ class Machine:
             states = f"states {part.index} {self.step}" if self.core.wants_states(part) else None
             total = f"sum {part.index} {self.step}" if self.core.needs_sum(part) else None
             segments = (StepSegment(range(8), (float(self.step),)),)
-            made = StepMade(self.step, durable, 10 * self.step, 2, segments)
+            made = StepMade(StepNumbers(self.step, durable), 10 * self.step, 2, segments)
             found += self.core.stepped(part, made, states, total)
         return found
 
@@ -122,7 +122,9 @@ def test_states_are_copied_after_the_first_step_and_steps_follow() -> None:
 
     second = machine.make_step(durable=1)
     steps = [each for each in second if isinstance(each, SendStep)]
-    assert [(each.before, each.made.step, each.made.round, each.made.durable) for each in steps] == [(1, 2, 20, 1)] * 2
+    assert [(each.before, each.made.numbers.step, each.made.round, each.made.numbers.durable) for each in steps] == [
+        (1, 2, 20, 1)
+    ] * 2
     # Server 3 has added the first partition's sum itself.
     assert [each.held.memory if each.held else None for each in steps] == [None, "sum 1 2"]
     assert held(machine.hold(second[:2])) == []
@@ -135,7 +137,7 @@ def test_a_step_is_held_only_once_all_its_partitions_have_made_it() -> None:
     machine.core.begin(0, 2, machine.parts)
     record = machine.core.record(0, RUN, 2, "record")
     assert held(machine.hold(record)) == []
-    made = StepMade(2, 0, 20, 2, ())
+    made = StepMade(StepNumbers(2, 0), 20, 2, ())
     for part, is_last in zip(machine.parts, (False, True), strict=True):
         sent = machine.core.stepped(part, made, None, "sum" if machine.core.needs_sum(part) else None)
         assert held(machine.hold(sent)) == ([2] if is_last else [])
@@ -240,13 +242,29 @@ def test_a_partition_that_moves_is_followed_at_both_servers_until_the_new_one_ha
     assert [each.server for each in third if isinstance(each, SendStep) and each.copy.part.part.index == 0] == [4]
 
 
-def test_without_cpu_machines_the_next_gpu_machine_has_the_copies() -> None:
-    machine = Machine(*GPU, adds=(1, 2))
-    assert machine.core.servers == [2]
-    assert {each.server for each in machine.make_step() if isinstance(each, SendStates)} == {2}
-    alone = Shadowing[str](topology(1, machines=1))
-    assert not alone.servers
-    assert alone.server_of(machine.parts[0]) == NO_SERVER
+def test_without_cpu_machines_the_next_two_gpu_machines_have_copies() -> None:
+    around = topology(1, 2, 5, 6, machines=4)
+    for member in around.servers[2:]:  # of machines 2 and 3
+        member.kind, member.machine_index = pb.MACHINE_KIND_GPU, member.member_id - 3
+        member.machine_id = f"m{member.machine_index}"
+    core: Shadowing[str] = Shadowing(around)
+    assert (core.servers, core.is_safe) == ([2, 5], True)
+    machine = Machine(adds=(1, 5))
+    machine.core = core
+    core.watch(0, RUN, [(part, 100) for part in machine.parts])
+    assert kinds(machine.make_step()).count("SendStates") == 2  # to one server with each step
+    machine.hold(core.again(2))
+    second = machine.make_step()
+    assert {each.server for each in second if isinstance(each, SendStates)} == {5}
+    machine.hold(second)
+    third = machine.make_step()
+    sums = [(each.server, each.held.memory if each.held else None) for each in third if isinstance(each, SendStep)]
+    assert sums == [(2, "sum 0 3"), (5, "sum 0 3"), (2, "sum 1 3"), (5, None)]
+    first_answers = [each for each in third if not isinstance(each, SendStep) or each.server == 2]
+    assert held(machine.hold(first_answers)) == []  # both copies count
+    assert held(machine.hold(third)) == [3]
+    for few in (topology(1, machines=1), topology(*GPU)):
+        assert not Shadowing[str](few).is_safe
 
 
 def test_a_new_generation_goes_on_with_its_copies() -> None:
@@ -278,7 +296,7 @@ def test_states_that_were_copied_for_a_server_that_is_gone_are_released() -> Non
     machine.core.begin(0, 1, machine.parts)
     assert machine.core.wants_states(machine.parts[0])
     machine.core.change(topology(*GPU, 4, epoch=2))
-    made = StepMade(1, 0, 10, 2, ())
+    made = StepMade(StepNumbers(1, 0), 10, 2, ())
     assert released(machine.core.stepped(machine.parts[0], made, "states", None)) == ["states"]
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import time
@@ -125,7 +126,10 @@ class ShadowReader:
     def _say(self, kind: FrameKind, said: object) -> None:
         if self._process is None:
             command = [sys.executable, "-P", "-m", "byteps_py.shadow"]
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+            environ = {"GRPC_VERBOSITY": "ERROR", **os.environ}  # a server closes connections that are idle
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env=environ
+            )
             self._write(FrameKind.SETTINGS, self._settings)
         self._write(kind, said)
         self._until_s = time.monotonic() + self._timeout_s + _MORE_S

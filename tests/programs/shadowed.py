@@ -1,14 +1,16 @@
 """Trains with ``shadow=True``, from the last step that servers hold. Says what it has after each step.
 
-    shadowed.py OPTIMIZER STEPS
+    shadowed.py OPTIMIZER STEPS [SECONDS]
 
 Rank 0 prints ``restored at S`` first, then after each step ``step N: DIGEST``: of the parameters and buffers.
+Waits so long after each step.
 """
 
 from __future__ import annotations
 
 import hashlib
 import sys
+import time
 from collections.abc import Callable, Iterable
 
 import torch
@@ -48,7 +50,8 @@ def loss_of(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 def main() -> None:
     bps.init()
-    kind, steps = sys.argv[1], int(sys.argv[2])
+    torch.set_num_threads(1)  # sums of a layer have other bits with more
+    kind, steps, seconds = sys.argv[1], int(sys.argv[2]), float((sys.argv[3:] or ["0"])[0])
     model = make_model()
     optimizer = bps.DistributedOptimizer(
         OPTIMIZERS[kind](model.parameters()), named_parameters=model.named_parameters(), shadow=True
@@ -72,7 +75,8 @@ def main() -> None:
         optimizer.zero_grad()
         scheduler.step()
         if bps.rank() == 0:
-            print(f"step {step + 1}: {digest(model)} held {optimizer._reducer.shadow.held}", flush=True)
+            print(f"step {step + 1}: {digest(model)}", flush=True)
+        time.sleep(seconds)
     bps.shutdown()
 
 

@@ -1,8 +1,10 @@
-"""Ranks of different machines in the test's process, without services: their transports are connected over loopback."""
+"""Ranks of different machines in the test's process, without services: their transports are connected over loopback.
+Ranks of one machine share memory."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import threading
 import time
@@ -24,16 +26,18 @@ SETTINGS = {
 
 
 class ConnectedRank:
-    """A session that receives messages of its peers only. ``fatal`` ends it."""
+    """A session that receives messages of its peers only. ``fatal`` ends it. ``on_machine``: ranks on each machine."""
 
     is_being_read = False
 
-    def __init__(self, rank: int, settings: Settings, epoch: int = 0) -> None:
+    def __init__(self, rank: int, settings: Settings, epoch: int = 0, on_machine: int = 1) -> None:
         self.rank = rank
         self.state = threading.Condition(threading.RLock())
         self.told: list[bytes] = []
         self.fatal: BytePSError | None = None
-        self.transport = PeerTransport(self, rank, range(rank, rank + 1), settings, epoch)
+        first = rank - rank % on_machine
+        self.near = range(first, first + on_machine)
+        self.transport = PeerTransport(self, rank, self.near, settings, epoch)
 
     def check_open(self) -> None:
         if self.fatal is not None:
@@ -56,9 +60,9 @@ class ConnectedRank:
 
 
 @contextlib.contextmanager
-def connected(count: int, settings: Settings) -> Iterator[list[ConnectedRank]]:
-    """``count`` ranks, each on a machine of its own."""
-    ranks = [ConnectedRank(rank, settings) for rank in range(count)]
+def connected(count: int, settings: Settings, on_machine: int = 1) -> Iterator[list[ConnectedRank]]:
+    """``count`` ranks, ``on_machine`` on each machine."""
+    ranks = [ConnectedRank(rank, settings, on_machine=on_machine) for rank in range(count)]
     try:
         connect(ranks)
         yield ranks
@@ -68,12 +72,16 @@ def connected(count: int, settings: Settings) -> Iterator[list[ConnectedRank]]:
 
 
 def connect(ranks: list[ConnectedRank]) -> None:
-    """Connect all of ``ranks`` with each other."""
+    """Connect all of ``ranks`` with each other, and introduce those of each machine."""
+    for rank in ranks:
+        for local_rank, near in enumerate(rank.near):
+            if near != rank.rank:
+                rank.transport.introduce(local_rank, os.dup(ranks[near].transport._inbox.write_fd))
     connectors = [rank.transport.connector for rank in ranks]
     addresses = {rank: connector.address() for rank, connector in enumerate(connectors) if connector is not None}
     with ThreadPoolExecutor(len(ranks)) as pool:
         for done in [
-            pool.submit(connector.connect, {r: a for r, a in addresses.items() if r != rank}, WAIT_S)
+            pool.submit(connector.connect, {r: a for r, a in addresses.items() if r not in ranks[rank].near}, WAIT_S)
             for rank, connector in enumerate(connectors)
             if connector is not None
         ]:

@@ -14,6 +14,9 @@ do not count; while there are any, nothing can be restored anyway, and their sta
 well whether all of its partitions have been FOLLOWING: from then on, states of earlier runs are needed no more.
 
 When a partition's sums move to another server, its copy follows: it is FOLLOWING there before it ends here.
+
+Where there are CPU machines, each partition has one copy there. Else it has two, on the next two GPU machines: if one
+machine of the job is lost, there is still a copy of every partition on those that are left.
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ from byteps_py.worker.core.transitions import IllegalTransitionError
 
 #: Bytes of states that may be on their way to servers at once; one partition always may.
 CREDIT_BYTES = 64 << 20
-NO_SERVER = -1
+#: Of each partition where there are no CPU machines.
+GPU_MACHINES_COPIES = 2
 #: States that a server has not taken are sent again after 2, 4, 8 … steps, at most after so many.
 MOST_STEPS_BETWEEN = 1024
 
@@ -90,12 +94,21 @@ class SendStates(ShadowMessage[M]):
 
 
 @dataclass(frozen=True, slots=True)
-class StepMade:
-    """A step of a partition. ``step``: its number; ``durable``: see above; ``round``: of the sum, which was divided by
-    ``divisor``; ``segments``: of elements of the partition."""
+class StepNumbers:
+    """What a rank says of a step. ``step``: its number; ``durable``: see above; ``is_whole``: all partitions of all
+    ranks have been FOLLOWING."""
 
     step: int
     durable: int
+    is_whole: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StepMade:
+    """A step of a partition. ``round``: of the sum, which was divided by ``divisor``; ``segments``: of elements of the
+    partition."""
+
+    numbers: StepNumbers
     round: int
     divisor: int
     segments: tuple[StepSegment, ...]
@@ -169,7 +182,7 @@ class ShadowCopy(Generic[M]):
 
 @dataclass(slots=True, eq=False)
 class ShadowedPiece(Generic[M]):
-    """A partition of gradients whose states are copied. ``copies``: one, or while it moves the old one and the new one.
+    """A partition of gradients whose states are copied. ``copies``: while it moves, the old ones and the new ones.
     ``due``: a step that its rank has begun and this partition has yet to make; 0: none. ``state_bytes``: of all."""
 
     part: OwnedPart
@@ -205,25 +218,28 @@ class Shadowing(Generic[M]):
 
     def _set(self, topology: Topology) -> None:
         others = [server for server in topology.servers if server.machine_id != topology.me.machine_id]
-        spare = [server.member_id for server in others if server.kind != pb.MACHINE_KIND_GPU]
-        if spare:
-            self._servers = sorted(spare)
-        else:  # those of the next machine
-            after = [(server.machine_index - topology.machine_index) % topology.machines for server in others]
-            self._servers = [
-                server.member_id for server, distance in zip(others, after, strict=True) if distance == min(after)
-            ]
+        spare = sorted(server.member_id for server in others if server.kind != pb.MACHINE_KIND_GPU)
+        others.sort(key=lambda server: (server.machine_index - topology.machine_index) % topology.machines)
+        self._has_spare = bool(spare)
+        self._servers = spare or [server.member_id for server in others[:GPU_MACHINES_COPIES]]
 
     @property
     def servers(self) -> Sequence[int]:
-        """Those that may keep copies, by member id: of CPU machines, or if there are none of the next GPU machine."""
+        """Those that keep copies, by member id: of CPU machines, or if there are none of the next GPU machines."""
         return self._servers
 
-    def server_of(self, part: OwnedPart) -> int:
-        """Where the copy of a partition belongs: the server that adds it, unless this one must not keep copies."""
-        if not self._servers or part.server in self._servers:
-            return part.server if self._servers else NO_SERVER
-        return self._servers[(part.tensor.key + part.index) % len(self._servers)]
+    @property
+    def is_safe(self) -> bool:
+        """There are enough servers for copies to be of use."""
+        return self._has_spare or len(self._servers) == GPU_MACHINES_COPIES
+
+    def servers_of(self, part: OwnedPart) -> Sequence[int]:
+        """Where the copies of a partition belong: among CPU machines, at the server that adds it, if that is one."""
+        if not self._has_spare:
+            return self._servers
+        if part.server in self._servers:
+            return (part.server,)
+        return (self._servers[(part.tensor.key + part.index) % len(self._servers)],)
 
     # ---- partitions --------------------------------------------------------------------------------------------
 
@@ -244,7 +260,7 @@ class Shadowing(Generic[M]):
             if piece is not None:
                 actions += self._end(piece)
             piece = ShadowedPiece(part, run, state_bytes)
-            piece.copies.append(ShadowCopy(piece, self.server_of(part)))
+            piece.copies += [ShadowCopy(piece, server) for server in self.servers_of(part)]
             self._pieces[piece.place] = piece
         self._awaited.setdefault(rank, Counter())
         return actions
@@ -285,8 +301,7 @@ class Shadowing(Generic[M]):
         piece = self._pieces.get((part.tensor.key, part.index))
         if piece is None:
             return False
-        able = (copy for copy in piece.copies if copy.server != NO_SERVER and copy.not_before <= piece.due)
-        empty = next((copy for copy in able if copy.state is EMPTY), None)
+        empty = next((copy for copy in piece.copies if copy.state is EMPTY and copy.not_before <= piece.due), None)
         if empty is None or (self._seeding_bytes and self._seeding_bytes + piece.state_bytes > self._credit_bytes):
             return False
         self._seeding_bytes += piece.state_bytes
@@ -307,7 +322,7 @@ class Shadowing(Generic[M]):
         actions: list[ShadowingAction[M]] = []
         kept_states = None if states is None else ShadowMemory(states)
         kept_sum = None if total is None else ShadowMemory(total)
-        awaits = False
+        awaited = 0
         for copy in piece.copies if piece is not None else ():
             rank = copy.part.part.owner
             if copy.state is COPYING:
@@ -316,22 +331,23 @@ class Shadowing(Generic[M]):
                     copy.move_to(EMPTY)
                     continue
                 copy.move_to(SEEDING)
-                copy.seed = copy.last = made.step
+                copy.seed = copy.last = made.numbers.step
                 kept_states.users = 1
-                actions.append(self._send(SendStates(copy.server, rank, made.step, False, kept_states, copy)))
+                actions.append(self._send(SendStates(copy.server, rank, made.numbers.step, False, kept_states, copy)))
             elif copy.state in (SEEDING, FOLLOWING):
-                is_awaited = copy.state is FOLLOWING and not awaits and copy.part.due == made.step
-                awaits |= is_awaited
+                is_awaited = copy.state is FOLLOWING and copy.part.due == made.numbers.step
+                awaited += is_awaited
                 held = kept_sum if copy.server != part.server else None
                 if held is not None:
                     held.users += 1
-                message = SendStep(copy.server, rank, made.step, is_awaited, held, copy, made, copy.last)
-                copy.last = made.step
+                message = SendStep(copy.server, rank, made.numbers.step, is_awaited, held, copy, made, copy.last)
+                copy.last = made.numbers.step
                 actions.append(self._send(message))
         kept = [each for each in (kept_states, kept_sum) if each is not None and not each.users]
         actions += [ReleaseMemory(unused.memory) for unused in kept]
-        if piece is not None and awaits:
-            piece.due = 0  # the message counts in its place
+        if piece is not None and awaited:
+            self._awaited[piece.part.owner][piece.due] += awaited - 1  # the messages count in its place
+            piece.due = 0
         elif piece is not None:
             actions += self._settle_due(piece)
         return actions
@@ -397,21 +413,21 @@ class Shadowing(Generic[M]):
             for copy in [copy for copy in piece.copies if copy.server not in members]:
                 actions += self._drop(copy)
                 piece.copies.remove(copy)
-            wanted = self.server_of(piece.part)
-            if all(copy.server != wanted for copy in piece.copies):
-                for copy in [copy for copy in piece.copies if copy.state is not FOLLOWING]:
-                    actions += self._discard(copy)
-                piece.copies.append(ShadowCopy(piece, wanted))
+            wanted = self.servers_of(piece.part)
+            for copy in [copy for copy in piece.copies if copy.server not in wanted and copy.state is not FOLLOWING]:
+                actions += self._discard(copy)
+            missing = [server for server in wanted if all(copy.server != server for copy in piece.copies)]
+            piece.copies += [ShadowCopy(piece, server) for server in missing]
             actions += self._moved(piece)
         return actions
 
     def _moved(self, piece: ShadowedPiece[M]) -> list[ShadowingAction[M]]:
-        """End the copies beside the one that belongs where it is, once that one follows."""
-        wanted = self.server_of(piece.part)
-        if not any(copy.server == wanted and copy.state is FOLLOWING for copy in piece.copies):
+        """End the copies beside those that belong where they are, once these follow."""
+        wanted = self.servers_of(piece.part)
+        if any(copy.server in wanted and copy.state is not FOLLOWING for copy in piece.copies):
             return []
         actions: list[ShadowingAction[M]] = []
-        for copy in [copy for copy in piece.copies if copy.server != wanted]:
+        for copy in [copy for copy in piece.copies if copy.server not in wanted]:
             actions += self._discard(copy)
         return actions
 

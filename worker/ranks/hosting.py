@@ -26,7 +26,7 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from byteps_py import rank_protocol as protocol
-from byteps_py.errors import BytePSError, PeerLostError, ProtocolError, UsageError
+from byteps_py.errors import BytePSError, PeerLostError, ProtocolError
 from byteps_py.kernels.step_segments import StepSegment, bind_segments, segments_of
 from byteps_py.kernels.update_rules import SCALARS, StepKind
 from byteps_py.proto import shadow_pb2
@@ -35,12 +35,15 @@ from byteps_py.shm import Block
 from byteps_py.wire import Header
 from byteps_py.worker.core.hosted_steps import MakeStep, OwnedPart
 from byteps_py.worker.core.pipeline import RoundPipeline
+from byteps_py.worker.core.shadowing import StepNumbers
 from byteps_py.worker.core.tensor import RankSlot
 from byteps_py.worker.core.topology import Topology
 from byteps_py.worker.io.executor import Executor
 from byteps_py.worker.io.memory import Memory
 from byteps_py.worker.io.rank_connection import RankConnection
 from byteps_py.worker.ranks.shadows import Shadows
+
+_NO_NUMBERS = StepNumbers(0, 0)
 
 
 @dataclass(slots=True, eq=False)
@@ -60,7 +63,7 @@ class _HostRequest:
 class _KeptStates:
     """``segments``: of the latest step; ``norms``: requests that wait for sums, and the ranges of elements that each is
     about; ``running``: kernels at work on the states. ``run``: see ShadowPart, 0 if no other machine keeps copies;
-    ``parts``: the partitions; ``step``: the number of the latest step, and ``durable``: of one that all copies hold."""
+    ``parts``: the partitions; ``numbers``: of the latest step."""
 
     id: int
     local_rank: int
@@ -74,8 +77,7 @@ class _KeptStates:
     is_void: bool = False
     run: int = 0
     parts: list[OwnedPart] = field(default_factory=list)
-    step: int = 0
-    durable: int = 0
+    numbers: StepNumbers = _NO_NUMBERS
 
 
 @dataclass(slots=True)
@@ -162,12 +164,6 @@ class Hosting:
         owners = [[part.first, part.count, part.owner] for part in parts]
         said: dict[str, Any] = {"request": request.number, "id": kept.id, "count": count}
         said |= {"states": places, "owners": owners}
-        if kept.run and not self.shadows.is_possible:
-            said |= {
-                "error": UsageError.__name__,
-                "message": "shadow=True keeps copies of the optimizer's states on other machines, and no other machine "
-                "runs a summation service: start one on a spare CPU machine (DMLC_ROLE=server bpslaunch)",
-            }
 
         def prepared(error: BaseException | None) -> None:
             if error is not None:
@@ -211,8 +207,8 @@ class Hosting:
             raise ProtocolError(f"a step of {segments[-1].elements.stop} elements with states of {part.count}")
         part.segments = segments
         if part.run and fields["is_last"]:
-            part.step, part.durable = int(fields["step"]), int(fields["durable"])
-            self.shadows.begin(self._first_rank + rank.local_rank, part.step, part.parts)
+            part.numbers = StepNumbers(int(fields["step"]), int(fields["durable"]), bool(fields["whole"]))
+            self.shadows.begin(self._first_rank + rank.local_rank, part.numbers.step, part.parts)
         self._executor.run(self._pipeline.arm(part.source, int(fields["round"]), bool(fields["is_last"])))
 
     def record(self, rank: RankConnection, fields: dict[str, Any]) -> None:
@@ -321,7 +317,7 @@ class Hosting:
         if kept.run:
             segments = [*self._earlier.pop(step.part, ()), *done.segments]
             if step.is_last:
-                self.shadows.stepped(step, kept.step, kept.durable, segments, done.copy)
+                self.shadows.stepped(step, kept.numbers, segments, done.copy)
             else:
                 self._earlier[step.part] = segments
         self._free(kept)

@@ -33,9 +33,10 @@ from byteps_py.worker.core.shadowing import (
     SendRecord,
     SendStates,
     SendStep,
-    ShadowingAction,
     Shadowing,
+    ShadowingAction,
     StepMade,
+    StepNumbers,
     TellHeld,
 )
 from byteps_py.worker.core.topology import Topology
@@ -57,15 +58,17 @@ class Shadows:
         self._executor = executor
         self._core = self.shadowing_class(topology)
         self._kinds: dict[tuple[int, int], StepKind] = {}  # by key and index of a partition
-        self._has_warned = False
-
-    @property
-    def is_possible(self) -> bool:
-        """There is a server on another machine."""
-        return bool(self._core.servers)
+        self._has_warned = self._has_warned_of_place = False
 
     def watch(self, rank: int, run: int, kind: StepKind, parts: Sequence[OwnedPart]) -> None:
         """Keep copies of the states of a rank's partitions. ``run``: see ShadowPart."""
+        if not (self._core.is_safe or self._has_warned_of_place):
+            self._has_warned_of_place = True
+            logger.warning(
+                "copies of an optimizer's states, which shadow=True asks for, need a CPU machine, or three GPU "
+                "machines in an elastic job: with %d GPU machines alone, all states are lost with one of them",
+                self._topology.machines,
+            )
         for part in parts:
             self._kinds[part.tensor.key, part.index] = kind
         sizes = [(part, part.count * kind.state_itemsize * kind.states) for part in parts]
@@ -103,7 +106,7 @@ class Shadows:
         return block, work
 
     def stepped(
-        self, step: MakeStep, number: int, durable: int, segments: Sequence[StepSegment], states: Block | None
+        self, step: MakeStep, numbers: StepNumbers, segments: Sequence[StepSegment], states: Block | None
     ) -> None:
         """A partition's step is made, and its sum is still there. ``states``: their copy."""
         part = step.part
@@ -112,7 +115,7 @@ class Shadows:
                 self._memory.machine.free(states)
             return
         total = self._executor.detach_sum(part) if self._core.needs_sum(part) else None
-        made = StepMade(number, durable, part.tensor.round, step.divisor, tuple(segments))
+        made = StepMade(numbers, part.tensor.round, step.divisor, tuple(segments))
         self._perform(self._core.stepped(part, made, states, total))
 
     def record(self, rank: int, record: pb.ShadowRecord) -> None:
@@ -198,7 +201,8 @@ class Shadows:
             brings.length, brings.dtype = part.length, part.tensor.spec.dtype
             self._tell(action.server, brings, action.held.memory)
         said = pb.ShadowStep(
-            run=action.copy.part.run, step=made.step, before=action.before, durable=made.durable, divisor=made.divisor,
+            run=action.copy.part.run, step=made.numbers.step, before=action.before, durable=made.numbers.durable,
+            whole=made.numbers.is_whole, divisor=made.divisor,
             segments=[
                 pb.ShadowSegment(start=each.elements.start, stop=each.elements.stop, scalars=each.scalars)
                 for each in made.segments

@@ -11,7 +11,7 @@ When all ranks have joined, all of them begin a new era: streams start again, an
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -103,7 +103,8 @@ class StreamReceipt:
 
     ``left``: (source, number, spans, bytes, bytes sent in return or -1), the next one last. ``error``: a difference
     between what came and what was expected. ``is_mutual``: every member expects a payload of every other, and no member
-    begins without one that has joined. ``owner`` keeps the memory of all spans.
+    begins without one that has joined. ``dependents``: further ranks, which can't complete the operation before this
+    receipt is complete. ``owner`` keeps the memory of all spans.
     """
 
     stream: Stream
@@ -112,6 +113,7 @@ class StreamReceipt:
     error: CommunicationError | None = None
     is_mutual: bool = False
     owner: object = None
+    dependents: Collection[int] = ()
 
     def expect(self, source: int, spans: Sequence[Span], nbytes: int, sent: int = -1) -> None:
         """The stream's next payload from ``source``, ``nbytes`` long, goes to ``spans``. ``sent``: bytes that this rank
@@ -136,6 +138,16 @@ class StreamReceipt:
         """The ranks of which nothing has come yet."""
         flows = self.stream.flows
         return [source for source, number, _, _, _ in self.left if number not in flows[source].payloads]
+
+    def absent(self, joined: Collection[int]) -> list[int]:
+        """Ranks that have joined instead of the operation. ``joined``: all ranks that have joined. If the operation is
+        mutual, each of them counts, whichever payload is due next: ranks that know of one do not begin."""
+        if not joined:
+            return []
+        flows = self.stream.flows
+        expected = self.left if self.is_mutual else self.left[-1:]
+        silent = [rank for rank, number, *_ in expected if rank in joined and number not in flows[rank].payloads]
+        return [*silent, *(rank for rank in self.dependents if rank in joined)]
 
 
 @dataclass(slots=True, eq=False)

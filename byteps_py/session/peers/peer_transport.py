@@ -418,24 +418,22 @@ class PeerTransport:
         """The error of the stream's next operation, which needs the ranks ``joined``."""
         return joined_error(stream.name, min(joined))
 
-    def _await_payload(self, receipt: StreamReceipt, wait: Wait, source: int, number: int, timeout_s: float) -> None:
-        flows = receipt.stream.flows
-        payloads, joined = flows[source].payloads, self._matcher.joined
+    def absent(self, receipt: StreamReceipt) -> list[int]:
+        """The ranks that have joined instead of the operation of ``receipt``; see StreamReceipt.absent."""
+        return receipt.absent(self._matcher.joined)
 
-        def absent() -> list[int]:
-            """Ranks that have joined instead. A mutual operation is not begun by any rank that knows of one of them."""
-            expected = receipt.left if receipt.is_mutual else receipt.left[-1:]
-            return [rank for rank, nth, *_ in expected if rank in joined and nth not in flows[rank].payloads]
+    def _await_payload(self, receipt: StreamReceipt, wait: Wait, source: int, number: int, timeout_s: float) -> None:
+        payloads = receipt.stream.flows[source].payloads
 
         def has_come() -> bool:
             payload = payloads.get(number)
             if payload is not None and payload.has_news:
                 return True
-            return bool(payload is None and absent()) or self._outboxes[source].failure is not None
+            return bool(payload is None and self.absent(receipt)) or self._outboxes[source].failure is not None
 
         self._waiter.until(has_come, wait, timeout_s)
         payload = payloads.get(number)
-        if payload is None and (gone := absent()):
+        if payload is None and (gone := self.absent(receipt)):
             raise joined_error(receipt.stream.name, gone[0])
         if payload is None or not payload.has_news:
             self._lose(source, wait, timeout_s)

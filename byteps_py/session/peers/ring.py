@@ -143,9 +143,11 @@ class Ring:
         _RECORD.pack_into(self._lines(self._me), self.record, self.key, nbytes)
         self._wait = Wait(name, self._operations + 1, self._missing)
 
-    def await_addresses(self, timeout_s: float) -> None:
-        """Return when this rank ``knows_addresses``. Raises StallError, JoinedError (a member has no more data),
-        ProtocolError and what ends the session."""
+    def await_addresses(self, timeout_s: float, absent_elsewhere: Callable[[], list[int]] = list) -> None:
+        """Return when this rank ``knows_addresses``. ``absent_elsewhere``: for a ring that carries out a part of an
+        operation: returns the ranks outside the ring that have joined instead. Members that know of one do not begin.
+        Raises StallError, JoinedError (a member, or such a rank, has no more data), ProtocolError and what ends the
+        session."""
         flows = self._stream.flows
         if self._wait is None:
             raise ValueError("await_addresses() without begin()")
@@ -153,13 +155,16 @@ class Ring:
         def unknown() -> list[int]:
             return [source for source in flows if source not in self.controls and not flows[source].payloads]
 
+        def absent() -> list[int]:
+            return [*self._matcher.joined.intersection(unknown()), *absent_elsewhere()]
+
         def has_come() -> bool:
-            return not (missing := unknown()) or not self._matcher.joined.isdisjoint(missing)
+            return not unknown() or bool(absent())
 
         if not has_come():
             self._waiter.until(has_come, self._wait, timeout_s)
-        if missing := unknown():
-            raise self._joined(min(self._matcher.joined.intersection(missing)))
+        if gone := absent():
+            raise self._joined(min(gone))
         for source, flow in flows.items():
             for number, payload in list(flow.payloads.items()):
                 segment = self._incoming.find(source, payload.segment, payload.offset + payload.total)
@@ -177,20 +182,24 @@ class Ring:
         """Report the outcome of polling, if ``spin_s`` was not 0."""
         self._waiter.spun(in_vain)
 
-    def sleep(self, step: int, timeout_s: float) -> None:
+    def sleep(self, step: int, timeout_s: float, absent_elsewhere: Callable[[], list[int]] = list) -> None:
         """Return when all other members have published ``step`` steps of this operation; this rank has recorded that it
-        sleeps. Raises StallError, JoinedError (a member has no more data; then no member has published more than the
-        first step) and what ends the session."""
+        sleeps. ``absent_elsewhere``: see ``await_addresses``. Raises StallError, JoinedError (a member has no more
+        data, and no member has published more than the first step; or a rank outside the ring has none) and what ends
+        the session."""
         if self._wait is None:
             raise ValueError("sleep() without begin()")
         word = self.base + step
 
+        def absent() -> list[int]:
+            return self._absent() or absent_elsewhere()
+
         def has_come() -> bool:
-            return all(self._has_published(source, word) for source in self.others) or bool(self._absent())
+            return all(self._has_published(source, word) for source in self.others) or bool(absent())
 
         self._waiter.until(has_come, self._wait, timeout_s, has_spun=True)
-        if absent := self._absent():
-            raise self._joined(absent[0])
+        if gone := absent():
+            raise self._joined(gone[0])
 
     def wake(self) -> None:
         """Send a message to every member that sleeps."""

@@ -353,7 +353,9 @@ class RemoteSession(ChannelSession):
         is_last: bool = True,
         shadowed: ShadowedStep | None = None,
     ) -> None:
-        numbers = {"step": shadowed.step, "durable": shadowed.durable} if shadowed is not None else {}
+        numbers: dict[str, Any] = {}
+        if shadowed is not None:
+            numbers = {"step": shadowed.step, "durable": shadowed.durable, "whole": shadowed.is_whole}
         said = {"round": part.source.round, "segments": [segment.to_json() for segment in segments]}
         self.tell(protocol.pack(RankMessageKind.STEP, part=part.id, is_last=is_last, **said, **numbers))
 

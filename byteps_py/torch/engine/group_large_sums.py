@@ -120,7 +120,7 @@ class LargeSumWork(GroupWork):
                 self._introduction_wait = self._introduction_wait or streams.introduction_wait()
                 self._introduction_wait(timeout_s)
             work.run(deadline)
-        except (StallError, JoinedError):  # it may continue, or no member has begun
+        except (StallError, JoinedError):  # it may continue, or no member completes it
             raise
         except Exception as error:
             self._sums.failure = error

@@ -163,8 +163,10 @@ class FallbackWork(GroupWork):
 
     The service continues without ranks that have joined. If a member has joined, all other members detect that, because
     each of them needs a message of it, and all repeat their calls through the service in one order, whichever they wait
-    for first. ``direct``: the operation from rank to rank, begun. ``otherwise`` begins the same operation through the
-    service.
+    for first. They detect it at different times: a rank that a member waits for may know already, and then it does not
+    begin. So whichever rank a member waits for, it must detect that any other one has joined.
+
+    ``direct``: the operation from rank to rank, begun. ``otherwise`` begins the same operation through the service.
     """
 
     def __init__(self, queue: FallbackQueue, call: Call, direct: GroupWork, otherwise: Callable[[], Work]) -> None:

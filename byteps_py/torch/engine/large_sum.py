@@ -16,7 +16,7 @@ class LargeSum(Protocol):
 
     def run(self, deadline: float) -> None:
         """Complete the sum; if a wait ends early, a further call continues. ``deadline``: of time.monotonic(). Raises
-        StallError, JoinedError (no member has begun) and what ends the session."""
+        StallError, JoinedError (no member completes it) and what ends the session."""
 
 
 class LargeSums(Protocol):

@@ -88,7 +88,7 @@ class ShareSum:
 
     def run(self, deadline: float) -> None:
         """Complete the sum. If a wait ends early, a further call continues. ``deadline``: of time.monotonic(). Raises
-        StallError, JoinedError (no member has begun) and what ends the session."""
+        StallError, JoinedError (no member completes it) and what ends the session."""
         transport = self._transport
         if not self.has_begun:
             self._begin()
@@ -105,7 +105,9 @@ class ShareSum:
         if joined := transport.joined_among(sums.others.values()):
             raise transport.joined_error(self._given, joined)
         self.has_begun = True
-        count = sum(chunks.of(sums.own, chunk)[1] > 0 for chunk in range(chunks.count))  # the last share is smaller
+        # The last shares are smaller. A member with an empty one, too, receives something of each other member, so that
+        # it knows if one has joined instead.
+        count = max(1, sum(chunks.of(sums.own, chunk)[1] > 0 for chunk in range(chunks.count)))
         self._slots = sums.slots(self._source, chunks.chunk_elements)
         for chunk in range(min(_SLOTS, count)):
             self._expect_parts(chunk)
@@ -139,11 +141,11 @@ class ShareSum:
     def _give(self) -> None:
         """Begin with the member after this one, so that not all send to the same one first."""
         sums, source = self._sums, self._source
-        for chunk in range(self._chunks.count):
+        for chunk in range(max(1, self._chunks.count)):
             for step in range(1, sums.count):
                 position = (sums.own + step) % sums.count
                 first, elements = self._chunks.of(position, chunk)
-                if elements:
+                if elements or not chunk:
                     span = source.data_ptr() + first * source.itemsize, elements * source.itemsize
                     self._unsent += self._transport.send(
                         self._given, (sums.others[position],), (span,), False, owner=self
@@ -153,6 +155,8 @@ class ShareSum:
         """All parts of a chunk of the own share have come."""
         sums = self._sums
         first, elements = self._chunks.of(sums.own, chunk)
+        if not elements:
+            return
         own = self._source[first : first + elements]
         parts = {position: part[:elements] for position, part in self._slots[chunk % _SLOTS].items()}
         before = sums.own * self._chunks.share if self._scatters else 0

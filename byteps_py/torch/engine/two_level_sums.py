@@ -104,7 +104,10 @@ class TwoLevelSum:
         self._ring_sum: RingSum = sums.ring_sums.start(source, share, False, f"{name}.machine", scatters=True)
         self._share_sum: ShareSum = sums.share_sums.start(share, self._result, average, name, scatters)
         self._scatters = scatters
-        self._receipt = StreamReceipt(self._begun, is_mutual=True, owner=self)
+        # Those that add the same share need this member's part of it, which it sends once it has heard from all others.
+        self._receipt = StreamReceipt(
+            self._begun, is_mutual=True, owner=self, dependents=tuple(sums.share_sums.others.values())
+        )
         self._phase = _Phase.ON_MACHINE
         self._steps: dict[_Phase, Callable[[float], _Phase]] = {
             _Phase.ON_MACHINE: self._add_on_machine,
@@ -123,7 +126,10 @@ class TwoLevelSum:
 
     def _begin(self) -> None:
         """Each member hears from each other one, so that it knows if a member has joined instead: from those that it
-        adds with, and from the ``far`` ones by an empty message."""
+        adds with, and from the ``far`` ones by an empty message.
+
+        The other members may know of that before, and then do not begin. So this member, whomever of them it waits for,
+        gives up as soon as it is told that any member has joined instead."""
         sums, transport = self._sums, self._transport
         everybody = (*sums.near.values(), *sums.share_sums.others.values(), *sums.far)
         if joined := transport.joined_among(everybody):
@@ -135,7 +141,7 @@ class TwoLevelSum:
             transport.send(self._begun, sums.far, ((0, 0),), is_led=False)
 
     def _add_on_machine(self, deadline: float) -> _Phase:
-        self._ring_sum.run(deadline)
+        self._ring_sum.run(deadline, lambda: self._transport.absent(self._receipt))
         return _Phase.AWAITS_ALL
 
     def _await_all(self, deadline: float) -> _Phase:

@@ -69,6 +69,8 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
         scale: torch.Tensor | None = getattr(self, "grad_scale", None)
         if scale is not None:  # otherwise the scaler has unscaled already
             self._unscale = float(scale.double().reciprocal().float())
+        if self._reducer.shadow is not None:
+            self._reducer.shadow.pack_extra()
         self._compare(numbers, self._rule_codes())
         for number, found in enumerate(numbers):
             check_numbers(found, number)

@@ -61,7 +61,7 @@ def restore(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int | N
     shadow.model = model
     reader = ShadowReader(context.settings)
     try:
-        found = broadcast_object(
+        found: _Found | Exception | None = broadcast_object(
             _find(reader) if context.session.rank == 0 else None, name=f"{optimizer._name}.restorable"
         )
         if isinstance(found, Exception):
@@ -113,7 +113,7 @@ def _check_parameters(model: torch.nn.Module, optimizer: HostedOptimizerMixin) -
         raise UsageError(f"restore(): parameter {strangers[0]!r} of the optimizer is not one of the model's")
 
 
-def _restore(model: torch.nn.Module, optimizer: HostedOptimizerMixin, reader: ShadowReader, found: Restorable) -> None:
+def _restore(model: torch.nn.Module, optimizer: HostedOptimizerMixin, reader: ShadowReader, found: _Found) -> None:
     common = found.common
     groups = optimizer.param_groups
     params = {optimizer._parameter_names[param]: param for group in groups for param in group["params"]}
@@ -154,7 +154,7 @@ def _check_same(params: Mapping[str, torch.nn.Parameter], common: Mapping[str, A
         if param is None or list(param.shape) != shape or str(param.dtype) != dtype:
             has = "does not have it" if param is None else f"has it with shape {list(param.shape)} and {param.dtype}"
             raise UsageError(
-                f"restore(): the servers hold states of another model: parameter {name!r} of shape {shape} and {dtype}, "
+                f"restore(): servers hold states of another model: parameter {name!r} of shape {shape} and {dtype}, "
                 f"and the optimizer {has}"
             )
 

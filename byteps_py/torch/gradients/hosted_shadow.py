@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from byteps_py.errors import UsageError
+from byteps_py.log import logger
 from byteps_py.session import Session, ShadowedStep
 from byteps_py.shadow import ShadowReader
 from byteps_py.torch.engine.context import Context
@@ -25,6 +26,8 @@ from byteps_py.torch.gradients.largest_values import largest
 if TYPE_CHECKING:
     from byteps_py.torch.gradients.hosted_reducer import HostedBucket
 
+#: Of what is attached to a step, with the model's buffers.
+MAX_EXTRA_BYTES = 1 << 20
 _RUN_BITS = 52  # a float64 carries it from rank to rank
 _of_session: weakref.WeakKeyDictionary[Session, Callable[[], ShadowedSteps | None]] = weakref.WeakKeyDictionary()
 
@@ -47,16 +50,15 @@ class ShadowedSteps:
         self.extra: object = None
         self.model: torch.nn.Module | None = None
         self._reader: ShadowReader | None = None
+        self._packed = b""
 
     def start(self, context: Context) -> None:
         """All ranks call it, before their states are made: they agree on the number of this run."""
         if self._session is context.session:
             return
         if context.session.num_machines == 1:
-            raise UsageError(
-                "shadow=True keeps copies of the optimizer's states on other machines, and this job has one GPU "
-                "machine: its gradients go to no server. Save checkpoints instead, or train on two machines or more"
-            )
+            self._go_without(context.session)
+            return
         other = _of_session.get(context.session, lambda: None)()
         if other is not None and other is not self:
             raise UsageError(
@@ -68,6 +70,17 @@ class ShadowedSteps:
         self._run = int(largest(context, f"{self._name}.run", [own])[0])
         self._durable, self._is_whole = 0, False
         self._session = context.session
+
+    def _go_without(self, session: Session) -> None:
+        """On a machine alone. Raises UsageError unless the job has had others, and goes on without them."""
+        text = (
+            "shadow=True keeps copies of the optimizer's states on other machines, and this job has one GPU machine: "
+            "its gradients go to no server"
+        )
+        if self._session is None:
+            raise UsageError(f"{text}. Save checkpoints instead, or train on two machines or more")
+        logger.warning("%s. There are no copies for now", text)
+        self._run, self._session = 0, session
 
     @property
     def run(self) -> int:
@@ -85,8 +98,10 @@ class ShadowedSteps:
         self._durable, self._is_whole = max(self._durable, held), self._is_whole or is_whole
 
     @property
-    def next(self) -> ShadowedStep:
-        """The step that is about to be made."""
+    def next(self) -> ShadowedStep | None:
+        """The step that is about to be made; None if there are no copies."""
+        if not self._run:
+            return None
         return ShadowedStep(self._run, self.step + 1, self._durable, self._is_whole)
 
     def go_on(self, step: int, reader: ShadowReader) -> None:
@@ -99,27 +114,37 @@ class ShadowedSteps:
         if reader is not None:
             reader.close()
 
-    def record(self, states: Mapping[HostedBucket, HostedStates], groups: Sequence[Mapping[str, Any]]) -> None:
-        """The step of all parts has begun. ``states``: of all buckets that have some. Raises UsageError if the user has
-        attached too much."""
-        session = self._session
-        if session is None:
-            return
-        shadowed = self.next
-        self.step = shadowed.step
-        common = _common(states, groups) if session.rank == 0 else b""
+    def pack_extra(self) -> None:
+        """Pack what belongs to the next step. Raises UsageError if that can't be pickled, or is too much."""
         buffers = _buffers_of(self.model) if self.model is not None else {}
         try:
-            extra = pickle.dumps((self.extra, buffers)) if self.extra is not None or buffers else b""
+            self._packed = pickle.dumps((self.extra, buffers)) if self.extra is not None or buffers else b""
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             raise UsageError(f"optimizer.shadow_extra can't be pickled: {error}") from error
-        if len(common) + len(extra) > session.max_record_bytes:
+        if len(self._packed) > MAX_EXTRA_BYTES:
             raise UsageError(
-                f"optimizer.shadow_extra and the model's {len(buffers)} buffers have {len(extra)} bytes, and "
-                f"{session.max_record_bytes - len(common)} are the most: they go to another machine with every step. "
-                "Attach positions and random states, not data"
+                f"optimizer.shadow_extra and the model's {len(buffers)} buffers have {len(self._packed)} bytes, and "
+                f"{MAX_EXTRA_BYTES} are the most: they go to another machine with every step. Attach positions and "
+                "random states, not data"
             )
-        session.record_step(shadowed, common, extra)
+
+    def record(self, states: Mapping[HostedBucket, HostedStates], groups: Sequence[Mapping[str, Any]]) -> None:
+        """The step of all parts has begun. ``states``: of all buckets that have some. Raises UsageError for more
+        parameters than a record has room for."""
+        session = self._session
+        if session is None or not self._run:
+            self.step += 1
+            return
+        shadowed = ShadowedStep(self._run, self.step + 1, self._durable, self._is_whole)
+        self.step = shadowed.step
+        common = _common(states, groups) if session.rank == 0 else b""
+        if len(common) + len(self._packed) > session.max_record_bytes:
+            raise UsageError(
+                f"shadow=True: the names, shapes and steps of {sum(len(each.sizes) for each in states.values())} "
+                f"parameters have {len(common)} bytes, which go to another machine with every step, and "
+                f"{session.max_record_bytes - len(self._packed)} are the most"
+            )
+        session.record_step(shadowed, common, self._packed)
 
 
 def _common(states: Mapping[HostedBucket, HostedStates], groups: Sequence[Mapping[str, Any]]) -> bytes:

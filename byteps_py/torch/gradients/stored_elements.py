@@ -27,7 +27,7 @@ class StoredElements:
     def __getitem__(self, elements: slice) -> torch.Tensor:
         wanted = range(self._first + elements.start, self._first + elements.stop)
         found = torch.empty(len(wanted), dtype=self.dtype, device="cpu")
-        view = memoryview(found.numpy()).cast("B") if len(wanted) else memoryview(b"")
+        view = found.numpy().data.cast("B") if len(wanted) else memoryview(b"")
         for part in self._parts:
             here = range(max(wanted.start, part.elements.start), min(wanted.stop, part.elements.stop))
             if here:

@@ -132,29 +132,29 @@ class RingSum:
             self._go_through(table)
             table[TableEntry.STEP] = table[TableEntry.FIRST_STEP_KNOWN] = True
 
-    def run(self, deadline: float) -> None:
-        """Complete the sum. All members are introduced. ``deadline``: of time.monotonic(). Raises what the waits of
-        Ring raise."""
+    def run(self, deadline: float, absent_elsewhere: Callable[[], list[int]] = list) -> None:
+        """Complete the sum. All members are introduced. ``deadline``: of time.monotonic(). ``absent_elsewhere``: see
+        Ring.await_addresses. Raises what the waits of Ring raise."""
         try:
-            self._run(deadline)
+            self._run(deadline, absent_elsewhere)
         except BaseException:
             self._ring.pause()
             raise
         self._ring.end()
 
-    def _run(self, deadline: float) -> None:
+    def _run(self, deadline: float, absent_elsewhere: Callable[[], list[int]]) -> None:
         ring = self._ring
         if not self.has_begun:
             ring.begin(self._name, self._source.nbytes, self._chunks.steps)
             self.has_begun = True
         if not ring.knows_addresses:
             self._table = None  # from an earlier era
-            ring.await_addresses(deadline - time.monotonic())
+            ring.await_addresses(deadline - time.monotonic(), absent_elsewhere)
         table = self._table = self._table or self._filled()
         table[TableEntry.KEY] = ring.key
         while (status := self._take_steps(table)) is not Status.DONE:
             if status is Status.WAITS:
-                ring.sleep(table[TableEntry.STEP], deadline - time.monotonic())
+                ring.sleep(table[TableEntry.STEP], deadline - time.monotonic(), absent_elsewhere)
             elif status is Status.WAKE:
                 ring.wake()
             elif status is Status.ADD:

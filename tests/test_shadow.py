@@ -1,0 +1,165 @@
+"""A job whose machines all die, and that goes on from its last step: real schedulers, servers, services and ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+from support.breaking import Job, command, environ_of
+from support.clusters import ROOT
+from support.processes import kill
+
+from byteps_py.launch.cluster_plan import free_port
+from byteps_py.settings import Settings
+from byteps_py.shadow import Restorable, ShadowReader, latest_step
+
+PROGRAM = ROOT / "tests" / "programs" / "shadowed.py"
+LAUNCH = (sys.executable, "-m", "byteps_py.launch", "--no-tag-output")
+STEPS = 24
+
+
+class Cluster:
+    """``machines`` GPU machines, and CPU machines whose servers live on from job to job."""
+
+    def __init__(self, stack: contextlib.ExitStack, machines: int, servers: int, **variables: str) -> None:
+        self._stack = stack
+        self._machines = machines
+        self._variables = {
+            "DMLC_PS_ROOT_URI": "127.0.0.1",
+            "DMLC_PS_ROOT_PORT": str(free_port()),
+            "DMLC_NUM_WORKER": str(machines),
+            "DMLC_NUM_SERVER": str(servers),
+            **variables,
+        }
+        self.servers = [self._launch(DMLC_ROLE="server", BYTEPS_MACHINE_ID=f"c{i}") for i in range(servers)]
+
+    def _launch(self, *words: str, **variables: str) -> Job:
+        return self._stack.enter_context(command(*LAUNCH, *words, **{**self._variables, **variables}))
+
+    def start(self, *arguments: str) -> list[Job]:
+        """A scheduler, and each machine's launcher."""
+        scheduler = self._launch(DMLC_ROLE="scheduler")
+        machines = [
+            self._launch(
+                sys.executable, str(PROGRAM), *arguments,
+                DMLC_ROLE="worker", DMLC_WORKER_ID=str(i), BYTEPS_MACHINE_ID=f"m{i}",
+            )
+            for i in range(self._machines)
+        ]  # fmt: skip
+        return [scheduler, *machines]
+
+    def held_step(self, at_least: int) -> int:
+        """The step that a job could go on from, once it is at least that."""
+        settings = Settings(
+            scheduler_host="127.0.0.1", scheduler_port=int(self._variables["DMLC_PS_ROOT_PORT"]),
+            num_workers=self._machines, num_servers=len(self.servers),
+        )  # fmt: skip
+        until_s = time.monotonic() + 60
+        with ShadowReader(settings) as reader:
+            while True:
+                found = latest_step(reader.describe())
+                if isinstance(found, Restorable) and found.step >= at_least:
+                    return found.step
+                assert time.monotonic() < until_s, found
+                select.select([], [], [], 0.05)
+
+
+@pytest.fixture
+def stack() -> Iterator[contextlib.ExitStack]:
+    with contextlib.ExitStack() as found:
+        yield found
+
+
+def digests(text: str) -> dict[int, str]:
+    lines = [line.split() for line in text.splitlines() if line.startswith("step ")]
+    return {int(words[1].rstrip(":")): words[2] for words in lines}
+
+
+def undisturbed(optimizer: str, machines: int, servers: int, steps: int = STEPS) -> dict[int, str]:
+    """What a job has that nothing happens to."""
+    words = ["-np", "1", "--machines", str(machines), "--servers", str(servers)]
+    with command(*LAUNCH, *words, sys.executable, str(PROGRAM), optimizer, str(steps)) as job:
+        assert job.end() == 0, job.text
+        return digests(job.text)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "machines", "servers"),
+    [
+        ("adamw", 2, 1),
+        pytest.param("sgd", 2, 2, marks=pytest.mark.slow),
+        pytest.param("lamb", 2, 1, marks=pytest.mark.slow),
+        pytest.param("adagrad", 3, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_a_job_that_is_killed_goes_on_from_its_last_step(
+    stack: contextlib.ExitStack, optimizer: str, machines: int, servers: int
+) -> None:
+    expected = undisturbed(optimizer, machines, servers)
+    cluster = Cluster(stack, machines, servers)
+    scheduler, *killed = cluster.start(optimizer, "100000")
+    killed[0].until("step 9:")
+    kill_and_go_on(cluster, scheduler, killed, optimizer, expected)
+
+
+@pytest.mark.slow
+def test_copies_of_a_killed_server_are_made_again(stack: contextlib.ExitStack) -> None:
+    expected = undisturbed("adamw", 2, 2, steps=2 * STEPS)
+    cluster = Cluster(stack, 2, 2)
+    scheduler, *machines = cluster.start("adamw", "100000", "0.1")
+    machines[0].until("step 3:")
+    kill(cluster.servers[0].pid("byteps_py.server"))
+    machines[0].until("step 8:")
+    cluster.held_step(9)
+    kill_and_go_on(cluster, scheduler, machines, "adamw", expected)
+
+
+def kill_and_go_on(
+    cluster: Cluster, scheduler: Job, killed: list[Job], optimizer: str, expected: dict[int, str]
+) -> None:
+    """Kill all machines. The next job ends with ``expected``."""
+    for job in killed:
+        job.close()
+    assert scheduler.end() == 1
+    for server in cluster.servers:
+        server.until("are kept for 600 s for a restarted job")
+    before = digests(killed[0].text)
+    again = cluster.start(optimizer, str(max(expected)))
+    for job in again:
+        assert job.end() == 0, job.text
+    for server in cluster.servers:
+        assert server.end() == 0, server.text
+    begun = int(next(line for line in again[1].text.splitlines() if line.startswith("restored at")).split()[-1])
+    assert 9 <= begun <= max(before) + 1
+    assert digests(again[1].text) == {step: expected[step] for step in range(begun + 1, max(expected) + 1)}
+
+
+@pytest.mark.parametrize("servers", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_an_elastic_job_goes_on_from_its_last_step_without_a_machine(servers: int) -> None:
+    program = ROOT / "tests" / "programs" / "shadowed_elastic.py"
+    words = ["--elastic", "-np", "1", "--machines", "3", "--servers", str(servers)]
+    with command(*LAUNCH, *words, sys.executable, str(program), "40") as job:
+        job.until(*(f"rank {rank} of 3 step 20:" for rank in range(3)))
+        for pid in job.pids():
+            if environ_of(pid).get("BYTEPS_MACHINE_ID") == "m2":
+                kill(pid)
+        assert job.end() == 0, job.text
+    seen: dict[str, set[str]] = {}  # by number of ranks and step
+    begun = []
+    for line in job.text.splitlines():
+        match line.replace(":", "").split():
+            case ["rank", _, "of", size, "step", step, digest]:
+                seen.setdefault(f"{size}/{step}", set()).add(digest)
+            case ["rank", _, "of", "2", "begins", "at", step, digest]:
+                begun.append((int(step), digest))
+    assert all(len(found) == 1 for found in seen.values())  # all ranks have the same
+    assert len(begun) == 2
+    assert begun[0] == begun[1]
+    last = max(int(key.split("/")[1]) for key in seen if key.startswith("3/"))
+    assert last - 1 <= begun[0][0] <= last + 1  # no step is lost but one that was under way
+    assert seen.get(f"3/{begun[0][0]}", {begun[0][1]}) == {begun[0][1]}
+    assert "2/40" in seen
