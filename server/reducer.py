@@ -93,7 +93,8 @@ class Reducer:
         self._runtime = runtime
         self._loop = runtime.loop
         self._digest = digest
-        self._engine = runtime.engine(default_threads(threads), "sum")
+        self.threads = default_threads(threads)
+        self._engine = runtime.engine(self.threads, "sum")
         self._ready = Readiness(runtime.kernels.prepare, self._engine, self._loop, self._failed)
         self._ready.expect((Op.SUM, dtype) for dtype in _LIKELY)
         self._ready.when_done(on_prepared)

@@ -159,9 +159,10 @@ class ShadowStore:
             return
         if name[0] > newest[0]:
             part.sums.clear()
+        part.sums.pop(name, None)
         part.sums[name] = total
         while len(part.sums) > _MOST_SUMS:
-            del part.sums[min(part.sums)]
+            del part.sums[next(iter(part.sums))]  # that came first: sums that are sent again are older than others
 
     def step(self, header: Header, origin: object, said: shadow_pb2.ShadowStep, now: float) -> list[ShadowAction]:
         """SHADOW_STEP: the owner makes a step."""
@@ -176,6 +177,7 @@ class ShadowStore:
         if isinstance(segments, str):
             return [RefuseShadow(origin, header, segments)]
         answer = self._hold_step(part, header, origin, said, segments)
+        self._drop_kept(run, part)
         return [*answer, *self._heard(run, said, now), *self._advance(run, copy)]
 
     def _hold_step(
@@ -277,6 +279,9 @@ class ShadowStore:
         for run in list(self._runs.values()):
             for place, part in list(run.parts.items()):
                 part.sums.clear()
+                for copy in part.copies:
+                    copy.reads.clear()  # their connections are gone
+                    copy.wanted = -1
                 if part.latest is not None and part.latest.state in (CopyState.FILLING, CopyState.BROKEN):
                     self._drop(part.latest)
                     part.latest, part.kept = part.kept, None
@@ -286,7 +291,8 @@ class ShadowStore:
     # ---- readers -----------------------------------------------------------------------------------------------
 
     def hold(self, hold_s: float, now: float) -> None:
-        """Apply no durable steps for so long, at most LONGEST_HOLD_S; call ``tick`` then."""
+        """Apply no durable steps, and drop no copies that newer ones replace, for so long, at most LONGEST_HOLD_S; call
+        ``tick`` then."""
         until_s = now + min(hold_s, LONGEST_HOLD_S)
         if hold_s > 0 and until_s > self._hold_until_s and self.waiting_bytes <= self._most_waiting_bytes / 2:
             self._hold_until_s, self._is_holding = until_s, True
@@ -424,7 +430,8 @@ class ShadowStore:
         for place, part in list(run.parts.items()):
             generation, seeded = run.generations.get(place[0], (0, 0))
             newest = part.latest or part.kept
-            if newest is not None and newest.generation < generation and seeded <= run.durable:
+            is_outdated = newest is not None and newest.generation < generation and seeded <= run.durable
+            if is_outdated and not self._is_holding:
                 self._forget(run, place)  # the tensor was declared again, and is cut in other partitions
                 continue
             self._drop_kept(run, part)
@@ -438,7 +445,11 @@ class ShadowStore:
 
     def _drop_kept(self, run: ShadowRun, part: ShadowedPart) -> None:
         latest = part.latest
-        if part.kept is not None and latest is not None and latest.state.is_whole and run.durable >= latest.seeded:
+        if part.kept is None or latest is None or self._is_holding:
+            return
+        # A copy that was sent again, as of an older step, has to catch up first.
+        has_caught_up = latest.last >= min(run.durable, part.kept.last)
+        if latest.state.is_whole and run.durable >= latest.seeded and has_caught_up:
             self._drop(part.kept)
             part.kept = None
 

@@ -7,6 +7,7 @@ engine threads write states while a step is applied.
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -104,6 +105,9 @@ class ShadowKeeper:
         self._reducer = reducer
         self._prepared: set[StepKind] = set()
         self._under_way: dict[StatesCopy, tuple[HeldStep, list[BaseException | None]]] = {}
+        self._waiting: deque[ApplyStep] = deque()
+        # One thread stays free for sums, if there are several.
+        self._most_under_way = max(1, reducer.threads - 1)
         self._has_warned = False
 
     def start(self) -> None:
@@ -172,8 +176,9 @@ class ShadowKeeper:
                     self._allocate(copy, spare)
                 case FillStates(copy, state, offset, data):
                     self._runtime.move(copy.memory.address_of(state) + offset, data.address, data.nbytes)
-                case ApplyStep(copy, step):
-                    self._apply(copy, step)
+                case ApplyStep():
+                    self._waiting.append(action)
+                    self._apply_next()
                 case ShadowReply(origin, header, text) if isinstance(origin, Peer):
                     if text:
                         logger.debug("shadow: %s", text)
@@ -215,14 +220,23 @@ class ShadowKeeper:
             prepare = functools.partial(self._runtime.kernels.prepare_step, facts.kind)
             self._reducer.run_later(prepare, _PRIORITY, lambda error: None)  # what fails, fails again when it is needed
 
-    def _apply(self, copy: StatesCopy, step: HeldStep) -> None:
+    def _apply_next(self) -> None:
+        if not self._waiting or len(self._under_way) >= self._most_under_way:
+            return
+        action = self._waiting.popleft()
+        copy, step = action.copy, action.step
         outcome: list[BaseException | None] = []
         self._under_way[copy] = step, outcome
         kind, memory = copy.facts.kind, copy.memory
-        states = [memory.address_of(state) for state in range(kind.states)]
         total: PayloadMemory = step.total  # type: ignore[assignment]  # the core passes it through
         work = functools.partial(
-            apply_step, self._runtime.kernels, kind, states, total.address, step.divisor, step.segments
+            apply_step,
+            kernels=self._runtime.kernels,
+            kind=kind,
+            states=[memory.address_of(state) for state in range(kind.states)],
+            total=total.address,
+            divisor=step.divisor,
+            segments=step.segments,
         )
 
         def done(error: BaseException | None) -> None:  # on an engine thread
@@ -236,6 +250,7 @@ class ShadowKeeper:
         if outcome[0] is not None:
             logger.error("step %d of the states of %s failed: %r", step.number, copy.facts, outcome[0])
         self._perform(self.store.applied(copy, outcome[0]))
+        self._apply_next()
 
     def _deliver(self, read: StatesRequest, copy: StatesCopy) -> None:
         facts = copy.facts
@@ -254,7 +269,12 @@ class ShadowKeeper:
                 self.store.not_applied(copy, step)
             else:
                 self.store.applied(copy, error)
+        for action in self._waiting:
+            self.store.not_applied(action.copy, action.step)
         self._under_way.clear()
+        self._waiting.clear()
+        if self.store.applied_steps:
+            logger.debug("%d steps of shadowed states were applied here", self.store.applied_steps)
 
 
 def new_store(settings: Settings, runtime: Runtime) -> ShadowStore:

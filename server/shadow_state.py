@@ -172,7 +172,7 @@ class ShadowedPart:
     Attributes:
         latest: the copy that was begun last; None if there is none.
         kept: a complete copy from before, which stays until the run is durable with the latest one.
-        sums: the last two sums, by generation and round.
+        sums: the two that came last, by generation and round.
         job: when it was begun, see ShadowStore.new_job.
     """
 

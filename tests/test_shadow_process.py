@@ -136,20 +136,20 @@ def _job() -> Iterator[ShadowedJob]:
     job.close()
 
 
-def train(machine: Machine, steps: int, count: int = 400_000) -> list[ShadowedStates]:
+def train(machine: Machine, steps: int, run: int = RUN, count: int = 400_000) -> list[ShadowedStates]:
     """Two partitions of 'gradients 7', of which each makes some steps. The last but one is durable."""
     parts = [ShadowedStates(ADAMW, count, index=index) for index in range(2)]
     for part in parts:
-        part.begin(machine)
+        part.begin(machine, run)
     assert [held(machine) for _ in parts] == [0, 0]
     for step in range(1, steps + 1):
         for part in parts:
             total = random_values(ADAMW.gradient, count, seed=step).tobytes()
             part.give_sum(machine, step, total)
-            part.make_step(machine, step, total, durable=step - 1)
+            part.make_step(machine, step, total, durable=step - 1, run=run)
             assert held(machine) == step
         common = json.dumps({"parts": [["gradients 7", 2 * count, step]]}).encode()
-        parts[0].record(machine, durable=step - 1, common=common)
+        parts[0].record(machine, durable=step - 1, run=run, common=common)
         assert held(machine) == step
     return parts
 
@@ -167,11 +167,11 @@ def read_all(reader: ShadowReader, found: Restorable) -> list[bytes]:
     return [state.tobytes() for state in states]
 
 
-def assert_restored(settings: Settings, parts: list[ShadowedStates]) -> None:
+def assert_restored(settings: Settings, parts: list[ShadowedStates], run: int = RUN) -> None:
     with ShadowReader(settings) as reader:
         found = latest_step(reader.describe(hold_s=20.0))
         assert isinstance(found, Restorable), found
-        assert (found.run, found.step) == (RUN, parts[0].step)
+        assert (found.run, found.step) == (run, parts[0].step)
         wanted = [b"".join(part.states[i].tobytes() for part in parts) for i in range(ADAMW.states)]
         assert read_all(reader, found) == wanted
 
@@ -229,12 +229,13 @@ def test_states_outlive_a_job_whose_worker_died(job: ShadowedJob) -> None:
     job.restart()
     machine = job.join()
     assert_restored(job.settings, parts)
-    again = train(machine, 2)
-    assert_restored(job.settings, again)
-    job.process.send_signal(signal.SIGTERM)
+    again = train(machine, 2, run=2)
+    assert_restored(job.settings, again, run=2)
+    query.stop(job.settings, "the test is over")
     assert job.process.wait(TIMEOUT_S) == 0
 
 
+@pytest.mark.slow
 def test_states_outlive_the_death_of_all(job: ShadowedJob) -> None:
     parts = train(job.join(), 3)
     job.scheduler.kill()
@@ -245,6 +246,7 @@ def test_states_outlive_the_death_of_all(job: ShadowedJob) -> None:
     assert_restored(job.settings, parts)
 
 
+@pytest.mark.slow
 def test_a_server_that_waits_for_a_job_ends_at_once_when_it_is_told_to(job: ShadowedJob) -> None:
     train(job.join(), 2)
     job.vanish()
@@ -253,6 +255,7 @@ def test_a_server_that_waits_for_a_job_ends_at_once_when_it_is_told_to(job: Shad
     assert job.process.wait(TIMEOUT_S) == 1, "the status that it would have had"
 
 
+@pytest.mark.slow
 def test_without_anything_durable_a_server_ends_with_its_job(job: ShadowedJob) -> None:
     machine = job.join()
     train(machine, 1)

@@ -23,6 +23,8 @@ from byteps_py.shadow.frames import FrameKind, read_frame, write_frame
 
 #: A server that takes longer is described as silent.
 _SERVER_S = 10.0
+_RETRY_S = 0.2
+_TRIES = 4
 
 
 class StatesCaller:
@@ -70,18 +72,38 @@ class StatesCaller:
         for server, call in calls.items():
             problem, description = "", shadow_pb2.ShadowDescription()
             try:
-                description = call.result()
+                try:
+                    description = call.result()
+                except grpc.RpcError as error:
+                    if not _may_come_back(error):
+                        raise
+                    time.sleep(_RETRY_S)
+                    again_s = max(0.1, min(left_s, until_s - time.monotonic()))
+                    description = self._stub(server).Describe(request, timeout=again_s, metadata=self._metadata)
             except grpc.RpcError as error:
                 problem = str(_explained(server, error, left_s))
             write_frame(self._out, FrameKind.SERVER, json.dumps([server, problem]).encode())
             write_frame(self._out, FrameKind.DESCRIPTION, description.SerializeToString())
 
     def _read(self, server: str, request: shadow_pb2.ShadowRead, timeout_s: float) -> None:
-        try:
-            for chunk in self._stub(server).Read(request, timeout=timeout_s, metadata=self._metadata):
-                write_frame(self._out, FrameKind.DATA, chunk.data)
-        except grpc.RpcError as error:
-            raise _explained(server, error, timeout_s) from error
+        until_s = time.monotonic() + timeout_s
+        has_come = False
+        for tries_left in reversed(range(_TRIES)):
+            left_s = max(0.1, until_s - time.monotonic())
+            try:
+                for chunk in self._stub(server).Read(request, timeout=left_s, metadata=self._metadata):
+                    has_come = True
+                    write_frame(self._out, FrameKind.DATA, chunk.data)
+                return
+            except grpc.RpcError as error:
+                if has_come or not tries_left or not _may_come_back(error):
+                    raise _explained(server, error, timeout_s) from error
+            time.sleep(_RETRY_S)
+
+
+def _may_come_back(error: grpc.RpcError) -> bool:
+    """The server may have ended an idle connection in this moment, or have more callers than it can serve."""
+    return bool(error.code() is grpc.StatusCode.UNAVAILABLE)
 
 
 def _explained(server: str, error: grpc.RpcError, waited_s: float) -> BytePSError:
