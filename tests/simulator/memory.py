@@ -357,7 +357,7 @@ def _use_of(work: Callable[[], None]) -> tuple[list[Range], list[Range]] | None:
     elif not isinstance(work, functools.partial):
         return None
     elif is_shadows(work):
-        return StepCall(*work.args).ranges()
+        return StepCall(**work.keywords).ranges()
     elif len(work.args) == 4 and (kernels := _step_kernels(work.args[1])):
         return _ranges(kernels, work.args[2])
     elif len(work.args) < 5:

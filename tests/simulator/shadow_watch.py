@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from byteps_py.kernels.update_rules import Scalar
-from byteps_py.server.shadow_state import CopyState, HeldStep, PartFacts, StatesCopy
+from byteps_py.server.shadow_state import HeldStep, PartFacts, StatesCopy
 from byteps_py.shadow import Restorable, ServerDescription, latest_step
 from byteps_py.tensors import Op
 from byteps_py.worker.core.shadowing import CopyProgress, Shadowing
@@ -182,7 +182,8 @@ class ShadowWatch:
             for number in range(facts.kind.states)
         ]
         due: list[HeldStep] = []
-        if copy.state is CopyState.STEPPING and copy in keeper._under_way:
+        due += [action.step for action in keeper._waiting if action.copy is copy]
+        if copy in keeper._under_way:
             under_way, outcome = keeper._under_way[copy]
             due += [] if outcome else [under_way]
         for held in (*due, *(held for held in copy.steps if held.number <= step)):
