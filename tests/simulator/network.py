@@ -89,6 +89,22 @@ class Connection:
             world.after(world.notice_s(), listener, "a peer is gone", on_gone)
 
 
+class _Sent:
+    """Bytes on their way, which are read when they arrive."""
+
+    def __init__(self, read: Callable[[], Any]) -> None:
+        self._read = read
+        self._kept: Any = None
+
+    def keep(self) -> None:
+        """They do not change any more."""
+        self._kept = self.data
+
+    @property
+    def data(self) -> Any:
+        return self._read() if self._kept is None else self._kept
+
+
 class TcpLink(ServerLink):
     """One machine's way to one server."""
 
@@ -119,6 +135,7 @@ class TcpLink(ServerLink):
         self._on_lost = events.on_lost
         self._is_up = False
         self._peer: TcpPeer
+        self._on_its_way: list[_Sent] = []
         self._epoch = 0
         self.network.links[self] = None
         loop.process.on_end.append(self.close)
@@ -198,14 +215,22 @@ class TcpLink(ServerLink):
     def _tell(self, header: Header, read: Callable[[], Any]) -> None:
         """What the server is told, and says that it has. Until then it stays; a second one has the same bytes."""
         raw, peer, memory = header.pack(), self._peer, self.network.memory
-        arrived: list[Any] = []
+        sent = _Sent(read)
+        self._on_its_way.append(sent)
 
         def arrive() -> None:
-            if not arrived:
-                arrived.append(read())
-            self.server.receive(peer, Header.unpack(raw), Frame(memory, arrived[0].copy()))
+            sent.keep()  # a second one has the same bytes
+            if sent in self._on_its_way:
+                self._on_its_way.remove(sent)
+            self.server.receive(peer, Header.unpack(raw), Frame(memory, sent.data.copy()))
 
         self._carry_up(describe(header), arrive)
+
+    def _leave_behind(self) -> None:
+        """What is on its way on a connection that ends is in the network's hands."""
+        for sent in self._on_its_way:
+            sent.keep()
+        self._on_its_way.clear()
 
     def break_(self) -> None:
         """The connection is cut, or the server is gone."""
@@ -218,6 +243,7 @@ class TcpLink(ServerLink):
         if not self.is_current(connection):
             return
         self._is_up = False
+        self._leave_behind()
         self._open()
         fresh = self.connection
         self._loop.call_later(self._patience_s, lambda: self._give_up(fresh))
@@ -231,6 +257,7 @@ class TcpLink(ServerLink):
     def close(self) -> None:
         if not self.is_closed:
             self.is_closed = True
+            self._leave_behind()
             del self.network.links[self]
             self.connection.end(self.server.process, functools.partial(self.server.forget, self.connection))
 

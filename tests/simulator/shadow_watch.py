@@ -14,6 +14,7 @@ from byteps_py.server.shadow_state import HeldStep, PartFacts, StatesCopy
 from byteps_py.shadow import Restorable, ServerDescription, latest_step
 from byteps_py.tensors import Op
 from byteps_py.worker.core.shadowing import CopyProgress, Shadowing
+from byteps_py.worker.core.topology import Topology
 
 from .memory import Memory, Wide, combine, update, wide_values
 from .services import Server, Worker
@@ -51,6 +52,8 @@ class ShadowWatch:
         self._memory: Memory = cluster.memory
         self._parts: dict[tuple[int, int], _Tracked] = {}
         self._known: dict[int, set[str]] = {}  # servers, by worker
+        self._topologies: dict[Worker, Topology] = {}
+        self._gone = 0  # servers
         self._lost_step = 0  # the last one that had begun when a server was lost
         self._lacks: dict[tuple[int, int], int] = {}
         self.restored = 0  # the last step that could be
@@ -65,12 +68,43 @@ class ShadowWatch:
         world = self._cluster.world
         return not (world.trials or world.faults or world.outages)
 
+    @property
+    def _ranks(self) -> list[ShadowRank]:
+        return [rank for rank in self._cluster.ranks if isinstance(rank, ShadowRank)]
+
+    def _lose(self) -> None:
+        """A server, with what it held."""
+        self._lost_step = max((rank.begun for rank in self._ranks), default=0)
+        for tracked in self._parts.values():
+            tracked.unfollowed = 0
+
     # ---- owners ------------------------------------------------------------------------------------------------
 
-    def watch(self, worker: Worker) -> None:
-        """Count what its core is told."""
+    def watch(self) -> None:
+        """After each event."""
+        gone = len(self._cluster.servers) - len(self._holders)
+        if gone > self._gone:
+            self._lose()
+        self._gone = gone
+        for worker in self._cluster.workers:
+            if worker.is_alive:
+                self._watch(worker)
+
+    def _watch(self, worker: Worker) -> None:
         core = _core(worker)
-        if core is None or "lacks" in vars(core):
+        if core is None:
+            return
+        topology = worker._service._group.topology  # type: ignore[union-attr]
+        if topology is not self._topologies.get(worker):
+            self._topologies[worker] = topology
+            now = {server.address for server in topology.servers}
+            if self._known.setdefault(worker.machine, set()) - now:
+                self._lose()
+            self._known[worker.machine] = now
+        if not core.servers:
+            for rank in self._ranks:
+                rank.may_hang = rank.may_hang or rank.machine == worker.machine
+        if "lacks" in vars(core):
             return
         lacks, stepped = core.lacks, core.stepped
 
@@ -91,20 +125,12 @@ class ShadowWatch:
     def _look(self) -> None:
         """At the owners, as things are."""
         holders = {server.address for server in self._holders}
-        ranks = [rank for rank in self._cluster.ranks if isinstance(rank, ShadowRank)]
-        begun = max((rank.begun for rank in ranks), default=0)
         for worker in self._cluster.workers:
-            core, known = _core(worker), self._known.setdefault(worker.machine, set())
-            servers = _servers(worker) if worker.is_alive and core is not None else {i: a for i, a in enumerate(known)}
-            now = {address for address in servers.values() if address in holders}
-            if known - now:
-                self._lost_step = begun
-                for tracked in self._parts.values():
-                    tracked.unfollowed = 0
-            self._known[worker.machine] = now
+            core = _core(worker)
             if worker.is_alive and core is not None:
+                servers = _servers(worker)
                 for place, piece in core._pieces.items():
-                    self._look_at(core, place, piece, servers, now)
+                    self._look_at(core, place, piece, servers, holders & {*servers.values()})
         for tracked in self._parts.values():
             tracked.is_safe = tracked.is_safe and bool(tracked.servers & holders)
 
@@ -123,8 +149,8 @@ class ShadowWatch:
             tracked.is_safe = False
         tracked.lacks = lacks
         limit = len(core._pieces) + 6 + 4 * lacks
-        if tracked.unfollowed > limit and self._is_at_rest:
-            raise InvariantError(f"{piece} does not follow after {tracked.unfollowed} steps: {piece.copies[0].state}")
+        if tracked.unfollowed > limit and core.servers and self._is_at_rest:
+            raise InvariantError(f"{piece} does not follow after {tracked.unfollowed} steps")
 
     @property
     def _is_at_rest(self) -> bool:
@@ -138,8 +164,7 @@ class ShadowWatch:
     def _durable(self) -> int:
         """The last step that somebody takes for durable."""
         runs = [run.durable for server in self._holders for run in _store(server)._runs.values()]
-        ranks = [rank.durable for rank in self._cluster.ranks if isinstance(rank, ShadowRank)]
-        return max((*runs, *ranks), default=0)
+        return max((*runs, *(rank.durable for rank in self._ranks)), default=0)
 
     def check(self) -> None:
         """All invariants."""

@@ -43,12 +43,7 @@ class ShadowJob(HostedJob):
     def strike_more(self) -> None:
         super().strike_more()
         events = self.world.events
-        for worker in self.workers:
-            self.watch.watch(worker)
-        if any("every server" in trial for trial in self.world.trials):
-            for rank in self.ranks:
-                if isinstance(rank, ShadowRank):
-                    rank.may_hang = True
+        self.watch.watch()
         if events % self._every == 0:
             self.watch.check()
         if 0 <= self._dies_at_event <= events and self.has_begun:
