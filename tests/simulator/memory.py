@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -149,7 +150,10 @@ class Frame:
 
 
 class Memory:
-    """All of it."""
+    """All of it. ``available_bytes``: as far as servers know, for states; ``most_waiting_bytes``: for steps to be applied, of one."""
+
+    available_bytes = float(1 << 40)
+    most_waiting_bytes = math.inf
 
     def __init__(self) -> None:
         self.arenas: list[Arena] = []

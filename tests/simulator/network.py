@@ -226,6 +226,11 @@ class TcpLink(ServerLink):
 
         self._carry_up(describe(header), arrive)
 
+    @property
+    def has_states(self) -> bool:
+        """What servers are told of states is on its way."""
+        return bool(self._on_its_way) and not self.is_closed
+
     def _leave_behind(self) -> None:
         """What is on its way on a connection that ends is in the network's hands."""
         for sent in self._on_its_way:

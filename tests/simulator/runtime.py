@@ -19,9 +19,6 @@ from .tables import slowness
 from .world import Process, World
 
 
-_AVAILABLE_BYTES = float(1 << 40)
-
-
 @dataclass(frozen=True, kw_only=True)
 class SimulatedRuntime(Runtime):
     """Of ``process``."""
@@ -86,7 +83,7 @@ class Runtimes:
             segment=memory.map_segment,
             move=memory.move,
             new_buffer=memory.new_buffer,
-            available_memory=lambda: _AVAILABLE_BYTES,
+            available_memory=lambda: memory.available_bytes,
             getpid=lambda: process.pid,
             open_pidfd=lambda pid: local.open_pidfd(pid, process),
             has_ended=lambda pidfd: local.sources[pidfd].is_readable,

@@ -190,7 +190,7 @@ class Server(Process):
 
         kind = type("Service", (kind,), {"network_class": staticmethod(new_network)})
         machine_kind = pb.MACHINE_KIND_GPU if self.machine >= 0 else pb.MACHINE_KIND_CPU
-        store = kind.store_class(settings.max_partition_bytes)  # type: ignore[attr-defined]  # see parts.py
+        store = kind.store_class(settings.max_partition_bytes, self._memory.most_waiting_bytes)  # type: ignore[attr-defined]  # see parts.py
         it = self._service = kind(settings, machine_kind, connect, runtime, store)
         self._reduce, it._reduce = it._reduce, self._check_reduce  # type: ignore[method-assign]
         self._reduced, it._rounds.reduced = it._rounds.reduced, self._note_reduced  # type: ignore[method-assign]

@@ -101,5 +101,3 @@ class ShadowRank(HostedRank):
                 raise InvariantError(f"{self.name}: step {self.begun} is not held after {_PATIENCE_S} s, but {held}")
             self.say(f"leaves with step {held} held")
         yield from super()._settle()
-
-

@@ -4,6 +4,9 @@ restored.
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +16,7 @@ from byteps_py.kernels.update_rules import Scalar
 from byteps_py.server.shadow_state import HeldStep, PartFacts, StatesCopy
 from byteps_py.shadow import Restorable, ServerDescription, latest_step
 from byteps_py.tensors import Op
+from byteps_py.wire import Header
 from byteps_py.worker.core.shadowing import CopyProgress, Shadowing
 from byteps_py.worker.core.topology import Topology
 
@@ -56,6 +60,9 @@ class ShadowWatch:
         self._gone = 0  # servers
         self._lost_step = 0  # the last one that had begun when a server was lost
         self._lacks: dict[tuple[int, int], int] = {}
+        self.credit_bytes = 0  # of owners, if it is limited
+        self.is_due = False  # something has happened after which all must be as it should
+        self._agreed = 0
         self.restored = 0  # the last step that could be
 
     @property
@@ -66,7 +73,7 @@ class ShadowWatch:
     @property
     def _is_quiet(self) -> bool:
         world = self._cluster.world
-        return not (world.trials or world.faults or world.outages)
+        return not (world.trials or world.faults or world.outages) and math.isinf(self._memory.most_waiting_bytes)
 
     @property
     def _ranks(self) -> list[ShadowRank]:
@@ -86,9 +93,19 @@ class ShadowWatch:
         if gone > self._gone:
             self._lose()
         self._gone = gone
+        if (agreed := max((rank.durable for rank in self._ranks), default=0)) != self._agreed:
+            self._agreed, self.is_due = agreed, True
+        for server in self._cluster.servers:
+            store = _store(server)
+            if "end" not in vars(store):
+                store.end = functools.partial(self._end, store.end)
         for worker in self._cluster.workers:
             if worker.is_alive:
                 self._watch(worker)
+
+    def _end(self, end: Callable[[Header], None], header: Header) -> None:
+        end(header)
+        self.is_due = True
 
     def _watch(self, worker: Worker) -> None:
         core = _core(worker)
@@ -106,6 +123,7 @@ class ShadowWatch:
                 rank.may_hang = rank.may_hang or rank.machine == worker.machine
         if "lacks" in vars(core):
             return
+        core._credit_bytes = self.credit_bytes or core._credit_bytes
         lacks, stepped = core.lacks, core.stepped
 
         def note(server: int, place: tuple[int, int], step: int) -> Any:
@@ -148,7 +166,7 @@ class ShadowWatch:
         elif tracked.lacks != lacks or not tracked.servers & now:
             tracked.is_safe = False
         tracked.lacks = lacks
-        limit = len(core._pieces) + 6 + 4 * lacks
+        limit = 6 + (len(core._pieces) if self.credit_bytes else 0) + (1 << min(lacks + 1, 5) if lacks else 0)
         if tracked.unfollowed > limit and core.servers and self._is_at_rest:
             raise InvariantError(f"{piece} does not follow after {tracked.unfollowed} steps")
 
@@ -168,6 +186,7 @@ class ShadowWatch:
 
     def check(self) -> None:
         """All invariants."""
+        self.is_due = False
         self._look()
         for server in self._holders:
             for run in _store(server)._runs.values():

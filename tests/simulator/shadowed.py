@@ -5,15 +5,48 @@ from __future__ import annotations
 from typing import Any
 
 from .hosted import HostedJob
+from .cluster import Cluster
+from .network import TcpLink
 from .outages import OutageCluster
 from .parts import Parts
 from .rank import Rank
 from .shadow_rank import ShadowRank
 from .shadow_uses import ShadowProgram
 from .shadow_watch import ShadowWatch
+from .trials import Strikes
 
 ALL_DIE = "all ranks and communication services die"
+CUT, SHORTAGE = "a connection with states on it is cut", "servers have no memory for states"
 _EVENTS_BETWEEN = (10, 40, 160)
+_WAITING_BYTES = 2000  # if it is limited at all
+_SHORT_CREDIT_BYTES = 200
+
+
+class ShadowStrikes(Strikes):
+    """What owners of states have to survive beside all else."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        rng = cluster.world.random
+        count = rng.choice((0, 0, 3, 10)) if cluster.machines > 1 else 0
+        kinds = rng.sample((CUT, SHORTAGE), rng.randint(1, 2))
+        super().__init__(cluster, rng.choice((20, 60, 150)), [rng.choice(kinds) for _ in range(count)])
+
+    def _strike(self, kind: str) -> None:
+        cluster, world = self._on, self._world
+        if kind == SHORTAGE:
+            memory = cluster.memory
+            memory.available_bytes = 0.0
+            for_s = world.delay() * self._random.choice((10, 100))
+            world.after(for_s, None, None, lambda: vars(memory).pop("available_bytes", None))
+            self._note(kind, f"for {for_s:.3f} s")
+            return
+        links = [link for link in cluster.network.links if isinstance(link, TcpLink) and link.has_states]
+        if links:
+            link = self._random.choice(links)
+            link.break_()
+            self._note(kind, link.process.name)
+        else:
+            self._due.append(kind)
 
 
 class ShadowJob(HostedJob):
@@ -28,6 +61,11 @@ class ShadowJob(HostedJob):
             raise AssertionError("it has another program")
         rng = self.world.random
         self.watch = ShadowWatch(self, self.program)
+        self.strikes = ShadowStrikes(self)
+        if rng.random() < 0.25:
+            self.memory.most_waiting_bytes = _WAITING_BYTES
+        if rng.random() < 0.3:
+            self.watch.credit_bytes = _SHORT_CREDIT_BYTES
         self._every = rng.choice(_EVENTS_BETWEEN)
         self._dies_at_event = -1
         if self.machines > 1 and rng.random() < 0.4:
@@ -42,9 +80,10 @@ class ShadowJob(HostedJob):
 
     def strike_more(self) -> None:
         super().strike_more()
+        self.strikes.step()
         events = self.world.events
         self.watch.watch()
-        if events % self._every == 0:
+        if events % self._every == 0 or self.watch.is_due:
             self.watch.check()
         if 0 <= self._dies_at_event <= events and self.has_begun:
             self._dies_at_event = -1
@@ -54,6 +93,7 @@ class ShadowJob(HostedJob):
         """At once, perhaps with their machines."""
         self.watch.check()
         self.world.faults.append(ALL_DIE)
+        self.world.hang_s += 60.0  # a scheduler that was started again gives all of them time
         self.world.note("world", ALL_DIE)
         with_machines = self.world.random.random() < 0.5
         for process in [*self.ranks, *self.workers, *(self.servers if with_machines else ())]:

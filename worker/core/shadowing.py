@@ -383,7 +383,12 @@ class Shadowing(Generic[M]):
         return actions
 
     def lacks(self, server: int, place: tuple[int, int], step: int) -> list[ShadowingAction[M]]:
-        """A server can't go on with a partition: its states will be copied once more."""
+        """A server can't go on with a partition: its states will be copied once more. Or it does not take a record: a
+        later one will do."""
+        for record in [each for each in self._unacknowledged.get(server, ()) if isinstance(each, SendRecord)]:
+            if _place_of(record) == place and record.step == step:
+                self._recorded[record.rank].remove(step)
+                return self._remove(self._unacknowledged[server], record)
         piece = self._pieces.get(place)
         copy = next((each for each in piece.copies if each.server == server), None) if piece is not None else None
         if copy is None or copy.state in (EMPTY, COPYING) or step < copy.seed:
