@@ -291,7 +291,10 @@ class Rounds(Generic[C]):
     def _wants_another_answer(known: Contribution, new: Contribution) -> bool:
         """True if a repeated contribution, which has the same bits, wants its answer elsewhere: the machine has
         connected again, or the partition moved to another server and back. Or if the first one wanted no answer (it was
-        resent for others) and this one does."""
+        resent for others) and this one does. One of an earlier epoch is late: it comes from a connection that the
+        machine has closed, and says nothing new."""
+        if new.header.epoch < known.header.epoch:
+            return False
         is_elsewhere = known.origin is not new.origin or known.header.answer_place != new.header.answer_place
         return not new.header.is_supply and (is_elsewhere or known.header.is_supply)
 
@@ -318,12 +321,16 @@ class Rounds(Generic[C]):
 
         A machine that contributes to a round has the results of those before it. Its contributions to these on an
         earlier connection, and any machine's of an earlier epoch, date from the time when another server took over the
-        partition. They were withdrawn, but the withdrawal got lost with the connection, or has not arrived yet."""
+        partition. They were withdrawn, but the withdrawal got lost with the connection, or has not arrived yet. Such a
+        contribution may also arrive only now, after those of other machines to the round that follows."""
         header = new.header
         for other in [r for r in partition.rounds.values() if r.state is RoundState.COLLECTING]:
             given = other.contributions.get(header.sender)
             is_outdated = given is not None and not given.header.is_supply and given.origin is not new.origin
-            if is_outdated and other.number > header.round:
+            is_late = any(
+                _is_outdated(header, contribution.header.epoch) for contribution in other.contributions.values()
+            )
+            if (is_outdated or is_late) and other.number > header.round:
                 return True
             if other.number < header.round:
                 earlier = [m for m, c in other.contributions.items() if _is_outdated(c.header, header.epoch)]

@@ -110,6 +110,36 @@ def test_an_answer_goes_to_the_place_where_it_is_wanted_now(is_reducing: bool) -
     assert rounds.counters.bytes_in_flight == 0
 
 
+@pytest.mark.parametrize("is_reducing", [False, True])
+def test_what_comes_late_from_a_closed_connection_replaces_nothing(is_reducing: bool) -> None:
+    """Machine 1 has closed it, and opened another one to the same server; then its end is noticed, too."""
+    rounds = started(2)
+    late, now = given(1, origin="closed", flags=RESENT), given(1, epoch=2, origin="open", flags=RESENT)
+    other = given(0, epoch=2)
+    rounds.epoch = 2
+    rounds.contribution(now, 0.0)
+    if not is_reducing:
+        assert rounds.contribution(late, 0.0) == []
+        rounds.gone("closed")
+    round_ = reduction(rounds.contribution(other, 0.0))
+    if is_reducing:
+        assert rounds.contribution(late, 0.0) == []
+    assert answered(rounds.reduced(round_)) == [other, now]
+    assert rounds.counters.bytes_in_flight == 0
+
+
+def test_what_was_given_before_the_partition_moved_and_came_back_may_arrive_after_the_next_round() -> None:
+    """Another server has added round 1 meanwhile. This one was frozen, and reads its connections in any order."""
+    rounds = started(3)
+    rounds.epoch = 3
+    last, *others = [given(machine, round=2, epoch=3, flags=RESENT) for machine in (1, 0, 2)]
+    for contribution in others:
+        assert rounds.contribution(contribution, 0.0) == []
+    assert rounds.contribution(given(1, origin="an older connection"), 0.0) == []
+    assert len(answered(rounds.reduced(reduction(rounds.contribution(last, 0.0))))) == 3
+    assert rounds.counters.bytes_in_flight == 0
+
+
 def test_all_resend_at_once_and_no_machine_is_asked() -> None:
     rounds = started(2)
     rounds.contribution(given(0, flags=RESENT), 0.0)

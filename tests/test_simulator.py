@@ -46,6 +46,8 @@ from simulator.visits import VISIT
         ("busy", 150),
         ("hosted", 100),
         ("hosted-outages", 40),
+        ("hosted-busy", 40),
+        ("hosted-elastic", 40),
     ],
 )
 def test_the_invariants_hold(kind: str, seeds: int) -> None:
@@ -106,12 +108,21 @@ def test_every_fault_is_tried_and_fires(kind: type[Cluster], names: Iterable[str
 
 @pytest.mark.parametrize(
     ("kind", "seed"),
-    [(Cluster, 41049), (BusyCluster, 40092), (BusyCluster, 40578), (HostedCluster, 25)],
+    [
+        (Cluster, 41049),
+        (BusyCluster, 40092),
+        (BusyCluster, 40578),
+        (HostedCluster, 25),
+        (HostedCluster, 2043),
+        (HostedCluster, 2314),
+    ],
     ids=[
         "a late withdrawal",
         "answers that came during a starvation",
         "sums fetched during a starvation",
         "a sum written for a machine that wants none",
+        "a step for a rank that has left",
+        "a contribution that came late, on a closed connection",
     ],
 )
 def test_seeds_that_once_found_a_defect(kind: type[Cluster], seed: int) -> None:

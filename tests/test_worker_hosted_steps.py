@@ -12,7 +12,7 @@ from byteps_py.errors import ProtocolError, UsageError
 from byteps_py.placement.shares import Optimum
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.tensors import DType, Op, TensorSpec
-from byteps_py.worker.core.actions import Push, RoundDone, Supply
+from byteps_py.worker.core.actions import Push, Release, RoundDone, Supply
 from byteps_py.worker.core.credit import PushQueue
 from byteps_py.worker.core.hosted_steps import (
     STEP_STATES,
@@ -208,6 +208,22 @@ def test_a_round_may_have_two_steps() -> None:
     assert (second.inputs, second.is_last) == ((5_000,), True)
     assert only(machine.pipeline.stepped(second, 0.0), Push)
     assert machine.pipeline.arm(machine.slot(1), 1) == []
+
+
+@pytest.mark.parametrize("is_last", [True, False])
+def test_a_step_ends_though_its_parameters_are_void_meanwhile(is_last: bool) -> None:
+    """Ranks have joined, which gave the sum but not that. The round of gradients is one that all took part in."""
+    machine = Machine()
+    machine.push_gradients()
+    machine.pipeline.arm(machine.slot(1), 1, is_last)
+    (step,) = machine.pipeline.answered(machine.part(0), 1, 5_000, 0.0)
+    assert isinstance(step, MakeStep)
+    machine.pipeline.answered(machine.part(1), 1, 0, 0.0)
+    machine.pipeline.watch(machine.slot(1))
+    assert machine.pipeline.retire(machine.parameters, 0.0) == []
+    actions = machine.pipeline.stepped(step, 0.0)
+    assert isinstance(actions[0], Release)
+    assert [type(action) for action in actions[1:]] == [RoundDone if is_last else AllSummed]
 
 
 @pytest.mark.parametrize("round_", [0, 2])

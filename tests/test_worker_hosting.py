@@ -254,6 +254,26 @@ def test_memory_is_given_back_once_no_kernel_uses_it(service: Service, leaves: b
         service.step(part, 2)
 
 
+@pytest.mark.parametrize("is_last", [True, False])
+def test_a_sum_that_comes_after_its_rank_has_left_makes_no_step(service: Service, is_last: bool) -> None:
+    part = service.host()
+    slot = service.slots[0]
+    service.carry_out(service.pipeline.ready(slot, 1, GRADIENTS.nbytes, 0.0))
+    service.step(part, 1, is_last=is_last)
+    service.hosting.forget(0)
+    service.carry_out(service.pipeline.ready(service.slots[2], 1, GRADIENTS.nbytes, 0.0))
+    assert not service.due
+
+
+def test_a_rank_may_leave_during_the_first_of_two_steps(service: Service) -> None:
+    part = service.host()
+    service.ready(GRADIENTS, {0: [0.0] * COUNT, 2: [0.0] * COUNT})
+    service.step(part, 1, is_last=False)
+    service.hosting.forget(0)
+    service.run()
+    assert len(service.freed) == 2
+
+
 def test_segments_travel() -> None:
     segments = [StepSegment(range(2), (0.1, float("inf"))), StepSegment(range(5, 9), (1.0, 2.0))]
     assert segments_of([segment.to_json() for segment in segments], 2) == segments

@@ -190,12 +190,29 @@ def test_a_server_that_lacks_something_gets_the_states_again() -> None:
     sent = machine.make_step()
     machine.hold(sent[:2])  # the record, and the first partition's step
     lost = machine.core.lacks(3, machine.place(1), 2)
-    assert kinds(lost) == ["ReleaseMemory", "TellHeld"]  # it is waited for no more
+    assert kinds(lost) == ["TellHeld", "ReleaseMemory"]  # it is waited for no more
     third = machine.make_step()
     assert kinds(third) == ["SendRecord", "SendStep", "SendStates"]
     assert machine.core.lacks(3, machine.place(1), 2) == []  # that was said of the states before
     assert kinds(machine.hold(third[2:])) == ["ReleaseMemory"]
     assert kinds(machine.make_step()) == ["SendRecord", "SendStep", "SendStep"]
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_what_is_on_its_way_keeps_its_memory_though_it_is_void(breaks: bool) -> None:
+    """It is sent from where it lies. The server may read it until it has said so, or the connection breaks."""
+    machine = Machine()
+    machine.follow()
+    machine.make_step()
+    sent = [each for each in machine.make_step() if isinstance(each, SendStep) and each.held is not None]
+    assert [each.copy.part.part.index for each in sent] == [1]
+    assert kinds(machine.core.lacks(3, machine.place(1), 2)) == ["ReleaseMemory"]  # of step 2 alone
+    if breaks:
+        again = machine.core.again(3)
+        assert kinds(again).count("ReleaseMemory") == 1
+        assert not [each for each in again if isinstance(each, SendStep) and each.copy.part.part.index == 1]
+    else:
+        assert kinds(machine.core.lacks(3, machine.place(1), 3)) == ["ReleaseMemory"]
 
 
 def test_a_server_that_does_not_take_states_is_asked_less_and_less_often() -> None:

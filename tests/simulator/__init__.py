@@ -9,8 +9,9 @@ memory), and is made of the classes that ``Parts`` names. ``run`` is the one ent
 from .busy import BusyCluster
 from .cluster import Cluster, Report, run
 from .elastic import ElasticCluster
-from .hosted import HostedCluster, HostedOutageCluster
+from .hosted import HostedBusyCluster, HostedCluster, HostedElasticCluster, HostedOutageCluster
 from .outages import ElasticOutageCluster, OutageCluster
+from .shadowed import ShadowCluster, ShadowOutageCluster
 from .world import InvariantError
 
 #: Of job: whose machines are there from start to end; whose machines come and go; beside an unreliable network;
@@ -23,6 +24,10 @@ KINDS: dict[str, type[Cluster]] = {
     "busy": BusyCluster,
     "hosted": HostedCluster,
     "hosted-outages": HostedOutageCluster,
+    "hosted-busy": HostedBusyCluster,
+    "hosted-elastic": HostedElasticCluster,
+    "shadow": ShadowCluster,
+    "shadow-outages": ShadowOutageCluster,
 }
 
 __all__ = [
@@ -31,10 +36,14 @@ __all__ = [
     "Cluster",
     "ElasticCluster",
     "ElasticOutageCluster",
+    "HostedBusyCluster",
     "HostedCluster",
+    "HostedElasticCluster",
     "HostedOutageCluster",
     "InvariantError",
     "OutageCluster",
     "Report",
+    "ShadowCluster",
+    "ShadowOutageCluster",
     "run",
 ]

@@ -6,14 +6,16 @@ from .busy import BusyCluster
 from .cluster import Cluster
 from .elastic import ElasticCluster
 from .elastic_mutations import ELASTIC_MUTATIONS
-from .hosted import HostedCluster
-from .hosted_mutations import HOSTED_MUTATIONS
+from .hosted import HostedCluster, HostedElasticCluster
+from .hosted_mutations import HOSTED_ELASTIC_MUTATIONS, HOSTED_MUTATIONS
 from .mutations import MUTATIONS
 from .outage_mutations import BUSY_MUTATIONS, ELASTIC_OUTAGE_MUTATIONS, OUTAGE_MUTATIONS
 from .outages import ElasticOutageCluster, OutageCluster
 from .parts import Parts
 from .peer_mutations import PEER_MUTATIONS
 from .pipeline_mutations import PIPELINE_MUTATIONS
+from .shadow_mutations import SHADOW_MUTATIONS
+from .shadowed import ShadowCluster
 
 #: With the kind of job, and a seed that shows it.
 ALL_MUTATIONS: dict[type[Parts], tuple[type[Cluster], int]] = {
@@ -25,6 +27,8 @@ ALL_MUTATIONS: dict[type[Parts], tuple[type[Cluster], int]] = {
         (ElasticOutageCluster, ELASTIC_OUTAGE_MUTATIONS),
         (BusyCluster, BUSY_MUTATIONS),
         (HostedCluster, HOSTED_MUTATIONS),
+        (HostedElasticCluster, HOSTED_ELASTIC_MUTATIONS),
+        (ShadowCluster, SHADOW_MUTATIONS),
     )
     for mutation, seed in mutations.items()
 }

@@ -43,6 +43,7 @@ class ElasticWorker(Worker):
         process = rank.connection._channel.peer.process
         if isinstance(process, ElasticRank) and self.book is not None:
             process.book = self.book
+            process.group = self.book.number
         self._welcome(rank)
 
     def stop(self) -> None:
@@ -59,6 +60,7 @@ class ElasticWorker(Worker):
 
 class ElasticCluster(Cluster):
     special: ClassVar[dict[str, Any]] = {"elastic": True, "elastic_timeout_s": _ELASTIC_TIMEOUT_S}
+    rank_class: type[Rank] = ElasticRank
 
     def __init__(self, seed: int, parts: type[Parts] = Parts) -> None:
         super().__init__(seed, parts)
@@ -77,11 +79,14 @@ class ElasticCluster(Cluster):
         number = membership.workers_since
         book = self.books.get(number)
         if book is None:
-            book = self.books[number] = Book(self.world.seed, number, local_sizes)
+            book = self.books[number] = self.new_book(number, local_sizes)
             self.world.note("world", f"group {number}: {'+'.join(map(str, local_sizes))} ranks")
         if book.local_sizes != local_sizes:
             raise InvariantError(f"group {number} is {local_sizes} to one machine, {book.local_sizes} to another")
         return book
+
+    def new_book(self, number: int, local_sizes: list[int]) -> Book:
+        return Book(self.world.seed, number, local_sizes)
 
     def new_worker(self, machine: int) -> Worker:
         worker = ElasticWorker(self.world, self.memory, machine, self.ledger)
@@ -90,7 +95,9 @@ class ElasticCluster(Cluster):
         return worker
 
     def new_rank(self, settings: Settings) -> Rank:
-        rank = ElasticRank(self.world, self.memory, self.local, settings, len(self.ranks), self.program, {})
+        rank = self.rank_class(self.world, self.memory, self.local, settings, len(self.ranks), self.program, {})
+        if not isinstance(rank, ElasticRank):
+            raise AssertionError(f"{rank.name} can't be in one group after another")
         rank.chunk_bytes = self.runtimes.thresholds.chunk
         rank.commit_every = self._commit_every
         rank.is_job_over = lambda: self.scheduler.state != RUNNING

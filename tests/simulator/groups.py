@@ -34,6 +34,8 @@ class Book:
     program begins, once somebody has said it. ``shuts_down_after``: so many steps of this group, and all ranks shut
     down, and initialize again; 0: they do not."""
 
+    program_class: type[Program] = Program
+
     def __init__(self, seed: int, number: int, local_sizes: list[int]) -> None:
         self.number = number
         self.local_sizes = local_sizes
@@ -42,7 +44,7 @@ class Book:
         self.first = -1
         self.words: dict[int, int] = {}
         rng = random.Random(f"{seed}/{number}")
-        self.program = program = Program(self.size)
+        self.program = program = self.program_class(self.size)
         program.uses = number * _MOST_IDS  # other values than in any group before
         names = [Name.make(rng, f"t{i}", self.size) for i in range(rng.randint(1, 4))]
         while len(program.steps) < STEPS:

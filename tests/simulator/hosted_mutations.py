@@ -5,12 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from byteps_py.server.arrival import Arrival
+from byteps_py.server.round_state import Contribution
+from byteps_py.server.rounds import Rounds
 from byteps_py.tensors import TensorSpec
 from byteps_py.worker.core.actions import Action
-from byteps_py.worker.core.hosted_steps import Forget, HostedAction, HostedSteps, MakeStep, OwnedPart, StepState
+from byteps_py.worker.core.hosted_steps import (
+    AllSummed,
+    Forget,
+    HostedAction,
+    HostedSteps,
+    MakeStep,
+    OwnedPart,
+    StepState,
+)
 from byteps_py.worker.core.pipeline import RoundPipeline
 from byteps_py.worker.core.placing import Placing
 from byteps_py.worker.core.tensor import Part, RankSlot, Stage
+from byteps_py.worker.io.executor import Executor
 from byteps_py.worker.ranks.hosting import Hosting
 
 from .mutations import Mutation
@@ -137,18 +149,88 @@ class LeaveParametersWithTheirFirstServers(Mutation):
             return super().pieces(spec)
 
 
+class FreeSumsBetweenPhases(Mutation):
+    class executor(Executor):
+        def _stepped(self, step: MakeStep, error: BaseException | None) -> None:
+            self._forget_sum(step.part)
+            super()._stepped(step, error)
+
+
+class SendParametersAfterTheFirstPhase(Mutation):
+    class pipeline(RoundPipeline):
+        def stepped(self, step: MakeStep, now: float) -> list[Action]:
+            actions = super().stepped(step, now)
+            if not (step.is_last or step.part.tensor.state.is_void or step.parameters.state.is_void):
+                for target in step.targets:
+                    target.stepped_round = step.parameters.round
+            return actions
+
+
+class TellOfUpdatesWhileTheyAreMade(Mutation):
+    """To ranks that wait for them, once they have been begun."""
+
+    class hosted_steps(HostedSteps):
+        def _poll(self, slot: RankSlot) -> Iterable[HostedAction]:
+            if slot.id in self._watching and self._open.get(slot.id):
+                yield AllSummed(self._watching.pop(slot.id))
+            yield from super()._poll(slot)
+
+
+class EndAPhaseWithItsFirstPartition(Mutation):
+    class hosted_steps(HostedSteps):
+        def kept(self, part: OwnedPart) -> Iterable[HostedAction]:
+            self._open[self._slot_of(part).id] = 1
+            return super().kept(part)
+
+
+class GoOnWithAnEndedGroup(Mutation):
+    """Its steps, and its rounds."""
+
+    class executor(Executor):
+        def abandon(self) -> None:
+            """Nothing ends."""
+
+
+class StepForRanksThatHaveLeft(Mutation):
+    """Whose states are gone."""
+
+    class hosted_steps(HostedSteps):
+        def disarm(self, slot: RankSlot) -> None:
+            """They are armed as before."""
+
+
+class TakeWhatIsLateForNews(Mutation):
+    """It came on a connection that was closed, after what came on the next one."""
+
+    class rounds(Rounds[Arrival]):
+        @staticmethod
+        def _wants_another_answer(known: Contribution, new: Contribution) -> bool:
+            is_elsewhere = known.origin is not new.origin or known.header.answer_place != new.header.answer_place
+            return not new.header.is_supply and (is_elsewhere or known.header.is_supply)
+
+
 #: With a seed that shows it.
 HOSTED_MUTATIONS: dict[type[Parts], int] = {
-    StepAgainForASecondAnswer: 3,
-    StepWithTheRoundBefore: 3,
-    ForgetWhatIsAcknowledged: 55,
+    StepAgainForASecondAnswer: 9,
+    StepWithTheRoundBefore: 5,
+    ForgetWhatIsAcknowledged: 34,
     SendParametersBeforeTheStep: 3,
     StepInsteadOfASkip: 2,
-    MoveTheOwner: 25,
-    StepInEveryRound: 0,
+    MoveTheOwner: 9,
+    StepInEveryRound: 1,
     DivideAStepByAllMachines: 1,
-    KeepSumsThatAreGivenUp: 13,
+    KeepSumsThatAreGivenUp: 3,
     OneBlockOfParameters: 3,
     FreeStatesUnderAStep: 846,
-    LeaveParametersWithTheirFirstServers: 237,
+    LeaveParametersWithTheirFirstServers: 1494,
+    EndAPhaseWithItsFirstPartition: 6,
+    StepForRanksThatHaveLeft: 2043,
+    TakeWhatIsLateForNews: 2314,
+    TellOfUpdatesWhileTheyAreMade: 0,
+    SendParametersAfterTheFirstPhase: 5,
+    FreeSumsBetweenPhases: 5,
+}
+
+HOSTED_ELASTIC_MUTATIONS: dict[type[Parts], int] = {
+    GoOnWithAnEndedGroup: 73,
 }

@@ -14,7 +14,7 @@ from byteps_py import rank_protocol as protocol
 from byteps_py.kernels.step_segments import StepSegment
 from byteps_py.rank_protocol import RankMessageKind
 from byteps_py.session import Slot
-from byteps_py.session.base import HostedPart
+from byteps_py.session.base import HostedPart, ShadowedStep
 
 from .hosted_uses import HostedUse, Model
 from .ledger import Ledger
@@ -26,7 +26,11 @@ from .world import InvariantError
 
 
 class HostedRank(Rank):
+    """``run``, ``shadowed``: of what other machines keep in step, if they do."""
+
     ledger: Ledger
+    run = 0
+    shadowed: ShadowedStep | None = None
 
     def _go(self, step: list[Use]) -> Life:
         if not hasattr(self, "hosted"):
@@ -40,19 +44,24 @@ class HostedRank(Rank):
         yield from super()._go([use for use in step if not isinstance(use, HostedUse)])
         for turn in hosted[len(before) :]:
             yield from turn.hand_over()
-        for turn in rng.sample(hosted, len(hosted)):
-            yield from turn.begin()
+        for phase in (HostedTurn.begin, HostedTurn.measure_update, HostedTurn.apply):
+            for turn in rng.sample(hosted, len(hosted)):
+                yield from phase(turn)
+        self.has_begun_all()
         for turn in rng.sample(hosted, len(hosted)):
             yield from turn.wait()
+
+    def has_begun_all(self) -> None:
+        """All steps of a step of the program."""
 
     def host_states(self, model: Model, source: Slot, target: Slot, before: HostedPart | None) -> Life:
         session = self.session
         session._tell_released()
         said = {"source": source.id, "target": target.id, "before": before.id if before is not None else 0}
         request = session._requests + 1
-        message = protocol.pack(RankMessageKind.HOST, request=request, step_kind=model.kind.code, **said)
+        message = protocol.pack(RankMessageKind.HOST, request=request, step_kind=model.kind.code, run=self.run, **said)
         yield from self._ask(message, RankMessageKind.HOSTED, lambda: not (source.error is target.error is None))
-        part = self.hosted[model.name] = session.host(model.kind, source, target, before)
+        part = self.hosted[model.name] = session.host(model.kind, source, target, before, self.run)
         self.ledger.owns(model.name, part.owners)
 
     def measure(self, part: HostedPart, ranges: list[range]) -> Life:
@@ -71,6 +80,7 @@ class HostedTurn:
         self._source: Slot
         self._target: Slot
         self._has_begun = self._has_hosted = False
+        self._norms: Slot
 
     @property
     def _part(self) -> HostedPart | None:
@@ -101,23 +111,61 @@ class HostedTurn:
 
     def begin(self) -> Life:
         """The step."""
-        rank, use, model = self._rank, self._use, self._model
+        rank, use = self._rank, self._use
         if self._has_begun:
             return
         if not (self._is_hosted or use.skips):  # a skip needs no states
             yield from self._host()
         part = self._part
         if use.measures and part is not None and self._is_hosted and self._places(part):
-            ranges = [each.elements for each in self._segments(part)] or [range(sum(map(len, self._places(part))))]
-            rank.doing = f"waiting for a norm of {use.name} (use {use.id})"
-            yield from rank.measure(part, ranges)
-            average = np.concatenate([self._of_average(place) for place in self._places(part)])
-            itemsize = model.kind.gradient.itemsize
-            due = sum(square_sum(model.kind.gradient, average[r.start * itemsize : r.stop * itemsize]) for r in ranges)
-            if not math.isclose(rank.measured, due, rel_tol=1e-9):
-                raise InvariantError(f"{rank.name} hears the norm {rank.measured} of use {use.id}, not {due}")
+            yield from self._measure(part)
         yield rank.pause()
         self._step()
+
+    def _measure(self, part: HostedPart) -> Life:
+        """Of what is there of a sum, also between two phases."""
+        rank, use, model = self._rank, self._use, self._model
+        ranges = [each.elements for each in self._segments(part)] or [range(sum(map(len, self._places(part))))]
+        rank.doing = f"waiting for a norm of {use.name} (use {use.id})"
+        yield from rank.measure(part, ranges)
+        average = np.concatenate([self._of_average(place) for place in self._places(part)])
+        itemsize = model.kind.gradient.itemsize
+        due = sum(square_sum(model.kind.gradient, average[r.start * itemsize : r.stop * itemsize]) for r in ranges)
+        if not math.isclose(rank.measured, due, rel_tol=1e-9):
+            raise InvariantError(f"{rank.name} hears the norm {rank.measured} of use {use.id}, not {due}")
+
+    def measure_update(self) -> Life:
+        """Between two phases: the states are this rank's to read, and say what it gives to the norms."""
+        rank, use, part = self._rank, self._use, self._part
+        if not use.has_phases or part is None:
+            return
+        if self._places(part):
+            if rank.random.random() < 0.5:
+                yield from self._measure(part)
+            else:
+                rank.doing = f"waiting for an update of {use.name} (use {use.id})"
+                yield from rank.measure(part, [])
+            self._check_states(use.middle)
+        if use.norms is not None:
+            (self._norms,) = yield from rank._declare([use.norms.spec(rank.number)])
+            yield from Turn(rank, use.norms, self._norms).hand_over()
+
+    def apply(self) -> Life:
+        """The second phase, once the norms are known."""
+        rank, use, part = self._rank, self._use, self._part
+        if not use.has_phases or part is None:
+            return
+        if use.norms is not None:
+            yield from Turn(rank, use.norms, self._norms).wait()
+        yield rank.pause()
+        if use.gives_up:
+            rank.session.skip_step(self._source)
+            rank.say(f"gives {use.name} (use {use.id}) up")
+            return
+        if self._places(part):
+            self._begin_step(part, use.applied, is_last=True)
+        rank.session.hand_over(self._target)
+        rank.say(f"applies {use.name} (use {use.id})")
 
     def _host(self) -> Life:
         rank, use, model = self._rank, self._use, self._model
@@ -142,9 +190,15 @@ class HostedTurn:
         if part is not None and self._places(part):
             if use.changes:
                 self._set(part, self._states(part)[0], self._model.fresh(use.id))
-            rank.session.begin_step(part, self._segments(part))
-        rank.session.hand_over(self._target)
+            self._begin_step(part, use.segments, is_last=not use.has_phases)
+        if not use.has_phases:
+            rank.session.hand_over(self._target)
         rank.say(f"steps {use.name} (use {use.id})")
+
+    def _begin_step(self, part: HostedPart, segments: tuple[StepSegment, ...], is_last: bool) -> None:
+        self._rank.ledger.arms(self._rank.number, self._source.id, self._source.round, is_last)
+        rank = self._rank
+        rank.session.begin_step(part, list(self._own_segments(part, segments)), is_last, rank.shadowed)
 
     # ---- elements ----------------------------------------------------------------------------------------
 
@@ -153,12 +207,12 @@ class HostedTurn:
         return [range(first, first + count) for first, count, rank in part.owners if rank == self._rank.number]
 
     def _segments(self, part: HostedPart) -> list[StepSegment]:
-        return list(self._own_segments(part))
+        return list(self._own_segments(part, self._use.segments))
 
-    def _own_segments(self, part: HostedPart) -> Iterator[StepSegment]:
+    def _own_segments(self, part: HostedPart, segments: tuple[StepSegment, ...]) -> Iterator[StepSegment]:
         at = 0
         for place in self._places(part):
-            for segment in self._use.segments:
+            for segment in segments:
                 start, stop = max(place.start, segment.elements.start), min(place.stop, segment.elements.stop)
                 if start < stop:
                     yield StepSegment(range(at + start - place.start, at + stop - place.start), segment.scalars)
@@ -180,25 +234,25 @@ class HostedTurn:
 
     def wait(self) -> Life:
         rank, use, session = self._rank, self._use, self._rank.session
-        slots = [self._source] if use.skips else [self._source, self._target]
+        slots = [self._source, self._target] if use.gives_parameters else [self._source]
         for slot in rank.random.sample(slots, len(slots)):
             rank.doing = f"waiting for {slot.spec.name} (use {use.id})"
             since_s = rank.now_s
             yield lambda slot=slot: session.is_done(slot)  # type: ignore[misc]
             rank.check_waited(since_s)
             session.wait(slot, 1.0)
-        self._check_states()
-        if not use.skips:
+        self._check_states(use.states)
+        if use.gives_parameters:
             self._check_parameters()
         rank.say(f"has got {use.name} (use {use.id})")
         yield rank.pause()
 
-    def _check_states(self) -> None:
+    def _check_states(self, expected: list[bytes]) -> None:
         part = self._part
         if part is None:
             raise AssertionError("nothing is hosted")
         for number, state in enumerate(self._states(part)):
-            whole = np.frombuffer(self._use.states[number], state.dtype)
+            whole = np.frombuffer(expected[number], state.dtype)
             due = [whole[place.start : place.stop].tobytes() for place in self._places(part)]
             if state.tobytes() != b"".join(due):
                 raise InvariantError(f"{self._rank.name} has other states after use {self._use.id} than it should")

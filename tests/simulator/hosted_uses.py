@@ -5,11 +5,20 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 
 from byteps_py.kernels.step_segments import StepSegment
-from byteps_py.kernels.update_rules import Hyperparameters, Method, StepKind, UpdateRule, step_scalars
+from byteps_py.kernels.update_rules import (
+    Hyperparameters,
+    Method,
+    Scalar,
+    StepKind,
+    UpdateRule,
+    apply_scalars,
+    step_scalars,
+)
 from byteps_py.tensors import DType, Op, TensorSpec
 
 from .memory import Bytes, Wide, stored, update, wide_values
@@ -35,13 +44,22 @@ class Model:
     states: list[Wide]
 
     @classmethod
-    def make(cls, rng: random.Random, name: str) -> Model:
+    def make(cls, rng: random.Random, name: str, is_shadowed: bool = False) -> Model:
         gradient, parameter = rng.choice(_KINDS)
-        kind = StepKind(UpdateRule(Method.SGD, momentum=rng.random() < 0.5), gradient, parameter)
+        rule = UpdateRule(Method.SGD, momentum=rng.random() < 0.5)
+        if rng.random() < 0.35:
+            rule = UpdateRule(Method.LAMB)
+        kind = StepKind(rule, gradient, parameter)
         count = rng.choice(_COUNTS)
-        gradients = TensorSpec(name, gradient, (count,), Op.SUM, rng.random() < 0.5, ownership=name)
+        average = rng.random() < 0.5
+        gradients = TensorSpec(name, gradient, (count,), Op.SUM, average, ownership=name, is_shadowed=is_shadowed)
         parameters = TensorSpec(f"{name}.parameters", parameter, (count,), Op.BROADCAST, ownership=name)
         return cls(name, kind, gradients, parameters, [])
+
+    @property
+    def has_phases(self) -> bool:
+        """Its steps have two."""
+        return self.kind.rule.method is Method.LAMB
 
     def begin(self, seed: int) -> None:
         """With other values of parameters, and no moments."""
@@ -57,7 +75,10 @@ class Model:
 class HostedUse(Use):
     """A step with the sum of a round. ``segments``: of all elements; those of no segment stay as they are. ``skips``:
     the sum is given up. ``measures``: ranks ask for the norm first. ``begins``: with states of its own, from here on.
-    ``changes``: the parameters are set from outside before. ``states``: what they are afterwards, by number."""
+    ``changes``: the parameters are set from outside before. ``states``: what they are afterwards, by number.
+
+    Of two phases: ``middle``: the states after the first one; ``norms``: what ranks add up before the second one, if
+    anything; ``applied``: the segments of that; ``gives_up``: ranks give the sum up instead."""
 
     model: Model = field(kw_only=True)
     segments: tuple[StepSegment, ...] = ()
@@ -68,6 +89,18 @@ class HostedUse(Use):
     average: list[Bytes] = field(default_factory=list)
     states: list[bytes] = field(default_factory=list)
     parameters: list[Bytes] = field(default_factory=list)
+    middle: list[bytes] = field(default_factory=list)
+    norms: Use | None = None
+    applied: tuple[StepSegment, ...] = ()
+    gives_up: bool = False
+
+    @property
+    def has_phases(self) -> bool:
+        return self.model.has_phases and not self.skips
+
+    @property
+    def gives_parameters(self) -> bool:
+        return not (self.skips or self.gives_up)
 
     def train(self, local_sizes: list[int]) -> None:
         """Find out what comes of it, once that is known of all before."""
@@ -82,6 +115,11 @@ class HostedUse(Use):
             for segment in self.segments:
                 at = slice(segment.elements.start, segment.elements.stop)
                 update([state[at] for state in model.states], gradient[at], segment.scalars)
+            self.middle[:] = [state.tobytes() for state in model.states]
+            for segment in self.applied:
+                at = slice(segment.elements.start, segment.elements.stop)
+                size = gradient.dtype.type(segment.scalars[Scalar.STEP])
+                model.states[0][at] += model.states[-1][at] * size
         self.average.append(average)
         self.states[:] = [state.tobytes() for state in model.states]
         self.parameters.append(stored(kind, model.states[0]))
@@ -89,16 +127,20 @@ class HostedUse(Use):
 
 @dataclass(slots=True)
 class HostedProgram(Program):
-    """``models``: whose steps are made beside all else."""
+    """``models``: whose steps are made beside all else. ``sums``: what ranks add up meanwhile."""
 
+    #: States follow from steps alone: none are set, or given up half made.
+    is_steady: ClassVar[bool] = False
     models: list[Model] = field(default_factory=list)
     trained: list[HostedUse] = field(default_factory=list)
+    sums: list[Use] = field(default_factory=list)
 
     def add_steps(self, rng: random.Random, names: list[Name]) -> None:
         first = len(self.steps)
         super(HostedProgram, self).add_steps(rng, names)  # slots make another class of this one
         if not self.models:
-            self.models = [Model.make(rng, f"h{i}") for i in range(rng.choice((1, 1, 2)))]
+            count = rng.choice((1, 1, 2))
+            self.models = [Model.make(rng, f"h{i}", self.is_steady) for i in range(count)]
         for step in self.steps[first:]:
             for model in self.models:
                 if rng.random() < 0.8:
@@ -106,18 +148,29 @@ class HostedProgram(Program):
 
     def _new_use(self, rng: random.Random, model: Model) -> HostedUse:
         is_first = not any(use.model is model for use in self.trained)
-        begins = is_first or rng.random() < 0.1
+        begins = is_first or (not self.is_steady and rng.random() < 0.1)
         skips = not begins and rng.random() < 0.25
+        segments = () if skips else tuple(_segments(rng, model))
+        gives_up = bool(segments) and model.has_phases and not self.is_steady and rng.random() < 0.15
+        norms = None
+        if segments and model.has_phases and rng.random() < 0.6:
+            spec = TensorSpec(f"{model.name}.norms", DType.FLOAT64, (rng.choice((1, 20)),), Op.SUM)
+            norms = Use(self.uses, spec.name, (spec,) * self.size)
+            self.sums.append(norms)
+            self.uses += 1
         use = HostedUse(
             self.uses,
             model.name,
             (model.gradients,) * self.size,
             model=model,
-            segments=() if skips else tuple(_segments(rng, model)),
+            segments=segments,
             skips=skips,
+            norms=norms,
+            applied=() if gives_up or not model.has_phases else tuple(_applied(rng, segments)),
+            gives_up=gives_up,
             measures=rng.random() < 0.3,
             begins=begins,
-            changes=rng.random() < 0.2,
+            changes=not self.is_steady and rng.random() < 0.2,
         )
         self.uses += 1
         self.trained.append(use)
@@ -134,5 +187,10 @@ def _segments(rng: random.Random, model: Model) -> Iterator[StepSegment]:
     cuts = sorted(rng.sample(range(count), min(count, rng.choice((0, 0, 1, 3)))))
     for start, stop in zip((0, *cuts), (*cuts, count), strict=True):
         if start < stop and (not cuts or rng.random() < 0.8):
-            numbers = Hyperparameters(lr=2.0 ** -rng.randint(1, 6), momentum=_MOMENTUM)
+            numbers = Hyperparameters(lr=2.0 ** -rng.randint(1, 6), momentum=_MOMENTUM, beta1=0.5, beta2=0.5)
             yield StepSegment(range(start, stop), step_scalars(model.kind.rule, numbers, step=2))
+
+
+def _applied(rng: random.Random, segments: tuple[StepSegment, ...]) -> Iterator[StepSegment]:
+    for segment in segments:
+        yield StepSegment(segment.elements, apply_scalars(2.0 ** -rng.randint(1, 6)))

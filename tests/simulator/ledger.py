@@ -40,7 +40,10 @@ class Ledger:
         self._given: dict[tuple[int, Round], bytes | None] = {}  # None: nothing, its ranks have joined
         self._results: dict[Round, bytes] = {}
         self._owners: dict[tuple[int, str], Owners] = {}  # by group and name of the sum
-        self._begun: set[Round] = set()  # of gradients: their steps
+        self._armed: dict[tuple[int, int, int, int], list[bool]] = {}  # by group, rank, slot, round: last step, or not
+        self._begun: dict[Round, int] = {}  # of gradients: how many of their steps
+        self._stepping: set[Round] = set()
+        self._sent: set[Round] = set()  # of parameters
         self._stepped: set[Round] = set()  # of parameters: what can be sent
 
     def gives(self, machine: int, part: Part, round_: int, data: bytes | None) -> None:
@@ -68,16 +71,28 @@ class Ledger:
         if self._owners.setdefault((self._group(), name), owners) != owners:
             raise InvariantError(f"the owners of {name} are {owners}, and were {self._owners[self._group(), name]}")
 
+    def arms(self, rank: int, slot: int, round_: int, is_last: bool) -> None:
+        """A rank wants a step made with its partitions."""
+        self._armed.setdefault((self._group(), rank, slot, round_), []).append(is_last)
+
     def steps(self, machine: int, step: MakeStep, machines: int) -> None:
-        """Once in a round, by its owner, with the sum of all that was given to it."""
+        """As often in a round as its owner has said, in that order, with the sum of all that was given to it."""
         part, round_ = step.part, step.part.tensor.round
         what = _describe(part, round_)
         name = self._name(part, round_)
         if (part.first, part.count, part.owner) not in self._owners.get((name[0], part.tensor.name), ()):
             raise InvariantError(f"machine {machine} steps {what} for rank {part.owner}, which does not own it")
-        if name in self._begun:
-            raise InvariantError(f"machine {machine} steps {what} once more")
-        self._begun.add(name)
+        begun = self._begun.get(name, 0)
+        slots = [slot for slot in part.tensor.slots if slot.local_rank == part.owner - part.tensor.first_rank]
+        said = [
+            is_last for slot in slots for is_last in self._armed.get((name[0], part.owner, slot.id, slot.round), ())
+        ]
+        if said[begun : begun + 1] != [step.is_last]:
+            raise InvariantError(f"machine {machine} steps {what} once more: {begun} times, its owner said {said}")
+        if name in self._stepping:
+            raise InvariantError(f"machine {machine} begins another step of {what} before the last one is made")
+        self._begun[name] = begun + 1
+        self._stepping.add(name)
         if part.tensor.is_alone:
             return  # the ranks' gradients themselves
         given = [self._given.get((each, name)) for each in range(machines)]
@@ -89,12 +104,17 @@ class Ledger:
             raise InvariantError(f"machine {machine} steps {what} with another sum than that of its contributions")
 
     def stepped(self, step: MakeStep) -> None:
-        """The parameters of a step lie where they are sent from."""
-        self._stepped |= {self._name(part, step.parameters.round) for part in step.targets}
+        """After the last one of a round, its parameters lie where they are sent from."""
+        self._stepping.discard(self._name(step.part, step.part.tensor.round))
+        if step.is_last:
+            self._stepped |= {self._name(part, step.parameters.round) for part in step.targets}
 
     def sends_parameters(self, machine: int, part: OwnedPart, round_: int) -> None:
         if self._name(part, round_) not in self._stepped:
             raise InvariantError(f"machine {machine} sends {_describe(part, round_)} before its step is made")
+        if self._name(part, round_) in self._sent and not part.is_resent:
+            raise InvariantError(f"machine {machine} sends {_describe(part, round_)} twice")
+        self._sent.add(self._name(part, round_))
 
     def _name(self, part: Part, round_: int) -> Round:
         return (self._group(), part.tensor.key, part.tensor.generation, part.index, round_)

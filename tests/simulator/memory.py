@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import bisect
 import functools
+import math
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from byteps_py.kernels.step_segments import StepSegment, bind_segments
 from byteps_py.kernels.update_rules import Scalar, StepKind
 from byteps_py.server.reducer import KernelCall
+from byteps_py.server.shadow_keeper import apply_step
 from byteps_py.shm import Block
 from byteps_py.tensors import DType, Op
 
@@ -33,6 +37,7 @@ Bytes = npt.NDArray[np.uint8]
 #: Values of an optimizer's state.
 Wide = npt.NDArray[Any]
 Range = tuple[int, int]  # (address, bytes)
+LAMB_STATES = 4
 
 
 def address_of(data: Bytes) -> int:
@@ -145,7 +150,10 @@ class Frame:
 
 
 class Memory:
-    """All of it."""
+    """All of it. ``available_bytes``: as far as servers know, for states; ``most_waiting_bytes``: for steps to be applied, of one."""
+
+    available_bytes = float(1 << 40)
+    most_waiting_bytes = math.inf
 
     def __init__(self) -> None:
         self.arenas: list[Arena] = []
@@ -157,6 +165,14 @@ class Memory:
         """Its pages are there at once, so ``elsewhere`` has nothing to do."""
         self.arenas.append(Arena(self))
         return self.arenas[-1]
+
+    def new_buffer(self, nbytes: int) -> Bytes:
+        """Memory of one process, in use until nobody has it."""
+        data = np.full(nbytes, _POISON, np.uint8)
+        address, buffer = address_of(data), data[:]
+        self.frames[address] = data
+        weakref.finalize(buffer, self.frames.pop, address, None).atexit = False
+        return buffer
 
     def new_descriptor(self, data: Bytes) -> int:
         fd = 1_000_000 + len(self._by_descriptor)
@@ -249,9 +265,15 @@ def wide_values(kind: StepKind, data: Bytes) -> Wide:
 
 
 def update(states: Sequence[Wide], gradient: Wide, scalars: Sequence[float]) -> None:
-    """A step of SGD with momentum, if there is a second state. With powers of two as numbers, no fused operation gives
-    other bits."""
+    """A step of SGD with momentum, if there is a second state; with four, the first phase of something like LAMB, which
+    leaves the update in the last one. With powers of two as numbers, no fused operation gives other bits."""
     real = gradient.dtype.type
+    if len(states) == LAMB_STATES:
+        kept = real(scalars[Scalar.MOMENTUM])
+        states[1][:] = states[1] * kept + gradient * real(scalars[Scalar.GAIN])
+        states[2][:] = states[2] * kept + gradient * gradient * real(scalars[Scalar.SQUARE_GAIN])
+        states[3][:] = states[1] + states[2] * real(scalars[Scalar.STEP])
+        return
     if len(states) > 1:
         states[1][:] = states[1] * real(scalars[Scalar.MOMENTUM]) + gradient * real(scalars[Scalar.GAIN])
         gradient = states[1]
@@ -301,6 +323,32 @@ class StepKernel:
         return [(address + elements.start * itemsize, len(elements) * itemsize) for address in addresses]
 
 
+class StepCall(NamedTuple):
+    """What apply_step is called with."""
+
+    kernels: Kernels
+    kind: StepKind
+    states: list[int]
+    total: int
+    divisor: int
+    segments: Sequence[StepSegment]
+
+    def ranges(self) -> tuple[list[Range], list[Range]]:
+        run = bind_segments(self.kind, self.states, [self.total], [], self.divisor, self.kernels.bind_step)
+        return _ranges(_step_kernels(run), self.segments)
+
+
+def _ranges(kernels: dict[bool, StepKernel], segments: Sequence[StepSegment]) -> tuple[list[Range], list[Range]]:
+    calls = [(kernels[bool(segment.scalars[Scalar.PHASE])], segment.elements) for segment in segments]
+    read = [each for kernel, elements in calls for each in kernel.inputs(elements)]
+    return read, [each for kernel, elements in calls for each in kernel.outputs(elements)]
+
+
+def is_shadows(work: Callable[[], None]) -> bool:
+    """It steps states that a server keeps."""
+    return isinstance(work, functools.partial) and work.func is apply_step
+
+
 def _use_of(work: Callable[[], None]) -> tuple[list[Range], list[Range]] | None:
     """What a kernel reads, and what it writes; None if it is none."""
     if (closure := getattr(work, "__closure__", None)) is not None:  # a server's
@@ -312,16 +360,25 @@ def _use_of(work: Callable[[], None]) -> tuple[list[Range], list[Range]] | None:
         dtype, inputs, outputs, count = known["dtype"], plan.inputs, plan.outputs, known["count"]
     elif not isinstance(work, functools.partial):
         return None
-    elif len(work.args) == 3 and isinstance(work.args[1], StepKernel):
-        _, kernel, segments = work.args
-        read = [each for _, elements in segments for each in kernel.inputs(elements)]
-        return read, [each for _, elements in segments for each in kernel.outputs(elements)]
+    elif is_shadows(work):
+        return StepCall(**work.keywords).ranges()
+    elif len(work.args) == 4 and (kernels := _step_kernels(work.args[1])):
+        return _ranges(kernels, work.args[2])
     elif len(work.args) < 5:
         return None
     else:
         _, dtype, inputs, outputs, count = work.args[:5]
     nbytes = count * dtype.itemsize
     return [(address, nbytes) for address in inputs], [(address, nbytes) for address in outputs]
+
+
+def _step_kernels(run: Callable[..., None]) -> dict[bool, StepKernel]:
+    """Of what bind_segments returns: of the first phase, and of LAMB's second one."""
+    code = getattr(run, "__code__", None)
+    cells = dict(zip(code.co_freevars, run.__closure__ or (), strict=True)) if code is not None else {}
+    if {*cells} != {"apply", "update"}:
+        return {}
+    return {False: cells["update"].cell_contents, True: cells["apply"].cell_contents}
 
 
 class Engine:
@@ -339,6 +396,7 @@ class Engine:
         self._is_lenient = is_lenient
         self._slowness = slowness
         self._held: list[list[tuple[int, int]]] = []
+        self._of_shadows: list[list[tuple[int, int]]] = []  # some of these
         process.on_end.append(self._end)
 
     def _end(self) -> None:
@@ -350,9 +408,12 @@ class Engine:
 
     def submit(self, priority: int, work: Callable[[], None], done: Callable[[BaseException | None], None]) -> None:
         ranges, before = self._claim(work)
+        if is_shadows(work):
+            self._of_shadows.append(ranges)
 
         def run() -> None:
             self._held.remove(ranges)
+            self._of_shadows = [each for each in self._of_shadows if each is not ranges]
             self._memory.let_go(ranges)
             for (address, nbytes), data in zip(ranges, before, strict=False):
                 if self._memory.at(address, nbytes).tobytes() != data:
@@ -374,10 +435,16 @@ class Engine:
             self._held.append([])
             return self._held[-1], []
         inputs, outputs = use
-        pure_inputs = [] if self._is_lenient else [each for each in inputs if each not in outputs]
+        is_strict = not self._is_lenient or is_shadows(work)
+        pure_inputs = [each for each in inputs if each not in outputs] if is_strict else []
         ranges = [*pure_inputs, *outputs]
         self._memory.hold(ranges)
         self._held.append(ranges)
         return ranges, [self._memory.at(*each).tobytes() for each in pure_inputs]
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Steps of states that have not begun do not: the states outlive this."""
+        for ranges in self._of_shadows:
+            self._held.remove(ranges)
+            self._memory.let_go(ranges)
+        self._of_shadows.clear()

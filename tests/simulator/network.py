@@ -19,6 +19,7 @@ import numpy as np
 
 from byteps_py.dataplane.listener import Peer, reply
 from byteps_py.server.arrival import Arrival, FrameMemory
+from byteps_py.server.contribution_listeners import SHADOW_KINDS
 from byteps_py.settings import SLOW_FACTOR, Settings
 from byteps_py.shm import Block
 from byteps_py.tensors import Op
@@ -88,6 +89,22 @@ class Connection:
             world.after(world.notice_s(), listener, "a peer is gone", on_gone)
 
 
+class _Sent:
+    """Bytes on their way, which are read when they arrive."""
+
+    def __init__(self, read: Callable[[], Any]) -> None:
+        self._read = read
+        self._kept: Any = None
+
+    def keep(self) -> None:
+        """They do not change any more."""
+        self._kept = self.data
+
+    @property
+    def data(self) -> Any:
+        return self._read() if self._kept is None else self._kept
+
+
 class TcpLink(ServerLink):
     """One machine's way to one server."""
 
@@ -118,6 +135,7 @@ class TcpLink(ServerLink):
         self._on_lost = events.on_lost
         self._is_up = False
         self._peer: TcpPeer
+        self._on_its_way: list[_Sent] = []
         self._epoch = 0
         self.network.links[self] = None
         loop.process.on_end.append(self.close)
@@ -166,6 +184,10 @@ class TcpLink(ServerLink):
         self._epoch = header.epoch
         memory, raw, peer = self.network.memory, header.pack(), self._peer
         address = payload.address + offset if payload is not None else 0
+        if header.kind in SHADOW_KINDS:
+            self.bytes_sent += header.length
+            self._tell(header, lambda: memory.find(address, header.length).copy())
+            return
         sent = memory.at(address, header.length).copy() if payload is not None else None
         self.bytes_sent += header.length
         parts = self.process.parts  # type: ignore[attr-defined]
@@ -185,6 +207,36 @@ class TcpLink(ServerLink):
 
         self._carry_up(describe(header), arrive)
 
+    def ask(self, header: Header, body: Any) -> None:
+        """Send what lies in no block: bytes, or a message that was received."""
+        data = np.frombuffer(body if isinstance(body, bytes) else body.buffer, np.uint8)
+        self._tell(header, lambda: data.copy())
+
+    def _tell(self, header: Header, read: Callable[[], Any]) -> None:
+        """What the server is told, and says that it has. Until then it stays; a second one has the same bytes."""
+        raw, peer, memory = header.pack(), self._peer, self.network.memory
+        sent = _Sent(read)
+        self._on_its_way.append(sent)
+
+        def arrive() -> None:
+            sent.keep()  # a second one has the same bytes
+            if sent in self._on_its_way:
+                self._on_its_way.remove(sent)
+            self.server.receive(peer, Header.unpack(raw), Frame(memory, sent.data.copy()))
+
+        self._carry_up(describe(header), arrive)
+
+    @property
+    def has_states(self) -> bool:
+        """What servers are told of states is on its way."""
+        return bool(self._on_its_way) and not self.is_closed
+
+    def _leave_behind(self) -> None:
+        """What is on its way on a connection that ends is in the network's hands."""
+        for sent in self._on_its_way:
+            sent.keep()
+        self._on_its_way.clear()
+
     def break_(self) -> None:
         """The connection is cut, or the server is gone."""
         connection, server = self.connection, self.server
@@ -196,6 +248,7 @@ class TcpLink(ServerLink):
         if not self.is_current(connection):
             return
         self._is_up = False
+        self._leave_behind()
         self._open()
         fresh = self.connection
         self._loop.call_later(self._patience_s, lambda: self._give_up(fresh))
@@ -209,6 +262,7 @@ class TcpLink(ServerLink):
     def close(self) -> None:
         if not self.is_closed:
             self.is_closed = True
+            self._leave_behind()
             del self.network.links[self]
             self.connection.end(self.server.process, functools.partial(self.server.forget, self.connection))
 
@@ -316,6 +370,9 @@ class ServerNetwork:
             return  # as DataListener does
         if header.kind is Kind.WITHDRAW:
             self._on_withdraw(header)
+            return
+        if header.kind in SHADOW_KINDS and frame is not None:
+            self._on_shadow(header, peer, FrameMemory(frame))  # type: ignore[arg-type]
             return
         has_none = header.kind is Kind.PASS or (header.kind is Kind.PULL and header.op is Op.BROADCAST)
         if (frame is None) != has_none:

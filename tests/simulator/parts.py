@@ -14,6 +14,8 @@ from byteps_py.scheduler.sessions.scheduler_sessions import Sessions
 from byteps_py.server.arrival import Arrival
 from byteps_py.server.rounds import Rounds
 from byteps_py.server.service import SummationService
+from byteps_py.server.shadow import ShadowStore
+from byteps_py.tensors import Op
 from byteps_py.worker.core.agreement import Agreement
 from byteps_py.worker.core.deadlines import FailureSuspicions
 from byteps_py.worker.core.hosted_steps import HostedSteps
@@ -21,6 +23,7 @@ from byteps_py.worker.core.piece_exchange import PieceExchange
 from byteps_py.worker.core.pipeline import RoundPipeline
 from byteps_py.worker.core.placing import Placing
 from byteps_py.worker.core.scatter import Scatter
+from byteps_py.worker.core.shadowing import Shadowing
 from byteps_py.worker.core.topology import Topology
 from byteps_py.worker.group import Group
 from byteps_py.worker.io.executor import Executor
@@ -31,6 +34,7 @@ from byteps_py.worker.ranks.hosting import Hosting
 from byteps_py.worker.ranks.joining import Joining
 from byteps_py.worker.ranks.rank_server import RankServer
 from byteps_py.worker.ranks.requests import Requests
+from byteps_py.worker.ranks.shadows import Shadows
 from byteps_py.worker.ranks.waits import Waits
 from byteps_py.worker.scheduler_messages import BatchingLink, Rejoining
 from byteps_py.worker.service import CommunicationService
@@ -40,10 +44,11 @@ from .network import Probe
 
 
 class Parts:
-    """Of the scheduler (``sessions``), of summation services (``rounds``), and of communication services."""
+    """Of the scheduler (``sessions``), of summation services (``rounds``, ``shadow_store``), and of communication services."""
 
     sessions: type[Sessions] = Sessions
     rounds: type[Rounds[Arrival]] = Rounds
+    shadow_store: type[ShadowStore] = ShadowStore
 
     service: type[CommunicationService] = CommunicationService
     rank_server: type[RankServer] = RankServer
@@ -68,7 +73,11 @@ class Parts:
     joining: type[Joining] = Joining
     requests: type[Requests] = Requests
     hosting: type[Hosting] = Hosting
+    shadows: type[Shadows] = Shadows
+    shadowing: type[Shadowing[Any]] = Shadowing
     waits: type[Waits] = Waits
+
+    held_op: Op = Op.MIN  # of ranks, on the step that is held for all
 
 
 @functools.cache
@@ -81,7 +90,9 @@ def communication_service(parts: type[Parts], table: type[PlacementTable]) -> ty
         )
     }  # fmt: skip
     of_group["placing_class"] = type("Placing", (parts.placing,), {"table_class": table})
-    of_group["requests_class"] = type("Requests", (parts.requests,), {"hosting_class": parts.hosting})
+    shadows = type("Shadows", (parts.shadows,), {"shadowing_class": parts.shadowing})
+    hosting = type("Hosting", (parts.hosting,), {"shadows_class": shadows})
+    of_group["requests_class"] = type("Requests", (parts.requests,), {"hosting_class": hosting})
     of_group["executor_class"] = type("Executor", (parts.executor,), {"piece_executor_class": parts.piece_executor})
     of_service = {
         f"{name}_class": getattr(parts, name) for name in ("rank_server", "peers", "rejoining", "suspicions", "link")
@@ -92,4 +103,4 @@ def communication_service(parts: type[Parts], table: type[PlacementTable]) -> ty
 
 @functools.cache
 def summation_service(parts: type[Parts]) -> type[SummationService]:
-    return type("Service", (SummationService,), {"rounds_class": parts.rounds})
+    return type("Service", (SummationService,), {"rounds_class": parts.rounds, "store_class": parts.shadow_store})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -83,7 +82,8 @@ class Runtimes:
             arena=memory.new_arena,
             segment=memory.map_segment,
             move=memory.move,
-            available_memory=lambda: math.inf,
+            new_buffer=memory.new_buffer,
+            available_memory=lambda: memory.available_bytes,
             getpid=lambda: process.pid,
             open_pidfd=lambda pid: local.open_pidfd(pid, process),
             has_ended=lambda pidfd: local.sources[pidfd].is_readable,

@@ -177,6 +177,7 @@ class Server(Process):
         self.machine = machine
         self.host = f"machine {machine}" if machine >= 0 else name
         self.is_leaving = False
+        self.has_stopped = False  # by itself: it was not killed
         self._memory = memory
         self._service: SummationService
         self._under_way: list[Round[Any]] = []
@@ -189,7 +190,8 @@ class Server(Process):
 
         kind = type("Service", (kind,), {"network_class": staticmethod(new_network)})
         machine_kind = pb.MACHINE_KIND_GPU if self.machine >= 0 else pb.MACHINE_KIND_CPU
-        it = self._service = kind(settings, machine_kind, connect, runtime)
+        store = kind.store_class(settings.max_partition_bytes, self._memory.most_waiting_bytes)  # type: ignore[attr-defined]  # see parts.py
+        it = self._service = kind(settings, machine_kind, connect, runtime, store)
         self._reduce, it._reduce = it._reduce, self._check_reduce  # type: ignore[method-assign]
         self._reduced, it._rounds.reduced = it._rounds.reduced, self._note_reduced  # type: ignore[method-assign]
         it._link = connect(settings, it._registration(), it._loop, it.control_events())
@@ -233,6 +235,7 @@ class Server(Process):
         if self._service._loop.stopped:  # type: ignore[attr-defined]
             self._check_end()
             self.exit_code = 1 if self._service._error is not None else self._service._status
+            self.has_stopped = True
             self._service._close()
             self.die()
 

@@ -253,9 +253,17 @@ class HostedSteps:
         self._open[slot.id] = 0 if is_last else len(own)
         return [self._step(part, divisor, is_last) for part in own if part.state is SUMMED]
 
+    def disarm(self, slot: RankSlot) -> None:
+        """Its rank has left: no step is made with sums that are yet to come."""
+        self._armed.pop(slot.id, None)
+        self._open.pop(slot.id, None)
+        self._watching.pop(slot.id, None)
+
     def kept(self, part: OwnedPart) -> Iterable[HostedAction]:
         """A partition's step that is not the last of its round is made."""
         slot = self._move(part, SUMMED)
+        if slot.id not in self._open:
+            return ()  # its rank has left
         self._open[slot.id] -= 1
         if not self._open[slot.id]:
             del self._armed[slot.id]

@@ -219,14 +219,14 @@ class RoundPipeline:
         part, parameters = step.part, step.parameters
         part.tensor.running -= 1
         parameters.running -= 1
-        if part.tensor.state.is_void or parameters.state.is_void:
-            void = [each for each in (part.tensor, parameters) if each.state.is_void]
-            return [action for each in void for action in self._release(each)]
+        void = [each for each in (part.tensor, parameters) if each.state.is_void]
+        actions = [action for each in void for action in self._release(each)]
+        if part.tensor.state.is_void:
+            return actions
         if not step.is_last:
-            return [*self.hosted.kept(part)]
-        actions: list[Action] = []
+            return [*actions, *self.hosted.kept(part)]
         self.hosted.over(part)
-        for target in step.targets:
+        for target in () if parameters.state.is_void else step.targets:
             target.stepped_round = parameters.round
             if target.index < parameters.begun:
                 actions += self._begin_owned(target)

@@ -77,13 +77,15 @@ class ShadowMemory(Generic[M]):
 @dataclass(slots=True, eq=False)
 class ShadowMessage(Generic[M]):
     """What a server has not acknowledged. ``step``: it will name this one. ``is_awaited``: until then the step is not
-    held for rank ``rank``."""
+    held for rank ``rank``. ``is_void``: it is of no use any more, and not sent again; its memory stays until the server
+    has read it, because it is sent from where it lies."""
 
     server: int
     rank: int
     step: int
     is_awaited: bool
     held: ShadowMemory[M] | None
+    is_void: bool = field(default=False, init=False)
 
 
 @dataclass(slots=True, eq=False)
@@ -372,7 +374,7 @@ class Shadowing(Generic[M]):
             return []  # it says again what it has said before
         queue.remove(found)
         actions = self._acknowledged(found)
-        if isinstance(found, SendStates) and found.copy.state is SEEDING:
+        if isinstance(found, SendStates) and not found.is_void and found.copy.state is SEEDING:
             self._give_back(found.copy)
             found.copy.move_to(FOLLOWING)
             found.copy.refusals = 0
@@ -381,19 +383,36 @@ class Shadowing(Generic[M]):
         return actions
 
     def lacks(self, server: int, place: tuple[int, int], step: int) -> list[ShadowingAction[M]]:
-        """A server can't go on with a partition: its states will be copied once more."""
+        """A server can't go on with a partition: its states will be copied once more. Or it does not take a record: a
+        later one will do."""
+        for record in [each for each in self._unacknowledged.get(server, ()) if isinstance(each, SendRecord)]:
+            if _place_of(record) == place and record.step == step:
+                self._recorded[record.rank].remove(step)
+                return self._remove(self._unacknowledged[server], record)
         piece = self._pieces.get(place)
         copy = next((each for each in piece.copies if each.server == server), None) if piece is not None else None
         if copy is None or copy.state in (EMPTY, COPYING) or step < copy.seed:
-            return []  # that was said of earlier states
+            return self._read(server, place, step)  # that was said of earlier states
         if copy.state is SEEDING:  # it has no memory, perhaps
             copy.refusals += 1
             copy.not_before = copy.seed + min(1 << copy.refusals, MOST_STEPS_BETWEEN)
-        return self._drop(copy)
+        return [*self._drop(copy), *self._read(server, place, step)]
+
+    def _read(self, server: int, place: tuple[int, int], step: int) -> list[ShadowingAction[M]]:
+        """A server has read a message, of which it makes nothing."""
+        queue = self._unacknowledged.get(server, deque())
+        read = [each for each in queue if each.is_void and each.step == step and _place_of(each) == place]
+        return [action for each in read for action in self._remove(queue, each)]
+
+    def _remove(self, queue: deque[_Message[M]], message: _Message[M]) -> list[ShadowingAction[M]]:
+        queue.remove(message)
+        return self._acknowledged(message)
 
     def again(self, server: int) -> list[ShadowingAction[M]]:
         """There is a new connection to a server: what it has not acknowledged may be lost."""
-        return [*self._unacknowledged.get(server, ())]
+        queue = self._unacknowledged.get(server, deque())
+        released = [action for each in list(queue) if each.is_void for action in self._remove(queue, each)]
+        return [*released, *queue]
 
     def change(self, topology: Topology) -> list[ShadowingAction[M]]:
         """Other servers, or other servers of partitions, which know them by now."""
@@ -448,8 +467,12 @@ class Shadowing(Generic[M]):
         actions: list[ShadowingAction[M]] = []
         queue = self._unacknowledged.get(copy.server, deque())
         for message in [each for each in queue if isinstance(each, (SendStates, SendStep)) and each.copy is copy]:
-            queue.remove(message)
-            actions += self._acknowledged(message)
+            if message.held is None:
+                actions += self._remove(queue, message)
+            elif not message.is_void:
+                message.is_void, was_awaited = True, message.is_awaited
+                message.is_awaited = False
+                actions += self._settle(message.rank, message.step) if was_awaited else ()
         if copy.state in (SEEDING, COPYING):
             self._give_back(copy)
         if copy.state is not EMPTY:

@@ -484,7 +484,7 @@ class Network:
         """Send a message that is about no contribution to a server of another machine. A payload stays untouched until
         the server says that it has it. ``offset``: of ``header.length`` bytes in a block."""
         link = self._links.get(server)
-        if not isinstance(link, TcpLink):
+        if not isinstance(link, self.tcp_link_class):
             return  # it is a member no more, or not yet
         header.sender, header.epoch = self._me, self._epoch
         if isinstance(payload, Block):

@@ -183,6 +183,7 @@ class Hosting:
         """The rank has left."""
         self._requests = [each for each in self._requests if each.rank.local_rank != local_rank]
         for part in [each for each in self._parts.values() if each.local_rank == local_rank]:
+            self._steps.disarm(part.source)
             self.shadows.abandon(part.parts)
             self._end(part)
 

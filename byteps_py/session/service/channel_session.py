@@ -110,8 +110,8 @@ class ChannelSession(Session):
                 self.check_open()
                 left = 3600.0 if deadline is None else deadline - time.monotonic()
                 if left <= 0:
-                    # It may have come in time while this process did not have the processor.
-                    if not self._reading and self._read(0.0):
+                    # It may have come in time while this process did not have the processor, or the reason why not.
+                    if not self._reading and (self._read(0.0) or (self._fatal is not None and self._is_welcome)):
                         continue
                     raise StallError(f"{waiting_for()} within {timeout_s:g} s")
                 if self._reading:

@@ -1,0 +1,242 @@
+"""Cores that are broken on purpose, as in mutations.py, where servers keep the states of optimizers in step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from byteps_py.proto import shadow_pb2
+from byteps_py.server.shadow import ShadowStore
+from byteps_py.server.shadow_state import (
+    CopyState,
+    HeldStep,
+    ShadowAction,
+    ShadowedPart,
+    ShadowReply,
+    ShadowRun,
+    SizedMemory,
+    StatesCopy,
+)
+from byteps_py.tensors import Op
+from byteps_py.wire import Header
+from byteps_py.worker.core.hosted_steps import MakeStep, OwnedPart
+from byteps_py.worker.core.shadowing import (
+    ReleaseMemory,
+    SendStates,
+    SendStep,
+    Shadowing,
+    ShadowingAction,
+    StepMade,
+)
+from byteps_py.worker.core.topology import Topology
+from byteps_py.worker.ranks.shadows import Shadows
+
+from .mutations import Mutation
+from .parts import Parts
+
+# ---- servers ---------------------------------------------------------------------------------------------------
+
+
+class ApplyStepsThatAreNotDurable(Mutation):
+    class shadow_store(ShadowStore):
+        def _advance(self, run: ShadowRun, copy: StatesCopy) -> list[ShadowAction]:
+            copy.wanted = copy.last
+            return super()._advance(run, copy)
+
+
+class IgnoreTheStepBefore(Mutation):
+    """A step that was not held is left out."""
+
+    class shadow_store(ShadowStore):
+        def _hold_step(self, part: ShadowedPart, header: Header, origin: object, said: Any, segments: Any) -> Any:
+            if part.latest is not None and said.step > part.latest.last:
+                said.before = part.latest.last
+            return super()._hold_step(part, header, origin, said, segments)
+
+
+class CompleteWithTheFirstBytes(Mutation):
+    class shadow_store(ShadowStore):
+        def state(self, header: Header, origin: object, data: SizedMemory, now: float) -> list[ShadowAction]:
+            actions = super().state(header, origin, data, now)
+            part = self._places.get((header.key, header.index))
+            copy = part.latest if part is not None else None
+            if copy is not None and part is not None and copy.state is CopyState.FILLING:
+                actions += self._complete(self._runs[copy.facts.run], part, copy)
+            return actions
+
+
+class TakeAnyLateSum(Mutation):
+    """Instead of that of the step's round."""
+
+    class shadow_store(ShadowStore):
+        def _hold_step(self, part: ShadowedPart, header: Header, origin: object, said: Any, segments: Any) -> Any:
+            if part.sums:
+                header = dataclasses.replace(header, round=max(part.sums)[1])
+            return super()._hold_step(part, header, origin, said, segments)
+
+
+class HoldStepsWithoutTheirSums(Mutation):
+    """What says so is not kept: the server takes the last sum that it has."""
+
+    class shadow_store(ShadowStore):
+        def _hold_step(self, part: ShadowedPart, header: Header, origin: object, said: Any, segments: Any) -> Any:
+            name = (header.generation, header.round)
+            if part.sums and name not in part.sums:
+                part.sums[name] = part.sums[max(part.sums)]
+            return super()._hold_step(part, header, origin, said, segments)
+
+
+class BeginStatesThatAreThereAnew(Mutation):
+    """Though nobody sends them a second time."""
+
+    class shadow_store(ShadowStore):
+        def begin(self, header: Header, origin: object, said: shadow_pb2.ShadowPart, now: float) -> list[ShadowAction]:
+            part = self._places.get((header.key, header.index))
+            if part is not None and part.latest is not None:
+                part.latest.seeded = -1
+            return super().begin(header, origin, said, now)
+
+
+class DropRecordsOfTheDurableStep(Mutation):
+    class shadow_store(ShadowStore):
+        def _settle(self, run: ShadowRun) -> list[ShadowAction]:
+            actions = super()._settle(run)
+            for records in run.records.values():
+                if run.durable in records:
+                    self.waiting_bytes -= records.pop(run.durable).ByteSize()
+            return actions
+
+
+class StepTwiceWhatIsSaidTwice(Mutation):
+    class shadow_store(ShadowStore):
+        def _hold_step(self, part: ShadowedPart, header: Header, origin: object, said: Any, segments: Any) -> Any:
+            copy = part.latest
+            answers = super()._hold_step(part, header, origin, said, segments)
+            if copy is not None and copy.steps and copy.steps[-1].number == said.step and said.step == copy.last:
+                again: HeldStep = copy.steps[-1]
+                if answers and isinstance(answers[0], ShadowReply) and getattr(again, "number", 0) in self._said(copy):
+                    copy.steps.append(dataclasses.replace(again))
+                    self.waiting_bytes += again.total.nbytes
+                self._said(copy).add(said.step)
+            return answers
+
+        def _said(self, copy: StatesCopy) -> set[int]:
+            said: dict[StatesCopy, set[int]] = vars(self).setdefault("said", {})
+            return said.setdefault(copy, set())
+
+
+# ---- owners ----------------------------------------------------------------------------------------------------
+
+
+class TakeTheLastStepOfAnyRankForDurable(Mutation):
+    held_op = Op.MAX
+
+
+class CountStepsAsHeldOnceSent(Mutation):
+    class shadowing(Shadowing[Any]):
+        def stepped(self, part: OwnedPart, made: StepMade, states: Any, total: Any) -> list[ShadowingAction[Any]]:
+            actions = super().stepped(part, made, states, total)
+            for action in list(actions):
+                if isinstance(action, SendStep) and action.is_awaited:
+                    action.is_awaited = False
+                    actions += self._settle(action.rank, action.step)
+            return actions
+
+
+class SayNothingAgain(Mutation):
+    """On a new connection."""
+
+    class shadowing(Shadowing[Any]):
+        def again(self, server: int) -> list[ShadowingAction[Any]]:
+            return [each for each in super().again(server) if isinstance(each, ReleaseMemory)]
+
+
+class SeedWithTheStatesOfTheStepAfter(Mutation):
+    class shadowing(Shadowing[Any]):
+        def stepped(self, part: OwnedPart, made: StepMade, states: Any, total: Any) -> list[ShadowingAction[Any]]:
+            actions = super().stepped(part, made, states, total)
+            for action in actions:
+                if isinstance(action, SendStates):
+                    action.step -= 1
+                    action.copy.seed = action.copy.last = action.step
+            return actions
+
+
+class EndTheOldCopyBeforeTheNewOneIsComplete(Mutation):
+    """When the sums of a partition go to another server."""
+
+    class shadowing(Shadowing[Any]):
+        def change(self, topology: Topology) -> list[ShadowingAction[Any]]:
+            actions = super().change(topology)
+            for piece in self._pieces.values():
+                wanted = self.servers_of(piece.part)
+                for copy in [copy for copy in piece.copies if copy.server not in wanted]:
+                    actions += self._discard(copy)
+            return actions
+
+
+class KeepSumsThatTheServerLacks(Mutation):
+    class shadowing(Shadowing[Any]):
+        def needs_sum(self, part: OwnedPart) -> bool:
+            return False
+
+
+class ReleaseWhatIsOnItsWay(Mutation):
+    class shadowing(Shadowing[Any]):
+        def _drop(self, copy: Any) -> list[ShadowingAction[Any]]:
+            actions = super()._drop(copy)
+            queue = self._unacknowledged.get(copy.server, ())
+            void = [each for each in queue if each.is_void]
+            return [*actions, *(action for each in void for action in self._remove(queue, each))]  # type: ignore[arg-type]
+
+
+class NeverSeedAgain(Mutation):
+    """After a server was lost, or lacked something."""
+
+    class shadowing(Shadowing[Any]):
+        def wants_states(self, part: OwnedPart) -> bool:
+            piece = self._pieces.get((part.tensor.key, part.index))
+            return (piece is None or not piece.has_followed) and super().wants_states(part)
+
+
+class ForgetTheEarlierPhase(Mutation):
+    """Of a step of two phases, servers hear of the second one alone."""
+
+    class shadows(Shadows):
+        def stepped(self, step: MakeStep, numbers: Any, segments: Sequence[Any], states: Any) -> None:
+            last = [segment for segment in segments if segment.scalars[-1]]
+            super().stepped(step, numbers, last or segments, states)
+
+
+class CopyStatesBeforeTheStep(Mutation):
+    class shadows(Shadows):
+        def copy_states(self, step: MakeStep, states: Sequence[int]) -> Any:
+            copied = super().copy_states(step, states)
+            if copied is not None:
+                copied[1]()
+                return copied[0], lambda: None
+            return None
+
+
+#: With a seed that shows it.
+SHADOW_MUTATIONS: dict[type[Parts], int] = {
+    ApplyStepsThatAreNotDurable: 0,
+    IgnoreTheStepBefore: 0,
+    CompleteWithTheFirstBytes: 0,
+    TakeAnyLateSum: 0,
+    HoldStepsWithoutTheirSums: 0,
+    BeginStatesThatAreThereAnew: 0,
+    DropRecordsOfTheDurableStep: 0,
+    StepTwiceWhatIsSaidTwice: 0,
+    TakeTheLastStepOfAnyRankForDurable: 0,
+    CountStepsAsHeldOnceSent: 0,
+    SayNothingAgain: 0,
+    SeedWithTheStatesOfTheStepAfter: 0,
+    EndTheOldCopyBeforeTheNewOneIsComplete: 0,
+    KeepSumsThatTheServerLacks: 0,
+    ReleaseWhatIsOnItsWay: 0,
+    NeverSeedAgain: 0,
+    ForgetTheEarlierPhase: 0,
+    CopyStatesBeforeTheStep: 0,
+}

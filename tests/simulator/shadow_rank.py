@@ -1,0 +1,103 @@
+"""A rank whose optimizer's states are kept in step by other machines. Does what ShadowedSteps does."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+
+from byteps_py.errors import UsageError
+from byteps_py.session.base import HostedPart, ShadowedStep, Slot
+from byteps_py.tensors import DType, Op, TensorSpec
+
+from .hosted_rank import HostedRank
+from .hosted_uses import Model
+from .shadow_uses import ShadowProgram
+from .turn import Life
+from .uses import Use
+from .world import InvariantError
+
+RUN = 0xB5
+_PATIENCE_S = 30.0  # longer than any silence that it survives
+
+
+class ShadowRank(HostedRank):
+    """``begun``, ``durable``: steps. ``agreement``: what ranks make of the steps that are held for each of them.
+    ``may_hang``: there may be no server that could hold anything."""
+
+    agreement = Op.MIN
+    begun = durable = 0
+    is_whole = False
+    may_hang = False
+    is_alone = False
+
+    def _go(self, step: list[Use]) -> Life:
+        program, self.shadowed = self._shadow_program, None
+        numbers = {program.number_of[use.id] for use in step if use.id in program.number_of}
+        if self.session.num_machines > 1:
+            self.run = 0 if self.is_alone else RUN
+            if numbers:
+                yield from self._agree(max(numbers))
+            if numbers and not self.is_alone:
+                self.shadowed = ShadowedStep(self.run, max(numbers), self.durable, self.is_whole)
+                self.begun = max(numbers)
+        yield from super()._go(step)
+
+    @property
+    def _shadow_program(self) -> ShadowProgram:
+        if not isinstance(self._program, ShadowProgram):
+            raise AssertionError("it has another program")
+        return self._program
+
+    def _agree(self, number: int) -> Life:
+        """On what is held for all ranks."""
+        spec = TensorSpec("held", DType.FLOAT64, (2,), self.agreement)
+        (slot,) = yield from self._declare([spec])
+        step, is_whole = self.session.held
+        np.frombuffer(slot.input, np.float64)[:] = step, float(is_whole)
+        self.session.hand_over(slot)
+        self.doing = f"waiting for what is held before step {number}"
+        yield lambda: self.session.is_done(slot)
+        self.session.wait(slot, 1.0)
+        held = np.frombuffer(slot.result, np.float64)
+        known = self.results.setdefault(-1000 - number, held.tobytes())
+        if known != held.tobytes():
+            raise InvariantError(f"{self.name} hears other steps that are held before step {number} than others")
+        self.durable, self.is_whole = max(self.durable, int(held[0])), self.is_whole or bool(held[1])
+
+    def host_states(self, model: Model, source: Slot, target: Slot, before: HostedPart | None) -> Life:
+        try:
+            yield from super().host_states(model, source, target, before)
+        except UsageError:
+            self.say("goes on without other machines")  # there is no server at this moment, but on its own machine
+            self.run, self.shadowed, self.is_alone = 0, None, True
+            yield from super().host_states(model, source, target, before)
+
+    def has_begun_all(self) -> None:
+        if self.shadowed is None:
+            return
+        common = b""
+        if self.number == 0:
+            program, step = self._shadow_program, self.shadowed.step
+            parts = [
+                [model.name, model.gradients.count, program.last(model.name, step)]
+                for model in program.models
+                if program.last(model.name, step)
+            ]
+            common = json.dumps({"parts": parts}).encode()
+        self.session.record_step(self.shadowed, common, b"%d" % self.number)
+        self.say(f"has begun step {self.shadowed.step}, durable {self.shadowed.durable}")
+
+    def _settle(self) -> Life:
+        """It waits until all steps are held: nothing that it sent is lost for good."""
+        due_s = self.world.now_s + _PATIENCE_S
+        if self.begun and not self.is_alone:
+            self.doing = f"waiting until step {self.begun} is held"
+            self.world.after(_PATIENCE_S, self, None, self._on_arrival)
+            self.world.expect_quiet(_PATIENCE_S + 1.0)
+            yield lambda: self._has_failed or self.session.held[0] >= self.begun or self.world.now_s >= due_s
+            held = self.session.held[0]
+            if held < self.begun and not (self._has_failed or self.may_hang or self.world.faults):
+                raise InvariantError(f"{self.name}: step {self.begun} is not held after {_PATIENCE_S} s, but {held}")
+            self.say(f"leaves with step {held} held")
+        yield from super()._settle()

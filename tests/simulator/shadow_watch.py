@@ -1,0 +1,293 @@
+"""What must hold for the states that servers keep in step, at any moment: they are their owners', and one step can be
+restored.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from byteps_py.kernels.update_rules import Scalar
+from byteps_py.server.shadow_state import HeldStep, PartFacts, StatesCopy
+from byteps_py.shadow import Restorable, ServerDescription, latest_step
+from byteps_py.tensors import Op
+from byteps_py.wire import Header
+from byteps_py.worker.core.shadowing import CopyProgress, Shadowing
+from byteps_py.worker.core.topology import Topology
+
+from .memory import Memory, Wide, combine, update, wide_values
+from .services import Server, Worker
+from .shadow_rank import ShadowRank
+from .shadow_uses import ShadowProgram
+from .world import InvariantError
+
+if TYPE_CHECKING:
+    from .cluster import Cluster
+
+_MOST_WAITING = 4  # steps of a copy, where nothing is disturbed
+_MOST_SUMS = 2
+
+
+@dataclass(slots=True)
+class _Tracked:
+    """A partition. ``servers``: those whose copy follows, by address. ``is_safe``: a step can be restored whatever
+    happens to its owner, until a server is lost. ``unfollowed``: steps made since nothing follows."""
+
+    name: str
+    count: int
+    servers: frozenset[str] = frozenset()
+    is_safe: bool = False
+    lacks: int = 0
+    unfollowed: int = 0
+    last: int = 0
+
+
+class ShadowWatch:
+    """Of one cluster."""
+
+    def __init__(self, cluster: Cluster, program: ShadowProgram) -> None:
+        self._cluster = cluster
+        self._program = program
+        self._memory: Memory = cluster.memory
+        self._parts: dict[tuple[int, int], _Tracked] = {}
+        self._known: dict[int, set[str]] = {}  # servers, by worker
+        self._topologies: dict[Worker, Topology] = {}
+        self._gone = 0  # servers
+        self._lost_step = 0  # the last one that had begun when a server was lost
+        self._lacks: dict[tuple[int, int], int] = {}
+        self.credit_bytes = 0  # of owners, if it is limited
+        self.is_due = False  # something has happened after which all must be as it should
+        self._agreed = 0
+        self.restored = 0  # the last step that could be
+
+    @property
+    def _holders(self) -> list[Server]:
+        """Servers whose copies a restarted job would find."""
+        return [s for s in self._cluster.servers if s.is_alive or (s.has_stopped and not s.is_leaving)]
+
+    @property
+    def _is_quiet(self) -> bool:
+        world = self._cluster.world
+        return not (world.trials or world.faults or world.outages) and math.isinf(self._memory.most_waiting_bytes)
+
+    @property
+    def _ranks(self) -> list[ShadowRank]:
+        return [rank for rank in self._cluster.ranks if isinstance(rank, ShadowRank)]
+
+    def _lose(self) -> None:
+        """A server, with what it held."""
+        self._lost_step = max((rank.begun for rank in self._ranks), default=0)
+        for tracked in self._parts.values():
+            tracked.unfollowed = 0
+
+    # ---- owners ------------------------------------------------------------------------------------------------
+
+    def watch(self) -> None:
+        """After each event."""
+        gone = len(self._cluster.servers) - len(self._holders)
+        if gone > self._gone:
+            self._lose()
+        self._gone = gone
+        if (agreed := max((rank.durable for rank in self._ranks), default=0)) != self._agreed:
+            self._agreed, self.is_due = agreed, True
+        for server in self._cluster.servers:
+            store = _store(server)
+            if "end" not in vars(store):
+                store.end = functools.partial(self._end, store.end)
+        for worker in self._cluster.workers:
+            if worker.is_alive:
+                self._watch(worker)
+
+    def _end(self, end: Callable[[Header], None], header: Header) -> None:
+        end(header)
+        self.is_due = True
+
+    def _watch(self, worker: Worker) -> None:
+        core = _core(worker)
+        if core is None:
+            return
+        topology = worker._service._group.topology  # type: ignore[union-attr]
+        if topology is not self._topologies.get(worker):
+            self._topologies[worker] = topology
+            now = {server.address for server in topology.servers}
+            if self._known.setdefault(worker.machine, set()) - now:
+                self._lose()
+            self._known[worker.machine] = now
+        if not core.servers:
+            for rank in self._ranks:
+                rank.may_hang = rank.may_hang or rank.machine == worker.machine
+        if "lacks" in vars(core):
+            return
+        core._credit_bytes = self.credit_bytes or core._credit_bytes
+        lacks, stepped = core.lacks, core.stepped
+
+        def note(server: int, place: tuple[int, int], step: int) -> Any:
+            self._lacks[place] = self._lacks.get(place, 0) + 1
+            if self._is_quiet and not self._program.joins:  # after a join, tensors are of other generations
+                raise InvariantError(f"server {server} lacks something of {place} before step {step}")
+            return lacks(server, place, step)
+
+        def count(part: Any, made: Any, *memory: Any) -> Any:
+            actions = stepped(part, made, *memory)
+            if (tracked := self._parts.get((part.tensor.key, part.index))) is not None:
+                tracked.unfollowed += 1
+            return actions
+
+        core.lacks, core.stepped = note, count  # type: ignore[method-assign]
+
+    def _look(self) -> None:
+        """At the owners, as things are."""
+        holders = {server.address for server in self._holders}
+        for worker in self._cluster.workers:
+            core = _core(worker)
+            if worker.is_alive and core is not None:
+                servers = _servers(worker)
+                for place, piece in core._pieces.items():
+                    self._look_at(core, place, piece, servers, holders & {*servers.values()})
+        for tracked in self._parts.values():
+            tracked.is_safe = tracked.is_safe and bool(tracked.servers & holders)
+
+    def _look_at(
+        self, core: Shadowing[Any], place: tuple[int, int], piece: Any, servers: dict[int, str], now: set[str]
+    ) -> None:
+        tracked = self._parts.setdefault(place, _Tracked(piece.part.tensor.name, piece.part.count))
+        following = [copy for copy in piece.copies if copy.state is CopyProgress.FOLLOWING]
+        lacks = self._lacks.get(place, 0)
+        if following:
+            tracked.servers = frozenset(servers[copy.server] for copy in following if copy.server in servers)
+            tracked.unfollowed = 0
+            durable = self._durable
+            tracked.is_safe = tracked.is_safe or any(copy.seed <= durable for copy in following)
+        elif tracked.lacks != lacks or not tracked.servers & now:
+            tracked.is_safe = False
+        tracked.lacks = lacks
+        limit = 6 + (len(core._pieces) if self.credit_bytes else 0) + (1 << min(lacks + 1, 5) if lacks else 0)
+        if tracked.unfollowed > limit and core.servers and self._is_at_rest:
+            raise InvariantError(f"{piece} does not follow after {tracked.unfollowed} steps")
+
+    @property
+    def _is_at_rest(self) -> bool:
+        """No server is frozen, or can't be reached."""
+        cluster = self._cluster
+        return not cluster.world.outages and all(not s.is_paused for s in cluster.servers if s.is_alive)
+
+    # ---- servers -----------------------------------------------------------------------------------------------
+
+    @property
+    def _durable(self) -> int:
+        """The last step that somebody takes for durable."""
+        runs = [run.durable for server in self._holders for run in _store(server)._runs.values()]
+        return max((*runs, *(rank.durable for rank in self._ranks)), default=0)
+
+    def check(self) -> None:
+        """All invariants."""
+        self.is_due = False
+        self._look()
+        for server in self._holders:
+            for run in _store(server)._runs.values():
+                for part in run.parts.values():
+                    if len(part.sums) > _MOST_SUMS:
+                        raise InvariantError(f"{server.name} keeps {len(part.sums)} sums of {part.facts}")
+                    for copy in part.copies:
+                        self._check_copy(server, copy, run.durable)
+        self._check_restorable()
+
+    def _check_copy(self, server: Server, copy: StatesCopy, durable: int) -> None:
+        facts = copy.facts
+        beyond = sum(step.number > durable for step in copy.steps)
+        if self._is_quiet and beyond > _MOST_WAITING:
+            raise InvariantError(f"{server.name} has {beyond} steps of {facts} that are not durable")
+        if copy.base > max(copy.seeded, durable):
+            raise InvariantError(f"{server.name} has applied step {copy.base} of {facts}, durable is {durable}")
+        self._compare(server, copy, copy.base, range(facts.first, facts.first + facts.count))
+
+    def _compare(self, server: Server, copy: StatesCopy, step: int, elements: range) -> None:
+        facts = copy.facts
+        whole = self._program.history.get(facts.name, {}).get(step)
+        if whole is None:
+            raise InvariantError(f"{server.name} has {facts} as of step {step}, which is none")
+        found = self._states(server, copy, step)
+        for number, (state, due) in enumerate(zip(found, whole, strict=True)):
+            wanted = np.frombuffer(due, state.dtype)[elements.start : elements.stop]
+            if state[elements.start - facts.first : elements.stop - facts.first].tobytes() != wanted.tobytes():
+                raise InvariantError(f"{server.name} has another state {number} of {facts} as of step {step}")
+
+    def _states(self, server: Server, copy: StatesCopy, step: int) -> list[Wide]:
+        """As they can be read."""
+        facts, keeper = copy.facts, server._service.shadows
+        wide = np.float64 if facts.kind.state_itemsize == 8 else np.float32
+        states = [
+            np.frombuffer(copy.memory.bytes_of(number, 0, facts.state_nbytes), wide).copy()
+            for number in range(facts.kind.states)
+        ]
+        due: list[HeldStep] = []
+        due += [action.step for action in keeper._waiting if action.copy is copy]
+        if copy in keeper._under_way:
+            under_way, outcome = keeper._under_way[copy]
+            due += [] if outcome else [under_way]
+        for held in (*due, *(held for held in copy.steps if held.number <= step)):
+            self._apply(states, facts, held)
+        return states
+
+    def _apply(self, states: list[Wide], facts: PartFacts, held: HeldStep) -> None:
+        total: Any = held.total
+        data = self._memory.at(total.address, facts.sum_nbytes)
+        gradient = wide_values(facts.kind, combine(Op.SUM, facts.kind.gradient, [data], held.divisor))
+        for segment in held.segments:
+            at = slice(segment.elements.start, segment.elements.stop)
+            if segment.scalars[Scalar.PHASE]:
+                states[0][at] += states[-1][at] * gradient.dtype.type(segment.scalars[Scalar.STEP])
+            else:
+                update([state[at] for state in states], gradient[at], segment.scalars)
+
+    # ---- a restarted job ---------------------------------------------------------------------------------------
+
+    def _check_restorable(self) -> None:
+        now = self._cluster.world.now_s
+        by_address = {server.address: server for server in self._holders}
+        said = [ServerDescription(address, _store(s).describe(now)) for address, s in by_address.items()]
+        found = latest_step(said)
+        durable = self._durable
+        if isinstance(found, Restorable):
+            self.restored = found.step
+            for name, parts in found.tensors.items():
+                for part in parts:
+                    if part.step != self._program.last(name, found.step):
+                        raise InvariantError(f"step {found.step} would be restored with step {part.step} of {name}")
+                    store = _store(by_address[part.server])
+                    copies = store._runs[part.run].parts[part.key, part.index].copies
+                    copy = next(copy for copy in copies if copy.delivers(part.step))
+                    self._compare(by_address[part.server], copy, part.step, part.elements)
+        if not self._is_whole(durable) or durable <= self._lost_step:
+            return
+        if not isinstance(found, Restorable) or found.step < durable:
+            what = f"step {found.step}" if isinstance(found, Restorable) else f"nothing ({found})"
+            raise InvariantError(f"{what} can be restored, though step {durable} is durable")
+
+    def _is_whole(self, durable: int) -> bool:
+        """All partitions of all models that have stepped are safe."""
+        counts: dict[str, int] = {}
+        for tracked in self._parts.values():
+            counts[tracked.name] = counts.get(tracked.name, 0) + (tracked.count if tracked.is_safe else 0)
+        models = [model for model in self._program.models if self._program.last(model.name, durable)]
+        return bool(models) and all(counts.get(model.name, 0) == model.gradients.count for model in models)
+
+
+def _store(server: Server) -> Any:
+    return server._service.shadows.store
+
+
+def _core(worker: Worker) -> Shadowing[Any] | None:
+    group = worker._service._group
+    return group.requests.hosting.shadows._core if group is not None else None
+
+
+def _servers(worker: Worker) -> dict[int, str]:
+    """Addresses, by member id."""
+    group = worker._service._group
+    return {server.member_id: server.address for server in group.topology.servers} if group is not None else {}

@@ -1,0 +1,114 @@
+"""Jobs whose optimizers' states are kept in step by summation servers, until all ranks and services die at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .hosted import HostedJob
+from .cluster import Cluster
+from .network import TcpLink
+from .outages import OutageCluster
+from .parts import Parts
+from .rank import Rank
+from .shadow_rank import ShadowRank
+from .shadow_uses import ShadowProgram
+from .shadow_watch import ShadowWatch
+from .trials import Strikes
+
+ALL_DIE = "all ranks and communication services die"
+CUT, SHORTAGE = "a connection with states on it is cut", "servers have no memory for states"
+_EVENTS_BETWEEN = (10, 40, 160)
+_WAITING_BYTES = 2000  # if it is limited at all
+_SHORT_CREDIT_BYTES = 200
+
+
+class ShadowStrikes(Strikes):
+    """What owners of states have to survive beside all else."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        rng = cluster.world.random
+        count = rng.choice((0, 0, 3, 10)) if cluster.machines > 1 else 0
+        kinds = rng.sample((CUT, SHORTAGE), rng.randint(1, 2))
+        super().__init__(cluster, rng.choice((20, 60, 150)), [rng.choice(kinds) for _ in range(count)])
+
+    def _strike(self, kind: str) -> None:
+        cluster, world = self._on, self._world
+        if kind == SHORTAGE:
+            memory = cluster.memory
+            memory.available_bytes = 0.0
+            for_s = world.delay() * self._random.choice((10, 100))
+            world.after(for_s, None, None, lambda: vars(memory).pop("available_bytes", None))
+            self._note(kind, f"for {for_s:.3f} s")
+            return
+        links = [link for link in cluster.network.links if isinstance(link, TcpLink) and link.has_states]
+        if links:
+            link = self._random.choice(links)
+            link.break_()
+            self._note(kind, link.process.name)
+        else:
+            self._due.append(kind)
+
+
+class ShadowJob(HostedJob):
+    """Beside the kind of cluster that a subclass names first."""
+
+    program_class = ShadowProgram
+    rank_class = ShadowRank
+
+    def __init__(self, seed: int, parts: type[Parts] = Parts) -> None:
+        super().__init__(seed, parts)
+        if not isinstance(self.program, ShadowProgram):
+            raise AssertionError("it has another program")
+        rng = self.world.random
+        self.watch = ShadowWatch(self, self.program)
+        self.strikes = ShadowStrikes(self)
+        if rng.random() < 0.25:
+            self.memory.most_waiting_bytes = _WAITING_BYTES
+        if rng.random() < 0.3:
+            self.watch.credit_bytes = _SHORT_CREDIT_BYTES
+        self._every = rng.choice(_EVENTS_BETWEEN)
+        self._dies_at_event = -1
+        if self.machines > 1 and rng.random() < 0.4:
+            self.fault = ""
+            self._dies_at_event = int(rng.expovariate(1 / rng.choice((500, 1500, 3000))))
+
+    def new_rank(self, settings: Any) -> Rank:
+        rank = super().new_rank(settings)
+        if isinstance(rank, ShadowRank):
+            rank.agreement = self._parts.held_op
+        return rank
+
+    def strike_more(self) -> None:
+        super().strike_more()
+        self.strikes.step()
+        events = self.world.events
+        self.watch.watch()
+        if events % self._every == 0 or self.watch.is_due:
+            self.watch.check()
+        if 0 <= self._dies_at_event <= events and self.has_begun:
+            self._dies_at_event = -1
+            self._kill_all()
+
+    def _kill_all(self) -> None:
+        """At once, perhaps with their machines."""
+        self.watch.check()
+        self.world.faults.append(ALL_DIE)
+        self.world.hang_s += 60.0  # a scheduler that was started again gives all of them time
+        self.world.note("world", ALL_DIE)
+        with_machines = self.world.random.random() < 0.5
+        for process in [*self.ranks, *self.workers, *(self.servers if with_machines else ())]:
+            if process.is_alive and process.machine >= 0:
+                process.die()
+        self.watch.check()
+
+    def check_end(self) -> None:
+        super().check_end()
+        self.watch.check()
+
+
+class ShadowCluster(ShadowJob):
+    """On a reliable network."""
+
+
+class ShadowOutageCluster(ShadowJob, OutageCluster):
+    """Beside an unreliable network."""
