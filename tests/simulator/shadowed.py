@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .hosted import HostedJob
 from .cluster import Cluster
+from .hosted import HostedJob
 from .network import TcpLink
 from .outages import OutageCluster
 from .parts import Parts

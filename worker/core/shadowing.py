@@ -192,7 +192,7 @@ class ShadowedPiece(Generic[M]):
     state_bytes: int
     copies: list[ShadowCopy[M]] = field(default_factory=list)
     due: int = 0
-    has_followed: bool = False
+    has_followed: bool = False  # with all steps that it was told of
 
     @property
     def place(self) -> tuple[int, int]:
@@ -378,9 +378,15 @@ class Shadowing(Generic[M]):
             self._give_back(found.copy)
             found.copy.move_to(FOLLOWING)
             found.copy.refusals = 0
-            found.copy.part.has_followed = True
             actions += self._moved(found.copy.part)
+        if not isinstance(found, SendRecord) and found.copy.state is FOLLOWING:
+            # Steps that were sent behind the states count only once they are there, too.
+            found.copy.part.has_followed |= not any(self._is_of(each, found.copy) for each in queue)
         return actions
+
+    @staticmethod
+    def _is_of(message: _Message[M], copy: ShadowCopy[M]) -> bool:
+        return not isinstance(message, SendRecord) and message.copy is copy
 
     def lacks(self, server: int, place: tuple[int, int], step: int) -> list[ShadowingAction[M]]:
         """A server can't go on with a partition: its states will be copied once more. Or it does not take a record: a
@@ -466,7 +472,7 @@ class Shadowing(Generic[M]):
         """The server's copy is void. One that is being copied stays so until the step is made."""
         actions: list[ShadowingAction[M]] = []
         queue = self._unacknowledged.get(copy.server, deque())
-        for message in [each for each in queue if isinstance(each, (SendStates, SendStep)) and each.copy is copy]:
+        for message in [each for each in queue if self._is_of(each, copy)]:
             if message.held is None:
                 actions += self._remove(queue, message)
             elif not message.is_void:
