@@ -178,6 +178,8 @@ def test_what_does_not_go_together_is_refused(servers: Servers) -> None:
     model = Model()
     with pytest.raises(UsageError, match="delayed_update_after does not go together with shadow=True"):
         shadowed(model, delayed_update_after=3)
+    with pytest.raises(UsageError, match=r"num_groups or groups \(shadow=True or BYTEPS_SHADOW=1 makes it hosted\)"):
+        shadowed(model, num_groups=2)
     with pytest.raises(UsageError, match="shadow_extra belongs to DistributedOptimizer"):
         shadowed(model, shadow=False, hosted=True).shadow_extra = 1
     optimizer = shadowed(Model())

@@ -105,13 +105,19 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
     mine = set(params)
     context = contexts.current()
     is_shadowed = context.settings.shadow if shadow is None else shadow
+    is_hosted_for_shadow = is_shadowed and not hosted
     hosted = hosted or is_shadowed
     hosting = HostedOptions(delayed_update_after, step_in_backward, is_shadowed)
     hosting.check(optimizer, hosted, nonfinite.wanted(context))
     together = which_groups(num_groups, groups, params)
     ranks = ranks_of(process_set)
     if hosted:
-        check_hosted(optimizer, op, gradient_predivide_factor, bool(ranks), bool(together))
+        try:
+            check_hosted(optimizer, op, gradient_predivide_factor, bool(ranks), bool(together))
+        except UsageError as error:
+            if is_hosted_for_shadow:
+                raise UsageError(f"{error} (shadow=True or BYTEPS_SHADOW=1 makes it hosted)") from None
+            raise
         options = GradientOptions(compression, op, sparse_as_dense=sparse_as_dense, shadow=hosting.shadow)
         return _host(context, optimizer, names, backward_passes_per_step, options, hosting)
     if op is Adasum:
