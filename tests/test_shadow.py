@@ -44,7 +44,7 @@ def test_a_job_that_is_killed_goes_on_from_its_last_step(
 ) -> None:
     expected = undisturbed(optimizer, machines, servers)
     cluster = ShadowedCluster(stack, machines, servers)
-    scheduler, *killed = cluster.start(optimizer, "100000")
+    scheduler, *killed = cluster.start(optimizer, "100000", "0.3")
     killed[0].until("step 9:")
     kill_and_go_on(cluster, scheduler, killed, optimizer, expected)
 

@@ -101,6 +101,7 @@ def test_everything_comes_back(servers: Servers) -> None:
     group = optimizer.param_groups[0]
     assert (group["lr"], group["betas"], group["eps"]) == (0.25, (0.5, 0.75), 1e-8)
     assert servers.asked == [("server 0", range(5)), ("server 1", range(5, 6)), ("server 1", range(6, 8))]
+    assert optimizer.shadow_step == 0
     assert servers.closed == 0  # the moments are read with the next step
     states = optimizer.state_dict()["state"]
     assert [float(states[place]["step"]) for place in (0, 1)] == [6.0, 4.0]

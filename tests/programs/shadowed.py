@@ -80,6 +80,8 @@ def main() -> None:
         if bps.rank() == 0:
             print(f"step {step + 1}: {digest(model)}", flush=True)
         time.sleep(seconds)
+    if not max(steps - 5, 1) <= optimizer.shadow_step < steps:
+        raise SystemExit(f"after step {steps}, step {optimizer.shadow_step} is known to be held")
     bps.shutdown()
 
 

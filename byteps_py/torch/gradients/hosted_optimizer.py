@@ -198,6 +198,15 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
             raise
 
     @property
+    def shadow_step(self) -> int:
+        """With ``shadow=True``: a step that a restarted job could go on from now, and that all ranks know of; usually
+        the one before the last. 0 as long as not all states have come to other machines.
+
+        Raises UsageError without ``shadow=True``.
+        """
+        return self._shadowed_steps.known
+
+    @property
     def _shadowed_steps(self) -> ShadowedSteps:
         if self._reducer.shadow is None:
             raise UsageError("shadow_extra belongs to DistributedOptimizer(…, shadow=True)")

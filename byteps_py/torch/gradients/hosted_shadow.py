@@ -109,6 +109,11 @@ class ShadowedSteps:
         all of its states."""
         return self._session.held if self._session is not None else (0, False)
 
+    @property
+    def known(self) -> int:
+        """The latest step that all ranks know to be held, once all states have been."""
+        return self._durable if self._is_whole else 0
+
     def agreed(self, held: int, is_whole: bool) -> None:
         """All ranks' ``held`` is at least this."""
         self._durable, self._is_whole = max(self._durable, held), self._is_whole or is_whole
