@@ -150,7 +150,8 @@ class Frame:
 
 
 class Memory:
-    """All of it. ``available_bytes``: as far as servers know, for states; ``most_waiting_bytes``: for steps to be applied, of one."""
+    """All of it. ``available_bytes``: as far as servers know, for states; ``most_waiting_bytes``: for steps to be
+    applied, of one server."""
 
     available_bytes = float(1 << 40)
     most_waiting_bytes = math.inf

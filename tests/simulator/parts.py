@@ -44,7 +44,8 @@ from .network import Probe
 
 
 class Parts:
-    """Of the scheduler (``sessions``), of summation services (``rounds``, ``shadow_store``), and of communication services."""
+    """Of the scheduler (``sessions``), of summation services (``rounds``, ``shadow_store``), and of communication
+    services."""
 
     sessions: type[Sessions] = Sessions
     rounds: type[Rounds[Arrival]] = Rounds
