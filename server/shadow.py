@@ -96,11 +96,10 @@ class ShadowStore:
         if part is None:
             part = run.parts[place] = ShadowedPart(facts)
         known = part.latest
-        if known is not None and known.state is not CopyState.BROKEN and part.job == self._job:
-            if (known.facts, known.generation, known.seeded) == (facts, header.generation, said.step):
-                known.origin, known.header = origin, header  # repeated: the owner has not heard that it is there
-                is_filling = known.state is CopyState.FILLING
-                return [] if is_filling else [ShadowReply(origin, _reply(header, said.step))]
+        if known is not None and known.is_of(facts, header.generation, said.step) and part.job == self._job:
+            known.origin, known.header = origin, header  # repeated: the owner has not heard that it is there
+            is_filling = known.state is CopyState.FILLING
+            return [] if is_filling else [ShadowReply(origin, _reply(header, said.step))]
         part.facts, part.job = facts, self._job
         self._places[place] = part
         for name in [name for name in part.sums if name[0] < header.generation]:

@@ -19,7 +19,7 @@ ALL_DIE = "all ranks and communication services die"
 CUT, SHORTAGE = "a connection with states on it is cut", "servers have no memory for states"
 JOIN = "a server comes, and stays"
 _EVENTS_BETWEEN = (10, 40, 160)
-_WAITING_BYTES = 2000  # if it is limited at all
+_WAITING_BYTES = (400, 1000)  # if it is limited at all
 _SHORT_CREDIT_BYTES = 200
 
 
@@ -71,7 +71,7 @@ class ShadowJob(HostedJob):
         self.watch = ShadowWatch(self, self.program)
         self.strikes = ShadowStrikes(self)
         if rng.random() < 0.25:
-            self.memory.most_waiting_bytes = _WAITING_BYTES
+            self.memory.most_waiting_bytes = rng.choice(_WAITING_BYTES)
         if rng.random() < 0.3:
             self.watch.credit_bytes = _SHORT_CREDIT_BYTES
         self._every = rng.choice(_EVENTS_BETWEEN)
