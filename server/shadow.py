@@ -96,9 +96,7 @@ class ShadowStore:
         if part is None:
             part = run.parts[place] = ShadowedPart(facts)
         known = part.latest
-        is_usable = known is not None and known.state is not CopyState.BROKEN and part.job == self._job
-        same = (facts, header.generation, said.step)
-        if known is not None and is_usable and (known.facts, known.generation, known.seeded) == same:
+        if known is not None and known.is_of(facts, header.generation, said.step) and part.job == self._job:
             known.origin, known.header = origin, header  # repeated: the owner has not heard that it is there
             is_filling = known.state is CopyState.FILLING
             return [] if is_filling else [ShadowReply(origin, _reply(header, said.step))]

@@ -150,6 +150,14 @@ class StatesCopy:
             raise ShadowTransitionError(f"the copy of {self.facts} is {self.state.name}: {state.name} can't follow")
         self.state = state
 
+    def is_of(self, facts: PartFacts, generation: int, seeded: int) -> bool:
+        """It is, or can become, the copy of these states as they were sent after step ``seeded``."""
+        return self.state is not CopyState.BROKEN and (self.facts, self.generation, self.seeded) == (
+            facts,
+            generation,
+            seeded,
+        )
+
     @property
     def is_filled(self) -> bool:
         """All bytes of all states are there."""

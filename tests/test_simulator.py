@@ -22,6 +22,7 @@ from simulator import (
     ElasticOutageCluster,
     HostedCluster,
     OutageCluster,
+    ShadowCluster,
     run,
 )
 from simulator import __main__ as command
@@ -30,6 +31,7 @@ from simulator.busy import STARVES, STOPS
 from simulator.cluster import FAULTS
 from simulator.outages import OUTAGES
 from simulator.parts import Parts
+from simulator.shadowed import ALL_DIE, CUT, JOIN, SHORTAGE
 from simulator.shocks import CUT_OFF, SHOCKS
 from simulator.trials import TRIALS
 from simulator.visits import VISIT
@@ -48,10 +50,14 @@ from simulator.visits import VISIT
         ("hosted-outages", 40),
         ("hosted-busy", 40),
         ("hosted-elastic", 40),
+        ("shadow", 40),
+        ("shadow-outages", 20),
+        pytest.param("shadow", 600, marks=pytest.mark.slow),
+        pytest.param("shadow-outages", 300, marks=pytest.mark.slow),
     ],
 )
 def test_the_invariants_hold(kind: str, seeds: int) -> None:
-    """By the command, and on all cores: about 40 ms a seed, 80 of an elastic job."""
+    """By the command, and on all cores: about 40 ms a seed, 80 of an elastic job, 200 of a shadowed one."""
     arguments = [sys.executable, "-m", "simulator", "--kind", kind, "--seeds", f"0:{seeds}", "--jobs", "0"]
     done = subprocess.run(arguments, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -93,6 +99,7 @@ def test_a_seed_gives_one_log_in_every_process(seeds: range) -> None:
         (ElasticCluster, SHOCKS),
         (OutageCluster, (*OUTAGES, CUT_OFF)),
         (ElasticOutageCluster, (*SHOCKS, *OUTAGES, CUT_OFF)),
+        (ShadowCluster, (ALL_DIE, CUT, SHORTAGE, JOIN)),
     ],
 )
 def test_every_fault_is_tried_and_fires(kind: type[Cluster], names: Iterable[str]) -> None:
@@ -115,6 +122,8 @@ def test_every_fault_is_tried_and_fires(kind: type[Cluster], names: Iterable[str
         (HostedCluster, 25),
         (HostedCluster, 2043),
         (HostedCluster, 2314),
+        (HostedCluster, 4322),
+        (HostedCluster, 4439),
     ],
     ids=[
         "a late withdrawal",
@@ -123,6 +132,8 @@ def test_every_fault_is_tried_and_fires(kind: type[Cluster], names: Iterable[str
         "a sum written for a machine that wants none",
         "a step for a rank that has left",
         "a contribution that came late, on a closed connection",
+        "a step whose parameters became void",
+        "a contribution that came after the next round's",
     ],
 )
 def test_seeds_that_once_found_a_defect(kind: type[Cluster], seed: int) -> None:

@@ -151,7 +151,7 @@ class Frame:
 
 class Memory:
     """All of it. ``available_bytes``: as far as servers know, for states; ``most_waiting_bytes``: for steps to be
-    applied, of one."""
+    applied, of one server."""
 
     available_bytes = float(1 << 40)
     most_waiting_bytes = math.inf

@@ -21,7 +21,7 @@ class ShadowProgram(HostedProgram):
 
     def add_steps(self, rng: random.Random, names: list[Name]) -> None:
         """More steps than others, and little beside them."""
-        for _ in range(rng.choice((1, 2, 3))):
+        for _ in range(rng.choice((1, 2, 3, 5))):
             super(ShadowProgram, self).add_steps(rng, names[:1])  # slots make another class of this one
 
     def train(self, local_sizes: list[int]) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 from byteps_py.kernels.update_rules import Scalar
 from byteps_py.server.shadow_state import HeldStep, PartFacts, StatesCopy
 from byteps_py.shadow import Restorable, ServerDescription, latest_step
+from byteps_py.shadow.restorable import _at, _MergedRun
 from byteps_py.tensors import Op
 from byteps_py.wire import Header
 from byteps_py.worker.core.shadowing import CopyProgress, Shadowing
@@ -266,8 +267,17 @@ class ShadowWatch:
         if not self._is_whole(durable) or durable <= self._lost_step:
             return
         if not isinstance(found, Restorable) or found.step < durable:
-            what = f"step {found.step}" if isinstance(found, Restorable) else f"nothing ({found})"
+            what = f"step {found.step}" if isinstance(found, Restorable) else f"nothing ({self._reasons(said)})"
             raise InvariantError(f"{what} can be restored, though step {durable} is durable")
+
+    @staticmethod
+    def _reasons(said: list[ServerDescription]) -> str:
+        """Why no step can be restored."""
+        merged = _MergedRun(0)
+        for each in said:
+            for run in each.description.runs:
+                merged.add(each.address, run)
+        return "; ".join(str(_at(merged, step)) for step in sorted(merged.records, reverse=True))
 
     def _is_whole(self, durable: int) -> bool:
         """All partitions of all models that have stepped are safe."""

@@ -17,8 +17,9 @@ from .trials import Strikes
 
 ALL_DIE = "all ranks and communication services die"
 CUT, SHORTAGE = "a connection with states on it is cut", "servers have no memory for states"
+JOIN = "a server comes, and stays"
 _EVENTS_BETWEEN = (10, 40, 160)
-_WAITING_BYTES = 2000  # if it is limited at all
+_WAITING_BYTES = (400, 1000)  # if it is limited at all
 _SHORT_CREDIT_BYTES = 200
 
 
@@ -28,7 +29,7 @@ class ShadowStrikes(Strikes):
     def __init__(self, cluster: Cluster) -> None:
         rng = cluster.world.random
         count = rng.choice((0, 0, 3, 10)) if cluster.machines > 1 else 0
-        kinds = rng.sample((CUT, SHORTAGE), rng.randint(1, 2))
+        kinds = rng.sample((CUT, SHORTAGE, JOIN, JOIN), rng.randint(1, 2))
         super().__init__(cluster, rng.choice((20, 60, 150)), [rng.choice(kinds) for _ in range(count)])
 
     def _strike(self, kind: str) -> None:
@@ -39,6 +40,13 @@ class ShadowStrikes(Strikes):
             for_s = world.delay() * self._random.choice((10, 100))
             world.after(for_s, None, None, lambda: vars(memory).pop("available_bytes", None))
             self._note(kind, f"for {for_s:.3f} s")
+            return
+        if kind == JOIN:
+            ranks = [rank for rank in cluster.ranks if isinstance(rank, ShadowRank)]
+            if cluster.scheduler.is_alive and any(rank.durable for rank in ranks):
+                self._note(kind, cluster.start_server(f"server {len(cluster.servers)}", -1))
+            else:
+                self._due.append(kind)
             return
         links = [link for link in cluster.network.links if isinstance(link, TcpLink) and link.has_states]
         if links:
@@ -63,7 +71,7 @@ class ShadowJob(HostedJob):
         self.watch = ShadowWatch(self, self.program)
         self.strikes = ShadowStrikes(self)
         if rng.random() < 0.25:
-            self.memory.most_waiting_bytes = _WAITING_BYTES
+            self.memory.most_waiting_bytes = rng.choice(_WAITING_BYTES)
         if rng.random() < 0.3:
             self.watch.credit_bytes = _SHORT_CREDIT_BYTES
         self._every = rng.choice(_EVENTS_BETWEEN)

@@ -13,7 +13,8 @@ acknowledged. The least such step of all ranks is durable: then a shadow applies
 do not count; while there are any, nothing can be restored anyway, and their states will be newer. A rank is told as
 well whether all of its partitions have been FOLLOWING: from then on, states of earlier runs are needed no more.
 
-When a partition's sums move to another server, its copy follows: it is FOLLOWING there before it ends here.
+When a partition's sums move to another server, its copy follows: it is FOLLOWING there, and durable as of a step that
+it has, before it ends here.
 
 Where there are CPU machines, each partition has one copy there. Else it has two, on the next two GPU machines: if one
 machine of the job is lost, there is still a copy of every partition on those that are left.
@@ -211,6 +212,7 @@ class Shadowing(Generic[M]):
     def __init__(self, topology: Topology, credit_bytes: int = CREDIT_BYTES) -> None:
         self._credit_bytes = credit_bytes
         self._run = 0
+        self._durable = 0  # step of the run
         self._pieces: dict[tuple[int, int], ShadowedPiece[M]] = {}
         self._unacknowledged: dict[int, deque[_Message[M]]] = {}  # by server
         self._seeding_bytes = 0
@@ -251,7 +253,7 @@ class Shadowing(Generic[M]):
         actions: list[ShadowingAction[M]] = []
         if run != self._run:
             actions += self.end([piece.part for piece in self._pieces.values()])
-            self._run = run
+            self._run, self._durable = run, 0
             self._awaited, self._recorded = {}, {}
         for part, state_bytes in parts:
             piece = self._pieces.get((part.tensor.key, part.index))
@@ -352,7 +354,8 @@ class Shadowing(Generic[M]):
             piece.due = 0
         elif piece is not None:
             actions += self._settle_due(piece)
-        return actions
+        self._durable = max(self._durable, made.numbers.durable)
+        return [*actions, *(self._moved(piece) if piece is not None else ())]
 
     def record(self, rank: int, run: int, step: int, packed: M) -> list[ShadowingAction[M]]:
         """What a rank knows after a step, once it has begun the step of all of its partitions."""
@@ -447,12 +450,13 @@ class Shadowing(Generic[M]):
         return actions
 
     def _moved(self, piece: ShadowedPiece[M]) -> list[ShadowingAction[M]]:
-        """End the copies beside those that belong where they are, once these follow."""
-        wanted = self.servers_of(piece.part)
-        if any(copy.server in wanted and copy.state is not FOLLOWING for copy in piece.copies):
+        """End the copies beside those that belong where they are, once these follow, and their first step is durable:
+        until then there may be no other step that can be restored than one before it."""
+        wanted = [copy for copy in piece.copies if copy.server in self.servers_of(piece.part)]
+        if any(copy.state is not FOLLOWING or copy.seed > self._durable for copy in wanted):
             return []
         actions: list[ShadowingAction[M]] = []
-        for copy in [copy for copy in piece.copies if copy.server not in wanted]:
+        for copy in [copy for copy in piece.copies if copy not in wanted]:
             actions += self._discard(copy)
         return actions
 
