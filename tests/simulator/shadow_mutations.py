@@ -230,7 +230,7 @@ SHADOW_MUTATIONS: dict[type[Parts], int] = {
     DropRecordsOfTheDurableStep: 3,
     StepTwiceWhatIsSaidTwice: 9,
     TakeTheLastStepOfAnyRankForDurable: 89,
-    CountStepsAsHeldOnceSent: 0,
+    CountStepsAsHeldOnceSent: 172,
     SayNothingAgain: 3,
     SeedWithTheStatesOfTheStepAfter: 3,
     EndTheOldCopyBeforeTheNewOneIsComplete: 7,
