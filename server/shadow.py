@@ -67,7 +67,8 @@ class ShadowStore:
     """All runs of one server. Events are methods; each returns the actions to perform, in order.
 
     ``partition_bytes``: the most bytes of a partition of gradients. ``most_waiting_bytes``: limit for sums and records
-    that wait to be applied or dropped; a step beyond it is not held, and beyond half of it no reader holds steps back.
+    that wait to be applied or dropped; a step beyond it is not held, nor a record beyond twice as much, and beyond half
+    of it no reader holds steps back.
     """
 
     def __init__(self, partition_bytes: int, most_waiting_bytes: float = math.inf) -> None:
@@ -222,7 +223,8 @@ class ShadowStore:
             text = f"a record of rank {said.rank} of {said.size} as message {header.index} of step {header.round}"
             return [RefuseShadow(origin, header, text)]
         nbytes = said.ByteSize()
-        if self.waiting_bytes + nbytes > self._most_waiting_bytes:
+        # There is room left for it where steps have none: no step is applied before records make it durable.
+        if self.waiting_bytes + nbytes > 2 * self._most_waiting_bytes:
             text = f"the record of step {said.step}: {self.waiting_bytes} bytes wait here already"
             return [_lacks(origin, header, text)]
         run = self._run(said.run, now)

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from byteps_py.server.arrival import Arrival
-from byteps_py.server.round_state import Contribution
-from byteps_py.server.rounds import Rounds
 from byteps_py.tensors import TensorSpec
 from byteps_py.worker.core.actions import Action
 from byteps_py.worker.core.hosted_steps import (
@@ -23,7 +20,6 @@ from byteps_py.worker.core.pipeline import RoundPipeline
 from byteps_py.worker.core.placing import Placing
 from byteps_py.worker.core.tensor import Part, RankSlot, Stage
 from byteps_py.worker.io.executor import Executor
-from byteps_py.worker.ranks.hosting import Hosting
 
 from .mutations import Mutation
 from .parts import Parts
@@ -131,14 +127,6 @@ class OneBlockOfParameters(Mutation):
             return due
 
 
-class FreeStatesUnderAStep(Mutation):
-    class hosting(Hosting):
-        def _free(self, part: Any) -> None:
-            running, part.running = part.running, 0
-            super()._free(part)
-            part.running = running
-
-
 class LeaveParametersWithTheirFirstServers(Mutation):
     """Of the time when their sum was agreed."""
 
@@ -191,24 +179,6 @@ class GoOnWithAnEndedGroup(Mutation):
             """Nothing ends."""
 
 
-class StepForRanksThatHaveLeft(Mutation):
-    """Whose states are gone."""
-
-    class hosted_steps(HostedSteps):
-        def disarm(self, slot: RankSlot) -> None:
-            """They are armed as before."""
-
-
-class TakeWhatIsLateForNews(Mutation):
-    """It came on a connection that was closed, after what came on the next one."""
-
-    class rounds(Rounds[Arrival]):
-        @staticmethod
-        def _wants_another_answer(known: Contribution, new: Contribution) -> bool:
-            is_elsewhere = known.origin is not new.origin or known.header.answer_place != new.header.answer_place
-            return not new.header.is_supply and (is_elsewhere or known.header.is_supply)
-
-
 #: With a seed that shows it.
 HOSTED_MUTATIONS: dict[type[Parts], int] = {
     StepAgainForASecondAnswer: 9,
@@ -221,11 +191,8 @@ HOSTED_MUTATIONS: dict[type[Parts], int] = {
     DivideAStepByAllMachines: 1,
     KeepSumsThatAreGivenUp: 3,
     OneBlockOfParameters: 3,
-    FreeStatesUnderAStep: 846,
     LeaveParametersWithTheirFirstServers: 1494,
     EndAPhaseWithItsFirstPartition: 6,
-    StepForRanksThatHaveLeft: 2043,
-    TakeWhatIsLateForNews: 2314,
     TellOfUpdatesWhileTheyAreMade: 0,
     SendParametersAfterTheFirstPhase: 5,
     FreeSumsBetweenPhases: 5,

@@ -147,6 +147,8 @@ class Worker(Process):
         # A void tensor's last kernel may still run.
         known = requests.memory.slots.values()
         slots |= {s.id for s in known if s.tensor and s.tensor.state.is_void and s.tensor.running}
+        # Parameters are declared with their gradients. If these are skipped, all may be over before they are agreed.
+        slots |= {s.id for s in known if s.tensor is None and s.spec.ownership and s.spec.ownership != s.spec.name}
         if set(requests.memory.slots) != slots:
             raise InvariantError(f"slots {set(requests.memory.slots) ^ slots} leak, or are gone too soon")
         parts = [part for tensor in tensors for part in tensor.parts]

@@ -24,7 +24,6 @@ from byteps_py.worker.core.hosted_steps import MakeStep, OwnedPart
 from byteps_py.worker.core.shadowing import (
     ReleaseMemory,
     SendStates,
-    SendStep,
     Shadowing,
     ShadowingAction,
     StepMade,
@@ -45,16 +44,6 @@ class ApplyStepsThatAreNotDurable(Mutation):
             return super()._advance(run, copy)
 
 
-class IgnoreTheStepBefore(Mutation):
-    """A step that was not held is left out."""
-
-    class shadow_store(ShadowStore):
-        def _hold_step(self, part: ShadowedPart, header: Header, origin: object, said: Any, segments: Any) -> Any:
-            if part.latest is not None and said.step > part.latest.last:
-                said.before = part.latest.last
-            return super()._hold_step(part, header, origin, said, segments)
-
-
 class CompleteWithTheFirstBytes(Mutation):
     class shadow_store(ShadowStore):
         def state(self, header: Header, origin: object, data: SizedMemory, now: float) -> list[ShadowAction]:
@@ -64,27 +53,6 @@ class CompleteWithTheFirstBytes(Mutation):
             if copy is not None and part is not None and copy.state is CopyState.FILLING:
                 actions += self._complete(self._runs[copy.facts.run], part, copy)
             return actions
-
-
-class TakeAnyLateSum(Mutation):
-    """Instead of that of the step's round."""
-
-    class shadow_store(ShadowStore):
-        def _hold_step(self, part: ShadowedPart, header: Header, origin: object, said: Any, segments: Any) -> Any:
-            if part.sums:
-                header = dataclasses.replace(header, round=max(part.sums)[1])
-            return super()._hold_step(part, header, origin, said, segments)
-
-
-class HoldStepsWithoutTheirSums(Mutation):
-    """What says so is not kept: the server takes the last sum that it has."""
-
-    class shadow_store(ShadowStore):
-        def _hold_step(self, part: ShadowedPart, header: Header, origin: object, said: Any, segments: Any) -> Any:
-            name = (header.generation, header.round)
-            if part.sums and name not in part.sums:
-                part.sums[name] = part.sums[max(part.sums)]
-            return super()._hold_step(part, header, origin, said, segments)
 
 
 class BeginStatesThatAreThereAnew(Mutation):
@@ -131,17 +99,6 @@ class StepTwiceWhatIsSaidTwice(Mutation):
 
 class TakeTheLastStepOfAnyRankForDurable(Mutation):
     held_op = Op.MAX
-
-
-class CountStepsAsHeldOnceSent(Mutation):
-    class shadowing(Shadowing[Any]):
-        def stepped(self, part: OwnedPart, made: StepMade, states: Any, total: Any) -> list[ShadowingAction[Any]]:
-            actions = super().stepped(part, made, states, total)
-            for action in list(actions):
-                if isinstance(action, SendStep) and action.is_awaited:
-                    action.is_awaited = False
-                    actions += self._settle(action.rank, action.step)
-            return actions
 
 
 class SayNothingAgain(Mutation):
@@ -222,21 +179,17 @@ class CopyStatesBeforeTheStep(Mutation):
 #: With a seed that shows it.
 SHADOW_MUTATIONS: dict[type[Parts], int] = {
     ApplyStepsThatAreNotDurable: 3,
-    IgnoreTheStepBefore: 75,
     CompleteWithTheFirstBytes: 3,
-    TakeAnyLateSum: 75,
-    HoldStepsWithoutTheirSums: 0,
     BeginStatesThatAreThereAnew: 7,
     DropRecordsOfTheDurableStep: 3,
-    StepTwiceWhatIsSaidTwice: 9,
-    TakeTheLastStepOfAnyRankForDurable: 89,
-    CountStepsAsHeldOnceSent: 0,
-    SayNothingAgain: 3,
+    StepTwiceWhatIsSaidTwice: 3,
+    TakeTheLastStepOfAnyRankForDurable: 5,
+    SayNothingAgain: 12,
     SeedWithTheStatesOfTheStepAfter: 3,
-    EndTheOldCopyBeforeTheNewOneIsComplete: 7,
-    KeepSumsThatTheServerLacks: 7,
+    EndTheOldCopyBeforeTheNewOneIsComplete: 5,
+    KeepSumsThatTheServerLacks: 43,
     ReleaseWhatIsOnItsWay: 5,
-    NeverSeedAgain: 144,
-    ForgetTheEarlierPhase: 9,
+    NeverSeedAgain: 130,
+    ForgetTheEarlierPhase: 17,
     CopyStatesBeforeTheStep: 3,
 }

@@ -19,7 +19,7 @@ ALL_DIE = "all ranks and communication services die"
 CUT, SHORTAGE = "a connection with states on it is cut", "servers have no memory for states"
 JOIN = "a server comes, and stays"
 _EVENTS_BETWEEN = (10, 40, 160)
-_WAITING_BYTES = (400, 1000)  # if it is limited at all
+_WAITING_BYTES = (1000, 3000)  # if it is limited at all
 _SHORT_CREDIT_BYTES = 200
 
 
