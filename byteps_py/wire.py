@@ -23,8 +23,9 @@ VERSION = 8
 _LAYOUT = struct.Struct("<IBBBB IHHH Q II Q Q Q IQIQ B Q I")
 HEADER_BYTES = _LAYOUT.size
 MAX_WAITED_US = (1 << 32) - 1
-#: Of the payload of a SHADOW_RECORD.
-MAX_RECORD_BYTES = 4 << 20
+#: Of a message about shadowed states, which is sent in pieces if it is longer than a partition: at ``offset`` of
+#: ``segment_offset`` bytes.
+MAX_PIECES_BYTES = 4 << 20
 
 
 class Kind(enum.IntEnum):
@@ -45,7 +46,7 @@ class Kind(enum.IntEnum):
     TAKEN = 13  # CS → CS: the sender has all bytes that a Fetch names, of its round ``taken``; no answer
     AWAITED = 14  # SS → CS: other machines wait for the receiver in these rounds; payload: names of rounds; no answer
     # The states of hosted optimizers that servers keep in step (server/shadow.py). Their header names a partition of
-    # gradients; ``round`` is one of its sum, or the number of a step.
+    # gradients; ``round`` is one of its sum, or the number of a step. Long payloads come in pieces (MAX_PIECES_BYTES).
     SHADOW_BEGIN = 30  # CS → SS: keep a partition's states, as they are after step ``round``; payload: a ShadowPart
     SHADOW_STATE = 31  # CS → SS: ``length`` bytes at ``offset`` of state number ``segment`` of what was begun last
     SHADOW_SUM = 32  # CS → SS: the sum of round ``round``, which another server has added

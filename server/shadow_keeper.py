@@ -7,11 +7,13 @@ engine threads write states while a step is applied.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import zmq
 from google.protobuf.message import DecodeError, Message
 
 from byteps_py.dataplane.listener import Peer
@@ -40,11 +42,12 @@ from byteps_py.server.shadow_state import (
     StatesRead,
 )
 from byteps_py.settings import Settings
-from byteps_py.wire import Header, Kind
+from byteps_py.wire import MAX_PIECES_BYTES, Header, Kind
 
 M = TypeVar("M", bound=Message)
 
 _LINE = 64
+_IN_PIECES = (Kind.SHADOW_BEGIN, Kind.SHADOW_STEP, Kind.SHADOW_RECORD)
 #: Steps are applied when no sum waits for a thread.
 _PRIORITY = -1
 #: What new states leave of the memory that is available: for sums in flight, and for other programs.
@@ -108,6 +111,7 @@ class ShadowKeeper:
         self._waiting: deque[ApplyStep] = deque()
         # One thread stays free for sums, if there are several.
         self._most_under_way = max(1, reducer.threads - 1)
+        self._pieces: weakref.WeakKeyDictionary[Peer, bytes] = weakref.WeakKeyDictionary()  # of a message, so far
         self._has_warned = False
 
     def start(self) -> None:
@@ -126,6 +130,11 @@ class ShadowKeeper:
 
     def _actions(self, header: Header, origin: Peer, payload: FrameMemory) -> list[ShadowAction]:
         now = self._loop.time()
+        if header.kind in _IN_PIECES and header.segment_offset:
+            whole = self._assembled(header, origin, payload)
+            if whole is None:
+                return []
+            payload = whole
         match header.kind:
             case Kind.SHADOW_BEGIN:
                 return self.store.begin(header, origin, _parsed(shadow_pb2.ShadowPart(), header, payload), now)
@@ -142,6 +151,21 @@ class ShadowKeeper:
                 self.store.end(header)
                 return []
         raise ProtocolError(f"{header.kind.name} is no message to a server")
+
+    def _assembled(self, header: Header, origin: Peer, payload: FrameMemory) -> FrameMemory | None:
+        """A message that is longer than a partition comes in pieces, one right behind the other. None: more follow."""
+        pieces = self._pieces.pop(origin, b"") if header.offset else b""
+        total = header.segment_offset
+        if header.offset != len(pieces) or not len(pieces) + payload.nbytes <= total <= MAX_PIECES_BYTES:
+            raise ProtocolError(
+                f"bytes {header.offset} to {header.offset + payload.nbytes} of {total} of a {header.kind.name}, "
+                f"after {len(pieces)} bytes; {MAX_PIECES_BYTES} are the most"
+            )
+        pieces += bytes(payload.message().buffer)
+        if len(pieces) < total:
+            self._pieces[origin] = pieces
+            return None
+        return FrameMemory(zmq.Frame(pieces))
 
     def summed(self, header: Header, result: PayloadMemory | None) -> None:
         """This server has taken the sum of a round. It is kept if it lies in a message: that belongs to this process,

@@ -20,7 +20,7 @@ from byteps_py.runtime import Runtime
 from byteps_py.server.service import SummationService
 from byteps_py.server.shadow_keeper import StatesRequest
 from byteps_py.tensors import DType
-from byteps_py.wire import Header, Kind
+from byteps_py.wire import MAX_PIECES_BYTES, Header, Kind
 
 ADAMW = StepKind(UpdateRule(Method.ADAM, Decay.DECOUPLED), DType.BFLOAT16, DType.BFLOAT16)
 SGD = StepKind(UpdateRule(Method.SGD, Decay.COUPLED, momentum=True), DType.FLOAT32, DType.FLOAT32)
@@ -210,6 +210,9 @@ def test_shadows_outlive_a_change_of_the_machines(shadows: Shadows) -> None:
         (Header(Kind.SHADOW_BEGIN, 2, epoch=1, key=7, round=0), b""),
         (Header(Kind.SHADOW_RECORD, 2, epoch=1, key=7, round=0), shadow_pb2.ShadowRecord(run=8).SerializeToString()),
         (Header(Kind.SHADOW_HELD, 2, epoch=1, key=7, round=0), b""),
+        (Header(Kind.SHADOW_RECORD, 2, epoch=1, key=7, offset=4, segment_offset=8), b"four"),  # nothing came before it
+        (Header(Kind.SHADOW_RECORD, 2, epoch=1, key=7, segment_offset=MAX_PIECES_BYTES + 1), b"four"),
+        (Header(Kind.SHADOW_RECORD, 2, epoch=1, key=7, segment_offset=3), b"four"),
     ],
 )
 def test_what_no_owner_says_is_refused_and_harms_nobody(shadows: Shadows, header: Header, payload: bytes) -> None:
@@ -219,6 +222,18 @@ def test_what_no_owner_says_is_refused_and_harms_nobody(shadows: Shadows, header
     states.begin(shadows.owner)
     assert held(shadows.owner) == 0
     shadows.assert_same(states)
+
+
+def test_a_long_record_comes_in_pieces(shadows: Shadows) -> None:
+    said = shadow_pb2.ShadowRecord(run=RUN, step=3, rank=0, size=1, extra=bytes(range(256)) * 100).SerializeToString()
+    size = 10_000
+    header = Header(Kind.SHADOW_RECORD, 2, epoch=1, key=RUN, index=0, round=3, segment_offset=len(said))
+    shadows.owner.send(header, said[:size])  # lost with its connection, perhaps: what follows begins again
+    for start in range(0, len(said), size):
+        shadows.owner.send(dataclasses.replace(header, offset=start), said[start : start + size])
+    assert held(shadows.owner) == 3
+    [run] = shadows.describe().runs
+    assert [record.extra for record in run.records] == [bytes(range(256)) * 100]
 
 
 def test_a_local_machine_must_not_send_states() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -191,8 +192,8 @@ def test_what_does_not_go_together_is_refused(servers: Servers) -> None:
 
 @pytest.mark.parametrize(
     ("extra", "text"),
-    [(lambda: 0, "can't be pickled"), (bytes(MAX_EXTRA_BYTES), f"{MAX_EXTRA_BYTES} are the most")],
-    ids=["lambda", "large"],
+    [(threading.Lock(), "can't be pickled"), (bytes(MAX_EXTRA_BYTES), f"{MAX_EXTRA_BYTES} are the most")],
+    ids=["lock", "large"],
 )
 def test_what_can_not_be_attached_is_refused_before_the_step(extra: object, text: str) -> None:
     steps = ShadowedSteps("name")

@@ -11,10 +11,12 @@ from support.worker_core import slot, spec, tensor
 
 from byteps_py import kernels
 from byteps_py import rank_protocol as protocol
+from byteps_py.proto import control_pb2 as pb
 from byteps_py.worker.core.credit import PushQueue
 from byteps_py.worker.core.pace import RankPace
 from byteps_py.worker.core.pipeline import RoundPipeline
 from byteps_py.worker.core.tensor import RankSlot, SlotState, TensorState
+from byteps_py.worker.core.topology import Topology
 from byteps_py.worker.ranks.requests import Requests
 
 
@@ -44,7 +46,9 @@ def test_a_rank_does_not_wait_for_what_it_handed_over_before_it_heard_that_it_is
     executor: Any = SimpleNamespace(ranks={0: SimpleNamespace(pid=7)}, pace=pace, time=lambda: now_s, kernels=kernels)
     memory: Any = SimpleNamespace(slots={each.id: each for each in (void, good)})
     agreement: Any = SimpleNamespace(came=lambda slot: [])
-    heard = Requests(nothing, memory, agreement, pipeline, nothing, executor, nothing)
+    machine = pb.Member(machine_index=0, machine_id="m0", local_size=1)
+    topology = Topology(1, 0, (machine,), (), 4096, 1)
+    heard = Requests(topology, memory, agreement, pipeline, nothing, executor, nothing)
     heard.ready(protocol.pack_records(protocol.RankMessageKind.READY, [(void.id, 1, void.spec.nbytes)]))
     for step in range(1, 10):
         now_s = 10.0 * step

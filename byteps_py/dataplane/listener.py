@@ -28,12 +28,12 @@ from byteps_py.log import logger
 from byteps_py.loop import EventLoop
 from byteps_py.settings import Settings
 from byteps_py.unauthenticated_connections import PATIENCE_S, UnauthenticatedConnections
-from byteps_py.wire import MAX_RECORD_BYTES, Header, Kind
+from byteps_py.wire import Header, Kind
 
 _NOW, _NOW_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # combining enums takes a microsecond
 # Messages taken in one go before timers and other sockets get their turn.
 _BATCH = 64
-# A message may be this much longer than a partition or a record. Longer ones never reach this process's memory.
+# A message may be this much longer than a partition. Longer ones never reach this process's memory.
 _SLACK_BYTES = 4096
 # A machine sends few probes before the first one returns, and machines take turns.
 _HELD_PROBES = 64
@@ -163,7 +163,7 @@ class DataListener:
             zmq.LINGER: 0,
             zmq.IPV6: 0,
             zmq.ROUTER_MANDATORY: 1,  # a message to a disconnected peer is an error
-            zmq.MAXMSGSIZE: max(self._settings.max_partition_bytes, MAX_RECORD_BYTES) + _SLACK_BYTES,
+            zmq.MAXMSGSIZE: self._settings.max_partition_bytes + _SLACK_BYTES,
             zmq.HANDSHAKE_IVL: int(PATIENCE_S * 1000),
             zmq.HEARTBEAT_IVL: beat_ms,
             zmq.HEARTBEAT_TIMEOUT: timeout_ms,

@@ -11,6 +11,7 @@ thread; states are copied on the engine's threads.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
 
@@ -166,8 +167,16 @@ class Shadows:
                 self._tell_rank(action)
 
     def _tell(self, server: int, header: Header, payload: Held, offset: int = 0) -> None:
-        if self._executor.network is not None:
-            self._executor.network.tell(server, header, payload, offset)
+        network, most = self._executor.network, self._topology.partition_bytes
+        if network is None:
+            return
+        if not isinstance(payload, bytes) or len(payload) <= most:
+            network.tell(server, header, payload, offset)
+            return
+        for start in range(0, len(payload), most):
+            piece = payload[start : start + most]
+            own = dataclasses.replace(header, offset=start, length=len(piece), segment_offset=len(payload))
+            network.tell(server, own, piece, 0)
 
     def _tell_rank(self, action: TellHeld) -> None:
         local = self._topology.local_rank_of(action.rank)

@@ -34,7 +34,7 @@ from byteps_py.session.service.channel_session import ChannelSession
 from byteps_py.shm import Segment
 from byteps_py.stack_dump import StackDump, open_stack_dump
 from byteps_py.tensors import Layout, TensorSpec
-from byteps_py.wire import MAX_RECORD_BYTES
+from byteps_py.wire import MAX_PIECES_BYTES
 
 
 class Slots:
@@ -359,7 +359,7 @@ class RemoteSession(ChannelSession):
         said = {"round": part.source.round, "segments": [segment.to_json() for segment in segments]}
         self.tell(protocol.pack(RankMessageKind.STEP, part=part.id, is_last=is_last, **said, **numbers))
 
-    max_record_bytes = MAX_RECORD_BYTES - 64  # the other fields of a packed record
+    max_record_bytes = MAX_PIECES_BYTES - 64  # the other fields of a packed record
 
     def record_step(self, shadowed: ShadowedStep, common: bytes, extra: bytes) -> None:
         from byteps_py.proto import shadow_pb2  # late: most jobs need no messages of this kind

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import os
-import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +26,7 @@ from byteps_py.torch.gradients.hosted_rules import MASTER
 from byteps_py.torch.gradients.stored_buffers import tensors_of
 from byteps_py.torch.gradients.stored_checkpoint import load_newest
 from byteps_py.torch.gradients.stored_elements import StoredElements
-from byteps_py.torch.horovod.objects import broadcast_object
+from byteps_py.torch.horovod.objects import broadcast_object, unpickled
 
 #: Elements of a parameter that are read at once.
 _CHUNK = 1 << 20
@@ -151,7 +150,7 @@ def _restore(model: torch.nn.Module, optimizer: HostedOptimizerMixin, reader: Sh
     session = contexts.current().session
     attached = Attachment.unpack(found.extras.get(session.rank, b""))
     if attached.extra:  # only this job's ranks, which are authenticated, have written it
-        shadow.extra = pickle.loads(attached.extra)
+        shadow.extra = unpickled(attached.extra)
     if attached.buffers:
         model.load_state_dict(tensors_of(attached.buffers), strict=False)
 

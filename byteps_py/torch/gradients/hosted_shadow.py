@@ -7,7 +7,6 @@ parameter's states lie, of each rank what the user has attached. The training th
 from __future__ import annotations
 
 import json
-import pickle
 import secrets
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,6 +25,7 @@ from byteps_py.torch.engine.context import Context
 from byteps_py.torch.gradients.hosted_states import HostedStates
 from byteps_py.torch.gradients.largest_values import largest
 from byteps_py.torch.gradients.stored_buffers import stored_buffers
+from byteps_py.torch.horovod.objects import pickled
 
 #: Of what is attached to a step, with the model's buffers.
 MAX_EXTRA_BYTES = 1 << 20
@@ -139,9 +139,10 @@ class ShadowedSteps:
         """Pack what belongs to the next step. Raises UsageError if that can't be pickled, or is too much."""
         buffers = stored_buffers(self.model) if self.model is not None else {}
         try:
-            self._packed = Attachment(pickle.dumps(self.extra) if self.extra is not None else b"", buffers).pack()
-        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            extra = pickled(self.extra) if self.extra is not None else b""
+        except Exception as error:  # classes of the user may raise anything
             raise UsageError(f"optimizer.shadow_extra can't be pickled: {error}") from error
+        self._packed = Attachment(extra, buffers).pack()
         if len(self._packed) > MAX_EXTRA_BYTES:
             raise UsageError(
                 f"optimizer.shadow_extra and the model's {len(buffers)} buffers have {len(self._packed)} bytes, and "

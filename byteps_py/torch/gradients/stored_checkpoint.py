@@ -6,7 +6,6 @@ Each rank reads all of it, from a folder that all ranks reach. The training thre
 from __future__ import annotations
 
 import os
-import pickle
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,7 +21,7 @@ from byteps_py.checkpoint_folder import checkpoint_path, checkpoint_steps
 from byteps_py.errors import CheckpointError, UsageError
 from byteps_py.torch.engine import context as contexts
 from byteps_py.torch.gradients.hosted_optimizer import HostedOptimizerMixin
-from byteps_py.torch.horovod.objects import broadcast_object
+from byteps_py.torch.horovod.objects import broadcast_object, unpickled
 
 _MODEL, _STATE, _GROUPS = "model.", "optimizer.state.", "optimizer.param_groups."
 
@@ -49,7 +48,7 @@ def load_newest(model: torch.nn.Module, optimizer: HostedOptimizerMixin, path: s
     shadow = optimizer._shadowed_steps
     shadow.step = newest
     if (extra := checkpoint.values(f"extra.{session.rank}").get("")) is not None:
-        shadow.extra = pickle.loads(extra)  # who may write to the folder may change the weights, too
+        shadow.extra = unpickled(bytes(extra))  # who may write to the folder may change the weights, too
     if buffers := checkpoint.values(f"buffers.{session.rank}."):
         model.load_state_dict(buffers, strict=False)
     return newest

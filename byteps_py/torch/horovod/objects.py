@@ -111,7 +111,7 @@ class NotPickledError(Exception):
 def packed(obj: Any) -> tuple[bytes, Exception | None]:
     """(``obj`` as bytes, None), or (the pickler's error as bytes for the other ranks, the error)."""
     try:
-        return _OBJECT + _pickler().dumps(obj, protocol=pickle.HIGHEST_PROTOCOL), None
+        return _OBJECT + pickled(obj), None
     except Exception as error:
         return _FAILURE + f"{type(error).__name__}: {error}".encode(), error
 
@@ -128,7 +128,18 @@ def unpacked(data: bytes) -> Any:
         raise NotPickledError(data[1:].decode(errors="replace"))
     if data[:1] != _OBJECT:
         raise ProtocolError(f"expected a rank's object, got {len(data)} bytes of another kind")
-    return pickle.loads(memoryview(data)[1:])
+    return unpickled(memoryview(data)[1:])
+
+
+def pickled(obj: Any) -> bytes:
+    """``obj`` as bytes. Raises what the pickler raises."""
+    data: bytes = _pickler().dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)
+    return data
+
+
+def unpickled(data: bytes | memoryview) -> Any:
+    """The object that a rank of this job, which is authenticated, has pickled."""
+    return pickle.loads(data)
 
 
 def _pickler() -> Any:
