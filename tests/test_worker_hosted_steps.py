@@ -333,9 +333,9 @@ def test_parameters_without_their_gradients_are_refused() -> None:
 @pytest.mark.parametrize(("n", "k"), [(2, 0), (2, 1), (2, 2), (3, 1), (4, 2), (4, 3), (8, 4), (8, 8)])
 @pytest.mark.parametrize("shadow", [False, True])
 def test_links_carry_what_the_optimum_for_owned_sums_says(n: int, k: int, shadow: bool) -> None:
-    """No link carries more than (n+1) · 2(n-1) / (n² + n + kn - 3k) of the gradients, up to a few partitions; of two GPU
-    machines that add them, as much as the gradients. If CPU machines are sent the sums that GPU machines add, too: see
-    placing.py."""
+    """No link carries more than (n+1) · 2(n-1) / (n² + n + kn - 3k) of the gradients, up to a few partitions; of two
+    GPU machines that add them, as much as the gradients. If CPU machines are sent the sums that GPU machines add, too:
+    see placing.py."""
     best, count, nbytes = Optimum(n, k), 4096, 64
     kinds = [pb.MACHINE_KIND_CPU] * k + [pb.MACHINE_KIND_GPU] * (n if n > k else 0)
     names = [f"c{i}" for i in range(k)] + [f"m{i}" for i in range(n if n > k else 0)]

@@ -9,8 +9,8 @@ M/B.
 
 Sums with owners (owners.py) are placed in a table of their own. For each byte that it adds, a CPU machine receives
 n + 1 bytes there instead of n. So GPU machines' servers have n + 1, and CPU machines' servers n times their weight. For
-equal links that is the optimum: a CPU machine adds 2(n−1) / (n² + n + kn − 3k) of these sums. For n = 2 GPU machines add
-them all, and their links carry M each: of a sum that a CPU machine adds, its owner would only have more to send.
+equal links that is the optimum: a CPU machine adds 2(n−1) / (n² + n + kn − 3k) of these sums. For n = 2 GPU machines
+add them all, and their links carry M each: of a sum that a CPU machine adds, its owner would only have more to send.
 
 If they are shadowed, CPU machines are sent the sums that GPU machines add as well. Of a share c for all k CPU machines,
 one receives (n+1) c/k + (1−c)/k, and a GPU machine sends 1 + (n−1) (1−c)/n + c/n. They are equal for
