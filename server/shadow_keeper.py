@@ -42,11 +42,13 @@ from byteps_py.server.shadow_state import (
     StatesRead,
 )
 from byteps_py.settings import Settings
-from byteps_py.wire import MAX_PIECES_BYTES, Header, Kind
+from byteps_py.wire import MAX_PIECES_BYTES, Header, Kind, name_of
 
 M = TypeVar("M", bound=Message)
 
 _LINE = 64
+#: Of a peer, at the same time.
+_MOST_IN_PIECES = 16
 _IN_PIECES = (Kind.SHADOW_BEGIN, Kind.SHADOW_STEP, Kind.SHADOW_RECORD)
 #: Steps are applied when no sum waits for a thread.
 _PRIORITY = -1
@@ -111,7 +113,9 @@ class ShadowKeeper:
         self._waiting: deque[ApplyStep] = deque()
         # One thread stays free for sums, if there are several.
         self._most_under_way = max(1, reducer.threads - 1)
-        self._pieces: weakref.WeakKeyDictionary[Peer, bytes] = weakref.WeakKeyDictionary()  # of a message, so far
+        #: Of messages that are not whole: their bytes by offset.
+        self._pieces: weakref.WeakKeyDictionary[Peer, dict[tuple[int, ...], dict[int, bytes]]]
+        self._pieces = weakref.WeakKeyDictionary()
         self._has_warned = False
 
     def start(self) -> None:
@@ -153,19 +157,23 @@ class ShadowKeeper:
         raise ProtocolError(f"{header.kind.name} is no message to a server")
 
     def _assembled(self, header: Header, origin: Peer, payload: FrameMemory) -> FrameMemory | None:
-        """A message that is longer than a partition comes in pieces, one right behind the other. None: more follow."""
-        pieces = self._pieces.pop(origin, b"") if header.offset else b""
+        """A message that is longer than a partition comes in pieces, in any order. None if more have to come."""
         total = header.segment_offset
-        if header.offset != len(pieces) or not len(pieces) + payload.nbytes <= total <= MAX_PIECES_BYTES:
+        if not payload.nbytes or not header.offset + payload.nbytes <= total <= MAX_PIECES_BYTES:
             raise ProtocolError(
-                f"bytes {header.offset} to {header.offset + payload.nbytes} of {total} of a {header.kind.name}, "
-                f"after {len(pieces)} bytes; {MAX_PIECES_BYTES} are the most"
+                f"bytes {header.offset} to {header.offset + payload.nbytes} of {total} of a {header.kind.name}, which "
+                f"has at most {MAX_PIECES_BYTES}"
             )
-        pieces += bytes(payload.message().buffer)
-        if len(pieces) < total:
-            self._pieces[origin] = pieces
+        messages = self._pieces.setdefault(origin, {})
+        name = (header.kind, *name_of(header))
+        pieces = messages.pop(name, {})
+        pieces[header.offset] = bytes(payload.message().buffer)
+        if sum(map(len, pieces.values())) < total:
+            messages[name] = pieces
+            if len(messages) > _MOST_IN_PIECES:
+                del messages[next(iter(messages))]  # the rest was lost with a connection, or came twice
             return None
-        return FrameMemory(zmq.Frame(pieces))
+        return FrameMemory(zmq.Frame(b"".join(pieces[offset] for offset in sorted(pieces))))
 
     def summed(self, header: Header, result: PayloadMemory | None) -> None:
         """This server has taken the sum of a round. It is kept if it lies in a message: that belongs to this process,

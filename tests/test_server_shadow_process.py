@@ -210,7 +210,8 @@ def test_shadows_outlive_a_change_of_the_machines(shadows: Shadows) -> None:
         (Header(Kind.SHADOW_BEGIN, 2, epoch=1, key=7, round=0), b""),
         (Header(Kind.SHADOW_RECORD, 2, epoch=1, key=7, round=0), shadow_pb2.ShadowRecord(run=8).SerializeToString()),
         (Header(Kind.SHADOW_HELD, 2, epoch=1, key=7, round=0), b""),
-        (Header(Kind.SHADOW_RECORD, 2, epoch=1, key=7, offset=4, segment_offset=8), b"four"),  # nothing came before it
+        (Header(Kind.SHADOW_RECORD, 2, epoch=1, key=7, offset=4, segment_offset=7), b"four"),
+        (Header(Kind.SHADOW_RECORD, 2, epoch=1, key=7, offset=4, segment_offset=8), b""),
         (Header(Kind.SHADOW_RECORD, 2, epoch=1, key=7, segment_offset=MAX_PIECES_BYTES + 1), b"four"),
         (Header(Kind.SHADOW_RECORD, 2, epoch=1, key=7, segment_offset=3), b"four"),
     ],
@@ -228,8 +229,8 @@ def test_a_long_record_comes_in_pieces(shadows: Shadows) -> None:
     said = shadow_pb2.ShadowRecord(run=RUN, step=3, rank=0, size=1, extra=bytes(range(256)) * 100).SerializeToString()
     size = 10_000
     header = Header(Kind.SHADOW_RECORD, 2, epoch=1, key=RUN, index=0, round=3, segment_offset=len(said))
-    shadows.owner.send(header, said[:size])  # lost with its connection, perhaps: what follows begins again
-    for start in range(0, len(said), size):
+    starts = [*range(0, len(said), size)]
+    for start in (*starts[1:], starts[1], starts[0]):
         shadows.owner.send(dataclasses.replace(header, offset=start), said[start : start + size])
     assert held(shadows.owner) == 3
     [run] = shadows.describe().runs
