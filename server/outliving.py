@@ -17,6 +17,7 @@ from byteps_py.log import logger
 from byteps_py.server.service import SummationService
 from byteps_py.server.shadow import ShadowStore
 from byteps_py.settings import Settings
+from byteps_py.wording import count_text
 
 #: ``new_service(settings, shadows)``: a service that has not run.
 NewService = Callable[[Settings, ShadowStore | None], SummationService]
@@ -46,8 +47,8 @@ class OutlivingServer:
             store = self._service.shadows.store
             partitions, step = store.durable() or (0, 0)
             logger.warning(
-                "%s; the states of %d partitions as of step %d are kept for %g s for a restarted job",
-                self._service.reason, partitions, step, self._keep_s,
+                "%s; the states of %s as of step %d are kept for %g s for a restarted job",
+                self._service.reason, count_text(partitions, "partition"), step, self._keep_s,
             )  # fmt: skip
             following = self._serve_next(store, time.monotonic() + self._keep_s)
             if following is None:

@@ -43,6 +43,7 @@ from byteps_py.server.shadow_state import (
 )
 from byteps_py.settings import Settings
 from byteps_py.wire import MAX_PIECES_BYTES, Header, Kind, name_of
+from byteps_py.wording import count_text
 
 M = TypeVar("M", bound=Message)
 
@@ -224,9 +225,9 @@ class ShadowKeeper:
                     read.refuse(text, is_unknown)
                 case ReplacedRun(run, by):
                     logger.info(
-                        "the states of run %#018x (%d partitions here, as of step %d) are dropped: run %#018x is "
+                        "the states of run %#018x (%s here, as of step %d) are dropped: run %#018x is "
                         "whole",
-                        run.number, len(run.parts), run.durable, by.number,
+                        run.number, count_text(len(run.parts), "partition"), run.durable, by.number,
                     )  # fmt: skip
 
     def _allocate(self, copy: StatesCopy, spare: StatesMemory | None) -> None:
