@@ -41,8 +41,8 @@ from simulator.visits import VISIT
 @pytest.mark.parametrize(
     ("kind", "seeds"),
     [
-        ("fixed", 500),
-        ("elastic", 150),
+        ("fixed", 250),
+        ("elastic", 80),
         ("outages", 150),
         ("elastic-outages", 50),
         ("busy", 150),
@@ -52,6 +52,8 @@ from simulator.visits import VISIT
         ("hosted-elastic", 40),
         ("shadow", 40),
         ("shadow-outages", 20),
+        pytest.param("fixed", 1000, marks=pytest.mark.slow),
+        pytest.param("elastic", 300, marks=pytest.mark.slow),
         pytest.param("shadow", 600, marks=pytest.mark.slow),
         pytest.param("shadow-outages", 300, marks=pytest.mark.slow),
     ],
