@@ -295,6 +295,19 @@ def test_a_new_generation_goes_on_with_its_copies() -> None:
     assert kinds(machine.make_step()) == ["SendRecord", "SendStep", "SendStep"]
 
 
+def test_a_new_generation_that_another_server_adds_keeps_its_copy_until_there_is_one_there() -> None:
+    machine = Machine(*GPU, 3, 4, adds=(3, 3))
+    machine.follow()
+    machine.gradients = machine._gradients(2)
+    machine.parts = machine._parts(machine.gradients, (4, 3))
+    assert machine.core.watch(0, RUN, [(part, 100) for part in machine.parts]) == []
+    second = machine.make_step()
+    assert "SendEnd" not in kinds(second)
+    machine.hold(second)
+    third = machine.make_step(durable=2)
+    assert [(each.server, each.part.index) for each in third if isinstance(each, SendEnd)] == [(3, 0)]
+
+
 def test_states_that_are_given_up_are_forgotten_by_their_server() -> None:
     machine = Machine()
     machine.follow()

@@ -259,7 +259,7 @@ class Shadowing(Generic[M]):
             piece = self._pieces.get((part.tensor.key, part.index))
             if piece is not None and piece.run == run and _is_same(piece.part, part):
                 piece.part = part
-                actions += self._settle_due(piece)
+                actions += [*self._settle_due(piece), *self._place(piece)]
                 continue
             if piece is not None:
                 actions += self._end(piece)
@@ -441,19 +441,27 @@ class Shadowing(Generic[M]):
             for copy in [copy for copy in piece.copies if copy.server not in members]:
                 actions += self._drop(copy)
                 piece.copies.remove(copy)
-            wanted = self.servers_of(piece.part)
-            for copy in [copy for copy in piece.copies if copy.server not in wanted and copy.state is not FOLLOWING]:
-                actions += self._discard(copy)
-            missing = [server for server in wanted if all(copy.server != server for copy in piece.copies)]
-            piece.copies += [ShadowCopy(piece, server) for server in missing]
-            actions += self._moved(piece)
+            actions += self._place(piece)
         return actions
+
+    def _place(self, piece: ShadowedPiece[M]) -> list[ShadowingAction[M]]:
+        """Copies belong to other servers, perhaps."""
+        actions: list[ShadowingAction[M]] = []
+        wanted = self.servers_of(piece.part)
+        for copy in [copy for copy in piece.copies if copy.server not in wanted and copy.state is not FOLLOWING]:
+            actions += self._discard(copy)
+        missing = [server for server in wanted if all(copy.server != server for copy in piece.copies)]
+        piece.copies += [ShadowCopy(piece, server) for server in missing]
+        return [*actions, *self._moved(piece)]
 
     def _moved(self, piece: ShadowedPiece[M]) -> list[ShadowingAction[M]]:
         """End the copies beside those that belong where they are, once these follow, and their first step is durable:
         until then there may be no other step that can be restored than one before it."""
-        wanted = [copy for copy in piece.copies if copy.server in self.servers_of(piece.part)]
-        if any(copy.state is not FOLLOWING or copy.seed > self._durable for copy in wanted):
+        servers = self.servers_of(piece.part)
+        wanted = [copy for copy in piece.copies if copy.server in servers]
+        if len(wanted) < len(servers) or any(
+            copy.state is not FOLLOWING or copy.seed > self._durable for copy in wanted
+        ):
             return []
         actions: list[ShadowingAction[M]] = []
         for copy in [copy for copy in piece.copies if copy not in wanted]:
