@@ -16,38 +16,17 @@ import argparse
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.cluster.contenders import Layout, our_job, torch_job
-from benchmarks.cluster.hosts import Host, cluster
-from benchmarks.hosted import pss_bytes
-from benchmarks.turns import Job, charged, new_cost
+from benchmarks.cluster.hosts import cluster
+from benchmarks.training_turn import turn
+from benchmarks.turns import new_cost
 
 ROOT = Path(__file__).parent.parent
 CONTENDERS = ("gloo", "byteps", "kept")
 STEPS = 4
-
-
-def bytes_out(host: Host) -> int:
-    """What the host has sent so far: the other end of its link has received it."""
-    return int(Path(f"/sys/class/net/{host.outside}/statistics/rx_bytes").read_text())
-
-
-def turn(job: Job, hosts: Sequence[Host], costs: dict[str, list[float]]) -> dict[str, float]:
-    """STEPS steps of a job, after as many that make memory."""
-    job.meet()
-    job.tell("steps")
-    before = [bytes_out(host) for host in hosts]
-    with charged(job, costs, STEPS):
-        answers = job.tell("steps")
-    return {
-        "ms": max(answer["ms"] for answer in answers),
-        "sent_mb": max(bytes_out(host) - was for host, was in zip(hosts, before, strict=True)) / STEPS / 1e6,
-        "rank_gb": max(answer["peak_gb"] for answer in answers),
-        "machine_gb": sum(map(pss_bytes, job.pids)) / 1e9 / len(hosts),
-    }
 
 
 def main() -> None:
@@ -72,7 +51,7 @@ def main() -> None:
                 start = torch_job if name == "gloo" else our_job
                 job = start(name, layout, program, {"PYTHONPATH": str(ROOT)})
                 try:
-                    for key, value in turn(job, hosts, costs[name]).items():
+                    for key, value in turn(job, hosts, len(hosts), STEPS, (costs[name], 1.0)).items():
                         seen[name][key].append(value)
                 finally:
                     job.close()

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
@@ -56,8 +56,9 @@ def main() -> None:
             optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **options)  # type: ignore[arg-type]
         else:
             for layer in model.layers:  # type: ignore[union-attr]
-                fully_shard(layer)
-            optimizer = torch.optim.AdamW(fully_shard(model).parameters(), **options)
+                fully_shard(layer, offload_policy=CPUOffloadPolicy(pin_memory=False))
+            whole = fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
+            optimizer = torch.optim.AdamW(whole.parameters(), **options)
     x = torch.ones(1, WIDTH)
 
     def step() -> None:

@@ -1,17 +1,19 @@
-"""A step of AdamW in one pass over memory, beside a copy of memory and torch's fused optimizer.
+"""A step of AdamW in one pass over memory, beside a copy of memory, torch's fused optimizer and DeepSpeed's for CPUs.
 
     python -m benchmarks.optimizer_steps [--parameters 16] [--threads 1 2] [--rounds 7] [--json FILE]
 
 "bfloat16": gradients and parameters of bfloat16 with masters and moments of float32, 28 bytes a parameter; torch needs
-casts of both. "float32": 28 bytes too, because the master is the parameter. The speed of memory is that of memcpy, in
-bytes read and written, with as many threads. Contenders take turns; a figure is the median over the rounds, and ratios
-are medians of each round's ratio, with the smallest and the largest.
+casts of both. So does DeepSpeed, which takes part if it is installed (it needs a compiler). "float32": 28 bytes too,
+because the master is the parameter. The speed of memory is that of memcpy, in bytes read and written, with as many
+threads. Contenders take turns; a figure is the median over the rounds, and ratios are medians of each round's ratio,
+with the smallest and the largest.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import importlib.util
 import json
 import statistics
 import threading
@@ -29,6 +31,7 @@ from byteps_py.tensors import DType
 RULE = UpdateRule(Method.ADAM, Decay.DECOUPLED)
 NUMBERS = Hyperparameters(lr=1e-3, weight_decay=0.01)
 BYTES = 28
+HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
 
 
 def side_by_side(calls: list[Callable[[], None]]) -> None:
@@ -58,6 +61,11 @@ class Contenders:
         self._master = torch.nn.Parameter(self._parameter.float())
         self._master.grad = self._gradient.float()
         self._fused = torch.optim.AdamW([self._master], lr=NUMBERS.lr, weight_decay=NUMBERS.weight_decay, fused=True)
+        self._deepspeed: torch.optim.Optimizer | None = None
+        if HAS_DEEPSPEED:
+            from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+            self._deepspeed = DeepSpeedCPUAdam([self._master], lr=NUMBERS.lr, weight_decay=NUMBERS.weight_decay)
         self._is_cast = is_cast
         self._there, self._here = torch.zeros(count * 14, dtype=torch.uint8), torch.ones(count * 14, dtype=torch.uint8)
         self._steps = 0
@@ -74,10 +82,18 @@ class Contenders:
 
     def torchs(self) -> None:
         """torch's fused optimizer, and the casts that it needs."""
+        self._cast_and_step(self._fused)
+
+    def deepspeeds(self) -> None:
+        """The same of DeepSpeed."""
+        if self._deepspeed is not None:
+            self._cast_and_step(self._deepspeed)
+
+    def _cast_and_step(self, optimizer: torch.optim.Optimizer) -> None:
         torch.set_num_threads(self._threads)
         if self._is_cast and self._master.grad is not None:
             self._master.grad.copy_(self._gradient)
-        self._fused.step()
+        optimizer.step()
         if self._is_cast:
             self._parameter.copy_(self._master.detach())
 
@@ -94,7 +110,8 @@ class Contenders:
 
 def measure(contenders: Contenders, rounds: int) -> dict[str, list[float]]:
     """Seconds of each, by round."""
-    seen: dict[str, list[float]] = {"ours": [], "torchs": [], "memory": []}
+    names = ("ours", "torchs", "memory", *(("deepspeeds",) if HAS_DEEPSPEED else ()))
+    seen: dict[str, list[float]] = {name: [] for name in names}
     for number in range(rounds + 1):
         for name, times in seen.items():
             began = time.perf_counter()
@@ -119,16 +136,22 @@ def main() -> None:
     arguments = parser.parse_args()
     rows: list[dict[str, Any]] = []
     print(f"{arguments.parameters} million parameters, AdamW, {BYTES} bytes each")
-    print(f"{'dtype':10}{'threads':>8}{'ours':>18}{'memcpy':>12}{'of memory':>22}{'over fused':>22}")
+    print(
+        f"{'dtype':10}{'threads':>8}{'ours':>18}{'memcpy':>12}{'of memory':>22}{'over fused':>22}{'over DeepSpeed':>22}"
+    )
     for dtype in (DType.BFLOAT16, DType.FLOAT32):
         for threads in arguments.threads:
             contenders = Contenders(dtype, arguments.parameters * 1_000_000, threads)
             seen = measure(contenders, arguments.rounds)
             moved = BYTES * contenders.count
             ours, memory = (moved / statistics.median(seen[name]) / 1e9 for name in ("ours", "memory"))
-            of_memory, over_fused = ratio(seen["memory"], seen["ours"]), ratio(seen["torchs"], seen["ours"])
-            cells = [f"{middle:.2f} ({low:.2f}–{high:.2f})" for middle, low, high in (of_memory, over_fused)]
-            print(f"{dtype.name.lower():10}{threads:8}{ours:13.1f} GB/s{memory:7.1f} GB/s{cells[0]:>22}{cells[1]:>22}")
+            others = [seen[name] for name in ("memory", "torchs", "deepspeeds") if name in seen]
+            ratios = [ratio(other, seen["ours"]) for other in others]
+            cells = [f"{middle:.2f} ({low:.2f}–{high:.2f})" for middle, low, high in ratios]
+            print(
+                f"{dtype.name.lower():10}{threads:8}{ours:13.1f} GB/s{memory:7.1f} GB/s"
+                + "".join(f"{cell:>22}" for cell in cells)
+            )
             rows.append({"dtype": dtype.name.lower(), "threads": threads, "seconds": seen, "bytes": moved})
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1))

@@ -291,7 +291,7 @@ class RefuseRead:
 
 @dataclass(frozen=True, slots=True)
 class ReplacedRun:
-    """A run is forgotten, because a newer one is durable. To be logged."""
+    """A run is forgotten, because all states of a newer one are held. To be logged."""
 
     run: ShadowRun
     by: ShadowRun

@@ -42,9 +42,9 @@ class Training(ShadowReader):
         description = pb.ShadowDescription()
         if found is not None:
             common = {
-                "parts": [["g", COUNT, found]], "params": {"w": ["g", 0, [2, 3], "torch.float32", found]},
+                "parts": [["g", COUNT, found]], "params": {"w": ["g", 0, [2, 3], "torch.float32"]},
                 "kinds": {"g": ["master_param", "momentum_buffer"]}, "groups": [{"lr": 0.5, "betas": [1, 2]}],
-                "members": [[0]], "names": {}, **self.record_changes,
+                "members": [[0]], "names": {}, "steps": {"g": found}, **self.record_changes,
             }  # fmt: skip
             run = description.runs.add(run=1, durable=found)
             run.records.add(run=1, step=found, rank=0, size=1, common=json.dumps(common).encode())
@@ -135,7 +135,7 @@ def test_servers_without_states(run: Run) -> None:
     assert run.steps == []
 
 
-@pytest.mark.parametrize("changes", [{"params": {"w": 3}}, {"members": [[5]]}, {"members": []}, {"names": 3}])
+@pytest.mark.parametrize("changes", [{"params": {"w": ["g"]}}, {"members": [[5]]}, {"members": []}, {"names": 3}])
 def test_a_record_that_is_damaged(run: Run, changes: dict[str, object]) -> None:
     training = Training(7)
     training.record_changes = changes

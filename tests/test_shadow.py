@@ -43,7 +43,7 @@ def test_a_job_that_is_killed_goes_on_from_its_last_step(
     stack: contextlib.ExitStack, optimizer: str, machines: int, servers: int
 ) -> None:
     expected = undisturbed(optimizer, machines, servers)
-    # What is attached does not fit into a partition, and comes in pieces.
+    # Attached objects do not fit into a partition, and come in pieces.
     cluster = ShadowedCluster(stack, machines, servers, BYTEPS_PARTITION_BYTES="4096")
     scheduler, *killed = cluster.start(optimizer, "100000", "0.3")
     killed[0].until("step 9:")

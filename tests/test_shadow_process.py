@@ -155,7 +155,8 @@ def train(machine: Machine, steps: int, run: int = RUN, count: int = 400_000) ->
             part.give_sum(machine, step, total)
             part.make_step(machine, step, total, durable=step - 1, run=run)
             assert held(machine) == step
-        common = json.dumps({"parts": [["gradients 7", 2 * count, step]]}).encode()
+        said = {"parts": [["gradients 7", 2 * count, step]], "params": {}, "kinds": {}, "steps": {}}
+        common = json.dumps(said).encode()
         parts[0].record(machine, durable=step - 1, run=run, common=common)
         assert held(machine) == step
     return parts

@@ -28,7 +28,8 @@ def part(
 
 def record(step: int, parts: object, *, rank: int = 0, size: int = 1, run: int = RUN) -> pb.ShadowRecord:
     """``parts``: (name, count, last step) of each tensor."""
-    common = json.dumps({"parts": parts}).encode() if rank == 0 else b""
+    said = {"parts": parts, "params": {}, "kinds": {}, "steps": {}}
+    common = json.dumps(said).encode() if rank == 0 else b""
     return pb.ShadowRecord(run=run, step=step, rank=rank, size=size, common=common)
 
 
@@ -120,7 +121,18 @@ def test_why_a_step_can_t_be_restored(parts: list[pb.HeldPart], sentence: str) -
 
 
 @pytest.mark.parametrize(
-    "common", [b"", b"{", b"[]", b"{}", b'{"parts": 3}', b'{"parts": [["w"]]}', b'{"parts": [[1, 2, 3]]}']
+    "common",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"{}",
+        b'{"parts": 3}',
+        b'{"parts": [["w"]]}',
+        b'{"parts": [[1, 2, 3]], "params": {}, "kinds": {}, "steps": {}}',
+        b'{"parts": [["w", 1, 3]], "params": {"w": ["w"]}, "kinds": {"w": []}, "steps": {"w": []}}',
+        b'{"parts": [["w", 1, 3]], "params": {"w": 3}, "kinds": {"w": []}, "steps": {"w": 3}}',
+    ],
 )
 def test_a_damaged_record_is_none(common: bytes) -> None:
     damaged = pb.ShadowRecord(run=RUN, step=8, rank=0, size=1, common=common)

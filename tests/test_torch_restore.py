@@ -6,6 +6,7 @@ import json
 import pickle
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +17,9 @@ from byteps_py.errors import BytePSError, CommunicationError, RendezvousError, U
 from byteps_py.kernels.update_rules import Decay, Method, StepKind, UpdateRule
 from byteps_py.proto import shadow_pb2 as pb
 from byteps_py.shadow import RestorablePart, ServerDescription
-from byteps_py.shadow.record import Attachment, StoredBuffer
+from byteps_py.shadow.record import Attachment, StoredBuffer, read_common
 from byteps_py.tensors import DType
+from byteps_py.torch.gradients.common_record import CommonRecord
 from byteps_py.torch.gradients.hosted_shadow import MAX_EXTRA_BYTES, ShadowedSteps
 from byteps_py.torch.gradients.stored_elements import StoredElements
 
@@ -43,10 +45,11 @@ class Servers:
         self.common: dict[str, Any] = {
             "parts": [["g", 8, STEP]],
             "params": {
-                "linear.weight": ["g", 0, [2, 3], "torch.float32", 6],
-                "linear.bias": ["g", 6, [2], "torch.float32", 4],
+                "linear.weight": ["g", 0, [2, 3], "torch.float32"],
+                "linear.bias": ["g", 6, [2], "torch.float32"],
             },
             "kinds": {"g": ["master_param", "exp_avg", "exp_avg_sq"]},
+            "steps": {"g": [6, 4]},
             "groups": [{"lr": 0.25, "betas": [0.5, 0.75]}],
         }
         mean = StoredBuffer("torch.float32", (2,), torch.tensor([1.0, 2.0]).numpy().tobytes())
@@ -115,7 +118,7 @@ def test_everything_comes_back(servers: Servers) -> None:
 
 
 def test_a_parameter_that_has_made_no_step_stays_as_it_is(servers: Servers) -> None:
-    servers.common["params"]["linear.bias"][-1] = 0
+    servers.common["steps"]["g"][1] = 0
     model = Model()
     before = model.linear.bias.detach().clone()
     optimizer = shadowed(model, servers)
@@ -220,3 +223,24 @@ def test_stored_elements_are_read_across_parts(servers: Servers) -> None:
     assert servers.asked == [("server 0", range(3, 5)), ("server 1", range(5, 7))]
     assert stored[3:3].shape == (0,)
     assert (stored.shape, stored.dtype) == (torch.Size([2, 3]), torch.float32)
+
+
+def test_a_record_says_what_has_changed_since_the_one_before() -> None:
+    model = Model()
+    params = list(model.parameters())
+    states = SimpleNamespace(sizes=[6, 2], last_step=1, names=("master_param", "exp_avg"), steps=[1, 1])
+    tensors: Any = [SimpleNamespace(name="g", param_names=["w", "b"], params=params, states=states)]
+    group: dict[str, Any] = {"lr": 0.5, "params": params}
+    record = CommonRecord()
+    first = read_common(record.pack(tensors, [group], None))
+    assert first["params"] == {"w": ["g", 0, [2, 3], "torch.float32", 1], "b": ["g", 6, [2], "torch.float32", 1]}
+    assert (first["parts"], first["members"], first["names"]) == ([["g", 8, 1]], [[0, 1]], {})
+    states.last_step, states.steps, group["lr"] = 2, [2, 1], 0.25
+    second = read_common(record.pack(tensors, [group], model))
+    assert [entry[-1] for entry in second["params"].values()] == [2, 1]
+    assert (second["parts"], second["groups"]) == ([["g", 8, 2]], [{"lr": 0.25}])
+    assert second["names"] == {"w": ["linear.weight"], "b": ["linear.bias"]}
+    more = torch.nn.Parameter(torch.zeros(4))
+    other: Any = SimpleNamespace(name="h", param_names=["x"], params=[more], states=states)
+    third = read_common(record.pack([*tensors, other], [group, {"params": [more]}], model))
+    assert (list(third["params"]), third["members"]) == (["w", "b", "x"], [[0, 1], [2]])

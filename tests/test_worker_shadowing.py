@@ -286,6 +286,12 @@ def test_without_cpu_machines_the_next_two_gpu_machines_have_copies() -> None:
         assert not Shadowing[str](few).is_safe
 
 
+def test_a_server_on_the_owners_machine_keeps_no_copies() -> None:
+    around = topology(*GPU, *CPU)
+    around.servers[2].machine_id = "m0"  # a CPU machine's server that was started beside the trainer
+    assert Shadowing[str](around).servers == [4]
+
+
 def test_a_new_generation_goes_on_with_its_copies() -> None:
     machine = Machine()
     machine.follow()

@@ -95,7 +95,7 @@ def write_state(
 
 
 def _cause(error: CheckpointException) -> BaseException:
-    """What has failed. torch wraps an OSError of a file in a RuntimeError of its own."""
+    """The error that is the cause. torch wraps an OSError of a file in a RuntimeError of its own."""
     causes: list[Any] = [failure for failure, _ in error.failures.values()]
     for cause in causes:
         each = cause

@@ -1,4 +1,16 @@
-"""What a rank attaches to a step's record: the user's object, pickled, and the model's buffers. Pure; any thread.
+"""The contents of a step's record. Pure; any thread.
+
+``common``, of rank 0, is JSON of what all ranks have alike:
+
+    parts     [tensor of gradients, its elements, its latest step]
+    params    by name, [tensor, first element in it, shape, dtype]; in the order of the elements
+    steps     by tensor, the steps that each of its parameters has made, or one number for all
+    kinds     by tensor, the names of its states
+    groups    the param_groups, without their parameters
+    members   of each param_group, the places of its parameters among params
+    names     by name, the names in the model, where they differ
+
+An Attachment is what each rank attaches: the user's object, pickled, and the model's buffers.
 
 A program that writes checkpoints has to read the buffers, and must not unpickle the user's object, whose classes it may
 not have. So what it reads consists of plain types, and nothing else is accepted.
@@ -7,12 +19,25 @@ not have. So what it reads consists of plain types, and nothing else is accepted
 from __future__ import annotations
 
 import io
+import json
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from byteps_py.errors import ProtocolError
+
+
+def read_common(data: bytes) -> dict[str, Any]:
+    """What ``common`` says, with a parameter's steps as the last entry of its list in ``params``. Raises ValueError,
+    TypeError or LookupError for anything else."""
+    common: dict[str, Any] = json.loads(data)
+    steps, place = common.pop("steps"), dict.fromkeys(common["kinds"], 0)
+    for entry in common["params"].values():
+        made = steps[entry[0]]
+        entry.append(made if isinstance(made, int) else made[place[entry[0]]])
+        place[entry[0]] += 1
+    return common
 
 
 @dataclass(frozen=True, slots=True)

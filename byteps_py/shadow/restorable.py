@@ -7,7 +7,6 @@ partition is taken from any server that can deliver it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 from byteps_py.errors import UsageError
 from byteps_py.kernels.update_rules import StepKind
 from byteps_py.proto import shadow_pb2
+from byteps_py.shadow.record import read_common
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,13 +179,13 @@ def _common(records: Mapping[int, shadow_pb2.ShadowRecord]) -> dict[str, Any] | 
     if (record := records.get(0)) is None:
         return None
     try:
-        common = json.loads(record.common)
+        common = read_common(record.common)
         for name, count, last in common["parts"]:
             if not (isinstance(name, str) and isinstance(count, int) and isinstance(last, int)):
                 return None
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, LookupError, AttributeError):
         return None
-    return dict(common)
+    return common
 
 
 def _cover(held: list[_Held], name: str, count: int, last: int) -> list[RestorablePart] | str:

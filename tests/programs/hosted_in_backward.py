@@ -71,6 +71,14 @@ def threads() -> list[threading.Thread]:
     return [each for each in threading.enumerate() if each.name == "byteps-step-in-backward"]
 
 
+def go_on(first: tuple[nn.Module, Any], second: tuple[nn.Module, Any], numbers: range) -> None:
+    """Steps of both models, with the same weights after each."""
+    for number in numbers:
+        for model, optimizer in (first, second):
+            step(model, optimizer, number)
+        same(first[0], second[0], f"step {number}")
+
+
 @case
 def equal_under_backward() -> None:
     """Bit for bit, with a schedule of learning rates; states, too. From the second step on, steps begin early."""
@@ -163,10 +171,7 @@ def ranks_with_other_numbers() -> None:
     raises(bps.UsageError, "param_groups[2] has changed", optimizer.step)
     same(one, other, "a step with another rule")
     optimizer.param_groups[2]["amsgrad"] = True
-    for number in range(5, 7):
-        step(one, on_ranks, number)
-        step(other, optimizer, number)
-        same(one, other, f"step {number}")
+    go_on((one, on_ranks), (other, optimizer), range(5, 7))
     same_states(on_ranks.state_dict(), optimizer.state_dict(), "in the end")
 
 
@@ -211,10 +216,7 @@ def too_late() -> None:
             optimizer.param_groups[0]["lr"] = lr
         same(one, other, f"step {number}")
     raises(bps.UsageError, "takes no closure", lambda: optimizer.step(lambda: 0.0))
-    for number in range(5, 7):
-        step(one, on_ranks, number)
-        step(other, optimizer, number)
-        same(one, other, f"step {number}")
+    go_on((one, on_ranks), (other, optimizer), range(5, 7))
     same_states(on_ranks.state_dict(), optimizer.state_dict(), "in the end")
 
 
@@ -300,10 +302,7 @@ def is_discarded() -> None:
     optimizer.load_state_dict(saved)
     same(one, other, "discarded")
     assert not threads()
-    for number in range(3, 6):
-        step(one, on_ranks, number)
-        step(other, optimizer, number)
-        same(one, other, f"step {number}")
+    go_on((one, on_ranks), (other, optimizer), range(3, 6))
     same_states(on_ranks.state_dict(), optimizer.state_dict(), "in the end")
 
 

@@ -228,11 +228,11 @@ class TcpLink(ServerLink):
 
     @property
     def has_states(self) -> bool:
-        """What servers are told of states is on its way."""
+        """States, or steps of them, are on their way to servers."""
         return bool(self._on_its_way) and not self.is_closed
 
     def _leave_behind(self) -> None:
-        """What is on its way on a connection that ends is in the network's hands."""
+        """The connection ends. The network decides about the messages that are on their way."""
         for sent in self._on_its_way:
             sent.keep()
         self._on_its_way.clear()

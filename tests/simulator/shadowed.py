@@ -24,7 +24,7 @@ _SHORT_CREDIT_BYTES = 200
 
 
 class ShadowStrikes(Strikes):
-    """What owners of states have to survive beside all else."""
+    """Faults of shadowed jobs, beside those of all jobs."""
 
     def __init__(self, cluster: Cluster) -> None:
         rng = cluster.world.random

@@ -384,7 +384,7 @@ class Shadowing(Generic[M]):
             actions += self._moved(found.copy.part)
         if not isinstance(found, SendRecord) and found.copy.state is FOLLOWING:
             # Steps that were sent behind the states count only once they are there, too.
-            found.copy.part.has_followed |= not any(self._is_of(each, found.copy) for each in queue)
+            found.copy.part.has_followed |= found.step == found.copy.last
         return actions
 
     @staticmethod

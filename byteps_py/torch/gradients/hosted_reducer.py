@@ -26,11 +26,12 @@ from byteps_py.torch.engine.context import Context
 from byteps_py.torch.engine.dtypes import WIRE, wire_dtype
 from byteps_py.torch.engine.slot_view import PieceView, TensorRequest
 from byteps_py.torch.gradients.bucket import Bucket, GradientOptions, GradientPlace
+from byteps_py.torch.gradients.common_record import ShadowedTensor
 from byteps_py.torch.gradients.gradient_checksums import Gradients, Scratch
 from byteps_py.torch.gradients.gradient_reducer import GradientReducer
 from byteps_py.torch.gradients.hosted_owners import claim
 from byteps_py.torch.gradients.hosted_rules import check_dtypes
-from byteps_py.torch.gradients.hosted_shadow import ShadowedSteps, ShadowedTensor
+from byteps_py.torch.gradients.hosted_shadow import ShadowedSteps
 from byteps_py.torch.gradients.hosted_sparse_rows import HostedSparseBucket
 from byteps_py.torch.gradients.hosted_states import Factors, HostedStates, OwnedStates, ParameterState, RowStates
 from byteps_py.torch.gradients.hosted_trust_ratios import UpdatePhase, begin_scaled_steps

@@ -6,11 +6,9 @@ parameter's states lie, of each rank what the user has attached. The training th
 
 from __future__ import annotations
 
-import json
 import secrets
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +20,7 @@ from byteps_py.settings import Settings
 from byteps_py.shadow import ShadowReader
 from byteps_py.shadow.record import Attachment
 from byteps_py.torch.engine.context import Context
-from byteps_py.torch.gradients.hosted_states import HostedStates
+from byteps_py.torch.gradients.common_record import CommonRecord, ShadowedTensor
 from byteps_py.torch.gradients.largest_values import largest
 from byteps_py.torch.gradients.stored_buffers import stored_buffers
 from byteps_py.torch.horovod.objects import pickled
@@ -31,16 +29,6 @@ from byteps_py.torch.horovod.objects import pickled
 MAX_EXTRA_BYTES = 1 << 20
 _RUN_BITS = 52  # a float64 carries it from rank to rank
 _of_session: weakref.WeakKeyDictionary[Session, Callable[[], ShadowedSteps | None]] = weakref.WeakKeyDictionary()
-
-
-@dataclass(frozen=True, slots=True)
-class ShadowedTensor:
-    """A tensor of gradients, by its name: the parameters that it is of, with their names, and their states."""
-
-    name: str
-    param_names: Sequence[str]
-    params: Sequence[torch.nn.Parameter]
-    states: HostedStates
 
 
 class ShadowedSteps:
@@ -63,8 +51,7 @@ class ShadowedSteps:
         self.step = 0
         self.extra: object = None
         self.model: torch.nn.Module | None = None
-        self._named: torch.nn.Module | None = None
-        self._names: dict[torch.nn.Parameter, list[str]] = {}
+        self._common = CommonRecord()
         self._reader: ShadowReader | None = None
         self._packed = b""
 
@@ -159,7 +146,7 @@ class ShadowedSteps:
             return
         shadowed = ShadowedStep(self._run, self.step + 1, self._durable, self._is_whole)
         self.step = shadowed.step
-        common = _common(tensors, groups, self._names_in_model()) if session.rank == 0 else b""
+        common = self._common.pack(tensors, groups, self.model) if session.rank == 0 else b""
         if len(common) + len(self._packed) > session.max_record_bytes:
             raise UsageError(
                 f"shadow=True: the names, shapes and steps of {sum(len(each.params) for each in tensors)} "
@@ -167,59 +154,3 @@ class ShadowedSteps:
                 f"{session.max_record_bytes - len(self._packed)} are the most"
             )
         session.record_step(shadowed, common, self._packed)
-
-    def _names_in_model(self) -> dict[torch.nn.Parameter, list[str]]:
-        """The names of the model's parameters, for those that share their memory all of them."""
-        if self._named is not self.model:
-            self._named, self._names = self.model, {}
-            for name, param in self.model.named_parameters(remove_duplicate=False) if self.model is not None else ():
-                self._names.setdefault(param, []).append(name)
-        return self._names
-
-
-def _common(
-    tensors: Sequence[ShadowedTensor],
-    groups: Sequence[Mapping[str, Any]],
-    names_in_model: Mapping[torch.nn.Parameter, list[str]],
-) -> bytes:
-    """What all ranks have alike, as JSON.
-
-    parts: [tensor, its elements, its latest step]. params: by name, [tensor, first element, shape, dtype, steps made].
-    kinds: by tensor, the names of its states. groups: the param_groups, without their parameters. members: of each of
-    them, the places of its parameters among params. names: by name, the names in the model, where they differ.
-    """
-    given: dict[torch.nn.Parameter, str] = {}
-    places: dict[torch.nn.Parameter, int] = {}
-    parts, kinds = [], {}
-    params: dict[str, list[Any]] = {}
-    for tensor in tensors:
-        kept, first = tensor.states, 0
-        parts.append([tensor.name, sum(kept.sizes), kept.last_step])
-        kinds[tensor.name] = list(kept.names)
-        for name, param, steps in zip(tensor.param_names, tensor.params, kept.steps, strict=True):
-            params[name] = [tensor.name, first, list(param.shape), str(param.dtype), steps]
-            first += param.numel()
-            given[param], places[param] = name, len(places)
-    said = {
-        "parts": parts,
-        "params": params,
-        "kinds": kinds,
-        "groups": [_plain(group) for group in groups],
-        "members": [[places[param] for param in group["params"] if param in places] for group in groups],
-        "names": {
-            name: known for param, name in given.items() if (known := names_in_model.get(param, [name])) != [name]
-        },
-    }
-    return json.dumps(said).encode()
-
-
-def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _number(value) for name, value in group.items() if name != "params"}
-
-
-def _number(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.item()
-    if isinstance(value, Iterable) and not isinstance(value, str):
-        return [_number(each) for each in value]
-    return value
