@@ -301,6 +301,16 @@ def test_a_new_generation_goes_on_with_its_copies() -> None:
     assert kinds(machine.make_step()) == ["SendRecord", "SendStep", "SendStep"]
 
 
+def test_a_partition_that_is_cut_anew_keeps_its_old_copy_until_there_is_a_new_one() -> None:
+    machine = Machine()
+    machine.follow()
+    machine.gradients = machine._gradients(2)
+    whole = OwnedPart(machine.gradients, 0, 0, 64, 3, owner=0, is_own=True, first=0)
+    assert "SendEnd" not in kinds(machine.core.watch(0, RUN, [(whole, 200)]))
+    machine.parts = [whole]
+    assert kinds(machine.make_step()) == ["SendRecord", "SendStates"]
+
+
 def test_a_new_generation_that_another_server_adds_keeps_its_copy_until_there_is_one_there() -> None:
     machine = Machine(*GPU, 3, 4, adds=(3, 3))
     machine.follow()

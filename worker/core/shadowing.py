@@ -139,7 +139,6 @@ class SendEnd:
 
     server: int
     part: OwnedPart
-    run: int
 
 
 @dataclass(slots=True)
@@ -261,8 +260,8 @@ class Shadowing(Generic[M]):
                 piece.part = part
                 actions += [*self._settle_due(piece), *self._place(piece)]
                 continue
-            if piece is not None:
-                actions += self._end(piece)
+            if piece is not None:  # it is cut anew: servers keep the old states until they have the new ones
+                actions += [each for each in self._end(piece) if not isinstance(each, SendEnd)]
             piece = ShadowedPiece(part, run, state_bytes)
             piece.copies += [ShadowCopy(piece, server) for server in self.servers_of(part)]
             self._pieces[piece.place] = piece
@@ -472,7 +471,7 @@ class Shadowing(Generic[M]):
         copy.part.copies.remove(copy)
         is_known = copy.state in (SEEDING, FOLLOWING)
         actions = self._drop(copy)
-        return [*actions, SendEnd(copy.server, copy.part.part, copy.part.run)] if is_known else actions
+        return [*actions, SendEnd(copy.server, copy.part.part)] if is_known else actions
 
     # ---- inside ------------------------------------------------------------------------------------------------
 
