@@ -84,7 +84,7 @@ class ShadowRank(HostedRank):
                 for model in program.models
                 if program.last(model.name, step)
             ]
-            common = json.dumps({"parts": parts}).encode()
+            common = json.dumps({"parts": parts, "params": {}, "kinds": {}, "steps": {}}).encode()
         self.session.record_step(self.shadowed, common, b"%d" % self.number)
         self.say(f"has begun step {self.shadowed.step}, durable {self.shadowed.durable}")
 
