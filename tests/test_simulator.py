@@ -52,10 +52,10 @@ from simulator.visits import VISIT
         ("hosted-elastic", 40),
         ("shadow", 40),
         ("shadow-outages", 20),
-        pytest.param("fixed", 1000, marks=pytest.mark.slow),
-        pytest.param("elastic", 300, marks=pytest.mark.slow),
-        pytest.param("shadow", 600, marks=pytest.mark.slow),
-        pytest.param("shadow-outages", 300, marks=pytest.mark.slow),
+        pytest.param("fixed", 500, marks=pytest.mark.slow),
+        pytest.param("elastic", 150, marks=pytest.mark.slow),
+        pytest.param("shadow", 250, marks=pytest.mark.slow),
+        pytest.param("shadow-outages", 120, marks=pytest.mark.slow),
     ],
 )
 def test_the_invariants_hold(kind: str, seeds: int) -> None:
