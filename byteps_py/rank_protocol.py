@@ -20,7 +20,7 @@ from typing import Any
 from byteps_py.errors import ProtocolError
 from byteps_py.tensors import DType, Layout, NonFinite, Op, Sizes, TensorSpec
 
-VERSION = 6
+VERSION = 7
 
 
 class RankMessageKind(enum.IntEnum):

@@ -20,7 +20,7 @@ from byteps_py.scheduler.core import REGISTER_TIMEOUT_S
     ("n", "k", "addresses"),
     [
         (1, 0, []),
-        (1, 1, []),
+        (1, 1, ["tcp://cpu0:1"]),
         (2, 0, ["tcp://gpu0:1", "tcp://gpu1:1"]),
         (2, 1, ["tcp://cpu0:1", "tcp://gpu0:1", "tcp://gpu1:1"]),
         (2, 2, ["tcp://cpu0:1", "tcp://cpu1:1"]),
@@ -58,7 +58,7 @@ def test_a_cluster_forms_with_any_order_and_any_machine_sizes(data: st.DataObjec
         cluster.join(register)
     membership = cluster.last(1).membership
     assert [m.first_rank for m in membership.workers] == [sum(sizes[:i]) for i in range(n)]
-    assert len(membership.servers) == (0 if n == 1 else k + n if k < n else n)
+    assert len(membership.servers) == (k if n == 1 else k + n if k < n else n)
 
 
 def test_extra_cpu_machines_and_unneeded_gpu_servers_are_welcome_and_idle() -> None:

@@ -18,7 +18,7 @@ from byteps_py.tensors import DType, TensorSpec
 
 _WELCOME = {
     "rank": 0, "size": 2, "local_rank": 0, "local_size": 2, "is_continued": False, "since_epoch": 1,
-    "machine_index": 0, "num_machines": 1, "is_homogeneous": True,
+    "machine_index": 0, "num_machines": 1, "is_homogeneous": True, "has_shadow_servers": True,
 }  # fmt: skip
 _PLACE = {"id": 1, "inputs": [[0, 0]], "result": [0, 0], "nbytes": 16, "round": 0}
 

@@ -19,7 +19,7 @@ from byteps_py.session.service.remote import RemoteSession
 WAIT_S = 60.0
 WELCOME = {
     "rank": 0, "size": 2, "local_rank": 0, "local_size": 1, "is_continued": False, "since_epoch": 1, "machine_index": 0,
-    "num_machines": 2, "is_homogeneous": True,
+    "num_machines": 2, "is_homogeneous": True, "has_shadow_servers": True,
 }  # fmt: skip
 
 

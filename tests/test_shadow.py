@@ -21,9 +21,9 @@ def stack() -> Iterator[contextlib.ExitStack]:
         yield found
 
 
-def undisturbed(optimizer: str, machines: int, servers: int, steps: int = STEPS) -> dict[int, str]:
-    """What a job has that nothing happens to."""
-    words = ["-np", "1", "--machines", str(machines), "--servers", str(servers)]
+def undisturbed(optimizer: str, machines: int, servers: int, steps: int = STEPS, ranks: int = 1) -> dict[int, str]:
+    """What a job has that nothing happens to. ``ranks``: of each machine."""
+    words = ["-np", str(ranks), "--machines", str(machines), "--servers", str(servers)]
     with command(*LAUNCH, *words, sys.executable, str(PROGRAM), optimizer, str(steps)) as job:
         assert job.end() == 0, job.text
         return digests(job.text)
@@ -33,6 +33,8 @@ def undisturbed(optimizer: str, machines: int, servers: int, steps: int = STEPS)
     ("optimizer", "machines", "servers"),
     [
         ("adamw", 2, 1),
+        ("adamw", 1, 2),
+        pytest.param("sgd", 1, 1, marks=pytest.mark.slow),
         pytest.param("sgd", 2, 2, marks=pytest.mark.slow),
         pytest.param("adamw-in-backward", 2, 1, marks=pytest.mark.slow),
         pytest.param("lamb", 2, 1, marks=pytest.mark.slow),
@@ -42,9 +44,11 @@ def undisturbed(optimizer: str, machines: int, servers: int, steps: int = STEPS)
 def test_a_job_that_is_killed_goes_on_from_its_last_step(
     stack: contextlib.ExitStack, optimizer: str, machines: int, servers: int
 ) -> None:
-    expected = undisturbed(optimizer, machines, servers)
+    ranks = 2 if (machines, servers) == (1, 2) else 1
+    expected = undisturbed(optimizer, machines, servers, ranks=ranks)
     # Attached objects do not fit into a partition, and come in pieces.
-    cluster = ShadowedCluster(stack, machines, servers, BYTEPS_PARTITION_BYTES="4096")
+    more = {"BYTEPS_PARTITION_BYTES": "4096", "BYTEPS_LOCAL_SIZE": str(ranks)}
+    cluster = ShadowedCluster(stack, machines, servers, **more)
     scheduler, *killed = cluster.start(optimizer, "100000", "0.3")
     killed[0].until("step 9:")
     kill_and_go_on(cluster, scheduler, killed, optimizer, expected)

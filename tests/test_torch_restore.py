@@ -189,7 +189,7 @@ def test_what_does_not_go_together_is_refused(servers: Servers) -> None:
         shadowed(model, shadow=False, hosted=True).shadow_extra = 1
     optimizer = shadowed(Model())
     optimizer.param_groups[0]["params"][0].sum().backward()
-    with pytest.raises(UsageError, match="one GPU machine: its gradients go to no server"):
+    with pytest.raises(UsageError, match="one GPU machine and no CPU machine"):
         optimizer.step()
 
 

@@ -22,6 +22,7 @@ from byteps_py.worker.core.hosted_steps import (
     MakeStep,
     OwnedPart,
     StepState,
+    SumForOwner,
 )
 from byteps_py.worker.core.owners import OwnedPiece, Owners
 from byteps_py.worker.core.pipeline import RoundPipeline
@@ -39,11 +40,11 @@ SERVERS, OWNERS = (7, 8), (1, 2)
 class Machine:
     """The core of machine 0 with both tensors agreed; ``machines``: 1 if it is alone."""
 
-    def __init__(self, machines: int = 2, owners: tuple[int, ...] = OWNERS) -> None:
+    def __init__(self, machines: int = 2, owners: tuple[int, ...] = OWNERS, is_shadowed: bool = False) -> None:
         machine_of = (0, 0, 1) if machines == 2 else (0, 0)
         self.steps = HostedSteps(0, 2, machine_of)
         self.pipeline = RoundPipeline(len(machine_of), PushQueue(), hosted=self.steps)
-        self.gradients = self._agreed(GRADIENTS, machines)
+        self.gradients = self._agreed(replace(GRADIENTS, is_shadowed=is_shadowed), machines)
         self.parameters = self._agreed(PARAMETERS, machines)
         for each in (self.gradients, self.parameters):
             pieces = [OwnedPiece(16 * i, 16, SERVERS[i], owner, i) for i, owner in enumerate(owners)]
@@ -154,6 +155,22 @@ def test_alone_the_step_adds_the_ranks_gradients() -> None:
     done = machine.pipeline.stepped(second, 0.0)
     assert [a.tensor for a in done if isinstance(a, RoundDone)] == [machine.parameters, machine.gradients]
     assert (machine.gradients.running, machine.parameters.running) == (0, 0)
+
+
+def test_alone_shadowed_gradients_are_added_before_the_step() -> None:
+    machine = Machine(machines=1, owners=(0, 1), is_shadowed=True)
+    sums = machine.ready(machine.gradients)
+    assert sums == [SumForOwner(machine.part(i), (10_000 + 16 * i, 20_000 + 16 * i)) for i in (0, 1)]
+    assert machine.pipeline.arm(machine.slot(0), 1) == []
+    machine.part(0).answer = block(7_000)
+    (step,) = machine.pipeline.computed(machine.part(0), 0.0)
+    assert isinstance(step, MakeStep)
+    assert (step.inputs, step.divisor) == ((7_000,), 2)
+    assert machine.gradients.is_used
+    machine.pipeline.retire(machine.gradients, 0.0)
+    assert machine.pipeline.computed(machine.part(1), 0.0) == []
+    assert machine.gradients.is_used
+    assert machine.pipeline.stepped(step, 0.0) == [Release(machine.gradients.slots, machine.gradients)]
 
 
 def test_alone_parameters_may_be_asked_for_after_all_steps() -> None:

@@ -118,7 +118,7 @@ class Group:
         if around.peers is not None:
             memory.when_left = around.peers.when_left
         self.network: Network | None = None
-        if topology.machines > 1:
+        if topology.machines > 1 or topology.cpu_servers:  # these can keep copies of a machine's states
             self.network = executor.network = self.network_class(
                 runtime, settings, topology, memory, executor.answered, executor.again, around.server_lost
             )

@@ -68,7 +68,8 @@ class ClusterConfig:
 
     def weights(self, cpu_mbit: Sequence[float], gpu_mbit: Sequence[float]) -> tuple[int, ...]:
         """The share of the keys that each machine gets, relative to the others, for links of these rates: CPU machines
-        first, then GPU machines; 0 for none. Raises UsageError if no machine could hold any."""
+        first, then GPU machines; 0 for none. One GPU machine adds all of its gradients itself; CPU machines beside it
+        share the copies of its optimizers' states. Raises UsageError if no machine could hold any."""
         if len(gpu_mbit) == 1:
-            return (0,) * (len(cpu_mbit) + 1)
+            return (*(1 for _ in cpu_mbit), 0)
         return LinkOptimum(cpu_mbit, gpu_mbit, not self.servers_only and len(cpu_mbit) < len(gpu_mbit)).weights

@@ -115,6 +115,7 @@ class Session(ABC):
     #: Ranks of different machines exchange addresses, and connect if the settings of all of them allow it.
     exchanges_addresses: bool = False
     is_homogeneous: bool = True  #: all machines have the same number of ranks
+    has_shadow_servers: bool = False  #: there are machines whose servers can keep copies of an optimizer's states
     #: Set before ``close`` by a rank of an elastic job that will rejoin: (reason, whether all ranks do so).
     returning: tuple[str, bool] | None = None
     #: Elastic jobs: all ranks were in the previous group and left it in order, so they have the same state.

@@ -67,7 +67,7 @@ class Cluster:
         rng = world.random
         self.machines = rng.choice((1, 2, 2, 3, 3, 4))
         self.local_sizes = [rng.choice((1, 1, 2, 2, 3)) for _ in range(self.machines)]
-        self.cpu_machines = rng.randint(0, self.machines + 1) if self.machines > 1 else 0
+        self.cpu_machines = rng.randint(0, self.machines + 1)
         self.fault = rng.choice(FAULTS) if rng.random() < 0.3 else ""
         duplicates = not self.fault and rng.random() < 0.3
         if self.fault in ("kill all servers", "freeze a machine") and self.machines == 1:

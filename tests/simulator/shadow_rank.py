@@ -6,12 +6,10 @@ import json
 
 import numpy as np
 
-from byteps_py.errors import UsageError
-from byteps_py.session.base import HostedPart, ShadowedStep, Slot
+from byteps_py.session.base import ShadowedStep
 from byteps_py.tensors import DType, Op, TensorSpec
 
 from .hosted_rank import HostedRank
-from .hosted_uses import Model
 from .shadow_uses import ShadowProgram
 from .turn import Life
 from .uses import Use
@@ -29,16 +27,14 @@ class ShadowRank(HostedRank):
     begun = durable = 0
     is_whole = False
     may_hang = False
-    is_alone = False
 
     def _go(self, step: list[Use]) -> Life:
         program, self.shadowed = self._shadow_program, None
         numbers = {program.number_of[use.id] for use in step if use.id in program.number_of}
-        if self.session.num_machines > 1:
-            self.run = 0 if self.is_alone else RUN
+        if self.session.has_shadow_servers:
+            self.run = RUN
             if numbers:
                 yield from self._agree(max(numbers))
-            if numbers and not self.is_alone:
                 self.shadowed = ShadowedStep(self.run, max(numbers), self.durable, self.is_whole)
                 self.begun = max(numbers)
         yield from super()._go(step)
@@ -65,14 +61,6 @@ class ShadowRank(HostedRank):
             raise InvariantError(f"{self.name} hears other steps that are held before step {number} than others")
         self.durable, self.is_whole = max(self.durable, int(held[0])), self.is_whole or bool(held[1])
 
-    def host_states(self, model: Model, source: Slot, target: Slot, before: HostedPart | None) -> Life:
-        try:
-            yield from super().host_states(model, source, target, before)
-        except UsageError:
-            self.say("goes on without other machines")  # there is no server at this moment, but on its own machine
-            self.run, self.shadowed, self.is_alone = 0, None, True
-            yield from super().host_states(model, source, target, before)
-
     def has_begun_all(self) -> None:
         if self.shadowed is None:
             return
@@ -91,7 +79,7 @@ class ShadowRank(HostedRank):
     def _settle(self) -> Life:
         """It waits until all steps are held: nothing that it sent is lost for good."""
         due_s = self.world.now_s + _PATIENCE_S
-        if self.begun and not self.is_alone:
+        if self.begun:
             self.doing = f"waiting until step {self.begun} is held"
             self.world.after(_PATIENCE_S, self, None, self._on_arrival)
             self.world.expect_quiet(_PATIENCE_S + 1.0)

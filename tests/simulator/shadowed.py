@@ -28,7 +28,7 @@ class ShadowStrikes(Strikes):
 
     def __init__(self, cluster: Cluster) -> None:
         rng = cluster.world.random
-        count = rng.choice((0, 0, 3, 10)) if cluster.machines > 1 else 0
+        count = rng.choice((0, 0, 3, 10)) if cluster.machines > 1 or cluster.cpu_machines else 0
         kinds = rng.sample((CUT, SHORTAGE, JOIN, JOIN), rng.randint(1, 2))
         super().__init__(cluster, rng.choice((20, 60, 150)), [rng.choice(kinds) for _ in range(count)])
 
@@ -76,7 +76,7 @@ class ShadowJob(HostedJob):
             self.watch.credit_bytes = _SHORT_CREDIT_BYTES
         self._every = rng.choice(_EVENTS_BETWEEN)
         self._dies_at_event = -1
-        if self.machines > 1 and rng.random() < 0.4:
+        if (self.machines > 1 or self.cpu_machines) and rng.random() < 0.4:
             self.fault = ""
             self._dies_at_event = int(rng.expovariate(1 / rng.choice((500, 1500, 3000))))
 

@@ -8,7 +8,8 @@ Two tensors belong together (see TensorSpec.ownership): a SUM, the gradients, an
                       └─ owned ◄─────────────────────────────────────────────────────────────────────────┘
                            └─► push ─► acknowledged ─► done        (the step has written the local ranks' results)
 
-On a machine alone nothing is pushed: the step adds the local ranks' gradients itself.
+On a machine alone nothing is pushed: the step adds the local ranks' gradients itself. Only if they are shadowed, they
+are added before the step, because the sum is sent to the server that keeps the copy.
 
 A partition's step is made when its sum is there and its owner has said with which numbers (``arm``), whatever of the
 tensor is still on its way. It is made once: a round leaves SUMMING when its sum is there, and later answers to the same
@@ -134,6 +135,14 @@ class _Parameters:
 
 
 @dataclass(slots=True)
+class SumForOwner:
+    """Add the inputs, of local ranks, in memory of the partition (``answer``), then call ``RoundPipeline.computed``."""
+
+    part: OwnedPart
+    inputs: tuple[int, ...]
+
+
+@dataclass(slots=True)
 class MakeStep:
     """Step the owner's states with the sum of ``inputs``, divided, then call ``RoundPipeline.stepped``.
 
@@ -161,7 +170,7 @@ class AllSummed:
     slot: RankSlot
 
 
-HostedAction = MakeStep | Forget | AllSummed
+HostedAction = SumForOwner | MakeStep | Forget | AllSummed
 
 
 class HostedSteps:

@@ -15,7 +15,7 @@ from byteps_py.errors import ProtocolError
 from byteps_py.tensors import Op, TensorSpec
 from byteps_py.worker.core.actions import Action, Push, Release, RoundDone, Show, Supply, Withdraw
 from byteps_py.worker.core.credit import PushQueue
-from byteps_py.worker.core.hosted_steps import Forget, HostedAction, HostedSteps, MakeStep, OwnedPart
+from byteps_py.worker.core.hosted_steps import Forget, HostedAction, HostedSteps, MakeStep, OwnedPart, SumForOwner
 from byteps_py.worker.core.owners import OwnedPiece
 from byteps_py.worker.core.scatter import Scatter
 from byteps_py.worker.core.tensor import (
@@ -174,6 +174,10 @@ class RoundPipeline:
     def _begin_owned(self, part: OwnedPart) -> list[Action]:
         """All local ranks have come to a partition of parameters, or, on a machine alone, of gradients."""
         tensor = part.tensor
+        if part.is_sum and tensor.spec.is_shadowed:
+            part.move_to(REDUCING)
+            tensor.running += 1
+            return [SumForOwner(part, tuple(slot.input.address + part.offset for slot in tensor.slots))]
         if part.is_sum:
             part.move_to(DELIVERING)
             return self._summed(part, tuple(slot.input.address + part.offset for slot in tensor.slots))
@@ -283,6 +287,9 @@ class RoundPipeline:
                 return self._scatterer.offer(part, now)
             self._enqueue(part)
             return self.pump(now)
+        if part.stage is REDUCING and isinstance(part, OwnedPart) and part.answer is not None:
+            part.move_to(DELIVERING)
+            return self._summed(part, (part.answer.address,))
         if isinstance(part, ScatterPart):
             part.frames.clear()
         return [*actions, *self._finish(part)]

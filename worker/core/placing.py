@@ -150,15 +150,17 @@ class Placing:
 
     def _cut(self, spec: TensorSpec) -> Sequence[tuple[int, int, int]]:
         is_alone = self._topology.machines_in(spec) == 1
+        limit = self._local_sum_bytes if is_alone else self._topology.partition_bytes
+        if spec.is_shadowed:  # a server that keeps copies is sent the sums of a machine alone, too
+            limit = min(limit, self._topology.partition_bytes)
         if spec.scatters:
-            limit = self._local_sum_bytes if is_alone else self._topology.partition_bytes
             return scattered_pieces(spec, self._topology.size, limit, self._chunk_bytes)
         if spec.op is Op.BROADCAST and not is_alone:
             return broadcast_pieces(spec, self._topology)
         table = self._table_of(spec)
         if table is not None and not is_alone:
             return table.partitions(key_of(spec.name))
-        return [(*piece, NO_SERVER) for piece in split(spec.nbytes, self._local_sum_bytes, spec.dtype.itemsize)]
+        return [(*piece, NO_SERVER) for piece in split(spec.nbytes, limit, spec.dtype.itemsize)]
 
 
 def _weights(topology: Topology, cpu: int = 1, gpu: int = 1) -> list[tuple[int, int]]:

@@ -56,7 +56,7 @@ class Stage(enum.Enum):
 WAITING, REDUCING, QUEUED, IN_FLIGHT, DELIVERING, DONE = Stage
 STAGES: dict[Stage, tuple[Stage, ...]] = {
     WAITING: (REDUCING, QUEUED, IN_FLIGHT, DELIVERING),  # what is stepped on a machine alone is not summed before
-    REDUCING: (QUEUED, IN_FLIGHT, DONE),
+    REDUCING: (QUEUED, IN_FLIGHT, DELIVERING, DONE),  # DELIVERING: a sum that its owner steps with
     QUEUED: (IN_FLIGHT, DELIVERING, DONE),  # the server of before may answer what waits to be sent again
     IN_FLIGHT: (QUEUED, DELIVERING, DONE),
     DELIVERING: (DONE,),

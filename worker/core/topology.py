@@ -95,11 +95,17 @@ class Topology:
     @property
     def gpu_machines_sum(self) -> bool:
         """Beside CPU machines, or because there are none: their links carry what is summed for others, too."""
-        return tuning.gpu_machines_sum(len(self._cpu_servers), len(self.servers) - len(self._cpu_servers))
+        return tuning.gpu_machines_sum(len(self.cpu_servers), len(self.servers) - len(self.cpu_servers))
 
     @property
-    def _cpu_servers(self) -> list[int]:
+    def cpu_servers(self) -> list[int]:
+        """Of CPU machines, by member id."""
         return [server.member_id for server in self.servers if server.kind != pb.MACHINE_KIND_GPU]
+
+    @property
+    def has_shadow_servers(self) -> bool:
+        """There are other machines whose servers can keep copies of an optimizer's states: alike on all machines."""
+        return self.machines > 1 or bool(self.cpu_servers)
 
     @property
     def weights(self) -> dict[int, int]:
@@ -115,7 +121,7 @@ class Topology:
         """Of CPU machines' servers, in bytes: see PushQueue. ``credit_bytes``: how much may be in flight, 0 for no
         limit; more than is usual for such links gives no server more of a start, it would keep other servers
         waiting."""
-        cpu, is_shared = self._cpu_servers, self.gpu_machines_sum
+        cpu, is_shared = self.cpu_servers, self.gpu_machines_sum
         partition = tuning.partition_bytes(self.slowest_mbit, self.machines, is_shared)
         usual = tuning.credit_bytes(partition, self.machines, is_shared)
         in_flight = min(credit_bytes or usual, usual)

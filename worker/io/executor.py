@@ -35,7 +35,7 @@ from byteps_py.worker.core.actions import (
     Supply,
     Withdraw,
 )
-from byteps_py.worker.core.hosted_steps import AllSummed, Forget, MakeStep
+from byteps_py.worker.core.hosted_steps import AllSummed, Forget, MakeStep, SumForOwner
 from byteps_py.worker.core.owners import OwnedPiece
 from byteps_py.worker.core.pace import RankPace
 from byteps_py.worker.core.tensor import (
@@ -237,6 +237,9 @@ class Executor:
             self._release(action)
         elif isinstance(action, MakeStep):
             self._make_step(action)
+        elif isinstance(action, SumForOwner):
+            part, block = action.part, self._memory.give_answer_block(action.part)
+            self._compute(Compute(part, part.tensor.spec.op, action.inputs, (block.address,), 1))
         elif isinstance(action, Forget):
             self._forget_sum(action.part)
         elif isinstance(action, AllSummed):
@@ -296,7 +299,8 @@ class Executor:
         self._moved_at = self._loop.time()
         if self._is_abandoned:
             return
-        self._forget_sum(part)
+        if part.stage is not REDUCING or part.tensor.state.is_void:
+            self._forget_sum(part)
         self.run(self._pipeline.computed(part, self._moved_at))
 
     def _make_step(self, step: MakeStep) -> None:

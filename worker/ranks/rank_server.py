@@ -283,6 +283,7 @@ class RankServer:
             machine_index=here.topology.machine_index,
             num_machines=here.topology.machines,
             is_homogeneous=here.topology.is_homogeneous,
+            has_shadow_servers=here.topology.has_shadow_servers,
         )
         self._guard(rank, connection, functools.partial(connection.send, message))
         self._on_change()

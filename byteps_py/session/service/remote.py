@@ -124,7 +124,7 @@ _DONE = int(RankMessageKind.DONE)  # plain integers: these messages are by far t
 _CHUNK = int(RankMessageKind.CHUNK)
 _FACTS = (
     "rank", "size", "local_rank", "local_size", "is_continued", "since_epoch", "machine_index", "num_machines",
-    "is_homogeneous",
+    "is_homogeneous", "has_shadow_servers",
 )  # fmt: skip
 
 
@@ -189,7 +189,7 @@ class RemoteSession(ChannelSession):
         self.local_rank, self.local_size = facts["local_rank"], facts["local_size"]
         self.is_continued, self.since_epoch = facts["is_continued"], facts["since_epoch"]
         self.machine_index, self.num_machines = facts["machine_index"], facts["num_machines"]
-        self.is_homogeneous = facts["is_homogeneous"]
+        self.is_homogeneous, self.has_shadow_servers = facts["is_homogeneous"], facts["has_shadow_servers"]
 
     # ---- Session ---------------------------------------------------------------------------------------
 

@@ -279,8 +279,8 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
 
     def _compare(self, numbers: list[Hyperparameters], rules: list[float]) -> None:
         """Raises MismatchError, on all ranks, if their numbers differ."""
-        context = contexts.current()
-        if context.session.size == 1:
+        context, shadow = contexts.current(), self._reducer.shadow
+        if context.session.size == 1 and shadow is None:
             return
         values = [
             rule if name == "rule" else getattr(found, name)
@@ -288,7 +288,6 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
             for name in _COMPARED
         ]
         own = torch.tensor([*values, self._unscale, self._clip], dtype=torch.float64, device="cpu")
-        shadow = self._reducer.shadow
         held, is_whole = shadow.held if shadow is not None else (0, False)
         *both, least_held, least_whole = largest(
             context, f"{self._name}.numbers", [*own, *-own, float(-held), float(-is_whole)]

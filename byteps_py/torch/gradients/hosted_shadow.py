@@ -59,7 +59,7 @@ class ShadowedSteps:
         """All ranks call it, before their states are made: they agree on the number of this run."""
         if self._session is context.session:
             return
-        if context.session.num_machines == 1:
+        if not context.session.has_shadow_servers:
             self._go_without(context.session)
             return
         other = _of_session.get(context.session, lambda: None)()
@@ -77,11 +77,11 @@ class ShadowedSteps:
     def _go_without(self, session: Session) -> None:
         """On a machine alone. Raises UsageError unless the job has had others, and goes on without them."""
         text = (
-            "shadow=True keeps copies of the optimizer's states on other machines, and this job has one GPU machine: "
-            "its gradients go to no server"
+            "shadow=True keeps copies of the optimizer's states on other machines, and this job has one GPU machine and "
+            "no CPU machine"
         )
         if self._session is None:
-            raise UsageError(f"{text}. Save checkpoints instead, or train on two machines or more")
+            raise UsageError(f"{text}. Save checkpoints instead, or add a CPU machine")
         logger.warning("%s. There are no copies for now", text)
         self._run, self._session = 0, session
 
