@@ -252,7 +252,7 @@ class Rounds(Generic[C]):
             round_.is_resent, round_.want_at = True, now + WANT_AFTER_S
         if (known := others.get(machine)) is not None:
             self.counters.duplicates += 1
-            if not self._wants_another_answer(known, new):
+            if not (self._is_given_again(known, new) or self._wants_another_answer(known, new)):
                 return []
             self.counters.bytes_in_flight -= known.nbytes
         count = new.header.machines or self.num_machines
@@ -286,6 +286,12 @@ class Rounds(Generic[C]):
         if self._wants_another_answer(round_.redirected.get(new.header.sender, known), new):
             round_.redirected[new.header.sender] = new
         return []
+
+    @staticmethod
+    def _is_given_again(known: Contribution, new: Contribution) -> bool:
+        """True if a machine has taken a contribution back and given it again in a later epoch, and the withdrawal
+        between the two is late: it must not take the newer one."""
+        return not new.header.is_supply and new.header.epoch > known.header.epoch
 
     @staticmethod
     def _wants_another_answer(known: Contribution, new: Contribution) -> bool:

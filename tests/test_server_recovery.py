@@ -173,6 +173,20 @@ def test_a_late_withdrawal_takes_no_newer_contribution() -> None:
     assert reduction([action]).in_order()
 
 
+def test_a_contribution_that_is_given_again_before_its_withdrawal_comes_stays() -> None:
+    """The partition went away in epoch 2 and came back in epoch 3; the withdrawal comes after that."""
+    rounds = started(2)
+    rounds.contribution(given(0), 0.0)
+    for epoch in (2, 3):
+        assert rounds.membership(epoch, 2, 0.1, since_epoch=1) == []
+    assert rounds.contribution(given(0, epoch=3, flags=RESENT), 0.2) == []
+    rounds.withdraw(withdrawal(given(0)))
+    assert rounds.contribution(given(0), 0.2) == []  # the first one comes once more
+    rounds.withdraw(withdrawal(given(0)))
+    assert rounds.counters.bytes_in_flight == 64
+    assert len(answered(rounds.reduced(reduction(rounds.contribution(given(1, epoch=3), 0.3))))) == 2
+
+
 def test_contributions_for_another_server_are_withdrawn() -> None:
     rounds = started(2)
     contribution = given(0)

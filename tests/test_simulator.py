@@ -23,6 +23,7 @@ from simulator import (
     HostedCluster,
     OutageCluster,
     ShadowCluster,
+    ShadowOutageCluster,
     run,
 )
 from simulator import __main__ as command
@@ -126,6 +127,8 @@ def test_every_fault_is_tried_and_fires(kind: type[Cluster], names: Iterable[str
         (HostedCluster, 2314),
         (HostedCluster, 4322),
         (HostedCluster, 4439),
+        (ShadowOutageCluster, 90),
+        (ShadowOutageCluster, 554),
     ],
     ids=[
         "a late withdrawal",
@@ -136,6 +139,8 @@ def test_every_fault_is_tried_and_fires(kind: type[Cluster], names: Iterable[str
         "a contribution that came late, on a closed connection",
         "a step whose parameters became void",
         "a contribution that came after the next round's",
+        "a step that was lost behind states that came",
+        "a contribution that was given again before its withdrawal came",
     ],
 )
 def test_seeds_that_once_found_a_defect(kind: type[Cluster], seed: int) -> None:

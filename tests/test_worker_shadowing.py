@@ -10,6 +10,7 @@ from byteps_py.proto import control_pb2 as pb
 from byteps_py.tensors import DType, TensorSpec
 from byteps_py.worker.core.hosted_steps import OwnedPart
 from byteps_py.worker.core.shadowing import (
+    CatchUp,
     CopyProgress,
     ReleaseMemory,
     SendEnd,
@@ -101,7 +102,13 @@ class Machine:
 
 
 def kinds(actions: list[object]) -> list[str]:
-    return [type(action).__name__ for action in actions]
+    """All but CatchUp, which matters on a machine alone."""
+    return [type(action).__name__ for action in actions if not isinstance(action, CatchUp)]
+
+
+def ended(actions: list[object]) -> list[tuple[int, int]]:
+    """(server, index of the partition)."""
+    return [(each.server, each.part.index) for each in actions if isinstance(each, SendEnd)]
 
 
 def held(actions: list[object]) -> list[int]:
@@ -184,6 +191,41 @@ def test_what_is_not_acknowledged_is_sent_again_in_order() -> None:
     assert machine.core.again(3) == []
 
 
+def test_a_sum_waits_until_the_server_has_the_one_before() -> None:
+    machine = Machine()
+    machine.follow()
+    assert not any(machine.core.is_behind(part) for part in machine.parts)
+    sent = machine.make_step()
+    assert [machine.core.is_behind(part) for part in machine.parts] == [False, True]  # the server adds the other one
+    found = machine.hold(sent)
+    assert [each.part for each in found if isinstance(each, CatchUp)] == [machine.parts[1]]
+    assert not machine.core.is_behind(machine.parts[1])
+
+
+def test_steps_behind_the_states_are_waited_for_once_the_states_are_there() -> None:
+    machine = Machine()
+    machine.follow()
+    machine.hold(machine.make_step())
+    machine.core.lacks(3, machine.place(1), 2)
+    states = machine.make_step()  # of partition 1, and a step of the other one
+    behind = machine.make_step()
+    assert held(machine.hold(behind[:2])) == []
+    assert held(machine.hold(states[::-1])) == [3]  # it follows, and step 4 is on its way
+    assert held(machine.hold(behind[2:])) == [4]
+
+
+def test_an_old_copy_stays_until_the_new_one_has_the_durable_step() -> None:
+    machine = Machine(*GPU, 3)
+    machine.follow()
+    machine.parts[0].server = 4
+    machine.core.change(topology(*GPU, 3, 4, epoch=2))
+    machine.hold(machine.make_step())  # states as of step 2 at server 4
+    third = machine.make_step(durable=1)
+    assert ended(machine.make_step(durable=3)) == []
+    machine.hold(third)
+    assert (3, 0) in ended(machine.make_step(durable=3))
+
+
 def test_a_server_that_lacks_something_gets_the_states_again() -> None:
     machine = Machine()
     machine.follow()
@@ -255,8 +297,7 @@ def test_a_partition_that_moves_is_followed_at_both_servers_until_the_new_one_ha
     assert first_parts[0].held.memory == "sum 0 2"  # server 3 adds it no more
     assert not [each for each in machine.hold(second) if isinstance(each, SendEnd)]  # all machines' parts may be behind
     assert not [each for each in machine.make_step(durable=1) if isinstance(each, SendEnd)]
-    ended = machine.make_step(durable=2)
-    assert (3, 0) in [(each.server, each.part.index) for each in ended if isinstance(each, SendEnd)]
+    assert (3, 0) in ended(machine.make_step(durable=2))
     third = machine.make_step()
     assert [each.server for each in third if isinstance(each, SendStep) and each.copy.part.part.index == 0] == [4]
 

@@ -14,8 +14,8 @@ from .outages import ElasticOutageCluster, OutageCluster
 from .parts import Parts
 from .peer_mutations import PEER_MUTATIONS
 from .pipeline_mutations import PIPELINE_MUTATIONS
-from .shadow_mutations import SHADOW_MUTATIONS
-from .shadowed import ShadowCluster
+from .shadow_mutations import SHADOW_MUTATIONS, SHADOW_OUTAGE_MUTATIONS
+from .shadowed import ShadowCluster, ShadowOutageCluster
 
 #: With the kind of job, and a seed that shows it.
 ALL_MUTATIONS: dict[type[Parts], tuple[type[Cluster], int]] = {
@@ -29,6 +29,7 @@ ALL_MUTATIONS: dict[type[Parts], tuple[type[Cluster], int]] = {
         (HostedCluster, HOSTED_MUTATIONS),
         (HostedElasticCluster, HOSTED_ELASTIC_MUTATIONS),
         (ShadowCluster, SHADOW_MUTATIONS),
+        (ShadowOutageCluster, SHADOW_OUTAGE_MUTATIONS),
     )
     for mutation, seed in mutations.items()
 }

@@ -22,6 +22,7 @@ from byteps_py.tensors import Op
 from byteps_py.wire import Header
 from byteps_py.worker.core.hosted_steps import MakeStep, OwnedPart
 from byteps_py.worker.core.shadowing import (
+    CopyProgress,
     ReleaseMemory,
     SendStates,
     Shadowing,
@@ -133,6 +134,28 @@ class EndTheOldCopyBeforeTheNewOneIsComplete(Mutation):
             return actions
 
 
+class EndTheOldCopyBeforeTheNewOneHasTheDurableStep(Mutation):
+    class shadowing(Shadowing[Any]):
+        def _has_durable(self, copy: Any) -> bool:
+            return copy.state is CopyProgress.FOLLOWING and copy.seed <= self._durable
+
+
+class CountNoStepsBehindStates(Mutation):
+    """Though the states are there, and the steps that were sent behind them may be lost."""
+
+    class shadowing(Shadowing[Any]):
+        def _await_steps_of(self, copy: Any) -> None:
+            pass
+
+
+class RunAheadOfTheServer(Mutation):
+    """On a machine alone."""
+
+    class shadowing(Shadowing[Any]):
+        def is_behind(self, part: OwnedPart) -> bool:
+            return False
+
+
 class KeepSumsThatTheServerLacks(Mutation):
     class shadowing(Shadowing[Any]):
         def needs_sum(self, part: OwnedPart) -> bool:
@@ -187,9 +210,13 @@ SHADOW_MUTATIONS: dict[type[Parts], int] = {
     SayNothingAgain: 12,
     SeedWithTheStatesOfTheStepAfter: 3,
     EndTheOldCopyBeforeTheNewOneIsComplete: 5,
+    EndTheOldCopyBeforeTheNewOneHasTheDurableStep: 417,
     KeepSumsThatTheServerLacks: 43,
-    ReleaseWhatIsOnItsWay: 1007,
+    ReleaseWhatIsOnItsWay: 318,
     NeverSeedAgain: 130,
     ForgetTheEarlierPhase: 17,
     CopyStatesBeforeTheStep: 3,
 }
+
+#: Beside an unreliable network.
+SHADOW_OUTAGE_MUTATIONS: dict[type[Parts], int] = {CountNoStepsBehindStates: 1367, RunAheadOfTheServer: 90}

@@ -18,7 +18,7 @@ from byteps_py.shadow import Restorable, ServerDescription, latest_step
 from byteps_py.shadow.restorable import _at, _MergedRun
 from byteps_py.tensors import Op
 from byteps_py.wire import Header
-from byteps_py.worker.core.shadowing import CopyProgress, Shadowing
+from byteps_py.worker.core.shadowing import CopyProgress, SendStep, Shadowing
 from byteps_py.worker.core.topology import Topology
 
 from .memory import Memory, Wide, combine, update, wide_values
@@ -112,14 +112,15 @@ class ShadowWatch:
         core = _core(worker)
         if core is None:
             return
-        topology = worker._service._group.topology  # type: ignore[union-attr]
+        topology = worker._service._group._epoch  # type: ignore[union-attr]
         if topology is not self._topologies.get(worker):
             self._topologies[worker] = topology
             now = {server.address for server in topology.servers}
             if self._known.setdefault(worker.machine, set()) - now:
                 self._lose()
             self._known[worker.machine] = now
-        if not core.servers:
+        if not core.servers:  # nobody holds what its ranks have
+            self._lose()
             for rank in self._ranks:
                 rank.may_hang = rank.may_hang or rank.machine == worker.machine
         if "lacks" in vars(core):
@@ -148,13 +149,21 @@ class ShadowWatch:
             core = _core(worker)
             if worker.is_alive and core is not None:
                 servers = _servers(worker)
+                network = worker._service._group.network  # type: ignore[union-attr]
+                is_reached = network is not None and all(network._links[each].is_open for each in core.servers)
                 for place, piece in core._pieces.items():
-                    self._look_at(core, place, piece, servers, holders & {*servers.values()})
+                    self._look_at(core, place, piece, servers, holders & {*servers.values()}, is_reached)
         for tracked in self._parts.values():
             tracked.is_safe = tracked.is_safe and bool(tracked.servers & holders)
 
     def _look_at(
-        self, core: Shadowing[Any], place: tuple[int, int], piece: Any, servers: dict[int, str], now: set[str]
+        self,
+        core: Shadowing[Any],
+        place: tuple[int, int],
+        piece: Any,
+        servers: dict[int, str],
+        now: set[str],
+        is_reached: bool,
     ) -> None:
         tracked = self._parts.setdefault(place, _Tracked(piece.part.tensor.name, piece.part.count))
         following = [copy for copy in piece.copies if copy.state is CopyProgress.FOLLOWING]
@@ -163,10 +172,17 @@ class ShadowWatch:
             tracked.servers = frozenset(servers[copy.server] for copy in following if copy.server in servers)
             tracked.unfollowed = 0
             durable = self._durable
-            tracked.is_safe = tracked.is_safe or any(copy.seed <= durable for copy in following)
+            tracked.is_safe = tracked.is_safe or any(_has(core, copy, durable) for copy in following)
         elif tracked.lacks != lacks or not tracked.servers & now:
             tracked.is_safe = False
         tracked.lacks = lacks
+        if piece.sums > 1 and piece.part.tensor.is_alone:
+            sent = [each for queue in core._unacknowledged.values() for each in queue if isinstance(each, SendStep)]
+            steps = {each.step for each in sent if each.copy.part is piece and each.held is not None}
+            if len(steps) > 1:
+                raise InvariantError(f"{piece} has the sums of {len(steps)} steps on their way")
+        if not is_reached:
+            tracked.unfollowed = 0
         limit = 6 + (len(core._pieces) if self.credit_bytes else 0) + (1 << min(lacks + 1, 5) if lacks else 0)
         if tracked.unfollowed > limit and core.servers and self._is_at_rest:
             raise InvariantError(f"{piece} does not follow after {tracked.unfollowed} steps")
@@ -297,7 +313,13 @@ def _core(worker: Worker) -> Shadowing[Any] | None:
     return group.requests.hosting.shadows._core if group is not None else None
 
 
+def _has(core: Shadowing[Any], copy: Any, durable: int) -> bool:
+    """A server has said that its copy has all steps up to a durable one."""
+    sent = [each.step for each in core._unacknowledged.get(copy.server, ()) if core._counts(each, copy)]
+    return copy.seed <= durable < min(sent, default=durable + 1)
+
+
 def _servers(worker: Worker) -> dict[int, str]:
     """Addresses, by member id."""
     group = worker._service._group
-    return {server.member_id: server.address for server in group.topology.servers} if group is not None else {}
+    return {server.member_id: server.address for server in group._epoch.servers} if group is not None else {}

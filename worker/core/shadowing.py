@@ -149,6 +149,13 @@ class ReleaseMemory(Generic[M]):
 
 
 @dataclass(slots=True)
+class CatchUp:
+    """A partition whose next sum had to wait, see ``is_behind``, is not behind any more."""
+
+    part: OwnedPart
+
+
+@dataclass(slots=True)
 class TellHeld:
     """Tell a rank that steps up to this one are held, and whether all of its partitions have been FOLLOWING."""
 
@@ -158,7 +165,7 @@ class TellHeld:
 
 
 _Message = SendStates[M] | SendStep[M] | SendRecord[M]
-ShadowingAction = SendStates[M] | SendStep[M] | SendRecord[M] | SendEnd | ReleaseMemory[M] | TellHeld
+ShadowingAction = SendStates[M] | SendStep[M] | SendRecord[M] | SendEnd | ReleaseMemory[M] | CatchUp | TellHeld
 
 
 @dataclass(slots=True, eq=False)
@@ -185,13 +192,15 @@ class ShadowCopy(Generic[M]):
 @dataclass(slots=True, eq=False)
 class ShadowedPiece(Generic[M]):
     """A partition of gradients whose states are copied. ``copies``: while it moves, the old ones and the new ones.
-    ``due``: a step that its rank has begun and this partition has yet to make; 0: none. ``state_bytes``: of all."""
+    ``due``: a step that its rank has begun and this partition has yet to make; 0: none. ``state_bytes``: of all.
+    ``sums``: messages with its sums that are unacknowledged."""
 
     part: OwnedPart
     run: int
     state_bytes: int
     copies: list[ShadowCopy[M]] = field(default_factory=list)
     due: int = 0
+    sums: int = 0
     has_followed: bool = False  # with all steps that it was told of
 
     @property
@@ -311,6 +320,12 @@ class Shadowing(Generic[M]):
         empty.move_to(COPYING)
         return True
 
+    def is_behind(self, part: OwnedPart) -> bool:
+        """A server has not acknowledged an earlier sum of the partition. On a machine alone nothing else keeps its
+        ranks from being faster than the link."""
+        piece = self._pieces.get((part.tensor.key, part.index))
+        return piece is not None and piece.sums > 0
+
     def needs_sum(self, part: OwnedPart) -> bool:
         """A copy follows at a server that has not added the partition's sum."""
         piece = self._pieces.get((part.tensor.key, part.index))
@@ -343,6 +358,7 @@ class Shadowing(Generic[M]):
                 held = kept_sum if copy.server != part.server else None
                 if held is not None:
                     held.users += 1
+                    copy.part.sums += 1
                 message = SendStep(copy.server, rank, made.numbers.step, is_awaited, held, copy, made, copy.last)
                 copy.last = made.numbers.step
                 actions.append(self._send(message))
@@ -380,15 +396,26 @@ class Shadowing(Generic[M]):
             self._give_back(found.copy)
             found.copy.move_to(FOLLOWING)
             found.copy.refusals = 0
+            self._await_steps_of(found.copy)
             actions += self._moved(found.copy.part)
         if not isinstance(found, SendRecord) and found.copy.state is FOLLOWING:
             # Steps that were sent behind the states count only once they are there, too.
             found.copy.part.has_followed |= found.step == found.copy.last
         return actions
 
+    def _await_steps_of(self, copy: ShadowCopy[M]) -> None:
+        """It follows from now on: the steps that were sent behind its states count as well."""
+        for message in self._unacknowledged.get(copy.server, ()):
+            if isinstance(message, SendStep) and self._counts(message, copy):
+                message.is_awaited = True
+                self._awaited.setdefault(message.rank, Counter())[message.step] += 1
+
     @staticmethod
     def _is_of(message: _Message[M], copy: ShadowCopy[M]) -> bool:
         return not isinstance(message, SendRecord) and message.copy is copy
+
+    def _counts(self, message: _Message[M], copy: ShadowCopy[M]) -> bool:
+        return self._is_of(message, copy) and not message.is_void
 
     def lacks(self, server: int, place: tuple[int, int], step: int) -> list[ShadowingAction[M]]:
         """A server can't go on with a partition: its states will be copied once more. Or it does not take a record: a
@@ -454,18 +481,22 @@ class Shadowing(Generic[M]):
         return [*actions, *self._moved(piece)]
 
     def _moved(self, piece: ShadowedPiece[M]) -> list[ShadowingAction[M]]:
-        """End the copies beside those that belong where they are, once these follow, and their first step is durable:
-        until then there may be no other step that can be restored than one before it."""
+        """End the copies beside those that belong where they are, once these have the durable step: until then it may
+        be there alone."""
         servers = self.servers_of(piece.part)
         wanted = [copy for copy in piece.copies if copy.server in servers]
-        if len(wanted) < len(servers) or any(
-            copy.state is not FOLLOWING or copy.seed > self._durable for copy in wanted
-        ):
+        is_there = len(wanted) == len(servers)
+        if len(piece.copies) == len(wanted) or not (is_there and all(self._has_durable(copy) for copy in wanted)):
             return []
         actions: list[ShadowingAction[M]] = []
         for copy in [copy for copy in piece.copies if copy not in wanted]:
             actions += self._discard(copy)
         return actions
+
+    def _has_durable(self, copy: ShadowCopy[M]) -> bool:
+        """A server has said that it can deliver the durable step."""
+        unsaid = (each.step for each in self._unacknowledged.get(copy.server, ()) if self._counts(each, copy))
+        return copy.state is FOLLOWING and copy.seed <= self._durable < min(unsaid, default=self._durable + 1)
 
     def _discard(self, copy: ShadowCopy[M]) -> list[ShadowingAction[M]]:
         copy.part.copies.remove(copy)
@@ -506,6 +537,10 @@ class Shadowing(Generic[M]):
             message.held.users -= 1
             if not message.held.users:
                 actions.append(ReleaseMemory(message.held.memory))
+            if isinstance(message, SendStep):
+                piece = message.copy.part
+                piece.sums -= 1
+                actions += () if piece.sums else [CatchUp(piece.part)]
         return [*actions, *(self._settle(message.rank, message.step) if message.is_awaited else ())]
 
     def _settle_due(self, piece: ShadowedPiece[M]) -> list[ShadowingAction[M]]:

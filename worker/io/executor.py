@@ -35,7 +35,7 @@ from byteps_py.worker.core.actions import (
     Supply,
     Withdraw,
 )
-from byteps_py.worker.core.hosted_steps import AllSummed, Forget, MakeStep, SumForOwner
+from byteps_py.worker.core.hosted_steps import AllSummed, Forget, MakeStep, OwnedPart, SumForOwner
 from byteps_py.worker.core.owners import OwnedPiece
 from byteps_py.worker.core.pace import RankPace
 from byteps_py.worker.core.tensor import (
@@ -74,6 +74,9 @@ class StepMaker(Protocol):
 
     def summed(self, slot: RankSlot) -> None:
         """All sums of the slot's rank are there."""
+
+    def is_behind(self, part: OwnedPart) -> bool:
+        """A sum for an owner is to wait until ``Executor.catch_up``."""
 
     def told_of_shadow(self, header: Header, text: str, server: int) -> None:
         """A server has said what it holds, or lacks, of the states that it keeps in step."""
@@ -127,6 +130,7 @@ class Executor:
         self._is_abandoned = False
         self._parts: dict[tuple[int, int, int], Part] = {}  # (key, generation, index)
         self._frames: dict[Part, zmq.Frame] = {}  # answers that a kernel reads
+        self._behind: dict[Part, SumForOwner] = {}  # sums that wait, see ``catch_up``
         self._ballots: list[pb.Ballot] = []
         self._owed: dict[int, RankConnection] = {}  # by local rank: have rounds that they were not told of
 
@@ -142,6 +146,7 @@ class Executor:
         """The ranks are a group no more: nothing is done any more but what kernels are at."""
         self._is_abandoned = True
         self._due.clear()
+        self._behind.clear()
         self.ranks.clear()
         self.after_run = None
 
@@ -171,6 +176,8 @@ class Executor:
         else:
             self._drop_parts(tensor)
         self.run(self._pipeline.retire(tensor, self._loop.time(), keep))
+        for part in tensor.parts:
+            self.catch_up(part)
 
     def forget(self, name: str | None = None) -> None:
         """No machine lacks a result of a tensor that had this name, or any, before."""
@@ -238,8 +245,7 @@ class Executor:
         elif isinstance(action, MakeStep):
             self._make_step(action)
         elif isinstance(action, SumForOwner):
-            part, block = action.part, self._memory.give_answer_block(action.part)
-            self._compute(Compute(part, part.tensor.spec.op, action.inputs, (block.address,), 1))
+            self._sum_for_owner(action)
         elif isinstance(action, Forget):
             self._forget_sum(action.part)
         elif isinstance(action, AllSummed):
@@ -289,6 +295,19 @@ class Executor:
                 work,
                 lambda error: self._loop.post(lambda: self._computed(compute, error)),
             )
+
+    def _sum_for_owner(self, action: SumForOwner) -> None:
+        part = action.part
+        if self.steps.is_behind(part) and not part.tensor.state.is_void:
+            self._behind[part] = action
+            return
+        block = self._memory.give_answer_block(part)
+        self._compute(Compute(part, part.tensor.spec.op, action.inputs, (block.address,), 1))
+
+    def catch_up(self, part: Part) -> None:
+        """A sum for an owner, if there is one that waits, is to wait no more."""
+        if (action := self._behind.pop(part, None)) is not None:
+            self.run([action])
 
     def _computed(self, compute: Compute, error: BaseException | None) -> None:
         if error is not None:

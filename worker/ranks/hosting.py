@@ -223,6 +223,9 @@ class Hosting:
             raise ProtocolError(f"local rank {rank.local_rank} sent a malformed RECORD: {error}") from None
         self.shadows.record(self._first_rank + rank.local_rank, record)
 
+    def is_behind(self, part: OwnedPart) -> bool:
+        return self.shadows.is_behind(part)
+
     def told_of_shadow(self, header: Header, text: str, server: int) -> None:
         self.shadows.answered(header, text, server)
 

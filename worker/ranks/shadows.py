@@ -29,6 +29,7 @@ from byteps_py.tensors import DType
 from byteps_py.wire import Header, Kind
 from byteps_py.worker.core.hosted_steps import MakeStep, OwnedPart
 from byteps_py.worker.core.shadowing import (
+    CatchUp,
     ReleaseMemory,
     SendEnd,
     SendRecord,
@@ -88,6 +89,10 @@ class Shadows:
     def begin(self, rank: int, step: int, parts: Iterable[OwnedPart]) -> None:
         """A rank steps with these partitions."""
         self._core.begin(rank, step, parts)
+
+    def is_behind(self, part: OwnedPart) -> bool:
+        """The partition's next sum is to wait until servers have the one before."""
+        return self._core.is_behind(part)
 
     def copy_states(self, step: MakeStep, states: Sequence[int]) -> tuple[Block, Callable[[], None]] | None:
         """If the states of a partition, at these addresses, are to be copied after its step: where to, and the work,
@@ -165,6 +170,8 @@ class Shadows:
                     self._memory.machine.free(action.memory)
             elif isinstance(action, TellHeld):
                 self._tell_rank(action)
+            elif isinstance(action, CatchUp):
+                self._executor.catch_up(action.part)
 
     def _tell(self, server: int, header: Header, payload: Held, offset: int = 0) -> None:
         network, most = self._executor.network, self._topology.partition_bytes

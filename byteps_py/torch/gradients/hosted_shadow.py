@@ -77,8 +77,8 @@ class ShadowedSteps:
     def _go_without(self, session: Session) -> None:
         """On a machine alone. Raises UsageError unless the job has had others, and goes on without them."""
         text = (
-            "shadow=True keeps copies of the optimizer's states on other machines, and this job has one GPU machine and "
-            "no CPU machine"
+            "shadow=True keeps copies of the optimizer's states on other machines, and this job has one GPU machine "
+            "and no CPU machine"
         )
         if self._session is None:
             raise UsageError(f"{text}. Save checkpoints instead, or add a CPU machine")
