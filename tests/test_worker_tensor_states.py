@@ -23,7 +23,7 @@ from byteps_py.worker.core.transitions import IllegalTransitionError
 #: What may follow, as one reads it in the module's picture.
 STAGES_AFTER = {
     "WAITING": "REDUCING QUEUED IN_FLIGHT DELIVERING",
-    "REDUCING": "QUEUED IN_FLIGHT DONE",
+    "REDUCING": "QUEUED IN_FLIGHT DELIVERING DONE",
     "QUEUED": "IN_FLIGHT DELIVERING DONE",
     "IN_FLIGHT": "QUEUED DELIVERING DONE",
     "DELIVERING": "DONE",

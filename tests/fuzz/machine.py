@@ -138,7 +138,7 @@ class Machine:
         self._epoch += 1
         self.ranks = [self.knock(protocol.hello(rank, RANKS, 1, self._epoch - 1)) for rank in range(RANKS)]
         worker = pb.Member(member_id=1, local_size=RANKS, host="node", link_mbit=1000.0)
-        server = pb.Member(member_id=2, host="node", link_mbit=1000.0, weight=1)
+        server = pb.Member(member_id=2, kind=pb.MACHINE_KIND_GPU, host="node", link_mbit=1000.0, weight=1)
         membership = pb.Membership(
             epoch=self._epoch, workers=[worker], servers=[server], partition_bytes=4096, workers_since=self._epoch
         )

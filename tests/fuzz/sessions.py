@@ -71,6 +71,7 @@ class Sessions(Target):
         *[bytes((_NOTHING,)) + said for said in _SAID * 2],
         *[bytes((gift,)) + said for gift in range(5) for said in _SEGMENTS],
         *[bytes((gift,)) + protocol.pack(RankMessageKind.PEER, local_rank=0) for gift in range(5)],
+        *[bytes((_NOTHING,)) + _SAID[0]] * 8,  # a few of these come whole
         bytes((_MEMORY,)) + _SAID[0],
     )
 

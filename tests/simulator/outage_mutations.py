@@ -78,7 +78,7 @@ OUTAGE_MUTATIONS: dict[type[Parts], int] = {
 }
 ELASTIC_OUTAGE_MUTATIONS: dict[type[Parts], int] = {
     BelieveEveryAccusation: 616,
-    TakeWhoShutsDownLateForDone: 21054,
+    TakeWhoShutsDownLateForDone: 5176,
 }
 BUSY_MUTATIONS: dict[type[Parts], int] = {
     ForgetWhoWasLate: 15,
