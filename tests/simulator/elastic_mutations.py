@@ -11,7 +11,7 @@ from byteps_py.scheduler.elastic import Elastic, Reforming
 from byteps_py.scheduler.roster import Roster
 from byteps_py.scheduler.sessions.scheduler_sessions import Sessions
 from byteps_py.server.rounds import Rounds
-from byteps_py.worker.core.local_ranks import LocalRank, LocalRanks, RankState
+from byteps_py.worker.core.local_ranks import RankState
 from byteps_py.worker.core.topology import Topology
 from byteps_py.worker.group import Group
 from byteps_py.worker.ranks.rank_server import RankServer
@@ -50,17 +50,6 @@ class TakeWhoeverComesForEqual(Mutation):
     """Ranks that start late, on a machine whose others were in the group, are told that all were."""
 
     sessions = with_reforming(_Equals)
-
-
-class SeatByNumberAlone(Mutation):
-    """A rank that starts late on the first machine is rank 0, and has no state."""
-
-    class rank_server(RankServer):
-        class ranks_class(LocalRanks[Any]):
-            class rank_class(LocalRank[Any]):
-                @property
-                def rank_order(self) -> Any:
-                    return self.seat
 
 
 class _Done(Reforming):
@@ -186,6 +175,5 @@ ELASTIC_MUTATIONS: dict[type[Parts], int] = {
     WorkOnAfterTheEnd: 3,
     BreakUpAtAPlan: 44,
     HearNobodyWhoCameBack: 15,
-    SeatByNumberAlone: 5773,
     TakeWhoeverShutsDownForDone: 1,
 }
