@@ -55,9 +55,11 @@ def test_a_job_that_is_killed_goes_on_from_its_last_step(
 
 
 @pytest.mark.slow
-def test_copies_of_a_killed_server_are_made_again(stack: contextlib.ExitStack) -> None:
-    expected = undisturbed("adamw", 2, 2, steps=2 * STEPS)
-    cluster = ShadowedCluster(stack, 2, 2)
+@pytest.mark.parametrize("count", [2, 1], ids=["another one is left", "it was the only one"])
+def test_copies_of_a_killed_server_are_made_again(stack: contextlib.ExitStack, count: int) -> None:
+    """``count``: of GPU machines, and of CPU machines."""
+    expected = undisturbed("adamw", count, count, steps=2 * STEPS)
+    cluster = ShadowedCluster(stack, count, count)
     scheduler, *machines = cluster.start("adamw", "100000", "0.1")
     machines[0].until("step 3:")
     kill(cluster.servers[0].pid("byteps_py.server"))

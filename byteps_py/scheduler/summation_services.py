@@ -97,7 +97,7 @@ class SummationServices:
         chosen = [by_address[address.removeprefix("tcp://")] for address in addresses]
         rest = sorted((m for m in servers if m not in chosen), key=lambda m: m.id)
         chosen += rest[count:] if count >= 0 else []
-        if len(chosen) == len(servers) and not self._roster.gpu_servers():
+        if len(chosen) == len(servers) and len(self._roster.workers()) > 1 and not self._roster.gpu_servers():
             raise UsageError("one summation service must stay: GPU machines run none (BYTEPS_PLACEMENT=servers-only)")
         return [message for member in chosen for message in self.drain(member, "bps scale", now_s)]
 

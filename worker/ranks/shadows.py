@@ -150,7 +150,13 @@ class Shadows:
     def change(self, topology: Topology) -> None:
         """Other servers."""
         self._topology = topology
+        had_servers = bool(self._core.servers)
         self._perform(self._core.change(topology))
+        if self._kinds and had_servers and not self._core.servers:
+            logger.warning(
+                "no server of another machine is left: until there is one again, nothing keeps copies of this "
+                "machine's optimizer states, and no later step can be restored"
+            )
 
     # ---- inside ------------------------------------------------------------------------------------------------
 

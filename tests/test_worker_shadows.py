@@ -1,0 +1,62 @@
+"""What a communication service says about the copies of its ranks' optimizer states."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+from support.worker_core import slot, tensor
+
+from byteps_py.kernels.update_rules import Decay, Method, StepKind, UpdateRule
+from byteps_py.proto import control_pb2 as pb
+from byteps_py.tensors import DType, TensorSpec
+from byteps_py.worker.core.hosted_steps import OwnedPart
+from byteps_py.worker.core.topology import Topology
+from byteps_py.worker.ranks.shadows import Shadows
+
+KIND = StepKind(UpdateRule(Method.SGD, Decay.NONE), DType.FLOAT32, DType.FLOAT32)
+
+
+def topology(machines: int, cpu_machines: int, epoch: int = 1) -> Topology:
+    workers = [
+        pb.Member(machine_index=i, machine_id=f"m{i}", first_rank=i, local_size=1, host="h") for i in range(machines)
+    ]
+    gpu = [
+        pb.Member(member_id=i, kind=pb.MACHINE_KIND_GPU, weight=1, machine_id=f"m{i}", machine_index=i)
+        for i in range(machines if machines > 1 else 0)
+    ]
+    cpu = [
+        pb.Member(member_id=10 + i, kind=pb.MACHINE_KIND_CPU, weight=1, machine_id=f"c{i}", machine_index=-1)
+        for i in range(cpu_machines)
+    ]
+    return Topology(epoch, 0, tuple(workers), (*gpu, *cpu), 4096, 1)
+
+
+def watching(place: Topology) -> Shadows:
+    """Of a rank that owns one partition. Nothing is sent: no step is made."""
+    shadows = Shadows(place, cast(Any, None), cast(Any, None))
+    gradients = tensor([slot(0, TensorSpec("g", DType.FLOAT32, (8,), ownership="g"))], contributions=True)
+    shadows.watch(0, 5, KIND, [OwnedPart(gradients, 0, 0, 32, -1, owner=0, is_own=True)])
+    return shadows
+
+
+@pytest.mark.parametrize(
+    ("machines", "cpu_machines", "warns"), [(1, 1, False), (2, 0, True), (2, 1, False), (3, 0, False)]
+)
+def test_copies_that_are_of_no_use_are_warned_of(
+    caplog: pytest.LogCaptureFixture, machines: int, cpu_machines: int, warns: bool
+) -> None:
+    watching(topology(machines, cpu_machines))
+    assert ("need a CPU machine, or three GPU machines" in caplog.text) == warns
+
+
+def test_it_is_said_once_that_the_last_server_is_gone(caplog: pytest.LogCaptureFixture) -> None:
+    shadows = watching(topology(1, 2))
+    shadows.change(topology(1, 1, epoch=2))
+    assert not caplog.text
+    for epoch in (3, 4):
+        shadows.change(topology(1, 0, epoch))
+    assert caplog.text.count("no server of another machine is left") == 1
+    shadows.change(topology(1, 1, epoch=5))
+    shadows.change(topology(1, 0, epoch=6))
+    assert caplog.text.count("no server of another machine is left") == 2
