@@ -21,7 +21,7 @@ FEATURES = [
 @pytest.mark.parametrize(
     ("machines", "ranks", "servers"),
     [
-        (1, 4, 0),
+        pytest.param(1, 4, 0, marks=pytest.mark.slow),
         pytest.param(1, 4, 2, marks=pytest.mark.slow),
         pytest.param(2, 2, 0, marks=pytest.mark.slow),
         pytest.param(2, 2, 2, marks=pytest.mark.slow),

@@ -42,7 +42,9 @@ def test_who_waits_for_a_killed_rank_of_another_machine_is_told(operation: str, 
     assert "the connection to rank" not in said, said  # the service knows more
 
 
-@pytest.mark.parametrize("operation", ["all_reduce", pytest.param("push_pull", marks=pytest.mark.slow), "shares"])
+@pytest.mark.parametrize(
+    "operation", ["all_reduce", *(pytest.param(each, marks=pytest.mark.slow) for each in ("push_pull", "shares"))]
+)
 def test_a_broken_connection_is_an_error_on_both_ranks(operation: str) -> None:
     with command(*launch(operation, "broken"), PS_HEARTBEAT_TIMEOUT="2", BYTEPS_HEARTBEAT_TIMEOUT_MAX_S="6") as job:
         said = job.until("PeerLostError")
@@ -55,7 +57,7 @@ def test_a_broken_connection_is_an_error_on_both_ranks(operation: str) -> None:
     ("layout", "variables"),
     [
         pytest.param("-np 1 --machines 3", {}, marks=pytest.mark.slow),
-        ("-np 2 --machines 2", {"BYTEPS_SECRET": SECRET}),
+        pytest.param("-np 2 --machines 2", {"BYTEPS_SECRET": SECRET}, marks=pytest.mark.slow),
         pytest.param("-np 2 --machines 2 --servers 1", {}, marks=pytest.mark.slow),
         pytest.param("-np 1 --machines 2", {"BYTEPS_SECRET": SECRET, "BYTEPS_ENCRYPT": "1"}, marks=pytest.mark.slow),
     ],

@@ -37,7 +37,7 @@ def test_beside_one_process(layout: str, cases: str) -> None:
     check(["byteps_py.launch", *words, sys.executable], ranks, cases)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.timeout(180)
 def test_on_gloo(ranks: int) -> None:
     """And what travels: this backend's operations can be seen there."""

@@ -134,6 +134,7 @@ def test_without_a_scheduler_nobody_waits_for_ever() -> None:
     assert "(Connection refused)" in worker.text
 
 
+@pytest.mark.slow
 def test_a_server_that_never_comes_is_named_on_every_rank() -> None:
     port = free_port()
     with contextlib.ExitStack() as stack:
@@ -280,7 +281,10 @@ def test_a_rank_killed_in_a_reduction_is_named_by_every_other_one(options: str, 
     [
         ("-np 2", "leaves", r"tensor 'gradient': rank 0 waits for other ranks, but rank 1 shut down"),
         ("-np 2", "skips", r"a barrier: rank 0 waits for other ranks, but rank 1 shut down"),
-        (CLUSTER, "leaves", r"tensor 'gradient': rank 0 waits for other ranks, but worker 1 \(rank 1, .*\) has shut "),
+        pytest.param(
+            CLUSTER, "leaves", r"tensor 'gradient': rank 0 waits for other ranks, but worker 1 \(rank 1, .*\) has ",
+            marks=pytest.mark.slow,
+        ),
     ],
 )  # fmt: skip
 def test_a_rank_that_is_done_early_is_named(options: str, word: str, text: str) -> None:

@@ -10,6 +10,7 @@ from support.clusters import bpslaunch
 PROGRAM = Path(__file__).parent / "programs" / "groups.py"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("servers", "credit"), [pytest.param(0, 64 << 20, marks=pytest.mark.slow), (1, 128 << 10)])
 def test_groups_are_reduced_by_themselves_and_all_at_once(servers: int, credit: int) -> None:

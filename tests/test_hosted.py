@@ -23,7 +23,7 @@ CASES = re.findall(r"^@case\ndef (\w+)\(", PROGRAM.read_text(), re.MULTILINE)
         "-np 1",
         "-np 2",
         "-np 1 --machines 2 --servers 1",
-        "-np 1 --machines 2 --servers 2",  # CPU machines add all sums
+        pytest.param("-np 1 --machines 2 --servers 2", marks=pytest.mark.slow),  # CPU machines add all sums
         pytest.param("-np 2 --machines 2", marks=pytest.mark.slow),
         pytest.param("-np 1 --machines 3 --servers 3", marks=pytest.mark.slow),
         pytest.param("-np 3", marks=pytest.mark.slow),

@@ -53,7 +53,7 @@ def per_step(runs: list[list[dict[str, Any]]], name: str, machine: str = "") -> 
         pytest.param(2, 0, marks=pytest.mark.slow),
         pytest.param(2, 1, marks=pytest.mark.slow),
         pytest.param(2, 2, marks=pytest.mark.slow),
-        (3, 2),
+        pytest.param(3, 2, marks=pytest.mark.slow),
     ],
 )
 def test_bytes_of_a_step(machines: int, servers: int, tmp_path: Path) -> None:

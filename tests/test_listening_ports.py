@@ -28,10 +28,10 @@ AHEAD, BEHIND = range(20, 20 + CLAIMS), range(-CLAIMS, 0)
 SECRETS = {"loopback": "", "secret": "known to members"}
 
 
-def secrets(slow: str) -> pytest.MarkDecorator:
-    """Jobs without a secret and with one, of which ``slow`` is."""
-    marked = [pytest.param(s, id=name, marks=[pytest.mark.slow] * (name == slow)) for name, s in SECRETS.items()]
-    return pytest.mark.parametrize("job", marked, indirect=True)
+#: Jobs without a secret and with one.
+secrets = pytest.mark.parametrize("job", [pytest.param(s, id=name) for name, s in SECRETS.items()], indirect=True)
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(name="job")
@@ -55,7 +55,7 @@ def check_end(job: Running) -> None:
     assert "Traceback" not in err
 
 
-@secrets(slow="loopback")
+@secrets
 def test_forged_routing_ids_at_every_port(job: Running) -> None:
     """libzmq ends the process when an id that a peer chose meets its own counter."""
     ports = listening_ports(job.process.pid)
@@ -70,7 +70,7 @@ def test_forged_routing_ids_at_every_port(job: Running) -> None:
     check_end(job)
 
 
-@secrets(slow="secret")
+@secrets
 def test_what_outsiders_cost_at_every_port(job: Running) -> None:
     """Each is gone after MOST_S, and has cost MOST_BYTES; sums go on beside them."""
     ports = listening_ports(job.process.pid)

@@ -51,7 +51,7 @@ def start(host: Host, scheduler: Host, port: int, *words: str, **own: str) -> co
 @pytest.mark.parametrize(
     ("to_it", "from_it"),
     [
-        pytest.param(True, True, id="both ways"),
+        pytest.param(True, True, id="both ways", marks=pytest.mark.slow),
         pytest.param(True, False, id="it hears nobody", marks=pytest.mark.slow),
         pytest.param(False, True, id="nobody hears it", marks=pytest.mark.slow),
     ],

@@ -45,11 +45,12 @@ def total(moved: list[Bytes]) -> Bytes:
         # The rank's gradient is the machine's contribution as it lies; the answer is written once more, to the rank.
         # A server reads both contributions and writes one result; those on the two GPU machines, with a quarter of
         # the tensor each, another one to shared memory.
-        (
+        pytest.param(
             ["-np", "1", "--machines", "2", "--servers", "1"],
             "aten::copy_",  # in chunks
             [(WHOLE, WHOLE), (WHOLE, WHOLE)],
             (2 * WHOLE, WHOLE + WHOLE // 2),
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["one machine", "two machines"],

@@ -24,6 +24,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_its_commands_print_what_it_says(folder: Path) -> None:
     for command, expected in commands_of(README.blocks_after("run")[0]):
         with shell(command, folder) as process:

@@ -78,7 +78,7 @@ def test_a_refusal_is_raised_as_its_typed_error(start: Factory, attend: Attend) 
     assert first.lost.empty()
 
 
-@pytest.mark.parametrize("secret", ["", "not what they know"])
+@pytest.mark.parametrize("secret", [pytest.param("", marks=pytest.mark.slow), "not what they know"])
 def test_without_the_secret_no_process_is_admitted(start: Factory, attend: Attend, secret: str) -> None:
     scheduler = start(num_workers=1, secret="known to members").wait_listening()
     # Without a secret nothing says why the other end hangs up: the process tries until it is late, then names it.

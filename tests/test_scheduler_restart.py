@@ -125,6 +125,7 @@ def test_a_killed_scheduler_takes_its_members_back(start: Factory, attend: Atten
     assert all(member.lost.empty() for member in members)
 
 
+@pytest.mark.slow
 def test_a_member_that_dies_while_the_scheduler_is_away_is_lost_when_it_is_back(start: Factory, attend: Attend) -> None:
     scheduler = start(**SHAPE).wait_listening()
     one, server = attend(scheduler.settings, as_worker(0)), attend(scheduler.settings, as_server())

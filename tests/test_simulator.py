@@ -42,12 +42,12 @@ from simulator.visits import VISIT
 @pytest.mark.parametrize(
     ("kind", "seeds"),
     [
-        ("fixed", 250),
-        ("elastic", 80),
-        ("outages", 150),
+        ("fixed", 120),
+        ("elastic", 40),
+        ("outages", 75),
         ("elastic-outages", 50),
-        ("busy", 150),
-        ("hosted", 100),
+        ("busy", 75),
+        ("hosted", 60),
         ("hosted-outages", 40),
         ("hosted-busy", 40),
         ("hosted-elastic", 40),
@@ -55,6 +55,9 @@ from simulator.visits import VISIT
         ("shadow-outages", 20),
         pytest.param("fixed", 500, marks=pytest.mark.slow),
         pytest.param("elastic", 150, marks=pytest.mark.slow),
+        pytest.param("outages", 300, marks=pytest.mark.slow),
+        pytest.param("busy", 300, marks=pytest.mark.slow),
+        pytest.param("hosted", 200, marks=pytest.mark.slow),
         pytest.param("shadow", 250, marks=pytest.mark.slow),
         pytest.param("shadow-outages", 120, marks=pytest.mark.slow),
     ],
@@ -80,7 +83,7 @@ def test_a_seed_gives_one_log(kind: type[Cluster], seeds: tuple[int, ...]) -> No
     assert run(1, kind).log != run(2, kind).log
 
 
-@pytest.mark.parametrize("seeds", [range(400, 403), pytest.param(range(403, 410), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("seeds", [range(400, 401), pytest.param(range(401, 410), marks=pytest.mark.slow)], ids=str)
 def test_a_seed_gives_one_log_in_every_process(seeds: range) -> None:
     """Neither addresses nor the order of sets and hashes have a say in it."""
     program = f"import test_simulator; print(*test_simulator.digests(range({seeds.start}, {seeds.stop})))"
@@ -153,6 +156,7 @@ def test_processes_starve_and_freeze() -> None:
     assert {*trials} == {STARVES, STOPS}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)  # the rarest fault shows in one seed of a thousand
 @pytest.mark.parametrize("mutation", ALL_MUTATIONS, ids=lambda mutation: mutation.__name__)
 def test_a_broken_core_is_found(mutation: type[Parts]) -> None:

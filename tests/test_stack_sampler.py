@@ -16,7 +16,7 @@ from byteps_py import stack_dump as stack
 PROGRAM = Path(__file__).parent / "programs" / "stuck.py"
 
 
-@pytest.mark.parametrize("machines", [1, 2])
+@pytest.mark.parametrize("machines", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_every_machine_logs_where_the_missing_rank_is(machines: int, tmp_path: Path) -> None:
     run = bpslaunch(
         ["-np", str(2 // machines), "--machines", str(machines)],

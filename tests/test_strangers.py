@@ -200,6 +200,7 @@ start_scheduler = functools.partial(LoneScheduler, "")
 start_secret_scheduler = functools.partial(LoneScheduler, SETTINGS.secret)
 
 
+@pytest.mark.slow
 def test_half_open_connections_to_every_port() -> None:
     """All at once, because all take their time."""
     with (

@@ -31,6 +31,7 @@ def test_beside_the_plain_layers(layout: str) -> None:
     check([sys.executable, "-m", "byteps_py.launch", *words, sys.executable, PROGRAM], ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_on_gloo() -> None:
     check([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", PROGRAM], 2, TEST_BACKEND="gloo")

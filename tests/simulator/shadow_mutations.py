@@ -22,7 +22,6 @@ from byteps_py.tensors import Op
 from byteps_py.wire import Header
 from byteps_py.worker.core.hosted_steps import MakeStep, OwnedPart
 from byteps_py.worker.core.shadowing import (
-    CopyProgress,
     ReleaseMemory,
     SendStates,
     Shadowing,
@@ -134,12 +133,6 @@ class EndTheOldCopyBeforeTheNewOneIsComplete(Mutation):
             return actions
 
 
-class EndTheOldCopyBeforeTheNewOneHasTheDurableStep(Mutation):
-    class shadowing(Shadowing[Any]):
-        def _has_durable(self, copy: Any) -> bool:
-            return copy.state is CopyProgress.FOLLOWING and copy.seed <= self._durable
-
-
 class CountNoStepsBehindStates(Mutation):
     """Though the states are there, and the steps that were sent behind them may be lost."""
 
@@ -210,7 +203,6 @@ SHADOW_MUTATIONS: dict[type[Parts], int] = {
     SayNothingAgain: 12,
     SeedWithTheStatesOfTheStepAfter: 3,
     EndTheOldCopyBeforeTheNewOneIsComplete: 5,
-    EndTheOldCopyBeforeTheNewOneHasTheDurableStep: 417,
     KeepSumsThatTheServerLacks: 43,
     ReleaseWhatIsOnItsWay: 318,
     NeverSeedAgain: 130,
