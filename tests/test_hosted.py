@@ -27,6 +27,8 @@ CASES = re.findall(r"^@case\ndef (\w+)\(", PROGRAM.read_text(), re.MULTILINE)
         pytest.param("-np 2 --machines 2", marks=pytest.mark.slow),
         pytest.param("-np 1 --machines 3 --servers 3", marks=pytest.mark.slow),
         pytest.param("-np 3", marks=pytest.mark.slow),
+        pytest.param("-np 2 --servers 1", marks=pytest.mark.slow),  # which adds nothing
+        pytest.param("-np 1 --machines 2 --servers 3", marks=pytest.mark.slow),
     ],
 )
 def test_beside_the_optimizer_on_the_ranks(layout: str) -> None:
