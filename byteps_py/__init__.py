@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from byteps_py import module_aliases
@@ -18,6 +19,13 @@ if TYPE_CHECKING:
     from byteps_py.torch import *  # noqa: F403
 
 module_aliases.install()
+
+# A script in the source tree imports this folder, not the installed package. There, server, worker and proto lie beside
+# it.
+_folder = Path(__file__).parent
+if not (_folder / "proto").exists() and (_folder.parent / "proto" / "control.proto").exists():
+    __path__.append(str(_folder.parent))  # noqa: F405
+del _folder
 
 
 def __getattr__(name: str) -> Any:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
 from pathlib import Path
 
 import pytest
@@ -58,3 +63,43 @@ def test_a_cpu_machine_leaves_and_the_weights_are_the_same(folder: Path) -> None
 def test_every_page_it_names_exists() -> None:
     for page in re.findall(r"\]\((?!http)([^)#]+)(?:#[^)]*)?\)", PAGE.text):
         assert (ROOT / "docs" / page).exists(), page
+
+
+def test_the_source_tree_is_a_whole_package_without_an_installation() -> None:
+    """A program in this folder imports its byteps_py, also where another one is installed."""
+    modules = "byteps_py.server, byteps_py.worker, byteps_py.proto.control_pb2, byteps_py.launch"
+    packages = sysconfig.get_path("purelib"), *(path for path in sys.path if path.endswith("-packages"))
+    program = f"import sys; sys.path += {list(packages)}; import {modules}; print(byteps_py.server.__file__)"
+    # -S: editable installations are not found
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    assert (done.stdout, done.stderr) == (f"{ROOT / 'server' / '__init__.py'}\n", "")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_with_a_real_installation_inside_the_source_tree(tmp_path: Path) -> None:
+    tree, environment = tmp_path / "tree", tmp_path / "venv"
+    for name in ("byteps_py", "server", "worker", "proto"):
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    (tree / "train.py").write_text(PAGE.blocks_after("file train.py")[0])
+    venv.create(environment, symlinks=True)
+    [site] = environment.glob("lib/python3*/site-packages")
+    # What the package needs is that of this environment: .pth files of a folder added in this way are not read, so an
+    # editable installation is not found.
+    packages = dict.fromkeys(path for path in sys.path if path.endswith("-packages"))
+    (site / "dependencies.pth").write_text("\n".join(packages))
+    pip = [environment / "bin/python", "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "."]
+    done = subprocess.run(pip, cwd=tree, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr
+    assert (site / "byteps_py" / "proto").is_dir()
+    for command, expected in commands_of(PAGE.blocks_after("one machine")[0]):
+        with shell(f"PATH={environment / 'bin'}:$PATH {command}", tree) as process:
+            output, _ = process.communicate(timeout=TIMEOUT_S)
+        assert (process.returncode, output) == (0, expected), command
+    with shell(f"PATH={environment / 'bin'}:$PATH bps status", tree) as process:
+        output, _ = process.communicate(timeout=TIMEOUT_S)
+    assert "Traceback" not in output
