@@ -114,11 +114,12 @@ class _Parts:
         shard = self.shards.get(name)
         if shard is None or not isinstance(value, torch.Tensor) or not value.dim():
             return {key: value}
-        length = shard.stop - shard.start
-        if not length:
-            return {}
-        whole = value if length == shard.local else value.narrow(shard.dim, 0, length)
-        return {f"{key}@{shard.dim}:{shard.start}:{shard.stop}": whole}
+        dim = shard.dim
+        # One span without padding is the tensor itself: narrow() would gather an FSDP2 parameter.
+        return {
+            f"{key}@{dim}:{start}:{stop}": value if stop - start == shard.local else value.narrow(dim, at, stop - start)
+            for start, stop, at in shard.pieces()
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,15 +185,15 @@ class _Stored:
             if shard is None:
                 return [_Piece(key, tensor)]
             whole = torch.empty(one.size, dtype=one.properties.dtype, device="cpu")
-            return [_Piece(key, whole, shard.dim, shard.start, 0, shard.stop - shard.start)]
+            return [_Piece(key, whole, shard.dim, start, at, stop - start) for start, stop, at in shard.pieces()]
         found = []
         for region, (key, one) in sorted((region, each) for region, each in stored.items() if region is not None):
             dim, start, stop = region
-            first, last = (0, shape[dim]) if shard is None else (shard.start, shard.stop)
-            low, high = max(start, first), min(stop, last)
-            if low < high:
-                read = torch.empty(one.size, dtype=one.properties.dtype, device="cpu")
-                found.append(_Piece(key, read, dim, low - start, low - first, high - low))
+            read = torch.empty(one.size, dtype=one.properties.dtype, device="cpu")
+            for first, last, at in [(0, shape[dim], 0)] if shard is None else shard.pieces():
+                low, high = max(start, first), min(stop, last)
+                if low < high:
+                    found.append(_Piece(key, read, dim, low - start, at + low - first, high - low))
         return found
 
     def _check(self, name: str, shape: list[int]) -> None:

@@ -80,8 +80,7 @@ def check_gradients(trainer: Trainer, expected: dict[str, torch.Tensor]) -> None
         if isinstance(own, DTensor):
             own = own.full_tensor()
         if shard is not None:
-            own = own.narrow(shard.dim, 0, shard.stop - shard.start)
-            whole = whole.narrow(shard.dim, shard.start, shard.stop - shard.start)
+            whole = shard.cut(whole)
         assert own.shape == whole.shape, f"{name}: {tuple(own.shape)} and {tuple(whole.shape)}"
         difference = (own - whole).abs().max().item() if own.numel() else 0.0
         assert difference <= CLOSE, f"the gradient of {name} differs by {difference}"

@@ -10,7 +10,7 @@ One thread.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,14 +46,55 @@ def padded_vocabulary(vocabulary: int, ranks: int, multiple: int = VOCABULARY_MU
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A rank's part of a parameter: the indices [start, stop) of dimension ``dim`` of the whole one, of ``length``. The
-    rank's tensor has ``local`` indices there: those behind the part are padding."""
+    """A rank's part of a parameter.
+
+    Attributes:
+        dim: the dimension that is cut. The whole parameter has ``length`` indices there, the rank's has ``local``.
+        spans: the ranges [start, stop) of the whole, in the order in which they lie in the rank's tensor from its
+            beginning on. What follows them there is padding. Several: those of fused projections.
+        copies: for each span, how many ranks hold it, one behind the other: 1, if it is empty.
+
+    >>> whole = torch.arange(6)
+    >>> Shard(0, ((1, 2), (4, 5)), 6, 3).cut(whole)  # one index of padding
+    tensor([1, 4, 0])
+    """
 
     dim: int
-    start: int
-    stop: int
+    spans: tuple[tuple[int, int], ...]
     length: int
     local: int
+    copies: tuple[int, ...] = ()
+
+    @property
+    def start(self) -> int:
+        """Where the first span starts."""
+        return self.spans[0][0]
+
+    @property
+    def stop(self) -> int:
+        """Where the last span ends."""
+        return self.spans[-1][1]
+
+    @property
+    def size(self) -> int:
+        """The indices of the rank's tensor that are no padding."""
+        return sum(stop - start for start, stop in self.spans)
+
+    def pieces(self) -> Iterator[tuple[int, int, int]]:
+        """Of each span that is not empty: its start and stop in the whole, and its start in the rank's tensor."""
+        place = 0
+        for start, stop in self.spans:
+            if start < stop:
+                yield start, stop, place
+            place += stop - start
+
+    def cut(self, whole: torch.Tensor) -> torch.Tensor:
+        """The rank's part of ``whole``, a copy, with zeros for padding."""
+        shape = [self.local if dim == self.dim else length for dim, length in enumerate(whole.shape)]
+        own = whole.new_zeros(shape) if self.size < self.local else whole.new_empty(shape)
+        for start, stop, place in self.pieces():
+            own.narrow(self.dim, place, stop - start).copy_(whole.narrow(self.dim, start, stop - start))
+        return own
 
 
 class ParallelLayer(nn.Module):
@@ -99,10 +140,10 @@ class ColumnParallelLinear(ParallelLayer):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.shares_input, self.gather_output = shares_input, gather_output
         self._shard = _shard_of(0, self.out_features, group, vocabulary)
-        self.weight = nn.Parameter(_cut(linear.weight, self._shard), linear.weight.requires_grad)
+        self.weight = nn.Parameter(self._shard.cut(linear.weight.detach()), linear.weight.requires_grad)
         self.bias = None
         if linear.bias is not None:
-            self.bias = nn.Parameter(_cut(linear.bias, self._shard), linear.bias.requires_grad)
+            self.bias = nn.Parameter(self._shard.cut(linear.bias.detach()), linear.bias.requires_grad)
 
     def sharded_parameters(self) -> Mapping[str, Shard]:
         """The rows of the weight, and the bias."""
@@ -133,7 +174,7 @@ class RowParallelLinear(ParallelLayer):
         super().__init__(group, sequence_dim)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self._shard = _shard_of(1, self.in_features, group, False)
-        self.weight = nn.Parameter(_cut(linear.weight, self._shard), linear.weight.requires_grad)
+        self.weight = nn.Parameter(self._shard.cut(linear.weight.detach()), linear.weight.requires_grad)
         self.bias = None
         if linear.bias is not None:
             self.bias = nn.Parameter(linear.bias.detach().clone(), linear.bias.requires_grad)
@@ -170,7 +211,7 @@ class VocabularyParallelEmbedding(ParallelLayer):
         self.num_embeddings, self.embedding_dim = embedding.num_embeddings, embedding.embedding_dim
         self.padding_idx = embedding.padding_idx
         self._shard = _shard_of(0, self.num_embeddings, group, True)
-        self.weight = nn.Parameter(_cut(embedding.weight, self._shard), embedding.weight.requires_grad)
+        self.weight = nn.Parameter(self._shard.cut(embedding.weight.detach()), embedding.weight.requires_grad)
 
     def sharded_parameters(self) -> Mapping[str, Shard]:
         """The rows of the weight."""
@@ -266,14 +307,4 @@ def _shard_of(dim: int, length: int, group: Group, is_padded: bool) -> Shard:
     else:
         local = length // ranks
     start = min(rank_in(group) * local, length)
-    return Shard(dim, start, min(start + local, length), length, local)
-
-
-def _cut(tensor: torch.Tensor, shard: Shard) -> torch.Tensor:
-    """The rank's part, with zeros for padding."""
-    own = tensor.detach().narrow(shard.dim, shard.start, shard.stop - shard.start)
-    if own.shape[shard.dim] == shard.local:
-        return own.clone(memory_format=torch.contiguous_format)
-    padded = own.new_zeros([shard.local if dim == shard.dim else length for dim, length in enumerate(own.shape)])
-    padded.narrow(shard.dim, 0, own.shape[shard.dim]).copy_(own)
-    return padded
+    return Shard(dim, ((start, min(start + local, length)),), length, local)
