@@ -235,7 +235,7 @@ def test_errors_are_one_sentence(capsys: pytest.CaptureFixture[str], arguments: 
     assert capsys.readouterr() == ("", f"bps: {message}\n")
 
 
-@pytest.mark.parametrize("arguments", ["", "gpipe -p 4", "gpipe -m 4", "waterfall -p 4 -m 4", "gpipe -p four -m 4"])
+@pytest.mark.parametrize("arguments", ["", "gpipe -p 4", "gpipe -m 4", "gpipe -p four -m 4"])
 def test_wrong_command_lines_exit_with_2(capsys: pytest.CaptureFixture[str], arguments: str) -> None:
     with pytest.raises(SystemExit) as exit_:
         main(["schedule", *arguments.split()])
@@ -303,3 +303,21 @@ def test_times_of_the_page(answer: Any, name: str) -> None:
         assert float(shown) == result["makespan"], (m, p2p)
         if m == 8:
             assert in_flight.split(",")[0] == " ".join(map(str, result["peak_in_flight"]))
+
+
+@pytest.mark.parametrize(
+    "words", ["gpipe -p 100000 -m 100000", "chimera -p 100000 -m 1", "interleaved -p 4 -m 4 --chunks 999999"]
+)
+def test_a_chart_has_a_limit(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schedule", *words.split()]) == 2
+    assert "too many to simulate: at most 500 workers, and 100,000 forward passes" in capsys.readouterr().err
+
+
+def test_the_command_names_all_schedules(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schedule", "1f1b", "-p", "2", "-m", "2"]) == 0
+    assert main(["schedule", "zb-v", "-p", "4", "-m", "4"]) == 2
+    assert main(["schedule", "waterfall", "-p", "4", "-m", "4"]) == 2
+    out, err = capsys.readouterr()
+    assert out.startswith("dapple: 2 workers")
+    assert "does not draw it; it draws gpipe, dapple" in err
+    assert "there is no schedule 'waterfall'" in err

@@ -15,6 +15,7 @@ from byteps_py.parallel.pipe import formulas
 from byteps_py.parallel.pipe.program import ActionKind, Program, WeightRule
 from byteps_py.parallel.pipe.schedules import (
     More,
+    WarmUp,
     chimera,
     dapple,
     gems,
@@ -330,12 +331,18 @@ def test_a_worker_alone_computes_without_a_pause() -> None:
         ("interleaved", 4, 4, {"consecutive": 5}, "5 consecutive micro-batches are not possible: a step has 4"),
         ("gpipe", 4, 4, {"pipes": 2}, "the schedule gpipe has no option pipes; its options: none"),
         ("chimera", 4, 4, {"chunks": 2}, "the schedule chimera has no option chunks; its options: pipes, more"),
-        ("waterfall", 4, 4, {}, "there is no schedule 'waterfall'; there are gpipe, dapple, interleaved"),
+        ("waterfall", 4, 4, {}, "there is no schedule 'waterfall'; there are gpipe, dapple .also called 1f1b."),
+        ("waterfall", 4, 4, {}, "and in a Pipeline torch's zero-bubble, zb-v, dualpipev"),
+        ("zb-v", 4, 4, {}, "zb-v is one of torch's schedules.*Pipeline takes it, and `bps schedule` does not draw it"),
     ],
 )
 def test_schedules_that_do_not_exist(name: str, p: int, m: int, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         make(name, p, m, **options)
+
+
+def test_1f1b_is_dapple() -> None:
+    assert make("1f1b", 4, 8, warmup="B") == make("1F1B", 4, 8, warmup="B") == dapple(4, 8, WarmUp.B)
 
 
 # ---- when gradients are summed ---------------------------------------------------------------------------------

@@ -7,11 +7,15 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from byteps_py.errors import UsageError
+
 if TYPE_CHECKING:
     from byteps_py.parallel.pipe.program import Program
     from byteps_py.parallel.pipe.simulator import ScheduleTimeline, Span
 
 NAMES = ("gpipe", "dapple", "interleaved", "chimera", "gems", "pipedream", "pipedream-2bw")
+#: Larger schedules take minutes and gigabytes. Passes: forward passes of all stages and micro-batches.
+MOST_WORKERS, MOST_PASSES = 500, 100_000
 
 
 def add_parser(subparsers: Any) -> None:
@@ -21,7 +25,7 @@ def add_parser(subparsers: Any) -> None:
         help="show the chart and the figures of a pipeline schedule",
         description="Simulate one step of a pipeline schedule: each worker carries out its list of actions in order.",
     )
-    parser.add_argument("name", choices=NAMES, metavar="NAME", help=", ".join(NAMES))
+    parser.add_argument("name", metavar="NAME", help=f"{', '.join(NAMES)}; 1f1b is dapple")
     parser.add_argument("-p", type=int, required=True, metavar="P", help="workers")
     parser.add_argument("-m", type=int, required=True, metavar="M", help="micro-batches of a step")
     parser.add_argument("--chunks", type=int, metavar="V", help="interleaved: stages of each worker; default 2")
@@ -46,7 +50,6 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the chart. Raises UsageError if there is no such schedule for these numbers."""
-    from byteps_py.errors import UsageError
     from byteps_py.parallel.pipe.chart import svg_chart, text_chart
     from byteps_py.parallel.pipe.schedules import make
     from byteps_py.parallel.pipe.simulator import Durations, simulate
@@ -60,6 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
         value = getattr(arguments, name)
         if not 0 <= value < float("inf") or (name != "p2p" and not value):
             raise UsageError(f"--{name}={value:g}: a time {'of at least' if name == 'p2p' else 'above'} 0 is needed")
+    _check_size(arguments.p, arguments.m, arguments.chunks or 2 if arguments.name == "interleaved" else 1)
     program = make(arguments.name, arguments.p, arguments.m, **options)
     timeline = simulate(program, Durations(arguments.forward, arguments.backward, arguments.p2p))
     if timeline.makespan == float("inf"):
@@ -71,6 +75,17 @@ def run(arguments: argparse.Namespace) -> int:
             raise UsageError(f"--svg={arguments.svg}: {error.strerror}") from error
     print(json.dumps(_as_json(timeline)) if arguments.json else f"{text_chart(timeline)}\n\n{_figures(timeline)}")
     return 0
+
+
+def _check_size(workers: int, micro_batches: int, chunks: int) -> None:
+    passes = workers * micro_batches * chunks
+    if workers > MOST_WORKERS or passes > MOST_PASSES:
+        stages = f"{chunks} stages for each of {workers} workers" if chunks > 1 else f"{workers} workers"
+        raise UsageError(
+            f"{stages} and {micro_batches} micro-batches are too many to simulate: at most {MOST_WORKERS:,} workers, "
+            f"and {MOST_PASSES:,} forward passes (workers x stages x micro-batches) are; draw a smaller step, whose "
+            "chart repeats itself"
+        )
 
 
 def _as_json(timeline: ScheduleTimeline) -> dict[str, Any]:

@@ -51,8 +51,8 @@ class Pipeline:
         model: an nn.Sequential, which ``split`` cuts into equal numbers of layers; or what ``split`` returns; or a list
             with the module of each stage, in which those of other ranks may be None if stages share no parameters; or
             a function that returns one of these lists for the schedule's number of stages.
-        schedule: a name (see `bps schedule`) or a Program; or "zero-bubble", "zb-v" or "dualpipev", which are torch's
-            (torch_schedules.py).
+        schedule: a name (see `bps schedule`; "1f1b" is dapple) or a Program; or "zero-bubble", "zb-v" or "dualpipev",
+            which are torch's (torch_schedules.py).
         micro_batches: of a step.
         mesh: its dimension "pp" is that of workers, "dp" that of data-parallel copies. Ranks of "cp" are copies too,
             with other tokens of the same sequences (context parallelism). Ranks that differ in other dimensions, such

@@ -18,7 +18,7 @@ from byteps_py.parallel.pipe.checker import check
 from byteps_py.parallel.pipe.connections import Connection, SkipNames, connections_of
 from byteps_py.parallel.pipe.layout import PipelineLayout
 from byteps_py.parallel.pipe.program import Program, WeightRule
-from byteps_py.parallel.pipe.schedules import make
+from byteps_py.parallel.pipe.schedules import OF_TORCH, make
 from byteps_py.parallel.pipe.skips import declared
 from byteps_py.parallel.pipe.split import SplitModel, split
 from byteps_py.parallel.pipe.stage_runner import MAIN
@@ -76,7 +76,7 @@ def make_plan(
     options: Mapping[str, Any],
 ) -> PipelinePlan:
     """For the arguments of Pipeline. Raises UsageError."""
-    is_torchs = isinstance(schedule, str) and schedule in torch_schedules.NAMES
+    is_torchs = isinstance(schedule, str) and schedule in OF_TORCH
     if isinstance(schedule, str):
         making: Callable[..., Program] = torch_schedules.torch_program if is_torchs else make
         schedule = making(schedule, layout.workers, micro_batches, **options)

@@ -20,6 +20,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
+from byteps_py.errors import UsageError
 from byteps_py.parallel.pipe.losses import Losses
 from byteps_py.parallel.pipe.program import Program
 
@@ -28,12 +29,15 @@ _CLASSES: Mapping[str, Any] = {
     "zb-v": ScheduleZBVZeroBubble,
     "dualpipev": ScheduleDualPipeV,
 }
-NAMES = tuple(_CLASSES)
 
 
-def torch_program(name: str, workers: int, micro_batches: int) -> Program:
+def torch_program(name: str, workers: int, micro_batches: int, **options: Any) -> Program:
     """Which worker holds each stage; torch makes the lists of actions. Zero-bubble: stages r and p + r; the others:
-    r and 2 p - 1 - r."""
+    r and 2 p - 1 - r. Raises UsageError."""
+    if options:
+        raise UsageError(f"the schedule {name} is torch's: it has no option {min(options)}")
+    if micro_batches < 1:
+        raise UsageError(f"micro-batches: {micro_batches} is not possible; at least 1 is needed")
     there = range(workers)
     back = there if name == "zero-bubble" else reversed(there)
     return Program(name, ((),) * workers, ((*there, *back),), micro_batches)

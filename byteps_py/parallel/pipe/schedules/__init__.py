@@ -34,18 +34,33 @@ SCHEDULES = {
     "pipedream": _Schedule(pipedream, {}),
     "pipedream-2bw": _Schedule(pipedream_2bw, {}),
 }
+#: The field's other names.
+ALIASES = {"1f1b": "dapple"}
+#: Carried out by torch, which makes their lists of actions (torch_schedules.py).
+OF_TORCH = ("zero-bubble", "zb-v", "dualpipev")
 
 
 def make(name: str, workers: int, micro_batches: int, **options: Any) -> Program:
     """The schedule ``name`` with the options of `bps schedule`: ``chunks``, ``consecutive``, ``pipes``, ``more``
-    ("direct", "doubling" or "halving") and ``warmup`` ("A" or "B"). Raises UsageError.
+    ("direct", "doubling" or "halving") and ``warmup`` ("A" or "B"). "1f1b" is dapple. Raises UsageError.
 
     >>> make("chimera", 4, 8, more="doubling").warmup
     (3, 4, 4, 3)
+    >>> make("1f1b", 4, 8).name
+    'dapple'
     """
+    name = ALIASES.get(name.lower(), name)
+    if name in OF_TORCH:
+        raise UsageError(
+            f"{name} is one of torch's schedules, and torch makes its lists of actions: bps.parallel.Pipeline takes "
+            f"it, and `bps schedule` does not draw it; it draws {', '.join(SCHEDULES)}"
+        )
     schedule = SCHEDULES.get(name)
     if schedule is None:
-        raise UsageError(f"there is no schedule {name!r}; there are {', '.join(SCHEDULES)}")
+        ours = ", ".join(each if each != "dapple" else "dapple (also called 1f1b)" for each in SCHEDULES)
+        raise UsageError(
+            f"there is no schedule {name!r}; there are {ours}, and in a Pipeline torch's {', '.join(OF_TORCH)}"
+        )
     if unknown := sorted(set(options) - set(schedule.options)):
         known = ", ".join(schedule.options) or "none"
         raise UsageError(f"the schedule {name} has no option {unknown[0]}; its options: {known}")
