@@ -2,22 +2,24 @@
 
 A note is a file in the user's runtime folder that only its owner can read. It does not contain the cluster secret. The
 system releases the lock when the service ends, even if it is killed. So a process that finds an unlocked note deletes
-it. Any thread; needs only the standard library.
+it. If another user has taken the runtime folder's name, notes are in a folder made instead (private_folder.py). Any
+thread; needs only the standard library.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import json
 import os
 import secrets
-import stat
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from byteps_py import private_folder
 from byteps_py.log import logger
 from byteps_py.settings import Settings
 
@@ -67,7 +69,7 @@ class JobNote:
 
 def runtime_folder() -> Path:
     """The user's folder for notes. It does not survive a restart of the machine."""
-    if folder := os.environ.get("XDG_RUNTIME_DIR"):
+    if (folder := os.environ.get("XDG_RUNTIME_DIR")) and os.path.isdir(folder):
         return Path(folder) / "byteps"
     return Path(tempfile.gettempdir()) / f"byteps-{os.getuid()}"
 
@@ -78,7 +80,7 @@ def announced(settings: Settings) -> Iterator[None]:
     path, held = None, -1
     try:
         clear()
-        path, held = _leave(runtime_folder(), JobNote.of(settings))
+        path, held = _leave(JobNote.of(settings))
     except OSError as error:
         logger.debug("`bps status` can't find this job by itself: %s", error)
     try:
@@ -89,13 +91,27 @@ def announced(settings: Settings) -> Iterator[None]:
             os.close(held)
 
 
+def prepare() -> None:
+    """Make the folder for the notes of a job that is about to start, so that a warning about it comes once, and not
+    from each of its services."""
+    with contextlib.suppress(OSError):  # the services will say so
+        _usable_folder()
+
+
 def find() -> list[JobNote]:
     """The jobs of this user on this machine, each once, ordered by their schedulers' addresses."""
     clear()
+    folders = private_folder.others()
+    if not (why := private_folder.refusal(runtime_folder())):
+        folders.append(runtime_folder())
+    elif not folders:
+        _warn_once(f"{runtime_folder()} {why}: notes of jobs are not looked for there")
     found: dict[tuple[str, str], JobNote] = {}
-    for path in sorted(runtime_folder().glob(f"*{_SUFFIX}")):
-        if (job := _read(path)) is not None:
-            found.setdefault((job.address, job.job_id), job)
+    for folder in folders:
+        with contextlib.suppress(OSError), private_folder.opened(folder) as fd:
+            for name in sorted(_notes(fd)):
+                if (job := _read(name, fd)) is not None:
+                    found.setdefault((job.address, job.job_id), job)
     return [found[key] for key in sorted(found)]
 
 
@@ -114,55 +130,93 @@ def with_local_secret(settings: Settings) -> Settings:
 
 
 def clear(folder: Path | None = None) -> None:
-    """Delete the notes of services that were killed. ``folder``: by default the user's runtime folder."""
-    for path in (folder or runtime_folder()).glob(f"*{_SUFFIX}"):
-        with contextlib.suppress(OSError):  # locked by its service, or gone
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _remove(path)
-            finally:
-                os.close(fd)
+    """Delete the notes of services that were killed. ``folder``: by default all that have notes of this user."""
+    for each in (runtime_folder(), *private_folder.others()) if folder is None else (folder,):
+        with contextlib.suppress(OSError):  # there is none, or it is another user's
+            with private_folder.opened(each) as fd:
+                cleared = [name for name in _notes(fd) if _clear(name, fd)]
+            if cleared:
+                each.rmdir()  # unless notes are left
 
 
-def _leave(folder: Path, job: JobNote) -> tuple[Path, int]:
+def _notes(folder: int) -> list[str]:
+    return [name for name in os.listdir(folder) if name.endswith(_SUFFIX)]
+
+
+def _clear(name: str, folder: int) -> bool:
+    with contextlib.suppress(OSError):  # locked by its service, or gone, or not a note
+        fd = private_folder.open_own_file(name, folder)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.unlink(name, dir_fd=folder)
+            return True
+        finally:
+            os.close(fd)
+    return False
+
+
+def _usable_folder() -> Path:
+    """The folder for new notes; makes it if it does not exist. Raises OSError."""
+    folder = runtime_folder()
+    try:
+        folder.mkdir(mode=0o700)
+        why = ""
+    except FileExistsError:
+        why = private_folder.refusal(folder)
+    except OSError as error:
+        why = f"can't be made ({error.strerror})"
+    if not why:
+        return folder
+    if made := private_folder.others():
+        return made[0]
+    instead = private_folder.another()
+    _warn_once(f"{folder} {why}: the notes by which `bps` finds this job are in {instead}")
+    return instead
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    logger.warning("%s", text)
+
+
+def _leave(job: JobNote) -> tuple[Path, int]:
     """Write the note; returns its path and a descriptor that holds the lock. Raises OSError."""
     for _ in range(_TRIES):
-        folder.mkdir(mode=0o700, exist_ok=True)
-        about = folder.lstat()
-        if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o077:
-            raise PermissionError(f"{folder} must belong to this user, and be accessible to nobody else")
-        path = folder / f"{job.pid}-{secrets.token_hex(4)}{_SUFFIX}"
-        # The note gets its name once it is complete and locked, so that `clear` and `find` never see a partial one.
-        unnamed = path.with_suffix(".new")
+        folder = _usable_folder()
+        name = f"{job.pid}-{secrets.token_hex(4)}{_SUFFIX}"
         try:
-            fd = os.open(unnamed, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with private_folder.opened(folder) as there:
+                return folder / name, _write(name, there, job)
         except FileNotFoundError:
             continue  # another job has ended meanwhile, and deleted the empty folder
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            os.write(fd, json.dumps(asdict(job)).encode())
-            unnamed.rename(path)
-        except BaseException:
-            unnamed.unlink(missing_ok=True)
-            os.close(fd)
-            raise
-        return path, fd
     raise FileNotFoundError(f"{folder} was deleted {_TRIES} times while a note was written")
 
 
+def _write(name: str, folder: int, job: JobNote) -> int:
+    # The note gets its name once it is complete and locked, so that `clear` and `find` never see a partial one.
+    unnamed = f"{name}.new"
+    fd = os.open(unnamed, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        os.write(fd, json.dumps(asdict(job)).encode())
+        os.rename(unnamed, name, src_dir_fd=folder, dst_dir_fd=folder)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(unnamed, dir_fd=folder)
+        os.close(fd)
+        raise
+    return fd
+
+
 def _remove(path: Path) -> None:
-    path.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # other notes are there
+    with contextlib.suppress(OSError):  # other notes are there, or the folder is gone
+        with private_folder.opened(path.parent) as folder:
+            os.unlink(path.name, dir_fd=folder)
         path.parent.rmdir()
 
 
-def _read(path: Path) -> JobNote | None:
+def _read(name: str, folder: int) -> JobNote | None:
     """None if the file is gone, can be accessed by others, or is not a note."""
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        with open(fd) as file:
-            about = os.fstat(fd)
-            if about.st_uid == os.getuid() and not about.st_mode & 0o077:
-                return JobNote(**json.loads(file.read(_MAX_BYTES)))
+    with contextlib.suppress(OSError, ValueError, TypeError), open(private_folder.open_own_file(name, folder)) as file:
+        return JobNote(**json.loads(file.read(_MAX_BYTES)))
     return None

@@ -82,12 +82,16 @@ def test_files_that_are_not_notes_are_left_out(folder: Path) -> None:
         assert [job.job_id for job in jobs.find()] == ["mine"]
 
 
-def test_a_folder_of_another_user_is_not_used(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_folder_that_others_can_change_is_not_used(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(folder.parent))
     folder.mkdir(mode=0o777)
     folder.chmod(0o777)
-    with caplog.at_level("DEBUG", "byteps_py"), jobs.announced(Settings()):
+    with jobs.announced(Settings(job_id="mine")):
         assert notes(folder) == []
-    assert "must belong to this user" in caplog.text
+        assert [job.job_id for job in jobs.find()] == ["mine"]
+    assert "can be accessed by others (mode 0777; chmod 700 makes it private)" in caplog.text
 
 
 def test_the_only_job_is_found(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
@@ -161,3 +165,88 @@ def test_check_build(has_torch: bool) -> None:
     assert ("    [ ] PyTorch: pip install 'byteps-py[torch]'" in done.stdout) == (not has_torch)
     assert "    [X] TCP, between machines\n    [ ] RDMA\n" in done.stdout
     assert done.stdout.endswith("\nFalse\n")
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder for temporary files, with the runtime folder in it, as on a machine without a login session."""
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path
+
+
+def _take(folder: Path, how: str, target: Path) -> None:
+    """What another user makes of the runtime folder's name before its owner comes."""
+    if how == "FIFO":
+        os.mkfifo(folder)
+    elif how == "link":
+        folder.symlink_to(target)
+    elif how == "dangling":
+        folder.symlink_to(target / "nothing")
+    elif how == "file":
+        folder.write_text("")
+    else:
+        folder.mkdir()
+        os.mkfifo(folder / "a.job")
+        (folder / "mine.job").symlink_to(target / "mine.job")
+        folder.chmod(0o755)
+
+
+@pytest.mark.parametrize("how", ["FIFO", "link", "dangling", "file", "folder"])
+def test_the_runtime_folder_of_another_user_costs_one_warning(how: str, temporary: Path) -> None:
+    target = temporary / "work"
+    target.mkdir(mode=0o700)
+    mine = target / "mine.job"
+    mine.write_text("a batch job's script")
+    _take(temporary / f"byteps-{os.getuid()}", how, target)
+    look = "import sys; from byteps_py import jobs; print([job.job_id for job in jobs.find()])"
+    with subprocess.Popen([sys.executable, "-c", HOLDS], stdin=-1, stdout=-1, stderr=-1, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "there\n"
+        (instead,) = temporary.glob(f"byteps-{os.getuid()}-*")
+        assert stat.S_IMODE(instead.stat().st_mode) == 0o700
+        found = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, timeout=TIMEOUT_S)
+        assert (found.stdout, found.stderr) == ("['held']\n", "")
+        _, said = process.communicate("", TIMEOUT_S)
+    assert said.count("\n") == 1, said
+    assert f"the notes by which `bps` finds this job are in {instead}" in said
+    assert mine.read_text() == "a batch job's script"
+    assert not instead.exists()
+    found = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert found.stdout == "[]\n"
+    assert found.stderr.count("\n") == 1, found.stderr
+    assert "notes of jobs are not looked for there" in found.stderr
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder away")
+def test_a_folder_that_belongs_to_another_user(temporary: Path, caplog: pytest.LogCaptureFixture) -> None:
+    taken = temporary / "byteps-0"
+    taken.mkdir(mode=0o700)
+    os.chown(taken, 12345, -1)
+    false = temporary / "byteps-0-friendly"  # looks like a folder that was made instead
+    false.mkdir(mode=0o700)
+    os.chown(false, 12345, -1)
+    with jobs.announced(Settings(job_id="mine")):
+        assert [job.job_id for job in jobs.find()] == ["mine"]
+        assert notes(taken) == notes(false) == []
+    assert "belongs to another user (uid 12345)" in caplog.text
+
+
+def test_files_in_the_runtime_folder_that_are_not_notes_are_not_waited_for(folder: Path) -> None:
+    folder.mkdir(mode=0o700)
+    os.mkfifo(folder / "a.job")
+    (folder / "b.job").mkdir()
+    with jobs.announced(Settings(job_id="mine")):
+        assert [job.job_id for job in jobs.find()] == ["mine"]
+    assert len(notes(folder)) == 2
+
+
+def test_a_launcher_warns_for_its_services(temporary: Path, tmp_path: Path) -> None:
+    os.mkfifo(temporary / f"byteps-{os.getuid()}")
+    program = [sys.executable, "-m", "byteps_py.launch", "-np", "1", "--servers", "1", sys.executable, "-c"]
+    script = "import byteps_py as bps; bps.init(); print(bps.size()); bps.shutdown()"
+    done = subprocess.run([*program, script], capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "1\n"
+    assert done.stderr.count("finds this job") == 1, done.stderr

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
+from byteps_py import jobs
 from byteps_py.errors import BytePSError, ConfigurationError
 from byteps_py.exit_status import handle_signals
 from byteps_py.launch import command_line
@@ -77,6 +78,7 @@ def _run(arguments: Sequence[str], outer_environ: Mapping[str, str]) -> int:
     command = resolve(given.command, environ)
     for sentence in ignored_variables(environ):
         say(sentence)
+    jobs.prepare()
     for start in range(1, _STARTS + 1):
         token = os.urandom(8).hex()
         specs = _plan(given, environ, command, token)

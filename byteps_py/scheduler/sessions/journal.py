@@ -107,8 +107,11 @@ def _clear(folder: Path) -> None:
     """Delete journals that have not been written to for a week and that no scheduler has open."""
     for path in folder.glob("*.journal"):
         with contextlib.suppress(OSError):  # in use, or deleted by another process
-            if time.time() - path.stat().st_mtime > _STALE_S:
-                with path.open("rb") as file:
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            with open(fd, "rb") as file:
+                about = os.fstat(fd)
+                is_own = stat.S_ISREG(about.st_mode) and about.st_uid == os.getuid()
+                if is_own and time.time() - about.st_mtime > _STALE_S:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     path.unlink()
 
