@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -15,6 +17,7 @@ from support.connected import SECRET, SETTINGS, WAIT_S, ConnectedRank, connect, 
 from byteps_py.errors import BytePSError, ConfigurationError, RendezvousError
 from byteps_py.session.peers.peer_connector import PeerConnector
 from byteps_py.settings import Settings
+from byteps_py.unauthenticated_connections import PATIENCE_S
 
 
 @pytest.fixture
@@ -108,6 +111,79 @@ def test_silent_connections_do_not_keep_members_out(rank: ConnectedRank) -> None
         for sock in silent:
             sock.close()
         other.transport.close()
+
+
+def call_of(rank: int, epoch: int = 0) -> bytes:
+    return struct.pack("<I8sIII", 20, b"bps-rank", rank, 0, epoch)
+
+
+def test_strangers_may_make_up_ranks_as_they_like(rank: ConnectedRank) -> None:
+    """Nothing of them is kept, and no thread serves each of them."""
+    threads = threading.active_count()
+    with pytest.raises(RendezvousError):
+        connector(rank).connect({1: "127.0.0.1:1"}, 0.01)  # rank 1 alone is awaited
+    for claimed in range(1, 200):
+        with socket.create_connection(place(rank), WAIT_S) as sock:
+            sock.sendall(call_of(claimed, epoch=9))
+            while sock.recv(4096):
+                pass
+    assert set(connector(rank)._refusals) == {1}
+    assert connector(rank).listener.callers == 0  # type: ignore[union-attr]
+    assert threading.active_count() <= threads + 1
+
+
+def test_all_of_a_handshake_has_to_be_over_in_time(rank: ConnectedRank) -> None:
+    """However the caller spreads its bytes. Connections that come meanwhile are served."""
+    with socket.create_connection(place(rank), WAIT_S) as sock, ThreadPoolExecutor(1) as pool:
+        began = time.monotonic()
+
+        def dribble() -> None:
+            with contextlib.suppress(OSError):
+                for byte in struct.pack("<I", 4000) + bytes(4000):
+                    sock.sendall(bytes([byte]))
+                    if ended.wait(0.02):
+                        return
+
+        ended = threading.Event()
+        dribbling = pool.submit(dribble)
+        sock.settimeout(WAIT_S)
+        with contextlib.suppress(OSError):  # it may be a reset
+            while sock.recv(4096):
+                pass
+        took_s = time.monotonic() - began
+        ended.set()
+        dribbling.result(WAIT_S)
+    assert PATIENCE_S - 0.5 < took_s < PATIENCE_S + 2
+    assert connector(rank).listener.cut_off == 1  # type: ignore[union-attr]
+
+
+def test_what_says_much_before_it_has_proven_anything_is_cut_off(rank: ConnectedRank) -> None:
+    with socket.create_connection(place(rank), WAIT_S) as sock:
+        sock.settimeout(WAIT_S)
+        began = time.monotonic()
+        sock.sendall(struct.pack("<I", 4000))
+        with contextlib.suppress(OSError):
+            while time.monotonic() < began + WAIT_S:
+                sock.sendall(bytes(1 << 16))
+    assert time.monotonic() < began + PATIENCE_S
+
+
+def test_a_listener_that_dribbles_does_not_keep_its_caller() -> None:
+    rank = ConnectedRank(1, SETTINGS["signed"])
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        host, port = listener.getsockname()
+        calling = pool.submit(connector(rank).connect, {0: f"{host}:{port}"}, 0.2)
+        sock, _ = listener.accept()
+        with sock, contextlib.suppress(OSError):
+            for byte in struct.pack("<I", 4000) + bytes(4000):
+                sock.sendall(bytes([byte]))
+                if calling.done():
+                    break
+                with contextlib.suppress(TimeoutError):
+                    calling.exception(0.02)
+        with pytest.raises(RendezvousError, match=f"rank 0 at {host}:{port} .*handshake was not over"):
+            calling.result(0)
+    rank.transport.close()
 
 
 def test_a_rank_that_can_not_be_reached_is_named_with_its_address() -> None:

@@ -36,8 +36,9 @@ from byteps_py.session.peers.message_matcher import (
     joined_error,
 )
 from byteps_py.session.peers.peer_connection import BackgroundSender, PeerConnection, PendingSend, views_of
-from byteps_py.session.peers.peer_connector import PeerConnector, Seals
+from byteps_py.session.peers.peer_connector import PeerConnector
 from byteps_py.session.peers.peer_directory import PeerDirectory
+from byteps_py.session.peers.peer_handshake import Seals
 from byteps_py.session.peers.peer_protocol import RECORD_BYTES, PeerMessage, PeerMessageKind
 from byteps_py.session.peers.peer_sockets import Inbox, PeerOutbox
 from byteps_py.session.peers.ring import Ring, RingHost
