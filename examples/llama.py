@@ -134,6 +134,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dp", type=int, default=-1, help="ranks with different sequences; default: all others")
     parser.add_argument("--data", default="ddp", choices=("ddp", "zero1", "zero2", "hsdp"), help="what dp and cp share")
     parser.add_argument("--no-sequence-parallel", action="store_true", help="norms see the whole sequence on all of tp")
+    parser.add_argument("--backend", default="byteps", help="of torch.distributed: byteps (default), gloo or nccl")
     parser.add_argument("--schedule", default="dapple", help="of the pipeline: a name of `bps schedule`")
     parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--steps", type=int, default=100)
@@ -161,7 +162,7 @@ def main() -> None:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         torch.set_default_device("cuda")
     alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group("byteps", **({} if "RANK" in os.environ else alone))
+    dist.init_process_group(arguments.backend, **({} if "RANK" in os.environ else alone))
     device = "cuda" if arguments.cuda else "cpu"
     mesh = Mesh(tp=arguments.tp, cp=arguments.cp, pp=arguments.pp, dp=arguments.dp, device_type=device)
     letters, data, _ = read_text()

@@ -34,7 +34,7 @@ def check(arguments: list[str], ranks: int, cases: str, **variables: str) -> Non
         ("-np 2", 1, "mixed_precision float32_gradients evaluation overlaps tied_in_a_list"),
         ("-np 1 --machines 2 --servers 1", 1, "equal stale structures raises checkpoints overlaps"),
         pytest.param("-np 4", 1, "peaks skips same_bits", marks=pytest.mark.slow),
-        ("-np 4", 2, "tokens_count clipping stale other_meshes float32_gradients"),
+        ("-np 4", 2, "tokens_count clipping stale other_meshes float32_gradients side_by_side"),
         pytest.param("-np 4", 1, "equal stale structures raises checkpoints evaluation", marks=pytest.mark.slow),
         pytest.param("-np 4", 2, "equal of_torch mixed_precision structures", marks=pytest.mark.slow),
         pytest.param("-np 2 --machines 2 --servers 1", 1, "equal stale raises", marks=pytest.mark.long),
@@ -56,6 +56,13 @@ def test_on_gloo() -> None:
     cases = "equal structures raises checkpoints overlaps"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", PROGRAM, "1", *cases.split()]
     check(torchrun, 2, cases, TEST_BACKEND="gloo")
+
+
+@pytest.mark.timeout(300)
+def test_pipelines_side_by_side_on_gloo() -> None:
+    """Where groups of ranks that only some ranks make would hang."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", PROGRAM, "2", "side_by_side"]
+    check(torchrun, 4, "side_by_side", TEST_BACKEND="gloo")
 
 
 @pytest.mark.parametrize("killed", [0, 1])

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from cases import case, run
 from pipe_models import HIDDEN, gpt, next_token_loss, perceptrons, tokens
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import byteps_py as bps
@@ -161,6 +161,28 @@ def other_meshes() -> None:
             p,
             init_device_mesh(torch.get_default_device().type, (p, COPIES), mesh_dim_names=("tp", "dp")),
         )
+
+
+@case
+def side_by_side() -> None:
+    """Each part of a mesh has a pipeline of its own, with other stages, schedules and shared parameters."""
+    p, copy = workers(), dist.get_rank() // workers()
+    name, make = [("gems", gpt), ("interleaved", perceptrons)][copy % 2]
+    pipe, reference = bps.parallel.Pipeline(make(2 * p), name, 2 * p, mesh()["pp"]), make(2 * p)
+    rng = generator()
+    for _ in range(1 + copy):  # independent of each other
+        if make is gpt:
+            x, y, loss = tokens(rng, 2 * p), tokens(rng, 2 * p), next_token_loss
+        else:
+            x, y, loss = *(torch.randn(2 * p, HIDDEN, generator=rng) for _ in range(2)), mse
+        pipe.step(x, y, loss)
+        loss(reference(x), y).backward()
+    check_same(pipe, reference, "side by side", gradients=True)
+    with expecting(UsageError, "pipelines of the ranks"):
+        bps.parallel.Pipeline(perceptrons(p), "gpipe", 2, mesh()["pp"] if dist.get_rank() else mesh())
+    with expecting(UsageError, f"rank {p} is not in the mesh of its pipeline, whose ranks are {[*range(p)]}"):
+        first = init_device_mesh("cpu", (COPIES, p), mesh_dim_names=("dp", "pp")).mesh[0]
+        bps.parallel.Pipeline(perceptrons(p), "gpipe", 2, DeviceMesh("cpu", first, mesh_dim_names=("pp",)))
 
 
 @case

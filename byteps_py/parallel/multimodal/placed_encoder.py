@@ -18,6 +18,7 @@ from byteps_py.parallel.multimodal.encoded_images import EncodedImages
 from byteps_py.parallel.multimodal.model import checked_tokens, count_images
 from byteps_py.parallel.multimodal.placement import EncoderPlacement
 from byteps_py.parallel.pipe.failures import raise_failures
+from byteps_py.parallel.pipe.groups import new_groups
 from byteps_py.parallel.pipe.layout import PipelineLayout
 from byteps_py.parallel.pipe.replicas import ReplicatedParameters
 from byteps_py.parallel.pipe.trees import flatten, unflatten
@@ -60,7 +61,7 @@ class PlacedEncoder:
         #: Made by ``encode``: the root of the encoder's graph.
         self._output: torch.Tensor | None = None
         self._is_encoded = False
-        group = layout.group_of(range(layout.workers) if self._is_replicated else (0,))
+        (group,) = new_groups([layout.rows_of(range(layout.workers) if self._is_replicated else (0,))])
         self._replicas: ReplicatedParameters | None = None
         if group is not None and encodes:
             named = dict(module.named_parameters())

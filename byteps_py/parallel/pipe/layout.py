@@ -1,4 +1,4 @@
-"""The ranks of a pipeline: where each worker and each data-parallel copy is, and the process groups between them."""
+"""The ranks of a pipeline: where each worker and each data-parallel copy is."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ class PipelineLayout:
     def of(cls, mesh: DeviceMesh | Mesh | None) -> PipelineLayout:
         """The layout of ``mesh``, whose dimension "pp" is that of workers, and "dp" and "cp" those of copies, if there
         are any. Without a mesh all ranks are workers of one pipeline. Raises UsageError."""
-        if not dist.is_initialized():
-            raise UsageError("a pipeline needs process groups: call torch.distributed.init_process_group() before")
+        check_process_groups()
         if isinstance(mesh, Mesh):
             mesh = mesh.device_mesh
         if mesh is None:
@@ -47,7 +46,10 @@ class PipelineLayout:
             ranks = whole.reshape(-1, math.prod(mesh.size(index) for index in copies), workers)
         found = (ranks == dist.get_rank()).nonzero()
         if len(found) != 1:
-            raise UsageError(f"rank {dist.get_rank()} is not in the mesh of the pipeline")
+            raise UsageError(
+                f"rank {dist.get_rank()} is not in the mesh of its pipeline, whose ranks are {ranks.flatten().tolist()}; "
+                "all ranks of the job create a pipeline together, each with a mesh that it is in"
+            )
         first, second, third = found[0].tolist()
         return cls(ranks, (first, second, third), "cpu" if mesh is None else mesh.device_type)
 
@@ -82,27 +84,18 @@ class PipelineLayout:
         """The rank of the first of ``workers`` in the first copy."""
         return int(self.ranks[self.own[0], 0, min(workers)])
 
-    def group_of_workers(self) -> dist.ProcessGroup:
-        """The workers of this rank's copy. All ranks call it."""
-        rows = [self.ranks[other, copy].tolist() for other in range(len(self.ranks)) for copy in range(self.copies)]
-        group = _own_group(rows)
-        if group is None:
-            raise RuntimeError("this rank is in no row of its own layout")
-        return group
+    def copies_of_workers(self) -> list[list[int]]:
+        """The ranks of each copy, of all pipelines of the layout."""
+        return [row for other in self.ranks.tolist() for row in other]
 
-    def group_of(self, workers: Iterable[int]) -> dist.ProcessGroup | None:
-        """These workers of all copies; None if this rank is not among them, or alone. All ranks call it."""
+    def rows_of(self, workers: Iterable[int]) -> list[list[int]]:
+        """The ranks that are one of ``workers`` in any copy, for each pipeline of the layout; none if that is one."""
         columns = sorted(workers)
         rows = [self.ranks[other][:, columns].flatten().tolist() for other in range(len(self.ranks))]
-        if len(rows[0]) == 1:
-            return None
-        return _own_group(rows)
+        return rows if len(rows[0]) > 1 else []
 
 
-def _own_group(rows: Iterable[list[int]]) -> dist.ProcessGroup | None:
-    """The new group of the row with this rank; all ranks make the groups of all rows."""
-    own = None
-    for row in rows:
-        group = dist.new_group(row)
-        own = group if dist.get_rank() in row else own
-    return own
+def check_process_groups() -> None:
+    """Raises UsageError if there are none."""
+    if not dist.is_initialized():
+        raise UsageError("a pipeline needs process groups: call torch.distributed.init_process_group() before")

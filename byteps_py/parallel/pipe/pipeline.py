@@ -15,9 +15,10 @@ from byteps_py.errors import PipelineError, UsageError
 from byteps_py.parallel.gradients import partial_norms, scale_gradients, total_norm
 from byteps_py.parallel.mesh.device_mesh import Mesh
 from byteps_py.parallel.pipe.failures import raise_failures
-from byteps_py.parallel.pipe.layout import PipelineLayout
+from byteps_py.parallel.pipe.groups import PipelineGroups, holders_of
+from byteps_py.parallel.pipe.layout import PipelineLayout, check_process_groups
 from byteps_py.parallel.pipe.losses import Losses, LossFunction, Outcome
-from byteps_py.parallel.pipe.plan import PipelinePlan, StagesFunction, TiedParameter, agree, make_plan
+from byteps_py.parallel.pipe.plan import PipelinePlan, StagesFunction, agree, make_plan
 from byteps_py.parallel.pipe.program import Action, ActionKind, Program, WeightRule
 from byteps_py.parallel.pipe.program_runner import ChannelKey, ProgramRunner, StepData
 from byteps_py.parallel.pipe.replicas import ReplicatedParameters
@@ -34,8 +35,9 @@ from byteps_py.parallel.tensor.plan import sharded_parameters, tensor_parallel_g
 
 
 class Pipeline:
-    """A model in stages, trained by a schedule of forward and backward passes. All ranks of the mesh create it and call
-    its methods alike; any backend of torch.distributed moves the data.
+    """A model in stages, trained by a schedule of forward and backward passes. All ranks of the job create it at the
+    same time, because all of them make its process groups; ranks of different meshes have pipelines that are independent
+    of each other. All ranks of a mesh then call its methods alike. Any backend of torch.distributed moves the data.
 
         model = nn.Sequential(...)  # the same on all ranks
         pipe = bps.parallel.Pipeline(model, schedule="chimera", micro_batches=8)
@@ -81,23 +83,25 @@ class Pipeline:
         float32_gradients: bool = True,
         **options: Any,
     ) -> None:
-        self._layout = layout = PipelineLayout.of(mesh)
+        layout: PipelineLayout | None = None
+        check_process_groups()
         try:
+            layout = PipelineLayout.of(mesh)
             plan: PipelinePlan | UsageError = make_plan(
                 layout, model, schedule, micro_batches, recompute, sync, options
             )
         except UsageError as error:
             plan = error
-        self._connections = agree(plan)
-        if isinstance(plan, UsageError):
-            raise plan
-        self._plan = plan
+        self._connections = agree(plan, layout)
+        if isinstance(plan, UsageError) or layout is None:
+            raise plan if isinstance(plan, UsageError) else RuntimeError("a plan without a layout")
+        self._plan, self._layout = plan, layout
         own = plan.program.stages_of(layout.worker)
         #: The modules of this rank, by the number of the stage. A stage of two pipes is the same module.
         self.stages = {stage: module for _, stage in own if (module := plan.modules[stage]) is not None}
         self._device = layout.device_of(list(self.stages.values()))
-        self._workers = layout.group_of_workers()
-        self._all = layout.group_of(range(layout.workers)) or self._workers
+        self._groups = PipelineGroups.new(layout, plan.program, list(plan.tied_by_workers()))
+        self._workers, self._all = self._groups.workers, self._groups.everyone
         self._runner = self._new_runner(own)
         self._replicas, self._tied, self._first_holder = self._replicated()
         self._torch: TorchSchedule | None = None
@@ -384,32 +388,25 @@ class Pipeline:
         self,
     ) -> tuple[dict[int, ReplicatedParameters], list[ReplicatedParameters], dict[str, int]]:
         """The parameters of each stage with copies, those that stages share, and the first worker that holds each
-        parameter of this rank. All ranks make the groups in the same order."""
-        workers_of = [
-            frozenset(holders[stage] for holders in self.program.holders) for stage in range(self.program.stages)
-        ]
+        parameter of this rank."""
         replicas: dict[int, ReplicatedParameters] = {}
         first_holder: dict[str, int] = {}
-        for stage, workers in enumerate(workers_of):
+        for stage, workers in enumerate(holders_of(self.program)):
             names: dict[str, nn.Parameter] = {}
             if stage in self.stages:
                 own = self.stages[stage].named_parameters()
                 names = {self._prefix(stage) + name: one for name, one in own if id(one) not in self._plan.tied}
             first_holder |= dict.fromkeys(names, min(workers))
-            group = self._layout.group_of(workers)
+            group = self._groups.stages.get(stage)
             if group is not None:
                 module = self.stages[stage]
                 replicas[stage] = ReplicatedParameters(list(names), list(names.values()), group)
                 replicas[stage].broadcast(self._layout.rank_of_first(workers), module.buffers())
         tied = []
-        of_workers: dict[frozenset[int], list[TiedParameter]] = {}
-        for one in self._plan.tied.values():
-            of_workers.setdefault(frozenset().union(*(workers_of[stage] for stage in one.stages)), []).append(one)
-        for workers in sorted(of_workers, key=sorted):
-            some = of_workers[workers]
+        for workers, some in self._plan.tied_by_workers().items():
             if self._layout.worker in workers:
                 first_holder |= {name: min(workers) for one in some for name in one.names}
-            group = self._layout.group_of(workers)
+            group = self._groups.tied.get(workers)
             if group is not None:
                 tied.append(
                     ReplicatedParameters([one.names[0] for one in some], [one.parameter for one in some], group)

@@ -16,6 +16,7 @@ from byteps_py.errors import UsageError
 from byteps_py.parallel.pipe import torch_schedules
 from byteps_py.parallel.pipe.checker import check
 from byteps_py.parallel.pipe.connections import Connection, SkipNames, connections_of
+from byteps_py.parallel.pipe.groups import holders_of
 from byteps_py.parallel.pipe.layout import PipelineLayout
 from byteps_py.parallel.pipe.program import Program, WeightRule
 from byteps_py.parallel.pipe.schedules import OF_TORCH, make
@@ -55,6 +56,13 @@ class PipelinePlan:
         own = {stage for _, stage in self.program.stages_of(worker)}
         modules = [module if stage in own else None for stage, module in enumerate(self.modules)]
         return dataclasses.replace(self, modules=modules, tied={})
+
+    def tied_by_workers(self) -> dict[frozenset[int], list[TiedParameter]]:
+        """The parameters that stages share, by the workers that hold these stages."""
+        holders, found = holders_of(self.program), dict[frozenset[int], list[TiedParameter]]()
+        for one in self.tied.values():
+            found.setdefault(frozenset[int]().union(*(holders[stage] for stage in one.stages)), []).append(one)
+        return {workers: found[workers] for workers in sorted(found, key=sorted)}
 
     def __str__(self) -> str:
         program = self.program
@@ -108,26 +116,44 @@ def make_plan(
     return PipelinePlan(schedule, modules, tied, ends, is_torchs, isinstance(modules, SplitModel), recompute)
 
 
-def agree(plan: PipelinePlan | UsageError) -> list[Connection]:
-    """The connections between stages. Raises UsageError on all ranks if one of them has an error in place of a plan, if
-    plans differ, or if skip connections lead nowhere. All ranks call it."""
-    own: tuple[str, str, dict[int, SkipNames]] = (str(plan), "", {})
-    if isinstance(plan, UsageError):
-        own = "", str(plan), {}
+class _Told(NamedTuple):
+    """What a rank tells the others. ``ranks``: of its pipelines."""
+
+    text: str
+    problem: str
+    ranks: list[int]
+    skips: dict[int, SkipNames]
+
+
+def agree(plan: PipelinePlan | UsageError, layout: PipelineLayout | None) -> list[Connection]:
+    """The connections between stages. Raises UsageError on all ranks of the job if one of them has an error in place of
+    a plan, if plans or meshes of one pipeline differ, or if skip connections lead nowhere. All ranks call it."""
+    if isinstance(plan, UsageError) or layout is None:
+        own = _Told("", str(plan), [], {})
     else:
         skips = {stage: _skips(module) for stage, module in enumerate(plan.modules) if module is not None}
-        own = str(plan), "", skips
+        own = _Told(str(plan), "", layout.ranks.flatten().tolist(), skips)
     told = [own] * dist.get_world_size()
     dist.all_gather_object(told, own)
-    for rank, (_, problem, _) in enumerate(told):
-        if problem:
-            raise UsageError(problem if isinstance(plan, UsageError) else f"rank {rank}: {problem}")
-    for rank, (text, _, _) in enumerate(told):
-        if text != told[0][0]:
-            raise UsageError(f"rank 0 has the {told[0][0]}, rank {rank} the {text}; give all ranks the same arguments")
+    for rank, each in enumerate(told):
+        if each.problem:
+            raise UsageError(each.problem if isinstance(plan, UsageError) else f"rank {rank}: {each.problem}")
+    for rank, each in enumerate(told):
+        for other in each.ranks:
+            if told[other].ranks != each.ranks:
+                raise UsageError(
+                    f"rank {rank} has pipelines of the ranks {each.ranks}, rank {other} of {told[other].ranks}; give "
+                    "all ranks of a pipeline the same mesh"
+                )
+        first = each.ranks[0]
+        if each.text != told[first].text:
+            raise UsageError(
+                f"rank {first} has the {told[first].text}, rank {rank} the {each.text}; give all ranks of a mesh the "
+                "same arguments"
+            )
     if isinstance(plan, UsageError):
         raise plan
-    names = {stage: each for _, _, skips in told for stage, each in skips.items()}
+    names = {stage: found for rank in own.ranks for stage, found in told[rank].skips.items()}
     connections = connections_of([names.get(stage, SkipNames()) for stage in range(plan.program.stages)])
     if plan.is_torchs and any(connection.name != MAIN for connection in connections):
         raise UsageError(f"{plan.program.name} is torch's schedule: it has no skip connections")
