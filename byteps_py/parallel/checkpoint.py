@@ -26,8 +26,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from byteps_py.errors import UsageError
 from byteps_py.parallel.pipe.pipeline import Pipeline
 from byteps_py.parallel.sharding.sharded_optimizer import ShardedOptimizer
-from byteps_py.parallel.tensor.layers import Shard
 from byteps_py.parallel.tensor.plan import sharded_parameters
+from byteps_py.parallel.tensor.shard import Shard
 
 _MODEL, _OPTIMIZER = "model.", "optimizer."
 

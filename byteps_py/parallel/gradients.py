@@ -16,8 +16,11 @@ from torch.distributed.tensor import DTensor
 from byteps_py.errors import UsageError
 from byteps_py.parallel.tensor.plan import sharded_parameters, tensor_parallel_group
 from byteps_py.parallel.tensor.regions import size_of
+from byteps_py.parallel.tensor.shard import Shard
 
 _Groups = tuple[dist.ProcessGroup, ...]
+#: Rows of a parameter that several tensor-parallel ranks hold: start, stop, number of ranks.
+Copied = tuple[tuple[int, int, int], ...]
 
 
 def clip_grad_norm_(
@@ -44,12 +47,12 @@ def clip_grad_norm_(
 
 def partial_norms(
     named: Iterable[tuple[str, torch.Tensor]],
-    shards: Mapping[str, object],
+    shards: Mapping[str, Shard],
     tp: dist.ProcessGroup | None,
     norm_type: float,
 ) -> torch.Tensor:
     """Σ |g|^norm_type (or the largest |g|, for inf) over the gradients of the ranks that share their parameters with
-    this one: a float64 scalar. ``shards``: the names of parameters that the ranks of ``tp`` have cut."""
+    this one: a float64 scalar. ``shards``: of the parameters that the ranks of ``tp`` have cut."""
     if norm_type < 1.0:
         raise UsageError(f"norm_type={norm_type} must be from 1 on, or inf")
     by_groups: dict[_Groups, list[torch.Tensor]] = {}
@@ -61,13 +64,15 @@ def partial_norms(
             sharded = [dim for dim, one in enumerate(gradient.placements) if one.is_shard()]
             groups = tuple(mesh.get_group(dim) for dim in sharded if mesh.size(dim) > 1)
             local = gradient.to_local()
+        copied: Copied = ()
         if name in shards and tp is not None and size_of(tp) > 1:
             groups = (*groups, tp)
-        by_groups.setdefault(groups, []).append(local)
+            copied = shards[name].copied()
+        by_groups.setdefault(groups, []).extend(_norms(local, _first_row(gradient), copied, norm_type))
     is_infinite = norm_type == float("inf")
     total = torch.zeros((), dtype=torch.float64, device="cpu")
-    for groups, locals_ in by_groups.items():
-        norms = torch.stack([_norm(one, norm_type) for one in locals_])
+    for groups, norms_ in by_groups.items():
+        norms = torch.stack(norms_)
         value = norms.max() if is_infinite else (norms**norm_type).sum()
         for group in groups:
             dist.all_reduce(value, dist.ReduceOp.MAX if is_infinite else dist.ReduceOp.SUM, group=group)
@@ -91,6 +96,29 @@ def scale_gradients(parameters: Iterable[nn.Parameter], max_norm: float, norm: t
         if parameter.grad is not None:
             local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
             local.mul_(factor.to(local.device))
+
+
+def _norms(local: torch.Tensor, first: int, copied: Copied, norm_type: float) -> list[torch.Tensor]:
+    """Of ``local``, the rows from ``first`` on of a rank's gradient; rows that several ranks hold count once in all."""
+    found, place = [], 0
+    for start, stop, number in copied:
+        start, stop = (min(max(row - first, 0), len(local)) for row in (start, stop))
+        found.append(_norm(local[place:start], norm_type))
+        found.append(_norm(local[start:stop], norm_type) * number ** (-1.0 / norm_type))
+        place = stop
+    return [*found, _norm(local[place:] if place else local, norm_type)]
+
+
+def _first_row(gradient: torch.Tensor) -> int:
+    """Where the local rows of a DTensor begin, which FSDP2 has cut into chunks; 0 for other tensors."""
+    first, rows = 0, gradient.shape[0] if gradient.dim() else 0
+    if isinstance(gradient, DTensor):
+        for dim, placement in enumerate(gradient.placements):
+            if placement.is_shard(0):
+                chunk = -(-rows // gradient.device_mesh.size(dim))
+                before = min(rows, chunk * gradient.device_mesh.get_local_rank(dim))
+                first, rows = first + before, min(chunk, rows - before)
+    return first
 
 
 def _norm(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:

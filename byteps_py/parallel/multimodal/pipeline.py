@@ -22,8 +22,8 @@ from byteps_py.parallel.pipe.pipeline import Pipeline, parts_of
 from byteps_py.parallel.pipe.program import Program
 from byteps_py.parallel.pipe.split import SplitModel
 from byteps_py.parallel.pipe.synchronisation import SyncMode
-from byteps_py.parallel.tensor.layers import Shard
 from byteps_py.parallel.tensor.plan import sharded_parameters
+from byteps_py.parallel.tensor.shard import Shard
 
 _ENCODER = "encoder."  # of the names of the encoder's parameters, as in MultimodalModel
 

@@ -30,8 +30,8 @@ from byteps_py.parallel.pipe.transfers import Ends, ReceivingChannel, SendingCha
 from byteps_py.parallel.pipe.trees import cut
 from byteps_py.parallel.pipe.weight_versions import EndlessActions, WeightVersions
 from byteps_py.parallel.pipe.wide_gradients import WideGradient, can_widen
-from byteps_py.parallel.tensor.layers import Shard
 from byteps_py.parallel.tensor.plan import sharded_parameters, tensor_parallel_group
+from byteps_py.parallel.tensor.shard import Shard
 
 
 class Pipeline:

@@ -1,31 +1,23 @@
 """Tensor and sequence parallelism: each layer of a model is computed by several ranks.
 
-regions        f, g and their forms for sequence parallelism: communication that autograd knows
-layers         linear layers, embeddings and norms whose parameters or inputs lie on several ranks
-plan           the style of each layer of a model, by name
-cross_entropy  the loss of logits whose columns lie on several ranks
+regions         f, g and their forms for sequence parallelism: communication that autograd knows
+shard           which indices of a parameter a rank has
+layers          linear layers, embeddings and norms whose parameters or inputs lie on several ranks
+styles          how a plan says what becomes of a layer
+plan            parallelize: the style of each layer of a model, by name
+planned_layers  what becomes of each layer, decided before anything changes
+fused_layers    layers of several parts that a plan would cut in the wrong places
+cross_entropy   the loss of logits whose columns lie on several ranks
 """
 
 from byteps_py.parallel.tensor.cross_entropy import CrossEntropyOptions, parallel_cross_entropy
 from byteps_py.parallel.tensor.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
-    Shard,
     VocabularyParallelEmbedding,
-    padded_vocabulary,
     sequence_parallel,
 )
-from byteps_py.parallel.tensor.plan import (
-    Column,
-    Embedding,
-    Row,
-    Sequence,
-    SharedInput,
-    Style,
-    parallelize,
-    sharded_parameters,
-    tensor_parallel_group,
-)
+from byteps_py.parallel.tensor.plan import parallelize, sharded_parameters, tensor_parallel_group
 from byteps_py.parallel.tensor.regions import (
     collect_along,
     copy_to_ranks,
@@ -34,6 +26,8 @@ from byteps_py.parallel.tensor.regions import (
     reduce_scatter_along,
     split_along,
 )
+from byteps_py.parallel.tensor.shard import Shard, padded_vocabulary
+from byteps_py.parallel.tensor.styles import Column, Embedding, Row, Sequence, SharedInput, Style
 
 __all__ = [
     "Column",

@@ -10,8 +10,8 @@ One thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from byteps_py.errors import UsageError
 from byteps_py.parallel.tensor.regions import (
     Group,
     collect_along,
+    copy_among,
     copy_to_ranks,
     gather_along,
     rank_in,
@@ -29,72 +30,7 @@ from byteps_py.parallel.tensor.regions import (
     reduce_scatter_along,
     size_of,
 )
-
-#: The padded vocabulary is a multiple of this, times the number of ranks (Megatron-LM, section 3).
-VOCABULARY_MULTIPLE = 128
-
-
-def padded_vocabulary(vocabulary: int, ranks: int, multiple: int = VOCABULARY_MULTIPLE) -> int:
-    """The smallest size from ``vocabulary`` on that is a multiple of ``multiple`` · ``ranks``.
-
-    >>> padded_vocabulary(50257, 8)
-    51200
-    """
-    unit = multiple * ranks
-    return -(-vocabulary // unit) * unit
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """A rank's part of a parameter.
-
-    Attributes:
-        dim: the dimension that is cut. The whole parameter has ``length`` indices there, the rank's has ``local``.
-        spans: the ranges [start, stop) of the whole, in the order in which they lie in the rank's tensor from its
-            beginning on. What follows them there is padding. Several: those of fused projections.
-        copies: for each span, how many ranks hold it, one behind the other: 1, if it is empty.
-
-    >>> whole = torch.arange(6)
-    >>> Shard(0, ((1, 2), (4, 5)), 6, 3).cut(whole)  # one index of padding
-    tensor([1, 4, 0])
-    """
-
-    dim: int
-    spans: tuple[tuple[int, int], ...]
-    length: int
-    local: int
-    copies: tuple[int, ...] = ()
-
-    @property
-    def start(self) -> int:
-        """Where the first span starts."""
-        return self.spans[0][0]
-
-    @property
-    def stop(self) -> int:
-        """Where the last span ends."""
-        return self.spans[-1][1]
-
-    @property
-    def size(self) -> int:
-        """The indices of the rank's tensor that are no padding."""
-        return sum(stop - start for start, stop in self.spans)
-
-    def pieces(self) -> Iterator[tuple[int, int, int]]:
-        """Of each span that is not empty: its start and stop in the whole, and its start in the rank's tensor."""
-        place = 0
-        for start, stop in self.spans:
-            if start < stop:
-                yield start, stop, place
-            place += stop - start
-
-    def cut(self, whole: torch.Tensor) -> torch.Tensor:
-        """The rank's part of ``whole``, a copy, with zeros for padding."""
-        shape = [self.local if dim == self.dim else length for dim, length in enumerate(whole.shape)]
-        own = whole.new_zeros(shape) if self.size < self.local else whole.new_empty(shape)
-        for start, stop, place in self.pieces():
-            own.narrow(self.dim, place, stop - start).copy_(whole.narrow(self.dim, start, stop - start))
-        return own
+from byteps_py.parallel.tensor.shard import Blocks, Shard, vocabulary_shard
 
 
 class ParallelLayer(nn.Module):
@@ -122,6 +58,8 @@ class ColumnParallelLinear(ParallelLayer):
             all of it.
         shares_input: the input is that of a region (SharedInput in plan.py), which has communicated already.
         vocabulary: the output features are tokens: they are padded, see ``padded_vocabulary``.
+        gather_output: all ranks get all output features.
+        shard: the output features of this rank; default: as many on each rank, one rank's behind the other's.
 
     Raises UsageError if the number of ranks does not divide the output features.
     """
@@ -135,15 +73,14 @@ class ColumnParallelLinear(ParallelLayer):
         shares_input: bool = False,
         vocabulary: bool = False,
         gather_output: bool = False,
+        shard: Shard | None = None,
     ) -> None:
         super().__init__(group, sequence_dim)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.shares_input, self.gather_output = shares_input, gather_output
-        self._shard = _shard_of(0, self.out_features, group, vocabulary)
-        self.weight = nn.Parameter(self._shard.cut(linear.weight.detach()), linear.weight.requires_grad)
-        self.bias = None
-        if linear.bias is not None:
-            self.bias = nn.Parameter(self._shard.cut(linear.bias.detach()), linear.bias.requires_grad)
+        self._shard = shard or _shard_of(0, self.out_features, group, vocabulary)
+        self.weight = _cut(linear.weight, self._shard)
+        self.bias = None if linear.bias is None else _cut(linear.bias, self._shard)
 
     def sharded_parameters(self) -> Mapping[str, Shard]:
         """The rows of the weight, and the bias."""
@@ -152,7 +89,8 @@ class ColumnParallelLinear(ParallelLayer):
     def forward(self, tensor: torch.Tensor) -> torch.Tensor:
         if not self.shares_input:
             tensor = enter(tensor, self.group, self.sequence_dim)
-        output = functional.linear(tensor, self.weight, self.bias)
+        weight, bias = (copy_among(one, self.group, self._shard.copied()) for one in (self.weight, self.bias))
+        output = functional.linear(tensor, weight, bias)
         if self.gather_output:
             output = collect_along(output, self.group, -1)[..., : self.out_features]
         return output
@@ -165,19 +103,20 @@ class RowParallelLinear(ParallelLayer):
     """y = x Aᵀ + b, for which each rank has some of the input features: the output of a column-parallel layer.
 
     The input has the shape (…, in_features / ranks), the output (…, out_features), the same on all ranks, or with
-    ``sequence_dim`` each rank's part of it along this dimension. The bias is added after the sum.
+    ``sequence_dim`` each rank's part of it along this dimension. The bias is added after the sum. ``shard``: the input
+    features of this rank; default: as many on each rank, one rank's behind the other's.
 
     Raises UsageError if the number of ranks does not divide the input features.
     """
 
-    def __init__(self, linear: nn.Linear, group: Group, *, sequence_dim: int | None = None) -> None:
+    def __init__(
+        self, linear: nn.Linear, group: Group, *, sequence_dim: int | None = None, shard: Shard | None = None
+    ) -> None:
         super().__init__(group, sequence_dim)
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self._shard = _shard_of(1, self.in_features, group, False)
-        self.weight = nn.Parameter(self._shard.cut(linear.weight.detach()), linear.weight.requires_grad)
-        self.bias = None
-        if linear.bias is not None:
-            self.bias = nn.Parameter(linear.bias.detach().clone(), linear.bias.requires_grad)
+        self._shard = shard or _shard_of(1, self.in_features, group, False)
+        self.weight = _cut(linear.weight, self._shard)
+        self.bias = linear.bias
 
     def sharded_parameters(self) -> Mapping[str, Shard]:
         """The columns of the weight; the bias is whole on each rank."""
@@ -211,7 +150,7 @@ class VocabularyParallelEmbedding(ParallelLayer):
         self.num_embeddings, self.embedding_dim = embedding.num_embeddings, embedding.embedding_dim
         self.padding_idx = embedding.padding_idx
         self._shard = _shard_of(0, self.num_embeddings, group, True)
-        self.weight = nn.Parameter(self._shard.cut(embedding.weight.detach()), embedding.weight.requires_grad)
+        self.weight = _cut(embedding.weight, self._shard)
 
     def sharded_parameters(self) -> Mapping[str, Shard]:
         """The rows of the weight."""
@@ -294,17 +233,14 @@ def check_ids(ids: torch.Tensor, vocabulary: int) -> None:
         )
 
 
-def _shard_of(dim: int, length: int, group: Group, is_padded: bool) -> Shard:
-    ranks = size_of(group)
-    if is_padded and ranks > 1:
-        local = padded_vocabulary(length, ranks) // ranks
-    elif length % ranks:
-        fits = max(factor for factor in range(1, ranks + 1) if length % factor == 0)
-        raise UsageError(
-            f"{ranks} tensor-parallel ranks do not divide {length} features: use tp={fits}, or a width that is a "
-            f"multiple of {ranks}"
-        )
-    else:
-        local = length // ranks
-    start = min(rank_in(group) * local, length)
-    return Shard(dim, ((start, min(start + local, length)),), length, local)
+def _cut(parameter: nn.Parameter, shard: Shard) -> nn.Parameter:
+    """The rank's part, with the attributes that others have given the parameter."""
+    own = nn.Parameter(shard.cut(parameter.detach()), parameter.requires_grad)
+    own.__dict__.update(copy.copy(parameter.__dict__))
+    return own
+
+
+def _shard_of(dim: int, length: int, group: Group, is_vocabulary: bool) -> Shard:
+    if is_vocabulary:
+        return vocabulary_shard(length, size_of(group), rank_in(group))
+    return Blocks.of(length, None, None).shard(dim, size_of(group), rank_in(group), 0)

@@ -21,61 +21,17 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from byteps_py.errors import UsageError
-from byteps_py.parallel.tensor.layers import (
-    ColumnParallelLinear,
-    ParallelLayer,
-    RowParallelLinear,
-    Shard,
-    VocabularyParallelEmbedding,
-    enter,
-    sequence_parallel,
-)
+from byteps_py.parallel.tensor.layers import ParallelLayer, enter, sequence_parallel
+from byteps_py.parallel.tensor.planned_layers import plan_layers
 from byteps_py.parallel.tensor.regions import Group, size_of
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """A linear layer of which each rank computes some of the output features.
-
-    ``units``: the output features are so many equal blocks that stay whole, as attention heads; the ranks must divide
-    them. ``vocabulary``: they are tokens, and are padded. ``gather_output``: all ranks get all of them.
-    """
-
-    units: int | None = None
-    vocabulary: bool = False
-    gather_output: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A linear layer for which each rank has some of the input features, as behind a Column."""
-
-
-@dataclass(frozen=True, slots=True)
-class Embedding:
-    """An embedding of which each rank has the rows of some tokens."""
-
-
-@dataclass(frozen=True, slots=True)
-class SharedInput:
-    """A module whose first argument goes to several Columns inside it, and nowhere else: it is communicated once for
-    all of them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sequence:
-    """A layer that treats each token alone, such as a norm. With sequence parallelism it gets a part of the sequence;
-    without, it stays as it is."""
-
-
-Style = Column | Row | Embedding | SharedInput | Sequence
+from byteps_py.parallel.tensor.shard import Shard
+from byteps_py.parallel.tensor.styles import Column, Row, Sequence, SharedInput, Style
 
 
 def parallelize(
@@ -93,29 +49,25 @@ def parallelize(
 
     Raises UsageError if a pattern matches no layer, a style does not fit its layer, or sizes can't be divided.
     """
-    modules = dict(model.named_modules())
+    modules = dict(model.named_modules(remove_duplicate=False))
     chosen = _choose(plan, modules)
     if size_of(group) == 1:
         return model
-    regions = [name for name, style in chosen.items() if isinstance(style, SharedInput)]
-    made: dict[int, nn.Parameter] = {}
-    for name, style in chosen.items():
-        module = modules[name]
+    planned = plan_layers(modules, chosen, group)
+    for module, style in {id(modules[name]): (modules[name], style) for name, style in chosen.items()}.values():
         if isinstance(style, SharedInput):
             module.register_forward_pre_hook(_InputHook(group, sequence_dim), with_kwargs=True)
-        elif isinstance(style, Sequence):
-            if sequence_dim is not None:
-                sequence_parallel(module, group)
-        else:
-            layer = _layer(name, module, style, group, sequence_dim, _is_inside(name, regions))
-            for own, parameter in module.named_parameters(recurse=False):
-                if id(parameter) in made:
-                    layer.register_parameter(own, _tied(name, layer, own, made[id(parameter)]))
-                elif own in layer.sharded_parameters():
-                    made[id(parameter)] = layer.get_parameter(own)
-            layer.train(module.training)
-            _replace(model, name, layer)
-    _check_ties(model, made, modules)
+        elif isinstance(style, Sequence) and sequence_dim is not None:
+            sequence_parallel(module, group)
+    made: dict[int, nn.Parameter] = {}
+    for one in planned:
+        layer = one.build(group, sequence_dim)
+        for own, parameter in one.module.named_parameters(recurse=False):
+            layer.register_parameter(own, made.setdefault(id(parameter), layer.get_parameter(own)))
+        layer.train(one.module.training)
+        for name, module in modules.items():
+            if module is one.module:
+                _replace(model, name, layer)
     return model
 
 
@@ -176,65 +128,6 @@ def _some(names: Iterable[str]) -> str:
     return ", ".join(listed[:8]) + (f" and {len(listed) - 8} more" if len(listed) > 8 else "")
 
 
-def _is_inside(name: str, regions: Iterable[str]) -> bool:
-    return any(name.startswith(f"{region}.") for region in regions)
-
-
-def _layer(
-    name: str, module: nn.Module, style: Style, group: Group, sequence_dim: int | None, is_inside: bool
-) -> ParallelLayer:
-    try:
-        if isinstance(style, Column) and isinstance(module, nn.Linear):
-            _check_units(style.units, module, group)
-            return ColumnParallelLinear(
-                module,
-                group,
-                sequence_dim=sequence_dim,
-                shares_input=is_inside,
-                vocabulary=style.vocabulary,
-                gather_output=style.gather_output,
-            )
-        if isinstance(style, Row) and isinstance(module, nn.Linear):
-            return RowParallelLinear(module, group, sequence_dim=sequence_dim)
-        if isinstance(module, nn.Embedding):
-            return VocabularyParallelEmbedding(module, group, sequence_dim=sequence_dim)
-    except UsageError as error:
-        raise UsageError(f"{name}: {error}") from None
-    raise UsageError(f"{name} is a {type(module).__name__}, which {type(style).__name__} is not for")
-
-
-def _check_units(units: int | None, linear: nn.Linear, group: Group) -> None:
-    if units is None:
-        return
-    if units < 1 or linear.out_features % units:
-        raise UsageError(f"{linear.out_features} output features are no {units} equal units: give the number of heads")
-    if units % size_of(group):
-        fits = max(factor for factor in range(1, units + 1) if units % factor == 0 and factor <= size_of(group))
-        raise UsageError(
-            f"{size_of(group)} tensor-parallel ranks do not divide {units} heads: use tp={fits}, or a multiple of "
-            f"{size_of(group)} heads"
-        )
-
-
 def _replace(model: nn.Module, name: str, layer: nn.Module) -> None:
     parent, _, own = name.rpartition(".")
     setattr(model.get_submodule(parent), own, layer)
-
-
-def _tied(name: str, layer: ParallelLayer, own: str, other: nn.Parameter) -> nn.Parameter:
-    here = layer.get_parameter(own)
-    if here.shape != other.shape:
-        raise UsageError(
-            f"{name}.{own} is tied to a parameter that is cut into parts of the shape {tuple(other.shape)}, and would "
-            f"itself have {tuple(here.shape)}: give Column(vocabulary=True) to an output layer that is tied to an "
-            "embedding"
-        )
-    return other
-
-
-def _check_ties(model: nn.Module, made: Mapping[int, nn.Parameter], before: Mapping[str, nn.Module]) -> None:
-    """Raises UsageError if a layer that the plan does not name still has a whole parameter that another one has cut."""
-    for name, module in model.named_modules():
-        for own, parameter in module.named_parameters(recurse=False):
-            if id(parameter) in made and before.get(name) is module:
-                raise UsageError(f"{name}.{own} is tied to a layer that is cut; give {name} a style in the plan too")

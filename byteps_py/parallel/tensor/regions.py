@@ -4,6 +4,7 @@ for sequence parallelism (Korthikanti et al., section 4.2.2).
 | function | forward | backward |
 |---|---|---|
 | copy_to_ranks (f) | identity | all-reduce |
+| copy_among | identity | sum over the ranks that have the same part |
 | reduce_from_ranks (g) | all-reduce | identity |
 | gather_along (f with sequence parallelism) | all-gather | reduce-scatter |
 | reduce_scatter_along (g with sequence parallelism) | reduce-scatter | all-gather |
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -44,6 +45,17 @@ def rank_in(group: Group) -> int:
 def copy_to_ranks(tensor: torch.Tensor, group: Group) -> torch.Tensor:
     """f: each rank uses ``tensor``, which is the same on all, in a computation of its own; gradients are summed."""
     return _conjugate(tensor, group, _same, all_reduced)
+
+
+_Optional = TypeVar("_Optional", torch.Tensor, torch.Tensor | None)
+
+
+def copy_among(tensor: _Optional, group: Group, copied: tuple[tuple[int, int, int], ...]) -> _Optional:
+    """``tensor``, of which each rank has some ranges (start, stop, number) of dimension 0 in common with as many ranks,
+    those that follow one another; each uses them in a computation of its own; gradients are summed among those."""
+    if tensor is None or not copied:
+        return tensor
+    return _conjugate(tensor, group, _same, summed_among, copied=copied)
 
 
 def reduce_from_ranks(tensor: torch.Tensor, group: Group) -> torch.Tensor:
@@ -95,6 +107,19 @@ def all_gathered(tensor: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
     return torch.cat(tuple(parts), dim)
 
 
+def summed_among(tensor: torch.Tensor, group: Group, copied: tuple[tuple[int, int, int], ...]) -> torch.Tensor:
+    """``tensor`` with the sums of the ranges that ranks have in common: see copy_among. The same bits on those ranks.
+    Not differentiable."""
+    result, place = tensor.detach().clone(memory_format=torch.contiguous_format), 0
+    own = torch.cat([result[start:stop] for start, stop, _ in copied])
+    parts = all_gathered(own.unsqueeze(0), group, 0)
+    for start, stop, number in copied:
+        first = rank_in(group) // number * number
+        result[start:stop] = parts[first : first + number, place : place + stop - start].sum(0)
+        place += stop - start
+    return result
+
+
 def reduce_scattered(tensor: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
     """This rank's part, along ``dim``, of the sum. Not differentiable."""
     check_divides(tensor, group, dim)
@@ -120,14 +145,14 @@ def check_divides(tensor: torch.Tensor, group: Group, dim: int) -> None:
         )
 
 
-def _same(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+def _same(tensor: torch.Tensor, group: Group, **_: Any) -> torch.Tensor:
     return tensor.view_as(tensor)
 
 
-def _conjugate(tensor: torch.Tensor, group: Group, there: _Move, back: _Move, **dim: int) -> torch.Tensor:
+def _conjugate(tensor: torch.Tensor, group: Group, there: _Move, back: _Move, **where: Any) -> torch.Tensor:
     if size_of(group) == 1:
         return tensor
-    moves = partial(there, group=group, **dim), partial(back, group=group, **dim)
+    moves = partial(there, group=group, **where), partial(back, group=group, **where)
     result: torch.Tensor = _Conjugate.apply(tensor, *moves)  # type: ignore[no-untyped-call]
     return result
 

@@ -1,0 +1,172 @@
+"""What a plan makes of each linear layer and embedding: decided, and refused, for the whole model before anything
+changes. One thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from byteps_py.errors import UsageError
+from byteps_py.parallel.tensor.fused_layers import check_fused
+from byteps_py.parallel.tensor.layers import (
+    ColumnParallelLinear,
+    ParallelLayer,
+    RowParallelLinear,
+    VocabularyParallelEmbedding,
+)
+from byteps_py.parallel.tensor.regions import Group, rank_in, size_of
+from byteps_py.parallel.tensor.shard import Blocks, Shard, vocabulary_shard
+from byteps_py.parallel.tensor.styles import Column, Embedding, Row, SharedInput, Style
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedLayer:
+    """A layer that is to be cut. ``name``: the first one that it has in the model. ``is_inside``: in a SharedInput."""
+
+    name: str
+    module: nn.Linear | nn.Embedding
+    style: Column | Row | Embedding
+    shard: Shard
+    is_inside: bool
+
+    def shards(self) -> dict[str, Shard | None]:
+        """For each parameter, how it is cut; None: it stays whole."""
+        is_row = isinstance(self.style, Row)
+        return {
+            own: None if is_row and own == "bias" else self.shard
+            for own, _ in self.module.named_parameters(recurse=False)
+        }
+
+    def build(self, group: Group, sequence_dim: int | None) -> ParallelLayer:
+        """The parallel layer of this rank."""
+        module = self.module
+        if isinstance(module, nn.Embedding):
+            return VocabularyParallelEmbedding(module, group, sequence_dim=sequence_dim)
+        if isinstance(self.style, Column):
+            return ColumnParallelLinear(
+                module,
+                group,
+                sequence_dim=sequence_dim,
+                shares_input=self.is_inside,
+                gather_output=self.style.gather_output,
+                shard=self.shard,
+            )
+        return RowParallelLinear(module, group, sequence_dim=sequence_dim, shard=self.shard)
+
+
+def plan_layers(modules: Mapping[str, nn.Module], chosen: Mapping[str, Style], group: Group) -> list[PlannedLayer]:
+    """The layers that ``chosen`` cuts, in the order of the model. Raises UsageError for the first that can't be."""
+    linears = {
+        name: (module, style)
+        for name, style in chosen.items()
+        if isinstance(style, (Column, Row)) and isinstance(module := modules[name], nn.Linear)
+    }
+    regions = [name for name, style in chosen.items() if isinstance(style, SharedInput)]
+    for name in regions:
+        if outer := next((other for other in regions if name != other and _is_below(name, other)), None):
+            raise UsageError(
+                f"{name} and {outer} around it both have the style SharedInput: its input would be summed twice; "
+                "give it to the inner modules only"
+            )
+    planned: dict[int, PlannedLayer] = {}
+    for name, style in chosen.items():
+        module = modules[name]
+        if not isinstance(style, (Column, Row, Embedding)) or not isinstance(module, (nn.Linear, nn.Embedding)):
+            continue
+        is_inside = isinstance(style, Column) and any(_is_below(name, region) for region in regions)
+        try:
+            if name in linears:
+                check_fused(name, linears[name][0], linears)
+            shard = _shard(name, module, style, linears, group)
+        except UsageError as error:
+            text = str(error)
+            raise UsageError(text if text.startswith(name) else f"{name}: {text}") from None
+        one = PlannedLayer(name, module, style, shard, is_inside)
+        first = planned.setdefault(id(module), one)
+        if (first.style, first.is_inside) != (style, is_inside):
+            raise UsageError(
+                f"{first.name} and {name} are one module, but the plan gives them {first.style} and {style}, or only "
+                "one of them is in a SharedInput: give both the same"
+            )
+    found = list(planned.values())
+    _check_ties(modules, found)
+    return found
+
+
+def _is_below(name: str, other: str) -> bool:
+    return not other or name.startswith(f"{other}.")
+
+
+def _shard(
+    name: str,
+    module: nn.Linear | nn.Embedding,
+    style: Column | Row | Embedding,
+    linears: Mapping[str, tuple[nn.Linear, Column | Row]],
+    group: Group,
+) -> Shard:
+    ranks, rank = size_of(group), rank_in(group)
+    if isinstance(module, nn.Embedding):
+        return vocabulary_shard(module.num_embeddings, ranks, rank)
+    if isinstance(style, Row):
+        return Blocks.of(module.in_features, None, style.parts).shard(1, ranks, rank, 0)
+    if isinstance(style, Column) and style.vocabulary:
+        if style.units is not None or style.parts is not None:
+            raise UsageError("vocabulary=True has tokens for output features: leave out units and parts")
+        return vocabulary_shard(module.out_features, ranks, rank)
+    units = style.units if isinstance(style, Column) else None
+    blocks = Blocks.of(module.out_features, units, style.parts if isinstance(style, Column) else None)
+    heads = max(blocks.counts)
+    if len(blocks.counts) == 1 and units is not None:
+        heads = max([heads, *_heads_beside(name, blocks.size, linears)])
+    shard = blocks.shard(0, ranks, rank, heads)
+    if isinstance(style, Column) and style.gather_output and (len(blocks.counts) > 1 or shard.copies):
+        raise UsageError(
+            "the gathered output would have the parts of one rank behind those of another: gather_output=True is for "
+            "layers of one part without copied heads"
+        )
+    return shard
+
+
+def _heads_beside(name: str, size: int, linears: Mapping[str, tuple[nn.Linear, Column | Row]]) -> list[int]:
+    """The numbers of heads of the other column layers in the same module: queries, where this one has keys."""
+    parent = name.rpartition(".")[0]
+    found = []
+    for other, (linear, style) in linears.items():
+        if other.rpartition(".")[0] == parent and isinstance(style, Column) and not style.vocabulary:
+            if style.units is not None:
+                found.append(style.units)
+            elif style.parts is None and linear.out_features % size == 0:
+                found.append(linear.out_features // size)
+    return found
+
+
+def _check_ties(modules: Mapping[str, nn.Module], planned: list[PlannedLayer]) -> None:
+    """Raises UsageError if a parameter is cut in one layer, and whole or cut in another way in another layer."""
+    cut: dict[int, tuple[str, Shard]] = {}
+    by_module = {id(one.module): one.shards() for one in planned}
+    for one in planned:
+        for own, parameter in one.module.named_parameters(recurse=False):
+            shard = one.shards()[own]
+            if shard is not None:
+                cut.setdefault(id(parameter), (f"{one.name}.{own}", shard))
+    for name, module in modules.items():
+        for own, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in cut:
+                continue
+            other, shard = cut[id(parameter)]
+            here = by_module.get(id(module), {}).get(own)
+            if here is None:
+                raise UsageError(
+                    f"{name}.{own} is tied to a layer that is cut, {other.rpartition('.')[0]}; give {name} a style "
+                    "that cuts it in the plan too"
+                )
+            if here != shard:
+                raise UsageError(
+                    f"{name}.{own} is tied to a parameter that is cut in another way, {other}: rank 0 would have "
+                    f"{here.local} of {here.length} indices of dimension {here.dim} here, {shard.local} of "
+                    f"{shard.length} of dimension {shard.dim} there; give Column(vocabulary=True) to an output layer "
+                    "that is tied to an embedding"
+                )

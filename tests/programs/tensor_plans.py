@@ -1,0 +1,204 @@
+"""What a tensor-parallel plan makes of fused layers, key heads and whole parameters, beside the plain model. Arguments:
+names of cases. Prints "NAME: right" on each rank. All ranks are one tensor-parallel group."""
+
+from __future__ import annotations
+
+import copy
+import sys
+
+import torch
+import torch.distributed as dist
+from cases import case, run
+from tensor_parallel import check_gradients, close, group, ranks, refuses
+from torch import nn
+from torch.nn import functional
+
+import byteps_py.torch  # noqa: F401  (the backend)
+from byteps_py.parallel import clip_grad_norm_, tensor
+
+WIDTH, HEADS, HEAD_DIM, TOKENS = 24, 8, 4, 8
+#: Of the queries; a key head is that of several queries.
+KEY_HEADS = (8, 4, 2, 1)
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    q, k, v = (one.unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2) for one in (q, k, v))
+    return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2)
+
+
+class Separate(nn.Module):
+    def __init__(self, key_heads: int) -> None:
+        super().__init__()
+        self.wq, self.wo = nn.Linear(WIDTH, HEADS * HEAD_DIM), nn.Linear(HEADS * HEAD_DIM, WIDTH)
+        self.wk, self.wv = (nn.Linear(WIDTH, key_heads * HEAD_DIM) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.wo(attend(self.wq(x), self.wk(x), self.wv(x)))
+
+
+class Fused(nn.Module):
+    """GPT-2's order, or Megatron-LM's: the queries, key and value of each key head together."""
+
+    def __init__(self, key_heads: int, is_megatron: bool = False) -> None:
+        super().__init__()
+        self.shares = HEADS // key_heads, 1, 1
+        self.is_megatron = is_megatron
+        self.qkv = nn.Linear(WIDTH, (HEADS + 2 * key_heads) * HEAD_DIM)
+        self.proj = nn.Linear(HEADS * HEAD_DIM, WIDTH)
+        self.local_heads = HEADS, key_heads
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        qkv = self.qkv(x)
+        if self.is_megatron:
+            groups = qkv.unflatten(-1, (-1, sum(self.shares), HEAD_DIM))
+            q, k, v = (one.flatten(2) for one in groups.split(self.shares, 3))
+        else:
+            heads, key_heads = self.local_heads
+            q, k, v = qkv.split([one * HEAD_DIM for one in (heads, key_heads, key_heads)], -1)
+        return self.proj(attend(q, k, v))
+
+
+class GateUp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj, self.down_proj = nn.Linear(WIDTH, 2 * 32, bias=False), nn.Linear(32, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, -1)
+        return self.down_proj(functional.silu(gate) * up)
+
+
+class Block(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.inner = nn.RMSNorm(WIDTH), inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(self.norm(x))
+
+
+def beside(plain: nn.Module, plan: dict[str, tensor.Style], sequence_dim: int | None) -> nn.Module:
+    """Check the output, gradients and their norm of a parallel copy of ``plain``; return it."""
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            nn.init.normal_(parameter, std=0.3)
+    plan = {"norm": tensor.Sequence(), **plan}
+    parallel = tensor.parallelize(copy.deepcopy(plain), plan, group(), sequence_dim=sequence_dim)
+    for module in parallel.modules():
+        if isinstance(module, Fused):
+            heads, key_heads = module.local_heads
+            module.local_heads = heads // ranks(), max(1, key_heads // ranks())
+    compare(plain, parallel, sequence_dim)
+    return parallel
+
+
+def compare(plain: nn.Module, parallel: nn.Module, sequence_dim: int | None) -> None:
+    plain.zero_grad()
+    parallel.zero_grad()
+    x = torch.randn(2, TOKENS, WIDTH, dtype=torch.float64).requires_grad_()
+    dist.broadcast(x.detach(), 0)
+    y = x.detach().clone().requires_grad_()
+    expected = plain(x)
+    weights = torch.linspace(-1, 2, expected.numel(), dtype=expected.dtype).view_as(expected)
+    own = y if sequence_dim is None else tensor.split_along(y, group(), sequence_dim)
+    found = parallel(own)
+    found = found if sequence_dim is None else tensor.collect_along(found, group(), sequence_dim)
+    close(found, expected, "the output")
+    (expected * weights).sum().backward()
+    (found * weights).sum().backward()
+    assert x.grad is not None
+    assert y.grad is not None
+    close(y.grad, x.grad, "the gradient of the input")
+    check_gradients(plain, parallel)
+    for norm_type in (1.0, 2.0, 3.0, float("inf")):
+        norm = nn.utils.get_total_norm([one.grad for one in plain.parameters() if one.grad is not None], norm_type)
+        own_norm = clip_grad_norm_(parallel, 1e9, norm_type)
+        assert abs(own_norm - norm) <= 1e-12 * norm, f"norm {norm_type}: {own_norm} {norm}"
+
+
+def fits(key_heads: int) -> bool:
+    return key_heads % ranks() == 0 or ranks() % key_heads == 0
+
+
+@case
+def fused_layers() -> None:
+    """Each part is cut separately; few key heads are held by several ranks."""
+    for sequence_dim in (None, 1):
+        for key_heads in filter(fits, KEY_HEADS):
+            parts = (HEADS, key_heads, key_heads)
+            plan = {"inner.qkv": tensor.Column(parts=parts), "inner.proj": tensor.Row()}
+            beside(Block(Fused(key_heads)).double(), plan, sequence_dim)
+        sizes = {
+            "inner.qkv": tensor.Column(parts=[HEADS * HEAD_DIM, 4 * HEAD_DIM, 4 * HEAD_DIM]),
+            "inner.proj": tensor.Row(),
+        }
+        beside(Block(Fused(4)).double(), sizes, sequence_dim)
+        equal = {"inner.qkv": tensor.Column(parts=3, units=HEADS), "inner.proj": tensor.Row()}
+        beside(Block(Fused(HEADS)).double(), equal, sequence_dim)
+        together = {"inner.qkv": tensor.Column(parts=1, units=4), "inner.proj": tensor.Row()}
+        beside(Block(Fused(4, is_megatron=True)).double(), together, sequence_dim)
+        gated = {"inner.gate_up_proj": tensor.Column(parts=2), "inner.down_proj": tensor.Row()}
+        beside(Block(GateUp()).double(), gated, sequence_dim)
+
+
+@case
+def few_key_heads() -> None:
+    """Fewer key heads than ranks: each is held by several ranks, which keep the same bits."""
+    for sequence_dim in (None, 1):
+        for key_heads in filter(fits, KEY_HEADS):
+            plan = {
+                "inner": tensor.SharedInput(),
+                "inner.wq": tensor.Column(units=HEADS),
+                "inner.w[kv]": tensor.Column(units=key_heads),
+                "inner.wo": tensor.Row(),
+            }
+            parallel = beside(Block(Separate(key_heads)).double(), plan, sequence_dim)
+            shard = tensor.sharded_parameters(parallel)["inner.wk.weight"]
+            if key_heads < ranks():
+                assert shard.copies == (ranks() // key_heads,), shard
+                first = dist.get_rank() // shard.copies[0] * shard.copies[0]
+                gradient = parallel.get_parameter("inner.wk.weight").grad
+                assert gradient is not None
+                parts = [torch.empty_like(gradient) for _ in range(ranks())]
+                dist.all_gather(parts, gradient)
+                assert all(torch.equal(gradient, one) for one in parts[first : first + shard.copies[0]])
+            del plan["inner"]
+            beside(Block(Separate(key_heads)).double(), plan, sequence_dim)
+
+
+@case
+def plans_refused() -> None:
+    n = ranks()
+    for name in ("qkv", "c_attn", "query_key_value", "Wqkv", "in_proj", "gate_up_proj", "w12", "W_pack", "linear_qkv"):
+        model = nn.ModuleDict({name: nn.Linear(8, 48), "o": nn.Linear(16, 8)})
+        before = {key: one.clone() for key, one in model.state_dict().items()}
+        for style in (tensor.Column(), tensor.Column(units=2 * n)):
+            plan = {name: style, "o": tensor.Row()}
+            refuses(f"{name} has the name of a fused layer", tensor.parallelize, model, plan, group())
+        assert all(torch.equal(model.state_dict()[key], one) for key, one in before.items())
+    block = nn.ModuleDict({"x": nn.Linear(8, 48), "o": nn.Linear(16, 8), "up": nn.Linear(8, 32)})
+    block["down"] = nn.Linear(32, 8)
+    plan: dict[str, tensor.Style] = {"x": tensor.Column(), "o": tensor.Row(), "up": tensor.Column()}
+    plan["down"] = tensor.Row()
+    refuses("x has 48 output features, but o takes 16", tensor.parallelize, block, plan, group())
+    concatenated = nn.ModuleDict({"a": nn.Linear(8, 16), "b": nn.Linear(8, 16), "o": nn.Linear(32, 8)})
+    plan = {"[ab]": tensor.Column(), "o": tensor.Row()}
+    refuses("Row(parts=…)", tensor.parallelize, concatenated, plan, group())
+    qkv = nn.ModuleDict({"qkv": nn.Linear(8, 48)})
+    for words, style in (
+        ("are no 7 equal blocks", tensor.Column(parts=(3, 4))),
+        ("are no 5 equal parts", tensor.Column(parts=5)),
+        ("count the heads of each part", tensor.Column(parts=(4, 4, 4), units=4)),
+        ("the 16 features of each part are no 5 equal units", tensor.Column(parts=3, units=5)),
+        ("gathered output would", tensor.Column(parts=3, gather_output=True)),
+        ("leave out units and parts", tensor.Column(parts=3, vocabulary=True)),
+        (f"{n} tensor-parallel ranks do not divide 1 heads", tensor.Column(parts=3, units=1)),
+    ):
+        refuses(f"qkv: {words}" if "48" in words else words, tensor.parallelize, qkv, {"qkv": style}, group())
+    one = Separate(1)
+    plan = {"w[qkv]": tensor.Column(units=1)}
+    refuses("do not divide 1 heads", tensor.parallelize, one, plan, group())
+
+
+if __name__ == "__main__":
+    run(sys.argv[1:])
