@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 
 import torch
@@ -19,6 +19,7 @@ from byteps_py.errors import NotInitializedError
 from byteps_py.session import Session, Slot
 from byteps_py.shm import PAGE
 from byteps_py.tensors import Layout
+from byteps_py.torch.engine.locked_pages import LockedPages
 from byteps_py.torch.engine.slot_view import Tensors
 
 _JOIN_LIMIT_S = 10.0
@@ -34,7 +35,8 @@ class CudaCopier:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._side = torch.cuda.Stream(device)
-        self._locked: dict[int, memoryview] = {}
+        self._locked = LockedPages()
+        self._lock = threading.Lock()  # nobody queues a copy of pages that another thread unlocks
         self._outgoing: queue.SimpleQueue[_Departure | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._deliver, name=f"byteps-copy-{device}", daemon=True)
         self._thread.start()
@@ -45,14 +47,21 @@ class CudaCopier:
         if memory.nbytes < PAGE:
             return
         address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-        if address % PAGE or address in self._locked:
+        if address % PAGE:
             return
-        with torch.cuda.device(self._device):
-            error = int(torch.cuda.cudart().cudaHostRegister(address, memory.nbytes, 0))
-        if error:
-            _log.warning("cudaHostRegister of %d bytes failed (CUDA error %d): copies are slower", memory.nbytes, error)
-        else:
-            self._locked[address] = memory
+        with self._lock, torch.cuda.device(self._device):
+            stale, pages = self._locked.add(address, memory)
+            if stale:
+                self._side.synchronize()  # copies of these pages may be under way
+                _unlock(stale)
+            if pages is None:
+                return
+            error = int(torch.cuda.cudart().cudaHostRegister(pages.start, len(pages), 0))
+            if error:
+                self._locked.remove(pages)
+                _log.warning(
+                    "cudaHostRegister of %d bytes failed (CUDA error %d): copies are slower", len(pages), error
+                )
 
     def send(
         self,
@@ -66,7 +75,7 @@ class CudaCopier:
         if any(tensor is None for tensor in tensors):
             self._side.synchronize()  # the host writes below, and an earlier fetch may still read the same memory
         self._side.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._side):
+        with self._lock, torch.cuda.stream(self._side):
             for view, tensor in zip(views, tensors, strict=True):
                 if tensor is None:
                     view.zero_()
@@ -83,7 +92,7 @@ class CudaCopier:
         # The outputs may still be in use by work queued on the caller's stream.
         caller = torch.cuda.current_stream(self._device)
         self._side.wait_stream(caller)
-        with torch.cuda.stream(self._side):
+        with self._lock, torch.cuda.stream(self._side):
             for view, output in zip(views, outputs, strict=True):
                 output.copy_(view, non_blocking=True)  # converted on the device
         caller.wait_stream(self._side)
@@ -96,9 +105,7 @@ class CudaCopier:
             self._side.synchronize()
         except RuntimeError as error:  # no call of this process to the device succeeds any more
             _log.warning("%s has failed: %s", self._device, str(error).partition("\n")[0])
-        for address in self._locked:
-            torch.cuda.cudart().cudaHostUnregister(address)
-        self._locked.clear()
+        _unlock(self._locked.clear())
 
     def _deliver(self) -> None:
         while (item := self._outgoing.get()) is not None:
@@ -113,3 +120,8 @@ class CudaCopier:
         while not self._outgoing.empty():
             if (item := self._outgoing.get()) is not None:
                 item[4].set_exception(NotInitializedError("shut down before the tensor was copied from its device"))
+
+
+def _unlock(pages: Iterable[range]) -> None:
+    for one in pages:
+        torch.cuda.cudart().cudaHostUnregister(one.start)
