@@ -1,5 +1,5 @@
-"""The process groups of a pipeline, which all ranks of the job make together: also those of other pipelines, which are on
-other parts of a mesh. One thread."""
+"""The process groups of a pipeline. All ranks of the job make them together, also those of the other pipelines on other
+parts of a mesh. One thread."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def holders_of(program: Program) -> list[frozenset[int]]:
 
 
 def new_groups(wanted: Sequence[Rows]) -> list[dist.ProcessGroup | None]:
-    """A group for each entry of ``wanted``: that of the row with this rank; None if there is none. torch wants all ranks
-    of the job to make all groups in the same order, so each one is told what others want. All ranks of the job call it.
-    Raises UsageError on all of them if those of a row want different groups."""
+    """A group for each entry of ``wanted``: that of the row with this rank; None if there is none. torch wants all
+    ranks of the job to make all groups in the same order, so each one is told what others want. All ranks of the job
+    call it. Raises UsageError on all of them if those of a row want different groups."""
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, list(wanted))
     for rank, theirs in enumerate(told):

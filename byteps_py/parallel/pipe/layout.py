@@ -47,8 +47,9 @@ class PipelineLayout:
         found = (ranks == dist.get_rank()).nonzero()
         if len(found) != 1:
             raise UsageError(
-                f"rank {dist.get_rank()} is not in the mesh of its pipeline, whose ranks are {ranks.flatten().tolist()}; "
-                "all ranks of the job create a pipeline together, each with a mesh that it is in"
+                f"rank {dist.get_rank()} is not in the mesh of its pipeline, whose ranks are "
+                f"{ranks.flatten().tolist()}; all ranks of the job create their pipelines together, each with a mesh "
+                "that it is in"
             )
         first, second, third = found[0].tolist()
         return cls(ranks, (first, second, third), "cpu" if mesh is None else mesh.device_type)

@@ -36,8 +36,9 @@ from byteps_py.parallel.tensor.shard import Shard
 
 class Pipeline:
     """A model in stages, trained by a schedule of forward and backward passes. All ranks of the job create it at the
-    same time, because all of them make its process groups; ranks of different meshes have pipelines that are independent
-    of each other. All ranks of a mesh then call its methods alike. Any backend of torch.distributed moves the data.
+    same time, because all of them make its process groups; ranks of different meshes have pipelines that are
+    independent of each other. All ranks of a mesh then call its methods alike. Any backend of torch.distributed moves
+    the data.
 
         model = nn.Sequential(...)  # the same on all ranks
         pipe = bps.parallel.Pipeline(model, schedule="chimera", micro_batches=8)
