@@ -159,7 +159,9 @@ def test_gradients_leave_during_backward() -> None:
     assert sorted(cluster.rounds) == sorted((name, TOGETHER) for name in names)
 
 
-def test_all_is_declared_in_one_call() -> None:
+def test_all_gradients_are_declared_in_one_call() -> None:
+    """And the comparison of plans in another one."""
+
     def main(rank: int) -> int:
         model = Net()
         optimizer = wrap(model)
@@ -169,7 +171,7 @@ def test_all_is_declared_in_one_call() -> None:
             optimizer.zero_grad()
         return current().session.declarations
 
-    assert ThreadedCluster((1, 1), fusion_bytes=200).run(main) == [1, 1]
+    assert ThreadedCluster((1, 1), fusion_bytes=200).run(main) == [2, 2]
 
 
 def test_gradient_is_a_view_of_the_result_until_the_next_round() -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+
 import pytest
 import torch
 from support.threaded import ThreadedCluster, contract
@@ -300,6 +304,76 @@ def test_ranks_that_disagree_are_told_and_may_go_on() -> None:
         return state_of(model)
 
     assert_same(ThreadedCluster((1, 1)).run(main), reference(sgd, STEPS, (1, 1)))
+
+
+def parts(rank: int) -> nn.Module:
+    """Another part of a model on each rank, with other names, as the stages of a pipeline are."""
+    return nn.Sequential(OrderedDict([(f"stage{rank}", nn.Linear(2, 2))]))
+
+
+def step_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+
+
+def plain_step(model: nn.Module) -> None:
+    step_of(model, wrap(model))
+
+
+def crossing_step(model: nn.Module) -> None:
+    step_of(model, bps.CrossBarrier(model, wrap(model)))
+    model(torch.ones(1, 2))
+
+
+def hosted_step(model: nn.Module) -> None:
+    step_of(model, bps.DistributedOptimizer(sgd(model.parameters()), model.named_parameters(), hosted=True))
+
+
+def ddp_step(model: nn.Module) -> None:
+    step_of(bps.parallel.DistributedDataParallel(model), sgd(model.parameters()))
+
+
+def broadcast(model: nn.Module) -> None:
+    bps.broadcast_parameters(model.state_dict(), root_rank=0)
+
+
+@pytest.mark.parametrize(
+    "use", [plain_step, crossing_step, hosted_step, ddp_step, broadcast], ids=lambda use: use.__name__
+)
+def test_ranks_with_other_parameters_are_told_at_once(use: Callable[[nn.Module], None]) -> None:
+    """They would wait for each other's tensors until the stall limit."""
+
+    def main(rank: int) -> None:
+        with pytest.raises(bps.MismatchError, match=r"rank 0 gave .*stage0.*rank 1 gave .*stage1.*process_set"):
+            use(parts(rank))
+        plain_step(nn.Linear(2, 2))  # the job goes on
+
+    began = time.monotonic()
+    ThreadedCluster((1, 1)).run(main)
+    assert time.monotonic() - began < 10
+
+
+def test_an_optimizer_that_one_rank_never_uses_does_not_count() -> None:
+    def main(rank: int) -> None:
+        if rank == 0:
+            wrap(parts(7))
+        plain_step(nn.Linear(2, 2))
+
+    ThreadedCluster((1, 1)).run(main)
+
+
+def test_optimizers_whose_gradients_come_in_another_order_are_the_same() -> None:
+    """What counts is the order of their steps."""
+
+    def main(rank: int) -> None:
+        models = [parts(0), parts(1)]
+        optimizers = [wrap(model) for model in models]
+        for model in models if rank == 0 else models[::-1]:
+            model(torch.ones(1, 2)).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+    ThreadedCluster((1, 1)).run(main)
 
 
 def test_a_lost_peer_ends_step_with_its_error() -> None:

@@ -211,7 +211,7 @@ class ThreadedCluster:
                 mine = answer[first : first + count]
             contribution.slot.result[:] = mine
             contribution.slot.done_round = contribution.slot.round
-        if not name.endswith(".plan"):  # optimizers compare theirs: torch/gradients/plan_comparison.py
+        if not name.endswith(".plan"):  # optimizers compare theirs: torch/engine/plan_comparison.py
             self.rounds.append((name, spec.priority))
         else:
             self.plans.append(name)

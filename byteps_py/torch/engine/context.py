@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -79,6 +80,7 @@ class Context:
         self._byte_views: dict[str, SlotView] = {}  # of gathers and exchanges
         self._movers: dict[torch.device, Mover] = {}
         self._claimed: dict[str, int] = {}
+        self._counts: Counter[str] = Counter()  # in this session, since the latest join
         self._holders: set[str] = set()
         self.incarnation = 0  # how often a job was left in the middle of its work; see Session
         self.names = NameSource()
@@ -154,6 +156,7 @@ class Context:
             self._byte_views.clear()
             self.handles.clear()
             self.names = NameSource()
+            self._counts.clear()
             self.process_sets.clear()
             self.process_sets_added = 0
         RESULTS.clear()
@@ -179,6 +182,7 @@ class Context:
             self._slot_views.clear()
             self._byte_views.clear()
             self.names.restart(self.names.epoch)  # ranks that joined early have counted fewer calls
+            self._counts.clear()
             belongings = list(self.belongings.values())
             self.belongings.clear()
         for belonging in belongings:
@@ -281,6 +285,13 @@ class Context:
         with self.lock:
             owners = self._claimed[name] = self._claimed.get(name, 0) + 1
             return name if owners == 1 else f"{name}@{owners}"
+
+    def number_of_next(self, kind: str) -> int:
+        """How often this was called for ``kind`` in this job since the latest join. Ranks that call it in the same
+        order get the same numbers."""
+        with self.lock:
+            self._counts[kind] += 1
+            return self._counts[kind]
 
     def is_claimed(self, name: str) -> bool:
         """True if ``claim`` was called with ``name``."""

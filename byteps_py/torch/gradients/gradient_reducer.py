@@ -25,13 +25,19 @@ from byteps_py.tensors import TOGETHER, DType, NonFinite, Op, TensorSpec
 from byteps_py.torch.engine import nonfinite
 from byteps_py.torch.engine.context import Context
 from byteps_py.torch.engine.dtypes import wire_dtype
+from byteps_py.torch.engine.plan_comparison import PlanComparison
 from byteps_py.torch.engine.slot_view import PieceView, TensorRequest
 from byteps_py.torch.gradients import nonfinite_gradients
 from byteps_py.torch.gradients.bucket import Bucket, GradientOptions, GradientPlace
 from byteps_py.torch.gradients.bucket_layout import plan_buckets
 from byteps_py.torch.gradients.gradient_checksums import Scratch
-from byteps_py.torch.gradients.plan_comparison import PlanComparison
 from byteps_py.torch.gradients.sparse_bucket import SparseBucket
+
+_ADVICE = (
+    "Give DistributedOptimizer the same parameters under the same names and in the same order on all ranks, with the "
+    "same options, groups, num_groups and BYTEPS_FUSION_BYTES. Ranks that train different parts of a model need a "
+    "process_set for each part"
+)
 
 
 class GradientReducer:
@@ -57,11 +63,7 @@ class GradientReducer:
         self._session: Session | None = None  # the session whose slots the buckets use
         self._lock = threading.Lock()
         self._scratch = Scratch()
-        # Named after a parameter, because a rank may have optimizers that other ranks do not have.
-        first = min((name for name, _ in named), default="")
-        self._agreement = PlanComparison(
-            context, context.claim(f"{self._options.prefix}(all) {first}"), self._options.group
-        )
+        self._agreement = PlanComparison(context, "gradients to combine", _ADVICE, self._options.group)
         self._names: list[str] = []  # in the order of ``add``
         self._is_agreed = False  # all ranks have equal plans
         self._disagreement: MismatchError | None = None
@@ -436,7 +438,6 @@ class GradientReducer:
                 if bucket.slot_view is None or not self._context.holds(bucket.slot_view):
                     self._declare()
                 bucket.hand_over(gradients, is_early)
-            self._begin_agreement()
         bucket.sent = True
 
     def _exchanges_needed(self) -> bool:
@@ -461,10 +462,7 @@ class GradientReducer:
             and bucket.sparse_flags is None
             and (bucket.slot_view is None or not self._context.holds(bucket.slot_view))
         ]
-        requests = [bucket.request for bucket in new]
-        if not self._is_agreed:
-            requests.append(self._agreement.request)
-        for bucket, slot_view in zip(new, self._context.slot_views(requests), strict=False):
+        for bucket, slot_view in zip(new, self._context.slot_views([each.request for each in new]), strict=True):
             bucket.slot_view = slot_view
 
 

@@ -15,6 +15,7 @@ from byteps_py.errors import UsageError
 from byteps_py.torch.engine import context as contexts
 from byteps_py.torch.engine.context import Context
 from byteps_py.torch.engine.dtypes import as_bytes, check_result
+from byteps_py.torch.engine.plan_comparison import PlanComparison
 from byteps_py.torch.horovod.broadcast import broadcast_request, start_broadcast
 from byteps_py.torch.horovod.broadcast_stream import broadcast_stream
 from byteps_py.torch.horovod.objects import allgather_object, broadcast_object
@@ -41,6 +42,12 @@ class StateListener:
 NamedTensors = Mapping[str, Any] | Sequence[tuple[str, Any]]
 
 
+_ADVICE = (
+    "Give broadcast_parameters the same names in the same order on all ranks. Ranks that train different parts of a "
+    "model broadcast each part among its ranks: broadcast_(tensor, root_rank, process_set=…)"
+)
+
+
 def broadcast_parameters(params: NamedTensors, root_rank: int, prefix: str = "Parameter.") -> None:
     """Copy the root's tensors into every rank's tensors, in place.
 
@@ -48,7 +55,8 @@ def broadcast_parameters(params: NamedTensors, root_rank: int, prefix: str = "Pa
     tensors, which are matched by position. Tensors are dense, on cpu or cuda, of any dtype; all bits are copied.
     root_rank: a global rank. prefix: of the tensors' names in the job.
     One thread at a time calls it, in the same order on all ranks.
-    Raises UsageError for anything else, a generator included, and MismatchError if ranks' shapes or dtypes differ.
+    Raises UsageError for anything else, a generator included, and MismatchError if ranks' names, shapes or dtypes
+    differ.
 
     >>> import torch, byteps_py as bps
     >>> bps.init()
@@ -72,6 +80,9 @@ def broadcast_parameters(params: NamedTensors, root_rank: int, prefix: str = "Pa
             raise UsageError(f"{name!r} is a {type(tensor).__name__}, not a tensor; use broadcast_object for it")
     for name, tensor in pairs:  # before the first tensor is sent
         check_result(tensor, name)
+    if context.session.size > 1:
+        comparison = PlanComparison(context, "tensors to broadcast", _ADVICE, is_numbered=False)
+        comparison.compare([("", f"{prefix}{name}") for name, _ in pairs])
     requests = [broadcast_request(context, tensor, root_rank, f"{prefix}{name}") for name, tensor in pairs]
     context.slot_views(requests)  # one declaration for all
     handles = [

@@ -1,11 +1,15 @@
-"""Compares ranks' plans: whether all ranks combine the same gradients, and call closures equally often.
+"""Compares ranks' plans: whether all ranks combine the same gradients, broadcast the same tensors, and call closures
+equally often.
 
-Buckets are matched by name, so ranks that group gradients differently would wait for each other until the stall limit.
-Therefore the first step compares plans by two numbers, and entry by entry if those differ. Does not own what it
-compares. The caller holds the lock of the GradientReducer; ``begin`` does not wait for other ranks.
+Tensors are matched by name, so ranks that group gradients differently, or have other parameters, would wait for each
+other until the stall limit. Therefore ranks compare plans by two numbers first, and entry by entry if those differ.
+Does not own what it compares. The caller holds a lock; ``begin`` does not wait for other ranks.
 
-    first bucket is complete ─ begin ─┐      gradients are sent meanwhile
-    step → finish ────────────────────┴► finish: plans are equal, or MismatchError on every rank
+    backward: gradients are sent
+    step → begin → finish: plans are equal, or MismatchError on every rank
+
+Comparisons have a name that says nothing of the parameters. Those of optimizers are numbered: the nth optimizer of a
+rank that makes a step is compared with the nth of the other ranks. An optimizer that a rank never uses does not count.
 """
 
 from __future__ import annotations
@@ -20,7 +24,8 @@ from byteps_py.tensors import DType, Op, TensorSpec
 from byteps_py.torch.engine.context import Context
 from byteps_py.torch.engine.slot_view import PieceView, TensorRequest
 
-#: For each gradient, in the order of named_parameters: (name of its bucket's tensor, description of the gradient).
+#: For each gradient, in the order of named_parameters: (name of its bucket's tensor, description of the gradient). Of
+#: other tensors: ("", description).
 Plan = Sequence[tuple[str, str]]
 
 _TEXT_BYTES = 512  # the longest text of an entry that is exchanged
@@ -28,21 +33,21 @@ _ENDED = 1 << 40  # more than any number of evaluations
 
 
 class PlanComparison:
-    """Comparisons among the ranks of ``group`` (empty: all)."""
+    """Comparisons of ``subject`` among the ranks of ``group`` (empty: all). ``advice``: the end of the error.
+    ``is_numbered``: see above."""
 
-    def __init__(self, context: Context, name: str, group: tuple[int, ...]) -> None:
-        self._context, self._name, self._group = context, name, group
+    def __init__(
+        self, context: Context, subject: str, advice: str, group: tuple[int, ...] = (), is_numbered: bool = True
+    ) -> None:
+        self._context, self._subject, self._advice, self._group = context, subject, advice, group
+        self._is_numbered = is_numbered
+        self._name = ""  # known with the first exchange
         self._under_way: PieceView | None = None
 
     @property
     def is_under_way(self) -> bool:
         """True between ``begin`` and ``finish``."""
         return self._under_way is not None
-
-    @property
-    def request(self) -> TensorRequest:
-        """The declaration that ``begin`` needs."""
-        return self._request("plan", DType.INT64, (2,))
 
     def begin(self, plan: Plan) -> None:
         """Send a digest of this rank's plan. Has no effect if called again before ``finish``."""
@@ -60,9 +65,14 @@ class PlanComparison:
         if largest != -smallest:
             raise MismatchError(self._difference(plan))
 
+    def compare(self, plan: Plan) -> None:
+        """``begin`` and ``finish``."""
+        self.begin(plan)
+        self.finish(plan)
+
     def forget(self) -> None:
         """Discard a comparison that began in another job."""
-        self._under_way = None
+        self._under_way, self._name = None, ""
 
     def check_closure_calls(self, evaluations: int | None) -> None:
         """Check that all ranks have called their closure ``evaluations`` times in this step; None: have ended the step.
@@ -104,11 +114,7 @@ class PlanComparison:
                 ranks_by_text.setdefault(text, []).append(rank)
         each = "; ".join(f"{_named(ranks)} gave {text}" for text, ranks in ranks_by_text.items())
         here = f" ({plan[at][0]!r} here)" if at < len(plan) and plan[at][0] else ""
-        return (
-            f"ranks disagree about the gradients to combine, first at number {at}{here}: {each}. Give "
-            "DistributedOptimizer the same parameters under the same names and in the same order on all ranks, with "
-            "the same options, groups, num_groups and BYTEPS_FUSION_BYTES"
-        )
+        return f"ranks disagree about the {self._subject}, first at number {at}{here}: {each}. {self._advice}"
 
     def _values_by_rank(self, what: str, mine: int) -> dict[int, int]:
         """Each rank's value, which is above 0. Ranks that have called join() are missing."""
@@ -128,7 +134,14 @@ class PlanComparison:
         slot_view.contribute([values])
         return slot_view
 
+    def _new_name(self) -> str:
+        group = self._group
+        among = f" among {hashlib.blake2b(repr(group).encode(), digest_size=8).hexdigest()}" if group else ""
+        kind = f"{self._subject}{among}"
+        return f"{kind}, number {self._context.number_of_next(kind)}" if self._is_numbered else kind
+
     def _request(self, what: str, wire: DType, shape: tuple[int, ...]) -> TensorRequest:
+        self._name = self._name or self._new_name()
         spec = TensorSpec(f"{self._name}.{what}", wire, shape, Op.MAX, group=self._group)
         dtype = torch.int64 if wire is DType.INT64 else torch.uint8
         return TensorRequest(spec, dtype, (shape,), torch.device("cpu"))
