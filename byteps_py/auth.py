@@ -11,24 +11,25 @@ import hmac
 
 from byteps_py.settings import Settings
 
-# A stranger who connects sees proofs, and can guess secrets offline. Each guess costs 16 MB for some 50 ms.
+# A stranger who connects sees proofs, and can guess secrets offline. Each guess costs 16 MB for some 50 ms, and it is
+# about one job's secret only: the job's name is in the salt, so there can be no table of guesses for all jobs.
 _SCRYPT_N, _SCRYPT_R = 1 << 14, 8
-_SALT = b"byteps_py cluster secret"
 KEY_BYTES = 32
 
 
 @functools.lru_cache(maxsize=4)
-def _stretch(secret: str) -> bytes:
-    return hashlib.scrypt(secret.encode(), salt=_SALT, n=_SCRYPT_N, r=_SCRYPT_R, p=1, dklen=KEY_BYTES)
+def _stretch(secret: str, job: str) -> bytes:
+    salt = b"byteps_py cluster secret\0" + job.encode(errors="surrogatepass")
+    return hashlib.scrypt(secret.encode(), salt=salt, n=_SCRYPT_N, r=_SCRYPT_R, p=1, dklen=KEY_BYTES)
 
 
 def membership_key(settings: Settings) -> bytes:
     """The key that only members of this job have; empty without a secret.
 
-    The cluster secret goes through scrypt (RFC 7914), once per process. ``local_secret`` is random and long, and is
-    used as it is.
+    The cluster secret goes through scrypt (RFC 7914), once per process, with the job's name as the salt.
+    ``local_secret`` is random and long, and is used as it is.
     """
-    return _stretch(settings.secret) if settings.secret else settings.local_secret.encode()
+    return _stretch(settings.secret, settings.job) if settings.secret else settings.local_secret.encode()
 
 
 def token(settings: Settings, *parts: str) -> str:

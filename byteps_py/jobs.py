@@ -123,7 +123,7 @@ def with_local_secret(settings: Settings) -> Settings:
     if settings.secret or settings.local_secret or not settings.scheduler_host:
         return settings
     for job in find():
-        is_it = job.address == settings.scheduler_address and settings.job_id in ("", job.job_id)
+        is_it = job.address == settings.scheduler_address and settings.job_id in ("", job.job_id or job.address)
         if is_it and job.local_secret:
             return replace(settings, local_secret=job.local_secret, job_id=job.job_id)
     return settings

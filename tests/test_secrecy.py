@@ -130,9 +130,11 @@ def test_tokens_say_nothing_of_the_secret_and_serve_one_purpose() -> None:
 
 def test_each_guess_of_a_secret_costs_memory_and_time() -> None:
     """Whoever connects sees a proof, and can try secrets at home. This is scrypt, and nothing faster."""
-    own = Settings(secret=SECRET)
-    key = hashlib.scrypt(SECRET.encode(), salt=b"byteps_py cluster secret", n=1 << 14, r=8, p=1, dklen=32)
+    own = Settings(secret=SECRET, job_id="of one cluster")
+    salt = b"byteps_py cluster secret\0of one cluster"
+    key = hashlib.scrypt(SECRET.encode(), salt=salt, n=1 << 14, r=8, p=1, dklen=32)
     assert auth.membership_key(own) == key
+    assert auth.membership_key(dataclasses.replace(own, job_id="of another")) != key
     assert auth.membership_key(Settings(local_secret="of this machine")) == b"of this machine"
     assert auth.membership_key(Settings()) == b""
 

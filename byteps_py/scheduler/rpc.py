@@ -94,11 +94,11 @@ def open_channel(settings: Settings, address: str = "") -> grpc.Channel:
         ("grpc.keepalive_timeout_ms", keepalive_ms),
         ("grpc.http2.max_pings_without_data", 0),
     ]
-    if not settings.secret:
+    if not (key := auth.membership_key(settings)):
         return grpc.insecure_channel(address, options)
     from byteps_py import tls
 
-    own = tls.credentials(auth.membership_key(settings))
+    own = tls.credentials(key)
     return grpc.secure_channel(
         address,
         grpc.ssl_channel_credentials(own.authority, own.private_key, own.certificate),
@@ -107,15 +107,15 @@ def open_channel(settings: Settings, address: str = "") -> grpc.Channel:
 
 
 def add_port(server: grpc.aio.Server, address: str, settings: Settings, began: Callable[[], None]) -> int:
-    """Let ``server`` listen on ``address``: with mutual TLS if there is a secret. Returns the port.
+    """Let ``server`` listen on ``address``: with mutual TLS if there is a secret, also a local one. Returns the port.
 
     Raises RuntimeError. ``began``: called, by any thread, before each handshake.
     """
-    if not settings.secret:
+    if not (key := auth.membership_key(settings)):
         return server.add_insecure_port(address)
     from byteps_py import tls
 
-    own = tls.credentials(auth.membership_key(settings))
+    own = tls.credentials(key)
 
     def unchanged() -> Any:
         """gRPC asks for new certificates before each handshake; None: keep these."""
@@ -134,7 +134,7 @@ def reason(details: str) -> str:
 
 def is_not_up_yet(error: grpc.RpcError) -> bool:
     """True if no scheduler answered: it may still be starting, or have more callers than it can serve."""
-    return error.code() is grpc.StatusCode.UNAVAILABLE and not _is_of_another_cluster(error)
+    return error.code() is grpc.StatusCode.UNAVAILABLE and not is_of_another_cluster(error)
 
 
 def is_dropped(error: grpc.RpcError) -> bool:
@@ -143,7 +143,7 @@ def is_dropped(error: grpc.RpcError) -> bool:
     return error.code() is grpc.StatusCode.UNAVAILABLE and any(word in details for word in _DROPPED)
 
 
-def _is_of_another_cluster(error: grpc.RpcError) -> bool:
+def is_of_another_cluster(error: grpc.RpcError) -> bool:
     """True if the other end showed a certificate made from another secret, or does not speak TLS. An end that only
     closed the connection has shown neither."""
     details = (error.details() or "").upper()
@@ -162,16 +162,17 @@ def absent(address: str, waited_s: float, details: str) -> RendezvousError:
 def explain(address: str, error: grpc.RpcError, waited_s: float) -> BytePSError:
     """The error of this package for a failed first call to ``address``."""
     code, details = error.code(), error.details() or ""
-    if _is_of_another_cluster(error):
+    if is_of_another_cluster(error):
         return RendezvousError(
             f"the scheduler at {address} and this process could not prove to each other that they belong to one "
-            "cluster: set the same BYTEPS_SECRET or BYTEPS_SECRET_FILE everywhere, or nowhere"
+            "cluster: set the same BYTEPS_SECRET or BYTEPS_SECRET_FILE everywhere, or nowhere, and the same "
+            "BYTEPS_JOB_ID or scheduler address"
         )
     if is_dropped(error):
         return RendezvousError(
             f"the process at {address} closed each connection for {waited_s:g} s before it had shown who it is: the "
-            "scheduler has a BYTEPS_SECRET and this process has none, or the scheduler has more callers than it can "
-            "serve, or another program uses its port"
+            "scheduler has a secret (BYTEPS_SECRET, or its own of bpslaunch -np) and this process has none, or the "
+            "scheduler has more callers than it can serve, or another program uses its port"
         )
     if code is grpc.StatusCode.UNAVAILABLE:
         return absent(address, waited_s, details)

@@ -1,6 +1,7 @@
 """``python -m byteps_py.shadow``: reads states for a trainer, which talks with it over standard input and output.
 
-One thread. It ends when its standard input ends.
+The trainer unpickles what it gets, so it comes only from servers that have proven who they are: in TLS, or, in a job
+without any secret, by running as the same user on this machine. One thread. It ends when its standard input ends.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from typing import Any
 
 import grpc
 
-from byteps_py.errors import BytePSError, CommunicationError, PeerLostError, StallError
+from byteps_py import auth, jobs
+from byteps_py.errors import BytePSError, CommunicationError, PeerLostError, RendezvousError, StallError
+from byteps_py.port_owner import belongs_to_this_user
 from byteps_py.proto import shadow_pb2, shadow_pb2_grpc
 from byteps_py.scheduler import query, rpc
 from byteps_py.settings import Settings
@@ -34,6 +37,7 @@ class StatesCaller:
         self._settings = settings
         self._out = out
         self._metadata = rpc.metadata(settings)
+        self._has_key = bool(auth.membership_key(settings))
         self._channels: dict[str, grpc.Channel] = {}
 
     def serve(self, kind: FrameKind, payload: bytes) -> None:
@@ -54,6 +58,15 @@ class StatesCaller:
         for channel in self._channels.values():
             channel.close()
 
+    def _check(self, server: str) -> None:
+        """Raise RendezvousError if TLS does not prove the server and another user has its port. Call it also once an
+        answer is there: the server may have ended, and its port may have been taken, just before the call."""
+        if not self._has_key and not belongs_to_this_user(server):
+            raise RendezvousError(
+                f"what listens at {server} is not a server of this job: it does not run as this user. Set "
+                "BYTEPS_SECRET, or start the job with bpslaunch -np, so that servers can prove who they are"
+            )
+
     def _stub(self, server: str) -> shadow_pb2_grpc.ShadowStub:
         if server not in self._channels:
             self._channels[server] = rpc.open_channel(self._settings, server)
@@ -65,21 +78,30 @@ class StatesCaller:
         servers = sorted({each.member.shadow_address for each in members if each.alive and each.member.shadow_address})
         left_s = max(0.1, min(_SERVER_S, until_s - time.monotonic()))
         request = shadow_pb2.ShadowQuery(hold_s=hold_s)
-        calls = {
-            server: self._stub(server).Describe.future(request, timeout=left_s, metadata=self._metadata)
-            for server in servers
-        }
+        calls: dict[str, grpc.Future | RendezvousError] = {}
+        for server in servers:
+            try:
+                self._check(server)
+                calls[server] = self._stub(server).Describe.future(request, timeout=left_s, metadata=self._metadata)
+            except RendezvousError as error:
+                calls[server] = error
         for server, call in calls.items():
             problem, description = "", shadow_pb2.ShadowDescription()
             try:
+                if isinstance(call, RendezvousError):
+                    raise call
                 try:
-                    description = call.result()
+                    answer = call.result()
                 except grpc.RpcError as error:
                     if not _may_come_back(error):
                         raise
                     time.sleep(_RETRY_S)
                     again_s = max(0.1, min(left_s, until_s - time.monotonic()))
-                    description = self._stub(server).Describe(request, timeout=again_s, metadata=self._metadata)
+                    answer = self._stub(server).Describe(request, timeout=again_s, metadata=self._metadata)
+                self._check(server)
+                description = answer
+            except RendezvousError as error:
+                problem = str(error)
             except grpc.RpcError as error:
                 problem = str(_explained(server, error, left_s))
             write_frame(self._out, FrameKind.SERVER, json.dumps([server, problem]).encode())
@@ -90,9 +112,11 @@ class StatesCaller:
         has_come = False
         for tries_left in reversed(range(_TRIES)):
             left_s = max(0.1, until_s - time.monotonic())
+            self._check(server)
             try:
                 for chunk in self._stub(server).Read(request, timeout=left_s, metadata=self._metadata):
                     has_come = True
+                    self._check(server)
                     write_frame(self._out, FrameKind.DATA, chunk.data)
                 return
             except grpc.RpcError as error:
@@ -112,6 +136,8 @@ def _explained(server: str, error: grpc.RpcError, waited_s: float) -> BytePSErro
         return CommunicationError(f"the server at {server}: {details}")
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return StallError(f"the server at {server} gave no answer within {waited_s:g} s")
+    if code is grpc.StatusCode.UNAVAILABLE and rpc.is_of_another_cluster(error):
+        return RendezvousError(f"what listens at {server} could not prove that it is a server of this job")
     if code is grpc.StatusCode.UNAVAILABLE:
         return PeerLostError(f"the server at {server} can't be reached: {rpc.reason(details)}")
     return CommunicationError(f"the server at {server} failed: {code.name}, {details}")
@@ -124,7 +150,7 @@ def main() -> int:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints must not come between frames
     with contextlib.suppress(PeerLostError):
         _, payload = read_frame(source)
-        caller = StatesCaller(Settings(**json.loads(payload)), out)
+        caller = StatesCaller(jobs.with_local_secret(Settings(**json.loads(payload))), out)
         try:
             while True:
                 caller.serve(*read_frame(source))

@@ -107,6 +107,7 @@ def environment(settings: Settings) -> dict[str, str]:
         "BYTEPS_LOG_LEVEL": settings.log_level,
         "BYTEPS_SECRET": "" if settings.secret_file else settings.secret,
         "BYTEPS_SECRET_FILE": settings.secret_file,
+        "BYTEPS_LOCAL_SECRET": settings.local_secret,
         "BYTEPS_JOB_ID": settings.job_id,
         "BYTEPS_JOURNAL_DIR": settings.journal_dir,
         "BYTEPS_PLACEMENT": settings.placement,

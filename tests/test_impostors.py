@@ -1,0 +1,226 @@
+"""Another user has the port of a scheduler or of a server that is gone: he sees no token, and nobody believes him.
+
+The jobs have the secret that bpslaunch makes for a job on one machine; those with BYTEPS_SECRET are the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import doctest
+import os
+import queue
+import socket
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from support.schedulers import TIMEOUT_S, Member, Scheduler, as_server, as_worker
+
+from byteps_py import auth, errors, port_owner, tls
+from byteps_py.kernels.update_rules import Decay, Method, StepKind, UpdateRule
+from byteps_py.launch.cluster_plan import free_port
+from byteps_py.proto import control_pb2 as pb
+from byteps_py.proto import control_pb2_grpc, shadow_pb2, shadow_pb2_grpc
+from byteps_py.scheduler import query
+from byteps_py.settings import Settings
+from byteps_py.shadow import RestorablePart, ShadowReader
+from byteps_py.tensors import DType
+
+SECRET = "5" * 64
+KIND = StepKind(UpdateRule(Method.SGD, Decay.NONE), DType.FLOAT32, DType.FLOAT32)
+OTHER_USER = 12345
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _grpc_library() -> Iterator[None]:
+    """gRPC's own descriptors live as long as any channel does: keep one, so that no test seems to leak them."""
+    with grpc.insecure_channel("127.0.0.1:1") as channel:
+        call = channel.unary_unary("/warm/up")
+        with contextlib.suppress(grpc.RpcError):
+            call(b"", timeout=0.05)
+        yield
+
+
+class Impostor(control_pb2_grpc.SchedulerServicer, shadow_pb2_grpc.ShadowServicer):
+    """Answers as a scheduler and as a server do, and keeps the metadata of each call."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, Any]] = []
+
+    def Attend(self, requests: object, context: grpc.ServicerContext) -> Iterator[pb.SchedulerMessage]:  # noqa: N802
+        self.seen.append(dict(context.invocation_metadata()))
+        yield pb.SchedulerMessage(refused=pb.Refused(error="RendezvousError", message="believed", unknown=True))
+
+    def Status(self, request: object, context: grpc.ServicerContext) -> pb.StatusReply:  # noqa: N802
+        self.seen.append(dict(context.invocation_metadata()))
+        return pb.StatusReply(reason="believed")
+
+    def Describe(self, request: object, context: grpc.ServicerContext) -> shadow_pb2.ShadowDescription:  # noqa: N802
+        self.seen.append(dict(context.invocation_metadata()))
+        record = shadow_pb2.ShadowRecord(rank=0, size=1, step=1, extra=b"to be unpickled")
+        return shadow_pb2.ShadowDescription(runs=[shadow_pb2.HeldRun(run=1, records=[record])])
+
+    def Read(self, request: object, context: grpc.ServicerContext) -> Iterator[shadow_pb2.ShadowChunk]:  # noqa: N802
+        self.seen.append(dict(context.invocation_metadata()))
+        yield shadow_pb2.ShadowChunk(data=b"believed")
+
+
+@contextlib.contextmanager
+def impostor(port: int, key: bytes = b"", user: int | None = None) -> Iterator[Impostor]:
+    """Listens on ``port``: without TLS, or with certificates that he makes from another key. ``user``: his id."""
+    who = Impostor()
+    server = grpc.server(futures.ThreadPoolExecutor(4), options=[("grpc.so_reuseport", 0)])
+    control_pb2_grpc.add_SchedulerServicer_to_server(who, server)
+    shadow_pb2_grpc.add_ShadowServicer_to_server(who, server)
+    own_user = os.geteuid()
+    if user is not None:
+        os.seteuid(user)
+    try:
+        if key:
+            own = tls.credentials(key)
+            server.add_secure_port(
+                f"127.0.0.1:{port}", grpc.ssl_server_credentials([(own.private_key, own.certificate)])
+            )
+        else:
+            server.add_insecure_port(f"127.0.0.1:{port}")
+    finally:
+        os.seteuid(own_user)
+    server.start()
+    try:
+        yield who
+    finally:
+        server.stop(0).wait(TIMEOUT_S)
+
+
+@contextlib.contextmanager
+def scheduler(**changes: object) -> Iterator[Scheduler]:
+    running = Scheduler(**changes)
+    try:
+        yield running.wait_listening()
+    finally:
+        running.close()
+
+
+@contextlib.contextmanager
+def member(settings: Settings, register: pb.Register) -> Iterator[Member]:
+    here = Member(settings, register)
+    try:
+        yield here
+    finally:
+        here.link.away_close_s = 0.0  # type: ignore[attr-defined]
+        here.close()
+
+
+@pytest.mark.parametrize("key", [b"", b"what another user makes up"], ids=["without TLS", "TLS of another key"])
+def test_who_takes_the_schedulers_port_after_a_crash_is_not_believed(key: bytes) -> None:
+    with scheduler(num_workers=1, local_secret=SECRET) as job, member(job.settings, as_worker()) as worker:
+        worker.wait("welcome")
+        assert query.status(job.settings, TIMEOUT_S).members
+        job.kill()
+        with impostor(job.settings.scheduler_port, key) as he:
+            assert isinstance(worker.away.get(timeout=TIMEOUT_S), errors.PeerLostError)
+            with pytest.raises(errors.RendezvousError, match="could not prove to each other"):
+                query.status(job.settings, TIMEOUT_S)
+            assert he.seen == []
+        job._start()
+        assert worker.back.acquire(timeout=TIMEOUT_S)
+        with pytest.raises(queue.Empty):
+            worker.lost.get_nowait()
+
+
+def test_what_travels_to_the_schedulers_port_is_encrypted() -> None:
+    settings = Settings(
+        scheduler_host="127.0.0.1", scheduler_port=free_port(), local_secret=SECRET, job_id="a job's name"
+    )
+    with socket.create_server(("127.0.0.1", settings.scheduler_port)) as port, member(settings, as_worker()):
+        connection, _ = port.accept()
+        connection.settimeout(TIMEOUT_S)
+        with connection:
+            heard = connection.recv(1 << 16)
+            connection.sendall(bytes.fromhex("000006040000000000000300000064000400100000"))  # HTTP/2: SETTINGS
+            with contextlib.suppress(OSError):
+                while more := connection.recv(1 << 16):
+                    heard += more
+    assert heard.startswith(b"\x16\x03"), "no TLS handshake"
+    for word in (auth.token(settings, "control"), SECRET, settings.job_id):
+        assert word.encode() not in heard
+
+
+def test_without_its_secret_the_port_of_a_job_of_bpslaunch_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with scheduler(num_workers=1, local_secret=SECRET) as job:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # another user does not read the job's note
+        for secret in ("", "6" * 64):
+            settings = dataclasses.replace(job.settings, local_secret=secret)
+            with pytest.raises(errors.RendezvousError, match="BYTEPS_SECRET"):
+                query.stop(settings, "no", TIMEOUT_S)
+        assert query.status(job.settings, TIMEOUT_S).members == []
+
+
+Way = Callable[[int], contextlib.AbstractContextManager[Impostor]]
+
+
+@pytest.mark.parametrize(
+    ("secret", "way"),
+    [
+        pytest.param(SECRET, impostor, id="without TLS"),
+        pytest.param(SECRET, lambda port: impostor(port, b"what another user makes up"), id="TLS of another key"),
+        pytest.param(
+            "", lambda port: impostor(port, user=OTHER_USER), id="no secret at all",
+            marks=pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user"),
+        ),
+    ],
+)  # fmt: skip
+def test_who_takes_the_port_of_shadowed_states_gets_nothing_and_is_not_read(secret: str, way: Way) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    server = as_server()
+    server.shadow_address = address
+    with contextlib.ExitStack() as stack:
+        job = stack.enter_context(scheduler(num_workers=1, num_servers=1, local_secret=secret))
+        worker = stack.enter_context(member(job.settings, as_worker()))
+        stack.enter_context(member(job.settings, server))
+        worker.wait("membership")
+        he = stack.enter_context(way(int(address.rpartition(":")[2])))
+        reader = stack.enter_context(ShadowReader(job.settings, TIMEOUT_S))
+        [described] = reader.describe()
+        assert described.address == address
+        assert not described.description.runs
+        assert "is not a server of this job" in described.error or "could not prove that" in described.error
+        part = RestorablePart(address, 1, 0, 0, KIND, range(2), 0, 1)
+        with pytest.raises(errors.RendezvousError):
+            reader.read_into(part, 0, range(2), memoryview(bytearray(2 * part.kind.state_itemsize)))
+        assert he.seen == []
+
+
+def test_a_server_of_this_user_is_read_without_a_secret() -> None:
+    port = free_port()
+    server = as_server()
+    server.shadow_address = f"127.0.0.1:{port}"
+    with contextlib.ExitStack() as stack:
+        job = stack.enter_context(scheduler(num_workers=1, num_servers=1))
+        worker = stack.enter_context(member(job.settings, as_worker()))
+        stack.enter_context(member(job.settings, server))
+        worker.wait("membership")
+        stack.enter_context(impostor(port))
+        [described] = stack.enter_context(ShadowReader(job.settings, TIMEOUT_S)).describe()
+    assert not described.error
+    assert described.description.runs
+
+
+def test_the_doctest_of_port_owner() -> None:
+    assert doctest.testmod(port_owner).failed == 0
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "::1", "::"])
+def test_the_owner_of_a_port_is_found_at_any_address(host: str) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as server:
+        port = server.getsockname()[1]
+        assert port_owner.belongs_to_this_user(f"[::1]:{port}" if ":" in host else f"127.0.0.1:{port}")
+    assert not port_owner.belongs_to_this_user(f"127.0.0.1:{port}")
+    assert not port_owner.belongs_to_this_user("nobody.invalid:1")
