@@ -189,7 +189,7 @@ class LocalListener:
         try:
             peer = LocalPeer(self._listener.accept(), self)
         except (ProtocolError, OSError) as error:
-            self._traffic.turned_away("an unknown local process", error)
+            self._traffic.refused("a local process", "local processes", error)
             return
         self._peers.add(peer)
         self._loop.add_reader(peer.channel.fileno(), lambda: self._on_readable(peer))

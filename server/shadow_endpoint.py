@@ -17,7 +17,6 @@ import grpc
 import grpc.aio
 
 from byteps_py import machine
-from byteps_py.dataplane.traffic import Traffic
 from byteps_py.log import logger
 from byteps_py.loop import EventLoop
 from byteps_py.proto import shadow_pb2, shadow_pb2_grpc
@@ -42,7 +41,7 @@ class ShadowEndpoint(shadow_pb2_grpc.ShadowServicer):
         self._keeper = keeper
         self._settings = settings
         self._loop = loop
-        self._authenticator = CallAuthenticator(settings, Traffic())
+        self._authenticator = CallAuthenticator(settings)
         self._address = ""
         self._is_bound = threading.Event()
         self._aio: asyncio.AbstractEventLoop | None = None

@@ -11,7 +11,6 @@ import re
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 
 import grpc
@@ -100,31 +99,30 @@ def test_refused_processes_are_logged_with_their_addresses(start: Factory) -> No
     with pytest.raises(errors.RendezvousError, match="BYTEPS_SECRET"):
         query.status(dataclasses.replace(scheduler.settings, secret="wrong" * 4), TIMEOUT_S)
     scheduler.wait_for("it has not proven that it knows the cluster secret")
-    own = stranger(scheduler)
+    own = stranger(scheduler, "127.0.0.2")
     scheduler.wait_for(f"turned away {own}: it has not proven that it knows the cluster secret")
     with pytest.raises(errors.RendezvousError, match="BYTEPS_JOB_ID"):
         query.status(dataclasses.replace(scheduler.settings, job_id="other"), TIMEOUT_S)
     assert query.status(scheduler.settings, TIMEOUT_S).members == []
     scheduler.process.terminate()
-    found = re.findall(r"turned away 127\.0\.0\.1:\d+: ", scheduler.ended()[1])
-    assert len(found) == 3
+    found = re.findall(r"turned away (127\.0\.0\.\d):\d+: ", scheduler.ended()[1])
+    assert found == ["127.0.0.1", "127.0.0.2"]
 
 
 def test_a_flood_of_refusals_does_not_flood_the_log(start: Factory) -> None:
     scheduler = start(num_workers=1, secret="right" * 4).wait_listening()
-    begun = time.monotonic()
     for _ in range(200):
         stranger(scheduler)
     scheduler.wait_for("turned away")
     assert query.status(scheduler.settings, TIMEOUT_S).members == []
     scheduler.process.terminate()
-    logged = scheduler.ended()[1].count("turned away")
-    assert logged <= 5 * (time.monotonic() - begun + 2)
+    assert scheduler.ended()[1].count("turned away") == 1
 
 
-def stranger(scheduler: Scheduler) -> str:
-    """Says something that begins no handshake, until it is turned away. Returns its address."""
-    with socket.create_connection(("127.0.0.1", scheduler.settings.scheduler_port), TIMEOUT_S) as connection:
+def stranger(scheduler: Scheduler, host: str = "127.0.0.1") -> str:
+    """At ``host``, says something that begins no handshake, until it is turned away. Returns its address."""
+    place = ("127.0.0.1", scheduler.settings.scheduler_port)
+    with socket.create_connection(place, TIMEOUT_S, source_address=(host, 0)) as connection:
         host, port = connection.getsockname()
         connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
         with contextlib.suppress(ConnectionError):

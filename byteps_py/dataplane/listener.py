@@ -210,7 +210,7 @@ class DataListener:
                 self._strangers.known(fd)
 
     def _on_unauthenticated(self, ip: str) -> None:
-        self._traffic.turned_away(f"an unknown process at {ip}", WRONG)
+        self._traffic.refused(f"an unknown process at {ip}", ip, WRONG)
 
     def on_readable(self) -> None:
         """The socket can be read: take some messages."""

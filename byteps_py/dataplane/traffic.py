@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from byteps_py.log import logger
+from byteps_py.refusal_log import RefusalLog
 
 
 class Limiter:
@@ -40,11 +41,17 @@ class Traffic:
     bytes_local: int = 0
     malformed: int = 0
     _log_limiter: Limiter = field(default_factory=lambda: Limiter(per_second=5))
+    _refusals: RefusalLog = field(default_factory=RefusalLog)
 
     def turned_away(self, whom: str, reason: object) -> None:
         """Count and log a message of ``whom`` that was dropped."""
         self.malformed += 1
         self.note("dropped a message of", whom, reason)
+
+    def refused(self, whom: str, host: str, reason: object) -> None:
+        """Count a process that is not a member, and log it, once for a host and minute."""
+        self.malformed += 1
+        self._refusals.note(whom, host, str(reason))
 
     def note(self, what: str, whom: object, reason: object) -> None:
         """Log a line, unless too many such lines are being logged already."""

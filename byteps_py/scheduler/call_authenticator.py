@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 
 from byteps_py import auth
-from byteps_py.dataplane.traffic import Traffic
+from byteps_py.refusal_log import RefusalLog
 from byteps_py.scheduler import connection_limits, rpc
 from byteps_py.scheduler.connection_limits import GrpcConnections, address_of
 from byteps_py.settings import Settings
@@ -23,11 +23,11 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class CallAuthenticator:
-    """The callers of one server. ``strangers``: counts and logs those that are turned away."""
+    """The callers of one server."""
 
-    def __init__(self, settings: Settings, strangers: Traffic) -> None:
+    def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._strangers = strangers
+        self._refusals = RefusalLog()
         self._connections = GrpcConnections(0)
         self._watching: asyncio.Task[None] | None = None
 
@@ -54,7 +54,11 @@ class CallAuthenticator:
     def note_refused(self) -> None:
         """Log the connections that have ended without a valid token."""
         for address in self._connections.take_refused():
-            self._strangers.note("turned away", address, f"it has not proven that it {_OF_THIS_CLUSTER}")
+            self._note(address, f"it has not proven that it {_OF_THIS_CLUSTER}")
+        self._refusals.tick()
+
+    def _note(self, address: str, why: str) -> None:
+        self._refusals.note(address, address.rpartition(":")[0], why)
 
     async def authenticate(self, context: Context) -> None:
         """End a call that shows no valid token."""
@@ -62,7 +66,7 @@ class CallAuthenticator:
         if not auth.is_valid(str(shown), self._settings, "control"):
             why = "the cluster secrets or the jobs differ" if shown else "it shows no cluster secret"
             self._connections.explained(context.peer())
-            self._strangers.note("turned away", address_of(context.peer()), why)
+            self._note(address_of(context.peer()), why)
             await context.abort(
                 grpc.StatusCode.UNAUTHENTICATED,
                 f"{why}: set the same BYTEPS_SECRET or BYTEPS_SECRET_FILE, and the same BYTEPS_JOB_ID or scheduler "

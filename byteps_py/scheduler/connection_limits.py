@@ -25,6 +25,9 @@ _DESCRIPTORS = "/proc/self/fd"
 #: Seconds between two looks, and while many connect.
 _LOOK_S, _HURRIED_S = 0.05, 0.005
 _MANY = MOST // 4
+#: A look reads the state of every descriptor of the process. Looks for handshakes take at most this part of the time,
+#: beyond so many seconds at once.
+_LOOKING, _AT_ONCE_S = 0.1, 0.02
 #: How many connections that ended without a token are remembered until ``take_refused``.
 _MOST_REFUSED = 100
 
@@ -43,6 +46,7 @@ class GrpcConnections:
         self._lock = threading.Lock()
         self._clock = clock
         self._looked_s = clock()
+        self._debt_s = 0.0  # time that looks have taken, less what they may take
         self._waiting = UnauthenticatedConnections(clock)
         self._waiting.port = port
         self._port = port
@@ -58,10 +62,19 @@ class GrpcConnections:
         self._port = self._waiting.port = port
 
     def handshake_begins(self) -> None:
-        """A TLS handshake begins. It may fail so soon that the connection is not seen unless it is looked for now."""
-        with self._lock:
-            if len(self._waiting) <= _MANY or self._clock() - self._looked_s >= _HURRIED_S:
+        """A TLS handshake begins. It may fail so soon that the connection is not seen unless it is looked for now.
+
+        In a flood of them most are not looked for: the server's thread has to run, too.
+        """
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            since_s = self._clock() - self._looked_s
+            is_rested = len(self._waiting) <= _MANY or since_s >= _HURRIED_S
+            if is_rested and self._debt_s - _LOOKING * since_s <= _AT_ONCE_S:
                 self._look()
+        finally:
+            self._lock.release()
 
     def admit(self, peer: str) -> None:
         """``peer``, as gRPC names it, has shown a valid token."""
@@ -78,7 +91,8 @@ class GrpcConnections:
         many seconds to look again."""
         with self._lock:
             self._look()
-            return _HURRIED_S if len(self._waiting) > _MANY else _LOOK_S
+            is_tired = self._debt_s > _AT_ONCE_S
+            return _HURRIED_S if len(self._waiting) > _MANY and not is_tired else _LOOK_S
 
     def take_refused(self) -> list[str]:
         """Peers whose connection ended, or was cut off, without a valid token since the last call."""
@@ -87,6 +101,7 @@ class GrpcConnections:
         return refused
 
     def _look(self) -> None:
+        began_s = self._clock()
         found: dict[int, tuple[int, str]] = {}
         for name in os.listdir(_DESCRIPTORS):
             fd = int(name)
@@ -111,7 +126,9 @@ class GrpcConnections:
         self._admitted &= here
         self._explained &= here
         self._waiting.sweep()
-        self._looked_s = self._clock()
+        now_s = self._clock()
+        self._debt_s = max(0.0, self._debt_s - _LOOKING * (now_s - self._looked_s)) + now_s - began_s
+        self._looked_s = now_s
 
     def _new(self, fd: int, inode: int) -> tuple[int, str]:
         self._waiting.known(fd)

@@ -75,7 +75,7 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
         self._links: dict[int, _Link] = {}
         self._streams = itertools.count(1)
         self._strangers = Traffic()
-        self._authenticator = CallAuthenticator(settings, self._strangers)
+        self._authenticator = CallAuthenticator(settings)
         self._held: list[Sent] = []  # until the journal has the events that they follow from
         self._is_flushing = False
         self._logged_reason = ""

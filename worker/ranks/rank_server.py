@@ -16,8 +16,8 @@ from typing import Any
 from byteps_py import rank_protocol as protocol
 from byteps_py.channel import Channel, Listener
 from byteps_py.errors import BytePSError, DismissedError, PeerLostError, ProtocolError, UsageError
-from byteps_py.log import logger
 from byteps_py.rank_protocol import RankMessageKind
+from byteps_py.refusal_log import RefusalLog
 from byteps_py.runtime import Runtime
 from byteps_py.unauthenticated_connections import MOST, PATIENCE_S
 from byteps_py.wording import count_text, ranks_text
@@ -59,6 +59,7 @@ class RankServer:
         self._on_change = on_change
         self._on_return = on_return
         self._patience_s = patience_s
+        self._refusals = RefusalLog()
         self._unauthenticated: dict[int, Channel] = {}  # connections without a HELLO, by descriptor
         self.ranks = self.ranks_class(local_size, on_return is not None)
         self._open: Requests | None = None  # of the present group
@@ -150,7 +151,7 @@ class RankServer:
         try:
             channel = self._listener.accept()
         except (BytePSError, OSError) as error:
-            logger.warning("turned away: %s", error)
+            self._refusals.note("a local process", "local processes", str(error))
             return
         if len(self._unauthenticated) >= MOST:
             self._expire(next(iter(self._unauthenticated.values())))
@@ -180,7 +181,7 @@ class RankServer:
                 raise ProtocolError(f"process {channel.peer_pid} did not say HELLO first")
             seat, synced_in = self._check_hello(protocol.fields_of(message[0]))
         except BytePSError as error:
-            logger.warning("turned away process %d: %s", channel.peer_pid, error)
+            self._refusals.note(f"process {channel.peer_pid}", "processes", str(error))
             connection.turn_away(error)
             return
         if self.failure is not None:
