@@ -12,9 +12,10 @@ from torch import nn
 
 from byteps_py.errors import UsageError
 from byteps_py.parallel.pipe.connections import Connection, SkipNames, connections_of
+from byteps_py.parallel.pipe.micro_batches import MicroBatches, cut
 from byteps_py.parallel.pipe.split import balanced, layers, measured_costs, split
 from byteps_py.parallel.pipe.stage_runner import MAIN
-from byteps_py.parallel.pipe.trees import Signature, TensorFacts, cut, decode, encode, flatten, unflatten
+from byteps_py.parallel.pipe.trees import Signature, TensorFacts, decode, encode, flatten, unflatten
 
 
 def model(count: int) -> nn.Sequential:
@@ -141,7 +142,11 @@ def test_structures_are_taken_apart_and_made_again() -> None:
     first, second = cut(value, 2, "inputs")
     assert torch.equal(second["list"][0], y[2:])
     assert first["pair"].other == 3
-    assert cut([1, 2], 2, "inputs") == [1, 2]
+    assert cut(MicroBatches([1, 2]), 2, "inputs") == [1, 2]
+    with pytest.raises(UsageError, match="inputs: 2 micro-batches were given, and the pipeline has 3"):
+        cut(MicroBatches([1, 2]), 3, "inputs")
+    # A list of two is no more two micro-batches than a tuple, or a list of three, is.
+    assert [[one.tolist() for one in piece] for piece in cut([y, y + 1], 2, "inputs")] == [[[1, 1], [2, 2]]] * 2
     for wrong in (x[:3], torch.zeros(())):
         with pytest.raises(UsageError, match=r"inputs: a tensor with .* can't be cut into 2 equal parts"):
             cut(wrong, 2, "inputs")

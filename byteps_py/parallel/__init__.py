@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from byteps_py.parallel import checkpoint, context, fsdp, mesh, multimodal, numerics, sharding, tensor
     from byteps_py.parallel.gradients import clip_grad_norm_
     from byteps_py.parallel.mesh.device_mesh import Mesh
+    from byteps_py.parallel.pipe.micro_batches import MicroBatches
     from byteps_py.parallel.pipe.pipeline import Pipeline
     from byteps_py.parallel.pipe.skips import pop, stash
     from byteps_py.parallel.pipe.split import split
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "DistributedDataParallel": "byteps_py.torch.gradients.distributed_data_parallel",
     "Mesh": "byteps_py.parallel.mesh.device_mesh",
+    "MicroBatches": "byteps_py.parallel.pipe.micro_batches",
     "Pipeline": "byteps_py.parallel.pipe.pipeline",
     "clip_grad_norm_": "byteps_py.parallel.gradients",
     "pop": "byteps_py.parallel.pipe.skips",
@@ -44,6 +46,7 @@ _MODULES = frozenset({"checkpoint", "context", "fsdp", "mesh", "multimodal", "nu
 __all__ = [
     "DistributedDataParallel",
     "Mesh",
+    "MicroBatches",
     "Pipeline",
     "checkpoint",
     "clip_grad_norm_",

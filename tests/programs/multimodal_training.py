@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from multimodal import LENGTH, LETTERS, SIDE, VisionTransformer, freeze, text_model
 
 from byteps_py.errors import PipelineError, UsageError
-from byteps_py.parallel import checkpoint
+from byteps_py.parallel import MicroBatches, checkpoint
 from byteps_py.parallel.multimodal import EncoderPlacement, MultimodalModel, MultimodalPipeline
 
 CLOSE = 1e-12
@@ -282,7 +282,7 @@ def frozen_encoder() -> None:
             model.encoder.requires_grad_(False)
         pipe = MultimodalPipeline(models[0], "dapple", p, mesh(), placement=placement)
         images, text, targets = batch(2 * p * COPIES)
-        pipe.step((own(images), [*own(text).chunk(p)]), own(targets), counted_loss)
+        pipe.step((own(images), MicroBatches(own(text).chunk(p))), own(targets), counted_loss)
         backward(models[1], images, text, targets, counted_loss)
         check_same(pipe, models[1], placement)
 

@@ -4,6 +4,7 @@ and the names of cases. Prints "NAME: right" on each rank."""
 from __future__ import annotations
 
 import contextlib
+import copy
 import shutil
 import sys
 import tempfile
@@ -279,10 +280,104 @@ def structures() -> None:
     for sizes in ((1, 2, 3), (1, 2, 3), (1, 2, 3), (3, 1, 2), (2, 2, 2)):
         batch = [torch.randn(size, HIDDEN, generator=rng) for _ in range(COPIES) for size in sizes]
         mine = batch[dist.get_rank() // p * 3 :][:3]
-        pipe.step(mine, mine, mse)
+        pipe.step(bps.parallel.MicroBatches(mine), bps.parallel.MicroBatches(mine), mse)
         for x in batch:
             (mse(reference(x), x) / len(batch)).backward()
     check_same(pipe, reference, "structures", gradients=True)
+
+
+class AddInPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(HIDDEN))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x += self.bias
+        return torch.tanh(x)
+
+
+class Hooked(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.requires_grad:
+            x.register_hook(lambda gradient: gradient * 0.5)
+        return super().forward(x)
+
+
+class WithView(nn.Module):
+    def forward(self, x: Any) -> Any:
+        return (x, x[:, :3]) if isinstance(x, torch.Tensor) else x[0] + x[1].sum(1, keepdim=True)
+
+
+@case
+def in_place() -> None:
+    """Stages that begin with a change in place, with a hook of their input, or return it."""
+    p = workers()
+    for make in (lambda: nn.ReLU(inplace=True), AddInPlace, lambda: Hooked(HIDDEN, HIDDEN), WithView):
+        for schedule, options in (("dapple", {}), ("dapple", {"recompute": True}), ("gems", {})):
+            torch.manual_seed(0)
+            layers = [nn.Sequential(nn.Linear(HIDDEN, HIDDEN))]
+            more = [] if make is WithView else [nn.Linear(HIDDEN, HIDDEN)]
+            layers += [nn.Sequential(make(), *copy.deepcopy(more)) for _ in range(p - 1)]
+            if make is WithView and p % 2 == 0:
+                layers[-1].extend([WithView(), nn.Linear(HIDDEN, HIDDEN)])
+            pipe = bps.parallel.Pipeline(layers, schedule, 2 * p, mesh(), **options)
+            reference = copy.deepcopy(nn.Sequential(*layers))
+            x = torch.randn(2 * p * COPIES, HIDDEN, generator=generator())
+            pipe.step(own(x), own(x), mse)
+            for one in x.chunk(2 * p * COPIES):
+                (mse(reference(one), one) / (2 * p * COPIES)).backward()
+            check_same(pipe, reference, "in place", gradients=True)
+
+
+@case
+def lists() -> None:
+    """A list of two tensors is one value, however many micro-batches there are."""
+    p = workers()
+    for micro_batches in (2, 4):
+        layers = [nn.Sequential(Summed(), nn.Linear(HIDDEN, HIDDEN)), *perceptrons(p)][:p]
+        torch.manual_seed(1)
+        x, y = (torch.randn(4 * COPIES, HIDDEN) for _ in range(2))
+        pipe, reference = bps.parallel.Pipeline(layers, "dapple", micro_batches, mesh()), copy.deepcopy(layers)
+        pipe.step([own(x), own(y)], [own(x), own(y)], lambda output, target: mse(output, target[1]))
+        mse(nn.Sequential(*reference)([x, y]), y).backward()
+        check_same(pipe, nn.Sequential(*reference), "lists", gradients=True)
+
+
+class Summed(nn.Module):
+    def forward(self, value: list[torch.Tensor]) -> torch.Tensor:
+        return value[0] + value[1]
+
+
+@case
+def in_front() -> None:
+    """Inputs that a trained module computes: it gets its gradients, or the step is refused."""
+    p = workers()
+    torch.manual_seed(0)
+    front = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Tanh())
+
+    def counted(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return (output - target).square().sum(), target.numel()
+
+    x = torch.randn(2 * p * COPIES, HIDDEN, generator=generator())
+    for loss_fn, options in ((mse, {}), (counted, {}), (mse, {"recompute": True})):
+        pipe, reference = bps.parallel.Pipeline(perceptrons(p), "dapple", 2 * p, mesh(), **options), perceptrons(p)
+        mine, whole = copy.deepcopy(front), copy.deepcopy(front)
+        pipe.step(mine(own(x)), own(x), loss_fn)
+        mse(reference(whole(x)), x).backward()
+        check_same(pipe, reference, "in front", gradients=True)
+        if 0 in pipe.stages:
+            total = mine[0].weight.grad.clone()
+            if COPIES > 1:
+                dist.all_reduce(total, group=mesh()["dp"].get_group())
+            assert (total - whole[0].weight.grad).abs().max() <= CLOSE
+        else:
+            assert mine[0].weight.grad is None
+            if COPIES > 1:
+                mesh()["dp"].get_group()
+    pipe = bps.parallel.Pipeline(perceptrons(p), "gems", 2 * p, mesh())
+    with expecting(PipelineError, "the inputs require gradients, but gems has the first stage on several workers"):
+        pipe.step(front(own(x)), own(x), mse)
+    pipe.step(front(own(x)).detach(), own(x), mse)
 
 
 class Stashing(nn.Module):
@@ -621,6 +716,13 @@ class Counting:
         Counting.alive -= 1
 
 
+class FirstSigmoid(nn.Sigmoid):
+    """Keeps its output for a backward pass, also without trained parameters."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.requires_grad_())
+
+
 @case
 def peaks() -> None:
     """The most activations that autograd keeps at once are those of the table."""
@@ -629,13 +731,14 @@ def peaks() -> None:
         if options.get("recompute"):
             continue
         torch.manual_seed(0)
-        stages = [nn.Sigmoid() for _ in range(p * options.get("chunks", 1))]
+        stages = [FirstSigmoid(), *(nn.Sigmoid() for _ in range(p * options.get("chunks", 1) - 1))]
         pipe = bps.parallel.Pipeline(stages, name, micro_batches, mesh(), **options)
         each = pipe.program.parts_of_micro_batch
-        x = torch.randn(2 * micro_batches, HIDDEN, requires_grad=True)
+        x = torch.randn(2 * micro_batches, HIDDEN)
         Counting.most = 0
         with torch.autograd.graph.saved_tensors_hooks(Counting, lambda kept: kept.tensor):
-            pipe.step([x] * micro_batches if each == 1 else [x[:2]] * micro_batches, [0.0] * micro_batches, first)
+            inputs = bps.parallel.MicroBatches([x if each == 1 else x[:2]] * micro_batches)
+            pipe.step(inputs, bps.parallel.MicroBatches([0.0] * micro_batches), first)
         expected = pipe.program.peak_in_flight()[dist.get_rank() % p]
         # The sum of the loss keeps nothing; of a halved micro-batch each half is kept.
         assert each * expected >= Counting.most >= expected, (name, options, Counting.most, expected)

@@ -18,7 +18,8 @@ from byteps_py.parallel.multimodal.model import MultimodalModel
 from byteps_py.parallel.multimodal.placed_encoder import PlacedEncoder, images_of
 from byteps_py.parallel.multimodal.placement import EncoderPlacement
 from byteps_py.parallel.pipe.losses import Losses, LossFunction, Outcome
-from byteps_py.parallel.pipe.pipeline import Pipeline, parts_of
+from byteps_py.parallel.pipe.micro_batches import parts_of
+from byteps_py.parallel.pipe.pipeline import Pipeline
 from byteps_py.parallel.pipe.program import Program
 from byteps_py.parallel.pipe.split import SplitModel
 from byteps_py.parallel.pipe.synchronisation import SyncMode
@@ -39,7 +40,7 @@ class MultimodalPipeline(Pipeline):
             optimizer.step()
 
     The inputs of ``step``, ``evaluate`` and ``outputs`` are (images, text) of this data-parallel copy. Both are
-    tensors, or tuples, lists and dicts of tensors; the text may also be a list of micro-batches. The images are cut
+    tensors, or tuples, lists and dicts of tensors; the text may also be MicroBatches. The images are cut
     into as many equal parts as there are micro-batches. "first-stage" and "preprocessing" read them on the first worker
     only, "replicated" reads the r-th of p parts on worker r.
 

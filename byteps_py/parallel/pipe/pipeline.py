@@ -18,16 +18,18 @@ from byteps_py.parallel.pipe.failures import raise_failures
 from byteps_py.parallel.pipe.groups import PipelineGroups, holders_of
 from byteps_py.parallel.pipe.layout import PipelineLayout, check_process_groups
 from byteps_py.parallel.pipe.losses import Losses, LossFunction, Outcome
+from byteps_py.parallel.pipe.micro_batches import MicroBatches, parts_of
 from byteps_py.parallel.pipe.plan import PipelinePlan, StagesFunction, agree, make_plan
 from byteps_py.parallel.pipe.program import Action, ActionKind, Program, WeightRule
 from byteps_py.parallel.pipe.program_runner import ChannelKey, ProgramRunner, StepData
 from byteps_py.parallel.pipe.replicas import ReplicatedParameters
+from byteps_py.parallel.pipe.stage_inputs import ComputedInputs
 from byteps_py.parallel.pipe.stage_runner import MAIN, StageRunner
 from byteps_py.parallel.pipe.stale_steps import StaleSteps
 from byteps_py.parallel.pipe.synchronisation import SyncMode
 from byteps_py.parallel.pipe.torch_schedules import TorchSchedule
 from byteps_py.parallel.pipe.transfers import Ends, ReceivingChannel, SendingChannel
-from byteps_py.parallel.pipe.trees import cut
+from byteps_py.parallel.pipe.trees import flatten
 from byteps_py.parallel.pipe.weight_versions import EndlessActions, WeightVersions
 from byteps_py.parallel.pipe.wide_gradients import WideGradient, can_widen
 from byteps_py.parallel.tensor.plan import sharded_parameters, tensor_parallel_group
@@ -106,6 +108,7 @@ class Pipeline:
         self._runner = self._new_runner(own)
         self._replicas, self._tied, self._first_holder = self._replicated()
         self._torch: TorchSchedule | None = None
+        self._computed = ComputedInputs()
         if plan.is_torchs:
             self._torch = TorchSchedule(plan.program, self.stages, self._device, self._workers)
         self._float32_gradients = float32_gradients
@@ -127,8 +130,9 @@ class Pipeline:
 
         Args:
             inputs: the batch of this data-parallel copy: a tensor, or tuples, lists and dicts of tensors, cut along
-                their first dimensions; or a list of micro-batches, which may differ in shape. Workers without a first
-                stage ignore it.
+                their first dimensions; or MicroBatches, which may differ in shape. Workers without a first stage ignore
+                it. If the program has computed it from trained parameters, their gradients are added, too: of this
+                copy's part of the mean, on the worker with the first stage.
             targets: likewise; workers without a last stage ignore it.
             loss_fn: (output, target) of a micro-batch -> its mean loss; or (sum, count), if micro-batches have
                 different numbers of tokens: the loss is then the sum over all of them by the sum of the counts.
@@ -168,6 +172,8 @@ class Pipeline:
         for parameter, gradient in before:
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
+        computed, self._computed = self._computed, ComputedInputs()
+        computed.backward(1.0 if not outcome.is_counted else scale / outcome.terms if outcome.terms else 0.0)
         return outcome.loss
 
     def flush(self) -> None:
@@ -271,10 +277,12 @@ class Pipeline:
     def _pass_all(self, inputs: Any, targets: Any, losses: Losses) -> Outcome:
         """Forward and backward passes of a batch."""
         if self._torch is not None:
+            self._check_for_torch(inputs, targets)
             self._torch.run(inputs, targets, losses)
             data = StepData()
         else:
             data = self._data(inputs, targets, losses)
+            self._computed = self._cut_off(data)
         self._run(self.program.workers[self._layout.worker], data)
         return self._outcome(data, losses)
 
@@ -309,6 +317,7 @@ class Pipeline:
         self._stale.optimizer = optimizer
         losses = Losses(loss_fn, 1.0 / (self._stale.versions.batch * self._layout.copies), may_count=False)
         data = self._data(inputs, targets, losses, self._stale.parts)
+        self._cut_off(data)
         self._stale.run(self._runner, data, self.program.micro_batches)
         try:
             return self._outcome(data, losses).loss
@@ -338,6 +347,32 @@ class Pipeline:
             data.fail(error)
         return data
 
+    def _cut_off(self, data: StepData) -> ComputedInputs:
+        """Detach inputs from the graph that has computed them."""
+        computed = ComputedInputs()
+        parts = computed.detach(list(data.inputs.values()))
+        if computed and (len(self.program.holders) > 1 or self._stale is not None):
+            why = (
+                "changes weights within a step" if self._stale is not None else "has the first stage on several workers"
+            )
+            data.fail(
+                UsageError(
+                    f"the inputs require gradients, but {self.program.name} {why}: put the module that computes them "
+                    "into the first stage, or detach() them"
+                )
+            )
+        data.inputs = dict(zip(data.inputs, parts, strict=True))
+        return computed
+
+    def _check_for_torch(self, inputs: Any, targets: Any) -> None:
+        of_torch = f"{self.program.name} is torch's schedule"
+        if isinstance(inputs, MicroBatches) or isinstance(targets, MicroBatches):
+            raise UsageError(f"{of_torch}: it cuts the batch itself, and takes no MicroBatches")
+        if any(tensor.requires_grad for tensor in flatten(inputs)[0]):
+            raise UsageError(
+                f"{of_torch}: its inputs can't require gradients; detach() them, or choose another schedule"
+            )
+
     def _input_parts(self, inputs: Any) -> list[Any]:
         """The parts of the first stage's inputs. Raises UsageError."""
         return parts_of(inputs, self.program.micro_batches, self.program.parts_of_micro_batch, "inputs")
@@ -366,7 +401,7 @@ class Pipeline:
         stages = {}
         for pipe, stage in own:
             outgoing = [one.name for one in self._connections if one.source == stage and one.name != MAIN]
-            stages[pipe, stage] = StageRunner(self.stages[stage], outgoing, self._plan.recompute)
+            stages[pipe, stage] = StageRunner(self.stages[stage], outgoing, self._plan.recompute, stage == 0)
         sending: dict[ChannelKey, SendingChannel] = {}
         receiving: dict[ChannelKey, ReceivingChannel] = {}
         worker = self._layout.worker
@@ -422,9 +457,3 @@ class Pipeline:
         versions = WeightVersions(module, program.rule, batch)
         endless = EndlessActions(stage, self._layout.workers - worker)
         return StaleSteps(self._layout.workers, endless, versions, self._replicas.get(stage))
-
-
-def parts_of(batch: Any, micro_batches: int, each: int, what: str) -> list[Any]:
-    """The parts of a batch: ``each`` of every micro-batch. Raises UsageError."""
-    pieces = cut(batch, micro_batches, what)
-    return pieces if each == 1 else [part for piece in pieces for part in cut(piece, each, f"half of the {what}")]

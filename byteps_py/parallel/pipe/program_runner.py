@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from byteps_py.parallel.pipe.connections import Connection
 from byteps_py.parallel.pipe.program import Action, ActionKind
+from byteps_py.parallel.pipe.stage_inputs import copied
 from byteps_py.parallel.pipe.stage_runner import MAIN, Apply, StageRunner, Values, call
 from byteps_py.parallel.pipe.transfers import FAILED, ReceivingChannel, SendingChannel, WorkerFailed
 from byteps_py.parallel.pipe.trees import flatten
@@ -170,7 +171,11 @@ class ProgramRunner:
 
     def _take(self, key: ChannelKey, part: int) -> Any:
         channel = self._receiving.get(key)
-        return self._handed_over.pop((key, part)) if channel is None else channel.receive()
+        if channel is not None:
+            return channel.receive()
+        value = self._handed_over.pop((key, part))
+        # The stage before may need what it has given; the next one may change what it gets.
+        return copied(value) if torch.is_grad_enabled() else value
 
     def _give(self, key: ChannelKey, part: int, value: Any) -> None:
         channel = self._sending.get(key)

@@ -1,7 +1,7 @@
 """A stage of the model on one worker: the forward and the backward pass of one part at a time.
 
-The inputs of a part become leaves of a graph of their own, and the outputs are its roots. So a backward pass needs
-nothing but the gradients of the outputs, and leaves those of the inputs. One thread.
+The inputs of a part begin a graph of their own (stage_inputs.py), and the outputs are its roots. So a backward pass
+needs nothing but the gradients of the outputs, and leaves those of the inputs. One thread.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from byteps_py.parallel.pipe import skips
+from byteps_py.parallel.pipe.stage_inputs import StageInput, begin_graph, cloned
 from byteps_py.parallel.pipe.trees import described, flatten, unflatten
 
 #: The name of the value that each stage gives to the next one; other names are those of skip connections.
@@ -31,10 +32,10 @@ def call(module: nn.Module, value: Any) -> Any:
 
 @dataclass(slots=True)
 class _Part:
-    """Between the forward and the backward pass of a part. ``leaves`` and ``roots``: by name, the tensors that require
-    gradients."""
+    """Between the forward and the backward pass of a part. ``places`` and ``roots``: by name, for the tensors that
+    require gradients."""
 
-    leaves: dict[str, list[torch.Tensor]]
+    places: dict[str, list[StageInput]]
     roots: dict[str, list[torch.Tensor]]
     apply: Apply
 
@@ -42,29 +43,30 @@ class _Part:
 @dataclass(slots=True)
 class StageRunner:
     """``stashes``: the names of skip connections that begin here and end at later stages. ``recompute``: keep the
-    inputs of a part only, and repeat its forward pass before the backward pass."""
+    inputs of a part only, and repeat its forward pass before the backward pass. ``is_first``: inputs come from the
+    program, with graphs of their own; others are memory that this stage may change."""
 
     module: nn.Module
     stashes: Sequence[str] = ()
     recompute: bool = False
+    is_first: bool = False
     _parts: dict[int, _Part] = field(default_factory=dict)
 
     def forward(self, part: int, inputs: Values, apply: Apply = call) -> Values:
-        """The outputs for later stages, detached. ``inputs``: from earlier ones, by name. Tensors among them that
-        require gradients are leaves."""
-        leaves = {name: _leaves(value) for name, value in inputs.items()}
+        """The outputs for later stages, detached. ``inputs``: from earlier ones, by name."""
+        inputs, places = self._begun(inputs)
         outputs = self._run(inputs, apply)
         if torch.is_grad_enabled():
             roots = {name: _requiring(value) for name, value in outputs.items()}
-            self._parts[part] = _Part(leaves, roots, apply)
+            self._parts[part] = _Part(places, roots, apply)
         return {name: _detached(value) for name, value in outputs.items()}
 
     def loss(self, part: int, inputs: Values, apply: Apply) -> torch.Tensor:
         """The forward pass of the last stage: ``apply`` returns the loss, whose backward pass begins with it."""
-        leaves = {name: _leaves(value) for name, value in inputs.items()}
+        inputs, places = self._begun(inputs)
         loss: torch.Tensor = self._run(inputs, apply)[MAIN]
         if torch.is_grad_enabled():
-            self._parts[part] = _Part(leaves, {MAIN: [loss]} if loss.requires_grad else {}, apply)
+            self._parts[part] = _Part(places, {MAIN: [loss]} if loss.requires_grad else {}, apply)
         return loss.detach()
 
     def backward(self, part: int, gradients: Mapping[str, Sequence[torch.Tensor | None]]) -> dict[str, list[Any]]:
@@ -79,22 +81,31 @@ class StageRunner:
         ]
         if pairs:
             torch.autograd.backward(*(list(column) for column in zip(*pairs, strict=True)))  # type: ignore[arg-type]
-        return {name: [leaf.grad for leaf in leaves] for name, leaves in kept.leaves.items()}
+        return {name: [one.gradient for one in places] for name, places in kept.places.items()}
 
     def forget(self) -> None:
         """Drop all parts: the step has failed."""
         self._parts.clear()
 
+    def _begun(self, inputs: Values) -> tuple[Values, dict[str, list[StageInput]]]:
+        if self.is_first:
+            return inputs, {name: [] for name in inputs}
+        begun = {name: begin_graph(value) for name, value in inputs.items()}
+        return {name: value for name, (value, _) in begun.items()}, {name: one for name, (_, one) in begun.items()}
+
     def _run(self, inputs: Values, apply: Apply) -> Values:
+        repeats = self.recompute and torch.is_grad_enabled()
         value = inputs[MAIN]
         incoming = {name: tensor for name, tensor in inputs.items() if name != MAIN}
 
         def run(value: Any, incoming: dict[str, torch.Tensor]) -> tuple[Any, dict[str, torch.Tensor]]:
+            if repeats:  # from the same values, also if the stage changes its inputs in place
+                value, incoming = cloned(value), cloned(incoming)
             with skips.forward_pass(incoming, self.stashes) as outgoing:
                 result = apply(self.module, value)
             return result, outgoing
 
-        if self.recompute and torch.is_grad_enabled():
+        if repeats:
             result, outgoing = checkpoint(run, value, incoming, use_reentrant=False)
         else:
             result, outgoing = run(value, incoming)
@@ -103,11 +114,6 @@ class StageRunner:
 
 def _requiring(value: Any) -> list[torch.Tensor]:
     return [tensor for tensor in flatten(value)[0] if tensor.requires_grad]
-
-
-def _leaves(value: Any) -> list[torch.Tensor]:
-    """Those that come from other stages are; a batch may have been computed by the user."""
-    return [tensor for tensor in _requiring(value) if tensor.is_leaf]
 
 
 def _detached(value: Any) -> Any:

@@ -124,20 +124,3 @@ def decode(text: bytes) -> Signature:
     structure, tensors = json.loads(text)
     facts = (TensorFacts(_DTYPES[dtype], tuple(shape), requires) for dtype, shape, requires in tensors)
     return Signature(walk(structure), tuple(facts))
-
-
-def cut(value: Any, parts: int, what: str) -> list[Any]:
-    """``value`` in ``parts`` equal parts. A list of that many entries is cut already; all tensors of another value are
-    cut along their first dimension, and other objects go to each part. Raises UsageError. ``what``: for the message."""
-    if isinstance(value, list) and len(value) == parts:
-        return list(value)
-    tensors, structure = flatten(value)
-    for tensor in tensors:
-        if not tensor.dim() or tensor.shape[0] % parts:
-            size = f"a first dimension of {tensor.shape[0]}" if tensor.dim() else "no dimension"
-            raise UsageError(
-                f"{what}: a tensor with {size} can't be cut into {parts} equal parts; give a multiple, or a list with "
-                "one entry for each part"
-            )
-    pieces = [tensor.chunk(parts) for tensor in tensors]
-    return [unflatten([piece[part] for piece in pieces], structure) for part in range(parts)]
