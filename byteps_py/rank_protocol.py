@@ -30,8 +30,9 @@ class RankMessageKind(enum.IntEnum):
     DECLARE = 2  # {request, specs}
     READY = 3  # records (slot, round, bytes written so far)
     BARRIER = 4  # {sequence}
-    LEAVE = 5  # {}, {error, traceback} or {again, planned}: the rank ends, in order unless an exception that nobody
-    # caught ended it; again: it is about to come back, and why; planned: as all others are
+    LEAVE = 5  # {}, {unfinished}, {error, traceback} or {again, planned}: the rank ends, in order unless an exception
+    # ends it; unfinished: training was not said to be done; again: it is about to come back, and why; planned: as all
+    # others are
     LAYOUT = 7  # {slot, sends, receives, sizes}: of the slot's next round and those after it
     PING = 6  # {}: a rank that has waited for long asks whether the service is alive
     JOIN = 8  # {}: the rank has no more data

@@ -356,7 +356,10 @@ class SummationService:
                 self._abandon(1, "the job has failed")
             case "stop":
                 logger.info("the job is over: %s", message.stop.reason)
-                self._end(0, "the job is over")
+                if message.stop.keep_states:
+                    self._abandon(0, "the job is over, and not all ranks called shutdown() at the end of training")
+                else:
+                    self._end(0, "the job is over")
             case "refused" if self._rounds.epoch:
                 logger.warning("%s", message.refused.message)
                 self._abandon(GIVEN_UP_STATUS, "the scheduler has given this server up")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from support.scheduler_core import CPU, running, server, worker
 
 from byteps_py.proto import control_pb2 as pb
@@ -38,6 +39,22 @@ def test_ranks_that_ended_are_reported_like_a_worker_that_left() -> None:
     assert cluster.core.state == states.RUNNING
     cluster.say(s, gone=pb.Gone(ranks=[0, 1]))
     assert "only a communication service" in cluster.last(s).refused.message
+
+
+@pytest.mark.parametrize("say", [(), (0,), (1,), (0, 1)])
+def test_states_are_kept_unless_all_ranks_have_finished(say: tuple[int, ...]) -> None:
+    cluster, workers, _ = running(k=1)
+    for number in say:
+        assert cluster.say(workers[number], keep_states=pb.KeepStates(epoch=1)) == []
+    cluster.say(workers[0], leave=pb.Leave())
+    out = cluster.say(workers[1], leave=pb.Leave())
+    assert {m.stop.keep_states for _, m in out} == {bool(say)}
+
+
+def test_only_a_communication_service_speaks_of_states() -> None:
+    cluster, _, (server, *_) = running(k=1)
+    cluster.say(server, keep_states=pb.KeepStates(epoch=1))
+    assert "only a communication service" in cluster.last(server).refused.message
 
 
 def test_a_worker_that_returns_before_the_others_have_left_may_try_again() -> None:

@@ -43,6 +43,13 @@ def test_it_ends_with_the_job(server: Server) -> None:
     assert (server.join(), server.link.closed_because) == (0, "the job is over")
 
 
+@pytest.mark.parametrize("keep_states", [False, True])
+def test_states_are_kept_if_the_scheduler_says_so(server: Server, keep_states: bool) -> None:
+    server.link.say(stop=pb.Stop(reason="all workers have left", keep_states=keep_states))
+    assert server.join() == 0
+    assert server.service.is_abandoned is keep_states
+
+
 def test_it_ends_with_a_failure_of_the_job(server: Server) -> None:
     server.link.say(failure=pb.Failure(error="PeerLostError", message="rank 3 is gone"))
     assert server.join() == 1

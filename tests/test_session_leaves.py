@@ -8,13 +8,17 @@ import threading
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
 from byteps_py import rank_protocol as protocol
 from byteps_py.channel import Channel, Listener, connect
+from byteps_py.errors import MismatchError, NonFiniteError
 from byteps_py.rank_protocol import RankMessageKind
 from byteps_py.session.service.remote import RemoteSession
+from byteps_py.settings import Settings
+from byteps_py.torch.engine.context import Context
 
 WAIT_S = 60.0
 WELCOME = {
@@ -31,14 +35,23 @@ class Beside:
         session._has_given = True
 
     def hear(self) -> RankMessageKind:
-        """The next message but those that say nothing here."""
+        """The kind of the next message but those that say nothing here."""
+        return protocol.kind_of(self._receive())
+
+    def hear_leave(self) -> dict[str, Any]:
+        """What the rank says as it leaves."""
+        message = self._receive()
+        assert protocol.kind_of(message) is RankMessageKind.LEAVE
+        return protocol.fields_of(message)
+
+    def _receive(self) -> bytes:
         while True:
             message = self.channel.receive(WAIT_S)
             assert message is not None, "the rank says nothing"
             for descriptor in message[1]:
                 os.close(descriptor)
-            if (kind := protocol.kind_of(message[0])) not in (RankMessageKind.STACK, RankMessageKind.PING):
-                return kind
+            if protocol.kind_of(message[0]) not in (RankMessageKind.STACK, RankMessageKind.PING):
+                return message[0]
 
     def say(self, kind: RankMessageKind, **fields: object) -> None:
         self.channel.send(protocol.pack(kind, **fields))
@@ -126,3 +139,63 @@ def test_who_gave_nothing_waits_for_nobody(beside: Beside) -> None:
     beside.session._has_given = False
     beside.session.close()
     assert beside.hear() is RankMessageKind.LEAVE
+
+
+def leave_with(beside: Beside, error: BaseException | None) -> dict[str, Any]:
+    """What the service hears of a rank whose program calls shutdown() while it raises ``error``."""
+    beside.session._has_given = False
+    context = Context(lambda settings: beside.session)
+    context.open(Settings())
+
+    def train() -> None:
+        try:
+            if error is not None:
+                raise error
+        finally:
+            context.close()
+
+    if error is None:
+        train()
+    else:
+        with pytest.raises(type(error)):
+            train()
+    return beside.hear_leave()
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (None, {}),
+        (ValueError("the data is bad"), {"error": "ValueError: the data is bad"}),
+        (KeyboardInterrupt(), {"error": "KeyboardInterrupt"}),
+        (SystemExit(3), {"error": "SystemExit: 3"}),
+        (SystemExit("no data"), {"error": "SystemExit: no data"}),
+        (SystemExit(0), {"unfinished": True}),
+        (SystemExit(), {"unfinished": True}),
+        (NonFiniteError("all ranks say so"), {"unfinished": True}),
+        (MismatchError("all ranks have it"), {"unfinished": True}),
+    ],
+    ids=repr,
+)
+def test_shutdown_under_an_exception_is_a_failure_and_no_end_of_training(
+    beside: Beside, error: BaseException | None, said: dict[str, Any]
+) -> None:
+    leave = leave_with(beside, error)
+    trace = leave.pop("traceback", "")
+    assert leave == said
+    assert ("in train" in trace) is ("error" in said)
+
+
+def test_an_exception_that_was_handled_when_the_job_began_is_not_the_job_s(beside: Beside) -> None:
+    try:
+        raise ImportError("an optional module")
+    except ImportError:
+        assert leave_with(beside, None) == {}
+
+
+def test_who_suspends_has_not_finished(beside: Beside) -> None:
+    beside.session._has_given = False
+    context = Context(lambda settings: beside.session)
+    context.open(Settings())
+    context.suspend()
+    assert beside.hear_leave() == {"unfinished": True}

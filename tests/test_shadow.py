@@ -113,3 +113,22 @@ def test_an_elastic_job_goes_on_from_its_last_step_without_a_machine(servers: in
     assert last - 1 <= begun[0][0] <= last + 1  # no step is lost but one that was under way
     assert seen.get(f"3/{begun[0][0]}", {begun[0][1]}) == {begun[0][1]}
     assert "2/40" in seen
+
+
+@pytest.mark.slow
+def test_states_stay_until_training_is_said_to_be_done(stack: contextlib.ExitStack) -> None:
+    cluster = ShadowedCluster(stack, 1, 1)
+    cluster.program = ROOT / "tests" / "programs" / "shadow_endings.py"
+    [server] = cluster.servers
+    statuses = {"raise": 1, "exit-0-in-try": 0, "exit-3-in-try": 3, "exit-0": 0, "fall-off": 0, "at-exit": 0}
+    for runs, (way, status) in enumerate(statuses.items()):
+        _, machine = cluster.start(way)
+        assert machine.end() == status, machine.text
+        assert f"restored at {4 * runs}" in machine.text
+        is_failure = way in ("raise", "exit-3-in-try")
+        why = "the job has failed" if is_failure else "the job is over, and not all ranks called shutdown()"
+        assert why in server.until("are kept for 600 s for a restarted job")
+    _, machine = cluster.start("finish-and-exit")
+    assert machine.end() == 0, machine.text
+    assert f"restored at {4 * len(statuses)}" in machine.text
+    assert server.end() == 0, server.text

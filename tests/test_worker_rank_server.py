@@ -52,3 +52,10 @@ def test_an_error_of_what_is_no_letter_is_told(machine: Machine) -> None:
     machine.say(0, protocol.pack(RankMessageKind.LEAVE, error=f"FileNotFoundError: {_NO_LETTER}"))
     (sentence,) = machine.deaths
     assert sentence.endswith(r"was ended by an exception: FileNotFoundError: data\udcff")
+
+
+@pytest.mark.parametrize("fields", [{}, {"unfinished": True}])
+def test_a_rank_that_has_not_finished_is_known(machine: Machine, fields: dict[str, bool]) -> None:
+    machine.say(0, protocol.pack(RankMessageKind.LEAVE, **fields))
+    assert machine.rank_server.has_unfinished is bool(fields)
+    assert machine.deaths == []

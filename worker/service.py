@@ -78,6 +78,8 @@ class CommunicationService:
         self._member_id = 0
         self._past = pb.Statistics()  # of groups that are over
         self._told_left: set[int] = set()  # local ranks that have left, as the scheduler knows
+        self._unfinished_since = 0  # the epoch of the group in which a rank has not finished, as the scheduler knows
+        self._since = 0  # the epoch of the latest group
         self._starting = Starting(settings.local_size, lambda: self._send(pb.MemberMessage(ready=pb.Ready())))
         self._suspicions = self.suspicions_class()
         self._warned_s: dict[int, float] = {}  # of servers that can't be reached: when, by member id
@@ -257,6 +259,7 @@ class CommunicationService:
             self._runtime, self._settings, self._stay, self._ready, self._rank_server, self._peers, self._send,
             self._fail, self._prefault, self._server_lost, self._machine_lost,
         )  # fmt: skip
+        self._since = membership.workers_since
         self._group = self.group_class(around, membership, ids.index(self._member_id))
         self._shutdown_drain.open(membership.workers_since, self._group.lacks, self._group.owes)
         self._group.open()
@@ -421,6 +424,9 @@ class CommunicationService:
             self._rejoining.check()
         if self._group is not None:
             self._group.settle(self._shutdown_drain.gone)
+        if self._rank_server.has_unfinished and self._unfinished_since != self._since:
+            self._unfinished_since = self._since
+            self._send(pb.MemberMessage(keep_states=pb.KeepStates(epoch=self._since)))
         here = self._rank_server.ranks_here
         self._starting.ranks_here(here)
         left = self._rank_server.ranks.gone if self._stay else self._rank_server.ranks.left

@@ -102,7 +102,8 @@ def cluster_plan(
     if gpu_machine_services:
         specs.append(_scheduler(common, scheduler_restarts(environ)))
     for index in range(servers):
-        env = {**common, "DMLC_ROLE": "server", "BYTEPS_MACHINE_ID": f"c{index}"}
+        # It ends with the cluster: no restarted job finds it.
+        env = {**common, "DMLC_ROLE": "server", "BYTEPS_MACHINE_ID": f"c{index}", "BYTEPS_SHADOW_KEEP_S": "0"}
         name = f"the summation service of CPU machine c{index}"
         specs.append(server_spec(name, f"ss-c{index}", env))
     return [*specs, *gpu_machine_services, *rank_specs]

@@ -103,6 +103,9 @@ class SchedulerCore:
                     return self._group.join(member, message.join)
                 case "idle":
                     return self._group.idle(member, message.idle)
+                case "keep_states":
+                    self._group.keep_states(member)
+                    return []
                 case "leave":
                     return self._leave(member, message.leave.reason, now_s)
                 case "gone":
@@ -168,7 +171,8 @@ class SchedulerCore:
 
     def _end(self, reason: str, now_s: float) -> Outgoing:
         self._job.end(reason, now_s)
-        return to_each(self._roster.present(), pb.SchedulerMessage(stop=pb.Stop(reason=self.reason)))
+        stop = pb.Stop(reason=self.reason, keep_states=self._job.keep_states)
+        return to_each(self._roster.present(), pb.SchedulerMessage(stop=stop))
 
     def skip_epochs(self, last: int) -> Outgoing:
         """Processes of an earlier cluster have seen epoch ``last``: epochs of this one come after it."""
@@ -313,6 +317,7 @@ class SchedulerCore:
             raise ProtocolError("only a communication service of an elastic job sends Gathered")
         out = self._elastic.gathered(member, gathered) + self._regroup(now_s)
         if self._job.is_running and self._elastic.is_deserted:
+            self._job.keep_states = self._group.keeps_states
             out += self._end("all ranks of the group have left, before others joined it", now_s)
         return out
 
@@ -368,6 +373,7 @@ class SchedulerCore:
             if workers and self._elastic.is_void(member):
                 return self._regroup(now_s)  # no other member is in a group with it
         if not workers:
+            self._job.keep_states = self._group.keeps_states
             self._job.end("all workers have left", now_s)
             self._all_left = True
             return self._job.dismiss_servers()

@@ -226,6 +226,8 @@ class Elastic:
         """True for a message about a group that is over. A rank that has shut down may end at any time, also while the
         next group is at work."""
         kind = message.WhichOneof("body")
+        if kind == "keep_states":
+            return message.keep_states.epoch != self._roster.workers_since
         if kind in ("gone", "settled"):
             said = message.gone if kind == "gone" else message.settled
             return said.epoch != self._roster.workers_since or self.is_void(member)

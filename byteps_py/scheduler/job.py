@@ -40,6 +40,7 @@ class Job:
         self.state: pb.StatusReply.State = FORMING
         self.reason = self.roster.missing()
         self.over_s: float | None = None
+        self.keep_states = False  # training was not said to be done: servers keep states for a restarted job
 
     @property
     def is_running(self) -> bool:
@@ -62,7 +63,8 @@ class Job:
         """Of a job that is over: servers stay until the last worker has left."""
         if self.roster.workers():
             return []
-        return to_each(self.roster.present(), pb.SchedulerMessage(stop=pb.Stop(reason=self.reason)))
+        stop = pb.Stop(reason=self.reason, keep_states=self.keep_states)
+        return to_each(self.roster.present(), pb.SchedulerMessage(stop=stop))
 
     def takes(self, what: str) -> bool:
         """True if messages that only members of a running job send are to be handled: after the end, nobody needs the

@@ -146,6 +146,7 @@ class RankGroup:
         self.joining = JoinTracker(num_machines)
         self._barriers = Barriers(num_machines)
         self._shutdown_tracker = ShutdownTracker()
+        self.keeps_states = False  # a rank has ended without saying that training is done
 
     def declare(self, member: MemberRecord, declare: pb.Declare) -> Outgoing:
         """One machine's votes on tensors."""
@@ -223,6 +224,11 @@ class RankGroup:
         that nobody sees it at a normal end."""
         self._shutdown_tracker.gone(member.ranks)
         return self._to_all(failure("PeerLostError", text, member.ranks)) + self._dismiss()
+
+    def keep_states(self, member: MemberRecord) -> None:
+        """A rank of the machine has ended without saying that training is done. Raises ProtocolError."""
+        ranks_of(member)
+        self.keeps_states = True
 
     def settled(self, member: MemberRecord, settled: pb.Gone) -> Outgoing:
         """The machine lacks no result of the rounds of these ranks, which have shut down."""

@@ -118,6 +118,9 @@ class Session(ABC):
     has_shadow_servers: bool = False  #: there are machines whose servers can keep copies of an optimizer's states
     #: Set before ``close`` by a rank of an elastic job that will rejoin: (reason, whether all ranks do so).
     returning: tuple[str, bool] | None = None
+    #: Set before ``close`` by a front end whose user has said that training is done: servers drop the states that they
+    #: keep for a restarted job.
+    is_finished: bool = False
     #: Elastic jobs: all ranks were in the previous group and left it in order, so they have the same state.
     is_continued: bool = False
     #: Elastic jobs: the epoch with which this group of ranks began. Later groups have greater epochs.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import traceback
@@ -9,6 +10,7 @@ from types import TracebackType
 
 from byteps_py.errors import (
     BytePSError,
+    CommunicationError,
     MismatchError,
     NonFiniteError,
     NonFiniteInputError,
@@ -21,6 +23,7 @@ from byteps_py.tensors import TensorSpec
 #: Set by BYTEPS_LOG_LEVEL: ``without_inside`` then keeps tracebacks whole.
 whole_tracebacks = False
 _MAX_CHARS = 500
+_DISREGARDED = "_byteps_py_disregarded"
 _MAX_TRACEBACK_CHARS = 8000
 
 
@@ -55,6 +58,31 @@ def uncaught() -> BaseException | None:
     """The exception that ends this process, if the process is ending (during ``atexit``); otherwise None."""
     # An interactive interpreter has a last error, too, but its main thread is alive.
     return None if threading.main_thread().is_alive() else getattr(sys, "last_value", None)
+
+
+def in_flight() -> BaseException | None:
+    """The exception that is being raised or handled in this thread, unless that was so before ``disregard``."""
+    error = sys.exc_info()[1]
+    return None if error is None or hasattr(error, _DISREGARDED) else error
+
+
+def disregard() -> None:
+    """The job begins while an exception is being handled, as in ``except ImportError: main()``: it is not the job's."""
+    error = sys.exc_info()[1]
+    if error is not None:
+        with contextlib.suppress(Exception):  # a class of the user may refuse
+            setattr(error, _DISREGARDED, True)
+
+
+def ending() -> BaseException | None:
+    """The exception with which this rank leaves the job: uncaught, or in flight."""
+    return uncaught() or in_flight()
+
+
+def is_exiting() -> bool:
+    """True in the main thread once its program is over (during ``atexit``)."""
+    thread = threading.current_thread()
+    return thread is threading.main_thread() and not thread.is_alive()
 
 
 def is_interactive() -> bool:
@@ -121,9 +149,18 @@ def _is_inside(module: object) -> bool:
     return isinstance(module, str) and module.partition(".")[0] in ("byteps_py", "torch")
 
 
+def news_of_the_end() -> dict[str, str]:
+    """The fields of a LEAVE message: what others have to hear of ``ending``. An error of the job that is in flight is
+    none: they have it too, and the program may handle it and join again."""
+    error = ending()
+    return {} if isinstance(error, CommunicationError) and uncaught() is None else leave_fields(error)
+
+
 def leave_fields(error: BaseException | None) -> dict[str, str]:
     """The fields of a LEAVE message; none if ``error`` is None."""
     # All ranks report non-finite gradients themselves, with more detail.
     if error is None or (isinstance(error, NonFiniteError) and not isinstance(error, NonFiniteInputError)):
         return {}
+    if isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and not error.code):
+        return {}  # the program ends as it was told to
     return {"error": summary(error), "traceback": traceback_of(error)}

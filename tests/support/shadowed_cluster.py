@@ -25,6 +25,7 @@ class ShadowedCluster:
     ) -> None:
         self._stack, self._limit_s = stack, limit_s
         self._machines = machines
+        self.program = PROGRAM
         self._variables = {
             "DMLC_PS_ROOT_URI": "127.0.0.1",
             "DMLC_PS_ROOT_PORT": str(free_port()),
@@ -44,7 +45,7 @@ class ShadowedCluster:
         scheduler = self._launch(DMLC_ROLE="scheduler")
         machines = [
             self._launch(
-                sys.executable, str(PROGRAM), *arguments,
+                sys.executable, str(self.program), *arguments,
                 DMLC_ROLE="worker", DMLC_WORKER_ID=str(i), BYTEPS_MACHINE_ID=f"m{i}",
             )
             for i in range(self._machines)

@@ -65,6 +65,8 @@ class RankServer:
         self._open: Requests | None = None  # of the present group
         self.failure: BytePSError | None = None
         self.is_dismissed = False  # this machine's ranks are to leave the elastic job
+        #: A rank of the latest group has ended without saying that training is done.
+        self.has_unfinished = False
         self._loop.add_reader(listener.fileno(), self._accept)
 
     @property
@@ -81,6 +83,7 @@ class RankServer:
     def open(self, requests: Requests) -> None:
         """The group is complete: take in those of its ranks that wait."""
         self._open = requests
+        self.has_unfinished = False
         topology = requests.topology
         for connection in self.ranks.connections(RankState.LEFT):
             connection.forget()
@@ -400,6 +403,7 @@ class RankServer:
         here = self._open
         if here is None or here.executor.ranks.get(connection.local_rank) is not connection:
             return
+        self._is_unfinished()
         self._remove(rank, connection, here, RankEvent.ENDS)
         connection.forget()
         self._on_death(f"{here.describe(rank.local_rank, connection.pid)} died: its process ended without shutdown()")
@@ -414,14 +418,20 @@ class RankServer:
             self._on_return(f"{who} goes back to its last commit after {reason}", bool(fields.get("planned")))
             self._on_change()
         elif error := text_of(fields.get("error", "")):
+            self._is_unfinished()
             self._remove(rank, connection, here, RankEvent.ENDS)
             connection.forget()
             trace = text_of(fields.get("traceback", ""))[-MAX_NOTE_CHARS:]
             sentence = f"{here.describe(rank.local_rank, connection.pid)} was ended by an exception: {error}"
             self._on_death(f"{sentence}\n{trace}" if trace else sentence)
         else:
+            self.has_unfinished |= bool(fields.get("unfinished"))
             self._loop.change_reader(connection.pidfd, functools.partial(self._is_gone, rank, connection))
             self._remove(rank, connection, here, RankEvent.SHUTS_DOWN)
+
+    def _is_unfinished(self) -> None:
+        """A rank ends without leaving in order. Where that does not fail the job, others may do the rest."""
+        self.has_unfinished |= self._is_elastic
 
     def _remove(self, rank: Rank, connection: RankConnection, here: Requests, event: RankEvent) -> None:
         """The rank leaves the group, and is not expected to come again."""
@@ -458,6 +468,7 @@ class RankServer:
                     elif fields.get("error"):
                         self._returning_ended(rank, connection)
                     else:
+                        self.has_unfinished |= bool(fields.get("unfinished"))
                         self._returning_shut_down(rank, connection)
                     return
         except PeerLostError:
@@ -473,6 +484,7 @@ class RankServer:
         self._on_change()
 
     def _returning_ended(self, rank: Rank, connection: RankConnection) -> None:
+        self._is_unfinished()
         rank.happens(RankEvent.ENDS)
         connection.close()
         self._on_change()

@@ -7,7 +7,6 @@ import base64
 import contextlib
 import logging
 import os
-import sys
 import threading
 import weakref
 from collections import deque
@@ -455,7 +454,7 @@ class RemoteSession(ChannelSession):
         """Wait until other ranks have taken this rank's pieces of gathers and exchanges: the pieces lie in this rank's
         memory, and other ranks may be far behind. Not if an error ends this rank: the others may wait for operations
         that it will not start."""
-        has_error = self._has_left or failure_reports.uncaught() is not None or sys.exc_info()[1] is not None
+        has_error = self._has_left or failure_reports.ending() is not None
         if not self._has_given or has_error or self.returning is not None or self._closed or self._fatal is not None:
             return
         self.tell(protocol.pack(RankMessageKind.SETTLE))
@@ -482,8 +481,10 @@ class RemoteSession(ChannelSession):
             with contextlib.suppress(BytePSError):
                 if not self._has_left:
                     again, planned = self.returning or ("", False)
-                    failure = failure_reports.leave_fields(failure_reports.uncaught())
-                    fields = {"again": again, "planned": planned} if again else failure
+                    news = failure_reports.news_of_the_end()
+                    fields: dict[str, Any] = {"again": again, "planned": planned} if again else {**news}
+                    if not fields and not self.is_finished:
+                        fields = {"unfinished": True}
                     self._channel.send(protocol.pack(RankMessageKind.LEAVE, **fields))
             self._channel.shutdown()  # wakes the reading thread, which needs the descriptor until then
             with self.state:

@@ -103,6 +103,7 @@ class Context:
         with self.lock:
             if self._session is None:
                 self._settings = settings or Settings.from_env()
+                failure_reports.disregard()
                 session = self._opener(self._settings)
                 session.incarnation = self.incarnation
                 self._session = session
@@ -126,13 +127,19 @@ class Context:
         if is_last:
             self.close()
 
-    def close(self) -> None:
-        """Leave the job; does nothing if there is none. Raises the errors of unfinished work after it has left."""
+    def close(self, is_finished: bool = True) -> None:
+        """Leave the job; does nothing if there is none. Raises the errors of unfinished work after it has left.
+
+        ``is_finished``: training is done, unless an exception is in flight or the process is exiting.
+        """
         self._suspended = None
+        session = self._session
         try:
-            if self._session is not None and failure_reports.uncaught() is None:
+            if session is not None and failure_reports.uncaught() is None:
                 for work in list(self.unfinished):
                     work.finish()
+                is_ending = failure_reports.is_exiting() or failure_reports.in_flight() is not None
+                session.is_finished = is_finished and not is_ending
         finally:
             self._leave()
 
@@ -140,7 +147,7 @@ class Context:
         """``close``, and keep ``place`` valid until this process is part of a job again."""
         place = RankPlace.of(self.session) if self.is_open else self._suspended
         try:
-            self.close()
+            self.close(is_finished=False)
         finally:
             self._suspended = place
 

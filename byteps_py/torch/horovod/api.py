@@ -77,7 +77,13 @@ def init(
 
 
 def shutdown() -> None:
-    """Leave the job. Called automatically at exit. Delivered results stay readable. No effect outside a job."""
+    """Leave the job. Called automatically at exit. Delivered results stay readable. No effect outside a job.
+
+    Call it when training is done: with ``shadow=True``, servers drop the states that they keep for a restarted job if
+    all ranks have called it. While an exception is raised or handled, as in ``try: train() finally: shutdown()``, it is
+    the end of a rank that failed: the other ranks get an error that names the exception, and the states are kept. So
+    they are if the process exits without this call.
+    """
     contexts.current().close()
 
 
