@@ -11,10 +11,10 @@ import difflib
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 
 from byteps_py import launchers, validators
 from byteps_py.errors import ConfigurationError
+from byteps_py.secret_file import read_secret
 from byteps_py.tuning import MAX_PARTITION_BYTES
 from byteps_py.variables import IGNORED, INTERNAL, VARIABLES
 from byteps_py.wording import shown
@@ -25,7 +25,6 @@ MAKE_SECRET = "head -c 32 /dev/urandom | base64"
 #: By default, a process that is slow but not dead may be silent for this many heartbeat timeouts.
 SLOW_FACTOR = 10
 _ALIKE = 0.8  # similarity from 0 to 1; names that share only their prefix are about half as alike
-_MAX_SECRET = 1 << 20  # characters to read; the file may be a device that has no end
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +163,7 @@ class Settings:
             if found is not None:
                 values[variable.field] = variable.parse(*found)
         if values.get("secret_file") and not values.get("secret"):
-            values["secret"] = _read_secret(str(values["secret_file"]))
+            values["secret"] = read_secret(str(values["secret_file"]))
         return cls(**values)  # type: ignore[arg-type]
 
     @property
@@ -234,19 +233,3 @@ def _nearest(name: str, known: Collection[str]) -> str:
     stem = name.partition("_")[2]
     same = [each for each in sorted(known) if each.partition("_")[2] == stem]
     return next(iter(same or difflib.get_close_matches(name, sorted(known), 1, _ALIKE)), "")
-
-
-def _read_secret(path: str) -> str:
-    said = f"BYTEPS_SECRET_FILE={shown(path)}"
-    try:
-        with Path(path).open() as file:
-            secret = file.read(_MAX_SECRET + 1)
-    except OSError as error:
-        raise ConfigurationError(f"{said} can't be read: {error.strerror}") from error
-    except ValueError:
-        raise ConfigurationError(f"{said} is not a text file in UTF-8, or its path is not valid") from None
-    if len(secret) > _MAX_SECRET:
-        raise ConfigurationError(f"{said} has more than {_MAX_SECRET} characters, which is too long for a secret")
-    if not secret.strip():
-        raise ConfigurationError(f"{said} is empty")
-    return secret.strip()

@@ -111,6 +111,7 @@ def test_the_only_job_is_found(capsys: pytest.CaptureFixture[str], folder: Path)
 def test_a_secret_is_read_where_the_job_reads_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("s" * 32)
+    secret.chmod(0o600)
     with scheduler(num_workers=1, job_id="j", secret_file=str(secret)) as running:
         for arguments in ([], ["--scheduler", running.settings.scheduler_address]):
             assert bps(["status", *arguments]) == 0, capsys.readouterr()

@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -114,7 +115,48 @@ def test_a_secret_file_that_is_none_is_explained(tmp_path: Path, content: bytes 
 def test_a_secret_file_is_read(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     path.write_text(SECRET + "\n")
+    for mode in (0o600, 0o400):
+        path.chmod(mode)
+        assert Settings.from_env({"BYTEPS_SECRET_FILE": str(path)}).secret == SECRET
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o604, 0o640, 0o660, 0o666, 0o620])
+def test_a_secret_file_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> None:
+    path = tmp_path / "secret"
+    path.write_text(SECRET)
+    path.chmod(mode)
+    link = tmp_path / "link"
+    link.symlink_to(path)
+    for name in (path, link):
+        with pytest.raises(ConfigurationError, match=rf"has mode {mode:04o}, so other users .* chmod 600 {name} "):
+            Settings.from_env({"BYTEPS_SECRET_FILE": str(name)})
+
+
+def test_a_fifo_in_place_of_the_secret_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "secret", 0o600)
+    with pytest.raises(ConfigurationError, match="is empty"):
+        Settings.from_env({"BYTEPS_SECRET_FILE": str(tmp_path / "secret")})
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can mount, or give a file away")
+def test_secrets_of_containers_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_text(SECRET)
+    path.chmod(0o440)
+    os.chown(path, 12345, os.getgid())  # as Kubernetes does with fsGroup
     assert Settings.from_env({"BYTEPS_SECRET_FILE": str(path)}).secret == SECRET
+    path.chmod(0o444)
+    with pytest.raises(ConfigurationError, match="has mode 0444"):
+        Settings.from_env({"BYTEPS_SECRET_FILE": str(path)})
+    look = "from byteps_py.settings import Settings; print(Settings.from_env().secret)"
+    mounted = f"mount --bind {path} {path} && exec {sys.executable} -c '{look}'"  # as Docker does
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", mounted],
+        env={**os.environ, "BYTEPS_SECRET_FILE": str(path)}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    if "unshare" in done.stderr or "mount:" in done.stderr:
+        pytest.skip("this machine lets nobody mount")
+    assert done.stdout == SECRET + "\n", done.stderr
 
 
 def test_tokens_say_nothing_of_the_secret_and_serve_one_purpose() -> None:
