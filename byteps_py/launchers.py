@@ -1,4 +1,5 @@
-"""The variables that torchrun, Open MPI's mpirun and SLURM's srun set for their processes. Pure; any thread.
+"""The variables that torchrun, Open MPI's mpirun and SLURM's srun set for their processes, and those that
+torch.distributed reads, whoever sets them. Pure; any thread.
 
 Each launcher has its own variables for the same facts: the number of machines, the index of this one, the number of
 ranks on it, the index of this rank. Launchers may be nested (torchrun in a step of srun); then a process has the
@@ -7,8 +8,10 @@ variables of both. So all facts are taken from one launcher, the innermost.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from byteps_py.errors import ConfigurationError
 
@@ -52,6 +55,65 @@ def scheduler(environ: Environ) -> tuple[str, int] | None:
     return host, int(port) + 1 if int(port) < 65535 else int(port) - 1
 
 
+@dataclass(frozen=True, slots=True)
+class TorchWorld:
+    """What RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say."""
+
+    rank: int
+    size: int
+    host: str
+    port: int
+
+
+def torch_world(environ: Environ) -> TorchWorld | None:
+    """What torch's variables say, if they are all that is known about this rank; None if this is the only rank, or if
+    a launcher or BYTEPS_LOCAL_SIZE describes the ranks. Raises ConfigurationError if they are incomplete.
+
+    >>> world = torch_world({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "gpu0", "MASTER_PORT": "29500"})
+    >>> world.rank, world.host
+    (1, 'gpu0')
+    """
+    if environ.get("BYTEPS_LOCAL_SIZE") or facts(environ):
+        return None
+    given = {name: _count(environ, name, least, "torch") for name, least in _COUNTS if environ.get(name)}
+    for name, most in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE"), ("LOCAL_RANK", "WORLD_SIZE")):
+        if name in given and given[name] >= given.get(most, given[name] + 1):
+            raise ConfigurationError(f"{name}={given[name]} must be below {most}={given[most]}: ranks begin at 0")
+    if given.get("LOCAL_WORLD_SIZE", 1) > given.get("WORLD_SIZE", math.inf):
+        raise ConfigurationError(
+            f"LOCAL_WORLD_SIZE={given['LOCAL_WORLD_SIZE']} is more than WORLD_SIZE={given['WORLD_SIZE']}, all ranks"
+        )
+    alone = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    if given.get("WORLD_SIZE") == 1 or given.items() <= alone.items():
+        return None
+    if missing := [name for name in _WORLD if not environ.get(name)]:
+        there = [f"{name}={environ[name][:40]}" for name in (*_WORLD, *_LOCAL) if environ.get(name)]
+        raise ConfigurationError(
+            f"{', '.join(there)} {'is' if len(there) == 1 else 'are'} set, but {' and '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not: a rank needs RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. "
+            "Set all of them, or start the ranks with bpslaunch -np or torchrun; unset them for a job of one rank"
+        )
+    port = environ["MASTER_PORT"]
+    if not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 65536:
+        raise ConfigurationError(f"MASTER_PORT={port[:40]!r} is not a port: it takes a whole number from 1 to 65535")
+    return TorchWorld(given["RANK"], given["WORLD_SIZE"], environ["MASTER_ADDR"], int(port))
+
+
+def local_group(environ: Environ, rank: int, size: int) -> str:
+    """A text that is equal in the ranks of one launcher: of LOCAL_RANK and LOCAL_WORLD_SIZE, where they fit ``rank``
+    and ``size``; else empty.
+
+    >>> local_group({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, 3, 4)
+    '/ranks from 2'
+    """
+    local_rank, local_size = environ.get("LOCAL_RANK", ""), environ.get("LOCAL_WORLD_SIZE", "")
+    if not re.fullmatch("[0-9]{1,9}", local_rank) or not re.fullmatch("[0-9]{1,9}", local_size):
+        return ""
+    if not int(local_size) or size % int(local_size) or rank % int(local_size) != int(local_rank):
+        return ""
+    return f"/ranks from {rank - int(local_rank)}"
+
+
 def _torchrun(environ: Environ) -> Facts:
     return _renamed(
         environ,
@@ -71,7 +133,7 @@ def _open_mpi(environ: Environ) -> Facts:
     if environ.get("DMLC_NUM_WORKER") and environ.get("DMLC_WORKER_ID"):
         return found
     size, rank, local_size, local_rank = (
-        _count(environ, f"OMPI_COMM_WORLD_{name}", least)
+        _count(environ, f"OMPI_COMM_WORLD_{name}", least, "mpirun")
         for name, least in (("SIZE", 1), ("RANK", 0), ("LOCAL_SIZE", 1), ("LOCAL_RANK", 0))
     )
     machines, worker_id = size // local_size, rank // local_size
@@ -112,11 +174,11 @@ def _tasks_per_node(text: str) -> list[str]:
     return sizes
 
 
-def _count(environ: Environ, name: str, least: int) -> int:
+def _count(environ: Environ, name: str, least: int, whose: str) -> int:
     """The variable's value; ``least`` if it is not set. Raises ConfigurationError."""
     text = environ.get(name, str(least))
     if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < least:
-        raise ConfigurationError(f"{name}={text[:40]!r} is not what mpirun sets: a whole number of at least {least}")
+        raise ConfigurationError(f"{name}={text[:40]!r} is not what {whose} sets: a whole number of at least {least}")
     return int(text)
 
 
@@ -130,6 +192,10 @@ _LAUNCHERS: tuple[tuple[str, Callable[[Environ], Facts]], ...] = (
     ("OMPI_COMM_WORLD_SIZE", _open_mpi),
     ("SLURM_STEP_TASKS_PER_NODE", _srun),
 )
+#: Torch's variables of a rank: of all ranks, and of those on one machine, which are optional.
+_WORLD = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_LOCAL = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_COUNTS = (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))
 _JOB = (
     "MASTER_ADDR",
     "MASTER_PORT",

@@ -119,3 +119,69 @@ def test_launches_are_told_apart_and_their_ranks_are_not() -> None:
 )
 def test_scheduler(environ: dict[str, str], address: tuple[str, int] | None) -> None:
     assert launchers.scheduler(environ) == address
+
+
+def torch(rank: object, size: object, **more: str) -> dict[str, str]:
+    here = {"MASTER_ADDR": "gpu0", "MASTER_PORT": "29500"}
+    given = {"RANK": str(rank), "WORLD_SIZE": str(size), **here, **more}
+    return {name: text for name, text in given.items() if text}
+
+
+@pytest.mark.parametrize(
+    ("environ", "found"),
+    [
+        (torch(1, 2), (1, 2)),
+        (torch(3, 4, LOCAL_RANK="1", LOCAL_WORLD_SIZE="2"), (3, 4)),
+        (torch(1, 2, LOCAL_RANK="0"), (1, 2)),  # each process sees one GPU
+        (torch(0, 1), None),
+        ({"WORLD_SIZE": "1"}, None),
+        ({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, None),
+        ({"MASTER_ADDR": "gpu0", "MASTER_PORT": "29500"}, None),
+        (torch(1, 2, BYTEPS_LOCAL_SIZE="2"), None),  # bpslaunch
+        (torch(3, 4, **torchrun(2, 1, 2, 1)), None),
+        (torch(0, 2, **mpirun(2, 0, 2, 0)), None),
+        (torch(1, 2, **BATCH_SCRIPT), (1, 2)),  # which starts its own processes
+        ({}, None),
+    ],
+)
+def test_torch_world(environ: dict[str, str], found: tuple[int, int] | None) -> None:
+    world = launchers.torch_world(environ)
+    assert (world and (world.rank, world.size, world.host, world.port)) == (found and (*found, "gpu0", 29500))
+
+
+@pytest.mark.parametrize(
+    ("environ", "text"),
+    [
+        (
+            {"WORLD_SIZE": "2"},
+            "WORLD_SIZE=2 is set, but RANK and MASTER_ADDR and MASTER_PORT are not: .* bpslaunch -np",
+        ),
+        (torch(1, ""), "RANK=1, MASTER_ADDR=gpu0, MASTER_PORT=29500 are set, but WORLD_SIZE is not"),
+        (torch(0, ""), "WORLD_SIZE is not"),
+        (torch("", 2), "but RANK is not"),
+        (torch(0, 2, MASTER_PORT=""), "MASTER_PORT is not"),
+        ({"LOCAL_RANK": "1"}, "LOCAL_RANK=1 is set, but RANK and WORLD_SIZE"),
+        ({"LOCAL_WORLD_SIZE": "2"}, "RANK and WORLD_SIZE"),
+        (torch(2, 2), "RANK=2 must be below WORLD_SIZE=2"),
+        (torch(1, 1), "RANK=1 must be below WORLD_SIZE=1"),
+        (torch(1, 4, LOCAL_RANK="2", LOCAL_WORLD_SIZE="2"), "LOCAL_RANK=2 must be below LOCAL_WORLD_SIZE=2"),
+        (torch(1, 2, LOCAL_WORLD_SIZE="4"), "LOCAL_WORLD_SIZE=4 is more than WORLD_SIZE=2"),
+        (torch("first", 2), "RANK='first' is not what torch sets"),
+        (torch(0, 2, MASTER_PORT="any"), "MASTER_PORT='any' is not a port"),
+    ],
+)
+def test_torch_variables_that_are_incomplete_are_refused(environ: dict[str, str], text: str) -> None:
+    with pytest.raises(ConfigurationError, match=text):
+        launchers.torch_world(environ)
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "local_size", "ranks"),
+    [("0", "2", [0, 0, 2, 2]), ("", "", ["", "", "", ""]), ("0", "", ["", "", "", ""]), ("0", "3", ["", "", "", ""])],
+)
+def test_ranks_of_one_launcher_are_of_one_machine(local_rank: str, local_size: str, ranks: list[object]) -> None:
+    found = []
+    for rank in range(4):
+        local = str(int(local_rank) + rank % int(local_size)) if local_size else local_rank
+        found.append(launchers.local_group({"LOCAL_RANK": local, "LOCAL_WORLD_SIZE": local_size}, rank, 4))
+    assert found == [f"/ranks from {first}" if first != "" else "" for first in ranks]

@@ -59,7 +59,10 @@ class Mesh:
         sharding: int = 1,
     ) -> None:
         if not dist.is_initialized():
-            raise UsageError("a mesh needs process groups: call torch.distributed.init_process_group() before")
+            raise UsageError(
+                "a mesh needs process groups: call torch.distributed.init_process_group() before; start one "
+                "process alone with bpslaunch -np 1"
+            )
         self._own = dist.get_rank()
         sizes = {"tp": tp, "cp": cp, "pp": pp, "dp": dp, "sharding": sharding}
         try:

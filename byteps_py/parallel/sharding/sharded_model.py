@@ -60,7 +60,10 @@ def shard(
     """
     chosen = options or ShardOptions()
     if not dist.is_initialized():
-        raise UsageError("sharding needs process groups: call torch.distributed.init_process_group() before")
+        raise UsageError(
+            "sharding needs process groups: call torch.distributed.init_process_group() before; start one "
+            "process alone with bpslaunch -np 1"
+        )
     strategy.check_world_size(dist.get_world_size())
     mesh = chosen.mesh or Mesh(
         tp=strategy.mp_degree,

@@ -21,6 +21,7 @@ from byteps_py.settings import Settings
 from byteps_py.torch import timeline
 from byteps_py.torch.compression import Compression, Compressor
 from byteps_py.torch.engine import context as contexts
+from byteps_py.torch.engine import torch_rendezvous
 from byteps_py.torch.horovod.ops import Average, ReduceOp, Sum, which_op
 from byteps_py.torch.horovod.process_sets import (
     ProcessSet,
@@ -45,7 +46,9 @@ def init(
 ) -> None:
     """Join the job that the environment (or ``settings``) describes. Blocks until all ranks have joined.
 
-    Has no effect if this process has joined already.
+    Has no effect if this process has joined already. The environment is bpslaunch's, torchrun's, mpirun's or srun's.
+    Where only RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, or only a process group of torch.distributed
+    exists, the ranks find out through torch's store which of them share a machine. Without any, it is a job of one.
     comm: ranks of one machine that form a job of their own, renumbered from 0, or an mpi4py communicator of such ranks;
     by default all ranks. process_sets: sets to add at once, the same on all ranks. Horovod's value "dynamic" has no
     effect: sets can always be added later. ``lazy`` is BytePS's argument and has no effect either.
@@ -61,7 +64,7 @@ def init(
     if context.is_open:
         context.open()  # stay in the job when another holder, such as torch.distributed, leaves
         return
-    settings = settings or Settings.from_env()
+    settings = settings or torch_rendezvous.complete(Settings.from_env())
     if is_communicator(comm):
         settings = among(settings, comm.allgather(rank_in(settings)))
     elif comm is not None and not isinstance(comm, bool):

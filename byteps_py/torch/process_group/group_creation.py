@@ -7,22 +7,17 @@ through torch's store. The thread that calls torch.distributed calls this.
 
 from __future__ import annotations
 
-import dataclasses
-import os
-import uuid
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend, Store
 
-from byteps_py import launchers
-from byteps_py.errors import ConfigurationError, UnsupportedError, UsageError
-from byteps_py.machine import machine_id
+from byteps_py.errors import UnsupportedError, UsageError
 from byteps_py.session.solo import SoloSession
 from byteps_py.settings import Settings
 from byteps_py.torch.engine import context as contexts
-from byteps_py.torch.engine import nonfinite
+from byteps_py.torch.engine import nonfinite, torch_rendezvous
 from byteps_py.torch.engine.completion import POOL
 from byteps_py.torch.engine.context import Context
 from byteps_py.torch.engine.members import Members, prefix_of
@@ -64,8 +59,8 @@ def _leave(context: Context) -> None:
 def _join_job(context: Context, store: Store, rank: int, size: int) -> None:
     if not context.is_open:
         settings = Settings.from_env()
-        if settings.is_alone and size > 1:
-            settings = _discover_machines(settings, store, rank, size)
+        if size > 1 and torch_rendezvous.says_one_rank(settings):
+            settings = torch_rendezvous.discover_machines(settings, store, rank, size)
         context.open(settings, holder=_HOLDER)
     else:
         context.open(holder=_HOLDER)
@@ -82,35 +77,3 @@ def _join_job(context: Context, store: Store, rank: int, size: int) -> None:
             "must be numbered machine by machine, and the world must have all ranks of the job. Start them with "
             "torchrun or bpslaunch, or pass rank=byteps_py.rank() and world_size=byteps_py.size() to init_process_group"
         )
-
-
-def _discover_machines(settings: Settings, store: Store, rank: int, size: int) -> Settings:
-    """Settings with machines and local ranks that the ranks exchange through the store. Raises ConfigurationError."""
-    store.set(f"machine/{rank}", machine_id(settings))
-    if rank == 0:
-        store.set("job", uuid.uuid4().hex)
-    machines = [store.get(f"machine/{other}").decode(errors="replace") for other in range(size)]
-    order = list(dict.fromkeys(machines))
-    local_size = size // len(order)
-    if machines != [machine for machine in order for _ in range(local_size)]:
-        counts = ", ".join(str(machines.count(machine)) for machine in order)
-        raise ConfigurationError(
-            f"{len(order)} machines have {counts} ranks: each must have the same number of ranks, and ranks must be "
-            "numbered machine by machine"
-        )
-    found = dataclasses.replace(
-        settings,
-        num_workers=len(order),
-        worker_id=order.index(machines[rank]),
-        local_size=local_size,
-        local_rank=rank % local_size,
-        job_id=settings.job_id or store.get("job").decode(errors="replace"),
-    )
-    return found if len(order) == 1 else _with_scheduler(found)
-
-
-def _with_scheduler(settings: Settings) -> Settings:
-    address = launchers.scheduler(os.environ)
-    if settings.scheduler_host or address is None:
-        return settings  # opening the session raises an error that says what is missing
-    return dataclasses.replace(settings, scheduler_host=address[0], scheduler_port=address[1])

@@ -1,0 +1,117 @@
+"""Forms the job of ranks that have only torch's variables, or only a process group of torch.distributed.
+
+Kubernetes operators, DeepSpeed's launcher and scripts that start their own processes set RANK and WORLD_SIZE, and no
+more. Then nobody has said which ranks share a machine: the ranks exchange that through torch's store. ``init`` and
+``init_process_group("byteps")`` use this. One thread at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import uuid
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from byteps_py import launchers
+from byteps_py.errors import ConfigurationError, RendezvousError
+from byteps_py.machine import machine_id
+from byteps_py.settings import Settings
+
+if TYPE_CHECKING or dist.is_available():
+    from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+#: The store of this process's world. Rank 0 serves it to the others, so it stays until the process ends.
+_stores: dict[launchers.TorchWorld, Store] = {}
+_rounds = 0  # jobs that this process has formed so far: all ranks form as many, each under keys of its own
+
+
+def complete(settings: Settings) -> Settings:
+    """``settings``, which the environment has given, with what torch says about ranks, if nothing else does: a process
+    group that exists, or RANK and WORLD_SIZE. All ranks call it. Blocks until all have come.
+
+    Raises ConfigurationError for variables that are incomplete or contradict each other, and RendezvousError.
+    """
+    if not says_one_rank(settings):
+        return settings
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        store = dist.distributed_c10d._get_default_store()
+        return discover_machines(settings, store, dist.get_rank(), dist.get_world_size())
+    world = launchers.torch_world(os.environ)
+    if world is None:
+        return settings
+    return discover_machines(settings, _store(world, settings.start_timeout_s), world.rank, world.size)
+
+
+def says_one_rank(settings: Settings) -> bool:
+    """True if ``settings`` have no rank beside this one, so that torch may know more."""
+    return settings.num_workers * settings.local_size == 1 and not settings.elastic
+
+
+def discover_machines(settings: Settings, store: Store, rank: int, size: int) -> Settings:
+    """Settings with machines and local ranks that the ranks exchange through the store. Raises ConfigurationError, and
+    RendezvousError if some rank does not come."""
+    global _rounds
+    _rounds += 1
+    store = PrefixStore(f"byteps/{_rounds}/", store)
+    store.set(f"machine/{rank}", machine_id(settings) + launchers.local_group(os.environ, rank, size))
+    if rank == 0:
+        store.set("job", uuid.uuid4().hex)
+    machines = [_get(store, f"machine/{other}", other, size) for other in range(size)]
+    order = list(dict.fromkeys(machines))
+    local_size = size // len(order)
+    if machines != [machine for machine in order for _ in range(local_size)]:
+        counts = ", ".join(str(machines.count(machine)) for machine in order)
+        raise ConfigurationError(
+            f"{len(order)} machines have {counts} ranks: each must have the same number of ranks, and ranks must be "
+            "numbered machine by machine"
+        )
+    # A job with a scheduler is named by its address, which servers know, too, and which MASTER_ADDR and _PORT give.
+    has_scheduler = len(order) > 1 or settings.num_servers > 0
+    return dataclasses.replace(
+        settings,
+        num_workers=len(order),
+        worker_id=order.index(machines[rank]),
+        local_size=local_size,
+        local_rank=rank % local_size,
+        job_id=settings.job_id or ("" if has_scheduler else _get(store, "job", 0, size)),
+    )
+
+
+def _get(store: Store, key: str, rank: int, size: int) -> str:
+    try:
+        value: bytes = store.get(key)
+        return value.decode(errors="replace")
+    except RuntimeError as error:
+        raise RendezvousError(
+            f"rank {rank} of {size} has not come to torch's store ({_first_line(error)}): start {size} processes, each "
+            "with its own RANK, and call init() in all of them"
+        ) from None
+
+
+def _store(world: launchers.TorchWorld, timeout_s: float) -> Store:
+    """torch's store at MASTER_ADDR and MASTER_PORT, which ``init_process_group`` in this process then shares."""
+    if world not in _stores:
+        try:
+            _stores[world] = TCPStore(
+                world.host,
+                world.port,
+                is_master=world.rank == 0,
+                timeout=timedelta(seconds=timeout_s),
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
+        except (RuntimeError, OSError) as error:
+            whose = "can't listen there" if world.rank == 0 else "does not reach rank 0 there"
+            raise RendezvousError(
+                f"rank {world.rank} of WORLD_SIZE={world.size} {whose}: MASTER_ADDR={world.host}, "
+                f"MASTER_PORT={world.port} ({_first_line(error)}). Give all ranks the address of rank 0's machine and "
+                "a free port, and start all of them"
+            ) from None
+    return _stores[world]
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)[:200]
