@@ -10,7 +10,7 @@ from support.breaking import command
 from support.clusters import ROOT
 
 PROGRAM = str(ROOT / "tests" / "programs" / "tensor_plans.py")
-CASES = ("fused_layers", "few_key_heads", "plans_refused")
+CASES = ("fused_layers", "few_key_heads", "plans_refused", "decorated_refused", "deep_copies", "padding", "losses")
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from byteps_py.errors import UsageError
+from byteps_py.parallel.tensor.layers import local_part
 from byteps_py.parallel.tensor.plan import sharded_parameters, tensor_parallel_group
 from byteps_py.parallel.tensor.regions import size_of
 from byteps_py.parallel.tensor.shard import Shard
@@ -68,7 +69,7 @@ def partial_norms(
         if name in shards and tp is not None and size_of(tp) > 1:
             groups = (*groups, tp)
             copied = shards[name].copied()
-        by_groups.setdefault(groups, []).extend(_norms(local, _first_row(gradient), copied, norm_type))
+        by_groups.setdefault(groups, []).extend(_norms(local, local_part(gradient, 0)[1], copied, norm_type))
     is_infinite = norm_type == float("inf")
     total = torch.zeros((), dtype=torch.float64, device="cpu")
     for groups, norms_ in by_groups.items():
@@ -107,18 +108,6 @@ def _norms(local: torch.Tensor, first: int, copied: Copied, norm_type: float) ->
         found.append(_norm(local[start:stop], norm_type) * number ** (-1.0 / norm_type))
         place = stop
     return [*found, _norm(local[place:] if place else local, norm_type)]
-
-
-def _first_row(gradient: torch.Tensor) -> int:
-    """Where the local rows of a DTensor begin, which FSDP2 has cut into chunks; 0 for other tensors."""
-    first, rows = 0, gradient.shape[0] if gradient.dim() else 0
-    if isinstance(gradient, DTensor):
-        for dim, placement in enumerate(gradient.placements):
-            if placement.is_shard(0):
-                chunk = -(-rows // gradient.device_mesh.size(dim))
-                before = min(rows, chunk * gradient.device_mesh.get_local_rank(dim))
-                first, rows = first + before, min(chunk, rows - before)
-    return first
 
 
 def _norm(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:

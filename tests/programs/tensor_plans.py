@@ -79,6 +79,7 @@ class Block(nn.Module):
 
 def beside(plain: nn.Module, plan: dict[str, tensor.Style], sequence_dim: int | None) -> nn.Module:
     """Check the output, gradients and their norm of a parallel copy of ``plain``; return it."""
+    torch.manual_seed(0)
     with torch.no_grad():
         for parameter in plain.parameters():
             nn.init.normal_(parameter, std=0.3)
@@ -198,6 +199,149 @@ def plans_refused() -> None:
     one = Separate(1)
     plan = {"w[qkv]": tensor.Column(units=1)}
     refuses("do not divide 1 heads", tensor.parallelize, one, plan, group())
+
+
+class Scaled(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2.0 * super().forward(x)
+
+
+class ScaledEmbedding(nn.Embedding):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return 2.0 * super().forward(ids)
+
+
+class Lora(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.base_layer, self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 2), nn.Linear(2, 8)
+
+
+class Conv1D(nn.Module):
+    """As in transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(8, 24))
+
+
+def hooked(register: str) -> nn.Module:
+    linear = nn.Linear(8, 8)
+    getattr(linear, register)(lambda *_: None)
+    return linear
+
+
+def with_own_forward() -> nn.Module:
+    linear = nn.Linear(8, 8)
+    linear.forward = lambda x: x  # type: ignore[method-assign]
+    return linear
+
+
+def with_parameter() -> nn.Module:
+    linear = nn.Linear(8, 8)
+    linear.scale = nn.Parameter(torch.ones(8))
+    return linear
+
+
+def with_gradient_hook() -> nn.Module:
+    linear = nn.Linear(8, 8)
+    linear.weight.register_hook(lambda gradient: gradient)
+    return linear
+
+
+@case
+def decorated_refused() -> None:
+    for words, layer in (
+        ("Scaled, a subclass of nn.Linear", Scaled(8, 8)),
+        ("ScaledEmbedding, a subclass of nn.Embedding", ScaledEmbedding(8, 8)),
+        ("has parametrizations (weight)", nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))),
+        ("has parametrizations (weight)", nn.utils.parametrizations.spectral_norm(nn.Embedding(8, 8))),
+        ("hooks (forward_hooks", hooked("register_forward_hook")),
+        ("hooks (forward_pre_hooks", hooked("register_forward_pre_hook")),
+        ("hooks (backward_hooks", hooked("register_full_backward_hook")),
+        ("has a forward() of its own", with_own_forward()),
+        ("of its own (scale)", with_parameter()),
+        ("has hooks of its weight", with_gradient_hook()),
+        ("is a tensor_plans.Lora" if __name__ != "__main__" else "__main__.Lora", Lora()),
+        ("linear.weight.copy_(conv.weight.T)", Conv1D()),
+    ):
+        model = nn.ModuleDict({"first": nn.Linear(8, 8), "layer": layer})
+        style = tensor.Embedding() if isinstance(layer, nn.Embedding) else tensor.Column()
+        refuses(words, tensor.parallelize, model, {"first": tensor.Column(), "layer": style}, group())
+        assert type(model["first"]) is nn.Linear
+
+
+@case
+def deep_copies() -> None:
+    """A copy is a model of its own on the same ranks: for averages of weights."""
+    for sequence_dim in (None, 1):
+        plan = {"inner": tensor.SharedInput(), "inner.w[qkv]": tensor.Column(units=HEADS), "inner.wo": tensor.Row()}
+        plain = Block(Separate(HEADS)).double()
+        parallel = beside(plain, plan, sequence_dim)
+        other = copy.deepcopy(parallel)
+        assert tensor.sharded_parameters(other) == tensor.sharded_parameters(parallel)
+        with torch.no_grad():
+            for parameter in parallel.parameters():
+                parameter.zero_()
+        compare(plain, other, sequence_dim)
+        averaged = torch.optim.swa_utils.AveragedModel(other)
+        averaged.update_parameters(other)
+        compare(plain, averaged.module, sequence_dim)
+    tied = nn.ModuleDict({"embedding": nn.Embedding(40, 8), "head": nn.Linear(8, 40, bias=False)})
+    tied["head"].weight = tied["embedding"].weight
+    tensor.parallelize(tied, {"embedding": tensor.Embedding(), "head": tensor.Column(vocabulary=True)}, group())
+    twin = copy.deepcopy(tied)
+    assert twin["head"].weight is twin["embedding"].weight is not tied["head"].weight
+
+
+@case
+def padding() -> None:
+    """A model that starts on the meta device has no garbage in the padding of its vocabulary."""
+    vocabulary = 40
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Embedding(vocabulary, 8), nn.Linear(8, vocabulary))
+    plan = {"0": tensor.Embedding(), "1": tensor.Column(vocabulary=True)}
+    tensor.parallelize(model, plan, group())
+    device = torch.get_default_device()
+    model._apply(lambda one: torch.full_like(one, torch.nan, device=device))  # as to_empty() may find the memory
+    shards = tensor.sharded_parameters(model)
+    for name, parameter in model.named_parameters():
+        assert bool((parameter[shards[name].size :] == 0).all()), name
+        with torch.no_grad():
+            parameter[: shards[name].size] = 1.0
+    ids = torch.arange(vocabulary)
+    tensor.parallel_cross_entropy(model(ids), ids, group(), vocabulary).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        assert bool(parameter.grad.isfinite().all()), name
+
+
+@case
+def losses() -> None:
+    """A mean over no target, and logits that each rank has whole."""
+    n, rank = ranks(), dist.get_rank()
+    for vocabulary in (10, 128, 256 * n):
+        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, vocabulary)).double()
+        x, targets = torch.randn(5, 6, dtype=torch.float64), torch.arange(5)
+        gathering = copy.deepcopy(model)
+        tensor.parallelize(gathering, {"1": tensor.Column(vocabulary=True, gather_output=True)}, group())
+        logits = gathering(x)
+        for given in (logits, logits.float(), 2 * logits, functional.pad(logits, (0, 3))):
+            refuses(f"all {vocabulary} logits", tensor.parallel_cross_entropy, given, targets, group(), vocabulary)
+        tensor.parallelize(model, {"1": tensor.Column(vocabulary=True)}, group())
+        with torch.no_grad():
+            model[1].weight.zero_(), model[1].bias.zero_()
+        loss = tensor.parallel_cross_entropy(model(x), targets, group(), vocabulary)
+        close(loss, torch.tensor(vocabulary).double().log(), "the loss of logits of 0")
+        for options in (tensor.CrossEntropyOptions(), tensor.CrossEntropyOptions(label_smoothing=0.3, z_loss=0.1)):
+            columns = tensor.padded_vocabulary(vocabulary, n) // n
+            own = torch.full((5, columns), 1.0 + rank, dtype=torch.float64, requires_grad=True)
+            ignored = torch.full((5,), -100)
+            loss = tensor.parallel_cross_entropy(own, ignored, group(), vocabulary, options=options)
+            assert bool(loss.isnan())
+            loss.backward()
+            assert own.grad is not None
+            assert bool((own.grad == 0).all()), own.grad
 
 
 if __name__ == "__main__":

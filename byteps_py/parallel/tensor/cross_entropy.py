@@ -15,6 +15,7 @@ import torch.distributed as dist
 from byteps_py.errors import UsageError
 from byteps_py.parallel.tensor.layers import check_ids
 from byteps_py.parallel.tensor.regions import Group, all_reduced, rank_in, size_of
+from byteps_py.parallel.tensor.shard import padded_vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +53,10 @@ def parallel_cross_entropy(
         group: the tensor-parallel ranks; None: the logits are whole.
         vocabulary: the number of tokens.
         reduction: "none" (a loss for each target, 0 if it is ignored), "sum", or "mean" over those that count; nan if
-            none does, as in torch.
+            none does, with gradients of 0, as in torch.
 
-    Returns float32, or float64 for logits of float64. Raises UsageError if shapes do not match or a target is no token.
+    Returns float32, or float64 for logits of float64. Raises UsageError if shapes do not match, a target is no token,
+    or each rank has the logits of all tokens already (``gather_output``).
     """
     chosen = options or CrossEntropyOptions()
     if reduction not in ("none", "sum", "mean"):
@@ -69,6 +71,7 @@ def parallel_cross_entropy(
             f"{size_of(group)} ranks with {logits.shape[-1]} logits each have less than the vocabulary of {vocabulary}"
             ": give the logits of a ColumnParallelLinear, not gathered or cut again"
         )
+    _check_not_gathered(logits, group, vocabulary)
     counted = targets != chosen.ignore_index
     check_ids(targets.masked_fill(~counted, 0), vocabulary)
     losses: torch.Tensor = _CrossEntropy.apply(logits, targets, counted, group, vocabulary, chosen)  # type: ignore[no-untyped-call]
@@ -76,6 +79,27 @@ def parallel_cross_entropy(
         return losses
     total = losses.sum()
     return total if reduction == "sum" else total / counted.sum()
+
+
+def _check_not_gathered(logits: torch.Tensor, group: Group, vocabulary: int) -> None:
+    """Raises UsageError if each rank has all logits: gradients would be those of other ranks' columns, too."""
+    ranks, columns = size_of(group), logits.shape[-1]
+    if ranks == 1 or columns < vocabulary or logits.is_meta:
+        return
+    # A small vocabulary may lie on rank 0 alone, with padding to as many columns: then other ranks have other logits.
+    if columns > vocabulary or columns == padded_vocabulary(vocabulary, ranks) // ranks:
+        own = logits.detach().double()
+        sums = torch.stack([own.sum(), own.abs().sum(), (own * own).sum(), (own * own[..., :1]).sum()]).nan_to_num()
+        if torch.equal(sums, torch.zeros_like(sums)):
+            sums[0] = rank_in(group)
+        greatest = all_reduced(sums, group, dist.ReduceOp.MAX)
+        if not torch.equal(greatest, all_reduced(sums, group, dist.ReduceOp.MIN)):
+            return
+    raise UsageError(
+        f"each of the {ranks} ranks gives all {vocabulary} logits (shape {tuple(logits.shape)}): their gradients would "
+        "be wrong. Give the logits of Column(vocabulary=True) without gather_output=True, or gathered logits to "
+        "torch.nn.functional.cross_entropy"
+    )
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -132,5 +156,6 @@ class _CrossEntropy(torch.autograd.Function):
             result[..., : ctx.own] -= options.label_smoothing / ctx.vocabulary
         picked = is_here.unsqueeze(-1).to(result) * (1.0 - options.label_smoothing)
         result.scatter_add_(-1, index, -picked)
-        result.mul_((gradient * counted).unsqueeze(-1))
+        # A mean over no target has an infinite gradient here; that of an ignored target is 0 all the same, as in torch.
+        result.mul_(gradient.masked_fill(~counted, 0.0).unsqueeze(-1))
         return result.to(ctx.dtype), None, None, None, None, None

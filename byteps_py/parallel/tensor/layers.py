@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from byteps_py.errors import UsageError
@@ -33,7 +34,20 @@ from byteps_py.parallel.tensor.regions import (
 from byteps_py.parallel.tensor.shard import Blocks, Shard, vocabulary_shard
 
 
-class ParallelLayer(nn.Module):
+class KeepsGroup:
+    """A mixin: a deep copy has the same process group."""
+
+    group: Group
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        memo[id(self.group)] = self.group
+        other = self.__class__.__new__(self.__class__)
+        memo[id(self)] = other
+        other.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return other
+
+
+class ParallelLayer(KeepsGroup, nn.Module):
     """A layer on the ranks of ``group``."""
 
     def __init__(self, group: Group, sequence_dim: int | None) -> None:
@@ -43,6 +57,23 @@ class ParallelLayer(nn.Module):
     def sharded_parameters(self) -> Mapping[str, Shard]:
         """The parameters that lie in parts on the ranks."""
         raise NotImplementedError
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """As nn.Module's: ``to``, ``to_empty``. Memory that is not initialized may hold nan; no one sets padding."""
+        result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.zero_padding()
+        return result
+
+    def zero_padding(self) -> None:
+        """Set the indices of parameters that are padding to 0."""
+        for name, shard in self.sharded_parameters().items():
+            parameter = self.get_parameter(name)
+            if shard.size < shard.local and not parameter.is_meta:
+                with torch.no_grad():
+                    own, first = local_part(parameter, shard.dim)
+                    place = max(0, shard.size - first)
+                    if place < own.shape[shard.dim]:
+                        own.narrow(shard.dim, place, own.shape[shard.dim] - place).zero_()
 
 
 class ColumnParallelLinear(ParallelLayer):
@@ -116,7 +147,7 @@ class RowParallelLinear(ParallelLayer):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self._shard = shard or _shard_of(1, self.in_features, group, False)
         self.weight = _cut(linear.weight, self._shard)
-        self.bias = linear.bias
+        self.bias = linear._parameters["bias"]
 
     def sharded_parameters(self) -> Mapping[str, Shard]:
         """The columns of the weight; the bias is whole on each rank."""
@@ -173,18 +204,16 @@ class VocabularyParallelEmbedding(ParallelLayer):
         return f"{self.num_embeddings}, {self.embedding_dim} over {size_of(self.group)} ranks"
 
 
-class SequenceParallel:
+class SequenceParallel(KeepsGroup):
     """A mixin: a layer on parts of the sequence, whose parameters are the same on all ranks. Their gradients are summed
     over the ranks. ``sequence_parallel`` makes the classes."""
-
-    sequence_group: Group
 
     def forward(self, *arguments: Any, **others: Any) -> Any:
         """The layer's, with parameters as copies whose gradients are summed."""
         own: dict[str, nn.Parameter | None] = self.__dict__["_parameters"]
         for name, parameter in own.items():
             if parameter is not None:
-                self.__dict__[name] = copy_to_ranks(parameter, self.sequence_group)
+                self.__dict__[name] = copy_to_ranks(parameter, self.group)
         try:
             return super().forward(*arguments, **others)  # type: ignore[misc]
         finally:
@@ -199,7 +228,7 @@ def sequence_parallel(module: nn.Module, group: Group) -> nn.Module:
         raise UsageError(f"{type(module).__name__} has submodules with parameters: name those in the plan instead")
     kind = type(module)
     module.__class__ = type(f"SequenceParallel{kind.__name__}", (SequenceParallel, kind), {})
-    module.__dict__["sequence_group"] = group
+    module.__dict__["group"] = group
     return module
 
 
@@ -233,7 +262,21 @@ def check_ids(ids: torch.Tensor, vocabulary: int) -> None:
         )
 
 
-def _cut(parameter: nn.Parameter, shard: Shard) -> nn.Parameter:
+def local_part(tensor: torch.Tensor, dim: int) -> tuple[torch.Tensor, int]:
+    """Of a DTensor that FSDP2 has cut into chunks, the local part, and where it begins along ``dim``; other tensors are
+    local."""
+    first, length = 0, tensor.shape[dim] if tensor.dim() else 0
+    if not isinstance(tensor, DTensor):
+        return tensor, first
+    for mesh_dim, placement in enumerate(tensor.placements):
+        if placement.is_shard(dim):
+            chunk = -(-length // tensor.device_mesh.size(mesh_dim))
+            before = min(length, chunk * tensor.device_mesh.get_local_rank(mesh_dim))
+            first, length = first + before, min(chunk, length - before)
+    return tensor.to_local(), first
+
+
+def _cut(parameter: torch.Tensor, shard: Shard) -> nn.Parameter:
     """The rank's part, with the attributes that others have given the parameter."""
     own = nn.Parameter(shard.cut(parameter.detach()), parameter.requires_grad)
     own.__dict__.update(copy.copy(parameter.__dict__))

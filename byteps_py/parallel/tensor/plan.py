@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from byteps_py.errors import UsageError
-from byteps_py.parallel.tensor.layers import ParallelLayer, enter, sequence_parallel
+from byteps_py.parallel.tensor.layers import KeepsGroup, ParallelLayer, enter, sequence_parallel
 from byteps_py.parallel.tensor.planned_layers import plan_layers
 from byteps_py.parallel.tensor.regions import Group, size_of
 from byteps_py.parallel.tensor.shard import Shard
@@ -86,7 +86,14 @@ def tensor_parallel_group(model: nn.Module) -> Group:
     return next((one.group for one in model.modules() if isinstance(one, ParallelLayer)), None)
 
 
-class _InputHook:
+#: GPT-2's layer in transformers.
+_CONV1D = (
+    ": replace it by an nn.Linear, whose weight is the transposed one: linear.weight.copy_(conv.weight.T), and give "
+    "its parts (Column(parts=3, units=heads) for c_attn)"
+)
+
+
+class _InputHook(KeepsGroup):
     """Communicates the first argument of a module."""
 
     def __init__(self, group: Group, sequence_dim: int | None) -> None:
@@ -118,7 +125,8 @@ def _choose(plan: Mapping[str, Style], modules: Mapping[str, nn.Module]) -> dict
             wanted = nn.Linear if isinstance(style, (Column, Row)) else nn.Embedding
             if not isinstance(style, (SharedInput, Sequence)) and not isinstance(module, wanted):
                 raise UsageError(
-                    f"{name} is a {type(module).__name__}; the plan's {type(style).__name__} is for {wanted.__name__}"
+                    f"{name} is a {type(module).__module__}.{type(module).__name__}; the plan's {type(style).__name__} "
+                    f"is for {wanted.__name__}" + (_CONV1D if type(module).__name__ == "Conv1D" else "")
                 )
     return chosen
 

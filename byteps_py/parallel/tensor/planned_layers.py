@@ -17,6 +17,7 @@ from byteps_py.parallel.tensor.layers import (
     RowParallelLinear,
     VocabularyParallelEmbedding,
 )
+from byteps_py.parallel.tensor.plain_layers import check_plain
 from byteps_py.parallel.tensor.regions import Group, rank_in, size_of
 from byteps_py.parallel.tensor.shard import Blocks, Shard, vocabulary_shard
 from byteps_py.parallel.tensor.styles import Column, Embedding, Row, SharedInput, Style
@@ -76,6 +77,7 @@ def plan_layers(modules: Mapping[str, nn.Module], chosen: Mapping[str, Style], g
         module = modules[name]
         if not isinstance(style, (Column, Row, Embedding)) or not isinstance(module, (nn.Linear, nn.Embedding)):
             continue
+        check_plain(name, module)
         is_inside = isinstance(style, Column) and any(_is_below(name, region) for region in regions)
         try:
             if name in linears:
