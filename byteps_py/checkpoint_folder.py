@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from byteps_py.errors import BytePSError, CheckpointError, UsageError
+from byteps_py.wording import bytes_text
 
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 _WRITING, _REMOVING, _LOCK = ".writing-", ".removing-", ".lock"
@@ -42,6 +43,16 @@ def checkpoint_steps(folder: Path) -> list[int]:
 def checkpoint_path(folder: Path, step: int) -> Path:
     """Where the checkpoint of ``step`` is."""
     return folder / f"step-{step}"
+
+
+def os_error_in(error: BaseException) -> OSError | None:
+    """The OSError that is, or has led to, ``error``: torch wraps those of its writers in errors of its own."""
+    each: BaseException | None = error
+    while each is not None:
+        if isinstance(each, OSError):
+            return each
+        each = each.__cause__ or each.__context__
+    return None
 
 
 def failure_of(folder: Path, error: OSError) -> CheckpointError:
@@ -91,7 +102,7 @@ class CheckpointFolder:
             free = shutil.disk_usage(self.path).free
         if free < nbytes:
             raise CheckpointError(
-                f"a checkpoint needs {nbytes / 1e9:.2f} GB, and the disk of {self.path} has {free / 1e9:.2f} GB left. "
+                f"a checkpoint needs {bytes_text(nbytes)}, and the disk of {self.path} has {bytes_text(free)} left. "
                 "Make room there, keep fewer (--keep), or name another folder"
             )
 
@@ -107,9 +118,9 @@ class CheckpointFolder:
             with self._explained():
                 draft.mkdir()
                 yield draft
-                _synchronize(draft)
+                synchronize_folder(draft)
                 os.rename(draft, checkpoint_path(self.path, step))
-                _synchronize(self.path)
+                synchronize_folder(self.path)
         except BaseException:
             shutil.rmtree(draft, ignore_errors=True)
             raise
@@ -137,7 +148,7 @@ class CheckpointFolder:
             raise failure_of(self.path, error) from error
 
 
-def _synchronize(folder: Path) -> None:
+def synchronize_folder(folder: Path) -> None:
     """The names in ``folder`` are on the disk afterwards."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:

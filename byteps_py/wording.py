@@ -19,6 +19,20 @@ def count_text(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
+def bytes_text(number: int) -> str:
+    """A number of bytes, in a unit in which it has one to three digits before the point.
+
+    >>> bytes_text(999), bytes_text(200_000), bytes_text(1_500_000_000)
+    ('999 bytes', '200.0 KB', '1.5 GB')
+    """
+    size = float(number)
+    for unit in ("bytes", "KB", "MB", "GB"):
+        if size < 999.95:
+            return f"{number} bytes" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
 def ranks_text(ranks: Iterable[int]) -> str:
     """Ranks as ranges, long lists cut.
 

@@ -155,7 +155,7 @@ def test_a_full_disk_is_an_error_that_names_the_folder(tmp_path: Path) -> None:
 def test_too_little_room_is_said_before_anything_is_written(tmp_path: Path) -> None:
     with CheckpointFolder(tmp_path) as folder:
         folder.check_room(1)
-        with pytest.raises(CheckpointError, match=f"needs 1000000000.00 GB, and the disk of {tmp_path} has"):
+        with pytest.raises(CheckpointError, match=f"needs 1000000.0 TB, and the disk of {tmp_path} has"):
             folder.check_room(10**18)
 
 

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from byteps_py.checkpoint.stored_state import StoredState
+from byteps_py.checkpoint_folder import os_error_in
 
 #: What is read, and written, at once; one row of a tensor may be longer.
 PIECE_BYTES = 16 << 20
@@ -98,9 +99,6 @@ def _cause(error: CheckpointException) -> BaseException:
     """The error that is the cause. torch wraps an OSError of a file in a RuntimeError of its own."""
     causes: list[Any] = [failure for failure, _ in error.failures.values()]
     for cause in causes:
-        each = cause
-        while each is not None:
-            if isinstance(each, OSError):
-                return each
-            each = each.__cause__ or each.__context__
+        if (found := os_error_in(cause)) is not None:
+            return found
     return causes[0] if causes else RuntimeError(str(error))

@@ -222,6 +222,10 @@ class Pipeline:
             for name, shard in sharded_parameters(module).items()
         }
 
+    def named_stages(self) -> Iterator[tuple[str, nn.Module]]:
+        """This rank's modules, each with the prefix that the names of its parameters have in the model."""
+        return ((self._prefix(stage), self.stages[stage]) for stage in sorted(self.stages))
+
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The parameters and buffers of this rank's stages, by their names in the model. See parallel/checkpoint.py."""
         return {
