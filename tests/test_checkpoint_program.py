@@ -97,7 +97,7 @@ def test_the_newest_step_is_written(run: Run, tmp_path: Path) -> None:
     assert state.keys() == {"momentum_buffer"}
     assert torch.equal(state["momentum_buffer"], torch.arange(6.0).view(2, 3) + 700)
     assert found["optimizer"]["param_groups"] == [{"lr": 0.5, "betas": (1, 2), "params": ["w"]}]
-    assert found.keys() == {"model", "optimizer", "step"}
+    assert found.keys() == {"model", "optimizer", "step", "calls"}
 
 
 def test_servers_that_go_on_meanwhile_are_read_again(run: Run) -> None:

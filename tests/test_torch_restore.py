@@ -13,12 +13,13 @@ import pytest
 import torch
 
 import byteps_py as bps
-from byteps_py.errors import BytePSError, CommunicationError, RendezvousError, UsageError
+from byteps_py.errors import BytePSError, CommunicationError, GradientOrderError, RendezvousError, UsageError
 from byteps_py.kernels.update_rules import Decay, Method, StepKind, UpdateRule
 from byteps_py.proto import shadow_pb2 as pb
 from byteps_py.shadow import RestorablePart, ServerDescription
 from byteps_py.shadow.record import Attachment, StoredBuffer, read_common
 from byteps_py.tensors import DType
+from byteps_py.torch.engine import context as contexts
 from byteps_py.torch.gradients.common_record import CommonRecord
 from byteps_py.torch.gradients.hosted_shadow import MAX_EXTRA_BYTES, ShadowedSteps
 from byteps_py.torch.gradients.stored_elements import StoredElements
@@ -82,6 +83,7 @@ class Servers:
 @pytest.fixture
 def servers() -> Iterator[Servers]:
     bps.init()
+    contexts.current().session.has_shadow_servers = True
     yield Servers()
     bps.shutdown()
 
@@ -125,6 +127,40 @@ def test_a_parameter_that_has_made_no_step_stays_as_it_is(servers: Servers) -> N
     bps.restore(model, optimizer)
     assert torch.equal(model.linear.bias, before)
     assert set(optimizer.state_dict()["state"]) == {0}
+
+
+def test_calls_of_step_that_made_none_count(servers: Servers) -> None:
+    """A GradScaler has skipped two steps, whose batches are used up."""
+    servers.common["calls"] = STEP + 2
+    model = Model()
+    optimizer = shadowed(model, servers)
+    assert bps.restore(model, optimizer) == STEP + 2
+    shadow = optimizer._reducer.shadow
+    assert (shadow.step, shadow.calls) == (STEP, STEP + 2)
+
+
+def test_a_step_that_a_scaler_skips_counts_as_a_call(servers: Servers) -> None:
+    model = Model()
+    optimizer = shadowed(model, servers)
+    optimizer._reducer.shadow.start = lambda context: None
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for scale in (1.0, float("inf"), 1.0):
+        scaler.scale(model.linear(torch.ones(1, 3)).sum() * scale).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    shadow = optimizer._reducer.shadow
+    assert (shadow.step, shadow.calls) == (2, 3)
+
+
+def test_a_hosted_optimizer_s_advice_is_what_it_has(servers: Servers) -> None:
+    model = Model()
+    optimizer = shadowed(model, shadow=False, hosted=True)
+    model.linear(torch.ones(1, 3)).sum().backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    with pytest.raises(GradientOrderError, match=r"optimizer\.clip_grad_norm_.* scaler\.unscale_") as caught:
+        optimizer.step()
+    assert "synchronize" not in str(caught.value)
 
 
 def test_nothing_is_restored_where_nothing_is_held(servers: Servers) -> None:
@@ -187,10 +223,9 @@ def test_what_does_not_go_together_is_refused(servers: Servers) -> None:
         shadowed(model, num_groups=2)
     with pytest.raises(UsageError, match="shadow_extra belongs to DistributedOptimizer"):
         shadowed(model, shadow=False, hosted=True).shadow_extra = 1
-    optimizer = shadowed(Model())
-    optimizer.param_groups[0]["params"][0].sum().backward()
+    contexts.current().session.has_shadow_servers = False
     with pytest.raises(UsageError, match="one GPU machine and no CPU machine"):
-        optimizer.step()
+        shadowed(Model())
 
 
 @pytest.mark.parametrize(
@@ -208,6 +243,7 @@ def test_what_can_not_be_attached_is_refused_before_the_step(extra: object, text
 def test_the_environment_asks_for_a_shadow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BYTEPS_SHADOW", "1")
     bps.init()
+    contexts.current().session.has_shadow_servers = True
     try:
         assert shadowed(Model(), shadow=None).shadow_extra is None
         assert not hasattr(shadowed(Model(), shadow=False), "shadow_extra")

@@ -4,6 +4,7 @@
      "optimizer": {"state": {name: {"step": …, "exp_avg": …, "master_param": …}},
                    "param_groups": [{"lr": …, "params": [name, …]}]},
      "step": N,
+     "calls": of step(), which makes no step if gradients are not finite,
      "extra": {rank: what the user has attached, pickled},
      "buffers": {rank: {name: buffer}}}     of ranks whose buffers differ from rank 0's
 
@@ -97,6 +98,7 @@ def stored_state(reader: ShadowReader, found: Restorable) -> StoredState:
 def _stored_state(reader: ShadowReader, found: Restorable) -> StoredState:
     common = found.common
     made = StoredState({"model": {}, "optimizer": {"state": {}, "param_groups": []}, "step": found.step})
+    made.state["calls"] = common.get("calls", found.step)
     names: dict[str, list[str]] = common["names"]  # of those that the model knows by another name, or by several
     for given, (tensor, first, shape, dtype_name, steps) in common["params"].items():
         parts, dtype = found.tensors[tensor], dtype_named(dtype_name)

@@ -8,6 +8,7 @@
     kinds     by tensor, the names of its states
     groups    the param_groups, without their parameters
     members   of each param_group, the places of its parameters among params
+    calls     of step() so far, which may have made fewer steps
     names     by name, the names in the model, where they differ
 
 An Attachment is what each rank attaches: the user's object, pickled, and the model's buffers.

@@ -170,6 +170,19 @@ def clips() -> None:
 
 
 @case
+def states_from_the_beginning() -> None:
+    """Adagrad's constructor makes them: only the owner's stay."""
+
+    def adagrad(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adagrad(parameters, lr=0.05, initial_accumulator_value=0.1)
+
+    for shards, dp in degrees():
+        _, optimizer, _, _ = check(Strategy(shards, dp, segment_broadcast_MB=SMALL_MB), making=adagrad)
+        own = {member.parameter for member in optimizer._parts.members if member.piece.is_own}
+        assert set(optimizer.state) == own
+
+
+@case
 def tied() -> None:
     for shards, dp in degrees():
         check(Strategy(shards, dp, segment_broadcast_MB=SMALL_MB), tied=True)

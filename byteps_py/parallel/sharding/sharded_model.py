@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -158,8 +159,13 @@ def _check_parameters(named: dict[str, nn.Parameter], optimizer: torch.optim.Opt
         raise UsageError("LBFGS needs all gradients on one rank, and a closure: it can't be sharded")
     if isinstance(optimizer, ShardedOptimizer):
         raise UsageError("this optimizer is sharded already")
-    if optimizer.state:
+    if any(not _is_fresh(state) for state in optimizer.state.values()):
         raise UsageError("the optimizer has states already: shard() it first, then load_state_dict()")
+
+
+def _is_fresh(state: Mapping[str, Any]) -> bool:
+    """As the optimizer's constructor makes it, before the first step: Adagrad's does."""
+    return not state or ("step" in state and float(state["step"]) == 0)
 
 
 def _check_agreement(named: dict[str, nn.Parameter], strategy: Strategy, mesh: Mesh) -> None:

@@ -53,6 +53,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._task: int | None = None
         #: States in host memory; None without optimize_offload.
         self.offloaded = parts.offloaded
+        for member in parts.members:
+            if not member.piece.is_own:
+                inner.state.pop(member.parameter, None)  # Adagrad has states from the beginning
         super().__init__([{"params": [torch.empty(0, device="cpu")]}], dict(inner.defaults))
         self.param_groups, self.state, self.defaults = inner.param_groups, inner.state, inner.defaults
         parts.gathering.on_forward = self._before_forward

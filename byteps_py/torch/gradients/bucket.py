@@ -252,13 +252,17 @@ class Bucket:
         changed = self._checksums.changed_on_device()
         self._check_untouched(None if changed is None else self.names[changed])
 
-    @staticmethod
-    def _check_untouched(touched: str | None) -> None:
+    #: When a gradient was changed too early, and how to do it right.
+    untouched_until = "synchronize()"
+    touched_remedy = (
+        "Call optimizer.synchronize() first, then clip or unscale, then step() inside optimizer.skip_synchronize()"
+    )
+
+    def _check_untouched(self, touched: str | None) -> None:
         if touched is not None:
             raise GradientOrderError(
-                f"the gradient of {touched!r} was changed after backward() and before synchronize(): the change would "
-                "be lost. Call optimizer.synchronize() first, then clip or unscale, then step() inside "
-                "optimizer.skip_synchronize()"
+                f"the gradient of {touched!r} was changed after backward() and before {self.untouched_until}: the "
+                f"change would be lost. {self.touched_remedy}"
             )
 
     def deliver(self) -> None:

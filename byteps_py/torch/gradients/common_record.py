@@ -33,9 +33,13 @@ class CommonRecord:
         self._layout = ""
 
     def pack(
-        self, tensors: Sequence[ShadowedTensor], groups: Sequence[Mapping[str, Any]], model: torch.nn.Module | None
+        self,
+        tensors: Sequence[ShadowedTensor],
+        groups: Sequence[Mapping[str, Any]],
+        model: torch.nn.Module | None,
+        calls: int = 0,
     ) -> bytes:
-        """``model``: where parameters that share their memory have several names; None: they have one."""
+        """``calls``: of step(). ``model``: where parameters that share their memory have several names; None: they have one."""
         known = (model, [tensor.params for tensor in tensors], [len(group["params"]) for group in groups])
         if not self._known or not _is_same(known, self._known):
             self._known, self._layout = known, json.dumps(_layout(tensors, groups, model))[1:]
@@ -43,6 +47,7 @@ class CommonRecord:
             "parts": [[each.name, sum(each.states.sizes), each.states.last_step] for each in tensors],
             "steps": {each.name: _steps(each.states.steps) for each in tensors},
             "groups": [_plain(group) for group in groups],
+            "calls": calls,
         }
         return f"{json.dumps(said)[:-1]}, {self._layout}".encode()
 

@@ -79,6 +79,8 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
             self._overflows = True
         if self._overflows:
             self._reducer.drop_sums()
+            if self._reducer.shadow is not None:
+                self._reducer.shadow.calls += 1
         else:
             self._reducer.begin_steps(numbers, Factors(self._unscale, self._clip), self._initial_sums)
             self._reducer.record_step(self.param_groups)

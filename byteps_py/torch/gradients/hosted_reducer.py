@@ -47,6 +47,12 @@ class HostedBucket(Bucket):
     ``is_alone``: no other rank adds to it. Then a parameter without a gradient stays as it is; of several ranks, others
     may have one."""
 
+    untouched_until = "step()"
+    touched_remedy = (
+        "A hosted optimizer's gradients stay on the rank as they are, and the services clip and unscale their averages: "
+        "call optimizer.clip_grad_norm_(max_norm) instead of torch.nn.utils.clip_grad_norm_, and scaler.unscale_("
+        "optimizer) before it where there is a GradScaler"
+    )
     is_alone = False
     gives: tuple[bool, ...] = ()  # which of them have a gradient
     is_copied = False  # gradients were copied before the training went on, which may change or replace them meanwhile

@@ -41,8 +41,8 @@ def restore(
 
     optimizer: of ``DistributedOptimizer(…, shadow=True)``, before its first step. Its parameters, states and
     param_groups, the model's buffers and ``optimizer.shadow_extra`` are as they were at the end of that step's
-    ``optimizer.step()``, bit for bit, on every rank. Returns the number of steps made. From now on the model's buffers
-    travel with each step.
+    ``optimizer.step()``, bit for bit, on every rank. Returns how often ``step()`` was called: also calls that made no step,
+    because gradients were not finite, have used up their batch. From now on the model's buffers travel with each step.
 
     path: a folder of checkpoints that `bps checkpoint` has written, which all ranks reach. If the servers hold nothing,
     the newest one there is loaded. Each rank then needs memory for all states for a while.
@@ -83,7 +83,7 @@ def restore(
         reader.close()
         raise
     logger.info("going on from step %d, which other machines held", found.step)
-    return found.step
+    return shadow.calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ def _restore(model: torch.nn.Module, optimizer: HostedOptimizerMixin, reader: Sh
     optimizer._check_states(states)
     optimizer._take_stored_states(states)
     shadow = optimizer._shadowed_steps
-    shadow.go_on(found.step, reader)
+    shadow.go_on(found.step, common.get("calls", found.step), reader)
     session = contexts.current().session
     attached = Attachment.unpack(found.extras.get(session.rank, b""))
     if attached.extra:  # only this job's ranks, which are authenticated, have written it

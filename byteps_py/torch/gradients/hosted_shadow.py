@@ -31,11 +31,29 @@ _RUN_BITS = 52  # a float64 carries it from rank to rank
 _of_session: weakref.WeakKeyDictionary[Session, Callable[[], ShadowedSteps | None]] = weakref.WeakKeyDictionary()
 
 
+_ALONE = (
+    "shadow=True keeps copies of the optimizer's states on other machines, and this job has one GPU machine and no CPU "
+    "machine"
+)
+
+
+def _alone_error() -> UsageError:
+    return UsageError(f"{_ALONE}. Save checkpoints instead, or add a CPU machine")
+
+
+def check_machines(context: Context) -> None:
+    """Raises UsageError in a job that has no machine for copies. One may still come to an elastic job, which is asked
+    at the first step."""
+    if not context.session.has_shadow_servers and not context.settings.elastic:
+        raise _alone_error()
+
+
 class ShadowedSteps:
     """Counts the steps of an optimizer. ``name``: of what ranks exchange.
 
     Attributes:
         step: number of the latest step.
+        calls: of step() so far, also of those that made no step, because gradients were not finite.
         extra: what the user attaches to the next steps.
         model: its buffers are attached as well; None: there are none.
         open_reader: reads what servers hold.
@@ -48,7 +66,7 @@ class ShadowedSteps:
         self._session: Session | None = None
         self._run = 0
         self._durable, self._is_whole = 0, False
-        self.step = 0
+        self.step = self.calls = 0
         self.extra: object = None
         self.model: torch.nn.Module | None = None
         self._common = CommonRecord()
@@ -76,13 +94,9 @@ class ShadowedSteps:
 
     def _go_without(self, session: Session) -> None:
         """On a machine alone. Raises UsageError unless the job has had others, and goes on without them."""
-        text = (
-            "shadow=True keeps copies of the optimizer's states on other machines, and this job has one GPU machine "
-            "and no CPU machine"
-        )
         if self._session is None:
-            raise UsageError(f"{text}. Save checkpoints instead, or add a CPU machine")
-        logger.warning("%s. There are no copies for now", text)
+            raise _alone_error()
+        logger.warning("%s. There are no copies for now", _ALONE)
         self._run, self._session = 0, session
 
     @property
@@ -112,9 +126,9 @@ class ShadowedSteps:
             return None
         return ShadowedStep(self._run, self.step + 1, self._durable, self._is_whole)
 
-    def go_on(self, step: int, reader: ShadowReader) -> None:
+    def go_on(self, step: int, calls: int, reader: ShadowReader | None = None) -> None:
         """Go on from a step of an earlier run, whose states ``reader`` has until they are taken over."""
-        self.step, self._reader = step, reader
+        self.step, self.calls, self._reader = step, calls, reader
 
     def taken_over(self) -> None:
         """No states of an earlier run are to be read any more."""
@@ -141,12 +155,15 @@ class ShadowedSteps:
         """The step of all parts has begun. ``tensors``: all that have states. Raises UsageError for more
         parameters than a record has room for."""
         session = self._session
+        self.calls += 1
         if session is None or not self._run:
             self.step += 1
             return
         shadowed = ShadowedStep(self._run, self.step + 1, self._durable, self._is_whole)
         self.step = shadowed.step
-        common = self._common.pack(tensors, groups, self.model) if session.rank == 0 else b""
+        common = b""
+        if session.rank == 0:
+            common = self._common.pack(tensors, groups, self.model, self.calls)
         if len(common) + len(self._packed) > session.max_record_bytes:
             raise UsageError(
                 f"shadow=True: the names, shapes and steps of {sum(len(each.params) for each in tensors)} "

@@ -24,7 +24,7 @@ from byteps_py.torch.gradients.hosted_in_backward_optimizer import InBackwardOpt
 from byteps_py.torch.gradients.hosted_optimizer import HostedOptimizerMixin, rules_of, taken_states
 from byteps_py.torch.gradients.hosted_overflow import GradientProbe
 from byteps_py.torch.gradients.hosted_reducer import HostedReducer
-from byteps_py.torch.gradients.hosted_shadow import ShadowedSteps
+from byteps_py.torch.gradients.hosted_shadow import ShadowedSteps, check_machines
 from byteps_py.torch.gradients.optimizer_arguments import (
     Groups,
     HostedOptions,
@@ -118,6 +118,8 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
             if is_hosted_for_shadow:
                 raise UsageError(f"{error} (shadow=True or BYTEPS_SHADOW=1 makes it hosted)") from None
             raise
+        if hosting.shadow:
+            check_machines(context)
         options = GradientOptions(compression, op, sparse_as_dense=sparse_as_dense, shadow=hosting.shadow)
         return _host(context, optimizer, names, backward_passes_per_step, options, hosting)
     if op is Adasum:

@@ -46,12 +46,13 @@ def load_newest(model: torch.nn.Module, optimizer: HostedOptimizerMixin, path: s
     checkpoint = _StoredCheckpoint(checkpoint_path(Path(path), newest))
     _load(checkpoint, model, optimizer)
     shadow = optimizer._shadowed_steps
-    shadow.step = newest
+    calls = int(checkpoint.values("calls").get("", newest))
+    shadow.go_on(newest, calls)
     if (extra := checkpoint.values(f"extra.{session.rank}").get("")) is not None:
         shadow.extra = unpickled(bytes(extra))  # who may write to the folder may change the weights, too
     if buffers := checkpoint.values(f"buffers.{session.rank}."):
         model.load_state_dict(buffers, strict=False)
-    return newest
+    return calls
 
 
 class _StoredCheckpoint:
