@@ -39,7 +39,8 @@ class CommonRecord:
         model: torch.nn.Module | None,
         calls: int = 0,
     ) -> bytes:
-        """``calls``: of step(). ``model``: where parameters that share their memory have several names; None: they have one."""
+        """``calls``: of step(). ``model``: where parameters that share their memory have several names; None: they have
+        one."""
         known = (model, [tensor.params for tensor in tensors], [len(group["params"]) for group in groups])
         if not self._known or not _is_same(known, self._known):
             self._known, self._layout = known, json.dumps(_layout(tensors, groups, model))[1:]

@@ -41,8 +41,9 @@ def restore(
 
     optimizer: of ``DistributedOptimizer(…, shadow=True)``, before its first step. Its parameters, states and
     param_groups, the model's buffers and ``optimizer.shadow_extra`` are as they were at the end of that step's
-    ``optimizer.step()``, bit for bit, on every rank. Returns how often ``step()`` was called: also calls that made no step,
-    because gradients were not finite, have used up their batch. From now on the model's buffers travel with each step.
+    ``optimizer.step()``, bit for bit, on every rank. Returns how often ``step()`` was called: also calls that made no
+    step, because gradients were not finite, have used up their batch. From now on the model's buffers travel with each
+    step.
 
     path: a folder of checkpoints that `bps checkpoint` has written, which all ranks reach. If the servers hold nothing,
     the newest one there is loaded. Each rank then needs memory for all states for a while.
