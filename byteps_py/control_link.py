@@ -18,11 +18,11 @@ class ControlEvents:
 
     ``on_message``: a message of the scheduler has arrived.
     ``on_lost``: the link is lost for good; called at most once, last. RendezvousError: no scheduler within
-        ``Settings.start_timeout_s``, or one with another secret, or one that does not know this process any more.
-        PeerLostError: the scheduler was away for that long before the cluster was complete. Or the error of a refusal,
-        after ``on_message`` got it.
+        ``Settings.start_timeout_s``, or one with another secret. PeerLostError: the scheduler was away for that long
+        before the cluster was complete. Or the error of a refusal, after ``on_message`` got it.
     ``heartbeat``: makes the next heartbeat.
-    ``on_away``: the scheduler has been away for a while, with a PeerLostError; not after Stop.
+    ``on_away``: the scheduler has been away for a while, with a PeerLostError; not after Stop. Or, with the error of
+        its refusal, a scheduler is at its address that does not know this process: it has another journal.
     ``on_back``: it is connected again.
     """
 

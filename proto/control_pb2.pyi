@@ -436,16 +436,18 @@ class Welcome(_message.Message):
     def __init__(self, member_id: _Optional[int] = ...) -> None: ...
 
 class Refused(_message.Message):
-    __slots__ = ("error", "message", "later", "unknown")
+    __slots__ = ("error", "message", "later", "unknown", "replaced")
     ERROR_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     LATER_FIELD_NUMBER: _ClassVar[int]
     UNKNOWN_FIELD_NUMBER: _ClassVar[int]
+    REPLACED_FIELD_NUMBER: _ClassVar[int]
     error: str
     message: str
     later: bool
     unknown: bool
-    def __init__(self, error: _Optional[str] = ..., message: _Optional[str] = ..., later: bool = ..., unknown: bool = ...) -> None: ...
+    replaced: bool
+    def __init__(self, error: _Optional[str] = ..., message: _Optional[str] = ..., later: bool = ..., unknown: bool = ..., replaced: bool = ...) -> None: ...
 
 class Measure(_message.Message):
     __slots__ = ("turn", "address")

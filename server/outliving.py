@@ -1,8 +1,11 @@
-"""A server that outlives its job, if it keeps states from which a restarted job can go on.
+"""A server that outlives its job: one that keeps states from which a restarted job can go on, or whose job was restarted
+without it.
 
 When a job fails, a server on a CPU machine that keeps durable states does not end. It makes a new service around the
-same states, which registers at the same scheduler's address, until a scheduler is there or the time is over. ``run``
-belongs to one thread; any thread, or a signal handler, may call ``stop``.
+same states, which registers at the same scheduler's address, until a scheduler is there or the time is over. Where all
+other processes of a job were killed and have been started again, the server joins the new job, with states or without;
+without, it asks once, as a server that was started again may have its place. ``run`` belongs to one thread; any thread,
+or a signal handler, may call ``stop``.
 """
 
 from __future__ import annotations
@@ -45,26 +48,31 @@ class OutlivingServer:
         status = self._service.run()
         while self._is_needed():
             store = self._service.shadows.store
-            partitions, step = store.durable() or (0, 0)
-            logger.warning(
-                "%s; the states of %s as of step %d are kept for %g s for a restarted job",
-                self._service.reason, count_text(partitions, "partition"), step, self._keep_s,
-            )  # fmt: skip
-            following = self._serve_next(store, time.monotonic() + self._keep_s)
+            kept = store.durable()
+            if kept is None:
+                logger.warning("%s: this server is to join it", self._service.reason)
+                following = self._serve_next(store, time.monotonic() + self._settings.start_timeout_s, is_once=True)
+            else:
+                logger.warning(
+                    "%s; the states of %s as of step %d are kept for %g s for a restarted job",
+                    self._service.reason, count_text(kept[0], "partition"), kept[1], self._keep_s,
+                )  # fmt: skip
+                following = self._serve_next(store, time.monotonic() + self._keep_s)
             if following is None:
-                logger.warning("no restarted job has come: the states that were kept for it are dropped")
+                text = "this server ends" if kept is None else "the states that were kept for it are dropped"
+                logger.warning("no restarted job has come that needs this server: %s", text)
                 return status
             status = following
         return status
 
     def _is_needed(self) -> bool:
-        """The job did not end in order, and a restarted one may go on from what is kept."""
-        is_left = self._service.is_abandoned and self._service.shadows.store.durable() is not None
-        return is_left and self._keep_s > 0 and not self._stopped.is_set()
+        """The job did not end in order, and a restarted one may go on from what is kept, or has begun already."""
+        has_use = self._service.is_replaced or self._service.shadows.store.durable() is not None
+        return self._service.is_abandoned and has_use and self._keep_s > 0 and not self._stopped.is_set()
 
-    def _serve_next(self, store: ShadowStore, until_s: float) -> int | None:
+    def _serve_next(self, store: ShadowStore, until_s: float, is_once: bool = False) -> int | None:
         """Serve the next job that is complete. Returns its exit status; None if there is none until ``until_s``, or if
-        this server is to stop."""
+        this server is to stop. ``is_once``: or if one does not want it."""
         while not self._stopped.is_set() and (left_s := until_s - time.monotonic()) > 0:
             store.new_job()
             start_s = max(0.1, min(self._settings.start_timeout_s, left_s))
@@ -78,7 +86,7 @@ class OutlivingServer:
                     return status
             except BytePSError as error:
                 logger.info("no restarted job yet: %s", error)
-            if not self._service.has_closed:
-                return None  # its engine still uses the states
+            if is_once or not self._service.has_closed:
+                return None  # its engine still uses the states, if it has not closed
             self._stopped.wait(min(_RETRY_S, max(0.0, until_s - time.monotonic())))
         return None

@@ -10,6 +10,7 @@ exit status:
                                                                       if the scheduler is away and stays away
     Failure from the scheduler: the job can't go on                   1
     Refused by the scheduler, which had counted it as dead            75: it may be started again
+    Refused by the scheduler, which has begun a new job               0, unless it joins that one (outliving.py)
     Refused, or the scheduler lost before the cluster was complete    the error is raised
     the scheduler away later, and no worker connected any more        0; until then it goes on summing
     (the launcher that started it died: the kernel's parent-death signal, set by the launcher)
@@ -33,6 +34,7 @@ from byteps_py.errors import (
     BytePSError,
     CommunicationError,
     ConfigurationError,
+    PeerLostError,
     ProtocolError,
     StallError,
     from_name,
@@ -60,7 +62,7 @@ _ORPHAN_CHECK_S = 0.5
 DRAIN_LIMIT_S = 30.0  # how long it goes on after SIGTERM if no other server takes its keys
 _ORPHAN_S = 10.0  # how long it waits without scheduler and workers; these come back sooner, if at all
 
-#: The same if another scheduler is there, and states are kept for its job.
+#: The same if another scheduler is there, whose job may need this server.
 _REPLACED_S = 1.0
 
 
@@ -110,7 +112,8 @@ class SummationService:
         self._has_ended = False
         self._is_abandoned = False  # the job has ended without this server's
         self._has_closed = False
-        self._has_lost_link = False  # the scheduler does not know this server, and will not
+        self._is_unknown = False  # a scheduler is there that does not know this server
+        self._is_replaced = False  # the scheduler has begun a new job
         self._error: BytePSError | None = None
         self._reason = "the server is done"
         self._is_headless = False  # the scheduler is away
@@ -180,6 +183,11 @@ class SummationService:
     def is_abandoned(self) -> bool:
         """After ``run``: the job has failed or is gone, and was not ended in order."""
         return self._is_abandoned and self._has_closed
+
+    @property
+    def is_replaced(self) -> bool:
+        """After ``run``: its job is over, because the scheduler has begun a new one in its place."""
+        return self._is_replaced and self._has_closed
 
     @property
     def was_member(self) -> bool:
@@ -360,6 +368,10 @@ class SummationService:
                     self._abandon(0, "the job is over, and not all ranks called shutdown() at the end of training")
                 else:
                     self._end(0, "the job is over")
+            case "refused" if message.refused.replaced:
+                logger.info("%s", message.refused.message)
+                self._is_replaced = True
+                self._abandon(0, "a new job has begun")
             case "refused" if self._rounds.epoch:
                 logger.warning("%s", message.refused.message)
                 self._abandon(GIVEN_UP_STATUS, "the scheduler has given this server up")
@@ -389,10 +401,11 @@ class SummationService:
             self._error = error
             self._end(1, "the scheduler is lost")
             return
-        self._has_lost_link = True
+        self._is_unknown = True
         self._on_away(error)
 
     def _on_away(self, error: BytePSError) -> None:
+        self._is_unknown = self._is_unknown or not isinstance(error, PeerLostError)
         if self._rounds.epoch == 0:
             return  # no worker depends on this server yet, and the link fails if the scheduler does not return
         logger.log(self._bad_news, "%s; sums go on until the last worker has disconnected", error)
@@ -402,7 +415,7 @@ class SummationService:
             self._end_if_orphaned()
 
     def _on_back(self) -> None:
-        self._is_headless = False
+        self._is_headless = self._is_unknown = False
 
     def _end_if_orphaned(self) -> None:
         """Without a scheduler no Stop arrives. So the server ends when no worker has been connected for a while."""
@@ -412,6 +425,10 @@ class SummationService:
         if self._network.connections or (self._local is not None and self._local.connections):
             self._orphaned_since_s = now
         elif self._is_draining or now - self._orphaned_since_s >= self._orphan_patience_s:
+            self._is_replaced = self._is_unknown
+            if self._is_replaced:
+                self._abandon(0, "the scheduler has begun a new job, and no worker of this one is left")
+                return
             logger.warning("no scheduler and no worker is connected any more: this server ends")
             self._abandon(0, "no scheduler and no worker is left")
             return
@@ -419,8 +436,7 @@ class SummationService:
 
     @property
     def _orphan_patience_s(self) -> float:
-        is_replaced = self._has_lost_link and self.shadows.store.durable() is not None
-        return _REPLACED_S if is_replaced else min(_ORPHAN_S, self._settings.patience_s)
+        return _REPLACED_S if self._is_unknown else min(_ORPHAN_S, self._settings.patience_s)
 
     def _abandon(self, status: int, reason: str) -> None:
         self._is_abandoned = not self._has_ended and not self._is_draining

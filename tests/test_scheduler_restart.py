@@ -162,10 +162,13 @@ def test_without_its_journal_a_scheduler_knows_no_member_and_begins_with_a_later
     old = attend(scheduler.settings, as_worker())
     assert old.wait("membership").membership.epoch == 1
     scheduler.restart()
-    error = old.lost.get(timeout=TIMEOUT_S)
+    error = old.away.get(timeout=TIMEOUT_S)
+    while isinstance(error, errors.PeerLostError):  # it was away first
+        error = old.away.get(timeout=TIMEOUT_S)
     assert isinstance(error, errors.RendezvousError)
     assert "this scheduler does not know worker 0 " in str(error)
     assert "BYTEPS_JOURNAL_DIR" in str(error)
+    assert old.lost.empty()
     new = attend(scheduler.settings, as_worker())
     assert new.wait("membership").membership.epoch == 2
     new.leave()
@@ -184,7 +187,67 @@ def test_a_job_that_was_killed_with_all_its_processes_is_not_waited_for(start: F
     member.leave()
     code, log = scheduler.ended()
     assert code == 0
-    assert "no member of the journal's job came back" in log
+    assert "no worker of the journal's job came back" in log
+
+
+@pytest.mark.parametrize("journal", ["none", "old copy"])
+def test_members_go_back_to_their_scheduler_from_one_with_another_journal(
+    start: Factory, attend: Attend, tmp_path: Path, journal: str
+) -> None:
+    scheduler = start(**SHAPE).wait_listening()
+    one, two, _ = cluster(scheduler.settings, attend)
+    (path,) = tmp_path.iterdir()
+    other = tmp_path / "other" / path.name
+    other.parent.mkdir()
+    other.write_bytes(path.read_bytes())
+    other.chmod(0o600)
+    for worker in (one, two):
+        worker.link.send(arrive(1))
+    for worker in (one, two):
+        worker.wait("release")
+    own = scheduler.settings
+    scheduler.settings = dataclasses.replace(own, journal_dir="none" if journal == "none" else str(other.parent))
+    scheduler.restart()
+    for worker in (one, two):
+        while isinstance(error := worker.away.get(timeout=TIMEOUT_S), errors.PeerLostError):
+            pass
+        assert "BYTEPS_JOURNAL_DIR" in str(error)
+    if journal != "none":  # it gives its members up, and says so to those that ask again
+        assert "it did not come back within" in scheduler.wait_for("did not come back within").log[-1]
+    scheduler.settings = own
+    scheduler.restart()
+    for worker in (one, two):  # the server has heard nothing that the old copy does not know
+        assert worker.back.acquire(timeout=TIMEOUT_S)
+        worker.link.send(arrive(2))
+    for worker in (one, two):
+        assert worker.wait("release").release.sequence == 2
+        assert worker.lost.empty()
+        worker.leave()
+
+
+def test_workers_that_are_started_again_need_not_wait_for_dead_ones(start: Factory, attend: Attend) -> None:
+    """All but the server was killed: it joins the new job at once, and that begins without it, too."""
+    scheduler = start(**SHAPE, heartbeat_timeout_s=20.0).wait_listening()
+    dead, also_dead, server = cluster(scheduler.settings, attend)
+    scheduler.kill()
+    for member in (dead, also_dead):
+        cast(GrpcControlLink, member.link).away_close_s = 0.0
+        member.leave()
+    scheduler.restart()
+    assert server.back.acquire(timeout=TIMEOUT_S)  # it believes that its job goes on
+    new = [attend(scheduler.settings, as_worker(index)) for index in range(2)]
+    refusal = server.wait("refused").refused
+    assert refusal.replaced
+    assert "is over: its workers were started again, and a new job has begun at this address" in refusal.message
+    new.append(attend(scheduler.settings, as_server()))
+    for member in new:
+        assert member.wait("membership").membership.epoch == 2
+    for member in new[:2]:
+        member.leave()
+    new[2].wait("stop")
+    new[2].leave()
+    code, log = scheduler.ended()
+    assert code == 0, log
 
 
 def test_connections_that_are_cut_repeatedly_lose_no_message_and_no_member(start: Factory, attend: Attend) -> None:

@@ -246,6 +246,131 @@ def test_a_journal_without_living_members_is_given_up(asked: bool) -> None:
     assert members[0].session.epoch == 1
 
 
+def asks(plane: Plane, member: Member) -> pb.Refused:
+    """It asks to become a member, and is turned away."""
+    plane.connect(member)
+    while member.up:
+        plane.carry_up(member)
+    plane.flush()
+    plane.carry_down(member)
+    plane.carry_down(member)
+    return member.heard[-1].refused
+
+
+def restarted_with(*survivors: int) -> tuple[Plane, list[Member]]:
+    """The scheduler was killed, and of two workers and a server only these have come back."""
+    plane, *members = complete()
+    plane.crash()
+    plane.members = [members[index] for index in survivors]
+    plane.start()
+    plane.settle()
+    return plane, members
+
+
+@pytest.mark.parametrize("survivors", [(), (2,)])
+def test_workers_that_are_started_again_begin_a_new_job_at_once(survivors: tuple[int, ...]) -> None:
+    plane, _ = restarted_with(*survivors)
+    assert asks(plane, plane.add(worker(0))).later
+    assert not running(plane).is_abandoned, "worker 1 may live"
+    assert asks(plane, plane.add(worker(1))).later
+    assert running(plane).is_abandoned
+    assert running(plane).finished(plane.now) is None
+
+
+def test_heirs_on_other_machines_wait_for_two_timeouts() -> None:
+    plane, _ = restarted_with(2)
+    for index in (0, 1):
+        assert asks(plane, plane.add(worker(index, machine_id=f"new {index}"))).later
+    plane.wait(1.9)
+    assert not running(plane).is_abandoned
+    plane.wait(0.2)
+    assert running(plane).is_abandoned
+
+
+def test_a_new_server_ends_no_wait_for_workers_beside_a_server_that_is_back() -> None:
+    plane, (one, two, _) = restarted_with(2)
+    assert asks(plane, plane.add(server(1))).later
+    plane.wait(2.5)
+    assert not running(plane).is_abandoned
+    plane.members += [one, two]
+    plane.settle()
+    plane.wait(5.0)
+    assert running(plane).core.state == states.RUNNING
+
+
+def test_a_job_whose_servers_alone_come_back_fails_if_nobody_asks() -> None:
+    plane, members = restarted_with(2)
+    plane.wait(5.3)
+    assert not running(plane).is_abandoned
+    assert "did not come back within 5 s" in next(m.failure.message for m in members[2].heard if m.HasField("failure"))
+
+
+def test_a_worker_that_is_back_keeps_its_job() -> None:
+    plane, _ = restarted_with(0, 2)
+    for index in (0, 1):
+        assert asks(plane, plane.add(worker(index))).later
+    plane.wait(2.5)
+    assert not running(plane).is_abandoned
+
+
+def test_a_job_that_had_failed_gives_way_to_who_asks() -> None:
+    plane, one, two, third = complete()
+    plane.cut(one)
+    plane.tick(0.6)
+    plane.flush()
+    assert running(plane).core.state == states.FAILED
+    plane.crash()
+    plane.start()
+    plane.members = [third]
+    plane.settle()
+    assert third.heard[-1].HasField("failure")
+    asks(plane, plane.add(worker(0)))
+    assert running(plane).is_abandoned
+
+
+def test_what_is_left_of_a_job_hears_that_another_has_taken_its_place() -> None:
+    plane, (_, _, third) = restarted_with(2)
+    successor = Sessions(plane.config)
+    successor.take_place_of(running(plane))
+    plane.cut(third)
+    plane.sessions = successor
+    refused = asks(plane, third)
+    assert refused.replaced
+    assert not third.session.doubts(third.heard[-1])
+    assert "the job of server tcp://cpu0:1 (host h0, pid 200) is over" in refused.message
+
+
+def test_an_older_journal_can_not_give_up_who_knows_more() -> None:
+    plane, one, two, _ = complete()
+    old = len(plane.disk)
+    for member in (one, two):
+        member.say(arrive=pb.Arrive(sequence=1))
+    plane.settle()
+    plane.crash()
+    del plane.disk[old:]
+    plane.start()
+    plane.members = []
+    plane.wait(11.0)
+    assert asks(plane, one).unknown
+
+
+def test_a_journal_that_lacks_what_it_confirmed_is_doubted() -> None:
+    plane, one, two, _ = complete()
+    old = len(plane.disk)
+    one.say(arrive=pb.Arrive(sequence=1))
+    one.say(heartbeat=pb.Heartbeat(bare=True))
+    plane.settle()
+    assert one.session.unconfirmed == 0
+    plane.crash()
+    del plane.disk[old:]
+    plane.start()
+    plane.members = [two]
+    plane.settle()
+    plane.wait(6.0)
+    assert "can't come back" in asks(plane, one).message
+    assert one.session.doubts(one.heard[-1])
+
+
 @pytest.mark.parametrize("everybody_left", [False, True])
 def test_a_job_that_was_over_is_over(everybody_left: bool) -> None:
     plane, one, two, third = complete()

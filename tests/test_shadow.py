@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -66,6 +67,29 @@ def test_copies_of_a_killed_server_are_made_again(stack: contextlib.ExitStack, c
     machines[0].until("step 8:")
     cluster.held_step(9)
     kill_and_go_on(cluster, scheduler, machines, "adamw", expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shadow", [True, False], ids=["shadow", "no states"])
+def test_a_job_goes_on_at_once_where_all_but_the_servers_was_killed(stack: contextlib.ExitStack, shadow: bool) -> None:
+    """The scheduler, too, and the servers have not noticed yet that nobody is left."""
+    expected = undisturbed("adamw", 2, 1)
+    folder = stack.enter_context(tempfile.TemporaryDirectory())
+    cluster = ShadowedCluster(stack, 2, 1, BYTEPS_JOURNAL_DIR=folder)
+    first = cluster.start("adamw", "100000", "0.3")
+    first[1].until("step 9:" if shadow else "restored at")
+    for job in first:
+        job.close()
+    before = digests(first[1].text)
+    again = cluster.start("adamw", str(max(expected)))
+    for job in again:
+        assert job.end() == 0, job.text
+    assert cluster.servers[0].end() == 0, cluster.servers[0].text
+    begun = [line.split()[-1] for line in again[1].text.splitlines() if line.startswith("restored at")][0]
+    if shadow:
+        assert 9 <= int(begun) <= max(before) + 1
+    start = int(begun) if begun != "None" else 0
+    assert digests(again[1].text) == {step: expected[step] for step in range(start + 1, max(expected) + 1)}
 
 
 def kill_and_go_on(

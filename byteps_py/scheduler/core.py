@@ -209,6 +209,11 @@ class SchedulerCore:
         member = self._roster.of_connection(connection)
         return member is not None and member.is_present
 
+    def worker_home(self, connection: int) -> tuple[str, int] | None:
+        """The machine id and the index with which a worker has registered; None for what is no worker."""
+        member = self._roster.of_connection(connection)
+        return member.home if member is not None and member.is_worker else None
+
     def turned_away(self, connection: int) -> None:
         """The caller has refused this connection, which has not registered."""
         self._strangers.pop(connection, None)

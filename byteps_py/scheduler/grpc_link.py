@@ -43,11 +43,13 @@ class _Stream:
 
 @dataclass(slots=True, eq=False)
 class _Absence:
-    """The time since the connection to the scheduler broke. ``is_reported``: ``on_away`` has been called."""
+    """The time since the connection to the scheduler broke. ``is_reported``: ``on_away`` has been called. ``denial``:
+    what somebody else at its address has said."""
 
     since_s: float
     why: str = ""
     is_reported: bool = False
+    denial: BytePSError | None = None
 
 
 class GrpcControlLink:
@@ -77,7 +79,8 @@ class GrpcControlLink:
         self._is_dismissed = False  # Stop has arrived: the end of the stream is no loss
         self._is_late = False  # the deadline for the first answer has passed
         self._is_over = False
-        self._put_off: BytePSError | None = None  # the refusal of a scheduler that may accept this process later
+        # The refusal of a scheduler that may accept this process later, or of one that is not this member's.
+        self._put_off: BytePSError | None = None
         self._absence: _Absence | None = None  # of the scheduler, once it has welcomed this member
         self._is_heartbeat_due = False  # the loop's thread is to make a heartbeat, and has not yet
         self._closing = threading.Event()
@@ -150,7 +153,7 @@ class GrpcControlLink:
             if isinstance(failure, BytePSError) or self._is_dismissed:
                 return failure if isinstance(failure, BytePSError) else None
             if self._session.is_member:
-                tries = 0 if was_here else tries + 1
+                tries = 0 if was_here else tries + (1 if self._put_off is None else _HURRIED_TRIES)
                 # Whatever the address answers meanwhile: the scheduler may be started again, and nothing is lost by
                 # trying.
                 if error := self._wait_for_scheduler("" if failure is None else failure.details() or ""):
@@ -189,19 +192,23 @@ class GrpcControlLink:
             for message in call:
                 if message.HasField("refused"):
                     error = from_name(message.refused.error, message.refused.message)
-                    if message.refused.later:
-                        self._put_off = error
-                        call.cancel()
-                        return None
-                    if not message.refused.unknown:
+                    with self._lock:
+                        is_final = not message.refused.later and not self._session.doubts(message)
+                    if is_final:
                         self._pass_on(message)
-                    return error
+                        return error
+                    self._put_off = error
+                    call.cancel()
+                    return None
                 if message.HasField("welcome"):
                     self.steady_connections = retry_steadily(self._settings.scheduler_port)
                 self._receive(message, stream)
         except ProtocolError as error:
             call.cancel()
-            return error
+            with self._lock:
+                if not self._session.is_member:
+                    return error
+            self._put_off = error  # it is not the scheduler that this member knows, which may come back
         except grpc.RpcError as error:
             return error
         return None
@@ -225,7 +232,7 @@ class GrpcControlLink:
         for kept in self._session.welcomed(message):
             stream.outgoing.put(kept)
         stream.outgoing.put(self._session.say(pb.MemberMessage(heartbeat=pb.Heartbeat(bare=True))))
-        self._stream = stream
+        self._stream, self._put_off = stream, None
         if self._closing.is_set():
             stream.outgoing.put(None)
         if self._absence is not None:
@@ -239,15 +246,20 @@ class GrpcControlLink:
                 logger.info(text, self._address, away_s)
 
     def _wait_for_scheduler(self, details: str) -> BytePSError | None:
-        """The scheduler is away. Returns the error that ends the link; None while the link waits for it."""
+        """The scheduler is away, or somebody else answers at its address. Returns the error that ends the link; None
+        while the link waits for it."""
         now_s = time.monotonic()
         with self._lock:
             if (absence := self._absence) is None:
                 absence = self._absence = _Absence(now_s)
                 self._post(lambda: self._loop.call_later(SHORT_S, lambda: self._report_absence(absence)))
             absence.why = details or absence.why
+            if (denial := self._put_off) is not None and absence.denial is None:
+                absence.denial = denial
+                if absence.is_reported:
+                    self._post(lambda: self._events.on_away(denial))
             is_waiting = bool(self._session.epoch) or now_s - absence.since_s < self._settings.start_timeout_s
-            return None if is_waiting else rpc.lost(self._address, absence.why)
+            return None if is_waiting else absence.denial or rpc.lost(self._address, absence.why)
 
     def _requests(self, register: pb.MemberMessage, stream: _Stream) -> Iterator[pb.MemberMessage]:
         # Runs in gRPC's thread.
@@ -300,7 +312,7 @@ class GrpcControlLink:
             if self._is_over or self._is_dismissed or self._absence is not absence:
                 return
             absence.is_reported = True
-            error = rpc.lost(self._address, absence.why)
+            error = absence.denial or rpc.lost(self._address, absence.why)
         self._events.on_away(error)
 
     def _expire(self) -> None:

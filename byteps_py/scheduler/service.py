@@ -78,6 +78,7 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
         self._authenticator = CallAuthenticator(settings)
         self._held: list[Sent] = []  # until the journal has the events that they follow from
         self._is_flushing = False
+        self._unknown: set[str] = set()  # processes that ask again and again, as members of another journal's job
         self._logged_reason = ""
         self._happened = asyncio.Event()
         self._bug: Exception | None = None
@@ -164,13 +165,17 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
                 pass
 
     def _begin_new_job(self) -> None:
-        """No member of the journal's job came back. Processes that are connected have been put off, and try again."""
-        logger.warning("no member of the journal's job came back (%s): beginning a new job", self._sessions.core.reason)
+        """No worker of the journal's job came back. Processes that are connected have been put off, and try again; what
+        is left of the old job hears that it is over."""
+        old = self._sessions
+        logger.warning("no worker of the journal's job came back (%s): beginning a new job", old.core.reason)
         self._held.clear()
         for link in self._links.values():
             link.put(None)
         self._links.clear()
-        restored = recovery.begin(self._config, self._journal, self._sessions.core.epoch, self._now_s())
+        config = ClusterConfig.from_settings(self._settings)
+        restored = recovery.begin(config, self._journal, old.core.epoch, self._now_s())
+        restored.sessions.take_place_of(old)
         self._go_on_with(restored)
 
     def status(self) -> pb.StatusReply:
@@ -222,11 +227,12 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
             return
         if sent.message is not None and sent.message.HasField("refused"):
             refused = sent.message.refused
-            if refused.later:
+            if refused.later or (refused.unknown and link.who in self._unknown):
                 logger.debug("turned away %s: %s", link.who, refused.message)
             elif link.who == UNREGISTERED:
                 self._strangers.note("turned away", link.who, refused.message)  # logs few of many
             else:
+                self._unknown |= {link.who} if refused.unknown else set()
                 logger.warning("turned away %s: %s", link.who, refused.message)
         link.put(sent if sent.message is not None else None)
 

@@ -351,13 +351,13 @@ class ControlLink:
             self._on_message(message)
 
     def _refused(self, message: pb.SchedulerMessage) -> None:
-        if message.refused.later:  # the end of the stream follows, and the next attempt
+        # The end of the stream follows, and the next attempt.
+        if message.refused.later or self._session.doubts(message):
             self._world.expect_quiet(self._patience_s)
             return
         self.is_over = True
         if not self._is_closed:
-            if not message.refused.unknown:
-                self._on_message(message)
+            self._on_message(message)
             self._on_lost(from_name(message.refused.error, message.refused.message))
 
     def _beat(self) -> None:

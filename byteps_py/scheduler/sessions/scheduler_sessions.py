@@ -114,6 +114,7 @@ class Sessions:
         self._on_stream: dict[int, SessionRecord] = {}
         self._by_digest: dict[bytes, SessionRecord] = {}
         self._restart_wait = RestartWait(config.heartbeat_timeout_s)
+        self._predecessors: dict[bytes, str] = {}  # members of the job before this one, by digest: who, in words
         self._next_id = 1
 
     # ---- events ----------------------------------------------------------------------------------------------
@@ -171,7 +172,7 @@ class Sessions:
         out: list[Sent] = []
         sessions = list(self._sessions.values())
         may_lose = self._restart_wait.state is WaitState.NOT_WAITING
-        self._restart_wait.tick(now_s, self.core.state in (states.FAILED, states.ENDED))
+        self._restart_wait.tick(now_s, self._is_over)
         for session in sessions:
             if session.away is not None and now_s >= session.away.until_s and may_lose:
                 out += self._lose(session, session.away.why, now_s)
@@ -200,7 +201,8 @@ class Sessions:
                 # It has left, and its connection ended with the previous scheduler.
                 self._do(JournalRecord(at_s=now_s, session=session.id, ended=True))
         missing = [s for s in self._sessions.values() if self.core.is_member(s.id)]
-        return_s = self._restart_wait.begin(now_s, bool(missing), self.core.state == states.FORMING)
+        homes = [home for s in missing if (home := self.core.worker_home(s.id)) is not None]
+        return_s = self._restart_wait.begin(now_s, bool(missing), self.core.state, homes)
         for session in missing:
             why = f"it did not come back within {return_s:g} s after the scheduler was started again"
             self._send_away(session, now_s, return_s, why)
@@ -208,6 +210,10 @@ class Sessions:
     def skip_epochs(self, last: int, now_s: float) -> None:
         """Processes of an earlier cluster have seen epoch ``last``: epochs of this one come after it."""
         self._do(JournalRecord(at_s=now_s, beyond_epoch=last))
+
+    def take_place_of(self, other: Sessions) -> None:
+        """This job begins where the job of ``other`` was given up: members of that one may still come."""
+        self._predecessors = {s.digest: s.who for s in other._sessions.values() if s.digest and not s.over}
 
     def replay(self, record: JournalRecord) -> None:
         """Apply a logged event again. Raises JournalError if the messages that follow are not those of the first
@@ -241,8 +247,12 @@ class Sessions:
     # ---- questions -------------------------------------------------------------------------------------------
 
     @property
+    def _is_over(self) -> bool:
+        return self.core.state in (states.FAILED, states.ENDED)
+
+    @property
     def is_abandoned(self) -> bool:
-        """True if this is the job of a journal and none of its members came back: begin a new job."""
+        """True if this is the job of a journal and none of its workers came back: begin a new job."""
         return self._restart_wait.state is WaitState.ABANDONED
 
     def finished(self, now_s: float) -> Finish | None:
@@ -266,6 +276,9 @@ class Sessions:
         known = self._by_digest.get(digest)
         if known is not None:
             return self._resume(known, session, register, now_s)
+        if (who := self._predecessors.get(digest)) is not None:
+            text = f"the job of {who} is over: its workers were started again, and a new job has begun at this address"
+            return self._refuse(session, "PeerLostError", text, replaced=True)
         if register.member_id:
             self.skip_epochs(register.epoch, now_s)
             return self._refuse(
@@ -275,8 +288,10 @@ class Sessions:
                 "it was started without the job's journal (BYTEPS_JOURNAL_DIR), or for another job",
                 unknown=True,
             )
+        is_worker = register.role == pb.ROLE_COMMUNICATION
+        home = (register.machine_id, register.machine_index) if is_worker else None
+        self._restart_wait.stranger_asks(home)
         if self._restart_wait.state is not WaitState.NOT_WAITING:
-            self._restart_wait.stranger_asks()
             return self._refuse(session, "RendezvousError", self._waiting_for(), later=True)
         stated = pb.Register()
         stated.CopyFrom(register)
@@ -291,10 +306,12 @@ class Sessions:
 
     def _resume(self, known: SessionRecord, newcomer: SessionRecord, register: pb.Register, now_s: float) -> list[Sent]:
         stream = newcomer.stream
-        if stream is None or not self.core.is_member(known.id):
+        is_older = register.received > known.outbox.last  # this journal, than what the member knows
+        if not is_older and (stream is None or not self.core.is_member(known.id)):
+            newcomer.received = known.received  # the member sees whether this is the journal that it knows
             why = known.over or self.core.reason
             return self._refuse(newcomer, "PeerLostError", f"{known.who} can't come back: {why}")
-        if not known.outbox.has(register.received):
+        if stream is None or not known.outbox.has(register.received):
             return self._refuse(
                 newcomer,
                 "RendezvousError",
@@ -310,7 +327,7 @@ class Sessions:
             out.append(Sent(known.stream, None))
         known.stream, self._on_stream[stream] = stream, known
         known.away = None
-        self._restart_wait.member_is_back()
+        self._restart_wait.member_is_back(self.core.worker_home(known.id) is not None)
         self.core.came_back(known.id, now_s)
         known.outbox.drop(register.received)
         known.confirmed = known.received
@@ -374,7 +391,7 @@ class Sessions:
             case "ended":
                 session = self._sessions[record.session]
                 session.over = session.over or "it has left"
-                session.outbox = Outbox()
+                session.outbox.drop(session.outbox.last)
                 return core.on_disconnected(record.session, now_s)
             case "tick":
                 return core.on_deadlines(now_s)

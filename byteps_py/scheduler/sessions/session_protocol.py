@@ -120,6 +120,12 @@ class MemberSession:
         self._outbox.drop(message.received)
         return [kept for _, kept in self._outbox]
 
+    def doubts(self, message: pb.SchedulerMessage) -> bool:
+        """True if this refusal does not come from the scheduler that this member knows, which may come back: it has not
+        the job's journal, or an older copy of it."""
+        refused = message.refused
+        return self.is_member and (refused.unknown or not (refused.replaced or self._outbox.has(message.received)))
+
     def hear(self, message: pb.SchedulerMessage) -> bool:
         """True if this message is new and has a body.
 
