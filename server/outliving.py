@@ -1,5 +1,4 @@
-"""A server that outlives its job: one that keeps states from which a restarted job can go on, or whose job was restarted
-without it.
+"""A server that outlives its job: it keeps states from which a restarted job can go on, or was left out of a restart.
 
 When a job fails, a server on a CPU machine that keeps durable states does not end. It makes a new service around the
 same states, which registers at the same scheduler's address, until a scheduler is there or the time is over. Where all

@@ -109,6 +109,34 @@ class TestPolicy:
         assert not any(isinstance(action, Start) for action in policy.exited("scheduler", status, 1))
         assert policy.finished
 
+    def test_a_scheduler_whose_address_is_taken_is_started_again_until_the_limit(self) -> None:
+        spec = ProcessSpec("scheduler", ProcessKind.MAIN, "x", ("x",), {}, restarts=4, waits_for_address=True)
+        policy = SupervisionPolicy([spec], grace_s=5, own_error_s=10)
+        assert policy.exited("scheduler", -9, 1)[1:] == [Start("scheduler")]
+        assert "starting it again every 1 s (2 of at most 4 times)" in words(policy.exited("scheduler", 2, 10))
+        for now in (11.0, 12.0):
+            assert policy.deadline == now
+            assert policy.ticked(now - 0.1) == []
+            assert policy.ticked(now) == [Start("scheduler")]
+            assert policy.exited("scheduler", 2, now) == []
+        assert policy.ticked(13) == [Start("scheduler")]
+        policy.exited("scheduler", 2, 13)
+        assert (policy.finished, policy.code) == (True, 2)
+
+    def test_a_signal_ends_the_wait_for_an_address(self) -> None:
+        spec = ProcessSpec("scheduler", ProcessKind.MAIN, "x", ("x",), {}, restarts=4, waits_for_address=True)
+        policy = SupervisionPolicy([spec], grace_s=5, own_error_s=10)
+        policy.exited("scheduler", -9, 1)
+        policy.exited("scheduler", 2, 2)
+        assert sends(policy.signalled(signal.SIGTERM, 2.5)) == []
+        assert (policy.finished, policy.code) == (True, 143)
+
+    def test_a_scheduler_that_can_not_begin_at_all_is_not_started_again(self) -> None:
+        spec = ProcessSpec("scheduler", ProcessKind.MAIN, "x", ("x",), {}, restarts=4, waits_for_address=True)
+        policy = SupervisionPolicy([spec], grace_s=5, own_error_s=10)
+        policy.exited("scheduler", 2, 1)
+        assert (policy.finished, policy.code) == (True, 2)
+
     def test_a_scheduler_that_can_not_begin_again_does_not_start_the_job_over(self) -> None:
         spec = ProcessSpec(
             "scheduler", ProcessKind.SERVICE, "x", ("x",), {}, is_vital=False, restarts=2, retry_status=2

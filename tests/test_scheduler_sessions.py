@@ -314,7 +314,7 @@ def test_a_worker_that_is_back_keeps_its_job() -> None:
 
 
 def test_a_job_that_had_failed_gives_way_to_who_asks() -> None:
-    plane, one, two, third = complete()
+    plane, one, _, third = complete()
     plane.cut(one)
     plane.tick(0.6)
     plane.flush()

@@ -85,7 +85,7 @@ def test_a_job_goes_on_at_once_where_all_but_the_servers_was_killed(stack: conte
     for job in again:
         assert job.end() == 0, job.text
     assert cluster.servers[0].end() == 0, cluster.servers[0].text
-    begun = [line.split()[-1] for line in again[1].text.splitlines() if line.startswith("restored at")][0]
+    begun = next(line.split()[-1] for line in again[1].text.splitlines() if line.startswith("restored at"))
     if shadow:
         assert 9 <= int(begun) <= max(before) + 1
     start = int(begun) if begun != "None" else 0

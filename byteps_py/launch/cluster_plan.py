@@ -119,6 +119,7 @@ def _scheduler(common: Mapping[str, str], restarts: int) -> ProcessSpec:
         env,
         is_vital=False,
         restarts=restarts,
+        waits_for_address=True,
         retry_status=UNUSABLE_STATUS,
         hopeless_status=NO_JOURNAL_STATUS,
     )

@@ -49,7 +49,15 @@ def role_plan(
         argv = service_argv("scheduler")
         env = {"DMLC_ROLE": role}
         return [
-            ProcessSpec("the scheduler", ProcessKind.MAIN, "scheduler", argv, env, restarts=scheduler_restarts(environ))
+            ProcessSpec(
+                "the scheduler",
+                ProcessKind.MAIN,
+                "scheduler",
+                argv,
+                env,
+                restarts=scheduler_restarts(environ),
+                waits_for_address=True,
+            )
         ]
     if role == "server":
         require(environ, "num_workers", "num_servers", "scheduler_host", "scheduler_port")

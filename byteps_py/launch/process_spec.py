@@ -31,6 +31,7 @@ class ProcessSpec:
     is_replaceable: bool = False  # a service whose work others take over
     restarts: int = 0  # how often it is started again if a signal killed it while the ranks ran
     again_status: int | None = None  # … or if it ended with this exit status
+    waits_for_address: bool = False  # … or, from the second time on, if it can't use its address
     retry_status: int | None = None  # this exit status, before any other process ended: start the whole job over
     hopeless_status: int | None = None  # … and this one: the job can't begin, now or later
 

@@ -30,6 +30,8 @@ from byteps_py.launch.process_spec import ProcessKind, ProcessSpec
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 #: Signals that only the ranks can have a meaning for; passed on, nothing else happens.
 USER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+#: Between two attempts to start a scheduler whose address is still in use.
+PAUSE_S = 1.0
 #: A wrapper that forwards Ctrl-C makes it arrive twice at once. A second one within this time is not the user's.
 REPEAT_IGNORED_S = 0.2
 
@@ -90,8 +92,7 @@ def exit_code(status: int) -> int:
 class SupervisionPolicy:
     """Decides for one job. Times are in seconds of any steady clock.
 
-    ``code``: the launcher's exit code so far. ``deadline``: when to call ``ticked``. ``retry``: start the whole job
-    over.
+    ``code``: the launcher's exit code so far. ``retry``: start the whole job over.
 
     ``elastic``: the other ranks go on without one that failed, and the job succeeds if one rank does. ``is_part``:
     other launchers run the rest of the job; if it is elastic, it goes on without the ranks of this one, and SIGTERM
@@ -108,7 +109,8 @@ class SupervisionPolicy:
         is_part: bool = False,
     ) -> None:
         self.code = 0
-        self.deadline: float | None = None
+        self._phase_ends: float | None = None
+        self._starts_again: dict[str, float] = {}  # what is to be started again after a pause: when
         self.retry = False
         self.phase = Phase.RUNNING
         self._grace_s, self._own_error_s, self._drain_s = grace_s, own_error_s, drain_s
@@ -121,8 +123,14 @@ class SupervisionPolicy:
         self._signalled_at: float | None = None
         self._stop_signals: set[int] = set()
         self._restarted: dict[str, int] = {}  # how often, by name
+        self._last: dict[str, int] = {}  # the last status of what was started again, by name
         self._is_headless = False  # the scheduler has ended: the services do not hear from it that the job is over
         self._reason_code = 0  # the exit code for ranks that end by a signal of this launcher
+
+    @property
+    def deadline(self) -> float | None:
+        """When to call ``ticked``."""
+        return min((due for due in (self._phase_ends, *self._starts_again.values()) if due is not None), default=None)
 
     @property
     def finished(self) -> bool:
@@ -134,6 +142,13 @@ class SupervisionPolicy:
         if self._goes_on(self._alive[name], status):
             again = self._restarted[name] = self._restarted.get(name, 0) + 1
             count = f"{again} of at most {self._alive[name].restarts} times"
+            if status == UNUSABLE_STATUS:
+                self._starts_again[name] = now + PAUSE_S
+                text = f"{name} {describe(status)}; starting it again every {PAUSE_S:g} s ({count})"
+                said = [] if self._last.get(name) == status else [Say(text)]
+                self._last[name] = status
+                return [*said]
+            self._last[name] = status
             return [Say(f"{name} {describe(status)}; starting it again ({count})"), Start(name)]
         spec = self._alive.pop(name)
         if spec.kind is ProcessKind.SERVICE:
@@ -177,7 +192,12 @@ class SupervisionPolicy:
 
     def ticked(self, now: float) -> list[Action]:
         """Time has passed."""
-        if self.finished or self.deadline is None or now < self.deadline:
+        due = [name for name, due_s in self._starts_again.items() if now >= due_s]
+        for name in due:
+            del self._starts_again[name]
+        if due:
+            return [Start(name) for name in due]
+        if self.finished or self._phase_ends is None or now < self._phase_ends:
             return []
         late = ", ".join(self._alive)
         match self.phase:
@@ -200,13 +220,17 @@ class SupervisionPolicy:
                 text = f"{late} did not end within {self._grace_s:g} s; killing"
                 return [Say(text), *self._kill_all(now)]
             case _:
-                self.phase, self.deadline = Phase.OVER, None
+                self.phase, self._phase_ends = Phase.OVER, None
                 self.code = self.code or 1
                 return [Say(f"{late} could not be killed: the system holds it in an uninterruptible wait")]
 
     def _goes_on(self, spec: ProcessSpec, status: int) -> bool:
-        """True if it is to be started again: it was killed or given up, and had not been asked to end."""
+        """True if it is to be started again: it was killed or given up, and had not been asked to end; or it has been
+        started again, and its address is in use: whoever has it may go."""
         was_killed = (status < 0 and -status not in ENDING_SIGNALS) or status == spec.again_status
+        was_killed = was_killed or (
+            status == UNUSABLE_STATUS and spec.waits_for_address and spec.name in self._restarted
+        )
         return self.phase is Phase.RUNNING and was_killed and self._restarted.get(spec.name, 0) < spec.restarts
 
     def _main_exited(self, spec: ProcessSpec, status: int, now: float) -> list[Action]:
@@ -295,8 +319,12 @@ class SupervisionPolicy:
         return self._send(tuple(self._alive), signal.SIGKILL)
 
     def _enter(self, phase: Phase, now: float, seconds: float | None = None) -> None:
+        for name in self._starts_again:  # nothing is started any more
+            if self._alive.pop(name).kind is ProcessKind.MAIN:
+                self.code = self.code or self._reason_code
+        self._starts_again.clear()
         self.phase = phase
-        self.deadline = now + (self._grace_s if seconds is None else seconds)
+        self._phase_ends = now + (self._grace_s if seconds is None else seconds)
 
     def _dismissed(self) -> tuple[str, ...]:
         return tuple(name for name, spec in self._alive.items() if spec.is_dismissed)
