@@ -380,6 +380,113 @@ def in_front() -> None:
     pipe.step(front(own(x)).detach(), own(x), mse)
 
 
+class Drifting(nn.Module):
+    """Its output depends on a buffer that each training pass changes, once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+        self.weight = nn.Parameter(torch.ones(HIDDEN))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.scale = self.scale * 1.25
+        return x * self.weight * self.scale
+
+
+def normalizing(count: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(
+            nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.BatchNorm1d(HIDDEN, momentum=0.3), Drifting(), nn.Tanh())
+            for _ in range(count)
+        )
+    )
+
+
+def gathered_buffers(pipe: bps.parallel.Pipeline) -> dict[str, list[torch.Tensor]]:
+    """Of all ranks, by name."""
+    names = dict(pipe.named_parameters())
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, {name: one.clone() for name, one in pipe.state_dict().items() if name not in names})
+    return {name: [each[name] for each in told if name in each] for name in set().union(*told)}
+
+
+@case
+def batch_norm() -> None:
+    """Buffers are counted once, are the same on all copies, and stay as they are if a step fails."""
+    p = workers()
+    m = 2 * p
+    schedules_ = [("dapple", {}), ("dapple", {"recompute": True}), ("gems", {}), ("gems", {"recompute": True})]
+    for name, options in [*schedules_, *([("chimera", {})] if p % 2 == 0 else [])]:
+        pipe, reference = bps.parallel.Pipeline(normalizing(p), name, m, mesh(), **options), normalizing(p)
+        rng = generator()
+        for _ in range(2):
+            x = torch.randn(4 * m * COPIES, HIDDEN, generator=rng)
+            pipe.step(own(x), own(x), mse)
+            for one in x.chunk(m * COPIES):
+                (mse(reference(one), one) / (m * COPIES)).backward()
+            if COPIES == 1 and name == "dapple":  # the order of a buffer's changes is that of one process
+                check_same(pipe, reference, f"{name} {options}", gradients=True)
+        before = gathered_buffers(pipe)
+        assert len(before) == 4 * p
+        for buffer, copies in before.items():
+            assert all(torch.equal(copies[0], other) for other in copies), buffer
+            if COPIES == 1 and name == "dapple":
+                assert torch.allclose(copies[0], reference.state_dict()[buffer], rtol=0, atol=CLOSE), (buffer, options)
+        with expecting(PipelineError, "the loss function returns one number"):
+            pipe.step(own(x), own(x), lambda output, target: output)
+        with expecting(PipelineError, "the loss function returns one number"):
+            pipe.evaluate(own(x), own(x), lambda output, target: output)  # in training mode
+        after = gathered_buffers(pipe)
+        assert all(
+            torch.equal(one, other) for name in before for one, other in zip(before[name], after[name], strict=True)
+        )
+        pipe.evaluate(own(x), own(x), mse)
+        assert all(torch.equal(each[0], other) for each in gathered_buffers(pipe).values() for other in each)
+        pipe.eval()
+        whole = normalizing(p).eval()
+        whole.load_state_dict({k: v.clone() for k, v in whole_state(pipe).items()})
+        assert abs(pipe.evaluate(own(x), own(x), mse).item() - mse(whole(x), x).item()) <= CLOSE
+
+
+def whole_state(pipe: bps.parallel.Pipeline) -> dict[str, torch.Tensor]:
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, pipe.state_dict())
+    return {name: one for each in told for name, one in each.items()}
+
+
+@case
+def refused_modules() -> None:
+    """What would wait for ranks with other stages, or divide gradients twice, is refused on all ranks at once."""
+    p = workers()
+    bps.init()
+    for norm in (nn.SyncBatchNorm(HIDDEN), bps.SyncBatchNorm(HIDDEN)):
+        with expecting(UsageError, "stage 0: 1 is a SyncBatchNorm over ranks"):
+            layers = perceptrons(p)
+            layers[0].insert(1, norm)
+            bps.parallel.Pipeline(list(layers), "gpipe", 2, mesh())
+    if p % 2 == 0:
+        with expecting(UsageError, "has a BatchNorm, and chimera with more='halving' computes halves"):
+            bps.parallel.Pipeline(normalizing(p), "chimera", p, mesh(), more="halving")
+    norm = nn.BatchNorm1d(HIDDEN)
+    with expecting(UsageError, f"stages 0 and {p - 1} share 1, a BatchNorm1d"):
+        layers = perceptrons(p)
+        layers[0].insert(1, norm)
+        layers[-1].insert(1, norm)
+        bps.parallel.Pipeline(list(layers), "gpipe", 2, mesh())
+    model = perceptrons(p)
+    strategy = bps.sharding.Strategy(sharding_degree=dist.get_world_size())
+    bps.sharding.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy)
+    with expecting(UsageError, "weight is sharded, with SGD, and both a Pipeline and shard() divide"):
+        bps.parallel.Pipeline(model, "gpipe", 2, mesh())
+    model = perceptrons(p)
+    pipe = bps.parallel.Pipeline(model, "gpipe", 2, mesh())
+    with expecting(UsageError, "weight is in a Pipeline"):
+        stage = nn.ModuleList(pipe.stages.values())
+        bps.sharding.shard(stage, torch.optim.SGD(stage.parameters(), lr=0.1), strategy)
+
+
 class Stashing(nn.Module):
     stashes = ("early",)
 

@@ -17,11 +17,13 @@ from byteps_py.parallel.multimodal.encoded_images import EncodedImages
 from byteps_py.parallel.multimodal.model import MultimodalModel
 from byteps_py.parallel.multimodal.placed_encoder import PlacedEncoder, images_of
 from byteps_py.parallel.multimodal.placement import EncoderPlacement
+from byteps_py.parallel.pipe.buffers import normalizes_batches
 from byteps_py.parallel.pipe.losses import Losses, LossFunction, Outcome
 from byteps_py.parallel.pipe.micro_batches import parts_of
 from byteps_py.parallel.pipe.pipeline import Pipeline
 from byteps_py.parallel.pipe.program import Program
 from byteps_py.parallel.pipe.split import SplitModel
+from byteps_py.parallel.pipe.stage_checks import check_modules
 from byteps_py.parallel.pipe.synchronisation import SyncMode
 from byteps_py.parallel.tensor.plan import sharded_parameters
 from byteps_py.parallel.tensor.shard import Shard
@@ -92,19 +94,27 @@ class MultimodalPipeline(Pipeline):
         #: Where the encoder runs.
         self.placement = EncoderPlacement.of(placement)
         if self.placement is not EncoderPlacement.FIRST_STAGE:
-            self._placed = PlacedEncoder(model.encoder, self.placement, self._layout, self._workers, self._all, images)
+            check_modules(self._layout, {"the image encoder": model.encoder})
+            if self.program.parts_of_micro_batch > 1 and normalizes_batches(model.encoder):
+                raise UsageError(
+                    "the image encoder has a BatchNorm, and more='halving' computes halves of micro-batches, whose "
+                    "statistics are others: choose more='direct' or 'doubling'"
+                )
+            self._placed = PlacedEncoder(
+                model.encoder, self.placement, self._layout, self._workers, self._all, images, self._buffers
+            )
             self._first_holder |= {_ENCODER + name: 0 for name, _ in model.encoder.named_parameters()}
 
     # ---- training ------------------------------------------------------------------------------------------
 
     def evaluate(self, inputs: Any, targets: Any, loss_fn: LossFunction) -> torch.Tensor:
         """As Pipeline.evaluate; ``inputs``: (images, text)."""
-        with torch.no_grad(), self._encoded(inputs):
+        with torch.no_grad(), self._buffers.kept_if_it_fails(), self._encoded(inputs):
             return super().evaluate(inputs, targets, loss_fn)
 
     def outputs(self, inputs: Any) -> dict[int, Any]:
         """As Pipeline.outputs; ``inputs``: (images, text)."""
-        with torch.no_grad(), self._encoded(inputs):
+        with torch.no_grad(), self._buffers.kept_if_it_fails(), self._encoded(inputs):
             return super().outputs(inputs)
 
     # ---- the module ----------------------------------------------------------------------------------------

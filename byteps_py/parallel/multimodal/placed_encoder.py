@@ -17,9 +17,11 @@ from byteps_py.errors import UsageError
 from byteps_py.parallel.multimodal.encoded_images import EncodedImages
 from byteps_py.parallel.multimodal.model import checked_tokens, count_images
 from byteps_py.parallel.multimodal.placement import EncoderPlacement
+from byteps_py.parallel.pipe.buffers import PipelineBuffers, normalizes_batches
 from byteps_py.parallel.pipe.failures import raise_failures
 from byteps_py.parallel.pipe.groups import new_groups
 from byteps_py.parallel.pipe.layout import PipelineLayout
+from byteps_py.parallel.pipe.micro_batches import cut
 from byteps_py.parallel.pipe.replicas import ReplicatedParameters
 from byteps_py.parallel.pipe.trees import flatten, unflatten
 from byteps_py.parallel.tensor.regions import all_gathered, rank_in, reduce_scattered
@@ -51,6 +53,7 @@ class PlacedEncoder:
         workers: dist.ProcessGroup,
         everyone: dist.ProcessGroup,
         images: EncodedImages,
+        buffers: PipelineBuffers,
     ) -> None:
         self._placement, self._layout = placement, layout
         self._workers, self._everyone, self._images = workers, everyone, images
@@ -66,7 +69,10 @@ class PlacedEncoder:
         if group is not None and encodes:
             named = dict(module.named_parameters())
             self._replicas = ReplicatedParameters(list(named), list(named.values()), group)
-            self._replicas.broadcast(layout.rank_of_first((0,)), module.buffers())
+            self._replicas.broadcast(layout.rank_of_first((0,)))
+            buffers.share(module, layout.rank_of_first((0,)), group)
+        if encodes:
+            buffers.add(module)
 
     def encode(self, inputs: Any, parts: int) -> None:
         """Encode the images of a step, for ``parts`` parts of it; all ranks then hold the tokens of all images of their
@@ -152,7 +158,18 @@ class PlacedEncoder:
                 )
             tensors, structure = flatten(images)
             images = unflatten([one.chunk(workers)[rank_in(self._workers)] for one in tensors], structure)
-        tokens = checked_tokens(module(images), images)
+            if normalizes_batches(module) and parts % workers:
+                raise UsageError(
+                    f"the image encoder has a BatchNorm, so it encodes the images of one micro-batch at a time, and "
+                    f"{parts} micro-batches can't be dealt out to {workers} workers: give a multiple, choose another "
+                    "placement, or set the encoder to eval()"
+                )
+        if normalizes_batches(module):
+            own = parts // workers if self._is_replicated else parts
+            pieces = cut(images, own, "images")
+            tokens = torch.cat([checked_tokens(module(piece), piece) for piece in pieces])
+        else:
+            tokens = checked_tokens(module(images), images)
         if tokens.dim() > _MOST_DIMENSIONS or tokens.dtype not in _DTYPES:
             raise UsageError(
                 f"the image encoder returned {tokens.dtype} with {tokens.dim()} dimensions: image tokens have up to "

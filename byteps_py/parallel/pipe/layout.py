@@ -85,6 +85,10 @@ class PipelineLayout:
         """The rank of the first of ``workers`` in the first copy."""
         return int(self.ranks[self.own[0], 0, min(workers)])
 
+    def copies_of_this_worker(self) -> list[int]:
+        """The ranks of this worker in all copies."""
+        return [int(rank) for rank in self.ranks[self.own[0], :, self.own[2]]]
+
     def copies_of_workers(self) -> list[list[int]]:
         """The ranks of each copy, of all pipelines of the layout."""
         return [row for other in self.ranks.tolist() for row in other]

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from byteps_py.errors import PipelineError, UsageError
 from byteps_py.parallel.gradients import partial_norms, scale_gradients, total_norm
 from byteps_py.parallel.mesh.device_mesh import Mesh
+from byteps_py.parallel.pipe.buffers import PipelineBuffers
 from byteps_py.parallel.pipe.failures import raise_failures
 from byteps_py.parallel.pipe.groups import PipelineGroups, holders_of
 from byteps_py.parallel.pipe.layout import PipelineLayout, check_process_groups
@@ -32,6 +33,7 @@ from byteps_py.parallel.pipe.transfers import Ends, ReceivingChannel, SendingCha
 from byteps_py.parallel.pipe.trees import flatten
 from byteps_py.parallel.pipe.weight_versions import EndlessActions, WeightVersions
 from byteps_py.parallel.pipe.wide_gradients import WideGradient, can_widen
+from byteps_py.parallel.sharding.sharded_parameters import note_in_pipeline
 from byteps_py.parallel.tensor.plan import sharded_parameters, tensor_parallel_group
 from byteps_py.parallel.tensor.shard import Shard
 
@@ -106,6 +108,9 @@ class Pipeline:
         self._groups = PipelineGroups.new(layout, plan.program, list(plan.tied_by_workers()))
         self._workers, self._all = self._groups.workers, self._groups.everyone
         self._runner = self._new_runner(own)
+        self._buffers = PipelineBuffers()
+        for module in self.stages.values():
+            self._buffers.add(module)
         self._replicas, self._tied, self._first_holder = self._replicated()
         self._torch: TorchSchedule | None = None
         self._computed = ComputedInputs()
@@ -114,6 +119,7 @@ class Pipeline:
         self._float32_gradients = float32_gradients
         self._stale = self._new_stale_steps() if plan.program.rule is not WeightRule.SYNCHRONOUS else None
         self._plan = plan.of_worker(layout.worker)
+        note_in_pipeline(self.parameters(), self)
 
     # ---- training ------------------------------------------------------------------------------------------
 
@@ -156,7 +162,8 @@ class Pipeline:
             one.widen()
         losses = Losses(loss_fn, scale / (self.program.parts * self._layout.copies))
         try:
-            outcome = self._pass_all(inputs, targets, losses)
+            with self._buffers.kept_if_it_fails():
+                outcome = self._pass_all(inputs, targets, losses)
         except BaseException:
             for one in half:
                 one.discard()
@@ -181,21 +188,24 @@ class Pipeline:
         that is not complete change nothing."""
         if self._stale is not None:
             data = StepData()
-            self._stale.flush(self._runner, data)
-            self._outcome(data, Losses(None, 1.0))
+            with self._buffers.kept_if_it_fails():
+                self._stale.flush(self._runner, data)
+                self._outcome(data, Losses(None, 1.0))
 
     def evaluate(self, inputs: Any, targets: Any, loss_fn: LossFunction) -> torch.Tensor:
         """The loss of forward passes only, on all ranks; see ``step``. Call ``eval()`` before, as for any module."""
         losses = Losses(loss_fn, 1.0)
-        data = self._data(inputs, targets, losses)
-        self._run_forward(data)
-        return self._outcome(data, losses).loss
+        with self._buffers.kept_if_it_fails():
+            data = self._data(inputs, targets, losses)
+            self._run_forward(data)
+            return self._outcome(data, losses).loss
 
     def outputs(self, inputs: Any) -> dict[int, Any]:
         """The outputs of the model, by micro-batch, on the workers that hold the last stage; see ``step``."""
-        data = self._data(inputs, None, None)
-        self._run_forward(data)
-        self._outcome(data, Losses(None, 1.0))
+        with self._buffers.kept_if_it_fails():
+            data = self._data(inputs, None, None)
+            self._run_forward(data)
+            self._outcome(data, Losses(None, 1.0))
         return data.outputs
 
     # ---- the module ----------------------------------------------------------------------------------------
@@ -320,14 +330,15 @@ class Pipeline:
             raise UsageError(f"{self.program.name} changes weights within a step: give the optimizer to step()")
         self._stale.optimizer = optimizer
         losses = Losses(loss_fn, 1.0 / (self._stale.versions.batch * self._layout.copies), may_count=False)
-        data = self._data(inputs, targets, losses, self._stale.parts)
-        self._cut_off(data)
-        self._stale.run(self._runner, data, self.program.micro_batches)
-        try:
-            return self._outcome(data, losses).loss
-        except PipelineError:
-            self._stale.fail(self._runner, StepData())
-            raise
+        with self._buffers.kept_if_it_fails():
+            data = self._data(inputs, targets, losses, self._stale.parts)
+            self._cut_off(data)
+            self._stale.run(self._runner, data, self.program.micro_batches)
+            try:
+                return self._outcome(data, losses).loss
+            except PipelineError:
+                self._stale.fail(self._runner, StepData())
+                raise
 
     def _run_forward(self, data: StepData) -> None:
         own = self.program.workers[self._layout.worker]
@@ -382,16 +393,19 @@ class Pipeline:
         return parts_of(inputs, self.program.micro_batches, self.program.parts_of_micro_batch, "inputs")
 
     def _outcome(self, data: StepData, losses: Losses) -> Outcome:
-        """The sums over all ranks. Raises PipelineError if one of them has failed."""
+        """The sums over all ranks. Then copies of a stage have the same buffers. Raises PipelineError if one of the
+        ranks has failed."""
         own = torch.tensor(
-            [losses.total, losses.count, losses.counted, data.error is not None],
+            [losses.total, losses.count, losses.counted, data.error is not None, self._buffers.have_changed],
             dtype=torch.float64,
             device=self._device,
         )
         dist.all_reduce(own, group=self._all)
-        total, count, counted, failed = own.tolist()
+        total, count, counted, failed, changed = own.tolist()
         if failed:
             raise_failures(data.error, self._all)
+        if changed:
+            self._buffers.make_equal()
         loss = torch.tensor(total / count if count else 0.0, dtype=torch.float64, device=self._device)
         return Outcome(loss, count, bool(counted))
 
@@ -439,9 +453,10 @@ class Pipeline:
             first_holder |= dict.fromkeys(names, min(workers))
             group = self._groups.stages.get(stage)
             if group is not None:
-                module = self.stages[stage]
+                source = self._layout.rank_of_first(workers)
                 replicas[stage] = ReplicatedParameters(list(names), list(names.values()), group)
-                replicas[stage].broadcast(self._layout.rank_of_first(workers), module.buffers())
+                replicas[stage].broadcast(source)
+                self._buffers.share(self.stages[stage], source, group)
         tied = []
         for workers, some in self._plan.tied_by_workers().items():
             if self._layout.worker in workers:

@@ -22,6 +22,7 @@ from byteps_py.parallel.pipe.program import Program, WeightRule
 from byteps_py.parallel.pipe.schedules import OF_TORCH, make
 from byteps_py.parallel.pipe.skips import declared
 from byteps_py.parallel.pipe.split import SplitModel, split
+from byteps_py.parallel.pipe.stage_checks import check_stages
 from byteps_py.parallel.pipe.stage_runner import MAIN
 from byteps_py.parallel.pipe.synchronisation import SyncMode, reductions
 
@@ -104,6 +105,7 @@ def make_plan(
     for _, stage in schedule.stages_of(layout.worker):
         if modules[stage] is None:
             raise UsageError(f"worker {layout.worker} holds stage {stage}, but its module is None")
+    check_stages(layout, schedule, modules)
     tied = _tied(modules)
     if tied and schedule.rule is not WeightRule.SYNCHRONOUS:
         name = next(iter(tied.values())).names[0]

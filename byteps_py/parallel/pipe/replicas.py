@@ -7,7 +7,7 @@ orders, and the sums of one group never wait for those of another. One thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -64,10 +64,10 @@ class ReplicatedParameters:
         self._under_way.clear()
         self.is_due = True
 
-    def broadcast(self, source: int, buffers: Iterable[torch.Tensor] = ()) -> None:
+    def broadcast(self, source: int) -> None:
         """Give all ranks the values of rank ``source``."""
-        for tensor in (*(parameter.data for parameter in self.parameters), *buffers):
-            dist.broadcast(tensor, source, group=self.group)
+        for parameter in self.parameters:
+            dist.broadcast(parameter.data, source, group=self.group)
 
 
 def _dense(parameter: nn.Parameter) -> torch.Tensor:

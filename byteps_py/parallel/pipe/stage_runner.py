@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from byteps_py.parallel.pipe import skips
+from byteps_py.parallel.pipe.buffers import SavedBuffer, as_before, saved_buffers
 from byteps_py.parallel.pipe.stage_inputs import StageInput, begin_graph, cloned
 from byteps_py.parallel.pipe.trees import described, flatten, unflatten
 
@@ -98,15 +99,19 @@ class StageRunner:
         value = inputs[MAIN]
         incoming = {name: tensor for name, tensor in inputs.items() if name != MAIN}
 
+        before: list[SavedBuffer] = []  # those that the forward pass has changed, once it has ended
+
         def run(value: Any, incoming: dict[str, torch.Tensor]) -> tuple[Any, dict[str, torch.Tensor]]:
             if repeats:  # from the same values, also if the stage changes its inputs in place
                 value, incoming = cloned(value), cloned(incoming)
-            with skips.forward_pass(incoming, self.stashes) as outgoing:
+            with as_before(before), skips.forward_pass(incoming, self.stashes) as outgoing:
                 result = apply(self.module, value)
             return result, outgoing
 
         if repeats:
+            saved = saved_buffers([self.module])
             result, outgoing = checkpoint(run, value, incoming, use_reentrant=False)
+            before += [one for one in saved if one.has_changed]
         else:
             result, outgoing = run(value, incoming)
         return {MAIN: result, **outgoing}

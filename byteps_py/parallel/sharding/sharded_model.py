@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from byteps_py.errors import MismatchError, UsageError
 from byteps_py.parallel.mesh.device_mesh import Mesh
@@ -21,10 +20,8 @@ from byteps_py.parallel.sharding.options import READ_SUBMODULES, ShardOptions
 from byteps_py.parallel.sharding.owners import assign_owners
 from byteps_py.parallel.sharding.segments import NamedParameter, SegmentMemory
 from byteps_py.parallel.sharding.sharded_optimizer import ShardedOptimizer, ShardedParts
+from byteps_py.parallel.sharding.sharded_parameters import is_in_pipeline, note_sharded, sharded_with
 from byteps_py.parallel.sharding.strategy import Strategy
-
-#: Parameters that a sharded optimizer has, and its class's name.
-_SHARDED: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def shard(
@@ -116,8 +113,7 @@ def shard(
     model.register_state_dict_post_hook(lambda *_: gathering.release())
     model.register_load_state_dict_pre_hook(lambda *_: gathering.hold())
     model.register_load_state_dict_post_hook(lambda *_: gathering.release())
-    for parameter in named.values():
-        _SHARDED[parameter] = type(optimizer).__name__
+    note_sharded(named.values(), type(optimizer).__name__)
     return sharded
 
 
@@ -145,8 +141,13 @@ def _check_parameters(named: dict[str, nn.Parameter], optimizer: torch.optim.Opt
             raise UsageError(f"{name} is sparse or has no values yet (meta device, lazy module): shard() needs values")
         if parameter.grad is not None:
             raise UsageError(f"{name} has a gradient: call shard() before the first backward pass")
-        if parameter in _SHARDED:
-            raise UsageError(f"{name} is already sharded, with {_SHARDED[parameter]}: a parameter has one optimizer")
+        if (other := sharded_with(parameter)) is not None:
+            raise UsageError(f"{name} is already sharded, with {other}: a parameter has one optimizer")
+        if is_in_pipeline(parameter):
+            raise UsageError(
+                f"{name} is in a Pipeline, and both a Pipeline and shard() divide and sum gradients: give the Pipeline "
+                "a mesh with 'dp', or use FSDP2 for its copies (examples/llama.py)"
+            )
     known = {id(one) for one in named.values()}
     for group in optimizer.param_groups:
         for one in group["params"]:

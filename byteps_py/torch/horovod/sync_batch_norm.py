@@ -62,6 +62,12 @@ class SyncBatchNorm(_BatchNorm):
         # All ranks construct layers in the same order, as they do optimizers.
         self._name = contexts.current().claim(prefix_of(process_set, "SyncBatchNorm"))
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks whose batches it normalizes together."""
+        group = group_of(self._process_set or global_process_set)
+        return tuple(group) or tuple(range(contexts.current().session.size))
+
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:
             raise UsageError(f"SyncBatchNorm: expected at least 2D input (got {input.dim()}D input)")

@@ -1,0 +1,140 @@
+"""Buffers of a pipeline's modules, such as the running statistics of BatchNorm: the same on all copies of a stage, and
+as they were if a step fails. One thread.
+
+Copies of a stage (pipes of Chimera and GEMS, data-parallel copies) see other micro-batches, so their statistics differ
+during a step. At its end all take those of the first copy, as with torch's DistributedDataParallel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+
+#: Larger buffers, such as masks, are not copied in order to take changes back.
+_MOST_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class SavedBuffer:
+    """A buffer before a forward pass. ``value``: a copy; None if it is large."""
+
+    owner: nn.Module
+    name: str
+    tensor: torch.Tensor
+    version: int
+    value: torch.Tensor | None
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether the forward pass has changed it. Norms change theirs in a way that tensors do not count."""
+        norm = isinstance(self.owner, _NormBase) and self.owner.training
+        return norm or self.owner._buffers.get(self.name) is not self.tensor or self.tensor._version != self.version
+
+    def restore(self) -> None:
+        """Take back what has changed."""
+        if self.value is not None:
+            self.tensor.data.copy_(self.value)
+            self.owner._buffers[self.name] = self.tensor
+
+
+def saved_buffers(modules: Iterable[nn.Module]) -> list[SavedBuffer]:
+    """Those of ``modules`` and of the modules in them."""
+    return [
+        SavedBuffer(owner, name, buffer, buffer._version, buffer.clone() if buffer.nbytes <= _MOST_BYTES else None)
+        for module in modules
+        for owner in module.modules()
+        for name, buffer in owner._buffers.items()
+        if buffer is not None
+    ]
+
+
+@contextlib.contextmanager
+def as_before(saved: Sequence[SavedBuffer]) -> Iterator[None]:
+    """A forward pass that is repeated sees these buffers, and what it changes does not last."""
+    present = [(one.owner._buffers, one.name, one.owner._buffers[one.name]) for one in saved if one.value is not None]
+    try:
+        for one in saved:
+            if one.value is not None:
+                one.owner._buffers[one.name] = one.value.clone()
+        yield
+    finally:
+        for buffers, name, tensor in present:
+            buffers[name] = tensor
+
+
+def normalizes_batches(module: nn.Module) -> bool:
+    """Whether results of ``module`` depend on which samples are in one batch."""
+    return any(isinstance(one, _BatchNorm) and (one.training or one.running_mean is None) for one in module.modules())
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedBuffers:
+    """The buffers of ``module``, which all ranks of ``group`` hold; those of rank ``source`` count."""
+
+    module: nn.Module
+    source: int
+    group: dist.ProcessGroup
+
+    def broadcast(self) -> None:
+        """Give all ranks the values of rank ``source``, in one message."""
+        buffers = list(self.module.buffers())
+        if not buffers:
+            return
+        sizes = [buffer.nbytes for buffer in buffers]
+        whole = torch.cat([buffer.detach().reshape(-1).view(torch.uint8) for buffer in buffers])
+        dist.broadcast(whole, self.source, group=self.group)
+        if dist.get_rank() != self.source:
+            for buffer, piece in zip(buffers, whole.split(sizes), strict=True):
+                # Autograd may still need what it has kept of other steps: so no change that tensors count.
+                buffer.data.copy_(piece.clone().view(buffer.dtype).view(buffer.shape))
+
+
+@dataclass(slots=True)
+class PipelineBuffers:
+    """Those of all modules of this rank."""
+
+    _modules: list[nn.Module] = field(default_factory=list)
+    _copies: list[CopiedBuffers] = field(default_factory=list)
+    _saved: list[SavedBuffer] | None = None
+
+    def add(self, module: nn.Module) -> None:
+        """A module of this rank."""
+        self._modules.append(module)
+
+    def share(self, module: nn.Module, source: int, group: dist.ProcessGroup) -> None:
+        """A module that the ranks of ``group`` hold. All of them call this, in the same order."""
+        self._copies.append(CopiedBuffers(module, source, group))
+        self._copies[-1].broadcast()
+
+    @contextlib.contextmanager
+    def kept_if_it_fails(self) -> Iterator[None]:
+        """Around the passes of a batch: after an exception, buffers have the values that they had before."""
+        if self._saved is not None:
+            yield  # inside another one
+            return
+        self._saved = saved_buffers(self._modules)
+        try:
+            yield
+        except BaseException:
+            for one in self._saved:
+                if one.has_changed:
+                    one.restore()
+            raise
+        finally:
+            self._saved = None
+
+    @property
+    def have_changed(self) -> bool:
+        """Since the passes of the batch began."""
+        return any(one.has_changed for one in self._saved or ())
+
+    def make_equal(self) -> None:
+        """Give all copies of a stage the same buffers. All ranks of the pipeline call it."""
+        for copies in self._copies:
+            copies.broadcast()
