@@ -7,7 +7,8 @@
     fsdp/                      gathered parameters of FSDP2, once in each machine's memory
     pipe/                      pipelines
     multimodal/                pipelines of text models that attend to images
-    gradients, checkpoint      norms and checkpoints of models in parts
+    checkpoint/                checkpoints of models in parts, and whether copies are equal
+    gradients                  norms of models in parts
     numerics/                  comparing two runs bit by bit
 
 Classes that need torch are imported when they are first used: `bps schedule` needs no torch.
@@ -21,6 +22,7 @@ from byteps_py.lazy_imports import importer
 
 if TYPE_CHECKING:
     from byteps_py.parallel import checkpoint, context, fsdp, mesh, multimodal, numerics, sharding, tensor
+    from byteps_py.parallel.checkpoint.copies import check_copies
     from byteps_py.parallel.gradients import clip_grad_norm_
     from byteps_py.parallel.mesh.device_mesh import Mesh
     from byteps_py.parallel.pipe.micro_batches import MicroBatches
@@ -34,6 +36,7 @@ _HOMES = {
     "Mesh": "byteps_py.parallel.mesh.device_mesh",
     "MicroBatches": "byteps_py.parallel.pipe.micro_batches",
     "Pipeline": "byteps_py.parallel.pipe.pipeline",
+    "check_copies": "byteps_py.parallel.checkpoint.copies",
     "clip_grad_norm_": "byteps_py.parallel.gradients",
     "pop": "byteps_py.parallel.pipe.skips",
     "split": "byteps_py.parallel.pipe.split",
@@ -48,6 +51,7 @@ __all__ = [
     "Mesh",
     "MicroBatches",
     "Pipeline",
+    "check_copies",
     "checkpoint",
     "clip_grad_norm_",
     "context",

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 import byteps_py as bps
-from byteps_py.errors import CheckpointError, UsageError
-from byteps_py.parallel import checkpoint
+from byteps_py.errors import CheckpointError, MismatchError, UsageError
+from byteps_py.parallel import checkpoint, tensor
 
 
 def new_model(seed: int) -> nn.Sequential:
@@ -74,6 +74,39 @@ def fails_alike(folder: Path) -> None:
     checkpoint.load(new_model(1), folder)
 
 
+def compares_copies(folder: Path) -> None:
+    rank = dist.get_rank()
+    model = nn.Sequential(new_model(0), nn.BatchNorm1d(2))
+    bps.parallel.check_copies(model)
+    with torch.no_grad():
+        model[1].running_var += rank
+    with pytest.raises(MismatchError, match=r"buffer '1.running_var': rank 0 has \w+, rank 1 has"):
+        bps.parallel.check_copies(model)
+    checkpoint.save(model, folder)
+    checkpoint.load(model, folder)
+    assert torch.equal(model[1].running_var, torch.ones(2))
+    bps.parallel.check_copies(model)
+    with torch.no_grad():
+        model[0][2].bias[1] += 1e-7 * rank
+        model[1].weight += rank
+    for call in (bps.parallel.check_copies, lambda one: checkpoint.save(one, folder)):
+        with pytest.raises(MismatchError, match=r"parameter '0\.2\.bias': rank 0 has \w+, rank 1 has"):
+            call(model)
+    checkpoint.load(model, folder)
+    bps.parallel.check_copies(model)
+    layer = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
+    plan = {"0": tensor.Column(), "1": tensor.Row()}
+    tensor.parallelize(layer, plan, dist.group.WORLD)
+    dist.broadcast(layer[1].bias.data, 0)
+    bps.parallel.check_copies(layer)
+    with torch.no_grad():
+        layer[0].weight += rank  # ranks have other rows
+        bps.parallel.check_copies(layer)
+        layer[1].bias += rank
+    with pytest.raises(MismatchError, match=r"parameter '1\.bias'"):
+        bps.parallel.check_copies(layer)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("byteps")
@@ -84,6 +117,7 @@ def main() -> None:
     goes_on(folder / "mixed", True, False, False)
     goes_on(folder / "mixed", False, True, False)
     fails_alike(folder / "plain")
+    compares_copies(folder / "copies")
     print("all right", flush=True)
     dist.destroy_process_group()
 

@@ -6,6 +6,7 @@ ranks, other stages and schedules of a pipeline, with FSDP2 or without, and othe
     optimizer_states      and of its optimizer, of whatever kind
     stored_pieces         which pieces of a checkpoint a rank reads, and where they go
     files                 the folder: a manifest with checksums, renamed last
+    copies                whether ranks that should have equal parameters do
     handle                the end of a save in the background
     ranks                 all ranks go on, or all raise the same error
 

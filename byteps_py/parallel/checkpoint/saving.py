@@ -23,7 +23,9 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from byteps_py.errors import CheckpointError
+from byteps_py.log import logger
 from byteps_py.parallel.checkpoint.contents import MODEL, ModelContents
+from byteps_py.parallel.checkpoint.copies import check_saved
 from byteps_py.parallel.checkpoint.files import CheckpointFiles, FileSum
 from byteps_py.parallel.checkpoint.handle import SaveHandle, SaveWork, finish_earlier, under_way
 from byteps_py.parallel.checkpoint.optimizer_states import OptimizerStates
@@ -58,8 +60,9 @@ def save(
             handle before they rely on the checkpoint.
 
     Returns a SaveHandle; it is done unless ``asynchronous``. Raises, on all ranks alike: UsageError for an optimizer
-    with parameters that the model does not have, UnsupportedError for states that can't be saved, and CheckpointError
-    if the folder can't be written, or the disk is full.
+    with parameters that the model does not have, UnsupportedError for states that can't be saved, MismatchError if
+    copies of a parameter differ between ranks (see ``check_copies``), and CheckpointError if the folder can't be
+    written, or the disk is full.
     """
     ranks = Ranks.of(group)
     folder = Path(path).absolute()
@@ -68,6 +71,8 @@ def save(
     contents, states = ranks.together(lambda: _found(model, optimizer, ranks))
     if states is not None:
         states.finish()
+    if (text := check_saved(ranks, contents)) is not None and ranks.rank == 0:
+        logger.warning("%s: copies of a %s; the checkpoint has the first rank's", path, text)
     entries = ranks.together(lambda: _entries(contents, states))
     plan, planner, metadata = _planned(ranks, files, entries, {MODEL + name for name in contents.buffers})
     family = states.family if states is not None else None
