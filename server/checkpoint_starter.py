@@ -54,6 +54,7 @@ class CheckpointStarter:
         self._is_chosen = False
         self._has_states: Callable[[], bool] = lambda: False
         self._has_warned = False
+        self._has_starved = False  # the last program took too long: the next one does not give way
         self._child: subprocess.Popen[Any] | None = None
         self._pidfd = -1
         self._has_torch = _has_torch()
@@ -110,6 +111,7 @@ class CheckpointStarter:
         command = [
             sys.executable, "-P", "-m", "byteps_py.cli", "checkpoint", settings.shadow_dir, "--keep", str(KEPT),
             "--scheduler", settings.scheduler_address, "--with-parent", str(os.getpid()),
+            *(["--normal-priority"] if self._has_starved else []),
         ]  # fmt: skip
         try:
             child = self._child = self._start(command)
@@ -127,7 +129,11 @@ class CheckpointStarter:
     def _give_up(self, child: subprocess.Popen[Any], limit_s: float) -> None:
         if child is self._child:
             folder = self._settings.shadow_dir
-            logger.warning("a checkpoint was not written to %s within %g s: given up", folder, limit_s)
+            logger.warning(
+                "a checkpoint was not written to %s within %g s: given up. The disk or the network is slow, or this "
+                "machine is busy; the next one is written with the normal priority", folder, limit_s,
+            )  # fmt: skip
+            self._has_starved = True
             child.kill()
 
     def _ended(self) -> None:
@@ -140,6 +146,8 @@ class CheckpointStarter:
                 how = signal.Signals(-child.returncode).name
             folder = self._settings.shadow_dir
             logger.warning("no checkpoint was written to %s: bps checkpoint ended with %s", folder, how)
+        else:
+            self._has_starved = False
         self._forget()
 
     def _forget(self) -> None:

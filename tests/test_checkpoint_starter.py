@@ -115,6 +115,9 @@ def test_a_program_that_hangs_is_ended(loop: EventLoop, caplog: pytest.LogCaptur
     assert programs.children[0].returncode == -9
     assert "a checkpoint was not written to /data within 0.1 s" in caplog.text
     assert "ended with SIGKILL" in caplog.text
+    # At the lowest priority it may get no processor at all on a busy machine.
+    assert ["--normal-priority" in command for command in programs.commands[:2]] == [False, True]
+    assert "the next one is written with the normal priority" in caplog.text
 
 
 def test_a_job_without_cpu_machines_is_told(loop: EventLoop, caplog: pytest.LogCaptureFixture) -> None:

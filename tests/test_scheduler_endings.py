@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from support.scheduler_core import CPU, running, server, worker
 
+from byteps_py.cli.status import to_text
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler import job as states
 from byteps_py.scheduler.job import END_LINGER_S, FAILED_LINGER_S
@@ -219,3 +220,16 @@ def test_stop_tells_everyone_to_leave_and_is_no_failure() -> None:
     finish = cluster.core.finished(cluster.now)
     assert finish is not None
     assert (finish.exit_status, finish.reason) == (0, "stopped: enough")
+
+
+def test_status_says_what_a_shadow_survives() -> None:
+    cluster, (a, b), _ = running(k=1)
+    assert "shadow" not in to_text(cluster.core.status(cluster.now))
+    survives = "the loss of all GPU machines"
+    for worker_, step in ((a, 12), (b, 11)):
+        shadow = pb.ShadowProtection(step=step, survives=survives)
+        cluster.say(worker_, heartbeat=pb.Heartbeat(shadow=shadow))
+    assert f"shadow: step 11 held, survives {survives}" in to_text(cluster.core.status(cluster.now))
+    cluster.say(a, heartbeat=pb.Heartbeat(shadow=pb.ShadowProtection(survives="nothing")))
+    text = "shadow: no step held: states are being copied, survives nothing"
+    assert text in to_text(cluster.core.status(cluster.now))

@@ -138,6 +138,22 @@ def test_states_are_copied_after_the_first_step_and_steps_follow() -> None:
     assert kinds(machine.hold(second[2:])) == ["ReleaseMemory", "TellHeld"]
 
 
+def test_a_step_can_be_restored_once_all_states_have_a_copy() -> None:
+    machine = Machine()
+    assert machine.core.restorable_step == 0
+    first = machine.make_step()
+    machine.hold(first[:2])
+    assert machine.core.restorable_step == 0  # one of two partitions is copied
+    machine.hold(first[2:])
+    assert machine.core.restorable_step == 1
+    machine.hold(machine.make_step())
+    assert machine.core.restorable_step == 2
+    machine.core.change(topology(machines=2, epoch=2))  # its server is gone
+    assert machine.core.restorable_step == 0
+    machine.core.end(machine.parts)
+    assert machine.core.restorable_step is None
+
+
 def test_a_step_is_held_only_once_all_its_partitions_have_made_it() -> None:
     machine = Machine()
     machine.follow()

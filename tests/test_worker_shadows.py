@@ -60,3 +60,24 @@ def test_it_is_said_once_that_the_last_server_is_gone(caplog: pytest.LogCaptureF
     shadows.change(topology(1, 1, epoch=5))
     shadows.change(topology(1, 0, epoch=6))
     assert caplog.text.count("no server of another machine is left") == 2
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "survives", "survived"),
+    [
+        ((2, 1), (2, 0), "nothing", "the loss of all GPU machines"),
+        ((3, 1), (3, 0), "the loss of one GPU machine of an elastic job", "the loss of all GPU machines"),
+        ((3, 0), (2, 0), "nothing", "the loss of one GPU machine of an elastic job"),
+        ((2, 0), (2, 1), "the loss of all GPU machines", "nothing"),
+    ],
+)
+def test_protection_that_changes_is_said_both_ways(
+    caplog: pytest.LogCaptureFixture, before: tuple[int, int], after: tuple[int, int], survives: str, survived: str
+) -> None:
+    shadows = watching(topology(*before))
+    caplog.clear()
+    shadows.change(topology(*before, epoch=2))
+    assert not caplog.text
+    shadows.change(topology(*after, epoch=3))
+    assert f"survive {survives} (they survived {survived})" in caplog.text
+    assert shadows.protection == pb.ShadowProtection(step=0, survives=survives)

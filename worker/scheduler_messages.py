@@ -107,6 +107,7 @@ def heartbeat(
         waiting=waiting,
         ranks=group.executor.pace.report(group.executor.ranks) if group is not None else (),
         servers=network.pace.report() if network is not None else (),
+        shadow=group.requests.hosting.shadows.protection if group is not None else None,
     )
 
 

@@ -31,6 +31,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--every", type=float, metavar="SECONDS", help="write one after another until the job ends")
     parser.add_argument("--keep", type=int, metavar="N", help="remove all but the newest N; default: keep all")
     parser.add_argument("--with-parent", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--normal-priority", action="store_true", help=argparse.SUPPRESS)
     add_job_arguments(parser)
     parser.set_defaults(handler=run)
 
@@ -48,7 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
         from byteps_py.launch.process_guard import die_with
 
         die_with(arguments.with_parent)()
-        os.nice(_NICENESS)
+        if not arguments.normal_priority:
+            os.nice(_NICENESS)
         say = logger.info
     configure(settings.log_level, "checkpoint")
     try:

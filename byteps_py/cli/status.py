@@ -128,6 +128,9 @@ def to_text(reply: pb.StatusReply) -> str:
         lines.append(f"the scheduler was started again {times}")
     lines += [f"stalled: {sentence}" for sentence in facts["stalled"]]
     lines += [f"slow: {sentence}" for sentence in facts["slow"]]
+    if shadow := facts["shadow"]:
+        held = f"step {shadow['step']} held" if shadow["step"] else "no step held: states are being copied"
+        lines.append(f"shadow: {held}, survives {shadow['survives']}")
     rows = [_COLUMNS, *(_row(member) for member in facts["members"])]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
     if len(rows) > 1:

@@ -273,7 +273,13 @@ class SchedulerCore:
             num_servers=self._config.num_servers,
             stalled=self._watch.stalled(),
             slow=self._watch.slow(),
+            shadow=self._shadow(),
         )
+
+    def _shadow(self) -> pb.ShadowProtection:
+        """Of the machine that is behind all others."""
+        said = [each.shadow for each in self._roster.workers() if each.shadow.survives]
+        return min(said, key=lambda each: each.step, default=pb.ShadowProtection())
 
     # ---- one kind of message each ------------------------------------------------------------------------------
 

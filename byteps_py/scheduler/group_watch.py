@@ -163,7 +163,7 @@ class GroupWatch:
         others."""
         if heartbeat.bare:
             return []
-        member.statistics = heartbeat.statistics
+        member.statistics, member.shadow = heartbeat.statistics, heartbeat.shadow
         self._stalls.report(member.id, heartbeat.waiting)
         if not all(pace.rank in member.ranks for pace in heartbeat.ranks):
             raise ProtocolError("its heartbeat has the pace of ranks that are not its own")

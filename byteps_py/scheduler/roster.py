@@ -56,6 +56,7 @@ class MemberRecord:
     epoch: int = 0  # CS: the latest epoch whose placement it has applied
     detector: FailureDetector | None = None  # of its heartbeats; see liveness.py
     statistics: pb.Statistics = field(default_factory=pb.Statistics)
+    shadow: pb.ShadowProtection = field(default_factory=pb.ShadowProtection)
     home: tuple[str, int] = ("", -1)  # of a GPU machine: what its processes have in common, as they registered
 
     def __post_init__(self) -> None:

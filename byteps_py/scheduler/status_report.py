@@ -25,6 +25,7 @@ def to_dict(reply: pb.StatusReply) -> dict[str, Any]:
         "tensor_bytes": reply.tensor_bytes,
         "stalled": list(reply.stalled),
         "slow": list(reply.slow),
+        "shadow": {"step": reply.shadow.step, "survives": reply.shadow.survives} if reply.shadow.survives else None,
         "restarts": reply.restarts,
         "journal": reply.journal,
         "members": [_member(m, total) for m in reply.members],

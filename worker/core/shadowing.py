@@ -226,6 +226,7 @@ class Shadowing(Generic[M]):
         self._seeding_bytes = 0
         self._awaited: dict[int, Counter[int]] = {}  # by rank: messages and due partitions of each step
         self._recorded: dict[int, deque[int]] = {}  # by rank: steps with a record that are not held
+        self._held: dict[int, int] = {}  # by rank: the latest step that is
         self._set(topology)
 
     def _set(self, topology: Topology) -> None:
@@ -239,6 +240,25 @@ class Shadowing(Generic[M]):
     def servers(self) -> Sequence[int]:
         """Those that keep copies, by member id: of CPU machines, or if there are none of the next GPU machines."""
         return self._servers
+
+    @property
+    def survives(self) -> str:
+        """What the copies survive where they are, in words."""
+        if self._has_spare:
+            return "the loss of all GPU machines"
+        if len(self._servers) == GPU_MACHINES_COPIES:
+            return "the loss of one GPU machine of an elastic job"
+        return "nothing"
+
+    @property
+    def restorable_step(self) -> int | None:
+        """The latest step that is held for all ranks of this machine; 0 if some states have no copy that is in step;
+        None if there are no states."""
+        if not self._pieces:
+            return None
+        if not all(any(copy.state is FOLLOWING for copy in piece.copies) for piece in self._pieces.values()):
+            return 0
+        return min((self._held.get(piece.part.owner, 0) for piece in self._pieces.values()), default=0)
 
     @property
     def is_safe(self) -> bool:
@@ -262,7 +282,7 @@ class Shadowing(Generic[M]):
         if run != self._run:
             actions += self.end([piece.part for piece in self._pieces.values()])
             self._run, self._durable = run, 0
-            self._awaited, self._recorded = {}, {}
+            self._awaited, self._recorded, self._held = {}, {}, {}
         for part, state_bytes in parts:
             piece = self._pieces.get((part.tensor.key, part.index))
             if piece is not None and piece.run == run and _is_same(piece.part, part):
@@ -560,6 +580,7 @@ class Shadowing(Generic[M]):
             held = recorded.popleft()
         if not held:
             return []
+        self._held[rank] = max(held, self._held.get(rank, 0))
         is_whole = all(piece.has_followed for piece in self._pieces.values() if piece.part.owner == rank)
         return [TellHeld(rank, held, is_whole)]
 

@@ -22,6 +22,7 @@ from byteps_py.errors import PeerLostError
 from byteps_py.kernels.step_segments import StepSegment
 from byteps_py.kernels.update_rules import StepKind
 from byteps_py.log import logger
+from byteps_py.proto import control_pb2 as control
 from byteps_py.proto import shadow_pb2 as pb
 from byteps_py.rank_protocol import RankMessageKind
 from byteps_py.shm import Block
@@ -150,13 +151,27 @@ class Shadows:
     def change(self, topology: Topology) -> None:
         """Other servers."""
         self._topology = topology
-        had_servers = bool(self._core.servers)
+        had_servers, survived = bool(self._core.servers), self._core.survives
         self._perform(self._core.change(topology))
-        if self._kinds and had_servers and not self._core.servers:
+        survives = self._core.survives
+        if self._kinds and survives != survived and self._core.servers:
+            logger.warning(
+                "the servers of the job have changed: once states are copied there, the copies that shadow=True asks "
+                "for survive %s (they survived %s)", survives, survived,
+            )  # fmt: skip
+        elif self._kinds and had_servers and not self._core.servers:
             logger.warning(
                 "no server of another machine is left: until there is one again, nothing keeps copies of this "
                 "machine's optimizer states, and no later step can be restored"
             )
+
+    @property
+    def protection(self) -> control.ShadowProtection:
+        """For the scheduler."""
+        step = self._core.restorable_step
+        if step is None:
+            return control.ShadowProtection()
+        return control.ShadowProtection(step=step if self._core.servers else 0, survives=self._core.survives)
 
     # ---- inside ------------------------------------------------------------------------------------------------
 

@@ -50,8 +50,8 @@ class HostedBucket(Bucket):
     untouched_until = "step()"
     touched_remedy = (
         "A hosted optimizer's gradients stay on the rank as they are, and the services clip and unscale their "
-        "averages: call optimizer.clip_grad_norm_(max_norm) instead of torch.nn.utils.clip_grad_norm_, and scaler.unscale_("
-        "optimizer) before it where there is a GradScaler"
+        "averages: call optimizer.clip_grad_norm_(max_norm) instead of torch.nn.utils.clip_grad_norm_, and "
+        "scaler.unscale_(optimizer) before it where there is a GradScaler"
     )
     is_alone = False
     gives: tuple[bool, ...] = ()  # which of them have a gradient

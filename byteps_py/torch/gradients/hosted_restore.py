@@ -71,7 +71,7 @@ def restore(
     shadow.model = model
     reader = shadow.open_reader(context.settings)
     try:
-        found: _Found | Exception | None = broadcast_object(
+        found: _RestorableStep | Exception | None = broadcast_object(
             _find(reader) if context.session.rank == 0 else None, name=f"{optimizer._name}.restorable"
         )
         if isinstance(found, Exception):
@@ -88,7 +88,7 @@ def restore(
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _RestorableStep:
     """A step that can be restored. ``extras``: by rank."""
 
     step: int
@@ -97,12 +97,12 @@ class _Found:
     extras: Mapping[int, bytes]
 
     @classmethod
-    def of(cls, found: Restorable) -> _Found:
+    def of(cls, found: Restorable) -> _RestorableStep:
         extras = {rank: record.extra for rank, record in found.records.items()}
         return cls(found.step, found.common, found.tensors, extras)
 
 
-def _find(reader: ShadowReader) -> _Found | Exception | None:
+def _find(reader: ShadowReader) -> _RestorableStep | Exception | None:
     """The newest step that can be restored; None if there are no states. An error is returned: all ranks raise it."""
     try:
         found = latest_step(reader.describe(_HOLD_S))
@@ -113,7 +113,7 @@ def _find(reader: ShadowReader) -> _Found | Exception | None:
             f"restore(): other machines hold states of an earlier run, but of no step all of them: {found.reason}. Go "
             "on from a checkpoint; without restore(), new states take their place"
         )
-    return _Found.of(found) if found is not None else None
+    return _RestorableStep.of(found) if found is not None else None
 
 
 def _check_parameters(model: torch.nn.Module, optimizer: HostedOptimizerMixin) -> None:
@@ -123,7 +123,9 @@ def _check_parameters(model: torch.nn.Module, optimizer: HostedOptimizerMixin) -
         raise UsageError(f"restore(): parameter {strangers[0]!r} of the optimizer is not one of the model's")
 
 
-def _restore(model: torch.nn.Module, optimizer: HostedOptimizerMixin, reader: ShadowReader, found: _Found) -> None:
+def _restore(
+    model: torch.nn.Module, optimizer: HostedOptimizerMixin, reader: ShadowReader, found: _RestorableStep
+) -> None:
     common = found.common
     groups = optimizer.param_groups
     params = {optimizer._parameter_names[param]: param for group in groups for param in group["params"]}
