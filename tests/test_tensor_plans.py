@@ -10,7 +10,17 @@ from support.breaking import command
 from support.clusters import ROOT
 
 PROGRAM = str(ROOT / "tests" / "programs" / "tensor_plans.py")
-CASES = ("fused_layers", "few_key_heads", "plans_refused", "decorated_refused", "deep_copies", "padding", "losses")
+CASES = (
+    "fused_layers",
+    "few_key_heads",
+    "plans_refused",
+    "decorated_refused",
+    "deep_copies",
+    "padding",
+    "losses",
+    "whole_parameters",
+    "uncovered_refused",
+)
 
 
 @pytest.mark.parametrize(

@@ -231,6 +231,7 @@ def communicates() -> None:
         layer = nn.ModuleDict({"attention": Attention(16, 8, 4), "norm": nn.LayerNorm(16)})
         layer["mlp"] = nn.Sequential(nn.Linear(16, 24), nn.Linear(24, 16))
         chosen = {
+            "norm": tensor.Sequence(),
             "attention": tensor.SharedInput(),
             "attention.[qkv]": tensor.Column(),
             "attention.o": tensor.Row(),

@@ -83,7 +83,8 @@ def beside(plain: nn.Module, plan: dict[str, tensor.Style], sequence_dim: int | 
     with torch.no_grad():
         for parameter in plain.parameters():
             nn.init.normal_(parameter, std=0.3)
-    plan = {"norm": tensor.Sequence(), **plan}
+    if hasattr(plain, "norm"):
+        plan = {"norm": tensor.Sequence(), **plan}
     parallel = tensor.parallelize(copy.deepcopy(plain), plan, group(), sequence_dim=sequence_dim)
     for module in parallel.modules():
         if isinstance(module, Fused):
@@ -342,6 +343,109 @@ def losses() -> None:
             loss.backward()
             assert own.grad is not None
             assert bool((own.grad == 0).all()), own.grad
+
+
+class Normed(nn.Module):
+    """Norms of each query and key, as Qwen3 and Gemma 3 have; perhaps a temperature."""
+
+    def __init__(self, key_heads: int = HEADS, size: int = HEAD_DIM) -> None:
+        super().__init__()
+        self.wq, self.wo = nn.Linear(WIDTH, HEADS * HEAD_DIM), nn.Linear(HEADS * HEAD_DIM, WIDTH)
+        self.wk, self.wv = (nn.Linear(WIDTH, key_heads * HEAD_DIM) for _ in range(2))
+        self.q_norm, self.k_norm = nn.RMSNorm(size), nn.RMSNorm(size)
+        self.register_parameter("temperature", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k = (one.unflatten(-1, (-1, HEAD_DIM)) for one in (self.wq(x), self.wk(x)))
+        q, k = self.q_norm(q).flatten(2), self.k_norm(k).flatten(2)
+        return self.wo(attend(q if self.temperature is None else q * self.temperature, k, self.wv(x)))
+
+
+class Positioned(nn.Module):
+    """A block behind learned positions, with a gain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.zeros(TOKENS, WIDTH))
+        self.gain = nn.Parameter(torch.zeros(()))
+        self.block = Block(GateUp())
+        self.forgotten = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        position = self.position
+        if x.shape[1] < TOKENS:
+            position = position.chunk(ranks())[dist.get_rank()]
+        return self.forgotten(self.gain * self.block(x + position))
+
+
+ATTENTION: dict[str, tensor.Style] = {
+    "*norm": tensor.Sequence(),
+    "inner.wq": tensor.Column(units=HEADS),
+    "inner.w[kv]": tensor.Column(units=HEADS),
+    "inner.wo": tensor.Row(),
+}
+GATED: dict[str, tensor.Style] = {"*.gate_up_proj": tensor.Column(parts=2), "*.down_proj": tensor.Row()}
+
+
+@case
+def whole_parameters() -> None:
+    """Gradients of whole parameters are summed where each rank uses them on its own heads or tokens."""
+    for sequence_dim in (None, 1):
+        for shared in ({}, {"inner": tensor.SharedInput()}):
+            beside(Block(Normed()).double(), {**ATTENTION, **shared}, sequence_dim)
+        unnamed = {key: style for key, style in ATTENTION.items() if key != "*norm"}
+        beside(Block(Normed()).double(), {**unnamed, "inner": tensor.SharedInput()}, sequence_dim)
+        one_key = {key: style for key, style in ATTENTION.items() if key != "inner.w[kv]"}
+        beside(Block(Normed(1)).double(), {**one_key, "inner": tensor.SharedInput()}, sequence_dim)
+        beside(Block(Normed(1)).double(), {**ATTENTION, "inner.w[kv]": tensor.Column(units=1)}, sequence_dim)
+        warm = Block(Normed())
+        warm.inner.temperature = nn.Parameter(torch.zeros(1))
+        named = {**ATTENTION, "inner.temperature": tensor.Replicated(sum_gradients=True)}
+        beside(warm.double(), named, sequence_dim)
+        positioned = {**GATED, "*": tensor.Sequence()}
+        if sequence_dim is None:
+            positioned = {**GATED, "block.norm": tensor.Sequence()}
+        beside(Positioned().double(), positioned, sequence_dim)
+
+
+@case
+def uncovered_refused() -> None:
+    """Before anything changes."""
+    for name in ("position", "gain", "forgotten.weight"):
+        plan: dict[str, tensor.Style] = {
+            **GATED,
+            "block.norm": tensor.Sequence(),
+            "position": tensor.Sequence(),
+            "gain": tensor.Sequence(),
+            "forgotten": tensor.Sequence(),
+        }
+        del plan[name.partition(".")[0]]
+        model = Positioned()
+        refuses(f"{name} has no style", tensor.parallelize, model, plan, group(), sequence_dim=1)
+        assert type(model.block.inner.get_submodule("gate_up_proj")) is nn.Linear
+        assert type(model.forgotten) is nn.LayerNorm
+    for words, model, plan in (
+        ("inner.q_norm.weight is for all heads", Block(Normed(size=WIDTH)), {**ATTENTION, "norm": tensor.Sequence()}),
+        ("inner.wk.weight stays whole", Block(Normed(1)), {"inner.wq": tensor.Column(units=HEADS)}),
+        ("inner.scale stays whole", Block(Normed()), ATTENTION),
+        ("a ParameterList has no forward()", Block(Normed()), {**ATTENTION, "*": tensor.Replicated(True)}),
+    ):
+        inner = model.get_submodule("inner")
+        if "for all heads" in words:
+            inner.wq = nn.Linear(WIDTH, WIDTH)
+            inner.wo = nn.Linear(WIDTH, WIDTH)
+        if "scale" in words:
+            inner.scale = nn.Parameter(torch.ones(1))
+        if "ParameterList" in words:
+            inner.more = nn.ParameterList([nn.Parameter(torch.ones(3))])
+        if "wk" in words:
+            plan["inner.wo"] = tensor.Row()
+        refuses(words, tensor.parallelize, model, plan, group())
+    batch = nn.ModuleDict({"norm": nn.BatchNorm1d(8)})
+    refuses("over many tokens", tensor.parallelize, batch, {"norm": tensor.Sequence()}, group(), sequence_dim=1)
+    nested = nn.ModuleDict({"outer": Block(GateUp())})
+    plan = {**GATED, "outer": tensor.SharedInput(), "outer.inner": tensor.SharedInput()}
+    refuses("would be summed twice", tensor.parallelize, nested, plan, group())
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ styles          how a plan says what becomes of a layer
 plan            parallelize: the style of each layer of a model, by name
 planned_layers  what becomes of each layer, decided before anything changes
 plain_layers    layers with additions that a parallel layer would not have
+whole_parameters which parameters that stay whole have partial gradients
 fused_layers    layers of several parts that a plan would cut in the wrong places
 cross_entropy   the loss of logits whose columns lie on several ranks
 """
@@ -28,13 +29,14 @@ from byteps_py.parallel.tensor.regions import (
     split_along,
 )
 from byteps_py.parallel.tensor.shard import Shard, padded_vocabulary
-from byteps_py.parallel.tensor.styles import Column, Embedding, Row, Sequence, SharedInput, Style
+from byteps_py.parallel.tensor.styles import Column, Embedding, Replicated, Row, Sequence, SharedInput, Style
 
 __all__ = [
     "Column",
     "ColumnParallelLinear",
     "CrossEntropyOptions",
     "Embedding",
+    "Replicated",
     "Row",
     "RowParallelLinear",
     "Sequence",

@@ -204,21 +204,31 @@ class VocabularyParallelEmbedding(ParallelLayer):
         return f"{self.num_embeddings}, {self.embedding_dim} over {size_of(self.group)} ranks"
 
 
-class SequenceParallel(KeepsGroup):
-    """A mixin: a layer on parts of the sequence, whose parameters are the same on all ranks. Their gradients are summed
-    over the ranks. ``sequence_parallel`` makes the classes."""
+class SummedGradients(KeepsGroup):
+    """A mixin: a layer that each rank uses on its own tokens or heads, with parameters that are the same on all ranks.
+    Their gradients are summed over the ranks. ``sum_gradients`` makes the classes."""
+
+    summed: frozenset[str]
 
     def forward(self, *arguments: Any, **others: Any) -> Any:
         """The layer's, with parameters as copies whose gradients are summed."""
         own: dict[str, nn.Parameter | None] = self.__dict__["_parameters"]
-        for name, parameter in own.items():
+        for name in self.summed:
+            parameter = own.get(name)
             if parameter is not None:
                 self.__dict__[name] = copy_to_ranks(parameter, self.group)
         try:
             return super().forward(*arguments, **others)  # type: ignore[misc]
         finally:
-            for name in own:
+            for name in self.summed:
                 self.__dict__.pop(name, None)
+
+
+def sum_gradients(module: nn.Module, names: frozenset[str], group: Group) -> None:
+    """Change ``module`` in place: gradients of these parameters of its own are summed over the ranks of ``group``."""
+    kind = type(module)
+    module.__class__ = type(f"SummedGradients{kind.__name__}", (SummedGradients, kind), {})
+    module.__dict__.update(group=group, summed=names)
 
 
 def sequence_parallel(module: nn.Module, group: Group) -> nn.Module:
@@ -226,9 +236,7 @@ def sequence_parallel(module: nn.Module, group: Group) -> nn.Module:
     alone (norms, linear layers, dropout), with parameters of their own and no submodules' ones. Raises UsageError."""
     if any(True for child in module.children() for _ in child.parameters()):
         raise UsageError(f"{type(module).__name__} has submodules with parameters: name those in the plan instead")
-    kind = type(module)
-    module.__class__ = type(f"SequenceParallel{kind.__name__}", (SequenceParallel, kind), {})
-    module.__dict__["group"] = group
+    sum_gradients(module, frozenset(name for name, _ in module.named_parameters(recurse=False)), group)
     return module
 
 

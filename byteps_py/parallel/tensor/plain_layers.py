@@ -27,7 +27,10 @@ def check_plain(name: str, module: nn.Module) -> None:
 
 def _added(module: nn.Module, kind: type[nn.Module]) -> str | None:
     if parametrize.is_parametrized(module):
-        return f"has parametrizations ({', '.join(module.parametrizations)})"
+        names = [
+            name for name, _ in module.named_modules() if name.count(".") == 1 and name.startswith("parametrizations.")
+        ]
+        return f"has parametrizations ({', '.join(name.partition('.')[2] for name in names)})"
     if type(module) is not kind:
         return f"is a {type(module).__module__}.{type(module).__qualname__}, a subclass of nn.{kind.__name__}"
     if "forward" in module.__dict__:
@@ -43,6 +46,6 @@ def _added(module: nn.Module, kind: type[nn.Module]) -> str | None:
         if type(parameter.data) is not torch.Tensor or type(parameter) is not nn.Parameter:
             found = type(parameter.data if type(parameter) is nn.Parameter else parameter).__name__
             return f"has a {own} that is a {found} (call parallelize before fully_shard or quantization)"
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             return f"has hooks of its {own} (call parallelize before wrappers and hooks)"
     return None

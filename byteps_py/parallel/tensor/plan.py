@@ -27,11 +27,12 @@ import torch
 from torch import nn
 
 from byteps_py.errors import UsageError
-from byteps_py.parallel.tensor.layers import KeepsGroup, ParallelLayer, enter, sequence_parallel
+from byteps_py.parallel.tensor.layers import KeepsGroup, ParallelLayer, enter, sum_gradients
 from byteps_py.parallel.tensor.planned_layers import plan_layers
 from byteps_py.parallel.tensor.regions import Group, size_of
 from byteps_py.parallel.tensor.shard import Shard
-from byteps_py.parallel.tensor.styles import Column, Row, Sequence, SharedInput, Style
+from byteps_py.parallel.tensor.styles import Column, Embedding, Replicated, Row, Sequence, SharedInput, Style
+from byteps_py.parallel.tensor.whole_parameters import summed_parameters
 
 
 def parallelize(
@@ -47,18 +48,24 @@ def parallelize(
             and Row, each rank has a part of the sequence. The embedding cuts it; see ``regions.collect_along`` for a
             model whose output is to be whole.
 
-    Raises UsageError if a pattern matches no layer, a style does not fit its layer, or sizes can't be divided.
+    Each parameter is cut, or stays whole; then its gradient is summed over the ranks where each uses it on its own
+    heads, features or tokens: see Replicated. Raises UsageError if a pattern matches no layer, a style does not fit its
+    layer, sizes can't be divided, or it is unclear how a parameter is used; then nothing has changed.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     chosen = _choose(plan, modules)
     if size_of(group) == 1:
         return model
     planned = plan_layers(modules, chosen, group)
+    summed = summed_parameters(modules, plan, chosen, planned, sequence_dim is not None)
     for module, style in {id(modules[name]): (modules[name], style) for name, style in chosen.items()}.values():
         if isinstance(style, SharedInput):
             module.register_forward_pre_hook(_InputHook(group, sequence_dim), with_kwargs=True)
-        elif isinstance(style, Sequence) and sequence_dim is not None:
-            sequence_parallel(module, group)
+    for module, names in summed:
+        sum_gradients(module, names, group)
+    for module in modules.values():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0  # its fast path in evaluation reads the whole weights of its layers
     made: dict[int, nn.Parameter] = {}
     for one in planned:
         layer = one.build(group, sequence_dim)
@@ -110,12 +117,19 @@ class _InputHook(KeepsGroup):
 
 def _choose(plan: Mapping[str, Style], modules: Mapping[str, nn.Module]) -> dict[str, Style]:
     """The style of each layer, by name, in the order of the model."""
+    parameters = [
+        f"{name}.{own}" if name else own
+        for name, module in modules.items()
+        for own, _ in module.named_parameters(recurse=False)
+    ]
     for pattern, style in plan.items():
         if not isinstance(style, Style):
             raise UsageError(
-                f"the plan has {style!r} for {pattern!r}: use Column, Row, Embedding, SharedInput or Sequence"
+                f"the plan has {style!r} for {pattern!r}: use Column, Row, Embedding, SharedInput, Sequence or "
+                "Replicated"
             )
-        if not fnmatch.filter(modules, pattern):
+        names = [*modules, *(parameters if isinstance(style, (Sequence, Replicated)) else ())]
+        if not fnmatch.filter(names, pattern):
             raise UsageError(f"the plan names {pattern!r}, but the model has no such layer; it has {_some(modules)}")
     chosen: dict[str, Style] = {}
     for name, module in modules.items():
@@ -123,7 +137,7 @@ def _choose(plan: Mapping[str, Style], modules: Mapping[str, nn.Module]) -> dict
         if matching:
             chosen[name] = style = plan[max(matching, key=len)]
             wanted = nn.Linear if isinstance(style, (Column, Row)) else nn.Embedding
-            if not isinstance(style, (SharedInput, Sequence)) and not isinstance(module, wanted):
+            if isinstance(style, (Column, Row, Embedding)) and not isinstance(module, wanted):
                 raise UsageError(
                     f"{name} is a {type(module).__module__}.{type(module).__name__}; the plan's {type(style).__name__} "
                     f"is for {wanted.__name__}" + (_CONV1D if type(module).__name__ == "Conv1D" else "")

@@ -52,8 +52,19 @@ class SharedInput:
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """A layer that treats each token alone, such as a norm. With sequence parallelism it gets a part of the sequence;
-    without, it stays as it is."""
+    """A layer that treats each token alone, such as a norm, or a parameter by its own name. With sequence parallelism
+    it gets a part of the sequence; without, it is one that the plan does not name."""
 
 
-Style = Column | Row | Embedding | SharedInput | Sequence
+@dataclass(frozen=True, slots=True)
+class Replicated:
+    """A layer, or a parameter by its own name, that stays whole on each rank.
+
+    ``sum_gradients``: each rank uses it on heads, features or tokens of its own, as a norm of queries; False: all ranks
+    use it on the same values.
+    """
+
+    sum_gradients: bool
+
+
+Style = Column | Row | Embedding | SharedInput | Sequence | Replicated
