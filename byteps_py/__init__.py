@@ -37,6 +37,10 @@ def __getattr__(name: str) -> Any:
     is_ours = name not in module_aliases.HOMES and importlib.util.find_spec(f"{__name__}.{name}") is not None
     if name.startswith("__") or is_ours:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if importlib.util.find_spec("torch") is None:  # here, so that the traceback ends near the program's line
+        from byteps_py.wording import NO_TORCH
+
+        raise ModuleNotFoundError(NO_TORCH, name="torch")
     value = getattr(importlib.import_module(f"{__name__}.torch"), name)
     globals()[name] = value
     return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 #: The prefix of a job's reason to end if somebody ended it on purpose.
@@ -82,3 +83,24 @@ def sendable(text: str) -> str:
     'a?'
     """
     return text.encode(errors="replace").decode()
+
+
+#: The error of a program that needs PyTorch where it is not installed.
+NO_TORCH = (
+    "byteps_py needs PyTorch to train, and it is not installed here: pip install '.[torch]' in the source tree, as "
+    "README.md says"
+)
+
+#: How names of several gradients that travel together end; see torch/gradients/gradient_reducer.py.
+_TOGETHER = re.compile(r"(.+)\+(\d+) \([0-9a-f]{8}\)")
+
+
+def tensor_text(name: str) -> str:
+    """A tensor in messages for users.
+
+    >>> tensor_text("w"), tensor_text("Gradient.0.weight+3 (748f081e)")
+    ("tensor 'w'", "tensor 'Gradient.0.weight' and 3 more")
+    """
+    if (found := _TOGETHER.fullmatch(name)) is None:
+        return f"tensor {name!r}"
+    return f"tensor {found[1]!r} and {found[2]} more"

@@ -664,18 +664,20 @@ class StatusReply(_message.Message):
     def __init__(self, state: _Optional[_Union[StatusReply.State, str]] = ..., reason: _Optional[str] = ..., epoch: _Optional[int] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., tensors: _Optional[int] = ..., tensor_bytes: _Optional[int] = ..., partition_bytes: _Optional[int] = ..., num_workers: _Optional[int] = ..., num_servers: _Optional[int] = ..., stalled: _Optional[_Iterable[str]] = ..., slow: _Optional[_Iterable[str]] = ..., restarts: _Optional[int] = ..., shadow: _Optional[_Union[ShadowProtection, _Mapping]] = ..., journal: _Optional[str] = ...) -> None: ...
 
 class MemberStatus(_message.Message):
-    __slots__ = ("member", "alive", "heartbeat_age_s", "statistics", "doubt")
+    __slots__ = ("member", "alive", "heartbeat_age_s", "statistics", "doubt", "left")
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     ALIVE_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_AGE_S_FIELD_NUMBER: _ClassVar[int]
     STATISTICS_FIELD_NUMBER: _ClassVar[int]
     DOUBT_FIELD_NUMBER: _ClassVar[int]
+    LEFT_FIELD_NUMBER: _ClassVar[int]
     member: Member
     alive: bool
     heartbeat_age_s: float
     statistics: Statistics
     doubt: str
-    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., alive: bool = ..., heartbeat_age_s: _Optional[float] = ..., statistics: _Optional[_Union[Statistics, _Mapping]] = ..., doubt: _Optional[str] = ...) -> None: ...
+    left: bool
+    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., alive: bool = ..., heartbeat_age_s: _Optional[float] = ..., statistics: _Optional[_Union[Statistics, _Mapping]] = ..., doubt: _Optional[str] = ..., left: bool = ...) -> None: ...
 
 class StopRequest(_message.Message):
     __slots__ = ("reason",)

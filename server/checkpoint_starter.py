@@ -71,7 +71,7 @@ class CheckpointStarter:
         if not self._has_torch:
             logger.warning(
                 "BYTEPS_SHADOW_DIR is set, but this machine can't write checkpoints, because it has no PyTorch: "
-                "pip install 'byteps-py[torch]' (a build for the CPU is enough). Training goes on without"
+                "pip install '.[torch]' (a build for the CPU is enough). Training goes on without"
             )
         self._loop.call_later(self._settings.shadow_every_s, self._due)
 

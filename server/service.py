@@ -359,7 +359,11 @@ class SummationService:
                 self._on_membership(message.membership)
             case "failure":
                 text = f"the job has failed: {message.failure.error}: {message.failure.message}"
-                if not failure_notice.send(Blame.SERVICE, message.failure.message, f"byteps_py server: {text}"):
+                # What a launcher is told it shows last of all, when the restarted job may long have ended well.
+                goes_on = self._local is None and self._settings.shadow_keep_s > 0
+                goes_on = goes_on and self.shadows.store.durable() is not None
+                notice = Blame.SERVICE, message.failure.message, f"byteps_py server: {text}"
+                if goes_on or not failure_notice.send(*notice):
                     logger.log(self._bad_news, "%s", text)
                 self._abandon(1, "the job has failed")
             case "stop":

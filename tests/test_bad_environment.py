@@ -266,5 +266,7 @@ def test_without_torch_the_error_says_what_to_install() -> None:
         assert done.returncode == 1
         assert done.stderr.splitlines()[-1] == (
             "ModuleNotFoundError: byteps_py needs PyTorch to train, and it is not installed here: "
-            "pip install 'byteps-py[torch]'"
+            "pip install '.[torch]' in the source tree, as README.md says"
         )
+        assert done.stderr.count("  File ") <= 5, done.stderr
+    assert "importlib" not in done.stderr

@@ -182,7 +182,7 @@ def test_without_torch_the_server_says_so_and_goes_on() -> None:
     here = f"import sys; sys.path.insert(0, {__file__.rpartition('/')[0]!r})"
     done = subprocess.run([sys.executable, "-c", here + NO_TORCH + STARTER], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "pip install 'byteps-py[torch]'" in done.stderr
+    assert "pip install '.[torch]'" in done.stderr
     assert done.stderr.count("BYTEPS_SHADOW_DIR") == 1
 
 
@@ -192,7 +192,7 @@ def test_without_torch_the_command_says_what_to_install() -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("bps: bps checkpoint needs PyTorch")
-    assert "pip install 'byteps-py[torch]'" in done.stderr
+    assert "pip install '.[torch]'" in done.stderr
 
 
 @pytest.mark.parametrize(("arguments", "said"), [(["--keep", "0"], "--keep=0"), (["--every", "0"], "--every=0")])

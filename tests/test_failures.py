@@ -279,7 +279,12 @@ def test_a_rank_killed_in_a_reduction_is_named_by_every_other_one(options: str, 
 @pytest.mark.parametrize(
     ("options", "word", "text"),
     [
-        ("-np 2", "leaves", r"tensor 'gradient': rank 0 waits for other ranks, but rank 1 shut down"),
+        (
+            "-np 2",
+            "leaves",
+            r"tensor 'gradient': rank 0 waits for other ranks, but rank 1 shut down: run the same number of steps on "
+            r"every rank, or call join\(\)",
+        ),
         ("-np 2", "skips", r"a barrier: rank 0 waits for other ranks, but rank 1 shut down"),
         pytest.param(
             CLUSTER, "leaves", r"tensor 'gradient': rank 0 waits for other ranks, but worker 1 \(rank 1, .*\) has ",

@@ -178,3 +178,19 @@ assert hvd.elastic.__spec__.name == "byteps_py.torch.elastic"
     assert done.returncode == 0, done.stderr
     with pytest.raises(ModuleNotFoundError, match="nothing"):
         importlib.import_module("byteps_py.elastic.nothing")
+
+
+ONE = ("push_pull", "push_pull_async", "push_pull_inplace", "allreduce", "allreduce_", "allgather", "broadcast",
+       "broadcast_", "alltoall", "reducescatter", "sparse_allreduce_async")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*ONE, "grouped_allreduce", "grouped_allgather", "grouped_reducescatter"])
+def test_what_is_no_tensor_is_refused_by_name(name: str) -> None:
+    more = {"broadcast": (0,), "broadcast_": (0,), "sparse_allreduce_async": ("numbers", hvd.Average)}.get(name, ())
+    given = [[1, 2]] if name.startswith("grouped") else [1, 2]
+    hvd.init()
+    try:
+        with pytest.raises(hvd.UsageError, match=r"is a list, and only a torch.Tensor can be communicated"):
+            getattr(hvd, name)(given, *more)
+    finally:
+        hvd.shutdown()

@@ -163,7 +163,7 @@ def test_check_build(has_torch: bool) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"byteps_py {__version__}, Python ")
     assert ("    [X] PyTorch 2." in done.stdout) == has_torch
-    assert ("    [ ] PyTorch: pip install 'byteps-py[torch]'" in done.stdout) == (not has_torch)
+    assert ("    [ ] PyTorch: pip install '.[torch]'" in done.stdout) == (not has_torch)
     assert "    [X] TCP, between machines\n    [ ] RDMA\n" in done.stdout
     assert done.stdout.endswith("\nFalse\n")
 

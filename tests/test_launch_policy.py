@@ -70,7 +70,10 @@ class TestPolicy:
         policy.exited("ss", 0, 6)
         killing = policy.ticked(10)
         assert sends(killing) == [(("scheduler",), signal.SIGKILL)]
-        assert words(killing) == "scheduler did not end within 5 s; killing"
+        assert words(killing) == (
+            "all ranks have ended well; scheduler still does after 5 s, and is ended now. "
+            "This changes nothing of the results; it is usual on a busy machine"
+        )
         policy.exited("scheduler", -9, 10)
         assert policy.finished
         assert policy.code == 0
@@ -83,7 +86,7 @@ class TestPolicy:
         policy = SupervisionPolicy(specs, grace_s=5, own_error_s=10, drain_s=30, is_part=True)
         policy.exited("rank 0", 0, 1)
         assert (policy.phase, policy.deadline) == (Phase.DRAINING, 31)
-        assert words(policy.ticked(31)) == "all ranks have ended; cs did not within 30 s; stopping"
+        assert "all ranks have ended; stopping cs, which takes longer. This changes nothing" in words(policy.ticked(31))
         assert (policy.phase, policy.deadline) == (Phase.ENDING, 36)
 
     def test_a_scheduler_that_is_killed_is_started_again_but_not_for_ever(self) -> None:

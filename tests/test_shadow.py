@@ -107,6 +107,7 @@ def kill_and_go_on(
         assert job.end() == 0, job.text
     for server in cluster.servers:
         assert server.end() == 0, server.text
+        assert "the job has failed: PeerLostError" not in server.said[-1], "that of the run before"
     begun = int(next(line for line in again[1].text.splitlines() if line.startswith("restored at")).split()[-1])
     assert 9 <= begun <= max(before) + 1
     assert digests(again[1].text) == {step: expected[step] for step in range(begun + 1, max(expected) + 1)}

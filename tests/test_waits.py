@@ -51,7 +51,7 @@ def first_refusal(waits: Waits, start: float, stop: float) -> float | None:
     while now < stop:
         why, _ = waits.vain(now)
         if why:
-            assert "rank 1 has shut down" in why
+            assert "rank 1 has shut down: run the same number of steps on every rank, or call join()" in why
             return now
         now += TICK_S
     return None

@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         if error.name != "torch":
             raise
         raise ConfigurationError(
-            "bps checkpoint needs PyTorch, and it is not installed here: pip install 'byteps-py[torch]' (a build for "
+            "bps checkpoint needs PyTorch, and it is not installed here: pip install '.[torch]' (a build for "
             "the CPU is enough)"
         ) from None
     from byteps_py.checkpoint_folder import CheckpointFolder

@@ -148,7 +148,7 @@ def _row(member: dict[str, Any]) -> tuple[str, ...]:
         member["machine"],
         f"{member['host']}:{member['pid']}",
         "–" if is_worker else member["address"].removeprefix("tcp://"),
-        member["doubt"] or ("alive" if member["alive"] else "gone"),
+        member["doubt"] or ("alive" if member["alive"] else "left" if member["left"] else "lost"),
         f"{member['heartbeat_age_s']:.1f} s ago",
         _mb(member["bytes_received"]),
         _mb(member["bytes_sent"]),

@@ -47,7 +47,7 @@ def describe_build() -> str:
     """The text that ``bpslaunch --check-build`` prints, as horovodrun's option of that name does."""
     torch = _version("torch")
     gpus = visible_gpus(os.environ)
-    frameworks = [(bool(torch), f"PyTorch {torch}" if torch else "PyTorch: pip install 'byteps-py[torch]'")]
+    frameworks = [(bool(torch), f"PyTorch {torch}" if torch else "PyTorch: pip install '.[torch]'")]
     transports = [
         (True, "shared memory, between the processes of a machine"),
         (True, "TCP, between machines"),

@@ -32,6 +32,7 @@ ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 USER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 #: Between two attempts to start a scheduler whose address is still in use.
 PAUSE_S = 1.0
+_RESULTS_ARE_THERE = "This changes nothing of the results; it is usual on a busy machine"
 #: A wrapper that forwards Ctrl-C makes it arrive twice at once. A second one within this time is not the user's.
 REPEAT_IGNORED_S = 0.2
 
@@ -214,10 +215,13 @@ class SupervisionPolicy:
                 text = f"{', '.join(mains)} did not end within {self._grace_s:g} s; killing"
                 return [Say(text), *self._send(mains, signal.SIGKILL)]
             case Phase.DRAINING:
-                text = f"all ranks have ended; {late} did not within {self._draining_s:g} s; stopping"
+                text = f"all ranks have ended; stopping {late}, which takes longer. {_RESULTS_ARE_THERE}"
                 return [Say(text), *self._end_services(now)]
             case Phase.ENDING:
                 text = f"{late} did not end within {self._grace_s:g} s; killing"
+                if self.code == 0:
+                    text = f"all ranks have ended well; {late} still does after {self._grace_s:g} s, and is ended now. "
+                    text += _RESULTS_ARE_THERE
                 return [Say(text), *self._kill_all(now)]
             case _:
                 self.phase, self._phase_ends = Phase.OVER, None

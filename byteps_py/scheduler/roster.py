@@ -127,6 +127,7 @@ class MemberRecord:
         return pb.MemberStatus(
             member=self.to_message(),
             alive=self.is_present,
+            left=self.presence is Presence.LEFT,
             heartbeat_age_s=max(0.0, now_s - self.last_seen_s),
             statistics=self.statistics,
             doubt=doubt,

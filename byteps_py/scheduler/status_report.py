@@ -45,6 +45,7 @@ def _member(status: pb.MemberStatus, total_summed: int) -> dict[str, Any]:
         "first_rank": member.first_rank if is_worker else None,
         "local_size": member.local_size if is_worker else None,
         "alive": status.alive,
+        "left": status.left,
         "doubt": status.doubt,
         "heartbeat_age_s": status.heartbeat_age_s,
         "bytes_received": counters.bytes_received,

@@ -9,14 +9,14 @@ Start with horovod/api.py (init, rank, push_pull) and gradients/optimizer.py (Di
 import importlib as _importlib
 from typing import Any as _Any
 
+from byteps_py.wording import NO_TORCH as _NO_TORCH
+
 try:
     import torch as _torch  # noqa: F401  first, so that the error names torch
 except ModuleNotFoundError as error:
     if error.name != "torch":
         raise
-    raise ModuleNotFoundError(
-        "byteps_py needs PyTorch to train, and it is not installed here: pip install 'byteps-py[torch]'", name="torch"
-    ) from None
+    raise ModuleNotFoundError(_NO_TORCH, name="torch") from None
 
 from byteps_py import module_aliases as _aliases
 from byteps_py.errors import (

@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 from byteps_py.errors import StallError
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.wording import ranks_text
+from byteps_py.wording import ranks_text, tensor_text
 
 
 class Starting:
@@ -72,7 +72,7 @@ _SAID_KEPT = 20
 
 def describe_waiting(waiting: pb.Waiting) -> str:
     """``tensor 'w': ranks 0-1 wait for other ranks``"""
-    what = f"tensor {waiting.name!r}" if waiting.name else "a barrier"
+    what = tensor_text(waiting.name) if waiting.name else "a barrier"
     verb = "waits" if len(waiting.ready_ranks) == 1 else "wait"
     return f"{what}: {ranks_text(waiting.ready_ranks)} {verb} for other ranks"
 

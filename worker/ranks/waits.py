@@ -16,6 +16,7 @@ from byteps_py.worker.ranks.requests import Requests
 
 #: A rank that left may have contributed to rounds still under way: others wait this long before they give up.
 DEPARTURE_GRACE_S = 1.0
+_REMEDY = ": run the same number of steps on every rank, or call join()"
 
 
 class Waits:
@@ -115,9 +116,10 @@ class Waits:
         for waiting, needed in self._longer_than(DEPARTURE_GRACE_S, now):
             for _, sentence, ranks in departed:
                 if needed & ranks:
-                    return f"{describe_waiting(waiting)}, but {sentence}", False
+                    return f"{describe_waiting(waiting)}, but {sentence}{_REMEDY}", False
             if ours := [rank for rank in left if topology.first_rank + rank in needed]:
-                return f"{describe_waiting(waiting)}, but {topology.describe_ranks(ours)} shut down", True
+                why = f"{describe_waiting(waiting)}, but {topology.describe_ranks(ours)} shut down"
+                return f"{why}{_REMEDY}", True
         return "", False
 
     def _may_be_lost(self, idle_s: float) -> bool:

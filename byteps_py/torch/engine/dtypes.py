@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from byteps_py.errors import UsageError
@@ -31,8 +33,20 @@ def wire_dtype(dtype: torch.dtype, name: str | None) -> DType:
         raise UsageError(f"{who} has dtype {dtype}, which can't be reduced; supported are {SUPPORTED}") from None
 
 
+def check_are_tensors(tensors: Iterable[object], name: str | None) -> None:
+    """Raises UsageError for what is no tensor."""
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            who = f"tensor {name!r}" if name else "the tensor"
+            raise UsageError(
+                f"{who} is a {type(tensor).__name__}, and only a torch.Tensor can be communicated: "
+                "torch.as_tensor() makes one of numbers, broadcast_object() and allgather_object() take any object"
+            )
+
+
 def check_dense(tensor: torch.Tensor, name: str | None) -> None:
-    """Raises UsageError for a sparse tensor, and for one on a device other than cpu and cuda."""
+    """Raises UsageError for what is no tensor, for a sparse one, and for one on a device other than cpu and cuda."""
+    check_are_tensors((tensor,), name)
     who = f"tensor {name!r}" if name else "the tensor"
     if tensor.layout is not torch.strided:
         raise UsageError(

@@ -23,7 +23,7 @@ from byteps_py.errors import UsageError
 from byteps_py.tensors import Layout, Op
 from byteps_py.torch.engine import context as contexts
 from byteps_py.torch.engine.context import Context
-from byteps_py.torch.engine.dtypes import check_dense
+from byteps_py.torch.engine.dtypes import check_are_tensors, check_dense
 from byteps_py.torch.engine.named_work import Attempt, NamedWork
 from byteps_py.torch.engine.slot_view import SlotView
 from byteps_py.torch.horovod import size_headers
@@ -69,6 +69,7 @@ def allgather(
     tensor([[1, 2]])
     >>> hvd.shutdown()
     """
+    check_are_tensors((tensor,), name)
     (result,) = _Allgather.apply(name, process_set, False, tensor)  # type: ignore[no-untyped-call]
     gathered: torch.Tensor = result
     return gathered

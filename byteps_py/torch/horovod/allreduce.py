@@ -23,6 +23,7 @@ import torch
 from byteps_py.errors import UsageError
 from byteps_py.torch.compression import Compression
 from byteps_py.torch.engine import context as contexts
+from byteps_py.torch.engine.dtypes import check_are_tensors
 from byteps_py.torch.engine.integer_averages import is_summed_wider, mean, summands
 from byteps_py.torch.horovod.allgather import allgather_async
 from byteps_py.torch.horovod.api import result_of, synchronize
@@ -104,6 +105,7 @@ def allreduce(
     >>> hvd.shutdown()
     """
     options = _options_of(op, average, prescale_factor, postscale_factor, process_set)
+    check_are_tensors((tensor,), name)
     compressed, undo = compression.compress(tensor)
     (result,) = _Allreduce.apply(name, options, False, compressed)  # type: ignore[no-untyped-call]
     decompressed: torch.Tensor = compression.decompress(result, undo)
@@ -181,6 +183,7 @@ def sparse_allreduce_async(
     """
     if op not in (Sum, Average):
         raise UsageError(f"a sparse tensor can be reduced with op=Sum or op=Average, not {op!r}")
+    check_are_tensors((tensor,), name)
     if tensor.layout is not torch.sparse_coo:
         raise UsageError(f"tensor {name!r} is not sparse COO but {tensor.layout}; use allreduce_async for it")
     # Not coalesced first: that costs a sort, and the sum needs another one.

@@ -17,7 +17,7 @@ from byteps_py.errors import UsageError
 from byteps_py.tensors import Op, TensorSpec
 from byteps_py.torch.engine import context as contexts
 from byteps_py.torch.engine.context import Context
-from byteps_py.torch.engine.dtypes import bits_of, check_dense, check_result, wire_dtype
+from byteps_py.torch.engine.dtypes import bits_of, check_are_tensors, check_dense, check_result, wire_dtype
 from byteps_py.torch.engine.named_work import Attempt, NamedWork
 from byteps_py.torch.engine.slot_view import TensorRequest
 from byteps_py.torch.horovod.allreduce import allreduce
@@ -37,6 +37,7 @@ def broadcast_async(
     tensor: dense, on cpu or cuda, of any dtype; the same shape and dtype on all ranks.
     root_rank: a global rank, also with a process set.
     """
+    check_are_tensors((tensor,), name)
     return _start(tensor, torch.empty_like(tensor, requires_grad=False), root_rank, name, process_set)
 
 

@@ -13,6 +13,7 @@ import torch
 
 from byteps_py.errors import UsageError
 from byteps_py.tensors import Op
+from byteps_py.torch.engine.dtypes import check_are_tensors
 
 #: The functions in BytePS's module of this name. They are defined in api.py, which imports this module.
 _BYTEPS_FUNCTIONS = frozenset(
@@ -68,7 +69,9 @@ def which_op(average: bool, op: ReduceOp | None) -> ReduceOp:
 
 
 def tensor_list(tensors: Any) -> list[torch.Tensor]:
-    """The tensors of a group. Raises UsageError for a single tensor, whose rows are not a group."""
+    """The tensors of a group. Raises UsageError for a single tensor, whose rows are not a group, and for what is no
+    tensor."""
     if isinstance(tensors, torch.Tensor):
         raise UsageError("a group is a list of tensors, got one tensor")
+    check_are_tensors(tensors, None)
     return list(tensors)

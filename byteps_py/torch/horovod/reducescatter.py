@@ -18,6 +18,7 @@ import torch
 from byteps_py.errors import UnsupportedError
 from byteps_py.torch.compression import Compression
 from byteps_py.torch.engine import context as contexts
+from byteps_py.torch.engine.dtypes import check_are_tensors
 from byteps_py.torch.horovod.allgather import start_gather
 from byteps_py.torch.horovod.api import result_of
 from byteps_py.torch.horovod.ops import Average, ReduceOp, Sum, tensor_list
@@ -65,6 +66,7 @@ def reducescatter(
     tensor([1., 2.])
     >>> hvd.shutdown()
     """
+    check_are_tensors((tensor,), name)
     compressed, undo = compression.compress(tensor)
     options = _options_of(op, process_set, prescale_factor, postscale_factor, [tensor], name)
     (result,) = _Reducescatter.apply(name, options, process_set, False, compressed)  # type: ignore[no-untyped-call]

@@ -14,7 +14,7 @@ import torch
 
 from byteps_py.errors import CommunicationError, UsageError
 from byteps_py.torch.engine.context import Context
-from byteps_py.torch.engine.dtypes import bits_of, check_dense, check_result
+from byteps_py.torch.engine.dtypes import bits_of, check_are_tensors, check_dense, check_result
 from byteps_py.torch.engine.integer_averages import mean, summands
 from byteps_py.torch.engine.named_sums import NamedSums
 from byteps_py.torch.engine.named_work import Attempt, NamedWork
@@ -46,6 +46,7 @@ def start_reduction(
     The handle's result is the output, or a tuple of outputs for a group. Raises UsageError.
     """
     context.session  # noqa: B018  raises NotInitializedError
+    check_are_tensors(tensors, name)
     for output in into or ():
         check_result(output, name)
     with context.lock:
