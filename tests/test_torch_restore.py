@@ -22,6 +22,7 @@ from byteps_py.tensors import DType
 from byteps_py.torch.engine import context as contexts
 from byteps_py.torch.gradients.common_record import CommonRecord
 from byteps_py.torch.gradients.hosted_shadow import MAX_EXTRA_BYTES, ShadowedSteps
+from byteps_py.torch.gradients.stored_buffers import ModelBuffers, digest_of
 from byteps_py.torch.gradients.stored_elements import StoredElements
 
 ADAMW = StepKind(UpdateRule(Method.ADAM, Decay.DECOUPLED), DType.FLOAT32, DType.FLOAT32)
@@ -236,8 +237,74 @@ def test_what_does_not_go_together_is_refused(servers: Servers) -> None:
 def test_what_can_not_be_attached_is_refused_before_the_step(extra: object, text: str) -> None:
     steps = ShadowedSteps("name")
     steps.extra = extra
+    for check in (steps.check_extra, steps.pack_extra):
+        with pytest.raises(UsageError, match=text):
+            check()
+
+
+class Masked(Model):
+    """As nanoGPT: a large buffer that never changes."""
+
+    def __init__(self, size: int = 1024) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.ones(size, size).tril())
+
+
+def test_a_large_buffer_that_does_not_change_is_not_sent() -> None:
+    model = Masked()
+    steps = ShadowedSteps("name")
+    steps.buffers = ModelBuffers(model)
+    steps.pack_extra()
+    attached = Attachment.unpack(steps._packed)
+    assert (set(attached.buffers), set(attached.constants)) == ({"mean"}, {"mask"})
+    ModelBuffers(Masked()).check(attached.constants)
+    with pytest.raises(UsageError, match="buffer 'mask' is not the one that the job began with"):
+        ModelBuffers(Masked(1025)).check(attached.constants)
+    with pytest.raises(UsageError, match="buffer 'mask' is not"):
+        ModelBuffers(Model()).check(attached.constants)
+
+
+@pytest.mark.parametrize("way", ["in place", "data", "another tensor"])
+def test_a_large_buffer_that_changes_is_named(way: str) -> None:
+    model = Masked()
+    steps = ShadowedSteps("name")
+    steps.buffers = ModelBuffers(model)
+    if way == "in place":
+        model.mask[5, 5] = 2
+    elif way == "data":
+        model.mask.data[5, 5] = 2
+    else:
+        model.mask = model.mask * 2
+    text = r"'mask' with 4194304 bytes: .* register_buffer\(…, persistent=False\)"
     with pytest.raises(UsageError, match=text):
         steps.pack_extra()
+    model.mask = torch.ones(400, 400)  # large, and not too large
+    steps.pack_extra()
+    assert Attachment.unpack(steps._packed).buffers["mask"].shape == (400, 400)
+
+
+def test_a_buffer_that_had_changed_before_travels_on() -> None:
+    model = Masked(400)
+    assert not ModelBuffers(model, restored=["mask"]).stored()[1]
+    assert set(ModelBuffers(model).stored()[1]) == {"mask"}
+    assert not ModelBuffers(Masked(100)).stored()[1]  # there is little to spare
+
+
+def test_what_is_restored_keeps_a_large_buffer_s_digest(servers: Servers) -> None:
+    mean = StoredBuffer("torch.float32", (2,), torch.tensor([1.0, 2.0]).numpy().tobytes())
+    servers.extra = Attachment(b"", {"mean": mean}, {"mask": digest_of(Masked().mask)}).pack()
+    with pytest.raises(UsageError, match="buffer 'mask' is not"):
+        restore_other(servers)
+    model = Masked()
+    optimizer = shadowed(model, servers)
+    assert bps.restore(model, optimizer) == STEP
+    assert set(optimizer._reducer.shadow.buffers.stored()[1]) == {"mask"}
+
+
+def restore_other(servers: Servers) -> None:
+    model = Masked()
+    model.mask[0, 0] = 5
+    bps.restore(model, shadowed(model, servers))
 
 
 def test_the_environment_asks_for_a_shadow(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,8 @@
      "step": N,
      "calls": of step(), which makes no step if gradients are not finite,
      "extra": {rank: what the user has attached, pickled},
-     "buffers": {rank: {name: buffer}}}     of ranks whose buffers differ from rank 0's
+     "buffers": {rank: {name: buffer}},     of ranks whose buffers differ from rank 0's
+     "constants": {name: digest}}           of large buffers that are as the program has made them, and not in "model"
 
 That is the layout of torch.distributed.checkpoint.state_dict.get_state_dict. The names are those that parameters have
 in the model. States are those of the optimizer's state_dict: a parameter of 16 bits has "master_param" beside them.
@@ -31,6 +32,7 @@ from byteps_py.torch.gradients.stored_elements import StoredElements
 
 #: Of what is attached to the checkpoint by each rank.
 EXTRA, BUFFERS = "extra", "buffers"
+CONSTANTS = "constants"
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +133,8 @@ def _stored_state(reader: ShadowReader, found: Restorable) -> StoredState:
 def _add_attachments(state: dict[str, Any], found: Restorable) -> None:
     attached = {rank: Attachment.unpack(record.extra) for rank, record in found.records.items()}
     first = attached[0].buffers
+    if attached[0].constants:
+        state[CONSTANTS] = dict(attached[0].constants)
     state["model"].update(tensors_of(first))
     if extras := {str(rank): each.extra for rank, each in attached.items() if each.extra}:
         state[EXTRA] = extras

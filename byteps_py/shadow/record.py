@@ -23,7 +23,7 @@ import io
 import json
 import pickle
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from byteps_py.errors import ProtocolError
@@ -53,6 +53,7 @@ class StoredBuffer:
 @dataclass(frozen=True, slots=True)
 class Attachment:
     """``extra``: the user's object, pickled; empty for None. ``buffers``: by their names in the model's state_dict.
+    ``constants``: of large buffers that have not changed since the model was made, their digests alone.
 
     >>> attached = Attachment(b"", {"mean": StoredBuffer("torch.float32", (1,), bytes(4))})
     >>> Attachment.unpack(attached.pack()) == attached
@@ -61,13 +62,14 @@ class Attachment:
 
     extra: bytes
     buffers: Mapping[str, StoredBuffer]
+    constants: Mapping[str, str] = field(default_factory=dict)
 
     def pack(self) -> bytes:
         """For a ShadowRecord; empty if there is nothing."""
-        if not self.extra and not self.buffers:
+        if not self.extra and not self.buffers and not self.constants:
             return b""
         buffers = {name: (each.dtype, each.shape, each.data) for name, each in self.buffers.items()}
-        return pickle.dumps((self.extra, buffers))
+        return pickle.dumps((self.extra, buffers, dict(self.constants)))
 
     @classmethod
     def unpack(cls, packed: bytes) -> Attachment:
@@ -75,13 +77,14 @@ class Attachment:
         if not packed:
             return cls(b"", {})
         try:
-            extra, buffers = _PlainUnpickler(io.BytesIO(packed)).load()
+            extra, buffers, constants = _PlainUnpickler(io.BytesIO(packed)).load()
             found = {
                 str(name): StoredBuffer(dtype, tuple(shape), data) for name, (dtype, shape, data) in buffers.items()
             }
+            constants = dict(constants)
         except (pickle.UnpicklingError, ValueError, TypeError, AttributeError, EOFError, IndexError, KeyError) as error:
             raise ProtocolError(f"what a rank has attached to its record is damaged: {error}") from error
-        return cls(extra, found)
+        return cls(extra, found, {str(name): str(digest) for name, digest in constants.items()})
 
 
 class _PlainUnpickler(pickle.Unpickler):

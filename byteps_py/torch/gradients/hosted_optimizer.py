@@ -194,7 +194,7 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
         steps = self._shadowed_steps
         before, steps.extra = steps.extra, value
         try:
-            steps.pack_extra()  # an error must not come in the middle of a step
+            steps.check_extra()  # an error must not come in the middle of a step
         except UsageError:
             steps.extra = before
             raise

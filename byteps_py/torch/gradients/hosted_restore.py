@@ -23,7 +23,7 @@ from byteps_py.shadow.record import Attachment
 from byteps_py.torch.engine import context as contexts
 from byteps_py.torch.gradients.hosted_optimizer import HostedOptimizerMixin
 from byteps_py.torch.gradients.hosted_rules import MASTER
-from byteps_py.torch.gradients.stored_buffers import tensors_of
+from byteps_py.torch.gradients.stored_buffers import ModelBuffers, tensors_of
 from byteps_py.torch.gradients.stored_checkpoint import load_newest
 from byteps_py.torch.gradients.stored_elements import StoredElements
 from byteps_py.torch.horovod.objects import broadcast_object, unpickled
@@ -68,7 +68,7 @@ def restore(
     _check_parameters(model, optimizer)
     context = contexts.current()
     shadow = optimizer._reducer.shadow
-    shadow.model = model
+    shadow.model, shadow.buffers = model, ModelBuffers(model)
     reader = shadow.open_reader(context.settings)
     try:
         found: _RestorableStep | Exception | None = broadcast_object(
@@ -127,6 +127,9 @@ def _restore(
     model: torch.nn.Module, optimizer: HostedOptimizerMixin, reader: ShadowReader, found: _RestorableStep
 ) -> None:
     common = found.common
+    session = contexts.current().session
+    attached = Attachment.unpack(found.extras.get(session.rank, b""))
+    ModelBuffers(model).check(attached.constants)
     groups = optimizer.param_groups
     params = {optimizer._parameter_names[param]: param for group in groups for param in group["params"]}
     _check_same(params, common)
@@ -150,12 +153,11 @@ def _restore(
     optimizer._take_stored_states(states)
     shadow = optimizer._shadowed_steps
     shadow.go_on(found.step, common.get("calls", found.step), reader)
-    session = contexts.current().session
-    attached = Attachment.unpack(found.extras.get(session.rank, b""))
     if attached.extra:  # only this job's ranks, which are authenticated, have written it
         shadow.extra = unpickled(attached.extra)
     if attached.buffers:
         model.load_state_dict(tensors_of(attached.buffers), strict=False)
+        shadow.buffers = ModelBuffers(model, attached.buffers)
 
 
 def _check_same(params: Mapping[str, torch.nn.Parameter], common: Mapping[str, Any]) -> None:

@@ -22,7 +22,7 @@ from byteps_py.shadow.record import Attachment
 from byteps_py.torch.engine.context import Context
 from byteps_py.torch.gradients.common_record import CommonRecord, ShadowedTensor
 from byteps_py.torch.gradients.largest_values import largest
-from byteps_py.torch.gradients.stored_buffers import stored_buffers
+from byteps_py.torch.gradients.stored_buffers import ModelBuffers
 from byteps_py.torch.horovod.objects import pickled
 
 #: Of what is attached to a step, with the model's buffers.
@@ -55,7 +55,8 @@ class ShadowedSteps:
         step: number of the latest step.
         calls: of step() so far, also of those that made no step, because gradients were not finite.
         extra: what the user attaches to the next steps.
-        model: its buffers are attached as well; None: there are none.
+        model: where parameters have their names; None: unknown.
+        buffers: of the model, attached as well; None: there are none.
         open_reader: reads what servers hold.
     """
 
@@ -69,6 +70,7 @@ class ShadowedSteps:
         self.step = self.calls = 0
         self.extra: object = None
         self.model: torch.nn.Module | None = None
+        self.buffers: ModelBuffers | None = None
         self._common = CommonRecord()
         self._reader: ShadowReader | None = None
         self._packed = b""
@@ -136,19 +138,32 @@ class ShadowedSteps:
         if reader is not None:
             reader.close()
 
-    def pack_extra(self) -> None:
-        """Pack what belongs to the next step. Raises UsageError if that can't be pickled, or is too much."""
-        buffers = stored_buffers(self.model) if self.model is not None else {}
+    def check_extra(self) -> bytes:
+        """What the user attaches, pickled. Raises UsageError if it can't be, or is too much."""
         try:
             extra = pickled(self.extra) if self.extra is not None else b""
         except Exception as error:  # classes of the user may raise anything
             raise UsageError(f"optimizer.shadow_extra can't be pickled: {error}") from error
-        self._packed = Attachment(extra, buffers).pack()
-        if len(self._packed) > MAX_EXTRA_BYTES:
+        if len(extra) >= MAX_EXTRA_BYTES:
             raise UsageError(
-                f"optimizer.shadow_extra and the model's {len(buffers)} buffers have {len(self._packed)} bytes, and "
-                f"{MAX_EXTRA_BYTES} are the most: they go to another machine with every step. Attach positions and "
-                "random states, not data"
+                f"optimizer.shadow_extra has {len(extra)} bytes, and {MAX_EXTRA_BYTES} are the most: they go to "
+                "another machine with every step. Attach positions and random states, not data"
+            )
+        return extra
+
+    def pack_extra(self) -> None:
+        """Pack what belongs to the next step. Raises UsageError if that can't be pickled, or is too much."""
+        extra = self.check_extra()
+        buffers, constants = self.buffers.stored() if self.buffers is not None else ({}, {})
+        self._packed = Attachment(extra, buffers, constants).pack()
+        if len(self._packed) > MAX_EXTRA_BYTES:
+            largest_one = max(buffers, key=lambda name: len(buffers[name].data), default="")
+            nbytes = len(buffers[largest_one].data) if buffers else 0
+            raise UsageError(
+                f"the model's buffers that change, and optimizer.shadow_extra, have {len(self._packed)} bytes, and "
+                f"{MAX_EXTRA_BYTES} are the most: they go to another machine with every step. The largest buffer is "
+                f"{largest_one!r} with {nbytes} bytes: if it can be computed anew, register it with "
+                "register_buffer(…, persistent=False)"
             )
 
     def record(self, tensors: Sequence[ShadowedTensor], groups: Sequence[Mapping[str, Any]]) -> None:

@@ -21,9 +21,11 @@ from byteps_py.checkpoint_folder import checkpoint_path, checkpoint_steps
 from byteps_py.errors import CheckpointError, UsageError
 from byteps_py.torch.engine import context as contexts
 from byteps_py.torch.gradients.hosted_optimizer import HostedOptimizerMixin
+from byteps_py.torch.gradients.stored_buffers import ModelBuffers
 from byteps_py.torch.horovod.objects import broadcast_object, unpickled
 
 _MODEL, _STATE, _GROUPS = "model.", "optimizer.state.", "optimizer.param_groups."
+_CONSTANTS = "constants."
 
 
 def load_newest(model: torch.nn.Module, optimizer: HostedOptimizerMixin, path: str | os.PathLike[str]) -> int | None:
@@ -44,6 +46,7 @@ def load_newest(model: torch.nn.Module, optimizer: HostedOptimizerMixin, path: s
     if isinstance(newest, CheckpointError):
         raise newest
     checkpoint = _StoredCheckpoint(checkpoint_path(Path(path), newest))
+    ModelBuffers(model).check(checkpoint.values(_CONSTANTS))
     _load(checkpoint, model, optimizer)
     shadow = optimizer._shadowed_steps
     calls = int(checkpoint.values("calls").get("", newest))
@@ -52,6 +55,7 @@ def load_newest(model: torch.nn.Module, optimizer: HostedOptimizerMixin, path: s
         shadow.extra = unpickled(bytes(extra))  # who may write to the folder may change the weights, too
     if buffers := checkpoint.values(f"buffers.{session.rank}."):
         model.load_state_dict(buffers, strict=False)
+    shadow.buffers = ModelBuffers(model, checkpoint.names(_MODEL))
     return calls
 
 
@@ -69,6 +73,10 @@ class _StoredCheckpoint:
         """Of a tensor; None if there is no such tensor."""
         entry = self._entries.get(name)
         return entry.size if isinstance(entry, TensorStorageMetadata) else None
+
+    def names(self, prefix: str) -> set[str]:
+        """The rest of the names that begin with ``prefix``."""
+        return {name.removeprefix(prefix) for name in self._entries if name.startswith(prefix)}
 
     def values(self, prefix: str) -> dict[str, Any]:
         """All entries whose names begin with ``prefix``, by the rest of their names."""
