@@ -17,7 +17,7 @@ TORCH_RANGE ?= 2.8.0 2.15.0
 
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
-.PHONY: demo test test-slow test-long torch torch-range check lint types proto format clean install fuzz chaos
+.PHONY: lock demo test test-slow test-long torch torch-range check lint types proto format clean install fuzz chaos
 
 environment = test -x $(BIN)/pip || { $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	|| { echo "byteps_py needs Python 3.11 or newer; set PYTHON=…"; exit 1; }; $(PYTHON) -m venv $(VENV); }
@@ -30,6 +30,17 @@ install_torch = $(1)/$(PIP_INSTALL) --no-deps $(if $(TORCH_INDEX),--index-url $(
 	"configuration; PyPI's brings gigabytes of CUDA libraries"; exit 1; }
 
 install: $(STAMP)
+
+# What the images install, by version and hash. For Python 3.11, which they have.
+LOCK := pip-compile --quiet --generate-hashes --allow-unsafe --strip-extras --no-header --no-annotate \
+	--no-emit-index-url --no-emit-trusted-host --no-emit-find-links --no-emit-options
+lock:
+	@rm -rf build/lock && mkdir -p build && $(PYTHON) -m venv build/lock && build/lock/bin/pip install --quiet pip-tools
+	@for image in server worker build; do \
+		$(PYTHON) deploy/requirements.py $$image > build/lock/$$image.in && \
+		build/lock/bin/$(LOCK) $$([ $$image = server ] || echo -c deploy/requirements-server.txt) \
+			-o deploy/requirements-$$image.txt build/lock/$$image.in || exit 1; \
+	done
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(environment)

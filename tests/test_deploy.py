@@ -6,6 +6,7 @@ comes into the checkout. The images stay: they are what makes the next build sho
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import re
 import secrets
@@ -20,7 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 from numba.core.caching import CacheImpl
+from packaging.requirements import Requirement
 
 from byteps_py.kernels import __main__ as compile_kernels
 from byteps_py.kernels.jit import numba_kernels
@@ -202,6 +205,42 @@ def test_the_context_holds_what_the_images_copy() -> None:
     assert packages <= copied
 
 
+def test_images_take_packages_by_hash_only() -> None:
+    """All that pip installs from an index, but torch."""
+    commands = [
+        command
+        for line in lineage("worker")
+        if line.startswith("RUN ")
+        for command in line.removeprefix("RUN ").split("&&")
+        if re.search(r"bin/pip .*\b(install|wheel)\b", command)
+    ]
+    assert len(commands) > 5
+    for command in commands:
+        is_local = "--no-index" in command or "--no-deps --no-build-isolation" in command
+        is_torch = command.split()[-1] in ("torch", '"$TORCH_SPEC"')
+        assert is_local or is_torch or "--require-hashes -r requirements-" in command, command
+    assert sum(command.split()[-1] in ("torch", '"$TORCH_SPEC"') for command in commands) == 2
+
+
+@pytest.mark.parametrize("image", ["server", "worker", "build"])
+def test_the_locked_packages_are_those_that_pyproject_asks_for(image: str) -> None:
+    text = (DEPLOY / f"requirements-{image}.txt").read_text().replace("\\\n", "")
+    locked: dict[str, str] = {}
+    for line in (line for line in text.splitlines() if line and not line.startswith("#")):
+        match = re.fullmatch(r"([\w.-]+)==([\w.]+)((?:\s+--hash=sha256:[0-9a-f]{64})+)", line)
+        assert match, f"no version and hash: {line[:60]}"
+        locked[match[1]] = match[2]
+    asked = run([sys.executable, str(DEPLOY / "requirements.py"), image], timeout_s=60).split()
+    for requirement in map(Requirement, asked):
+        assert requirement.specifier.contains(locked[requirement.name]), requirement
+    assert "torch" not in locked
+    if image == "worker" and torch.__version__.endswith("+cpu"):
+        needs = [Requirement(text) for text in importlib.metadata.requires("torch") or ()]
+        assert not [each for each in needs if each.marker is None and each.name not in locked]
+    server = dict(re.findall(r"^([\w.-]+)==([\w.]+)", (DEPLOY / "requirements-server.txt").read_text(), re.MULTILINE))
+    assert image == "build" or server.items() <= locked.items()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(500)  # every kernel is compiled: a minute of two free cores
 def test_every_command_of_the_dockerfile_runs(tmp_path: Path) -> None:
@@ -214,9 +253,7 @@ def test_every_command_of_the_dockerfile_runs(tmp_path: Path) -> None:
         assert loads.strip() == "True", target
         asked_for = [line for line in build.output.splitlines() if line.startswith("pip ")]
         assert any("torch" in line for line in asked_for) == (target == "worker"), build.output
-    assert any("-r server.txt" in line for line in asked_for)
-    wanted = (tmp_path / "dependencies/src/server.txt").read_text().split("\n")
-    assert [line for line in wanted if line] == PROJECT["project"]["dependencies"]
+    assert any("--require-hashes -r requirements-server.txt" in line for line in asked_for)
 
 
 def test_kernels_that_cant_be_kept_end_a_build(
@@ -380,15 +417,11 @@ def fill(context: Path) -> dict[str, str]:
     secret.parent.mkdir(mode=0o700)
     secret.write_text(secrets.token_hex(32))
     secret.chmod(0o444)
-    project = PROJECT["project"]
-    wanted = [
-        *PROJECT["build-system"]["requires"],
-        *project["dependencies"],
-        *project["optional-dependencies"]["examples"],
-    ]
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--python-version", "3.11", "--only-binary", ":all:"]
-    wheels = ["-d", str(context / "deploy/wheels"), "-c", str(ROOT / "constraints.txt"), *wanted]
-    return {"PIP_NO_INDEX": "1"} if succeeds([*pip, *wheels], 600)[0] else {}
+    pip += ["-d", str(context / "deploy/wheels")]
+    locked = ["--require-hashes", "-r", str(DEPLOY / "requirements-worker.txt")]
+    torch = ["--no-deps", "-c", str(ROOT / "constraints.txt"), "torch"]
+    return {"PIP_NO_INDEX": "1"} if all(succeeds([*pip, *what], 600)[0] for what in (locked, torch)) else {}
 
 
 @pytest.mark.slow
