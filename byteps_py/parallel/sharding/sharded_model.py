@@ -22,6 +22,7 @@ from byteps_py.parallel.sharding.segments import NamedParameter, SegmentMemory
 from byteps_py.parallel.sharding.sharded_optimizer import ShardedOptimizer, ShardedParts
 from byteps_py.parallel.sharding.sharded_parameters import is_in_pipeline, note_sharded, sharded_with
 from byteps_py.parallel.sharding.strategy import Strategy
+from byteps_py.torch.engine import parameter_owners
 
 
 def shard(
@@ -114,6 +115,7 @@ def shard(
     model.register_load_state_dict_pre_hook(lambda *_: gathering.hold())
     model.register_load_state_dict_post_hook(lambda *_: gathering.release())
     note_sharded(named.values(), type(optimizer).__name__)
+    parameter_owners.announce_averaging(gathering, "sharding.shard", named.values())
     return sharded
 
 
@@ -148,6 +150,7 @@ def _check_parameters(named: dict[str, nn.Parameter], optimizer: torch.optim.Opt
                 f"{name} is in a Pipeline, and both a Pipeline and shard() divide and sum gradients: give the Pipeline "
                 "a mesh with 'dp', or use FSDP2 for its copies (examples/llama.py)"
             )
+    parameter_owners.check_unowned(named.items(), "sharding.shard")
     known = {id(one) for one in named.values()}
     for group in optimizer.param_groups:
         for one in group["params"]:

@@ -11,10 +11,11 @@ One thread.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
@@ -32,6 +33,7 @@ from byteps_py.parallel.tensor.regions import (
     size_of,
 )
 from byteps_py.parallel.tensor.shard import Blocks, Shard, vocabulary_shard
+from byteps_py.torch.engine import parameter_owners
 
 
 class KeepsGroup:
@@ -53,6 +55,20 @@ class ParallelLayer(KeepsGroup, nn.Module):
     def __init__(self, group: Group, sequence_dim: int | None) -> None:
         super().__init__()
         self.group, self.sequence_dim = group, sequence_dim
+        parameter_owners.announce_layer(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        parameter_owners.announce_layer(self)
+
+    def parts(self) -> Iterator[torch.Tensor]:
+        """The parameters that are parts of larger ones; see parameter_owners.py."""
+        yield from (self.get_parameter(name) for name in self.sharded_parameters())
+
+    def ranks_of_parts(self) -> Sequence[int]:
+        """The global ranks that have them."""
+        return [] if self.group is None else dist.get_process_group_ranks(self.group)
 
     def sharded_parameters(self) -> Mapping[str, Shard]:
         """The parameters that lie in parts on the ranks."""

@@ -16,6 +16,7 @@ from byteps_py.errors import GradientOrderError
 from byteps_py.tensors import NonFinite
 from byteps_py.torch.compression import Compression, Compressor
 from byteps_py.torch.engine.dtypes import check_dense
+from byteps_py.torch.engine.parameter_owners import find_averaging
 from byteps_py.torch.engine.slot_view import PieceView, TensorRequest
 from byteps_py.torch.gradients.gradient_checksums import GradientChecksums, Gradients, Scratch
 from byteps_py.torch.horovod.ops import Average, ReduceOp
@@ -28,6 +29,7 @@ class GradientOptions:
     predivide: a factor f for averages: gradients are divided by f before the sum and multiplied by f/size after it.
     group: the ranks that combine their gradients; empty for all. prefix: of the gradients' names.
     nonfinite: what to do if gradients are NaN or infinite. shadow: see DistributedOptimizer.
+    caller: what combines the gradients, as parameter_owners.py knows it.
     """
 
     compression: type[Compressor] = Compression.none
@@ -38,6 +40,7 @@ class GradientOptions:
     sparse_as_dense: bool = False
     nonfinite: NonFinite = NonFinite.ALLOW
     shadow: bool = False
+    caller: str = ""
 
     @property
     def divides(self) -> bool:
@@ -260,6 +263,12 @@ class Bucket:
 
     def _check_untouched(self, touched: str | None) -> None:
         if touched is not None:
+            param = self.params[self.names.index(touched)]
+            if (other := find_averaging([param], besides=self.options.caller)) is not None:
+                raise GradientOrderError(
+                    f"the gradient of {touched!r} was changed after backward() and before step(): {other} averages it, "
+                    "too. Use one of the two: the plain optimizer, or the module without a wrapper"
+                )
             raise GradientOrderError(
                 f"the gradient of {touched!r} was changed after backward() and before {self.untouched_until}: the "
                 f"change would be lost. {self.touched_remedy}"

@@ -24,21 +24,27 @@ from byteps_py.torch.compression import Compression, Compressor
 from byteps_py.torch.engine import context as contexts
 from byteps_py.torch.engine.context import Context
 from byteps_py.torch.engine.dtypes import bits_of, wire_dtype
+from byteps_py.torch.engine.parameter_owners import announce_averaging, check_unowned, check_whole
 from byteps_py.torch.engine.slot_view import TensorRequest
 from byteps_py.torch.gradients.bucket import GradientOptions, GradientPlace
 from byteps_py.torch.gradients.gradient_reducer import GradientReducer
 from byteps_py.torch.horovod.functions import broadcast_parameters
+from byteps_py.torch.horovod.process_sets import ProcessSet, global_process_set, group_of, members_of, prefix_of
 
 
 class DistributedDataParallel(torch.nn.Module):
     """``module`` with equal parameters on all ranks and gradients averaged over them.
 
-    The constructor copies parameters and buffers from rank 0. If ``broadcast_buffers``, each training forward pass
-    copies buffers again. A gradient that a backward pass does not compute counts as zeros, so ranks may use different
-    parts of the module. device_ids: BytePS's argument, without effect; the module must be on its device already.
-    compression: Compression.none, fp16 or bf16. Parameters are dense, on cpu or cuda, of a floating dtype.
-    One thread uses it, in the same order on all ranks. The constructor raises NotInitializedError before init();
-    forward() and backward() raise MismatchError, StallError, PeerLostError, GradientOrderError or NonFiniteError.
+    The constructor copies parameters and buffers from the first rank. If ``broadcast_buffers``, each training forward
+    pass copies buffers again. A gradient that a backward pass does not compute counts as zeros, so ranks may use
+    different parts of the module. device_ids: BytePS's argument, without effect; the module must be on its device.
+    process_set: the ranks that average gradients and have equal parameters and buffers, those of the first of them; by
+    default all. Only its ranks construct it. compression: Compression.none, fp16 or bf16. Parameters are dense, on cpu
+    or cuda, of a floating dtype. One thread uses it, in the same order on all ranks.
+    The constructor raises NotInitializedError before init(), and UsageError on a rank outside the set, for parameters
+    of which ranks of the set have different parts (``tensor.parallelize``, FSDP2), and for those whose gradients
+    something else averages; forward() and backward() raise MismatchError, StallError, PeerLostError, GradientOrderError
+    or NonFiniteError.
 
     >>> import torch, byteps_py as bps
     >>> bps.init()
@@ -55,6 +61,8 @@ class DistributedDataParallel(torch.nn.Module):
         device_ids: list[int] | None = None,
         broadcast_buffers: bool = True,
         compression: type[Compressor] = Compression.none,
+        *,
+        process_set: ProcessSet = global_process_set,
     ) -> None:
         super().__init__()
         self.module = module
@@ -63,14 +71,23 @@ class DistributedDataParallel(torch.nn.Module):
         #: False inside no_sync(). The value during a forward pass counts for its backward pass.
         self.require_backward_grad_sync = True
         context = contexts.current()
-        name = context.claim("DDP")
-        tensors = [*module.named_parameters(), *module.named_buffers()]
-        broadcast_parameters(tensors, 0, prefix=f"{name}.Parameter.")
+        group, root = group_of(process_set), members_of(process_set)[0]
         named = list(module.named_parameters())
-        self._backward = _BackwardTracker(
-            GradientReducer(context, named, GradientOptions(compression, prefix=f"{name}.Gradient."))
+        caller = "byteps_py's DistributedDataParallel"
+        check_whole(
+            named,
+            members_of(process_set),
+            caller,
+            "Give process_set the ranks with the same parts, mesh.ranks('dp', 'cp')",
         )
-        self._buffers_of_root = _BufferBroadcast(context, module, f"{name}.Buffer.")
+        check_unowned(named, caller)
+        name = context.claim(prefix_of(process_set, "DDP"))
+        tensors = [*named, *module.named_buffers()]
+        broadcast_parameters(tensors, root, prefix=f"{name}.Parameter.", process_set=process_set)
+        options = GradientOptions(compression, group=group, prefix=f"{name}.Gradient.", caller=caller)
+        self._backward = _BackwardTracker(GradientReducer(context, named, options))
+        announce_averaging(self._backward, caller, [parameter for _, parameter in named])
+        self._buffers_of_root = _BufferBroadcast(context, module, f"{name}.Buffer.", group, root)
         self._buffers_are_stale = False  # a training pass may have changed them since the last broadcast
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -158,12 +175,15 @@ class _BackwardTracker:
 
 
 class _BufferBroadcast:
-    """Broadcasts the module's buffers from rank 0. Those of one dtype travel together."""
+    """Broadcasts the module's buffers from the root. Those of one dtype travel together."""
 
-    def __init__(self, context: Context, module: torch.nn.Module, prefix: str) -> None:
+    def __init__(
+        self, context: Context, module: torch.nn.Module, prefix: str, group: tuple[int, ...], root: int
+    ) -> None:
         self._context = context
         self._module = module
         self._prefix = prefix
+        self._group, self._root = group, root
 
     def broadcast(self) -> None:
         groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
@@ -171,7 +191,7 @@ class _BufferBroadcast:
             bits = bits_of(buffer)
             groups.setdefault((bits.dtype, bits.device), []).append(bits)
         slot_views = self._context.slot_views([self._request(*kind, group) for kind, group in groups.items()])
-        is_root = self._context.session.rank == 0
+        is_root = self._context.session.rank == self._root
         for slot_view, group in zip(slot_views, groups.values(), strict=True):
             if is_root:
                 slot_view.contribute(group)
@@ -187,7 +207,7 @@ class _BufferBroadcast:
         shapes = tuple(tuple(buffer.shape) for buffer in group)
         count = sum(buffer.numel() for buffer in group)
         name = f"{self._prefix}{wire.name.lower()}"
-        spec = TensorSpec(name, wire, (count,), Op.BROADCAST, root=0, priority=1)
+        spec = TensorSpec(name, wire, (count,), Op.BROADCAST, root=self._root, priority=1, group=self._group)
         return TensorRequest(spec, dtype, shapes, device)
 
 

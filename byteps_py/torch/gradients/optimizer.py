@@ -31,6 +31,7 @@ from byteps_py.torch.gradients.optimizer_arguments import (
     NamedParameters,
     check_hosted,
     check_names,
+    check_owners,
     check_passes,
     check_predivide,
     which_groups,
@@ -83,8 +84,10 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
     step after bps.restore(model, optimizer). Makes the optimizer hosted. None: as BYTEPS_SHADOW says.
 
     One thread uses the result, and all ranks call in the same order. Raises UsageError (a ValueError) for arguments
-    that contradict each other and for duplicate or missing names, and NotInitializedError before init(). The result's
-    step() raises GradientOrderError, MismatchError, StallError, PeerLostError or NonFiniteError.
+    that contradict each other, for duplicate or missing names, for parameters of which the ranks have different parts
+    (``tensor.parallelize``, FSDP2) and for those whose gradients something else averages (a DistributedDataParallel,
+    ``sharding.shard``), and NotInitializedError before init(). The result's step() raises GradientOrderError,
+    MismatchError, StallError, PeerLostError or NonFiniteError.
 
     >>> import torch, byteps_py as bps
     >>> bps.init()
@@ -111,6 +114,8 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
     hosting.check(optimizer, hosted, nonfinite.wanted(context))
     together = which_groups(num_groups, groups, params)
     ranks = ranks_of(process_set)
+    if context.session.rank in (combining := ranks or range(context.session.size)):
+        check_owners([(name, param) for param, name in names.items() if param in mine], combining)
     if hosted:
         try:
             check_hosted(optimizer, op, gradient_predivide_factor, bool(ranks), bool(together))

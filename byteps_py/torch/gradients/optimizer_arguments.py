@@ -10,6 +10,7 @@ import torch
 
 from byteps_py.errors import UsageError
 from byteps_py.tensors import NonFinite
+from byteps_py.torch.engine import parameter_owners
 from byteps_py.torch.gradients.hosted_rules import check_class
 from byteps_py.torch.horovod.ops import Average, ReduceOp, Sum
 from byteps_py.torch.optim.lamb import LAMB
@@ -102,6 +103,21 @@ class HostedOptions:
                 "step before it is known whether all gradients are finite. Set it to allow, or leave step_in_backward "
                 "out"
             )
+
+
+def check_owners(named: Iterable[tuple[str, torch.nn.Parameter]], ranks: Sequence[int]) -> None:
+    """Raises UsageError for a parameter that is a part of a larger one, other parts of which ``ranks`` have, and for
+    one whose gradient something else averages."""
+    named = list(named)
+    caller = "DistributedOptimizer"
+    parameter_owners.check_whole(
+        named,
+        ranks,
+        caller,
+        "Give process_set the ranks with the same parts, those of mesh.ranks('dp', 'cp'); a hosted optimizer takes no "
+        "process_set, and no model that is cut",
+    )
+    parameter_owners.check_unowned(named, caller)
 
 
 def which_groups(

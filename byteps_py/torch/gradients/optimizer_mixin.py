@@ -20,6 +20,7 @@ import torch
 from byteps_py.errors import GradientOrderError, NonFiniteError, UsageError
 from byteps_py.torch.engine import context as contexts
 from byteps_py.torch.engine import nonfinite
+from byteps_py.torch.engine.parameter_owners import check_unowned
 from byteps_py.torch.gradients.backward_passes import BackwardPasses
 from byteps_py.torch.gradients.gradient_reducer import GradientReducer
 from byteps_py.torch.gradients.optimizer_arguments import check_passes
@@ -227,6 +228,7 @@ class DistributedOptimizerMixin(StateListener):
             for i, param in enumerate(group["params"]):
                 new.append((self._parameter_names.setdefault(param, f"push_pull.parameter.{number}.{i}"), param))
         if new:
+            check_unowned(new, "DistributedOptimizer")
             self._groups_added = len(self._wrapped.param_groups)
             self._passes.add(new)
             self._passes.hook(param for _, param in new)

@@ -13,12 +13,14 @@ import torch
 
 from byteps_py.errors import UsageError
 from byteps_py.torch.engine import context as contexts
+from byteps_py.torch.engine import parameter_owners
 from byteps_py.torch.engine.context import Context
 from byteps_py.torch.engine.dtypes import as_bytes, check_result
 from byteps_py.torch.engine.plan_comparison import PlanComparison
 from byteps_py.torch.horovod.broadcast import broadcast_request, start_broadcast
 from byteps_py.torch.horovod.broadcast_stream import broadcast_stream
 from byteps_py.torch.horovod.objects import allgather_object, broadcast_object
+from byteps_py.torch.horovod.process_sets import ProcessSet, global_process_set, group_of, members_of
 
 #: What Horovod's module of this name has.
 __all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
@@ -44,18 +46,29 @@ NamedTensors = Mapping[str, Any] | Sequence[tuple[str, Any]]
 
 _ADVICE = (
     "Give broadcast_parameters the same names in the same order on all ranks. Ranks that train different parts of a "
-    "model broadcast each part among its ranks: broadcast_(tensor, root_rank, process_set=…)"
+    "model broadcast each part among its ranks: process_set=…"
+)
+_WHOLE = (
+    "Broadcast parameters before parallelize(), or give process_set the ranks with the same parts, those of "
+    "mesh.ranks('dp', 'cp')"
 )
 
 
-def broadcast_parameters(params: NamedTensors, root_rank: int, prefix: str = "Parameter.") -> None:
+def broadcast_parameters(
+    params: NamedTensors,
+    root_rank: int,
+    prefix: str = "Parameter.",
+    *,
+    process_set: ProcessSet = global_process_set,
+) -> None:
     """Copy the root's tensors into every rank's tensors, in place.
 
     params: a ``state_dict()``, a list of (name, tensor) such as ``list(model.named_parameters())``, or a list of
     tensors, which are matched by position. Tensors are dense, on cpu or cuda, of any dtype; all bits are copied.
-    root_rank: a global rank. prefix: of the tensors' names in the job.
+    root_rank: a global rank. prefix: of the tensors' names in the job. process_set: the ranks, which alone call it.
     One thread at a time calls it, in the same order on all ranks.
-    Raises UsageError for anything else, a generator included, and MismatchError if ranks' names, shapes or dtypes
+    Raises UsageError for anything else, a generator included, and for tensors of which the ranks have different parts
+    (``tensor.parallelize``, FSDP2), and MismatchError if ranks' names, shapes or dtypes
     differ.
 
     >>> import torch, byteps_py as bps
@@ -80,10 +93,12 @@ def broadcast_parameters(params: NamedTensors, root_rank: int, prefix: str = "Pa
             raise UsageError(f"{name!r} is a {type(tensor).__name__}, not a tensor; use broadcast_object for it")
     for name, tensor in pairs:  # before the first tensor is sent
         check_result(tensor, name)
-    if context.session.size > 1:
-        comparison = PlanComparison(context, "tensors to broadcast", _ADVICE, is_numbered=False)
+    group, ranks = group_of(process_set), members_of(process_set)
+    parameter_owners.check_whole(pairs, ranks, "broadcast_parameters", _WHOLE)
+    if len(ranks) > 1:
+        comparison = PlanComparison(context, "tensors to broadcast", _ADVICE, group, is_numbered=False)
         comparison.compare([("", f"{prefix}{name}") for name, _ in pairs])
-    requests = [broadcast_request(context, tensor, root_rank, f"{prefix}{name}") for name, tensor in pairs]
+    requests = [broadcast_request(context, tensor, root_rank, f"{prefix}{name}", group) for name, tensor in pairs]
     context.slot_views(requests)  # one declaration for all
     handles = [
         start_broadcast(context, request, tensor, tensor, name)

@@ -1,0 +1,107 @@
+"""What else a parameter belongs to: whether it is a part of a larger one, and what else averages its gradient.
+
+DistributedOptimizer, DistributedDataParallel and broadcast_parameters take each parameter for a whole one, with one
+value on all of their ranks, and its gradient for the rank's own. They ask here before they change anything.
+Layers whose parameters are parts, and wrappers that average gradients, announce themselves here. Any thread.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from byteps_py.errors import UsageError
+
+
+class LayerInParts(Protocol):
+    """A layer some of whose parameters are parts of larger ones."""
+
+    def parts(self) -> Iterator[torch.Tensor]:
+        """These parameters."""
+
+    def ranks_of_parts(self) -> Sequence[int]:
+        """The global ranks that have the parts."""
+
+
+_layers: weakref.WeakSet[LayerInParts] = weakref.WeakSet()
+#: The wrappers that average gradients, what they are called, and of which parameters.
+_averaging: weakref.WeakKeyDictionary[object, tuple[str, tuple[weakref.ref[torch.Tensor], ...]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def announce_layer(layer: LayerInParts) -> None:
+    """``layer`` has parameters that are parts. Its copies announce themselves."""
+    _layers.add(layer)
+
+
+def announce_averaging(wrapper: object, name: str, parameters: Iterable[torch.Tensor]) -> None:
+    """``wrapper``, called ``name``, averages the gradients of ``parameters`` as long as it is there."""
+    _averaging[wrapper] = name, tuple(weakref.ref(each) for each in parameters)
+
+
+def check_whole(named: Iterable[tuple[str, torch.Tensor]], ranks: Sequence[int], caller: str, remedy: str) -> None:
+    """Raises UsageError that names the first of these tensors that is a part: a DTensor, a flat parameter of FSDP, or
+    one whose other parts some of ``ranks`` have. ``caller``: who takes them for whole ones. ``remedy``: what to do
+    instead."""
+    wanted = set(ranks)
+    parts: dict[int, list[int]] = {}
+    for layer in list(_layers):
+        holders = [rank for rank in layer.ranks_of_parts() if rank in wanted]
+        if len(holders) > 1:
+            parts.update((_memory_of(part), holders) for part in layer.parts())
+    for name, tensor in named:
+        kind = type(tensor).__name__
+        if kind in ("DTensor", "FlatParameter") or hasattr(tensor, "device_mesh"):
+            raise UsageError(
+                f"{caller}: {name!r} is a part of a parameter ({kind}: FSDP, or DTensor parallelism, has cut it), and "
+                "FSDP averages gradients and makes ranks equal itself. Use the optimizer, and the model, as they are"
+            )
+        if (others := parts.get(_memory_of(tensor))) and tensor.numel():
+            raise UsageError(
+                f"{caller}: tensor.parallelize has cut {name!r}, so that ranks {others} have different parts of it. "
+                f"{remedy}"
+            )
+
+
+def check_unowned(named: Iterable[tuple[str, torch.Tensor]], caller: str) -> None:
+    """Raises UsageError if something else averages the gradient of one of these parameters."""
+    named = list(named)
+    if find_averaging([tensor for _, tensor in named]) is None:
+        return
+    gc.collect()  # a wrapper that nobody uses any more
+    for name, tensor in named:
+        if (other := find_averaging([tensor])) is not None:
+            raise UsageError(
+                f"{caller}: {other} averages the gradient of {name!r} already; twice is wrong. Use one of the two: the "
+                f"plain optimizer with {other}, or {caller} with the module that is inside it"
+            )
+
+
+def find_averaging(tensors: Sequence[torch.Tensor], besides: str = "") -> str | None:
+    """What averages the gradient of one of ``tensors``, except the one called ``besides``; None if nothing does."""
+    wanted = set(map(id, tensors))
+    for _, (name, references) in list(_averaging.items()):
+        if name != besides and any((there := each()) is not None and id(there) in wanted for each in references):
+            return name
+    if not dist.is_available() or not dist.is_initialized():  # torch's needs it
+        return None
+    # It keeps no list of its objects.
+    kind = torch.nn.parallel.DistributedDataParallel
+    for each in gc.get_objects():
+        if issubclass(type(each), kind) and any(id(one) in wanted for one in each.parameters()):
+            return "torch's DistributedDataParallel"
+    return None
+
+
+def _memory_of(tensor: torch.Tensor) -> int:
+    """Equal for a parameter and what ``state_dict`` has of it."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # no memory of its own, such as a sparse tensor's
+        return id(tensor)
