@@ -18,6 +18,10 @@ os.chdir(FOLDER)
 """,
     """
 import torch
+model = torch.nn.Linear(2, 2)
+""",
+    """
+import torch
 from torch import nn
 from torch.nn import functional
 
