@@ -20,6 +20,8 @@ CASES = (
     "losses",
     "whole_parameters",
     "uncovered_refused",
+    "checkpoints",
+    "whole_beside_cut",
 )
 
 

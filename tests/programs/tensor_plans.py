@@ -4,7 +4,9 @@ names of cases. Prints "NAME: right" on each rank. All ranks are one tensor-para
 from __future__ import annotations
 
 import copy
+import shutil
 import sys
+import tempfile
 
 import torch
 import torch.distributed as dist
@@ -14,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 import byteps_py.torch  # noqa: F401  (the backend)
-from byteps_py.parallel import clip_grad_norm_, tensor
+from byteps_py.parallel import checkpoint, clip_grad_norm_, tensor
 
 WIDTH, HEADS, HEAD_DIM, TOKENS = 24, 8, 4, 8
 #: Of the queries; a key head is that of several queries.
@@ -446,6 +448,77 @@ def uncovered_refused() -> None:
     nested = nn.ModuleDict({"outer": Block(GateUp())})
     plan = {**GATED, "outer": tensor.SharedInput(), "outer.inner": tensor.SharedInput()}
     refuses("would be summed twice", tensor.parallelize, nested, plan, group())
+
+
+class Flat(nn.Module):
+    """All layers in one module, some of them whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.position = nn.Embedding(TOKENS, WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.q_norm, self.last = nn.LayerNorm(HEAD_DIM), nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x) + self.position(torch.arange(x.shape[1]))
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        h = self.norm(x)
+        q = self.q_norm(self.wq(h).unflatten(-1, (-1, HEAD_DIM))).flatten(2)
+        x = x + self.wo(attend(q, self.wk(h), self.wv(h)))
+        return x + self.down(functional.gelu(self.up(self.last(x))))
+
+
+@case
+def whole_beside_cut() -> None:
+    """Without sequence parallelism, layers that all ranks use alike may stay unnamed."""
+    heads = WIDTH // HEAD_DIM
+    if heads % ranks() == 0:
+        columns = {
+            "w[qkv]": tensor.Column(units=heads),
+            "wo": tensor.Row(),
+            "up": tensor.Column(),
+            "down": tensor.Row(),
+        }
+        beside(Flat().double(), columns, None)
+    sequential = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 8), nn.PReLU(), nn.Linear(8, 4), nn.LayerNorm(4))
+    sequential.insert(0, nn.Linear(WIDTH, 4))
+    beside(sequential.double(), {"2": tensor.Column(), "4": tensor.Row()}, None)
+    shared = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH))] * 2)
+    beside(shared.double(), {"0.0": tensor.Column(), "0.2": tensor.Row()}, None)
+    encoder = nn.TransformerEncoderLayer(WIDTH, 4, 32, batch_first=True, dropout=0.0).double()
+    parallel = beside(encoder, {"linear1": tensor.Column(), "linear2": tensor.Row()}, None)
+    x = torch.randn(2, TOKENS, WIDTH, dtype=torch.float64)
+    with torch.no_grad():
+        close(parallel.eval()(x), encoder.eval()(x), "the output of an evaluation")
+
+
+@case
+def checkpoints() -> None:
+    """Fused layers and copied key heads lie in a checkpoint as in the whole model."""
+    path = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(path)
+    assert path[0] is not None
+    for number, key_heads in enumerate(filter(fits, KEY_HEADS)):
+        plain = Block(Fused(key_heads)).double()
+        plan = {"inner.qkv": tensor.Column(parts=(HEADS, key_heads, key_heads)), "inner.proj": tensor.Row()}
+        parallel = beside(plain, plan, None)
+        checkpoint.save(parallel, f"{path[0]}/{number}")
+        other = Block(Fused(key_heads)).double()
+        checkpoint.load(other, f"{path[0]}/{number}")
+        for name, parameter in other.named_parameters():
+            assert torch.equal(parameter, plain.get_parameter(name)), name
+        checkpoint.save(plain, f"{path[0]}/{number}-plain")
+        with torch.no_grad():
+            for parameter in parallel.parameters():
+                parameter.zero_()
+        checkpoint.load(parallel, f"{path[0]}/{number}-plain")
+        compare(plain, parallel, None)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(path[0])
 
 
 if __name__ == "__main__":

@@ -224,7 +224,7 @@ class SummedGradients(KeepsGroup):
     """A mixin: a layer that each rank uses on its own tokens or heads, with parameters that are the same on all ranks.
     Their gradients are summed over the ranks. ``sum_gradients`` makes the classes."""
 
-    summed: frozenset[str]
+    summed: tuple[str, ...]  # in an order that is the same on all ranks: that of their sums
 
     def forward(self, *arguments: Any, **others: Any) -> Any:
         """The layer's, with parameters as copies whose gradients are summed."""
@@ -240,7 +240,7 @@ class SummedGradients(KeepsGroup):
                 self.__dict__.pop(name, None)
 
 
-def sum_gradients(module: nn.Module, names: frozenset[str], group: Group) -> None:
+def sum_gradients(module: nn.Module, names: tuple[str, ...], group: Group) -> None:
     """Change ``module`` in place: gradients of these parameters of its own are summed over the ranks of ``group``."""
     kind = type(module)
     module.__class__ = type(f"SummedGradients{kind.__name__}", (SummedGradients, kind), {})
@@ -252,7 +252,7 @@ def sequence_parallel(module: nn.Module, group: Group) -> nn.Module:
     alone (norms, linear layers, dropout), with parameters of their own and no submodules' ones. Raises UsageError."""
     if any(True for child in module.children() for _ in child.parameters()):
         raise UsageError(f"{type(module).__name__} has submodules with parameters: name those in the plan instead")
-    sum_gradients(module, frozenset(name for name, _ in module.named_parameters(recurse=False)), group)
+    sum_gradients(module, tuple(name for name, _ in module.named_parameters(recurse=False)), group)
     return module
 
 

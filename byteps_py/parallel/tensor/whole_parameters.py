@@ -31,7 +31,7 @@ def summed_parameters(
     chosen: Mapping[str, Style],
     planned: list[PlannedLayer],
     is_sequence_parallel: bool,
-) -> list[tuple[nn.Module, frozenset[str]]]:
+) -> list[tuple[nn.Module, tuple[str, ...]]]:
     """The modules and names of the parameters of their own that are to be summed. Raises UsageError for parameters that
     can't be right. ``chosen``: the styles of the modules; ``planned``: the layers that are cut."""
     place = _Place(modules, planned, [name for name, style in chosen.items() if isinstance(style, SharedInput)])
@@ -42,7 +42,7 @@ def summed_parameters(
         if id(module) in cut or id(module) in seen:
             continue
         seen.add(id(module))
-        names = set()
+        names = []
         for own, parameter in module.named_parameters(recurse=False):
             full = f"{name}.{own}" if name else own
             style = _style(plan, name, full)
@@ -66,9 +66,9 @@ def summed_parameters(
                 is_summed = place.is_partial(name, full, module, parameter)
             if is_summed:
                 _check_forward(modules, name, full, module)
-                names.add(own)
+                names.append(own)
         if names:
-            found.append((module, frozenset(names)))
+            found.append((module, tuple(names)))
     return found
 
 
@@ -139,7 +139,7 @@ class _Place:
         outputs = {max(one.counts) * one.size for one in blocks}
         if isinstance(module, nn.Linear):
             is_key = module.in_features in widths and any(module.out_features % size == 0 for size in heads)
-            if is_key and module.out_features < max(outputs):
+            if is_key and module.out_features < max(max(one.counts) * one.size for one in blocks if one.size > 1):
                 if region is not None:
                     return True
                 raise UsageError(
@@ -150,6 +150,8 @@ class _Place:
             if region is None and module.in_features in widths:
                 return False
             raise UsageError(_unclear(full, name))
+        if region is None and isinstance(module, nn.MultiheadAttention) and module.embed_dim in widths:
+            return False
         length = parameter.shape[-1] if parameter.dim() else 1
         if length in widths and length not in heads and parameter.numel() > 1:
             if length in outputs and _QUERY_OR_KEY.search(name.rpartition(".")[2].lower()):
