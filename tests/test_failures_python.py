@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 from support.breaking import ERROR_STATUS, command, launch
 from support.clusters import ROOT
 
+from byteps_py.errors import StallError
 from byteps_py.session import exception_hooks, failure_reports
 
 SPAWNED = ROOT / "tests" / "programs" / "spawned.py"
@@ -168,3 +170,47 @@ def test_long_tracebacks_are_cut_at_the_front() -> None:
     assert len(text) < 8_100
     assert text.endswith("z" * 100)
     assert failure_reports.leave_fields(None) == {}
+
+
+ENDS = {
+    "before init": ("bps.rank()", "NotInitializedError"),
+    "in a backward pass": (
+        "m = torch.nn.Linear(2, 2)\nbps.init()\n"
+        "o = bps.DistributedOptimizer(torch.optim.SGD(m.parameters(), lr=0.1), m.named_parameters())\n"
+        "for _ in range(2): m(torch.ones(1, 2)).sum().backward()",
+        "GradientOrderError",
+    ),
+    "after shutdown": ("bps.init()\ntry: bps.push_pull([1])\nfinally: bps.shutdown()", "UsageError"),
+}
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_the_traceback_of_a_single_process_ends_at_the_programs_line(case: str, tmp_path: Path) -> None:
+    lines, error = ENDS[case]
+    program = tmp_path / "program.py"
+    program.write_text(f"import torch\nimport byteps_py as bps\n{lines}\n")
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1
+    assert f"byteps_py.errors.{error}: " in done.stderr
+    assert done.stderr.count("  File ") == done.stderr.count(f'File "{program}"') == 1, done.stderr
+
+
+def test_an_error_before_init_is_shown_once_for_all_ranks(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("import byteps_py as bps\nbps.rank()\n")
+    with launch("-np 2", program=program) as job:
+        assert job.end() == 1
+    assert job.text.count("NotInitializedError") == 1
+    assert "[0-1] byteps_py.errors.NotInitializedError" in job.text, job.text
+
+
+def test_an_error_that_says_the_same_as_the_one_before_it_is_shown_once() -> None:
+    def wait() -> None:
+        try:
+            raise StallError("tensor 'w': no result")
+        except StallError as error:
+            raise StallError(f"{error}; and why") from error
+
+    with pytest.raises(StallError) as caught:
+        wait()
+    assert failure_reports.traceback_of(caught.value).count("Traceback") == 1

@@ -41,6 +41,7 @@ _reporters: weakref.WeakSet[FailureReporter] = weakref.WeakSet()
 _lock = threading.Lock()
 _running = threading.local()  # ``is_running``: a hook of this module is running in this thread
 _is_child = False  # a process of multiprocessing, with a finalizer
+_lasting: ChainedHook | None = None  # the hook of shorten_tracebacks
 _pid = 0  # of the process that is the rank; the failure of a child that it forks is not the rank's
 
 
@@ -81,10 +82,12 @@ class MainHook(ChainedHook):
         if not _is_the_end(error):
             self.before(*args)
             return
-        if isinstance(error, BytePSError):
-            error.__traceback__ = failure_reports.without_inside(error.__traceback__)
+        is_ours = isinstance(error, BytePSError)
+        if is_ours:
+            failure_reports.shorten(error)
             args = (args[0], error, error.__traceback__)
-        if not _reporters or os.getpid() != _pid or not failure_notice.has_launcher():
+        is_of_job = os.getpid() == _pid if _reporters else is_ours
+        if not (is_of_job and failure_notice.has_launcher()):
             self.before(*args)
             return
         stderr, sys.stderr = sys.stderr, io.StringIO()
@@ -94,6 +97,15 @@ class MainHook(ChainedHook):
             printed, sys.stderr = sys.stderr.getvalue(), stderr
         if not failure_notice.send(failure_reports.blame_for(error), failure_reports.cause(error), printed):
             sys.stderr.write(printed)
+
+
+def shorten_tracebacks() -> None:
+    """From now on tracebacks of this package's errors end at the program's line, in a job or not."""
+    global _lasting
+    with _lock:
+        failure_reports.whole_tracebacks = os.environ.get("BYTEPS_LOG_LEVEL", "").upper() in ("DEBUG", "TRACE")
+        if not isinstance(sys.excepthook, ChainedHook):
+            sys.excepthook = _lasting = MainHook(sys.excepthook, _report_exception)
 
 
 def register(reporter: FailureReporter) -> None:
@@ -119,7 +131,7 @@ def unregister(reporter: FailureReporter) -> None:
         if _reporters:
             return
         # A hook beneath a foreign hook stays, and reports nothing while no reporter is registered.
-        if isinstance(sys.excepthook, ChainedHook):
+        if isinstance(sys.excepthook, ChainedHook) and sys.excepthook is not _lasting:
             sys.excepthook = sys.excepthook.before
         if isinstance(threading.excepthook, ChainedHook):
             threading.excepthook = threading.excepthook.before

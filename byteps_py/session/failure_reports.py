@@ -116,8 +116,9 @@ def cause(error: BaseException) -> str:
 def traceback_of(error: BaseException) -> str:
     """The traceback of ``error`` as Python prints it, at most its last 8000 characters. For the other ranks, whose
     users should not have to search for it in another rank's output."""
-    frames = without_inside(error.__traceback__) if isinstance(error, BytePSError) else error.__traceback__
-    text = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
+    if isinstance(error, BytePSError):
+        shorten(error)
+    text = "".join(traceback.format_exception(error)).rstrip()
     return text if len(text) <= _MAX_TRACEBACK_CHARS else f"…{text[-_MAX_TRACEBACK_CHARS:]}"
 
 
@@ -126,6 +127,20 @@ def blame_for(error: BaseException) -> Blame:
     if isinstance(error, KeyboardInterrupt):
         return Blame.NOBODY
     return Blame.OTHERS if isinstance(error, PeerLostError) else Blame.OWN
+
+
+def shorten(error: BytePSError) -> None:
+    """Leave of its traceback what a user can act on: see ``without_inside``. An error that it was made from, and that
+    says the same, is left out."""
+    if whole_tracebacks:
+        return
+    error.__traceback__ = without_inside(error.__traceback__)
+    before = error.__context__
+    if isinstance(before, BytePSError) and error.__cause__ in (None, before):
+        if str(before).partition("\n")[0] in str(error):
+            error.__cause__ = error.__context__ = None
+        else:
+            shorten(before)
 
 
 def without_inside(traceback: TracebackType | None) -> TracebackType | None:

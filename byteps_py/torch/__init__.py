@@ -38,6 +38,7 @@ from byteps_py.errors import (
     UnsupportedError,
     UsageError,
 )
+from byteps_py.session.exception_hooks import shorten_tracebacks as _shorten_tracebacks
 from byteps_py.torch import elastic, optim
 from byteps_py.torch.compression import Compression
 from byteps_py.torch.gradients.comm_hook import CommHookOptions, ddp_comm_hook
@@ -224,3 +225,4 @@ def __getattr__(name: str) -> _Any:
 
 
 _register_backend()
+_shorten_tracebacks()
