@@ -3,8 +3,10 @@ on each rank."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
+import logging
 import os
 import shutil
 import sys
@@ -180,6 +182,44 @@ def states_from_the_beginning() -> None:
         _, optimizer, _, _ = check(Strategy(shards, dp, segment_broadcast_MB=SMALL_MB), making=adagrad)
         own = {member.parameter for member in optimizer._parts.members if member.piece.is_own}
         assert set(optimizer.state) == own
+
+
+class Said(logging.Handler):
+    """What is logged."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+@case
+def penalties() -> None:
+    """A penalty on a weight outside of modules: NaN where the weight is not, which is said; right where it is held."""
+    rows = micro_batches(0, 1)[0]
+    for is_held in (False, True):
+        net = new_model()
+        optimizer = shard(net, sgd(net.parameters()), Strategy(dist.get_world_size(), segment_broadcast_MB=SMALL_MB))
+        said = Said()
+        logging.getLogger("byteps_py").addHandler(said)
+        with optimizer.gathered_parameters() if is_held else contextlib.nullcontext():
+            loss = loss_of(net, rows) + net.middle[0].weight.square().sum()
+            loss.backward()
+        optimizer.step()
+        logging.getLogger("byteps_py").removeHandler(said)
+        is_owner = optimizer.owner_of(net.middle[0].weight) == dist.get_rank()
+        heard = [text for text in said.texts if "the gradient of 'middle.0.weight' is NaN" in text]
+        assert len(said.texts) == len(heard) == (not is_held and not is_owner), said.texts
+        assert bool(loss.isnan()) is (not is_held and not is_owner)
+        if is_held:
+            theirs = new_model()
+            whole = sgd(theirs.parameters())
+            (loss_of(theirs, rows) + theirs.middle[0].weight.square().sum()).backward()
+            whole.step()
+            with optimizer.gathered_parameters():
+                compare(net, theirs, "a penalty")
 
 
 @case
