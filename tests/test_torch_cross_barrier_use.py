@@ -123,3 +123,30 @@ def test_a_copy_of_the_model_waits_for_nothing() -> None:
         optimizer.finish_updates()
 
     ThreadedCluster((1, 1)).run(main)
+
+
+def test_compiled_models_get_the_same_bits() -> None:
+    """dynamo must not trace the hooks, and with them AdamW's step, which would then compute in other dtypes."""
+
+    def main(rank: int) -> list[dict[str, Any]]:
+        states = []
+        for is_crossed in (False, True):
+            torch.manual_seed(0)
+            torch.compiler.reset()  # it would take the graph of the first model, which has no hooks
+            model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            named = model.named_parameters()
+            if is_crossed:
+                optimizer = bps.CrossBarrier(model, optimizer, named)
+            else:
+                optimizer = bps.DistributedOptimizer(optimizer, named)
+            compiled = torch.compile(model, backend="eager")
+            for _ in range(STEPS):
+                optimizer.zero_grad()
+                compiled(torch.randn(3, 4, dtype=torch.float64)).square().mean().backward()
+                optimizer.step()
+            states.append(copy.deepcopy(model.state_dict()))
+        return states
+
+    ((plain, crossed),) = ThreadedCluster((1,)).run(main)
+    assert all(torch.equal(value, crossed[name]) for name, value in plain.items())

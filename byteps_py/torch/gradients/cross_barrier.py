@@ -292,13 +292,10 @@ class _UpdateHook:
 
     def __init__(self, pending: PendingUpdates, params: list[torch.nn.Parameter] | None = None) -> None:
         self._pending, self._params = pending, params
-        # torch.compile would trace the optimizer's step, too, which then computes in other dtypes: not the same bits.
-        self._complete = torch.compiler.disable(self._complete_updates)
 
+    # torch.compile would trace the optimizer's step, too, which then computes in other dtypes: not the same bits.
+    @torch._disable_dynamo
     def __call__(self, *_: Any) -> None:
-        self._complete()
-
-    def _complete_updates(self) -> None:
         if self._params is None:
             self._pending.finish()
         else:
