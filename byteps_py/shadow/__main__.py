@@ -78,7 +78,7 @@ class StatesCaller:
         servers = sorted({each.member.shadow_address for each in members if each.alive and each.member.shadow_address})
         left_s = max(0.1, min(_SERVER_S, until_s - time.monotonic()))
         request = shadow_pb2.ShadowQuery(hold_s=hold_s)
-        calls: dict[str, grpc.Future | RendezvousError] = {}
+        calls: dict[str, grpc.Future[shadow_pb2.ShadowDescription] | RendezvousError] = {}
         for server in servers:
             try:
                 self._check(server)
