@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.optim import optimizer as torch_optimizer
 
 from byteps_py.errors import GradientOrderError, UsageError
@@ -294,7 +295,7 @@ class _UpdateHook:
         self._pending, self._params = pending, params
 
     # torch.compile would trace the optimizer's step, too, which then computes in other dtypes: not the same bits.
-    @torch._disable_dynamo
+    @_disable_dynamo  # it imports dynamo only when the hook is called; making an optimizer does so anyway
     def __call__(self, *_: Any) -> None:
         if self._params is None:
             self._pending.finish()
