@@ -47,6 +47,10 @@ class Groups:
     tp: Group = None
     cp: Group = None
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Groups:
+        """A copy of a model, such as an average of its weights, has the same ranks."""
+        return Groups(self.tp, self.cp)
+
 
 class TokenEmbedding(nn.Module):
     """Token ids (batch, sequence) -> hidden states of this rank's part of the sequence, and all token ids."""

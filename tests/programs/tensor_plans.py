@@ -445,6 +445,12 @@ def uncovered_refused() -> None:
         refuses(words, tensor.parallelize, model, plan, group())
     batch = nn.ModuleDict({"norm": nn.BatchNorm1d(8)})
     refuses("over many tokens", tensor.parallelize, batch, {"norm": tensor.Sequence()}, group(), sequence_dim=1)
+    halves = {"inner.wq": tensor.Column(units=HEADS), "inner.w[kv]": tensor.Column(), "inner.wo": tensor.Row()}
+    refuses("Column(units=1)", tensor.parallelize, Block(Separate(1)), halves, group())
+    scaled = nn.ModuleDict({"head": nn.Linear(8, 40)})
+    scaled.scale = nn.Parameter(torch.ones(()))
+    head = {"head": tensor.Column(vocabulary=True)}
+    refuses("scale stays whole on each rank", tensor.parallelize, scaled, head, group())
     nested = nn.ModuleDict({"outer": Block(GateUp())})
     plan = {**GATED, "outer": tensor.SharedInput(), "outer.inner": tensor.SharedInput()}
     refuses("would be summed twice", tensor.parallelize, nested, plan, group())

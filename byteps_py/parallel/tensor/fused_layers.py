@@ -42,7 +42,8 @@ def check_fused(name: str, linear: nn.Linear, linears: Mapping[str, tuple[nn.Lin
         if widths and linear.in_features > max(widths):
             raise UsageError(
                 f"{name} has {linear.in_features} input features, more than any Column beside it has output features: "
-                "if its input is what several of them computed, one behind the other, give their sizes: Row(parts=…)"
+                "if its input is what several of them computed, one behind the other, give their sizes, Row(parts=…); "
+                "if not, Row(parts=1)"
             )
         return
     if style.vocabulary or style.gather_output:

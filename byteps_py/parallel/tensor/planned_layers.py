@@ -120,6 +120,8 @@ def _shard(
         return vocabulary_shard(module.out_features, ranks, rank)
     units = style.units if isinstance(style, Column) else None
     blocks = Blocks.of(module.out_features, units, style.parts if isinstance(style, Column) else None)
+    if isinstance(style, Column) and style.parts is None and units is None:
+        _check_whole_heads(name, module, linears, ranks)
     heads = max(blocks.counts)
     if len(blocks.counts) == 1 and units is not None:
         heads = max([heads, *_heads_beside(name, blocks.size, linears)])
@@ -143,6 +145,22 @@ def _heads_beside(name: str, size: int, linears: Mapping[str, tuple[nn.Linear, C
             elif style.parts is None and linear.out_features % size == 0:
                 found.append(linear.out_features // size)
     return found
+
+
+def _check_whole_heads(
+    name: str, linear: nn.Linear, linears: Mapping[str, tuple[nn.Linear, Column | Row]], ranks: int
+) -> None:
+    """Raises UsageError if a layer without units would be cut inside a head of the queries beside it."""
+    parent = name.rpartition(".")[0]
+    for other, (query, style) in linears.items():
+        if other.rpartition(".")[0] == parent and isinstance(style, Column) and style.units:
+            size = query.out_features // style.units
+            features = linear.out_features
+            if features < query.out_features and features % size == 0 and features % (size * ranks):
+                raise UsageError(
+                    f"{ranks} ranks would cut its {features} features inside heads of {size}, those of {other}: give "
+                    f"it Column(units={features // size})"
+                )
 
 
 def _check_ties(modules: Mapping[str, nn.Module], planned: list[PlannedLayer]) -> None:

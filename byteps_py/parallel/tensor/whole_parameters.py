@@ -118,6 +118,8 @@ class _Place:
 
     def is_partial(self, name: str, full: str, module: nn.Module, parameter: nn.Parameter) -> bool:
         """Without sequence parallelism: whether its gradient is a part of the sum. Raises UsageError if unclear."""
+        if parameter.numel() == 1 and self._is_beside_logits(name):
+            raise UsageError(_unclear(full, name))
         scope = next((one for one in _scopes(name) if any(self._below(one))), None)
         region = self.region(name)
         if scope is None and region is None:
@@ -175,6 +177,15 @@ class _Place:
             )
             if is_inner and (not scope or one.name.startswith(f"{scope}.")):
                 yield one
+
+    def _is_beside_logits(self, name: str) -> bool:
+        """Whether an output layer, of whose logits each rank has some, is in the module ``name`` or beside it."""
+        outputs = (one for one in self.planned if isinstance(one.style, Column) and one.style.vocabulary)
+        return any(
+            one.name.rpartition(".")[0] in (name, name.rpartition(".")[0])
+            for one in outputs
+            if isinstance(one.style, Column) and not one.style.gather_output
+        )
 
     def _is_open(self, scope: str, name: str) -> bool:
         """Whether ``name`` lies behind a Column and before its Row in the nn.Sequential ``scope``."""
