@@ -201,7 +201,6 @@ def test_an_error_before_init_is_shown_once_for_all_ranks(tmp_path: Path) -> Non
     with launch("-np 2", program=program) as job:
         assert job.end() == 1
     assert job.text.count("NotInitializedError") == 1
-    assert "[0-1] byteps_py.errors.NotInitializedError" in job.text, job.text
 
 
 def test_an_error_that_says_the_same_as_the_one_before_it_is_shown_once() -> None:
