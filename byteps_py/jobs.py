@@ -15,6 +15,7 @@ import json
 import os
 import secrets
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -25,6 +26,9 @@ from byteps_py.settings import Settings
 
 #: A launcher sets this variable in the environment of its processes, which inherit it to theirs.
 TOKEN_VARIABLE = "BYTEPS_LAUNCH_TOKEN"
+#: The same: the launcher's own command line.
+COMMAND_VARIABLE = "BYTEPS_LAUNCH_COMMAND"
+_MAX_COMMAND = 300  # characters of it in a note
 _SUFFIX = ".job"
 _MAX_BYTES = 1 << 14
 _TRIES = 5
@@ -43,6 +47,9 @@ class JobNote:
         pid: process id of the service.
         ranks: ranks on this machine, for a job without a scheduler; otherwise 0.
         local_secret: the secret that bpslaunch made for a job on loopback.
+        command: the launcher's command line; empty without a launcher.
+        folder: where it was started.
+        started_s: when, in seconds since the epoch; 0 if it is not known.
     """
 
     scheduler_host: str
@@ -52,6 +59,9 @@ class JobNote:
     pid: int
     ranks: int = 0
     local_secret: str = field(default="", repr=False)
+    command: str = ""
+    folder: str = ""
+    started_s: float = 0.0
 
     @property
     def address(self) -> str:
@@ -64,7 +74,16 @@ class JobNote:
         secret_file = os.path.abspath(settings.secret_file) if settings.secret_file else ""
         ranks = 0 if settings.scheduler_host else settings.local_size
         place = settings.scheduler_host, settings.scheduler_port
-        return cls(*place, settings.job_id, secret_file, os.getpid(), ranks, settings.local_secret)
+        command = os.environ.get(COMMAND_VARIABLE, "")[:_MAX_COMMAND]
+        begun = command, _current_folder(), time.time()
+        return cls(*place, settings.job_id, secret_file, os.getpid(), ranks, settings.local_secret, *begun)
+
+
+def _current_folder() -> str:
+    try:
+        return os.getcwd()[:_MAX_COMMAND]
+    except OSError:  # it was deleted
+        return ""
 
 
 def runtime_folder() -> Path:

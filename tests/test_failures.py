@@ -259,7 +259,7 @@ def test_a_forked_child_is_told_that_it_is_no_rank(ranks: int) -> None:
 def test_unusual_layouts_work(options: str, environ: dict[str, str], ranks: int) -> None:
     with launch(options, "short", **environ) as job:
         assert job.end() == 0
-    assert sorted(job.said) == [f"{rank}: reduced" for rank in range(ranks)]
+    assert sorted(job.of_ranks) == [f"{rank}: reduced" for rank in range(ranks)]
 
 
 # ---- deaths ----------------------------------------------------------------------------------------------------------

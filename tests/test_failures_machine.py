@@ -19,14 +19,14 @@ def test_a_hundred_times_init_and_shutdown_leave_nothing(options: str) -> None:
     """In no process: of services, all; see rank.py."""
     with launch(options, "repeat", "100", PS_HEARTBEAT_TIMEOUT="30") as job:
         assert job.end() == 0, job.text
-    assert sorted(job.said) == ["0: 100 turns", "1: 100 turns"]
+    assert sorted(job.of_ranks) == ["0: 100 turns", "1: 100 turns"]
 
 
 def test_ranks_that_come_again_while_others_have_yet_to_leave_meet_those_that_come_again() -> None:
     """One may be two turns ahead."""
     with launch("-np 2", "7", "150", program=ROOT / "tests" / "programs" / "comes_again.py") as job:
         assert job.end() == 0, job.text
-    assert sorted(job.said) == ["0: 150 turns", "1: 150 turns"]
+    assert sorted(job.of_ranks) == ["0: 150 turns", "1: 150 turns"]
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def test_two_jobs_do_not_meet_and_a_clock_that_jumps_ends_nothing(jumping_clock:
         jumping.until("0: training", "1: training")
         other.until("0: training", "1: training")
         assert (other.end(), jumping.end()) == (0, 0), jumping.text
-    assert sorted(jumping.said) == sorted(other.said) == ["0: closed", "0: training", "1: closed", "1: training"]
+    assert sorted(jumping.of_ranks) == sorted(other.of_ranks) == ["0: closed", "0: training", "1: closed", "1: training"]
 
 
 def test_no_deadline_reads_the_wall_clock() -> None:

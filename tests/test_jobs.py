@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.launching import launched
 from support.schedulers import TIMEOUT_S, Scheduler
 
 from byteps_py import __version__, jobs
@@ -127,7 +129,9 @@ def test_of_several_jobs_all_are_shown_and_one_must_be_named(capsys: pytest.Capt
         assert "0 of 3 workers" in shown
         for command in (["stop"], ["status", "--json"]):
             assert bps(command) == 2
-            assert "which job? Choose one with --scheduler HOST:PORT: " in capsys.readouterr().err
+            asked = capsys.readouterr().err
+            assert "which job? Choose one with --scheduler HOST:PORT:\n  the job of the scheduler at 127.0" in asked
+            assert re.search(rf"process \d+, started \d+ s ago in {os.getcwd()} \(this folder\)", asked), asked
         assert bps(["stop", "--scheduler", one.settings.scheduler_address]) == 0
         assert one.ended()[0] == 0
         capsys.readouterr()
@@ -135,6 +139,25 @@ def test_of_several_jobs_all_are_shown_and_one_must_be_named(capsys: pytest.Capt
         assert capsys.readouterr().out.startswith("forming: 0 of 3 workers")
         other.kill()
         assert bps(["status"]) == 1
+
+
+def test_a_job_is_named_by_its_launcher_and_shown_with_its_command(capsys: pytest.CaptureFixture[str]) -> None:
+    program = "import byteps_py as bps; bps.init(); print('there', flush=True); import time; time.sleep(90)"
+    with launched("-np", "1", "--servers", "1", "--machines", "2", sys.executable, "-c", program) as job:
+        lines = [job.line(), job.line()]
+        assert all(line.endswith("there") for line in lines)
+        [note] = jobs.find()
+        assert bps(["status"]) == 0
+        capsys.readouterr()
+        with jobs.announced(Settings(scheduler_host="127.0.0.1", scheduler_port=9)):
+            assert bps(["status", "--timeout", "1"]) == 1
+        shown = capsys.readouterr().out
+        assert f"── the job of the scheduler at {note.address} (" in shown
+        assert "bpslaunch -np 1 --servers 1 --machines 2 " in shown
+        assert "it can't be reached from here, and may run in another network namespace" in shown
+        job.process.terminate()
+        _, _, err = job.finish()
+    assert f"bpslaunch: job at {note.address}\n" in err
 
 
 def test_a_job_without_a_scheduler_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ from byteps_py.launch.cluster_plan import free_port
 def test_ranks_may_leave_and_come_back_under_a_launcher(options: str) -> None:
     with launch(options, "repeat", "5") as job:
         assert job.end() == 0
-    assert sorted(job.said) == ["0: 5 turns", "1: 5 turns"]
+    assert sorted(job.of_ranks) == ["0: 5 turns", "1: 5 turns"]
 
 
 @pytest.mark.parametrize("turns", ["2", pytest.param("5", marks=pytest.mark.slow)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import time
 
 from byteps_py import jobs
 from byteps_py.errors import ConfigurationError, RendezvousError, UsageError
@@ -37,7 +38,8 @@ def chosen_settings(arguments: argparse.Namespace) -> Settings:
                 "--scheduler HOST:PORT, or DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT"
             )
         if len(found) > 1:
-            raise UsageError(f"which job? Choose one with --scheduler HOST:PORT: {'; '.join(map(job_name, found))}")
+            listed = [f"\n  {job_name(job)}{f': {begun}' if (begun := job_start(job)) else ''}" for job in found]
+            raise UsageError(f"which job? Choose one with --scheduler HOST:PORT:{''.join(listed)}")
         return settings_of(found[0])
     settings = Settings.from_env()
     if not arguments.scheduler:
@@ -76,3 +78,13 @@ def job_name(job: jobs.JobNote) -> str:
     if not job.address:
         return f"a job of {count_text(job.ranks, 'rank')} on this machine alone, process {job.pid}{name}"
     return f"the job of the scheduler at {job.address}{name}"
+
+
+def job_start(job: jobs.JobNote) -> str:
+    """What was started, when and where, for messages; empty if it is not known."""
+    if not job.started_s:
+        return ""
+    ago_s = max(0.0, time.time() - job.started_s)
+    ago = f"{ago_s:.0f} s" if ago_s < 120 else f"{ago_s / 60:.0f} min" if ago_s < 7200 else f"{ago_s / 3600:.0f} h"
+    here = " (this folder)" if job.folder and job.folder == os.getcwd() else ""
+    return f"{job.command or f'process {job.pid}'}, started {ago} ago{f' in {job.folder}' if job.folder else ''}{here}"

@@ -7,7 +7,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from byteps_py import jobs
-from byteps_py.cli.job_choice import add_job_arguments, chosen_settings, is_told, job_name, settings_of
+from byteps_py.cli.job_choice import add_job_arguments, chosen_settings, is_told, job_name, job_start, settings_of
 from byteps_py.errors import BytePSError, UsageError
 from byteps_py.scheduler import status_report
 from byteps_py.wording import count_text
@@ -72,10 +72,14 @@ def _print_one(job: jobs.JobNote, arguments: argparse.Namespace) -> int:
     from byteps_py.scheduler import query
 
     print(f"── {job_name(job)}")
+    if begun := job_start(job):
+        print(begun)
     try:
         reply = query.status(settings_of(job), arguments.timeout)
     except BytePSError as error:
-        print(f"{error}\n")
+        print(
+            f"it can't be reached from here, and may run in another network namespace, such as a container's: {error}\n"
+        )
         return 1
     print(f"{to_text(reply)}\n")
     return int(reply.state == reply.STATE_FAILED)

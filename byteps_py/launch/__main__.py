@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shlex
 import shutil
 import signal
 import sys
@@ -13,6 +14,7 @@ from typing import NoReturn
 from byteps_py import jobs
 from byteps_py.errors import BytePSError, ConfigurationError
 from byteps_py.exit_status import handle_signals
+from byteps_py.jobs import COMMAND_VARIABLE
 from byteps_py.launch import command_line
 from byteps_py.launch.cluster_plan import ClusterSize, cluster_plan, free_port
 from byteps_py.launch.installation import visible_gpus
@@ -79,6 +81,7 @@ def _run(arguments: Sequence[str], outer_environ: Mapping[str, str]) -> int:
     for sentence in ignored_variables(environ):
         say(sentence)
     jobs.prepare()
+    environ = {**environ, COMMAND_VARIABLE: shlex.join(["bpslaunch", *arguments])}
     for start in range(1, _STARTS + 1):
         token = os.urandom(8).hex()
         specs = _plan(given, environ, command, token)
@@ -86,6 +89,8 @@ def _run(arguments: Sequence[str], outer_environ: Mapping[str, str]) -> int:
             for spec in specs:
                 settings = " ".join(f"{name}={value}" for name, value in spec.env.items())
                 say(f"{spec.name}: {settings} {' '.join(spec.argv)}")
+        if given.ranks and (address := _scheduler_address(specs)):
+            say(f"job at {address}")
         outcome = Supervisor(specs, environ, given.how, token).run()
         if not outcome.retry:
             break
@@ -94,6 +99,13 @@ def _run(arguments: Sequence[str], outer_environ: Mapping[str, str]) -> int:
         else:
             say(f"the scheduler did not start in {_STARTS} tries; its own message is above")
     return outcome.code
+
+
+def _scheduler_address(specs: Sequence[ProcessSpec]) -> str:
+    """That of a job with a scheduler; else empty. It names the job for ``bps``."""
+    env = specs[0].env
+    host, port = env.get("DMLC_PS_ROOT_URI", ""), env.get("DMLC_PS_ROOT_PORT", "")
+    return f"{host}:{port}" if host else ""
 
 
 def _plan(

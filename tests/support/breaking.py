@@ -100,6 +100,11 @@ class Job:
             self._remains.note(self.pids())
 
     @property
+    def of_ranks(self) -> list[str]:
+        """Without the launcher's line that names the job."""
+        return [line for line in self.said if not line.startswith("bpslaunch: job at 127.0.0.1:")]
+
+    @property
     def text(self) -> str:
         return "\n".join(self.said)
 
