@@ -492,6 +492,14 @@ def whole_beside_cut() -> None:
     sequential = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 8), nn.PReLU(), nn.Linear(8, 4), nn.LayerNorm(4))
     sequential.insert(0, nn.Linear(WIDTH, 4))
     beside(sequential.double(), {"2": tensor.Column(), "4": tensor.Row()}, None)
+    for sequence_dim in (None, 1):  # in two calls
+        plain = Block(GateUp()).double()
+        twice = copy.deepcopy(plain)
+        if sequence_dim is not None:
+            tensor.sequence_parallel(twice.norm, group())
+        for plan in (GATED, {"norm": tensor.Sequence()}):
+            tensor.parallelize(twice, plan, group(), sequence_dim=sequence_dim)
+        compare(plain, twice, sequence_dim)
     shared = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH))] * 2)
     beside(shared.double(), {"0.0": tensor.Column(), "0.2": tensor.Row()}, None)
     encoder = nn.TransformerEncoderLayer(WIDTH, 4, 32, batch_first=True, dropout=0.0).double()

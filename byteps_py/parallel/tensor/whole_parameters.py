@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import parametrize
 
 from byteps_py.errors import UsageError
+from byteps_py.parallel.tensor.layers import ParallelLayer, SummedGradients
 from byteps_py.parallel.tensor.planned_layers import PlannedLayer
 from byteps_py.parallel.tensor.shard import Blocks
 from byteps_py.parallel.tensor.styles import Column, Replicated, Row, Sequence, SharedInput, Style
@@ -35,11 +36,12 @@ def summed_parameters(
     """The modules and names of the parameters of their own that are to be summed. Raises UsageError for parameters that
     can't be right. ``chosen``: the styles of the modules; ``planned``: the layers that are cut."""
     place = _Place(modules, planned, [name for name, style in chosen.items() if isinstance(style, SharedInput)])
-    cut = {id(one.module) for one in planned}
-    seen: set[int] = set()
+    seen = {id(one.module) for one in planned}
+    # An earlier call, or the model itself, has taken care of these.
+    seen |= {id(module) for module in modules.values() if isinstance(module, (ParallelLayer, SummedGradients))}
     found = []
     for name, module in modules.items():
-        if id(module) in cut or id(module) in seen:
+        if id(module) in seen:
             continue
         seen.add(id(module))
         names = []
