@@ -124,7 +124,7 @@ class _Transcript:
     def key(self, shared: bytes, direction: bytes) -> bytes:
         return _derive(hashlib.sha256(self._bytes).digest(), shared + _proof_key(self.membership_key), direction)
 
-    def stream_seals(self, shared: bytes) -> tuple[StreamSeal | None, StreamSeal | None]:
+    def stream_seals(self, shared: bytes) -> tuple[StreamSeal, StreamSeal]:
         """The seals of both directions of a byte stream: (caller to listener, listener to caller)."""
         up, down = (new_stream_seal(self.protection, self.key(shared, b"stream " + way)) for way in (b"up", b"down"))
         return up, down
@@ -155,7 +155,7 @@ class CallerHandshake:
         said, shared = self._hear(challenge)
         return said.proof(_CALLER), *said.seals(shared)
 
-    def answer_for_stream(self, challenge: bytes) -> tuple[bytes, StreamSeal | None, StreamSeal | None]:
+    def answer_for_stream(self, challenge: bytes) -> tuple[bytes, StreamSeal, StreamSeal]:
         """``answer`` for a connection that carries a byte stream."""
         said, shared = self._hear(challenge)
         return said.proof(_CALLER), *said.stream_seals(shared)
@@ -217,7 +217,7 @@ class Challenge:
         """The seals: for receiving, for sending. Raises ProtocolError if the proof is wrong."""
         return self._said.seals(self._check(proof))
 
-    def accept_for_stream(self, proof: bytes) -> tuple[StreamSeal | None, StreamSeal | None]:
+    def accept_for_stream(self, proof: bytes) -> tuple[StreamSeal, StreamSeal]:
         """``accept`` for a connection that carries a byte stream."""
         return self._said.stream_seals(self._check(proof))
 

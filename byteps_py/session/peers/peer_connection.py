@@ -1,5 +1,5 @@
-"""A TCP connection to a rank of another machine. It carries the messages of peer_protocol.py, each followed by its
-payload.
+"""The link to a rank of another machine. It carries the messages of peer_protocol.py, each followed by its payload, in
+frames over a TCP connection; and over the next one, if that breaks or a frame comes damaged (resumable_stream.py).
 
 Neither end blocks. The system takes what it has room for; the rest waits here, and is sent by the thread that waits for
 messages (``send_waiting``). A large payload goes from the tensor's memory into the tensor's memory: a receiver that
@@ -24,27 +24,34 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from byteps_py.dataplane.stream_seal import FRAME_BYTES, LENGTH_BYTES, TAG_BYTES, StreamSeal
-from byteps_py.errors import ProtocolError
+from byteps_py.dataplane.seal import Data
+from byteps_py.dataplane.stream_seal import FRAME_BYTES, DamagedFrameError, FrameHeader, FrameKind, StreamSeal
+from byteps_py.errors import CommunicationError, IntegrityError, PeerLostError, ProtocolError
+from byteps_py.log import logger
 from byteps_py.session.peers import peer_protocol
+from byteps_py.session.peers.background_sender import BackgroundSender
+from byteps_py.session.peers.frame_reader import FrameReader
+from byteps_py.session.peers.link_watch import LinkDue, LinkWatch
 from byteps_py.session.peers.message_matcher import LANDING_BYTES, Span
+from byteps_py.session.peers.peer_handshake import Seals
 from byteps_py.session.peers.peer_protocol import RECORD_BYTES, PeerMessage, PeerMessageKind
+from byteps_py.session.peers.resumable_stream import ResumableStream
 
 _BUFFER_BYTES = 16 << 10
 #: The most bytes that one call moves, so that others get their turn.
 _AT_ONCE_BYTES = 4 << 20
+#: So much is sealed at once: it is still in the caches when the system copies it.
+_SEALED_AT_ONCE_BYTES = 1 << 20
 _MOST_VIEWS = 64  # of one system call
-_FRAMES_BYTES = LENGTH_BYTES + FRAME_BYTES + TAG_BYTES + (64 << 10)
+#: Smaller frames are sent in one piece.
+_JOINED_BYTES = 64 << 10
 _FLUSH_LIMIT_S = 30.0
 _DELIVERY_LIMIT_S = 2.0
 _DELIVERY_POLL_S = 0.001
-#: A thread that waits for messages sends what waits. Another one does so only if there is none after this time.
-_GRACE_S = 0.002
-_IDLE_S = 5.0
 _POLL_MS = 250
-_JOIN_LIMIT_S = 2.0
 _INLINE = int(PeerMessageKind.INLINE)
 _IN, _IN_AND_OUT = select.EPOLLIN, select.EPOLLIN | select.EPOLLOUT
+_CLOSED = "the other end has closed it"
 
 
 class Landing(Protocol):
@@ -76,222 +83,354 @@ class Receiver(Protocol):
 
 
 class PendingSend(NamedTuple):
-    """Something that was sent, perhaps not all of it yet. ``mark``: bytes that the system has taken by then."""
+    """Something that was sent, perhaps not all of it yet. ``mark``: frames of the link up to its end."""
 
     connection: PeerConnection
     mark: int
 
     @property
     def is_done(self) -> bool:
-        """True if the memory that it was sent from is not needed any more."""
-        return self.connection.taken >= self.mark
+        """True if the memory that it was sent from is not needed any more: all has come, or what has left is kept
+        elsewhere from now on."""
+        return self.connection.let_go(self.mark)
+
+    @property
+    def has_come(self) -> bool:
+        """True if the other end has reported all of it."""
+        return self.connection.has_come(self.mark)
+
+    @property
+    def has_left(self) -> bool:
+        """True if the system has taken all of it."""
+        return self.connection.has_left(self.mark)
 
 
 class PeerConnection:
-    """``rank``: that of the peer. Owns ``sock``, over which both have authenticated each other."""
+    """The link of rank ``me`` to rank ``rank``; ``resume`` gives it its first connection. A connection over which
+    nothing comes for ``silence_s`` seconds is broken. ``on_broken``: the link needs another connection."""
 
     def __init__(
         self,
+        me: int,
         rank: int,
-        sock: socket.socket,
-        seals: tuple[StreamSeal | None, StreamSeal | None],
         receiver: Receiver,
         poller: select.epoll,
         background_sender: BackgroundSender,
+        silence_s: float,
+        on_broken: Callable[[PeerConnection], None],
     ) -> None:
+        self._me = me
         self.rank = rank
-        self._sock = sock
-        sock.setblocking(False)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._sealing, self._opening = seals
-        self._frames = memoryview(bytearray(_FRAMES_BYTES if self._opening is not None else 0))
-        self._frames_last = 0
         self._receiver = receiver
         self._poller = poller
         self._background_sender = background_sender
+        self._on_broken = on_broken
+        self._watch = LinkWatch(silence_s, time.monotonic())
         self._lock = threading.Lock()  # for what is sent
-        self._waiting: deque[tuple[memoryview, object]] = deque()  # with what keeps its memory
-        self._given = 0  # bytes to be sent so far
-        #: Bytes that the system has taken so far.
-        self.taken = 0
+        self._stream = ResumableStream()
+        self._sock: socket.socket | None = None
+        self._name = f"the connection from rank {me} to rank {rank}"
+        self._connections = 0  # so far
+        self._sealing: StreamSeal | None = None
+        self._reader: FrameReader | None = None
+        self._may_send = False  # it is known where to go on
+        self._tells: list[FrameKind] = []  # frames without bodies that are to be sent
+        self._must_report = False  # the other end should know what came
+        self._out: deque[tuple[Data, int]] = deque()  # sealed, with how many frames have left once it has
+        self._left = 0  # frames that the system has taken
         self._is_cut = False  # nothing can be sent any more; what was sent from there still comes
-        #: Why the connection has ended; None while something may come.
-        self.failure: str | None = None
+        #: Why nothing can come any more; None while something may.
+        self.failure: CommunicationError | None = None
         self.failed_at_s = 0.0
+        self._why = ""  # the connection has ended
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
         self._first = self._last = 0  # of the buffer: what has come and was not processed
         self._landing: Landing | None = None
-        poller.register(sock, _IN)
 
     def fileno(self) -> int:
-        """The socket's descriptor; -1 once it is closed."""
-        return self._sock.fileno()
+        """The socket's descriptor; -1 while there is none."""
+        sock = self._sock
+        return sock.fileno() if sock is not None else -1
+
+    # ---- connections -----------------------------------------------------------------------------------
+
+    def resume(self, sock: socket.socket, seals: Seals) -> None:
+        """Go on over ``sock``, with which both have authenticated each other. Called as ``receive`` is."""
+        if self.failure is not None:
+            sock.close()
+            return
+        self._hang_up()
+        sock.setblocking(False)
+        _configure(sock, self._watch.silence_s)
+        here, there = _ends(sock)
+        with self._lock:
+            self._name = f"the connection from rank {self._me} ({here}) to rank {self.rank} ({there})"
+            self._sock, self._sealing = sock, seals[0]
+            self._reader = FrameReader(seals[1], self._stream, self)
+            self._is_cut = False
+            self._may_send = not self._connections  # otherwise the other end says first where to go on
+            self._connections += 1
+            self._must_report = self._connections > 1
+            self._watch.resumed(time.monotonic())
+            self._poller.register(sock, _IN)
+            self._send_or_wait()
+        if self._connections > 1:
+            logger.warning("%s was made again after it had broken (%s): all goes on", self._name, self._why)
+
+    def _hang_up(self) -> None:
+        with self._lock:
+            sock, self._sock = self._sock, None
+            self._reader = None
+            self._out.clear()
+            self._may_send, self._is_cut = False, True
+            if sock is not None:
+                with contextlib.suppress(OSError, ValueError):  # it is closed
+                    self._poller.unregister(sock)
+                sock.close()
+
+    def _broke(self, why: str) -> None:
+        """The connection does not work any more: another one is needed."""
+        self._hang_up()
+        self._why = why
+        self._watch.broke(time.monotonic())
+        logger.warning("%s has broken (%s): it is being made again", self._name, why)
+        self._on_broken(self)
+
+    def _fail(self, error: CommunicationError) -> None:
+        """Nothing can come any more."""
+        self._hang_up()
+        with self._lock:
+            self.failure, self.failed_at_s = error, time.monotonic()
+
+    @property
+    def needs_connection(self) -> bool:
+        """True while it waits for ``resume``."""
+        return self._sock is None and self.failure is None
+
+    def look_after(self, now_s: float) -> None:
+        """Find out whether the connection still works. Called from time to time, as ``receive`` is, after it."""
+        due = self._watch.due(now_s) if self.failure is None else LinkDue.NOTHING
+        if due is LinkDue.PING:
+            with self._lock:
+                self._tells.append(FrameKind.PING)
+                self._send_or_wait()
+        elif due is LinkDue.BREAK:
+            self._broke(f"nothing has come over it for {self._watch.silence_s:g} s, not even an answer to a heartbeat")
+        elif due is LinkDue.GIVE_UP:
+            self._fail(
+                PeerLostError(
+                    f"{self._name} has broken ({self._why}) and could not be made again within "
+                    f"{self._watch.give_up_s:g} s: the network between the two machines does not carry it"
+                )
+            )
 
     # ---- sending ---------------------------------------------------------------------------------------
 
     @property
     def has_waiting(self) -> bool:
         """True if some bytes wait until the system has room for them."""
-        return bool(self._waiting)
+        return bool(self._out) or self._has_more
+
+    @property
+    def _has_more(self) -> bool:
+        """True if something is to be sealed and sent."""
+        if self._sock is None or self._is_cut:
+            return False
+        return self._must_report or bool(self._tells) or (self._may_send and self._stream.has_unsent)
 
     def send(self, message: bytes, fd: int = -1) -> None:
         """Send, now or later; a message to a peer that has ended is dropped. ``fd``: descriptors can't be sent."""
         with self._lock:
-            if self._sealing is None and not self._waiting and self._taken(message):
-                return
             self._send([memoryview(message)], None)
 
     def send_payload(self, record: bytes, spans: Sequence[Span], owner: object) -> PendingSend:
         """Send ``record`` and the bytes at ``spans``, which ``owner`` keeps in memory until all are sent."""
         with self._lock:
-            self._send([memoryview(record), *(_view(*span) for span in spans)], owner)
-            return PendingSend(self, self._given)
-
-    def _taken(self, message: bytes) -> bool:
-        """The system has taken all of a small message, which is the usual case."""
-        if self._is_cut:
-            return True
-        taken = self._try([message])
-        self._given += taken
-        if taken == len(message) or self._is_cut:
-            return True
-        if taken:
-            self._enqueue([memoryview(message)[taken:]], None)
-        return bool(taken)
+            self._send([memoryview(record)], None)
+            self._send([_view(*span) for span in spans], owner if owner is not None else spans)
+            return PendingSend(self, self._stream.given)
 
     def _send(self, views: Sequence[memoryview], owner: object) -> None:
-        if self._is_cut:
+        if self.failure is not None:
             return
-        sealing = self._sealing
-        sealed = views if sealing is None else [memoryview(part) for view in views for part in sealing.seal(view)]
-        self._enqueue(sealed, owner)
+        for view in views:
+            for first in range(0, len(view), FRAME_BYTES):
+                self._stream.add(view[first : first + FRAME_BYTES], owner)
+        if not self._out:
+            self._send_or_wait()
 
-    def _enqueue(self, views: Sequence[memoryview], owner: object) -> None:
-        was_waiting = bool(self._waiting)
-        self._given += sum(map(len, views))
-        self._waiting.extend((view, owner) for view in views)
-        if not was_waiting:
-            self._send_first()
-            if self._waiting:
-                self._poller.modify(self._sock, _IN_AND_OUT)
-                self._background_sender.add(self)
+    def has_come(self, mark: int) -> bool:
+        """True if the other end has reported all frames before ``mark``."""
+        return self._stream.confirmed >= mark or self.failure is not None
+
+    def has_left(self, mark: int) -> bool:
+        """True if the system has taken all frames before ``mark``."""
+        return self._left >= mark or self.has_come(mark)
+
+    def let_go(self, mark: int) -> bool:
+        """Need the memory of the frames before ``mark`` no more: True. False if they have not left."""
+        if self.has_come(mark):
+            return True
+        with self._lock:
+            if self._left < mark:
+                return False
+            self._stream.let_go(mark)
+            return True
+
+    def _send_or_wait(self) -> None:
+        """Send as far as the system has room, and see to the rest."""
+        self._send_first()
+        if self._sock is not None and self.has_waiting:
+            self._poller.modify(self._sock, _IN_AND_OUT)
+            self._background_sender.add(self)
 
     def send_waiting(self) -> None:
         """Send what waits, as far as the system has room for it."""
         with self._lock:
-            if self._waiting:
+            if self.has_waiting:
                 self._send_first()
-                if not self._waiting and self.failure is None:
-                    self._poller.modify(self._sock, _IN)
+            if self._sock is not None and not self.has_waiting:
+                self._poller.modify(self._sock, _IN)
 
     def _send_first(self) -> None:
-        budget, waiting = _AT_ONCE_BYTES, self._waiting
-        while waiting and budget > 0:
-            views = [view for view, _ in itertools.islice(waiting, _MOST_VIEWS)]
+        budget, out = _AT_ONCE_BYTES, self._out
+        while budget > 0 and (out or self._has_more):
+            if not out:
+                self._seal_next()
+            views = [view for view, _ in itertools.islice(out, _MOST_VIEWS)]
             left = taken = self._try(views)
             budget -= taken
-            while waiting and len(waiting[0][0]) <= left:
-                left -= len(waiting.popleft()[0])
+            while out and len(out[0][0]) <= left:
+                view, frames = out.popleft()
+                left -= len(view)
+                self._left = max(self._left, frames)
             if left:
-                view, owner = waiting[0]
-                waiting[0] = view[left:], owner
+                view, frames = out[0]
+                out[0] = memoryview(view)[left:], frames
             if taken < sum(map(len, views)):
                 return
 
-    def _try(self, views: Sequence[bytes | memoryview]) -> int:
+    def _seal_next(self) -> None:
+        """Of what is to be sent, seal as much as is sent at once."""
+        sealed = 0
+        while self._may_send and self._stream.has_unsent and sealed < _SEALED_AT_ONCE_BYTES:
+            header, body = self._stream.take()
+            self._seal(header, body)
+            sealed += len(body)
+        if not sealed:
+            for kind in self._tells or [FrameKind.REPORT]:
+                self._seal(self._stream.control(kind), b"")
+            self._tells.clear()
+        self._must_report = False  # every frame says what came
+
+    def _seal(self, header: FrameHeader, body: Data) -> None:
+        if self._sealing is None:
+            return
+        parts = self._sealing.seal(header, body)
+        frames = header.number + 1 if header.kind == FrameKind.DATA else 0
+        if header.nbytes < _JOINED_BYTES:
+            self._out.append((b"".join(parts), frames))
+        else:
+            self._out.extend(((parts[0], 0), (parts[1], 0), (parts[2], frames)))
+
+    def _try(self, views: Sequence[Data]) -> int:
         """How many bytes the system has taken."""
+        sock = self._sock
+        if sock is None:
+            return 0
         try:
-            taken = self._sock.sendmsg(views) if len(views) > 1 else self._sock.send(views[0])
+            return sock.sendmsg(views) if len(views) > 1 else sock.send(views[0])
         except BlockingIOError:
             return 0
-        except OSError:  # the peer has ended; whoever receives from it finds out
-            self._cut()
+        except OSError:  # whoever receives finds out
+            self._is_cut = True
+            self._out.clear()
             return 0
-        self.taken += taken
-        return taken
-
-    def _cut(self) -> None:
-        self._is_cut = True
-        self._waiting.clear()
-        self.taken = self._given
 
     # ---- receiving -------------------------------------------------------------------------------------
 
-    def receive(self) -> bool:
-        """Process what has arrived. False if the connection has ended. Does not block. Raises ProtocolError."""
+    def receive(self) -> None:
+        """Process what has arrived. Does not block. Raises ProtocolError."""
+        budget = _AT_ONCE_BYTES
         try:
-            if self._opening is not None:
-                return self._receive_frames(self._opening)
-            if self._landing is not None:
-                return self._fill(self._landing)
-            nbytes = self._sock.recv_into(self._buffer[self._last :])
+            while budget > 0 and (reader := self._reader) is not None and (sock := self._sock) is not None:
+                nbytes = reader.read(sock)
+                if not nbytes:
+                    self._broke(_CLOSED)
+                    return
+                budget -= nbytes
+                self._watch.came(time.monotonic())
         except BlockingIOError:
-            return True
+            pass
+        except DamagedFrameError as error:
+            self._damaged(error)
+            return
         except OSError as error:
-            return self._ended(str(error))
-        if not nbytes:
-            return self._ended("the other end has closed it")
-        self._last += nbytes
-        self._process()
-        return True
+            if self.failure is None:  # otherwise it was hung up while it was being read
+                self._broke(str(error))
+            return
+        if self._stream.is_report_due:
+            self._report()
 
-    def _receive_frames(self, opening: StreamSeal) -> bool:
-        frames = self._frames
-        nbytes = self._sock.recv_into(frames[self._frames_last :])
-        if not nbytes:
-            return self._ended("the other end has closed it")
-        self._frames_last += nbytes
-        first = 0
-        while (left := self._frames_last - first) >= LENGTH_BYTES:
-            length = opening.length_of(frames[first:])
-            if left < length:
-                break
-            self._feed(memoryview(opening.open(frames[first : first + length])))
-            first += length
-        if first:  # otherwise a frame that comes in many small pieces would be copied with each of them
-            frames[: self._frames_last - first] = bytes(frames[first : self._frames_last])
-            self._frames_last -= first
-        return True
+    def _report(self) -> None:
+        with self._lock:
+            if not self._out:  # otherwise the frame after it says so, or a later report
+                self._must_report = True
+                self._send_or_wait()
 
-    def _feed(self, data: memoryview) -> None:
+    def _damaged(self, error: DamagedFrameError) -> None:
+        if self._stream.damaged():
+            self._fail(
+                IntegrityError(
+                    f"what rank {self.rank} sent came damaged twice over {self._name}: a network card, a switch or "
+                    "memory on that way changes what passes through it"
+                )
+            )
+        else:
+            self._broke(str(error))
+
+    def told(self, kind: FrameKind) -> None:
+        """A frame without a body has come."""
+        if kind is FrameKind.BYE:
+            self._fail(PeerLostError(f"{self._name} has ended ({_CLOSED})"))
+            return
+        with self._lock:
+            if not self._may_send:  # the first report over a new connection says where to go on
+                self._stream.rewind()
+                self._may_send = True
+            self._must_report = self._must_report or kind is FrameKind.PING
+            self._send_or_wait()
+
+    def place(self) -> memoryview | None:
+        """Where the next bytes of the stream belong; None: nowhere in particular."""
+        return self._landing.views[0] if self._landing is not None else None
+
+    def placed(self, nbytes: int) -> None:
+        """So many bytes of the stream are in ``place``."""
+        landing = self._landing
+        if landing is not None:
+            _skip(landing.views, nbytes)
+            self._complete_landed(landing)
+
+    def _complete_landed(self, landing: Landing) -> None:
+        if not landing.views:
+            self._landing = None
+            landing.complete()
+            self._report()  # its sender may be waiting for the memory that it was sent from
+
+    def feed(self, data: memoryview) -> None:
         """Process the next bytes of the stream."""
         while len(data):
             landing = self._landing
             if landing is not None:
                 data = _fill_from(data, landing.views)
-                if not landing.views:
-                    self._landing = None
-                    landing.complete()
+                self._complete_landed(landing)
                 continue
             part = min(len(data), _BUFFER_BYTES - self._last)
             self._buffer[self._last : self._last + part] = data[:part]
             self._last += part
             data = data[part:]
             self._process()
-
-    def _ended(self, why: str) -> bool:
-        with self._lock:
-            self._cut()
-            self.failure, self.failed_at_s = why, time.monotonic()
-            with contextlib.suppress(OSError, ValueError):  # it is closed
-                self._poller.unregister(self._sock)
-        return False
-
-    def _fill(self, landing: Landing) -> bool:
-        budget, views = _AT_ONCE_BYTES, landing.views
-        while views and budget > 0:
-            nbytes = self._sock.recv_into(views[0])
-            if not nbytes:
-                return self._ended("the other end has closed it")
-            budget -= nbytes
-            if nbytes < len(views[0]):
-                views[0] = views[0][nbytes:]
-            else:
-                views.popleft()
-        if not views:
-            self._landing = None
-            landing.complete()
-        return True
 
     def _process(self) -> None:
         buffer = self._buffer
@@ -328,89 +467,71 @@ class PeerConnection:
         stead."""
         if self._landing is not None and self._landing.payload is payload:
             self._landing.divert()
+            if self._reader is not None:
+                self._reader.move(self._landing.views[0])
 
     # ---- the end ---------------------------------------------------------------------------------------
 
     def close(self, is_forked: bool = False) -> None:
         """Send what waits and let the peer's machine have it, within a time limit; then close the socket.
         ``is_forked``: in a forked child, only close it."""
-        if not is_forked and not self._is_cut and self.fileno() >= 0:
+        sock = self._sock
+        if sock is None:
+            return
+        if not is_forked and not self._is_cut:
             with contextlib.suppress(OSError):
-                self._deliver()
-        self._sock.close()
+                self._deliver(sock)
+        sock.close()
 
-    def _deliver(self) -> None:
+    def _deliver(self, sock: socket.socket) -> None:
         """A socket that is closed while something for it arrives drops what it has not delivered."""
         deadline = time.monotonic() + _FLUSH_LIMIT_S
         writable = select.poll()
-        writable.register(self._sock, select.POLLOUT)
-        while self._waiting and time.monotonic() < deadline:
+        writable.register(sock, select.POLLOUT)
+        with self._lock:
+            self._tells.append(FrameKind.BYE)
+            self._send_first()
+        while self.has_waiting and time.monotonic() < deadline:
             writable.poll(_POLL_MS)
-            self.send_waiting()
-        self._sock.shutdown(socket.SHUT_WR)
+            with self._lock:
+                self._send_first()
+        sock.shutdown(socket.SHUT_WR)
         deadline = time.monotonic() + _DELIVERY_LIMIT_S
-        while self._undelivered and time.monotonic() < deadline:
+        while _undelivered(sock) and time.monotonic() < deadline:
             time.sleep(_DELIVERY_POLL_S)
 
-    @property
-    def _undelivered(self) -> int:
-        """Bytes that the peer's system has not acknowledged."""
-        answer = fcntl.ioctl(self._sock, termios.TIOCOUTQ, bytes(4))
-        return int(struct.unpack("i", answer)[0])
+
+def _undelivered(sock: socket.socket) -> int:
+    """Bytes that the peer's system has not acknowledged."""
+    answer = fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4))
+    return int(struct.unpack("i", answer)[0])
 
 
-class BackgroundSender:
-    """A thread that sends what waits while no thread waits for messages; it ends when nothing is left for a while.
-    ``is_read``: whether a thread waits, which then sends. ``wake`` makes that thread look again."""
+def _configure(sock: socket.socket, silence_s: float) -> None:
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    # The system, too, notices that nothing is acknowledged, and that an idle connection has no other end any more.
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * silence_s))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(silence_s / 2)))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, int(silence_s / 4)))
 
-    def __init__(self, is_read: Callable[[], bool], wake: Callable[[], None]) -> None:
-        self._is_read = is_read
-        self._wake = wake
-        self._changed = threading.Condition()
-        self._connections: set[PeerConnection] = set()
-        self._thread: threading.Thread | None = None
-        self._is_closed = False
 
-    def add(self, connection: PeerConnection) -> None:
-        """Bytes of ``connection`` wait."""
-        with self._changed:
-            self._connections.add(connection)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name="byteps-sender", daemon=True)
-                self._thread.start()
-            self._changed.notify()
+def _ends(sock: socket.socket) -> tuple[str, str]:
+    """The addresses of this end and the other."""
+    try:
+        places = sock.getsockname(), sock.getpeername()
+    except OSError:  # it has ended already
+        return "?", "?"
+    here, there = (f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port, *_ in places)
+    return here, there
 
-    def close(self, is_forked: bool = False) -> None:
-        """End the thread."""
-        self._is_closed = True
-        if not is_forked:
-            with self._changed:
-                self._changed.notify()
-                thread = self._thread
-            if thread is not None:
-                thread.join(_JOIN_LIMIT_S)
 
-    def _serve(self) -> None:
-        while True:
-            with self._changed:
-                if not self._changed.wait_for(lambda: self._connections or self._is_closed, _IDLE_S) or self._is_closed:
-                    self._thread = None
-                    return
-                connections = list(self._connections)
-            time.sleep(_GRACE_S)
-            if self._is_read():
-                continue
-            writable = select.poll()
-            for connection in connections:
-                if connection.fileno() >= 0 and connection.has_waiting:
-                    writable.register(connection, select.POLLOUT)
-            writable.poll(_POLL_MS)
-            for connection in connections:
-                connection.send_waiting()
-                with self._changed:
-                    if not connection.has_waiting:
-                        self._connections.discard(connection)
-            self._wake()
+def _skip(views: deque[memoryview], nbytes: int) -> None:
+    """``nbytes`` bytes of the first one are filled."""
+    if nbytes < len(views[0]):
+        views[0] = views[0][nbytes:]
+    else:
+        views.popleft()
 
 
 def _view(address: int, nbytes: int) -> memoryview:

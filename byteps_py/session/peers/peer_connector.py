@@ -6,6 +6,7 @@ Of two ranks the one with the greater number connects. A connection serves all g
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -22,6 +23,8 @@ from byteps_py.settings import Settings
 from byteps_py.unauthenticated_connections import PATIENCE_S
 
 _RETRY_S = 0.05
+_RETRY_AGAIN_S = 0.2
+_LEAST_S = 1.0  # for an attempt
 _SWITCH_OFF = (
     "or set BYTEPS_DIRECT_CONNECTIONS=0 on all ranks, which sends everything through the communication service"
 )
@@ -41,6 +44,7 @@ class PeerConnector:
         self._changed = threading.Condition()
         self._calling = threading.Lock()
         self._connected: set[int] = set()
+        self._addresses: dict[int, str] = {}  # of ranks that this one has to call
         self._awaited: set[int] = set()  # ranks that are to connect to this one
         self._refusals: dict[int, str] = {}  # by awaited rank: why its latest attempt has failed
         #: None until this rank listens.
@@ -87,6 +91,7 @@ class PeerConnector:
             missing = {rank: address for rank, address in addresses.items() if rank not in self._connected}
             self._awaited.update(rank for rank in missing if rank > self._rank)
         callees = {rank: address for rank, address in missing.items() if rank < self._rank}
+        self._addresses.update(callees)
         if len(callees) == 1:
             self._call(*next(iter(callees.items())), deadline)
         elif callees:
@@ -110,7 +115,7 @@ class PeerConnector:
         while True:
             try:
                 sock = socket.create_connection(
-                    _place(address), max(0.01, min(PATIENCE_S, deadline - time.monotonic()))
+                    _place(address), max(_LEAST_S, min(PATIENCE_S, deadline - time.monotonic()))
                 )
             except OSError as error:
                 why = str(error)
@@ -142,15 +147,32 @@ class PeerConnector:
         return sealing, opening
 
     def _add(self, rank: int, sock: socket.socket, seals: Seals) -> None:
+        """Of several connections of one rank the latest counts: it calls again once the one before has broken."""
+        if self._is_closed:
+            sock.close()
+            return
+        self._on_connected(rank, sock, seals)
         with self._changed:
-            if self._is_closed or rank in self._connected:
-                sock.close()
-                return
-            self._on_connected(rank, sock, seals)
             self._connected.add(rank)
             self._awaited.discard(rank)
             self._refusals.pop(rank, None)
             self._changed.notify_all()
+
+    def call_again(self, rank: int, is_needed: Callable[[], bool]) -> None:
+        """The connection to ``rank`` has broken: make another one while ``is_needed``, if this rank is the one that
+        calls. Returns at once."""
+        address = self._addresses.get(rank)
+        if address is not None and rank < self._rank and not self._is_closed:
+            arguments = (rank, address, is_needed)
+            threading.Thread(target=self._call_until, args=arguments, name="byteps-connect", daemon=True).start()
+
+    def _call_until(self, rank: int, address: str, is_needed: Callable[[], bool]) -> None:
+        while not self._is_closed and is_needed():
+            with contextlib.suppress(RendezvousError):
+                self._call(rank, address, 0.0)
+                return
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_closed, _RETRY_AGAIN_S)
 
     # ---- being called ----------------------------------------------------------------------------------
 

@@ -22,8 +22,8 @@ LENGTH_BYTES = _LENGTH.size
 MOST_BYTES = 4096
 ACCEPTED, REFUSED = b"+", b"-"
 
-#: The seals of a new connection, for sending and for receiving; None: without protection.
-Seals = tuple[StreamSeal | None, StreamSeal | None]
+#: The seals of a new connection, for sending and for receiving.
+Seals = tuple[StreamSeal, StreamSeal]
 
 
 def framed(message: bytes) -> bytes:

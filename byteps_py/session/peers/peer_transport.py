@@ -21,9 +21,17 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn, cast
 
-from byteps_py.errors import CommunicationError, JoinedError, MismatchError, PeerLostError, ProtocolError, StallError
+from byteps_py.errors import (
+    CommunicationError,
+    IntegrityError,
+    JoinedError,
+    MismatchError,
+    ProtocolError,
+    StallError,
+)
 from byteps_py.kernels.jit import streaming
 from byteps_py.session.peers import peer_protocol
+from byteps_py.session.peers.background_sender import BackgroundSender, LinkKeeper
 from byteps_py.session.peers.memory import IncomingMemory, OutgoingMemory
 from byteps_py.session.peers.message_matcher import (
     Memory,
@@ -35,7 +43,7 @@ from byteps_py.session.peers.message_matcher import (
     StreamReceipt,
     joined_error,
 )
-from byteps_py.session.peers.peer_connection import BackgroundSender, PeerConnection, PendingSend, views_of
+from byteps_py.session.peers.peer_connection import PeerConnection, PendingSend, views_of
 from byteps_py.session.peers.peer_connector import PeerConnector
 from byteps_py.session.peers.peer_directory import PeerDirectory
 from byteps_py.session.peers.peer_handshake import Seals
@@ -83,7 +91,9 @@ class PeerTransport:
         self._retired: list[tuple[Ring, Stream]] = []
         #: The ranks to which this one is introduced.
         self.directory = PeerDirectory(host, self._waiter, rank, local_ranks, self._inbox.write_fd)
-        self._connections: dict[int, PeerConnection] = {}  # by descriptor
+        self._links: dict[int, PeerConnection] = {}  # by rank, of other machines
+        self._connections: dict[int, PeerConnection] = {}  # the same, by descriptor, and former ones
+        self._error: ProtocolError | None = None  # found while no thread was waiting for messages
         #: Connects to ranks of other machines; None if that is not possible.
         self.connector: PeerConnector | None = None
         #: After a connection has ended, the services have this long, in seconds, to say what has happened to its rank.
@@ -98,6 +108,7 @@ class PeerTransport:
             self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             self._poller.register(self._wake_fd, select.EPOLLIN)
             self._background_sender = BackgroundSender(lambda: host.is_being_read, self._wake)
+            self._link_keeper = LinkKeeper(self._look_after_links, min(1.0, settings.patience_s / 4))
 
     def introduce(self, local_rank: int, write_fd: int) -> None:
         """The service hands over ``write_fd``, a descriptor for the inbox of ``local_rank``, perhaps that of a new
@@ -110,12 +121,43 @@ class PeerTransport:
 
     def _connected(self, rank: int, sock: socket.socket, seals: Seals) -> None:
         """Called by a thread of the connector."""
-        poller = cast(select.epoll, self._poller)
-        connection = PeerConnection(rank, sock, seals, self, poller, self._background_sender)
-        self._connections[connection.fileno()] = connection
-        self._outboxes[rank] = connection
-        if self._has_joined:
-            self._tell_joined(connection)
+        with self._host.state:  # nobody receives meanwhile
+            if self._is_closed:
+                sock.close()
+                return
+            link = self._links.get(rank)
+            if link is None:
+                poller = cast(select.epoll, self._poller)
+                link = self._links[rank] = PeerConnection(
+                    self._me, rank, self, poller, self._background_sender, self.lost_after_s, self._link_broke
+                )
+            link.resume(sock, seals)
+            self._connections[link.fileno()] = link
+            is_new = self._outboxes.get(rank) is not link
+            self._outboxes[rank] = link
+        self._link_keeper.start()
+        if is_new and self._has_joined:
+            self._tell_joined(link)
+        self._wake()  # what came before the poller knew of it
+
+    def _link_broke(self, link: PeerConnection) -> None:
+        if self.connector is not None:
+            self.connector.call_again(link.rank, lambda: link.needs_connection)
+
+    def _look_after_links(self) -> None:
+        """Receive, so that links are not silent while no thread waits for messages, and see which are."""
+        with self._host.state:
+            if self._is_closed or self._error is not None:
+                return
+            try:
+                if not self._host.is_being_read:
+                    self.take_message()
+                now_s = time.monotonic()
+                for link in list(self._links.values()):
+                    link.look_after(now_s)
+            except ProtocolError as error:
+                self._error = error
+        self._wake()
 
     def _wake(self) -> None:
         """Have the thread that waits for messages look again."""
@@ -187,18 +229,20 @@ class PeerTransport:
             self._send_shared(
                 stream, [targets[at] for at in near], spans, nbytes, [dues[at] for at in near] if dues else dues
             )
-        return [part for part in sent if not part.is_done]
+        return [part for part in sent if not part.has_come]
 
     def wait_until_sent(self, sent: Sequence[PendingSend], timeout_s: float) -> None:
         """Return when all of ``sent`` is sent. Raises StallError and what ends the session."""
 
-        def is_done() -> bool:
-            return all(part.is_done for part in sent)
+        def have_left() -> bool:
+            return all(part.has_left for part in sent)
 
-        if not is_done():
-            wait = Wait("a message", 0, lambda: [part.connection.rank for part in sent if not part.is_done])
-            self._waiter.until(is_done, wait, timeout_s)
+        if not have_left():
+            wait = Wait("a message", 0, lambda: [part.connection.rank for part in sent if not part.has_left])
+            self._waiter.until(have_left, wait, timeout_s)
             self._waiter.ended(wait)
+        for part in sent:
+            part.connection.let_go(part.mark)
 
     def refuse(self, stream: Stream, targets: Iterable[int], joined: int) -> None:
         """Tell ``targets`` that they do not get the stream's next payload because rank ``joined`` has joined:
@@ -442,17 +486,15 @@ class PeerTransport:
     def _lose(self, source: int, wait: Wait, timeout_s: float) -> NoReturn:
         """The connection to ``source`` has ended, and something is still to come. Raises what the services know of it,
         if they find out in time; otherwise PeerLostError."""
-        connection = cast(PeerConnection, self._outboxes[source])
-        patience_s = connection.failed_at_s + self.lost_after_s - time.monotonic()
-        if patience_s > 0:
+        link = cast(PeerConnection, self._outboxes[source])
+        failure = cast(CommunicationError, link.failure)
+        patience_s = link.failed_at_s + self.lost_after_s - time.monotonic()
+        if patience_s > 0 and not isinstance(failure, IntegrityError):
             with contextlib.suppress(StallError):
                 self._waiter.until(lambda: False, wait, min(patience_s, timeout_s), has_spun=True)
             if timeout_s < patience_s:
                 raise StallError(f"tensor {wait.name!r}: nothing came from rank {source} within {timeout_s:.3g} s")
-        raise PeerLostError(
-            f"tensor {wait.name!r}: the connection to rank {source} has ended ({connection.failure}), though its "
-            "process may still run; operations between ranks do not outlive a broken connection"
-        )
+        raise type(failure)(f"tensor {wait.name!r}: {failure}")
 
     def _difference(
         self, stream: Stream, source: int, payload: Payload, nbytes: int, sent: int
@@ -509,6 +551,9 @@ class PeerTransport:
         Raises ProtocolError."""
         if self._poller is None:
             return self._take_local_message()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
         has_come = False
         for fd, events in self._poller.poll(0):
             connection = self._connections.get(fd)
@@ -601,6 +646,8 @@ class PeerTransport:
         for outbox in self._outboxes.values():  # they stay in the table: a thread that waits may still look at them
             outbox.close(is_forked)
         self._connections.clear()
+        if self._poller is not None:
+            self._link_keeper.close(is_forked)
         with contextlib.nullcontext() if is_forked else self._host.state:
             self._inbox.close()
             if self._poller is not None:

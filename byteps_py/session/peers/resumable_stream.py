@@ -1,0 +1,117 @@
+"""What one rank has sent to another and has got from it, whatever becomes of the connections beneath. Pure.
+
+Frames are numbered from 0 in each direction. A frame is kept until the other end has reported that it came, so a new
+connection goes on where the last one has ended, after a break or after a damaged frame. Not locked: PeerConnection
+calls with its lock held, except for what comes, which one thread at a time receives.
+
+    added ──take──► sent ──confirm──► forgotten          rewind: a new connection; what is not confirmed is sent again
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from byteps_py.dataplane.seal import Data
+from byteps_py.dataplane.stream_seal import FrameHeader, FrameKind
+from byteps_py.errors import ProtocolError
+
+#: What came is reported after so many bytes or frames, unless a frame that is sent anyway does so before.
+REPORT_BYTES = 1 << 20
+REPORT_FRAMES = 64
+
+
+class ResumableStream:
+    """One rank's end. ``given``: frames to be sent so far. ``confirmed``: those of them that have come."""
+
+    def __init__(self) -> None:
+        self._kept: deque[tuple[Data, object]] = deque()  # from ``confirmed`` on: bodies, and what keeps their memory
+        self._next = 0  # number of the next frame to be sent
+        self.given = 0
+        self.confirmed = 0
+        self._owned = 0  # frames up to here are in memory of their own
+        #: The number of the frame that comes next.
+        self.expected = 0
+        self._unreported_bytes = 0
+        self._reported = 0
+        self._damaged_at = -1
+
+    # ---- sending ---------------------------------------------------------------------------------------
+
+    @property
+    def has_unsent(self) -> bool:
+        """True if ``take`` has a frame."""
+        return self._next < self.given
+
+    def add(self, body: Data, owner: object) -> None:
+        """A frame to be sent. ``owner`` keeps its memory, which does not change until it is let go."""
+        self._kept.append((body, owner))
+        self.given += 1
+
+    def take(self) -> tuple[FrameHeader, Data]:
+        """The next frame to be sent."""
+        body, _ = self._kept[self._next - self.confirmed]
+        header = self._header(len(body), FrameKind.DATA)
+        self._next += 1
+        return header, body
+
+    def control(self, kind: FrameKind) -> FrameHeader:
+        """The header of a frame without a body."""
+        return self._header(0, kind)
+
+    def _header(self, nbytes: int, kind: FrameKind) -> FrameHeader:
+        self._unreported_bytes, self._reported = 0, self.expected
+        return FrameHeader(nbytes, self._next, self.expected, kind)
+
+    def confirm(self, expected: int) -> None:
+        """The other end has got all frames before ``expected``. Raises ProtocolError if they were not sent."""
+        if expected > self._next:
+            raise ProtocolError(f"frame {expected - 1} of a stream was confirmed, which has sent {self._next}")
+        while self.confirmed < expected:
+            self._kept.popleft()
+            self.confirmed += 1
+
+    def rewind(self) -> None:
+        """There is a new connection: all that is not confirmed is sent again."""
+        self._next = self.confirmed
+
+    def let_go(self, end: int) -> None:
+        """Keep copies of the frames before ``end`` from now on, so that their memory may change."""
+        first = max(self.confirmed, self._owned)
+        for at in range(first - self.confirmed, end - self.confirmed):
+            body, owner = self._kept[at]
+            self._kept[at] = (bytes(body), None) if owner is not None else (body, None)
+        self._owned = max(self._owned, end)
+
+    def unconfirmed_bytes(self, end: int) -> int:
+        """The size of the frames before ``end`` that are neither confirmed nor let go."""
+        first = max(self.confirmed, self._owned)
+        return sum(len(self._kept[at][0]) for at in range(first - self.confirmed, end - self.confirmed))
+
+    # ---- receiving -------------------------------------------------------------------------------------
+
+    def check(self, header: FrameHeader) -> None:
+        """Raises ProtocolError unless the frame of ``header`` is the next one."""
+        if header.number != self.expected or (header.nbytes and header.kind != FrameKind.DATA):
+            raise ProtocolError(f"frame {header.number} of a stream came instead of frame {self.expected}")
+
+    def came(self, header: FrameHeader) -> None:
+        """The frame of ``header`` has come, as it was sent. Raises ProtocolError."""
+        if header.kind == FrameKind.DATA:
+            self.expected += 1
+            self._unreported_bytes += header.nbytes
+        self.confirm(header.expected)
+
+    def damaged(self) -> bool:
+        """The next frame came damaged. True if it did so before."""
+        was_before, self._damaged_at = self._damaged_at == self.expected, self.expected
+        return was_before
+
+    @property
+    def is_report_due(self) -> bool:
+        """True if so much came that the other end should know."""
+        return self._unreported_bytes >= REPORT_BYTES or self.expected - self._reported >= REPORT_FRAMES
+
+    @property
+    def has_unreported(self) -> bool:
+        """True if something came that the other end does not know of."""
+        return self.expected > self._reported
