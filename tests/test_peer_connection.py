@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import random
 import socket
 import threading
@@ -15,6 +16,8 @@ import numpy as np
 import pytest
 from support.connected import SETTINGS, WAIT_S, ConnectedRank, connect, connected
 
+from byteps_py.dataplane.seal import Protection
+from byteps_py.dataplane.stream_seal import FRAME_BYTES, FrameHeader, FrameKind, new_stream_seal
 from byteps_py.errors import MismatchError, PeerLostError, ProtocolError, StallError
 from byteps_py.session.peers import peer_protocol, peer_transport
 from byteps_py.session.peers.message_matcher import LANDING_BYTES, Stream, StreamReceipt
@@ -48,10 +51,30 @@ def some_bytes(nbytes: int, seed: int = 0) -> np.ndarray[Any, Any]:
     return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
 
 
+def framed(*parts: bytes, first: int = 0) -> list[bytes]:
+    """Each of ``parts`` as frames of a connection without protection, the first one numbered ``first``."""
+    seal, numbers = new_stream_seal(Protection.OPEN, b""), itertools.count(first)
+    return [
+        b"".join(
+            b"".join(seal.seal(FrameHeader(len(body), next(numbers), 0, FrameKind.DATA), body))
+            for body in (part[at : at + FRAME_BYTES] for at in range(0, len(part), FRAME_BYTES))
+        )
+        for part in parts
+    ]
+
+
 def expect(stream: Stream, source: int, target: np.ndarray[Any, Any]) -> StreamReceipt:
     receipt = StreamReceipt(stream, owner=target)
     receipt.expect(source, (span(target),), target.nbytes)
     return receipt
+
+
+def socket_of(rank: ConnectedRank, other: int = 1) -> socket.socket:
+    """That of its connection, made blocking."""
+    sock = connection(rank, other)._sock
+    assert sock is not None
+    sock.setblocking(True)
+    return sock
 
 
 def connection(rank: ConnectedRank, other: int) -> PeerConnection:
@@ -194,9 +217,10 @@ def test_nothing_is_written_to_memory_that_was_given_up(open_pair: list[Connecte
     source, target = some_bytes(1 << 20), np.zeros(1 << 20, np.uint8)
     receipt = expect(receiving, 0, target)
     record = peer_protocol.pack(PeerMessageKind.INLINE, 0, 0, 0, sending.key, 1, 1 << 20, 1 << 20, 0, 0, -1)
-    sock = connection(open_pair[0], 1)._sock
-    sock.setblocking(True)
-    sock.sendall(record + source[:taken].tobytes())
+    sock = socket_of(open_pair[0])
+    begun, payload = framed(record, source.tobytes())
+    cut = taken + 36 * (taken // FRAME_BYTES) + (28 if taken else 0)  # headers and tags of its frames
+    sock.sendall(begun + payload[:cut])
 
     def has_come() -> bool:
         return int((target != 0).sum()) >= int((source[:taken] != 0).sum())
@@ -204,7 +228,7 @@ def test_nothing_is_written_to_memory_that_was_given_up(open_pair: list[Connecte
     open_pair[1].wait_until(lambda: bool(receiving.flows[0].payloads) and has_come(), WAIT_S, lambda: "")
     open_pair[1].transport.abandon(receipt)
     before = target.copy()
-    sock.sendall(source[taken:].tobytes())
+    sock.sendall(payload[cut:])
     again = np.zeros(1 << 20, np.uint8)
     receiving.expected.clear()  # another receipt for the same payload
     open_pair[1].transport.collect(expect(receiving, 0, again), WAIT_S)
@@ -221,15 +245,20 @@ def test_any_pieces_of_the_byte_stream_make_the_same_payloads() -> None:
             sizes = [order.choice((0, 5, 3000, LANDING_BYTES, LANDING_BYTES + 1, 400_000)) for _ in range(12)]
             sources = [some_bytes(nbytes, number) for number, nbytes in enumerate(sizes)]
             targets = [np.zeros(nbytes, np.uint8) for nbytes in sizes]
-            data = b"".join(
+            stream = b"".join(
                 peer_protocol.pack(
                     PeerMessageKind.INLINE, 0, 0, 0, receiving.key, number, len(source), len(source), 0, 0, -1
                 )
                 + source.tobytes()
                 for number, source in enumerate(sources, 1)
             )
-            sock, receipts = connection(ranks[0], 1)._sock, list[StreamReceipt]()
-            sock.setblocking(True)
+            bodies = list[bytes]()
+            while stream:
+                part = order.choice((1, 76, 5000, 100_000, FRAME_BYTES))
+                bodies.append(stream[:part])
+                stream = stream[part:]
+            data = b"".join(framed(*bodies))
+            sock, receipts = socket_of(ranks[0]), list[StreamReceipt]()
             while data:
                 if len(receipts) < len(targets) and order.random() < 0.4:
                     receipts.append(expect(receiving, 0, targets[len(receipts)]))
@@ -251,14 +280,14 @@ def test_a_connection_that_has_ended_is_told_of_once_the_services_had_time(
 ) -> None:
     open_pair[1].transport.lost_after_s = 0.1
     _, receiving = streams(open_pair)
-    connection(open_pair[0], 1)._sock.shutdown(socket.SHUT_RDWR)
-    with pytest.raises(PeerLostError, match="the connection to rank 0 has ended"):
+    connection(open_pair[0], 1).close()
+    with pytest.raises(PeerLostError, match=r"connection from rank 1 \(127.*\) to rank 0 \(127.*\) has ended"):
         open_pair[1].transport.collect(expect(receiving, 0, np.zeros(8, np.uint8)), WAIT_S)
 
 
 def test_the_services_word_about_a_lost_rank_comes_first(open_pair: list[ConnectedRank]) -> None:
     _, receiving = streams(open_pair)
-    connection(open_pair[0], 1)._sock.shutdown(socket.SHUT_RDWR)
+    connection(open_pair[0], 1).close()
     open_pair[1].wait_until(lambda: connection(open_pair[1], 0).failure is not None, WAIT_S, lambda: "")
     open_pair[1].fatal = PeerLostError("rank 0 was killed by SIGKILL")
     with pytest.raises(PeerLostError, match="SIGKILL"):
@@ -267,7 +296,7 @@ def test_the_services_word_about_a_lost_rank_comes_first(open_pair: list[Connect
 
 def test_a_short_wait_for_a_lost_rank_is_a_stall(open_pair: list[ConnectedRank]) -> None:
     _, receiving = streams(open_pair)
-    connection(open_pair[0], 1)._sock.shutdown(socket.SHUT_RDWR)
+    connection(open_pair[0], 1).close()
     receipt = expect(receiving, 0, np.zeros(8, np.uint8))
     with pytest.raises(StallError, match="rank 0"):
         open_pair[1].transport.collect(receipt, 0.05)
@@ -295,7 +324,6 @@ def test_what_was_sent_arrives_though_nothing_can_be_sent_back(open_pair: list[C
     deadline = time.monotonic() + WAIT_S
     while not back._is_cut and time.monotonic() < deadline:
         back.send(peer_protocol.pack(*PeerMessage(PeerMessageKind.JOINED, 1, 0)))
-    assert back._is_cut
     for _ in range(2):
         open_pair[1].transport.collect(expect(receiving, 0, target), WAIT_S)
         assert np.array_equal(source, target)
@@ -318,38 +346,6 @@ def test_what_no_correct_rank_sends(open_pair: list[ConnectedRank], message: Pee
     connection(open_pair[0], 1).send(peer_protocol.pack(*message))
     with pytest.raises(ProtocolError, match=match):
         open_pair[1].wait_until(lambda: False, WAIT_S, lambda: "")
-
-
-@pytest.mark.parametrize("protection", ["signed", "encrypted"])
-@pytest.mark.parametrize("at", [0, 10, 4 + 76 + 5])
-def test_a_byte_that_was_changed_on_the_way_is_noticed(protection: str, at: int) -> None:
-    with connected(2, SETTINGS[protection]) as ranks:
-        sending, receiving = streams(ranks)
-        sender = connection(ranks[0], 1)
-        sealed: list[bytes] = []
-        cast(Any, sender)._try = lambda views: sealed.extend(map(bytes, views)) or sum(map(len, views))
-        ranks[0].transport.send(sending, (1,), (span(some_bytes(100)),), is_led=False)
-        data = bytearray(b"".join(sealed))
-        data[at] ^= 1
-        sender._sock.setblocking(True)
-        sender._sock.sendall(data + bytes(300_000))
-        with pytest.raises(ProtocolError, match=r"damaged|at most"):
-            ranks[1].transport.collect(expect(receiving, 0, np.zeros(100, np.uint8)), WAIT_S)
-
-
-def test_a_frame_can_not_be_sent_again() -> None:
-    with connected(2, SETTINGS["signed"]) as ranks:
-        sending, receiving = streams(ranks)
-        sender = connection(ranks[0], 1)
-        sealed: list[bytes] = []
-        send = sender._try
-        cast(Any, sender)._try = lambda views: sealed.extend(map(bytes, views)) or send(views)
-        source, target = some_bytes(100), np.zeros(100, np.uint8)
-        ranks[0].transport.send(sending, (1,), (span(source),), is_led=False)
-        ranks[1].transport.collect(expect(receiving, 0, target), WAIT_S)
-        sender._sock.sendall(b"".join(sealed))
-        with pytest.raises(ProtocolError, match="damaged"):
-            ranks[1].wait_until(lambda: False, WAIT_S, lambda: "")
 
 
 # ---- join ----------------------------------------------------------------------------------------------------------

@@ -1,6 +1,8 @@
 """Ranks of different machines talk to each other until one of them is killed, or until their connection breaks.
 
-connected_ends.py all_reduce | push_pull | shares | send_recv | all_gather [broken]
+connected_ends.py all_reduce | push_pull | shares | send_recv | all_gather [broken | cut]
+
+cut: the connection can be made again, and the program ends after some more steps.
 """
 
 from __future__ import annotations
@@ -44,4 +46,8 @@ for step in range(1_000_000):
         if rest and rank == 0:
             peers = context.current().session.peers
             connection = peers._outboxes[size - 1]  # type: ignore[union-attr]
+            if rest == ["broken"]:
+                peers.connector.close()  # type: ignore[union-attr]  # nobody can call again
             connection._sock.shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr]
+    if step == 200 and rest == ["cut"]:
+        break

@@ -11,15 +11,18 @@ from collections.abc import Callable
 class Proxy:
     """Stands before ``target`` (host, port). ``on_accept``: called, in a thread, with how many have connected.
 
-    ``alter``, if set: what the target (False) or who has connected (True) says, as it goes on.
+    ``alter``, if set: what the target (False) or who has connected (True) says, as it goes on. ``alter_of``: the same,
+    for one that is also given the socket that says it. ``most_bytes``: of one piece.
     """
 
     def __init__(self, target: tuple[str, int], on_accept: Callable[[int], None] = lambda count: None) -> None:
         self._target = target
         self._on_accept = on_accept
         self.alter: Callable[[bytes, bool], bytes] | None = None
+        self.alter_of: Callable[[bytes, bool, socket.socket], bytes] | None = None
+        self.most_bytes = 1 << 16
         self.has_cut = threading.Event()
-        self._sockets: list[socket.socket] = []
+        self.sockets: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
         self._cut_at: bytes | None = None
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -28,7 +31,7 @@ class Proxy:
 
     def cut(self) -> None:
         """End every connection."""
-        for end in self._sockets:
+        for end in self.sockets:
             with contextlib.suppress(OSError):  # it has ended already
                 end.shutdown(socket.SHUT_RDWR)
 
@@ -55,19 +58,21 @@ class Proxy:
             except OSError:  # closed
                 return
             server = socket.create_connection(self._target)
-            self._sockets += [client, server]
+            self.sockets += [client, server]
             self._start(self._carry, client, server, True)
             self._start(self._carry, server, client, False)
             self._on_accept(count)
 
     def _carry(self, source: socket.socket, sink: socket.socket, is_client: bool) -> None:
         with contextlib.suppress(OSError):  # one of both ends was cut
-            while data := source.recv(1 << 16):
+            while data := source.recv(self.most_bytes):
                 if not is_client and self._cut_at is not None and self._cut_at in data:
                     self._cut_at = None
                     self.cut()
                     self.has_cut.set()
                     break
+                if self.alter_of is not None:
+                    data = self.alter_of(data, is_client, source)
                 sink.sendall(self.alter(data, is_client) if self.alter is not None else data)
         for end in (source, sink):
             with contextlib.suppress(OSError):
@@ -79,5 +84,5 @@ class Proxy:
         self.cut()
         for thread in self._threads:
             thread.join()
-        for end in (self._listener, *self._sockets):
+        for end in (self._listener, *self.sockets):
             end.close()

@@ -481,7 +481,10 @@ class PeerConnection:
         if not is_forked and not self._is_cut:
             with contextlib.suppress(OSError):
                 self._deliver(sock)
-        sock.close()
+        if is_forked:
+            sock.close()
+        else:
+            self._hang_up()
 
     def _deliver(self, sock: socket.socket) -> None:
         """A socket that is closed while something for it arrives drops what it has not delivered."""

@@ -90,8 +90,9 @@ class ResumableStream:
     # ---- receiving -------------------------------------------------------------------------------------
 
     def check(self, header: FrameHeader) -> None:
-        """Raises ProtocolError unless the frame of ``header`` is the next one."""
-        if header.number != self.expected or (header.nbytes and header.kind != FrameKind.DATA):
+        """Raises ProtocolError unless the frame of ``header`` is the next one, or has no body."""
+        is_data = header.kind == FrameKind.DATA
+        if header.kind > max(FrameKind) or (header.number != self.expected if is_data else header.nbytes):
             raise ProtocolError(f"frame {header.number} of a stream came instead of frame {self.expected}")
 
     def came(self, header: FrameHeader) -> None:

@@ -1,0 +1,209 @@
+"""Connections between ranks of different machines that break, fall silent, or change what passes through them."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from support.connected import SETTINGS, WAIT_S, ConnectedRank, connect
+from support.proxy import Proxy
+from test_peer_connection import connection, expect, some_bytes, span, streams
+
+from byteps_py.errors import IntegrityError, PeerLostError
+from byteps_py.settings import Settings
+
+
+@contextlib.contextmanager
+def behind_proxy(settings: Settings) -> Iterator[tuple[list[ConnectedRank], Proxy]]:
+    """Two ranks; the second one reaches the first one by a proxy."""
+    ranks = [ConnectedRank(rank, settings) for rank in range(2)]
+    connector = ranks[0].transport.connector
+    assert connector is not None
+    host, _, port = connector.address().rpartition(":")
+    proxy = Proxy((host, int(port)))
+    assert connector.listener is not None
+    connector.listener.address = proxy.address.removeprefix("tcp://")
+    try:
+        connect(ranks)
+        yield ranks, proxy
+    finally:
+        proxy.alter = None
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda rank: rank.transport.close(), ranks))
+        proxy.close()
+
+
+def exchange(ranks: list[ConnectedRank], nbytes: int = 3 << 20, rounds: int = 3) -> None:
+    """Payloads in both directions at once. Raises what either rank raises."""
+
+    def turn(rank: int) -> None:
+        stream = both[rank]
+        for number in range(rounds):
+            source, target = some_bytes(nbytes, 2 * number + rank), np.zeros(nbytes, np.uint8)
+            receipt = expect(stream, 1 - rank, target)
+            unsent = ranks[rank].transport.send(stream, (1 - rank,), (span(source),), is_led=False, owner=source)
+            ranks[rank].transport.collect(receipt, WAIT_S)
+            ranks[rank].transport.wait_until_sent(unsent, WAIT_S)
+            source[:] = 0  # its memory is free
+            assert np.array_equal(target, some_bytes(nbytes, 2 * number + 1 - rank))
+
+    both = streams(ranks, f"exchange {time.monotonic()}")
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(turn, rank) for rank in range(2)]:
+            done.result()
+
+
+class Flip:
+    """Flips a bit of the byte at ``at``, counted over what both ends say, ``times`` times: at ``at``, and then at each
+    later multiple."""
+
+    def __init__(self, at: int, times: int = 1) -> None:
+        self.at, self.times = at, times
+        self.seen = self.flipped = 0
+        self._lock = threading.Lock()
+
+    def __call__(self, data: bytes, is_caller: bool) -> bytes:
+        with self._lock:
+            begin, self.seen = self.seen, self.seen + len(data)
+            due = self.at * (self.flipped + 1)
+            if self.flipped >= self.times or not begin <= due < self.seen:
+                return data
+            self.flipped += 1
+            changed = bytearray(data)
+            changed[due - begin] ^= 16
+            return bytes(changed)
+
+
+@pytest.mark.parametrize("protection", SETTINGS)
+@pytest.mark.parametrize("at", [0, 5, 30, 200, 70_000, 3_000_000])
+def test_what_comes_damaged_is_sent_again(protection: str, at: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Header, body and tag of small and large frames; ``at``: of what is said after the handshake."""
+    with behind_proxy(SETTINGS[protection]) as (ranks, proxy):
+        proxy.alter = flip = Flip(at)
+        exchange(ranks)
+        exchange(ranks, 100, 20)
+    assert flip.flipped == 1
+    assert "was made again after it had broken (a frame came damaged)" in caplog.text
+
+
+def test_frames_that_are_damaged_again_and_again_but_not_twice_all_come() -> None:
+    with behind_proxy(SETTINGS["open"]) as (ranks, proxy):
+        proxy.alter = flip = Flip(2_500_000, 8)
+        exchange(ranks, 3 << 20, 5)
+    assert flip.flipped == 8
+
+
+@pytest.mark.parametrize("protection", SETTINGS)
+def test_what_comes_damaged_twice_is_an_error_that_names_the_link(protection: str) -> None:
+    def spoil(data: bytes, is_caller: bool) -> bytes:
+        return data if is_caller or len(data) < 10_000 else data[:-1] + bytes([data[-1] ^ 1])
+
+    with behind_proxy(SETTINGS[protection]) as (ranks, proxy):
+        proxy.alter = spoil
+        sending, receiving = streams(ranks)
+        source = some_bytes(1 << 20)
+        unsent = ranks[0].transport.send(sending, (1,), (span(source),), is_led=False, owner=source)
+        with ThreadPoolExecutor(1) as pool:
+            going_on = pool.submit(lambda: ranks[0].transport.wait_until_sent(unsent, WAIT_S))
+            with pytest.raises(
+                IntegrityError,
+                match=r"'stream': what rank 0 sent came damaged twice over the connection from rank 1 "
+                r"\(127.0.0.1:\d+\) to rank 0 \(127.0.0.1:\d+\)",
+            ):
+                ranks[1].transport.collect(expect(receiving, 0, np.zeros(1 << 20, np.uint8)), WAIT_S)
+            going_on.result(WAIT_S)
+
+
+@pytest.mark.parametrize("protection", SETTINGS)
+def test_a_connection_that_is_cut_is_made_again(protection: str) -> None:
+    with behind_proxy(SETTINGS[protection]) as (ranks, proxy):
+        counts = iter(range(1 << 30))
+
+        def cut(data: bytes, is_caller: bool) -> bytes:
+            if next(counts) in (20, 60, 61, 120):
+                proxy.cut()
+            return data
+
+        proxy.alter = cut
+        exchange(ranks, 3 << 20, 4)
+        exchange(ranks, 100, 20)
+        assert ranks[1].transport._links[0]._connections > 1
+
+
+def test_bytes_that_dribble_are_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    """Each byte by itself, as far as the system keeps them apart."""
+    with behind_proxy(SETTINGS["signed"]) as (ranks, proxy):
+        proxy.most_bytes = 1
+        exchange(ranks, 20_000, 1)
+    assert "broken" not in caplog.text
+
+
+def quick(protection: str) -> Settings:
+    """Silence is noticed after a second."""
+    return replace(SETTINGS[protection], heartbeat_timeout_s=1.0, heartbeat_timeout_max_s=1.0)
+
+
+class Hole:
+    """Loses, without a word, all that is said over connections that were there when it was opened, or over all."""
+
+    def __init__(self, proxy: Proxy, for_ever: bool) -> None:
+        self._proxy, self._for_ever = proxy, for_ever
+        self._old = set(map(id, proxy.sockets))
+
+    def __call__(self, data: bytes, is_caller: bool, source: object) -> bytes:
+        return b"" if self._for_ever or id(source) in self._old else data
+
+
+def test_a_connection_that_loses_everything_is_noticed_and_made_again(caplog: pytest.LogCaptureFixture) -> None:
+    with behind_proxy(quick("signed")) as (ranks, proxy):
+        exchange(ranks, 100, 2)
+        proxy.alter_of = Hole(proxy, for_ever=False)
+        began = time.monotonic()
+        exchange(ranks, 100, 2)
+        assert time.monotonic() - began < 5
+    assert "nothing has come over it for 1 s, not even an answer to a heartbeat" in caplog.text
+
+
+def test_a_link_that_carries_nothing_any_more_is_named_and_not_its_ranks() -> None:
+    with behind_proxy(quick("open")) as (ranks, proxy):
+        exchange(ranks, 100, 2)
+        proxy.alter_of = Hole(proxy, for_ever=True)
+        began = time.monotonic()
+        errors = list[BaseException]()
+
+        def waits(rank: int) -> None:
+            try:
+                ranks[rank].transport.collect(expect(both[rank], 1 - rank, np.zeros(8, np.uint8)), WAIT_S)
+            except PeerLostError as error:
+                errors.append(error)
+
+        both = streams(ranks, "lost")
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(waits, range(2)))
+        assert time.monotonic() - began < 10
+    assert len(errors) == 2
+    for error in errors:
+        assert "'lost': the connection from rank" in str(error)
+        assert "could not be made again within 2 s: the network between the two machines does not carry it" in str(
+            error
+        )
+
+
+def test_a_rank_that_computes_for_long_is_not_lost(caplog: pytest.LogCaptureFixture) -> None:
+    """It calls nothing, but answers heartbeats."""
+    with behind_proxy(quick("open")) as (ranks, _):
+        exchange(ranks, 100, 2)
+        ranks[1].wait_until(never_before(time.monotonic() + 4), WAIT_S, lambda: "")
+        exchange(ranks, 100, 2)
+        assert connection(ranks[1], 0)._connections == 1
+    assert "broken" not in caplog.text
+
+
+def never_before(time_s: float) -> Callable[[], bool]:
+    return lambda: time.monotonic() >= time_s
