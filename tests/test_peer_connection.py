@@ -17,7 +17,7 @@ import pytest
 from support.connected import SETTINGS, WAIT_S, ConnectedRank, connect, connected
 
 from byteps_py.dataplane.seal import Protection
-from byteps_py.dataplane.stream_seal import FRAME_BYTES, FrameHeader, FrameKind, new_stream_seal
+from byteps_py.dataplane.stream_seal import FRAME_BYTES, FrameHeader, StreamFrameKind, new_stream_seal
 from byteps_py.errors import MismatchError, PeerLostError, ProtocolError, StallError
 from byteps_py.session.peers import peer_protocol, peer_transport
 from byteps_py.session.peers.message_matcher import LANDING_BYTES, Stream, StreamReceipt
@@ -56,7 +56,7 @@ def framed(*parts: bytes, first: int = 0) -> list[bytes]:
     seal, numbers = new_stream_seal(Protection.OPEN, b""), itertools.count(first)
     return [
         b"".join(
-            b"".join(seal.seal(FrameHeader(len(body), next(numbers), 0, FrameKind.DATA), body))
+            b"".join(seal.seal(FrameHeader(len(body), next(numbers), 0, StreamFrameKind.DATA), body))
             for body in (part[at : at + FRAME_BYTES] for at in range(0, len(part), FRAME_BYTES))
         )
         for part in parts

@@ -38,7 +38,7 @@ HEADER_BYTES = _FIELDS.size + _CHECK.size
 _NONCE_BYTES = 12
 
 
-class FrameKind(enum.IntEnum):
+class StreamFrameKind(enum.IntEnum):
     """What a frame is. Only DATA has a body and uses up a number."""
 
     DATA = 0

@@ -7,7 +7,7 @@ from __future__ import annotations
 import socket
 from typing import NamedTuple, Protocol
 
-from byteps_py.dataplane.stream_seal import FRAME_BYTES, HEADER_BYTES, FrameHeader, FrameKind, StreamSeal
+from byteps_py.dataplane.stream_seal import FRAME_BYTES, HEADER_BYTES, FrameHeader, StreamFrameKind, StreamSeal
 from byteps_py.session.peers.resumable_stream import ResumableStream
 
 #: So much is read at most before it is known what it is: bodies that come with it have to be copied.
@@ -27,7 +27,7 @@ class FrameSink(Protocol):
     def placed(self, nbytes: int) -> None:
         """So many bytes of the stream are in ``place``, as they were sent."""
 
-    def told(self, kind: FrameKind) -> None:
+    def told(self, kind: StreamFrameKind) -> None:
         """A frame without a body has come."""
 
 
@@ -103,10 +103,10 @@ class FrameReader:
         opened = opening.open(packed, self._buffer[body:end], bytes(self._buffer[end : first + due]))
         self._first = first + due
         self._stream.came(header)
-        if header.kind == FrameKind.DATA:
+        if header.kind == StreamFrameKind.DATA:
             self._sink.feed(memoryview(opened))
         else:
-            self._sink.told(FrameKind(header.kind))
+            self._sink.told(StreamFrameKind(header.kind))
         return True
 
     def _finish_placed(self) -> bool:

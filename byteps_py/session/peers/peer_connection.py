@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from byteps_py.dataplane.seal import Data
-from byteps_py.dataplane.stream_seal import FRAME_BYTES, DamagedFrameError, FrameHeader, FrameKind, StreamSeal
+from byteps_py.dataplane.stream_seal import FRAME_BYTES, DamagedFrameError, FrameHeader, StreamFrameKind, StreamSeal
 from byteps_py.errors import CommunicationError, IntegrityError, PeerLostError, ProtocolError
 from byteps_py.log import logger
 from byteps_py.session.peers import peer_protocol
@@ -134,7 +134,7 @@ class PeerConnection:
         self._sealing: StreamSeal | None = None
         self._reader: FrameReader | None = None
         self._may_send = False  # it is known where to go on
-        self._tells: list[FrameKind] = []  # frames without bodies that are to be sent
+        self._tells: list[StreamFrameKind] = []  # frames without bodies that are to be sent
         self._must_report = False  # the other end should know what came
         self._out: deque[tuple[Data, int]] = deque()  # sealed, with how many frames have left once it has
         self._left = 0  # frames that the system has taken
@@ -212,7 +212,7 @@ class PeerConnection:
         due = self._watch.due(now_s) if self.failure is None else LinkDue.NOTHING
         if due is LinkDue.PING:
             with self._lock:
-                self._tells.append(FrameKind.PING)
+                self._tells.append(StreamFrameKind.PING)
                 self._send_or_wait()
         elif due is LinkDue.BREAK:
             self._broke(f"nothing has come over it for {self._watch.silence_s:g} s, not even an answer to a heartbeat")
@@ -318,7 +318,7 @@ class PeerConnection:
             self._seal(header, body)
             sealed += len(body)
         if not sealed:
-            for kind in self._tells or [FrameKind.REPORT]:
+            for kind in self._tells or [StreamFrameKind.REPORT]:
                 self._seal(self._stream.control(kind), b"")
             self._tells.clear()
         self._must_report = False  # every frame says what came
@@ -327,7 +327,7 @@ class PeerConnection:
         if self._sealing is None:
             return
         parts = self._sealing.seal(header, body)
-        frames = header.number + 1 if header.kind == FrameKind.DATA else 0
+        frames = header.number + 1 if header.kind == StreamFrameKind.DATA else 0
         if header.nbytes < _JOINED_BYTES:
             self._out.append((b"".join(parts), frames))
         else:
@@ -389,16 +389,16 @@ class PeerConnection:
         else:
             self._broke(str(error))
 
-    def told(self, kind: FrameKind) -> None:
+    def told(self, kind: StreamFrameKind) -> None:
         """A frame without a body has come."""
-        if kind is FrameKind.BYE:
+        if kind is StreamFrameKind.BYE:
             self._fail(PeerLostError(f"{self._name} has ended ({_CLOSED})"))
             return
         with self._lock:
             if not self._may_send:  # the first report over a new connection says where to go on
                 self._stream.rewind()
                 self._may_send = True
-            self._must_report = self._must_report or kind is FrameKind.PING
+            self._must_report = self._must_report or kind is StreamFrameKind.PING
             self._send_or_wait()
 
     def place(self) -> memoryview | None:
@@ -492,7 +492,7 @@ class PeerConnection:
         writable = select.poll()
         writable.register(sock, select.POLLOUT)
         with self._lock:
-            self._tells.append(FrameKind.BYE)
+            self._tells.append(StreamFrameKind.BYE)
             self._send_first()
         while self.has_waiting and time.monotonic() < deadline:
             writable.poll(_POLL_MS)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 
 from byteps_py.dataplane.seal import Data
-from byteps_py.dataplane.stream_seal import FrameHeader, FrameKind
+from byteps_py.dataplane.stream_seal import FrameHeader, StreamFrameKind
 from byteps_py.errors import ProtocolError
 
 #: What came is reported after so many bytes or frames, unless a frame that is sent anyway does so before.
@@ -50,15 +50,15 @@ class ResumableStream:
     def take(self) -> tuple[FrameHeader, Data]:
         """The next frame to be sent."""
         body, _ = self._kept[self._next - self.confirmed]
-        header = self._header(len(body), FrameKind.DATA)
+        header = self._header(len(body), StreamFrameKind.DATA)
         self._next += 1
         return header, body
 
-    def control(self, kind: FrameKind) -> FrameHeader:
+    def control(self, kind: StreamFrameKind) -> FrameHeader:
         """The header of a frame without a body."""
         return self._header(0, kind)
 
-    def _header(self, nbytes: int, kind: FrameKind) -> FrameHeader:
+    def _header(self, nbytes: int, kind: StreamFrameKind) -> FrameHeader:
         self._unreported_bytes, self._reported = 0, self.expected
         return FrameHeader(nbytes, self._next, self.expected, kind)
 
@@ -91,13 +91,13 @@ class ResumableStream:
 
     def check(self, header: FrameHeader) -> None:
         """Raises ProtocolError unless the frame of ``header`` is the next one, or has no body."""
-        is_data = header.kind == FrameKind.DATA
-        if header.kind > max(FrameKind) or (header.number != self.expected if is_data else header.nbytes):
+        is_data = header.kind == StreamFrameKind.DATA
+        if header.kind > max(StreamFrameKind) or (header.number != self.expected if is_data else header.nbytes):
             raise ProtocolError(f"frame {header.number} of a stream came instead of frame {self.expected}")
 
     def came(self, header: FrameHeader) -> None:
         """The frame of ``header`` has come, as it was sent. Raises ProtocolError."""
-        if header.kind == FrameKind.DATA:
+        if header.kind == StreamFrameKind.DATA:
             self.expected += 1
             self._unreported_bytes += header.nbytes
         self.confirm(header.expected)
