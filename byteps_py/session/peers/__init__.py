@@ -14,7 +14,7 @@ Ranks of different machines have one TCP connection for each pair. Every payload
                          ├─ PeerWaiter (how long to poll, when to sleep, when to report)
                          ├─ peer_protocol (the messages)
                          ├─ OutgoingMemory, IncomingMemory, Inbox, PeerOutbox (ranks of this machine)
-                         └─ PeerConnector, PeerConnection (ranks of other machines)
+                         └─ PeerConnector, PeerListener, PeerConnection, ResumableStream (ranks of other machines)
 """
 
 from byteps_py.session.peers.message_matcher import Span, Stream, StreamReceipt

@@ -18,6 +18,9 @@ _MOST_TAG_BYTES = 16
 class FrameSink(Protocol):
     """Where frames go."""
 
+    def came(self, header: FrameHeader) -> None:
+        """The frame of ``header`` has come, as it was sent; then one of the calls below. Raises ProtocolError."""
+
     def feed(self, body: memoryview) -> None:
         """The next bytes of the stream."""
 
@@ -49,6 +52,8 @@ class FrameReader:
         self._first = self._last = 0  # of the buffer: what has come and was not processed
         self._placing: _Placing | None = None
         self._due = HEADER_BYTES  # bytes of the frame at ``_first``, as far as is known
+        #: The last read took all that there was.
+        self.is_drained = False
 
     def read(self, sock: socket.socket) -> int:
         """Take what one system call brings. Returns how many bytes came; 0: the connection has ended. Raises OSError,
@@ -58,12 +63,15 @@ class FrameReader:
             rest = placing.view[placing.got :]
             end = self._last + self._opening.tag_bytes + HEADER_BYTES
             nbytes = sock.recvmsg_into((rest, self._buffer[self._last : end]))[0]
+            self.is_drained = nbytes < len(rest)
             part = min(nbytes, len(rest))
             self._placing = placing._replace(got=placing.got + part)
             self._last += nbytes - part
         else:
-            nbytes = sock.recv_into(self._buffer[self._last : max(self._last + _AHEAD_BYTES, self._first + self._due)])
+            room = self._buffer[self._last : max(self._last + _AHEAD_BYTES, self._first + self._due)]
+            nbytes = sock.recv_into(room)
             self._last += nbytes
+            self.is_drained = nbytes < len(room)
         if nbytes:
             self._process()
         return nbytes
@@ -102,7 +110,7 @@ class FrameReader:
         end, packed = body + header.nbytes, bytes(self._buffer[first:body])
         opened = opening.open(packed, self._buffer[body:end], bytes(self._buffer[end : first + due]))
         self._first = first + due
-        self._stream.came(header)
+        self._sink.came(header)
         if header.kind == StreamFrameKind.DATA:
             self._sink.feed(memoryview(opened))
         else:
@@ -115,7 +123,7 @@ class FrameReader:
             return False
         self._opening.open(placing.packed, placing.view, bytes(self._buffer[self._first : end]))
         self._first, self._placing = end, None
-        self._stream.came(placing.header)
+        self._sink.came(placing.header)
         self._sink.placed(placing.header.nbytes)
         return True
 

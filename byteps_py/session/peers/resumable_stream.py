@@ -2,7 +2,7 @@
 
 Frames are numbered from 0 in each direction. A frame is kept until the other end has reported that it came, so a new
 connection goes on where the last one has ended, after a break or after a damaged frame. Not locked: PeerConnection
-calls with its lock held, except for what comes, which one thread at a time receives.
+calls with its lock held, except for ``check`` and ``damaged``, of what comes, which one thread at a time receives.
 
     added ──take──► sent ──confirm──► forgotten          rewind: a new connection; what is not confirmed is sent again
 """
@@ -31,7 +31,8 @@ class ResumableStream:
         self._owned = 0  # frames up to here are in memory of their own
         #: The number of the frame that comes next.
         self.expected = 0
-        self._unreported_bytes = 0
+        #: Bytes that have come and that the other end does not know of.
+        self.unreported_bytes = 0
         self._reported = 0
         self._damaged_at = -1
 
@@ -59,7 +60,7 @@ class ResumableStream:
         return self._header(0, kind)
 
     def _header(self, nbytes: int, kind: StreamFrameKind) -> FrameHeader:
-        self._unreported_bytes, self._reported = 0, self.expected
+        self.unreported_bytes, self._reported = 0, self.expected
         return FrameHeader(nbytes, self._next, self.expected, kind)
 
     def confirm(self, expected: int) -> None:
@@ -82,11 +83,6 @@ class ResumableStream:
             self._kept[at] = (bytes(body), None) if owner is not None else (body, None)
         self._owned = max(self._owned, end)
 
-    def unconfirmed_bytes(self, end: int) -> int:
-        """The size of the frames before ``end`` that are neither confirmed nor let go."""
-        first = max(self.confirmed, self._owned)
-        return sum(len(self._kept[at][0]) for at in range(first - self.confirmed, end - self.confirmed))
-
     # ---- receiving -------------------------------------------------------------------------------------
 
     def check(self, header: FrameHeader) -> None:
@@ -99,7 +95,7 @@ class ResumableStream:
         """The frame of ``header`` has come, as it was sent. Raises ProtocolError."""
         if header.kind == StreamFrameKind.DATA:
             self.expected += 1
-            self._unreported_bytes += header.nbytes
+            self.unreported_bytes += header.nbytes
         self.confirm(header.expected)
 
     def damaged(self) -> bool:
@@ -110,9 +106,4 @@ class ResumableStream:
     @property
     def is_report_due(self) -> bool:
         """True if so much came that the other end should know."""
-        return self._unreported_bytes >= REPORT_BYTES or self.expected - self._reported >= REPORT_FRAMES
-
-    @property
-    def has_unreported(self) -> bool:
-        """True if something came that the other end does not know of."""
-        return self.expected > self._reported
+        return self.unreported_bytes >= REPORT_BYTES or self.expected - self._reported >= REPORT_FRAMES
