@@ -442,7 +442,8 @@ def uncovered_refused() -> None:
             inner.more = nn.ParameterList([nn.Parameter(torch.ones(3))])
         if "wk" in words:
             plan["inner.wo"] = tensor.Row()
-        refuses(words, tensor.parallelize, model, plan, group())
+        for sequence_dim in (None, 1) if "for all heads" in words else (None,):
+            refuses(words, tensor.parallelize, model, plan, group(), sequence_dim=sequence_dim)
     batch = nn.ModuleDict({"norm": nn.BatchNorm1d(8)})
     refuses("over many tokens", tensor.parallelize, batch, {"norm": tensor.Sequence()}, group(), sequence_dim=1)
     halves = {"inner.wq": tensor.Column(units=HEADS), "inner.w[kv]": tensor.Column(), "inner.wo": tensor.Row()}

@@ -50,6 +50,11 @@ def summed_parameters(
             style = _style(plan, name, full)
             if isinstance(style, Replicated):
                 is_summed = style.sum_gradients
+            elif place.is_over_all_heads(name, parameter):
+                raise UsageError(
+                    f"{full} is for all heads together, but each rank has some of them: norm each head by itself (a "
+                    f"weight of the head's size), or gather before it; if all ranks use it alike, {_remedy(name)}"
+                )
             elif is_sequence_parallel:
                 if not isinstance(style, Sequence) and place.region(name) is None:
                     raise UsageError(
@@ -157,12 +162,9 @@ class _Place:
         if region is None and isinstance(module, nn.MultiheadAttention) and module.embed_dim in widths:
             return False
         length = parameter.shape[-1] if parameter.dim() else 1
+        if length in heads and parameter.dim() == 1 and _QUERY_OR_KEY.search(name.rpartition(".")[2].lower()):
+            return True
         if length in widths and length not in heads and parameter.numel() > 1:
-            if length in outputs and _QUERY_OR_KEY.search(name.rpartition(".")[2].lower()):
-                raise UsageError(
-                    f"{full} is for all heads together, but each rank has some of them: norm each head by itself (a "
-                    f"weight of the head's size), or gather before it; if all ranks use it alike, {_remedy(name)}"
-                )
             return False
         if parameter.dim() == 1 and length > 1 and length not in widths:
             locals_ = [one.shard.local for one in columns]
@@ -179,6 +181,19 @@ class _Place:
             )
             if is_inner and (not scope or one.name.startswith(f"{scope}.")):
                 yield one
+
+    def is_over_all_heads(self, name: str, parameter: nn.Parameter) -> bool:
+        """Whether it is of a norm of queries or keys, as that of OLMo 2, over features of which each rank has some."""
+        parent, _, own = name.rpartition(".")
+        if not parameter.dim() or not _QUERY_OR_KEY.search(own.lower()):
+            return False
+        return any(
+            one.name.rpartition(".")[0] == parent
+            and isinstance(one.style, Column)
+            and one.shard.local < one.shard.length == parameter.shape[-1]
+            and _blocks(one).size != parameter.shape[-1]
+            for one in self._below(parent)
+        )
 
     def _is_beside_logits(self, name: str) -> bool:
         """Whether an output layer, of whose logits each rank has some, is in the module ``name`` or beside it."""
