@@ -75,8 +75,8 @@ class JobNote:
         ranks = 0 if settings.scheduler_host else settings.local_size
         place = settings.scheduler_host, settings.scheduler_port
         command = os.environ.get(COMMAND_VARIABLE, "")[:_MAX_COMMAND]
-        begun = command, _current_folder(), time.time()
-        return cls(*place, settings.job_id, secret_file, os.getpid(), ranks, settings.local_secret, *begun)
+        note = cls(*place, settings.job_id, secret_file, os.getpid(), ranks, settings.local_secret)
+        return replace(note, command=command, folder=_current_folder(), started_s=time.time())
 
 
 def _current_folder() -> str:

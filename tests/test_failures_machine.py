@@ -51,7 +51,9 @@ def test_two_jobs_do_not_meet_and_a_clock_that_jumps_ends_nothing(jumping_clock:
         jumping.until("0: training", "1: training")
         other.until("0: training", "1: training")
         assert (other.end(), jumping.end()) == (0, 0), jumping.text
-    assert sorted(jumping.of_ranks) == sorted(other.of_ranks) == ["0: closed", "0: training", "1: closed", "1: training"]
+    assert (
+        sorted(jumping.of_ranks) == sorted(other.of_ranks) == ["0: closed", "0: training", "1: closed", "1: training"]
+    )
 
 
 def test_no_deadline_reads_the_wall_clock() -> None:

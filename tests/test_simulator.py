@@ -22,6 +22,7 @@ from simulator import (
     ElasticOutageCluster,
     HostedCluster,
     OutageCluster,
+    RestartedCluster,
     ShadowCluster,
     ShadowOutageCluster,
     run,
@@ -53,6 +54,7 @@ from simulator.visits import VISIT
         ("hosted-elastic", 40),
         ("shadow", 40),
         ("shadow-outages", 20),
+        ("restarted", 40),
         pytest.param("fixed", 500, marks=pytest.mark.slow),
         pytest.param("elastic", 150, marks=pytest.mark.slow),
         pytest.param("outages", 300, marks=pytest.mark.slow),
@@ -60,6 +62,7 @@ from simulator.visits import VISIT
         pytest.param("hosted", 200, marks=pytest.mark.slow),
         pytest.param("shadow", 250, marks=pytest.mark.slow),
         pytest.param("shadow-outages", 120, marks=pytest.mark.slow),
+        pytest.param("restarted", 250, marks=pytest.mark.slow),
     ],
 )
 def test_the_invariants_hold(kind: str, seeds: int) -> None:
@@ -149,6 +152,12 @@ def test_every_fault_is_tried_and_fires(kind: type[Cluster], names: Iterable[str
 def test_seeds_that_once_found_a_defect(kind: type[Cluster], seed: int) -> None:
     """Besides these, each defect has a test of its own."""
     assert not run(seed, kind).violation
+
+
+def test_jobs_are_started_again_with_servers_that_were_left() -> None:
+    reports = [run(seed, RestartedCluster) for seed in range(12)]
+    begun = [report.log for report in reports if "begins a new job" in report.log]
+    assert any(" again: stop" in log for log in begun), "a server that was left sees the new job to its end"
 
 
 def test_processes_starve_and_freeze() -> None:

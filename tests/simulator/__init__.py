@@ -11,6 +11,7 @@ from .cluster import Cluster, Report, run
 from .elastic import ElasticCluster
 from .hosted import HostedBusyCluster, HostedCluster, HostedElasticCluster, HostedOutageCluster
 from .outages import ElasticOutageCluster, OutageCluster
+from .restarted import RestartedCluster
 from .shadowed import ShadowCluster, ShadowOutageCluster
 from .world import InvariantError
 
@@ -28,6 +29,7 @@ KINDS: dict[str, type[Cluster]] = {
     "hosted-elastic": HostedElasticCluster,
     "shadow": ShadowCluster,
     "shadow-outages": ShadowOutageCluster,
+    "restarted": RestartedCluster,
 }
 
 __all__ = [
@@ -43,6 +45,7 @@ __all__ = [
     "InvariantError",
     "OutageCluster",
     "Report",
+    "RestartedCluster",
     "ShadowCluster",
     "ShadowOutageCluster",
     "run",

@@ -93,7 +93,22 @@ class Scheduler(Process):
 
     def _tick(self) -> None:
         self._deliver(self.sessions.tick(self._now_s()))
+        if self.sessions.is_abandoned:
+            self._begin_new_job()
         self.world.after(_TICK_S, self, None, self._tick)
+
+    def _begin_new_job(self) -> None:
+        """As the service does it."""
+        self.world.note(self.name, "begins a new job")
+        old, self._held = self.sessions, []
+        for stream in list(self._streams.values()):
+            stream.end_down()
+        self._streams.clear()
+        self._unsafe.clear()
+        self._place.disk.clear()
+        self.sessions = self._place.kind(self._place.config, self._unsafe.append)
+        self.sessions.skip_epochs(old.core.epoch, self._now_s())
+        self.sessions.take_place_of(old)
 
     def check(self) -> None:
         if not self.is_alive:

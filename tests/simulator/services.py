@@ -4,7 +4,7 @@ must hold for them after each event and at their end.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Callable, Container
 from typing import Any
 
 from byteps_py.errors import RendezvousError
@@ -183,6 +183,7 @@ class Server(Process):
         self._memory = memory
         self._service: SummationService
         self._under_way: list[Round[Any]] = []
+        self.has_been_replaced: Callable[[], object] = lambda: None  # what follows when a new job has begun
 
     def start(self, kind: type[SummationService], settings: Settings, connect: Any, runtime: SimulatedRuntime) -> None:
         """As ``Service.run`` begins."""
@@ -240,6 +241,8 @@ class Server(Process):
             self.has_stopped = True
             self._service._close()
             self.die()
+            if self._service.is_replaced:
+                self.has_been_replaced()
 
     def _check_end(self) -> None:
         """Contributions are held for rounds under way only. Those that wait for ever are of void tensors."""
