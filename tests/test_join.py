@@ -29,3 +29,14 @@ def test_the_optimizer_goes_on_after_a_join() -> None:
     run = bpslaunch(["-np", "1", "--machines", "2"], [PROGRAM.with_name("join_training.py")])
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.stdout.count("is done") == 2, run.stdout + run.stderr
+
+
+@pytest.mark.parametrize(
+    "kind", ["plain", *(pytest.param(each, marks=pytest.mark.slow) for each in ("delayed", "in_backward"))]
+)
+def test_a_hosted_optimizer_says_that_it_does_not_go_together_with_join(kind: str) -> None:
+    run = bpslaunch(["-np", "2"], [Path(__file__).parent / "programs" / "hosted_join.py", kind])
+    text = (
+        "0: JoinedError: a hosted optimizer does not go together with join(): a step needs the gradients of all ranks"
+    )
+    assert text in run.stdout, run.stdout + run.stderr

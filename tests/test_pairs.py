@@ -243,6 +243,7 @@ REFUSES: dict[tuple[str, str], tuple[Callable[[], object], str]] = {
     ("crossbarrier", "sparse"): (sparse_under_cross_barrier, "sparse"),
     ("bpsddp", "ema"): (lambda: copy.deepcopy(bps.DistributedDataParallel(nn.Linear(2, 2))), "Copy model.module"),
 }
+_JOIN = "test_join.py::test_a_hosted_optimizer_says_that_it_does_not_go_together_with_join"
 #: Refused pairs of rows and columns with a test of their own.
 REFUSED_IN: dict[tuple[str, str], str] = {
     ("plain", "ddp"): "test_parameter_owners.py::test_a_second_wrapper_is_refused_by_name",
@@ -258,13 +259,16 @@ REFUSED_IN: dict[tuple[str, str], str] = {
     ("plain+naive", "tp"): "test_parameter_owners.py::test_a_model_that_parallelize_has_cut",
     ("hosted+naive", "tp"): "test_parameter_owners.py::test_a_model_that_parallelize_has_cut",
     ("crossbarrier+naive", "tp"): "test_parameter_owners.py::test_a_model_that_parallelize_has_cut",
+    ("hosted", "join"): _JOIN,
+    ("shadow", "join"): _JOIN,
+    ("delayed", "join"): _JOIN,
+    ("in_backward", "join"): _JOIN,
     ("pp", "syncbn"): "test_pipelines.py::test_beside_one_process",  # its case refused_modules
 }
 #: Refused, with no test yet. Make it shorter, not longer.
 UNTESTED = {
-    ("hosted", "join"), ("hosted", "chimera"), ("hosted", "pp"), ("hosted", "sp"), ("hosted", "zero"),
-    ("shadow", "two"), ("shadow", "join"), ("delayed", "join"), ("in_backward", "join"),
-    ("bpsddp", "pp"), ("fsdp2", "ema"), ("fsdp2", "channels_last"), ("shard", "sparse"), ("shard", "two"),
+    ("hosted", "chimera"), ("hosted", "pp"), ("hosted", "sp"), ("hosted", "zero"),
+    ("shadow", "two"),     ("bpsddp", "pp"), ("fsdp2", "ema"), ("fsdp2", "channels_last"), ("shard", "sparse"), ("shard", "two"),
     ("shard", "pp"), ("plain+naive", "pp"), ("hosted+naive", "pp"),
 }  # fmt: skip
 

@@ -15,6 +15,7 @@ import torch
 from byteps_py.errors import GradientOrderError, UsageError
 from byteps_py.kernels.update_rules import Hyperparameters
 from byteps_py.torch.gradients.hosted_in_backward import BackwardRound, InBackwardReducer, RoundNumbers
+from byteps_py.torch.gradients.hosted_join import names_join
 from byteps_py.torch.gradients.hosted_optimizer import HostedOptimizerMixin
 from byteps_py.torch.gradients.hosted_rules import check_numbers, numbers_of, rule_of
 
@@ -56,6 +57,7 @@ class InBackwardOptimizerMixin(HostedOptimizerMixin):
             check_numbers(found, number)
         return True
 
+    @names_join
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take the parameters that the services have stepped, once all are there.
 

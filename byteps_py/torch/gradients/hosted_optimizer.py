@@ -19,6 +19,7 @@ from byteps_py.tensors import NonFinite
 from byteps_py.torch.engine import context as contexts
 from byteps_py.torch.engine import nonfinite
 from byteps_py.torch.gradients.hosted_delay import DelayedSteps
+from byteps_py.torch.gradients.hosted_join import names_join
 from byteps_py.torch.gradients.hosted_overflow import GradientProbe, find_error, overflows
 from byteps_py.torch.gradients.hosted_owners import claim
 from byteps_py.torch.gradients.hosted_reducer import HostedReducer
@@ -49,6 +50,7 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
     _name: str
     _loaded: dict[int, Mapping[str, Any]] | None  # the states, if there was no step since they were loaded
 
+    @names_join
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Sum what backward() has computed, let the services step, and take the new parameters.
 
