@@ -270,6 +270,10 @@ class PeerConnection:
         """True if the system has taken all frames before ``mark``."""
         return self._left >= mark or self.has_come(mark)
 
+    def would_copy(self, mark: int) -> bool:
+        """True if ``let_go`` would copy so much that it is better to wait a moment for a report."""
+        return not self.has_come(mark) and mark - self._stream.confirmed > 1
+
     def let_go(self, mark: int) -> bool:
         """Need the memory of the frames before ``mark`` no more: True. False if they have not left."""
         if self.has_come(mark):
@@ -403,6 +407,7 @@ class PeerConnection:
         if kind is StreamFrameKind.BYE:
             self._fail(PeerLostError(f"{self._name} has ended ({_CLOSED})"))
             return
+        self._has_landed = True  # a sender that waits for it goes on first, too
         with self._lock:
             if not self._may_send:  # the first report over a new connection says where to go on
                 self._stream.rewind()

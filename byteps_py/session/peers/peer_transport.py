@@ -67,6 +67,8 @@ WINDOW = 4
 #: keeps those that have come too early.
 _ACKNOWLEDGED = 8
 _MOST_UNACKNOWLEDGED_BYTES = 256 << 10
+#: To wait for the report that a large payload has come costs less than to copy it.
+_REPORT_WAIT_S = 0.002
 _INLINE, _SHARED, _MORE, _TAKEN, _SEGMENT, _JOINED, _WAKE = map(int, PeerMessageKind)
 _BETWEEN_MACHINES = frozenset((_INLINE, _TAKEN, _JOINED))
 
@@ -241,6 +243,10 @@ class PeerTransport:
             wait = Wait("a message", 0, lambda: [part.connection.rank for part in sent if not part.has_left])
             self._waiter.until(have_left, wait, timeout_s)
             self._waiter.ended(wait)
+        large = [part for part in sent if part.connection.would_copy(part.mark)]
+        if large:
+            with contextlib.suppress(StallError):
+                self._host.wait_until(lambda: all(part.has_come for part in large), _REPORT_WAIT_S, lambda: "")
         for part in sent:
             part.connection.let_go(part.mark)
 

@@ -18,6 +18,7 @@ from byteps_py.errors import ProtocolError
 #: What came is reported after so many bytes or frames, unless a frame that is sent anyway does so before.
 REPORT_BYTES = 1 << 20
 REPORT_FRAMES = 64
+_LAST_KIND = max(StreamFrameKind)
 
 
 class ResumableStream:
@@ -88,7 +89,7 @@ class ResumableStream:
     def check(self, header: FrameHeader) -> None:
         """Raises ProtocolError unless the frame of ``header`` is the next one, or has no body."""
         is_data = header.kind == StreamFrameKind.DATA
-        if header.kind > max(StreamFrameKind) or (header.number != self.expected if is_data else header.nbytes):
+        if header.kind > _LAST_KIND or (header.number != self.expected if is_data else header.nbytes):
             raise ProtocolError(f"frame {header.number} of a stream came instead of frame {self.expected}")
 
     def came(self, header: FrameHeader) -> None:
