@@ -371,3 +371,11 @@ def test_a_handshake_that_is_dropped_is_no_wrong_secret(start: Factory, attend: 
     scheduler.restart()
     assert member.wait("membership").membership.workers
     assert member.lost.empty()
+
+
+def test_who_finds_no_scheduler_hears_why(attend: Attend) -> None:
+    """Not that its own deadline ended the last attempt."""
+    settings = Settings(scheduler_host="127.0.0.1", scheduler_port=9, num_workers=1, start_timeout_s=1.0)
+    for register in (as_worker(0), as_server()):
+        error = attend(settings, register).lost.get(timeout=TIMEOUT_S)
+        assert str(error).endswith("(Connection refused)"), error

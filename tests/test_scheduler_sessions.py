@@ -277,6 +277,21 @@ def test_workers_that_are_started_again_begin_a_new_job_at_once(survivors: tuple
     assert running(plane).finished(plane.now) is None
 
 
+def test_an_elastic_job_begins_anew_where_all_its_workers_were_killed() -> None:
+    plane = Plane(num_workers=2, num_servers=1, servers_only=True, elastic=True)
+    for register in (worker(0, elastic=True), worker(1, elastic=True), server(0, elastic=True)):
+        plane.add(register)
+    plane.settle()
+    plane.crash()
+    plane.members = plane.members[2:]
+    plane.start()
+    plane.settle()
+    for index in (0, 1):
+        assert not running(plane).is_abandoned
+        assert asks(plane, plane.add(worker(index, elastic=True))).later
+    assert running(plane).is_abandoned
+
+
 def test_heirs_on_other_machines_wait_for_two_timeouts() -> None:
     plane, _ = restarted_with(2)
     for index in (0, 1):

@@ -77,6 +77,7 @@ class GrpcControlLink:
         self._attempt: _Stream | None = None  # being read
         self._stream: _Stream | None = None  # the same, once Welcome has arrived on it
         self._is_dismissed = False  # Stop has arrived: the end of the stream is no loss
+        self._why_absent = ""  # before the first Welcome: why the last attempt failed
         self._is_late = False  # the deadline for the first answer has passed
         self._is_over = False
         # The refusal of a scheduler that may accept this process later, or of one that is not this member's.
@@ -172,6 +173,9 @@ class GrpcControlLink:
     def _first_failure(self, failure: grpc.RpcError | None, waited_s: float) -> BytePSError | None:
         """Before the first Welcome: the error that ends the link; None if the scheduler may only be late."""
         details = "" if failure is None else failure.details() or ""
+        if failure is not None and failure.code() is grpc.StatusCode.CANCELLED:  # by _expire: it says nothing
+            details = self._why_absent
+        self._why_absent = details or self._why_absent
         if self._is_late or waited_s >= self._settings.start_timeout_s:
             return self._put_off or rpc.absent(self._address, self._settings.start_timeout_s, details)
         if failure is not None and not rpc.is_not_up_yet(failure):
