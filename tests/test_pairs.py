@@ -244,6 +244,7 @@ REFUSES: dict[tuple[str, str], tuple[Callable[[], object], str]] = {
     ("bpsddp", "ema"): (lambda: copy.deepcopy(bps.DistributedDataParallel(nn.Linear(2, 2))), "Copy model.module"),
 }
 _JOIN = "test_join.py::test_a_hosted_optimizer_says_that_it_does_not_go_together_with_join"
+_OTHER_STAGES = "test_torch_optimizer_use.py::test_ranks_with_other_parameters_are_told_at_once"
 #: Refused pairs of rows and columns with a test of their own.
 REFUSED_IN: dict[tuple[str, str], str] = {
     ("plain", "ddp"): "test_parameter_owners.py::test_a_second_wrapper_is_refused_by_name",
@@ -263,13 +264,17 @@ REFUSED_IN: dict[tuple[str, str], str] = {
     ("shadow", "join"): _JOIN,
     ("delayed", "join"): _JOIN,
     ("in_backward", "join"): _JOIN,
+    ("bpsddp", "pp"): _OTHER_STAGES,
+    ("plain+naive", "pp"): _OTHER_STAGES,
+    ("hosted+naive", "pp"): _OTHER_STAGES,
+    ("shard", "pp"): "test_pipelines.py::test_beside_one_process",  # its program refuses it
+    ("shard", "two"): "test_sharding.py::test_beside_one_process",  # its program refuses it
     ("pp", "syncbn"): "test_pipelines.py::test_beside_one_process",  # its case refused_modules
 }
 #: Refused, with no test yet. Make it shorter, not longer.
 UNTESTED = {
-    ("hosted", "chimera"), ("hosted", "pp"), ("hosted", "sp"), ("hosted", "zero"),
-    ("shadow", "two"),     ("bpsddp", "pp"), ("fsdp2", "ema"), ("fsdp2", "channels_last"), ("shard", "sparse"), ("shard", "two"),
-    ("shard", "pp"), ("plain+naive", "pp"), ("hosted+naive", "pp"),
+    ("hosted", "chimera"), ("hosted", "pp"), ("hosted", "sp"), ("hosted", "zero"), ("shadow", "two"),
+    ("fsdp2", "ema"), ("fsdp2", "channels_last"), ("shard", "sparse"),
 }  # fmt: skip
 
 

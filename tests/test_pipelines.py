@@ -34,7 +34,8 @@ def check(arguments: list[str], ranks: int, cases: str, **variables: str) -> Non
         (
             "-np 2",
             1,
-            "mixed_precision float32_gradients evaluation overlaps tied_in_a_list in_place lists in_front batch_norm refused_modules",
+            "mixed_precision float32_gradients evaluation overlaps tied_in_a_list in_place lists in_front batch_norm "
+            "refused_modules",
         ),
         ("-np 1 --machines 2 --servers 1", 1, "equal stale structures raises checkpoints overlaps"),
         pytest.param("-np 4", 1, "peaks skips same_bits", marks=pytest.mark.slow),
