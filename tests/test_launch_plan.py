@@ -221,7 +221,7 @@ class TestClusterPlan:
         ]
         assert [s.env for s in specs] == [
             {**cluster, "DMLC_ROLE": "scheduler", "BYTEPS_MACHINE_ID": "m0"},
-            {**cluster, "DMLC_ROLE": "server", "BYTEPS_MACHINE_ID": "c0"},
+            {**cluster, "DMLC_ROLE": "server", "BYTEPS_MACHINE_ID": "c0", "BYTEPS_SHADOW_KEEP_S": "0"},
             *(machines[0], machines[0], machines[1], machines[1]),
             *(
                 {
