@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,16 @@ import torch
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from byteps_py.checkpoint_folder import checkpoint_path, checkpoint_steps
-from byteps_py.errors import CheckpointError, UsageError
+from byteps_py.errors import BytePSError, CheckpointError, UsageError
 from byteps_py.torch.engine import context as contexts
 from byteps_py.torch.gradients.hosted_optimizer import HostedOptimizerMixin
+from byteps_py.torch.gradients.hosted_rules import MASTER, moment_names, rule_of
+from byteps_py.torch.gradients.hosted_states import check_state
 from byteps_py.torch.gradients.stored_buffers import ModelBuffers
-from byteps_py.torch.horovod.objects import broadcast_object, unpickled
+from byteps_py.torch.horovod.objects import allgather_object, broadcast_object, unpickled
 
 _MODEL, _STATE, _GROUPS = "model.", "optimizer.state.", "optimizer.param_groups."
 _CONSTANTS = "constants."
@@ -31,7 +34,8 @@ _CONSTANTS = "constants."
 def load_newest(model: torch.nn.Module, optimizer: HostedOptimizerMixin, path: str | os.PathLike[str]) -> int | None:
     """Load the newest checkpoint in the folder ``path``. Returns its step; None if there is none.
 
-    Raises UsageError if it is of another model or optimizer, CheckpointError if it can't be read here.
+    Raises UsageError if it is of another model or optimizer, CheckpointError if it can't be read here: the
+    same error on all ranks, and nothing has changed.
     """
     session = contexts.current().session
     newest: int | CheckpointError | None = None
@@ -45,16 +49,21 @@ def load_newest(model: torch.nn.Module, optimizer: HostedOptimizerMixin, path: s
         return None
     if isinstance(newest, CheckpointError):
         raise newest
-    checkpoint = _StoredCheckpoint(checkpoint_path(Path(path), newest))
-    ModelBuffers(model).check(checkpoint.values(_CONSTANTS))
-    _load(checkpoint, model, optimizer)
+    failure: BytePSError | None = None
+    try:
+        checkpoint = _StoredCheckpoint(Path(path), newest)
+        ModelBuffers(model).check(checkpoint.values(_CONSTANTS))
+        loaded = _read(checkpoint, model, optimizer, session.rank)
+        calls = int(checkpoint.values("calls").get("", newest))
+    except BytePSError as error:
+        failure = error
+    told = None if failure is None else (type(failure), str(failure))
+    for rank, found in enumerate(allgather_object(told, name=f"{optimizer._name}.loaded")):
+        if found is not None:
+            raise failure or found[0](f"rank {rank}: {found[1]}")
+    loaded.give(model, optimizer)
     shadow = optimizer._shadowed_steps
-    calls = int(checkpoint.values("calls").get("", newest))
     shadow.go_on(newest, calls)
-    if (extra := checkpoint.values(f"extra.{session.rank}").get("")) is not None:
-        shadow.extra = unpickled(bytes(extra))  # who may write to the folder may change the weights, too
-    if buffers := checkpoint.values(f"buffers.{session.rank}."):
-        model.load_state_dict(buffers, strict=False)
     shadow.buffers = ModelBuffers(model, checkpoint.names(_MODEL))
     return calls
 
@@ -62,11 +71,12 @@ def load_newest(model: torch.nn.Module, optimizer: HostedOptimizerMixin, path: s
 class _StoredCheckpoint:
     """The entries of a checkpoint, by name. Raises CheckpointError if it can't be read."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, folder: Path, step: int) -> None:
+        self._folder, self._step = folder, step
+        self.path = checkpoint_path(folder, step)
         try:
-            self._entries = FileSystemReader(path).read_metadata().state_dict_metadata
-        except OSError as error:
+            self._entries = _intact_metadata(self.path).state_dict_metadata
+        except Exception as error:  # of what is no pickle, anything
             raise self._failure(error) from error
 
     def shape(self, name: str) -> torch.Size | None:
@@ -92,15 +102,67 @@ class _StoredCheckpoint:
                 with warnings.catch_warnings():
                     warnings.filterwarnings("ignore", "torch.distributed is disabled")  # no_dist=True says so, too
                     state_dict_loader.load(found, storage_reader=FileSystemReader(self.path), no_dist=True)
-            except (CheckpointException, OSError) as error:
+            except (CheckpointException, Exception) as error:  # of damaged data, anything
                 raise self._failure(error) from error
         return {name.removeprefix(prefix): value for name, value in found.items()}
 
     def _failure(self, error: BaseException) -> CheckpointError:
-        return CheckpointError(f"the checkpoint {self.path} can't be read here, and all ranks need it: {error}")
+        reason = str(error) if isinstance(error, OSError) else f"it is damaged ({type(error).__name__}: {error})"
+        text = f"the checkpoint {self.path} can't be read here, and all ranks need it: {reason}. Nothing was loaded"
+        older = next((step for step in self._older() if _is_intact(checkpoint_path(self._folder, step))), None)
+        if older is not None:
+            text += f". Step {older} there is intact: move {self.path.name} away to go on from it"
+        return CheckpointError(text)
+
+    def _older(self) -> list[int]:
+        """The steps before this one, the newest first."""
+        try:
+            return [step for step in reversed(checkpoint_steps(self._folder)) if step < self._step]
+        except CheckpointError:
+            return []
 
 
-def _load(checkpoint: _StoredCheckpoint, model: torch.nn.Module, optimizer: HostedOptimizerMixin) -> None:
+def _intact_metadata(path: Path) -> Metadata:
+    """Raises OSError, or the errors of unpickling, if it or the data can't be read."""
+    metadata = FileSystemReader(path).read_metadata()
+    ends: dict[str, int] = {}
+    for one in metadata.storage_data.values():
+        ends[one.relative_path] = max(ends.get(one.relative_path, 0), one.offset + one.length)
+    for name, end in ends.items():
+        if (size := (path / name).stat().st_size) < end:
+            raise OSError(f"{name} has {size} bytes, and had at least {end}")
+    return metadata
+
+
+def _is_intact(path: Path) -> bool:
+    try:
+        _intact_metadata(path)
+    except Exception:  # of what is no pickle, anything
+        return False
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """What a checkpoint has for this rank."""
+
+    weights: Mapping[str, Any]
+    buffers: Mapping[str, Any]
+    optimizer: dict[str, Any]
+    extra: Any
+
+    def give(self, model: torch.nn.Module, optimizer: HostedOptimizerMixin) -> None:
+        """Nothing is left to be refused."""
+        optimizer.load_state_dict(self.optimizer)
+        model.load_state_dict(self.weights, strict=False)
+        if self.extra is not None:
+            optimizer._shadowed_steps.extra = self.extra
+        if self.buffers:
+            model.load_state_dict(self.buffers, strict=False)
+
+
+def _read(checkpoint: _StoredCheckpoint, model: torch.nn.Module, optimizer: HostedOptimizerMixin, rank: int) -> _Loaded:
+    """Read and check all of it. Raises UsageError, CheckpointError."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     places = {param: place for place, param in enumerate(params)}
     names = {param: name for name, param in model.named_parameters() if param in places}
@@ -123,16 +185,53 @@ def _load(checkpoint: _StoredCheckpoint, model: torch.nn.Module, optimizer: Host
             f"restore(): {checkpoint.path} is of another model: the optimizer here does not have its parameter "
             f"{min(strangers)!r}"
         )
-    model.load_state_dict(checkpoint.values(_MODEL), strict=False)
+    weights = checkpoint.values(_MODEL)
+    buffers = checkpoint.values(f"buffers.{rank}.")
+    _check_values(checkpoint, model, {**weights, **buffers})
     state = {}
     for param, name in names.items():
         if entries := checkpoint.values(f"{_STATE}{name}."):
+            number = optimizer._reducer.group_of[param]
+            _check_entries(checkpoint, optimizer, param, entries, {**optimizer.param_groups[number], **groups[number]})
             state[places[param]] = entries
     numbers = [
         {**saved, "params": [places[param] for param in group["params"]]}
         for saved, group in zip(groups, optimizer.param_groups, strict=True)
     ]
-    optimizer.load_state_dict({"state": state, "param_groups": numbers})
+    extra = checkpoint.values(f"extra.{rank}").get("")
+    if extra is not None:
+        extra = unpickled(bytes(extra))  # who may write to the folder may change the weights, too
+    return _Loaded(weights, buffers, {"state": state, "param_groups": numbers}, extra)
+
+
+def _check_values(checkpoint: _StoredCheckpoint, model: torch.nn.Module, found: Mapping[str, Any]) -> None:
+    """Raises UsageError for a tensor that the model does not have, or has in another shape."""
+    own = model.state_dict(keep_vars=True)
+    for name, value in found.items():
+        there = own.get(name)
+        if not isinstance(there, torch.Tensor) or there.shape != value.shape:
+            has = f"has it in shape {list(there.shape)}" if isinstance(there, torch.Tensor) else "does not have it"
+            raise UsageError(
+                f"restore(): {checkpoint.path} is of another model: it has {name!r} of shape {list(value.shape)}, and "
+                f"the model here {has}"
+            )
+
+
+def _check_entries(
+    checkpoint: _StoredCheckpoint,
+    optimizer: HostedOptimizerMixin,
+    param: torch.nn.Parameter,
+    entries: Mapping[str, Any],
+    group: dict[str, Any],
+) -> None:
+    """Raises UsageError for states of another optimizer. ``group``: with the numbers that are about to be loaded."""
+    rule, name = rule_of(optimizer._wrapped, group), optimizer._parameter_names[param]
+    check_state(rule, param, entries, repr(name))
+    if strange := set(entries) - {*moment_names(rule), "step", MASTER}:
+        raise UsageError(
+            f"restore(): {checkpoint.path} is of another optimizer: the state of {name!r} has {min(strange)!r} there, "
+            f"which {type(optimizer._wrapped).__name__} does not have"
+        )
 
 
 def _groups(entries: Mapping[str, Any]) -> list[dict[str, Any]]:
