@@ -26,6 +26,6 @@ def test_damaged_metadata_names_the_older_step(tmp_path: Path, size: int | None)
             path.unlink()
         else:
             path.write_bytes(data[:size])
-        with pytest.raises(CheckpointError, match="Nothing was loaded. Step 1 there is intact: move step-3 away"):
+        with pytest.raises(CheckpointError, match=r"Nothing was loaded\. Step 1 there is intact: move step-3 away"):
             _StoredCheckpoint(tmp_path, 3)
         path.write_bytes(data)
