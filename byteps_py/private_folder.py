@@ -29,7 +29,7 @@ def refusal(folder: Path) -> str:
     except FileNotFoundError:
         return ""
     except OSError as error:
-        return f"can't be opened ({error.strerror})" if error.errno else error.strerror
+        return f"can't be opened ({error.strerror})" if error.errno else str(error.strerror)
 
 
 @contextlib.contextmanager
