@@ -31,15 +31,12 @@ def check(arguments: list[str], ranks: int, cases: str, **variables: str) -> Non
     ("layout", "copies", "cases"),
     [
         ("-np 2", 1, "equal of_torch stale structures skips raises refused tokens_count clipping"),
-        (
-            "-np 2",
-            1,
-            "mixed_precision float32_gradients evaluation overlaps tied_in_a_list in_place lists in_front batch_norm "
-            "refused_modules",
-        ),
+        ("-np 2", 1, "mixed_precision float32_gradients evaluation overlaps tied_in_a_list in_place lists"),
+        ("-np 2", 1, "in_front batch_norm refused_modules scalers"),
         ("-np 1 --machines 2 --servers 1", 1, "equal stale structures raises checkpoints overlaps"),
         pytest.param("-np 4", 1, "peaks skips same_bits", marks=pytest.mark.slow),
-        ("-np 4", 2, "tokens_count clipping stale other_meshes float32_gradients side_by_side in_front batch_norm"),
+        ("-np 4", 2, "tokens_count clipping stale other_meshes float32_gradients side_by_side"),
+        ("-np 4", 2, "in_front batch_norm scalers"),
         pytest.param("-np 4", 1, "equal stale structures raises checkpoints evaluation", marks=pytest.mark.slow),
         pytest.param("-np 4", 2, "equal of_torch mixed_precision structures", marks=pytest.mark.slow),
         pytest.param("-np 2 --machines 2 --servers 1", 1, "equal stale raises", marks=pytest.mark.long),

@@ -9,6 +9,7 @@
     multimodal/                pipelines of text models that attend to images
     checkpoint/                checkpoints of models in parts, and whether copies are equal
     gradients                  norms of models in parts
+    gradient_scaling           GradScalers of models in parts
     numerics/                  comparing two runs bit by bit
 
 Classes that need torch are imported when they are first used: `bps schedule` needs no torch.

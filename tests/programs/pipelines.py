@@ -487,6 +487,51 @@ def refused_modules() -> None:
         bps.sharding.shard(stage, torch.optim.SGD(stage.parameters(), lr=0.1), strategy)
 
 
+@case
+def scalers() -> None:
+    """All ranks skip a step if one of them has an infinity, whatever scaler is used."""
+    p, world = workers(), dist.get_world_size()
+    x = torch.randn(2 * p * COPIES, HIDDEN, generator=generator())
+    strategy = bps.sharding.Strategy(sharding_degree=world)
+    kinds: list[Any] = [
+        lambda: torch.amp.GradScaler("cpu", init_scale=8.0),
+        lambda: ShardedGradScaler(device="cpu", init_scale=8.0),
+    ]
+    for make, what in [(make, what) for make in kinds for what in ("pipeline", "tensor parallel", "sharded")]:
+        pipe, model = None, perceptrons(p)
+        scaler = make()
+        if what == "pipeline":
+            pipe = bps.parallel.Pipeline(model, "dapple", 2 * p, mesh())
+            optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        else:
+            if what == "tensor parallel":
+                plan = {"0.0": bps.parallel.tensor.Column(), "1.0": bps.parallel.tensor.Row()}
+                model = bps.parallel.tensor.parallelize(
+                    nn.Sequential(*perceptrons(2), nn.LayerNorm(HIDDEN)), plan, dist.group.WORLD
+                )
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            if what == "sharded":
+                optimizer = bps.sharding.shard(model, optimizer, strategy)
+        for step in range(3):
+            optimizer.zero_grad()
+            if pipe is not None:
+                pipe.step(own(x), own(x), mse, scaler=scaler)
+            else:
+                scaler.scale(mse(model(x), x)).backward()
+            had = [one for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
+            had = [one for one in had if not one.grad.is_sparse]
+            if step == 1 and dist.get_rank() == world - 1:
+                had[0].grad.view(-1)[0] = float("inf")
+            before = [one.detach().clone() for one in had]
+            if step == 2:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            same = [torch.equal(one, other) for one, other in zip(had, before, strict=True)]
+            assert all(same) if step == 1 else not any(same), (what, step, same)
+            assert scaler.get_scale() == (8.0 if step == 0 else 4.0), (what, step, scaler.get_scale())
+
+
 class Stashing(nn.Module):
     stashes = ("early",)
 

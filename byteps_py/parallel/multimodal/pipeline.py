@@ -103,6 +103,7 @@ class MultimodalPipeline(Pipeline):
             self._placed = PlacedEncoder(
                 model.encoder, self.placement, self._layout, self._workers, self._all, images, self._buffers
             )
+            self._skip_together()
             self._first_holder |= {_ENCODER + name: 0 for name, _ in model.encoder.named_parameters()}
 
     # ---- training ------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from byteps_py.errors import PipelineError, UsageError
+from byteps_py.parallel.gradient_scaling import decide_together
 from byteps_py.parallel.gradients import partial_norms, scale_gradients, total_norm
 from byteps_py.parallel.mesh.device_mesh import Mesh
 from byteps_py.parallel.pipe.buffers import PipelineBuffers
@@ -120,6 +121,7 @@ class Pipeline:
         self._stale = self._new_stale_steps() if plan.program.rule is not WeightRule.SYNCHRONOUS else None
         self._plan = plan.of_worker(layout.worker)
         note_in_pipeline(self.parameters(), self)
+        self._skip_together()
 
     # ---- training ------------------------------------------------------------------------------------------
 
@@ -142,8 +144,7 @@ class Pipeline:
             targets: likewise; workers without a last stage ignore it.
             loss_fn: (output, target) of a micro-batch -> its mean loss; or (sum, count), if micro-batches have
                 different numbers of tokens: the loss is then the sum over all of them by the sum of the counts.
-            scaler: the gradients are multiplied by its scale, the loss is not. All ranks skip a step together if it is
-                a torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler with ``process_group=pipe.group``.
+            scaler: the gradients are multiplied by its scale, the loss is not. All ranks skip a step together.
             optimizer: for pipedream and pipedream-2bw, which change the weights themselves: of this rank's parameters.
                 Their passes overlap with those of the next step, so call ``flush`` after the last one.
 
@@ -153,6 +154,8 @@ class Pipeline:
             return self._stale_step(inputs, targets, loss_fn, optimizer)
         if optimizer is not None:
             raise UsageError(f"{self.program.name}: call optimizer.step() after step(); it takes no optimizer")
+        if scaler is not None:
+            self._skip_together()
         scale = 1.0 if scaler is None else float(scaler.scale(torch.ones((), device=self._device)))
         before = [(parameter, parameter.grad) for parameter in self.parameters()]
         for parameter, _ in before:
@@ -280,11 +283,18 @@ class Pipeline:
             for name, parameter in self.named_parameters()
             if parameter.grad is not None and self._first_holder[name] == self._layout.worker
         ]
-        tp = next((found for one in self.stages.values() if (found := tensor_parallel_group(one)) is not None), None)
+        tp = self._tensor_parallel_group()
         partial = partial_norms(named, self.sharded_parameters(), tp, norm_type).to(self._device)
         norm = total_norm(partial, [self._workers], norm_type)
         scale_gradients(self.parameters(), max_norm, norm)
         return norm
+
+    def _skip_together(self) -> None:
+        """A GradScaler skips a step on all ranks, or on none. Called again, as FSDP2 replaces parameters."""
+        decide_together(self.parameters(), [self._tensor_parallel_group(), self._all])
+
+    def _tensor_parallel_group(self) -> dist.ProcessGroup | None:
+        return next((found for one in self.stages.values() if (found := tensor_parallel_group(one)) is not None), None)
 
     # ---- carrying out --------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from byteps_py.errors import MismatchError, UsageError
+from byteps_py.parallel.gradient_scaling import decide_together
 from byteps_py.parallel.mesh.device_mesh import Mesh
 from byteps_py.parallel.sharding.gathering import SegmentGathering
 from byteps_py.parallel.sharding.gradient_owners import GradientGroups, GradientOwners, MergeRules
@@ -116,6 +117,7 @@ def shard(
     model.register_load_state_dict_post_hook(lambda *_: gathering.release())
     note_sharded(named.values(), type(optimizer).__name__)
     parameter_owners.announce_averaging(gathering, "sharding.shard", named.values())
+    decide_together(named.values(), [groups.data, *pipeline])
     return sharded
 
 

@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 from byteps_py.errors import UsageError
+from byteps_py.parallel.gradient_scaling import decide_together
 from byteps_py.parallel.tensor.layers import KeepsGroup, ParallelLayer, enter, sum_gradients
 from byteps_py.parallel.tensor.planned_layers import plan_layers
 from byteps_py.parallel.tensor.regions import Group, size_of
@@ -75,6 +76,7 @@ def parallelize(
         for name, module in modules.items():
             if module is one.module:
                 _replace(model, name, layer)
+    decide_together(model.parameters(), [group])
     return model
 
 
