@@ -520,7 +520,9 @@ def scalers() -> None:
                 scaler.scale(mse(model(x), x)).backward()
             had = [one for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
             had = [one for one in had if not one.grad.is_sparse]
-            if step == 1 and dist.get_rank() == world - 1:
+            holders: list[bool] = [False] * world  # an owner of whole parameters may have none
+            dist.all_gather_object(holders, bool(had))
+            if step == 1 and dist.get_rank() == max(rank for rank in range(world) if holders[rank]):
                 had[0].grad.view(-1)[0] = float("inf")
             before = [one.detach().clone() for one in had]
             if step == 2:
