@@ -27,6 +27,9 @@ SLOW_FACTOR = 10
 _ALIKE = 0.8  # similarity from 0 to 1; names that share only their prefix are about half as alike
 
 
+_STALL_WARN_S = 60.0
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """The settings of one process. Sizes are bytes, times are seconds; docs/variables.md describes each field.
@@ -67,7 +70,7 @@ class Settings:
     worker_threads: int = 0
     force_distributed: bool = False
     start_timeout_s: float = 60.0
-    stall_warn_s: float = 60.0
+    stall_warn_s: float = _STALL_WARN_S
     stall_limit_s: float = 600.0
     straggler: float = 5.0
     heartbeat_interval_s: float = 0.2
@@ -164,6 +167,9 @@ class Settings:
                 values[variable.field] = variable.parse(*found)
         if values.get("secret_file") and not values.get("secret"):
             values["secret"] = read_secret(str(values["secret_file"]))
+        limit_s = values.get("stall_limit_s")
+        if isinstance(limit_s, float) and 0 < limit_s < _STALL_WARN_S:  # a short limit alone is no contradiction
+            values.setdefault("stall_warn_s", max(0.1, limit_s / 2))
         return cls(**values)  # type: ignore[arg-type]
 
     @property

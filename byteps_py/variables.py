@@ -116,7 +116,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("worker_threads", ("BYTEPS_WORKER_ENGINE_THREAD",), int, "summing threads of a communication service; 0: one per core, at most 4", low=0, high=256),
     Variable("force_distributed", ("BYTEPS_FORCE_DISTRIBUTED",), bool, "use the services even for a single rank"),
     Variable("start_timeout_s", ("BYTEPS_START_TIMEOUT_S",), float, "how long to wait for the other processes of the cluster at the start", low=0.1, high=_FAR),
-    Variable("stall_warn_s", ("BYTEPS_STALL_WARN_S",), float, "log a warning about ranks for which others have waited this long", low=0.1, high=_FAR),
+    Variable("stall_warn_s", ("BYTEPS_STALL_WARN_S",), float, "log a warning about ranks for which others have waited this long; half of a shorter BYTEPS_STALL_LIMIT_S", low=0.1, high=_FAR),
     Variable("stall_limit_s", ("BYTEPS_STALL_LIMIT_S",), float, "raise an error after waiting this long for other ranks; 0: never", low=0, high=_FAR),
     Variable("straggler", ("BYTEPS_STRAGGLER",), float, "log a warning about a rank or a summation service that takes this many times as long as the others", low=1.5, high=_FAR),
     Variable("heartbeat_interval_s", ("PS_HEARTBEAT_INTERVAL",), float, "seconds between heartbeats", low=0.01, high=3600),

@@ -36,6 +36,14 @@ def test_garbage_in_a_variable_names_it_and_what_it_takes(variable: Variable) ->
         assert len(str(caught.value)) < 1000
 
 
+def test_a_short_limit_of_waiting_alone_brings_an_earlier_warning() -> None:
+    assert Settings.from_env({"BYTEPS_STALL_LIMIT_S": "20"}).stall_warn_s == 10
+    assert Settings.from_env({"BYTEPS_STALL_LIMIT_S": "60"}).stall_warn_s == 60
+    assert Settings.from_env({"BYTEPS_STALL_LIMIT_S": "0"}).stall_warn_s == 60
+    with pytest.raises(ConfigurationError, match="BYTEPS_STALL_WARN_S=30"):
+        Settings.from_env({"BYTEPS_STALL_LIMIT_S": "20", "BYTEPS_STALL_WARN_S": "30"})
+
+
 @pytest.mark.parametrize("text", GARBAGE)
 def test_garbage_in_a_launchers_variables(text: str) -> None:
     for environ in (

@@ -13,7 +13,15 @@ from byteps_py.parallel.mesh.mesh_layout import LLAMA_ORDER, PADDLE_ORDER, MeshL
 
 
 def layout_of(world: int, order: Any = LLAMA_ORDER, **sizes: int) -> MeshLayout:
-    return MeshLayout.of(world, {"tp": 1, "cp": 1, "pp": 1, "dp": -1, **sizes}, order)
+    return MeshLayout.of(world, {"tp": 1, "cp": 1, "pp": 1, "dp": None, **sizes}, order)
+
+
+def test_dp_is_the_rest_unless_another_size_is() -> None:
+    assert layout_of(8, tp=2).sizes == (2, 1, 1, 4)
+    assert layout_of(8, cp=2, pp=-1).sizes == (1, 2, 4, 1)
+    assert layout_of(8, "paddle", sharding=-1, tp=2).size("sharding") == 4
+    with pytest.raises(UsageError, match=r"cp=3 does not divide the 8 ranks, so pp=-1 has no size"):
+        layout_of(8, cp=3, pp=-1)
 
 
 def test_llama_3_in_131k_sequences() -> None:
@@ -58,7 +66,7 @@ def test_groups_divide_the_ranks(order: Any, sizes: dict[str, int]) -> None:
         (8, {"tp": 2, "pp": 2, "dp": 4}, ["tp=2 · pp=2 · dp=4 = 16", "8 ranks", "tp=1; pp=1; dp=2", "start 16 ranks"]),
         (8, {"tp": 3, "cp": 3, "dp": 4}, ["tp=3 · cp=3 · dp=4 = 36", "change two sizes or more"]),
         (2, {"dp": 1}, ["a mesh of size 1, but there are 2 ranks", "dp=2"]),
-        (8, {"tp": -1}, ["tp=-1, dp=-1", "only one size"]),
+        (8, {"tp": -1, "dp": -1}, ["tp=-1, dp=-1", "only one size"]),
         (8, {"pp": 0}, ["pp=0", "at least 1"]),
         (8, {"cp": 2.0}, ["cp=2.0", "whole number"]),
         (8, {"tp": True}, ["tp=True", "whole number"]),

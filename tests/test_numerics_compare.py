@@ -159,6 +159,17 @@ def test_a_copy_that_differs_names_its_dimension(tmp_path: Path) -> None:
     )
 
 
+def test_a_fault_of_all_ranks_names_the_dimensions_along_which_they_agree(tmp_path: Path) -> None:
+    def part(at: dict[str, int]) -> tuple[Array, Mapping[str, TensorPlacement]]:
+        array, placements = by_columns(at)
+        return array + np.float32(1), placements
+
+    run = write(tmp_path / "run", {"dp": 2, "tp": 2}, part, phase="reduction", micro_batch=None)
+    found = compare(whole(tmp_path, GRID, phase="reduction", micro_batch=None), run).differences[0]
+    assert (found.ranks, found.along, found.alike, found.cut) == ((0, 1, 2, 3), (), ("dp",), ("tp",))
+    assert "ranks 0-3, wrong on all ranks along dp: 48 of 48" in found.text
+
+
 def test_separate_tensors_have_their_own_reference(tmp_path: Path) -> None:
     writer = RecordWriter(tmp_path / "reference", RankLayout())
     for dp in range(2):

@@ -25,7 +25,8 @@ class Mesh:
     ``torch.cuda.set_device`` before.
 
     Args:
-        tp, cp, pp, dp: sizes; their product is the number of ranks. One may be -1: the rest.
+        tp, cp, pp, dp: sizes; their product is the number of ranks. One may be -1: the rest. ``dp`` is the rest if it
+            is not given, or 1 if another size is the rest.
         order: the dimensions from inner to outer; ranks are counted along the innermost first. Communication gets rarer
             and easier to hide outwards, so the default is that of Llama 3 (section 5.2). "paddle" is Paddle's: its mp
             is "tp", its sep is "cp", then "sharding", "pp" and "dp".
@@ -52,7 +53,7 @@ class Mesh:
         tp: int = 1,
         cp: int = 1,
         pp: int = 1,
-        dp: int = -1,
+        dp: int | None = None,
         *,
         order: str | Sequence[str] = LLAMA_ORDER,
         device_type: str | None = None,
@@ -64,7 +65,7 @@ class Mesh:
                 "process alone with bpslaunch -np 1"
             )
         self._own = dist.get_rank()
-        sizes = {"tp": tp, "cp": cp, "pp": pp, "dp": dp, "sharding": sharding}
+        sizes: dict[str, int | None] = {"tp": tp, "cp": cp, "pp": pp, "dp": dp, "sharding": sharding}
         try:
             layout: MeshLayout | BytePSError = MeshLayout.of(dist.get_world_size(), sizes, order)
             machine = _own_machine(self._own)

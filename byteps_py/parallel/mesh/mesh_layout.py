@@ -41,8 +41,13 @@ class MeshLayout:
     sizes: tuple[int, ...]
 
     @classmethod
-    def of(cls, world_size: int, sizes: Mapping[str, int], order: str | Sequence[str] = LLAMA_ORDER) -> MeshLayout:
-        """The layout of ``world_size`` ranks; one of the sizes may be -1: the rest. Raises UsageError."""
+    def of(
+        cls, world_size: int, sizes: Mapping[str, int | None], order: str | Sequence[str] = LLAMA_ORDER
+    ) -> MeshLayout:
+        """The layout of ``world_size`` ranks; one of the sizes may be -1: the rest. None: the rest, or 1 if another
+        size is -1. Raises UsageError."""
+        unsaid = 1 if -1 in sizes.values() else -1
+        sizes = {name: unsaid if size is None else size for name, size in sizes.items()}
         names = _checked_order(order, [name for name, size in sizes.items() if name != "sharding" or size != 1])
         return cls(names, _resolved(world_size, {name: sizes.get(name, 1) for name in names}))
 

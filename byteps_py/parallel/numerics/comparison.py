@@ -50,8 +50,9 @@ class TensorDifference:
     """A tensor that differs from the reference.
 
     ``ranks`` hold what differs; ``coordinates`` are theirs where they agree; ``along``: dimensions of the mesh along
-    which some ranks have the reference's bits and others have not; ``cut``: along which the run's ranks hold parts of
-    it. ``elements``, ``max_ulp``, ``first`` (an index of
+    which some ranks have the reference's bits and others have not; ``alike``: along which all
+    ranks, which hold the same part, are wrong; ``cut``: along which
+    the run's ranks hold parts of it. ``elements``, ``max_ulp``, ``first`` (an index of
     the whole tensor) and ``relative`` (2-norm of the difference over that of the reference) are None where the values
     were not kept or the shapes differ; ``reason`` says so.
     """
@@ -62,6 +63,7 @@ class TensorDifference:
     ranks: tuple[int, ...]
     coordinates: Mapping[str, int]
     along: tuple[str, ...]
+    alike: tuple[str, ...]
     cut: tuple[str, ...]
     reason: str
     elements: int | None = None
@@ -78,6 +80,8 @@ class TensorDifference:
         words += f", {ranks_text(self.ranks)}" + (f" ({where})" if where else "")
         if self.along:
             words += f", differs along {', '.join(self.along)}"
+        if self.alike:
+            words += f", wrong on all ranks along {', '.join(self.alike)}"
         return f"{words}: {self.reason}"
 
     def as_json(self) -> dict[str, Any]:
@@ -89,7 +93,7 @@ class TensorDifference:
             "module": self.key.module,
             "tensor": self.key.tensor,
             "operation": self.operation,
-            "mesh_dimension": self.over or ", ".join(self.along or self.cut),
+            "mesh_dimension": self.over or ", ".join(self.along or self.cut or self.alike),
             "ranks": list(self.ranks),
             "coordinates": dict(self.coordinates),
             "reason": self.reason,
@@ -289,8 +293,17 @@ def _compare_tensor(key: TensorKey, expected: _SideRecords, actual: _SideRecords
             if all(other.get(name) == coordinate for other in own) and actual.sizes.get(name, 1) > 1
         }
         cut = tuple(name for name in records[0].placements if pieces[0].cuts(name))
+        alike = tuple(
+            name
+            for name in records[0].coordinates
+            if set(ranks) == {piece.rank for piece in pieces}
+            and actual.sizes.get(name, 1) > 1
+            and name not in cut
+            and len({piece.record.coordinates.get(name) for piece in pieces}) > 1
+        )
+        over = described_by.over
         return TensorDifference(
-            key, described_by.operation, described_by.over, tuple(ranks), agreed, tuple(along), cut, reason, **figures
+            key, described_by.operation, over, tuple(ranks), agreed, tuple(along), alike, cut, reason, **figures
         )
 
     everyone = sorted(piece.rank for piece in pieces)
