@@ -22,6 +22,7 @@ from byteps_py.parallel.context.exchange import by_rank, in_order
 from byteps_py.parallel.context.gathered import attention
 from byteps_py.parallel.context.packed_attention import attend_packed, varlen_kernel, with_repeated_heads
 from byteps_py.parallel.context.ring import ring_attention
+from byteps_py.parallel.context.spans import spans_of, squares_of
 
 CLOSE = 1e-12
 EOS = 2
@@ -223,6 +224,26 @@ def test_more_queries_than_a_tile(function: Callable[..., torch.Tensor]) -> None
         output = function(*inputs, mask, None)
         found = [output, *torch.autograd.grad(output, inputs, gradient)]
         check(found, expected(Layout(mask, visible, 1, q, k, v, gradient)), (is_causal, window))
+
+
+@pytest.mark.parametrize(("is_causal", "window"), [(True, None), (True, 30), (False, 40), (False, None)])
+def test_scores_of_a_square_are_small_and_no_pair_is_left_out(is_causal: bool, window: int | None) -> None:
+    """The scores of a ring's block do not grow with its keys."""
+    lengths = [1, 99, 150]
+    mask = DocumentMask.from_lengths(lengths, is_causal=is_causal, window=window)
+    pairs = torch.zeros(sum(lengths), sum(lengths), dtype=torch.long)
+    for document in spans_of(mask, lengths, range(sum(lengths))):
+        for square in squares_of(mask, document, 16):
+            assert len(square.queries) <= 16 >= len(square.keys)
+            sees = local_attention.visible(mask, square, pairs.device)
+            shape = len(square.queries), len(square.keys)
+            sees = torch.ones(shape, dtype=torch.bool) if sees is None else sees
+            assert sees.any(1).all()
+            pairs[square.queries.start : square.queries.stop, square.keys.start : square.keys.stop] += sees
+    ahead = torch.arange(len(pairs)) - torch.arange(len(pairs)).unsqueeze(1)
+    document_of = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    wanted = (document_of == document_of.unsqueeze(1)) & ((ahead <= 0) | (not is_causal))
+    assert torch.equal(pairs, (wanted & (ahead.abs() < (window or len(pairs)))).long())
 
 
 @pytest.mark.parametrize("function", [attention, ring_attention])

@@ -26,8 +26,8 @@ PLANTED = [
     (
         "tp_reference",
         "tp_backward",
-        "step 0, micro-batch 1, backward, 0.up grad_input (column-parallel all-reduce over tp), ranks 0-1, wrong on all "
-        "ranks along tp: 192 of 192 elements differ, max ",
+        "step 0, micro-batch 1, backward, 0.up grad_input (column-parallel all-reduce over tp), ranks 0-1, wrong on "
+        "all ranks along tp: 192 of 192 elements differ, max ",
     ),
     (
         "dp_reference",

@@ -18,9 +18,9 @@ import torch
 
 from byteps_py.parallel.context.call import AttentionCall
 from byteps_py.parallel.context.local_attention import visible
-from byteps_py.parallel.context.spans import AttentionSpan, seen_in, tiles_of
+from byteps_py.parallel.context.spans import AttentionSpan, seen_in, squares_of
 
-#: Queries of a tile. Its scores have up to TILE entries for each key and head.
+#: Queries and keys of a tile, at most: its scores have up to TILE * TILE entries for each head.
 TILE = 512
 
 Place = tuple[slice, slice, slice]  # of queries or keys in tensors (batch, heads, tokens, …)
@@ -125,7 +125,7 @@ def _tiles(call: AttentionCall, rank: int) -> Iterator[tuple[Place, Place, Atten
         held = 0
         for chunk in call.chunks_of(rank):
             part = seen_in(call.mask, span, chunk)
-            for tile in tiles_of(call.mask, part, TILE) if part is not None else ():
+            for tile in squares_of(call.mask, part, TILE) if part is not None else ():
                 keys = slice(tile.keys.start - chunk.start + held, tile.keys.stop - chunk.start + held)
                 own = slice(tile.queries.start - offset, tile.queries.stop - offset)
                 yield (rows, _ALL, own), (rows, _ALL, keys), tile

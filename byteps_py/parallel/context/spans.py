@@ -49,9 +49,17 @@ def overlap(one: range, other: range) -> range:
 
 def tiles_of(mask: DocumentMask, span: AttentionSpan, size: int) -> list[AttentionSpan]:
     """The span in spans of at most ``size`` queries: their masks are small, and their keys no more than they see."""
-    starts = range(span.queries.start, span.queries.stop, size)
-    pieces = [range(start, min(start + size, span.queries.stop)) for start in starts]
-    return [AttentionSpan(queries, mask.keys_of(queries, span.keys)) for queries in pieces]
+    return [AttentionSpan(queries, mask.keys_of(queries, span.keys)) for queries in _pieces(span.queries, size)]
+
+
+def squares_of(mask: DocumentMask, span: AttentionSpan, size: int) -> list[AttentionSpan]:
+    """As ``tiles_of``, with at most ``size`` keys, too. Each query of a square sees one of its keys."""
+    parts = [seen_in(mask, tile, keys) for tile in tiles_of(mask, span, size) for keys in _pieces(tile.keys, size)]
+    return [part for part in parts if part is not None]
+
+
+def _pieces(indices: range, size: int) -> list[range]:
+    return [range(start, min(start + size, indices.stop)) for start in range(indices.start, indices.stop, size)]
 
 
 def seen_in(mask: DocumentMask, span: AttentionSpan, keys: range) -> AttentionSpan | None:
