@@ -47,9 +47,9 @@ class MeshLayout:
         """The layout of ``world_size`` ranks; one of the sizes may be -1: the rest. None: the rest, or 1 if another
         size is -1. Raises UsageError."""
         unsaid = 1 if -1 in sizes.values() else -1
-        sizes = {name: unsaid if size is None else size for name, size in sizes.items()}
-        names = _checked_order(order, [name for name, size in sizes.items() if name != "sharding" or size != 1])
-        return cls(names, _resolved(world_size, {name: sizes.get(name, 1) for name in names}))
+        known = {name: unsaid if size is None else size for name, size in sizes.items()}
+        names = _checked_order(order, [name for name, size in known.items() if name != "sharding" or size != 1])
+        return cls(names, _resolved(world_size, {name: known.get(name, 1) for name in names}))
 
     @property
     def world_size(self) -> int:
