@@ -102,9 +102,12 @@ class UnauthenticatedConnections:
 
     def _cut_off(self, fd: int) -> None:
         connection = self._waiting.pop(fd)
-        with contextlib.suppress(OSError), self._opened(fd, connection) as end:  # the other end was faster
-            end.shutdown(socket.SHUT_RDWR)
-            self.cut_off += 1
+        with contextlib.suppress(OSError), self._opened(fd, connection) as end:
+            self.cut_off += 1  # before the other end can see it
+            try:
+                end.shutdown(socket.SHUT_RDWR)
+            except OSError:  # the other end was faster
+                self.cut_off -= 1
 
     def _received(self, fd: int, connection: _Connection) -> int:
         """The number of bytes that the peer has sent."""

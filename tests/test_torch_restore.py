@@ -22,7 +22,7 @@ from byteps_py.tensors import DType
 from byteps_py.torch.engine import context as contexts
 from byteps_py.torch.gradients.common_record import CommonRecord
 from byteps_py.torch.gradients.hosted_shadow import MAX_EXTRA_BYTES, ShadowedSteps
-from byteps_py.torch.gradients.stored_buffers import ModelBuffers, digest_of
+from byteps_py.torch.gradients.stored_buffers import ModelBuffers, checksum_of
 from byteps_py.torch.gradients.stored_elements import StoredElements
 
 ADAMW = StepKind(UpdateRule(Method.ADAM, Decay.DECOUPLED), DType.FLOAT32, DType.FLOAT32)
@@ -292,7 +292,7 @@ def test_a_buffer_that_had_changed_before_travels_on() -> None:
 
 def test_what_is_restored_keeps_a_large_buffer_s_digest(servers: Servers) -> None:
     mean = StoredBuffer("torch.float32", (2,), torch.tensor([1.0, 2.0]).numpy().tobytes())
-    servers.extra = Attachment(b"", {"mean": mean}, {"mask": digest_of(Masked().mask)}).pack()
+    servers.extra = Attachment(b"", {"mean": mean}, {"mask": checksum_of(Masked().mask)}).pack()
     with pytest.raises(UsageError, match="buffer 'mask' is not"):
         restore_other(servers)
     model = Masked()

@@ -126,6 +126,12 @@ class MultimodalPipeline(Pipeline):
         if (encoder := self._encoder) is not None:
             yield from encoder.named_parameters(_ENCODER[:-1], remove_duplicate=remove_duplicate)
 
+    def named_stages(self) -> Iterator[tuple[str, nn.Module]]:
+        """As Pipeline.named_stages, and the image encoder if this rank has it outside of a stage."""
+        yield from super().named_stages()
+        if (encoder := self._encoder) is not None:
+            yield _ENCODER, encoder
+
     def sharded_parameters(self) -> dict[str, Shard]:
         """As Pipeline.sharded_parameters."""
         own = {} if self._encoder is None else sharded_parameters(self._encoder)

@@ -20,7 +20,7 @@ class ModelBuffers:
     """The persistent buffers of a model, as they travel with each step.
 
     A large one that has not changed since the model was made, such as a mask, does not travel: the restarted program
-    makes the same again, which its digest shows. ``restored``: those that had changed before this process began.
+    makes the same again, which its checksum shows. ``restored``: those that had changed before this process began.
     """
 
     def __init__(self, model: torch.nn.Module, restored: Iterable[str] = ()) -> None:
@@ -28,7 +28,7 @@ class ModelBuffers:
         found, never = self._persistent(), set(restored)
         is_much = sum(buffer.nbytes for buffer in found.values()) > MANY_BYTES
         self._unchanged = {
-            name: (buffer.clone(), digest_of(buffer))
+            name: (buffer.clone(), checksum_of(buffer))
             for name, buffer in found.items()
             if is_much and buffer.nbytes >= LARGE_BYTES and name not in never
         }
@@ -40,26 +40,26 @@ class ModelBuffers:
         return {name: value.detach() for name, value in state.items() if id(value) in mine}
 
     def stored(self) -> tuple[dict[str, StoredBuffer], dict[str, str]]:
-        """Those that travel, and the digests of those that do not."""
+        """Those that travel, and the checksums of those that do not."""
         found = self._persistent()
         for name, (first, _) in list(self._unchanged.items()):
             if name not in found or not _is_same(found[name], first):
                 del self._unchanged[name]
-        constants = {name: digest for name, (_, digest) in self._unchanged.items()}
+        constants = {name: checksum for name, (_, checksum) in self._unchanged.items()}
         return {name: _stored(value.cpu()) for name, value in found.items() if name not in constants}, constants
 
     def check(self, constants: Mapping[str, str]) -> None:
-        """Raises UsageError if a buffer of the model is another one than that with this digest."""
+        """Raises UsageError if a buffer of the model is another one than that with this checksum."""
         found = self._persistent()
-        for name, digest in constants.items():
-            if name not in found or digest_of(found[name]) != digest:
+        for name, checksum in constants.items():
+            if name not in found or checksum_of(found[name]) != checksum:
                 raise UsageError(
                     f"restore(): the model's buffer {name!r} is not the one that the job began with. It is large, and "
                     "did not change, so it was not sent with the steps: make the model as in the first run"
                 )
 
 
-def digest_of(buffer: torch.Tensor) -> str:
+def checksum_of(buffer: torch.Tensor) -> str:
     """Equal for buffers that are equal to the bit."""
     stored = _stored(buffer.detach().cpu())
     return hashlib.sha256(f"{stored.dtype} {stored.shape} ".encode() + stored.data).hexdigest()
