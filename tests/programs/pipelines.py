@@ -179,6 +179,8 @@ def side_by_side() -> None:
         pipe.step(x, y, loss)
         loss(reference(x), y).backward()
     check_same(pipe, reference, "side by side", gradients=True)
+    if COPIES == 1:
+        return  # all ranks are in the one pipeline
     with expecting(UsageError, "pipelines of the ranks"):
         bps.parallel.Pipeline(perceptrons(p), "gpipe", 2, mesh()["pp"] if dist.get_rank() else mesh())
     with expecting(UsageError, f"rank {p} is not in the mesh of its pipeline, whose ranks are {[*range(p)]}"):
