@@ -496,8 +496,8 @@ def scalers() -> None:
     x = torch.randn(2 * p * COPIES, HIDDEN, generator=generator())
     strategy = bps.sharding.Strategy(sharding_degree=world)
     kinds: list[Any] = [
-        lambda: torch.amp.GradScaler("cpu", init_scale=8.0),
-        lambda: ShardedGradScaler(device="cpu", init_scale=8.0),
+        lambda: torch.amp.GradScaler(torch.get_default_device().type, init_scale=8.0),
+        lambda: ShardedGradScaler(device=torch.get_default_device().type, init_scale=8.0),
     ]
     for make, what in [(make, what) for make in kinds for what in ("pipeline", "tensor parallel", "sharded")]:
         pipe, model = None, perceptrons(p)
