@@ -165,6 +165,16 @@ def test_a_second_wrapper_is_refused_by_name(wrapper: str, how: str, world: dist
     del wrapped
 
 
+def test_torch_s_wrapper_of_a_sharded_model_is_refused(world: dist.device_mesh.DeviceMesh) -> None:
+    model = nn.Linear(2, 2)
+    sharded = WRAPPERS["shard"][1](model)
+    with pytest.raises(UsageError, match=r"sharding\.shard averages the gradients of this model already"):
+        nn.parallel.DistributedDataParallel(model)
+    with pytest.raises(UsageError, match=r"can't be copied.*copy the model before shard\(\)"):
+        copy.deepcopy(model)
+    del sharded
+
+
 def test_a_wrapper_that_is_gone_is_in_nobodys_way(world: dist.device_mesh.DeviceMesh) -> None:
     model = nn.Linear(2, 2)
     for name in ("torch", "bps"):

@@ -18,16 +18,22 @@ import torch.distributed as dist
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.utils.weak import WeakIdKeyDictionary
 
-_Groups = tuple[dist.ProcessGroup, ...]
-#: The groups of each parameter, one for each dimension of the mesh.
-_GROUPS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_Ranks = tuple[int, ...]
+#: The ranks that decide about each parameter, once for each dimension of the mesh.
+_RANKS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+#: The group of these ranks that was given last: all of them know the same one, whatever parameters each has.
+_GROUPS: dict[_Ranks, dist.ProcessGroup] = {}
 _METHOD = "_unscale_grads_"
 
 
 def decide_together(parameters: Iterable[torch.Tensor], groups: Sequence[dist.ProcessGroup | None]) -> None:
     """The ranks of ``groups`` skip a step together, if a GradScaler is used. They call this with parameters of one
     model, and with the same groups."""
-    given = tuple(group for group in groups if group is not None and dist.get_world_size(group) > 1)
+    given: list[_Ranks] = []
+    for group in groups:
+        if group is not None and dist.get_world_size(group) > 1:
+            given.append(tuple(dist.get_process_group_ranks(group)))
+            _GROUPS[given[-1]] = group
     if not given:
         return
     for scaler in (torch.amp.GradScaler, ShardedGradScaler):
@@ -35,8 +41,7 @@ def decide_together(parameters: Iterable[torch.Tensor], groups: Sequence[dist.Pr
         if method is not None and not hasattr(method, "__wrapped__"):
             setattr(scaler, _METHOD, _agreeing(method))
     for parameter in parameters:
-        known: _Groups = _GROUPS.get(parameter, ())
-        _GROUPS[parameter] = known + tuple(group for group in given if group not in known)
+        _RANKS[parameter] = {*_RANKS.get(parameter, ()), *given}
 
 
 def _agreeing(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -52,18 +57,21 @@ def _agreed(
 ) -> dict[torch.device, torch.Tensor]:
     """``found``: by device, 1 if a gradient there is infinite or NaN. Returns it for all ranks."""
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
-    groups: list[dist.ProcessGroup] = []
-    for one in parameters:
-        groups += [group for group in _GROUPS.get(one, ()) if group not in groups]
-    if not groups:
+    members = {ranks for one in parameters for ranks in _RANKS.get(one, ())}
+    if not members:
         return found
     device = next(iter(found), parameters[0].device)
     values = [value.to(device).reshape(1).float() for value in found.values()]
     largest = torch.cat(values).max() if values else torch.zeros((), device=device)
-    for group in groups:
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    for ranks in sorted(members, key=_dimension):  # ranks with other parameters take them in the same order
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=_GROUPS[ranks])
     if not found:  # of a rank without gradients
         return {device: largest}
     for each, value in found.items():
         value.copy_(largest.to(each).reshape(value.shape))
     return found
+
+
+def _dimension(ranks: _Ranks) -> tuple[int, int, _Ranks]:
+    """Sorts groups by dimension, from inner to outer: the groups of one dimension of a mesh have one stride."""
+    return ranks[1] - ranks[0], len(ranks), ranks

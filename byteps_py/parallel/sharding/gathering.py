@@ -57,6 +57,13 @@ class SegmentGathering:
         self._previous: ParameterSegment | None = None
         self._held = 0
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> SegmentGathering:
+        raise UsageError(
+            "a model that sharding.shard has taken can't be copied: this rank holds only its own parameters. For an "
+            "average of weights, copy the model before shard(), and update the copy from model.state_dict(), which all "
+            "ranks call and which is whole"
+        )
+
     def attach(self, model: nn.Module, whole: tuple[type[nn.Module], ...]) -> None:
         """Register the hooks of all modules of ``model`` that have parameters."""
         by_parameter = {id(member.parameter): segment for segment in self.memory.segments for member in segment.members}

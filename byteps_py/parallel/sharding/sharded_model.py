@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -118,7 +118,17 @@ def shard(
     note_sharded(named.values(), type(optimizer).__name__)
     parameter_owners.announce_averaging(gathering, "sharding.shard", named.values())
     decide_together(named.values(), [groups.data, *pipeline])
+    # Names that DistributedDataParallel is to ignore. It reads them before all else.
+    model._ddp_params_and_buffers_to_ignore = _NotForDDP()  # type: ignore[assignment]
     return sharded
+
+
+class _NotForDDP:
+    def __iter__(self) -> Iterator[str]:
+        raise UsageError(
+            "sharding.shard averages the gradients of this model already, and each rank holds only its own parameters: "
+            "train it as it is, without DistributedDataParallel"
+        )
 
 
 def _check_mesh(mesh: Mesh, strategy: Strategy) -> None:
