@@ -174,6 +174,6 @@ ELASTIC_MUTATIONS: dict[type[Parts], int] = {
     KeepRoundsOfAnotherGroup: 14,
     WorkOnAfterTheEnd: 3,
     BreakUpAtAPlan: 44,
-    HearNobodyWhoCameBack: 15,
+    HearNobodyWhoCameBack: 11,
     TakeWhoeverShutsDownForDone: 1,
 }

@@ -41,6 +41,11 @@ def commands_of(block: str) -> list[tuple[str, str]]:
     return steps
 
 
+def with_the_pages_port(output: str) -> str:
+    """What a command has printed, with the port that the pages show for a job of this machine."""
+    return re.sub(r"job at 127\.0\.0\.1:\d+$", "job at 127.0.0.1:27003", output, flags=re.MULTILINE)
+
+
 @contextmanager
 def shell(script: str, folder: Path, **variables: str) -> Iterator[subprocess.Popen[str]]:
     """A shell with this interpreter's programs in its path. Ended with the block."""
