@@ -164,7 +164,7 @@ class HearNobodyWhoCameBack(Mutation):
 
 #: Each with a seed that shows it.
 ELASTIC_MUTATIONS: dict[type[Parts], int] = {
-    KnowMachinesByTheirIndex: 6540,
+    KnowMachinesByTheirIndex: 2249,
     TakeWhoeverComesForEqual: 139,
     MournForWhoLeavesNoGroup: 8,
     CountOnServersOfOutsiders: 504,
