@@ -43,6 +43,31 @@ def test_equal_errors_are_shown_once_and_the_first_error_last() -> None:
     assert report.take() == [("0", "y of 0"), ("1-2,4", "x of 2")]
 
 
+def test_the_text_with_the_cause_is_shown_of_equal_errors() -> None:
+    report = FailureReport()
+    for rank, text in enumerate(("PipelineError", "ValueError, the direct cause of PipelineError", "PipelineError")):
+        report.heard(f"{rank}", FailureNotice(Blame.OWN, "PipelineError", text), rank)
+    assert report.take() == [("0-2", "ValueError, the direct cause of PipelineError")]
+
+
+def test_a_cause_in_the_user_s_code_keeps_the_frames_of_the_user_s_code() -> None:
+    def fail() -> None:
+        raise ValueError("bad stage")
+
+    names = {"__name__": "byteps_py.inside", "fail": fail}
+    exec("def call():\n    fail()", names)
+    try:
+        try:
+            names["call"]()
+        except ValueError as cause:
+            raise errors.PipelineError("rank 1: ValueError: bad stage") from cause
+    except errors.PipelineError as error:
+        text = failure_reports.traceback_of(error)
+    assert "in fail" in text
+    assert "in call" not in text
+    assert text.endswith("PipelineError: rank 1: ValueError: bad stage")
+
+
 def test_without_a_cause_of_its_own_one_consequence_is_shown() -> None:
     said = [("scheduler", Blame.SERVICE, "failed"), ("3", Blame.OTHERS, "rank 9 died"), ("2", Blame.OTHERS, "gone")]
     assert heard(*said).take() == [("3", "rank 9 died of 3")]

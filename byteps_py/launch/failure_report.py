@@ -63,7 +63,11 @@ class FailureReport:
 
     @staticmethod
     def _blocks(groups: list[list[_Said]]) -> list[tuple[str, str]]:
-        blocks = [(_labels([each.label for each in group]), group[0].words.text) for group in groups[:_MOST]]
+        # The longest text of equal errors has the exception that caused it, such as that of a pipeline's stage.
+        blocks = [
+            (_labels([each.label for each in group]), max((each.words.text for each in group), key=len))
+            for group in groups[:_MOST]
+        ]
         if len(groups) > _MOST:
             more = len(groups) - _MOST
             blocks.append(

@@ -141,6 +141,20 @@ def shorten(error: BytePSError) -> None:
             error.__cause__ = error.__context__ = None
         else:
             shorten(before)
+    elif error.__cause__ is not None:  # of the user's code, such as a pipeline's stage
+        error.__cause__.__traceback__ = _outside(error.__cause__.__traceback__)
+
+
+def _outside(traceback: TracebackType | None) -> TracebackType | None:
+    """A traceback with its frames outside of this package and of torch; unchanged if there are none."""
+    kept, entries, entry = None, [], traceback
+    while entry is not None:
+        entries.append(entry)
+        entry = entry.tb_next
+    for each in reversed(entries):
+        if not _is_inside(each.tb_frame.f_globals.get("__name__", "")):
+            kept = TracebackType(kept, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return kept or traceback
 
 
 def without_inside(traceback: TracebackType | None) -> TracebackType | None:
