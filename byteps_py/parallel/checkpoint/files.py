@@ -162,7 +162,12 @@ class CheckpointFiles:
 
     def written_bytes(self) -> int:
         """Of all ranks' files of this save, to see whether it goes on. Raises OSError."""
-        return sum((self.path / name).stat().st_size for name, save in self._names() if save == self.save_id)
+        total = 0
+        for name, save in self._names():
+            if save == self.save_id:
+                with contextlib.suppress(FileNotFoundError):  # a draft, which its rank has just renamed
+                    total += (self.path / name).stat().st_size
+        return total
 
     # ---- reading ---------------------------------------------------------------------------------------------
 
