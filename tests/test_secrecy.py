@@ -48,7 +48,7 @@ def test_only_broadcast_objects_are_unpickled() -> None:
     assert users == {
         "byteps_py/torch/horovod/objects.py", "byteps_py/scheduler/sessions/snapshot.py", "byteps_py/shadow/record.py",
         # torch.distributed.checkpoint's format, of a file whose path the user gives: docs/security.md.
-        "byteps_py/parallel/checkpoint/files.py", "byteps_py/parallel/checkpoint/loading.py",
+        "byteps_py/checkpoint_files.py", "byteps_py/parallel/checkpoint/loading.py",
         "byteps_py/parallel/checkpoint/saving.py",
     }  # fmt: skip
     calls = [

@@ -1,4 +1,4 @@
-"""Writes a step that servers hold, in the format of torch.distributed.checkpoint.
+"""Writes a step that servers hold, in the format of torch.distributed.checkpoint, and a manifest with checksums.
 
 Tensors are read one piece after another, each when it is about to be written. So the writer needs memory for a piece,
 not for the model. One thread.
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import secrets
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,12 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
 
 from byteps_py.checkpoint.stored_state import StoredState
+from byteps_py.checkpoint_files import CheckpointFiles
 from byteps_py.checkpoint_folder import os_error_in
 
 #: What is read, and written, at once; one row of a tensor may be longer.
@@ -74,6 +77,26 @@ class PiecewisePlanner(DefaultSavePlanner):
         return stored.rows(start, start + data.chunk.sizes[0])
 
 
+class ManifestWriter(FileSystemWriter):
+    """Adds a manifest to what it writes. The checksums are those of the files, which are read once more."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, single_file_per_rank=True, sync_files=True, per_thread_copy_ahead=0)
+        self._files = CheckpointFiles(folder, secrets.token_hex(8))
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """See FileSystemWriter. The names of the files say to which save they belong."""
+        return [
+            dataclasses.replace(one, storage_data=dataclasses.replace(one.storage_data, prefix=self._files.prefix(0)))
+            for one in super().prepare_global_plan(plans)
+        ]
+
+    def finish(self, metadata: Metadata, results: Sequence[list[WriteResult]]) -> None:
+        """See FileSystemWriter."""
+        super().finish(metadata, list(results))
+        self._files.add_manifest()
+
+
 def write_state(
     stored: StoredState,
     folder: Path,
@@ -85,7 +108,7 @@ def write_state(
     before_read: called before each piece is read. piece_bytes: the most that is read at once, but for a longer row.
     Raises OSError if the disk refuses, and as ShadowReader.read_into does.
     """
-    writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, per_thread_copy_ahead=0)
+    writer = ManifestWriter(folder)
     planner = PiecewisePlanner(stored, before_read, piece_bytes)
     try:
         with warnings.catch_warnings():

@@ -5,10 +5,11 @@ ranks, other stages and schedules of a pipeline, with FSDP2 or without, and othe
     contents              what a rank saves of its model
     optimizer_states      and of its optimizer, of whatever kind
     stored_pieces         which pieces of a checkpoint a rank reads, and where they go
-    files                 the folder: a manifest with checksums, renamed last
     copies                whether ranks that should have equal parameters do
     handle                the end of a save in the background
     ranks                 all ranks go on, or all raise the same error
+
+The files are those of byteps_py/checkpoint_files.py: a manifest with checksums, renamed last.
 
 The format is torch.distributed.checkpoint's. The names are those that parameters have in the whole model. A parameter
 that tensor-parallel ranks have cut is saved as its pieces: "model.0.weight@0:512:1024" are the indices 512 to 1023 of

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from byteps_py.checkpoint_files import CheckpointFiles
 from byteps_py.errors import CheckpointError, StallError
 from byteps_py.log import logger
-from byteps_py.parallel.checkpoint.files import CheckpointFiles
 from byteps_py.parallel.checkpoint.ranks import Ranks
 
 #: The first rank gives up if no rank has written a byte for so long.

@@ -22,10 +22,10 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
+from byteps_py.checkpoint_files import METADATA, CheckpointFiles, Manifest
 from byteps_py.errors import BytePSError, CheckpointError, UsageError
 from byteps_py.log import logger
 from byteps_py.parallel.checkpoint.contents import MODEL, OPTIMIZER, ModelContents
-from byteps_py.parallel.checkpoint.files import METADATA, CheckpointFiles, Manifest
 from byteps_py.parallel.checkpoint.handle import finish_earlier
 from byteps_py.parallel.checkpoint.optimizer_states import OptimizerStates, States
 from byteps_py.parallel.checkpoint.ranks import Ranks

@@ -22,11 +22,11 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
+from byteps_py.checkpoint_files import CheckpointFiles, FileSum
 from byteps_py.errors import CheckpointError
 from byteps_py.log import logger
 from byteps_py.parallel.checkpoint.contents import MODEL, ModelContents
 from byteps_py.parallel.checkpoint.copies import check_saved
-from byteps_py.parallel.checkpoint.files import CheckpointFiles, FileSum
 from byteps_py.parallel.checkpoint.handle import SaveHandle, SaveWork, finish_earlier, under_way
 from byteps_py.parallel.checkpoint.optimizer_states import OptimizerStates
 from byteps_py.parallel.checkpoint.ranks import Ranks

@@ -18,8 +18,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from byteps_py.checkpoint_files import METADATA, CheckpointFiles
 from byteps_py.checkpoint_folder import checkpoint_path, checkpoint_steps
 from byteps_py.errors import BytePSError, CheckpointError, UsageError
+from byteps_py.log import logger
 from byteps_py.torch.engine import context as contexts
 from byteps_py.torch.gradients.hosted_optimizer import HostedOptimizerMixin
 from byteps_py.torch.gradients.hosted_rules import MASTER, moment_names, rule_of
@@ -68,16 +70,70 @@ def load_newest(model: torch.nn.Module, optimizer: HostedOptimizerMixin, path: s
     return calls
 
 
+class _StepFiles(CheckpointFiles):
+    """Of a step in ``folder``. ``names_older``: errors name the newest older step that is intact."""
+
+    def __init__(self, folder: Path, step: int, names_older: bool = True) -> None:
+        super().__init__(checkpoint_path(folder, step))
+        self._folder, self._step, self._names_older = folder, step, names_older
+
+    def read_intact(self) -> Metadata:
+        """Raises CheckpointError if a file is not as it was written. Without a manifest, damage shows only where a file
+        is too short, or can't be read."""
+        _, manifest = self.read()
+        with self.explained("read"):
+            if manifest is not None:
+                self.verify(manifest.files, manifest)
+            elif self._names_older:
+                logger.warning("the checkpoint %s has no manifest: its files are not verified", self.path)
+            ends: dict[str, int] = {}
+            try:
+                metadata: Metadata = FileSystemReader(self.path).read_metadata()
+                for one in metadata.storage_data.values():
+                    ends[one.relative_path] = max(ends.get(one.relative_path, 0), one.offset + one.length)
+            except OSError:
+                raise
+            except Exception as error:  # of what is no pickle, anything
+                raise self.damaged(METADATA, f"it can't be read ({type(error).__name__}: {error})") from error
+            for name, end in ends.items():
+                size = (self.path / name).stat().st_size if (self.path / name).exists() else 0
+                if size < end:
+                    raise self.damaged(name, f"it has {size} bytes, and had at least {end}")
+        return metadata
+
+    def failure(self, error: OSError, what: str) -> CheckpointError:
+        """See CheckpointFiles."""
+        return CheckpointError(f"{super().failure(error, what)}{self._others()}")
+
+    def _others(self) -> str:
+        older = next((step for step in self._older() if _is_intact(self._folder, step)), None)
+        return "" if older is None else f". Step {older} there is intact: move {self.path.name} away to go on from it"
+
+    def _older(self) -> list[int]:
+        """The steps before this one, the newest first."""
+        if not self._names_older:
+            return []
+        try:
+            return [step for step in reversed(checkpoint_steps(self._folder)) if step < self._step]
+        except CheckpointError:
+            return []
+
+
+def _is_intact(folder: Path, step: int) -> bool:
+    try:
+        _StepFiles(folder, step, names_older=False).read_intact()
+    except CheckpointError:
+        return False
+    return True
+
+
 class _StoredCheckpoint:
     """The entries of a checkpoint, by name. Raises CheckpointError if it can't be read."""
 
     def __init__(self, folder: Path, step: int) -> None:
-        self._folder, self._step = folder, step
         self.path = checkpoint_path(folder, step)
-        try:
-            self._entries = _intact_metadata(self.path).state_dict_metadata
-        except Exception as error:  # of what is no pickle, anything
-            raise self._failure(error) from error
+        self._files = _StepFiles(folder, step)
+        self._entries = self._files.read_intact().state_dict_metadata
 
     def shape(self, name: str) -> torch.Size | None:
         """Of a tensor; None if there is no such tensor."""
@@ -103,43 +159,9 @@ class _StoredCheckpoint:
                     warnings.filterwarnings("ignore", "torch.distributed is disabled")  # no_dist=True says so, too
                     state_dict_loader.load(found, storage_reader=FileSystemReader(self.path), no_dist=True)
             except (CheckpointException, Exception) as error:  # of damaged data, anything
-                raise self._failure(error) from error
+                why = f"it can't be read ({type(error).__name__}: {error})"
+                raise self._files.damaged(f"the entry {min(found)!r}, or one beside it", why) from error
         return {name.removeprefix(prefix): value for name, value in found.items()}
-
-    def _failure(self, error: BaseException) -> CheckpointError:
-        reason = str(error) if isinstance(error, OSError) else f"it is damaged ({type(error).__name__}: {error})"
-        text = f"the checkpoint {self.path} can't be read here, and all ranks need it: {reason}. Nothing was loaded"
-        older = next((step for step in self._older() if _is_intact(checkpoint_path(self._folder, step))), None)
-        if older is not None:
-            text += f". Step {older} there is intact: move {self.path.name} away to go on from it"
-        return CheckpointError(text)
-
-    def _older(self) -> list[int]:
-        """The steps before this one, the newest first."""
-        try:
-            return [step for step in reversed(checkpoint_steps(self._folder)) if step < self._step]
-        except CheckpointError:
-            return []
-
-
-def _intact_metadata(path: Path) -> Metadata:
-    """Raises OSError, or the errors of unpickling, if it or the data can't be read."""
-    metadata = FileSystemReader(path).read_metadata()
-    ends: dict[str, int] = {}
-    for one in metadata.storage_data.values():
-        ends[one.relative_path] = max(ends.get(one.relative_path, 0), one.offset + one.length)
-    for name, end in ends.items():
-        if (size := (path / name).stat().st_size) < end:
-            raise OSError(f"{name} has {size} bytes, and had at least {end}")
-    return metadata
-
-
-def _is_intact(path: Path) -> bool:
-    try:
-        _intact_metadata(path)
-    except Exception:  # of what is no pickle, anything
-        return False
-    return True
 
 
 @dataclass(frozen=True, slots=True)

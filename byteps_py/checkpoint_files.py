@@ -1,5 +1,5 @@
-"""The files of a checkpoint. One that is there is complete: `.metadata` is renamed last, and says which files belong to
-it; a manifest has their sizes and checksums.
+"""The files of a checkpoint, of ``parallel.checkpoint.save`` or of `bps checkpoint`. One that is there is complete:
+`.metadata` is renamed last, and says which files belong to it; a manifest has their sizes and checksums.
 
     DIR/.metadata            of torch.distributed.checkpoint
     DIR/manifest-ID.json     sizes and checksums (xxh3) of .metadata and of the data of the save ID
@@ -51,9 +51,15 @@ def file_sum(path: Path) -> FileSum:
     return size, digest.hexdigest()
 
 
+def bytes_sum(data: bytes) -> FileSum:
+    """Of a file that has these bytes."""
+    return len(data), xxhash.xxh3_128_hexdigest(data)
+
+
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Of one save. ``optimizer``: the names of its class and of those that it extends; None: none was saved."""
+    """Of one save. ``optimizer``: the names of its class and of those that it extends; None: none was saved; empty:
+    they are not known."""
 
     save_id: str
     metadata: FileSum
@@ -70,13 +76,13 @@ class Manifest:
             "optimizer": self.optimizer,
         }
         text = json.dumps(said, sort_keys=True).encode()
-        return text + b"\n" + xxhash.xxh3_128_hexdigest(text).encode() + b"\n"
+        return text + b"\n" + bytes_sum(text)[1].encode() + b"\n"
 
     @classmethod
     def unpack(cls, packed: bytes) -> Manifest | None:
         """None if it is damaged."""
         text, _, rest = packed.partition(b"\n")
-        if rest.strip().decode(errors="replace") != xxhash.xxh3_128_hexdigest(text):
+        if rest.strip().decode(errors="replace") != bytes_sum(text)[1]:
             return None
         said = json.loads(text)
         files = {name: (size, digest) for name, (size, digest) in said["files"].items()}
@@ -118,14 +124,16 @@ class CheckpointFiles:
                         f"{self.path}: the file {name} of another rank is not here, or not whole: name a folder that "
                         "all ranks reach, as on a shared file system"
                     )
-            sum_ = (len(metadata), xxhash.xxh3_128_hexdigest(metadata))
-            manifest = Manifest(self.save_id, sum_, files, optimizer)
-            self._write(f".manifest-{self.save_id}.tmp", f"manifest-{self.save_id}.json", manifest.pack())
+            self._write_manifest(metadata, files, optimizer)
             synchronize_folder(self.path)
             self._write(f".metadata-{self.save_id}.tmp", METADATA, metadata)
             synchronize_folder(self.path)
         with contextlib.suppress(OSError):  # the checkpoint is complete; the next save tries again
             self.remove(set(self._saves()) - {self.save_id})
+
+    def add_manifest(self) -> None:
+        """Of what one process has written, with `.metadata`, to a folder that nobody reads yet. Raises OSError."""
+        self._write_manifest((self.path / METADATA).read_bytes(), self.sums(0), ())
 
     def discard(self) -> None:
         """Remove what this save has written."""
@@ -185,19 +193,21 @@ class CheckpointFiles:
             packed = (self.path / METADATA).read_bytes()
             found = self._manifests()
             for manifest in found.values():
-                if manifest is not None and manifest.metadata == (len(packed), xxhash.xxh3_128_hexdigest(packed)):
+                if manifest is not None and manifest.metadata == bytes_sum(packed):
                     return packed, manifest
         if found:
-            raise self.damaged(METADATA, "no manifest has its checksum")
+            intact = [name for name, manifest in found.items() if manifest is not None]
+            name, why = (METADATA, "no manifest has its checksum") if intact else (min(found), "its checksum is wrong")
+            raise self.damaged(name, why)
         if set(self._saves()) - {""}:
             raise self.damaged("its manifest", "it is missing")
         return packed, None
 
     def verify(self, names: Iterable[str], manifest: Manifest) -> None:
-        """Raise CheckpointError unless these files are as they were written."""
+        """Raise CheckpointError unless these files of the manifest are as they were written."""
         with self.explained("read"):
             for name in names:
-                size, digest = manifest.files[name]
+                size, due = manifest.files[name]
                 try:
                     there, found = (self.path / name).stat().st_size, ""
                     if there == size:
@@ -206,7 +216,7 @@ class CheckpointFiles:
                     raise self.damaged(name, "it is missing") from None
                 if there != size:
                     raise self.damaged(name, f"it has {there} bytes, and had {size}")
-                if found != digest:
+                if found != due:
                     raise self.damaged(name, "its checksum is another one")
 
     def damaged(self, name: str, why: str) -> CheckpointError:
@@ -244,6 +254,10 @@ class CheckpointFiles:
         return CheckpointError(text)
 
     # ---- inside ----------------------------------------------------------------------------------------------
+
+    def _write_manifest(self, metadata: bytes, files: Mapping[str, FileSum], optimizer: Sequence[str] | None) -> None:
+        manifest = Manifest(self.save_id, bytes_sum(metadata), files, optimizer)
+        self._write(f".manifest-{self.save_id}.tmp", f"manifest-{self.save_id}.json", manifest.pack())
 
     def _write(self, draft: str, name: str, data: bytes) -> None:
         with open(self.path / draft, "wb") as file:
