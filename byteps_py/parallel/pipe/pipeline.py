@@ -413,7 +413,10 @@ class Pipeline:
         dist.all_reduce(own, group=self._all)
         total, count, counted, failed, changed = own.tolist()
         if failed:
-            raise_failures(data.error, self._all)
+            # The frames of its traceback refer to ``data``. A cycle would keep their tensors, and torch's checkpoints
+            # that a stage has begun, until the next garbage collection.
+            error, data.error = data.error, None
+            raise_failures(error, self._all)
         if changed:
             self._buffers.make_equal()
         loss = torch.tensor(total / count if count else 0.0, dtype=torch.float64, device=self._device)
