@@ -240,7 +240,7 @@ class Pipeline:
         return ((self._prefix(stage), self.stages[stage]) for stage in sorted(self.stages))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The parameters and buffers of this rank's stages, by their names in the model. See parallel/checkpoint.py."""
+        """The parameters and buffers of this rank's stages, by their names in the model. See parallel/checkpoint."""
         return {
             self._prefix(stage) + name: tensor
             for stage, module in self.stages.items()
