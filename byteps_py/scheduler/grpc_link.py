@@ -149,7 +149,7 @@ class GrpcControlLink:
             with self._lock:
                 was_here, self._stream = self._stream is not None, None
             stream.outgoing.put(None)
-            if self._gives_up.is_set() or (self._closing.is_set() and self._has_left(failure)):
+            if self._gives_up.is_set() or (self._closing.is_set() and self._may_end(failure)):
                 return None
             if isinstance(failure, BytePSError) or self._is_dismissed:
                 return failure if isinstance(failure, BytePSError) else None
@@ -163,12 +163,13 @@ class GrpcControlLink:
                 return error
             self._gives_up.wait(0.0 if was_here else RETRY_S if tries < _HURRIED_TRIES else 5 * RETRY_S)
 
-    def _has_left(self, failure: BytePSError | grpc.RpcError | None) -> bool:
-        """While closing: True if the scheduler has Leave, has ended the stream, or has never known this process."""
+    def _may_end(self, failure: BytePSError | grpc.RpcError | None) -> bool:
+        """While closing: True if the scheduler has Leave, has ended the stream, has never known this process, or has
+        been away for too long."""
         with self._lock:
-            return (
-                not isinstance(failure, grpc.RpcError) or not self._session.is_member or not self._session.unconfirmed
-            )
+            if not isinstance(failure, grpc.RpcError) or not self._session.is_member or not self._session.unconfirmed:
+                return True
+            return self._absence is not None and time.monotonic() - self._absence.since_s >= self.away_close_s
 
     def _first_failure(self, failure: grpc.RpcError | None, waited_s: float) -> BytePSError | None:
         """Before the first Welcome: the error that ends the link; None if the scheduler may only be late."""
