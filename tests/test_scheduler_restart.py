@@ -34,7 +34,7 @@ from support.schedulers import (
 from byteps_py import errors
 from byteps_py.exit_status import NO_JOURNAL_STATUS
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.scheduler import grpc_link, query
+from byteps_py.scheduler import query
 from byteps_py.scheduler.grpc_link import GrpcControlLink
 from byteps_py.settings import Settings
 
@@ -275,13 +275,12 @@ def test_connections_that_are_cut_repeatedly_lose_no_message_and_no_member(start
         assert all(member.lost.empty() for member in members)
 
 
-def test_a_short_absence_of_the_scheduler_is_not_reported(
-    start: Factory, attend: Attend, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_short_absence_of_the_scheduler_is_not_reported(start: Factory, attend: Attend) -> None:
     """Neither its beginning nor its end; its members go on all the same."""
-    monkeypatch.setattr(grpc_link, "SHORT_S", 2 * TIMEOUT_S)
     scheduler = start(**SHAPE).wait_listening()
     one, two, _ = members = cluster(scheduler.settings, attend)
+    for member in members:
+        cast(GrpcControlLink, member.link).short_absence_s = 2 * TIMEOUT_S
     scheduler.restart()
     for worker in (one, two):
         worker.link.send(arrive(1))

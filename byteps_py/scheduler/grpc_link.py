@@ -27,8 +27,6 @@ from byteps_py.scheduler.sessions.session_protocol import MemberSession
 from byteps_py.settings import Settings
 
 RETRY_S = 0.1
-#: A shorter absence of the scheduler is not reported.
-SHORT_S = 0.5
 _HURRIED_TRIES = 100  # after so many, the link tries less often
 
 
@@ -56,6 +54,9 @@ class GrpcControlLink:
     """A ControlLink. ``_lock`` guards the session, the stream and the flags about them."""
 
     close_timeout_s = 5.0
+
+    #: A shorter absence of the scheduler is not reported.
+    short_absence_s = 0.5
 
     #: A process that ends waits for an absent scheduler, to send Leave, until it has been away for this long.
     away_close_s = 2.0
@@ -257,7 +258,7 @@ class GrpcControlLink:
         with self._lock:
             if (absence := self._absence) is None:
                 absence = self._absence = _Absence(now_s)
-                self._post(lambda: self._loop.call_later(SHORT_S, lambda: self._report_absence(absence)))
+                self._post(lambda: self._loop.call_later(self.short_absence_s, lambda: self._report_absence(absence)))
             absence.why = details or absence.why
             if (denial := self._put_off) is not None and absence.denial is None:
                 absence.denial = denial
