@@ -34,9 +34,9 @@ from byteps_py.parallel.pipe.transfers import Ends, ReceivingChannel, SendingCha
 from byteps_py.parallel.pipe.trees import flatten
 from byteps_py.parallel.pipe.weight_versions import EndlessActions, WeightVersions
 from byteps_py.parallel.pipe.wide_gradients import WideGradient, can_widen
-from byteps_py.parallel.sharding.sharded_parameters import note_in_pipeline
 from byteps_py.parallel.tensor.plan import sharded_parameters, tensor_parallel_group
 from byteps_py.parallel.tensor.shard import Shard
+from byteps_py.torch.engine import parameter_owners
 
 
 class Pipeline:
@@ -120,7 +120,7 @@ class Pipeline:
         self._float32_gradients = float32_gradients
         self._stale = self._new_stale_steps() if plan.program.rule is not WeightRule.SYNCHRONOUS else None
         self._plan = plan.of_worker(layout.worker)
-        note_in_pipeline(self.parameters(), self)
+        parameter_owners.announce_pipeline(self, self.parameters())
         self._skip_together()
 
     # ---- training ------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from byteps_py.parallel.sharding.options import READ_SUBMODULES, ShardOptions
 from byteps_py.parallel.sharding.owners import assign_owners
 from byteps_py.parallel.sharding.segments import NamedParameter, SegmentMemory
 from byteps_py.parallel.sharding.sharded_optimizer import ShardedOptimizer, ShardedParts
-from byteps_py.parallel.sharding.sharded_parameters import is_in_pipeline, note_sharded, sharded_with
+from byteps_py.parallel.sharding.sharded_parameters import note_sharded, sharded_with
 from byteps_py.parallel.sharding.strategy import Strategy
 from byteps_py.torch.engine import parameter_owners
 
@@ -157,7 +157,7 @@ def _check_parameters(named: dict[str, nn.Parameter], optimizer: torch.optim.Opt
             raise UsageError(f"{name} has a gradient: call shard() before the first backward pass")
         if (other := sharded_with(parameter)) is not None:
             raise UsageError(f"{name} is already sharded, with {other}: a parameter has one optimizer")
-        if is_in_pipeline(parameter):
+        if parameter_owners.is_in_pipeline(parameter):
             raise UsageError(
                 f"{name} is in a Pipeline, and both a Pipeline and shard() divide and sum gradients: give the Pipeline "
                 "a mesh with 'dp', or use FSDP2 for its copies (examples/llama.py)"
