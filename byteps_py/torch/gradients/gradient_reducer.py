@@ -28,8 +28,7 @@ from byteps_py.torch.engine.dtypes import wire_dtype
 from byteps_py.torch.engine.plan_comparison import PlanComparison
 from byteps_py.torch.engine.slot_view import PieceView, TensorRequest
 from byteps_py.torch.gradients import nonfinite_gradients
-from byteps_py.torch.gradients.bucket import Bucket, GradientOptions, GradientPlace
-from byteps_py.torch.gradients.bucket_layout import plan_buckets
+from byteps_py.torch.gradients.bucket import Bucket, GradientOptions, GradientPlace, plan_buckets
 from byteps_py.torch.gradients.gradient_checksums import Scratch
 from byteps_py.torch.gradients.sparse_bucket import SparseBucket
 
