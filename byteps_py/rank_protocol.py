@@ -1,12 +1,12 @@
 """What a training process and its communication service say to each other over their channel. Pure.
 
 Each message starts with one byte, its kind. Those on the hot path (READY, DONE) are packed records, many to
-a message; the rest is JSON.
+a message, and a RECORD has bytes; the rest is JSON.
 
     rank → service: HELLO, DECLARE, LAYOUT, READY, CHUNKS, BARRIER, JOIN, NOTE, SETTLE, LEAVE, PING, STACK, INTRODUCE,
-                    WAITS, WAITED, STEPS, HOST, NORM, STEP, SKIP, RECORD, UNHOST
+                    WAITS, WAITED, HOST, NORM, STEP, SKIP, RECORD, UNHOST
     service → rank: WELCOME, SEGMENT (with a descriptor), DECLARED, CHUNK, DONE, FAILED, RELEASED, JOINED, HOSTS,
-                    SETTLED, FATAL, PONG, PEER, INTRODUCED, HOSTED, NORMED, HELD
+                    SETTLED, FATAL, PONG, PEER, INTRODUCED, HOSTED, NORMED, HELD, RECORDED
 """
 
 from __future__ import annotations
@@ -54,7 +54,6 @@ class RankMessageKind(enum.IntEnum):
     INTRODUCED = 23  # {key}: all members have asked, and each knows the way to the others by now
     WAITS = 24  # {id, name, round, age_s, group}: of ranks that the sender waits for, itself included
     WAITED = 25  # {id}: it has come
-    STEPS = 39  # {begun: [[sequence, steps, optimizers]]}: how far a rank is that has waited for a while; see RankSteps
     CHUNKS = 26  # {slot}: the rank wants to hear of each chunk of the slot's results, from the next round on
     CHUNK = 27  # records (slot, round, chunk): this chunk of a result lies in the slot
     SETTLE = 28  # {}: the rank is about to leave, once others have taken what it has given them
@@ -71,10 +70,23 @@ class RankMessageKind(enum.IntEnum):
     UNHOST = 34  # {part}: the states are needed no more
     NORM = 35  # {request, part, ranges}: of the averages that the rank owns
     NORMED = 36  # {request, sum}: of their squares, as float.hex
-    RECORD = 37  # {data, more}: base85 of a part of a packed ShadowRecord; more: others follow
+    RECORD = 37  # a byte of RecordPart, and the next bytes of a packed ShadowRecord, or of what is attached to it
     HELD = 38  # {step, whole}: other machines hold the states, and the record, of this step and of those before; whole:
     # all states of the rank have been held
+    RECORDED = 39  # {run, step}: a server has this record, to which PACED_BYTES or more are attached, or none takes it
 
+
+class RecordPart(enum.IntFlag):
+    """Of a RECORD. MORE: others follow. ATTACHED: of what is attached."""
+
+    MORE = 1
+    ATTACHED = 2
+
+
+#: Of a RECORD.
+RECORD_PART_BYTES = 128 << 10
+#: A rank that attaches so much to a step waits until a server has what it attached to the step before.
+PACED_BYTES = 1 << 20
 
 _KINDS = {int(k): k for k in RankMessageKind}
 _RECORD = struct.Struct("<IIQ")
@@ -107,6 +119,24 @@ def pack_record(kind: RankMessageKind, slot_id: int, round_: int, nbytes: int) -
 
 def pack_records(kind: RankMessageKind, records: Iterable[tuple[int, int, int]]) -> bytes:
     return bytes([kind]) + b"".join([_RECORD.pack(*record) for record in records])
+
+
+def pack_record_parts(said: bytes, attached: bytes) -> Iterator[bytes]:
+    """The RECORD messages with a packed ShadowRecord, and with what is attached to it."""
+    for data, kind in ((said, RecordPart(0)), (attached, RecordPart.ATTACHED)):
+        view = memoryview(data)
+        for start in range(0, len(data), RECORD_PART_BYTES):
+            end = start + RECORD_PART_BYTES
+            has_more = end < len(data) or (bool(attached) and not kind)
+            part = kind | RecordPart.MORE if has_more else kind
+            yield bytes((RankMessageKind.RECORD, part)) + view[start:end]
+
+
+def record_part_of(message: bytes) -> tuple[RecordPart, memoryview]:
+    """What a RECORD has. Raises ProtocolError."""
+    if len(message) < 3 or message[1] > RecordPart.MORE | RecordPart.ATTACHED:
+        raise ProtocolError(f"malformed local message: a RECORD of {len(message)} bytes")
+    return RecordPart(message[1]), memoryview(message)[2:]
 
 
 def kind_of(message: bytes) -> RankMessageKind:

@@ -1,8 +1,8 @@
 """The messages of the data plane, between a CS and an SS or two CSs: headers and small payloads. Pure; any thread.
 
 Over TCP a message is [header, payload], sealed (dataplane/seal.py) except during the handshake. Between two processes
-of one machine it is a header, and its payload lies in shared memory (server/contribution_listeners.py). This module
-never allocates memory by a size that a header claims.
+of one machine it is a header, and its payload lies in shared memory (server/local.py). This module never allocates
+memory by a size that a header claims.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from byteps_py.errors import ProtocolError
 from byteps_py.tensors import DType, Op
 
 MAGIC = 0x31535042  # "BPS1", little endian
-VERSION = 8
+VERSION = 9
 
 # magic, version, kind, dtype, op | epoch, sender, root, machines | key | generation, index | round | offset | length
 # | payload segment, payload offset, answer segment, answer offset | flags | blame | waited
@@ -26,6 +26,8 @@ MAX_WAITED_US = (1 << 32) - 1
 #: Of a message about shadowed states, which is sent in pieces if it is longer than a partition: at ``offset`` of
 #: ``segment_offset`` bytes.
 MAX_PIECES_BYTES = 4 << 20
+#: Of what a rank attaches to the record of a step: buffers, and what the user has attached.
+MAX_ATTACHED_BYTES = 256 << 20
 
 
 class Kind(enum.IntEnum):
@@ -57,6 +59,8 @@ class Kind(enum.IntEnum):
     SHADOW_END = 35  # CS → SS: another server keeps the partition's states; no answer
     SHADOW_HELD = 36  # SS → CS: what the header names is held as of step ``round``: states, a step or a record
     SHADOW_LACKS = 37  # SS → CS: states, a sum or a step before is missing: begin again; payload: what, in words
+    SHADOW_ATTACHED = 38  # CS → SS: a piece of what rank ``index`` attaches to its record of step ``round``; ``key``:
+    # the run; the piece is at ``offset`` of ``segment_offset`` bytes. The record is held once all pieces are there
     CHALLENGE = 20  # the answer to a HELLO: asks for proof that the peer knows the secret, and proves the same
     PROOF = 21  # CS → SS or CS: the answer to a CHALLENGE
     DAMAGED = 22  # to the sender of message number ``round`` of this connection, which can't be opened: send it again

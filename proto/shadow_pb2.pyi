@@ -51,24 +51,24 @@ class ShadowSegment(_message.Message):
     def __init__(self, start: _Optional[int] = ..., stop: _Optional[int] = ..., scalars: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class ShadowRecord(_message.Message):
-    __slots__ = ("run", "step", "durable", "rank", "size", "common", "extra", "whole")
+    __slots__ = ("run", "step", "durable", "rank", "size", "common", "whole", "attached_bytes")
     RUN_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     DURABLE_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
     COMMON_FIELD_NUMBER: _ClassVar[int]
-    EXTRA_FIELD_NUMBER: _ClassVar[int]
     WHOLE_FIELD_NUMBER: _ClassVar[int]
+    ATTACHED_BYTES_FIELD_NUMBER: _ClassVar[int]
     run: int
     step: int
     durable: int
     rank: int
     size: int
     common: bytes
-    extra: bytes
     whole: bool
-    def __init__(self, run: _Optional[int] = ..., step: _Optional[int] = ..., durable: _Optional[int] = ..., rank: _Optional[int] = ..., size: _Optional[int] = ..., common: _Optional[bytes] = ..., extra: _Optional[bytes] = ..., whole: bool = ...) -> None: ...
+    attached_bytes: int
+    def __init__(self, run: _Optional[int] = ..., step: _Optional[int] = ..., durable: _Optional[int] = ..., rank: _Optional[int] = ..., size: _Optional[int] = ..., common: _Optional[bytes] = ..., whole: bool = ..., attached_bytes: _Optional[int] = ...) -> None: ...
 
 class ShadowQuery(_message.Message):
     __slots__ = ("hold_s",)
@@ -125,6 +125,20 @@ class ShadowRead(_message.Message):
     start: int
     stop: int
     def __init__(self, run: _Optional[int] = ..., key: _Optional[int] = ..., index: _Optional[int] = ..., step: _Optional[int] = ..., state: _Optional[int] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ...) -> None: ...
+
+class AttachedRead(_message.Message):
+    __slots__ = ("run", "step", "rank", "start", "stop")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    run: int
+    step: int
+    rank: int
+    start: int
+    stop: int
+    def __init__(self, run: _Optional[int] = ..., step: _Optional[int] = ..., rank: _Optional[int] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ...) -> None: ...
 
 class ShadowChunk(_message.Message):
     __slots__ = ("data",)

@@ -45,6 +45,11 @@ class ShadowStub(object):
                 request_serializer=shadow__pb2.ShadowRead.SerializeToString,
                 response_deserializer=shadow__pb2.ShadowChunk.FromString,
                 _registered_method=True)
+        self.ReadAttached = channel.unary_stream(
+                '/byteps.Shadow/ReadAttached',
+                request_serializer=shadow__pb2.AttachedRead.SerializeToString,
+                response_deserializer=shadow__pb2.ShadowChunk.FromString,
+                _registered_method=True)
 
 
 class ShadowServicer(object):
@@ -63,6 +68,12 @@ class ShadowServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReadAttached(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ShadowServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -74,6 +85,11 @@ def add_ShadowServicer_to_server(servicer, server):
             'Read': grpc.unary_stream_rpc_method_handler(
                     servicer.Read,
                     request_deserializer=shadow__pb2.ShadowRead.FromString,
+                    response_serializer=shadow__pb2.ShadowChunk.SerializeToString,
+            ),
+            'ReadAttached': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadAttached,
+                    request_deserializer=shadow__pb2.AttachedRead.FromString,
                     response_serializer=shadow__pb2.ShadowChunk.SerializeToString,
             ),
     }
@@ -131,6 +147,33 @@ class Shadow(object):
             target,
             '/byteps.Shadow/Read',
             shadow__pb2.ShadowRead.SerializeToString,
+            shadow__pb2.ShadowChunk.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadAttached(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/byteps.Shadow/ReadAttached',
+            shadow__pb2.AttachedRead.SerializeToString,
             shadow__pb2.ShadowChunk.FromString,
             options,
             channel_credentials,

@@ -27,7 +27,15 @@ from byteps_py.unauthenticated_connections import PATIENCE_S
 from byteps_py.wire import HEADER_BYTES, Header, Kind
 
 SHADOW_KINDS = frozenset(
-    (Kind.SHADOW_BEGIN, Kind.SHADOW_STATE, Kind.SHADOW_SUM, Kind.SHADOW_STEP, Kind.SHADOW_RECORD, Kind.SHADOW_END)
+    (
+        Kind.SHADOW_BEGIN,
+        Kind.SHADOW_STATE,
+        Kind.SHADOW_SUM,
+        Kind.SHADOW_STEP,
+        Kind.SHADOW_RECORD,
+        Kind.SHADOW_ATTACHED,
+        Kind.SHADOW_END,
+    )
 )
 _BATCH = 64
 _MAX_SEGMENTS = 4096

@@ -34,6 +34,7 @@ from byteps_py.errors import UsageError
 from byteps_py.kernels.step_segments import StepSegment
 from byteps_py.kernels.update_rules import SCALARS, StepKind
 from byteps_py.proto import shadow_pb2
+from byteps_py.server.shadow_records import AttachedPieces, SizedMemory, StepRecord
 from byteps_py.server.shadow_state import (
     AllocateStates,
     ApplyStep,
@@ -50,12 +51,11 @@ from byteps_py.server.shadow_state import (
     ShadowedPart,
     ShadowReply,
     ShadowRun,
-    SizedMemory,
     StatesCopy,
     StatesRead,
 )
 from byteps_py.tensors import DType
-from byteps_py.wire import Header, Kind
+from byteps_py.wire import MAX_ATTACHED_BYTES, Header, Kind
 
 #: The longest time for which steps are held back for a reader.
 LONGEST_HOLD_S = 60.0
@@ -210,9 +210,7 @@ class ShadowStore:
         if self.waiting_bytes + total.nbytes > self._most_waiting_bytes:
             return [_lacks(origin, reply, f"{what}: {self.waiting_bytes} bytes of earlier steps wait here already")]
         copy.steps.append(HeldStep(said.step, said.before, total, said.divisor, segments, origin, reply))
-        self.waiting_bytes += total.nbytes
-        if self.waiting_bytes > self._most_waiting_bytes / 2:
-            self._is_holding = False
+        self._take_room(total.nbytes)
         for older in [each for each in part.sums if each < name]:
             del part.sums[older]
         return [] if copy.state is CopyState.FILLING else [ShadowReply(origin, reply)]
@@ -222,17 +220,86 @@ class ShadowStore:
         if (header.key, header.index, header.round) != (said.run, said.rank, said.step) or said.rank >= said.size:
             text = f"a record of rank {said.rank} of {said.size} as message {header.index} of step {header.round}"
             return [RefuseShadow(origin, header, text)]
-        nbytes = said.ByteSize()
-        # There is room left for it where steps have none: no step is applied before records make it durable.
-        if self.waiting_bytes + nbytes > 2 * self._most_waiting_bytes:
-            text = f"the record of step {said.step}: {self.waiting_bytes} bytes wait here already"
-            return [_lacks(origin, header, text)]
-        run = self._run(said.run, now)
-        known = run.records.setdefault(said.rank, {})
-        before = known.get(said.step)
-        known[said.step] = said
-        self.waiting_bytes += nbytes - (before.ByteSize() if before is not None else 0)
-        return [ShadowReply(origin, _reply(header, said.step)), *self._heard(run, said, now)]
+        if said.attached_bytes > MAX_ATTACHED_BYTES:
+            text = f"{said.attached_bytes} bytes are attached to a record of rank {said.rank}, which may have "
+            return [RefuseShadow(origin, header, f"{text}{MAX_ATTACHED_BYTES}")]
+        found = self._arriving(header, origin, said.attached_bytes, said.ByteSize(), now)
+        if not isinstance(found, StepRecord):
+            return found
+        self._take_room(said.ByteSize() - found.said_bytes)
+        found.said, found.said_bytes = said, said.ByteSize()
+        run = self._runs[said.run]
+        return [*self._hold_record(run, found), *self._heard(run, said, now)]
+
+    def attached(self, header: Header, origin: object, data: SizedMemory, now: float) -> list[ShadowAction]:
+        """SHADOW_ATTACHED: a piece of what is attached to a record, which may come later."""
+        total, end = header.segment_offset, header.offset + data.nbytes
+        if not data.nbytes or not end <= total <= MAX_ATTACHED_BYTES:
+            text = f"bytes {header.offset} to {end} of {total} that are attached to a record, of at most "
+            return [RefuseShadow(origin, header, f"{text}{MAX_ATTACHED_BYTES}")]
+        found = self._arriving(header, origin, total, 0, now)
+        if not isinstance(found, StepRecord):
+            return found
+        if found.is_held:
+            return []  # it came twice
+        found.pieces.add(header.offset, data)
+        return self._hold_record(self._runs[header.key], found)
+
+    def _arriving(
+        self, header: Header, origin: object, attached_bytes: int, said_bytes: int, now: float
+    ) -> StepRecord | list[ShadowAction]:
+        """The record of which something comes; or what is answered because it is not kept. There is room left for
+        records where steps have none: no step is applied before records make it durable."""
+        rank, step = header.index, header.round
+        known = self._runs[header.key].records.find(rank, step) if header.key in self._runs else None
+        if known is not None and known.pieces.nbytes != attached_bytes:
+            self._drop_record(self._runs[header.key], known)
+            known = None
+        if known is None and header.key in self._runs:
+            run = self._runs[header.key]
+            if step < run.records.newest_held(rank, run.durable):
+                return [ShadowReply(origin, _reply(header, step))]  # a later one is there, and durable
+        needed = attached_bytes + said_bytes if known is None else max(0, said_bytes - known.said_bytes)
+        if self.waiting_bytes + needed > 2 * self._most_waiting_bytes:
+            if known is not None:
+                self._drop_record(self._runs[header.key], known)
+            text = f"the record of step {step}, with {attached_bytes} bytes attached: {self.waiting_bytes} bytes wait "
+            return [_lacks(origin, header, text + "here already")]
+        run = self._run(header.key, now)
+        if known is None:
+            known = StepRecord(rank, step, AttachedPieces(attached_bytes), origin, header)
+            run.records.add(known)
+            self._take_room(attached_bytes)
+        known.origin = origin
+        return known
+
+    def _hold_record(self, run: ShadowRun, record: StepRecord) -> list[ShadowAction]:
+        """Something of it has come: its owner hears that it is held, if that was the rest of it."""
+        if not record.is_held:
+            return []
+        actions: list[ShadowAction] = [ShadowReply(record.origin, _reply(record.header, record.step))]
+        for older in run.records.arriving_before(record):
+            self._drop_record(run, older)
+            actions.append(
+                _lacks(older.origin, older.header, f"a part of the record of step {older.step} did not come")
+            )
+        return actions
+
+    def _take_room(self, nbytes: int) -> None:
+        self.waiting_bytes += nbytes
+        if self.waiting_bytes > self._most_waiting_bytes / 2:
+            self._is_holding = False
+
+    def _drop_record(self, run: ShadowRun, record: StepRecord) -> None:
+        run.records.drop(record)
+        self.waiting_bytes -= record.nbytes
+        if not run.parts and not run.records:
+            self._runs.pop(run.number, None)
+
+    def read_attached(self, run: int, rank: int, step: int) -> AttachedPieces | None:
+        """What is attached to a record that is held; None: there is no such record here."""
+        found = self._runs[run].records.find(rank, step) if run in self._runs else None
+        return found.pieces if found is not None and found.is_held else None
 
     def end(self, header: Header) -> None:
         """SHADOW_END: another server keeps the partition."""
@@ -278,6 +345,8 @@ class ShadowStore:
         self._job += 1
         self._places.clear()
         for run in list(self._runs.values()):
+            for record in [record for record in run.records if not record.is_held]:
+                self._drop_record(run, record)
             for place, part in list(run.parts.items()):
                 part.sums.clear()
                 for copy in part.copies:
@@ -316,8 +385,7 @@ class ShadowStore:
                     facts = copy.facts
                     held.part.run, held.part.name, held.part.step = facts.run, facts.name, copy.base
                     held.part.first, held.part.count, held.part.step_kind = facts.first, facts.count, facts.kind.code
-            for records in run.records.values():
-                said.records.extend(records[step] for step in sorted(records))
+            said.records.extend(record.said for record in run.records if record.said is not None and record.is_held)
         return found
 
     def read(self, read: StatesRead) -> list[ShadowAction]:
@@ -438,10 +506,8 @@ class ShadowStore:
             self._drop_kept(run, part)
             for copy in part.copies:
                 actions += self._advance(run, copy)
-        for records in run.records.values():
-            newest_record = max((step for step in records if step <= run.durable), default=0)
-            for step in [step for step in records if step < newest_record]:
-                self.waiting_bytes -= records.pop(step).ByteSize()
+        for record in run.records.outdated(run.durable) if not self._is_holding else ():
+            self._drop_record(run, record)
         return actions
 
     def _drop_kept(self, run: ShadowRun, part: ShadowedPart) -> None:
@@ -465,8 +531,7 @@ class ShadowStore:
         for other in old:
             for place in list(other.parts):
                 self._forget(other, place)
-            for records in other.records.values():
-                self.waiting_bytes -= sum(record.ByteSize() for record in records.values())
+            self.waiting_bytes -= other.records.nbytes
             self._runs.pop(other.number, None)
         return [ReplacedRun(other, run) for other in old]
 

@@ -26,6 +26,7 @@ from byteps_py.settings import Settings
 
 #: Elements in one message: 1 MB of float32.
 _CHUNK = 1 << 18
+_ATTACHED_CHUNK_BYTES = 1 << 20
 #: How long a request may wait for the service's thread and for steps that are applied first.
 ANSWER_S = 30.0
 _START_S = 10.0
@@ -123,6 +124,26 @@ class ShadowEndpoint(shadow_pb2_grpc.ShadowServicer):
                 code = grpc.StatusCode.NOT_FOUND if is_unknown else grpc.StatusCode.FAILED_PRECONDITION
                 await context.abort(code, text)
             yield shadow_pb2.ShadowChunk(data=data)
+
+    async def ReadAttached(  # noqa: N802
+        self, request: shadow_pb2.AttachedRead, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[shadow_pb2.ShadowChunk]:
+        await self._authenticator.authenticate(context)
+        for start in range(request.start, request.stop, _ATTACHED_CHUNK_BYTES):
+            stop = min(start + _ATTACHED_CHUNK_BYTES, request.stop)
+            data = await self._ask(functools.partial(self._read_attached, request, start, stop), context)
+            if data is None:
+                text = f"the record of rank {request.rank} of step {request.step} is not kept here any more"
+                await context.abort(grpc.StatusCode.NOT_FOUND, text)
+            yield shadow_pb2.ShadowChunk(data=data)
+            if len(data) < stop - start:
+                return  # nobody has attached that much
+
+    def _read_attached(
+        self, request: shadow_pb2.AttachedRead, start: int, stop: int, answer: Callable[[object], None]
+    ) -> None:
+        """In the service's thread. The answer is bytes, or None."""
+        answer(self._keeper.attached(request, start, stop))
 
     def _read_chunk(
         self, request: shadow_pb2.ShadowRead, start: int, stop: int, answer: Callable[[object], None]

@@ -152,6 +152,8 @@ class ShadowKeeper:
                 return self.store.step(header, origin, _parsed(shadow_pb2.ShadowStep(), header, payload), now)
             case Kind.SHADOW_RECORD:
                 return self.store.record(header, origin, _parsed(shadow_pb2.ShadowRecord(), header, payload), now)
+            case Kind.SHADOW_ATTACHED:
+                return self.store.attached(header, origin, payload, now)
             case Kind.SHADOW_END:
                 self.store.end(header)
                 return []
@@ -199,6 +201,15 @@ class ShadowKeeper:
     def read(self, request: StatesRequest) -> None:
         """Answer ``request``, at once or when steps are applied."""
         self._perform(self.store.read(request))
+
+    def attached(self, request: shadow_pb2.AttachedRead, start: int, stop: int) -> bytes | None:
+        """Bytes ``start`` to ``stop`` of what is attached to a record, as far as there are that many; None if it is not
+        kept here."""
+        pieces = self.store.read_attached(request.run, request.rank, request.step)
+        if pieces is None:
+            return None
+        found: list[tuple[FrameMemory, int, int]] = list(pieces.cut(start, stop))  # type: ignore[arg-type]  # see SizedMemory
+        return b"".join(memoryview(piece.message().buffer)[first:last] for piece, first, last in found)
 
     # ---- actions ---------------------------------------------------------------------------------------------
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import enum
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from byteps_py.kernels.step_segments import StepSegment
 from byteps_py.kernels.update_rules import StepKind
-from byteps_py.proto import shadow_pb2
+from byteps_py.server.shadow_records import RunRecords, SizedMemory
 from byteps_py.wire import Header
 
 #: Where a partition is in its run: the tensor's key, and the partition's index.
@@ -21,13 +21,6 @@ Place = tuple[int, int]
 
 class ShadowTransitionError(RuntimeError):
     """Something can't happen in this state: a fault of this server, not of a peer."""
-
-
-class SizedMemory(Protocol):
-    """Bytes that the shell holds: a sum. The core only passes them through."""
-
-    @property
-    def nbytes(self) -> int: ...
 
 
 class CopyState(enum.Enum):
@@ -199,8 +192,8 @@ class ShadowedPart:
 @dataclass(slots=True, eq=False)
 class ShadowRun:
     """An optimizer's states in one incarnation of a job. ``job``: the last one that spoke of it. ``order``: when it was
-    begun. ``is_whole``: all of its states have been held, wherever they are. ``records``: by rank and step.
-    ``generations``: of each tensor key, the newest generation with complete states here, and their step."""
+    begun. ``is_whole``: all of its states have been held, wherever they are. ``generations``: of each tensor key, the
+    newest generation with complete states here, and their step."""
 
     number: int
     job: int
@@ -209,7 +202,7 @@ class ShadowRun:
     is_whole: bool = False
     heard_s: float = 0.0
     parts: dict[Place, ShadowedPart] = field(default_factory=dict)
-    records: dict[int, dict[int, shadow_pb2.ShadowRecord]] = field(default_factory=dict)
+    records: RunRecords = field(default_factory=RunRecords)
     generations: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 

@@ -226,7 +226,8 @@ def test_what_no_owner_says_is_refused_and_harms_nobody(shadows: Shadows, header
 
 
 def test_a_long_record_comes_in_pieces(shadows: Shadows) -> None:
-    said = shadow_pb2.ShadowRecord(run=RUN, step=3, rank=0, size=1, extra=bytes(range(256)) * 100).SerializeToString()
+    common = bytes(range(256)) * 100
+    said = shadow_pb2.ShadowRecord(run=RUN, step=3, rank=0, size=1, common=common).SerializeToString()
     size = 10_000
     header = Header(Kind.SHADOW_RECORD, 2, epoch=1, key=RUN, index=0, round=3, segment_offset=len(said))
     starts = [*range(0, len(said), size)]
@@ -234,7 +235,7 @@ def test_a_long_record_comes_in_pieces(shadows: Shadows) -> None:
         shadows.owner.send(dataclasses.replace(header, offset=start), said[start : start + size])
     assert held(shadows.owner) == 3
     [run] = shadows.describe().runs
-    assert [record.extra for record in run.records] == [bytes(range(256)) * 100]
+    assert [record.common for record in run.records] == [common]
 
 
 def test_a_local_machine_must_not_send_states() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import select
@@ -160,6 +161,39 @@ def train(machine: Machine, steps: int, run: int = RUN, count: int = 400_000) ->
         parts[0].record(machine, durable=step - 1, run=run, common=common)
         assert held(machine) == step
     return parts
+
+
+def test_more_is_attached_than_a_grpc_message_takes(job: ShadowedJob) -> None:
+    """Of two steps, in pieces; the description of what is held does not grow with it."""
+    machine = job.join()
+    parts = train(machine, 1, count=400)
+    attached = random_values(DType.FLOAT32, rpc.MAX_MESSAGE_BYTES // 4 + 5, seed=1).tobytes()
+    for step in (2, 3):
+        total = random_values(ADAMW.gradient, 400, seed=step).tobytes()
+        for part in parts:
+            part.give_sum(machine, step, total)
+            part.make_step(machine, step, total, durable=1)
+            assert held(machine) == step
+        common = json.dumps({"parts": [["gradients 7", 800, step]], "params": {}, "kinds": {}, "steps": {}}).encode()
+        parts[0].record(machine, durable=1, common=common, attached_bytes=len(attached))
+        with ShadowReader(job.settings) as reader:
+            found = latest_step(reader.describe())
+            assert isinstance(found, Restorable)
+            assert found.step == step - 1, "what is attached has not come"
+        parts[0].attach(machine, attached[step:] + attached[:step], 4 << 20)
+        assert held(machine) == step
+    with ShadowReader(job.settings) as reader:
+        found = latest_step(reader.describe())
+        assert isinstance(found, Restorable)
+        [record] = found.records.values()
+        assert (record.step, record.attached_bytes) == (3, len(attached))
+        assert reader.read_attached(record) == attached[3:] + attached[:3]
+        gone = dataclasses.replace(record, step=9)
+        with pytest.raises(CommunicationError, match="the record of rank 0 of step 9 is not kept here any more"):
+            reader.read_attached(gone)
+        more = dataclasses.replace(record, attached_bytes=len(attached) + 1)
+        with pytest.raises(CommunicationError, match=r"gave \d+ bytes of \d+"):
+            reader.read_attached(more)
 
 
 def read_all(reader: ShadowReader, found: Restorable) -> list[bytes]:

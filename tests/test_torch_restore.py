@@ -16,14 +16,15 @@ import byteps_py as bps
 from byteps_py.errors import BytePSError, CommunicationError, GradientOrderError, RendezvousError, UsageError
 from byteps_py.kernels.update_rules import Decay, Method, StepKind, UpdateRule
 from byteps_py.proto import shadow_pb2 as pb
-from byteps_py.shadow import RestorablePart, ServerDescription
+from byteps_py.shadow import RestorablePart, RestorableRecord, ServerDescription
 from byteps_py.shadow.record import Attachment, StoredBuffer, read_common
 from byteps_py.tensors import DType
 from byteps_py.torch.engine import context as contexts
 from byteps_py.torch.gradients.common_record import CommonRecord
-from byteps_py.torch.gradients.hosted_shadow import MAX_EXTRA_BYTES, ShadowedSteps
-from byteps_py.torch.gradients.stored_buffers import ModelBuffers, checksum_of
+from byteps_py.torch.gradients.hosted_shadow import ShadowedSteps
+from byteps_py.torch.gradients.stored_buffers import ModelBuffers, checksum_of, tensors_of
 from byteps_py.torch.gradients.stored_elements import StoredElements
+from byteps_py.wire import MAX_ATTACHED_BYTES
 
 ADAMW = StepKind(UpdateRule(Method.ADAM, Decay.DECOUPLED), DType.FLOAT32, DType.FLOAT32)
 STEP = 7
@@ -60,12 +61,13 @@ class Servers:
         self.error: BytePSError | None = None
         self.closed = 0
         self.asked: list[tuple[str, range]] = []
+        self.gone: set[str] = set()
 
     def describe(self, hold_s: float = 0.0) -> list[ServerDescription]:
         if self.error is not None:
             raise self.error
         record = pb.ShadowRecord(run=1, step=STEP, rank=0, size=1, common=json.dumps(self.common).encode())
-        record.extra = self.extra
+        record.attached_bytes = len(self.extra)
         found = []
         for index, (first, end) in enumerate(self.cuts):
             part = pb.ShadowPart(run=1, name="g", first=first, count=end - first, step_kind=ADAMW.code, step=STEP)
@@ -76,6 +78,11 @@ class Servers:
     def read_into(self, part: RestorablePart, state: int, elements: range, view: memoryview) -> None:
         self.asked.append((part.server, elements))
         view[:] = STATES[state, elements.start : elements.stop].numpy().tobytes()
+
+    def read_attached(self, record: RestorableRecord) -> bytearray:
+        if record.server in self.gone:
+            raise CommunicationError(f"the server at {record.server} has ended")
+        return bytearray(self.extra)
 
     def close(self) -> None:
         self.closed += 1
@@ -183,6 +190,10 @@ def a_missing_part(servers: Servers) -> None:
     servers.cuts = CUTS[:1]
 
 
+def a_server_that_has_ended(servers: Servers) -> None:
+    servers.gone.add("server 1")  # it was described last
+
+
 def no_scheduler(servers: Servers) -> None:
     servers.error = RendezvousError("no scheduler answers")
 
@@ -193,6 +204,7 @@ def no_scheduler(servers: Servers) -> None:
         (another_name, UsageError, r"another model: parameter 'conv' of shape \[2\] .* does not have it"),
         (another_shape, UsageError, r"'linear.weight' of shape \[3, 2\] .* has it with shape \[2, 3\]"),
         (a_missing_part, CommunicationError, r"of no step all of them: step 7: elements 5 to 8 of 'g' are missing"),
+        (a_server_that_has_ended, CommunicationError, "the server at server 1 has ended"),
         (no_scheduler, RendezvousError, "no scheduler answers"),
     ],
 )
@@ -216,15 +228,6 @@ def test_restore_is_for_shadowed_optimizers_of_the_model(servers: Servers) -> No
         bps.restore(model, shadowed(Model()))
 
 
-def test_a_second_optimizer_is_not_shadowed(servers: Servers) -> None:
-    first, model = shadowed(Model()), Model()
-    first._reducer.shadow.start(contexts.current())  # as its first step does
-    second = shadowed(model)
-    model.linear(torch.ones(1, 3)).sum().backward()
-    with pytest.raises(UsageError, match=r"another optimizer of this job is shadowed already.*in param_groups"):
-        second.step()
-
-
 def test_what_does_not_go_together_is_refused(servers: Servers) -> None:
     model = Model()
     with pytest.raises(UsageError, match="delayed_update_after does not go together with shadow=True"):
@@ -240,7 +243,10 @@ def test_what_does_not_go_together_is_refused(servers: Servers) -> None:
 
 @pytest.mark.parametrize(
     ("extra", "text"),
-    [(threading.Lock(), "can't be pickled"), (bytes(MAX_EXTRA_BYTES), f"{MAX_EXTRA_BYTES} are the most")],
+    [
+        (threading.Lock(), "can't be pickled"),
+        (bytes(MAX_ATTACHED_BYTES), r"optimizer\.shadow_extra has 268\.4 MB, and 256 MiB are the most.* not data"),
+    ],
     ids=["lock", "large"],
 )
 def test_what_can_not_be_attached_is_refused_before_the_step(extra: object, text: str) -> None:
@@ -284,12 +290,31 @@ def test_a_large_buffer_that_changes_is_named(way: str) -> None:
         model.mask.data[5, 5] = 2
     else:
         model.mask = model.mask * 2
-    text = r"'mask' with 4194304 bytes: .* register_buffer\(…, persistent=False\)"
-    with pytest.raises(UsageError, match=text):
-        steps.pack_extra()
-    model.mask = torch.ones(400, 400)  # large, and not too large
     steps.pack_extra()
-    assert Attachment.unpack(steps._packed).buffers["mask"].shape == (400, 400)
+    assert torch.equal(tensors_of(Attachment.unpack(steps._packed).buffers)["mask"], model.mask)
+    assert steps.buffers.sizes()["mask"] == 4 << 20
+
+
+class Enormous(Model):
+    """A buffer beyond the limit, without memory of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("ema", torch.zeros(1).expand(70 << 20))
+
+
+def test_buffers_that_are_too_much_are_named(servers: Servers) -> None:
+    """As soon as they are known, before anything is read; at the step, if a large one changes that did not."""
+    text = (
+        r"have 293\.6 MB, and 256 MiB are the most: .* 'ema' with 293\.6 MB: .* register_buffer\(…, persistent=False\)"
+    )
+    model = Enormous()
+    steps = ShadowedSteps("name")
+    steps.buffers = ModelBuffers(model, restored=["ema"])
+    with pytest.raises(UsageError, match=text):
+        steps.check_size()
+    with pytest.raises(UsageError, match=r"optimizer\.shadow_extra has 276\.8 MB, and 256 MiB are the most"):
+        shadowed(model, servers).shadow_extra = bytes(264 << 20)
 
 
 def test_a_buffer_that_had_changed_before_travels_on() -> None:

@@ -21,6 +21,7 @@ from byteps_py.worker.core.shadowing import (
     StepMade,
     StepNumbers,
     TellHeld,
+    TellRecorded,
 )
 from byteps_py.worker.core.tensor import Tensor
 from byteps_py.worker.core.topology import Topology
@@ -228,6 +229,31 @@ def test_steps_behind_the_states_are_waited_for_once_the_states_are_there() -> N
     assert held(machine.hold(behind[:2])) == []
     assert held(machine.hold(states[::-1])) == [3]  # it follows, and step 4 is on its way
     assert held(machine.hold(behind[2:])) == [4]
+
+
+def recorded(actions: list[object]) -> list[tuple[int, int]]:
+    """(run, step) of records that a rank need not wait for any more."""
+    return [(each.run, each.step) for each in actions if isinstance(each, TellRecorded)]
+
+
+def test_a_rank_hears_when_a_server_has_a_large_record_or_none_takes_it() -> None:
+    machine = Machine(*GPU, *CPU)
+    for step in range(2, 6):
+        assert recorded(machine.core.record(0, RUN, step, f"record {step}", is_paced=step != 5)) == []
+    assert recorded(machine.core.held(3, (RUN, 0), 2)) == [(RUN, 2)]
+    assert recorded(machine.core.held(3, (RUN, 0), 2)) == []
+    assert recorded(machine.core.lacks(3, (RUN, 0), 3)) == [(RUN, 3)]
+    assert recorded(machine.core.held(3, (RUN, 0), 5)) == []
+    moved = machine.core.change(topology(*GPU, 4, epoch=2))
+    assert [(each.server, each.step) for each in moved if isinstance(each, SendRecord)] == [(4, 4)]
+    assert recorded(moved) == []
+    assert machine.core.awaits_record(4, (RUN, 0), 4)
+    assert recorded(machine.core.held(4, (RUN, 0), 4)) == [(RUN, 4)]
+    assert not machine.core.awaits_record(4, (RUN, 0), 4)
+    machine.core.record(0, RUN, 6, "record 6", is_paced=True)
+    assert recorded(machine.core.change(topology(1, machines=1, epoch=3))) == [(RUN, 6)]
+    assert recorded(machine.core.record(0, RUN, 7, "record 7", is_paced=True)) == [(RUN, 7)]
+    assert recorded(machine.core.record(0, RUN, 8, "record 8")) == []
 
 
 def test_an_old_copy_stays_until_the_new_one_has_the_durable_step() -> None:

@@ -127,14 +127,15 @@ class CheckpointProgram:
 
     def _write(self, reader: ShadowReader, found: Restorable) -> None:
         begun_s = time.monotonic()
-        stored = stored_state(reader, found)
-        self._folder.check_room(stored.nbytes + _BESIDE_BYTES * len(stored.stored))
 
         def hold() -> None:
             if time.monotonic() - self._renewed_s > _RENEW_S:
                 reader.describe(HOLD_S)
                 self._renewed_s = time.monotonic()
 
+        stored = stored_state(reader, found, hold)
+        attached = sum(record.attached_bytes for record in found.records.values())
+        self._folder.check_room(stored.nbytes + attached + _BESIDE_BYTES * len(stored.stored))
         with self._folder.new(found.step) as draft:
             write_state(stored, draft, hold, self._options.piece_bytes)
         self._say(

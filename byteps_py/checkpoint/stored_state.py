@@ -17,6 +17,7 @@ One thread.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +26,7 @@ import torch
 from byteps_py.errors import ProtocolError
 from byteps_py.kernels.update_rules import Method
 from byteps_py.shadow import Restorable, ShadowReader
-from byteps_py.shadow.record import Attachment
+from byteps_py.shadow.record import Attachment, StoredBuffer
 from byteps_py.torch.gradients.hosted_rules import MASTER, counts_steps
 from byteps_py.torch.gradients.stored_buffers import dtype_named, tensors_of
 from byteps_py.torch.gradients.stored_elements import StoredElements
@@ -87,10 +88,15 @@ class StoredState:
         self.stored[".".join(path)] = tensor
 
 
-def stored_state(reader: ShadowReader, found: Restorable) -> StoredState:
-    """The state_dict of a step. Raises ProtocolError if its records are damaged."""
+def stored_state(
+    reader: ShadowReader, found: Restorable, before_read: Callable[[], None] = lambda: None
+) -> StoredState:
+    """The state_dict of a step. ``before_read``: called before what each rank has attached is read. Raises
+    ProtocolError if its records are damaged, and as ShadowReader.read_attached does."""
     try:
-        return _stored_state(reader, found)
+        made = _stored_state(reader, found)
+        _add_attachments(made.state, reader, found, before_read)
+        return made
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, ProtocolError):
             raise
@@ -126,18 +132,29 @@ def _stored_state(reader: ShadowReader, found: Restorable) -> StoredState:
         numbers = {key: tuple(value) if isinstance(value, list) else value for key, value in group.items()}
         params = [names.get(order[place], [order[place]])[0] for place in members]
         made.state["optimizer"]["param_groups"].append({**numbers, "params": params})
-    _add_attachments(made.state, found)
     return made
 
 
-def _add_attachments(state: dict[str, Any], found: Restorable) -> None:
-    attached = {rank: Attachment.unpack(record.extra) for rank, record in found.records.items()}
-    first = attached[0].buffers
-    if attached[0].constants:
-        state[CONSTANTS] = dict(attached[0].constants)
-    state["model"].update(tensors_of(first))
-    if extras := {str(rank): each.extra for rank, each in attached.items() if each.extra}:
+def _add_attachments(
+    state: dict[str, Any], reader: ShadowReader, found: Restorable, before_read: Callable[[], None]
+) -> None:
+    """One rank after the other: most have the same buffers, which are kept once."""
+    first: Mapping[str, StoredBuffer] = {}
+    extras: dict[str, bytes] = {}
+    others: dict[str, dict[str, torch.Tensor]] = {}
+    for rank, record in sorted(found.records.items()):
+        before_read()
+        attached = Attachment.unpack(reader.read_attached(record))
+        if attached.extra:
+            extras[str(rank)] = attached.extra
+        if not rank:
+            first = attached.buffers
+            state["model"].update(tensors_of(first))
+            if attached.constants:
+                state[CONSTANTS] = dict(attached.constants)
+        elif attached.buffers != first:
+            others[str(rank)] = tensors_of(attached.buffers)
+    if extras:
         state[EXTRA] = extras
-    others = {str(rank): tensors_of(each.buffers) for rank, each in attached.items() if each.buffers != first}
     if others:
         state[BUFFERS] = others

@@ -6,9 +6,8 @@ Owns no memory, socket or thread: see solo.py and service/remote.py for the two 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Protocol
 
 from byteps_py.errors import UnsupportedError
@@ -127,11 +126,6 @@ class Session(ABC):
     #: Elastic jobs: the epoch with which this group of ranks began. Later groups have greater epochs.
     since_epoch: int = 0
 
-    #: How far this rank is in sequences of optimizer steps that are the same on all ranks: (steps begun, optimizers
-    #: that have stepped), by sequence. A rank that waits tells it, so that ranks with other optimizers are found out.
-    #: It is replaced, never changed.
-    steps_begun: Mapping[str, tuple[int, int]] = MappingProxyType({})
-
     def note_synced(self) -> None:  # noqa: B027  most sessions have no next group
         """Elastic jobs: record that this rank has the state of this group. In the next group, ranks with the latest
         state come first, because all ranks take the state of rank 0."""
@@ -225,12 +219,13 @@ class Session(ABC):
         delivered; or, if more steps with the same sums follow (not ``is_last``), until ``wait_for_step`` returns."""
         raise UnsupportedError("this session has no service that makes an optimizer's steps")
 
-    def record_step(self, shadowed: ShadowedStep, common: bytes, extra: bytes) -> None:
+    def record_step(self, shadowed: ShadowedStep, common: bytes, attached: bytes) -> None:
         """Have other machines hold what this rank knows after a step whose parts have all begun: what all ranks have
-        alike (of rank 0), and what is its own. At most ``max_record_bytes``. Raises UnsupportedError."""
+        alike (of rank 0; at most ``max_record_bytes``), and what is its own (at most MAX_ATTACHED_BYTES). Of much that
+        is its own, waits until they have that of the step before. Raises UnsupportedError, and what ``wait`` raises."""
         raise UnsupportedError("this session has no service that keeps copies of an optimizer's states")
 
-    #: How much ``record_step`` may be given.
+    #: How much all ranks may have alike.
     max_record_bytes: int = 0
 
     @property

@@ -12,8 +12,17 @@ from byteps_py.shadow.restorable import (
     NotRestorable,
     Restorable,
     RestorablePart,
+    RestorableRecord,
     ServerDescription,
     latest_step,
 )
 
-__all__ = ["NotRestorable", "Restorable", "RestorablePart", "ServerDescription", "ShadowReader", "latest_step"]
+__all__ = [
+    "NotRestorable",
+    "Restorable",
+    "RestorablePart",
+    "RestorableRecord",
+    "ServerDescription",
+    "ShadowReader",
+    "latest_step",
+]

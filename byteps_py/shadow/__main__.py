@@ -12,9 +12,11 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import grpc
+from google.protobuf.message import Message
 
 from byteps_py import auth, jobs
 from byteps_py.errors import BytePSError, CommunicationError, PeerLostError, RendezvousError, StallError
@@ -46,8 +48,12 @@ class StatesCaller:
             said: dict[str, Any] = json.loads(payload)
             if kind is FrameKind.DESCRIBE:
                 self._describe(said["hold_s"], said["timeout_s"])
+            elif kind is FrameKind.READ_ATTACHED:
+                wanted = shadow_pb2.AttachedRead(**said["request"])
+                self._read(said["server"], lambda stub: stub.ReadAttached, wanted, said["timeout_s"])
             else:
-                self._read(said["server"], shadow_pb2.ShadowRead(**said["request"]), said["timeout_s"])
+                wanted_states = shadow_pb2.ShadowRead(**said["request"])
+                self._read(said["server"], lambda stub: stub.Read, wanted_states, said["timeout_s"])
         except BytePSError as error:
             write_frame(self._out, FrameKind.ERROR, f"{type(error).__name__}\n{error}".encode())
         else:
@@ -107,14 +113,17 @@ class StatesCaller:
             write_frame(self._out, FrameKind.SERVER, json.dumps([server, problem]).encode())
             write_frame(self._out, FrameKind.DESCRIPTION, description.SerializeToString())
 
-    def _read(self, server: str, request: shadow_pb2.ShadowRead, timeout_s: float) -> None:
+    def _read(
+        self, server: str, call_of: Callable[[shadow_pb2_grpc.ShadowStub], Any], request: Message, timeout_s: float
+    ) -> None:
+        """Pass the chunks on. ``call_of``: which call of a server brings them."""
         until_s = time.monotonic() + timeout_s
         has_come = False
         for tries_left in reversed(range(_TRIES)):
             left_s = max(0.1, until_s - time.monotonic())
             self._check(server)
             try:
-                for chunk in self._stub(server).Read(request, timeout=left_s, metadata=self._metadata):
+                for chunk in call_of(self._stub(server))(request, timeout=left_s, metadata=self._metadata):
                     has_come = True
                     self._check(server)
                     write_frame(self._out, FrameKind.DATA, chunk.data)

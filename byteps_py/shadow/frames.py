@@ -25,9 +25,10 @@ class FrameKind(enum.IntEnum):
     READ = 3  # to it: JSON of the server, the deadline and the fields of a ShadowRead
     SERVER = 4  # from it: JSON of address and error
     DESCRIPTION = 5  # from it, after SERVER: a ShadowDescription
-    DATA = 6  # from it: bytes of states
+    DATA = 6  # from it: bytes of states, or of what is attached to a record
     END = 7  # from it: all has been said
     ERROR = 8  # from it: the error's type, a line break, a sentence
+    READ_ATTACHED = 9  # to it: JSON of the server, the deadline and the fields of an AttachedRead
 
 
 def write_frame(fd: int, kind: FrameKind, payload: bytes = b"") -> None:

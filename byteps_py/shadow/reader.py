@@ -17,11 +17,13 @@ from byteps_py.errors import BytePSError, CommunicationError, PeerLostError, Pro
 from byteps_py.proto import shadow_pb2
 from byteps_py.settings import Settings
 from byteps_py.shadow.frames import FrameKind, read_frame, write_frame
-from byteps_py.shadow.restorable import RestorablePart, ServerDescription
+from byteps_py.shadow.restorable import RestorablePart, RestorableRecord, ServerDescription
 
 _CLOSE_S = 5.0
 #: The subprocess has its own deadlines; this is for one that is stuck, or has much to load.
 _MORE_S = 20.0
+#: Of what is attached to a record, in one call: each has its own deadline.
+_PIECE_BYTES = 16 << 20
 
 
 class ShadowReader:
@@ -97,15 +99,18 @@ class ShadowReader:
             "start": elements.start - part.first, "stop": elements.stop - part.first,
         }  # fmt: skip
         self._say(FrameKind.READ, {"server": part.server, "timeout_s": self._timeout_s, "request": request})
-        at = 0
-        while (frame := self._hear())[0] is not FrameKind.END:
-            kind, data = frame
-            if kind is not FrameKind.DATA or at + len(data) > len(target):
-                raise self._broken(f"{kind.name} of {len(data)} bytes in the answer to READ")
-            target[at : at + len(data)] = data
-            at += len(data)
-        if at != len(target):
-            raise CommunicationError(f"the server at {part.server} gave {at} bytes of {len(target)}")
+        self._take_data(part.server, target, "READ")
+
+    def read_attached(self, record: RestorableRecord) -> bytearray:
+        """What a rank has attached to its record. Raises CommunicationError if the server can't deliver it any more."""
+        found = bytearray(record.attached_bytes)
+        for start in range(0, len(found), _PIECE_BYTES):
+            stop = min(start + _PIECE_BYTES, len(found))
+            request = {"run": record.run, "step": record.step, "rank": record.rank, "start": start, "stop": stop}
+            asked = {"server": record.server, "timeout_s": self._timeout_s, "request": request}
+            self._say(FrameKind.READ_ATTACHED, asked)
+            self._take_data(record.server, memoryview(found)[start:stop], "READ_ATTACHED")
+        return found
 
     def close(self) -> None:
         """End the subprocess."""
@@ -122,6 +127,17 @@ class ShadowReader:
         process.stdout.close()
 
     # ---- frames ------------------------------------------------------------------------------------------------
+
+    def _take_data(self, server: str, target: memoryview, what: str) -> None:
+        at = 0
+        while (frame := self._hear())[0] is not FrameKind.END:
+            kind, data = frame
+            if kind is not FrameKind.DATA or at + len(data) > len(target):
+                raise self._broken(f"{kind.name} of {len(data)} bytes in the answer to {what}")
+            target[at : at + len(data)] = data
+            at += len(data)
+        if at != len(target):
+            raise CommunicationError(f"the server at {server} gave {at} bytes of {len(target)}")
 
     def _say(self, kind: FrameKind, said: object) -> None:
         if self._process is None:

@@ -65,14 +65,14 @@ class Attachment:
     constants: Mapping[str, str] = field(default_factory=dict)
 
     def pack(self) -> bytes:
-        """For a ShadowRecord; empty if there is nothing."""
+        """What travels beside a ShadowRecord; empty if there is nothing."""
         if not self.extra and not self.buffers and not self.constants:
             return b""
         buffers = {name: (each.dtype, each.shape, each.data) for name, each in self.buffers.items()}
         return pickle.dumps((self.extra, buffers, dict(self.constants)))
 
     @classmethod
-    def unpack(cls, packed: bytes) -> Attachment:
+    def unpack(cls, packed: bytes | bytearray) -> Attachment:
         """Raises ProtocolError for what ``pack`` does not make."""
         if not packed:
             return cls(b"", {})

@@ -52,6 +52,24 @@ class RestorablePart:
 
 
 @dataclass(frozen=True, slots=True)
+class RestorableRecord:
+    """A rank's record, which lies at ``server``, its address, with what is attached to it. See ShadowRecord."""
+
+    server: str
+    run: int
+    step: int
+    rank: int
+    size: int
+    attached_bytes: int
+    common: bytes
+
+    @classmethod
+    def of(cls, server: str, said: shadow_pb2.ShadowRecord) -> RestorableRecord:
+        """As the server describes it."""
+        return cls(server, said.run, said.step, said.rank, said.size, said.attached_bytes, said.common)
+
+
+@dataclass(frozen=True, slots=True)
 class Restorable:
     """A step for which everything is there.
 
@@ -65,7 +83,7 @@ class Restorable:
 
     run: int
     step: int
-    records: Mapping[int, shadow_pb2.ShadowRecord]
+    records: Mapping[int, RestorableRecord]
     common: Mapping[str, Any]
     tensors: Mapping[str, Sequence[RestorablePart]]
 
@@ -96,14 +114,14 @@ class _MergedRun:
         self.number = number
         self.age_s = float("inf")
         self.parts: dict[str, list[_Held]] = {}  # by tensor
-        self.records: dict[int, dict[int, shadow_pb2.ShadowRecord]] = {}  # by step and rank
+        self.records: dict[int, dict[int, RestorableRecord]] = {}  # by step and rank
 
     def add(self, server: str, run: shadow_pb2.HeldRun) -> None:
         self.age_s = min(self.age_s, run.age_s)
         for part in run.parts:
             self.parts.setdefault(part.part.name, []).append(_Held(server, run.run, part))
         for record in run.records:
-            self.records.setdefault(record.step, {})[record.rank] = record
+            self.records.setdefault(record.step, {})[record.rank] = RestorableRecord.of(server, record)
 
 
 def latest_step(
@@ -174,7 +192,7 @@ def _at(run: _MergedRun, step: int) -> Restorable | str:
     return Restorable(run.number, step, records, common, tensors)
 
 
-def _common(records: Mapping[int, shadow_pb2.ShadowRecord]) -> dict[str, Any] | None:
+def _common(records: Mapping[int, RestorableRecord]) -> dict[str, Any] | None:
     """What rank 0's record says that all ranks have alike; None if it has not come, or is damaged."""
     if (record := records.get(0)) is None:
         return None

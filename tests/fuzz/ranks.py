@@ -55,7 +55,6 @@ def _all_said() -> list[bytes]:
         protocol.pack(RankMessageKind.WAITS, id=1, name="near", round=3, age_s=2.5, group=[0, 1]),
         protocol.pack(RankMessageKind.WAITS, id=2, name="near", round=3, age_s=2.5, group=[0, 1]),
         protocol.pack(RankMessageKind.WAITED, id=1),
-        protocol.pack(RankMessageKind.STEPS, begun=[["gradients to combine", 7, 2]]),
         protocol.pack(RankMessageKind.NOTE, text="busy"),
         protocol.pack(RankMessageKind.JOIN),
         protocol.pack(RankMessageKind.PING),
@@ -91,6 +90,8 @@ def _twisted(said: bytes, number: int) -> bytes:
 def _is_malformed(said: bytes) -> bool:
     try:
         kind = protocol.kind_of(said)
+        if kind is RankMessageKind.RECORD:
+            return not protocol.record_part_of(said)
         return not (
             protocol.records_of(said) if kind is RankMessageKind.READY else protocol.fields_of(said) is not None
         )

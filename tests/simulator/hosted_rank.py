@@ -47,12 +47,13 @@ class HostedRank(Rank):
         for phase in (HostedTurn.begin, HostedTurn.measure_update, HostedTurn.apply):
             for turn in rng.sample(hosted, len(hosted)):
                 yield from phase(turn)
-        self.has_begun_all()
+        yield from self.has_begun_all()
         for turn in rng.sample(hosted, len(hosted)):
             yield from turn.wait()
 
-    def has_begun_all(self) -> None:
+    def has_begun_all(self) -> Life:
         """All steps of a step of the program."""
+        yield from ()
 
     def host_states(self, model: Model, source: Slot, target: Slot, before: HostedPart | None) -> Life:
         session = self.session

@@ -209,7 +209,7 @@ class TcpLink(ServerLink):
 
     def ask(self, header: Header, body: Any) -> None:
         """Send what lies in no block: bytes, or a message that was received."""
-        data = np.frombuffer(body if isinstance(body, bytes) else body.buffer, np.uint8)
+        data = np.frombuffer(getattr(body, "buffer", body), np.uint8)
         self._tell(header, lambda: data.copy())
 
     def _tell(self, header: Header, read: Callable[[], Any]) -> None:

@@ -42,6 +42,9 @@ from byteps_py.worker.service import CommunicationService
 from .ledger import LedgerNetwork, Queue
 from .network import Probe
 
+#: Of ranks and services: what stands for PACED_BYTES of byteps_py/rank_protocol.py.
+PACED_BYTES = 100
+
 
 class Parts:
     """Of the scheduler (``sessions``), of summation services (``rounds``, ``shadow_store``), and of communication
@@ -91,7 +94,8 @@ def communication_service(parts: type[Parts], table: type[PlacementTable]) -> ty
         )
     }  # fmt: skip
     of_group["placing_class"] = type("Placing", (parts.placing,), {"table_class": table})
-    shadows = type("Shadows", (parts.shadows,), {"shadowing_class": parts.shadowing})
+    of_shadows = {"shadowing_class": parts.shadowing, "paced_bytes": PACED_BYTES}
+    shadows = type("Shadows", (parts.shadows,), of_shadows)
     hosting = type("Hosting", (parts.hosting,), {"shadows_class": shadows})
     of_group["requests_class"] = type("Requests", (parts.requests,), {"hosting_class": hosting})
     of_group["executor_class"] = type("Executor", (parts.executor,), {"piece_executor_class": parts.piece_executor})

@@ -8,6 +8,7 @@ from typing import Any
 
 from byteps_py.proto import shadow_pb2
 from byteps_py.server.shadow import ShadowStore
+from byteps_py.server.shadow_records import SizedMemory
 from byteps_py.server.shadow_state import (
     CopyState,
     HeldStep,
@@ -15,11 +16,10 @@ from byteps_py.server.shadow_state import (
     ShadowedPart,
     ShadowReply,
     ShadowRun,
-    SizedMemory,
     StatesCopy,
 )
 from byteps_py.tensors import Op
-from byteps_py.wire import Header
+from byteps_py.wire import Header, Kind
 from byteps_py.worker.core.hosted_steps import MakeStep, OwnedPart
 from byteps_py.worker.core.shadowing import (
     ReleaseMemory,
@@ -27,6 +27,7 @@ from byteps_py.worker.core.shadowing import (
     Shadowing,
     ShadowingAction,
     StepMade,
+    TellRecorded,
 )
 from byteps_py.worker.core.topology import Topology
 from byteps_py.worker.ranks.shadows import Shadows
@@ -70,9 +71,8 @@ class DropRecordsOfTheDurableStep(Mutation):
     class shadow_store(ShadowStore):
         def _settle(self, run: ShadowRun) -> list[ShadowAction]:
             actions = super()._settle(run)
-            for records in run.records.values():
-                if run.durable in records:
-                    self.waiting_bytes -= records.pop(run.durable).ByteSize()
+            for record in [record for record in run.records if record.step == run.durable]:
+                self._drop_record(run, record)
             return actions
 
 
@@ -92,6 +92,29 @@ class StepTwiceWhatIsSaidTwice(Mutation):
         def _said(self, copy: StatesCopy) -> set[int]:
             said: dict[StatesCopy, set[int]] = vars(self).setdefault("said", {})
             return said.setdefault(copy, set())
+
+
+class HoldRecordsWithTheirFirstPiece(Mutation):
+    class shadow_store(ShadowStore):
+        def attached(self, header: Header, origin: object, data: SizedMemory, now: float) -> list[ShadowAction]:
+            actions = super().attached(header, origin, data, now)
+            run = self._runs.get(header.key)
+            record = run.records.find(header.index, header.round) if run is not None else None
+            if run is not None and record is not None and record.said is not None and not record.is_held:
+                self.waiting_bytes -= record.pieces.nbytes - data.nbytes
+                record.pieces.nbytes = record.pieces._arrived = data.nbytes
+                actions += self._hold_record(run, record)
+            return actions
+
+
+class CountPiecesThatComeTwice(Mutation):
+    class shadow_store(ShadowStore):
+        def attached(self, header: Header, origin: object, data: SizedMemory, now: float) -> list[ShadowAction]:
+            run = self._runs.get(header.key)
+            record = run.records.find(header.index, header.round) if run is not None else None
+            if record is not None and not record.is_held and header.offset in record.pieces._starts:
+                record.pieces._arrived = min(record.pieces._arrived + data.nbytes, record.pieces.nbytes)
+            return super().attached(header, origin, data, now)
 
 
 # ---- owners ----------------------------------------------------------------------------------------------------
@@ -164,6 +187,28 @@ class ReleaseWhatIsOnItsWay(Mutation):
             return [*actions, *(action for each in void for action in self._remove(queue, each))]  # type: ignore[arg-type]
 
 
+class SendTheRecordAgainWithoutItsPieces(Mutation):
+    """On a new connection."""
+
+    class shadows(Shadows):
+        is_again = False
+
+        def again(self, server: int) -> None:
+            self.is_again = True
+            super().again(server)
+            self.is_again = False
+
+        def _tell_pieces(self, server: int, header: Header, payload: Any) -> None:
+            if not (self.is_again and header.kind is Kind.SHADOW_ATTACHED):
+                super()._tell_pieces(server, header, payload)
+
+
+class LetRanksWaitWithTheirNextRecord(Mutation):
+    class shadowing(Shadowing[Any]):
+        def _acknowledged(self, message: Any) -> list[ShadowingAction[Any]]:
+            return [each for each in super()._acknowledged(message) if not isinstance(each, TellRecorded)]
+
+
 class NeverSeedAgain(Mutation):
     """After a server was lost, or lacked something."""
 
@@ -199,16 +244,20 @@ SHADOW_MUTATIONS: dict[type[Parts], int] = {
     BeginStatesThatAreThereAnew: 7,
     DropRecordsOfTheDurableStep: 3,
     StepTwiceWhatIsSaidTwice: 39,
-    TakeTheLastStepOfAnyRankForDurable: 3,
+    TakeTheLastStepOfAnyRankForDurable: 0,
     SayNothingAgain: 12,
     SeedWithTheStatesOfTheStepAfter: 3,
     EndTheOldCopyBeforeTheNewOneIsComplete: 5,
     KeepSumsThatTheServerLacks: 43,
-    ReleaseWhatIsOnItsWay: 318,
+    ReleaseWhatIsOnItsWay: 22,
+    HoldRecordsWithTheirFirstPiece: 3,
+    CountPiecesThatComeTwice: 52,
+    SendTheRecordAgainWithoutItsPieces: 52,
+    LetRanksWaitWithTheirNextRecord: 3,
     NeverSeedAgain: 130,
     ForgetTheEarlierPhase: 17,
     CopyStatesBeforeTheStep: 3,
 }
 
 #: Beside an unreliable network.
-SHADOW_OUTAGE_MUTATIONS: dict[type[Parts], int] = {CountNoStepsBehindStates: 1367, RunAheadOfTheServer: 90}
+SHADOW_OUTAGE_MUTATIONS: dict[type[Parts], int] = {CountNoStepsBehindStates: 334, RunAheadOfTheServer: 90}

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from byteps_py.kernels.update_rules import Scalar
+from byteps_py.proto.shadow_pb2 import AttachedRead
 from byteps_py.server.shadow_state import HeldStep, PartFacts, StatesCopy
-from byteps_py.shadow import Restorable, ServerDescription, latest_step
+from byteps_py.shadow import Restorable, RestorableRecord, ServerDescription, latest_step
 from byteps_py.shadow.restorable import _at, _MergedRun
 from byteps_py.tensors import Op
 from byteps_py.wire import Header
@@ -23,7 +24,7 @@ from byteps_py.worker.core.topology import Topology
 
 from .memory import Memory, Wide, combine, update, wide_values
 from .services import Server, Worker
-from .shadow_rank import ShadowRank
+from .shadow_rank import ShadowRank, attachment
 from .shadow_uses import ShadowProgram
 from .world import InvariantError
 
@@ -272,6 +273,8 @@ class ShadowWatch:
         durable = self._durable
         if isinstance(found, Restorable):
             self.restored = found.step
+            for record in found.records.values():
+                self._compare_attached(by_address[record.server], record)
             for name, parts in found.tensors.items():
                 for part in parts:
                     if part.step != self._program.last(name, found.step):
@@ -285,6 +288,15 @@ class ShadowWatch:
         if not isinstance(found, Restorable) or found.step < durable:
             what = f"step {found.step}" if isinstance(found, Restorable) else f"nothing ({self._reasons(said)})"
             raise InvariantError(f"{what} can be restored, though step {durable} is durable")
+
+    @staticmethod
+    def _compare_attached(server: Server, record: RestorableRecord) -> None:
+        request = AttachedRead(run=record.run, step=record.step, rank=record.rank)
+        found = server._service.shadows.attached(request, 0, record.attached_bytes)
+        if found != attachment(record.rank, record.step):
+            raise InvariantError(
+                f"{server.name} has something else than rank {record.rank} has attached to step {record.step}"
+            )
 
     @staticmethod
     def _reasons(said: list[ServerDescription]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -77,6 +78,13 @@ class ShadowedStates:
         record = pb.ShadowRecord(run=run, step=self.step, durable=durable, rank=rank, size=size, **said)
         header = Header(Kind.SHADOW_RECORD, machine.index, epoch=1, key=run, index=rank, round=self.step)
         machine.send(header, record.SerializeToString())
+
+    def attach(self, machine: Machine, attached: bytes, size: int, rank: int = 0, run: int = RUN) -> None:
+        """Pieces of what is attached to the record of the latest step."""
+        header = Header(Kind.SHADOW_ATTACHED, machine.index, epoch=1, key=run, index=rank, round=self.step)
+        for start in range(0, len(attached), size):
+            own = dataclasses.replace(header, offset=start, segment_offset=len(attached))
+            machine.send(own, attached[start : start + size])
 
 
 def held(machine: Machine) -> int:

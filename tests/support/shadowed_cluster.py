@@ -55,13 +55,13 @@ class ShadowedCluster:
     def wait_for_servers(self) -> None:
         """Until all servers, which are started again, are members."""
         until_s = time.monotonic() + 60
-        with ShadowReader(self._settings) as reader:
+        with ShadowReader(self.settings) as reader:
             while sum(not each.error for each in reader.describe()) < len(self.servers):
                 assert time.monotonic() < until_s
                 select.select([], [], [], 0.05)
 
     @property
-    def _settings(self) -> Settings:
+    def settings(self) -> Settings:
         return Settings(
             scheduler_host="127.0.0.1", scheduler_port=int(self._variables["DMLC_PS_ROOT_PORT"]),
             num_workers=self._machines, num_servers=len(self.servers),
@@ -70,7 +70,7 @@ class ShadowedCluster:
     def held_step(self, at_least: int) -> int:
         """The step that a job could go on from, once it is at least that."""
         until_s = time.monotonic() + 60
-        with ShadowReader(self._settings) as reader:
+        with ShadowReader(self.settings) as reader:
             while True:
                 found = latest_step(reader.describe())
                 if isinstance(found, Restorable) and found.step >= at_least:

@@ -128,9 +128,11 @@ class SendStep(ShadowMessage[M]):
 
 @dataclass(slots=True, eq=False)
 class SendRecord(ShadowMessage[M]):
-    """What a rank knows after a step. The memory has the packed record."""
+    """What a rank knows after a step. The memory has the packed record, and what is attached to it. ``is_paced``: the
+    rank waits with the next one until ``TellRecorded``."""
 
     run: int
+    is_paced: bool = False
 
 
 @dataclass(slots=True)
@@ -164,8 +166,19 @@ class TellHeld:
     is_whole: bool
 
 
+@dataclass(slots=True)
+class TellRecorded:
+    """Tell a rank that a server has its record of this step, or that none takes it."""
+
+    rank: int
+    run: int
+    step: int
+
+
 _Message = SendStates[M] | SendStep[M] | SendRecord[M]
-ShadowingAction = SendStates[M] | SendStep[M] | SendRecord[M] | SendEnd | ReleaseMemory[M] | CatchUp | TellHeld
+ShadowingAction = (
+    SendStates[M] | SendStep[M] | SendRecord[M] | SendEnd | ReleaseMemory[M] | CatchUp | TellHeld | TellRecorded
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -392,14 +405,15 @@ class Shadowing(Generic[M]):
         self._durable = max(self._durable, made.numbers.durable)
         return [*actions, *(self._moved(piece) if piece is not None else ())]
 
-    def record(self, rank: int, run: int, step: int, packed: M) -> list[ShadowingAction[M]]:
-        """What a rank knows after a step, once it has begun the step of all of its partitions."""
+    def record(self, rank: int, run: int, step: int, packed: M, is_paced: bool = False) -> list[ShadowingAction[M]]:
+        """What a rank knows after a step, once it has begun the step of all of its partitions. ``is_paced``: see
+        SendRecord."""
         self._recorded.setdefault(rank, deque()).append(step)
         if not self._servers:
-            return [ReleaseMemory(packed)]
+            return [ReleaseMemory(packed), *((TellRecorded(rank, run, step),) if is_paced else ())]
         self._awaited.setdefault(rank, Counter())[step] += 1
         server = self._servers[rank % len(self._servers)]
-        return [self._send(SendRecord(server, rank, step, True, ShadowMemory(packed, 1), run))]
+        return [self._send(SendRecord(server, rank, step, True, ShadowMemory(packed, 1), run, is_paced))]
 
     # ---- servers -----------------------------------------------------------------------------------------------
 
@@ -436,6 +450,12 @@ class Shadowing(Generic[M]):
 
     def _counts(self, message: _Message[M], copy: ShadowCopy[M]) -> bool:
         return self._is_of(message, copy) and not message.is_void
+
+    def awaits_record(self, server: int, place: tuple[int, int], step: int) -> bool:
+        """The record of this step and ``place``, its run and rank, was sent to a server that has not said that it holds
+        it."""
+        sent = (each for each in self._unacknowledged.get(server, ()) if isinstance(each, SendRecord))
+        return any(each.step == step and _place_of(each) == place for each in sent)
 
     def lacks(self, server: int, place: tuple[int, int], step: int) -> list[ShadowingAction[M]]:
         """A server can't go on with a partition: its states will be copied once more. Or it does not take a record: a
@@ -477,10 +497,8 @@ class Shadowing(Generic[M]):
         for server in [known for known in self._unacknowledged if known not in members]:
             for message in self._unacknowledged.pop(server):
                 if isinstance(message, SendRecord) and self._servers and message.held is not None:
-                    moved = self._servers[message.rank % len(self._servers)]
-                    actions.append(
-                        self._send(SendRecord(moved, message.rank, message.step, True, message.held, message.run))
-                    )
+                    message.server = self._servers[message.rank % len(self._servers)]
+                    actions.append(self._send(message))
                 else:
                     actions += self._acknowledged(message)
         for piece in self._pieces.values():
@@ -561,6 +579,8 @@ class Shadowing(Generic[M]):
                 piece = message.copy.part
                 piece.sums -= 1
                 actions += () if piece.sums else [CatchUp(piece.part)]
+        if isinstance(message, SendRecord) and message.is_paced:
+            actions.append(TellRecorded(message.rank, message.run, message.step))
         return [*actions, *(self._settle(message.rank, message.step) if message.is_awaited else ())]
 
     def _settle_due(self, piece: ShadowedPiece[M]) -> list[ShadowingAction[M]]:

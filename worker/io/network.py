@@ -161,9 +161,9 @@ class TcpLink(ServerLink, Owner):
     def push(self, header: Header, payload: Block | None, offset: int, answer: Block | None) -> None:
         self._begin(_Request(header, payload, offset))
 
-    def ask(self, header: Header, body: bytes | zmq.Frame) -> None:
+    def ask(self, header: Header, body: bytes | memoryview | zmq.Frame) -> None:
         """Send a request whose bytes lie in no block."""
-        self._begin(_Request(header, None, 0, body if isinstance(body, bytes) else body.buffer))
+        self._begin(_Request(header, None, 0, body.buffer if isinstance(body, zmq.Frame) else body))
 
     def _begin(self, request: _Request) -> None:
         if self._dialer.is_open:
@@ -480,7 +480,7 @@ class Network:
                 self._memory.abandon_answer_block(part, server)
         part.answer = None  # it may yet be written, if its server is only frozen: never used again
 
-    def tell(self, server: int, header: Header, payload: Block | zmq.Frame | bytes, offset: int) -> None:
+    def tell(self, server: int, header: Header, payload: Block | zmq.Frame | bytes | memoryview, offset: int) -> None:
         """Send a message that is about no contribution to a server of another machine. A payload stays untouched until
         the server says that it has it. ``offset``: of ``header.length`` bytes in a block."""
         link = self._links.get(server)

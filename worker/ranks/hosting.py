@@ -7,8 +7,9 @@
       ◄─────────────────────────────────── NORMED {sum}
       STEP {round, segments} ───────────────────────────► each sum of the round, once it is there: see hosted_steps.py
       SKIP {round} ─────────────────────────────────────► no step is made with the sums of this round
-      RECORD {step, extra} ─────────────────────────────► what the rank knows beside the states, for their copies
+      RECORD {step, attached bytes} ────────────────────► what the rank knows beside the states, for their copies
       ◄───────────────────────────────────── HELD {step}  all of that is held by other machines, see shadows.py
+      ◄───────────────────────────── RECORDED {run, step} a server has a large record: the next one may come
 
 States lie in memory that the rank maps too: between steps it reads and writes them itself. Owned by the loop's thread;
 kernels run on the engine's threads.
@@ -16,7 +17,6 @@ kernels run on the engine's threads.
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
@@ -30,9 +30,9 @@ from byteps_py.errors import BytePSError, PeerLostError, ProtocolError
 from byteps_py.kernels.step_segments import StepSegment, bind_segments, segments_of
 from byteps_py.kernels.update_rules import SCALARS, StepKind
 from byteps_py.proto import shadow_pb2
-from byteps_py.rank_protocol import RankMessageKind
+from byteps_py.rank_protocol import RankMessageKind, RecordPart
 from byteps_py.shm import Block
-from byteps_py.wire import Header
+from byteps_py.wire import MAX_ATTACHED_BYTES, MAX_PIECES_BYTES, Header
 from byteps_py.worker.core.hosted_steps import MakeStep, OwnedPart
 from byteps_py.worker.core.pipeline import RoundPipeline
 from byteps_py.worker.core.shadowing import StepNumbers
@@ -89,6 +89,21 @@ class _StepUnderWay:
     copy: Block | None
 
 
+@dataclass(slots=True)
+class _RecordParts:
+    """What has come of a rank's record, and of what is attached to it."""
+
+    said: bytearray = field(default_factory=bytearray)
+    attached: bytearray = field(default_factory=bytearray)
+
+    def add(self, data: memoryview, is_attached: bool) -> None:
+        """Raises ProtocolError for more than a rank sends."""
+        target, most = (self.attached, MAX_ATTACHED_BYTES) if is_attached else (self.said, MAX_PIECES_BYTES)
+        if len(target) + len(data) > most:
+            raise ProtocolError(f"a rank's record has more than {most} bytes")
+        target += data
+
+
 class Hosting:
     """Of the ranks of one group."""
 
@@ -102,7 +117,7 @@ class Hosting:
         self._pipeline = pipeline
         self._steps = pipeline.hosted
         self.shadows = self.shadows_class(topology, memory, executor)
-        self._records: dict[int, bytes] = {}  # by local rank: the parts of a record so far
+        self._records: dict[int, _RecordParts] = {}  # by local rank: what has come of a record so far
         self._earlier: dict[OwnedPart, list[StepSegment]] = {}  # of steps of the round before its last one
         self._requests: list[_HostRequest] = []
         self._parts: dict[int, _KeptStates] = {}
@@ -182,6 +197,7 @@ class Hosting:
     def forget(self, local_rank: int) -> None:
         """The rank has left."""
         self._requests = [each for each in self._requests if each.rank.local_rank != local_rank]
+        self._records.pop(local_rank, None)
         for part in [each for each in self._parts.values() if each.local_rank == local_rank]:
             self._steps.disarm(part.source)
             self.shadows.abandon(part.parts)
@@ -211,17 +227,24 @@ class Hosting:
             self.shadows.begin(self._first_rank + rank.local_rank, part.numbers.step, part.parts)
         self._executor.run(self._pipeline.arm(part.source, int(fields["round"]), bool(fields["is_last"])))
 
-    def record(self, rank: RankConnection, fields: dict[str, Any]) -> None:
+    def record(self, rank: RankConnection, message: bytes) -> None:
         """A rank says what it knows after a step, in one message or several. Raises ProtocolError."""
+        part, data = protocol.record_part_of(message)
+        parts = self._records.setdefault(rank.local_rank, _RecordParts())
+        parts.add(data, bool(part & RecordPart.ATTACHED))
+        if part & RecordPart.MORE:
+            return
+        del self._records[rank.local_rank]
         try:
-            data = self._records.pop(rank.local_rank, b"") + base64.b85decode(fields["data"])
-            if fields["more"]:
-                self._records[rank.local_rank] = data
-                return
-            record = shadow_pb2.ShadowRecord.FromString(data)
-        except (ValueError, DecodeError) as error:
+            record = shadow_pb2.ShadowRecord.FromString(bytes(parts.said))
+        except DecodeError as error:
             raise ProtocolError(f"local rank {rank.local_rank} sent a malformed RECORD: {error}") from None
-        self.shadows.record(self._first_rank + rank.local_rank, record)
+        if record.attached_bytes != len(parts.attached):
+            raise ProtocolError(
+                f"local rank {rank.local_rank} attached {len(parts.attached)} bytes to a record that has "
+                f"{record.attached_bytes}"
+            )
+        self.shadows.record(self._first_rank + rank.local_rank, record, parts.attached)
 
     def is_behind(self, part: OwnedPart) -> bool:
         return self.shadows.is_behind(part)

@@ -328,7 +328,7 @@ class RankServer:
                 elif kind is RankMessageKind.SKIP:
                     here.hosting.skip(connection, protocol.fields_of(message))
                 elif kind is RankMessageKind.RECORD:
-                    here.hosting.record(connection, protocol.fields_of(message))
+                    here.hosting.record(connection, message)
                 elif kind is RankMessageKind.NORM:
                     here.hosting.norm(connection, protocol.fields_of(message))
                 elif kind is RankMessageKind.HOST:
@@ -349,8 +349,6 @@ class RankServer:
                     here.waits(connection, protocol.fields_of(message))
                 elif kind is RankMessageKind.WAITED:
                     connection.direct_waits.pop(int(protocol.fields_of(message)["id"]), None)
-                elif kind is RankMessageKind.STEPS:
-                    connection.tell_steps(protocol.fields_of(message)["begun"])
                 elif kind is RankMessageKind.PING:
                     connection.send(protocol.pack(RankMessageKind.PONG))
                 elif kind is RankMessageKind.SETTLE:

@@ -2,7 +2,7 @@
 
     step made ─► states: SHADOW_BEGIN, SHADOW_STATE …      ─► SHADOW_HELD
                  step:   [SHADOW_SUM,] SHADOW_STEP         ─► SHADOW_HELD, or SHADOW_LACKS
-    record of a rank:    SHADOW_RECORD                     ─► SHADOW_HELD ─► HELD, to the rank
+    record of a rank:    SHADOW_RECORD, SHADOW_ATTACHED …  ─► SHADOW_HELD ─► HELD, to the rank
 
 What is sent when is decided in worker/core/shadowing.py. This class has the memory, and packs. Owned by the loop's
 thread; states are copied on the engine's threads.
@@ -41,19 +41,30 @@ from byteps_py.worker.core.shadowing import (
     StepMade,
     StepNumbers,
     TellHeld,
+    TellRecorded,
 )
 from byteps_py.worker.core.topology import Topology
 from byteps_py.worker.io.executor import Executor
 from byteps_py.worker.io.memory import Memory
 
-#: Of states: a block; of a sum: a block or an answer; of a record: its bytes.
-Held = Block | zmq.Frame | bytes
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PackedRecord:
+    """A ShadowRecord, and what is attached to it."""
+
+    said: bytes
+    attached: bytearray
+
+
+#: Of states: a block; of a sum: a block or an answer.
+Held = Block | zmq.Frame | PackedRecord
 
 
 class Shadows:
     """Of the ranks of one group."""
 
     shadowing_class: type[Shadowing[Held]] = Shadowing
+    paced_bytes = protocol.PACED_BYTES
 
     def __init__(self, topology: Topology, memory: Memory, executor: Executor) -> None:
         self._topology = topology
@@ -61,7 +72,7 @@ class Shadows:
         self._executor = executor
         self._core = self.shadowing_class(topology)
         self._kinds: dict[tuple[int, int], StepKind] = {}  # by key and index of a partition
-        self._has_warned = self._has_warned_of_place = False
+        self._has_warned = self._has_warned_of_place = self._has_warned_of_record = False
 
     def watch(self, rank: int, run: int, kind: StepKind, parts: Sequence[OwnedPart]) -> None:
         """Keep copies of the states of a rank's partitions. ``run``: see ShadowPart."""
@@ -125,9 +136,11 @@ class Shadows:
         made = StepMade(numbers, part.tensor.round, step.divisor, tuple(segments))
         self._perform(self._core.stepped(part, made, states, total))
 
-    def record(self, rank: int, record: pb.ShadowRecord) -> None:
-        """What a rank knows after a step."""
-        self._perform(self._core.record(rank, record.run, record.step, record.SerializeToString()))
+    def record(self, rank: int, record: pb.ShadowRecord, attached: bytearray) -> None:
+        """What a rank knows after a step, and what it attaches. ``attached`` is this object's from now on."""
+        packed = PackedRecord(record.SerializeToString(), attached)
+        is_paced = len(attached) >= self.paced_bytes
+        self._perform(self._core.record(rank, record.run, record.step, packed, is_paced))
 
     # ---- servers -----------------------------------------------------------------------------------------------
 
@@ -137,7 +150,15 @@ class Shadows:
         if header.kind is Kind.SHADOW_HELD:
             self._perform(self._core.held(server, place, header.round))
             return
-        if not self._has_warned:
+        is_record = self._core.awaits_record(server, place, header.round)
+        if is_record and not self._has_warned_of_record:
+            self._has_warned_of_record = True
+            logger.warning(
+                "server %d does not take a rank's record of step %d, so this step can't be restored: %s. Attach less "
+                "(optimizer.shadow_extra, the model's buffers), or give the servers more memory",
+                server, header.round, text,
+            )  # fmt: skip
+        elif not is_record and not self._has_warned:
             self._has_warned = True
             logger.warning(
                 "server %d can't go on with its copy of an optimizer's states, which are sent again: %s", server, text
@@ -182,36 +203,49 @@ class Shadows:
             elif isinstance(action, SendStates):
                 self._send_states(action)
             elif isinstance(action, SendRecord):
-                header = Header(Kind.SHADOW_RECORD, 0, key=action.run, index=action.rank, round=action.step)
-                self._tell(action.server, header, action.held.memory if action.held is not None else b"")
+                self._send_record(action)
             elif isinstance(action, SendEnd):
                 self._tell(action.server, _header(Kind.SHADOW_END, action.part, 0), b"")
             elif isinstance(action, ReleaseMemory):
                 if isinstance(action.memory, Block):
                     self._memory.machine.free(action.memory)
             elif isinstance(action, TellHeld):
-                self._tell_rank(action)
+                held = protocol.pack(RankMessageKind.HELD, step=action.step, whole=action.is_whole)
+                self._tell_rank(action.rank, held)
+            elif isinstance(action, TellRecorded):
+                self._tell_rank(action.rank, protocol.pack(RankMessageKind.RECORDED, run=action.run, step=action.step))
             elif isinstance(action, CatchUp):
                 self._executor.catch_up(action.part)
 
-    def _tell(self, server: int, header: Header, payload: Held, offset: int = 0) -> None:
+    def _tell(self, server: int, header: Header, payload: Held | bytes, offset: int = 0) -> None:
+        if isinstance(payload, bytes) and len(payload) > self._topology.partition_bytes:
+            self._tell_pieces(server, header, payload)
+        elif not isinstance(payload, PackedRecord) and self._executor.network is not None:
+            self._executor.network.tell(server, header, payload, offset)
+
+    def _tell_pieces(self, server: int, header: Header, payload: bytes | bytearray) -> None:
         network, most = self._executor.network, self._topology.partition_bytes
         if network is None:
             return
-        if not isinstance(payload, bytes) or len(payload) <= most:
-            network.tell(server, header, payload, offset)
-            return
         for start in range(0, len(payload), most):
-            piece = payload[start : start + most]
+            piece = memoryview(payload)[start : start + most]
             own = dataclasses.replace(header, offset=start, length=len(piece), segment_offset=len(payload))
             network.tell(server, own, piece, 0)
 
-    def _tell_rank(self, action: TellHeld) -> None:
-        local = self._topology.local_rank_of(action.rank)
+    def _tell_rank(self, number: int, message: bytes) -> None:
+        local = self._topology.local_rank_of(number)
         rank = self._executor.ranks.get(local) if local is not None else None
         if rank is not None:
             with contextlib.suppress(PeerLostError):  # it is found out by its own connection
-                rank.send(protocol.pack(RankMessageKind.HELD, step=action.step, whole=action.is_whole))
+                rank.send(message)
+
+    def _send_record(self, action: SendRecord[Held]) -> None:
+        packed = action.held.memory if action.held is not None else None
+        if not isinstance(packed, PackedRecord):
+            return
+        header = Header(Kind.SHADOW_RECORD, 0, key=action.run, index=action.rank, round=action.step)
+        self._tell(action.server, header, packed.said)
+        self._tell_pieces(action.server, dataclasses.replace(header, kind=Kind.SHADOW_ATTACHED), packed.attached)
 
     def _send_states(self, action: SendStates[Held]) -> None:
         part, kind = action.copy.part.part, self._kinds[action.copy.part.place]

@@ -183,11 +183,9 @@ class GradientOwners:
         if not members:
             return
         grads = [member.parameter.grad for member in members]
-        for member, grad in zip(members, grads, strict=True):
+        for grad in grads:
             if grad is not None and grad.is_sparse:
-                raise GradientOrderError(
-                    f"the gradient of {member.name!r} is sparse, and owners add dense ones: give its layer sparse=False"
-                )
+                raise GradientOrderError(f"{members[0].name} has a sparse gradient: use sparse=False")
         start: Callable[[torch.Tensor], dist.Work | None] = _no_work
         if self._groups.sharding is not None:
             owner = self._groups.ranks[piece.owner]

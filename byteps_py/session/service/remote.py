@@ -3,7 +3,6 @@ thread may call; see Session."""
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import logging
 import os
@@ -116,7 +115,6 @@ class Slots:
 
 #: The service itself reports a stall at the stall limit. The session waits this much longer for its report.
 _PATIENCE_S = 30.0
-_RECORD_PART_BYTES = 96 << 10  # base85 makes 120 KiB of it
 _log = logging.getLogger("byteps_py")
 
 _DONE = int(RankMessageKind.DONE)  # plain integers: these messages are by far the most frequent
@@ -171,6 +169,7 @@ class RemoteSession(ChannelSession):
         self._welcome: dict[str, Any] = {}
         self._hosts = (False, False)
         self._run, self._held = 0, (0, False)
+        self._recording: set[tuple[int, int]] = set()  # run and step of large records that no server has yet
         self._has_left = False  # the service knows, and no longer answers
         self._declaring = threading.Lock()
         hello = protocol.hello(local_rank, local_size, self._pid, synced_in)
@@ -359,19 +358,25 @@ class RemoteSession(ChannelSession):
         self.tell(protocol.pack(RankMessageKind.STEP, part=part.id, is_last=is_last, **said, **numbers))
 
     max_record_bytes = MAX_PIECES_BYTES - 64  # the other fields of a packed record
+    paced_bytes = protocol.PACED_BYTES
 
-    def record_step(self, shadowed: ShadowedStep, common: bytes, extra: bytes) -> None:
+    def record_step(self, shadowed: ShadowedStep, common: bytes, attached: bytes) -> None:
         from byteps_py.proto import shadow_pb2  # late: most jobs need no messages of this kind
 
         record = shadow_pb2.ShadowRecord(
             run=shadowed.run, step=shadowed.step, durable=shadowed.durable, rank=self.rank, size=self.size,
-            common=common, extra=extra, whole=shadowed.is_whole,
+            common=common, attached_bytes=len(attached), whole=shadowed.is_whole,
         )  # fmt: skip
-        data = record.SerializeToString()
-        for start in range(0, len(data), _RECORD_PART_BYTES):
-            end = start + _RECORD_PART_BYTES
-            text = base64.b85encode(data[start:end]).decode()
-            self.tell(protocol.pack(RankMessageKind.RECORD, data=text, more=end < len(data)))
+        if len(attached) >= self.paced_bytes:
+            self.wait_until(
+                lambda: not self._recording,
+                self._limit(None),
+                lambda: "no server has taken what this rank attached to the step before",
+            )
+            with self.state:
+                self._recording.add((shadowed.run, shadowed.step))
+        for message in protocol.pack_record_parts(record.SerializeToString(), attached):
+            self.tell(message)
 
     @property
     def held(self) -> tuple[int, bool]:
@@ -552,6 +557,8 @@ class RemoteSession(ChannelSession):
             self._normed[int(fields["request"])] = float.fromhex(fields["sum"])
         elif kind is RankMessageKind.HELD:
             self._held = max(self._held, (int(fields["step"]), bool(fields["whole"])))
+        elif kind is RankMessageKind.RECORDED:
+            self._recording.discard((int(fields["run"]), int(fields["step"])))
         elif kind is RankMessageKind.HOSTED:
             self._hosted(fields)
         elif kind is RankMessageKind.WELCOME:

@@ -1,8 +1,7 @@
-"""What goes from member to member of a group without the communication service, in the order of the calls.
+"""Gathers, exchanges, broadcasts and barriers of a group whose members are all on this machine.
 
-Members of one machine share memory; those of different machines have a connection each (byteps_py/session/peers). The
-calling thread writes this member's payloads and tells the others; the waiting thread copies what has come to where it
-belongs. Host memory only. Gathers, exchanges and broadcasts are in peer_collectives.py, sums in peer_sums.py.
+The calling thread writes this member's payloads and tells the others; the waiting thread copies what has come to where
+it belongs (byteps_py/session/peers). The communication service takes no part. Host memory only.
 """
 
 from __future__ import annotations

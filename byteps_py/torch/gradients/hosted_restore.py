@@ -10,21 +10,20 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from byteps_py.errors import BytePSError, CommunicationError, UsageError
 from byteps_py.log import logger
-from byteps_py.shadow import NotRestorable, Restorable, RestorablePart, ShadowReader, latest_step
+from byteps_py.shadow import NotRestorable, Restorable, ShadowReader, latest_step
 from byteps_py.shadow.record import Attachment
 from byteps_py.torch.engine import context as contexts
 from byteps_py.torch.gradients.hosted_optimizer import HostedOptimizerMixin
 from byteps_py.torch.gradients.hosted_rules import MASTER
 from byteps_py.torch.gradients.stored_buffers import ModelBuffers, tensors_of
-from byteps_py.torch.gradients.stored_checkpoint import load_newest
+from byteps_py.torch.gradients.stored_checkpoint import load_newest, raise_together
 from byteps_py.torch.gradients.stored_elements import StoredElements
 from byteps_py.torch.horovod.objects import broadcast_object, unpickled
 
@@ -48,9 +47,9 @@ def restore(
     path: a folder of checkpoints that `bps checkpoint` has written, which all ranks reach. If the servers hold nothing,
     the newest one there is loaded. Each rank then needs memory for all states for a while.
 
-    All ranks call it. Raises UsageError if the optimizer is not shadowed, has stepped already, or if what is held is of
-    another model or optimizer; CommunicationError if servers hold a part of the states, but of no step all of them;
-    CheckpointError if a rank can't read the checkpoint.
+    All ranks call it. Raises UsageError if the optimizer is not shadowed, has stepped already, if the model's buffers
+    are more than can travel with each step, or if what is held is of another model or optimizer; CommunicationError if
+    servers hold a part of the states, but of no step all of them; CheckpointError if a rank can't read the checkpoint.
 
     >>> import torch, byteps_py as bps
     >>> def train(model: torch.nn.Module, steps: int) -> None:
@@ -69,9 +68,10 @@ def restore(
     context = contexts.current()
     shadow = optimizer._reducer.shadow
     shadow.model, shadow.buffers = model, ModelBuffers(model)
+    shadow.check_size()
     reader = shadow.open_reader(context.settings)
     try:
-        found: _RestorableStep | Exception | None = broadcast_object(
+        found: Restorable | Exception | None = broadcast_object(
             _find(reader) if context.session.rank == 0 else None, name=f"{optimizer._name}.restorable"
         )
         if isinstance(found, Exception):
@@ -87,22 +87,7 @@ def restore(
     return shadow.calls
 
 
-@dataclass(frozen=True, slots=True)
-class _RestorableStep:
-    """A step that can be restored. ``extras``: by rank."""
-
-    step: int
-    common: Mapping[str, Any]
-    tensors: Mapping[str, Sequence[RestorablePart]]
-    extras: Mapping[int, bytes]
-
-    @classmethod
-    def of(cls, found: Restorable) -> _RestorableStep:
-        extras = {rank: record.extra for rank, record in found.records.items()}
-        return cls(found.step, found.common, found.tensors, extras)
-
-
-def _find(reader: ShadowReader) -> _RestorableStep | Exception | None:
+def _find(reader: ShadowReader) -> Restorable | Exception | None:
     """The newest step that can be restored; None if there are no states. An error is returned: all ranks raise it."""
     try:
         found = latest_step(reader.describe(_HOLD_S))
@@ -113,7 +98,25 @@ def _find(reader: ShadowReader) -> _RestorableStep | Exception | None:
             f"restore(): other machines hold states of an earlier run, but of no step all of them: {found.reason}. Go "
             "on from a checkpoint; without restore(), new states take their place"
         )
-    return _RestorableStep.of(found) if found is not None else None
+    return found
+
+
+def _read_attached(
+    model: torch.nn.Module, optimizer: HostedOptimizerMixin, reader: ShadowReader, found: Restorable
+) -> tuple[Attachment, dict[str, torch.Tensor]]:
+    """What this rank has attached to the step, and the buffers in it. If one rank can't read its own, all raise."""
+    record = found.records.get(contexts.current().session.rank)
+    attached, buffers = Attachment(b"", {}), dict[str, torch.Tensor]()
+    failure: BytePSError | None = None
+    try:
+        if record is not None:
+            attached = Attachment.unpack(reader.read_attached(record))
+        buffers = tensors_of(attached.buffers)
+        ModelBuffers(model).check(attached.constants)
+    except BytePSError as error:
+        failure = error
+    raise_together(failure, f"{optimizer._name}.attached")
+    return attached, buffers
 
 
 def _check_parameters(model: torch.nn.Module, optimizer: HostedOptimizerMixin) -> None:
@@ -123,13 +126,9 @@ def _check_parameters(model: torch.nn.Module, optimizer: HostedOptimizerMixin) -
         raise UsageError(f"restore(): parameter {strangers[0]!r} of the optimizer is not one of the model's")
 
 
-def _restore(
-    model: torch.nn.Module, optimizer: HostedOptimizerMixin, reader: ShadowReader, found: _RestorableStep
-) -> None:
+def _restore(model: torch.nn.Module, optimizer: HostedOptimizerMixin, reader: ShadowReader, found: Restorable) -> None:
     common = found.common
-    session = contexts.current().session
-    attached = Attachment.unpack(found.extras.get(session.rank, b""))
-    ModelBuffers(model).check(attached.constants)
+    attached, buffers = _read_attached(model, optimizer, reader, found)
     groups = optimizer.param_groups
     params = {optimizer._parameter_names[param]: param for group in groups for param in group["params"]}
     _check_same(params, common)
@@ -155,8 +154,8 @@ def _restore(
     shadow.go_on(found.step, common.get("calls", found.step), reader)
     if attached.extra:  # only this job's ranks, which are authenticated, have written it
         shadow.extra = unpickled(attached.extra)
-    if attached.buffers:
-        model.load_state_dict(tensors_of(attached.buffers), strict=False)
+    if buffers:
+        model.load_state_dict(buffers, strict=False)
         shadow.buffers = ModelBuffers(model, attached.buffers)
 
 

@@ -24,9 +24,11 @@ from byteps_py.torch.gradients.common_record import CommonRecord, ShadowedTensor
 from byteps_py.torch.gradients.largest_values import largest
 from byteps_py.torch.gradients.stored_buffers import ModelBuffers
 from byteps_py.torch.horovod.objects import pickled
+from byteps_py.wire import MAX_ATTACHED_BYTES
+from byteps_py.wording import bytes_text
 
-#: Of what is attached to a step, with the model's buffers.
-MAX_EXTRA_BYTES = 1 << 20
+#: Of what is attached, for each buffer beside its elements: its name, its shape, its digest.
+_BESIDE_BYTES = 4096
 _RUN_BITS = 52  # a float64 carries it from rank to rank
 _of_session: weakref.WeakKeyDictionary[Session, Callable[[], ShadowedSteps | None]] = weakref.WeakKeyDictionary()
 
@@ -144,27 +146,39 @@ class ShadowedSteps:
             extra = pickled(self.extra) if self.extra is not None else b""
         except Exception as error:  # classes of the user may raise anything
             raise UsageError(f"optimizer.shadow_extra can't be pickled: {error}") from error
-        if len(extra) >= MAX_EXTRA_BYTES:
-            raise UsageError(
-                f"optimizer.shadow_extra has {len(extra)} bytes, and {MAX_EXTRA_BYTES} are the most: they go to "
-                "another machine with every step. Attach positions and random states, not data"
-            )
+        self._check_sizes(len(extra), {})
         return extra
+
+    def check_size(self) -> None:
+        """Raises UsageError if the buffers that are known to travel are too much."""
+        self._check_sizes(0, self.buffers.sizes() if self.buffers is not None else {})
+
+    @staticmethod
+    def _check_sizes(extra_bytes: int, sizes: Mapping[str, int]) -> None:
+        total = extra_bytes + sum(sizes.values())
+        if total <= MAX_ATTACHED_BYTES - _BESIDE_BYTES * (1 + len(sizes)):
+            return
+        most = f"{MAX_ATTACHED_BYTES >> 20} MiB"
+        largest_one = max(sizes, key=lambda name: sizes[name], default="")
+        if extra_bytes >= sizes.get(largest_one, 0):
+            raise UsageError(
+                f"optimizer.shadow_extra has {bytes_text(extra_bytes)}, and {most} are the most, together with the "
+                "model's buffers that change: they go to another machine with every step. Attach positions and random "
+                "states, not data"
+            )
+        raise UsageError(
+            f"the model's buffers that change, and optimizer.shadow_extra, have {bytes_text(total)}, and {most} are "
+            f"the most: they go to another machine with every step. The largest buffer is {largest_one!r} with "
+            f"{bytes_text(sizes[largest_one])}: if it can be computed anew, register it with register_buffer(…, "
+            "persistent=False)"
+        )
 
     def pack_extra(self) -> None:
         """Pack what belongs to the next step. Raises UsageError if that can't be pickled, or is too much."""
         extra = self.check_extra()
         buffers, constants = self.buffers.stored() if self.buffers is not None else ({}, {})
+        self._check_sizes(len(extra), {name: len(each.data) for name, each in buffers.items()})
         self._packed = Attachment(extra, buffers, constants).pack()
-        if len(self._packed) > MAX_EXTRA_BYTES:
-            largest_one = max(buffers, key=lambda name: len(buffers[name].data), default="")
-            nbytes = len(buffers[largest_one].data) if buffers else 0
-            raise UsageError(
-                f"the model's buffers that change, and optimizer.shadow_extra, have {len(self._packed)} bytes, and "
-                f"{MAX_EXTRA_BYTES} are the most: they go to another machine with every step. The largest buffer is "
-                f"{largest_one!r} with {nbytes} bytes: if it can be computed anew, register it with "
-                "register_buffer(…, persistent=False)"
-            )
 
     def record(self, tensors: Sequence[ShadowedTensor], groups: Sequence[Mapping[str, Any]]) -> None:
         """The step of all parts has begun. ``tensors``: all that have states. Raises UsageError for more
@@ -179,10 +193,10 @@ class ShadowedSteps:
         common = b""
         if session.rank == 0:
             common = self._common.pack(tensors, groups, self.model, self.calls)
-        if len(common) + len(self._packed) > session.max_record_bytes:
+        if len(common) > session.max_record_bytes:
             raise UsageError(
                 f"shadow=True: the names, shapes and steps of {sum(len(each.params) for each in tensors)} "
                 f"parameters have {len(common)} bytes, which go to another machine with every step, and "
-                f"{session.max_record_bytes - len(self._packed)} are the most"
+                f"{session.max_record_bytes} are the most"
             )
         session.record_step(shadowed, common, self._packed)

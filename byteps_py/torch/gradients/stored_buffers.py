@@ -39,6 +39,10 @@ class ModelBuffers:
         state = self._model.state_dict(keep_vars=True)
         return {name: value.detach() for name, value in state.items() if id(value) in mine}
 
+    def sizes(self) -> dict[str, int]:
+        """Bytes of those that travel, as long as no other one changes."""
+        return {name: value.nbytes for name, value in self._persistent().items() if name not in self._unchanged}
+
     def stored(self) -> tuple[dict[str, StoredBuffer], dict[str, str]]:
         """Those that travel, and the checksums of those that do not."""
         found = self._persistent()

@@ -59,15 +59,20 @@ def load_newest(model: torch.nn.Module, optimizer: HostedOptimizerMixin, path: s
         calls = int(checkpoint.values("calls").get("", newest))
     except BytePSError as error:
         failure = error
-    told = None if failure is None else (type(failure), str(failure))
-    for rank, found in enumerate(allgather_object(told, name=f"{optimizer._name}.loaded")):
-        if found is not None:
-            raise failure or found[0](f"rank {rank}: {found[1]}")
+    raise_together(failure, f"{optimizer._name}.loaded")
     loaded.give(model, optimizer)
     shadow = optimizer._shadowed_steps
     shadow.go_on(newest, calls)
     shadow.buffers = ModelBuffers(model, checkpoint.names(_MODEL))
     return calls
+
+
+def raise_together(failure: BytePSError | None, name: str) -> None:
+    """All ranks call it: if one of them has failed, all raise. ``name``: of what they exchange."""
+    told = None if failure is None else (type(failure), str(failure))
+    for rank, found in enumerate(allgather_object(told, name=name)):
+        if found is not None:
+            raise failure or found[0](f"rank {rank}: {found[1]}")
 
 
 class _StepFiles(CheckpointFiles):
