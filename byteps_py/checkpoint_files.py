@@ -7,7 +7,7 @@
     DIR/.part-ID-RANK        of a save in the background that is under way: what a rank has written
 
 A save writes beside the checkpoint that is there, and removes it after the new one is complete. Other files in the
-folder stay. What a killed save has left is removed by the next one. Any thread.
+folder stay. The next save removes what a killed one has left. Any thread.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class ControlEvents:
     ``heartbeat``: makes the next heartbeat.
     ``on_away``: the scheduler has been away for a while, with a PeerLostError; not after Stop. Or, with the error of
         its refusal, a scheduler is at its address that does not know this process: it has another journal.
-    ``on_back``: it is connected again.
+    ``on_back``: it is connected again, after an ``on_away``. A short absence calls neither.
     """
 
     on_message: Callable[[pb.SchedulerMessage], None]

@@ -4,7 +4,7 @@ Each message starts with one byte, its kind. Those on the hot path (READY, DONE)
 a message, and a RECORD has bytes; the rest is JSON.
 
     rank → service: HELLO, DECLARE, LAYOUT, READY, CHUNKS, BARRIER, JOIN, NOTE, SETTLE, LEAVE, PING, STACK, INTRODUCE,
-                    WAITS, WAITED, HOST, NORM, STEP, SKIP, RECORD, UNHOST
+                    WAITS, WAITED, STEPS, HOST, NORM, STEP, SKIP, RECORD, UNHOST
     service → rank: WELCOME, SEGMENT (with a descriptor), DECLARED, CHUNK, DONE, FAILED, RELEASED, JOINED, HOSTS,
                     SETTLED, FATAL, PONG, PEER, INTRODUCED, HOSTED, NORMED, HELD, RECORDED
 """
@@ -54,6 +54,7 @@ class RankMessageKind(enum.IntEnum):
     INTRODUCED = 23  # {key}: all members have asked, and each knows the way to the others by now
     WAITS = 24  # {id, name, round, age_s, group}: of ranks that the sender waits for, itself included
     WAITED = 25  # {id}: it has come
+    STEPS = 39  # {begun: [[sequence, steps, optimizers]]}: how far a rank is that has waited for a while; see RankSteps
     CHUNKS = 26  # {slot}: the rank wants to hear of each chunk of the slot's results, from the next round on
     CHUNK = 27  # records (slot, round, chunk): this chunk of a result lies in the slot
     SETTLE = 28  # {}: the rank is about to leave, once others have taken what it has given them

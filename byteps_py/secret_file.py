@@ -43,7 +43,7 @@ def read_secret(path: str) -> str:
 
 
 def _exposure(about: os.stat_result, path: str) -> str:
-    """Who else can read or change the file, as a clause; empty if nobody."""
+    """A clause that says which other users can read or change the file; empty if none can."""
     if not stat.S_ISREG(about.st_mode):
         return ""
     mode = stat.S_IMODE(about.st_mode)

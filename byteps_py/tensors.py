@@ -287,6 +287,9 @@ class TensorSpec:
 #: Part of the names of operations that the program gave no name. They are matched in the order of their calls.
 UNNAMED = ".noname."
 
+#: Part of the names of what ranks compare in the first step of an optimizer. The number of the optimizer follows.
+FIRST_STEP = ", first step of optimizer "
+
 #: The priority of gradients that an optimizer waits for all together. They go in the order in which they become ready,
 #: which is the same on all machines, and behind tensors that are waited for singly.
 TOGETHER = -1

@@ -1,8 +1,8 @@
 """The messages of the data plane, between a CS and an SS or two CSs: headers and small payloads. Pure; any thread.
 
 Over TCP a message is [header, payload], sealed (dataplane/seal.py) except during the handshake. Between two processes
-of one machine it is a header, and its payload lies in shared memory (server/local.py). This module never allocates
-memory by a size that a header claims.
+of one machine it is a header, and its payload lies in shared memory (server/contribution_listeners.py). This module
+never allocates memory by a size that a header claims.
 """
 
 from __future__ import annotations

@@ -118,20 +118,22 @@ class Register(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., job: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., kind: _Optional[_Union[MachineKind, str]] = ..., machine_id: _Optional[str] = ..., machine_index: _Optional[int] = ..., address: _Optional[str] = ..., local_address: _Optional[str] = ..., local_size: _Optional[int] = ..., num_workers: _Optional[int] = ..., num_servers: _Optional[int] = ..., partition_bytes: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., link_mbit: _Optional[float] = ..., token: _Optional[bytes] = ..., received: _Optional[int] = ..., member_id: _Optional[int] = ..., epoch: _Optional[int] = ..., elastic: bool = ..., shadow_address: _Optional[str] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("statistics", "waiting", "ranks", "servers", "shadow", "bare")
+    __slots__ = ("statistics", "waiting", "ranks", "servers", "shadow", "steps", "bare")
     STATISTICS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
     SERVERS_FIELD_NUMBER: _ClassVar[int]
     SHADOW_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
     BARE_FIELD_NUMBER: _ClassVar[int]
     statistics: Statistics
     waiting: _containers.RepeatedCompositeFieldContainer[Waiting]
     ranks: _containers.RepeatedCompositeFieldContainer[RankPace]
     servers: _containers.RepeatedCompositeFieldContainer[ServerPace]
     shadow: ShadowProtection
+    steps: _containers.RepeatedCompositeFieldContainer[RankSteps]
     bare: bool
-    def __init__(self, statistics: _Optional[_Union[Statistics, _Mapping]] = ..., waiting: _Optional[_Iterable[_Union[Waiting, _Mapping]]] = ..., ranks: _Optional[_Iterable[_Union[RankPace, _Mapping]]] = ..., servers: _Optional[_Iterable[_Union[ServerPace, _Mapping]]] = ..., shadow: _Optional[_Union[ShadowProtection, _Mapping]] = ..., bare: bool = ...) -> None: ...
+    def __init__(self, statistics: _Optional[_Union[Statistics, _Mapping]] = ..., waiting: _Optional[_Iterable[_Union[Waiting, _Mapping]]] = ..., ranks: _Optional[_Iterable[_Union[RankPace, _Mapping]]] = ..., servers: _Optional[_Iterable[_Union[ServerPace, _Mapping]]] = ..., shadow: _Optional[_Union[ShadowProtection, _Mapping]] = ..., steps: _Optional[_Iterable[_Union[RankSteps, _Mapping]]] = ..., bare: bool = ...) -> None: ...
 
 class ShadowProtection(_message.Message):
     __slots__ = ("step", "survives")
@@ -140,6 +142,18 @@ class ShadowProtection(_message.Message):
     step: int
     survives: str
     def __init__(self, step: _Optional[int] = ..., survives: _Optional[str] = ...) -> None: ...
+
+class RankSteps(_message.Message):
+    __slots__ = ("rank", "sequence", "steps", "optimizers")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    OPTIMIZERS_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    sequence: str
+    steps: int
+    optimizers: int
+    def __init__(self, rank: _Optional[int] = ..., sequence: _Optional[str] = ..., steps: _Optional[int] = ..., optimizers: _Optional[int] = ...) -> None: ...
 
 class RankPace(_message.Message):
     __slots__ = ("rank", "step_s", "wait_s", "pid", "last_step_s", "last_wait_s", "row_step_s", "row_waited")

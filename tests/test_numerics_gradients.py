@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from typing import Any
 
 import pytest
@@ -182,13 +184,43 @@ def test_float32_gains_and_more_terms_lose_more() -> None:
 
 def test_measurements_depend_on_the_seed_and_nothing_else() -> None:
     state = torch.random.get_rng_state()
-    first = accumulation_errors([3], hidden=8, seed=5)
+    first = list(accumulation_errors([3], hidden=8, seed=5))
     torch.randn(3)
-    assert accumulation_errors([3], hidden=8, seed=5) == first
-    assert accumulation_errors([3], hidden=8, seed=6) != first
+    assert list(accumulation_errors([3], hidden=8, seed=5)) == first
+    assert list(accumulation_errors([3], hidden=8, seed=6)) != first
     torch.random.set_rng_state(state)
-    accumulation_errors([3], hidden=8)
-    assert torch.equal(torch.random.get_rng_state(), state)
+    with torch.no_grad():
+        for _ in accumulation_errors([3], hidden=8):
+            assert torch.equal(torch.random.get_rng_state(), state)
+            assert not torch.is_grad_enabled()
+
+
+def test_errors_come_as_they_are_measured() -> None:
+    counts: Any = [2, 2.5]  # half a term can't be measured
+    errors = accumulation_errors(counts, hidden=8)
+    assert next(errors).terms == 2
+    with pytest.raises(TypeError):
+        next(errors)
+
+
+class Screen(io.StringIO):
+    """What can be seen after each flush."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def flush(self) -> None:
+        self.seen.append(self.getvalue())
+
+
+def test_a_line_is_shown_as_soon_as_it_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Screen()
+    monkeypatch.setattr(sys, "stdout", screen)
+    assert main(["numerics", "precision", "--counts", "2,3", "--hidden", "8"]) == 0
+    lines = screen.getvalue().splitlines(keepends=True)
+    assert len(lines) == 9
+    assert set(screen.seen) >= {"".join(lines[:count]) for count in range(1, 10)}
 
 
 def test_two_terms_round_once() -> None:

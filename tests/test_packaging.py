@@ -7,25 +7,35 @@ import re
 import shutil
 import subprocess
 import sys
-import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
-#: Folders at the top that are packages of byteps_py.
-MAPPED = ("server", "worker", "proto")
+FOLDERS = ("byteps_py", "server", "worker", "proto")
+KEPT = {".py", ".pyi", ".proto", ".json"}
 
 
-def test_every_package_is_installed() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    inside = [path.parent.relative_to(ROOT) for path in (ROOT / "byteps_py").rglob("__init__.py")]
-    packages = {".".join(path.parts) for path in inside}
-    for name in MAPPED:
-        inside = [path.parent.relative_to(ROOT) for path in (ROOT / name).rglob("__init__.py")]
-        packages |= {f"byteps_py.{name}"} | {".".join(["byteps_py", *path.parts]) for path in inside}
-    assert sorted(project["tool"]["setuptools"]["packages"]) == sorted(packages)
+@pytest.mark.slow
+def test_a_wheel_has_every_file_of_the_packages(tmp_path: Path) -> None:
+    """Modules, and what they read: schemas, tables, types."""
+    tree = tmp_path / "tree"
+    for name in FOLDERS:
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    (tree / "build" / "types" / "byteps_py" / "old").mkdir(parents=True)  # as `make check` leaves it
+    (tree / "build" / "types" / "byteps_py" / "old" / "__init__.py").touch()
+    pip = [sys.executable, "-m", "pip", "wheel", ".", "--no-deps", "--no-build-isolation", "--quiet", "-w", tmp_path]
+    done = subprocess.run(pip, cwd=tree, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    [wheel] = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        held = {name for name in archive.namelist() if not name.split("/")[0].endswith(".dist-info")}
+    kept = [path.relative_to(ROOT) for name in FOLDERS for path in (ROOT / name).rglob("*") if path.suffix in KEPT]
+    expected = {str(path if path.parts[0] == "byteps_py" else "byteps_py" / path) for path in kept}
+    assert held == expected | {"byteps_py/py.typed"}
 
 
 # ---- make torch ---------------------------------------------------------------------------------------------------

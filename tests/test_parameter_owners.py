@@ -15,6 +15,7 @@ from support.breaking import command
 from support.clusters import ROOT
 from support.threaded import ThreadedCluster
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import byteps_py.torch as bps
 from byteps_py import sharding
@@ -173,6 +174,43 @@ def test_torch_s_wrapper_of_a_sharded_model_is_refused(world: dist.device_mesh.D
     with pytest.raises(UsageError, match=r"can't be copied.*copy the model before shard\(\)"):
         copy.deepcopy(model)
     del sharded
+
+
+def test_fsdp2_s_own_refusals(world: dist.device_mesh.DeviceMesh) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Linear(2, 2)
+    fully_shard(model, mesh=world)
+    with pytest.raises(AssertionError, match="FSDP does not support deepcopy"):
+        torch.optim.swa_utils.AveragedModel(model)
+    images = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+    with pytest.raises(NotImplementedError, match="FSDP does not support non-contiguous parameters"):
+        fully_shard(images, mesh=world)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_torch_s_zero_optimizer_is_not_hosted(world: dist.device_mesh.DeviceMesh) -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = nn.Linear(2, 2)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
+    with pytest.raises(UsageError, match=r"steps of SGD.*not of ZeroRedundancyOptimizer\. Leave hosted out"):
+        bps.DistributedOptimizer(optimizer, model.named_parameters(), hosted=True)
+
+
+def test_sharded_models_refuse_sparse_gradients_and_backward_passes_in_one_another(
+    world: dist.device_mesh.DeviceMesh,
+) -> None:
+    words = nn.Embedding(4, 2, sparse=True)
+    sharded = WRAPPERS["shard"][1](words)
+    with pytest.raises(GradientOrderError, match=r"the gradient of 'weight' is sparse.*give its layer sparse=False"):
+        words(torch.tensor([1])).sum().backward()
+    layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    also_sharded = WRAPPERS["shard"][1](layers)
+    output = layers[2](checkpoint(layers[1], layers[0](torch.ones(1, 2)), use_reentrant=True))
+    with pytest.raises(UsageError, match="use activation checkpoints with use_reentrant=False"):
+        output.sum().backward()
+    del sharded, also_sharded
 
 
 def test_a_wrapper_that_is_gone_is_in_nobodys_way(world: dist.device_mesh.DeviceMesh) -> None:

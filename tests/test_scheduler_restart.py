@@ -225,10 +225,6 @@ def test_members_go_back_to_their_scheduler_from_one_with_another_journal(
         worker.leave()
 
 
-# TODO: in about one run of five the server is not back within 60 s. A fault of the product until shown otherwise.
-@pytest.mark.xfail(
-    strict=False, raises=AssertionError, reason="the server sometimes comes back too late: not understood"
-)
 def test_workers_that_are_started_again_need_not_wait_for_dead_ones(start: Factory, attend: Attend) -> None:
     """All but the server was killed: it joins the new job at once, and that begins without it, too."""
     scheduler = start(**SHAPE, heartbeat_timeout_s=20.0).wait_listening()
@@ -237,6 +233,8 @@ def test_workers_that_are_started_again_need_not_wait_for_dead_ones(start: Facto
     for member in (dead, also_dead):
         cast(GrpcControlLink, member.link).away_close_s = 0.0
         member.leave()
+    # The end of an absence is reported only if its beginning was. A scheduler may be back before that.
+    assert isinstance(server.away.get(timeout=TIMEOUT_S), errors.PeerLostError)
     scheduler.restart()
     assert server.back.acquire(timeout=TIMEOUT_S)  # it believes that its job goes on
     new = [attend(scheduler.settings, as_worker(index)) for index in range(2)]
@@ -275,6 +273,41 @@ def test_connections_that_are_cut_repeatedly_lose_no_message_and_no_member(start
         code, log = scheduler.ended()
         assert code == 0, log
         assert all(member.lost.empty() for member in members)
+
+
+def test_a_short_absence_of_the_scheduler_is_not_reported(start: Factory, attend: Attend) -> None:
+    """Neither its beginning nor its end; its members go on all the same."""
+    scheduler = start(**SHAPE).wait_listening()
+    one, two, _ = members = cluster(scheduler.settings, attend)
+    for member in members:
+        cast(GrpcControlLink, member.link).short_absence_s = 2 * TIMEOUT_S
+    scheduler.restart()
+    for worker in (one, two):
+        worker.link.send(arrive(1))
+    for worker in (one, two):
+        assert worker.wait("release").release.sequence == 1
+    for member in members:
+        assert member.away.empty()
+        assert not member.back.acquire(blocking=False)
+        assert member.lost.empty()
+
+
+def test_a_process_that_ends_waits_for_a_dead_scheduler_no_longer_than_for_an_absent_one(
+    start: Factory, attend: Attend
+) -> None:
+    """Also if the scheduler dies just before, so that the link still takes it for alive."""
+    scheduler = start(num_workers=1).wait_listening()
+    member = attend(scheduler.settings, as_worker())
+    link = cast(GrpcControlLink, member.link)
+    link.away_close_s, link.close_timeout_s = 0.0, TIMEOUT_S
+    member.wait("membership")
+    scheduler.process.send_signal(signal.SIGSTOP)  # it takes Leave no more
+    closing = threading.Thread(target=link.close)
+    closing.start()
+    assert link._closing.wait(TIMEOUT_S)
+    scheduler.kill()
+    closing.join(TIMEOUT_S / 2)
+    assert not closing.is_alive()
 
 
 def test_a_damaged_journal_is_named(start: Factory, attend: Attend, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from support.scheduler_core import ballot, declare, running, spec
 
 from byteps_py.proto import control_pb2 as pb
+from byteps_py.tensors import FIRST_STEP
 
 
 def wait_for(name: str, ready: list[int], age_s: float, round_: int = 0) -> dict[str, pb.Heartbeat]:
@@ -42,6 +43,18 @@ def test_tensors_that_wait_for_the_same_ranks_share_a_sentence() -> None:
     (text,) = {m.stalled.message for _, m in out}
     assert text.startswith("tensors 't0', 't1', 't2', 't3' and 2 more have waited 10 s for ranks 2-3, which have not ")
     assert "not declared them" in text
+
+
+def test_the_first_step_of_an_optimizer_that_some_ranks_have_not_made() -> None:
+    cluster, (a, _), _ = running(stall_warn_s=5.0)
+    name = f"gradients to combine{FIRST_STEP}2.plan"
+    cluster.say(a, **declare(ballot([0, 1], name=name)))
+    ((_, told), *_) = cluster.say(a, **wait_for(name, [0, 1], 5.0))
+    assert told.stalled.message == (
+        "tensor 'gradients to combine, first step of optimizer 2.plan' has waited 5 s for ranks 2-3, which have not "
+        "declared it (worker 1 (ranks 2-3, host gpu1, pid 101)): slow, stuck, or on another path of the program; every "
+        "rank needs the same optimizers, unless those of some ranks have a process_set"
+    )
 
 
 def test_a_barrier_that_waits_is_reported_apart_from_tensors() -> None:

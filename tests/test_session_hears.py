@@ -10,7 +10,7 @@ import pytest
 
 from byteps_py import rank_protocol as protocol
 from byteps_py.channel import Channel
-from byteps_py.errors import ProtocolError
+from byteps_py.errors import ProtocolError, StallError
 from byteps_py.rank_protocol import RankMessageKind
 from byteps_py.session.service.remote import RemoteSession
 from byteps_py.shm import Segment
@@ -35,6 +35,27 @@ def far_end() -> Iterator[Channel]:
 def session_of(service: Channel, **welcome: object) -> RemoteSession:
     service.send(protocol.pack(RankMessageKind.WELCOME, **{**_WELCOME, **welcome}))
     return RemoteSession(service.rank, 0, 2, 5.0, 5.0)  # type: ignore[attr-defined]
+
+
+def test_a_rank_that_waits_tells_how_far_it_is(service: Channel) -> None:
+    """Once, and again when it has gone on."""
+    session = session_of(service)
+    session.tell_after_s = 0.01
+    told = []
+    for steps in (1, 2):
+        session.steps_begun = {"all": (steps, 1)}
+        with pytest.raises(StallError):
+            session.wait_until(lambda: False, 0.1, lambda: "nothing")
+        with pytest.raises(StallError):
+            session.wait_until(lambda: False, 0.1, lambda: "nothing")
+    while (received := service.receive(0)) is not None:
+        message, descriptors = received
+        if protocol.kind_of(message) is RankMessageKind.STEPS:
+            told.append(protocol.fields_of(message))
+        for descriptor in descriptors:
+            os.close(descriptor)
+    assert told == [{"begun": [["all", 1, 1]]}, {"begun": [["all", 2, 1]]}]
+    session.close()
 
 
 def test_a_welcome_without_a_rank(service: Channel) -> None:

@@ -1,11 +1,15 @@
-"""Which part of the package imports which: arrows point to the shared ground, and not back."""
+"""Which part of the package imports which: arrows point to the shared ground, and not back. What texts say is there."""
 
 from __future__ import annotations
 
 import ast
+import itertools
+import re
+from collections.abc import Set
 from pathlib import Path
 
 import pytest
+from support.named import PACKAGES, Text, Tree
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = {"byteps_py": ROOT / "byteps_py", "byteps_py.server": ROOT / "server", "byteps_py.worker": ROOT / "worker"}
@@ -83,6 +87,24 @@ def test_arrows_point_one_way() -> None:
         if part == wanted or wanted == GROUND or {wanted, inner} & ALLOWED[part] or (module, wanted) in FRONT_DOORS:
             continue
         wrong.append(f"{module} ({part}) imports {other} ({wanted})")
+    assert not wrong, "\n".join(wrong)
+
+
+#: They may need torch. The backend's registration imports it when torch calls it.
+WITH_TORCH = {"torch", "parallel", "checkpoint"}
+
+
+def test_services_and_commands_do_without_torch() -> None:
+    """They run on machines that have none."""
+    wrong = []
+    for package, folder in FOLDERS.items():
+        for path in folder.rglob("*.py"):
+            parts = [package, *path.relative_to(folder).with_suffix("").parts]
+            is_allowed = part_of(".".join(parts)) in WITH_TORCH or path.name == "torch_backend.py"
+            for node in ast.walk(ast.parse(path.read_text())) if not is_allowed else ():
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+                wrong += [f"{path}:{node.lineno}" for name in names if name.split(".")[0] == "torch"]  # type: ignore[attr-defined]
     assert not wrong, "\n".join(wrong)
 
 
@@ -211,3 +233,115 @@ def test_tests_replace_no_name_of_the_product(path: Path) -> None:
         is_replacement = what.endswith(("setattr", "patch", "patch.object", "patch.multiple"))
         is_of_product = target in names or target.strip("'\"").startswith("byteps_py")
         assert not (is_replacement and is_of_product), f"{path.name}:{node.lineno}: {ast.unparse(node)}"
+
+
+# ---- what docstrings, comments and pages say is there ------------------------------------------------------------
+
+
+@pytest.fixture(name="tree", scope="module")
+def _tree() -> Tree:
+    return Tree.read(ROOT)
+
+
+def test_what_texts_name_is_there(tree: Tree) -> None:
+    """Files, folders, modules and classes. A word that only looks like one belongs to the lists of support/named.py."""
+    wrong = [name for text in tree.texts for name in tree.unknown(text)]
+    assert not wrong, "named, but not there:\n" + "\n".join(wrong)
+
+
+#: What is right to say in a docstring of the product, and what is not.
+RIGHT = """See ring.py, engine/router.py, docs/glossary.md, byteps_py/torch/engine and byteps_py.errors.UsageError.
+
+``Router`` and RouteChoice choose; GradScalers are torch's, ZeroMQ is no class. optimizer_mixin is a module.
+``byteps_py.torch.ops`` is an alias, ``byteps_py.worker.core.pipeline`` and `byteps_py.allreduce` are there.
+
+>>> of_this_example = 1
+"""
+WRONG = {
+    "See no_such_module.py.": "no_such_module.py",
+    "See server/router.py.": "server/router.py",
+    "It is in tests/support/nothing.": "tests/support/nothing",
+    "See docs/nothing.md.": "docs/nothing.md",
+    "It calls byteps_py.torch.nothing.": "byteps_py.torch.nothing",
+    "It calls byteps_py.worker.links.": "byteps_py.worker.links",
+    "A NoSuchThing does it.": "NoSuchThing",
+    "A ``Nosuch`` does it.": "Nosuch",
+    "See `_Nosuch.do`.": "_Nosuch",
+    "no_such_word ─ router": "no_such_word",
+}
+
+
+def test_names_that_are_there_are_right(tree: Tree) -> None:
+    for file in ("server/service.py", "docs/page.md"):
+        assert tree.unknown(Text(file, 1, RIGHT)) == []
+
+
+@pytest.mark.parametrize("sentence", WRONG, ids=WRONG.get)
+def test_names_that_are_not_there_are_found(tree: Tree, sentence: str) -> None:
+    found = tree.unknown(Text("server/service.py", 10, f"What it does.\n\n{sentence}\n"))
+    assert f"server/service.py:12: {WRONG[sentence]}" in found
+
+
+def test_comments_and_docstrings_are_read(tmp_path: Path) -> None:
+    """Of modules, classes and functions, also behind signatures of several lines; no other strings."""
+    source = [
+        '"""Says FirstThing."""',
+        "class Real:  # SecondThing",
+        '    """Says ThirdThing."""',
+        "    def f(",
+        "        self, x: str = '# NoThing'",
+        "    ) -> None:",
+        '        r"""Says',
+        '        FourthThing."""',
+        '        x = """NoThing"""',
+        "        #: FifthThing",
+    ]
+    (tmp_path / "server").mkdir()
+    (tmp_path / "server" / "thing.py").write_text("\n".join(source))
+    read = Tree.read(tmp_path)
+    places = [(1, "First"), (2, "Second"), (3, "Third"), (8, "Fourth"), (10, "Fifth")]
+    expected = [f"server/thing.py:{line}: {which}Thing" for line, which in places]
+    assert sorted((name for text in read.texts for name in read.unknown(text)), key=expected.index) == expected
+
+
+# ---- the tree of CONTRIBUTING.md ---------------------------------------------------------------------------------
+
+
+def packages_in(folder: Path) -> set[str]:
+    return {
+        path.parent.relative_to(folder).as_posix() for top in PACKAGES for path in (folder / top).rglob("__init__.py")
+    }
+
+
+def listed_in(page: str) -> list[str]:
+    """The folders in the first column of the table, ``x/{a,b}`` as x/a and x/b."""
+    _, _, table = page.partition("\n## Source tree\n")
+    cells = [line.split("|")[1] for line in table.partition("\n## ")[0].splitlines() if line.startswith("| `")]
+    found = []
+    for name in itertools.chain.from_iterable(re.findall(r"`([^`]+)`", cell) for cell in cells):
+        before, _, inside = name.partition("{")
+        found += [before + one for one in inside.rstrip("}").split(",")]
+    return found
+
+
+def differences(page: str, packages: Set[str]) -> list[str]:
+    listed = listed_in(page)
+    twice = {name for name in listed if listed.count(name) > 1}
+    of_product = {name for name in listed if name.split("/")[0] in PACKAGES}
+    wrong = [f"{name} is missing" for name in sorted(packages - of_product)]
+    return [
+        *wrong,
+        *(f"{name} is no package" for name in sorted(of_product - packages)),
+        *(f"{n} twice" for n in twice),
+    ]
+
+
+def test_the_tree_of_contributing_is_complete() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    assert differences(page, packages_in(ROOT)) == []
+    assert [name for name in listed_in(page) if not (ROOT / name).is_dir()] == []
+
+
+def test_a_tree_that_is_not_complete_is_noticed() -> None:
+    page = "# Page\n\n## Source tree\n\n| a | b |\n|---|---|\n| `worker`, `worker/{io,gone}` | x |\n| `docs` | x |\n"
+    assert differences(page, {"worker", "worker/io", "server"}) == ["server is missing", "worker/gone is no package"]

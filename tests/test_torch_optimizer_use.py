@@ -13,7 +13,7 @@ from torch import nn
 from torch_training import Net, assert_same, gradients, loss_of, reference, sgd, state_of, wrap
 
 import byteps_py.torch as bps
-from byteps_py.torch.gradients.bucket_layout import plan_buckets
+from byteps_py.torch.gradients.bucket import plan_buckets
 
 MACHINES = (2, 2)
 STEPS = 4

@@ -228,6 +228,15 @@ def test_restore_is_for_shadowed_optimizers_of_the_model(servers: Servers) -> No
         bps.restore(model, shadowed(Model()))
 
 
+def test_a_second_optimizer_is_not_shadowed(servers: Servers) -> None:
+    first, model = shadowed(Model()), Model()
+    first._reducer.shadow.start(contexts.current())  # as its first step does
+    second = shadowed(model)
+    model.linear(torch.ones(1, 3)).sum().backward()
+    with pytest.raises(UsageError, match=r"another optimizer of this job is shadowed already.*in param_groups"):
+        second.step()
+
+
 def test_what_does_not_go_together_is_refused(servers: Servers) -> None:
     model = Model()
     with pytest.raises(UsageError, match="delayed_update_after does not go together with shadow=True"):

@@ -83,7 +83,7 @@ def test_with_a_real_installation_inside_the_source_tree(tmp_path: Path) -> None
     tree, environment = tmp_path / "tree", tmp_path / "venv"
     for name in ("byteps_py", "server", "worker", "proto"):
         shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree)
     (tree / "train.py").write_text(PAGE.blocks_after("file train.py")[0])
     venv.create(environment, symlinks=True)

@@ -41,6 +41,15 @@ def test_a_wait_that_the_scheduler_can_not_be_told_of(machine: Machine, wrong: d
     machine.go_on()
 
 
+@pytest.mark.parametrize(
+    "begun", [7, [["w", 1]], [["w", -1, 1]], [["w", 1, 1 << 64]], [[_NO_LETTER, 1, 1]], [[7, 1, 1]]]
+)
+def test_steps_that_the_scheduler_can_not_be_told_of(machine: Machine, begun: object) -> None:
+    machine.say(1, protocol.pack(RankMessageKind.STEPS, begun=begun))
+    assert len(machine.deaths) == 1
+    machine.go_on()
+
+
 def test_a_note_of_what_is_no_letter(machine: Machine) -> None:
     machine.say(0, protocol.pack(RankMessageKind.NOTE, text=_NO_LETTER))
     machine.go_on()

@@ -108,7 +108,18 @@ def heartbeat(
         ranks=group.executor.pace.report(group.executor.ranks) if group is not None else (),
         servers=network.pace.report() if network is not None else (),
         shadow=group.requests.hosting.shadows.protection if group is not None else None,
+        steps=_steps(group) if group is not None and waiting else (),
     )
+
+
+def _steps(group: Group) -> list[pb.RankSteps]:
+    found = []
+    for rank in group.executor.ranks.values():
+        for told in rank.steps:
+            steps = pb.RankSteps(rank=group.topology.first_rank + rank.local_rank)
+            steps.MergeFrom(told)
+            found.append(steps)
+    return found
 
 
 class Rejoining:

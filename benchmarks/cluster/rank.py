@@ -120,7 +120,7 @@ class Ours:
         from byteps_py.settings import Settings
         from byteps_py.tensors import TOGETHER, DType, TensorSpec
         from byteps_py.torch.engine.context import current
-        from byteps_py.torch.gradients.bucket_layout import plan_buckets
+        from byteps_py.torch.gradients.bucket import plan_buckets
 
         session = current().session
         # As DistributedOptimizer does: small gradients travel together, back layers come first, as a backward pass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,11 +75,15 @@ def compare_runs(arguments: argparse.Namespace) -> int:
 
 
 def measure(arguments: argparse.Namespace) -> int:
-    """Print the errors. Raises UsageError for counts or a width that can't be measured."""
+    """Print each error as soon as it is measured. Raises UsageError for counts or a width that can't be measured."""
     from byteps_py.parallel.numerics.precision import accumulation_errors
 
     errors = accumulation_errors(arguments.counts, arguments.hidden, arguments.seed)
-    print(json.dumps([_as_json(error) for error in errors]) if arguments.json else _as_text(errors))
+    if arguments.json:
+        print(json.dumps([_as_json(error) for error in errors]))
+        return 0
+    for line in _as_lines(errors):
+        print(line, flush=True)  # the next one takes seconds
     return 0
 
 
@@ -99,16 +104,14 @@ def _as_json(error: AccumulationError) -> dict[str, Any]:
     }
 
 
-def _as_text(errors: list[AccumulationError]) -> str:
-    lines = [
-        "Relative error of a sum of bfloat16 gradients, against float64:",
-        "",
-        f"{'buffer':<32} {'terms':>5}  {'bfloat16':>9}  {'rounded once':>12}  {'float32':>9}  {'gain':>7}",
-    ]
+def _as_lines(errors: Iterable[AccumulationError]) -> Iterator[str]:
+    """A table, a line as soon as there is an error for it."""
+    yield "Relative error of a sum of bfloat16 gradients, against float64:"
+    yield ""
+    yield f"{'buffer':<32} {'terms':>5}  {'bfloat16':>9}  {'rounded once':>12}  {'float32':>9}  {'gain':>7}"
     for error in errors:
         gain = f"{error.gain:>7.0f}" if error.float32 else f"{'exact':>7}"
-        lines.append(
+        yield (
             f"{error.buffer:<32} {error.terms:>5}  {error.bfloat16:>9.2e}  {error.rounded:>12.2e}  "
             f"{error.float32:>9.2e}  {gain}"
         )
-    return "\n".join(lines)

@@ -5,8 +5,8 @@
        ──PROOF      proof that the CS knows it ───────────────────────────────────────────────────►
        ◄═WELCOME    sealed, as is all that follows, each way under a key of this connection alone (seal.py) ═
 
-A CS sends nothing else until it is welcome: an unauthenticated process may send only little (unauthenticated.py), and a
-busy listener reads the proof late.
+A CS sends nothing else until it is welcome: an unauthenticated process may send only little
+(unauthenticated_connections.py), and a busy listener reads the proof late.
 
 Proofs are HMACs with a key made from the secret. They cover all messages of the handshake and what it binds: the job,
 the listener's address, the machine that connects and its group of ranks (see listener.py), and the protection (so that

@@ -63,7 +63,7 @@ class Peer(ABC):
 
     @abstractmethod
     def refuse(self, header: Header, reason: str) -> None:
-        """Send why a message was not accepted: ``ErrorType``, line break, sentence. Never blocks."""
+        """Send why a message was not accepted: the name of an error's class, line break, sentence. Never blocks."""
 
 
 def reply(header: Header, kind: Kind) -> bytes:

@@ -1,8 +1,8 @@
 """Limits for connections to a gRPC server that have shown no valid token, and for calls whose request never comes.
 
 gRPC does not tell of a connection before it is authenticated. So the connections are found among the descriptors of the
-process, and are cut off by the limits of every listener (unauthenticated.py). gRPC waits for a request as long as its
-connection lives; RequestTimeout ends such calls, and an idle connection ends soon after its last call.
+process, and are cut off by the limits of every listener (unauthenticated_connections.py). gRPC waits for a request as
+long as its connection lives; RequestTimeout ends such calls, and an idle connection ends soon after its last call.
 """
 
 from __future__ import annotations

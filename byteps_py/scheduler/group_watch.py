@@ -16,8 +16,9 @@ from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.job import Job, Outgoing, ranks_of, to_each
 from byteps_py.scheduler.rank_group import RankGroup
 from byteps_py.scheduler.roster import MemberRecord
+from byteps_py.scheduler.step_sequences import StepSequences
 from byteps_py.scheduler.stragglers import PaceWatch, Slow, slow_sentences
-from byteps_py.tensors import UNNAMED
+from byteps_py.tensors import FIRST_STEP, UNNAMED
 from byteps_py.wording import names_text, ranks_text
 
 #: After this time all ranks that wait have reported it.
@@ -145,6 +146,8 @@ def stall_warnings(stalls: Iterable[Stall], who: Callable[[Iterable[int]], str])
             f"{waited} for {ranks_text(missing)}, which {'has' if len(missing) == 1 else 'have'} not {done} "
             f"({who(missing)}): slow, stuck, or on another path of the program"
         )
+        if any(FIRST_STEP in stall.name for stall in group):
+            text += "; every rank needs the same optimizers, unless those of some ranks have a process_set"
         lines.append((text, missing))
     return lines
 
@@ -155,6 +158,7 @@ class GroupWatch:
     def __init__(self, job: Job, group: RankGroup) -> None:
         self._job, self._group = job, group
         self._stalls = StallWatch(job.config.stall_warn_s)
+        self._steps = StepSequences()
         self._pace = PaceWatch(job.config.straggler, job.config.stall_warn_s)
         self._compared_s = -_COMPARE_S
 
@@ -167,6 +171,9 @@ class GroupWatch:
         self._stalls.report(member.id, heartbeat.waiting)
         if not all(pace.rank in member.ranks for pace in heartbeat.ranks):
             raise ProtocolError("its heartbeat has the pace of ranks that are not its own")
+        if not all(each.rank in member.ranks for each in heartbeat.steps):
+            raise ProtocolError("its heartbeat has the steps of ranks that are not its own")
+        self._steps.report(member.id, heartbeat.steps, now_s)
         self._pace.report(member.id, heartbeat.ranks, heartbeat.servers)
         roster, out = self._job.roster, Outgoing()
         if now_s - self._compared_s >= _COMPARE_S:
@@ -190,12 +197,14 @@ class GroupWatch:
     def gone(self, member: MemberRecord) -> None:
         """The member has left or is lost: it waits for nothing."""
         self._stalls.report(member.id, [])
+        self._steps.report(member.id, [], 0.0)
 
     def contradiction(self) -> str:
         """Why ranks wait in vain, as far as heartbeats show it; empty if they do not."""
         if not self._job.is_running:
             return ""
-        return self._stalls.contradiction(self._job.roster.size, self._group.declarations.describe)
+        unnamed = self._stalls.contradiction(self._job.roster.size, self._group.declarations.describe)
+        return unnamed or self._steps.contradiction()
 
     def stalled(self) -> list[str]:
         """Sentences on tensors and barriers that have waited for too long."""

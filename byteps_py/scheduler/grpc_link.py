@@ -27,8 +27,6 @@ from byteps_py.scheduler.sessions.session_protocol import MemberSession
 from byteps_py.settings import Settings
 
 RETRY_S = 0.1
-#: A shorter absence of the scheduler is not reported.
-SHORT_S = 0.5
 _HURRIED_TRIES = 100  # after so many, the link tries less often
 
 
@@ -56,6 +54,9 @@ class GrpcControlLink:
     """A ControlLink. ``_lock`` guards the session, the stream and the flags about them."""
 
     close_timeout_s = 5.0
+
+    #: A shorter absence of the scheduler is not reported.
+    short_absence_s = 0.5
 
     #: A process that ends waits for an absent scheduler, to send Leave, until it has been away for this long.
     away_close_s = 2.0
@@ -149,7 +150,7 @@ class GrpcControlLink:
             with self._lock:
                 was_here, self._stream = self._stream is not None, None
             stream.outgoing.put(None)
-            if self._gives_up.is_set() or (self._closing.is_set() and self._has_left(failure)):
+            if self._gives_up.is_set() or (self._closing.is_set() and self._may_end(failure)):
                 return None
             if isinstance(failure, BytePSError) or self._is_dismissed:
                 return failure if isinstance(failure, BytePSError) else None
@@ -163,12 +164,13 @@ class GrpcControlLink:
                 return error
             self._gives_up.wait(0.0 if was_here else RETRY_S if tries < _HURRIED_TRIES else 5 * RETRY_S)
 
-    def _has_left(self, failure: BytePSError | grpc.RpcError | None) -> bool:
-        """While closing: True if the scheduler has Leave, has ended the stream, or has never known this process."""
+    def _may_end(self, failure: BytePSError | grpc.RpcError | None) -> bool:
+        """While closing: True if the scheduler has Leave, has ended the stream, has never known this process, or has
+        been away for too long."""
         with self._lock:
-            return (
-                not isinstance(failure, grpc.RpcError) or not self._session.is_member or not self._session.unconfirmed
-            )
+            if not isinstance(failure, grpc.RpcError) or not self._session.is_member or not self._session.unconfirmed:
+                return True
+            return self._absence is not None and time.monotonic() - self._absence.since_s >= self.away_close_s
 
     def _first_failure(self, failure: grpc.RpcError | None, waited_s: float) -> BytePSError | None:
         """Before the first Welcome: the error that ends the link; None if the scheduler may only be late."""
@@ -256,7 +258,7 @@ class GrpcControlLink:
         with self._lock:
             if (absence := self._absence) is None:
                 absence = self._absence = _Absence(now_s)
-                self._post(lambda: self._loop.call_later(SHORT_S, lambda: self._report_absence(absence)))
+                self._post(lambda: self._loop.call_later(self.short_absence_s, lambda: self._report_absence(absence)))
             absence.why = details or absence.why
             if (denial := self._put_off) is not None and absence.denial is None:
                 absence.denial = denial

@@ -6,8 +6,9 @@ Owns no memory, socket or thread: see solo.py and service/remote.py for the two 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Protocol
 
 from byteps_py.errors import UnsupportedError
@@ -125,6 +126,11 @@ class Session(ABC):
     is_continued: bool = False
     #: Elastic jobs: the epoch with which this group of ranks began. Later groups have greater epochs.
     since_epoch: int = 0
+
+    #: How far this rank is in sequences of optimizer steps that are the same on all ranks: (steps begun, optimizers
+    #: that have stepped), by sequence. A rank that waits tells it, so that ranks with other optimizers are found out.
+    #: It is replaced, never changed.
+    steps_begun: Mapping[str, tuple[int, int]] = MappingProxyType({})
 
     def note_synced(self) -> None:  # noqa: B027  most sessions have no next group
         """Elastic jobs: record that this rank has the state of this group. In the next group, ranks with the latest

@@ -55,6 +55,7 @@ def _all_said() -> list[bytes]:
         protocol.pack(RankMessageKind.WAITS, id=1, name="near", round=3, age_s=2.5, group=[0, 1]),
         protocol.pack(RankMessageKind.WAITS, id=2, name="near", round=3, age_s=2.5, group=[0, 1]),
         protocol.pack(RankMessageKind.WAITED, id=1),
+        protocol.pack(RankMessageKind.STEPS, begun=[["gradients to combine", 7, 2]]),
         protocol.pack(RankMessageKind.NOTE, text="busy"),
         protocol.pack(RankMessageKind.JOIN),
         protocol.pack(RankMessageKind.PING),

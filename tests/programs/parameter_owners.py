@@ -65,6 +65,10 @@ def main() -> None:
         step = {name: value.detach() - 0.1 * value.grad for name, value in expected.named_parameters()}
         for name, shard in tensor.sharded_parameters(model).items():
             assert torch.allclose(model.get_parameter(name), shard.cut(step[name]), rtol=0, atol=1e-12), (how, name)
+    model = tensor.parallelize(copy.deepcopy(whole), PLAN, mesh.group("tp"), sequence_dim=0)
+    for wrap in TAKES_WHOLE:
+        with pytest.raises(bps.UsageError, match=r"tensor\.parallelize has cut"):
+            wrap(model)
     os.write(1, b"right\n")
     dist.destroy_process_group()
     bps.shutdown()

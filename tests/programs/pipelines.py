@@ -487,6 +487,11 @@ def refused_modules() -> None:
     with expecting(UsageError, "weight is in a Pipeline"):
         stage = nn.ModuleList(pipe.stages.values())
         bps.sharding.shard(stage, torch.optim.SGD(stage.parameters(), lr=0.1), strategy)
+    for schedule in ["gpipe", *(["chimera"] if p % 2 == 0 else [])]:
+        pipe = bps.parallel.Pipeline(perceptrons(p), schedule, p, mesh())
+        with expecting(UsageError, "weight' is in a Pipeline, whose ranks have different stages"):
+            sgd = torch.optim.SGD(pipe.parameters(), lr=0.1)
+            bps.DistributedOptimizer(sgd, pipe.named_parameters(), hosted=True)
 
 
 @case

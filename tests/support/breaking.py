@@ -177,5 +177,5 @@ def command(*words: str, limit_s: float = _LIMIT_S, **environ: str) -> contextli
 
 
 def service(module: str, *arguments: str, **environ: str) -> contextlib.AbstractContextManager[Job]:
-    """One service process: ``python -m byteps_py.MODULE``."""
+    """One service process: ``python -m`` a module of byteps_py."""
     return _job([sys.executable, "-m", f"byteps_py.{module}", *arguments], clean_environment(**environ))

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from byteps_py import rank_protocol as protocol
 from byteps_py.channel import Channel
 from byteps_py.errors import BytePSError, PeerLostError
+from byteps_py.proto import control_pb2 as pb
 from byteps_py.rank_protocol import RankMessageKind
 from byteps_py.runtime import Runtime
 from byteps_py.shm import Arena, Block
@@ -50,6 +51,7 @@ class RankConnection:
         self.stack_fd = -1  # see stack_dump.py; -1: it has given none
         self.door = -1  # the way to it for its peers, see session/peers; -1: it has given none
         self.direct_waits: dict[int, DirectWait] = {}  # by id
+        self.steps: list[pb.RankSteps] = []  # how far it was when it told it last, without its number
         self._announced = 0  # segments the rank has been given
         self._runtime = runtime
         self._loop = runtime.loop
@@ -70,6 +72,7 @@ class RankConnection:
         self.forget()
         self.watch_process()
         self.local_rank, self.arena = local_rank, arena
+        self.steps = []
         self.barriers_before = self.barriers = barriers
 
     @property
@@ -95,6 +98,11 @@ class RankConnection:
             else:  # ranks have no others to give
                 self._runtime.close_fd(fd)
         return data
+
+    def tell_steps(self, begun: list[tuple[str, int, int]]) -> None:
+        """It has told how many steps it has begun. Raises ValueError or TypeError for what the scheduler can't be
+        told."""
+        self.steps = [pb.RankSteps(sequence=name, steps=steps, optimizers=count) for name, steps, count in begun]
 
     def allocate(self, nbytes: int) -> Block:
         """Memory for this rank, made known to it before the next message that names it."""

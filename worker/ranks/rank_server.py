@@ -349,6 +349,8 @@ class RankServer:
                     here.waits(connection, protocol.fields_of(message))
                 elif kind is RankMessageKind.WAITED:
                     connection.direct_waits.pop(int(protocol.fields_of(message)["id"]), None)
+                elif kind is RankMessageKind.STEPS:
+                    connection.tell_steps(protocol.fields_of(message)["begun"])
                 elif kind is RankMessageKind.PING:
                     connection.send(protocol.pack(RankMessageKind.PONG))
                 elif kind is RankMessageKind.SETTLE:

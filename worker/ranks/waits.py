@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from byteps_py.proto import control_pb2 as pb
+from byteps_py.tensors import FIRST_STEP
 from byteps_py.worker.core.agreement import Agreement
 from byteps_py.worker.core.deadlines import describe_waiting
 from byteps_py.worker.core.piece_exchange import PieceExchange
@@ -17,6 +18,7 @@ from byteps_py.worker.ranks.requests import Requests
 #: A rank that left may have contributed to rounds still under way: others wait this long before they give up.
 DEPARTURE_GRACE_S = 1.0
 _REMEDY = ": run the same number of steps on every rank, or call join()"
+_REMEDY_OF_FIRST_STEP = ": use the same optimizers on every rank, unless those of some ranks have a process_set"
 
 
 class Waits:
@@ -113,13 +115,16 @@ class Waits:
         all_ranks = set(range(topology.size))
         if self._may_be_lost(idle_s) and (here.executor.lacks(all_ranks) or self._direct.keeps_for(all_ranks)):
             return "", False  # what these ranks gave is asked for once more, and what they took said once more
-        for waiting, needed in self._longer_than(DEPARTURE_GRACE_S, now):
+        waits = self._longer_than(DEPARTURE_GRACE_S, now)
+        for waiting, needed in sorted(
+            waits, key=lambda each: FIRST_STEP not in each[0].name
+        ):  # they explain the others
             for _, sentence, ranks in departed:
                 if needed & ranks:
-                    return f"{describe_waiting(waiting)}, but {sentence}{_REMEDY}", False
+                    return f"{describe_waiting(waiting)}, but {sentence}{_remedy(waiting)}", False
             if ours := [rank for rank in left if topology.first_rank + rank in needed]:
                 why = f"{describe_waiting(waiting)}, but {topology.describe_ranks(ours)} shut down"
-                return f"{why}{_REMEDY}", True
+                return f"{why}{_remedy(waiting)}", True
         return "", False
 
     def _may_be_lost(self, idle_s: float) -> bool:
@@ -130,3 +135,7 @@ class Waits:
     @property
     def _left(self) -> dict[int, float]:
         return self._rank_server.ranks.gone if self._stay else self._rank_server.ranks.left
+
+
+def _remedy(waiting: pb.Waiting) -> str:
+    return _REMEDY_OF_FIRST_STEP if FIRST_STEP in waiting.name else _REMEDY

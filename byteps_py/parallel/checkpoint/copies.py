@@ -92,7 +92,7 @@ def _checksum(value: torch.Tensor) -> int:
 
 
 def _first_difference(ranks: Ranks, sums: Mapping[str, int]) -> str | None:
-    """What is said of the first difference, on all ranks."""
+    """The text about the first difference, the same on all ranks."""
     if ranks.size == 1:
         return None
     keys = {xxhash.xxh3_64_intdigest(name.encode()): name for name in sums}

@@ -6,7 +6,7 @@ taken in float64. So an error here comes from the accumulation alone, not from t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +48,9 @@ MICRO_BATCHES, REDUCE_SCATTER, IMAGE_GRADIENTS = BUFFERS = (
 )
 
 
-def accumulation_errors(counts: Sequence[int] = (2, 8, 32), hidden: int = 64, seed: int = 0) -> list[AccumulationError]:
+def accumulation_errors(
+    counts: Sequence[int] = (2, 8, 32), hidden: int = 64, seed: int = 0
+) -> Iterator[AccumulationError]:
     """Measure the three buffers that Llama 3 (section 6.2) accumulates in float32.
 
     Args:
@@ -61,7 +63,8 @@ def accumulation_errors(counts: Sequence[int] = (2, 8, 32), hidden: int = 64, se
     - Cross-attention's image gradients: several layers attend to the same image tokens, and autograd adds their
       gradients; in float32 if the tokens are cast to float32 and each layer casts them back.
 
-    Returns for each buffer one error for each count. Raises UsageError for counts below 2.
+    Returns an iterator: for each buffer one error for each count, each measured when it is asked for. Raises UsageError
+    for counts below 2.
 
     >>> [error.terms for error in accumulation_errors([4], hidden=8)]
     [4, 4, 4]
@@ -71,8 +74,15 @@ def accumulation_errors(counts: Sequence[int] = (2, 8, 32), hidden: int = 64, se
             f"counts {list(counts)}, hidden {hidden}: sums have at least 2 terms, and the width is a multiple of 8"
         )
     measure: tuple[Callable[[int, int, int], AccumulationError], ...] = (_micro_batches, _ranks, _image_gradients)
+    return (_undisturbed(one, count, hidden, seed) for one in measure for count in counts)
+
+
+def _undisturbed(
+    measure: Callable[[int, int, int], AccumulationError], count: int, hidden: int, seed: int
+) -> AccumulationError:
+    """The program's random numbers, and whether it computes gradients, stay as they are."""
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        return [one(count, hidden, seed) for one in measure for count in counts]
+        return measure(count, hidden, seed)
 
 
 class _Perceptron(nn.Module):

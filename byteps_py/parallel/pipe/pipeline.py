@@ -34,9 +34,9 @@ from byteps_py.parallel.pipe.transfers import Ends, ReceivingChannel, SendingCha
 from byteps_py.parallel.pipe.trees import flatten
 from byteps_py.parallel.pipe.weight_versions import EndlessActions, WeightVersions
 from byteps_py.parallel.pipe.wide_gradients import WideGradient, can_widen
-from byteps_py.parallel.sharding.sharded_parameters import note_in_pipeline
 from byteps_py.parallel.tensor.plan import sharded_parameters, tensor_parallel_group
 from byteps_py.parallel.tensor.shard import Shard
+from byteps_py.torch.engine import parameter_owners
 
 
 class Pipeline:
@@ -120,7 +120,7 @@ class Pipeline:
         self._float32_gradients = float32_gradients
         self._stale = self._new_stale_steps() if plan.program.rule is not WeightRule.SYNCHRONOUS else None
         self._plan = plan.of_worker(layout.worker)
-        note_in_pipeline(self.parameters(), self)
+        parameter_owners.announce_pipeline(self, self.parameters())
         self._skip_together()
 
     # ---- training ------------------------------------------------------------------------------------------
@@ -240,7 +240,7 @@ class Pipeline:
         return ((self._prefix(stage), self.stages[stage]) for stage in sorted(self.stages))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The parameters and buffers of this rank's stages, by their names in the model. See parallel/checkpoint.py."""
+        """The parameters and buffers of this rank's stages, by their names in the model. See parallel/checkpoint."""
         return {
             self._prefix(stage) + name: tensor
             for stage, module in self.stages.items()
@@ -413,7 +413,10 @@ class Pipeline:
         dist.all_reduce(own, group=self._all)
         total, count, counted, failed, changed = own.tolist()
         if failed:
-            raise_failures(data.error, self._all)
+            # The frames of its traceback refer to ``data``. A cycle would keep their tensors, and torch's checkpoints
+            # that a stage has begun, until the next garbage collection.
+            error, data.error = data.error, None
+            raise_failures(error, self._all)
         if changed:
             self._buffers.make_equal()
         loss = torch.tensor(total / count if count else 0.0, dtype=torch.float64, device=self._device)

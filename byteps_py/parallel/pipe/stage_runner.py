@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from byteps_py.parallel.pipe import skips
 from byteps_py.parallel.pipe.buffers import SavedBuffer, as_before, saved_buffers
@@ -101,20 +101,43 @@ class StageRunner:
 
         before: list[SavedBuffer] = []  # those that the forward pass has changed, once it has ended
 
-        def run(value: Any, incoming: dict[str, torch.Tensor]) -> tuple[Any, dict[str, torch.Tensor]]:
+        def run(value: Any, incoming: dict[str, torch.Tensor]) -> Values:
             if repeats:  # from the same values, also if the stage changes its inputs in place
                 value, incoming = cloned(value), cloned(incoming)
             with as_before(before), skips.forward_pass(incoming, self.stashes) as outgoing:
                 result = apply(self.module, value)
-            return result, outgoing
+            return {MAIN: result, **outgoing}
 
-        if repeats:
-            saved = saved_buffers([self.module])
-            result, outgoing = checkpoint(run, value, incoming, use_reentrant=False)
-            before += [one for one in saved if one.has_changed]
-        else:
-            result, outgoing = run(value, incoming)
-        return {MAIN: result, **outgoing}
+        if not repeats:
+            return run(value, incoming)
+        saved = saved_buffers([self.module])
+        outputs = _checkpointed(run, value, incoming)
+        before += [one for one in saved if one.has_changed]
+        return outputs
+
+
+def _checkpointed(run: Callable[..., Values], *arguments: Any) -> Values:
+    """torch's checkpoint of ``run``, which ends before an exception of ``run`` is raised. In torch 2.11 and before, an
+    exception leaves a checkpoint open: it also takes what later forward passes of this thread save, and their backward
+    passes repeat ``run``."""
+    failed: list[BaseException] = []
+    has_run = False
+
+    def without_raising(*arguments: Any) -> Values:
+        nonlocal has_run
+        if has_run:  # for the backward pass, which torch may end by an exception
+            return run(*arguments)
+        has_run = True
+        try:
+            return run(*arguments)
+        except BaseException as error:
+            failed.append(error)
+            return {}
+
+    outputs: Values = torch.utils.checkpoint.checkpoint(without_raising, *arguments, use_reentrant=False)
+    if failed:
+        raise failed.pop()  # pop: its traceback refers to the list
+    return outputs
 
 
 def _requiring(value: Any) -> list[torch.Tensor]:

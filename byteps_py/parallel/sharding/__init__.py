@@ -23,16 +23,15 @@ if TYPE_CHECKING:
     from byteps_py.parallel.sharding.arena import TensorArena
     from byteps_py.parallel.sharding.fused_buffer import FusedBuffer
     from byteps_py.parallel.sharding.memory_tally import MemoryTally, tally_memory
-    from byteps_py.parallel.sharding.options import ShardOptions
     from byteps_py.parallel.sharding.owners import assign_owners, cut_by_anchors, cut_by_size, sharding_groups
-    from byteps_py.parallel.sharding.sharded_model import shard
+    from byteps_py.parallel.sharding.sharded_model import ShardOptions, shard
     from byteps_py.parallel.sharding.sharded_optimizer import ShardedOptimizer
     from byteps_py.parallel.sharding.strategy import Strategy
 
 _HOMES = {
     "FusedBuffer": "fused_buffer",
     "MemoryTally": "memory_tally",
-    "ShardOptions": "options",
+    "ShardOptions": "sharded_model",
     "ShardedOptimizer": "sharded_optimizer",
     "Strategy": "strategy",
     "TensorArena": "arena",

@@ -183,9 +183,11 @@ class GradientOwners:
         if not members:
             return
         grads = [member.parameter.grad for member in members]
-        for grad in grads:
+        for member, grad in zip(members, grads, strict=True):
             if grad is not None and grad.is_sparse:
-                raise GradientOrderError(f"{members[0].name} has a sparse gradient: use sparse=False")
+                raise GradientOrderError(
+                    f"the gradient of {member.name!r} is sparse, and owners add dense ones: give its layer sparse=False"
+                )
         start: Callable[[torch.Tensor], dist.Work | None] = _no_work
         if self._groups.sharding is not None:
             owner = self._groups.ranks[piece.owner]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,13 +18,44 @@ from byteps_py.parallel.mesh.device_mesh import Mesh
 from byteps_py.parallel.sharding.gathering import SegmentGathering
 from byteps_py.parallel.sharding.gradient_owners import GradientGroups, GradientOwners, MergeRules
 from byteps_py.parallel.sharding.offload import OffloadedStates
-from byteps_py.parallel.sharding.options import READ_SUBMODULES, ShardOptions
 from byteps_py.parallel.sharding.owners import assign_owners
 from byteps_py.parallel.sharding.segments import NamedParameter, SegmentMemory
 from byteps_py.parallel.sharding.sharded_optimizer import ShardedOptimizer, ShardedParts
-from byteps_py.parallel.sharding.sharded_parameters import is_in_pipeline, note_sharded, sharded_with
+from byteps_py.parallel.sharding.sharded_parameters import note_sharded, sharded_with
+from byteps_py.parallel.sharding.side_stream import SideStream
 from byteps_py.parallel.sharding.strategy import Strategy
 from byteps_py.torch.engine import parameter_owners
+
+#: Modules whose forward pass reads parameters of their submodules without calling these.
+READ_SUBMODULES: tuple[type[nn.Module], ...] = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardOptions:
+    """What a caller may choose beside Paddle's strategy. Raises UsageError for a value that makes no sense."""
+
+    #: The ranks; default: ``Mesh(tp=mp_degree, sharding=…, pp=…, dp=…, order="paddle")``.
+    mesh: Mesh | None = None
+    #: True: a segment is freed after its forward pass, and broadcast again for its backward pass. False: it stays until
+    #: its backward pass is done. Same meaning as FSDP2's argument of this name.
+    reshard_after_forward: bool = True
+    #: Where gradient merge accumulates. "owner": every backward pass reduces; gradients take Ψ/N elements of memory.
+    #: "rank": the last backward pass of a step reduces; gradients take Ψ elements, and 1/k of the traffic.
+    accumulate: Literal["owner", "rank"] = "owner"
+    #: More classes of modules whose forward pass reads parameters of their submodules without calling these.
+    whole_modules: tuple[type[nn.Module], ...] = ()
+    #: Compare before each step whether some gradient is infinite or NaN, and let all ranks know (for a GradScaler).
+    agrees_on_nonfinite: bool = True
+    #: The communication buffer for gradients.
+    fused_buffer_bytes: int = 16 << 20
+    #: For offloaded states; default: a CUDA stream for CUDA parameters, none for others.
+    side_stream: SideStream | None = None
+
+    def __post_init__(self) -> None:
+        if self.accumulate not in ("owner", "rank"):
+            raise UsageError(f"accumulate={self.accumulate!r}: use 'owner' or 'rank'")
+        if self.fused_buffer_bytes < 1024:
+            raise UsageError(f"fused_buffer_bytes={self.fused_buffer_bytes}: use at least 1024")
 
 
 def shard(
@@ -157,7 +189,7 @@ def _check_parameters(named: dict[str, nn.Parameter], optimizer: torch.optim.Opt
             raise UsageError(f"{name} has a gradient: call shard() before the first backward pass")
         if (other := sharded_with(parameter)) is not None:
             raise UsageError(f"{name} is already sharded, with {other}: a parameter has one optimizer")
-        if is_in_pipeline(parameter):
+        if parameter_owners.is_in_pipeline(parameter):
             raise UsageError(
                 f"{name} is in a Pipeline, and both a Pipeline and shard() divide and sum gradients: give the Pipeline "
                 "a mesh with 'dp', or use FSDP2 for its copies (examples/llama.py)"

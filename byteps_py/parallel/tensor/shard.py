@@ -33,7 +33,7 @@ class Shard:
     Attributes:
         dim: the dimension that is cut. The whole parameter has ``length`` indices there, the rank's has ``local``.
         spans: the ranges [start, stop) of the whole, in the order in which they lie in the rank's tensor from its
-            beginning on. What follows them there is padding. Several: those of fused projections.
+            beginning on. Padding follows them there. Several: those of fused projections.
         copies: for each span, how many ranks hold it, ranks that follow one another; (): one each.
 
     >>> whole = torch.arange(6)

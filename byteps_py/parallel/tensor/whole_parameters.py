@@ -1,8 +1,8 @@
 """Which parameters that stay whole on each rank get partial gradients: their gradients are summed over the ranks.
 
 Where all ranks compute the same, a whole parameter's gradient is right on each rank. Where each rank computes its own
-tokens (sequence parallelism), heads or features (between a Column and a Row), it is a part of the sum. What can't be
-told from the plan and from sizes is refused by name, before anything changes. One thread.
+tokens (sequence parallelism), heads or features (between a Column and a Row), it is a part of the sum. A
+parameter of which plan and sizes don't tell this is refused by name, before anything changes. One thread.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ class FrameReader:
         return True
 
     def move(self, place: memoryview) -> None:
-        """What is being placed belongs to ``place`` instead."""
+        """The payload that is being placed goes to ``place`` instead."""
         placing = self._placing
         if placing is not None:
             place[: placing.got] = placing.view[: placing.got]

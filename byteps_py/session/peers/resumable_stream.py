@@ -15,7 +15,7 @@ from byteps_py.dataplane.seal import Data
 from byteps_py.dataplane.stream_seal import FrameHeader, StreamFrameKind
 from byteps_py.errors import ProtocolError
 
-#: What came is reported after so many bytes or frames, unless a frame that is sent anyway does so before.
+#: A receiver reports what it has got after so many bytes or frames, unless a frame that it sends anyway does so before.
 REPORT_BYTES = 1 << 20
 REPORT_FRAMES = 64
 _LAST_KIND = max(StreamFrameKind)

@@ -29,6 +29,8 @@ class ChannelSession(Session):
 
     #: With this, this rank connects to ranks of other machines.
     connects: Settings | None = None
+    #: After this time without a message, a rank that waits tells how far it is.
+    tell_after_s = 1.0
 
     def __init__(self, channel: Channel, silence_s: float) -> None:
         self._channel = channel
@@ -36,6 +38,7 @@ class ChannelSession(Session):
         self._forks = forks.count
         self._is_welcome = False  # until then, the service does not answer a PING
         self._has_pinged = False  # the service was asked whether it is alive
+        self._told_steps = self.steps_begun  # what the service knows of them
         self._fatal: BytePSError | None = None
         self._closed = False
         self._reading = False
@@ -125,7 +128,12 @@ class ChannelSession(Session):
         """``_read``; after half of the silence limit without a message, send a PING. A service whose process has ended
         closes the channel, but a frozen one does nothing."""
         patience_s = self._silence_s / 2
-        if self._read(min(timeout_s, patience_s)):
+        quiet_s = min(timeout_s, patience_s)
+        came = self._read(min(quiet_s, self.tell_after_s))
+        if not came and quiet_s > self.tell_after_s and self._fatal is None and not self._closed:
+            self._tell_steps()
+            came = self._read(quiet_s - self.tell_after_s)
+        if came:
             self._has_pinged = False
         elif timeout_s > patience_s and self._fatal is None and not self._closed:
             if self._has_pinged:
@@ -133,6 +141,14 @@ class ChannelSession(Session):
             self._has_pinged = True
             with contextlib.suppress(PeerLostError):  # the next read reports it
                 self._channel.try_send(protocol.pack(RankMessageKind.PING))
+
+    def _tell_steps(self) -> None:
+        begun = self.steps_begun
+        if begun is not self._told_steps:
+            told = [(name, *counts) for name, counts in begun.items()]
+            with contextlib.suppress(PeerLostError):  # the next read reports it
+                if self._channel.try_send(protocol.pack(RankMessageKind.STEPS, begun=told)):
+                    self._told_steps = begun
 
     def _read(self, timeout_s: float) -> bool:
         """Read one message. True if one came. Called with ``state`` held, which is released while the channel is

@@ -10,7 +10,7 @@
                                                     ServiceMessageQueue ─ SlotView ┼─ Session
     horovod ┬ NamedSums ─ SharedRounds (sum_offers) ── RING and PEERS ─────────────┘
             └ PieceView ─┐
-    gradients ───────────┴ Context ─ SlotView ─ Mover (movers.py, cuda.py)
+    gradients ───────────┴ Context ─ SlotView ─ Mover (slot_view.py, cuda.py)
 
 Context (context.py) holds the session of the process and everything that lives as long as it does. Router (router.py)
 chooses the route of every operation, and gives the reason. An operation under way is a Work (work.py): GroupWork for

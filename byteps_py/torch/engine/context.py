@@ -30,6 +30,7 @@ from byteps_py.torch.engine.names import NameSource
 from byteps_py.torch.engine.result_pool import RESULTS
 from byteps_py.torch.engine.ring import ring_sum
 from byteps_py.torch.engine.slot_view import HostMover, Mover, PieceView, SlotView, TensorRequest
+from byteps_py.torch.engine.step_counts import StepCounts
 
 Opener = Callable[[Settings], Session]
 
@@ -81,6 +82,7 @@ class Context:
         self._movers: dict[torch.device, Mover] = {}
         self._claimed: dict[str, int] = {}
         self._counts: Counter[str] = Counter()  # in this session, since the latest join
+        self._step_counts = StepCounts()  # the same
         self._holders: set[str] = set()
         self.incarnation = 0  # how often a job was left in the middle of its work; see Session
         self.names = NameSource()
@@ -164,6 +166,7 @@ class Context:
             self.handles.clear()
             self.names = NameSource()
             self._counts.clear()
+            self._step_counts = StepCounts(self.joins)
             self.process_sets.clear()
             self.process_sets_added = 0
         RESULTS.clear()
@@ -190,6 +193,8 @@ class Context:
             self._byte_views.clear()
             self.names.restart(self.names.epoch)  # ranks that joined early have counted fewer calls
             self._counts.clear()
+            self._step_counts = StepCounts(self.joins)
+            self.session.steps_begun = {}
             belongings = list(self.belongings.values())
             self.belongings.clear()
         for belonging in belongings:
@@ -299,6 +304,15 @@ class Context:
         with self.lock:
             self._counts[kind] += 1
             return self._counts[kind]
+
+    def begin_step(self, kind: str) -> None:
+        """A step of one of the optimizers that ``number_of_next`` has numbered for ``kind`` begins."""
+        self._step_counts.begin(self.session, kind, self._counts[kind])
+
+    def give_up_steps(self, kind: str) -> None:
+        """Steps of ``kind`` are no longer counted in this session: ranks may go on with different ones."""
+        if self._session is not None:
+            self._step_counts.give_up(self._session, kind)
 
     def is_claimed(self, name: str) -> bool:
         """True if ``claim`` was called with ``name``."""

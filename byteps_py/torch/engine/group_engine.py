@@ -232,7 +232,7 @@ class GroupEngine:
         otherwise: Callable[[], GroupWork],
         is_awaited: bool,
     ) -> LocalSum | None:
-        """A sum among the ranks of this machine. None: it goes through the service, because the router says so, or
+        """A sum among the members themselves. None: it goes through the service, because the router says so, or
         because members do not know yet whether they agree about its kind."""
         if choice.route is Route.SERVICE:
             return None

@@ -16,7 +16,7 @@ class LockedPages:
     def add(self, address: int, memory: memoryview) -> tuple[list[range], range | None]:
         """``memory`` begins at ``address`` and has to be locked as a whole.
 
-        Returns the ranges to unlock, and then the one to lock (None: it is locked already). What was locked stays so:
+        Returns the ranges to unlock, and then the one to lock (None: it is locked already). Locked pages stay locked:
         the new range spans all those that it overlaps.
         """
         wanted = range(address, address + memory.nbytes)

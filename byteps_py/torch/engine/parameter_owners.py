@@ -1,8 +1,9 @@
-"""What else a parameter belongs to: whether it is a part of a larger one, and what else averages its gradient.
+"""What else a parameter belongs to: whether it is a part of a larger one, whether it is in a Pipeline, and what else
+averages its gradient.
 
 DistributedOptimizer, DistributedDataParallel and broadcast_parameters take each parameter for a whole one, with one
 value on all of their ranks, and its gradient for the rank's own. They ask here before they change anything.
-Layers whose parameters are parts, and wrappers that average gradients, announce themselves here. Any thread.
+Layers whose parameters are parts, pipelines, and wrappers that average gradients, announce themselves here. Any thread.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch.utils.weak import WeakIdKeyDictionary
 
 from byteps_py.errors import UsageError
 
@@ -33,6 +35,8 @@ _layers: weakref.WeakSet[LayerInParts] = weakref.WeakSet()
 _averaging: weakref.WeakKeyDictionary[object, tuple[str, tuple[weakref.ref[torch.Tensor], ...]]] = (
     weakref.WeakKeyDictionary()
 )
+#: Parameters, and the pipelines that handle their gradients, as weak references.
+_in_pipelines: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def announce_layer(layer: LayerInParts) -> None:
@@ -43,6 +47,19 @@ def announce_layer(layer: LayerInParts) -> None:
 def announce_averaging(wrapper: object, name: str, parameters: Iterable[torch.Tensor]) -> None:
     """``wrapper``, called ``name``, averages the gradients of ``parameters`` as long as it is there."""
     _averaging[wrapper] = name, tuple(weakref.ref(each) for each in parameters)
+
+
+def announce_pipeline(pipeline: object, parameters: Iterable[torch.Tensor]) -> None:
+    """``pipeline`` divides and sums the gradients of ``parameters``, as long as it is there."""
+    reference = weakref.ref(pipeline)
+    for parameter in parameters:
+        _in_pipelines[parameter] = reference
+
+
+def is_in_pipeline(parameter: torch.Tensor) -> bool:
+    """True if a Pipeline handles its gradient."""
+    reference = _in_pipelines.get(parameter)
+    return reference is not None and reference() is not None
 
 
 def check_whole(named: Iterable[tuple[str, torch.Tensor]], ranks: Sequence[int], caller: str, remedy: str) -> None:

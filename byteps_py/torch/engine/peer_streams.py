@@ -1,7 +1,8 @@
-"""Gathers, exchanges, broadcasts and barriers of a group whose members are all on this machine.
+"""What goes from member to member of a group without the communication service, in the order of the calls.
 
-The calling thread writes this member's payloads and tells the others; the waiting thread copies what has come to where
-it belongs (byteps_py/session/peers). The communication service takes no part. Host memory only.
+Members of one machine share memory; those of different machines have a connection each (byteps_py/session/peers). The
+calling thread writes this member's payloads and tells the others; the waiting thread copies what has come to where it
+belongs. Host memory only. Gathers, exchanges and broadcasts are in peer_collectives.py, sums in peer_sums.py.
 """
 
 from __future__ import annotations

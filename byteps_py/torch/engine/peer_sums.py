@@ -29,8 +29,9 @@ Tensors = Sequence[torch.Tensor]
 
 
 class LocalSum(NamedTuple):
-    """A sum among ranks of one machine. ``place``: of its kind, on which all members have agreed, or will agree in
-    ``agreement``. ``otherwise`` begins the same sum through the service. ``is_awaited``: the caller is about to wait.
+    """A sum among ranks that reach each other without the servers. ``place``: of its kind, on which all members have
+    agreed, or will agree in ``agreement``. ``otherwise`` begins the same sum through the service.
+    ``is_awaited``: the caller is about to wait.
     """
 
     call: Call

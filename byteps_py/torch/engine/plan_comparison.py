@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 
 from byteps_py.errors import MismatchError
-from byteps_py.tensors import DType, Op, TensorSpec
+from byteps_py.tensors import FIRST_STEP, DType, Op, TensorSpec
 from byteps_py.torch.engine.context import Context
 from byteps_py.torch.engine.slot_view import PieceView, TensorRequest
 
@@ -41,6 +41,9 @@ class PlanComparison:
     ) -> None:
         self._context, self._subject, self._advice, self._group = context, subject, advice, group
         self._is_numbered = is_numbered
+        among = f" among {hashlib.blake2b(repr(group).encode(), digest_size=8).hexdigest()}" if group else ""
+        #: What is compared with each other, in order: comparisons of one subject among the same ranks.
+        self.kind = f"{subject}{among}"
         self._name = ""  # known with the first exchange
         self._under_way: PieceView | None = None
 
@@ -135,10 +138,7 @@ class PlanComparison:
         return slot_view
 
     def _new_name(self) -> str:
-        group = self._group
-        among = f" among {hashlib.blake2b(repr(group).encode(), digest_size=8).hexdigest()}" if group else ""
-        kind = f"{self._subject}{among}"
-        return f"{kind}, number {self._context.number_of_next(kind)}" if self._is_numbered else kind
+        return f"{self.kind}{FIRST_STEP}{self._context.number_of_next(self.kind)}" if self._is_numbered else self.kind
 
     def _request(self, what: str, wire: DType, shape: tuple[int, ...]) -> TensorRequest:
         self._name = self._name or self._new_name()

@@ -5,7 +5,7 @@ those of its own unscaling kernel, of ``grad.data.mul_()`` or of ``grad.numpy()[
 
 Owns the checksums of one round. Must not know names or hooks. ``send`` is called with the lock of the GradientReducer
 held; ``changed`` by the training thread, while results are on their way. A thread compiles the kernel
-(byteps_py/instructions.py); until it is ready, zlib computes the checksums.
+(kernels/jit/background.py); until it is ready, zlib computes the checksums.
 
     several gradients:  gradients ─ copy ─► slot ─ checksum of each piece     later: gradients ─ copy ─► scratch ─ again
     one gradient:       checksum of its memory, copy ─► slot                  later: checksum of its memory

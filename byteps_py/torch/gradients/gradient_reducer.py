@@ -28,8 +28,7 @@ from byteps_py.torch.engine.dtypes import wire_dtype
 from byteps_py.torch.engine.plan_comparison import PlanComparison
 from byteps_py.torch.engine.slot_view import PieceView, TensorRequest
 from byteps_py.torch.gradients import nonfinite_gradients
-from byteps_py.torch.gradients.bucket import Bucket, GradientOptions, GradientPlace
-from byteps_py.torch.gradients.bucket_layout import plan_buckets
+from byteps_py.torch.gradients.bucket import Bucket, GradientOptions, GradientPlace, plan_buckets
 from byteps_py.torch.gradients.gradient_checksums import Scratch
 from byteps_py.torch.gradients.sparse_bucket import SparseBucket
 
@@ -61,12 +60,14 @@ class GradientReducer:
         self._places: dict[torch.nn.Parameter, GradientPlace] = {}
         self._is_prioritized = False
         self._session: Session | None = None  # the session whose slots the buckets use
+        self._joins = 0  # of the context when plans were compared
         self._lock = threading.Lock()
         self._scratch = Scratch()
         self._agreement = PlanComparison(context, "gradients to combine", _ADVICE, self._options.group)
         self._names: list[str] = []  # in the order of ``add``
         self._is_agreed = False  # all ranks have equal plans
         self._disagreement: MismatchError | None = None
+        self._is_counted = False  # the step of this round
         self._unused_rounds = 0  # rounds whose averages no step used
         #: Whether gradients may be sparse. If False, a sparse gradient raises UsageError.
         self.accepts_sparse = not self._options.sparse_as_dense
@@ -219,7 +220,9 @@ class GradientReducer:
                 self.nonfinite_error = nonfinite_gradients.find_error(self._context.session, sent, self._options)
             for bucket in self._buckets:
                 bucket.reset()
+            self._is_counted = False
         if errors:
+            self._context.give_up_steps(self._agreement.kind)
             raise errors[0]
         self._raise_if_nonfinite()
 
@@ -266,7 +269,9 @@ class GradientReducer:
         if errors:
             with contextlib.suppress(Exception):  # the first error is raised below
                 self.finish()
+            self._context.give_up_steps(self._agreement.kind)
             raise errors[0]
+        self._is_counted = False
         return sorted(handed_over, key=lambda bucket: bucket.first)
 
     def finish_bucket(self, bucket: Bucket) -> bool:
@@ -279,6 +284,9 @@ class GradientReducer:
                 bucket.slot_view.wait()
                 bucket.deliver()
             self.nonfinite_error = nonfinite_gradients.find_error(self._context.session, [bucket], self._options)
+        except BaseException:
+            self._context.give_up_steps(self._agreement.kind)
+            raise
         finally:
             with self._lock:
                 if self._disagreement is not None:
@@ -353,8 +361,15 @@ class GradientReducer:
     # ---- sending -------------------------------------------------------------------------------------------
 
     def _begin_agreement(self) -> None:
-        if self._buckets and self._exchanges_needed() and not self._is_agreed:
+        """The last thing that a step does before it waits for other ranks."""
+        if not self._buckets or not self._exchanges_needed():
+            return
+        if not self._is_agreed:
             self._agreement.begin(self._plan())
+        is_waiting = self._agreement.is_under_way or any(bucket.sent for bucket in self._buckets)
+        if is_waiting and not self._is_counted and self._disagreement is None:
+            self._context.begin_step(self._agreement.kind)
+            self._is_counted = True
 
     def _agree(self) -> None:
         """Compare plans. Raises MismatchError, on all ranks and in every later round, unless all plans are equal."""
@@ -423,6 +438,8 @@ class GradientReducer:
                 _attempt(errors, self._check_passes, bucket)
                 _attempt(errors, self._send, bucket)
         _attempt(errors, self._begin_agreement)
+        if errors:
+            self._context.give_up_steps(self._agreement.kind)
 
     def _send(self, bucket: Bucket, is_early: bool = False) -> None:
         gradients = bucket.collect(self.accepts_sparse)
@@ -450,6 +467,10 @@ class GradientReducer:
             self._forget_unused_averages()
             for bucket in self._buckets:
                 bucket.slot_view = None
+        if self._context.joins != self._joins:  # a rank that joined early may not have compared its plan before
+            self._joins = self._context.joins
+            self._is_agreed, self._disagreement = False, None
+            self._agreement.forget()
         return self._options.members(session.size) > 1 or self._context.settings.force_distributed
 
     def _declare(self) -> None:

@@ -15,8 +15,7 @@ import torch
 from byteps_py.errors import GradientOrderError, UsageError
 from byteps_py.kernels.update_rules import Hyperparameters
 from byteps_py.torch.gradients.hosted_in_backward import BackwardRound, InBackwardReducer, RoundNumbers
-from byteps_py.torch.gradients.hosted_join import names_join
-from byteps_py.torch.gradients.hosted_optimizer import HostedOptimizerMixin
+from byteps_py.torch.gradients.hosted_optimizer import HostedOptimizerMixin, names_join
 from byteps_py.torch.gradients.hosted_rules import check_numbers, numbers_of, rule_of
 
 _REMEDY = "Leave step_in_backward out to have it"

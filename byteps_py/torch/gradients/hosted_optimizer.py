@@ -7,22 +7,21 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from byteps_py.errors import BytePSError, MismatchError, UsageError
+from byteps_py.errors import BytePSError, JoinedError, MismatchError, UsageError
 from byteps_py.kernels.update_rules import Hyperparameters
 from byteps_py.tensors import NonFinite
 from byteps_py.torch.engine import context as contexts
 from byteps_py.torch.engine import nonfinite
 from byteps_py.torch.gradients.hosted_delay import DelayedSteps
-from byteps_py.torch.gradients.hosted_join import names_join
 from byteps_py.torch.gradients.hosted_overflow import GradientProbe, find_error, overflows
-from byteps_py.torch.gradients.hosted_owners import claim
-from byteps_py.torch.gradients.hosted_reducer import HostedReducer
+from byteps_py.torch.gradients.hosted_reducer import HostedReducer, claim
 from byteps_py.torch.gradients.hosted_rules import check_numbers, numbers_of, rule_of
 from byteps_py.torch.gradients.hosted_shadow import ShadowedSteps
 from byteps_py.torch.gradients.hosted_states import Factors, ParameterState, check_state
@@ -32,6 +31,28 @@ from byteps_py.torch.horovod.api import push_pull
 
 #: "rule" encodes the switches, such as amsgrad.
 _COMPARED = ("lr", "weight_decay", "momentum", "dampening", "beta1", "beta2", "eps", "lr_decay", "always_adapt", "rule")
+#: Begins the error of a step that needs a rank that has joined.
+_NO_JOIN = (
+    "a hosted optimizer does not go together with join(): a step needs the gradients of all ranks, each of which may "
+    "own states. Give all ranks the same number of batches, or leave hosted, or shadow, out"
+)
+
+Step = Callable[..., Any]
+
+
+def names_join(step: Step) -> Step:
+    """``step`` of a hosted optimizer, whose JoinedError says so."""
+
+    @functools.wraps(step)
+    def named(*arguments: Any, **others: Any) -> Any:
+        try:
+            return step(*arguments, **others)
+        except JoinedError as error:
+            if str(error).startswith(_NO_JOIN):
+                raise
+            raise JoinedError(f"{_NO_JOIN} ({error})") from None
+
+    return named
 
 
 class HostedOptimizerMixin(DistributedOptimizerMixin):

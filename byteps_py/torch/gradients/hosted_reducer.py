@@ -8,13 +8,16 @@ The training thread calls, but for ``ready``.
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
+import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from byteps_py.errors import CommunicationError, UsageError
 from byteps_py.kernels.update_rules import Hyperparameters, Method, StepKind, UpdateRule
@@ -29,7 +32,6 @@ from byteps_py.torch.gradients.bucket import Bucket, GradientOptions, GradientPl
 from byteps_py.torch.gradients.common_record import ShadowedTensor
 from byteps_py.torch.gradients.gradient_checksums import Gradients, Scratch
 from byteps_py.torch.gradients.gradient_reducer import GradientReducer
-from byteps_py.torch.gradients.hosted_owners import claim
 from byteps_py.torch.gradients.hosted_rules import check_dtypes
 from byteps_py.torch.gradients.hosted_shadow import ShadowedSteps
 from byteps_py.torch.gradients.hosted_sparse_rows import HostedSparseBucket
@@ -40,6 +42,29 @@ from byteps_py.torch.horovod.allgather import allgather
 
 #: Of a parameter: the number of its param_group.
 GroupOf = dict[torch.nn.Parameter, int]
+#: Of a parameter: a weak reference to the optimizer that has it, one at a time, because its service has the
+#: parameter's master. A parameter may outlive its optimizer, and the reverse.
+_owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def claim(named: Sequence[tuple[str, torch.nn.Parameter]], owner: object) -> None:
+    """Give ``owner`` the parameters until it is gone. Raises UsageError if another one has one of them."""
+    if any(_other(param, owner) for _, param in named):
+        gc.collect()  # an optimizer that is not used any more may be part of a cycle
+    for name, param in named:
+        if _other(param, owner):
+            raise UsageError(
+                f"hosted=True: parameter {name!r} belongs to another hosted optimizer already: its service has the "
+                "parameter's states, and both would change it. Use one optimizer with several param_groups, or delete "
+                "the other one first (del optimizer)"
+            )
+    for _, param in named:
+        _owners[param] = weakref.ref(owner)
+
+
+def _other(param: torch.nn.Parameter, owner: object) -> bool:
+    reference = _owners.get(param)
+    return reference is not None and reference() not in (None, owner)
 
 
 class HostedBucket(Bucket):

@@ -3,9 +3,11 @@
 Owns the life of a group; the base classes have the collectives. Any thread may call. The operations of a group run in
 the order of the calls, which must be the same on all its members.
 
-    SUM AVG MIN MAX PRODUCT PREMUL_SUM, broadcast, barrier   reduction_collectives.py: through the summation servers
-    gathers, all-to-all, scatter, BAND BOR BXOR              transfer_collectives.py: from member to member
-    send, recv                                               transfer_collectives.py: between two members
+    SUM AVG MIN MAX PRODUCT PREMUL_SUM, broadcast, barrier   reduction_collectives.py
+    gathers, all-to-all, scatter, BAND BOR BXOR              transfer_collectives.py
+    send, recv                                               transfer_collectives.py
+
+Each operation goes from member to member or through the summation servers: engine/router.py chooses.
 """
 
 from __future__ import annotations

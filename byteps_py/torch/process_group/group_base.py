@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,13 +14,22 @@ import torch
 from torch._C._distributed_c10d import Backend, Store
 
 from byteps_py.errors import UsageError
-from byteps_py.torch.engine import group_connections
+from byteps_py.tensors import Op
 from byteps_py.torch.engine.call_log import CallLog
 from byteps_py.torch.engine.completion import Completer
 from byteps_py.torch.engine.group_engine import GroupEngine
 from byteps_py.torch.engine.group_work import CombinedWork, GroupContext
+from byteps_py.torch.engine.machine_addresses import (
+    RECORD_BYTES,
+    ConnectedMachines,
+    addresses_of,
+    machines_of,
+    record_of,
+)
 from byteps_py.torch.engine.members import Members
 from byteps_py.torch.engine.peer_streams import PeerStreams
+from byteps_py.torch.engine.ring import ring_sum
+from byteps_py.torch.engine.service_gathers import ServiceGathers
 from byteps_py.torch.engine.work import Call, Work
 from byteps_py.torch.process_group.collective_arguments import timeout_of
 from byteps_py.torch.process_group.group_metadata import GroupMetadata
@@ -52,9 +62,7 @@ class GroupBase(GroupMetadata):
         self._completer = Completer()
         self._input_check = InputCheck(members)
         self._streams = None  # kept after join(): members may use this group again at any time
-        machines = (
-            group_connections.connect(members, self._group_context, self._completer) if members.may_connect else None
-        )
+        machines = _connect(members, self._group_context, self._completer) if members.may_connect else None
         peers = members.session.peers if members.are_local or machines is not None else None
         if peers is not None:
             self._streams = PeerStreams(members, peers, self._group_context, self._completer, machines)
@@ -117,3 +125,28 @@ class GroupBase(GroupMetadata):
 def assign(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy ``source`` into ``target``, which has as many elements."""
     target.detach().copy_(source.view(target.shape))
+
+
+def _connect(members: Members, group_context: GroupContext, completer: Completer) -> ConnectedMachines | None:
+    """The machines of the group, once all members of other machines are connected to this one: they exchange addresses
+    through the communication service, and connect in pairs (session/peers/peer_connector.py). engine/job_connections.py
+    does the same for all ranks of a job. None if the settings of a member do not allow that. Raises RendezvousError,
+    StallError and what ends the session."""
+    session, settings, count = members.session, members.context.settings, members.count
+    # A group whose operations may take a moment only still has time to be made.
+    limit_s = max(group_context.timeout_s, settings.start_timeout_s)
+    deadline = time.monotonic() + limit_s
+    near = range(session.rank - session.local_rank, session.rank - session.local_rank + session.local_size)
+    has_ring = sum(rank in near for rank in members.ranks) > 1 and ring_sum.is_able()
+    mine = torch.frombuffer(bytearray(record_of(session, settings, has_ring)), dtype=torch.uint8)
+    whole = torch.empty(count * RECORD_BYTES, dtype=torch.uint8, device="cpu")
+    gathers = ServiceGathers(
+        dataclasses.replace(members, prefix=f"{members.prefix}.addresses"), group_context, completer
+    )
+    gathers.even(Op.GATHER, Call("exchange of addresses", [whole], limit_s), mine, whole).wait()
+    records = [bytes(record.numpy()) for record in whole.chunk(count)]
+    machines = machines_of(records)
+    if machines is not None and session.peers is not None and session.peers.connector is not None:
+        addresses = addresses_of(records, members.ranks, session.machine_index)
+        session.peers.connector.connect(addresses, max(0.0, deadline - time.monotonic()))
+    return machines
