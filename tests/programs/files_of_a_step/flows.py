@@ -1,7 +1,7 @@
 """A rank that makes steps of one kind, of which some are counted: ``flows.py FLOW STEPS SECONDS``.
 
-The first ones warm up: names are declared, kernels are compiled, plans are settled. Then all processes count, for so
-many steps and so many seconds at least, and the rank makes a few more.
+The first ones warm up, for so many seconds at least: names are declared, kernels are compiled, plans are settled. Then
+all processes count, for so many steps and seconds at least, and the rank makes a few more.
 """
 
 from __future__ import annotations
@@ -80,19 +80,19 @@ def main() -> None:
     switch = Switch(Path(os.environ["STEP_FILES_FOLDER"]))
     step = FLOWS[flow]()
     is_first = int(os.environ["RANK"]) == 0
-    done, end_s = 0, 0.0
+    done, begun, due_s = 0, 0, time.monotonic() + least_s
     while not switch.last_step or done < switch.last_step:
         step()
         done += 1
-        if not is_first or switch.last_step:
+        if not is_first or switch.last_step or time.monotonic() < due_s:
             continue
-        if done == WARM_UP:
-            end_s = time.monotonic() + least_s
+        if not begun and done >= WARM_UP:
+            begun, due_s = done, time.monotonic() + least_s
             switch.state = COUNTING
-        elif done >= WARM_UP + least_steps and time.monotonic() >= end_s:
+        elif begun and done >= begun + least_steps:
             switch.state = COUNTED
             switch.last_step = done + MORE
-            print(f"counted: {done - WARM_UP}", flush=True)
+            print(f"counted: {done - begun}", flush=True)
     if dist.is_initialized():
         dist.destroy_process_group()
     else:
