@@ -19,7 +19,6 @@ from byteps_py.errors import NotInitializedError
 from byteps_py.session import Session, Slot
 from byteps_py.shm import PAGE
 from byteps_py.tensors import Layout
-from byteps_py.torch.engine.locked_pages import LockedPages
 from byteps_py.torch.engine.slot_view import Tensors
 
 _JOIN_LIMIT_S = 10.0
@@ -27,6 +26,42 @@ _log = logging.getLogger("byteps_py")
 
 
 _Departure = tuple[torch.cuda.Event, Session, Slot, Layout | None, Future[None]]
+
+
+class LockedPages:
+    """The ranges of addresses that are locked for copies, and the memory that each holds on to. Not thread-safe.
+
+    CUDA refuses a copy of which only a part is locked, and does not lock a page twice. Memory that a slot gave back
+    goes to others, in other pieces: a new slot may begin where a smaller one began, or in the middle of one.
+    """
+
+    def __init__(self) -> None:
+        self._ranges: dict[range, list[memoryview]] = {}
+
+    def add(self, address: int, memory: memoryview) -> tuple[list[range], range | None]:
+        """``memory`` begins at ``address`` and has to be locked as a whole.
+
+        Returns the ranges to unlock, and then the one to lock (None: it is locked already). Locked pages stay locked:
+        the new range spans all those that it overlaps.
+        """
+        wanted = range(address, address + memory.nbytes)
+        overlapping = [one for one in self._ranges if one.start < wanted.stop and wanted.start < one.stop]
+        if any(one.start <= wanted.start and wanted.stop <= one.stop for one in overlapping):
+            return [], None
+        whole = range(min(one.start for one in [wanted, *overlapping]), max(one.stop for one in [wanted, *overlapping]))
+        held = [view for one in overlapping for view in self._ranges.pop(one)]
+        self._ranges[whole] = [*held, memory]
+        return overlapping, whole
+
+    def remove(self, pages: range) -> None:
+        """``pages`` could not be locked."""
+        del self._ranges[pages]
+
+    def clear(self) -> list[range]:
+        """Forget all ranges, and return them."""
+        ranges = list(self._ranges)
+        self._ranges.clear()
+        return ranges
 
 
 class CudaCopier:
