@@ -253,7 +253,7 @@ def test_what_texts_name_is_there(tree: Tree) -> None:
 RIGHT = """See ring.py, engine/router.py, docs/glossary.md, byteps_py/torch/engine and byteps_py.errors.UsageError.
 
 ``Router`` and RouteChoice choose; GradScalers are torch's, ZeroMQ is no class. optimizer_mixin is a module.
-``byteps_py.torch.ops`` is an alias, ``byteps_py.worker.core.pipeline`` and `byteps_py.allreduce` are there.
+``byteps_py.torch.ops`` is an alias, ``byteps_py.worker.core.pipeline`` and `bps.parallel.Pipeline` are there.
 
 >>> of_this_example = 1
 """
@@ -264,6 +264,7 @@ WRONG = {
     "See docs/nothing.md.": "docs/nothing.md",
     "It calls byteps_py.torch.nothing.": "byteps_py.torch.nothing",
     "It calls byteps_py.worker.links.": "byteps_py.worker.links",
+    "Call ``bps.no_such_call()``.": "bps.no_such_call",
     "A NoSuchThing does it.": "NoSuchThing",
     "A ``Nosuch`` does it.": "Nosuch",
     "See `_Nosuch.do`.": "_Nosuch",

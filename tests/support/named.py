@@ -22,7 +22,7 @@ PAGES = re.compile(r"docs/.*\.md|README\.md|CONTRIBUTING\.md")
 
 _FILE = re.compile(r"(?<![\w/.*<>$~-])((?:[\w.-]+/)*[\w-]+\.(?:py|proto|md))\b(?![(*])")
 _FOLDER = re.compile(r"(?<![\w/.-])((?:byteps_py|tests|benchmarks|examples)/[\w./-]*\w)(?![\w*{<])")
-_MODULE = re.compile(r"(?<![\w./-])byteps_py((?:\.[A-Za-z_]\w*)+)")
+_MODULE = re.compile(r"(?<![\w./-])(?:byteps_py|bps)((?:\.[A-Za-z_]\w*)+)")
 _CAMEL = re.compile(r"(?<![\w./@-])(_?[A-Z][a-z0-9]+(?:[A-Z]+[a-z0-9]*)+)\b(?!://|/)")
 _QUOTED = re.compile(r"(`{1,2})([^`\n]+)\1")
 _CAPITAL = re.compile(r"(?<![\w./=-])(_?[A-Z][a-z]\w*)\b")
@@ -150,7 +150,8 @@ class Tree:
         return any(each in self.names or each in _ALLOWED for each in likely)
 
     def _has_module(self, name: str) -> bool:
-        """Also for a name in a module, or an alias of one."""
+        """Also for a name in a module, or an alias of one; ``bps`` is the package."""
+        name = re.sub("^bps", "byteps_py", name)
         if name in self.modules:
             return True
         module, _, last = name.rpartition(".")
