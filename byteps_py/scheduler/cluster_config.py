@@ -9,7 +9,7 @@ from byteps_py.placement.link_optimum import LinkOptimum
 from byteps_py.settings import SLOW_FACTOR, Settings
 
 #: Version of the control protocol; a member with another version is refused.
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 
 @dataclass(frozen=True, slots=True)
