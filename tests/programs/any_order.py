@@ -178,7 +178,7 @@ def count_sums() -> None:
         setattr(kind, name, counted)
 
     count(0, named_sums._NamedRounds, "_add_all")
-    count(1, named_sums.NamedSumGroup, "finish_ring_sum")
+    count(1, named_sums.NamedSumGroup, "finish")
 
 
 def main(seed: int, count: int) -> None:

@@ -40,14 +40,14 @@ shared: list[None] = []
 
 
 def count_shared() -> None:
-    how = named_sums.NamedSumGroup.finish_ring_sum if IS_LARGE else named_sums._NamedRounds._add_all
+    how = named_sums.NamedSumGroup.finish if IS_LARGE else named_sums._NamedRounds._add_all
 
     def counted(*arguments: Any) -> None:
         how(*arguments)
         shared.append(None)
 
     if IS_LARGE:
-        named_sums.NamedSumGroup.finish_ring_sum = counted  # type: ignore[method-assign]
+        named_sums.NamedSumGroup.finish = counted  # type: ignore[method-assign]
     else:
         named_sums._NamedRounds._add_all = counted  # type: ignore[method-assign]
 

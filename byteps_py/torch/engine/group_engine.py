@@ -147,7 +147,9 @@ class GroupEngine:
         self.messages = Messages(members, group_context, self.router, streams)
         self._peers = PeerCollectives(members, streams) if streams is not None else None
         self._peer_sums = PeerSums(members, streams) if streams is not None else None
-        self._large_sums = GroupLargeSums(members, streams, streams.large_sums) if streams is not None else None
+        self._large_sums: GroupLargeSums | None = None
+        if streams is not None and streams.large_sums is not None:
+            self._large_sums = GroupLargeSums(members, streams, streams.large_sums)
         self._kinds: dict[object, tuple[OperationKind, RouteChoice]] = {}
         self._is_barrier_agreed = False
 

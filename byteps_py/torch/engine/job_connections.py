@@ -1,5 +1,5 @@
-"""Connects all ranks of a job that are on different machines, in the background when the job begins: for small sums by
-name (named_sums.py).
+"""Connects all ranks of a job that are on different machines, in the background when the job begins: for sums by name
+(named_sums.py).
 
 Any rank may be late or absent at a sum by name, so ranks must know beforehand whether all of them are connected. They
 exchange addresses, connect, and then tell each other whether that has succeeded.
@@ -24,6 +24,7 @@ from byteps_py.torch.engine.machine_addresses import (
     machines_of,
     record_of,
 )
+from byteps_py.torch.engine.ring import ring_sum
 from byteps_py.torch.engine.slot_view import MoverOf, SlotView
 
 _CPU = torch.device("cpu")
@@ -70,9 +71,11 @@ class JobConnections:
     def _connect(self) -> None:
         session = self._session
         try:
-            record = record_of(session, self._settings)
+            # Only where ranks may add large sums: it waits until the ring's instructions are compiled.
+            has_ring = session.local_size > 1 and not self._settings.num_servers and ring_sum.is_able()
+            record = record_of(session, self._settings, has_ring)
         except ConfigurationError as error:
-            logger.warning("small sums go through the services: %s", error)
+            logger.warning("sums by name go through the services: %s", error)
             record = b""
         records = self._gather(record)
         machines = machines_of(records)
@@ -84,7 +87,7 @@ class JobConnections:
                 connector.connect(addresses_of(records, range(session.size), session.machine_index), _CONNECT_S)
         except CommunicationError as error:
             has_succeeded = False
-            logger.warning("small sums go through the services: %s", error)
+            logger.warning("sums by name go through the services: %s", error)
         answers = self._gather(_YES if has_succeeded else _NO)
         if all(answer[:1] == _YES for answer in answers):
             self._machines = machines

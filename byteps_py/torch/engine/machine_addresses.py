@@ -37,10 +37,10 @@ class ConnectedMachines(NamedTuple):
             return False
         return self.have_rings or len(self.positions[0]) == 1
 
-    def of(self, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """The positions in ``ranks`` on each machine. Positions of this object are ranks."""
+    def of(self, ranks: Sequence[int]) -> ConnectedMachines:
+        """The machines of some ``ranks``, and their positions among these. Positions of this object are ranks."""
         found = (tuple(ranks.index(rank) for rank in some if rank in ranks) for some in self.positions)
-        return tuple(some for some in found if some)
+        return self._replace(positions=tuple(some for some in found if some))
 
 
 def record_of(session: Session, settings: Settings, has_ring: bool = False) -> bytes:

@@ -1,9 +1,9 @@
 """Sums by name that all ranks wait for: added by the ranks, without the communication service.
 
 Votes decide for each round whether all ranks wait for it (sum_offers.py). Small tensors travel with the votes, from
-every rank to every other. Large tensors of one machine go through the ring (ring/ring_sum.py), one at a time: a rank
-that has offered one offers no other before it is over. So large sums that all ranks offer never overlap, and have one
-order on all ranks. All other sums go through the service.
+every rank to every other. Large tensors are added in shares (large_sum.py), one at a time: a rank that has offered one
+offers no other before it is over. So large sums that all ranks offer never overlap, and have one order on all ranks.
+All other sums go through the service.
 
 Any thread.
 """
@@ -18,13 +18,14 @@ import torch
 
 from byteps_py.errors import JoinedError
 from byteps_py.session import Slot
-from byteps_py.session.peers import PeerTransport
+from byteps_py.session.peers import PeerTransport, Ring
 from byteps_py.tensors import TensorSpec, key_of
 from byteps_py.torch.engine.context import Context
 from byteps_py.torch.engine.dtypes import is_plain
+from byteps_py.torch.engine.large_sum import LargeSum, LargeSums, large_sums_among
 from byteps_py.torch.engine.named_work import Attempt
 from byteps_py.torch.engine.ring.adding import add_by_machine
-from byteps_py.torch.engine.ring.ring_sum import SLOT_BYTES, RingSum, RingSums
+from byteps_py.torch.engine.ring.ring_sum import RingSum
 from byteps_py.torch.engine.router import Route
 from byteps_py.torch.engine.sum_offers import IS_ABSENT, SharedRounds
 
@@ -34,7 +35,7 @@ _FOREVER_S = 1e9  # no limit
 
 
 class SumOffer(NamedTuple):
-    """A sum that ranks may add. ``route``: PEERS or RING."""
+    """A sum that ranks may add. ``route``: PEERS, RING or SHARES."""
 
     spec: TensorSpec
     route: Route
@@ -105,53 +106,56 @@ class NamedSums:
 
 
 class NamedSumGroup:
-    """The ranks of one group, and their ring: one large sum at a time."""
+    """The ranks of one group, and their large sums: one at a time."""
 
     def __init__(self, context: Context, peers: PeerTransport, ranks: Sequence[int], timeout_s: float) -> None:
         self.session = session = context.session
         self.peers, self.timeout_s = peers, timeout_s
         machines = context.connections.machines if context.connections is not None else None
         #: The positions on each machine; empty: all are on one.
-        self.machines = machines.of(ranks) if machines is not None else ()
+        self.machines = machines.of(ranks).positions if machines is not None else ()
         self.own = ranks.index(session.rank)
         self.count = len(ranks)
         #: The ranks of the other members, by position.
         self.others = {p: rank for p, rank in enumerate(ranks) if p != self.own}
         self.text = ", ".join(map(str, ranks))
-        self._all = tuple(self.others.values())
         self._name = f"sums in shares among ranks {self.text}#{session.incarnation}"
-        self._sums: RingSums | None = None
-        if len(self.machines) < 2:
-            ring = peers.ring(peers.stream(self._name, self._all), SLOT_BYTES)
-            self._sums = RingSums(ring, self.own, dict(enumerate(ranks)))
+        on_machines = self.machines or (tuple(range(self.count)),)
+        self._near = [ranks[p] for some in on_machines if self.own in some for p in some if p != self.own]
+        self._large_sums: LargeSums | None = None
+        self._ring: Ring | None = None
+        if len(set(map(len, on_machines))) == 1:
+            self._large_sums, self._ring = large_sums_among(peers, self._name, ranks, self.own, on_machines)
         self._is_taken = False
         self._is_broken = False  # a sum was begun and abandoned here, which others may have continued
 
-    def acquire_ring(self) -> bool:
-        """Reserve the ring for one large sum, until ``release_ring``. False if it is reserved. Called with the
-        context's lock held."""
+    def acquire(self) -> bool:
+        """Reserve the large sums for one, until ``release``. False if they are reserved. Called with the context's lock
+        held."""
         is_free = not (self._is_taken or self._is_broken)
         if is_free:
             self._is_taken = True
         return is_free
 
-    def release_ring(self) -> None:
+    def release(self) -> None:
         """The sum is over, or was not begun. Any thread."""
         self._is_taken = False
 
-    def start_ring_sum(self, source: torch.Tensor, target: torch.Tensor, average: bool, name: str) -> RingSum:
-        """The sum of flat and plain tensors, its first step written. The caller has acquired the ring."""
-        if self._sums is None:
-            raise RuntimeError(f"{name}: ranks of several machines have no ring")
-        work = RingSum(self._sums, source, target, average, name)
-        work.write_first_step()
-        return work
+    def start(self, source: torch.Tensor, target: torch.Tensor, average: bool, name: str) -> LargeSum:
+        """The sum of flat and plain tensors; in the ring, its first step is written. The caller has acquired the large
+        sums."""
+        if self._large_sums is None:
+            raise RuntimeError(f"{name}: as many ranks on each machine are needed")
+        large_sum = self._large_sums.start(source, target, average, self._name)
+        if isinstance(large_sum, RingSum):
+            large_sum.write_first_step()
+        return large_sum
 
-    def finish_ring_sum(self, work: RingSum) -> None:
+    def finish(self, large_sum: LargeSum) -> None:
         """Complete a sum that all other ranks complete, too. Raises StallError, JoinedError and what ends the
         session."""
         try:
-            work.run(time.monotonic() + self.timeout_s)
+            large_sum.run(time.monotonic() + self.timeout_s)
         except JoinedError:  # no member has begun
             raise
         except BaseException:  # for example an interrupt that the program survives
@@ -159,9 +163,9 @@ class NamedSumGroup:
             raise
 
     def retire(self) -> None:
-        """The ring is not used any more on this rank."""
-        if self._sums is not None:
-            self.peers.retire(self._sums.ring, self.peers.stream(f"{self._name}, over", self._all))
+        """The large sums are not used any more on this rank."""
+        if self._ring is not None:
+            self.peers.retire(self._ring, self.peers.stream(f"{self._name}.ring.over", self._near))
 
 
 class _NamedRounds:
@@ -190,7 +194,7 @@ class _NamedRounds:
         returns False if the sum has to go through the service. None: that is known already."""
         group, rounds, votes, spec = self._group, self._rounds, self._votes, offer.spec
         is_small = offer.route is Route.PEERS
-        is_taken = not is_small and group.acquire_ring()
+        is_taken = not is_small and group.acquire()
         is_under_way = False
         try:
             if spec is not self._spec:
@@ -200,16 +204,14 @@ class _NamedRounds:
             )
             has_offered = vote == self._offer
             mine, total = source.detach().view(-1), target.detach().view(-1)
-            large_sum = (
-                group.start_ring_sum(mine, total, spec.average, self._name) if is_taken and has_offered else None
-            )
+            large_sum = group.start(mine, total, spec.average, self._name) if is_taken and has_offered else None
             if vote is not None:
                 votes.cast(rounds.number, vote, source.data_ptr(), spec.nbytes if is_small and has_offered else 0)
             votes.forget(rounds.number - 1)
             is_under_way = has_offered
         finally:
             if is_taken and not is_under_way:
-                group.release_ring()
+                group.release()
         since_ns = time.perf_counter_ns()
 
         def settle() -> bool:
@@ -220,13 +222,13 @@ class _NamedRounds:
                     with torch.no_grad():
                         self._add_all(mine, total, spec.average)
                 else:
-                    group.finish_ring_sum(large_sum)
+                    group.finish(large_sum)
                 torch.autograd.graph.increment_version(target)
                 self._report(spec, since_ns)
                 return True
             finally:
                 if is_taken:
-                    group.release_ring()
+                    group.release()
 
         return settle if is_under_way else None
 

@@ -18,14 +18,11 @@ from byteps_py.session.peers import PeerTransport, PendingSend, Ring, Span, Stre
 from byteps_py.tensors import differing
 from byteps_py.torch.engine.completion import Completer
 from byteps_py.torch.engine.group_work import FallbackQueue, GroupContext, GroupWork
-from byteps_py.torch.engine.large_sum import LargeSums
+from byteps_py.torch.engine.large_sum import LargeSums, large_sums_among
 from byteps_py.torch.engine.machine_addresses import ConnectedMachines
 from byteps_py.torch.engine.members import Members
 from byteps_py.torch.engine.ring import ring_sum
-from byteps_py.torch.engine.ring.ring_sum import SLOT_BYTES, RingSums
 from byteps_py.torch.engine.router import Reach
-from byteps_py.torch.engine.share_sums import ShareSums
-from byteps_py.torch.engine.two_level_sums import TwoLevelSums
 from byteps_py.torch.engine.work import Call, Work
 
 #: Operations of a stream that may be under way at once; a further one waits until the first of them is over.
@@ -122,18 +119,14 @@ class PeerStreams:
         self.fallbacks = FallbackQueue(group_context, completer)
         #: For large sums; ``sums``: those under way, in the order of the calls. They survive a join of members.
         self.ring: Ring | None = None
-        self.large_sums: LargeSums
+        self.large_sums: LargeSums | None = None
         on_machines = [range(members.count)] if machines is None else machines.positions
         near = next(some for some in on_machines if members.position in some)
         self._near = tuple(members.ranks[position] for position in near if position != members.position)
-        if self._near:
-            self.ring = peers.ring(peers.stream(f"{members.prefix}.ring", self._near), SLOT_BYTES)
-        if self.ring is not None and machines is None:
-            self.large_sums = RingSums(self.ring, members.position, dict(enumerate(members.ranks)))
-        elif self.ring is None or machines is None or not machines.are_even:
-            self.large_sums = ShareSums(peers, members.position, self.others)  # not used if machines are not even
-        else:
-            self.large_sums = TwoLevelSums(peers, members.ranks, on_machines, members.position, self.ring)
+        if machines is None or machines.are_even:
+            self.large_sums, self.ring = large_sums_among(
+                peers, members.prefix, members.ranks, members.position, on_machines
+            )
         self.sums: deque[Work] = deque()
         self._are_introduced = False
         peers.directory.ask(self._introduction, self._all)

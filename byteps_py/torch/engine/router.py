@@ -21,6 +21,7 @@ from typing import NamedTuple, Self
 
 from byteps_py.session import Session
 from byteps_py.tensors import Op
+from byteps_py.torch.engine.machine_addresses import ConnectedMachines
 
 #: The cores of the machine, not only those of this process.
 CORES = os.sysconf("SC_NPROCESSORS_ONLN")
@@ -112,15 +113,21 @@ class Router:
 
     @classmethod
     def for_names(
-        cls, session: Session, ranks: Sequence[int], can_share: Callable[[], bool], are_connected: bool = False
+        cls,
+        session: Session,
+        ranks: Sequence[int],
+        can_share: Callable[[], bool],
+        machines: ConnectedMachines | None = None,
     ) -> Self:
         """The router for operations by name, those of Horovod and BytePS, for which any rank may be late.
-        ``are_connected``: all ranks of the job, if they are on several machines."""
+        ``machines``: those of all ranks of the job, if they are on several ones and connected. ``can_share``: whether
+        the ranks of one machine can add in shares."""
         first = session.rank - session.local_rank
         are_local = len(ranks) > 1 and first <= ranks[0] and ranks[-1] < first + session.local_size
         are_reachable = are_local and may_share(session.local_size) and session.peers is not None
-        if not are_local and len(ranks) > 1 and are_connected:
-            return cls(len(ranks), Reach.CONNECTIONS, session.local_size, NAMED_CONNECTION_BYTES, lambda: False)
+        if not are_local and len(ranks) > 1 and machines is not None:
+            among = machines.of(ranks).can_share
+            return cls(len(ranks), Reach.CONNECTIONS, session.local_size, NAMED_CONNECTION_BYTES, lambda: among)
         reach = Reach.MEMORY if are_reachable else Reach.SERVICE
         return cls(len(ranks), reach, session.local_size, NAMED_MESSAGE_BYTES, can_share)
 

@@ -101,10 +101,9 @@ class ReductionPlan:
         self.rounding = "trunc" if options.kind else "floor"
         self._requests: dict[str, list[TensorRequest]] = {}
         #: Decides whether ranks that wait for the sum may add it themselves (engine/named_sums.py).
-        connections = context.connections
-        are_connected = connections is not None and connections.machines is not None
+        machines = context.connections.machines if context.connections is not None else None
         ranks = options.group or range(self.count)
-        self.router = Router.for_names(context.session, ranks, ring_sum.is_able, are_connected)
+        self.router = Router.for_names(context.session, ranks, ring_sum.is_able, machines)
         self._route = self._find_route() if self._is_plain_sum(tensors) else Route.SERVICE
 
     def offer(self, full_name: str) -> SumOffer | None:
