@@ -21,24 +21,27 @@ SCENARIOS = [
     [
         ("-np 2", "small"),
         pytest.param("-np 2", "large", marks=pytest.mark.slow),
-        ("-np 3", "small"),
+        pytest.param("-np 3", "small", marks=pytest.mark.slow),
         pytest.param("-np 3", "large", marks=pytest.mark.slow),
-        ("-np 1 --machines 3", "small"),
+        pytest.param("-np 1 --machines 3", "small", marks=pytest.mark.slow),
+        ("-np 1 --machines 3", "large"),
+        pytest.param("-np 2 --machines 2", "small", marks=pytest.mark.slow),
+        pytest.param("-np 2 --machines 2", "large", marks=pytest.mark.slow),
         pytest.param("-np 1 --machines 2 --servers 1", "small", marks=pytest.mark.slow),
     ],
 )
 def test_the_same_bits_whoever_is_at_hand(layout: str, size: str, tmp_path: Path) -> None:
-    ranks = 3 if "3" in layout else 2
+    ranks = 4 if layout == "-np 2 --machines 2" else 3 if "3" in layout else 2
     run = bpslaunch(layout.split(), [PROGRAM, *SCENARIOS], TEST_FILE=str(tmp_path / "timeline"), TEST_SIZE=size)
     assert run.returncode == 0, run.stdout + run.stderr
     lines = run.stdout.splitlines()
     assert sorted(line for line in lines if line.endswith("is well")) == sorted(
         f"{rank}: {scenario}: all is well" for rank in range(ranks) for scenario in SCENARIOS
     )
-    others = "rank 0" if ranks == 2 else "ranks 0, 2"
+    others = {2: "rank 0", 3: "ranks 0, 2", 4: "ranks 0, 2-3"}[ranks]
     shape = "[5, 803]" if size == "small" else "[5, 40003]"
     for rank in range(ranks):
-        for odd in ("[5, 804]" if "machines" in layout else "[5, 40004]", "[3]"):
+        for odd in ("[5, 804]" if "servers" in layout else "[5, 40004]", "[3]"):
             text = (
                 f"{rank}: tensor 'x': {others} gave sum of float32{shape}, rank 1 gave sum of float32{odd}; use "
                 "the same shape, dtype and operation on every rank"
@@ -64,7 +67,8 @@ def test_sums_are_right_after_a_rank_was_interrupted_in_one(ranks: int) -> None:
     assert run.stdout.count("interrupted: all is well") == ranks
 
 
-@pytest.mark.parametrize(("layout", "size"), [("-np 3", "small"), ("-np 3", "large"), ("-np 1 --machines 3", "small")])
+@pytest.mark.parametrize("size", ["small", "large"])
+@pytest.mark.parametrize("layout", ["-np 3", "-np 1 --machines 3"])
 def test_a_rank_that_dies_in_a_sum_is_named(layout: str, size: str) -> None:
     run = bpslaunch(layout.split(), [ENDS, "killed"], TEST_SIZE=size)
     said = [line for line in run.stdout.splitlines() if "PeerLostError: rank 2 " in line]

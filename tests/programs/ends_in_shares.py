@@ -1,4 +1,4 @@
-"""Ranks of one machine that do not come to the end of a sum by name, for tests/test_shares.py.
+"""Ranks that do not come to the end of a sum by name, for tests/test_shares.py.
 
 ``python ends_in_shares.py SCENARIO``; for the rest see in_shares.py.
 """
@@ -19,14 +19,16 @@ from torch_values import same, values
 import byteps_py.torch as bps
 from byteps_py.errors import BytePSError
 from byteps_py.session.peers import Votes
+from byteps_py.torch.engine import share_sums
 from byteps_py.torch.engine.ring import ring_sum
 from byteps_py.torch.engine.ring.step_table import Status
 
 
 def in_the_middle(act: Callable[[], None]) -> None:
-    """Of the next large sum, when the first step has been laid."""
+    """Of the next large sum, when the first step has been written, or the first parts have come."""
     ring_sum.RingSums.table = without_instructions  # type: ignore[method-assign]
     ring_sum.RingSum._add = lambda *_: act()  # type: ignore[assignment]
+    share_sums.ShareSum._add = lambda *_: act()  # type: ignore[assignment]
 
 
 def said(call: Callable[[], object]) -> None:

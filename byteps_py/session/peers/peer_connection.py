@@ -92,9 +92,9 @@ class PendingSend(NamedTuple):
 
     @property
     def is_done(self) -> bool:
-        """True if the memory that it was sent from is not needed any more: all has come, or what has left is kept
-        elsewhere from now on."""
-        return self.connection.let_go(self.mark)
+        """True if the memory that it was sent from is not needed any more: all has come, or the little that may not have
+        come is kept elsewhere from now on."""
+        return self.connection.is_little(self.mark) and self.connection.let_go(self.mark)
 
     @property
     def has_come(self) -> bool:
@@ -270,9 +270,11 @@ class PeerConnection:
         """True if the system has taken all frames before ``mark``."""
         return self._left >= mark or self.has_come(mark)
 
-    def would_copy(self, mark: int) -> bool:
-        """True if ``let_go`` would copy so much that it is better to wait a moment for a report."""
-        return not self.has_come(mark) and mark - self._stream.confirmed > 1
+    def is_little(self, mark: int) -> bool:
+        """True unless ``let_go`` would copy so much that it is better to wait for a report, which comes once the other
+        end has read so much."""
+        with self._lock:
+            return self.has_come(mark) or self._stream.bytes_to_copy(mark) <= _COPIED_BYTES
 
     def let_go(self, mark: int) -> bool:
         """Need the memory of the frames before ``mark`` no more: True. False if they have not left."""

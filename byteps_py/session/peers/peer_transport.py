@@ -243,7 +243,7 @@ class PeerTransport:
             wait = Wait("a message", 0, lambda: [part.connection.rank for part in sent if not part.has_left])
             self._waiter.until(have_left, wait, timeout_s)
             self._waiter.ended(wait)
-        large = [part for part in sent if part.connection.would_copy(part.mark)]
+        large = [part for part in sent if not part.connection.is_little(part.mark)]
         if large:
             with contextlib.suppress(StallError):
                 self._host.wait_until(lambda: all(part.has_come for part in large), _REPORT_WAIT_S, lambda: "")

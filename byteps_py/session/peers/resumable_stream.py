@@ -76,13 +76,20 @@ class ResumableStream:
         """There is a new connection: all that is not confirmed is sent again."""
         self._next = self.confirmed
 
+    def bytes_to_copy(self, end: int) -> int:
+        """How many bytes ``let_go`` would copy."""
+        return sum(len(self._kept[at][0]) for at in self._shared(end) if self._kept[at][1] is not None)
+
     def let_go(self, end: int) -> None:
         """Keep copies of the frames before ``end`` from now on, so that their memory may change."""
-        first = max(self.confirmed, self._owned)
-        for at in range(first - self.confirmed, end - self.confirmed):
+        for at in self._shared(end):
             body, owner = self._kept[at]
             self._kept[at] = (bytes(body), None) if owner is not None else (body, None)
         self._owned = max(self._owned, end)
+
+    def _shared(self, end: int) -> range:
+        """Where frames before ``end`` are kept that are not in memory of their own."""
+        return range(max(self.confirmed, self._owned) - self.confirmed, end - self.confirmed)
 
     # ---- receiving -------------------------------------------------------------------------------------
 

@@ -146,7 +146,9 @@ class NamedSumGroup:
         sums."""
         if self._large_sums is None:
             raise RuntimeError(f"{name}: as many ranks on each machine are needed")
-        large_sum = self._large_sums.start(source, target, average, self._name)
+        # Between machines, streams have the name: other groups may have a tensor of the same name.
+        stream = f"{name} among ranks {self.text}#{self.session.incarnation}" if len(self.machines) > 1 else name
+        large_sum = self._large_sums.start(source, target, average, stream)
         if isinstance(large_sum, RingSum):
             large_sum.write_first_step()
         return large_sum
