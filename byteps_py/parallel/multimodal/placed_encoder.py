@@ -93,7 +93,10 @@ class PlacedEncoder:
                 output = self._computed(self.module, images_of(inputs), parts)
         except Exception as caught:
             error = caught
-        own = self._agreed(output, error)
+        try:
+            own = self._agreed(output, error)
+        finally:
+            error = None  # its traceback refers to this frame, which would keep the tensors of a failed step
         if self._is_replicated and output is not None:
             tokens = all_gathered(output, self._workers, 0)
         else:
@@ -122,7 +125,10 @@ class PlacedEncoder:
                     torch.autograd.backward([self._output], [gradients.to(self._output.dtype)])
                 except Exception as caught:
                     error = caught
-            self._sum(error)
+            try:
+                self._sum(error)
+            finally:
+                error = None  # see ``encode``
         self.drop()
 
     def drop(self) -> None:

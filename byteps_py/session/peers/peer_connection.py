@@ -92,8 +92,8 @@ class PendingSend(NamedTuple):
 
     @property
     def is_done(self) -> bool:
-        """True if the memory that it was sent from is not needed any more: all has come, or the little that may not have
-        come is kept elsewhere from now on."""
+        """True if the memory that it was sent from is not needed any more: all has come, or the little that may not
+        have come is kept elsewhere from now on."""
         return self.connection.is_little(self.mark) and self.connection.let_go(self.mark)
 
     @property
