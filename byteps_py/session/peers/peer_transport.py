@@ -250,6 +250,14 @@ class PeerTransport:
         for part in sent:
             part.connection.let_go(part.mark)
 
+    def is_sent(self, sent: Sequence[PendingSend]) -> bool:
+        """True if ``wait_until_sent`` would not block. Processes the messages that have arrived: reports are among
+        them."""
+        if all(part.is_done for part in sent):
+            return True
+        self.take_messages()
+        return all(part.is_done for part in sent)
+
     def refuse(self, stream: Stream, targets: Iterable[int], joined: int) -> None:
         """Tell ``targets`` that they do not get the stream's next payload because rank ``joined`` has joined:
         their receipts raise JoinedError."""

@@ -40,7 +40,9 @@ class PeerSend(QueuedMessage):
             self._wait_in_slices(deadline, lambda timeout_s: peers.wait_until_sent(unsent, timeout_s))
 
     def _is_ready(self) -> bool:
-        return (self.begun is None or self.begun.is_set()) and all(part.is_done for part in self.unsent)
+        if self.begun is not None and not self.begun.is_set():
+            return False
+        return self.peers is None or self.peers.is_sent(self.unsent)
 
     def _release(self) -> None:
         self.unsent = ()

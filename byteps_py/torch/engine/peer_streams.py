@@ -67,7 +67,7 @@ class PeerWork(GroupWork):
     def _is_ready(self) -> bool:
         if self._group_context.aborted is not None:
             return True
-        return self._peers.poll(self._receipt) and all(part.is_done for part in self._unsent)
+        return self._peers.poll(self._receipt) and self._peers.is_sent(self._unsent)
 
     def _release(self) -> None:
         self._finish = None
