@@ -20,6 +20,7 @@ CASES = (
     "losses",
     "whole_parameters",
     "uncovered_refused",
+    "shared_inputs_used_elsewhere",
     "checkpoints",
     "whole_beside_cut",
 )

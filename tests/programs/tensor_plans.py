@@ -7,6 +7,7 @@ import copy
 import shutil
 import sys
 import tempfile
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -455,6 +456,51 @@ def uncovered_refused() -> None:
     nested = nn.ModuleDict({"outer": Block(GateUp())})
     plan = {**GATED, "outer": tensor.SharedInput(), "outer.inner": tensor.SharedInput()}
     refuses("would be summed twice", tensor.parallelize, nested, plan, group())
+
+
+class Residual(nn.Module):
+    """Its input goes to its output, too."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.up, self.down = how, nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        inner = self.down(functional.gelu(self.up(functional.dropout(x, 0.5, self.how == "dropout"))))
+        match self.how:
+            case "sum":
+                return x + inner
+            case "gate":
+                return [inner * torch.sigmoid(self.norm(x).float()).to(inner)]
+            case "itself":
+                return inner, x
+            case "mean":
+                return {"output": inner - x.mean(-1, keepdim=True).expand_as(inner)}
+            case _:
+                return inner
+
+
+@case
+def shared_inputs_used_elsewhere() -> None:
+    """Their gradients would be summed over the ranks."""
+    plan = {"0": tensor.SharedInput(), "0.up": tensor.Column(), "0.down": tensor.Row()}
+    gate = {**plan, "0.norm": tensor.Replicated(sum_gradients=False)}
+    for how, word in (("sum", "Add"), ("gate", "NativeLayerNorm"), ("itself", "the output itself"), ("mean", "Mean")):
+        x = torch.randn(2, TOKENS, WIDTH, requires_grad=True)
+        model = tensor.parallelize(nn.Sequential(Residual(how)), gate, group())
+        with torch.no_grad():
+            model(x)  # has no gradients
+        model(x.detach())  # its input has none
+        refuses(
+            f"0 is in the plan as SharedInput, but its input also reaches its output beside its layers (by {word}",
+            model,
+            x,
+        )
+    for how in ("dropout", "none"):
+        model = tensor.parallelize(nn.Sequential(Residual(how)), gate, group())
+        for _ in range(2):
+            model(torch.randn(2, TOKENS, WIDTH, requires_grad=True)).sum().backward()
 
 
 class Flat(nn.Module):

@@ -21,17 +21,16 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable, Mapping
-from typing import Any
 
-import torch
 from torch import nn
 
 from byteps_py.errors import UsageError
 from byteps_py.parallel.gradient_scaling import decide_together
-from byteps_py.parallel.tensor.layers import KeepsGroup, ParallelLayer, enter, sum_gradients
+from byteps_py.parallel.tensor.layers import ParallelLayer, sum_gradients
 from byteps_py.parallel.tensor.planned_layers import plan_layers
 from byteps_py.parallel.tensor.regions import Group, size_of
 from byteps_py.parallel.tensor.shard import Shard
+from byteps_py.parallel.tensor.shared_input import SharedInputRegion
 from byteps_py.parallel.tensor.styles import Column, Embedding, Replicated, Row, Sequence, SharedInput, Style
 from byteps_py.parallel.tensor.whole_parameters import summed_parameters
 
@@ -59,9 +58,9 @@ def parallelize(
         return model
     planned = plan_layers(modules, chosen, group)
     summed = summed_parameters(modules, plan, chosen, planned, sequence_dim is not None)
-    for module, style in {id(modules[name]): (modules[name], style) for name, style in chosen.items()}.values():
+    for name, style in {id(modules[name]): (name, style) for name, style in chosen.items()}.values():
         if isinstance(style, SharedInput):
-            module.register_forward_pre_hook(_InputHook(group, sequence_dim), with_kwargs=True)
+            SharedInputRegion(name, group, sequence_dim).attach(modules[name])
     for module, names in summed:
         sum_gradients(module, names, group)
     for module in modules.values():
@@ -100,21 +99,6 @@ _CONV1D = (
     ": replace it by an nn.Linear, whose weight is the transposed one: linear.weight.copy_(conv.weight.T), and give "
     "its parts (Column(parts=3, units=heads) for c_attn)"
 )
-
-
-class _InputHook(KeepsGroup):
-    """Communicates the first argument of a module."""
-
-    def __init__(self, group: Group, sequence_dim: int | None) -> None:
-        self.group, self.sequence_dim = group, sequence_dim
-
-    def __call__(self, module: nn.Module, arguments: tuple[Any, ...], others: dict[str, Any]) -> Any:
-        if not arguments or not isinstance(arguments[0], torch.Tensor):
-            raise UsageError(
-                f"{type(module).__name__} is in the plan as SharedInput: call it with its input, a tensor, as the "
-                "first positional argument"
-            )
-        return (enter(arguments[0], self.group, self.sequence_dim), *arguments[1:]), others
 
 
 def _choose(plan: Mapping[str, Style], modules: Mapping[str, nn.Module]) -> dict[str, Style]:

@@ -47,7 +47,7 @@ class Embedding:
 @dataclass(frozen=True, slots=True)
 class SharedInput:
     """A module whose first argument goes to several Columns inside it, and nowhere else: it is communicated once for
-    all of them."""
+    all of them. ``x + f(x)`` belongs outside: the first training step refuses it."""
 
 
 @dataclass(frozen=True, slots=True)
