@@ -94,7 +94,12 @@ class PendingSend(NamedTuple):
     def is_done(self) -> bool:
         """True if the memory that it was sent from is not needed any more: all has come, or the little that may not
         have come is kept elsewhere from now on."""
-        return self.connection.is_little(self.mark) and self.connection.let_go(self.mark)
+        return self.is_little and self.connection.let_go(self.mark)
+
+    @property
+    def is_little(self) -> bool:
+        """True unless so much of it may not have come that it is better to wait for a report than to copy it."""
+        return self.connection.is_little(self.mark)
 
     @property
     def has_come(self) -> bool:
@@ -105,6 +110,11 @@ class PendingSend(NamedTuple):
     def has_left(self) -> bool:
         """True if the system has taken all of it."""
         return self.connection.has_left(self.mark)
+
+    @property
+    def reported(self) -> int:
+        """Frames of the link that the other end has reported."""
+        return self.connection.reported
 
 
 class PeerConnection:
@@ -261,6 +271,11 @@ class PeerConnection:
                 self._stream.add(view[first : first + FRAME_BYTES], owner)
         if not self._out:
             self._send_or_wait()
+
+    @property
+    def reported(self) -> int:
+        """Frames that the other end has reported."""
+        return self._stream.confirmed
 
     def has_come(self, mark: int) -> bool:
         """True if the other end has reported all frames before ``mark``."""

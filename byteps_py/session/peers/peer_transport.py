@@ -67,7 +67,7 @@ WINDOW = 4
 #: keeps those that have come too early.
 _ACKNOWLEDGED = 8
 _MOST_UNACKNOWLEDGED_BYTES = 256 << 10
-#: To wait for the report that a large payload has come costs less than to copy it.
+#: To wait for the next report of a large payload costs less than to copy what may not have come.
 _REPORT_WAIT_S = 0.002
 _INLINE, _SHARED, _MORE, _TAKEN, _SEGMENT, _JOINED, _WAKE = map(int, PeerMessageKind)
 _BETWEEN_MACHINES = frozenset((_INLINE, _TAKEN, _JOINED))
@@ -243,12 +243,21 @@ class PeerTransport:
             wait = Wait("a message", 0, lambda: [part.connection.rank for part in sent if not part.has_left])
             self._waiter.until(have_left, wait, timeout_s)
             self._waiter.ended(wait)
-        large = [part for part in sent if not part.connection.is_little(part.mark)]
-        if large:
-            with contextlib.suppress(StallError):
-                self._host.wait_until(lambda: all(part.has_come for part in large), _REPORT_WAIT_S, lambda: "")
+        self._await_reports(sent)
         for part in sent:
             part.connection.let_go(part.mark)
+
+    def _await_reports(self, sent: Sequence[PendingSend]) -> None:
+        """Wait, while reports come, until little of ``sent`` may not have come."""
+        reported = -1
+
+        def is_enough() -> bool:
+            return all(part.is_little for part in sent) or sum(part.reported for part in sent) != reported
+
+        while not all(part.is_little for part in sent) and (now := sum(part.reported for part in sent)) != reported:
+            reported = now
+            with contextlib.suppress(StallError):
+                self._host.wait_until(is_enough, _REPORT_WAIT_S, lambda: "")
 
     def is_sent(self, sent: Sequence[PendingSend]) -> bool:
         """True if ``wait_until_sent`` would not block. Processes the messages that have arrived: reports are among
