@@ -20,7 +20,7 @@ from typing import Any
 from byteps_py.errors import ProtocolError
 from byteps_py.tensors import DType, Layout, NonFinite, Op, Sizes, TensorSpec
 
-VERSION = 8
+VERSION = 9
 
 
 class RankMessageKind(enum.IntEnum):
@@ -72,8 +72,10 @@ class RankMessageKind(enum.IntEnum):
     NORM = 35  # {request, part, ranges}: of the averages that the rank owns
     NORMED = 36  # {request, sum}: of their squares, as float.hex
     RECORD = 37  # a byte of RecordPart, and the next bytes of a packed ShadowRecord, or of what is attached to it
-    HELD = 38  # {step, whole}: other machines hold the states, and the record, of this step and of those before; whole:
-    # all states of the rank have been held
+    HELD = (
+        38  # {step, whole, refused}: other machines hold the states, and the record, of this step and of those before,
+    )
+    # but for records that were refused, of which this is the latest; whole: all states of the rank have been held
     RECORDED = 39  # {run, step}: a server has this record, to which PACED_BYTES or more are attached, or none takes it
 
 

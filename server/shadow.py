@@ -66,14 +66,20 @@ _MOST_DIVISOR = 1 << 31
 class ShadowStore:
     """All runs of one server. Events are methods; each returns the actions to perform, in order.
 
-    ``partition_bytes``: the most bytes of a partition of gradients. ``most_waiting_bytes``: limit for sums and records
-    that wait to be applied or dropped; a step beyond it is not held, nor a record beyond twice as much, and beyond half
-    of it no reader holds steps back.
+    ``partition_bytes``: the most bytes of a partition of gradients. ``most_waiting_bytes``: limit for sums that wait to
+    be applied, and for records that wait to be dropped: a step or a record beyond it is not held. A rank's first record
+    after the durable step may take as much again, since without it no record is dropped. Beyond half of the limit no
+    reader holds steps back.
+
+    Attributes:
+        applied_steps: how many.
+        waiting_bytes: of sums.
+        record_bytes: of records, with what is attached and has yet to come.
     """
 
     def __init__(self, partition_bytes: int, most_waiting_bytes: float = math.inf) -> None:
         self.applied_steps = 0
-        self.waiting_bytes = 0
+        self.waiting_bytes = self.record_bytes = 0
         self._partition_bytes = partition_bytes
         self._most_waiting_bytes = most_waiting_bytes
         self._runs: dict[int, ShadowRun] = {}
@@ -210,7 +216,8 @@ class ShadowStore:
         if self.waiting_bytes + total.nbytes > self._most_waiting_bytes:
             return [_lacks(origin, reply, f"{what}: {self.waiting_bytes} bytes of earlier steps wait here already")]
         copy.steps.append(HeldStep(said.step, said.before, total, said.divisor, segments, origin, reply))
-        self._take_room(total.nbytes)
+        self.waiting_bytes += total.nbytes
+        self._end_hold()
         for older in [each for each in part.sums if each < name]:
             del part.sums[older]
         return [] if copy.state is CopyState.FILLING else [ShadowReply(origin, reply)]
@@ -223,13 +230,16 @@ class ShadowStore:
         if said.attached_bytes > MAX_ATTACHED_BYTES:
             text = f"{said.attached_bytes} bytes are attached to a record of rank {said.rank}, which may have "
             return [RefuseShadow(origin, header, f"{text}{MAX_ATTACHED_BYTES}")]
+        known = self._runs.get(said.run)
+        # What it says of the durable step makes room, perhaps.
+        actions = self._heard(known, said, now) if known is not None else []
         found = self._arriving(header, origin, said.attached_bytes, said.ByteSize(), now)
         if not isinstance(found, StepRecord):
-            return found
-        self._take_room(said.ByteSize() - found.said_bytes)
+            return [*actions, *found]
+        self.record_bytes += said.ByteSize() - found.said_bytes
         found.said, found.said_bytes = said, said.ByteSize()
         run = self._runs[said.run]
-        return [*self._hold_record(run, found), *self._heard(run, said, now)]
+        return [*actions, *self._hold_record(run, found), *self._heard(run, said, now)]
 
     def attached(self, header: Header, origin: object, data: SizedMemory, now: float) -> list[ShadowAction]:
         """SHADOW_ATTACHED: a piece of what is attached to a record, which may come later."""
@@ -248,8 +258,7 @@ class ShadowStore:
     def _arriving(
         self, header: Header, origin: object, attached_bytes: int, said_bytes: int, now: float
     ) -> StepRecord | list[ShadowAction]:
-        """The record of which something comes; or what is answered because it is not kept. There is room left for
-        records where steps have none: no step is applied before records make it durable."""
+        """The record of which something comes; or what is answered because it is not kept."""
         rank, step = header.index, header.round
         known = self._runs[header.key].records.find(rank, step) if header.key in self._runs else None
         if known is not None and known.pieces.nbytes != attached_bytes:
@@ -260,16 +269,17 @@ class ShadowStore:
             if step < run.records.newest_held(rank, run.durable):
                 return [ShadowReply(origin, _reply(header, step))]  # a later one is there, and durable
         needed = attached_bytes + said_bytes if known is None else max(0, said_bytes - known.said_bytes)
-        if self.waiting_bytes + needed > 2 * self._most_waiting_bytes:
+        if not self._has_room(header, needed):
             if known is not None:
                 self._drop_record(self._runs[header.key], known)
-            text = f"the record of step {step}, with {attached_bytes} bytes attached: {self.waiting_bytes} bytes wait "
+            text = f"the record of step {step}, with {attached_bytes} bytes attached: {self.record_bytes} bytes wait "
             return [_lacks(origin, header, text + "here already")]
         run = self._run(header.key, now)
         if known is None:
             known = StepRecord(rank, step, AttachedPieces(attached_bytes), origin, header)
             run.records.add(known)
-            self._take_room(attached_bytes)
+            self.record_bytes += attached_bytes
+            self._end_hold()
         known.origin = origin
         return known
 
@@ -285,14 +295,20 @@ class ShadowStore:
             )
         return actions
 
-    def _take_room(self, nbytes: int) -> None:
-        self.waiting_bytes += nbytes
-        if self.waiting_bytes > self._most_waiting_bytes / 2:
+    def _has_room(self, header: Header, needed: int) -> bool:
+        """For a record, or a part of it, of ``needed`` bytes."""
+        run = self._runs.get(header.key)
+        is_first = run is None or run.records.newest_held(header.index) <= run.durable
+        return self.record_bytes + needed <= self._most_waiting_bytes * (2 if is_first else 1)
+
+    def _end_hold(self) -> None:
+        """There is little memory left: readers hold no more steps back."""
+        if max(self.waiting_bytes, self.record_bytes) > self._most_waiting_bytes / 2:
             self._is_holding = False
 
     def _drop_record(self, run: ShadowRun, record: StepRecord) -> None:
         run.records.drop(record)
-        self.waiting_bytes -= record.nbytes
+        self.record_bytes -= record.nbytes
         if not run.parts and not run.records:
             self._runs.pop(run.number, None)
 
@@ -364,8 +380,9 @@ class ShadowStore:
         """Apply no durable steps, and drop no copies that newer ones replace, for so long, at most LONGEST_HOLD_S; call
         ``tick`` then."""
         until_s = now + min(hold_s, LONGEST_HOLD_S)
-        if hold_s > 0 and until_s > self._hold_until_s and self.waiting_bytes <= self._most_waiting_bytes / 2:
+        if hold_s > 0 and until_s > self._hold_until_s:
             self._hold_until_s, self._is_holding = until_s, True
+            self._end_hold()
 
     def tick(self, now: float) -> list[ShadowAction]:
         """The end of a hold may have come."""
@@ -531,7 +548,7 @@ class ShadowStore:
         for other in old:
             for place in list(other.parts):
                 self._forget(other, place)
-            self.waiting_bytes -= other.records.nbytes
+            self.record_bytes -= other.records.nbytes
             self._runs.pop(other.number, None)
         return [ReplacedRun(other, run) for other in old]
 

@@ -12,6 +12,7 @@ A record that is ARRIVING is in no description: nobody finds half of it.
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -127,7 +128,7 @@ class RunRecords:
         """Forget it."""
         del self._of_rank[record.rank][record.step]
 
-    def newest_held(self, rank: int, until: int) -> int:
+    def newest_held(self, rank: int, until: float = math.inf) -> int:
         """The step of a rank's newest record that is held, of those up to ``until``; 0: there is none."""
         found = self._of_rank.get(rank, {}).items()
         return max((step for step, record in found if step <= until and record.is_held), default=0)

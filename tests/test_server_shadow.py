@@ -253,7 +253,8 @@ def test_a_step_is_held_and_applied_once_it_is_durable(shell: Shell) -> None:
     assert shell.parts() == [(12, [13])]
     shell.read(13)
     assert seeded_with(shell.given[0][1], "seed 10", "sum 11", "sum 12", "sum 13")
-    assert shell.store.waiting_bytes == shell.store.describe(0.0).runs[0].records[0].ByteSize()
+    assert shell.store.waiting_bytes == 0
+    assert shell.store.record_bytes == shell.store.describe(0.0).runs[0].records[0].ByteSize()
 
 
 def test_a_repeated_step_is_held_again_and_applied_once(shell: Shell) -> None:
@@ -541,7 +542,7 @@ def test_a_new_job_replaces_runs_when_all_its_states_are_held(shell: Shell) -> N
     assert shell.replaced == []
     shell.record(1, run=2, durable=1, whole=True)
     assert shell.replaced == [RUN]
-    assert shell.store.waiting_bytes == pb.ShadowRecord(run=2, step=1, durable=1, size=2, whole=True).ByteSize()
+    assert shell.store.record_bytes == pb.ShadowRecord(run=2, step=1, durable=1, size=2, whole=True).ByteSize()
 
 
 def test_what_was_not_applied_goes_on_with_another_engine(shell: Shell) -> None:

@@ -100,7 +100,7 @@ def test_what_comes_again_is_answered_by_the_record_alone(ranks: Ranks) -> None:
         ranks.attach(3, 0, 50)
         ranks.attach(3, 50, 100)
     assert ranks.heard == [("HELD", 0, 3)] * 2
-    assert ranks.store.waiting_bytes == 100 + ranks.store.describe(0.0).runs[0].records[0].ByteSize()
+    assert ranks.store.record_bytes == 100 + ranks.store.describe(0.0).runs[0].records[0].ByteSize()
 
 
 def test_a_part_that_is_lost_is_said_to_be_missing_when_a_later_record_is_held(ranks: Ranks) -> None:
@@ -123,10 +123,10 @@ def test_pieces_that_come_late_leave_nothing(ranks: Ranks) -> None:
         ranks.attach(step)
     ranks.record(5, nbytes=0, durable=4)
     assert ranks.held() == [(0, 4), (0, 5)]
-    waiting, ranks.heard = ranks.store.waiting_bytes, []
+    waiting, ranks.heard = ranks.store.record_bytes, []
     ranks.attach(3, 0, 50)
     ranks.record(3)
-    assert ranks.store.waiting_bytes == waiting
+    assert ranks.store.record_bytes == waiting
     assert ranks.heard == [("HELD", 0, 3)] * 2, "it is needed no more"
     assert ranks.held() == [(0, 4), (0, 5)]
 
@@ -158,12 +158,34 @@ def test_without_memory_nothing_of_it_is_kept() -> None:
     assert ranks.heard[-1] == ("LACKS", 1, 4)
 
 
+def test_ranks_that_are_ahead_leave_room_for_the_others() -> None:
+    """Their records fill the memory. Without those of rank 1, none of them could ever be dropped."""
+    ranks = Ranks(ShadowStore(4096, most_waiting_bytes=250))
+    for step in (3, 4, 5):
+        ranks.record(step)
+        ranks.attach(step)
+    assert ranks.heard == [("HELD", 0, 3), ("HELD", 0, 4), ("LACKS", 0, 5), ("LACKS", 0, 5)]
+    ranks.heard = []
+    for step in (3, 4):
+        ranks.record(step, rank=1)
+        ranks.attach(step, rank=1)
+    assert ranks.heard == [("HELD", 1, 3), ("LACKS", 1, 4), ("LACKS", 1, 4)]
+    for rank in (0, 1):
+        ranks.record(6, rank=rank, durable=3)
+        ranks.attach(6, rank=rank)
+    assert ranks.held() == [(0, 3), (0, 4), (1, 3), (1, 6)]
+    for rank in (0, 1):
+        ranks.record(7, rank=rank, durable=4)
+        ranks.attach(7, rank=rank)
+    assert (0, 7) in ranks.held()
+
+
 def test_a_record_whose_words_find_no_room_gives_up_that_of_its_pieces() -> None:
     ranks = Ranks(ShadowStore(4096, most_waiting_bytes=52))
     ranks.attach(3, 0, 50)
     ranks.record(3)
     assert ranks.heard == [("LACKS", 0, 3)]
-    assert (ranks.store.waiting_bytes, len(ranks.store.describe(0.0).runs)) == (0, 0)
+    assert (ranks.store.record_bytes, len(ranks.store.describe(0.0).runs)) == (0, 0)
 
 
 def test_a_new_job_forgets_what_has_come_in_part(ranks: Ranks) -> None:
@@ -174,7 +196,7 @@ def test_a_new_job_forgets_what_has_come_in_part(ranks: Ranks) -> None:
     ranks.attach(4, 0, 50)
     ranks.store.new_job()
     assert ranks.held() == [(0, 3)]
-    assert ranks.store.waiting_bytes == 100 + ranks.store.describe(0.0).runs[0].records[0].ByteSize()
+    assert ranks.store.record_bytes == 100 + ranks.store.describe(0.0).runs[0].records[0].ByteSize()
 
 
 def test_a_reader_may_read_what_it_has_found(ranks: Ranks) -> None:
@@ -209,7 +231,7 @@ def test_records_that_fill_the_memory_end_a_hold() -> None:
 )
 def test_pieces_that_no_correct_peer_sends_are_refused(ranks: Ranks, start: int, stop: int, total: int) -> None:
     ranks.attach(3, start, stop, total=total)
-    assert (len(ranks.refused), ranks.heard, ranks.store.waiting_bytes) == (1, [], 0)
+    assert (len(ranks.refused), ranks.heard, ranks.store.record_bytes) == (1, [], 0)
 
 
 def test_more_than_the_limit_is_refused(ranks: Ranks) -> None:

@@ -266,6 +266,14 @@ def test_what_can_not_be_attached_is_refused_before_the_step(extra: object, text
             check()
 
 
+def test_a_step_is_durable_if_no_later_record_was_refused() -> None:
+    """Ranks that hold step 5 may lack step 3, whose record was refused: 4 says nothing of it."""
+    steps = ShadowedSteps("name")
+    for held, refused, durable in ((2, 0, 2), (3, 3, 2), (3, 4, 2), (4, 4, 2), (5, 4, 5), (4, 0, 5)):
+        steps.agreed(held, True, refused)
+        assert steps.known == durable
+
+
 class Masked(Model):
     """As nanoGPT: a large buffer that never changes."""
 

@@ -256,6 +256,22 @@ def test_a_rank_hears_when_a_server_has_a_large_record_or_none_takes_it() -> Non
     assert recorded(machine.core.record(0, RUN, 8, "record 8")) == []
 
 
+def test_a_rank_hears_which_record_was_refused_before_a_later_step_is_held() -> None:
+    """So that no step up to that one is taken for durable by the ranks that hold it."""
+    machine = Machine()
+    machine.follow()
+    second, third = machine.make_step(), machine.make_step()
+    found = [*machine.core.lacks(3, (RUN, 0), 2), *machine.hold(second[1:]), *machine.hold(third)]
+    told = [(each.step, each.refused) for each in found if isinstance(each, TellHeld)]
+    assert told == [(3, 2)]
+    machine.core.record(0, RUN, 4, "record 4")
+    assert machine.core._refused == {0: 2}
+    machine.core.change(topology(1, machines=1, epoch=2))
+    assert machine.core._refused == {0: 4}, "no server is left"
+    machine.core.record(0, RUN, 5, "record 5")
+    assert machine.core._refused == {0: 5}
+
+
 def test_an_old_copy_stays_until_the_new_one_has_the_durable_step() -> None:
     machine = Machine(*GPU, 3)
     machine.follow()

@@ -240,6 +240,11 @@ class Session(ABC):
         whether they have held all states of this rank. Never blocks."""
         return 0, False
 
+    @property
+    def refused_step(self) -> int:
+        """The latest step whose record of this rank no machine has taken; 0: none. Known once ``held`` is beyond it."""
+        return 0
+
     def wait_for_step(self, part: HostedPart, timeout_s: float | None = None) -> None:  # noqa: B027  made at once
         """Return when a step that is not the last of its round is made. Raises what ``wait`` raises."""
 

@@ -101,7 +101,7 @@ class HoldRecordsWithTheirFirstPiece(Mutation):
             run = self._runs.get(header.key)
             record = run.records.find(header.index, header.round) if run is not None else None
             if run is not None and record is not None and record.said is not None and not record.is_held:
-                self.waiting_bytes -= record.pieces.nbytes - data.nbytes
+                self.record_bytes -= record.pieces.nbytes - data.nbytes
                 record.pieces.nbytes = record.pieces._arrived = data.nbytes
                 actions += self._hold_record(run, record)
             return actions
@@ -115,6 +115,21 @@ class CountPiecesThatComeTwice(Mutation):
             if record is not None and not record.is_held and header.offset in record.pieces._starts:
                 record.pieces._arrived = min(record.pieces._arrived + data.nbytes, record.pieces.nbytes)
             return super().attached(header, origin, data, now)
+
+
+class KeepPiecesThatComeLate(Mutation):
+    """Of a record after which a later one is durable."""
+
+    class shadow_store(ShadowStore):
+        def _arriving(self, header: Header, *facts: Any) -> Any:
+            run = self._runs.get(header.key)
+            durable = run.durable if run is not None else 0
+            if run is not None:
+                run.durable = 0
+            found = super()._arriving(header, *facts)
+            if run is not None:
+                run.durable = durable
+            return found
 
 
 # ---- owners ----------------------------------------------------------------------------------------------------
@@ -203,6 +218,12 @@ class SendTheRecordAgainWithoutItsPieces(Mutation):
                 super()._tell_pieces(server, header, payload)
 
 
+class TakeRefusedRecordsForHeld(Mutation):
+    class shadowing(Shadowing[Any]):
+        def _refuse(self, record: Any) -> None:
+            pass
+
+
 class LetRanksWaitWithTheirNextRecord(Mutation):
     class shadowing(Shadowing[Any]):
         def _acknowledged(self, message: Any) -> list[ShadowingAction[Any]]:
@@ -241,7 +262,7 @@ class CopyStatesBeforeTheStep(Mutation):
 SHADOW_MUTATIONS: dict[type[Parts], int] = {
     ApplyStepsThatAreNotDurable: 3,
     CompleteWithTheFirstBytes: 3,
-    BeginStatesThatAreThereAnew: 7,
+    BeginStatesThatAreThereAnew: 17,
     DropRecordsOfTheDurableStep: 3,
     StepTwiceWhatIsSaidTwice: 39,
     TakeTheLastStepOfAnyRankForDurable: 0,
@@ -254,10 +275,15 @@ SHADOW_MUTATIONS: dict[type[Parts], int] = {
     CountPiecesThatComeTwice: 52,
     SendTheRecordAgainWithoutItsPieces: 52,
     LetRanksWaitWithTheirNextRecord: 3,
+    TakeRefusedRecordsForHeld: 122,
     NeverSeedAgain: 130,
     ForgetTheEarlierPhase: 17,
     CopyStatesBeforeTheStep: 3,
 }
 
 #: Beside an unreliable network.
-SHADOW_OUTAGE_MUTATIONS: dict[type[Parts], int] = {CountNoStepsBehindStates: 334, RunAheadOfTheServer: 90}
+SHADOW_OUTAGE_MUTATIONS: dict[type[Parts], int] = {
+    CountNoStepsBehindStates: 334,
+    RunAheadOfTheServer: 90,
+    KeepPiecesThatComeLate: 0,
+}

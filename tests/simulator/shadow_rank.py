@@ -18,7 +18,7 @@ from .uses import Use
 from .world import InvariantError
 
 RUN = 0xB5
-MOST_ATTACHED_BYTES = 200  # three pieces and a bit
+MOST_ATTACHED_BYTES = 140  # two pieces and a bit
 _PATIENCE_S = 30.0  # longer than any silence that it survives
 
 
@@ -66,10 +66,10 @@ class ShadowRank(HostedRank):
 
     def _agree(self, number: int) -> Life:
         """On what is held for all ranks."""
-        spec = TensorSpec("held", DType.FLOAT64, (2,), self.agreement)
+        spec = TensorSpec("held", DType.FLOAT64, (3,), self.agreement)
         (slot,) = yield from self._declare([spec])
         step, is_whole = self.session.held
-        np.frombuffer(slot.input, np.float64)[:] = step, float(is_whole)
+        np.frombuffer(slot.input, np.float64)[:] = step, float(is_whole), -self.session.refused_step
         self.session.hand_over(slot)
         self.doing = f"waiting for what is held before step {number}"
         yield lambda: self.session.is_done(slot)
@@ -78,7 +78,9 @@ class ShadowRank(HostedRank):
         known = self.results.setdefault(-1000 - number, held.tobytes())
         if known != held.tobytes():
             raise InvariantError(f"{self.name} hears other steps that are held before step {number} than others")
-        self.durable, self.is_whole = max(self.durable, int(held[0])), self.is_whole or bool(held[1])
+        if held[0] > -held[2]:
+            self.durable = max(self.durable, int(held[0]))
+        self.is_whole = self.is_whole or bool(held[1])
 
     def has_begun_all(self) -> Life:
         if self.shadowed is None:

@@ -130,6 +130,10 @@ class ShadowWatch:
         lacks, stepped = core.lacks, core.stepped
 
         def note(server: int, place: tuple[int, int], step: int) -> Any:
+            if core.awaits_record(server, place, step):  # without memory for it, the last step may not be held
+                for rank in self._ranks:
+                    rank.may_hang = rank.may_hang or rank.number == place[1]
+                return lacks(server, place, step)
             self._lacks[place] = self._lacks.get(place, 0) + 1
             if self._is_quiet and not self._program.joins:  # after a join, tensors are of other generations
                 raise InvariantError(f"server {server} lacks something of {place} before step {step}")
@@ -207,6 +211,7 @@ class ShadowWatch:
         self.is_due = False
         self._look()
         for server in self._holders:
+            self._check_records(server)
             for run in _store(server)._runs.values():
                 for part in run.parts.values():
                     if len(part.sums) > _MOST_SUMS:
@@ -214,6 +219,22 @@ class ShadowWatch:
                     for copy in part.copies:
                         self._check_copy(server, copy, run.durable)
         self._check_restorable()
+
+    @staticmethod
+    def _check_records(server: Server) -> None:
+        """What waits is counted once, and of a record that is needed no more nothing waits."""
+        store = _store(server)
+        waiting = records = 0
+        for run in store._runs.values():
+            records += run.records.nbytes
+            for copy in (copy for part in run.parts.values() for copy in (part.kept, part.latest) if copy is not None):
+                waiting += sum(step.total.nbytes for step in copy.steps)
+            for record in run.records:
+                if not record.is_held and record.step < run.records.newest_held(record.rank, run.durable):
+                    raise InvariantError(f"{server.name} keeps a part of rank {record.rank}'s step {record.step}")
+        counted = (store.waiting_bytes, store.record_bytes)
+        if counted != (waiting, records):
+            raise InvariantError(f"{server.name} counts {counted} bytes of sums and records, of {(waiting, records)}")
 
     def _check_copy(self, server: Server, copy: StatesCopy, durable: int) -> None:
         facts = copy.facts

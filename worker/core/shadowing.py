@@ -9,9 +9,11 @@ if another server has added it. A partition's copy on a server is in one of thes
 What a server has not acknowledged is kept, with its memory, and is sent again in the same order on a new connection.
 
 A step is *held* for a rank when its record, and the step of each of its partitions that are FOLLOWING, have been
-acknowledged. The least such step of all ranks is durable: then a shadow applies it. Partitions that are not FOLLOWING
-do not count; while there are any, nothing can be restored anyway, and their states will be newer. A rank is told as
-well whether all of its partitions have been FOLLOWING: from then on, states of earlier runs are needed no more.
+acknowledged. The least such step of all ranks is durable: then a shadow applies it. Servers may refuse a record, if
+they have no memory for it, and hold a later one of the rank. So a rank is also told its latest step that was refused,
+and no step up to that of any rank becomes durable. Partitions that are not FOLLOWING do not count; while there are any,
+nothing can be restored anyway, and their states will be newer. A rank is told as well whether all of its partitions
+have been FOLLOWING: from then on, states of earlier runs are needed no more.
 
 When a partition's sums move to another server, its copy follows: it is FOLLOWING there, and durable as of a step that
 it has, before it ends here.
@@ -159,11 +161,13 @@ class CatchUp:
 
 @dataclass(slots=True)
 class TellHeld:
-    """Tell a rank that steps up to this one are held, and whether all of its partitions have been FOLLOWING."""
+    """Tell a rank that steps up to this one are held, and whether all of its partitions have been FOLLOWING.
+    ``refused``: the latest step whose record no server has taken; 0: there is none."""
 
     rank: int
     step: int
     is_whole: bool
+    refused: int = 0
 
 
 @dataclass(slots=True)
@@ -240,6 +244,7 @@ class Shadowing(Generic[M]):
         self._awaited: dict[int, Counter[int]] = {}  # by rank: messages and due partitions of each step
         self._recorded: dict[int, deque[int]] = {}  # by rank: steps with a record that are not held
         self._held: dict[int, int] = {}  # by rank: the latest step that is
+        self._refused: dict[int, int] = {}  # by rank: the latest step whose record no server has taken
         self._set(topology)
 
     def _set(self, topology: Topology) -> None:
@@ -295,7 +300,7 @@ class Shadowing(Generic[M]):
         if run != self._run:
             actions += self.end([piece.part for piece in self._pieces.values()])
             self._run, self._durable = run, 0
-            self._awaited, self._recorded, self._held = {}, {}, {}
+            self._awaited, self._recorded, self._held, self._refused = {}, {}, {}, {}
         for part, state_bytes in parts:
             piece = self._pieces.get((part.tensor.key, part.index))
             if piece is not None and piece.run == run and _is_same(piece.part, part):
@@ -410,6 +415,7 @@ class Shadowing(Generic[M]):
         SendRecord."""
         self._recorded.setdefault(rank, deque()).append(step)
         if not self._servers:
+            self._refused[rank] = step
             return [ReleaseMemory(packed), *((TellRecorded(rank, run, step),) if is_paced else ())]
         self._awaited.setdefault(rank, Counter())[step] += 1
         server = self._servers[rank % len(self._servers)]
@@ -463,6 +469,7 @@ class Shadowing(Generic[M]):
         for record in [each for each in self._unacknowledged.get(server, ()) if isinstance(each, SendRecord)]:
             if _place_of(record) == place and record.step == step:
                 self._recorded[record.rank].remove(step)
+                self._refuse(record)
                 return self._remove(self._unacknowledged[server], record)
         piece = self._pieces.get(place)
         copy = next((each for each in piece.copies if each.server == server), None) if piece is not None else None
@@ -472,6 +479,11 @@ class Shadowing(Generic[M]):
             copy.refusals += 1
             copy.not_before = copy.seed + min(1 << copy.refusals, MOST_STEPS_BETWEEN)
         return [*self._drop(copy), *self._read(server, place, step)]
+
+    def _refuse(self, record: SendRecord[M]) -> None:
+        """No server takes it: the step is never durable, though the rank's later ones may be held."""
+        if record.run == self._run:
+            self._refused[record.rank] = max(record.step, self._refused.get(record.rank, 0))
 
     def _read(self, server: int, place: tuple[int, int], step: int) -> list[ShadowingAction[M]]:
         """A server has read a message, of which it makes nothing."""
@@ -500,6 +512,8 @@ class Shadowing(Generic[M]):
                     message.server = self._servers[message.rank % len(self._servers)]
                     actions.append(self._send(message))
                 else:
+                    if isinstance(message, SendRecord):
+                        self._refuse(message)
                     actions += self._acknowledged(message)
         for piece in self._pieces.values():
             for copy in [copy for copy in piece.copies if copy.server not in members]:
@@ -602,7 +616,7 @@ class Shadowing(Generic[M]):
             return []
         self._held[rank] = max(held, self._held.get(rank, 0))
         is_whole = all(piece.has_followed for piece in self._pieces.values() if piece.part.owner == rank)
-        return [TellHeld(rank, held, is_whole)]
+        return [TellHeld(rank, held, is_whole, self._refused.get(rank, 0))]
 
 
 def _is_same(one: OwnedPart, other: OwnedPart) -> bool:

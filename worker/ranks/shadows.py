@@ -210,7 +210,8 @@ class Shadows:
                 if isinstance(action.memory, Block):
                     self._memory.machine.free(action.memory)
             elif isinstance(action, TellHeld):
-                held = protocol.pack(RankMessageKind.HELD, step=action.step, whole=action.is_whole)
+                facts = {"step": action.step, "whole": action.is_whole, "refused": action.refused}
+                held = protocol.pack(RankMessageKind.HELD, **facts)
                 self._tell_rank(action.rank, held)
             elif isinstance(action, TellRecorded):
                 self._tell_rank(action.rank, protocol.pack(RankMessageKind.RECORDED, run=action.run, step=action.step))

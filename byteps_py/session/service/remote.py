@@ -168,7 +168,7 @@ class RemoteSession(ChannelSession):
         self._is_settled = False  # the others have taken all of them
         self._welcome: dict[str, Any] = {}
         self._hosts = (False, False)
-        self._run, self._held = 0, (0, False)
+        self._run, self._held, self._refused = 0, (0, False), 0
         self._recording: set[tuple[int, int]] = set()  # run and step of large records that no server has yet
         self._has_left = False  # the service knows, and no longer answers
         self._declaring = threading.Lock()
@@ -325,7 +325,7 @@ class RemoteSession(ChannelSession):
         with self.state:
             self._hosting[request] = part
         if run != self._run:
-            self._run, self._held = run, (0, False)
+            self._run, self._held, self._refused = run, (0, False), 0
         said = {"source": source.id, "target": target.id, "before": before.id if before is not None else 0, "run": run}
         self.tell(protocol.pack(RankMessageKind.HOST, request=request, step_kind=kind.code, **said))
         self.wait_until(
@@ -382,6 +382,10 @@ class RemoteSession(ChannelSession):
     def held(self) -> tuple[int, bool]:
         self._read_what_is_there()
         return self._held
+
+    @property
+    def refused_step(self) -> int:
+        return self._refused
 
     def wait_for_step(self, part: HostedPart, timeout_s: float | None = None) -> None:
         self.square_sum(part, (), timeout_s)  # there are sums again
@@ -557,6 +561,7 @@ class RemoteSession(ChannelSession):
             self._normed[int(fields["request"])] = float.fromhex(fields["sum"])
         elif kind is RankMessageKind.HELD:
             self._held = max(self._held, (int(fields["step"]), bool(fields["whole"])))
+            self._refused = max(self._refused, int(fields["refused"]))
         elif kind is RankMessageKind.RECORDED:
             self._recording.discard((int(fields["run"]), int(fields["step"])))
         elif kind is RankMessageKind.HOSTED:

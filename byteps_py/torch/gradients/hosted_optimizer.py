@@ -314,12 +314,13 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
         ]
         own = torch.tensor([*values, self._unscale, self._clip], dtype=torch.float64, device="cpu")
         held, is_whole = shadow.held if shadow is not None else (0, False)
-        *both, least_held, least_whole = largest(
-            context, f"{self._name}.numbers", [*own, *-own, float(-held), float(-is_whole)]
+        refused = shadow.refused if shadow is not None else 0
+        *both, least_held, least_whole, most_refused = largest(
+            context, f"{self._name}.numbers", [*own, *-own, float(-held), float(-is_whole), float(refused)]
         )
         most, least = torch.tensor(both, dtype=torch.float64, device="cpu").chunk(2)
         if shadow is not None:
-            shadow.agreed(int(-least_held), bool(least_whole))
+            shadow.agreed(int(-least_held), bool(least_whole), int(most_refused))
         for place in (most != -least).nonzero().flatten().tolist():
             if own[place].isnan():
                 continue  # ``check_numbers`` says so, here and on all that have it

@@ -119,9 +119,17 @@ class ShadowedSteps:
         """The latest step that all ranks know to be held, once all states have been."""
         return self._durable if self._is_whole else 0
 
-    def agreed(self, held: int, is_whole: bool) -> None:
-        """All ranks' ``held`` is at least this."""
-        self._durable, self._is_whole = max(self._durable, held), self._is_whole or is_whole
+    @property
+    def refused(self) -> int:
+        """The latest step whose record of this rank no machine has taken; ask for ``held`` first."""
+        return self._session.refused_step if self._session is not None else 0
+
+    def agreed(self, held: int, is_whole: bool, refused: int) -> None:
+        """All ranks' ``held`` is at least this, and their ``refused`` at most. A step is durable if no later record was
+        refused: ranks that hold later steps may lack that one."""
+        if held > refused:
+            self._durable = max(self._durable, held)
+        self._is_whole = self._is_whole or is_whole
 
     @property
     def next(self) -> ShadowedStep | None:
