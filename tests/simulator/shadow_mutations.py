@@ -117,21 +117,6 @@ class CountPiecesThatComeTwice(Mutation):
             return super().attached(header, origin, data, now)
 
 
-class KeepPiecesThatComeLate(Mutation):
-    """Of a record after which a later one is durable."""
-
-    class shadow_store(ShadowStore):
-        def _arriving(self, header: Header, *facts: Any) -> Any:
-            run = self._runs.get(header.key)
-            durable = run.durable if run is not None else 0
-            if run is not None:
-                run.durable = 0
-            found = super()._arriving(header, *facts)
-            if run is not None:
-                run.durable = durable
-            return found
-
-
 # ---- owners ----------------------------------------------------------------------------------------------------
 
 
@@ -218,12 +203,6 @@ class SendTheRecordAgainWithoutItsPieces(Mutation):
                 super()._tell_pieces(server, header, payload)
 
 
-class TakeRefusedRecordsForHeld(Mutation):
-    class shadowing(Shadowing[Any]):
-        def _refuse(self, record: Any) -> None:
-            pass
-
-
 class LetRanksWaitWithTheirNextRecord(Mutation):
     class shadowing(Shadowing[Any]):
         def _acknowledged(self, message: Any) -> list[ShadowingAction[Any]]:
@@ -270,12 +249,11 @@ SHADOW_MUTATIONS: dict[type[Parts], int] = {
     SeedWithTheStatesOfTheStepAfter: 3,
     EndTheOldCopyBeforeTheNewOneIsComplete: 5,
     KeepSumsThatTheServerLacks: 43,
-    ReleaseWhatIsOnItsWay: 22,
+    ReleaseWhatIsOnItsWay: 93,
     HoldRecordsWithTheirFirstPiece: 3,
-    CountPiecesThatComeTwice: 52,
+    CountPiecesThatComeTwice: 167,
     SendTheRecordAgainWithoutItsPieces: 52,
     LetRanksWaitWithTheirNextRecord: 3,
-    TakeRefusedRecordsForHeld: 122,
     NeverSeedAgain: 130,
     ForgetTheEarlierPhase: 17,
     CopyStatesBeforeTheStep: 3,
@@ -285,5 +263,4 @@ SHADOW_MUTATIONS: dict[type[Parts], int] = {
 SHADOW_OUTAGE_MUTATIONS: dict[type[Parts], int] = {
     CountNoStepsBehindStates: 334,
     RunAheadOfTheServer: 90,
-    KeepPiecesThatComeLate: 0,
 }
