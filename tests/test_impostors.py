@@ -33,6 +33,7 @@ from byteps_py.tensors import DType
 SECRET = "5" * 64
 KIND = StepKind(UpdateRule(Method.SGD, Decay.NONE), DType.FLOAT32, DType.FLOAT32)
 OTHER_USER = 12345
+TO_BE_UNPICKLED = b"to be unpickled"
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -61,12 +62,18 @@ class Impostor(control_pb2_grpc.SchedulerServicer, shadow_pb2_grpc.ShadowService
 
     def Describe(self, request: object, context: grpc.ServicerContext) -> shadow_pb2.ShadowDescription:  # noqa: N802
         self.seen.append(dict(context.invocation_metadata()))
-        record = shadow_pb2.ShadowRecord(rank=0, size=1, step=1, extra=b"to be unpickled")
+        record = shadow_pb2.ShadowRecord(rank=0, size=1, step=1, attached_bytes=len(TO_BE_UNPICKLED))
         return shadow_pb2.ShadowDescription(runs=[shadow_pb2.HeldRun(run=1, records=[record])])
 
     def Read(self, request: object, context: grpc.ServicerContext) -> Iterator[shadow_pb2.ShadowChunk]:  # noqa: N802
         self.seen.append(dict(context.invocation_metadata()))
         yield shadow_pb2.ShadowChunk(data=b"believed")
+
+    def ReadAttached(  # noqa: N802
+        self, request: object, context: grpc.ServicerContext
+    ) -> Iterator[shadow_pb2.ShadowChunk]:
+        self.seen.append(dict(context.invocation_metadata()))
+        yield shadow_pb2.ShadowChunk(data=TO_BE_UNPICKLED)
 
 
 @contextlib.contextmanager
