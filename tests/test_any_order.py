@@ -18,7 +18,8 @@ _WELL = re.compile(r"^\d: \d+ calls: all is well; (\d+) sums in messages, (\d+) 
     ("seed", "calls"), [(3, FEW), *(pytest.param(seed, MANY, marks=pytest.mark.long) for seed in (1, 2))]
 )
 @pytest.mark.parametrize(
-    "options", [pytest.param("-np 2", marks=pytest.mark.slow), "-np 4", "-np 2 --machines 2 --servers 1"]
+    "options",
+    [*(pytest.param(each, marks=pytest.mark.slow) for each in ("-np 2", "-np 4")), "-np 2 --machines 2 --servers 1"],
 )
 def test_nobody_waits_for_ever_and_all_comes_out_right(options: str, seed: int, calls: int) -> None:
     run = bpslaunch(

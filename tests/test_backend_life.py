@@ -28,6 +28,7 @@ byteps = byteps_py.torch_backend:register
 """
 
 
+@pytest.mark.slow
 def test_under_torchrun_with_nothing_but_torch_imported(tmp_path: Path) -> None:
     installed = tmp_path / "byteps_again-0.dist-info"  # as pip would: this environment may have been made before
     installed.mkdir()

@@ -53,7 +53,9 @@ def test_a_connection_that_can_not_be_made_again_is_an_error(operation: str) -> 
     assert "could not be made again within 4 s" in said, said
 
 
-@pytest.mark.parametrize("operation", ["all_reduce", "push_pull", "shares", "send_recv"])
+@pytest.mark.parametrize(
+    "operation", ["all_reduce", "push_pull", "send_recv", pytest.param("shares", marks=pytest.mark.slow)]
+)
 def test_a_connection_that_breaks_is_made_again(operation: str) -> None:
     with command(*launch(operation, "cut")) as job:
         said = job.until("was made again after it had broken")

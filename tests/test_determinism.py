@@ -36,6 +36,9 @@ def test_results_depend_on_values_and_grouping_alone(layouts: list[tuple[int, in
     assert len(set(digests.values())) == 1, digests
 
 
-@pytest.mark.parametrize(("machines", "ranks"), [(1, 2), (2, 1), (3, 1)])
+@pytest.mark.parametrize(
+    ("machines", "ranks"),
+    [pytest.param(1, 2, marks=pytest.mark.slow), (2, 1), pytest.param(3, 1, marks=pytest.mark.slow)],
+)
 def test_other_groupings_meet_their_own_reference(machines: int, ranks: int) -> None:
     assert digest_of(machines, ranks, servers=1 if machines == 3 else 0, partition_bytes=4 << 20, credit=64 << 20)

@@ -305,7 +305,10 @@ WORKER = r"lost worker 1 \(rank 1, host .*, pid PID\)"
 VICTIMS = [  # options, whom, how → what rank 0 and rank 1 say
     ("-np 2", "byteps_py.worker", {}, signal.SIGKILL, GONE, GONE),
     (CLUSTER, "byteps_py.worker", {"DMLC_WORKER_ID": "1"}, signal.SIGKILL, f"{WORKER}: its connection ended", GONE),
-    (CLUSTER, "byteps_py.worker", {"DMLC_WORKER_ID": "1"}, signal.SIGSTOP, f"{WORKER}: {SILENT}", FROZEN),
+    pytest.param(
+        CLUSTER, "byteps_py.worker", {"DMLC_WORKER_ID": "1"}, signal.SIGSTOP, f"{WORKER}: {SILENT}", FROZEN,
+        marks=pytest.mark.slow,
+    ),
 ]  # fmt: skip
 
 
@@ -322,6 +325,7 @@ def test_a_service_that_dies_or_freezes_is_named_on_every_rank(
         assert re.search(f"^{rank}: PeerLostError: {text.replace('PID', str(pid))}", job.text, re.MULTILINE), job.text
 
 
+@pytest.mark.slow
 def test_without_its_scheduler_a_job_goes_on_and_ends_well() -> None:
     # Twice PS_HEARTBEAT_TIMEOUT after the last rank, the services end.
     environ = {"BYTEPS_JOURNAL_DIR": "none", "PS_HEARTBEAT_TIMEOUT": "3"}
@@ -359,7 +363,9 @@ def test_a_signal_ends_everything(signum: signal.Signals, word: str, moment: tup
 # ---- waiting ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("options", "done"), [("-np 2", "handed it over"), (CLUSTER, "declared it")])
+@pytest.mark.parametrize(
+    ("options", "done"), [pytest.param("-np 2", "handed it over", marks=pytest.mark.slow), (CLUSTER, "declared it")]
+)
 def test_a_rank_that_never_comes_is_warned_about_then_an_error(options: str, done: str) -> None:
     with launch(options, "absent", "0", BYTEPS_STALL_WARN_S="1", BYTEPS_STALL_LIMIT_S="5") as job:
         job.until("0: reduced", "1: reduced")

@@ -40,6 +40,7 @@ def jumping_clock(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(library)
 
 
+@pytest.mark.slow
 def test_two_jobs_do_not_meet_and_a_clock_that_jumps_ends_nothing(jumping_clock: str) -> None:
     """Each reduces tensors of the same names, and checks every sum. Silence and stalls would soon be errors here."""
     limits = {"PS_HEARTBEAT_TIMEOUT": "30", "BYTEPS_STALL_WARN_S": "20", "BYTEPS_STALL_LIMIT_S": "40"}

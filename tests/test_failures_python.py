@@ -20,6 +20,7 @@ from byteps_py.session import exception_hooks, failure_reports
 SPAWNED = ROOT / "tests" / "programs" / "spawned.py"
 
 
+@pytest.mark.slow  # its threads keep the rank that failed until it is stopped, after 15 s
 def test_an_exception_is_told_to_all_with_its_traceback() -> None:
     with launch("-np 1 --machines 2", "crashes", "0", BYTEPS_STALL_WARN_S="0.5", PS_HEARTBEAT_TIMEOUT="30") as job:
         # The process goes on without its thread; who waits for it is told that it does.

@@ -27,7 +27,7 @@ def launch(*words: str, **environ: str) -> str:
     ("kind", "carried"),
     [
         # Each rank receives all pieces of the other machine: (forward, backward, the same again, after a step).
-        ("plain", (2 * ONCE, 3 * ONCE, 2 * ONCE, 2 * ONCE)),
+        pytest.param("plain", (2 * ONCE, 3 * ONCE, 2 * ONCE, 2 * ONCE), marks=pytest.mark.slow),
         # In the backward pass there is the reduce-scatter alone; its sums are taken in the machine first.
         ("kept", (ONCE, ONCE, 0, ONCE)),
     ],

@@ -266,6 +266,7 @@ def test_files_in_the_runtime_folder_that_are_not_notes_are_not_waited_for(folde
     assert len(notes(folder)) == 2
 
 
+@pytest.mark.slow
 def test_a_launcher_warns_for_its_services(temporary: Path, tmp_path: Path) -> None:
     os.mkfifo(temporary / f"byteps-{os.getuid()}")
     program = [sys.executable, "-m", "byteps_py.launch", "-np", "1", "--servers", "1", sys.executable, "-c"]

@@ -58,6 +58,7 @@ def test_on_gloo() -> None:
 
 
 @pytest.mark.timeout(180)
+@pytest.mark.slow
 def test_the_example() -> None:
     arguments = ["--tp", "2", "--cp", "2", "--steps", "4", "--check", "--documents", "--width", "32", "--context", "64"]
     launch = [sys.executable, "-m", "byteps_py.launch", "-np", "4", sys.executable, EXAMPLE, *arguments]

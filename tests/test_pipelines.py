@@ -61,6 +61,7 @@ def test_on_gloo() -> None:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_pipelines_side_by_side_on_gloo() -> None:
     """Where groups of ranks that only some ranks make would hang."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", PROGRAM, "2", "side_by_side"]

@@ -190,7 +190,7 @@ def test_a_job_that_was_killed_with_all_its_processes_is_not_waited_for(start: F
     assert "no worker of the journal's job came back" in log
 
 
-@pytest.mark.parametrize("journal", ["none", "old copy"])
+@pytest.mark.parametrize("journal", ["none", pytest.param("old copy", marks=pytest.mark.slow)])
 def test_members_go_back_to_their_scheduler_from_one_with_another_journal(
     start: Factory, attend: Attend, tmp_path: Path, journal: str
 ) -> None:
@@ -366,7 +366,9 @@ def unimplemented(port: int) -> contextlib.AbstractContextManager[None]:
 
 
 @pytest.mark.parametrize("secret", ["", "known to members"])
-@pytest.mark.parametrize("impostor", [silent, rubbish, unimplemented])
+@pytest.mark.parametrize(
+    "impostor", [silent, *(pytest.param(each, marks=pytest.mark.slow) for each in (rubbish, unimplemented))]
+)
 def test_the_port_of_the_scheduler(
     start: Factory, attend: Attend, impostor: Callable[[int], contextlib.AbstractContextManager[None]], secret: str
 ) -> None:

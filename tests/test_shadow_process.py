@@ -163,6 +163,7 @@ def train(machine: Machine, steps: int, run: int = RUN, count: int = 400_000) ->
     return parts
 
 
+@pytest.mark.slow
 def test_more_is_attached_than_a_grpc_message_takes(job: ShadowedJob) -> None:
     """Of two steps, in pieces; the description of what is held does not grow with it."""
     machine = job.join()

@@ -26,7 +26,8 @@ QUICK = ["clips", "tied", "exact", "scales", "frees", "divides_saved_inputs", "r
 @pytest.mark.parametrize(
     ("layout", "backend", "cases"),
     [
-        ("-np 2", "byteps", CASES),
+        ("-np 2", "byteps", [*QUICK, "equal"]),
+        pytest.param("-np 2", "byteps", CASES, marks=pytest.mark.slow),
         pytest.param("-np 4", "byteps", CASES, marks=pytest.mark.slow),
         pytest.param("-np 2", "gloo", CASES, marks=pytest.mark.slow),
         pytest.param("-np 4", "gloo", QUICK, marks=pytest.mark.slow),
