@@ -118,13 +118,14 @@ class Register(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., job: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., kind: _Optional[_Union[MachineKind, str]] = ..., machine_id: _Optional[str] = ..., machine_index: _Optional[int] = ..., address: _Optional[str] = ..., local_address: _Optional[str] = ..., local_size: _Optional[int] = ..., num_workers: _Optional[int] = ..., num_servers: _Optional[int] = ..., partition_bytes: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., link_mbit: _Optional[float] = ..., token: _Optional[bytes] = ..., received: _Optional[int] = ..., member_id: _Optional[int] = ..., epoch: _Optional[int] = ..., elastic: bool = ..., shadow_address: _Optional[str] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("statistics", "waiting", "ranks", "servers", "shadow", "steps", "bare")
+    __slots__ = ("statistics", "waiting", "ranks", "servers", "shadow", "steps", "calls", "bare")
     STATISTICS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
     SERVERS_FIELD_NUMBER: _ClassVar[int]
     SHADOW_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
+    CALLS_FIELD_NUMBER: _ClassVar[int]
     BARE_FIELD_NUMBER: _ClassVar[int]
     statistics: Statistics
     waiting: _containers.RepeatedCompositeFieldContainer[Waiting]
@@ -132,8 +133,19 @@ class Heartbeat(_message.Message):
     servers: _containers.RepeatedCompositeFieldContainer[ServerPace]
     shadow: ShadowProtection
     steps: _containers.RepeatedCompositeFieldContainer[RankSteps]
+    calls: _containers.RepeatedCompositeFieldContainer[UnnamedCall]
     bare: bool
-    def __init__(self, statistics: _Optional[_Union[Statistics, _Mapping]] = ..., waiting: _Optional[_Iterable[_Union[Waiting, _Mapping]]] = ..., ranks: _Optional[_Iterable[_Union[RankPace, _Mapping]]] = ..., servers: _Optional[_Iterable[_Union[ServerPace, _Mapping]]] = ..., shadow: _Optional[_Union[ShadowProtection, _Mapping]] = ..., steps: _Optional[_Iterable[_Union[RankSteps, _Mapping]]] = ..., bare: bool = ...) -> None: ...
+    def __init__(self, statistics: _Optional[_Union[Statistics, _Mapping]] = ..., waiting: _Optional[_Iterable[_Union[Waiting, _Mapping]]] = ..., ranks: _Optional[_Iterable[_Union[RankPace, _Mapping]]] = ..., servers: _Optional[_Iterable[_Union[ServerPace, _Mapping]]] = ..., shadow: _Optional[_Union[ShadowProtection, _Mapping]] = ..., steps: _Optional[_Iterable[_Union[RankSteps, _Mapping]]] = ..., calls: _Optional[_Iterable[_Union[UnnamedCall, _Mapping]]] = ..., bare: bool = ...) -> None: ...
+
+class UnnamedCall(_message.Message):
+    __slots__ = ("name", "rank", "rounds")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    rank: int
+    rounds: int
+    def __init__(self, name: _Optional[str] = ..., rank: _Optional[int] = ..., rounds: _Optional[int] = ...) -> None: ...
 
 class ShadowProtection(_message.Message):
     __slots__ = ("step", "survives")

@@ -86,6 +86,21 @@ def test_status_carries_the_counters() -> None:
     assert (members[a].heartbeat_age_s, members[a].member.host, members[a].alive) == (2.0, "gpu0", True)
 
 
+def test_a_rank_whose_result_is_late_is_not_at_another_unnamed_operation() -> None:
+    """The others have theirs, and wait for it in their next call."""
+    cluster, (a, b), _ = running()
+    one, other = "sum.noname.0", "sum.noname.1"
+    for name in (one, other):
+        for connection, first in ((a, 0), (b, 2)):
+            cluster.say(connection, **declare(ballot([first, first + 1], spec((2,)), name=name)))
+    cluster.say(a, **wait_for(one, [0, 1], 9.0, round_=8))
+    for rounds, is_error in ((8, False), (7, True)):
+        heartbeat = wait_for(other, [2, 3], 9.0, round_=7)["heartbeat"]
+        heartbeat.calls.extend(pb.UnnamedCall(name=one, rank=rank, rounds=rounds) for rank in (2, 3))
+        cluster.say(b, heartbeat=heartbeat)
+        assert bool(cluster.take(cluster.core.on_tick(cluster.now))) == is_error, rounds
+
+
 def test_ranks_at_different_unnamed_operations_get_an_error() -> None:
     cluster, (a, b), _ = running()
     one, other = "sum.noname.0", "sum.noname.1"

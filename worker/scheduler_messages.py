@@ -18,6 +18,7 @@ from byteps_py.errors import BytePSError
 from byteps_py.log import logger
 from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
+from byteps_py.tensors import UNNAMED
 from byteps_py.worker.core.local_ranks import IN_GROUP, RankState
 from byteps_py.worker.group import Group
 from byteps_py.worker.io.peers import PeerMachines
@@ -109,6 +110,7 @@ def heartbeat(
         servers=network.pace.report() if network is not None else (),
         shadow=group.requests.hosting.shadows.protection if group is not None else None,
         steps=_steps(group) if group is not None and waiting else (),
+        calls=_calls(group) if group is not None and any(UNNAMED in each.name for each in waiting) else (),
     )
 
 
@@ -120,6 +122,16 @@ def _steps(group: Group) -> list[pb.RankSteps]:
             steps.MergeFrom(told)
             found.append(steps)
     return found
+
+
+def _calls(group: Group) -> list[pb.UnnamedCall]:
+    first_rank = group.topology.first_rank
+    return [
+        pb.UnnamedCall(name=tensor.name, rank=first_rank + slot.local_rank, rounds=slot.begun)
+        for tensor in group.agreement.tensors()
+        if UNNAMED in tensor.name
+        for slot in tensor.slots
+    ]
 
 
 class Rejoining:

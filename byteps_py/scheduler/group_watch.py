@@ -46,15 +46,18 @@ class StallWatch:
     def __init__(self, warn_s: float) -> None:
         self._warn_s = warn_s
         self._reports: dict[int, list[pb.Waiting]] = {}
+        self._calls: dict[int, list[pb.UnnamedCall]] = {}
         self._warned_s: dict[str, float] = {}
 
-    def report(self, member_id: int, waiting: Iterable[pb.Waiting]) -> None:
-        """Replace this member's report; an empty one means that it waits for nothing."""
+    def report(self, member_id: int, waiting: Iterable[pb.Waiting], calls: Iterable[pb.UnnamedCall] = ()) -> None:
+        """Replace this member's report; an empty one means that it waits for nothing. ``calls``: the rounds of unnamed
+        operations that its ranks have begun, if they wait in one."""
         entries = list(waiting)
         if entries:
-            self._reports[member_id] = entries
+            self._reports[member_id], self._calls[member_id] = entries, list(calls)
         else:
             self._reports.pop(member_id, None)
+            self._calls.pop(member_id, None)
 
     def stalls(
         self, size: int, undecided_voters: Callable[[str], set[int] | None], joined: Collection[int] = ()
@@ -88,7 +91,8 @@ class StallWatch:
 
         Unnamed operations are matched in the order of the calls. If one rank waits in an operation that a second rank
         has not called, and the second waits in another one of the same kind that the first has not called, their calls
-        differ and both would wait for ever. ``what``: gives a declared tensor in words; empty for gathers and
+        differ and both would wait for ever. A rank that has called the operation, and gone on with its result, counts
+        as there: that of others may be late. ``what``: gives a declared tensor in words; empty for gathers and
         exchanges, whose names do not depend on their contents.
         """
         kinds: dict[tuple[str, tuple[int, ...]], dict[str, list[pb.Waiting]]] = {}
@@ -97,8 +101,14 @@ class StallWatch:
             if is_unnamed and what(entry.name):
                 names = kinds.setdefault((kind, tuple(entry.group) or tuple(range(size))), {})
                 names.setdefault(entry.name, []).append(entry)
+        begun = {(call.name, call.rank): call.rounds for calls in self._calls.values() for call in calls}
         for names in kinds.values():
             there = {name: {rank for entry in entries for rank in entry.ready_ranks} for name, entries in names.items()}
+            for name, entries in names.items():
+                first_round = max(1, min(entry.round for entry in entries))
+                there[name] |= {
+                    rank for (called, rank), rounds in begun.items() if called == name and rounds >= first_round
+                }
             long = [name for name, entries in names.items() if max(entry.age_s for entry in entries) >= _SURE_S]
             for one, other in itertools.combinations(sorted(long), 2):
                 first, second = there[one] - there[other], there[other] - there[one]
@@ -168,7 +178,7 @@ class GroupWatch:
         if heartbeat.bare:
             return []
         member.statistics, member.shadow = heartbeat.statistics, heartbeat.shadow
-        self._stalls.report(member.id, heartbeat.waiting)
+        self._stalls.report(member.id, heartbeat.waiting, heartbeat.calls)
         if not all(pace.rank in member.ranks for pace in heartbeat.ranks):
             raise ProtocolError("its heartbeat has the pace of ranks that are not its own")
         if not all(each.rank in member.ranks for each in heartbeat.steps):

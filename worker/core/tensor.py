@@ -303,6 +303,13 @@ class RankSlot:
         return self.ready_bytes >= 0 and not self.state.has_left
 
     @property
+    def begun(self) -> int:
+        """The latest round of the tensor that its rank has begun; 0: none."""
+        if self.tensor is None:
+            return 0
+        return self.tensor.round if self.ready_bytes >= 0 else self.tensor.round - 1
+
+    @property
     def input(self) -> Block:
         """Where the contribution to the current round lies."""
         return self.inputs[(self.round - 1) % len(self.inputs)]

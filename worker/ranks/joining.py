@@ -105,7 +105,7 @@ class Joining:
             pb.LastRound(
                 name=slot.tensor.name,
                 generation=slot.tensor.generation,
-                round=slot.tensor.round - (0 if slot.ready_bytes >= 0 else 1),
+                round=slot.begun,
             )
             for slot in slots
             if slot.tensor is not None and slot.spec.needs_all
