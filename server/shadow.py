@@ -296,7 +296,9 @@ class ShadowStore:
         return actions
 
     def _has_room(self, header: Header, needed: int) -> bool:
-        """For a record, or a part of it, of ``needed`` bytes."""
+        """For a record, or a part of it, of ``needed`` bytes. What takes no more room always may come again."""
+        if not needed:
+            return True
         run = self._runs.get(header.key)
         is_first = run is None or run.records.newest_held(header.index) <= run.durable
         return self.record_bytes + needed <= self._most_waiting_bytes * (2 if is_first else 1)

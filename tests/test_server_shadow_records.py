@@ -180,6 +180,21 @@ def test_ranks_that_are_ahead_leave_room_for_the_others() -> None:
     assert (0, 7) in ranks.held()
 
 
+def test_what_comes_again_needs_no_room() -> None:
+    """The first records of two ranks fill more than the usual memory. What is held stays; what has room keeps it."""
+    ranks = Ranks(ShadowStore(4096, most_waiting_bytes=150))
+    for rank in (0, 1):
+        ranks.record(3, rank=rank)
+        ranks.attach(3, 0, 100 - 50 * rank, rank=rank)
+    assert ranks.held() == [(0, 3)]
+    ranks.heard = []
+    ranks.record(3)
+    ranks.attach(3)
+    assert (ranks.heard, ranks.held()) == ([("HELD", 0, 3)], [(0, 3)])
+    ranks.attach(3, 50, 100, rank=1)
+    assert ranks.held() == [(0, 3), (1, 3)]
+
+
 def test_a_record_whose_words_find_no_room_gives_up_that_of_its_pieces() -> None:
     ranks = Ranks(ShadowStore(4096, most_waiting_bytes=52))
     ranks.attach(3, 0, 50)

@@ -139,6 +139,8 @@ def test_every_fault_is_tried_and_fires(kind: type[Cluster], names: Iterable[str
         (HostedCluster, 4439),
         (ShadowOutageCluster, 90),
         (ShadowOutageCluster, 554),
+        (ShadowOutageCluster, 582),
+        (ShadowOutageCluster, 1285),
     ],
     ids=[
         "a late withdrawal",
@@ -151,6 +153,8 @@ def test_every_fault_is_tried_and_fires(kind: type[Cluster], names: Iterable[str
         "a contribution that came after the next round's",
         "a step that was lost behind states that came",
         "a contribution that was given again before its withdrawal came",
+        "a sum that waited for one of the generation before",
+        "a record that was held, and came again when the memory was full",
     ],
 )
 def test_seeds_that_once_found_a_defect(kind: type[Cluster], seed: int) -> None:

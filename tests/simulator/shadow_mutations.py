@@ -30,7 +30,9 @@ from byteps_py.worker.core.shadowing import (
     StepMade,
     TellRecorded,
 )
+from byteps_py.worker.core.tensor import Part
 from byteps_py.worker.core.topology import Topology
+from byteps_py.worker.io.executor import Executor
 from byteps_py.worker.ranks.shadows import Shadows
 
 from .mutations import Mutation
@@ -127,6 +129,16 @@ class TakeNewContributionsWithLateWithdrawals(Mutation):
             return False
 
 
+class DropHeldRecordsThatComeAgain(Mutation):
+    """When the memory is full."""
+
+    class shadow_store(ShadowStore):
+        def _has_room(self, header: Header, needed: int) -> bool:
+            run = self._runs.get(header.key)
+            is_first = run is None or run.records.newest_held(header.index) <= run.durable
+            return self.record_bytes + needed <= self._most_waiting_bytes * (2 if is_first else 1)
+
+
 # ---- owners ----------------------------------------------------------------------------------------------------
 
 
@@ -180,6 +192,15 @@ class RunAheadOfTheServer(Mutation):
     class shadowing(Shadowing[Any]):
         def is_behind(self, part: OwnedPart) -> bool:
             return False
+
+
+class CatchUpWithOneGeneration(Mutation):
+    """The sum of a tensor that is declared again waits for one of the generation before."""
+
+    class executor(Executor):
+        def catch_up(self, part: Part) -> None:
+            if (action := self._behind.pop(part, None)) is not None:
+                self.run([action])
 
 
 class KeepSumsThatTheServerLacks(Mutation):
@@ -283,4 +304,6 @@ SHADOW_OUTAGE_MUTATIONS: dict[type[Parts], int] = {
     CountNoStepsBehindStates: 1775,
     RunAheadOfTheServer: 90,
     TakeNewContributionsWithLateWithdrawals: 554,
+    CatchUpWithOneGeneration: 582,
+    DropHeldRecordsThatComeAgain: 1285,
 }

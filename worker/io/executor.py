@@ -305,9 +305,11 @@ class Executor:
         self._compute(Compute(part, part.tensor.spec.op, action.inputs, (block.address,), 1))
 
     def catch_up(self, part: Part) -> None:
-        """A sum for an owner, if there is one that waits, is to wait no more."""
-        if (action := self._behind.pop(part, None)) is not None:
-            self.run([action])
+        """A sum for an owner, if there is one that waits, is to wait no more: also one of a later generation, which the
+        partition's owner may not have shown to ``steps`` yet."""
+        place = part.tensor.key, part.index
+        waiting = [each for each in self._behind if (each.tensor.key, each.index) == place]
+        self.run([self._behind.pop(each) for each in waiting])
 
     def _computed(self, compute: Compute, error: BaseException | None) -> None:
         if error is not None:
