@@ -32,9 +32,10 @@ def check(arguments: list[str], ranks: int, cases: str, **variables: str) -> Non
     [
         ("-np 2", 1, "equal of_torch stale structures skips raises refused tokens_count clipping"),
         ("-np 2", 1, "mixed_precision float32_gradients evaluation overlaps tied_in_a_list in_place lists"),
-        ("-np 2", 1, "in_front batch_norm refused_modules scalers"),
+        ("-np 2", 1, "in_front batch_norm refused_modules scalers large_values"),
         ("-np 1 --machines 2 --servers 1", 1, "equal stale structures raises checkpoints overlaps"),
-        pytest.param("-np 4", 1, "peaks skips same_bits", marks=pytest.mark.slow),
+        pytest.param("-np 4", 1, "peaks skips same_bits large_values", marks=pytest.mark.slow),
+        pytest.param("-np 1 --machines 2", 1, "large_values", marks=pytest.mark.slow),
         ("-np 4", 2, "tokens_count clipping stale other_meshes float32_gradients side_by_side"),
         ("-np 4", 2, "in_front batch_norm scalers"),
         pytest.param("-np 4", 1, "equal stale structures raises checkpoints evaluation", marks=pytest.mark.slow),
@@ -55,7 +56,7 @@ def test_beside_one_process(layout: str, copies: int, cases: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_on_gloo() -> None:
-    cases = "equal structures raises checkpoints overlaps"
+    cases = "equal structures raises checkpoints overlaps large_values"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", PROGRAM, "1", *cases.split()]
     check(torchrun, 2, cases, TEST_BACKEND="gloo")
 

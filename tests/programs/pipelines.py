@@ -288,6 +288,54 @@ def structures() -> None:
     check_same(pipe, reference, "structures", gradients=True)
 
 
+class Wide(nn.Module):
+    """Its values are large: beside a tensor, another dtype, none at all, and one with gaps in its memory."""
+
+    def __init__(self, is_first: bool, is_last: bool) -> None:
+        super().__init__()
+        self.linear, self.is_first, self.is_last = nn.Linear(HIDDEN, HIDDEN), is_first, is_last
+        self.fails = False
+
+    def forward(self, value: Any) -> Any:
+        x, rest = (value, {}) if self.is_first else (value["x"].transpose(0, 1), value["rest"])
+        if self.fails:
+            raise ArithmeticError("this stage can't go on")
+        x = torch.tanh(self.linear(x))
+        if not self.is_first:
+            x = x + rest["more"].to(x) * 1e-3 + len(rest["none"])
+        if self.is_last:
+            return x
+        return {"x": x.transpose(0, 1), "rest": {"more": x.detach().float(), "none": x.new_empty(0, 3)}}
+
+
+@case
+def large_values() -> None:
+    """They are sent from where they are: right in each schedule, after a change of shapes, and after a failure."""
+    p = workers()
+    rows = (600 << 10) // HIDDEN // 4
+    for name in ("dapple", "gpipe", *(("chimera",) if p % 2 == 0 else ())):
+        torch.manual_seed(0)
+        reference = nn.Sequential(*(Wide(stage == 0, stage == p - 1) for stage in range(p)))
+        stages = [Wide(stage == 0, stage == p - 1) for stage in range(p)]
+        for stage, layer in zip(stages, reference, strict=True):
+            stage.load_state_dict(layer.state_dict())
+        parts = 2 * p
+        pipe = bps.parallel.Pipeline(stages, name, parts, mesh())
+        rng = generator()
+        for count in (rows, rows, rows + 8, 2, rows):  # 2: small ones
+            x = torch.randn(parts, 2, count, HIDDEN, generator=rng)
+            pipe.step(x.flatten(0, 1), x.flatten(0, 1), mse)
+            for one in x:
+                (mse(reference(one), one) / parts).backward()
+            with expecting(PipelineError, "ArithmeticError: this stage can't go on"):
+                for number, module in pipe.stages.items():
+                    module.fails = number == p - 1
+                pipe.step(x.flatten(0, 1), x.flatten(0, 1), mse)
+            for module in pipe.stages.values():
+                module.fails = False
+        check_same(pipe, reference, f"large values, {name}", gradients=True)
+
+
 class AddInPlace(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -329,7 +329,7 @@ class Pipeline:
         for replicas in whole:
             if replicas.is_due:
                 launch(replicas)
-        self._runner.finish()
+        self._runner.finish(data)
         for replicas in whole:
             replicas.finish()
 
@@ -356,7 +356,7 @@ class Pipeline:
             raise UsageError(f"{self.program.name} is torch's schedule: it only trains")
         with torch.no_grad():
             self._runner.run([action for action in own if action.kind is ActionKind.FORWARD], data)
-        self._runner.finish()
+        self._runner.finish(data)
 
     def _data(self, inputs: Any, targets: Any, losses: Losses | None, first: int = 0) -> StepData:
         """The batch in parts, numbered from ``first`` on. An error goes to all ranks, which must not wait for this
@@ -444,7 +444,7 @@ class Pipeline:
             if source == target or worker not in (source, target):
                 continue
             other = self._layout.rank_of(target if worker == source else source)
-            ends = Ends(other, tag, self._workers, self._device)
+            ends = Ends(other, tag, self._workers, self._device, copies=self.program.rule is not WeightRule.SYNCHRONOUS)
             if worker == source:
                 sending[pipe, connection, is_gradient] = SendingChannel(ends)
             else:

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from byteps_py.errors import UsageError
 from byteps_py.parallel.pipe.connections import Connection
 from byteps_py.parallel.pipe.program import Action, ActionKind
 from byteps_py.parallel.pipe.stage_inputs import copied
 from byteps_py.parallel.pipe.stage_runner import MAIN, Apply, StageRunner, Values, call
-from byteps_py.parallel.pipe.transfers import FAILED, ReceivingChannel, SendingChannel, WorkerFailed
+from byteps_py.parallel.pipe.transfers import FAILED, ReceivingChannel, SendingChannel, Sent, WorkerFailed
 from byteps_py.parallel.pipe.trees import flatten
 
 #: Actions whose receives are posted while an earlier one computes.
@@ -71,8 +71,8 @@ class ProgramRunner:
         self._handed_over: dict[tuple[ChannelKey, int], Any] = {}  # between stages of this worker
         #: How many gradients come back on a connection for a part.
         self._due: dict[tuple[int, Connection, int], int] = {}
-        self._sent: list[tuple[dist.Work, torch.Tensor]] = []  # since the last ``finish``
-        self._earlier: list[list[tuple[dist.Work, torch.Tensor]]] = []  # before it, oldest first
+        self._sent: list[Sent] = []  # since the last ``finish``
+        self._earlier: list[list[Sent]] = []  # before it, oldest first
 
     def run(
         self,
@@ -92,19 +92,35 @@ class ProgramRunner:
                     self._backward(action.pipe, action.stage, part, data)
             self._post(actions[position + 1 : position + 1 + _AHEAD])
             after(position, action)
-            self._sent = [(work, memory) for work, memory in self._sent if not work.is_completed()]
+            self._drop_sent(data)
         if data.has_failed:
             for stage in self._stages.values():
                 stage.forget()
 
-    def finish(self, unfinished: int = 0) -> None:
+    def finish(self, data: StepData, unfinished: int = 0) -> None:
         """Wait until everything is sent, except since the last ``unfinished`` calls of this method: others may take
-        that in their next steps only. Raises the errors of the backend."""
+        that in their next steps only. An error of a stage goes to ``data``; raises the errors of the backend."""
         self._earlier.append(self._sent)
         self._sent = []
         while len(self._earlier) > unfinished:
-            for work, _ in self._earlier.pop(0):
-                work.wait()
+            for sent in self._earlier.pop(0):
+                self._wait(sent, data)
+
+    def _drop_sent(self, data: StepData) -> None:
+        left = []
+        for sent in self._sent:
+            if sent.is_over:
+                self._wait(sent, data)
+            else:
+                left.append(sent)
+        self._sent = left
+
+    @staticmethod
+    def _wait(sent: Sent, data: StepData) -> None:
+        try:
+            sent.wait()
+        except UsageError as error:
+            data.fail(error)
 
     # ---- forward and backward ----------------------------------------------------------------------------
 

@@ -34,12 +34,12 @@ class StaleSteps:
         """Bring ``parts`` new ones. After a failure nothing is under way."""
         self._run(runner, data, self.endless.until(self.parts + parts))
         # As many parts are under way at most, and the others take them that many steps later.
-        runner.finish(unfinished=-(-self.workers // parts))
+        runner.finish(data, unfinished=-(-self.workers // parts))
 
     def flush(self, runner: ProgramRunner, data: StepData) -> None:
         """Carry out the backward passes that are left."""
         self._run(runner, data, self.endless.flush())
-        runner.finish()
+        runner.finish(data)
         self._restart()
 
     def fail(self, runner: ProgramRunner, data: StepData) -> None:
