@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from byteps_py.errors import UsageError
 from byteps_py.parallel.pipe.program_runner import ProgramRunner, StepData
-from byteps_py.parallel.pipe.transfers import Sent
+from byteps_py.parallel.pipe.transfers import ValueSent
 
 
 class Done(dist.Work):
@@ -27,11 +27,11 @@ class Done(dist.Work):
 def test_memory_that_changes_while_it_is_sent_is_an_error_of_the_step() -> None:
     x = torch.zeros(4, requires_grad=True)
     output = x * 2
-    kept = Sent([Done()], [output.detach().view(-1)])
+    kept = ValueSent([Done()], [output.detach().view(-1)])
     assert not kept.is_over
     kept.wait()
     assert kept.is_over
-    changed = Sent([Done()], [output.detach().view(-1)])
+    changed = ValueSent([Done()], [output.detach().view(-1)])
     with torch.no_grad():
         output.add_(1)
     with pytest.raises(UsageError, match="changed its output in place while it was sent"):
@@ -41,4 +41,4 @@ def test_memory_that_changes_while_it_is_sent_is_an_error_of_the_step() -> None:
     runner.finish(data)
     assert isinstance(data.error, UsageError)
     with torch.inference_mode():
-        Sent([Done()], [torch.ones(2)]).wait()
+        ValueSent([Done()], [torch.ones(2)]).wait()

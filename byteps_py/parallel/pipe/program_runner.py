@@ -21,7 +21,7 @@ from byteps_py.parallel.pipe.connections import Connection
 from byteps_py.parallel.pipe.program import Action, ActionKind
 from byteps_py.parallel.pipe.stage_inputs import copied
 from byteps_py.parallel.pipe.stage_runner import MAIN, Apply, StageRunner, Values, call
-from byteps_py.parallel.pipe.transfers import FAILED, ReceivingChannel, SendingChannel, Sent, WorkerFailed
+from byteps_py.parallel.pipe.transfers import FAILED, ReceivingChannel, SendingChannel, ValueSent, WorkerFailed
 from byteps_py.parallel.pipe.trees import flatten
 
 #: Actions whose receives are posted while an earlier one computes.
@@ -71,8 +71,8 @@ class ProgramRunner:
         self._handed_over: dict[tuple[ChannelKey, int], Any] = {}  # between stages of this worker
         #: How many gradients come back on a connection for a part.
         self._due: dict[tuple[int, Connection, int], int] = {}
-        self._sent: list[Sent] = []  # since the last ``finish``
-        self._earlier: list[list[Sent]] = []  # before it, oldest first
+        self._sent: list[ValueSent] = []  # since the last ``finish``
+        self._earlier: list[list[ValueSent]] = []  # before it, oldest first
 
     def run(
         self,
@@ -116,7 +116,7 @@ class ProgramRunner:
         self._sent = left
 
     @staticmethod
-    def _wait(sent: Sent, data: StepData) -> None:
+    def _wait(sent: ValueSent, data: StepData) -> None:
         try:
             sent.wait()
         except UsageError as error:

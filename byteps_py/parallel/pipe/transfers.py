@@ -74,7 +74,7 @@ class Ends:
     copies: bool = False
 
 
-class Sent:
+class ValueSent:
     """Messages under way, and their memory."""
 
     def __init__(self, works: Sequence[dist.Work], memory: Sequence[torch.Tensor]) -> None:
@@ -105,7 +105,7 @@ class SendingChannel:
     ends: Ends
     history: _History = field(default_factory=_History)
 
-    def send(self, value: Any) -> list[Sent]:
+    def send(self, value: Any) -> list[ValueSent]:
         """Send ``value``, or FAILED. Returns at once, with what is to be waited for."""
         expected = self.history.expected
         if isinstance(value, WorkerFailed):
@@ -133,21 +133,21 @@ class SendingChannel:
         bytes_of = [_bytes_of(tensor) for tensor in tensors if tensor.nbytes]
         return [one.clone() for one in bytes_of] if self.ends.copies else bytes_of
 
-    def _instead(self, content: _Content, following: int, expected: Signature | None) -> Sent:
+    def _instead(self, content: _Content, following: int, expected: Signature | None) -> ValueSent:
         """A header instead of the value that is expected, and as many bytes as that has: its receives are posted."""
         device = self.ends.device
         first, *memory = (torch.zeros(size, dtype=torch.uint8, device=device) for size in _expected_sizes(expected))
         first[:_HEADER_BYTES] = _header(content, following, device)
         return self._isend([first, *memory])
 
-    def _isend(self, memory: Sequence[torch.Tensor]) -> Sent:
+    def _isend(self, memory: Sequence[torch.Tensor]) -> ValueSent:
         ends = self.ends
         operations = [dist.P2POp(dist.isend, one, ends.rank, ends.group, ends.tag) for one in memory]
-        return Sent(dist.batch_isend_irecv(operations), memory)
+        return ValueSent(dist.batch_isend_irecv(operations), memory)
 
 
 @dataclass(frozen=True, slots=True)
-class _Receive:
+class _PostedReceives:
     """Messages that are posted."""
 
     works: Sequence[dist.Work]
@@ -166,7 +166,7 @@ class ReceivingChannel:
 
     ends: Ends
     history: _History = field(default_factory=_History)
-    _posted: _Receive | None = None
+    _posted: _PostedReceives | None = None
 
     def post(self) -> None:
         """Post the receives of the next value, unless that was done."""
@@ -193,17 +193,17 @@ class ReceivingChannel:
         self.history.add(signature)
         return unflatten(_tensors(data, signature, self.ends.device), signature.structure)
 
-    def _taken(self) -> _Receive:
+    def _taken(self) -> _PostedReceives:
         posted, self._posted = self._posted, None
         if posted is None:
             raise RuntimeError("receive() without post()")
         return posted
 
-    def _irecv(self, sizes: Sequence[int]) -> _Receive:
+    def _irecv(self, sizes: Sequence[int]) -> _PostedReceives:
         ends = self.ends
         memory = [torch.empty(size, dtype=torch.uint8, device=ends.device) for size in sizes]
         operations = [dist.P2POp(dist.irecv, one, ends.rank, ends.group, ends.tag) for one in memory]
-        return _Receive(dist.batch_isend_irecv(operations) if operations else [], memory)
+        return _PostedReceives(dist.batch_isend_irecv(operations) if operations else [], memory)
 
 
 def _version(tensor: torch.Tensor) -> int:
