@@ -45,6 +45,7 @@ def test_who_waits_for_a_killed_rank_of_another_machine_is_told(operation: str, 
 @pytest.mark.parametrize(
     "operation", ["all_reduce", *(pytest.param(each, marks=pytest.mark.slow) for each in ("push_pull", "shares"))]
 )
+@pytest.mark.slow
 def test_a_connection_that_can_not_be_made_again_is_an_error(operation: str) -> None:
     with command(*launch(operation, "broken"), PS_HEARTBEAT_TIMEOUT="2", BYTEPS_HEARTBEAT_TIMEOUT_MAX_S="2") as job:
         said = job.until("PeerLostError")

@@ -121,6 +121,7 @@ def test_machines_that_contradict_the_cluster_are_told_how_and_it_comes_together
     assert re.search(r"WARNING: turned away worker 1 \(host .*, pid \d+\): DMLC_NUM_WORKER is 3 in", scheduler.text)
 
 
+@pytest.mark.slow
 def test_without_a_scheduler_nobody_waits_for_ever() -> None:
     port = free_port()
     with (

@@ -42,6 +42,7 @@ def test_elastic() -> None:
     assert float(re.search(r"accuracy ([\d.]+)%", out)[1]) > 80
 
 
+@pytest.mark.slow
 def test_elastic_without_a_rank() -> None:
     out = run("horovod_elastic.py", "--epochs", "2", "--fail-at", "2", "--kill-at", "7", options=("--elastic",))
     assert re.findall("joined again: .*", out) == [

@@ -30,8 +30,8 @@ def run(layout: str, *cases: str, **settings: str) -> None:
     "layout",
     [
         "-np 1",
-        pytest.param("-np 2", marks=pytest.mark.slow),
-        "-np 1 --machines 2 --servers 1",
+        "-np 2",
+        pytest.param("-np 1 --machines 2 --servers 1", marks=pytest.mark.slow),
         pytest.param("-np 1 --machines 2", marks=pytest.mark.slow),
         pytest.param("-np 2 --machines 2 --servers 1", marks=pytest.mark.slow),
         pytest.param("-np 1 --machines 3 --servers 2", marks=pytest.mark.slow),

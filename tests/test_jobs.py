@@ -141,6 +141,7 @@ def test_of_several_jobs_all_are_shown_and_one_must_be_named(capsys: pytest.Capt
         assert bps(["status"]) == 1
 
 
+@pytest.mark.slow
 def test_a_job_is_named_by_its_launcher_and_shown_with_its_command(capsys: pytest.CaptureFixture[str]) -> None:
     program = "import byteps_py as bps; bps.init(); print('there', flush=True); import time; time.sleep(90)"
     with launched("-np", "1", "--servers", "1", "--machines", "2", sys.executable, "-c", program) as job:

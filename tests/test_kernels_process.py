@@ -83,6 +83,7 @@ for op, dtype, _ in reduction._kernels:
 """
 
 
+@pytest.mark.slow
 def test_kernels_of_several_processes_are_kept_on_disk_and_stay_apart(tmp_path):
     """Each process numbers what it compiles from one: nothing may be mixed up when a later one loads it all."""
     kernels = ["SUM.FLOAT32", "PRODUCT.FLOAT16"]

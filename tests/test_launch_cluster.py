@@ -41,6 +41,7 @@ def test_cluster(train: Path) -> None:
     assert sorted(out.splitlines()) == [f"[{r}] {r}/4 [6.0, 10.0, 14.0, 18.0, 22.0]" for r in range(4)]
 
 
+@pytest.mark.slow
 def test_role_by_role(train: Path) -> None:
     common = {
         "DMLC_NUM_WORKER": "2",

@@ -69,6 +69,7 @@ def test_on_gloo() -> None:
     ["replicated", *(pytest.param(one, marks=pytest.mark.long) for one in ("preprocessing", "first-stage"))],
 )
 @pytest.mark.timeout(180)
+@pytest.mark.slow
 def test_the_example(placement: str) -> None:
     small = ["--steps", "4", "--text-steps", "3", "--batch-size", "8", "--width", "16", "--groups", "2", "--check"]
     with command(*launch(2, EXAMPLE, "--placement", placement, *small), OMP_NUM_THREADS="1") as job:

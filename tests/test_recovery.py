@@ -110,6 +110,7 @@ def test_servers_die_freeze_and_leave_and_the_weights_are_the_same() -> None:
 
 
 @pytest.mark.timeout(200)
+@pytest.mark.slow
 def test_servers_die_while_a_hosted_optimizer_trains() -> None:
     """The weights are those of the optimizer on the ranks, without faults."""
     faults = [nothing, kill_and_return(), kill_and_return("--gpu-machine")]
@@ -142,6 +143,7 @@ def late_server(**environ: str) -> Iterator[Job]:
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.slow
 def test_cpu_machines_come_and_go_by_bps_scale() -> None:
     """From the job's own start without any: the scheduler is found at its address."""
     port = str(free_port())

@@ -35,6 +35,7 @@ def test_ranks_without_a_launcher_start_services_again_and_again(turns: str) -> 
 
 
 @pytest.mark.parametrize("turns", ["2", pytest.param("3", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_machines_without_a_launcher_start_services_again_and_again(turns: str) -> None:
     """As under torchrun, whose port the scheduler's is next to."""
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GROUP_WORLD_SIZE": "2"}

@@ -114,6 +114,7 @@ def kill_and_go_on(
 
 
 @pytest.mark.parametrize("servers", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_an_elastic_job_goes_on_from_its_last_step_without_a_machine(servers: int) -> None:
     program = ROOT / "tests" / "programs" / "shadowed_elastic.py"
     words = ["--elastic", "-np", "1", "--machines", "3", "--servers", str(servers)]

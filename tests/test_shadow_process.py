@@ -262,6 +262,7 @@ def test_only_members_may_read(job: ShadowedJob) -> None:
         assert error.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
+@pytest.mark.slow
 def test_states_outlive_a_job_whose_worker_died(job: ShadowedJob) -> None:
     parts = train(job.join(), 3)
     job.vanish()

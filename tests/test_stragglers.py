@@ -65,6 +65,7 @@ def watched(settings: Settings) -> Iterator[dict[int, int]]:
 
 
 @pytest.mark.parametrize("credit", [CREDIT, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_slow_rank_and_a_slow_server_are_named_and_hold_no_more_than_the_credit(credit: int) -> None:
     """Also without a credit (0), where all of a tensor is on its way at once."""
     environ = {
