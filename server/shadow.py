@@ -296,7 +296,8 @@ class ShadowStore:
         return actions
 
     def _has_room(self, header: Header, needed: int) -> bool:
-        """For a record, or a part of it, of ``needed`` bytes. What takes no more room always may come again."""
+        """True if there is memory for ``needed`` bytes of a record. One that is held already needs none when it comes
+        again."""
         if not needed:
             return True
         run = self._runs.get(header.key)
@@ -315,7 +316,7 @@ class ShadowStore:
             self._runs.pop(run.number, None)
 
     def read_attached(self, run: int, rank: int, step: int) -> AttachedPieces | None:
-        """What is attached to a record that is held; None: there is no such record here."""
+        """The attachment of a record that is held; None: there is no such record here."""
         found = self._runs[run].records.find(rank, step) if run in self._runs else None
         return found.pieces if found is not None and found.is_held else None
 

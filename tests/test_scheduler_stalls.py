@@ -101,6 +101,12 @@ def test_a_rank_whose_result_is_late_is_not_at_another_unnamed_operation() -> No
         assert bool(cluster.take(cluster.core.on_tick(cluster.now))) == is_error, rounds
 
 
+def test_calls_of_ranks_of_others_are_refused() -> None:
+    cluster, (a, _), _ = running()
+    out = cluster.say(a, heartbeat=pb.Heartbeat(calls=[pb.UnnamedCall(name="sum.noname.0", rank=2, rounds=1)]))
+    assert any("the calls of ranks that are not its own" in message.failure.message for _, message in out)
+
+
 def test_ranks_at_different_unnamed_operations_get_an_error() -> None:
     cluster, (a, b), _ = running()
     one, other = "sum.noname.0", "sum.noname.1"

@@ -183,6 +183,8 @@ class GroupWatch:
             raise ProtocolError("its heartbeat has the pace of ranks that are not its own")
         if not all(each.rank in member.ranks for each in heartbeat.steps):
             raise ProtocolError("its heartbeat has the steps of ranks that are not its own")
+        if not all(call.rank in member.ranks for call in heartbeat.calls):
+            raise ProtocolError("its heartbeat has the calls of ranks that are not its own")
         self._steps.report(member.id, heartbeat.steps, now_s)
         self._pace.report(member.id, heartbeat.ranks, heartbeat.servers)
         roster, out = self._job.roster, Outgoing()

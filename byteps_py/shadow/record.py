@@ -65,7 +65,7 @@ class Attachment:
     constants: Mapping[str, str] = field(default_factory=dict)
 
     def pack(self) -> bytes:
-        """What travels beside a ShadowRecord; empty if there is nothing."""
+        """The bytes that travel beside a ShadowRecord; empty if there are none."""
         if not self.extra and not self.buffers and not self.constants:
             return b""
         buffers = {name: (each.dtype, each.shape, each.data) for name, each in self.buffers.items()}

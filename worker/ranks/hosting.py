@@ -91,7 +91,7 @@ class _StepUnderWay:
 
 @dataclass(slots=True)
 class _RecordParts:
-    """What has come of a rank's record, and of what is attached to it."""
+    """The part of a rank's record, and of its attachment, that has arrived."""
 
     said: bytearray = field(default_factory=bytearray)
     attached: bytearray = field(default_factory=bytearray)

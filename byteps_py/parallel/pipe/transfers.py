@@ -154,7 +154,7 @@ class _PostedReceives:
     memory: Sequence[torch.Tensor]
 
     def wait(self) -> Sequence[torch.Tensor]:
-        """What has come. Raises the errors of the backend."""
+        """Wait for the messages, and return their memory. Raises the errors of the backend."""
         for work in self.works:
             work.wait()
         return self.memory

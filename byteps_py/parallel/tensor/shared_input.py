@@ -58,7 +58,7 @@ class SharedInputRegion(KeepsGroup):
             ranks = size_of(self.group)
             raise UsageError(
                 f"{self.name} is in the plan as SharedInput, but its input also reaches its output beside its layers "
-                f"(by {used_by}, as in x + f(x)): the gradient of that way would be summed over the {ranks} "
+                f"(by {used_by}, as in x + f(x)): the gradient of that path would be summed over the {ranks} "
                 f"tensor-parallel ranks, and be {ranks} times as large. Add the input outside {self.name}, or take "
                 "SharedInput out of the plan: then each Column communicates its own input"
             )
@@ -75,7 +75,7 @@ def _nodes_of(result: Any) -> list[Any]:
 
 def _use_on_all_ranks(nodes: list[Any], entered: Any) -> str | None:
     """The operation by which ``entered`` reaches one of ``nodes`` through operations that are the same on all ranks;
-    None: there is no such way."""
+    None: there is no such path."""
     if any(node is entered for node in nodes):
         return "the output itself"
     waiting, seen = list(nodes), set(nodes)

@@ -1,7 +1,7 @@
-"""What goes from member to member of a group without the communication service, in the order of the calls.
+"""The payloads that members of a group send each other without the communication service, in the order of the calls.
 
 Members of one machine share memory; those of different machines have a connection each (byteps_py/session/peers). The
-calling thread writes this member's payloads and tells the others; the waiting thread copies what has come to where it
+calling thread writes this member's payloads and tells the others; the waiting thread copies what arrives to where it
 belongs. Host memory only. Gathers, exchanges and broadcasts are in peer_collectives.py, sums in peer_sums.py.
 """
 

@@ -104,7 +104,7 @@ def _find(reader: ShadowReader) -> Restorable | Exception | None:
 def _read_attached(
     model: torch.nn.Module, optimizer: HostedOptimizerMixin, reader: ShadowReader, found: Restorable
 ) -> tuple[Attachment, dict[str, torch.Tensor]]:
-    """What this rank has attached to the step, and the buffers in it. If one rank can't read its own, all raise."""
+    """The attachment of this rank to the step, and the buffers in it. If one rank can't read its own, all raise."""
     record = found.records.get(contexts.current().session.rank)
     attached, buffers = Attachment(b"", {}), dict[str, torch.Tensor]()
     failure: BytePSError | None = None
