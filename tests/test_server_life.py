@@ -89,8 +89,8 @@ def test_threads_that_are_still_busy_do_not_hide_why_it_ends(
         monkeypatch.setattr(reducer, "close", stall)
         server.link.say(refused=pb.Refused(error=error, message="no place for it"))
         status = server.join()
-        monkeypatch.setattr(reducer, "close", close)
-        server.service._close()  # what the end of its process does otherwise
+        assert not server.service.has_closed
+        monkeypatch.setattr(reducer, "close", close)  # what stalled goes on
     assert status == (GIVEN_UP_STATUS if is_member else None)
     assert type(server.error).__name__ == ("NoneType" if is_member else error)
 

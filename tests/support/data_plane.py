@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from types import TracebackType
 
 import numpy as np
@@ -326,6 +327,12 @@ class Server:
         self._thread.join(WAIT_S)
         self._context.term()
         assert not self._thread.is_alive()
+        # A process that ends takes its threads along. Here one may go on compiling a kernel, for longer than a server
+        # waits, and what the server then leaves open would be in the way of all later tests.
+        deadline_s = time.monotonic() + WAIT_S
+        while not self.service.has_closed and time.monotonic() < deadline_s:
+            self.service._close()
+        assert self.service.has_closed
 
 
 def random_values(dtype: DType, count: int, seed: int) -> np.ndarray:
