@@ -21,7 +21,7 @@ from byteps_py import channel, kernels
 from byteps_py.chunks import CHUNK_BYTES
 from byteps_py.dataplane.dialer import Dialer
 from byteps_py.dataplane.listener import DataListener
-from byteps_py.kernels.engine import Engine
+from byteps_py.kernels.thread_pool import ThreadPool
 from byteps_py.kernels.update_rules import StepKind
 from byteps_py.loop import EventLoop
 from byteps_py.memory_left import available_memory_bytes
@@ -80,12 +80,12 @@ class Thresholds:
 
     Attributes:
         inline_sum: a kernel of a communication service that reads and writes fewer bytes runs on the loop's thread,
-            since a round trip through the engine costs 50 to 100 µs. Measured: summing 256 KB over 2 ranks takes 90 µs
-            on the loop's thread, and 150 to 190 µs through the engine.
+            since a round trip through the thread pool costs 50 to 100 µs. Measured: summing 256 KB over 2 ranks takes
+            90 µs on the loop's thread, and 150 to 190 µs through the thread pool.
         last_inline_sum: the same limit for the last piece of a tensor of one machine, for which the loop would only
             wait (1 MB: 115 µs, was 200). It allows 1 MB of 4 ranks.
         inline_delivery: the same limit for what brings an answer to the ranks. A wake-up finds cold caches, and the
-            engine's and the one after it cost as much processor time as copying 1 MB.
+            thread pool's and the one after it cost as much processor time as copying 1 MB.
         past_caches: answers for a tensor of this size and more go past the caches, which don't hold its result any
             more when the next one comes.
         inline_copy: a copy of fewer bytes runs on the loop's thread.
@@ -129,7 +129,7 @@ class Runtime:
     """The event loop, which is also the clock (``loop.time()``), and the classes and functions that a service uses."""
 
     loop: EventLoop = field(default_factory=EventLoop)
-    engine: type[Engine] = Engine
+    thread_pool: type[ThreadPool] = ThreadPool
     kernels: Kernels = kernels
     zmq_context: type[zmq.Context[zmq.Socket[bytes]]] = zmq.Context
     dialer: type[Dialer] = Dialer

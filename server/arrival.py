@@ -2,7 +2,7 @@
 
 There are two kinds of memory. A message that ZeroMQ received belongs to this process: the sum is written into it, and
 the same message is sent on. A shared segment belongs to the CS of this machine: it is read, and written only where the
-CS wants the answer. The loop's thread owns these objects; engine threads read and write the memory while a round is
+CS wants the answer. The loop's thread owns these objects; pool threads read and write the memory while a round is
 being reduced.
 """
 

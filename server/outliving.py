@@ -86,6 +86,6 @@ class OutlivingServer:
             except BytePSError as error:
                 logger.info("no restarted job yet: %s", error)
             if is_once or not self._service.has_closed:
-                return None  # its engine still uses the states, if it has not closed
+                return None  # its thread pool still uses the states, if it has not closed
             self._stopped.wait(min(_RETRY_S, max(0.0, until_s - time.monotonic())))
         return None

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from byteps_py.blame import OVERFLOW
 from byteps_py.dataplane.seal import Digester
-from byteps_py.kernels.engine import Work, default_threads
 from byteps_py.kernels.readiness import Pair, Readiness
+from byteps_py.kernels.thread_pool import Work, default_threads
 from byteps_py.log import logger
 from byteps_py.runtime import Kernels, Runtime
 from byteps_py.server.arrival import Arrival, FrameMemory, PayloadMemory
@@ -94,8 +94,8 @@ class Reducer:
         self._loop = runtime.loop
         self._digest = digest
         self.threads = default_threads(threads)
-        self._engine = runtime.engine(self.threads, "sum")
-        self._ready = Readiness(runtime.kernels.prepare, self._engine, self._loop, self._failed)
+        self._pool = runtime.thread_pool(self.threads, "sum")
+        self._ready = Readiness(runtime.kernels.prepare, self._pool, self._loop, self._failed)
         self._ready.expect((Op.SUM, dtype) for dtype in _LIKELY)
         self._ready.when_done(on_prepared)
 
@@ -122,15 +122,15 @@ class Reducer:
             blame = plan.carry_out(self._runtime.kernels, op, dtype, count)
             self._finish(plan)
 
-        def finished(error: BaseException | None) -> None:  # on an engine thread
+        def finished(error: BaseException | None) -> None:  # on a pool thread
             self._loop.post(lambda: done(error, blame))
 
         self._ready.submit(pair, 0, work, finished)
 
     def run_later(self, work: Work, priority: int, done: Callable[[BaseException | None], None]) -> None:
         """Run work that makes its kernels ready itself, before work of a lower priority; sums have 0. ``done``: as in
-        Engine.submit."""
-        self._engine.submit(priority, work, done)
+        ThreadPool.submit."""
+        self._pool.submit(priority, work, done)
 
     def _finish(self, plan: KernelCall) -> None:
         """Any thread."""
@@ -139,4 +139,4 @@ class Reducer:
 
     def close(self) -> None:
         """End the threads. Waits for the sums under way, at most one partition per thread. Raises StallError."""
-        self._engine.close()
+        self._pool.close()

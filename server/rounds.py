@@ -5,12 +5,12 @@ a contribution's bytes lie or how an answer travels: it passes the shell's objec
 
 A round of a partition begins with its first contribution, and its state is one of
 
-    COLLECTING  ──all machines contributed──────► REDUCING   the engine reads and writes the contributions' memory
+    COLLECTING  ──all machines contributed──────► REDUCING   the thread pool reads and writes the contributions' memory
     COLLECTING  ──all waiting peers disconnected► forgotten
     COLLECTING  ──a round two later begins──────► forgotten  its contributions are refused; another server answered them
     COLLECTING  ──contributions disagree────────► broken     all are refused; later ones get the same sentence
     REDUCING    ──reduced───────────────────────► forgotten  all are answered; it is the last completed round
-    REDUCING    ──the engine failed─────────────► broken     until a newer round, or a newer epoch
+    REDUCING    ──the thread pool failed────────► broken     until a newer round, or a newer epoch
     any state   ──newer generation of the key, or other machines──► DROPPED, and forgotten
 
 All machines contribute, or as many as their messages say; which ones is agreed by vote on the control plane. A machine
@@ -135,7 +135,7 @@ class Rounds(Generic[C]):
         return [*overtaken, *([] if self._is_overtaken(partition, new) else self._accept(partition, new, now))]
 
     def reduced(self, round_: Round[C], error: BaseException | None = None) -> list[Action[C]]:
-        """The engine has reduced a round, or failed with ``error``, and does not use its memory any more."""
+        """The thread pool has reduced a round, or failed with ``error``, and does not use its memory any more."""
         partition, contributions, waiting = round_.partition, round_.in_order(), round_.waiting()
         self._forget(round_)
         if round_.state is not RoundState.REDUCING:  # dropped meanwhile: no machine waits for the result
@@ -349,7 +349,7 @@ class Rounds(Generic[C]):
         of them lacks a result."""
         for other in partition.rounds.values():
             if other.number < new.header.round - 1:
-                continue  # all machines have its result, only the engine is not done: see _overtake
+                continue  # all machines have its result, only the thread pool is not done: see _overtake
             if other.is_resent if other.number < new.header.round else new.header.is_resent:
                 continue
             if other.state is not RoundState.REDUCING:
@@ -421,7 +421,7 @@ class Rounds(Generic[C]):
             if partition.last_round < 0:
                 self.admission_limit.ended(partition.key)
             for round_ in list(partition.rounds.values()):
-                if round_.state is RoundState.COLLECTING:  # else the engine still uses its memory
+                if round_.state is RoundState.COLLECTING:  # else the thread pool still uses its memory
                     self._forget(round_)
                 round_.state = RoundState.DROPPED
 

@@ -1,4 +1,4 @@
-"""The summation service: sockets, engine and control link around the pure rounds.
+"""The summation service: sockets, threads and control link around the pure rounds.
 
 Owns the process's life: it registers, serves, and decides when and how the process ends. Everything runs in the loop's
 thread; any thread, and a signal handler, may call ``stop``. What ends a server, so that none outlives its job, and the

@@ -9,10 +9,10 @@ A *run* is one optimizer in one incarnation of a job. A part of a run is a parti
 is a copy, or two while the owner sends them anew:
 
     FILLING   ──all bytes have come────────────► READY     its owner hears HELD, also of steps that came meanwhile
-    READY     ──its next step may be applied───► STEPPING  the engine writes the states
+    READY     ──its next step may be applied───► STEPPING  the thread pool writes the states
     STEPPING  ──applied────────────────────────► READY
     STEPPING  ──the kernel failed──────────────► BROKEN    half a step was made: the owner has to send the states again
-    FILLING, READY, BROKEN ──forgotten, or replaced──► DROPPED   (STEPPING too: the engine's memory lives until its end)
+    FILLING, READY, BROKEN ──forgotten, or replaced──► DROPPED   (STEPPING too: the memory lives until the pool's end)
 
 A step is *held* once it can be applied: its sum is kept with it. It may be applied once the run is *durable* with it:
 once all parts of the run, wherever they are, hold it. Until then the states after the durable step before can still be
@@ -333,7 +333,7 @@ class ShadowStore:
     # ---- from the shell --------------------------------------------------------------------------------------
 
     def applied(self, copy: StatesCopy, error: BaseException | None = None) -> list[ShadowAction]:
-        """The engine has made the step of an ApplyStep, or failed and may have made half of it."""
+        """The thread pool has made the step of an ApplyStep, or failed and may have made half of it."""
         if copy.state is CopyState.DROPPED:
             return self._refuse_reads(copy)
         run = self._runs[copy.facts.run]
@@ -347,7 +347,7 @@ class ShadowStore:
         return [*self._serve_reads(copy), *self._advance(run, copy)]
 
     def not_applied(self, copy: StatesCopy, step: HeldStep) -> None:
-        """The engine has not begun with an ApplyStep, and will not: the states are still those of before."""
+        """The thread pool has not begun with an ApplyStep, and will not: the states are still those of before."""
         if copy.state is CopyState.STEPPING:
             copy.step_to(CopyState.READY)
             copy.base = step.before
@@ -355,7 +355,7 @@ class ShadowStore:
             self.waiting_bytes += step.total.nbytes
 
     def go_on(self) -> list[ShadowAction]:
-        """Apply what may be applied: after ``not_applied``, when there is an engine again."""
+        """Apply what may be applied: after ``not_applied``, when there is a thread pool again."""
         return [action for run in list(self._runs.values()) for action in self._settle(run)]
 
     def new_job(self) -> None:

@@ -1,7 +1,7 @@
 """Carries out what the rules of shadowed states decide (shadow.py): memory, kernels, answers.
 
 Owns the memory of states and the steps under way. Must not know of rounds or sockets. The loop's thread calls it;
-engine threads write states while a step is applied.
+pool threads write states while a step is applied.
 """
 
 from __future__ import annotations
@@ -283,7 +283,7 @@ class ShadowKeeper:
             segments=step.segments,
         )
 
-        def done(error: BaseException | None) -> None:  # on an engine thread
+        def done(error: BaseException | None) -> None:  # on a pool thread
             outcome.append(error)
             self._loop.post(lambda: self._applied(copy))
 
@@ -306,10 +306,10 @@ class ShadowKeeper:
         read.deliver(copy.memory.bytes_of(read.state, read.start * size, read.stop * size))
 
     def close(self) -> None:
-        """After the engine's end, by the loop's thread, which runs no more. The store can go on with another engine."""
+        """After the pool's end, by the loop's thread, which runs no more. The store can go on with another pool."""
         for copy, (step, outcome) in self._under_way.items():
-            error = outcome[0] if outcome else CommunicationError("the engine ended")
-            if isinstance(error, CommunicationError):  # of the engine: it has not begun
+            error = outcome[0] if outcome else CommunicationError("the thread pool ended")
+            if isinstance(error, CommunicationError):  # of the thread pool: it has not begun
                 self.store.not_applied(copy, step)
             else:
                 self.store.applied(copy, error)

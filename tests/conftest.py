@@ -48,7 +48,7 @@ def leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
     before = Snapshot.take()
     gc.freeze()  # what is there already need not be looked through after every test: torch alone is a million objects
     yield
-    if completion := sys.modules.get("byteps_py.torch.engine.completion"):
+    if completion := sys.modules.get("byteps_py.torch.collectives.completion"):
         completion.POOL.close()  # threads with nothing to do wait for more to do, for longer than the next test
     leaks = before.leaks()
     assert not leaks, "left behind: " + "; ".join(leaks)

@@ -11,8 +11,8 @@ import torch
 from byteps_py.kernels import reduce
 from byteps_py.kernels.jit import streaming
 from byteps_py.tensors import Op
-from byteps_py.torch.engine.dtypes import WIRE
-from byteps_py.torch.engine.ring import adding
+from byteps_py.torch.collectives.dtypes import WIRE
+from byteps_py.torch.collectives.ring import adding
 
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 LARGE = 70_000  # elements: more bytes than what goes past the caches begins with

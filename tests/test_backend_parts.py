@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 from byteps_py.errors import UsageError
 from byteps_py.tensors import DType, Op
-from byteps_py.torch.engine.completion import Pool
-from byteps_py.torch.engine.service_reductions import KindPlace, KindPlaces, slots_for
-from byteps_py.torch.engine.slot_view import capacity_for
-from byteps_py.torch.engine.tensor_bytes import ResultBuffer, octets
-from byteps_py.torch.engine.work import OperationKind
+from byteps_py.torch.collectives.completion import Pool
+from byteps_py.torch.collectives.service_reductions import KindPlace, KindPlaces, slots_for
+from byteps_py.torch.collectives.slot_view import capacity_for
+from byteps_py.torch.collectives.tensor_bytes import ResultBuffer, octets
+from byteps_py.torch.collectives.work import OperationKind
 from byteps_py.torch.process_group.collective_arguments import kind_of, reduction_of, timeout_of
 
 WAIT_S = 30.0

@@ -120,7 +120,7 @@ def test_ranks_that_learn_of_a_join_at_different_times_go_the_same_way(late: int
     """Rank ``late`` knows of the join before it begins, the others begin before it."""
     program = (
         "import torch, byteps_py as bps, torch.distributed as dist; bps.init(); dist.init_process_group('byteps')\n"
-        "from byteps_py.torch.engine import context as contexts\n"
+        "from byteps_py.torch.collectives import context as contexts\n"
         f"rank, late, store = dist.get_rank(), {late}, dist.distributed_c10d._get_default_store()\n"
         "x = torch.full((300_003,), rank + 1.0)\n"
         "for _ in range(2): dist.all_reduce(x.clone())\n"

@@ -10,7 +10,7 @@ from torch_training import Net, wrap
 from torch_values import values
 
 import byteps_py.torch as bps
-from byteps_py.torch.engine.context import current
+from byteps_py.torch.collectives.context import current
 from byteps_py.torch.horovod.adasum import adasum
 
 pytestmark = [

@@ -13,6 +13,7 @@ from torch_training import Net, assert_same, loss_of, reference, sgd, state_of, 
 
 import byteps_py
 import byteps_py.torch as bps
+from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.elastic import ElasticSampler, HostUpdateResult, ObjectState, State, TorchState
 from byteps_py.torch.elastic.state import (
     ModelStateHandler,
@@ -20,7 +21,6 @@ from byteps_py.torch.elastic.state import (
     get_handler_registry,
     set_handler_registry,
 )
-from byteps_py.torch.engine import context as contexts
 
 MACHINES = (2, 1)
 STEPS = 6

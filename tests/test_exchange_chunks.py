@@ -10,7 +10,7 @@ import torch
 
 from byteps_py.chunks import CHUNK_BYTES, TensorChunks
 from byteps_py.tensors import DType, Op, TensorSpec
-from byteps_py.torch.engine.slot_view import HostMover
+from byteps_py.torch.collectives.slot_view import HostMover
 
 ROWS, WIDTH = 7, CHUNK_BYTES // 4
 SIZE = 2

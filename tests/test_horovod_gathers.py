@@ -10,8 +10,8 @@ from torch_values import same, values
 import byteps_py.torch as hvd
 from byteps_py.session.solo import SoloSession
 from byteps_py.settings import Settings
-from byteps_py.torch.engine.context import Context, use
-from byteps_py.torch.engine.dtypes import WIRE
+from byteps_py.torch.collectives.context import Context, use
+from byteps_py.torch.collectives.dtypes import WIRE
 from byteps_py.torch.horovod.size_headers import MAX_DIMENSIONS
 
 CLUSTERS = [(2,), (4,), (2, 2)]

@@ -16,7 +16,7 @@ import byteps_py.torch as hvd
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.session.solo import SoloSession
 from byteps_py.settings import Settings
-from byteps_py.torch.engine.context import Context, use
+from byteps_py.torch.collectives.context import Context, use
 from byteps_py.worker.core.topology import Topology
 
 #: Parameters in order; ``=``: has a default.

@@ -12,10 +12,10 @@ import torch
 from support.connected import SETTINGS, WAIT_S, ConnectedRank, connected
 
 from byteps_py.errors import JoinedError, StallError
-from byteps_py.torch.engine.large_sum import LargeSum, LargeSums
-from byteps_py.torch.engine.ring import ring_sum
-from byteps_py.torch.engine.share_sums import ShareSums
-from byteps_py.torch.engine.two_level_sums import TwoLevelSums
+from byteps_py.torch.collectives.large_sum import LargeSum, LargeSums
+from byteps_py.torch.collectives.ring import ring_sum
+from byteps_py.torch.collectives.share_sums import ShareSums
+from byteps_py.torch.collectives.two_level_sums import TwoLevelSums
 
 SLOT_BYTES = 4096
 #: (elements of a tensor, whether each member needs its own share only). Of 1000 and 1200 elements every member adds a

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from byteps_py.kernels.engine import Engine
 from byteps_py.kernels.readiness import Readiness
+from byteps_py.kernels.thread_pool import ThreadPool
 from byteps_py.loop import EventLoop
 from byteps_py.tensors import DType, Op
 
@@ -32,9 +32,9 @@ class Compiler:
 
 class Bench:
     def __init__(self, compiler):
-        self.loop, self.engine = EventLoop(), Engine(2, "ready")
+        self.loop, self.pool = EventLoop(), ThreadPool(2, "ready")
         self.failures, self.done = [], []
-        self.ready = Readiness(compiler, self.engine, self.loop, self.failures.append)
+        self.ready = Readiness(compiler, self.pool, self.loop, self.failures.append)
 
     def submit(self, pair, name, *, ends=False):
         def finished(error):
@@ -56,7 +56,7 @@ def bench(compiler):
     yield bench
     for event in compiler.open.values():
         event.set()
-    bench.engine.close()
+    bench.pool.close()
     bench.loop.close()
 
 
@@ -77,7 +77,7 @@ def test_what_waited_runs_when_its_kernel_is_ready(bench, compiler):
     bench.submit(INTEGERS, "second", ends=True)
     bench.loop.post(compiler.open[INTEGERS].set)
     bench.loop.run()
-    bench.engine.close()
+    bench.pool.close()
     assert sorted(bench.done) == [("first", None), ("second", None)]
     assert compiler.asked == [INTEGERS]
 
@@ -95,5 +95,5 @@ def test_what_waited_fails_with_its_kernel(bench, compiler):
 def test_a_broadcast_needs_no_kernel(bench, compiler):
     assert (Op.BROADCAST, DType.INT8) in bench.ready
     bench.ready.expect([(Op.BROADCAST, DType.INT8)])
-    bench.engine.close()
+    bench.pool.close()
     assert compiler.asked == []

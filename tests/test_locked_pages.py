@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from byteps_py.shm import PAGE
-from byteps_py.torch.engine.cuda import LockedPages
+from byteps_py.torch.collectives.cuda import LockedPages
 
 
 def test_a_slot_that_begins_where_a_smaller_one_began_is_locked_as_a_whole() -> None:

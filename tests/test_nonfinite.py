@@ -16,7 +16,7 @@ from byteps_py.errors import ConfigurationError, NonFiniteError
 from byteps_py.server.reducer import KernelCall
 from byteps_py.settings import Settings
 from byteps_py.tensors import DType, NonFinite, Op, TensorSpec
-from byteps_py.torch.engine import nonfinite
+from byteps_py.torch.collectives import nonfinite
 
 PROGRAM = Path(__file__).parent / "programs" / "nonfinite.py"
 ENVIRON = {"BYTEPS_PARTITION_BYTES": str(64 << 10), "PS_HEARTBEAT_TIMEOUT": "30"}

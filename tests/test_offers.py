@@ -7,7 +7,7 @@ from collections import deque
 
 import pytest
 
-from byteps_py.torch.engine.sum_offers import IS_ABSENT, WAITS, SharedRounds
+from byteps_py.torch.collectives.sum_offers import IS_ABSENT, WAITS, SharedRounds
 
 OFFER = 7
 

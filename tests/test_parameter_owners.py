@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import byteps_py.torch as bps
 from byteps_py import sharding
 from byteps_py.errors import GradientOrderError, UsageError
-from byteps_py.torch.engine import parameter_owners
+from byteps_py.torch.collectives import parameter_owners
 
 PROGRAM = str(ROOT / "tests" / "programs" / "parameter_owners.py")
 

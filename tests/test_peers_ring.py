@@ -20,9 +20,9 @@ from byteps_py.kernels.jit import streaming
 from byteps_py.session.peers.peer_protocol import PeerMessage, PeerMessageKind
 from byteps_py.shm import Segment
 from byteps_py.spin_policy import SpinPolicy
-from byteps_py.torch.engine.ring import ring_sum, steps
-from byteps_py.torch.engine.ring.chunks import Chunks
-from byteps_py.torch.engine.ring.ring_sum import RingSum
+from byteps_py.torch.collectives.ring import ring_sum, steps
+from byteps_py.torch.collectives.ring.chunks import Chunks
+from byteps_py.torch.collectives.ring.ring_sum import RingSum
 
 WAIT_S = 30.0
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch_training import Net, assert_same, loss_of, reference, run_steps, sgd, state_of, wrap, wrap_and_cross
 
 import byteps_py.torch as bps
-from byteps_py.torch.engine.context import current
+from byteps_py.torch.collectives.context import current
 
 STEPS = 4
 

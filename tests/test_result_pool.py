@@ -9,7 +9,7 @@ import threading
 
 import torch
 
-from byteps_py.torch.engine.result_pool import LEAST_BYTES, ResultPool
+from byteps_py.torch.collectives.result_pool import LEAST_BYTES, ResultPool
 
 COUNT = LEAST_BYTES // 4
 

@@ -7,7 +7,7 @@ import torch
 from support.threaded import ThreadedCluster
 
 import byteps_py.torch as hvd
-from byteps_py.torch.engine.dtypes import check_result
+from byteps_py.torch.collectives.dtypes import check_result
 
 IN_PLACE = {
     "allreduce_": lambda x: hvd.allreduce_(x, name="x"),

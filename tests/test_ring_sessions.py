@@ -12,8 +12,8 @@ from support.sessions import WAIT_S, failure
 
 from byteps_py.errors import PeerLostError, StallError
 from byteps_py.session.service.remote import RemoteSession
-from byteps_py.torch.engine.ring import ring_sum
-from byteps_py.torch.engine.ring.ring_sum import SLOT_BYTES, RingSum, RingSums
+from byteps_py.torch.collectives.ring import ring_sum
+from byteps_py.torch.collectives.ring.ring_sum import SLOT_BYTES, RingSum, RingSums
 
 lasting = pytest.fixture(scope="module")(lasting_service)
 ranks = pytest.fixture(two_ranks)

@@ -8,8 +8,8 @@ from typing import Any, cast
 import pytest
 
 from byteps_py.tensors import Op
-from byteps_py.torch.engine import router as routes
-from byteps_py.torch.engine.router import (
+from byteps_py.torch.collectives import router as routes
+from byteps_py.torch.collectives.router import (
     CONNECTION_BYTES,
     GROUP_MESSAGE_BYTES,
     MOST_CONNECTION_BYTES,

@@ -84,7 +84,7 @@ def test_threads_that_are_still_busy_do_not_hide_why_it_ends(
         close = reducer.close
 
         def stall() -> None:
-            raise StallError("engine 'sum': sum-0 still busy 10 s after close()")
+            raise StallError("thread pool 'sum': sum-0 still busy 10 s after close()")
 
         monkeypatch.setattr(reducer, "close", stall)
         server.link.say(refused=pb.Refused(error=error, message="no place for it"))

@@ -196,7 +196,7 @@ def test_contributions_for_another_server_are_withdrawn() -> None:
     rounds.withdraw(withdrawal(given(0, key=99)))
     rounds.withdraw(withdrawal(given(0, generation=9)))
     round_ = reduction([*rounds.contribution(given(0), 0.0), *rounds.contribution(given(1), 0.0)])
-    rounds.withdraw(withdrawal(given(0)))  # too late: the engine reads it
+    rounds.withdraw(withdrawal(given(0)))  # too late: the thread pool reads it
     assert len(answered(rounds.reduced(round_))) == 2
 
 

@@ -235,7 +235,7 @@ def test_a_newer_generation_drops_the_older_one() -> None:
     assert rounds.contribution(given(0, generation=2), 0.0) == []
     assert "was declared again" in refusal(rounds.contribution(given(1, index=0), 0.0))[1]
     assert "was declared again" in refusal(rounds.contribution(given(1, index=5), 0.0))[1]
-    assert rounds.counters.bytes_in_flight == 3 * 64  # the engine still works in two of them
+    assert rounds.counters.bytes_in_flight == 3 * 64  # the thread pool still works in two of them
     assert rounds.reduced(being_reduced) == []
     assert rounds.counters.bytes_in_flight == 64
     assert len(answered(rounds.reduced(reduction(rounds.contribution(given(1, generation=2), 0.0))))) == 2

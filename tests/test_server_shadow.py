@@ -81,7 +81,7 @@ class Shell:
                     self.refused.append(text)
                 case DeliverStates(read, it):
                     assert it.state.is_whole
-                    assert it not in [other.copy for other in self.under_way], "the engine writes there"
+                    assert it not in [other.copy for other in self.under_way], "the thread pool writes there"
                     self.given.append((read.step, copy.deepcopy(it.memory)))
                 case RefuseRead(_, text):
                     self.turned_away.append(text)

@@ -18,7 +18,7 @@ from byteps_py.errors import MismatchError, NonFiniteError
 from byteps_py.rank_protocol import RankMessageKind
 from byteps_py.session.service.remote import RemoteSession
 from byteps_py.settings import Settings
-from byteps_py.torch.engine.context import Context
+from byteps_py.torch.collectives.context import Context
 
 WAIT_S = 60.0
 WELCOME = {

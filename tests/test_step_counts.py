@@ -13,7 +13,7 @@ from torch_training import sgd, wrap
 
 import byteps_py.torch as bps
 from byteps_py.errors import GradientOrderError
-from byteps_py.torch.engine import context as contexts
+from byteps_py.torch.collectives import context as contexts
 
 KIND = "gradients to combine"
 Stepper = tuple[nn.Module, torch.optim.Optimizer]

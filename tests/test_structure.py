@@ -37,16 +37,16 @@ ALLOWED = {
 FRONT_DOORS = {("byteps_py", "torch"), ("byteps_py.torch_backend", "torch")}
 
 
-#: The rooms of byteps_py.torch: the front ends stand on the engine. compression and timeline belong to all front ends.
+#: The rooms of byteps_py.torch: the front ends stand on the collectives. compression and timeline belong to all.
 ROOMS = {
-    "engine": set[str](),
-    "horovod": {"engine", "compression", "timeline"},
-    "gradients": {"engine", "horovod", "compression", "optim"},
+    "collectives": set[str](),
+    "horovod": {"collectives", "compression", "timeline"},
+    "gradients": {"collectives", "horovod", "compression", "optim"},
     "optim": set(),
-    "process_group": {"engine"},
-    "elastic": {"engine", "horovod"},
+    "process_group": {"collectives"},
+    "elastic": {"collectives", "horovod"},
     "compression": set[str](),
-    "timeline": {"engine"},
+    "timeline": {"collectives"},
 }
 
 
@@ -71,7 +71,7 @@ def part_of(module: str) -> str:
     return name if name in ALLOWED else GROUND
 
 
-def test_rooms_of_the_front_ends_stand_on_the_engine() -> None:
+def test_rooms_of_the_front_ends_stand_on_the_collectives() -> None:
     wrong = []
     for module, other in sorted(imports()):
         if module.startswith("byteps_py.torch.") and other.startswith("byteps_py.torch."):
@@ -257,7 +257,7 @@ def test_what_texts_name_is_there(tree: Tree) -> None:
 
 
 #: What is right to say in a docstring of the product, and what is not.
-RIGHT = """See ring.py, engine/router.py, docs/glossary.md, byteps_py/torch/engine and byteps_py.errors.UsageError.
+RIGHT = """See collectives/router.py, docs/glossary.md, byteps_py/torch/collectives and byteps_py.errors.UsageError.
 
 ``Router`` and RouteChoice choose; GradScalers are torch's, ZeroMQ is no class. optimizer_mixin is a module.
 ``byteps_py.torch.ops`` is an alias, ``byteps_py.worker.core.pipeline`` and `bps.parallel.Pipeline` are there.

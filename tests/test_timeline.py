@@ -13,8 +13,8 @@ from byteps_py.errors import ConfigurationError
 from byteps_py.session.solo import SoloSession
 from byteps_py.settings import Settings
 from byteps_py.torch import timeline as timelines
-from byteps_py.torch.engine import context as contexts
-from byteps_py.torch.engine.context import Context
+from byteps_py.torch.collectives import context as contexts
+from byteps_py.torch.collectives.context import Context
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ from torch_values import same, values
 import byteps_py
 import byteps_py.torch as bps
 from byteps_py.settings import Settings
-from byteps_py.torch.engine.context import Context, use
-from byteps_py.torch.engine.dtypes import WIRE
-from byteps_py.torch.engine.names import NameSource
+from byteps_py.torch.collectives.context import Context, use
+from byteps_py.torch.collectives.dtypes import WIRE
+from byteps_py.torch.collectives.names import NameSource
 
 MACHINES = (2, 1)
 SIZE = sum(MACHINES)

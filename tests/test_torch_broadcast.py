@@ -9,7 +9,7 @@ from torch import nn
 from torch_values import same
 
 import byteps_py.torch as bps
-from byteps_py.torch.engine.dtypes import WIRE
+from byteps_py.torch.collectives.dtypes import WIRE
 from byteps_py.torch.horovod.broadcast_stream import CHUNK_BYTES, cut
 
 MACHINES = (2, 1)

@@ -12,7 +12,7 @@ from torch_training import MakeOptimizer, Net, assert_same, loss_of, reference, 
 
 import byteps_py.torch as bps
 from byteps_py.tensors import TOGETHER
-from byteps_py.torch.engine.context import current
+from byteps_py.torch.collectives.context import current
 
 MACHINES = (2, 2)
 STEPS = 4

@@ -19,7 +19,7 @@ from byteps_py.proto import shadow_pb2 as pb
 from byteps_py.shadow import RestorablePart, RestorableRecord, ServerDescription
 from byteps_py.shadow.record import Attachment, StoredBuffer, read_common
 from byteps_py.tensors import DType
-from byteps_py.torch.engine import context as contexts
+from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.gradients.common_record import CommonRecord
 from byteps_py.torch.gradients.hosted_shadow import ShadowedSteps
 from byteps_py.torch.gradients.stored_buffers import ModelBuffers, checksum_of, tensors_of

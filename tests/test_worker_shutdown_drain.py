@@ -217,7 +217,7 @@ def test_a_machine_that_was_told_to_leave_stays_until_the_others_have_the_last_r
     assert did == [done]
 
 
-@pytest.mark.parametrize("stalled", ["_engine", "_prefaulter", ""])
+@pytest.mark.parametrize("stalled", ["_pool", "_prefaulter", ""])
 def test_threads_that_are_still_busy_do_not_fail_a_job_that_is_done(
     stalled: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -226,12 +226,12 @@ def test_threads_that_are_still_busy_do_not_fail_a_job_that_is_done(
 
     def close(name: str, *_: object) -> None:
         if name == stalled:
-            raise StallError("engine 'byteps-worker': byteps-worker-0 still busy 10 s after close()")
+            raise StallError("thread pool 'byteps-worker': byteps-worker-0 still busy 10 s after close()")
         closed.append(name)
 
     service = object.__new__(CommunicationService)
     service._exit_code, service._group, service._probe, service._peers = 0, None, None, None
-    for name in ("_link", "_rank_server", "_engine", "_prefaulter", "_loop"):
+    for name in ("_link", "_rank_server", "_pool", "_prefaulter", "_loop"):
         setattr(service, name, SimpleNamespace(close=functools.partial(close, name), run=lambda: None))
     service.begin = lambda: None  # type: ignore[method-assign]
     assert service.run() == 0

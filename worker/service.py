@@ -14,8 +14,8 @@ from byteps_py import failure_notice
 from byteps_py.control_link import Connect, ControlEvents
 from byteps_py.errors import BytePSError, PeerLostError, RendezvousError, StallError, from_name
 from byteps_py.failure_notice import Blame
-from byteps_py.kernels.engine import default_threads
 from byteps_py.kernels.readiness import Readiness
+from byteps_py.kernels.thread_pool import default_threads
 from byteps_py.log import logger
 from byteps_py.machine import local_socket
 from byteps_py.proto import control_pb2 as pb
@@ -64,9 +64,9 @@ class CommunicationService:
         self._loop = runtime.loop
         self._started = self._loop.time()
         self._listener = runtime.local_listener(local_socket(settings, "cs"))
-        self._engine = runtime.engine(default_threads(settings.worker_threads), "byteps-worker")
-        self._prefaulter = runtime.engine(1, "byteps-prefault")
-        self._ready = self.readiness_class(runtime.kernels.prepare, self._engine, self._loop, self._kernel_failed)
+        self._pool = runtime.thread_pool(default_threads(settings.worker_threads), "byteps-worker")
+        self._prefaulter = runtime.thread_pool(1, "byteps-prefault")
+        self._ready = self.readiness_class(runtime.kernels.prepare, self._pool, self._loop, self._kernel_failed)
         self._rejoining: Rejoining | None = None
         self._rank_server = self._open_rank_server(settings)
         self._group: Group | None = None
@@ -158,7 +158,7 @@ class CommunicationService:
         self._link.close("the communication service ends")
         self._rank_server.close()
         try:
-            self._engine.close()
+            self._pool.close()
             self._prefaulter.close()
         except StallError as error:
             # As in a server: a machine too busy to end a kernel's work in time must not fail a job that is done.
@@ -407,7 +407,7 @@ class CommunicationService:
         self._prefaulter.submit(0, work, self._prefaulted)
 
     def _prefaulted(self, error: BaseException | None) -> None:
-        if error is not None and not isinstance(error, BytePSError):  # a BytePSError: the engine was closed first
+        if error is not None and not isinstance(error, BytePSError):  # a BytePSError: the thread pool was closed first
             self._loop.post(lambda: self._fail(BytePSError(f"shared memory can't be had: {error}")))
 
     def _kernel_failed(self, error: BaseException) -> None:

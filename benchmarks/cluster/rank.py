@@ -119,7 +119,7 @@ class Ours:
 
         from byteps_py.settings import Settings
         from byteps_py.tensors import TOGETHER, DType, TensorSpec
-        from byteps_py.torch.engine.context import current
+        from byteps_py.torch.collectives.context import current
         from byteps_py.torch.gradients.bucket import plan_buckets
 
         session = current().session

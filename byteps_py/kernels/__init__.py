@@ -1,4 +1,4 @@
-"""Arithmetic on memory: ``reduce`` sums contributions in one pass, ``engine.Engine`` runs such work in threads."""
+"""Arithmetic on memory: ``reduce`` sums contributions in one pass, ``ThreadPool`` runs such work."""
 
 from byteps_py.kernels.reduction import Report, bind, prepare, reduce, reduce_checked
 from byteps_py.kernels.square_sums import square_sum

@@ -1,4 +1,4 @@
-"""Which kernels are ready. The others are compiled or loaded on an engine's thread while the service goes on.
+"""Which kernels are ready. The others are compiled or loaded on a pool thread while the service goes on.
 
 Only the event loop's thread calls these methods.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from byteps_py.kernels.engine import Done, Engine, Work
+from byteps_py.kernels.thread_pool import Done, ThreadPool, Work
 from byteps_py.loop import EventLoop
 from byteps_py.tensors import Checks, DType, Op
 
@@ -19,16 +19,16 @@ class Readiness:
 
     Args:
         prepare: ``kernels.prepare``.
-        engine: runs ``prepare``, and the work.
+        pool: runs ``prepare``, and the work.
         loop: the event loop of the thread that owns this object.
         failed: called with the error if a kernel can't be compiled; all work that waited for it got the same error.
     """
 
     def __init__(
-        self, prepare: Callable[..., None], engine: Engine, loop: EventLoop, failed: Callable[[BaseException], None]
+        self, prepare: Callable[..., None], pool: ThreadPool, loop: EventLoop, failed: Callable[[BaseException], None]
     ) -> None:
         self._prepare = prepare
-        self._engine = engine
+        self._pool = pool
         self._loop = loop
         self._failed = failed
         self._ready: set[Pair] = set()
@@ -45,7 +45,7 @@ class Readiness:
         for pair in pairs:
             if pair not in self and pair not in self._waiting:
                 self._waiting[pair] = []
-                self._engine.submit(0, lambda pair=pair: self._make_ready(pair), self._reporter(pair))  # type: ignore[misc]
+                self._pool.submit(0, lambda pair=pair: self._make_ready(pair), self._reporter(pair))  # type: ignore[misc]
 
     def when_done(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` once, as soon as no kernel is being prepared; at once if none is now."""
@@ -55,19 +55,19 @@ class Readiness:
             callback()
 
     def submit(self, pair: Pair, priority: int, work: Work, done: Done) -> None:
-        """``Engine.submit`` as soon as the pair's kernel is ready, so that no engine thread waits for a compiler.
+        """``ThreadPool.submit`` as soon as the pair's kernel is ready, so that no pool thread waits for a compiler.
 
         ``done`` may be called by any thread.
         """
         if pair in self:
-            self._engine.submit(priority, work, done)
+            self._pool.submit(priority, work, done)
         else:
             self.expect([pair])
             self._waiting[pair].append((priority, work, done))
 
     def run(self, work: Work, done: Done) -> None:
         """Run work that makes its kernels ready itself. ``done`` may be called by any thread."""
-        self._engine.submit(0, work, done)
+        self._pool.submit(0, work, done)
 
     def _make_ready(self, pair: Pair) -> None:
         """Any thread."""
@@ -82,7 +82,7 @@ class Readiness:
         if error is None:
             self._ready.add(pair)
             for priority, work, done in waiting:
-                self._engine.submit(priority, work, done)
+                self._pool.submit(priority, work, done)
         else:
             for _, _, done in waiting:
                 done(error)

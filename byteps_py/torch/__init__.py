@@ -3,7 +3,7 @@
 Start with horovod/api.py (init, rank, push_pull) and gradients/optimizer.py (DistributedOptimizer).
 
     gradients, elastic ─ horovod ─┐
-    process_group ────────────────┴ engine ─ Session (byteps_py.session)
+    process_group ────────────────┴ collectives ─ Session (byteps_py.session)
 """
 
 import importlib as _importlib

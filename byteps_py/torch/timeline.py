@@ -21,8 +21,8 @@ from byteps_py.errors import UsageError
 from byteps_py.session import Observer, Slot
 from byteps_py.settings import Settings
 from byteps_py.tensors import Op, TensorSpec
-from byteps_py.torch.engine import context as contexts
-from byteps_py.torch.engine.context import Context
+from byteps_py.torch.collectives import context as contexts
+from byteps_py.torch.collectives.context import Context
 
 #: Events are written when there are this many, or when no tensor is in flight. A crash loses at most this many.
 _BUFFERED = 512

@@ -13,13 +13,13 @@ from byteps_py.errors import BytePSError, MismatchError
 from byteps_py.session import Session, Slot
 from byteps_py.settings import Settings
 from byteps_py.tensors import DType, Layout, TensorSpec
-from byteps_py.torch.engine.call_log import CallLog
-from byteps_py.torch.engine.completion import Completer
-from byteps_py.torch.engine.context import Context
-from byteps_py.torch.engine.group_engine import GroupEngine
-from byteps_py.torch.engine.group_work import GroupContext
-from byteps_py.torch.engine.members import Members
-from byteps_py.torch.engine.slot_view import TensorRequest
+from byteps_py.torch.collectives.call_log import CallLog
+from byteps_py.torch.collectives.completion import Completer
+from byteps_py.torch.collectives.context import Context
+from byteps_py.torch.collectives.group_collectives import GroupCollectives
+from byteps_py.torch.collectives.group_work import GroupContext
+from byteps_py.torch.collectives.members import Members
+from byteps_py.torch.collectives.slot_view import TensorRequest
 from byteps_py.torch.gradients.bucket import GradientOptions
 from byteps_py.torch.gradients.gradient_checksums import Scratch
 from byteps_py.torch.gradients.sparse_bucket import SparseBucket
@@ -137,7 +137,7 @@ class Collectives(Target):
         self._members = members
         around = GroupContext(self._session, 5.0, CallLog(members, cast(Any, _Store())), 1.0)
         self._around = around
-        self._engine = GroupEngine(members, around, Completer(), None)
+        self._collectives = GroupCollectives(members, around, Completer(), None)
         indices = torch.tensor([[1, 4, 11]])
         self._gradient = torch.sparse_coo_tensor(
             indices, torch.ones(3, 3), (12, 3), is_coalesced=True, check_invariants=True
@@ -169,7 +169,7 @@ class Collectives(Target):
             self._session._slots.clear()
             self._context._leave()
             self._context.open(_SETTINGS)
-            self._engine = GroupEngine(self._members, self._around, Completer(), None)
+            self._collectives = GroupCollectives(self._members, self._around, Completer(), None)
 
     def _gather(self) -> None:
         tensors = [torch.ones(2, 3)] * (1 + self._turn % 2)
@@ -200,7 +200,7 @@ class Collectives(Target):
 
     def _sum(self) -> None:
         tensor = self._gradient.clone()
-        start_sparse_sum(self._engine, self._members, "all_reduce", tensor, False, 5.0).wait()
+        start_sparse_sum(self._collectives, self._members, "all_reduce", tensor, False, 5.0).wait()
         self._check(tensor)
 
     @staticmethod

@@ -1,6 +1,6 @@
 """A communication service's machine for the fuzzer: its desk, a group of two ranks, and a scheduler that agrees.
 
-All classes are the product's, but for the loop, which is asked to go on, and the engine: a kernel is looked at and
+All classes are the product's, but for the loop, which is asked to go on, and the thread pool: a kernel is looked at and
 not run.
 """
 

@@ -168,7 +168,7 @@ class ServiceHears(Target):
             scheduler_port=1, node_host="127.0.0.1",
         )  # fmt: skip
         runtime = Runtime(
-            loop=cast(Any, self._loop), engine=cast(Any, _Link), local_listener=cast(Any, lambda name: self._door)
+            loop=cast(Any, self._loop), thread_pool=cast(Any, _Link), local_listener=cast(Any, lambda name: self._door)
         )
         kernels = self._kernels
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import byteps_py.torch as bps
-from byteps_py.torch.engine import named_sums, router
+from byteps_py.torch.collectives import named_sums, router
 
 #: Some in a message, some in one chunk, some in several.
 COUNTS = (1, 7, 1000, 5000, 20_000, 40_001, 300_001, 1_300_003)

@@ -7,7 +7,7 @@ import sys
 import torch
 
 import byteps_py as hvd
-from byteps_py.torch.engine import context as contexts
+from byteps_py.torch.collectives import context as contexts
 
 ROWS = 3000  # of each rank, 16 bytes each
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import byteps_py as bps
-from byteps_py.torch.engine import context
+from byteps_py.torch.collectives import context
 
 operation, *rest = sys.argv[1:]
 bps.init()

@@ -19,9 +19,9 @@ from torch_values import same, values
 import byteps_py.torch as bps
 from byteps_py.errors import BytePSError
 from byteps_py.session.peers import Votes
-from byteps_py.torch.engine import share_sums
-from byteps_py.torch.engine.ring import ring_sum
-from byteps_py.torch.engine.ring.step_table import Status
+from byteps_py.torch.collectives import share_sums
+from byteps_py.torch.collectives.ring import ring_sum
+from byteps_py.torch.collectives.ring.step_table import Status
 
 
 def in_the_middle(act: Callable[[], None]) -> None:

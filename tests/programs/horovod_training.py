@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import byteps_py as bps
-from byteps_py.torch.engine.context import current
+from byteps_py.torch.collectives.context import current
 from byteps_py.torch.horovod.adasum import adasum, start
 
 

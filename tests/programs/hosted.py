@@ -21,7 +21,7 @@ from cases import CASES, case
 from torch import nn
 
 import byteps_py as bps
-from byteps_py.torch.engine import context as contexts
+from byteps_py.torch.collectives import context as contexts
 
 Making = Callable[[Any], torch.optim.Optimizer]
 

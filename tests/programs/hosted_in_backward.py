@@ -20,7 +20,7 @@ from hosted import OPTIMIZERS, Making, SideStream, batch, new_model, raises, rou
 from torch import nn
 
 import byteps_py as bps
-from byteps_py.torch.engine import context as contexts
+from byteps_py.torch.collectives import context as contexts
 
 #: Optimizers between backward() and step() when the job ends.
 KEPT: list[Any] = []

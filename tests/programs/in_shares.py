@@ -25,11 +25,11 @@ from torch_values import same, values
 
 import byteps_py.torch as bps
 from byteps_py.errors import BytePSError, MismatchError
-from byteps_py.torch.engine import context as contexts
-from byteps_py.torch.engine import named_sums, router
-from byteps_py.torch.engine.dtypes import WIRE
-from byteps_py.torch.engine.ring import ring_sum
-from byteps_py.torch.engine.ring.step_table import TableEntry
+from byteps_py.torch.collectives import context as contexts
+from byteps_py.torch.collectives import named_sums, router
+from byteps_py.torch.collectives.dtypes import WIRE
+from byteps_py.torch.collectives.ring import ring_sum
+from byteps_py.torch.collectives.ring.step_table import TableEntry
 
 IS_LARGE = os.environ.get("TEST_SIZE") == "large"
 HAS_SERVERS = os.environ.get("DMLC_NUM_SERVER", "0") != "0"

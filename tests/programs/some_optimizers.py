@@ -12,7 +12,7 @@ import time
 import torch
 
 import byteps_py as bps
-from byteps_py.torch.engine import context as contexts
+from byteps_py.torch.collectives import context as contexts
 
 
 def wrapped(name: str, **options: object) -> tuple[torch.nn.Module, torch.optim.Optimizer]:

@@ -220,7 +220,7 @@ class Memory:
 
 
 class Kernels:
-    """Stands for the module byteps_py.kernels. ``is_lenient``: see Engine."""
+    """Stands for the module byteps_py.kernels. ``is_lenient``: see ThreadPool."""
 
     def __init__(self, memory: Memory, is_lenient: bool = False) -> None:
         self._memory = memory
@@ -382,8 +382,8 @@ def _step_kernels(run: Callable[..., None]) -> dict[bool, StepKernel]:
     return {False: cells["update"].cell_contents, True: cells["apply"].cell_contents}
 
 
-class Engine:
-    """Stands for byteps_py.kernels.engine.Engine: work ends after any time, in any order. What a kernel reads
+class ThreadPool:
+    """Stands for byteps_py.kernels.thread_pool.ThreadPool: work ends after any time, in any order. What a kernel reads
     must not change before it ends; unless it ``is_lenient``: a server whose answer nobody waits for any more may sum
     what it likes. Where it writes must be nobody else's all the same.
     A process that ends leaves half a result behind. ``slowness``: how much longer all takes."""

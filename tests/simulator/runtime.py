@@ -11,7 +11,7 @@ from byteps_py.runtime import Runtime, Thresholds
 
 from .ledger import Ledger
 from .local import Listener, Local
-from .memory import Engine, Kernels, Memory
+from .memory import Kernels, Memory, ThreadPool
 from .network import Network
 from .peers import PeerDialer, PeerListener
 from .program import PARTITION_BYTES
@@ -55,13 +55,13 @@ class Runtimes:
         )
 
     def of_communication_service(self, process: Process) -> SimulatedRuntime:
-        engine = functools.partial(_engine, self._world, self._memory, process)
-        return self._of(process, engine=engine, kernels=Kernels(self._memory))
+        thread_pool = functools.partial(_thread_pool, self._world, self._memory, process)
+        return self._of(process, thread_pool=thread_pool, kernels=Kernels(self._memory))
 
     def of_summation_service(self, process: Process) -> SimulatedRuntime:
         more = {"is_lenient": True, "slowness": slowness(self._world.seed)}
-        engine = functools.partial(_engine, self._world, self._memory, process, **more)
-        return self._of(process, engine=engine, kernels=Kernels(self._memory, is_lenient=True))
+        thread_pool = functools.partial(_thread_pool, self._world, self._memory, process, **more)
+        return self._of(process, thread_pool=thread_pool, kernels=Kernels(self._memory, is_lenient=True))
 
     def _of(self, process: Process, **fields: Any) -> SimulatedRuntime:
         world, memory, local, network = self._world, self._memory, self._local, self._network
@@ -93,5 +93,5 @@ class Runtimes:
         )
 
 
-def _engine(world: World, memory: Memory, process: Process, threads: int, name: str, **more: Any) -> Engine:
-    return Engine(world, memory, process, **more)
+def _thread_pool(world: World, memory: Memory, process: Process, threads: int, name: str, **more: Any) -> ThreadPool:
+    return ThreadPool(world, memory, process, **more)

@@ -21,7 +21,7 @@ from byteps_py.session.peers.ring import Ring, RingHost
 from byteps_py.session.peers.waiting import Wait
 from byteps_py.shm import Segment
 from byteps_py.spin_policy import LOOK_S
-from byteps_py.torch.engine.ring.ring_sum import RingSum, RingSums
+from byteps_py.torch.collectives.ring.ring_sum import RingSum, RingSums
 
 SLOT_BYTES = 1024
 

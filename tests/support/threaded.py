@@ -22,8 +22,8 @@ from byteps_py.errors import BytePSError, MismatchError, NotInitializedError, Pe
 from byteps_py.session import Session, Slot
 from byteps_py.settings import Settings
 from byteps_py.tensors import Layout, Op, TensorSpec
-from byteps_py.torch.engine.context import Context, use
-from byteps_py.torch.engine.dtypes import WIRE
+from byteps_py.torch.collectives.context import Context, use
+from byteps_py.torch.collectives.dtypes import WIRE
 
 T = TypeVar("T")
 TORCH = {wire: dtype for dtype, wire in WIRE.items()}
@@ -211,7 +211,7 @@ class ThreadedCluster:
                 mine = answer[first : first + count]
             contribution.slot.result[:] = mine
             contribution.slot.done_round = contribution.slot.round
-        if not name.endswith(".plan"):  # optimizers compare theirs: torch/engine/plan_comparison.py
+        if not name.endswith(".plan"):  # optimizers compare theirs: torch/collectives/plan_comparison.py
             self.rounds.append((name, spec.priority))
         else:
             self.plans.append(name)

@@ -1,6 +1,6 @@
 """Does what the pure core asks: kernels, messages, memory. Owned by the loop's thread.
 
-Kernels run on the engine's threads, except those that would be done here before the engine and back: small
+Kernels run on the pool's threads, except those that would be done here before the thread pool and back: small
 ones, and on a machine alone the last piece of a tensor, whose end the loop would only wait for.
 """
 
@@ -358,7 +358,7 @@ class Executor:
         return frame if frame is not None else block
 
     def run_kernel(self, work: Callable[[], None], done: Callable[[BaseException | None], None]) -> None:
-        """Run work that belongs to no round on an engine's thread. ``done`` is called on the loop's thread, unless the
+        """Run work that belongs to no round on a pool thread. ``done`` is called on the loop's thread, unless the
         group is over."""
         self._at_work += 1
 

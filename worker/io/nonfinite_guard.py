@@ -1,6 +1,6 @@
 """Which ranks are to blame for a sum that is NaN or infinite, as far as this machine can tell: guarded tensors only.
 
-``reduce`` runs on an engine's thread, or on the loop's; the rest on the loop's.
+``reduce`` runs on a pool thread, or on the loop's; the rest on the loop's.
 
     several ranks here  ─ their sum's kernel says which of them ─► in the PUSH, for the server to pass on
     one rank here       ─ nothing is looked at: it can only be that rank ─► the same

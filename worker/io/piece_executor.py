@@ -1,7 +1,7 @@
 """Does what the cores of gathers, exchanges and scattered reductions ask: copies here, requests and answers between
 machines.
 
-Owned by the loop's thread; copies run on the engine's threads unless they are small.
+Owned by the loop's thread; copies run on the pool's threads unless they are small.
 """
 
 from __future__ import annotations

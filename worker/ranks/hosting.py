@@ -12,7 +12,7 @@
       ◄───────────────────────────── RECORDED {run, step} a server has a large record: the next one may come
 
 States lie in memory that the rank maps too: between steps it reads and writes them itself. Owned by the loop's thread;
-kernels run on the engine's threads.
+kernels run on the pool's threads.
 """
 
 from __future__ import annotations

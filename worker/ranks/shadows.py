@@ -5,7 +5,7 @@
     record of a rank:    SHADOW_RECORD, SHADOW_ATTACHED …  ─► SHADOW_HELD ─► HELD, to the rank
 
 What is sent when is decided in worker/core/shadowing.py. This class has the memory, and packs. Owned by the loop's
-thread; states are copied on the engine's threads.
+thread; states are copied on the pool's threads.
 """
 
 from __future__ import annotations

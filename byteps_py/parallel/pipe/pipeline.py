@@ -36,7 +36,7 @@ from byteps_py.parallel.pipe.weight_versions import EndlessActions, WeightVersio
 from byteps_py.parallel.pipe.wide_gradients import WideGradient, can_widen
 from byteps_py.parallel.tensor.plan import sharded_parameters, tensor_parallel_group
 from byteps_py.parallel.tensor.shard import Shard
-from byteps_py.torch.engine import parameter_owners
+from byteps_py.torch.collectives import parameter_owners
 
 
 class Pipeline:

@@ -24,7 +24,7 @@ from byteps_py.parallel.sharding.sharded_optimizer import ShardedOptimizer, Shar
 from byteps_py.parallel.sharding.sharded_parameters import note_sharded, sharded_with
 from byteps_py.parallel.sharding.side_stream import SideStream
 from byteps_py.parallel.sharding.strategy import Strategy
-from byteps_py.torch.engine import parameter_owners
+from byteps_py.torch.collectives import parameter_owners
 
 #: Modules whose forward pass reads parameters of their submodules without calling these.
 READ_SUBMODULES: tuple[type[nn.Module], ...] = (nn.MultiheadAttention, nn.TransformerEncoderLayer)

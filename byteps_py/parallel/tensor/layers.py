@@ -33,7 +33,7 @@ from byteps_py.parallel.tensor.regions import (
     size_of,
 )
 from byteps_py.parallel.tensor.shard import Blocks, Shard, vocabulary_shard
-from byteps_py.torch.engine import parameter_owners
+from byteps_py.torch.collectives import parameter_owners
 
 
 class KeepsGroup:

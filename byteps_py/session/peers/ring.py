@@ -9,8 +9,8 @@ acknowledgement is needed: a rank that publishes a step has read all earlier ste
 
 The number of published steps is a word in memory: a rank publishes by writing its word, and waits by polling the words
 of the others. A rank that has polled for long enough records that it sleeps, and a rank that publishes a step then
-sends it a message. Compiled instructions take the steps (byteps_py/torch/engine/ring/steps.py); this module does what
-comes before, between and after them.
+sends it a message. Compiled instructions take the steps (torch/collectives/ring/steps.py); this module does
+what comes before, between and after them.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from byteps_py.errors import HostsUpdatedInterrupt
-from byteps_py.torch.engine import context as contexts
+from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.horovod.api import rank
 from byteps_py.torch.horovod.objects import broadcast_object
 

@@ -23,9 +23,9 @@ import torch
 from byteps_py import blame as blames
 from byteps_py.errors import GradientOrderError, NonFiniteError
 from byteps_py.tensors import DType, NonFinite, Op, TensorSpec
+from byteps_py.torch.collectives import nonfinite
+from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.compression import Compressor
-from byteps_py.torch.engine import nonfinite
-from byteps_py.torch.engine.context import Context
 from byteps_py.torch.gradients.optimizer_mixin import DistributedOptimizerMixin
 from byteps_py.torch.horovod.adasum import start
 

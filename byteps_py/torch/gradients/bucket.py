@@ -15,10 +15,10 @@ import torch
 
 from byteps_py.errors import GradientOrderError
 from byteps_py.tensors import NonFinite
+from byteps_py.torch.collectives.dtypes import check_dense
+from byteps_py.torch.collectives.parameter_owners import find_averaging
+from byteps_py.torch.collectives.slot_view import PieceView, TensorRequest
 from byteps_py.torch.compression import Compression, Compressor
-from byteps_py.torch.engine.dtypes import check_dense
-from byteps_py.torch.engine.parameter_owners import find_averaging
-from byteps_py.torch.engine.slot_view import PieceView, TensorRequest
 from byteps_py.torch.gradients.gradient_checksums import GradientChecksums, Gradients, Scratch
 from byteps_py.torch.horovod.ops import Average, ReduceOp
 

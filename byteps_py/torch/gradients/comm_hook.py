@@ -14,13 +14,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from byteps_py.errors import UnsupportedError
 from byteps_py.tensors import TOGETHER, NonFinite, TensorSpec
+from byteps_py.torch.collectives import context as contexts
+from byteps_py.torch.collectives import nonfinite
+from byteps_py.torch.collectives.completion import Completer
+from byteps_py.torch.collectives.context import Context
+from byteps_py.torch.collectives.dtypes import wire_dtype
+from byteps_py.torch.collectives.slot_view import PieceView, TensorRequest
 from byteps_py.torch.compression import Compression, Compressor
-from byteps_py.torch.engine import context as contexts
-from byteps_py.torch.engine import nonfinite
-from byteps_py.torch.engine.completion import Completer
-from byteps_py.torch.engine.context import Context
-from byteps_py.torch.engine.dtypes import wire_dtype
-from byteps_py.torch.engine.slot_view import PieceView, TensorRequest
 
 
 @dataclass(frozen=True, slots=True)

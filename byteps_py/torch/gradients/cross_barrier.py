@@ -23,8 +23,8 @@ from torch._compile import _disable_dynamo
 from torch.optim import optimizer as torch_optimizer
 
 from byteps_py.errors import GradientOrderError, UsageError
+from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.compression import Compression, Compressor
-from byteps_py.torch.engine import context as contexts
 from byteps_py.torch.gradients.adasum_optimizer import AdasumOptimizerMixin
 from byteps_py.torch.gradients.hosted_optimizer import HostedOptimizerMixin
 from byteps_py.torch.gradients.optimizer import DistributedOptimizer

@@ -20,12 +20,12 @@ import torch
 
 from byteps_py.errors import UsageError
 from byteps_py.tensors import Op, TensorSpec
+from byteps_py.torch.collectives import context as contexts
+from byteps_py.torch.collectives.context import Context
+from byteps_py.torch.collectives.dtypes import bits_of, wire_dtype
+from byteps_py.torch.collectives.parameter_owners import announce_averaging, check_unowned, check_whole
+from byteps_py.torch.collectives.slot_view import TensorRequest
 from byteps_py.torch.compression import Compression, Compressor
-from byteps_py.torch.engine import context as contexts
-from byteps_py.torch.engine.context import Context
-from byteps_py.torch.engine.dtypes import bits_of, wire_dtype
-from byteps_py.torch.engine.parameter_owners import announce_averaging, check_unowned, check_whole
-from byteps_py.torch.engine.slot_view import TensorRequest
 from byteps_py.torch.gradients.bucket import GradientOptions, GradientPlace
 from byteps_py.torch.gradients.gradient_reducer import GradientReducer
 from byteps_py.torch.horovod.functions import broadcast_parameters

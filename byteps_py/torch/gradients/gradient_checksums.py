@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from byteps_py.kernels.jit.background import Compiled
-from byteps_py.torch.engine.slot_view import PieceView, pieces
+from byteps_py.torch.collectives.slot_view import PieceView, pieces
 
 #: Arguments: address of the memory, address of a table with offset and length of each piece, number of pieces, address
 #: of the checksums.

@@ -22,11 +22,11 @@ import torch
 from byteps_py.errors import CommunicationError, GradientOrderError, MismatchError, NonFiniteError
 from byteps_py.session import Session
 from byteps_py.tensors import TOGETHER, DType, NonFinite, Op, TensorSpec
-from byteps_py.torch.engine import nonfinite
-from byteps_py.torch.engine.context import Context
-from byteps_py.torch.engine.dtypes import wire_dtype
-from byteps_py.torch.engine.plan_comparison import PlanComparison
-from byteps_py.torch.engine.slot_view import PieceView, TensorRequest
+from byteps_py.torch.collectives import nonfinite
+from byteps_py.torch.collectives.context import Context
+from byteps_py.torch.collectives.dtypes import wire_dtype
+from byteps_py.torch.collectives.plan_comparison import PlanComparison
+from byteps_py.torch.collectives.slot_view import PieceView, TensorRequest
 from byteps_py.torch.gradients import nonfinite_gradients
 from byteps_py.torch.gradients.bucket import Bucket, GradientOptions, GradientPlace, plan_buckets
 from byteps_py.torch.gradients.gradient_checksums import Scratch

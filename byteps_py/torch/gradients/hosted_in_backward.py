@@ -23,8 +23,8 @@ import torch
 
 from byteps_py.errors import BytePSError
 from byteps_py.kernels.update_rules import Hyperparameters, UpdateRule
-from byteps_py.torch.engine import context as contexts
-from byteps_py.torch.engine.slot_view import PieceView
+from byteps_py.torch.collectives import context as contexts
+from byteps_py.torch.collectives.slot_view import PieceView
 from byteps_py.torch.gradients.bucket import Bucket
 from byteps_py.torch.gradients.hosted_reducer import HostedBucket, HostedReducer
 from byteps_py.torch.gradients.hosted_states import Factors, HostedStates

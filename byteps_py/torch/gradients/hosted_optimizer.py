@@ -17,8 +17,8 @@ import torch
 from byteps_py.errors import BytePSError, JoinedError, MismatchError, UsageError
 from byteps_py.kernels.update_rules import Hyperparameters
 from byteps_py.tensors import NonFinite
-from byteps_py.torch.engine import context as contexts
-from byteps_py.torch.engine import nonfinite
+from byteps_py.torch.collectives import context as contexts
+from byteps_py.torch.collectives import nonfinite
 from byteps_py.torch.gradients.hosted_delay import DelayedSteps
 from byteps_py.torch.gradients.hosted_overflow import GradientProbe, find_error, overflows
 from byteps_py.torch.gradients.hosted_reducer import HostedReducer, claim

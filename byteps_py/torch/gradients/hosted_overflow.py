@@ -12,8 +12,8 @@ import torch
 
 from byteps_py import blame as blames
 from byteps_py.errors import NonFiniteError
-from byteps_py.torch.engine import nonfinite
-from byteps_py.torch.engine.context import Context
+from byteps_py.torch.collectives import nonfinite
+from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.gradients.hosted_reducer import HostedReducer
 from byteps_py.torch.gradients.largest_values import largest
 

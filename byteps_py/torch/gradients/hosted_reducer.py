@@ -23,11 +23,11 @@ from byteps_py.errors import CommunicationError, UsageError
 from byteps_py.kernels.update_rules import Hyperparameters, Method, StepKind, UpdateRule
 from byteps_py.memory_left import available_memory_bytes
 from byteps_py.tensors import NonFinite
+from byteps_py.torch.collectives import nonfinite
+from byteps_py.torch.collectives.context import Context
+from byteps_py.torch.collectives.dtypes import WIRE, wire_dtype
+from byteps_py.torch.collectives.slot_view import PieceView, TensorRequest
 from byteps_py.torch.compression import Compression
-from byteps_py.torch.engine import nonfinite
-from byteps_py.torch.engine.context import Context
-from byteps_py.torch.engine.dtypes import WIRE, wire_dtype
-from byteps_py.torch.engine.slot_view import PieceView, TensorRequest
 from byteps_py.torch.gradients.bucket import Bucket, GradientOptions, GradientPlace
 from byteps_py.torch.gradients.common_record import ShadowedTensor
 from byteps_py.torch.gradients.gradient_checksums import Gradients, Scratch

@@ -19,7 +19,7 @@ from byteps_py.errors import BytePSError, CommunicationError, UsageError
 from byteps_py.log import logger
 from byteps_py.shadow import NotRestorable, Restorable, ShadowReader, latest_step
 from byteps_py.shadow.record import Attachment
-from byteps_py.torch.engine import context as contexts
+from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.gradients.hosted_optimizer import HostedOptimizerMixin
 from byteps_py.torch.gradients.hosted_rules import MASTER
 from byteps_py.torch.gradients.stored_buffers import ModelBuffers, tensors_of

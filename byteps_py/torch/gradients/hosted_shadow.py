@@ -19,7 +19,7 @@ from byteps_py.session import Session, ShadowedStep
 from byteps_py.settings import Settings
 from byteps_py.shadow import ShadowReader
 from byteps_py.shadow.record import Attachment
-from byteps_py.torch.engine.context import Context
+from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.gradients.common_record import CommonRecord, ShadowedTensor
 from byteps_py.torch.gradients.largest_values import largest
 from byteps_py.torch.gradients.stored_buffers import ModelBuffers

@@ -19,7 +19,7 @@ from byteps_py.kernels.step_segments import StepSegment
 from byteps_py.kernels.update_rules import Hyperparameters, Method, StepKind, UpdateRule, step_scalars
 from byteps_py.session import HostedPart, Session, ShadowedStep, Slot
 from byteps_py.tensors import DType, Op, TensorSpec
-from byteps_py.torch.engine.slot_view import TORCH, Mover, pieces
+from byteps_py.torch.collectives.slot_view import TORCH, Mover, pieces
 from byteps_py.torch.gradients.hosted_rules import MASTER, counts_steps, moment_names
 from byteps_py.torch.gradients.stored_elements import StoredElements, elements_of
 

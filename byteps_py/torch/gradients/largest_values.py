@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from byteps_py.tensors import DType, Op, TensorSpec
-from byteps_py.torch.engine.context import Context
-from byteps_py.torch.engine.slot_view import TensorRequest
+from byteps_py.torch.collectives.context import Context
+from byteps_py.torch.collectives.slot_view import TensorRequest
 
 
 def largest(context: Context, name: str, values: Sequence[float]) -> list[float]:

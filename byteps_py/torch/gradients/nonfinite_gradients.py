@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from byteps_py import blame as blames
 from byteps_py.errors import NonFiniteError
 from byteps_py.session import Session
-from byteps_py.torch.engine import nonfinite
+from byteps_py.torch.collectives import nonfinite
 from byteps_py.torch.gradients.bucket import Bucket, GradientOptions
 
 

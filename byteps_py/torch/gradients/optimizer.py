@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from byteps_py.errors import UsageError
+from byteps_py.torch.collectives import context as contexts
+from byteps_py.torch.collectives import nonfinite
 from byteps_py.torch.compression import Compression, Compressor
-from byteps_py.torch.engine import context as contexts
-from byteps_py.torch.engine import nonfinite
 from byteps_py.torch.gradients.adasum_optimizer import AdasumOptimizerMixin, DeltaExchange
 from byteps_py.torch.gradients.backward_passes import BackwardPasses, CountedPasses, ReducedPasses
 from byteps_py.torch.gradients.bucket import GradientOptions

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from byteps_py.errors import GradientOrderError, NonFiniteError, UsageError
-from byteps_py.torch.engine import context as contexts
-from byteps_py.torch.engine import nonfinite
-from byteps_py.torch.engine.parameter_owners import check_unowned
+from byteps_py.torch.collectives import context as contexts
+from byteps_py.torch.collectives import nonfinite
+from byteps_py.torch.collectives.parameter_owners import check_unowned
 from byteps_py.torch.gradients.backward_passes import BackwardPasses
 from byteps_py.torch.gradients.gradient_reducer import GradientReducer
 from byteps_py.torch.gradients.optimizer_arguments import check_passes

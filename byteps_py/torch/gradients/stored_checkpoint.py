@@ -22,7 +22,7 @@ from byteps_py.checkpoint_files import METADATA, CheckpointFiles
 from byteps_py.checkpoint_folder import checkpoint_path, checkpoint_steps
 from byteps_py.errors import BytePSError, CheckpointError, UsageError
 from byteps_py.log import logger
-from byteps_py.torch.engine import context as contexts
+from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.gradients.hosted_optimizer import HostedOptimizerMixin
 from byteps_py.torch.gradients.hosted_rules import MASTER, moment_names, rule_of
 from byteps_py.torch.gradients.hosted_states import check_state

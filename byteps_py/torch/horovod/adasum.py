@@ -31,8 +31,8 @@ import torch
 from byteps_py.errors import UsageError
 from byteps_py.session import Session, Slot
 from byteps_py.tensors import DType, Layout, Op, TensorSpec
-from byteps_py.torch.engine.context import Context
-from byteps_py.torch.engine.dtypes import check_dense, wire_dtype
+from byteps_py.torch.collectives.context import Context
+from byteps_py.torch.collectives.dtypes import check_dense, wire_dtype
 
 Floats = npt.NDArray[np.float64]
 

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 
 from byteps_py.errors import UsageError
+from byteps_py.torch.collectives import context as contexts
+from byteps_py.torch.collectives.dtypes import check_are_tensors
+from byteps_py.torch.collectives.integer_averages import is_summed_wider, mean, summands
 from byteps_py.torch.compression import Compression
-from byteps_py.torch.engine import context as contexts
-from byteps_py.torch.engine.dtypes import check_are_tensors
-from byteps_py.torch.engine.integer_averages import is_summed_wider, mean, summands
 from byteps_py.torch.horovod.allgather import allgather_async
 from byteps_py.torch.horovod.api import result_of, synchronize
 from byteps_py.torch.horovod.ops import Adasum, Average, ReduceOp, Sum, tensor_list

@@ -19,9 +19,9 @@ from byteps_py.errors import UsageError
 from byteps_py.session.subset import among, rank_in
 from byteps_py.settings import Settings
 from byteps_py.torch import timeline
+from byteps_py.torch.collectives import context as contexts
+from byteps_py.torch.collectives import torch_rendezvous
 from byteps_py.torch.compression import Compression, Compressor
-from byteps_py.torch.engine import context as contexts
-from byteps_py.torch.engine import torch_rendezvous
 from byteps_py.torch.horovod.ops import Average, ReduceOp, Sum, which_op
 from byteps_py.torch.horovod.process_sets import (
     ProcessSet,

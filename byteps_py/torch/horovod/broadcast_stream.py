@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from byteps_py.tensors import DType, Op, TensorSpec
-from byteps_py.torch.engine.context import Context
-from byteps_py.torch.engine.slot_view import PieceView, TensorRequest
+from byteps_py.torch.collectives.context import Context
+from byteps_py.torch.collectives.slot_view import PieceView, TensorRequest
 
 #: A chunk has the smallest of these sizes that holds the remaining bytes, or the largest.
 CHUNK_BYTES = (4 << 10, 64 << 10, 1 << 20, 4 << 20)

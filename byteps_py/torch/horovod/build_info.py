@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from byteps_py.torch.engine import context as contexts
+from byteps_py.torch.collectives import context as contexts
 
 
 def mpi_built() -> bool:

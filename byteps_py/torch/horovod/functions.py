@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from byteps_py.errors import UsageError
-from byteps_py.torch.engine import context as contexts
-from byteps_py.torch.engine import parameter_owners
-from byteps_py.torch.engine.context import Context
-from byteps_py.torch.engine.dtypes import as_bytes, check_result
-from byteps_py.torch.engine.plan_comparison import PlanComparison
+from byteps_py.torch.collectives import context as contexts
+from byteps_py.torch.collectives import parameter_owners
+from byteps_py.torch.collectives.context import Context
+from byteps_py.torch.collectives.dtypes import as_bytes, check_result
+from byteps_py.torch.collectives.plan_comparison import PlanComparison
 from byteps_py.torch.horovod.broadcast import broadcast_request, start_broadcast
 from byteps_py.torch.horovod.broadcast_stream import broadcast_stream
 from byteps_py.torch.horovod.objects import allgather_object, broadcast_object

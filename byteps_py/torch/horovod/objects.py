@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from byteps_py.errors import CommunicationError, ProtocolError
-from byteps_py.torch.engine import context as contexts
-from byteps_py.torch.engine.dtypes import as_bytes
+from byteps_py.torch.collectives import context as contexts
+from byteps_py.torch.collectives.dtypes import as_bytes
 from byteps_py.torch.horovod.allgather import start_gather
 from byteps_py.torch.horovod.api import result_of
 from byteps_py.torch.horovod.broadcast import check_root

@@ -13,7 +13,7 @@ import torch
 
 from byteps_py.errors import UsageError
 from byteps_py.tensors import Op
-from byteps_py.torch.engine.dtypes import check_are_tensors
+from byteps_py.torch.collectives.dtypes import check_are_tensors
 
 #: The functions in BytePS's module of this name. They are defined in api.py, which imports this module.
 _BYTEPS_FUNCTIONS = frozenset(

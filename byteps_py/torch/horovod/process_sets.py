@@ -14,9 +14,9 @@ import torch
 
 from byteps_py.errors import MismatchError, UsageError
 from byteps_py.tensors import DType, Layout, Op, TensorSpec
-from byteps_py.torch.engine import context as contexts
-from byteps_py.torch.engine.context import Context
-from byteps_py.torch.engine.slot_view import TensorRequest
+from byteps_py.torch.collectives import context as contexts
+from byteps_py.torch.collectives.context import Context
+from byteps_py.torch.collectives.slot_view import TensorRequest
 
 _NAME = "byteps_py.process_sets"
 _BITS = 62  # of a set's ranks in one int64

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from byteps_py.errors import UnsupportedError
+from byteps_py.torch.collectives import context as contexts
+from byteps_py.torch.collectives.dtypes import check_are_tensors
 from byteps_py.torch.compression import Compression
-from byteps_py.torch.engine import context as contexts
-from byteps_py.torch.engine.dtypes import check_are_tensors
 from byteps_py.torch.horovod.allgather import start_gather
 from byteps_py.torch.horovod.api import result_of
 from byteps_py.torch.horovod.ops import Average, ReduceOp, Sum, tensor_list

@@ -13,14 +13,14 @@ from typing import cast
 import torch
 
 from byteps_py.errors import CommunicationError, UsageError
-from byteps_py.torch.engine.context import Context
-from byteps_py.torch.engine.dtypes import bits_of, check_are_tensors, check_dense, check_result
-from byteps_py.torch.engine.integer_averages import mean, summands
-from byteps_py.torch.engine.named_sums import NamedSums
-from byteps_py.torch.engine.named_work import Attempt, NamedWork
-from byteps_py.torch.engine.result_pool import empty_result
-from byteps_py.torch.engine.router import Reach
-from byteps_py.torch.engine.slot_view import PieceView
+from byteps_py.torch.collectives.context import Context
+from byteps_py.torch.collectives.dtypes import bits_of, check_are_tensors, check_dense, check_result
+from byteps_py.torch.collectives.integer_averages import mean, summands
+from byteps_py.torch.collectives.named_sums import NamedSums
+from byteps_py.torch.collectives.named_work import Attempt, NamedWork
+from byteps_py.torch.collectives.result_pool import empty_result
+from byteps_py.torch.collectives.router import Reach
+from byteps_py.torch.collectives.slot_view import PieceView
 from byteps_py.torch.horovod.operation_names import kind_in_group, named_work, start_when_name_is_free
 from byteps_py.torch.horovod.reduction_plans import ReductionOptions, ReductionPlans
 from byteps_py.torch.horovod.scaling import fetch_scaled, scaled, send_scaled

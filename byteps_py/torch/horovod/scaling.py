@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from byteps_py.torch.engine.slot_view import PieceView
+from byteps_py.torch.collectives.slot_view import PieceView
 
 
 def scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:

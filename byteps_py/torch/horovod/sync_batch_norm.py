@@ -15,10 +15,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from byteps_py.errors import UsageError
 from byteps_py.tensors import TensorSpec
-from byteps_py.torch.engine import context as contexts
-from byteps_py.torch.engine.context import Context
-from byteps_py.torch.engine.dtypes import wire_dtype
-from byteps_py.torch.engine.slot_view import TensorRequest
+from byteps_py.torch.collectives import context as contexts
+from byteps_py.torch.collectives.context import Context
+from byteps_py.torch.collectives.dtypes import wire_dtype
+from byteps_py.torch.collectives.slot_view import TensorRequest
 from byteps_py.torch.horovod.process_sets import ProcessSet, global_process_set, group_of, prefix_of
 
 _PRIORITY = 1  # before gradients: a layer waits for the sum

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from byteps_py.torch.engine.completion import POOL
-from byteps_py.torch.engine.context import Context
-from byteps_py.torch.engine.slot_view import SlotView
+from byteps_py.torch.collectives.completion import POOL
+from byteps_py.torch.collectives.context import Context
+from byteps_py.torch.collectives.slot_view import SlotView
 
 
 class TwoRoundOperation(ABC):

@@ -7,7 +7,7 @@ the order of the calls, which must be the same on all its members.
     gathers, all-to-all, scatter, BAND BOR BXOR              transfer_collectives.py
     send, recv                                               transfer_collectives.py
 
-Each operation goes from member to member or through the summation servers: engine/router.py chooses.
+Each operation goes from member to member or through the summation servers: collectives/router.py chooses.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import torch
 from torch._C._distributed_c10d import Backend, PrefixStore, Store
 
 from byteps_py.errors import BytePSError, CommunicationError, UsageError
-from byteps_py.torch.engine.machine_memory import MachineMemory
-from byteps_py.torch.engine.torch_compile import not_traced
-from byteps_py.torch.engine.work import limit_of
+from byteps_py.torch.collectives.machine_memory import MachineMemory
+from byteps_py.torch.collectives.torch_compile import not_traced
+from byteps_py.torch.collectives.work import limit_of
 from byteps_py.torch.process_group import monitored_barrier
 from byteps_py.torch.process_group.group_metadata import Options
 from byteps_py.torch.process_group.reduction_collectives import ReductionCollectives

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from byteps_py.errors import UsageError
 from byteps_py.tensors import Op
-from byteps_py.torch.engine.dtypes import WIRE, check_dense
-from byteps_py.torch.engine.group_engine import Reduction
+from byteps_py.torch.collectives.dtypes import WIRE, check_dense
+from byteps_py.torch.collectives.group_collectives import Reduction
 
 Kinds: Any = dist.ReduceOp.RedOpType
 Tensors = torch.Tensor | Sequence[torch.Tensor]

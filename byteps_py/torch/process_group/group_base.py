@@ -1,4 +1,4 @@
-"""The common part of a group's collectives: the engine that carries operations out, coalescing, checks. Any thread."""
+"""The common part of a group's collectives: its operations, coalescing, checks. Any thread."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from torch._C._distributed_c10d import Backend, Store
 
 from byteps_py.errors import UsageError
 from byteps_py.tensors import Op
-from byteps_py.torch.engine.call_log import CallLog
-from byteps_py.torch.engine.completion import Completer
-from byteps_py.torch.engine.group_engine import GroupEngine
-from byteps_py.torch.engine.group_work import CombinedWork, GroupContext
-from byteps_py.torch.engine.machine_addresses import (
+from byteps_py.torch.collectives.call_log import CallLog
+from byteps_py.torch.collectives.completion import Completer
+from byteps_py.torch.collectives.group_collectives import GroupCollectives
+from byteps_py.torch.collectives.group_work import CombinedWork, GroupContext
+from byteps_py.torch.collectives.machine_addresses import (
     RECORD_BYTES,
     ConnectedMachines,
     addresses_of,
     machines_of,
     record_of,
 )
-from byteps_py.torch.engine.members import Members
-from byteps_py.torch.engine.peer_streams import PeerStreams
-from byteps_py.torch.engine.ring import ring_sum
-from byteps_py.torch.engine.service_gathers import ServiceGathers
-from byteps_py.torch.engine.work import Call, Work
+from byteps_py.torch.collectives.members import Members
+from byteps_py.torch.collectives.peer_streams import PeerStreams
+from byteps_py.torch.collectives.ring import ring_sum
+from byteps_py.torch.collectives.service_gathers import ServiceGathers
+from byteps_py.torch.collectives.work import Call, Work
 from byteps_py.torch.process_group.collective_arguments import timeout_of
 from byteps_py.torch.process_group.group_metadata import GroupMetadata
 from byteps_py.torch.process_group.input_check import InputCheck
@@ -73,27 +73,27 @@ class GroupBase(GroupMetadata):
         self._memories = itertools.count()
         self._building = threading.Lock()
         self._joins = -1
-        self._latest_engine: GroupEngine | None = None
-        self._engine  # noqa: B018  made now, with the group
+        self._latest_collectives: GroupCollectives | None = None
+        self._collectives  # noqa: B018  made now, with the group
 
     @property
-    def _engine(self) -> GroupEngine:
-        """The engine that carries operations out. A new one after each ``byteps_py.join()``, which voids declarations,
+    def _collectives(self) -> GroupCollectives:
+        """The operations of this group. New ones after each ``byteps_py.join()``, which voids declarations,
         and after which members have not called equally often."""
         members = self._members
         joins = members.context.joins
-        engine = self._latest_engine
-        if engine is None or joins != self._joins:
+        collectives = self._latest_collectives
+        if collectives is None or joins != self._joins:
             with self._building:
-                engine = self._latest_engine
-                if engine is None or joins != self._joins:
+                collectives = self._latest_collectives
+                if collectives is None or joins != self._joins:
                     if joins:
                         members = dataclasses.replace(members, prefix=f"{members.prefix}.{joins}")
                     self._group_context.journal = CallLog(members, self._store)
-                    engine = GroupEngine(members, self._group_context, self._completer, self._streams)
-                    members.context.until_join.add(engine)
-                    self._latest_engine, self._joins = engine, joins
-        return engine
+                    collectives = GroupCollectives(members, self._group_context, self._completer, self._streams)
+                    members.context.until_join.add(collectives)
+                    self._latest_collectives, self._joins = collectives, joins
+        return collectives
 
     # ---- coalescing ------------------------------------------------------------------------------------
 
@@ -129,7 +129,7 @@ def assign(target: torch.Tensor, source: torch.Tensor) -> None:
 
 def _connect(members: Members, group_context: GroupContext, completer: Completer) -> ConnectedMachines | None:
     """The machines of the group, once all members of other machines are connected to this one: they exchange addresses
-    through the communication service, and connect in pairs (session/peers/peer_connector.py). engine/job_connections.py
+    through the communication service, and connect in pairs (session/peers/peer_connector.py). job_connections.py
     does the same for all ranks of a job. None if the settings of a member do not allow that. Raises RendezvousError,
     StallError and what ends the session."""
     session, settings, count = members.session, members.context.settings, members.count

@@ -16,11 +16,11 @@ from torch._C._distributed_c10d import Backend, Store
 from byteps_py.errors import UnsupportedError, UsageError
 from byteps_py.session.solo import SoloSession
 from byteps_py.settings import Settings
-from byteps_py.torch.engine import context as contexts
-from byteps_py.torch.engine import nonfinite, torch_rendezvous
-from byteps_py.torch.engine.completion import POOL
-from byteps_py.torch.engine.context import Context
-from byteps_py.torch.engine.members import Members, prefix_of
+from byteps_py.torch.collectives import context as contexts
+from byteps_py.torch.collectives import nonfinite, torch_rendezvous
+from byteps_py.torch.collectives.completion import POOL
+from byteps_py.torch.collectives.context import Context
+from byteps_py.torch.collectives.members import Members, prefix_of
 from byteps_py.torch.process_group.byteps_process_group import BytePSProcessGroup
 from byteps_py.torch.process_group.group_metadata import Options
 from byteps_py.torch.process_group.input_check import check_mode

@@ -15,9 +15,9 @@ import torch
 
 from byteps_py.errors import NonFiniteInputError, UnsupportedError
 from byteps_py.tensors import NonFinite, Op
-from byteps_py.torch.engine import nonfinite
-from byteps_py.torch.engine.group_engine import Reduction
-from byteps_py.torch.engine.members import Members
+from byteps_py.torch.collectives import nonfinite
+from byteps_py.torch.collectives.group_collectives import Reduction
+from byteps_py.torch.collectives.members import Members
 
 
 def check_mode(mode: NonFinite) -> None:

@@ -11,7 +11,7 @@ from datetime import timedelta
 from torch._C._distributed_c10d import Store
 
 from byteps_py.errors import StallError
-from byteps_py.torch.engine.members import Members
+from byteps_py.torch.collectives.members import Members
 
 _counts: dict[str, int] = {}
 _lock = threading.Lock()

@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from byteps_py.errors import UsageError
 from byteps_py.tensors import Op
-from byteps_py.torch.engine.group_engine import GroupTransfer, Reduction
-from byteps_py.torch.engine.group_work import CombinedWork
-from byteps_py.torch.engine.integer_averages import is_summed_wider, mean, summands
-from byteps_py.torch.engine.tensor_bytes import check_writable
-from byteps_py.torch.engine.work import Call, Work, limit_of
+from byteps_py.torch.collectives.group_collectives import GroupTransfer, Reduction
+from byteps_py.torch.collectives.group_work import CombinedWork
+from byteps_py.torch.collectives.integer_averages import is_summed_wider, mean, summands
+from byteps_py.torch.collectives.tensor_bytes import check_writable
+from byteps_py.torch.collectives.work import Call, Work, limit_of
 from byteps_py.torch.process_group import sparse_sum
 from byteps_py.torch.process_group.collective_arguments import (
     Tensors,
@@ -92,12 +92,12 @@ class ReductionCollectives(GroupBase):
         """Copy the root's tensor to all members."""
         tensor = only(dense_tensors(tensors), "broadcast")
         source = root if root is not None else opts if isinstance(opts, int) else opts.rootRank if opts else 0
-        return self._record(self._engine.broadcast(Call("broadcast", [tensor], self._limit(opts)), source))
+        return self._record(self._collectives.broadcast(Call("broadcast", [tensor], self._limit(opts)), source))
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:
         """Done when every member has called it."""
         limit_s = limit_of(timeout) or self._limit(opts)
-        return self._record(self._engine.barrier(limit_s))
+        return self._record(self._collectives.barrier(limit_s))
 
     def _add_sparse(self, tensor: torch.Tensor, opts: Any, op: Any) -> Work:
         how = self._reduction_of(opts, op, tensor.dtype)
@@ -108,7 +108,7 @@ class ReductionCollectives(GroupBase):
         self._input_check.check("all_reduce of a sparse tensor", [tensor], how)
         limit_s = self._limit(opts)
         work = sparse_sum.start_sparse_sum(
-            self._engine, self._members, "all_reduce of a sparse tensor", tensor, how.average, limit_s
+            self._collectives, self._members, "all_reduce of a sparse tensor", tensor, how.average, limit_s
         )
         return self._record(work)
 
@@ -122,7 +122,7 @@ class ReductionCollectives(GroupBase):
         is_awaited = not getattr(opts, "asyncOp", True)
         if how.average and is_summed_wider(tensors[0].dtype):
             return self._average_integers(what, tensors, outputs, opts, is_awaited)
-        return self._record(self._engine.reduce(Call(what, outputs, self._limit(opts)), tensors, how, is_awaited))
+        return self._record(self._collectives.reduce(Call(what, outputs, self._limit(opts)), tensors, how, is_awaited))
 
     def _average_integers(
         self,
@@ -137,7 +137,7 @@ class ReductionCollectives(GroupBase):
         for output in outputs:
             check_writable(output)
         sums = [summands(tensor) for tensor in tensors]
-        work = self._engine.reduce(Call(what, sums if outputs else [], limit_s), sums, _sum_of(dtype), is_awaited)
+        work = self._collectives.reduce(Call(what, sums if outputs else [], limit_s), sums, _sum_of(dtype), is_awaited)
 
         def divide() -> None:
             for output, total in zip(outputs, sums, strict=False):  # reduce: outputs only on the root
@@ -156,7 +156,7 @@ class ReductionCollectives(GroupBase):
         if how.average and is_summed_wider(output.dtype):
             return self._average_scattered_integers(what, inputs, output, opts, is_awaited)
         return self._record(
-            self._engine.reduce_scatter(Call(what, [output], self._limit(opts)), inputs, how, is_awaited)
+            self._collectives.reduce_scatter(Call(what, [output], self._limit(opts)), inputs, how, is_awaited)
         )
 
     def _average_scattered_integers(
@@ -166,7 +166,7 @@ class ReductionCollectives(GroupBase):
         check_writable(output)
         sums, total = [summands(tensor) for tensor in inputs], summands(output)
         how = _sum_of(dtype)
-        work = self._engine.reduce_scatter(Call(what, [total], limit_s), sums, how, is_awaited)
+        work = self._collectives.reduce_scatter(Call(what, [total], limit_s), sums, how, is_awaited)
 
         def divide() -> None:
             assign(output, mean(total, self.size(), dtype, "floor"))
@@ -202,7 +202,9 @@ class ReductionCollectives(GroupBase):
                     total = fold(total, other[at]) if fold is not None else total
                 assign(output, total)
 
-        return self._record(self._engine.move(what, GroupTransfer.gather(tensors, copies, outputs, combine), timeout_s))
+        return self._record(
+            self._collectives.move(what, GroupTransfer.gather(tensors, copies, outputs, combine), timeout_s)
+        )
 
     def _reduction_of(self, opts: Any, op: Any, dtype: torch.dtype) -> Reduction:
         torch_op = op if op is not None else opts if isinstance(opts, dist.ReduceOp) else getattr(opts, "reduceOp", SUM)

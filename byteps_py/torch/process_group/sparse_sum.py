@@ -9,19 +9,19 @@ from __future__ import annotations
 import torch
 
 from byteps_py.errors import MismatchError
-from byteps_py.torch.engine.dtypes import WIRE
-from byteps_py.torch.engine.group_engine import GroupEngine, GroupTransfer
-from byteps_py.torch.engine.integer_averages import is_summed_wider, mean, summands
-from byteps_py.torch.engine.members import Members
-from byteps_py.torch.engine.sparse_checks import check_count, check_indices
-from byteps_py.torch.engine.work import Work
+from byteps_py.torch.collectives.dtypes import WIRE
+from byteps_py.torch.collectives.group_collectives import GroupCollectives, GroupTransfer
+from byteps_py.torch.collectives.integer_averages import is_summed_wider, mean, summands
+from byteps_py.torch.collectives.members import Members
+from byteps_py.torch.collectives.sparse_checks import check_count, check_indices
+from byteps_py.torch.collectives.work import Work
 
 _DTYPES = tuple(WIRE)
 DTYPES = frozenset(_DTYPES)
 
 
 def start_sparse_sum(
-    engine: GroupEngine, members: Members, what: str, tensor: torch.Tensor, is_average: bool, timeout_s: float
+    collectives: GroupCollectives, members: Members, what: str, tensor: torch.Tensor, is_average: bool, timeout_s: float
 ) -> Work:
     """Begin to replace the sparse ``tensor`` by the sum or average over all members: coalesced, equal bits on all.
 
@@ -32,7 +32,7 @@ def start_sparse_sum(
     indices, values = mine.indices(), mine.values()
     own = [indices.shape[1], _DTYPES.index(values.dtype), indices.shape[0], *tensor.shape]
     headers = [torch.empty(len(own), dtype=torch.int64, device="cpu") for _ in range(members.count)]
-    engine.move(
+    collectives.move(
         what, GroupTransfer.gather([torch.tensor(own, device="cpu")], [[header] for header in headers]), timeout_s
     ).wait()
     found = [header.tolist() for header in headers]
@@ -66,7 +66,7 @@ def start_sparse_sum(
         with torch.no_grad():
             tensor.copy_(total / members.count if is_average and not is_wider else total)
 
-    return engine.move(what, GroupTransfer.gather([indices, values], pieces, [tensor], add), timeout_s)
+    return collectives.move(what, GroupTransfer.gather([indices, values], pieces, [tensor], add), timeout_s)
 
 
 def _check(members: Members, what: str, found: list[list[int]]) -> None:

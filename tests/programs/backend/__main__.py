@@ -23,7 +23,7 @@ import cases  # noqa: F401  (the default device)
 
 import byteps_py.torch as bps
 from backend.common import FEATURES
-from byteps_py.torch.engine import router
+from byteps_py.torch.collectives import router
 
 MODULES = ("reductions", "collectives", "joins", "mistakes", "as_gloo", "training", "parallel", "pipelines")
 STUCK_S = 50  # before the group's timeout ends the job

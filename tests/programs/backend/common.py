@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from byteps_py.torch.engine import context
+from byteps_py.torch.collectives import context
 
 FEATURES: dict[str, Callable[[], None]] = {}
 

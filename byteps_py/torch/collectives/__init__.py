@@ -1,0 +1,21 @@
+"""Collective operations on tensors, for the front ends gradients, horovod and process_group.
+
+    process_group ─ GroupCollectives ─ Router ┬ RING GroupLargeSums ────────────────┬─ ring/ ─ Ring
+                                         ├ SHARES   GroupLargeSums ─ share_sums,   │
+                                         │          two_level_sums ────────────────┤
+                                         ├ PEERS    PeerSums, PeerCollectives,     │
+                                         │          PeerSendQueue ─ PeerStreams ───┼─ PeerTransport
+                                         └ SERVICE  ServiceReductions,             │
+                                                    ServiceGathers,                │
+                                                    ServiceMessageQueue ─ SlotView ┼─ Session
+    horovod ┬ NamedSums ─ SharedRounds (sum_offers) ── RING and PEERS ─────────────┘
+            └ PieceView ─┐
+    gradients ───────────┴ Context ─ SlotView ─ Mover (slot_view.py, cuda.py)
+
+Context (context.py) holds the session of the process and everything that lives as long as it does. Router (router.py)
+chooses the route of every operation, and gives the reason. An operation under way is a Work (work.py): GroupWork for
+process groups (group_work.py), NamedWork for functions with names and handles (named_work.py). completion.py has the
+threads that complete works for which no caller waits.
+
+It must not know a front end. On the other side it knows byteps_py.session only.
+"""

@@ -1,0 +1,339 @@
+"""What ``init`` creates and ``shutdown`` ends: the session, and everything that lives as long as it does.
+
+One context serves the whole process. ``use`` replaces it for the current thread, so that several ranks can live in one
+process. Objects that run on other threads (autograd's) keep their context.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from byteps_py.errors import NotInitializedError, UsageError
+from byteps_py.session import Session, failure_reports, open_session
+from byteps_py.settings import Settings
+from byteps_py.tensors import Op
+from byteps_py.torch.collectives import router
+from byteps_py.torch.collectives.job_connections import JobConnections
+from byteps_py.torch.collectives.named_work import Handles
+from byteps_py.torch.collectives.names import NameSource
+from byteps_py.torch.collectives.result_pool import RESULTS
+from byteps_py.torch.collectives.ring import ring_sum
+from byteps_py.torch.collectives.slot_view import HostMover, Mover, PieceView, SlotView, TensorRequest
+from byteps_py.torch.collectives.step_counts import StepCounts
+
+Opener = Callable[[Settings], Session]
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """Which rank this process is, and of how many."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    machine_index: int
+    num_machines: int
+    is_homogeneous: bool
+
+    @classmethod
+    def of(cls, session: Session) -> RankPlace:
+        """The place of this process in ``session``."""
+        return cls(**{each.name: getattr(session, each.name) for each in dataclasses.fields(cls)})
+
+
+class Closable(Protocol):
+    """An object that lives as long as the session."""
+
+    def close(self) -> None:
+        """The session is closed: end with it."""
+
+
+class Unfinished(Protocol):
+    """An object that still needs the session."""
+
+    def finish(self) -> None:
+        """Complete its work: the session is about to be closed."""
+
+
+class Context:
+    """The state of one rank. ``opener`` opens its session. Any thread."""
+
+    def __init__(self, opener: Opener = open_session) -> None:
+        self._opener = opener
+        self.lock = threading.RLock()
+        self._session: Session | None = None
+        self._settings: Settings | None = None
+        #: Its place in the job that it has left by ``suspend``, until it opens or closes a session again.
+        self._suspended: RankPlace | None = None
+        self._slot_views: dict[str, PieceView] = {}
+        self._byte_views: dict[str, SlotView] = {}  # of gathers and exchanges
+        self._movers: dict[torch.device, Mover] = {}
+        self._claimed: dict[str, int] = {}
+        self._counts: Counter[str] = Counter()  # in this session, since the latest join
+        self._step_counts = StepCounts()  # the same
+        self._holders: set[str] = set()
+        self.incarnation = 0  # how often a job was left in the middle of its work; see Session
+        self.names = NameSource()
+        self.handles = Handles()
+        self.process_sets: dict[int, tuple[int, ...]] = {}  # id → ranks; see process_sets.py
+        self.process_sets_added = 0
+        self.belongings: dict[type, Closable] = {}  # by type: objects of modules that this one must not know
+        self.unfinished: weakref.WeakSet[Unfinished] = weakref.WeakSet()
+        #: What ``join`` completes and ``close`` does not.
+        self.until_join: weakref.WeakSet[Unfinished] = weakref.WeakSet()
+        #: Between ranks of different machines; None if there are none, or too many.
+        self.connections: JobConnections | None = None
+        self.joins = 0  # so far; declarations before the latest join are void
+
+    # ---- life ------------------------------------------------------------------------------------------
+
+    def open(self, settings: Settings | None = None, holder: str = "init") -> None:
+        """Join the job; does nothing if it has already joined. ``settings``: None: from the environment. ``holder``:
+        the user of the session, until its ``release``. Raises what open_session raises."""
+        with self.lock:
+            if self._session is None:
+                self._settings = settings or Settings.from_env()
+                failure_reports.disregard()
+                session = self._opener(self._settings)
+                session.incarnation = self.incarnation
+                self._session = session
+                self._suspended = None
+                peers, may_share = session.peers, router.may_share(session.local_size)
+                may_connect = session.exchanges_addresses and session.size <= router.MOST_CONNECTED
+                if peers is not None and (may_share or may_connect):
+                    peers.directory.ask_all()
+                if peers is not None and may_share:
+                    ring_sum.prepare()
+                if may_connect:
+                    self.connections = JobConnections(session, self._settings, self.mover)
+                    self.until_join.add(self.connections)
+            self._holders.add(holder)
+
+    def release(self, holder: str) -> None:
+        """Leave the job unless another holder needs the session."""
+        with self.lock:
+            self._holders.discard(holder)
+            is_last = not self._holders
+        if is_last:
+            self.close()
+
+    def close(self, is_finished: bool = True) -> None:
+        """Leave the job; does nothing if there is none. Raises the errors of unfinished work after it has left.
+
+        ``is_finished``: training is done, unless an exception is in flight or the process is exiting.
+        """
+        self._suspended = None
+        session = self._session
+        try:
+            if session is not None and failure_reports.uncaught() is None:
+                for work in list(self.unfinished):
+                    work.finish()
+                is_ending = failure_reports.is_exiting() or failure_reports.in_flight() is not None
+                session.is_finished = is_finished and not is_ending
+        finally:
+            self._leave()
+
+    def suspend(self) -> None:
+        """``close``, and keep ``place`` valid until this process is part of a job again."""
+        place = RankPlace.of(self.session) if self.is_open else self._suspended
+        try:
+            self.close(is_finished=False)
+        finally:
+            self._suspended = place
+
+    def _leave(self) -> None:
+        with self.lock:
+            session, self._session = self._session, None
+            self.connections = None
+            movers, self._movers = self._movers, {}
+            belongings = list(self.belongings.values())
+            self.belongings.clear()
+            self._holders.clear()
+            self._slot_views.clear()
+            self._byte_views.clear()
+            self.handles.clear()
+            self.names = NameSource()
+            self._counts.clear()
+            self._step_counts = StepCounts(self.joins)
+            self.process_sets.clear()
+            self.process_sets_added = 0
+        RESULTS.clear()
+        with contextlib.ExitStack() as closing:  # from the last to the first, each even if another one fails
+            for belonging in reversed(belongings):
+                closing.callback(belonging.close)
+            if session is not None:
+                if session.observer is not None:
+                    closing.callback(session.observer.closed)
+                closing.callback(session.close)
+            for mover in movers.values():
+                closing.callback(mover.close)
+
+    def join(self) -> int:
+        """See Session.join. All operations under way are completed first. Later operations declare their tensors
+        again."""
+        for work in [*self.unfinished, *self.until_join]:
+            work.finish()
+        self.handles.settle()
+        last = self.session.join()
+        with self.lock:
+            self.joins += 1
+            self._slot_views.clear()
+            self._byte_views.clear()
+            self.names.restart(self.names.epoch)  # ranks that joined early have counted fewer calls
+            self._counts.clear()
+            self._step_counts = StepCounts(self.joins)
+            self.session.steps_begun = {}
+            belongings = list(self.belongings.values())
+            self.belongings.clear()
+        for belonging in belongings:
+            belonging.close()
+        return last
+
+    def reopen(self, num_workers: int, num_servers: int, global_rank: int) -> None:
+        """Join again after ``close``, as part of a job of another size. ``global_rank``: -1: the machine keeps its
+        number. Raises UsageError if the session is open."""
+        with self.lock:
+            if self._session is not None:
+                raise UsageError("resume() needs suspend() first")
+            old = self._settings or Settings.from_env()
+            worker_id = old.worker_id if global_rank < 0 else global_rank // old.local_size
+            self.open(dataclasses.replace(old, num_workers=num_workers, num_servers=num_servers, worker_id=worker_id))
+
+    @property
+    def is_open(self) -> bool:
+        """True between ``open`` and ``close``."""
+        return self._session is not None
+
+    @property
+    def session(self) -> Session:
+        """The open session. Raises NotInitializedError before ``open`` and after ``close``."""
+        session = self._session
+        if session is None:
+            raise NotInitializedError("byteps_py has not been initialized; use byteps_py.init() first")
+        return session
+
+    @property
+    def place(self) -> Session | RankPlace:
+        """The place of this process in its job; after ``suspend``, in the job that it has left. Raises
+        NotInitializedError."""
+        return self._session or self._suspended or self.session
+
+    @property
+    def settings(self) -> Settings:
+        """The settings of the latest ``open``. Raises NotInitializedError before the first one."""
+        if self._settings is None:
+            raise NotInitializedError("byteps_py has not been initialized; use byteps_py.init() first")
+        return self._settings
+
+    # ---- tensors ---------------------------------------------------------------------------------------
+
+    def slot_views(self, requests: Sequence[TensorRequest]) -> list[PieceView]:
+        """The view of each request's slot. Requests that are not declared yet are declared in one call. Raises what
+        Session.declare raises."""
+        session = self.session
+        with self.lock:
+            missing = [request for request in requests if not self._fits(request)]
+            slots = session.declare([request.spec for request in missing]) if missing else []
+            for request, slot in zip(missing, slots, strict=True):
+                self._slot_views[request.spec.name] = PieceView(session, self.mover, slot, request)
+            return [self._slot_views[request.spec.name] for request in requests]
+
+    def byte_view(self, name: str, op: Op, group: tuple[int, ...], nbytes_in: int, nbytes_out: int) -> SlotView:
+        """The slot of a gather or an exchange with capacity for ``nbytes_in`` and ``nbytes_out`` bytes. It grows when
+        it must."""
+        session = self.session
+        with self.lock:
+            view = self._byte_views.get(name)
+            if view is None or view.has_failed:
+                view = self._byte_views[name] = SlotView(session, self.mover)
+            view.declare_bytes(name, op, group, nbytes_in, nbytes_out)
+            return view
+
+    def holds(self, slot_view: PieceView) -> bool:
+        """False once the tensor must be declared again: after a failure, in another job, after ``join``."""
+        return slot_view.is_usable and self._slot_views.get(slot_view.slot.spec.name) is slot_view
+
+    def _fits(self, request: TensorRequest) -> bool:
+        slot_view = self._slot_views.get(request.spec.name)
+        return (
+            slot_view is not None
+            and slot_view.is_usable
+            and slot_view.session is self._session
+            and slot_view.slot.spec.agrees_with(request.spec)
+            and slot_view.mover is self.mover(request.device)
+        )
+
+    def mover(self, device: torch.device) -> Mover:
+        """The mover of tensors of ``device`` to and from slots. One for each device."""
+        mover = self._movers.get(device)
+        if mover is None:
+            if device.type == "cuda":
+                from byteps_py.torch.collectives.cuda import CudaCopier
+
+                mover = CudaCopier(device)
+            else:
+                mover = HostMover()
+            self._movers[device] = mover
+        return mover
+
+    def claim(self, name: str) -> str:
+        """``name`` for one owner's gradients; the second owner of a name gets ``name@2``, and so on.
+
+        Two models may have the same parameter names. All ranks create their optimizers in the same order, so they
+        number them alike. A name is never given back: an owner does not end at the same moment on all ranks.
+        """
+        with self.lock:
+            owners = self._claimed[name] = self._claimed.get(name, 0) + 1
+            return name if owners == 1 else f"{name}@{owners}"
+
+    def number_of_next(self, kind: str) -> int:
+        """How often this was called for ``kind`` in this job since the latest join. Ranks that call it in the same
+        order get the same numbers."""
+        with self.lock:
+            self._counts[kind] += 1
+            return self._counts[kind]
+
+    def begin_step(self, kind: str) -> None:
+        """A step of one of the optimizers that ``number_of_next`` has numbered for ``kind`` begins."""
+        self._step_counts.begin(self.session, kind, self._counts[kind])
+
+    def give_up_steps(self, kind: str) -> None:
+        """Steps of ``kind`` are no longer counted in this session: ranks may go on with different ones."""
+        if self._session is not None:
+            self._step_counts.give_up(self._session, kind)
+
+    def is_claimed(self, name: str) -> bool:
+        """True if ``claim`` was called with ``name``."""
+        return name in self._claimed
+
+
+_process = Context()
+_override: ContextVar[Context | None] = ContextVar("byteps_py.context", default=None)
+atexit.register(_process.close)
+
+
+def current() -> Context:
+    """The context of this thread: the process's, unless ``use`` has replaced it."""
+    return _override.get() or _process
+
+
+@contextlib.contextmanager
+def use(context: Context) -> Iterator[Context]:
+    """Make ``context`` the current one of this thread, until the block ends."""
+    token = _override.set(context)
+    try:
+        yield context
+    finally:
+        _override.reset(token)

@@ -1,0 +1,350 @@
+"""The operations of a process group, as its front end calls them.
+
+For each operation the router (router.py) chooses a route, and the operation starts there.
+
+    GroupCollectives ─ Router ┬ RING     GroupLargeSums
+                         ├ PEERS    PeerSums, PeerCollectives, PeerSendQueue ─ PeerStreams
+                         └ SERVICE  ServiceReductions, ServiceGathers, ServiceMessageQueue ─ SlotView
+
+Any thread. Operations run in the order of the calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+
+from byteps_py.log import logger
+from byteps_py.tensors import DType, Op, Sizes
+from byteps_py.torch.collectives.completion import Completer
+from byteps_py.torch.collectives.dtypes import bits_of, is_plain, wire_dtype
+from byteps_py.torch.collectives.group_large_sums import GroupLargeSums
+from byteps_py.torch.collectives.group_work import GroupContext, GroupWork
+from byteps_py.torch.collectives.members import Members
+from byteps_py.torch.collectives.messages import Messages
+from byteps_py.torch.collectives.peer_collectives import PeerCollectives
+from byteps_py.torch.collectives.peer_streams import PeerStreams
+from byteps_py.torch.collectives.peer_sums import LocalSum, PeerSums
+from byteps_py.torch.collectives.ring import ring_sum
+from byteps_py.torch.collectives.router import (
+    FIRST_OF_ITS_KIND,
+    GROUP_MESSAGE_BYTES,
+    MOST_CONNECTION_BYTES,
+    Reach,
+    Route,
+    RouteChoice,
+    Router,
+    SumFacts,
+)
+from byteps_py.torch.collectives.service_gathers import ServiceGathers
+from byteps_py.torch.collectives.service_reductions import ServiceReductions
+from byteps_py.torch.collectives.tensor_bytes import Pieces, ResultBuffer, device_of, octets
+from byteps_py.torch.collectives.work import Call, OperationKind, Work
+
+Fold = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+#: The most kinds that are cached; beyond that the cache is cleared.
+_MOST_KINDS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """How to carry out a reduce operation on a dtype.
+
+    ``fold``: the function that combines two tensors, for an operation that the service does not know: members gather
+    all tensors and combine them. ``view``: the dtype as which the service sees the memory. ``factor``: what a
+    contribution is multiplied by. ``terms``: further facts on which members must agree.
+    """
+
+    op: Op = Op.SUM
+    average: bool = False
+    factor: float | torch.Tensor | None = None
+    view: torch.dtype | None = None
+    fold: Fold | None = None
+    terms: str = ""
+
+    def prepare(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The contribution of ``tensor``, in the wire's dtype."""
+        if self.factor is not None:
+            tensor = tensor.detach() * self.factor
+        return self.seen(tensor)
+
+    def seen(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor`` in the wire's dtype, sharing memory."""
+        tensor = tensor.detach()
+        if self.view is None or tensor.dtype is self.view:
+            return tensor
+        return torch.view_as_real(tensor) if tensor.is_complex() else tensor.view(self.view)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTransfer:
+    """Tensors for each member and from each member, by position, concatenated. A GATHER has one entry in ``sends``, for
+    all members.
+
+    ``stream``: keeps transfers of different kinds apart; the same on all members. ``sizes``: how a member compares the
+    size that it receives with the size that it expects. ``outputs``: the result for the caller, if that is not
+    ``receives``; ``finish`` makes it of ``receives``.
+    """
+
+    op: Op
+    stream: str
+    sends: Pieces
+    receives: Pieces
+    sizes: Sizes = Sizes.TOGETHER
+    outputs: list[torch.Tensor] | None = None
+    finish: Callable[[], None] | None = None
+
+    @classmethod
+    def gather(
+        cls,
+        tensors: Sequence[torch.Tensor],
+        receives: Pieces,
+        outputs: list[torch.Tensor] | None = None,
+        finish: Callable[[], None] | None = None,
+    ) -> Self:
+        """The ``tensors`` of every member to every member."""
+        return cls(Op.GATHER, "gather", [tensors], receives, outputs=outputs, finish=finish)
+
+    @classmethod
+    def exchange(
+        cls,
+        sends: Pieces,
+        receives: Pieces,
+        outputs: list[torch.Tensor] | None = None,
+        finish: Callable[[], None] | None = None,
+    ) -> Self:
+        """``sends[p]`` to the member at position ``p``, ``receives[p]`` from it."""
+        return cls(Op.EXCHANGE, "exchange", sends, receives, outputs=outputs, finish=finish)
+
+
+class GroupCollectives:
+    """The operations of one group. ``streams``: to the other members, if they reach each other directly, otherwise
+    None.
+
+    Every method returns a Work at once; errors of the operation are raised where it is waited for. UsageError for wrong
+    arguments, and the error that has ended the group, are raised by the call.
+    """
+
+    def __init__(
+        self,
+        members: Members,
+        group_context: GroupContext,
+        completer: Completer,
+        streams: PeerStreams | None,
+    ) -> None:
+        self._members = members
+        reach, can_share, most_on_machine, message_bytes = Reach.SERVICE, ring_sum.is_able, 1, GROUP_MESSAGE_BYTES
+        if streams is not None:
+            reach, can_share = streams.reach, streams.can_share
+            most_on_machine = streams.most_on_machine
+            message_bytes = GROUP_MESSAGE_BYTES if reach is Reach.MEMORY else MOST_CONNECTION_BYTES
+        self.router = Router(members.count, reach, members.count, message_bytes, can_share, most_on_machine)
+        self._reductions = ServiceReductions(members, group_context, completer)
+        self._gathers = ServiceGathers(members, group_context, completer)
+        self.messages = Messages(members, group_context, self.router, streams)
+        self._peers = PeerCollectives(members, streams) if streams is not None else None
+        self._peer_sums = PeerSums(members, streams) if streams is not None else None
+        self._large_sums: GroupLargeSums | None = None
+        if streams is not None and streams.large_sums is not None:
+            self._large_sums = GroupLargeSums(members, streams, streams.large_sums)
+        self._kinds: dict[object, tuple[OperationKind, RouteChoice]] = {}
+        self._is_barrier_agreed = False
+
+    def finish(self) -> None:
+        """Complete all operations under way. Raises StallError."""
+        self._reductions.finish()
+        if self._large_sums is not None:
+            self._large_sums.finish()
+        self._gathers.finish()
+
+    # ---- sums ------------------------------------------------------------------------------------------
+
+    def reduce(self, call: Call, tensors: Sequence[torch.Tensor], how: Reduction, is_awaited: bool = False) -> Work:
+        """Reduce the concatenation of ``tensors``, all of one dtype, to the call's outputs: the same number of tensors
+        with the same sizes, or none. ``is_awaited``: the caller is about to wait for it."""
+        contributions = [how.prepare(tensor) for tensor in tensors]
+        targets = [how.seen(output) for output in call.outputs]
+        kind, choice = self._kind(how, contributions)
+
+        def through_the_service() -> GroupWork:
+            return self._reductions.start(call, kind, contributions, targets)
+
+        found = self._local_sum(call, kind, choice, through_the_service, is_awaited)
+        if found is None:
+            return through_the_service()
+        if choice.route is Route.PEERS and self._peer_sums is not None:
+            return self._peer_sums.reduce(found, contributions, targets)
+        return self._shares(found).reduce(found, contributions, targets)
+
+    def reduce_scatter(
+        self, call: Call, tensors: Sequence[torch.Tensor], how: Reduction, is_awaited: bool = False
+    ) -> Work:
+        """Reduce the concatenation of ``tensors``; the call's only output is this member's even share. ``is_awaited``:
+        see ``reduce``."""
+        (output,) = call.outputs
+        contributions = [how.prepare(tensor) for tensor in tensors]
+        target = how.seen(output)
+        kind, choice = self._kind(how, contributions, scatters=True)
+
+        def through_the_service() -> GroupWork:
+            return self._reductions.start(call, kind, contributions, [target])
+
+        found = self._local_sum(call, kind, choice, through_the_service, is_awaited)
+        if found is None:
+            return through_the_service()
+        if choice.route is Route.PEERS and self._peer_sums is not None:
+            return self._peer_sums.reduce_scatter(found, contributions, target)
+        return self._shares(found).reduce_scatter(found, contributions, target)
+
+    def _kind(
+        self, how: Reduction, contributions: Sequence[torch.Tensor], scatters: bool = False
+    ) -> tuple[OperationKind, RouteChoice]:
+        """The facts on which members must agree, and the route of such a sum."""
+        first = contributions[0]
+        if len(contributions) > 1:
+            count, is_on_host = sum(tensor.numel() for tensor in contributions), all(t.is_cpu for t in contributions)
+        else:
+            count, is_on_host = first.numel(), first.is_cpu
+        key = how.op, how.average, how.terms, first.dtype, count, is_on_host, scatters
+        found = self._kinds.get(key)
+        if found is None:
+            members = self._members.count
+            shape = (members, count // members) if scatters else (count,)
+            kind = OperationKind(
+                how.op, wire_dtype(first.dtype, None), shape, how.average, scatters=scatters, terms=how.terms
+            )
+            nbytes = count * first.itemsize
+            from_others = nbytes * (members - 1) // (members if scatters else 1)
+            is_exact = first.is_floating_point() or not how.average
+            choice = self.router.sum(SumFacts(how.op, nbytes, from_others, is_exact, is_on_host))
+            logger.debug("%s: %s goes by %s", self._members.prefix, kind, choice)
+            if len(self._kinds) >= _MOST_KINDS:
+                self._kinds.clear()
+            found = self._kinds[key] = kind, choice
+        return found
+
+    def _local_sum(
+        self,
+        call: Call,
+        kind: OperationKind,
+        choice: RouteChoice,
+        otherwise: Callable[[], GroupWork],
+        is_awaited: bool,
+    ) -> LocalSum | None:
+        """A sum among the members themselves. None: it goes through the service, because the router says so, or
+        because members do not know yet whether they agree about its kind."""
+        if choice.route is Route.SERVICE:
+            return None
+        place = self._reductions.known_place(kind)
+        if place is not None:
+            return LocalSum(call, kind, place, otherwise, is_awaited)
+        if choice.route is Route.PEERS:
+            logger.debug("%s: %s goes by %s", self._members.prefix, kind, FIRST_OF_ITS_KIND)
+            return None
+        place, agreement = self._reductions.agree(call.what, kind, call.timeout_s)
+        return LocalSum(call, kind, place, otherwise, is_awaited, agreement)
+
+    def broadcast(self, call: Call, root: int) -> Work:
+        """Copy the tensor of the member at position ``root``, the call's only output, to all members. Any dtype. The
+        first one of a kind goes through the service, which detects whether members disagree."""
+        (tensor,) = call.outputs
+        view = bits_of(tensor)
+        kind = OperationKind(Op.BROADCAST, wire_dtype(view.dtype, None), (view.numel(),), root=self._members.root(root))
+        if (peers := self._peers_for(Op.BROADCAST, tensor.nbytes, tensor.is_cpu)) is not None:
+            place = self._reductions.known_place(kind)
+            if place is not None:
+                return peers.broadcast(place, tensor, root, call.timeout_s)
+        sends = [view] if root == self._members.position else []
+        return self._reductions.start(call, kind, sends, [] if sends else [view])
+
+    def barrier(self, timeout_s: float) -> Work:
+        """Complete when every member has called it."""
+
+        def through_the_service() -> Work:
+            token = torch.zeros(1, dtype=torch.uint8, device="cpu")
+            kind = OperationKind(Op.SUM, DType.UINT8, (1,))
+            return self._reductions.start(Call("barrier", [], timeout_s), kind, [token], [])
+
+        if self._is_barrier_agreed and (peers := self._peers_for(Op.EXCHANGE, 0, True)) is not None:
+            return peers.barrier(through_the_service, timeout_s)
+        self._is_barrier_agreed = True  # the first one goes through the service, see ``broadcast``
+        return through_the_service()
+
+    def _peers_for(self, op: Op, nbytes: int, is_on_host: bool) -> PeerCollectives | None:
+        """The collectives among members that reach each other directly, if the router chooses PEERS: see
+        Router.move."""
+        return self._peers if self.router.move(op, nbytes, is_on_host).route is Route.PEERS else None
+
+    def _shares(self, found: LocalSum) -> GroupLargeSums:
+        if self._large_sums is None:
+            raise RuntimeError(f"{found.call.what}: members that do not reach each other have no shares")
+        return self._large_sums
+
+    # ---- gathers and exchanges -------------------------------------------------------------------------
+
+    def move(self, what: str, transfer: GroupTransfer, timeout_s: float) -> Work:
+        """Move bytes from member to member, as ``transfer`` says. Any dtype and layout of tensors."""
+        outgoing = [[octets(tensor) for tensor in piece] for piece in transfer.sends]
+        result_buffers = [[ResultBuffer(tensor) for tensor in piece] for piece in transfer.receives]
+        incoming = [[result_buffer.memory for result_buffer in piece] for piece in result_buffers]
+        outputs = transfer.outputs
+        if outputs is None:
+            outputs = [tensor for piece in transfer.receives for tensor in piece]
+        device = device_of([tensor for piece in (*transfer.sends, *transfer.receives) for tensor in piece])
+
+        def finish() -> None:
+            for piece in result_buffers:
+                for result_buffer in piece:
+                    result_buffer.deliver()
+            if transfer.finish is not None:
+                transfer.finish()
+
+        call = Call(what, outputs, timeout_s, finish)
+        nbytes = sum(tensor.numel() for piece in incoming for tensor in piece)
+        if (peers := self._peers_for(transfer.op, nbytes, device.type == "cpu")) is not None:
+            if transfer.sizes is Sizes.TOGETHER:
+                return peers.move(transfer.stream, call, outgoing, incoming, True)
+            sent, due = ([piece or None for piece in pieces] for pieces in (outgoing, incoming))
+            return peers.move(transfer.stream, call, sent, due, False)
+        return self._gathers.move(transfer.op, call, outgoing, incoming, transfer.sizes, device)
+
+    def move_evenly(self, op: Op, what: str, source: torch.Tensor, target: torch.Tensor, timeout_s: float) -> Work:
+        """A GATHER of ``source`` to equal shares of ``target``, or an EXCHANGE of equal shares of both; both
+        contiguous."""
+        call = Call(what, [target], timeout_s)
+        if (peers := self._peers_for(op, target.nbytes, source.is_cpu and target.is_cpu)) is not None:
+            return peers.even(op, call, source, target)
+        return self._gathers.even(op, call, source, target)
+
+    def gather_to(self, root: int, tensor: torch.Tensor, outputs: list[torch.Tensor], timeout_s: float) -> Work:
+        """The ``tensor`` of every member to the member at position ``root``. ``outputs``: one for each member on the
+        root, empty on the others."""
+        peers = self._peers_for(Op.EXCHANGE, tensor.nbytes, tensor.is_cpu)
+        if peers is not None and is_plain(tensor) and all(map(is_plain, outputs)):
+            return peers.gather(tensor, outputs, root, timeout_s)
+        count = self._members.count
+        sends: Pieces = [[tensor] if member == root else [] for member in range(count)]
+        receives: Pieces = [[output] for output in outputs] or [[] for _ in range(count)]
+        transfer = GroupTransfer(Op.EXCHANGE, f"gather.{root}", sends, receives, _one_sided(outputs))
+        return self.move("gather", transfer, timeout_s)
+
+    def scatter_from(self, root: int, inputs: list[torch.Tensor], output: torch.Tensor, timeout_s: float) -> Work:
+        """A tensor from the member at position ``root`` to each member's ``output``. ``inputs``: one for each member on
+        the root, empty on the others."""
+        peers = self._peers_for(Op.EXCHANGE, output.nbytes, output.is_cpu)
+        if peers is not None and is_plain(output) and all(map(is_plain, inputs)):
+            return peers.scatter(output, inputs, root, timeout_s)
+        count = self._members.count
+        sends: Pieces = [[tensor] for tensor in inputs] or [[] for _ in range(count)]
+        receives: Pieces = [[output] if member == root else [] for member in range(count)]
+        transfer = GroupTransfer(Op.EXCHANGE, f"scatter.{root}", sends, receives, _one_sided([output]))
+        return self.move("scatter", transfer, timeout_s)
+
+
+def _one_sided(outputs: Sequence[torch.Tensor]) -> Sizes:
+    """How a member compares sizes in a transfer in which other members receive nothing: a member that only sends does
+    not wait for others."""
+    return Sizes.PLAIN if all(output.numel() for output in outputs) else Sizes.CHECKED

@@ -1,0 +1,234 @@
+"""Operations of a process group, whose waits end when the group does: their shared state, and operations made of
+others.
+
+``FallbackWork`` is the only class that knows what happens to an operation among the ranks of a machine when a member
+has joined (``byteps_py.join()``). Any thread may call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from byteps_py.errors import JoinedError, MismatchError, StallError
+from byteps_py.session import Session
+from byteps_py.torch.collectives.call_log import CallLog
+from byteps_py.torch.collectives.completion import Completer
+from byteps_py.torch.collectives.work import Call, NotYetError, Work
+
+#: After waits of these lengths, in seconds, a member compares calls with the others; the second comparison finds the
+#: calls of members that wrote theirs after the first one.
+_FIRST_CHECKS_S = (3.0, 1.0)
+
+
+class GroupContext:
+    """The shared state of the operations of one group. ``aborted``, or the end of the session, ends their waits and
+    prevents new ones.
+
+    ``timeout_s``: the default timeout. ``check_interval_s``: how often a long wait checks for that. The session must
+    have enough time to ask a silent service whether it is alive, and to conclude that it does not answer.
+    """
+
+    def __init__(self, session: Session, timeout_s: float, journal: CallLog, check_interval_s: float) -> None:
+        self._session = session
+        self.timeout_s = timeout_s
+        self.check_interval_s = check_interval_s
+        self.journal = journal
+        self.aborted: Exception | None = None
+
+    def check(self) -> None:
+        """Raises what every operation of the group would raise."""
+        if self.aborted is not None:
+            raise type(self.aborted)(*self.aborted.args)
+        self._session.check_open()  # a StallError that ends the session must not look like that of a single wait
+
+    def wait_in_slices(self, wait: Callable[[float], None]) -> None:
+        """Call ``wait(seconds)`` repeatedly before an operation begins, until it returns without StallError. Raises
+        StallError after the group's timeout, or what has ended the group; then the group is unusable, because the other
+        members do not know that this one has left a call out."""
+        deadline = time.monotonic() + self.timeout_s
+        for interval_s in itertools.chain(_FIRST_CHECKS_S, itertools.repeat(self.check_interval_s)):
+            self.check()
+            left = deadline - time.monotonic()
+            try:
+                wait(max(0.0, min(left, interval_s)))
+                return
+            except StallError as error:
+                if left <= interval_s:
+                    self.aborted = error
+                    raise
+            self.compare(self.journal.count)
+
+    def finish(self, work: Work | None) -> None:
+        """Return when ``work``, which occupies a slot or stream that the caller needs, is over. An error of it stays
+        with it. Raises StallError; then the group is unusable, because the other members do not know that this one has
+        left a call out."""
+        if work is None:
+            return
+        try:
+            work.settle()
+        except StallError as error:
+            self.aborted = error
+            raise
+
+    def compare(self, number: int) -> str:
+        """Describes the operations of the other members. Raises MismatchError if they differ; then the group is
+        unusable, because rounds that some members have begun are never completed."""
+        try:
+            return self.journal.compare(number)
+        except MismatchError as error:
+            self.aborted = error
+            raise
+
+
+class GroupWork(Work):
+    """``number``: of the call in its group, from 1; 0 for an operation that not all members call."""
+
+    def __init__(self, group_context: GroupContext, call: Call) -> None:
+        super().__init__(call)
+        self.number = 0
+        self._group_context = group_context
+
+    def _others(self) -> str:
+        try:
+            return self._group_context.compare(self.number) if self.number else ""
+        except MismatchError as error:
+            return str(error)
+
+    def _wait_in_slices(self, deadline: float, wait: Callable[[float], None]) -> None:
+        """Call ``wait(seconds)`` until ``deadline``, and from time to time check whether the group has ended, and
+        compare calls."""
+        for interval_s in itertools.chain(_FIRST_CHECKS_S, itertools.repeat(self._group_context.check_interval_s)):
+            self._group_context.check()
+            left = deadline - time.monotonic()
+            try:
+                wait(max(0.0, min(left, interval_s)))
+                return
+            except StallError as error:
+                if self._gave_up():
+                    raise
+                if left <= interval_s:
+                    raise NotYetError from error
+            if self.number:
+                self._group_context.compare(self.number)
+
+    def _gave_up(self) -> bool:
+        """True if the service itself has ended the round."""
+        return False
+
+
+class CompletedWork(GroupWork):
+    """An operation that was complete before its call returned."""
+
+    def __init__(self, group_context: GroupContext, call: Call) -> None:
+        super().__init__(group_context, call)
+        self._over = True
+
+
+class CombinedWork(GroupWork):
+    """Several works as one. ``call.finish`` is called after all of them are over."""
+
+    def __init__(self, group_context: GroupContext, call: Call, works: Sequence[Work]) -> None:
+        super().__init__(group_context, call)
+        self._works = list(works)
+
+    def _complete(self, deadline: float) -> None:
+        for work in self._works:
+            self._wait_in_slices(deadline, work.settle)
+        for work in self._works:
+            work.wait()
+        if self._finish is not None:
+            self._finish()
+
+    def _is_ready(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+
+class FallbackQueue:
+    """The operations of one group that may have to fall back to the service, in the order of the calls. Any thread."""
+
+    def __init__(self, group_context: GroupContext, completer: Completer) -> None:
+        self.group_context = group_context
+        self.completer = completer
+        self.under_way: deque[FallbackWork] = deque()
+        self.switch_lock = threading.RLock()
+
+
+class FallbackWork(GroupWork):
+    """An operation that goes from rank to rank on one machine, and through the service if a member has joined.
+
+    The service continues without ranks that have joined. If a member has joined, all other members detect that, because
+    each of them needs a message of it, and all repeat their calls through the service in one order, whichever they wait
+    for first. They detect it at different times: a rank that a member waits for may know already, and then it does not
+    begin. So whichever rank a member waits for, it must detect that any other one has joined.
+
+    ``direct``: the operation from rank to rank, begun. ``otherwise`` begins the same operation through the service.
+    """
+
+    def __init__(self, queue: FallbackQueue, call: Call, direct: GroupWork, otherwise: Callable[[], Work]) -> None:
+        super().__init__(queue.group_context, call)
+        self._finish = None  # ``direct`` and ``otherwise`` call it
+        self.number = direct.number
+        self._queue = queue
+        self._work: Work = direct
+        self._otherwise: Callable[[], Work] | None = otherwise
+        self._is_in_background = False
+        for earlier in list(queue.under_way):  # polling removes the finished ones from the queue
+            if not earlier.is_completed():
+                break
+        queue.under_way.append(self)
+
+    def complete_in_background(self) -> None:
+        """Let the pool complete it: the caller does not wait at once, and the operation needs this rank's thread."""
+        self._is_in_background = True
+        self._queue.completer.add(self)
+
+    def _hand_to_pool(self) -> None:
+        if not self._is_in_background:  # otherwise the pool has it already
+            super()._hand_to_pool()
+
+    def _complete(self, deadline: float) -> None:
+        self._wait_in_slices(deadline, self._settle)
+        if self._lacks_a_member:
+            for earlier in self._up_to_this:
+                self._wait_in_slices(deadline, earlier._settle)
+            self._fall_back()
+            self._wait_in_slices(deadline, self._settle)
+        self._work.wait()
+
+    def _is_ready(self) -> bool:
+        if self._work.is_completed() and self._lacks_a_member:
+            if not all(earlier._work.is_completed() for earlier in self._up_to_this):
+                return False
+            self._fall_back()
+        return self._work.is_completed()
+
+    def _release(self) -> None:
+        self._otherwise = None
+        with contextlib.suppress(ValueError):  # it has been removed
+            self._queue.under_way.remove(self)
+
+    def _settle(self, timeout_s: float) -> None:
+        self._work.settle(timeout_s)
+
+    @property
+    def _lacks_a_member(self) -> bool:
+        return isinstance(self._work.exception(), JoinedError)
+
+    @property
+    def _up_to_this(self) -> list[FallbackWork]:
+        under_way = list(self._queue.under_way)
+        return [*itertools.takewhile(lambda other: other is not self, under_way), self]
+
+    def _fall_back(self) -> None:
+        """The direct operations up to this one are over: begin those through the service that lack a member, unless
+        another thread has."""
+        with self._queue.switch_lock:
+            for fallback in self._up_to_this:
+                otherwise = fallback._otherwise
+                if otherwise is not None and fallback._lacks_a_member:
+                    fallback._work, fallback._otherwise = otherwise(), None

@@ -1,0 +1,110 @@
+"""Connects all ranks of a job that are on different machines, in the background when the job begins: for sums by name
+(named_sums.py).
+
+Any rank may be late or absent at a sum by name, so ranks must know beforehand whether all of them are connected. They
+exchange addresses, connect, and then tell each other whether that has succeeded.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from byteps_py.errors import BytePSError, CommunicationError, ConfigurationError, StallError
+from byteps_py.log import logger
+from byteps_py.session import Session
+from byteps_py.settings import Settings
+from byteps_py.tensors import Layout, Op, Sizes
+from byteps_py.torch.collectives.machine_addresses import (
+    RECORD_BYTES,
+    ConnectedMachines,
+    addresses_of,
+    machines_of,
+    record_of,
+)
+from byteps_py.torch.collectives.ring import ring_sum
+from byteps_py.torch.collectives.slot_view import MoverOf, SlotView
+
+_CPU = torch.device("cpu")
+#: For the connections. Ranks that can't connect go through the services.
+_CONNECT_S = 10.0
+_YES, _NO = b"\1", b"\0"
+
+
+class JobConnections:
+    """The connections of a session's rank. Any thread."""
+
+    def __init__(self, session: Session, settings: Settings, mover_of: MoverOf) -> None:
+        self._session = session
+        self._settings = settings
+        self._view = SlotView(session, mover_of)
+        self._is_done = threading.Event()
+        self._machines: ConnectedMachines | None = None
+        self._error: BytePSError | None = None
+        threading.Thread(target=self._run, name="byteps-connections", daemon=True).start()
+
+    @property
+    def machines(self) -> ConnectedMachines | None:
+        """The machines of the job, if all ranks are connected; otherwise None. The same on all ranks. Waits until that
+        is known. Raises StallError and what has ended the session."""
+        if not self._is_done.wait(self._settings.start_timeout_s + 2 * _CONNECT_S):
+            raise StallError("not all ranks have connected to each other: some have not begun, or can't go on")
+        self._session.check_open()
+        if self._error is not None:  # this rank does not know what the others know
+            raise type(self._error)(*self._error.args)
+        return self._machines
+
+    def finish(self) -> None:
+        """Return when no rank needs this one for it any more."""
+        self._is_done.wait(self._settings.start_timeout_s + 2 * _CONNECT_S)
+
+    def _run(self) -> None:
+        try:
+            self._connect()
+        except BytePSError as error:  # in general, the session has ended, and says so to every caller
+            self._error = error
+        finally:
+            self._is_done.set()
+
+    def _connect(self) -> None:
+        session = self._session
+        try:
+            # Only where ranks may add large sums: it waits until the ring's instructions are compiled.
+            has_ring = session.local_size > 1 and not self._settings.num_servers and ring_sum.is_able()
+            record = record_of(session, self._settings, has_ring)
+        except ConfigurationError as error:
+            logger.warning("sums by name go through the services: %s", error)
+            record = b""
+        records = self._gather(record)
+        machines = machines_of(records)
+        if machines is None:
+            return
+        has_succeeded, connector = True, session.peers.connector if session.peers is not None else None
+        try:
+            if connector is not None:
+                connector.connect(addresses_of(records, range(session.size), session.machine_index), _CONNECT_S)
+        except CommunicationError as error:
+            has_succeeded = False
+            logger.warning("sums by name go through the services: %s", error)
+        answers = self._gather(_YES if has_succeeded else _NO)
+        if all(answer[:1] == _YES for answer in answers):
+            self._machines = machines
+
+    def _gather(self, mine: bytes) -> Sequence[bytes]:
+        """The bytes of all ranks, each filled up to RECORD_BYTES."""
+        size, view = self._session.size, self._view
+        source = torch.frombuffer(bytearray(mine.ljust(RECORD_BYTES, b"\0")), dtype=torch.uint8)
+        whole = torch.empty(size * RECORD_BYTES, dtype=torch.uint8, device="cpu")
+        view.declare_bytes("connections of the job", Op.GATHER, (), RECORD_BYTES, whole.numel())
+        pieces = tuple((rank * RECORD_BYTES, RECORD_BYTES) for rank in range(size))
+        view.begin(_CPU, [(0, source)], Layout(((0, RECORD_BYTES),), pieces, Sizes.TOGETHER), [(0, whole)])
+        view.wait(self._settings.start_timeout_s + time_for_all(size))
+        view.fetch_places(_CPU, [(0, whole)])
+        return [bytes(record.numpy()) for record in whole.chunk(size)]
+
+
+def time_for_all(size: int) -> float:
+    """Seconds that ``size`` ranks may take to connect."""
+    return _CONNECT_S + 0.01 * size

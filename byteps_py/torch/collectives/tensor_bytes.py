@@ -1,0 +1,80 @@
+"""Tensors as bytes: of contributions and of results. Pure; any thread."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+
+from byteps_py.errors import UsageError
+from byteps_py.torch.collectives.dtypes import as_bytes, check_result
+
+#: By member: the tensors sent to it, or received from it, concatenated.
+Pieces = Sequence[Sequence[torch.Tensor]]
+
+
+class ResultBuffer:
+    """``memory``: flat uint8, for the bytes of a result. It is the tensor's own memory, or, if that has gaps, a
+    buffer."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        check_writable(tensor)
+        self._tensor = tensor.detach()
+        is_plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+        self._beside = self._tensor if is_plain else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        self.memory = self._beside.view(-1).view(torch.uint8)
+
+    def deliver(self) -> None:
+        """All bytes have arrived: copy them to the tensor, if they are in a buffer."""
+        if self._beside is not self._tensor:
+            self._tensor.copy_(self._beside)
+
+
+def check_writable(tensor: torch.Tensor) -> None:
+    """Raises UsageError for a tensor of which several elements have one address: see check_result."""
+    check_result(tensor, None, takes_views=True)
+
+
+def device_of(tensors: Sequence[torch.Tensor]) -> torch.device:
+    """The device of all tensors. Raises UsageError if they are on several devices."""
+    devices = {tensor.device for tensor in tensors}
+    if len(devices) > 1:
+        raise UsageError(f"tensors of one operation lie on {', '.join(sorted(map(str, devices)))}; move them to one")
+    return devices.pop() if devices else torch.device("cpu")
+
+
+def octets(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements in logical order, as flat uint8. A copy if memory does not hold them so."""
+    return as_bytes(tensor.resolve_conj().resolve_neg())
+
+
+def nbytes_of(tensor: torch.Tensor) -> int:
+    """The size of the elements in bytes."""
+    return tensor.numel() * tensor.itemsize
+
+
+def end_to_end(tensors: Sequence[torch.Tensor]) -> list[tuple[int, torch.Tensor]]:
+    """Each tensor with its offset in elements, if all are concatenated."""
+    places = []
+    first = 0
+    for tensor in tensors:
+        places.append((first, tensor))
+        first += tensor.numel()
+    return places
+
+
+def places_of(pieces: Pieces) -> list[tuple[int, torch.Tensor]]:
+    """``end_to_end`` of all members' tensors."""
+    return end_to_end(list(itertools.chain.from_iterable(pieces)))
+
+
+def ranges_of(pieces: Pieces) -> tuple[tuple[int, int], ...]:
+    """(offset, length) in elements of each member's tensors, if all are concatenated."""
+    ranges = []
+    first = 0
+    for piece in pieces:
+        count = sum(tensor.numel() for tensor in piece)
+        ranges.append((first, count))
+        first += count
+    return tuple(ranges)

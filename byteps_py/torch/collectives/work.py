@@ -1,0 +1,251 @@
+"""The life of an operation, from its start to the delivery of its result, on every route.
+
+    Work              wait for it, poll it, take its future: the Work of torch.distributed
+      NamedWork       an operation of Horovod's or BytePS's functions, with a name and a handle (named_work.py)
+      GroupWork       an operation of a process group; its waits end when the group does (group_work.py)
+        ServiceWork   a round in a slot of the communication service (service_work.py)
+        PeerWork      messages between ranks (peer_streams.py)
+        LargeSumWork  a large sum, of which each member adds a share (group_large_sums.py)
+        FallbackWork  one of the last two or, once a member has joined, the same operation through the service
+        CombinedWork  several operations as one
+
+The thread that waits for an operation delivers its result. A thread of the pool waits only for an operation whose
+future was requested. Any thread may call.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from byteps_py.errors import StallError
+from byteps_py.tensors import DType, Op
+from byteps_py.torch.collectives.completion import POOL
+from byteps_py.torch.collectives.torch_compile import not_traced
+
+Future = torch.futures.Future[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class OperationKind:
+    """The facts on which all members must agree. ``root``: a global rank, or -1. ``shape``: of the contribution."""
+
+    op: Op
+    dtype: DType
+    shape: tuple[int, ...]
+    average: bool = False
+    root: int = -1
+    scatters: bool = False
+    terms: str = ""
+
+    def __str__(self) -> str:
+        op = "average" if self.average else self.op.name.lower()
+        op = f"scattered {op}" if self.scatters else op
+        root = f" from rank {self.root}" if self.root >= 0 else ""
+        terms = f" ({self.terms})" if self.terms else ""
+        return f"{op} of {self.dtype.name.lower()}{list(self.shape)}{root}{terms}"
+
+
+class Call(NamedTuple):
+    """A description of an operation, the same on every route. ``what``: its description in messages. ``outputs``: the
+    tensors that it fills. ``finish`` is called once their bytes have arrived. ``kind``: the facts on which members
+    must agree, for the log of calls. ``inputs`` keeps the memory of what this member gives until it is sent."""
+
+    what: str
+    outputs: list[torch.Tensor]
+    timeout_s: float
+    finish: Callable[[], None] | None = None
+    kind: OperationKind | None = None
+    inputs: object = None
+
+
+@not_traced(["wait", "synchronize", "is_completed", "is_success", "exception", "get_future", "fire"])
+class Work(dist.Work):
+    """An operation that has begun. Subclasses define ``_complete`` and ``_is_ready``. Any thread."""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__()
+        self.what = call.what
+        self._outputs = call.outputs
+        self._timeout_s = call.timeout_s
+        self._finish = call.finish
+        self._lock = threading.RLock()  # held by the thread that completes the work
+        self._asking = threading.RLock()
+        self._over = False
+        self._error: Exception | None = None
+        self._event: torch.cuda.Event | None = None
+        self._future: Future | None = None
+        self._promise: Future | None = None
+
+    def _complete(self, deadline: float) -> None:
+        """Wait for the result and deliver it. After ``NotYetError`` it may be called again."""
+        raise NotImplementedError
+
+    def _is_ready(self) -> bool:
+        """True if ``_complete`` would not block."""
+        raise NotImplementedError
+
+    def _release(self) -> None:
+        """Drop what only an unfinished operation needs."""
+
+    def _others(self) -> str:
+        """Which operations other members are in, for the message of a timeout."""
+        return ""
+
+    # ---- completion ------------------------------------------------------------------------------------
+
+    @property
+    def is_over(self) -> bool:
+        """True if the outputs hold the result, or there is an error to raise."""
+        return self._over
+
+    def settle(self, timeout_s: float | None = None) -> None:
+        """Return when the operation is over, successful or not. Raises StallError after ``timeout_s`` seconds (None:
+        its own timeout)."""
+        if self._over:
+            return
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + limit_s
+        if not self._lock.acquire(timeout=min(limit_s, threading.TIMEOUT_MAX)):
+            raise StallError(f"{self.what}: not complete within its timeout of {limit_s:g} s")
+        try:
+            if not self._over:
+                self._try(deadline, limit_s)
+        finally:
+            self._lock.release()
+
+    def _try(self, deadline: float, limit_s: float) -> None:
+        try:
+            self._complete(deadline)
+        except NotYetError as error:
+            text = f"{self.what}: not complete within its timeout of {limit_s:g} s"
+            if others := self._others():
+                text = f"{text}; {others}"
+            raise StallError(text) from error
+        except Exception as error:
+            self._error = error
+        self._over = True
+        self._release()
+
+    def settle_whatever_comes(self) -> None:
+        """``settle``, where a timeout becomes the operation's error, because no caller waits for it again. Raises
+        nothing."""
+        try:
+            self.settle()
+        except Exception as error:
+            with self._lock:
+                if not self._over:
+                    self._error, self._over = error, True
+                    self._release()
+
+    def fire(self) -> None:
+        """Complete the future: its callbacks run on this thread. Only threads of the pool call this, after
+        ``settle``."""
+        with self._asking:
+            promise, self._promise = self._promise, None
+        if promise is not None:
+            if self._event is not None:
+                self._event.synchronize()  # the callbacks' streams are not ordered after this one
+            promise.set_result((self._error, self._outputs))
+
+    def _hand_to_pool(self) -> None:
+        POOL.run(self._settle_and_fire)
+
+    def _settle_and_fire(self) -> None:
+        self.settle_whatever_comes()
+        self.fire()
+
+    # ---- torch.distributed.Work ------------------------------------------------------------------------
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return True when the outputs hold the result. Raises MismatchError, StallError (``timeout``, or the group's
+        timeout, passed) or PeerLostError. CUDA: work queued later on the current stream sees the outputs."""
+        self.settle(limit_of(timeout) or None)
+        if self._error is not None:
+            raise self._error.with_traceback(None)
+        if self._event is not None:
+            torch.cuda.current_stream(self._event.device).wait_event(self._event)
+        return True
+
+    def synchronize(self) -> None:
+        """``wait`` with the default timeout."""
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """``wait``: results reach a CUDA stream through the host."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """True once the outputs hold the result, or the operation has failed. Never blocks."""
+        if not self._over and self._lock.acquire(blocking=False):
+            try:
+                if not self._over and self._is_ready():
+                    self._try(time.monotonic() + self._timeout_s, self._timeout_s)
+            finally:
+                self._lock.release()
+        return self._over
+
+    def is_success(self) -> bool:
+        """True once the outputs hold the result. Never blocks."""
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> Exception | None:
+        """The operation's error, if it has failed; otherwise None. Never blocks."""
+        return self._error if self.is_completed() else None
+
+    def result(self) -> list[torch.Tensor]:
+        """The outputs, valid after ``wait``."""
+        return self._outputs
+
+    def source_rank(self) -> int:
+        """The position in the group of a receive's sender. Raises RuntimeError for other operations."""
+        raise RuntimeError(f"{self.what} has no source rank: only a receive has one")
+
+    def _source_rank(self) -> int:
+        return self.source_rank()
+
+    def get_future(self) -> Future:
+        """A future of the list of outputs. Its callbacks run on a thread of the pool, and may start collectives."""
+        with self._asking:
+            if self._future is None:
+                root: Future = torch.futures.Future()
+                # C++ does not see an error that is set on a Python future: DistributedDataParallel would read a value
+                # that does not exist. Both see an error that a callback raises.
+                self._future = root.then(_unwrap)
+                self._promise = root
+                if self._over:
+                    self.fire()  # no callback was added yet
+                else:
+                    self._hand_to_pool()
+            return self._future
+
+    def get_future_result(self) -> Future:
+        """``get_future``."""
+        return self.get_future()
+
+
+class NotYetError(Exception):
+    """The deadline passed and the operation continues. Never leaves ``Work.settle``."""
+
+
+def limit_of(timeout: timedelta | float | None) -> float | None:
+    """A timeout in seconds; None: none. torch's own backends also accept numbers of seconds, and a negative time for
+    "unset"."""
+    if timeout is None:
+        return None
+    limit_s = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    return None if limit_s < 0 else limit_s
+
+
+def _unwrap(future: Future) -> list[torch.Tensor]:
+    error, outputs = future.value()
+    if error is not None:
+        raise error.with_traceback(None)
+    return outputs  # type: ignore[no-any-return]
