@@ -1,8 +1,8 @@
 """The settings of a process, read from the environment. No other module reads these variables.
 
 ``Settings.from_env`` reads and validates every variable once, and returns a frozen object that the program passes on.
-``variables`` has the table of variables, which `bps env` and docs/variables.md print; ``validators`` says what a text
-must look like to be a host, a path or a name. Any thread.
+``variables`` has the table of variables, which `bps env` and docs/reference/variables.md print; ``validators`` says
+what a text must look like to be a host, a path or a name. Any thread.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _STALL_WARN_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings of one process. Sizes are bytes, times are seconds; docs/variables.md describes each field.
+    """The settings of one process. Sizes are bytes, times are seconds; docs/reference/variables.md has each field.
 
     Raises ConfigurationError if a value is not valid, or if two values contradict each other. The message says why.
 

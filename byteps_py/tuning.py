@@ -9,7 +9,7 @@ but each message costs processor time.
 Where GPU machines sum too, their links carry other machines' pushes beside their own, and each waits for the other.
 There, smaller partitions and more bytes in flight are better. Two GPU machines gain no time from CPU machines, and lose
 the time by which an answer follows its push: smaller partitions are better, and no more bytes in flight are needed.
-docs/tried.md has the measurements. Pure; any thread.
+benchmarks/results/tried.md has the measurements. Pure; any thread.
 """
 
 from __future__ import annotations

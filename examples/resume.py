@@ -5,7 +5,7 @@ bpslaunch -np 2 python examples/resume.py                    # goes on from step
 bpslaunch -np 2 python examples/resume.py --hosted           # the same with states that the services keep
 
 With --shadow there is no file. Start a CPU machine with `DMLC_ROLE=server bpslaunch`, and the job twice, as
-docs/shadow.md says. All ways end with the same weights as a run that never stopped.
+docs/howto/shadow.md says. All ways end with the same weights as a run that never stopped.
 """
 
 from __future__ import annotations

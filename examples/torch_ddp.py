@@ -1,7 +1,7 @@
 """DistributedDataParallel with the backend "byteps": every machine of the cluster helps to sum gradients.
 
 torchrun --nproc-per-node 2 examples/torch_ddp.py
-DMLC_NUM_SERVER=1 … torchrun --nnodes 2 … examples/torch_ddp.py     # with CPU machines, see docs/torch-distributed.md
+DMLC_NUM_SERVER=1 … torchrun --nnodes 2 … examples/torch_ddp.py  # CPU machines: docs/howto/torch-distributed.md
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ PROGRAM = Path(__file__).parent / "programs" / "byteps_user.py"
 MACHINES = (2, 2)
 STEPS = 4
 REDUCTION = "tensor average=True name=None version=0 priority=0"
-#: Parameters in order; ``=``: has a default. ``init`` and ``resume`` take more, see docs/byteps.md.
+#: Parameters in order; ``=``: has a default. ``init`` and ``resume`` take more, see docs/reference/byteps.md.
 SIGNATURES = {
     "shutdown": "",
     "suspend": "",

@@ -1,4 +1,4 @@
-"""What each collective carries, per machine, to the byte: the table in docs/collectives.md."""
+"""What each collective carries, per machine, to the byte: the table in docs/internals/collectives.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The blocks of docs/parallelism.md run, on four ranks."""
+"""The blocks of docs/howto/parallelism.md run, on four ranks."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ recorder = None
 
 @pytest.mark.timeout(180)
 def test_the_blocks_of_the_page_run(tmp_path: Path) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "parallelism.md").read_text(), re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "howto" / "parallelism.md").read_text(), re.DOTALL)
     assert len(blocks) == len(BEFORE)
     text = "\n".join(part for pair in zip(BEFORE, blocks, strict=True) for part in pair)
     program = tmp_path / "page.py"

@@ -1,4 +1,4 @@
-"""docs/training.md: its blocks run, one after the other, and what it says of arguments is all there is."""
+"""docs/howto/training.md: its blocks run, one after the other, and what it says of arguments is all there is."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support.threaded import ThreadedCluster
 
 import byteps_py.torch as hvd
 
-TEXT = (ROOT / "docs" / "training.md").read_text()
+TEXT = (ROOT / "docs" / "howto" / "training.md").read_text()
 
 
 def test_its_blocks_run(tmp_path) -> None:

@@ -1,4 +1,5 @@
-"""What FSDP2 carries between two machines of two ranks, with and without ``cache_parameters``: docs/sharding.md."""
+"""What FSDP2 carries between two machines of two ranks, with and without ``cache_parameters``: see
+docs/howto/sharding.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Horovod's operations carry, per machine, to the byte: the table in docs/horovod.md."""
+"""What Horovod's operations carry, per machine, to the byte: the table in docs/reference/horovod.md."""
 
 from __future__ import annotations
 

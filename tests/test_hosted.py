@@ -61,7 +61,7 @@ def test_parameters_on_cuda() -> None:
 
 @pytest.mark.timeout(180)
 def test_the_block_of_the_page_runs(tmp_path: Path) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "sharding.md").read_text(), re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "howto" / "sharding.md").read_text(), re.DOTALL)
     (block,) = [one for one in blocks if "hosted=True" in one]
     script = tmp_path / "train.py"
     script.write_text(block)

@@ -17,7 +17,7 @@ from support.strangers import HALF_OPEN, begin_visit, resident_bytes, see_off
 PROGRAM = Path(__file__).parent / "programs" / "until_told.py"
 CLAIMS = 100
 EACH = 10  # of each kind of half-open connection, at each port
-# What docs/security.md promises of a connection.
+# What docs/explanation/security.md promises of a connection.
 MOST_S = 5
 MOST_BYTES = 64 << 10
 MARGIN_S = 5  # for a machine that is busy with other things

@@ -1,4 +1,4 @@
-"""docs/pairs.md says which features go together. Here each of its pairs is made, or has a test elsewhere that is named.
+"""docs/reference/pairs.md says which features go together. Here each of its pairs is made, or has a test elsewhere.
 
 A new feature adds its row or column to the page: a cell for each of the others, and its tests below.
 """
@@ -26,10 +26,11 @@ STEPS, SWITCH = 6, 3
 
 
 def table() -> dict[str, dict[str, str]]:
-    lines = [line for line in (ROOT / "docs" / "pairs.md").read_text().splitlines() if line.startswith("|")]
+    page = (ROOT / "docs" / "reference" / "pairs.md").read_text()
+    lines = [line for line in page.splitlines() if line.startswith("|")]
     (_, *columns), _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
     wrong = [name for name, *cells in rows if len(cells) != len(columns)]
-    assert not wrong, f"docs/pairs.md: these rows lack pairs: {wrong}"
+    assert not wrong, f"docs/reference/pairs.md: these rows lack pairs: {wrong}"
     return {name: dict(zip(columns, cells, strict=True)) for name, *cells in rows}
 
 
@@ -70,7 +71,7 @@ def test_the_page_has_words_for_every_pair() -> None:
     unknown = {(row, column): cell for row, cells in TABLE.items() for column, cell in cells.items()
                if cell not in (WORKS, REFUSED, OBSCURE, UNTRIED)}  # fmt: skip
     assert not unknown
-    assert TABLE.keys() == TESTS.keys(), "docs/pairs.md and TESTS have the same rows"
+    assert TABLE.keys() == TESTS.keys(), "docs/reference/pairs.md and TESTS have the same rows"
 
 
 @pytest.mark.parametrize("row", TESTS)
@@ -287,8 +288,8 @@ REFUSED_IN: dict[tuple[str, str], str] = {
 def test_every_refused_pair_has_a_test() -> None:
     found = {(row, column) for row, cells in TABLE.items() for column, cell in cells.items() if cell == REFUSED}
     known = REFUSES.keys() | REFUSED_IN.keys()
-    assert found - known == set(), "these pairs are refused in docs/pairs.md: show it here"
-    assert known - found == set(), "docs/pairs.md says something else of these pairs"
+    assert found - known == set(), "these pairs are refused in docs/reference/pairs.md: show it here"
+    assert known - found == set(), "docs/reference/pairs.md says something else of these pairs"
     for name in REFUSED_IN.values():
         file, function = name.split("::")
         assert f"\ndef {function}(" in (ROOT / "tests" / file).read_text(), name

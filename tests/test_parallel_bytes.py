@@ -1,5 +1,5 @@
 """The bytes that tensor and context parallelism carry between two machines, by the services' counters: the formulas of
-docs/parallelism.md. Without direct connections, so that the services carry everything."""
+docs/howto/parallelism.md. Without direct connections, so that the services carry everything."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def test_a_worker_that_dies_is_an_error_on_the_others(killed: int) -> None:
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_blocks_of_the_page_run(ranks: int, tmp_path: Path) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "pipelines.md").read_text(), re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "howto" / "pipelines.md").read_text(), re.DOTALL)
     assert len(blocks) == 9
     program = tmp_path / "page.py"
     folder = f"import os\nos.chdir({str(tmp_path)!r})"

@@ -1,5 +1,5 @@
-"""A server comes while a job trains: from then on each machine carries what the formula of docs/placement.md says for
-the cluster as it is now. Real processes."""
+"""A server comes while a job trains: from then on each machine carries what the formula in
+docs/explanation/placement.md says for the cluster as it is now. Real processes."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_when_a_server_has_joined_all_carry_what_the_formula_says_for_the_new_cl
     assert loads(before) == [BYTES // 2] * 2 == sorted(whole(table.load(server)) for server in (0, 1))
     table.rebalance([(2, cpu), *enumerate(gpus)])
     assert loads(after) == sorted(whole(table.load(server)) for server in range(3))
-    # The formula, but for what stays where it is: 1/32 of a share, and 32 KB (docs/placement.md).
+    # The formula, but for what stays where it is: 1/32 of a share, and 32 KB (docs/explanation/placement.md).
     shares = [share * BYTES for share in Optimum(MACHINES, 1).shares]
     for load, best in zip(loads(after), sorted(shares), strict=True):
         assert abs(load - best) <= MACHINES * (min(shares) / 32 + (32 << 10)), loads(after)

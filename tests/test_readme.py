@@ -69,4 +69,5 @@ def test_every_page_it_names_exists() -> None:
 
 def test_the_page_of_variables_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
     assert bps(["env", "--markdown"]) == 0
-    assert (ROOT / "docs" / "variables.md").read_text().endswith(capsys.readouterr().out), "run: bps env --markdown"
+    page = (ROOT / "docs" / "reference" / "variables.md").read_text()
+    assert page.endswith(capsys.readouterr().out), "run: bps env --markdown"

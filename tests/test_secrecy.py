@@ -47,7 +47,7 @@ def test_only_broadcast_objects_are_unpickled() -> None:
     # rank attaches to its record makes none of any class: see test_checkpoint_folder.py.
     assert users == {
         "byteps_py/torch/horovod/objects.py", "byteps_py/scheduler/sessions/snapshot.py", "byteps_py/shadow/record.py",
-        # torch.distributed.checkpoint's format, of a file whose path the user gives: docs/security.md.
+        # torch.distributed.checkpoint's format, of a file whose path the user gives: docs/explanation/security.md.
         "byteps_py/checkpoint_files.py", "byteps_py/parallel/checkpoint/loading.py",
         "byteps_py/parallel/checkpoint/saving.py",
     }  # fmt: skip

@@ -47,7 +47,7 @@ def test_beside_one_process(layout: str, backend: str, cases: list[str]) -> None
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_block_of_the_page_runs(tmp_path: Path, ranks: int) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "sharding.md").read_text(), re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "howto" / "sharding.md").read_text(), re.DOTALL)
     (block,) = [one for one in blocks if "bps.sharding" in one]
     script = tmp_path / "train.py"
     script.write_text(block)

@@ -151,11 +151,11 @@ def test_owners_hold_all_bytes_once(sizes: list[int], ranks: int) -> None:
 
 
 def test_bert_large() -> None:
-    """The table of docs/sharding.md: the fullest rank beside 16Ψ/N, in MB."""
+    """The table of docs/howto/sharding.md: the fullest rank beside 16Ψ/N, in MB."""
     sizes = bert_sizes(24, 1024)
     assert sum(sizes) == 335_141_888
     rows = [(ranks, 16 * sum(sizes) / ranks, max(whole_owner_bytes(sizes, ranks))) for ranks in (1, 2, 4, 8, 16)]
-    page = (ROOT / "docs" / "sharding.md").read_text()
+    page = (ROOT / "docs" / "howto" / "sharding.md").read_text()
     for ranks, even, fullest in rows:
         assert f"| {ranks} | {even / 1e6:,.0f} | {fullest / 1e6:,.0f} |" in page
 

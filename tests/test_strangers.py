@@ -46,7 +46,7 @@ from byteps_py.wire import Kind
 from byteps_py.worker.io.peers import PeerMachines
 from byteps_py.worker.ranks import rank_server
 
-# What docs/security.md promises of a connection.
+# What docs/explanation/security.md promises of a connection.
 MOST_S = 5
 MOST_BYTES = 64 << 10
 MARGIN_S = 5  # for a machine that is busy with other things

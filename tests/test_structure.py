@@ -257,7 +257,8 @@ def test_what_texts_name_is_there(tree: Tree) -> None:
 
 
 #: What is right to say in a docstring of the product, and what is not.
-RIGHT = """See collectives/router.py, docs/glossary.md, byteps_py/torch/collectives and byteps_py.errors.UsageError.
+RIGHT = """See collectives/router.py, docs/reference/glossary.md, byteps_py/torch/collectives
+and byteps_py.errors.UsageError.
 
 ``Router`` and RouteChoice choose; GradScalers are torch's, ZeroMQ is no class. optimizer_mixin is a module.
 ``byteps_py.torch.ops`` is an alias, ``byteps_py.worker.core.pipeline`` and `bps.parallel.Pipeline` are there.

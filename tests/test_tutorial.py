@@ -14,7 +14,7 @@ import pytest
 from support.clusters import ROOT
 from support.documents import Page, commands_of, shell, with_the_pages_port
 
-PAGE = Page(ROOT / "docs" / "tutorial.md")
+PAGE = Page(ROOT / "docs" / "tutorial" / "tutorial.md")
 TIMEOUT_S = 100
 
 
@@ -62,7 +62,7 @@ def test_a_cpu_machine_leaves_and_the_weights_are_the_same(folder: Path) -> None
 
 def test_every_page_it_names_exists() -> None:
     for page in re.findall(r"\]\((?!http)([^)#]+)(?:#[^)]*)?\)", PAGE.text):
-        assert (ROOT / "docs" / page).exists(), page
+        assert (ROOT / "docs" / "tutorial" / page).exists(), page
 
 
 def test_the_source_tree_is_a_whole_package_without_an_installation() -> None:

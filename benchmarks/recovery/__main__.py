@@ -5,8 +5,8 @@
 Real processes, default settings (a beat every 200 ms, dead after 1 s of silence), 2 GPU machines and a CPU machine
 emulated on this one; a rank is a process that trains 1.6 M parameters with torch on the CPU. Times are read from one
 clock by all processes. The bounds are what this project has set itself; the peers, none of which goes on after most of
-these faults, stand in docs/recovery.md. Other work of this machine shows, too: its load is printed. The exit status is
-1 if something went otherwise than it has to, or weights differ; a bound that is missed is only marked.
+these faults, stand in docs/explanation/recovery.md. Other work of this machine shows, too: its load is printed. The
+exit status is 1 if something went otherwise than it has to, or weights differ; a bound that is missed is only marked.
 """
 
 from __future__ import annotations

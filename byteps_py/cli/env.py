@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import re
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from byteps_py.variables import Variable
+
+_LINK = re.compile(r"\[([^]]+)\]\([^)]*\)")  # of Markdown
 
 
 def add_parser(subparsers: Any) -> None:
@@ -16,7 +19,7 @@ def add_parser(subparsers: Any) -> None:
         help="list the environment variables",
         description="List the environment variables that byteps_py reads. Of several names, the first one set counts.",
     )
-    parser.add_argument("--markdown", action="store_true", help="print a Markdown table, as in docs/variables.md")
+    parser.add_argument("--markdown", action="store_true", help="print Markdown, as in docs/reference/variables.md")
     parser.set_defaults(handler=run)
 
 
@@ -41,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"{', '.join(variable.names)}\n    {variable.meaning}")
         print(f"    takes {variable.allowed()}; default: {default or 'none'}")
         if variable.detail:
-            print(f"    {variable.detail}")
+            print("    " + _LINK.sub(r"\1", variable.detail))
     return 0
 
 

@@ -74,8 +74,8 @@ class Use:
                 sums.append(combine(spec.op, spec.dtype, [self.contribution(r) for r in here]))
             rank += size
         # An average divides by the number of all ranks of its group (none named: of the job), those that have joined
-        # included, as if they had given zeros (docs/protocol.md, Uneven data). The spec is not asked: its answer is
-        # under test.
+        # included, as if they had given zeros (docs/internals/protocol.md, Uneven data). The spec is not asked: its
+        # answer is under test.
         divisor = (len(spec.group) if spec.group else rank) if spec.average else 1
         return combine(spec.op, spec.dtype, sums, divisor).tobytes()
 

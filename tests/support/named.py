@@ -18,7 +18,7 @@ from pathlib import Path
 PACKAGES = {"byteps_py": "byteps_py", "worker": "byteps_py.worker", "server": "byteps_py.server"}
 PACKAGES |= {"proto": "byteps_py.proto"}
 CODE = (*PACKAGES, "tests", "benchmarks", "examples", "deploy")
-PAGES = re.compile(r"docs/.*\.md|README\.md|CONTRIBUTING\.md")
+PAGES = re.compile(r"(docs|benchmarks/results)/.*\.md|README\.md|CONTRIBUTING\.md")
 
 _FILE = re.compile(r"(?<![\w/.*<>$~-])((?:[\w.-]+/)*[\w-]+\.(?:py|proto|md))\b(?![(*])")
 _FOLDER = re.compile(r"(?<![\w/.-])((?:byteps_py|tests|benchmarks|examples)/[\w./-]*\w)(?![\w*{<])")

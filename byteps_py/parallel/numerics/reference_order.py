@@ -5,8 +5,8 @@ the gradients of its micro-batches. Sums of floats depend on their order, so a r
 one. With the same splits and the same order, it has, and what still differs is an error of the program (Llama 3,
 section 6.2).
 
-The order is that of byteps_py's sums (docs/protocol.md): over the local ranks of each machine in order, then over the
-machines in order; each stage adds in float32 (float64 for float64) and rounds once.
+The order is that of byteps_py's sums (docs/internals/protocol.md): over the local ranks of each machine in order, then
+over the machines in order; each stage adds in float32 (float64 for float64) and rounds once.
 
 Sums that are exact in any order need no care: of two terms; of one term and zeros (a vocabulary-parallel embedding, the
 target's logit), but for the sign of zero; maxima; integers. Other libraries add in orders of their own: with them, the

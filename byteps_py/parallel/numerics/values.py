@@ -81,8 +81,8 @@ def _ordered(bits: Array) -> Array:
 
 
 def sum_in_order(parts: Sequence[Array], dtype: str) -> Array:
-    """The bits of the sum of several tensors, from the first to the last, as a machine's sum (docs/protocol.md): in
-    float32 (float64 for float64), rounded once."""
+    """The bits of the sum of several tensors, from the first to the last, as a machine's sum
+    (docs/internals/protocol.md): in float32 (float64 for float64), rounded once."""
     total = _exact(parts[0], dtype).copy()
     for part in parts[1:]:
         total += _exact(part, dtype)

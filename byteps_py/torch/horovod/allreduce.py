@@ -1,8 +1,8 @@
 """Reductions with Horovod's names and arguments: allreduce, grouped_allreduce and sparse_allreduce_async.
 
 Bytes per GPU machine, for tensors of M bytes, n GPU machines and k CPU machines: 2n(n-1) / (n² + kn - 2k) · M in and
-as many out, for any number of ranks on the machine (docs/placement.md; BytePS, OSDI 2020, section 4.1). A group travels
-as one tensor per dtype and device.
+as many out, for any number of ranks on the machine (docs/explanation/placement.md; BytePS, OSDI 2020, section 4.1). A
+group travels as one tensor per dtype and device.
 
 All ranks of the process set make every call, with the same name (calls without a name are matched in order), shape,
 dtype, operation and scale factors. Any thread may call. Tensors are dense, on cpu or cuda, of dtype float16, bfloat16,
