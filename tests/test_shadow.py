@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +16,7 @@ from support.processes import kill
 from support.shadowed_cluster import LAUNCH, PROGRAM, ShadowedCluster, digests
 
 STEPS = 24
+HELD = r"step \d+ held"
 
 
 @pytest.fixture
@@ -158,3 +161,51 @@ def test_states_stay_until_training_is_said_to_be_done(stack: contextlib.ExitSta
     assert machine.end() == 0, machine.text
     assert f"restored at {4 * len(statuses)}" in machine.text
     assert server.end() == 0, server.text
+
+
+def survives(cluster: ShadowedCluster, what: str, step: str = HELD, servers: int = 0) -> None:
+    """Wait until ``bps status`` says so, and has so many CPU machines."""
+    until_s = time.monotonic() + 60
+    while True:
+        said = cluster.bps("status")
+        count = len(re.findall(r"^server +CPU .* alive", said, re.MULTILINE))
+        if re.search(f"^shadow: {step}, survives {what}$", said, re.MULTILINE) and count == servers:
+            return
+        assert time.monotonic() < until_s, said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["bps scale", "death"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_shadow_that_loses_its_protection_says_so(stack: contextlib.ExitStack, count: int, way: str) -> None:
+    """``count``: of GPU machines. Of two CPU machines one goes, which changes nothing; then the other one; then a new
+    one comes."""
+    cluster = ShadowedCluster(stack, count, 2)
+    _, *machines = cluster.start("adamw", "100000", "0.05")
+    survives(cluster, "the loss of all GPU machines", servers=2)
+
+    def go(index: int) -> None:
+        if way == "death":
+            cluster.servers[index].close()  # SIGKILL of all its processes
+        else:
+            cluster.bps("scale", str(index))
+
+    go(1)
+    survives(cluster, "the loss of all GPU machines", servers=1)
+    go(0)
+    changed = "the servers of the job have changed: once states are copied there, the copies that shadow=True asks for "
+    worse = "survive nothing (they survived the loss of all GPU machines)"
+    alone = "no server of another machine is left: until there is one again, nothing keeps copies of this machine's "
+    warnings = [alone if count == 1 else changed + worse, changed + "survive the loss of all GPU machines (they surv"]
+    for machine in machines:
+        machine.until(warnings[0])
+    survives(cluster, "nothing", step="no step held: no server of another machine is left" if count == 1 else HELD)
+    cluster.add_server()
+    for machine in machines:
+        machine.until(warnings[1])
+    survives(cluster, "the loss of all GPU machines", servers=1)
+    for machine in machines:
+        machine.close()
+        said = [line for line in machine.said if changed in line or alone in line]
+        assert len(said) == 2, said
+        assert all(wanted in line for wanted, line in zip(warnings, said, strict=True)), said

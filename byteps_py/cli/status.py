@@ -133,7 +133,10 @@ def to_text(reply: pb.StatusReply) -> str:
     lines += [f"stalled: {sentence}" for sentence in facts["stalled"]]
     lines += [f"slow: {sentence}" for sentence in facts["slow"]]
     if shadow := facts["shadow"]:
-        held = f"step {shadow['step']} held" if shadow["step"] else "no step held: states are being copied"
+        is_alone = sum(member["kind"] == "worker" and member["alive"] for member in facts["members"]) == 1
+        has_server = not is_alone or shadow["survives"] != "nothing"
+        why = "states are being copied" if has_server else "no server of another machine is left"
+        held = f"step {shadow['step']} held" if shadow["step"] else f"no step held: {why}"
         lines.append(f"shadow: {held}, survives {shadow['survives']}")
     rows = [_COLUMNS, *(_row(member) for member in facts["members"])]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import select
+import subprocess
 import sys
 import time
 
@@ -11,7 +12,7 @@ from byteps_py.launch.cluster_plan import free_port
 from byteps_py.settings import Settings
 from byteps_py.shadow import Restorable, ShadowReader, latest_step
 from support.breaking import Job, command
-from support.clusters import ROOT
+from support.clusters import ROOT, clean_environment
 
 PROGRAM = ROOT / "tests" / "programs" / "shadowed.py"
 LAUNCH = (sys.executable, "-m", "byteps_py.launch", "--no-tag-output")
@@ -33,7 +34,14 @@ class ShadowedCluster:
             "DMLC_NUM_SERVER": str(servers),
             **variables,
         }
-        self.servers = [self._launch(DMLC_ROLE="server", BYTEPS_MACHINE_ID=f"c{i}") for i in range(servers)]
+        self.servers: list[Job] = []
+        for _ in range(servers):
+            self.add_server()
+
+    def add_server(self) -> Job:
+        """Start one more CPU machine."""
+        self.servers.append(self._launch(DMLC_ROLE="server", BYTEPS_MACHINE_ID=f"c{len(self.servers)}"))
+        return self.servers[-1]
 
     def _launch(self, *words: str, **variables: str) -> Job:
         return self._stack.enter_context(
@@ -66,6 +74,12 @@ class ShadowedCluster:
             scheduler_host="127.0.0.1", scheduler_port=int(self._variables["DMLC_PS_ROOT_PORT"]),
             num_workers=self._machines, num_servers=len(self.servers),
         )  # fmt: skip
+
+    def bps(self, *words: str) -> str:
+        """What this command prints."""
+        command = [sys.executable, "-m", "byteps_py.cli", *words, f"--scheduler={self.settings.scheduler_address}"]
+        environ = clean_environment()
+        return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=True).stdout
 
     def held_step(self, at_least: int) -> int:
         """The step that a job could go on from, once it is at least that."""
