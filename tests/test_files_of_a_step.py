@@ -15,7 +15,7 @@ SUMMATION = "server/reducer.py"
 HEARTBEAT = "byteps_py/scheduler/liveness.py"
 OF_OTHER_FLOWS = {
     "byteps_py/parallel/pipe/pipeline.py",
-    "byteps_py/torch/gradients/hosted_optimizer.py",
+    "byteps_py/torch/gradients/hosted/optimizer.py",
     "byteps_py/torch/process_group/byteps_process_group.py",
 }
 

@@ -20,10 +20,9 @@ from byteps_py.shadow import RestorablePart, RestorableRecord, ServerDescription
 from byteps_py.shadow.record import Attachment, StoredBuffer, read_common
 from byteps_py.tensors import DType
 from byteps_py.torch.collectives import context as contexts
-from byteps_py.torch.gradients.common_record import CommonRecord
-from byteps_py.torch.gradients.hosted_shadow import ShadowedSteps
-from byteps_py.torch.gradients.stored_buffers import ModelBuffers, checksum_of, tensors_of
-from byteps_py.torch.gradients.stored_elements import StoredElements
+from byteps_py.torch.gradients.hosted.buffers import ModelBuffers, checksum_of, tensors_of
+from byteps_py.torch.gradients.hosted.replication import CommonRecord, ShadowedSteps
+from byteps_py.torch.gradients.hosted.states import StoredElements
 from byteps_py.wire import MAX_ATTACHED_BYTES
 
 ADAMW = StepKind(UpdateRule(Method.ADAM, Decay.DECOUPLED), DType.FLOAT32, DType.FLOAT32)

@@ -44,7 +44,7 @@ from byteps_py.torch.compression import Compression
 from byteps_py.torch.gradients.comm_hook import CommHookOptions, ddp_comm_hook
 from byteps_py.torch.gradients.cross_barrier import CrossBarrier
 from byteps_py.torch.gradients.distributed_data_parallel import DistributedDataParallel
-from byteps_py.torch.gradients.hosted_restore import restore
+from byteps_py.torch.gradients.hosted.restore import restore
 from byteps_py.torch.gradients.optimizer import DistributedOptimizer
 from byteps_py.torch.horovod import mpi_ops
 from byteps_py.torch.horovod.allgather import allgather, allgather_async, grouped_allgather, grouped_allgather_async

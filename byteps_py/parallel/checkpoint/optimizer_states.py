@@ -13,8 +13,8 @@ from byteps_py.errors import UsageError
 from byteps_py.parallel.checkpoint.contents import OPTIMIZER, ModelContents
 from byteps_py.parallel.checkpoint.ranks import Ranks
 from byteps_py.parallel.sharding.sharded_optimizer import ShardedOptimizer
-from byteps_py.torch.gradients.hosted_optimizer import HostedOptimizerMixin
-from byteps_py.torch.gradients.hosted_rules import MASTER
+from byteps_py.torch.gradients.hosted.optimizer import HostedOptimizerMixin
+from byteps_py.torch.gradients.hosted.rules import MASTER
 from byteps_py.torch.horovod import api
 
 #: By names of parameters, then of entries.

@@ -26,7 +26,7 @@ from byteps_py.errors import GradientOrderError, UsageError
 from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.compression import Compression, Compressor
 from byteps_py.torch.gradients.adasum_optimizer import AdasumOptimizerMixin
-from byteps_py.torch.gradients.hosted_optimizer import HostedOptimizerMixin
+from byteps_py.torch.gradients.hosted.optimizer import HostedOptimizerMixin
 from byteps_py.torch.gradients.optimizer import DistributedOptimizer
 from byteps_py.torch.gradients.optimizer_arguments import NamedParameters
 from byteps_py.torch.gradients.optimizer_mixin import DistributedOptimizerMixin

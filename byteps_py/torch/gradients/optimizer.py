@@ -18,13 +18,13 @@ from byteps_py.torch.gradients.adasum_optimizer import AdasumOptimizerMixin, Del
 from byteps_py.torch.gradients.backward_passes import BackwardPasses, CountedPasses, ReducedPasses
 from byteps_py.torch.gradients.bucket import GradientOptions
 from byteps_py.torch.gradients.gradient_reducer import GradientReducer
-from byteps_py.torch.gradients.hosted_delay import DelayedSteps
-from byteps_py.torch.gradients.hosted_in_backward import InBackwardReducer
-from byteps_py.torch.gradients.hosted_in_backward_optimizer import InBackwardOptimizerMixin
-from byteps_py.torch.gradients.hosted_optimizer import HostedOptimizerMixin, rules_of, taken_states
-from byteps_py.torch.gradients.hosted_overflow import GradientProbe
-from byteps_py.torch.gradients.hosted_reducer import HostedReducer
-from byteps_py.torch.gradients.hosted_shadow import ShadowedSteps, check_machines
+from byteps_py.torch.gradients.hosted.agreement import GradientProbe
+from byteps_py.torch.gradients.hosted.delay import DelayedSteps
+from byteps_py.torch.gradients.hosted.delivery import HostedReducer
+from byteps_py.torch.gradients.hosted.in_backward import InBackwardReducer
+from byteps_py.torch.gradients.hosted.in_backward_optimizer import InBackwardOptimizerMixin
+from byteps_py.torch.gradients.hosted.optimizer import HostedOptimizerMixin, rules_of, taken_states
+from byteps_py.torch.gradients.hosted.replication import ShadowedSteps, check_machines
 from byteps_py.torch.gradients.optimizer_arguments import (
     Groups,
     HostedOptions,

@@ -11,7 +11,7 @@ import torch
 from byteps_py.errors import UsageError
 from byteps_py.tensors import NonFinite
 from byteps_py.torch.collectives import parameter_owners
-from byteps_py.torch.gradients.hosted_rules import check_class
+from byteps_py.torch.gradients.hosted.rules import check_class
 from byteps_py.torch.horovod.ops import Average, ReduceOp, Sum
 from byteps_py.torch.optim.lamb import LAMB
 

@@ -1,4 +1,4 @@
-"""Sums of a hosted optimizer that are NaN or infinite: found by the ranks that have them, known to all.
+"""What the ranks of a hosted optimizer agree on before a step: whether sums are finite.
 
 Owns what a GradScaler sees in place of the parameters. Must not know states or steps. The training thread calls.
 """
@@ -12,10 +12,10 @@ import torch
 
 from byteps_py import blame as blames
 from byteps_py.errors import NonFiniteError
+from byteps_py.tensors import DType, Op, TensorSpec
 from byteps_py.torch.collectives import nonfinite
 from byteps_py.torch.collectives.context import Context
-from byteps_py.torch.gradients.hosted_reducer import HostedReducer
-from byteps_py.torch.gradients.largest_values import largest
+from byteps_py.torch.collectives.slot_view import TensorRequest
 
 _BLAME_BITS = 64
 
@@ -45,26 +45,34 @@ class GradientProbe:
         return self._param.grad
 
 
-def overflows(context: Context, name: str, reducer: HostedReducer, initial_sums: Sequence[float]) -> bool:
-    """True, on all ranks, if a sum is NaN or infinite. All ranks call it, after ``finish``."""
-    finite = math.isfinite(reducer.square_sum(initial_sums))
-    return bool(largest(context, f"{name}.overflow", [0.0 if finite else 1.0])[0])
+def largest(context: Context, name: str, values: Sequence[float]) -> list[float]:
+    """The largest of all ranks' values, each. All ranks call it. Raises what Session.wait raises."""
+    own = torch.tensor(values, dtype=torch.float64, device="cpu")
+    if context.session.size == 1:
+        return own.tolist()
+    spec = TensorSpec(name, DType.FLOAT64, (len(own),), Op.MAX)
+    (view,) = context.slot_views([TensorRequest(spec, torch.float64, ((len(own),),), own.device)])
+    view.contribute([own])
+    view.wait()
+    return view.results[0].tolist()
 
 
-def find_error(
-    context: Context, name: str, reducer: HostedReducer, initial_sums: Sequence[float]
-) -> NonFiniteError | None:
-    """The error for sums that are NaN or infinite, the same on all ranks, which all call it; None if all are finite."""
-    if not overflows(context, name, reducer, initial_sums):
-        return None
+def overflows(context: Context, name: str, square_sum: float) -> bool:
+    """True, on all ranks, if a sum is NaN or infinite. ``square_sum``: of the averages that this rank owns. All ranks
+    call it."""
+    return bool(largest(context, f"{name}.overflow", [0.0 if math.isfinite(square_sum) else 1.0])[0])
+
+
+def explain_overflow(
+    context: Context, name: str, gradients: Sequence[str], bad: Sequence[bool], step: int
+) -> NonFiniteError:
+    """The error for sums that are NaN or infinite, the same on all ranks, which all call it. ``bad``: which of this
+    rank's ``gradients`` are."""
     session = context.session
-    names = [name for bucket in reducer.with_states for name in bucket.names]
-    bad = reducer.bad_gradients()
     # Bit by bit, because the largest of two numbers is not what both have in common.
     mine = blames.of_rank(session.rank, session.size) if any(bad) else 0
     bits = [float(mine >> bit & 1) for bit in range(_BLAME_BITS)]
     found = largest(context, f"{name}.blame", [*bits, *map(float, bad)])
     blame = sum(1 << bit for bit, is_set in enumerate(found[: len(bits)]) if is_set)
-    places = [repr(each) for each, is_bad in zip(names, found[len(bits) :], strict=True) if is_bad]
-    step = max((bucket.round for bucket in reducer.with_states), default=0)
+    places = [repr(each) for each, is_bad in zip(gradients, found[len(bits) :], strict=True) if is_bad]
     return nonfinite.explain(blame or blames.OVERFLOW, session.size, step, places or ["a sum"])

@@ -17,7 +17,7 @@ from byteps_py.kernels.update_rules import Hyperparameters, apply_scalars
 from byteps_py.tensors import DType, Op, TensorSpec
 from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.collectives.slot_view import PieceView, TensorRequest
-from byteps_py.torch.gradients.hosted_states import HostedStates, Overlap
+from byteps_py.torch.gradients.hosted.states import HostedStates, Overlap
 from byteps_py.torch.optim.lamb import adapts, trust_ratio
 from byteps_py.torch.optim.square_sums import Node, node_sums, nodes, total
 

@@ -26,8 +26,8 @@ from byteps_py.kernels.update_rules import Hyperparameters, UpdateRule
 from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.collectives.slot_view import PieceView
 from byteps_py.torch.gradients.bucket import Bucket
-from byteps_py.torch.gradients.hosted_reducer import HostedBucket, HostedReducer
-from byteps_py.torch.gradients.hosted_states import Factors, HostedStates
+from byteps_py.torch.gradients.hosted.delivery import HostedBucket, HostedReducer
+from byteps_py.torch.gradients.hosted.states import Factors, HostedStates
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """The base class of hosted optimizers: gradients go to the services, and parameters come back.
 
-Owns what torch's users see: step, clipping, state_dict. hosted_reducer.py sums and steps. The training thread calls.
+Owns what torch's users see: step, clipping, state_dict. delivery.py sums and steps. The training thread calls.
 """
 
 from __future__ import annotations
@@ -14,18 +14,17 @@ from typing import Any
 
 import torch
 
-from byteps_py.errors import BytePSError, JoinedError, MismatchError, UsageError
+from byteps_py.errors import BytePSError, JoinedError, MismatchError, NonFiniteError, UsageError
 from byteps_py.kernels.update_rules import Hyperparameters
 from byteps_py.tensors import NonFinite
 from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.collectives import nonfinite
-from byteps_py.torch.gradients.hosted_delay import DelayedSteps
-from byteps_py.torch.gradients.hosted_overflow import GradientProbe, find_error, overflows
-from byteps_py.torch.gradients.hosted_reducer import HostedReducer, claim
-from byteps_py.torch.gradients.hosted_rules import check_numbers, numbers_of, rule_of
-from byteps_py.torch.gradients.hosted_shadow import ShadowedSteps
-from byteps_py.torch.gradients.hosted_states import Factors, ParameterState, check_state
-from byteps_py.torch.gradients.largest_values import largest
+from byteps_py.torch.gradients.hosted.agreement import GradientProbe, explain_overflow, largest, overflows
+from byteps_py.torch.gradients.hosted.delay import DelayedSteps
+from byteps_py.torch.gradients.hosted.delivery import HostedReducer, claim
+from byteps_py.torch.gradients.hosted.replication import ShadowedSteps
+from byteps_py.torch.gradients.hosted.rules import check_numbers, numbers_of, rule_of
+from byteps_py.torch.gradients.hosted.states import Factors, ParameterState, check_state
 from byteps_py.torch.gradients.optimizer_mixin import DistributedOptimizerMixin
 from byteps_py.torch.horovod.api import push_pull
 
@@ -266,7 +265,7 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
                 "gradients have overflowed: train in bfloat16, or leave delayed_update_after out"
             )
         self._sum()
-        self._overflows = overflows(contexts.current(), self._name, self._reducer, self._initial_sums)
+        self._overflows = self._find_overflow()
         return self._probe.groups(self._overflows)
 
     def _sum(self) -> None:
@@ -284,10 +283,23 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
     def _check_finite(self) -> None:
         """As BYTEPS_NONFINITE says."""
         if (wanted := nonfinite.wanted(contexts.current())) is not NonFinite.ALLOW:
-            self._nonfinite_error = find_error(contexts.current(), self._name, self._reducer, self._initial_sums)
+            self._nonfinite_error = self._find_nonfinite()
             if self._nonfinite_error is not None and wanted is NonFinite.RAISE:
                 self._reducer.drop_sums()
                 raise self._nonfinite_error
+
+    def _find_overflow(self) -> bool:
+        return overflows(contexts.current(), self._name, self._reducer.square_sum(self._initial_sums))
+
+    def _find_nonfinite(self) -> NonFiniteError | None:
+        """The error for sums that are NaN or infinite, the same on all ranks, which all call it; None if all are
+        finite."""
+        if not self._find_overflow():
+            return None
+        buckets = self._reducer.with_states
+        names = [name for bucket in buckets for name in bucket.names]
+        step = max((bucket.round for bucket in buckets), default=0)
+        return explain_overflow(contexts.current(), self._name, names, self._reducer.bad_gradients(), step)
 
     def _forget_factors(self) -> None:
         """They belong to sums that are used, or dropped."""

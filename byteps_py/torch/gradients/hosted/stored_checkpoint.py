@@ -23,10 +23,10 @@ from byteps_py.checkpoint_folder import checkpoint_path, checkpoint_steps
 from byteps_py.errors import BytePSError, CheckpointError, UsageError
 from byteps_py.log import logger
 from byteps_py.torch.collectives import context as contexts
-from byteps_py.torch.gradients.hosted_optimizer import HostedOptimizerMixin
-from byteps_py.torch.gradients.hosted_rules import MASTER, moment_names, rule_of
-from byteps_py.torch.gradients.hosted_states import check_state
-from byteps_py.torch.gradients.stored_buffers import ModelBuffers
+from byteps_py.torch.gradients.hosted.buffers import ModelBuffers
+from byteps_py.torch.gradients.hosted.optimizer import HostedOptimizerMixin
+from byteps_py.torch.gradients.hosted.rules import MASTER, moment_names, rule_of
+from byteps_py.torch.gradients.hosted.states import check_state
 from byteps_py.torch.horovod.objects import allgather_object, broadcast_object, unpickled
 
 _MODEL, _STATE, _GROUPS = "model.", "optimizer.state.", "optimizer.param_groups."

@@ -20,11 +20,11 @@ from byteps_py.log import logger
 from byteps_py.shadow import NotRestorable, Restorable, ShadowReader, latest_step
 from byteps_py.shadow.record import Attachment
 from byteps_py.torch.collectives import context as contexts
-from byteps_py.torch.gradients.hosted_optimizer import HostedOptimizerMixin
-from byteps_py.torch.gradients.hosted_rules import MASTER
-from byteps_py.torch.gradients.stored_buffers import ModelBuffers, tensors_of
-from byteps_py.torch.gradients.stored_checkpoint import load_newest, raise_together
-from byteps_py.torch.gradients.stored_elements import StoredElements
+from byteps_py.torch.gradients.hosted.buffers import ModelBuffers, tensors_of
+from byteps_py.torch.gradients.hosted.optimizer import HostedOptimizerMixin
+from byteps_py.torch.gradients.hosted.rules import MASTER
+from byteps_py.torch.gradients.hosted.states import StoredElements
+from byteps_py.torch.gradients.hosted.stored_checkpoint import load_newest, raise_together
 from byteps_py.torch.horovod.objects import broadcast_object, unpickled
 
 #: Elements of a parameter that are read at once.

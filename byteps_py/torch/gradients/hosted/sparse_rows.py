@@ -20,7 +20,7 @@ from byteps_py.errors import UsageError
 from byteps_py.kernels.update_rules import Hyperparameters, Method, UpdateRule
 from byteps_py.session import Session
 from byteps_py.tensors import DType, Layout, Op, TensorSpec
-from byteps_py.torch.gradients.hosted_states import Factors, RowStates
+from byteps_py.torch.gradients.hosted.states import Factors, RowStates
 from byteps_py.torch.gradients.sparse_bucket import SparseBucket
 
 _ROOM_BYTES = 4096

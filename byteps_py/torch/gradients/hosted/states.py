@@ -18,10 +18,10 @@ from byteps_py.errors import UsageError
 from byteps_py.kernels.step_segments import StepSegment
 from byteps_py.kernels.update_rules import Hyperparameters, Method, StepKind, UpdateRule, step_scalars
 from byteps_py.session import HostedPart, Session, ShadowedStep, Slot
+from byteps_py.shadow import RestorablePart, ShadowReader
 from byteps_py.tensors import DType, Op, TensorSpec
 from byteps_py.torch.collectives.slot_view import TORCH, Mover, pieces
-from byteps_py.torch.gradients.hosted_rules import MASTER, counts_steps, moment_names
-from byteps_py.torch.gradients.stored_elements import StoredElements, elements_of
+from byteps_py.torch.gradients.hosted.rules import MASTER, counts_steps, moment_names
 
 #: States of one parameter, as in a state_dict.
 ParameterState = dict[str, torch.Tensor]
@@ -47,6 +47,41 @@ class Overlap:
 
 #: (first element, number of elements, rank) of each part of a tensor, in order.
 Owned = Sequence[tuple[int, int, int]]
+
+
+class StoredElements:
+    """One state of one parameter that other machines hold, read when it is asked for.
+
+    ``parts``: of the tensor of gradients, in order. ``state``: the state's number; ``first``: the parameter's first
+    element in the tensor. ``elements[a:b]`` is a tensor of these elements. A deep copy is a tensor of all.
+    """
+
+    def __init__(
+        self, reader: ShadowReader, parts: Sequence[RestorablePart], state: int, first: int, shape: tuple[int, ...]
+    ) -> None:
+        self._reader, self._parts, self._state, self._first = reader, parts, state, first
+        self.shape = torch.Size(shape)
+        self.dtype = torch.float64 if parts and parts[0].kind.state_itemsize == 8 else torch.float32
+
+    def __getitem__(self, elements: slice) -> torch.Tensor:
+        wanted = range(self._first + elements.start, self._first + elements.stop)
+        found = torch.empty(len(wanted), dtype=self.dtype, device="cpu")
+        view = found.numpy().data.cast("B") if len(wanted) else memoryview(b"")
+        for part in self._parts:
+            here = range(max(wanted.start, part.elements.start), min(wanted.stop, part.elements.stop))
+            if here:
+                size = found.element_size()
+                place = slice((here.start - wanted.start) * size, (here.stop - wanted.start) * size)
+                self._reader.read_into(part, self._state, here, view[place])
+        return found
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self[0 : self.shape.numel()].view(self.shape)
+
+
+def elements_of(state: torch.Tensor | StoredElements, elements: slice) -> torch.Tensor:
+    """Elements of a parameter's state, which may be stored elsewhere."""
+    return state[elements] if isinstance(state, StoredElements) else state.detach().reshape(-1)[elements]
 
 
 class OwnedStates:
@@ -270,7 +305,7 @@ class HostedStates(OwnedStates):
 
 
 class RowStates(OwnedStates):
-    """On this rank, which steps the rows of its piece itself (see hosted_sparse_rows.py). ``spec``: of a parameter."""
+    """On this rank, which steps the rows of its piece itself (see sparse_rows.py). ``spec``: of a parameter."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """The base class of hosted optimizers whose services step under the backward pass (``step_in_backward=True``).
 
 Owns what torch's users see of that: which calls come too late, and what a step says that they have changed.
-hosted_in_backward.py begins the steps. The training thread calls, but for ``_compare_in_backward``.
+in_backward.py begins the steps. The training thread calls, but for ``_compare_in_backward``.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 
 from byteps_py.errors import GradientOrderError, UsageError
 from byteps_py.kernels.update_rules import Hyperparameters
-from byteps_py.torch.gradients.hosted_in_backward import BackwardRound, InBackwardReducer, RoundNumbers
-from byteps_py.torch.gradients.hosted_optimizer import HostedOptimizerMixin, names_join
-from byteps_py.torch.gradients.hosted_rules import check_numbers, numbers_of, rule_of
+from byteps_py.torch.gradients.hosted.in_backward import BackwardRound, InBackwardReducer, RoundNumbers
+from byteps_py.torch.gradients.hosted.optimizer import HostedOptimizerMixin, names_join
+from byteps_py.torch.gradients.hosted.rules import check_numbers, numbers_of, rule_of
 
 _REMEDY = "Leave step_in_backward out to have it"
 

@@ -29,14 +29,13 @@ from byteps_py.torch.collectives.dtypes import WIRE, wire_dtype
 from byteps_py.torch.collectives.slot_view import PieceView, TensorRequest
 from byteps_py.torch.compression import Compression
 from byteps_py.torch.gradients.bucket import Bucket, GradientOptions, GradientPlace
-from byteps_py.torch.gradients.common_record import ShadowedTensor
 from byteps_py.torch.gradients.gradient_checksums import Gradients, Scratch
 from byteps_py.torch.gradients.gradient_reducer import GradientReducer
-from byteps_py.torch.gradients.hosted_rules import check_dtypes
-from byteps_py.torch.gradients.hosted_shadow import ShadowedSteps
-from byteps_py.torch.gradients.hosted_sparse_rows import HostedSparseBucket
-from byteps_py.torch.gradients.hosted_states import Factors, HostedStates, OwnedStates, ParameterState, RowStates
-from byteps_py.torch.gradients.hosted_trust_ratios import UpdatePhase, begin_scaled_steps
+from byteps_py.torch.gradients.hosted.replication import ShadowedSteps, ShadowedTensor
+from byteps_py.torch.gradients.hosted.rules import check_dtypes
+from byteps_py.torch.gradients.hosted.sparse_rows import HostedSparseBucket
+from byteps_py.torch.gradients.hosted.states import Factors, HostedStates, OwnedStates, ParameterState, RowStates
+from byteps_py.torch.gradients.hosted.trust_ratios import UpdatePhase, begin_scaled_steps
 from byteps_py.torch.gradients.sparse_bucket import SparseBucket
 from byteps_py.torch.horovod.allgather import allgather
 
@@ -212,7 +211,7 @@ class HostedReducer(GradientReducer):
         request = super()._request(names, params, first)
         spec = request.spec
         shape = (sum(param.numel() for param in params),)
-        # Whether sums are finite is found out by their owners, see hosted_overflow.py.
+        # Whether sums are finite is found out by their owners, see agreement.py.
         shadow = self._options.shadow
         spec = replace(spec, shape=shape, ownership=spec.name, nonfinite=NonFinite.ALLOW, is_shadowed=shadow)
         return replace(request, spec=spec, result_shapes=())
