@@ -1,4 +1,4 @@
-"""A small Llama: RMSNorm, rotary positions, grouped heads, SwiGLU. ``parallelize`` cuts every layer for several ranks.
+"""A small Llama: RMSNorm, rotary positions, grouped heads, SwiGLU; and the plan that cuts its layers for several ranks.
 
 The layers exchange a pair (hidden states, token ids), so that an nn.Sequential of them can be cut into the stages of a
 pipeline, and each layer can see where documents end.
@@ -6,6 +6,7 @@ pipeline, and each layer can see where documents end.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -40,9 +41,9 @@ class LlamaOptions:
             raise ValueError(f"width {self.width} is no multiple of 2 * {self.heads} heads: take {fits}")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Groups:
-    """The ranks that share this rank's layers and sequences. ``parallelize`` sets them."""
+    """The ranks that share this rank's layers and sequences."""
 
     tp: Group = None
     cp: Group = None
@@ -130,10 +131,9 @@ class Head(nn.Module):
         return self.output(self.norm(state[0]))
 
 
-def llama(options: LlamaOptions, seed: int = 0) -> nn.Sequential:
+def llama(options: LlamaOptions, groups: Groups, seed: int = 0) -> nn.Sequential:
     """The model, with the same parameters on all ranks."""
     torch.manual_seed(seed)
-    groups = Groups()
     blocks = [TransformerBlock(options, groups) for _ in range(options.layers)]
     model = nn.Sequential(TokenEmbedding(options, groups), *blocks, Head(options))
     if options.tied:
@@ -141,13 +141,9 @@ def llama(options: LlamaOptions, seed: int = 0) -> nn.Sequential:
     return model
 
 
-def parallelize(
-    model: nn.Sequential, options: LlamaOptions, tp: Group, cp: Group, sequence_parallel: bool = True
-) -> None:
-    """Cut each layer for the ranks of ``tp``, and the sequence for those of ``cp``."""
-    groups = model[0].groups
-    groups.tp, groups.cp = tp, cp
-    plan: dict[str, tensor.Style] = {
+def plan(options: LlamaOptions) -> dict[str, tensor.Style]:
+    """How tensor-parallel ranks cut each layer."""
+    return {
         "0.token": tensor.Embedding(),
         "*.attention": tensor.SharedInput(),
         "*.attention.wq": tensor.Column(units=options.heads),
@@ -159,15 +155,17 @@ def parallelize(
         "*norm": tensor.Sequence(),
         "*.output": tensor.Column(vocabulary=True),
     }
-    tensor.parallelize(model, plan, tp, sequence_dim=SEQUENCE if sequence_parallel else None)
 
 
-def token_loss(options: LlamaOptions, groups: Groups, logits: torch.Tensor, targets: torch.Tensor) -> State:
-    """The sum over this rank's tokens, and their number: a pipeline divides the sum over all ranks by that of the
-    numbers. ``targets``: of the whole sequence."""
-    own = context.shard_sequence(targets, groups.cp, SEQUENCE)
-    losses = tensor.parallel_cross_entropy(logits, own, groups.tp, options.vocabulary, reduction="sum")
-    return losses, (own != -100).sum()
+def token_loss(options: LlamaOptions, groups: Groups) -> Callable[[torch.Tensor, torch.Tensor], State]:
+    """A loss function: the sum over this rank's tokens, and their number. ``targets``: of the whole sequence."""
+
+    def loss(logits: torch.Tensor, targets: torch.Tensor) -> State:
+        own = context.shard_sequence(targets, groups.cp, SEQUENCE)
+        losses = tensor.parallel_cross_entropy(logits, own, groups.tp, options.vocabulary, reduction="sum")
+        return losses, (own != -100).sum()
+
+    return loss
 
 
 def rotated(x: torch.Tensor, positions: torch.Tensor, base: float = 10_000.0) -> torch.Tensor:

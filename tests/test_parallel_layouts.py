@@ -16,7 +16,7 @@ EXAMPLE = str(ROOT / "examples" / "llama.py")
 @pytest.mark.parametrize(
     ("layout", "cases"),
     [
-        ("-np 4", "2x2x1x1 2x1x2x1:tied=1 1x1x2x2:zero2"),
+        ("-np 4", "2x2x1x1 2x1x2x1:tied=1 1x1x2x2:zero2 1x2x1x2:zero3"),
         pytest.param("-np 4", "1x2x1x2:hsdp 2x1x1x2:zero1 1x2x2x1", marks=pytest.mark.slow),
         pytest.param("-np 2 --machines 2 --servers 1", "2x1x2x1 1x2x2x1 2x1x1x2 1x2x1x2:zero2", marks=pytest.mark.slow),
         pytest.param(
@@ -45,6 +45,24 @@ def test_beside_one_process(layout: str, cases: str) -> None:
     for number, case in enumerate(cases.split()):
         # Once from fresh weights, and once from the checkpoint of the layout before.
         assert job.text.count(f"{case}: right") == ranks * (1 + (number > 0)), job.text
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        "1x1x1x2 2x1x1x1",
+        pytest.param("1x1x2x1 1x1x1x2:zero1 1x1x1x2:zero2 1x2x1x1:hsdp 1x1x1x2:zero3", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.timeout(200)
+def test_mixed_precision(cases: str) -> None:
+    """Of ``parallelize_model``: autocast, a step that is skipped on all ranks, and refusals."""
+    program = str(ROOT / "tests" / "programs" / "parallelized.py")
+    launch = [sys.executable, "-m", "byteps_py.launch", "-np", "2", sys.executable, program, *cases.split()]
+    with command(*launch, OMP_NUM_THREADS="1") as job:
+        assert job.end() == 0, job.text
+    for case in cases.split():
+        assert job.text.count(f"{case}: right") == 2, job.text
 
 
 @pytest.mark.long

@@ -8,6 +8,7 @@
     pipe/                      pipelines
     multimodal/                pipelines of text models that attend to images
     checkpoint/                checkpoints of models in parts, and whether copies are equal
+    parallelize                all dimensions of a mesh at once, with the optimizer, loss scaling and clipping
     gradients                  norms of models in parts
     gradient_scaling           GradScalers of models in parts
     numerics/                  comparing two runs bit by bit
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from byteps_py.parallel.checkpoint.copies import check_copies
     from byteps_py.parallel.gradients import clip_grad_norm_
     from byteps_py.parallel.mesh.device_mesh import Mesh
+    from byteps_py.parallel.parallelize import ParallelOptions, ParallelTraining, parallelize_model
     from byteps_py.parallel.pipe.micro_batches import MicroBatches
     from byteps_py.parallel.pipe.pipeline import Pipeline
     from byteps_py.parallel.pipe.skips import pop, stash
@@ -36,9 +38,12 @@ _HOMES = {
     "DistributedDataParallel": "byteps_py.torch.gradients.distributed_data_parallel",
     "Mesh": "byteps_py.parallel.mesh.device_mesh",
     "MicroBatches": "byteps_py.parallel.pipe.micro_batches",
+    "ParallelOptions": "byteps_py.parallel.parallelize",
+    "ParallelTraining": "byteps_py.parallel.parallelize",
     "Pipeline": "byteps_py.parallel.pipe.pipeline",
     "check_copies": "byteps_py.parallel.checkpoint.copies",
     "clip_grad_norm_": "byteps_py.parallel.gradients",
+    "parallelize_model": "byteps_py.parallel.parallelize",
     "pop": "byteps_py.parallel.pipe.skips",
     "split": "byteps_py.parallel.pipe.split",
     "stash": "byteps_py.parallel.pipe.skips",
@@ -51,6 +56,8 @@ __all__ = [
     "DistributedDataParallel",
     "Mesh",
     "MicroBatches",
+    "ParallelOptions",
+    "ParallelTraining",
     "Pipeline",
     "check_copies",
     "checkpoint",
@@ -60,6 +67,7 @@ __all__ = [
     "mesh",
     "multimodal",
     "numerics",
+    "parallelize_model",
     "pop",
     "sharding",
     "split",

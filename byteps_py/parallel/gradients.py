@@ -92,7 +92,11 @@ def total_norm(partial: torch.Tensor, groups: Sequence[dist.ProcessGroup], norm_
 
 def scale_gradients(parameters: Iterable[nn.Parameter], max_norm: float, norm: torch.Tensor) -> None:
     """Multiply the gradients by max_norm / norm if that is below 1."""
-    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    multiply_gradients(parameters, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+
+
+def multiply_gradients(parameters: Iterable[nn.Parameter], factor: torch.Tensor) -> None:
+    """Multiply the gradients that are there by a scalar, which may lie on another device."""
     for parameter in parameters:
         if parameter.grad is not None:
             local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad

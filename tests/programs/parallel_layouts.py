@@ -21,11 +21,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-from llama import Trainer
-from llama_model import LlamaOptions, llama, token_loss
+from llama import new_training
+from llama_model import Groups, LlamaOptions, llama, token_loss
 
 import byteps_py.torch  # noqa: F401  (the backend)
-from byteps_py.parallel import Mesh, checkpoint
+from byteps_py.parallel import Mesh, ParallelTraining, Pipeline, checkpoint
 from byteps_py.parallel.tensor import Shard, sharded_parameters
 
 CLOSE = 1e-12
@@ -41,40 +41,44 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator(torch.get_default_device()).manual_seed(step)
     tokens = torch.randint(OPTIONS.vocabulary, (ROWS, CONTEXT + 1), generator=generator)
     tokens[torch.rand(tokens.shape, generator=generator) < 0.15] = 3
-    return tokens[:, :-1], tokens[:, 1:]
+    targets = tokens[:, 1:].clone()
+    masked = torch.linspace(0.0, 0.6, ROWS, device=tokens.device)[:, None]  # ranks count differently
+    targets[torch.rand(targets.shape, generator=generator) < masked] = -100
+    return tokens[:, :-1], targets
 
 
 class OneProcess:
     def __init__(self, options: LlamaOptions) -> None:
-        self.options, self.model = options, llama(options).double()
+        self.options, self.model = options, llama(options, Groups()).double()
+        self.loss = token_loss(options, Groups())
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
 
     def backward(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
         self.optimizer.zero_grad()
-        losses, count = token_loss(self.options, self.model[0].groups, self.model(inputs), targets)
+        losses, count = self.loss(self.model(inputs), targets)
         (losses / count).backward()
         return float((losses / count).detach())
 
 
-def named(trainer: Trainer) -> Iterator[tuple[str, nn.Parameter, Shard | None]]:
-    owner = trainer.model if trainer.pipe is None else trainer.pipe
-    shards = sharded_parameters(trainer.model) if trainer.pipe is None else trainer.pipe.sharded_parameters()
-    for name, parameter in owner.named_parameters():
-        yield name.removeprefix("module."), parameter, shards.get(name)
+def named(training: ParallelTraining) -> Iterator[tuple[str, nn.Parameter, Shard | None]]:
+    module = training.module
+    shards = module.sharded_parameters() if isinstance(module, Pipeline) else sharded_parameters(module)
+    for name, parameter in module.named_parameters():
+        yield name, parameter, shards.get(name)
 
 
-def check_sharded(trainer: Trainer, data: str, mesh: Mesh) -> None:
+def check_sharded(training: ParallelTraining, data: str, mesh: Mesh) -> None:
     """FSDP2 has cut every parameter for as many ranks as the layout says."""
-    parts = {"zero2": mesh.dp * mesh.cp, "hsdp": mesh.cp}.get(data, 1)
-    for name, parameter, _ in named(trainer):
+    parts = {"zero2": mesh.dp * mesh.cp, "zero3": mesh.dp * mesh.cp, "hsdp": mesh.cp}.get(data, 1)
+    for name, parameter, _ in named(training):
         placements = parameter.placements if isinstance(parameter, DTensor) else ()
         mesh_of = parameter.device_mesh if isinstance(parameter, DTensor) else None
         cut = [mesh_of.size(dim) for dim, one in enumerate(placements) if one.is_shard() and mesh_of is not None]
         assert math.prod(cut) == parts, f"{name} is cut for {cut} ranks, not {parts}"
 
 
-def check_gradients(trainer: Trainer, expected: dict[str, torch.Tensor]) -> None:
-    for name, parameter, shard in named(trainer):
+def check_gradients(training: ParallelTraining, expected: dict[str, torch.Tensor]) -> None:
+    for name, parameter, shard in named(training):
         own, whole = parameter.grad, expected[name]
         assert own is not None, name
         if isinstance(own, DTensor):
@@ -101,13 +105,15 @@ def run(layout: str, number: int, folder: str, reference: OneProcess) -> None:
     data = others.pop(0) if others and "=" not in others[0] else "ddp"
     others = [one for one in others if one != TIED]
     mesh = Mesh(*(int(one) for one in sizes.split("x")))
-    trainer = Trainer(reference.options, mesh, arguments_of(data, others))
-    check_sharded(trainer, data, mesh)
-    model = trainer.pipe or getattr(trainer.model, "module", trainer.model)
+    training = new_training(reference.options, mesh, arguments_of(data, others))
+    check_sharded(training, data, mesh)
+    model = training.module
     if number:
-        checkpoint.load(model, f"{folder}/{number - 1}", trainer.optimizer)
+        checkpoint.load(model, f"{folder}/{number - 1}", training.optimizer)
     for step in (2 * number, 2 * number + 1):
         inputs, targets = batch(step)
+        own = [one.chunk(mesh.dp)[mesh.rank("dp")] for one in (inputs, targets)]
+        evaluated = training.evaluate(*own)
         expected_loss = reference.backward(inputs, targets)
         expected = {
             name: one.grad
@@ -115,21 +121,20 @@ def run(layout: str, number: int, folder: str, reference: OneProcess) -> None:
             if one.grad is not None
         }
         if step == 0:  # the same weights to the last bit
-            own = [one.chunk(mesh.dp)[mesh.rank("dp")] for one in (inputs, targets)]
-            trainer.optimizer.zero_grad()
-            loss = trainer.backward(*own)
-            check_gradients(trainer, expected)
+            loss = training.backward(*own)
+            check_gradients(training, expected)
             norm = nn.utils.clip_grad_norm_(reference.model.parameters(), 0.5)
-            assert abs(trainer.clip_gradients(0.5) - norm) <= CLOSE * norm, f"{trainer.clip_gradients(9.0)} {norm}"
-            check_gradients(trainer, expected)
-            trainer.optimizer.step()
+            assert abs(training.clip_grad_norm_(0.5) - norm) <= CLOSE * norm, f"{training.clip_grad_norm_(9.0)} {norm}"
+            check_gradients(training, expected)
+            training.optimizer.step()
         else:
             nn.utils.clip_grad_norm_(reference.model.parameters(), 1.0)
-            loss = trainer.step(inputs, targets)
+            loss = training.step(*own)
         close = CLOSE if step == 0 else CLOSE_AFTER_STEPS
-        assert abs(loss - expected_loss) <= close, f"step {step}: {loss} {expected_loss}"
+        for found in (loss, evaluated):
+            assert abs(found - expected_loss) <= close, f"step {step}: {found} {expected_loss}"
         reference.optimizer.step()
-    checkpoint.save(model, f"{folder}/{number}", trainer.optimizer)
+    checkpoint.save(model, f"{folder}/{number}", training.optimizer)
     print(f"{layout}: right", flush=True)
 
 

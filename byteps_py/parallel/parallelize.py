@@ -1,0 +1,277 @@
+"""All dimensions of a mesh at once: ``bps.parallel.parallelize_model``. Read it from top to bottom.
+
+What each dimension does is in the package of its name: tensor, context, pipe. Data parallelism is torch's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from byteps_py.errors import UsageError
+from byteps_py.parallel import tensor
+from byteps_py.parallel.gradient_scaling import decide_together
+from byteps_py.parallel.gradients import clip_grad_norm_, multiply_gradients
+from byteps_py.parallel.mesh.device_mesh import Mesh
+from byteps_py.parallel.pipe.losses import LossFunction
+from byteps_py.parallel.pipe.micro_batches import cut
+from byteps_py.parallel.pipe.pipeline import Pipeline
+from byteps_py.parallel.pipe.trees import flatten
+
+Module = nn.Module | Pipeline
+DataParallelism = Literal["ddp", "zero1", "zero2", "zero3", "hsdp"]
+NewOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+#: What copies of the model share through FSDP2, which sums their gradients itself.
+_FULLY_SHARDED = ("zero2", "zero3", "hsdp")
+#: Schedules that take the optimizer.
+_UNSYNCHRONOUS = ("pipedream", "pipedream-2bw")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelOptions:
+    """How ``parallelize_model`` uses the mesh.
+
+    Attributes:
+        plan: the tensor-parallel style of each layer, by name: see ``tensor.parallelize``.
+        sequence_dim: of hidden states; the norms of the plan see parts of it (sequence parallelism). None: all of it.
+        data: what the ranks of "dp" and "cp", which are copies of the model, share: nothing ("ddp"), optimizer states
+            ("zero1"), also gradients ("zero2"), also parameters ("zero3"); or as "zero3" among the ranks of "cp"
+            only, with copies along "dp" ("hsdp").
+        schedule: of the pipeline: a name of `bps schedule`, of those that change no weights themselves.
+        micro_batches: of a step. Without a pipeline, their gradients are accumulated.
+        recompute: a pipeline's stages keep their inputs only, and repeat forward passes before backward passes.
+        autocast: the dtype of torch.autocast; None: none. With torch.float16, the loss is scaled (GradScaler).
+        max_norm: gradients are clipped to this norm. None: they are not.
+    """
+
+    plan: Mapping[str, tensor.Style] = field(default_factory=dict)
+    sequence_dim: int | None = None
+    data: DataParallelism = "ddp"
+    schedule: str = "dapple"
+    micro_batches: int = 1
+    recompute: bool = False
+    autocast: torch.dtype | None = None
+    max_norm: float | None = None
+
+
+def parallelize_model(
+    model: nn.Sequential, mesh: Mesh, loss: LossFunction, optimizer: NewOptimizer, options: ParallelOptions
+) -> ParallelTraining:
+    """Cut ``model`` for this rank of ``mesh``, and make its optimizer. All ranks call it alike.
+
+        mesh = bps.parallel.Mesh(tp=2, pp=2)  # dp: all other ranks
+        model = nn.Sequential(...)            # the same on all ranks; its attention knows mesh.group("cp")
+        options = ParallelOptions(plan={"*.w1": Column(), "*.w2": Row()}, micro_batches=4, max_norm=1.0)
+        training = bps.parallel.parallelize_model(model, mesh, loss, partial(torch.optim.AdamW, lr=1e-3), options)
+        for inputs, targets in batches:       # of this data-parallel rank
+            loss = training.step(inputs, targets)
+        checkpoint.save(training.module, "checkpoint/1000", training.optimizer)
+
+    Args:
+        model: its layers, on this rank's device. It is changed in place.
+        mesh: of all ranks of the job.
+        loss: (output, target) of a micro-batch -> its mean loss; or (sum, count), if micro-batches or ranks have
+            different numbers of tokens: the loss of a step is then the sum over all of them by the sum of the counts.
+        optimizer: parameters of this rank -> their optimizer.
+
+    Raises UsageError if the model, the mesh and the options do not go together. One thread.
+    """
+    _check(mesh, options)
+    tensor.parallelize(model, options.plan, mesh.group("tp"), sequence_dim=options.sequence_dim)
+    copies, is_fully_sharded = mesh.gradient_group, options.data in _FULLY_SHARDED
+    module: Module = model
+    if mesh.pp > 1:
+        # FSDP sums gradients itself: each copy of the model is then a pipeline of its own.
+        workers = mesh.device_mesh["pp"] if is_fully_sharded else mesh.device_mesh
+        module = Pipeline(model, options.schedule, options.micro_batches, workers, recompute=options.recompute)
+    forward: nn.Module = model
+    if is_fully_sharded:
+        for stage in module.stages.values() if isinstance(module, Pipeline) else [model]:
+            _fully_shard(stage, mesh, options.data)
+        decide_together(module.parameters(), [copies])
+    elif isinstance(module, nn.Module):
+        forward = nn.parallel.DistributedDataParallel(model, process_group=copies)
+    parameters = list(module.parameters())
+    if options.data == "zero1":  # it makes the optimizer of the parameters that this rank steps
+        own: torch.optim.Optimizer = ZeroRedundancyOptimizer(parameters, optimizer, copies)  # type: ignore[arg-type]
+    else:
+        own = optimizer(parameters)
+    mean = _MeanLoss(loss, mesh, module.program.parts if isinstance(module, Pipeline) else 1)
+    return ParallelTraining(_Parts(module, forward, loss, mean, not is_fully_sharded), own, options)
+
+
+def _check(mesh: Mesh, options: ParallelOptions) -> None:
+    if options.data not in get_args(DataParallelism):
+        raise UsageError(f"data={options.data!r}: give one of {', '.join(get_args(DataParallelism))}")
+    if options.data == "hsdp" and mesh.cp == 1:
+        raise UsageError(
+            "data='hsdp' shares parameters among the ranks of cp, and cp is 1: give 'zero3', or a larger cp"
+        )
+    if mesh.sharding > 1 and options.data in _FULLY_SHARDED:
+        raise UsageError(f"data={options.data!r} takes no mesh with sharding={mesh.sharding}: give the ranks to dp")
+    if mesh.tp > 1 and not options.plan:
+        raise UsageError(f"tp={mesh.tp} needs a plan: ParallelOptions(plan={{'*.w1': tensor.Column(), …}})")
+    if mesh.pp > 1 and options.schedule in _UNSYNCHRONOUS:
+        raise UsageError(f"{options.schedule} changes weights within its steps: use bps.parallel.Pipeline")
+
+
+def _fully_shard(stage: nn.Module, mesh: Mesh, data: str) -> None:
+    """FSDP2, for each layer and for what is left. "hsdp": parts lie along "cp", copies of them along "dp"."""
+    ranks = mesh.submesh("dp", "cp", flat=data != "hsdp")
+    for layer in [*stage.children(), stage]:
+        fully_shard(layer, mesh=ranks, reshard_after_forward=data != "zero2")
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """``forward``: ``module``, with what sums its gradients over ``mesh.gradient_group``. ``is_summed_by_pipeline``: a
+    pipeline does, and takes the mean of ``loss``; else ``mean`` does."""
+
+    module: Module
+    forward: nn.Module
+    loss: LossFunction
+    mean: _MeanLoss
+    is_summed_by_pipeline: bool
+
+
+class ParallelTraining:
+    """A model on this rank of a mesh, with its optimizer. ``parallelize_model`` makes it; all ranks call its methods
+    alike.
+
+    Attributes:
+        module: for ``checkpoint.save`` and ``load``: the model, or its pipeline.
+        optimizer: for schedulers of the learning rate, and for checkpoints.
+        scaler: of the loss. It does nothing unless ``autocast`` is torch.float16.
+        norm: of the gradients in the last step, before clipping; None without ``max_norm``.
+    """
+
+    def __init__(self, parts: _Parts, optimizer: torch.optim.Optimizer, options: ParallelOptions) -> None:
+        self.module, self.optimizer = parts.module, optimizer
+        self._parts, self._options = parts, options
+        self._device = next(iter(parts.module.parameters())).device
+        self.scaler = torch.amp.GradScaler(self._device.type, enabled=options.autocast is torch.float16)
+        self.norm: torch.Tensor | None = None
+
+    def step(self, inputs: Any, targets: Any) -> torch.Tensor:
+        """Train on the batch of this data-parallel rank. Ranks that differ in other dimensions only give the same one.
+        Returns the loss over the batches of all ranks, a scalar that is the same on each of them."""
+        loss = self.backward(inputs, targets)
+        self.scaler.unscale_(self.optimizer)
+        if self._options.max_norm is not None:
+            self.norm = self.clip_grad_norm_(self._options.max_norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return loss
+
+    def backward(self, inputs: Any, targets: Any) -> torch.Tensor:
+        """The forward and backward passes of ``step``. Gradients replace those that parameters have; with torch.float16
+        they are scaled."""
+        self.optimizer.zero_grad()
+        module, mean = self.module, self._parts.mean
+        if isinstance(module, Pipeline) and self._parts.is_summed_by_pipeline:
+            with self._autocast():
+                return module.step(inputs, targets, self._parts.loss, self.scaler)
+        mean.begin(targets, self._device)
+        if isinstance(module, Pipeline):
+            with self._autocast():
+                module.step(inputs, targets, mean, self.scaler)
+        else:
+            self._accumulate(inputs, targets)
+        return mean.take(module.parameters())
+
+    @torch.no_grad()
+    def evaluate(self, inputs: Any, targets: Any) -> torch.Tensor:
+        """The loss of forward passes only; see ``step``. Call ``module.eval()`` before, as for any module."""
+        module, mean = self.module, self._parts.mean
+        with self._autocast():
+            if isinstance(module, Pipeline) and self._parts.is_summed_by_pipeline:
+                return module.evaluate(inputs, targets, self._parts.loss)
+            mean.begin(targets, self._device)
+            if isinstance(module, Pipeline):
+                module.evaluate(inputs, targets, mean)
+            else:
+                for part, target in self._micro_batches(inputs, targets):
+                    mean(module(part), target)
+        return mean.take(())
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """As torch.nn.utils.clip_grad_norm_, over the gradients of all ranks, each parameter once. Returns the norm
+        before clipping, the same on all ranks."""
+        if isinstance(self.module, Pipeline):
+            return self.module.clip_grad_norm_(max_norm, norm_type)
+        return clip_grad_norm_(self.module, max_norm, norm_type)
+
+    def _autocast(self) -> torch.autocast:
+        dtype = self._options.autocast
+        return torch.autocast(self._device.type, dtype, enabled=dtype is not None)
+
+    def _micro_batches(self, inputs: Any, targets: Any) -> list[tuple[Any, Any]]:
+        count = self._options.micro_batches
+        return list(zip(cut(inputs, count, "inputs"), cut(targets, count, "targets"), strict=True))
+
+    def _accumulate(self, inputs: Any, targets: Any) -> None:
+        """The passes without a pipeline. The ranks sum their gradients in the last one."""
+        micro_batches, forward = self._micro_batches(inputs, targets), self._parts.forward
+        for number, (part, target) in enumerate(micro_batches, start=1):
+            is_last = number == len(micro_batches)
+            if isinstance(forward, FSDPModule):
+                forward.set_requires_gradient_sync(is_last)
+            is_alone = isinstance(forward, nn.parallel.DistributedDataParallel) and not is_last
+            with forward.no_sync() if is_alone else contextlib.nullcontext():  # type: ignore[operator]
+                with self._autocast():
+                    loss = self._parts.mean(forward(part), target)
+                self.scaler.scale(loss).backward()
+
+
+class _MeanLoss:
+    """Makes a mean over the micro-batches of all copies of the model of a loss that is known for one micro-batch.
+
+    DDP and FSDP take the mean of gradients over ranks before it is known how many tokens count on all of them. So
+    gradients are those of sum / ``_expected``, and ``take`` multiplies them by the rest of the way to sum / count.
+    ``parts``: by how many a pipeline divides.
+    """
+
+    def __init__(self, function: LossFunction, mesh: Mesh, parts: int) -> None:
+        self._function, self._parts = function, parts
+        self._copies = mesh.gradient_group
+        self._groups = [self._copies, *([mesh.group("pp")] if mesh.pp > 1 else [])]
+        self._weight = 0.0  # of a micro-batch's sum in its backward pass: copies / expected
+        self._expected = 0.0
+        self._sums = torch.zeros(2)  # of the losses, and of what counts
+
+    def begin(self, targets: Any, device: torch.device) -> None:
+        """Before the passes of a batch. All ranks call it."""
+        if not self._expected:
+            elements = sum(one.numel() for one in flatten(targets)[0])
+            expected = torch.tensor(float(max(elements, 1)), dtype=torch.float64, device=device)
+            dist.all_reduce(expected, group=self._copies)
+            self._expected = float(expected)
+            self._weight = dist.get_world_size(self._copies) / self._expected
+        self._sums = torch.zeros(2, dtype=torch.float64, device=device)
+
+    def __call__(self, output: Any, target: Any) -> torch.Tensor:
+        """The loss of a micro-batch, for its backward pass."""
+        found = self._function(output, target)
+        total, count = found if isinstance(found, tuple) else (found, 1)
+        own = torch.stack([torch.as_tensor(one, device=self._sums.device).detach().double() for one in (total, count)])
+        self._sums += own
+        return total * (self._weight * self._parts)
+
+    def take(self, parameters: Iterable[nn.Parameter]) -> torch.Tensor:
+        """After the passes: the mean. The gradients of ``parameters`` become its own. All ranks call it."""
+        for group in self._groups:
+            dist.all_reduce(self._sums, group=group)
+        total, count = self._sums
+        share = torch.where(count > 0, 1 / count.clamp(min=1e-300), 0.0)  # nothing counts: no gradients
+        multiply_gradients(parameters, share * self._expected)
+        mean: torch.Tensor = total * share
+        return mean

@@ -1,0 +1,145 @@
+"""``parallel.parallelize_model`` with mixed precision, and what it refuses. Arguments: "TPxCPxPPxDP:DATA" layouts.
+Prints "LAYOUT: right" on each rank."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+
+import cases  # noqa: F401  (the default device)
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import byteps_py.torch  # noqa: F401  (the backend)
+from byteps_py.errors import UsageError
+from byteps_py.parallel import Mesh, ParallelOptions, ParallelTraining, Pipeline, parallelize_model
+from byteps_py.parallel.tensor import Column, Row
+
+WIDTH, ROWS = 8, 8
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.w2 = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.seen: torch.dtype | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.w1(x)
+        self.seen = hidden.dtype
+        return x + self.w2(hidden.relu())
+
+
+def new_training(mesh: Mesh, data: str, autocast: torch.dtype, factor: Callable[[], float]) -> ParallelTraining:
+    torch.manual_seed(1)
+    model = nn.Sequential(*(Block() for _ in range(4)))
+    options = ParallelOptions(
+        plan={"*.w1": Column(), "*.w2": Row()}, data=data, micro_batches=2, autocast=autocast, max_norm=10.0
+    )
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return ((output.float() - target) ** 2).mean() * factor()
+
+    return parallelize_model(model, mesh, loss, functools.partial(torch.optim.SGD, lr=0.1), options)
+
+
+def local_parameters(training: ParallelTraining) -> list[torch.Tensor]:
+    return [
+        (one.to_local() if isinstance(one, DTensor) else one).detach().clone() for one in training.module.parameters()
+    ]
+
+
+def batch(mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator(torch.get_default_device()).manual_seed(2)
+    inputs = torch.randn(ROWS, WIDTH, generator=generator)
+    own = inputs.chunk(mesh.dp * mesh.cp)[mesh.rank("dp", "cp")]
+    return own, own.flip(1)
+
+
+def reference(autocast: torch.dtype) -> list[float]:
+    torch.manual_seed(1)
+    model = nn.Sequential(*(Block() for _ in range(4)))
+    generator = torch.Generator(torch.get_default_device()).manual_seed(2)
+    inputs = torch.randn(ROWS, WIDTH, generator=generator)
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for _ in range(3):
+        optimizer.zero_grad()
+        with torch.autocast(inputs.device.type, autocast):
+            output = model(inputs)
+        loss = ((output.float() - inputs.flip(1)) ** 2).mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 10.0)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def check_autocast(mesh: Mesh, data: str, autocast: torch.dtype) -> None:
+    training = new_training(mesh, data, autocast, lambda: 1.0)
+    losses = [float(training.step(*batch(mesh))) for _ in range(3)]
+    expected = reference(autocast)
+    assert losses[-1] < losses[0]
+    assert all(abs(one - other) < 0.02 * other for one, other in zip(losses, expected, strict=True)), (
+        f"{losses} {expected}"
+    )
+    roots = training.module.stages.values() if isinstance(training.module, Pipeline) else [training.module]
+    seen = {one.seen for root in roots for one in root.modules() if isinstance(one, Block)}
+    assert seen == {autocast}, seen
+    assert training.scaler.is_enabled() is (autocast is torch.float16)
+
+
+def check_skipped_step(mesh: Mesh, data: str) -> None:
+    """The loss of one copy overflows in the second step: no rank makes it, and all go on with half the scale."""
+    step = 0
+    is_one = mesh.rank("dp", "cp") == 0
+    training = new_training(mesh, data, torch.float16, lambda: 1e38 if step == 2 and is_one else 1.0)
+    for step in (1, 2, 3):
+        before, scale = local_parameters(training), training.scaler.get_scale()
+        training.step(*batch(mesh))
+        after = local_parameters(training)
+        is_same = all(torch.equal(*pair) for pair in zip(before, after, strict=True))
+        assert is_same is (step == 2), f"step {step}"
+        assert training.scaler.get_scale() == (scale / 2 if step == 2 else scale), f"step {step}"
+
+
+def check_refusals(mesh: Mesh) -> None:
+    def refused(text: str, **options: object) -> None:
+        model = nn.Sequential(*(Block() for _ in range(4)))
+        given = ParallelOptions(**options)  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match=text):
+            parallelize_model(model, mesh, nn.functional.mse_loss, torch.optim.SGD, given)
+
+    refused("data='zero4': give one of ddp, zero1, zero2, zero3, hsdp", data="zero4")
+    if mesh.cp == 1:
+        refused("data='hsdp' shares parameters among the ranks of cp", data="hsdp")
+    sharing = Mesh(order="paddle", sharding=mesh.dp) if mesh.dp > 1 else None
+    if sharing is not None:
+        model = nn.Sequential(Block())
+        with pytest.raises(UsageError, match=f"data='zero3' takes no mesh with sharding={mesh.dp}"):
+            parallelize_model(model, sharing, nn.functional.mse_loss, torch.optim.SGD, ParallelOptions(data="zero3"))
+    if mesh.tp > 1:
+        refused(f"tp={mesh.tp} needs a plan")
+    elif mesh.pp > 1:
+        refused("pipedream changes weights within its steps", schedule="pipedream")
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("byteps")
+    for layout in sys.argv[1:]:
+        sizes, _, data = layout.partition(":")
+        mesh = Mesh(*(int(one) for one in sizes.split("x")))
+        check_refusals(mesh)
+        for autocast in (torch.bfloat16, torch.float16):
+            check_autocast(mesh, data or "ddp", autocast)
+        check_skipped_step(mesh, data or "ddp")
+        print(f"{layout}: right", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
