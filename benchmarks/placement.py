@@ -1,6 +1,6 @@
 """How even placement is: the fullest machine and the time of one reduction, with bounded loads and with plain hash.
 
-    python benchmarks/placement.py                 # the tables of docs/explanation/placement.md
+    python benchmarks/placement.py                 # the tables of benchmarks/results/placement.md
     python benchmarks/placement.py --per-tensor    # every tensor declared on its own, not all in one batch
 
 Nothing is measured here: the figures follow from the table's arithmetic and are the same on every machine.
