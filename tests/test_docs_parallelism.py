@@ -14,7 +14,23 @@ from support.clusters import ROOT
 BEFORE = [
     """
 import os
+import torch
+from torch import nn
 os.chdir(FOLDER)
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w1, self.w2 = nn.Linear(2, 4), nn.Linear(4, 2)
+    def forward(self, x):
+        return self.w2(self.w1(x).relu())
+
+torch.manual_seed(0)
+model, loss_function = nn.Sequential(Layer(), Layer()), nn.functional.mse_loss
+batches = [(torch.randn(8, 2), torch.randn(8, 2))] * 2
+""",
+    """
+assert float(training.evaluate(*batches[0])) < float(loss)
 """,
     """
 import torch
