@@ -11,8 +11,8 @@ import torch
 from byteps_py.kernels import reduce
 from byteps_py.kernels.jit import streaming
 from byteps_py.tensors import Op
+from byteps_py.torch.collectives.all_reduce import shares
 from byteps_py.torch.collectives.dtypes import WIRE
-from byteps_py.torch.collectives.ring import adding
 
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 LARGE = 70_000  # elements: more bytes than what goes past the caches begins with
@@ -21,11 +21,11 @@ ODD = [0.0, -0.0, 1e-45, 65504.0, float("inf"), float("-inf"), float("nan")]
 
 @pytest.fixture(autouse=True)
 def nothing_is_compiled() -> Iterator[None]:
-    adding.kernels.cache_clear()
+    shares.kernels.cache_clear()
     streaming.prepare()
     assert streaming.is_ready()
     yield
-    adding.kernels.cache_clear()
+    shares.kernels.cache_clear()
     streaming._choices.clear()
 
 
@@ -60,7 +60,7 @@ def test_both_places_have_the_bits_of_the_service(dtype: torch.dtype, seed: int,
     for past_caches in (False, True):
         count = choice.choice([1, 63, 64, 1000, LARGE, LARGE + 13])
         if is_compiled:
-            compiled = adding.kernels(WIRE[dtype], n, average)
+            compiled = shares.kernels(WIRE[dtype], n, average)
             compiled.prepare()
             assert compiled.is_ready()
         nbytes = count * dtype.itemsize
@@ -78,7 +78,7 @@ def test_both_places_have_the_bits_of_the_service(dtype: torch.dtype, seed: int,
         reduce(Op.SUM, WIRE[dtype], addresses, [expected.data_ptr()], count, n if average else 1)
         before = [buffer.clone() for buffer in buffers]
         target = {"in place": addresses[own], "apart": total.data_ptr(), "nowhere": None}[where]
-        adding.add_to_both(dtype, count, addresses, target, copy.data_ptr(), average)
+        shares.add_to_both(dtype, count, addresses, target, copy.data_ptr(), average)
         found = {"in place": rows[own], "apart": total, "nowhere": copy}[where]
         assert same(found, expected)
         assert same(copy, expected)
@@ -92,9 +92,9 @@ def test_both_places_have_the_bits_of_the_service(dtype: torch.dtype, seed: int,
 
 def test_it_is_compiled_with_the_first_large_one() -> None:
     a, b, copy = torch.ones(LARGE), torch.ones(LARGE), torch.empty(LARGE)
-    compiled = adding.kernels(WIRE[a.dtype], 2, False)
+    compiled = shares.kernels(WIRE[a.dtype], 2, False)
     for _ in range(2):
-        adding.add_to_both(a.dtype, LARGE, [a.data_ptr(), b.data_ptr()], a.data_ptr(), copy.data_ptr(), False)
+        shares.add_to_both(a.dtype, LARGE, [a.data_ptr(), b.data_ptr()], a.data_ptr(), copy.data_ptr(), False)
         assert compiled.is_ready()
     assert bool((a == 3).all())
     assert bool((copy == 3).all())
@@ -102,6 +102,6 @@ def test_it_is_compiled_with_the_first_large_one() -> None:
 
 def test_small_ones_do_not_start_a_compiler() -> None:
     a, copy = torch.ones(10), torch.empty(10)
-    adding.add_to_both(a.dtype, 10, [a.data_ptr(), a.data_ptr()], None, copy.data_ptr(), True)
+    shares.add_to_both(a.dtype, 10, [a.data_ptr(), a.data_ptr()], None, copy.data_ptr(), True)
     assert bool((copy == 1).all())
-    assert not adding.kernels(WIRE[a.dtype], 2, True).is_ready(0)
+    assert not shares.kernels(WIRE[a.dtype], 2, True).is_ready(0)

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from byteps_py.errors import UsageError
 from byteps_py.tensors import DType, Op
+from byteps_py.torch.collectives.all_reduce.service import KindPlace, KindPlaces, slots_for
 from byteps_py.torch.collectives.completion import Pool
-from byteps_py.torch.collectives.service_reductions import KindPlace, KindPlaces, slots_for
 from byteps_py.torch.collectives.slot_view import capacity_for
 from byteps_py.torch.collectives.tensor_bytes import ResultBuffer, octets
 from byteps_py.torch.collectives.work import OperationKind

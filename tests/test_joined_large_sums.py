@@ -12,10 +12,10 @@ import torch
 from support.connected import SETTINGS, WAIT_S, ConnectedRank, connected
 
 from byteps_py.errors import JoinedError, StallError
-from byteps_py.torch.collectives.large_sum import LargeSum, LargeSums
-from byteps_py.torch.collectives.ring import ring_sum
-from byteps_py.torch.collectives.share_sums import ShareSums
-from byteps_py.torch.collectives.two_level_sums import TwoLevelSums
+from byteps_py.torch.collectives.all_reduce import shared_memory
+from byteps_py.torch.collectives.all_reduce.direct import DirectAllReduce
+from byteps_py.torch.collectives.all_reduce.hierarchical import HierarchicalAllReduce
+from byteps_py.torch.collectives.all_reduce.large import LargeAllReduce, LargeSum
 
 SLOT_BYTES = 4096
 #: (elements of a tensor, whether each member needs its own share only). Of 1000 and 1200 elements every member adds a
@@ -28,20 +28,20 @@ TURNS = 3
 
 
 class Group:
-    """All of ``ranks``, which use one LargeSums each."""
+    """All of ``ranks``, with a LargeAllReduce each."""
 
     def __init__(self, ranks: list[ConnectedRank]) -> None:
         self.ranks = ranks
         self.sums = [self._sums_of(rank) for rank in ranks]
 
-    def _sums_of(self, rank: ConnectedRank) -> LargeSums:
+    def _sums_of(self, rank: ConnectedRank) -> LargeAllReduce:
         transport, size, on_machine = rank.transport, len(self.ranks), len(rank.near)
         near = [other for other in rank.near if other != rank.rank]
         if not near:
-            return ShareSums(transport, rank.rank, {other: other for other in range(size) if other != rank.rank})
-        ring = transport.ring(transport.stream("ring", near), SLOT_BYTES)
+            return DirectAllReduce(transport, rank.rank, {other: other for other in range(size) if other != rank.rank})
+        slots = transport.shared_slots(transport.stream("slots", near), SLOT_BYTES)
         machines = [range(first, first + on_machine) for first in range(0, size, on_machine)]
-        return TwoLevelSums(transport, range(size), machines, rank.rank, ring)
+        return HierarchicalAllReduce(transport, range(size), machines, rank.rank, slots)
 
     def start(self, elements: int, scatters: bool) -> list[LargeSum]:
         """Each rank's sum."""
@@ -90,7 +90,7 @@ def go_to_the_end(works: list[LargeSum]) -> None:
     ids=lambda layout: f"{layout[0]} ranks, {layout[1]} on each machine",
 )
 def group(request: pytest.FixtureRequest) -> Iterator[Group]:
-    assert ring_sum.is_able()
+    assert shared_memory.is_able()
     count, on_machine = request.param
     with connected(count, SETTINGS["open"], on_machine) as ranks:
         group = Group(ranks)

@@ -7,13 +7,13 @@ from collections import deque
 
 import pytest
 
-from byteps_py.torch.collectives.sum_offers import IS_ABSENT, WAITS, SharedRounds
+from byteps_py.torch.collectives.all_reduce.negotiated import IS_ABSENT, WAITS, OfferVotes
 
 OFFER = 7
 
 
 def test_what_is_said() -> None:
-    rounds = SharedRounds((1, 2))
+    rounds = OfferVotes((1, 2))
     both = {1: OFFER, 2: WAITS}
     steps = [
         # (of the round before, is waiting, is able) → what is said
@@ -47,7 +47,7 @@ def test_what_is_said() -> None:
     ],
 )
 def test_verdicts(joined: tuple[int, ...], said: dict[int, int], verdict: bool | None) -> None:
-    rounds = SharedRounds((1, 2))
+    rounds = OfferVotes((1, 2))
     assert rounds.begin(OFFER, True, True, {}) == OFFER
     assert rounds.verdict(joined, said) is verdict
 
@@ -58,7 +58,7 @@ class Rank:
     def __init__(self, me: int, size: int, plan: list[tuple[bool, bool, int]]) -> None:
         self.me, self.plan = me, plan
         self.others = [rank for rank in range(size) if rank != me]
-        self.rounds = SharedRounds(self.others)
+        self.rounds = OfferVotes(self.others)
         self.said: dict[int, dict[int, int]] = {}  # by round and source
         self.joined: set[int] = set()
         self.begun = 0

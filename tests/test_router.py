@@ -44,10 +44,10 @@ def facts(nbytes: int, members: int = 2, **changes: Any) -> SumFacts:
 @pytest.mark.parametrize(
     ("nbytes", "changes", "route"),
     [
-        (4, {}, Route.PEERS),
-        (GROUP_MESSAGE_BYTES, {}, Route.PEERS),
-        (GROUP_MESSAGE_BYTES + 4, {}, Route.RING),
-        (64 * MB, {}, Route.RING),
+        (4, {}, Route.ONE_SHOT),
+        (GROUP_MESSAGE_BYTES, {}, Route.ONE_SHOT),
+        (GROUP_MESSAGE_BYTES + 4, {}, Route.SHARED_MEMORY),
+        (64 * MB, {}, Route.SHARED_MEMORY),
         (4, {"op": Op.MAX}, Route.SERVICE),
         (4, {"op": Op.PRODUCT}, Route.SERVICE),
         (4, {"is_exact": False}, Route.SERVICE),
@@ -67,15 +67,15 @@ def test_ranks_that_share_cores_add_only_what_is_large() -> None:
     assert router(MANY).sum(facts(4, MANY)).route is Route.SERVICE
     assert router(MANY).sum(facts(MB - 4, MANY)).route is Route.SERVICE
     if may_share(MANY, MB):
-        assert router(MANY).sum(facts(MB, MANY)).route is Route.RING
+        assert router(MANY).sum(facts(MB, MANY)).route is Route.SHARED_MEMORY
     assert router(1000).sum(facts(MB, 1000)).route is Route.SERVICE
 
 
-def test_without_the_rings_instructions_large_sums_go_through_the_service() -> None:
+def test_without_the_instructions_large_sums_go_through_the_service() -> None:
     assert router(can_share=False).sum(facts(MB)).route is Route.SERVICE
 
 
-def test_the_ring_is_asked_for_only_where_it_would_be_used() -> None:
+def test_shared_memory_is_asked_for_only_where_it_would_be_used() -> None:
     def fails() -> bool:
         raise AssertionError
 
@@ -94,9 +94,9 @@ def test_members_on_several_machines_use_the_service() -> None:
 @pytest.mark.parametrize(
     ("nbytes", "changes", "route"),
     [
-        (4, {}, Route.PEERS),
-        (CONNECTION_BYTES, {}, Route.PEERS),
-        (CONNECTION_BYTES + 4, {}, Route.SHARES),
+        (4, {}, Route.ONE_SHOT),
+        (CONNECTION_BYTES, {}, Route.ONE_SHOT),
+        (CONNECTION_BYTES + 4, {}, Route.DIRECT),
         (4, {"op": Op.MAX}, Route.SERVICE),
         (4, {"is_on_host": False}, Route.SERVICE),
     ],
@@ -104,6 +104,11 @@ def test_members_on_several_machines_use_the_service() -> None:
 def test_sums_of_connected_machines(nbytes: int, changes: dict[str, Any], route: Route) -> None:
     across = Router(2, Reach.CONNECTIONS, 2, MOST_CONNECTION_BYTES, lambda: True)
     assert across.sum(facts(nbytes, **changes)).route is route
+
+
+def test_large_sums_of_several_ranks_on_each_machine_are_added_there_first() -> None:
+    across = Router(4, Reach.CONNECTIONS, 2, MOST_CONNECTION_BYTES, lambda: True, 2)
+    assert across.sum(facts(MB, 4)).route is Route.HIERARCHICAL
 
 
 @pytest.mark.parametrize(

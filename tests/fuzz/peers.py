@@ -17,7 +17,7 @@ from byteps_py.session.peers.peer_protocol import RECORD_BYTES, PeerMessage, Pee
 from byteps_py.session.peers.peer_transport import PeerTransport
 from byteps_py.shm import Segment
 from byteps_py.tensors import key_of
-from byteps_py.torch.collectives.sum_offers import SharedRounds
+from byteps_py.torch.collectives.all_reduce.negotiated import OfferVotes
 
 from .base import Target
 
@@ -135,7 +135,7 @@ class PeersHear(Target):
         self._send_some()
 
     def _offer_anew(self) -> None:
-        self._rounds = SharedRounds(_OTHERS)
+        self._rounds = OfferVotes(_OTHERS)
         self._rounds.begin(_OFFER, is_waiting=True, is_able=True, votes={})
 
     def _send_some(self) -> None:

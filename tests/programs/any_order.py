@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 import byteps_py.torch as bps
-from byteps_py.torch.collectives import named_sums, router
+from byteps_py.torch.collectives import router
+from byteps_py.torch.collectives.all_reduce import negotiated
 
 #: Some in a message, some in one chunk, some in several.
 COUNTS = (1, 7, 1000, 5000, 20_000, 40_001, 300_001, 1_300_003)
@@ -177,8 +178,8 @@ def count_sums() -> None:
 
         setattr(kind, name, counted)
 
-    count(0, named_sums._NamedRounds, "_add_all")
-    count(1, named_sums.NamedSumGroup, "finish")
+    count(0, negotiated._NegotiatedRounds, "_add_all")
+    count(1, negotiated.NegotiatedGroup, "finish")
 
 
 def main(seed: int, count: int) -> None:

@@ -18,17 +18,16 @@ from torch_values import same, values
 
 import byteps_py.torch as bps
 from byteps_py.errors import BytePSError
+from byteps_py.kernels.all_reduce_table import Status
 from byteps_py.session.peers import Votes
-from byteps_py.torch.collectives import share_sums
-from byteps_py.torch.collectives.ring import ring_sum
-from byteps_py.torch.collectives.ring.step_table import Status
+from byteps_py.torch.collectives.all_reduce import direct, shared_memory
 
 
 def in_the_middle(act: Callable[[], None]) -> None:
     """Of the next large sum, when the first step has been written, or the first parts have come."""
-    ring_sum.RingSums.table = without_instructions  # type: ignore[method-assign]
-    ring_sum.RingSum._add = lambda *_: act()  # type: ignore[assignment]
-    share_sums.ShareSum._add = lambda *_: act()  # type: ignore[assignment]
+    shared_memory.SharedMemoryAllReduce.table = without_instructions  # type: ignore[method-assign]
+    shared_memory.SharedMemorySum._add = lambda *_: act()  # type: ignore[assignment]
+    direct.DirectSum._add = lambda *_: act()  # type: ignore[assignment]
 
 
 def said(call: Callable[[], object]) -> None:
@@ -53,19 +52,19 @@ def left() -> None:
 
 def interrupted() -> None:
     """One rank is interrupted when it has given all that the others need, and lives on: later sums are right."""
-    take_steps = ring_sum.RingSum._take_steps
+    take_steps = shared_memory.SharedMemorySum._take_steps
 
-    def interrupt(work: ring_sum.RingSum, table: Any) -> Status:
+    def interrupt(work: shared_memory.SharedMemorySum, table: Any) -> Status:
         if (status := take_steps(work, table)) is Status.DONE:
             raise KeyboardInterrupt
         return status
 
     assert same(bps.push_pull(mine(), average=False, name="x"), total())
     if bps.rank() == 0:
-        ring_sum.RingSum._take_steps = interrupt  # type: ignore[method-assign]
+        shared_memory.SharedMemorySum._take_steps = interrupt  # type: ignore[method-assign]
         with pytest.raises(KeyboardInterrupt):
             bps.push_pull(mine(), average=False, name="x")
-        ring_sum.RingSum._take_steps = take_steps  # type: ignore[method-assign]
+        shared_memory.SharedMemorySum._take_steps = take_steps  # type: ignore[method-assign]
     else:
         assert same(bps.push_pull(mine(), average=False, name="x"), total())
     for turn in range(1, 4):

@@ -25,33 +25,33 @@ from torch_values import same, values
 
 import byteps_py.torch as bps
 from byteps_py.errors import BytePSError, MismatchError
+from byteps_py.kernels.all_reduce_table import TableEntry
 from byteps_py.torch.collectives import context as contexts
-from byteps_py.torch.collectives import named_sums, router
+from byteps_py.torch.collectives import router
+from byteps_py.torch.collectives.all_reduce import negotiated, shared_memory
 from byteps_py.torch.collectives.dtypes import WIRE
-from byteps_py.torch.collectives.ring import ring_sum
-from byteps_py.torch.collectives.ring.step_table import TableEntry
 
 IS_LARGE = os.environ.get("TEST_SIZE") == "large"
 HAS_SERVERS = os.environ.get("DMLC_NUM_SERVER", "0") != "0"
 #: Several chunks of a slot for every rank, and a multiple of nothing; or what goes in a message.
 SHAPE = (5, 40_003) if IS_LARGE else (5, 503)
 WAIT_S = 60.0
-tables = ring_sum.RingSums.table
+tables = shared_memory.SharedMemoryAllReduce.table
 #: One for each sum that the ranks have added up among themselves, since the last look.
 shared: list[None] = []
 
 
 def count_shared() -> None:
-    how = named_sums.NamedSumGroup.finish if IS_LARGE else named_sums._NamedRounds._add_all
+    how = negotiated.NegotiatedGroup.finish if IS_LARGE else negotiated._NegotiatedRounds._add_all
 
     def counted(*arguments: Any) -> None:
         how(*arguments)
         shared.append(None)
 
     if IS_LARGE:
-        named_sums.NamedSumGroup.finish = counted  # type: ignore[method-assign]
+        negotiated.NegotiatedGroup.finish = counted  # type: ignore[method-assign]
     else:
-        named_sums._NamedRounds._add_all = counted  # type: ignore[method-assign]
+        negotiated._NegotiatedRounds._add_all = counted  # type: ignore[method-assign]
 
 
 def expect_shared(count: int) -> None:
@@ -97,17 +97,17 @@ def dtypes() -> None:
 
 def added_in_python() -> None:
     """Before there are instructions that add, and where there are none."""
-    ring_sum.RingSums.table = without_instructions  # type: ignore[method-assign]
+    shared_memory.SharedMemoryAllReduce.table = without_instructions  # type: ignore[method-assign]
     try:
         dtypes()
     finally:
-        ring_sum.RingSums.table = tables  # type: ignore[method-assign]
+        shared_memory.SharedMemoryAllReduce.table = tables  # type: ignore[method-assign]
 
 
 def sizes() -> None:
     limit = router.NAMED_CONNECTION_BYTES if is_across() else router.NAMED_MESSAGE_BYTES
     most = limit // 4 // (bps.size() - 1)
-    small, large = (1, 17, most), (most + 1, ring_sum.SLOT_BYTES // 4 * bps.size() + 17, 1_000_003)
+    small, large = (1, 17, most), (most + 1, shared_memory.SLOT_BYTES // 4 * bps.size() + 17, 1_000_003)
     for count in (*small, *large, *small):
         parts = [values(rank, torch.float32, (count,)) for rank in range(bps.size())]
         for _ in range(3):
@@ -281,8 +281,8 @@ def who_joins() -> None:
     for turn in range(6):
         assert same(bps.push_pull(mine(), average=False, name="x"), total())
         expect_shared(1)
-        ring = contexts.current().belongings[named_sums.NamedSums]._groups[()]._ring
-        places.add(ring.block.address if ring is not None and ring.block is not None else 0)
+        slots = contexts.current().belongings[negotiated.NegotiatedAllReduce]._groups[()].large_sums.slots
+        places.add(slots.block.address if slots is not None and slots.block is not None else 0)
         if bps.rank():
             expected = total(ranks=range(1, bps.size()))
             for _ in range(2):
@@ -307,7 +307,7 @@ def recorded() -> None:
     assert bps.get_pushpull_speed()[1] > 0
 
 
-def without_instructions(sums: ring_sum.RingSums, *what: Any) -> Any:
+def without_instructions(sums: shared_memory.SharedMemoryAllReduce, *what: Any) -> Any:
     """To add with: it is done in Python."""
     table = tables(sums, *what)
     table[TableEntry.ADD] = table[TableEntry.ADD_PAST] = 0

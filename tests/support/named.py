@@ -1,9 +1,9 @@
 """What docstrings, comments and pages name, and is not there: files, folders, modules and classes. In the product's
-docstrings and comments also words like ``peer_sums``: functions, variables, and modules without their ``.py``.
+docstrings and comments also words like ``one_shot``: functions, variables, and modules without their ``.py``.
 
-A class is a word like ``PeerSums``, with or without backticks, or a word with a capital in backticks. It is known if
-code anywhere in the tree defines or uses it, so the classes of torch that our code uses are known, too. Words that look
-like names and are none stand in the lists below.
+A class is a word like ``OneShotAllReduce``, with or without backticks, or a word with a capital in backticks. It is
+known if code anywhere in the tree defines or uses it, so the classes of torch that our code uses are known, too.
+Words that look like names and are none stand in the lists below.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ straight to where it belongs: two passes over memory and one wake-up. A small pa
 Ranks of different machines have one TCP connection for each pair. Every payload follows its message.
 
     PeerTransport (I/O) ─┬─ MessageMatcher, StreamReceipt (pure: what came, what is still needed, and where it goes)
-                         ├─ Ring (a large tensor, step by step)
+                         ├─ SharedSlots (a large tensor, step by step)
                          ├─ SharedSegment (memory for several ranks)
                          ├─ Votes (one number of each rank about each round of an operation)
                          ├─ PeerDirectory (which ranks are introduced)
@@ -20,7 +20,7 @@ Ranks of different machines have one TCP connection for each pair. Every payload
 from byteps_py.session.peers.message_matcher import Span, Stream, StreamReceipt
 from byteps_py.session.peers.peer_connection import PendingSend
 from byteps_py.session.peers.peer_transport import WINDOW, PeerTransport
-from byteps_py.session.peers.ring import Ring
+from byteps_py.session.peers.shared_slots import SharedSlots
 from byteps_py.session.peers.votes import Votes
 
-__all__ = ["WINDOW", "PeerTransport", "PendingSend", "Ring", "Span", "Stream", "StreamReceipt", "Votes"]
+__all__ = ["WINDOW", "PeerTransport", "PendingSend", "SharedSlots", "Span", "Stream", "StreamReceipt", "Votes"]

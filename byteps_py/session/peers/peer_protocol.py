@@ -22,7 +22,7 @@ class PeerMessageKind(enum.IntEnum):
     TAKEN = 4  # payload ``id``, sent by the receiver of this message, is not needed any more
     SEGMENT = 5  # memory of the sender: its number (``segment``), its size (``total``), and its descriptor
     JOINED = 6  # the sender has no more data: this is its last message of this era
-    WAKE = 7  # the sender has published a step for which the receiver of this message sleeps (ring.py)
+    WAKE = 7  # the sender has published a step for which the receiver of this message sleeps (shared_slots.py)
 
 
 class PeerMessage(NamedTuple):

@@ -49,8 +49,8 @@ from byteps_py.session.peers.peer_directory import PeerDirectory
 from byteps_py.session.peers.peer_handshake import Seals
 from byteps_py.session.peers.peer_protocol import RECORD_BYTES, PeerMessage, PeerMessageKind
 from byteps_py.session.peers.peer_sockets import Inbox, PeerOutbox
-from byteps_py.session.peers.ring import Ring, RingHost
 from byteps_py.session.peers.shared_segment import SharedSegment
+from byteps_py.session.peers.shared_slots import MemoryHost, SharedSlots
 from byteps_py.session.peers.votes import Votes
 from byteps_py.session.peers.waiting import Host, PeerWaiter, Wait
 from byteps_py.settings import Settings
@@ -90,7 +90,7 @@ class PeerTransport:
         self._incoming = IncomingMemory()
         self._inbox = Inbox()
         self._outboxes: dict[int, PeerOutbox | PeerConnection] = {}
-        self._retired: list[tuple[Ring, Stream]] = []
+        self._retired: list[tuple[SharedSlots, Stream]] = []
         #: The ranks to which this one is introduced.
         self.directory = PeerDirectory(host, self._waiter, rank, local_ranks, self._inbox.write_fd)
         self._links: dict[int, PeerConnection] = {}  # by rank, of other machines
@@ -364,19 +364,19 @@ class PeerTransport:
                 outbox.send(record, segment.fd)
             outbox.announced += len(segments)
 
-    def ring(self, stream: Stream, slot_bytes: int) -> Ring:
-        """A ring for operations in which every member gives bytes to every other, step by step. Its slots, of
-        ``slot_bytes`` bytes, are allocated by its first operation."""
+    def shared_slots(self, stream: Stream, slot_bytes: int) -> SharedSlots:
+        """Slots for operations in which every member gives bytes to every other, step by step. They are of
+        ``slot_bytes`` bytes, and are allocated by the first operation."""
         self._sweep()
-        return Ring(self._memory_host, stream, slot_bytes)
+        return SharedSlots(self._memory_host, stream, slot_bytes)
 
     def shared_segment(self, stream: Stream, maker: int, nbytes: int) -> SharedSegment:
         """Memory of ``nbytes`` that the ranks of ``stream``, all of this machine, share; see SharedSegment."""
         return SharedSegment(self._memory_host, stream, maker, nbytes)
 
     @property
-    def _memory_host(self) -> RingHost:
-        return RingHost(
+    def _memory_host(self) -> MemoryHost:
+        return MemoryHost(
             self._me, self._lock, self._matcher, self._outgoing, self._incoming, self._outboxes,
             self._waiter, self._announce,
         )  # fmt: skip
@@ -386,24 +386,24 @@ class PeerTransport:
         stream of this name."""
         return Votes(self._me, self.stream(name, others), self._matcher, self._outboxes, self._waiter, self._lose)
 
-    def retire(self, ring: Ring, stream: Stream) -> None:
-        """The group of ``ring`` has ended on this rank, with no operation under way. Other members may still read its
-        slots, until all have retired it: each tells the others on ``stream``, which has no other use."""
-        if ring.block is not None:
+    def retire(self, slots: SharedSlots, stream: Stream) -> None:
+        """The group of ``slots`` has ended on this rank, with no operation under way. Other members may still read
+        them, until all have retired theirs: each tells the others on ``stream``, which has no other use."""
+        if slots.block is not None:
             self.send(stream, tuple(stream.flows), ((0, 0),), is_led=False)
-            self._retired.append((ring, stream))
+            self._retired.append((slots, stream))
 
     def _sweep(self) -> None:
-        """Free the slots of rings that all members have retired."""
+        """Free the slots that all members have retired."""
         for retired in list(self._retired):
-            ring, stream = retired
+            slots, stream = retired
             if all(stream.has_next(source) for source in stream.flows):
                 self._retired.remove(retired)
                 with self._lock:
-                    self._free(ring)
+                    self._free(slots)
 
-    def _free(self, ring: Ring) -> None:
-        block, ring.block = ring.block, None
+    def _free(self, slots: SharedSlots) -> None:
+        block, slots.block = slots.block, None
         if block is not None:
             self._outgoing.free(block)
 

@@ -16,7 +16,7 @@ from byteps_py.session.peers import peer_protocol
 from byteps_py.session.peers.message_matcher import Stream
 from byteps_py.session.peers.peer_protocol import PeerMessageKind
 from byteps_py.session.peers.peer_sockets import PeerOutbox
-from byteps_py.session.peers.ring import RingHost
+from byteps_py.session.peers.shared_slots import MemoryHost
 from byteps_py.session.peers.waiting import Wait
 from byteps_py.shm import Segment
 
@@ -26,7 +26,7 @@ class SharedSegment:
     segment, the same on all of them, like ``nbytes``. Raises OSError if the system can't provide as much, and what ends
     the session."""
 
-    def __init__(self, host: RingHost, stream: Stream, maker: int, nbytes: int) -> None:
+    def __init__(self, host: MemoryHost, stream: Stream, maker: int, nbytes: int) -> None:
         self._host, self._stream, self._maker, self._nbytes = host, stream, maker, nbytes
         self._wait = Wait(stream.name, 1, lambda: [maker])
         self._segment: Segment | None = None

@@ -1,14 +1,11 @@
 """Collective operations on tensors, for the front ends gradients, horovod and process_group.
 
-    process_group ─ GroupCollectives ─ Router ┬ RING GroupLargeSums ────────────────┬─ ring/ ─ Ring
-                                         ├ SHARES   GroupLargeSums ─ share_sums,   │
-                                         │          two_level_sums ────────────────┤
-                                         ├ PEERS    PeerSums, PeerCollectives,     │
-                                         │          PeerSendQueue ─ PeerStreams ───┼─ PeerTransport
-                                         └ SERVICE  ServiceReductions,             │
-                                                    ServiceGathers,                │
-                                                    ServiceMessageQueue ─ SlotView ┼─ Session
-    horovod ┬ NamedSums ─ SharedRounds (sum_offers) ── RING and PEERS ─────────────┘
+    process_group ─ GroupCollectives ─ Router ┬ AllReduce (all_reduce/) ┬ one-shot, shared memory, ┐
+                                              │                         │ direct, hierarchical     ├─ PeerTransport
+                                              ├ PeerCollectives, Messages ─────────────────────────┘
+                                              │                         └ ServiceAllReduce ┐
+                                              └ ServiceGathers, Messages ──────────────────┴ SlotView ─ Session
+    horovod ┬ NegotiatedAllReduce (all_reduce/negotiated.py) ─ PeerTransport
             └ PieceView ─┐
     gradients ───────────┴ Context ─ SlotView ─ Mover (slot_view.py, cuda.py)
 

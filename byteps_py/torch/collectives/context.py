@@ -24,11 +24,11 @@ from byteps_py.session import Session, failure_reports, open_session
 from byteps_py.settings import Settings
 from byteps_py.tensors import Op
 from byteps_py.torch.collectives import router
+from byteps_py.torch.collectives.all_reduce import shared_memory
 from byteps_py.torch.collectives.job_connections import JobConnections
 from byteps_py.torch.collectives.named_work import Handles
 from byteps_py.torch.collectives.names import NameSource
 from byteps_py.torch.collectives.result_pool import RESULTS
-from byteps_py.torch.collectives.ring import ring_sum
 from byteps_py.torch.collectives.slot_view import HostMover, Mover, PieceView, SlotView, TensorRequest
 from byteps_py.torch.collectives.step_counts import StepCounts
 
@@ -115,7 +115,7 @@ class Context:
                 if peers is not None and (may_share or may_connect):
                     peers.directory.ask_all()
                 if peers is not None and may_share:
-                    ring_sum.prepare()
+                    shared_memory.prepare()
                 if may_connect:
                     self.connections = JobConnections(session, self._settings, self.mover)
                     self.until_join.add(self.connections)

@@ -2,15 +2,16 @@
 
 For each operation the router (router.py) chooses a route, and the operation starts there.
 
-    GroupCollectives ─ Router ┬ RING     GroupLargeSums
-                         ├ PEERS    PeerSums, PeerCollectives, PeerSendQueue ─ PeerStreams
-                         └ SERVICE  ServiceReductions, ServiceGathers, ServiceMessageQueue ─ SlotView
+    GroupCollectives ─ Router ┬ sums           AllReduce, one for each route (all_reduce/)
+                              ├ gathers, …     PeerCollectives ─ PeerStreams, or ServiceGathers ─ SlotView
+                              └ point to point Messages
 
 Any thread. Operations run in the order of the calls.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -19,16 +20,17 @@ import torch
 
 from byteps_py.log import logger
 from byteps_py.tensors import DType, Op, Sizes
+from byteps_py.torch.collectives.all_reduce import AllReduce, GroupSum, shared_memory
+from byteps_py.torch.collectives.all_reduce.large import LargeSumQueue, QueuedAllReduce
+from byteps_py.torch.collectives.all_reduce.one_shot import OneShotAllReduce
+from byteps_py.torch.collectives.all_reduce.service import ServiceAllReduce
 from byteps_py.torch.collectives.completion import Completer
 from byteps_py.torch.collectives.dtypes import bits_of, is_plain, wire_dtype
-from byteps_py.torch.collectives.group_large_sums import GroupLargeSums
-from byteps_py.torch.collectives.group_work import GroupContext, GroupWork
+from byteps_py.torch.collectives.group_work import GroupContext
 from byteps_py.torch.collectives.members import Members
 from byteps_py.torch.collectives.messages import Messages
 from byteps_py.torch.collectives.peer_collectives import PeerCollectives
 from byteps_py.torch.collectives.peer_streams import PeerStreams
-from byteps_py.torch.collectives.peer_sums import LocalSum, PeerSums
-from byteps_py.torch.collectives.ring import ring_sum
 from byteps_py.torch.collectives.router import (
     FIRST_OF_ITS_KIND,
     GROUP_MESSAGE_BYTES,
@@ -40,7 +42,6 @@ from byteps_py.torch.collectives.router import (
     SumFacts,
 )
 from byteps_py.torch.collectives.service_gathers import ServiceGathers
-from byteps_py.torch.collectives.service_reductions import ServiceReductions
 from byteps_py.torch.collectives.tensor_bytes import Pieces, ResultBuffer, device_of, octets
 from byteps_py.torch.collectives.work import Call, OperationKind, Work
 
@@ -121,8 +122,8 @@ class GroupTransfer:
 
 
 class GroupCollectives:
-    """The operations of one group. ``streams``: to the other members, if they reach each other directly, otherwise
-    None.
+    """The operations of one group. ``streams``: to the other members, if they reach each other directly, and
+    ``large_sums`` among them; otherwise None.
 
     Every method returns a Work at once; errors of the operation are raised where it is waited for. UsageError for wrong
     arguments, and the error that has ended the group, are raised by the call.
@@ -133,31 +134,33 @@ class GroupCollectives:
         members: Members,
         group_context: GroupContext,
         completer: Completer,
-        streams: PeerStreams | None,
+        streams: PeerStreams | None = None,
+        large_sums: LargeSumQueue | None = None,
     ) -> None:
         self._members = members
-        reach, can_share, most_on_machine, message_bytes = Reach.SERVICE, ring_sum.is_able, 1, GROUP_MESSAGE_BYTES
+        reach, most_on_machine, machines = Reach.SERVICE, 1, None
         if streams is not None:
-            reach, can_share = streams.reach, streams.can_share
-            most_on_machine = streams.most_on_machine
-            message_bytes = GROUP_MESSAGE_BYTES if reach is Reach.MEMORY else MOST_CONNECTION_BYTES
+            reach, most_on_machine, machines = streams.reach, streams.most_on_machine, streams.machines
+        message_bytes = GROUP_MESSAGE_BYTES if machines is None else MOST_CONNECTION_BYTES
+        can_share = shared_memory.is_able if machines is None else lambda: machines.can_share
         self.router = Router(members.count, reach, members.count, message_bytes, can_share, most_on_machine)
-        self._reductions = ServiceReductions(members, group_context, completer)
+        self._service = ServiceAllReduce(members, group_context, completer)
         self._gathers = ServiceGathers(members, group_context, completer)
         self.messages = Messages(members, group_context, self.router, streams)
         self._peers = PeerCollectives(members, streams) if streams is not None else None
-        self._peer_sums = PeerSums(members, streams) if streams is not None else None
-        self._large_sums: GroupLargeSums | None = None
-        if streams is not None and streams.large_sums is not None:
-            self._large_sums = GroupLargeSums(members, streams, streams.large_sums)
+        #: How sums are added, by the router's choice.
+        self._all_reduces: dict[Route, AllReduce] = {Route.SERVICE: self._service}
+        if streams is not None:
+            self._all_reduces[Route.ONE_SHOT] = OneShotAllReduce(members, streams)
+        if large_sums is not None and (all_reduce := large_sums.sums.all_reduce) is not None:
+            self._all_reduces[all_reduce.route] = QueuedAllReduce(members, large_sums, all_reduce)
         self._kinds: dict[object, tuple[OperationKind, RouteChoice]] = {}
         self._is_barrier_agreed = False
 
     def finish(self) -> None:
         """Complete all operations under way. Raises StallError."""
-        self._reductions.finish()
-        if self._large_sums is not None:
-            self._large_sums.finish()
+        for all_reduce in self._all_reduces.values():
+            all_reduce.finish()
         self._gathers.finish()
 
     # ---- sums ------------------------------------------------------------------------------------------
@@ -165,42 +168,37 @@ class GroupCollectives:
     def reduce(self, call: Call, tensors: Sequence[torch.Tensor], how: Reduction, is_awaited: bool = False) -> Work:
         """Reduce the concatenation of ``tensors``, all of one dtype, to the call's outputs: the same number of tensors
         with the same sizes, or none. ``is_awaited``: the caller is about to wait for it."""
-        contributions = [how.prepare(tensor) for tensor in tensors]
-        targets = [how.seen(output) for output in call.outputs]
-        kind, choice = self._kind(how, contributions)
-
-        def through_the_service() -> GroupWork:
-            return self._reductions.start(call, kind, contributions, targets)
-
-        found = self._local_sum(call, kind, choice, through_the_service, is_awaited)
-        if found is None:
-            return through_the_service()
-        if choice.route is Route.PEERS and self._peer_sums is not None:
-            return self._peer_sums.reduce(found, contributions, targets)
-        return self._shares(found).reduce(found, contributions, targets)
+        return self._reduce(call, tensors, how, is_awaited, scatters=False)
 
     def reduce_scatter(
         self, call: Call, tensors: Sequence[torch.Tensor], how: Reduction, is_awaited: bool = False
     ) -> Work:
         """Reduce the concatenation of ``tensors``; the call's only output is this member's even share. ``is_awaited``:
         see ``reduce``."""
-        (output,) = call.outputs
+        return self._reduce(call, tensors, how, is_awaited, scatters=True)
+
+    def _reduce(
+        self, call: Call, tensors: Sequence[torch.Tensor], how: Reduction, is_awaited: bool, scatters: bool
+    ) -> Work:
+        service = self._service
         contributions = [how.prepare(tensor) for tensor in tensors]
-        target = how.seen(output)
-        kind, choice = self._kind(how, contributions, scatters=True)
-
-        def through_the_service() -> GroupWork:
-            return self._reductions.start(call, kind, contributions, [target])
-
-        found = self._local_sum(call, kind, choice, through_the_service, is_awaited)
-        if found is None:
-            return through_the_service()
-        if choice.route is Route.PEERS and self._peer_sums is not None:
-            return self._peer_sums.reduce_scatter(found, contributions, target)
-        return self._shares(found).reduce_scatter(found, contributions, target)
+        targets = [how.seen(output) for output in call.outputs]
+        kind, choice = self._kind(how, contributions, scatters)
+        if choice.route is Route.SERVICE:
+            return service.start(call, kind, contributions, targets)
+        place, agreement = service.known_place(kind), None
+        if place is None and choice.route is Route.ONE_SHOT:
+            # Members do not know yet whether they agree about the kind.
+            logger.debug("%s: %s goes by %s", self._members.prefix, kind, FIRST_OF_ITS_KIND)
+            return service.start(call, kind, contributions, targets)
+        if place is None:
+            place, agreement = service.agree(call.what, kind, call.timeout_s)
+        fallback = functools.partial(service.start, call, kind, contributions, targets)
+        what = GroupSum(call, kind, contributions, targets, place, fallback, is_awaited, agreement)
+        return self._all_reduces[choice.route].begin(what)
 
     def _kind(
-        self, how: Reduction, contributions: Sequence[torch.Tensor], scatters: bool = False
+        self, how: Reduction, contributions: Sequence[torch.Tensor], scatters: bool
     ) -> tuple[OperationKind, RouteChoice]:
         """The facts on which members must agree, and the route of such a sum."""
         first = contributions[0]
@@ -226,27 +224,6 @@ class GroupCollectives:
             found = self._kinds[key] = kind, choice
         return found
 
-    def _local_sum(
-        self,
-        call: Call,
-        kind: OperationKind,
-        choice: RouteChoice,
-        otherwise: Callable[[], GroupWork],
-        is_awaited: bool,
-    ) -> LocalSum | None:
-        """A sum among the members themselves. None: it goes through the service, because the router says so, or
-        because members do not know yet whether they agree about its kind."""
-        if choice.route is Route.SERVICE:
-            return None
-        place = self._reductions.known_place(kind)
-        if place is not None:
-            return LocalSum(call, kind, place, otherwise, is_awaited)
-        if choice.route is Route.PEERS:
-            logger.debug("%s: %s goes by %s", self._members.prefix, kind, FIRST_OF_ITS_KIND)
-            return None
-        place, agreement = self._reductions.agree(call.what, kind, call.timeout_s)
-        return LocalSum(call, kind, place, otherwise, is_awaited, agreement)
-
     def broadcast(self, call: Call, root: int) -> Work:
         """Copy the tensor of the member at position ``root``, the call's only output, to all members. Any dtype. The
         first one of a kind goes through the service, which detects whether members disagree."""
@@ -254,11 +231,11 @@ class GroupCollectives:
         view = bits_of(tensor)
         kind = OperationKind(Op.BROADCAST, wire_dtype(view.dtype, None), (view.numel(),), root=self._members.root(root))
         if (peers := self._peers_for(Op.BROADCAST, tensor.nbytes, tensor.is_cpu)) is not None:
-            place = self._reductions.known_place(kind)
+            place = self._service.known_place(kind)
             if place is not None:
                 return peers.broadcast(place, tensor, root, call.timeout_s)
         sends = [view] if root == self._members.position else []
-        return self._reductions.start(call, kind, sends, [] if sends else [view])
+        return self._service.start(call, kind, sends, [] if sends else [view])
 
     def barrier(self, timeout_s: float) -> Work:
         """Complete when every member has called it."""
@@ -266,7 +243,7 @@ class GroupCollectives:
         def through_the_service() -> Work:
             token = torch.zeros(1, dtype=torch.uint8, device="cpu")
             kind = OperationKind(Op.SUM, DType.UINT8, (1,))
-            return self._reductions.start(Call("barrier", [], timeout_s), kind, [token], [])
+            return self._service.start(Call("barrier", [], timeout_s), kind, [token], [])
 
         if self._is_barrier_agreed and (peers := self._peers_for(Op.EXCHANGE, 0, True)) is not None:
             return peers.barrier(through_the_service, timeout_s)
@@ -277,11 +254,6 @@ class GroupCollectives:
         """The collectives among members that reach each other directly, if the router chooses PEERS: see
         Router.move."""
         return self._peers if self.router.move(op, nbytes, is_on_host).route is Route.PEERS else None
-
-    def _shares(self, found: LocalSum) -> GroupLargeSums:
-        if self._large_sums is None:
-            raise RuntimeError(f"{found.call.what}: members that do not reach each other have no shares")
-        return self._large_sums
 
     # ---- gathers and exchanges -------------------------------------------------------------------------
 

@@ -1,5 +1,5 @@
 """Connects all ranks of a job that are on different machines, in the background when the job begins: for sums by name
-(named_sums.py).
+(negotiated.py).
 
 Any rank may be late or absent at a sum by name, so ranks must know beforehand whether all of them are connected. They
 exchange addresses, connect, and then tell each other whether that has succeeded.
@@ -17,6 +17,7 @@ from byteps_py.log import logger
 from byteps_py.session import Session
 from byteps_py.settings import Settings
 from byteps_py.tensors import Layout, Op, Sizes
+from byteps_py.torch.collectives.all_reduce import shared_memory
 from byteps_py.torch.collectives.machine_addresses import (
     RECORD_BYTES,
     ConnectedMachines,
@@ -24,7 +25,6 @@ from byteps_py.torch.collectives.machine_addresses import (
     machines_of,
     record_of,
 )
-from byteps_py.torch.collectives.ring import ring_sum
 from byteps_py.torch.collectives.slot_view import MoverOf, SlotView
 
 _CPU = torch.device("cpu")
@@ -71,9 +71,9 @@ class JobConnections:
     def _connect(self) -> None:
         session = self._session
         try:
-            # Only where ranks may add large sums: it waits until the ring's instructions are compiled.
-            has_ring = session.local_size > 1 and not self._settings.num_servers and ring_sum.is_able()
-            record = record_of(session, self._settings, has_ring)
+            # Only where ranks may add large sums: it waits until the instructions are compiled.
+            shares_memory = session.local_size > 1 and not self._settings.num_servers and shared_memory.is_able()
+            record = record_of(session, self._settings, shares_memory)
         except ConfigurationError as error:
             logger.warning("sums by name go through the services: %s", error)
             record = b""

@@ -10,7 +10,8 @@ from byteps_py.errors import ConfigurationError
 from byteps_py.session import Session
 from byteps_py.settings import Settings
 
-#: The index of the machine; the number of spare machines; whether the ring's instructions are compiled; the address,
+#: The index of the machine; the number of spare machines; whether the instructions for sums in shared memory are
+#: compiled; the address,
 #: empty if the rank can't be connected to.
 _RECORD = struct.Struct("<II?503s")
 RECORD_BYTES = _RECORD.size
@@ -19,11 +20,11 @@ _ADDRESS_BYTES = 500
 
 class ConnectedMachines(NamedTuple):
     """The machines of a group whose members are connected. ``positions``: of the members on each machine.
-    ``has_spare``: other machines sum, too. ``have_rings``: all members can use a ring in shared memory."""
+    ``has_spare``: other machines sum, too. ``can_share_memory``: all members can add in shared memory."""
 
     positions: tuple[tuple[int, ...], ...]
     has_spare: bool
-    have_rings: bool
+    can_share_memory: bool
 
     @property
     def are_even(self) -> bool:
@@ -35,7 +36,7 @@ class ConnectedMachines(NamedTuple):
         """True if the members add large sums in shares."""
         if self.has_spare or not self.are_even:
             return False
-        return self.have_rings or len(self.positions[0]) == 1
+        return self.can_share_memory or len(self.positions[0]) == 1
 
     def of(self, ranks: Sequence[int]) -> ConnectedMachines:
         """The machines of some ``ranks``, and their positions among these. Positions of this object are ranks."""
@@ -43,7 +44,7 @@ class ConnectedMachines(NamedTuple):
         return self._replace(positions=tuple(some for some in found if some))
 
 
-def record_of(session: Session, settings: Settings, has_ring: bool = False) -> bytes:
+def record_of(session: Session, settings: Settings, shares_memory: bool = False) -> bytes:
     """The record of this rank, of RECORD_BYTES, for the others. Raises ConfigurationError if it can't listen."""
     connector = session.peers.connector if session.peers is not None else None
     address = connector.address() if connector is not None else ""
@@ -51,20 +52,20 @@ def record_of(session: Session, settings: Settings, has_ring: bool = False) -> b
         raise ConfigurationError(
             f"DMLC_NODE_HOST={address[:40]}… is too long: at most {_ADDRESS_BYTES} bytes are possible"
         )
-    return _RECORD.pack(session.machine_index, settings.num_servers, has_ring, address.encode())
+    return _RECORD.pack(session.machine_index, settings.num_servers, shares_memory, address.encode())
 
 
 def machines_of(records: Sequence[bytes]) -> ConnectedMachines | None:
     """The machines of members that have told ``records``, by position. None if one of them can't be connected to."""
     on_machines: dict[int, list[int]] = {}
-    has_spare, have_rings = False, True
+    has_spare, can_share_memory = False, True
     for position, record in enumerate(records):
-        machine, spare, has_ring, address = _RECORD.unpack(record)
+        machine, spare, shares_memory, address = _RECORD.unpack(record)
         if not address.strip(b"\0"):
             return None
         on_machines.setdefault(machine, []).append(position)
-        has_spare, have_rings = has_spare or bool(spare), have_rings and has_ring
-    return ConnectedMachines(tuple(tuple(some) for _, some in sorted(on_machines.items())), has_spare, have_rings)
+        has_spare, can_share_memory = has_spare or bool(spare), can_share_memory and shares_memory
+    return ConnectedMachines(tuple(tuple(some) for _, some in sorted(on_machines.items())), has_spare, can_share_memory)
 
 
 def addresses_of(records: Sequence[bytes], ranks: Sequence[int], machine: int) -> dict[int, str]:

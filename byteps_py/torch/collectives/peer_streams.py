@@ -2,7 +2,7 @@
 
 Members of one machine share memory; those of different machines have a connection each (byteps_py/session/peers). The
 calling thread writes this member's payloads and tells the others; the waiting thread copies what arrives to where it
-belongs. Host memory only. Gathers, exchanges and broadcasts are in peer_collectives.py, sums in peer_sums.py.
+belongs. Host memory only. Gathers, exchanges and broadcasts are in peer_collectives.py, sums in all_reduce/.
 """
 
 from __future__ import annotations
@@ -10,20 +10,17 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from byteps_py.errors import CommunicationError, JoinedError, MismatchError
-from byteps_py.session.peers import PeerTransport, PendingSend, Ring, Span, Stream, StreamReceipt
+from byteps_py.session.peers import PeerTransport, PendingSend, Span, Stream, StreamReceipt
 from byteps_py.tensors import differing
 from byteps_py.torch.collectives.completion import Completer
 from byteps_py.torch.collectives.group_work import FallbackQueue, GroupContext, GroupWork
-from byteps_py.torch.collectives.large_sum import LargeSums, large_sums_among
 from byteps_py.torch.collectives.machine_addresses import ConnectedMachines
 from byteps_py.torch.collectives.members import Members
-from byteps_py.torch.collectives.ring import ring_sum
 from byteps_py.torch.collectives.router import Reach
-from byteps_py.torch.collectives.work import Call, Work
+from byteps_py.torch.collectives.work import Call
 
 #: Operations of a stream that may be under way at once; a further one waits until the first of them is over.
 LANES = 2
@@ -117,17 +114,6 @@ class PeerStreams:
         self._lock = threading.Lock()
         self._lines: dict[str, _Line] = {}
         self.fallbacks = FallbackQueue(group_context, completer)
-        #: For large sums; ``sums``: those under way, in the order of the calls. They survive a join of members.
-        self.ring: Ring | None = None
-        self.large_sums: LargeSums | None = None
-        on_machines = [range(members.count)] if machines is None else machines.positions
-        near = next(some for some in on_machines if members.position in some)
-        self._near = tuple(members.ranks[position] for position in near if position != members.position)
-        if machines is None or machines.are_even:
-            self.large_sums, self.ring = large_sums_among(
-                peers, members.prefix, members.ranks, members.position, on_machines
-            )
-        self.sums: deque[Work] = deque()
         self._are_introduced = False
         peers.directory.ask(self._introduction, self._all)
 
@@ -219,11 +205,6 @@ class PeerStreams:
                 for work in list(line.under_way):
                     self.group_context.finish(work)
 
-    def close(self) -> None:
-        """The group has ended on this rank."""
-        if not self.sums and self.ring is not None:
-            self.peers.retire(self.ring, self.peers.stream(f"{self._members.prefix}.ring.over", self._near))
-
     def introduction_wait(self) -> Callable[[float], None]:
         """A function that waits, for at most the given number of seconds, until all members are introduced. It raises
         StallError, after which it may be called again, and what ends the session."""
@@ -238,12 +219,6 @@ class PeerStreams:
     def most_on_machine(self) -> int:
         """The largest number of members on one machine."""
         return self._members.count if self.machines is None else max(map(len, self.machines.positions))
-
-    def can_share(self) -> bool:
-        """True if large sums can be added in shares."""
-        if self.machines is None:
-            return ring_sum.is_able()
-        return self.machines.can_share
 
     @property
     def are_introduced(self) -> bool:

@@ -1,14 +1,16 @@
 """Which route an operation takes among a group of ranks, and why. Pure; any thread.
 
-    RING     shared memory: each rank adds a share of a large sum, and gives all others the result
-    PEERS    messages between ranks: each rank receives, or adds, everything itself
-    SHARES   messages between ranks of different machines: each rank adds a share of a large sum
-    SERVICE  the communication service, and the summation servers behind it
+    ONE_SHOT       a small sum: each rank sends its tensor to all others, and adds all of them
+    SHARED_MEMORY  a large sum on one machine: each rank adds a share, and gives all others the result
+    DIRECT         a large sum of machines with one rank each: the same over connections
+    HIERARCHICAL   a large sum of machines with several ranks each: on each machine, then over connections
+    PEERS          other operations: messages between ranks
+    SERVICE        the communication service, and the summation servers behind it
 
-RING needs a group whose members are all on this machine; PEERS that, or a connection between each two machines'
-members. Members must choose alike without asking each other,
-so a choice depends only on what all of them know: the operation, sizes, the number of ranks, the machine. It also
-depends on where a member's tensors lie (host or device), so all members of a group must use the same kind of device.
+All but SERVICE need a group whose members are all on this machine, or a connection between each two machines' members.
+Members must choose alike without asking each other, so a choice depends only on what all of them know: the operation,
+sizes, the number of ranks, the machine. It also depends on where a member's tensors lie (host or device), so all
+members of a group must use the same kind of device.
 """
 
 from __future__ import annotations
@@ -34,11 +36,11 @@ _LEAST_BYTES_ON_SHARED_CORES = 1 << 20
 _MOST_PER_CORE = 2  # 8 ranks on 2 cores, 16 MB: 33 ms instead of 27
 
 #: Sums of a process group: the most bytes that a member receives in messages from all others together. With 2 ranks on
-#: 2 cores 16 KB take 62 µs this way and 59 in the ring, 32 KB 65 and 62, 64 KB 82 and 67, 128 KB 91 and 70; a kind's
-#: first sum in the ring needs an agreement.
+#: 2 cores 16 KB take 62 µs this way and 59 in shared memory, 32 KB 65 and 62, 64 KB 82 and 67, 128 KB 91 and 70; a
+#: kind's first sum in shared memory needs an agreement.
 GROUP_MESSAGE_BYTES = 32 << 10
-#: The same for sums by name, which a message precedes in any case: in the ring, 48 and 64 KB take 1.2 times as long
-#: with 2 ranks on 2 cores, 128 KB as long.
+#: The same for sums by name, which a message precedes in any case: in shared memory, 48 and 64 KB take 1.2 times as
+#: long with 2 ranks on 2 cores, 128 KB as long.
 NAMED_MESSAGE_BYTES = 128 << 10
 
 #: The most members of a group on several machines that connect: a rank has a connection to each member of another
@@ -68,9 +70,11 @@ class Reach(enum.Enum):
 class Route(enum.Enum):
     """See the module's docstring. The values are phrases for logs."""
 
-    RING = "ring in shared memory"
+    ONE_SHOT = "one-shot all-reduce"
+    SHARED_MEMORY = "all-reduce in shared memory"
+    DIRECT = "direct all-reduce over connections"
+    HIERARCHICAL = "hierarchical all-reduce"
     PEERS = "messages between ranks"
-    SHARES = "shares over connections"
     SERVICE = "communication service"
 
 
@@ -100,7 +104,7 @@ class SumFacts:
 @dataclass(frozen=True, slots=True)
 class Router:
     """``members``: of the group. ``ranks_on_cores``: how many ranks share the machine's cores while an operation runs.
-    ``message_bytes``: see GROUP_MESSAGE_BYTES. ``can_share``: whether large sums can be added in shares: the ring's
+    ``message_bytes``: see GROUP_MESSAGE_BYTES. ``can_share``: whether large sums can be added in shares: the
     instructions are compiled, on all machines if members are on several; then each machine has as many members, and no
     spare machine sums. ``most_on_machine``: the largest number of members on one machine, if they are on several."""
 
@@ -126,8 +130,10 @@ class Router:
         are_local = len(ranks) > 1 and first <= ranks[0] and ranks[-1] < first + session.local_size
         are_reachable = are_local and may_share(session.local_size) and session.peers is not None
         if not are_local and len(ranks) > 1 and machines is not None:
-            among = machines.of(ranks).can_share
-            return cls(len(ranks), Reach.CONNECTIONS, session.local_size, NAMED_CONNECTION_BYTES, lambda: among)
+            among = machines.of(ranks)
+            most = max(map(len, among.positions))
+            limit = NAMED_CONNECTION_BYTES
+            return cls(len(ranks), Reach.CONNECTIONS, session.local_size, limit, lambda: among.can_share, most)
         reach = Reach.MEMORY if are_reachable else Reach.SERVICE
         return cls(len(ranks), reach, session.local_size, NAMED_MESSAGE_BYTES, can_share)
 
@@ -143,13 +149,13 @@ class Router:
             if facts.from_others <= min(self.message_bytes, CONNECTION_BYTES):
                 return _SMALL
             if self.can_share():
-                return _SHARES
+                return _HIERARCHICAL if self.most_on_machine > 1 else _DIRECT
             return _SMALL if facts.from_others <= self.message_bytes else _LARGE_ACROSS
         if facts.from_others <= self.message_bytes:
             return _SMALL if has_cores(self.ranks_on_cores) else _SMALL_ON_SHARED_CORES
         if not may_share(self.ranks_on_cores, facts.nbytes):
             return _TOO_MANY
-        return _LARGE if self.can_share() else _NO_RING
+        return _LARGE if self.can_share() else _NOT_COMPILED
 
     def move(self, op: Op, nbytes: int, is_on_host: bool) -> RouteChoice:
         """The route of a GATHER, a BROADCAST or an EXCHANGE, which stands for every operation that sends each byte to
@@ -179,10 +185,11 @@ _SMALL_ON_SHARED_CORES = RouteChoice(
     Route.SERVICE, "the sum is small and ranks share cores: the service wakes fewer of them"
 )
 _TOO_MANY = RouteChoice(Route.SERVICE, "too many ranks share a core for a tensor of this size")
-_NO_RING = RouteChoice(Route.SERVICE, "the ring's instructions could not be compiled here")
-_SMALL = RouteChoice(Route.PEERS, "the sum is small: one message from each member is faster than steps")
-_LARGE = RouteChoice(Route.RING, "the sum is large: each member adds a share of it")
-_SHARES = RouteChoice(Route.SHARES, "the sum is large: each member adds a share of it")
+_NOT_COMPILED = RouteChoice(Route.SERVICE, "the instructions for shared memory could not be compiled here")
+_SMALL = RouteChoice(Route.ONE_SHOT, "the sum is small: one message from each member is faster than steps")
+_LARGE = RouteChoice(Route.SHARED_MEMORY, "the sum is large: each member adds a share of it")
+_DIRECT = RouteChoice(Route.DIRECT, "the sum is large: each member adds a share of it")
+_HIERARCHICAL = RouteChoice(Route.HIERARCHICAL, "the sum is large: each member adds a share of it")
 _COPIED = RouteChoice(Route.SERVICE, "the same bytes are for several members: the services send them once")
 _TO_PEERS = RouteChoice(Route.PEERS, "members reach each other directly")
 #: The choice of GroupCollectives before members have agreed on a kind of operation.
@@ -195,7 +202,7 @@ def has_cores(ranks: int) -> bool:
 
 
 def may_share(ranks: int, nbytes: int | None = None) -> bool:
-    """True if this many ranks should add large tensors, or one of ``nbytes`` bytes, in the ring."""
+    """True if this many ranks should add large tensors, or one of ``nbytes`` bytes, in shared memory."""
     if has_cores(ranks):
         return True
     is_large = nbytes is None or nbytes >= _LEAST_BYTES_ON_SHARED_CORES

@@ -1,4 +1,4 @@
-"""Tensors as bytes: of contributions and of results. Pure; any thread."""
+"""Tensors as bytes, or as one flat tensor: contributions and results. Pure; any thread."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from byteps_py.errors import UsageError
-from byteps_py.torch.collectives.dtypes import as_bytes, check_result
+from byteps_py.torch.collectives.dtypes import as_bytes, check_result, is_plain
 
 #: By member: the tensors sent to it, or received from it, concatenated.
 Pieces = Sequence[Sequence[torch.Tensor]]
@@ -52,6 +52,24 @@ def octets(tensor: torch.Tensor) -> torch.Tensor:
 def nbytes_of(tensor: torch.Tensor) -> int:
     """The size of the elements in bytes."""
     return tensor.numel() * tensor.itemsize
+
+
+def contiguous(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors, copied where they are not contiguous in the host's memory."""
+    return [tensor if is_plain(tensor) else tensor.contiguous() for tensor in tensors]
+
+
+def concatenated(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The tensors as one flat tensor."""
+    return tensors[0].view(-1) if len(tensors) == 1 else torch.cat([tensor.view(-1) for tensor in tensors])
+
+
+def split_into(whole: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
+    """Copy consecutive parts of a flat tensor to ``targets``."""
+    first = 0
+    for target in targets:
+        target.copy_(whole[first : first + target.numel()].view(target.shape))
+        first += target.numel()
 
 
 def end_to_end(tensors: Sequence[torch.Tensor]) -> list[tuple[int, torch.Tensor]]:

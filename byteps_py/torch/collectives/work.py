@@ -5,7 +5,7 @@
       GroupWork       an operation of a process group; its waits end when the group does (group_work.py)
         ServiceWork   a round in a slot of the communication service (service_work.py)
         PeerWork      messages between ranks (peer_streams.py)
-        LargeSumWork  a large sum, of which each member adds a share (group_large_sums.py)
+        LargeSumWork  a large sum, of which each member adds a share (all_reduce/large.py)
         FallbackWork  one of the last two or, once a member has joined, the same operation through the service
         CombinedWork  several operations as one
 

@@ -18,11 +18,11 @@ import torch
 
 from byteps_py.log import logger
 from byteps_py.tensors import MAX_TERMS_BYTES, TensorSpec
+from byteps_py.torch.collectives.all_reduce import shared_memory
+from byteps_py.torch.collectives.all_reduce.negotiated import SumOffer
 from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.collectives.dtypes import check_dense, wire_dtype
 from byteps_py.torch.collectives.integer_averages import is_summed_wider, sum_dtype, sum_shape
-from byteps_py.torch.collectives.named_sums import SumOffer
-from byteps_py.torch.collectives.ring import ring_sum
 from byteps_py.torch.collectives.router import Route, Router, SumFacts
 from byteps_py.torch.collectives.slot_view import TensorRequest
 from byteps_py.torch.compression import Compression, Compressor
@@ -100,10 +100,10 @@ class ReductionPlan:
         #: How averages of integers are rounded: towards zero in Horovod's operations, down in push_pull.
         self.rounding = "trunc" if options.kind else "floor"
         self._requests: dict[str, list[TensorRequest]] = {}
-        #: Decides whether ranks that wait for the sum may add it themselves (collectives/named_sums.py).
+        #: Decides whether ranks that wait for the sum may add it themselves (all_reduce/negotiated.py).
         machines = context.connections.machines if context.connections is not None else None
         ranks = options.group or range(self.count)
-        self.router = Router.for_names(context.session, ranks, ring_sum.is_able, machines)
+        self.router = Router.for_names(context.session, ranks, shared_memory.is_able, machines)
         self._route = self._find_route() if self._is_plain_sum(tensors) else Route.SERVICE
 
     def offer(self, full_name: str) -> SumOffer | None:

@@ -13,10 +13,10 @@ from typing import cast
 import torch
 
 from byteps_py.errors import CommunicationError, UsageError
+from byteps_py.torch.collectives.all_reduce.negotiated import NegotiatedAllReduce
 from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.collectives.dtypes import bits_of, check_are_tensors, check_dense, check_result
 from byteps_py.torch.collectives.integer_averages import mean, summands
-from byteps_py.torch.collectives.named_sums import NamedSums
 from byteps_py.torch.collectives.named_work import Attempt, NamedWork
 from byteps_py.torch.collectives.result_pool import empty_result
 from byteps_py.torch.collectives.router import Reach
@@ -94,7 +94,7 @@ def start_reduction(
         # Between machines, the services find out if ranks call different operations without names.
         if plan.router.reach is Reach.MEMORY or (plan.router.reach is Reach.CONNECTIONS and name is not None):
             offer = plan.offer(full_name) if is_awaited else None
-            sums = NamedSums.of(context)
+            sums = NegotiatedAllReduce.of(context)
             attempt = sums.begin(full_name, options.group, offer, tensors, outputs, start_on_service)
         else:
             attempt = start_on_service()

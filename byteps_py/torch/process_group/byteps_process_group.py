@@ -89,9 +89,9 @@ class BytePSProcessGroup(ReductionCollectives, TransferCollectives):
         """Refuse new operations. The default group also leaves the job, unless byteps_py.init() has joined it."""
         if self._group_context.aborted is None:
             self._group_context.aborted = UsageError(f"process group {self.group_name!r} was destroyed")
-            if self._streams is not None:
+            if self._large_sums is not None:
                 with contextlib.suppress(BytePSError):  # the session may have ended
-                    self._streams.close()
+                    self._large_sums.close()
         leave, self._leave = self._leave, None
         if leave is not None:
             leave()

@@ -15,6 +15,8 @@ from torch._C._distributed_c10d import Backend, Store
 
 from byteps_py.errors import UsageError
 from byteps_py.tensors import Op
+from byteps_py.torch.collectives.all_reduce import shared_memory
+from byteps_py.torch.collectives.all_reduce.large import LargeSumQueue
 from byteps_py.torch.collectives.call_log import CallLog
 from byteps_py.torch.collectives.completion import Completer
 from byteps_py.torch.collectives.group_collectives import GroupCollectives
@@ -28,7 +30,6 @@ from byteps_py.torch.collectives.machine_addresses import (
 )
 from byteps_py.torch.collectives.members import Members
 from byteps_py.torch.collectives.peer_streams import PeerStreams
-from byteps_py.torch.collectives.ring import ring_sum
 from byteps_py.torch.collectives.service_gathers import ServiceGathers
 from byteps_py.torch.collectives.work import Call, Work
 from byteps_py.torch.process_group.collective_arguments import timeout_of
@@ -61,12 +62,15 @@ class GroupBase(GroupMetadata):
         self._group_context = GroupContext(members.session, timeout_s, CallLog(members, store), check_interval_s)
         self._completer = Completer()
         self._input_check = InputCheck(members)
-        self._streams = None  # kept after join(): members may use this group again at any time
+        # Kept after join(): members may use this group again at any time.
+        self._streams: PeerStreams | None = None
+        self._large_sums: LargeSumQueue | None = None
         machines = _connect(members, self._group_context, self._completer) if members.may_connect else None
         peers = members.session.peers if members.are_local or machines is not None else None
         if peers is not None:
             self._streams = PeerStreams(members, peers, self._group_context, self._completer, machines)
-            members.context.until_join.add(self._streams)
+            self._large_sums = LargeSumQueue(members, self._streams)
+            members.context.until_join.update((self._streams, self._large_sums))
         self._coalesced: list[Work] | None = None
         self._kept_works: deque[Work] = deque(maxlen=_KEPT_WORKS)
         self._splits = itertools.count()
@@ -90,7 +94,9 @@ class GroupBase(GroupMetadata):
                     if joins:
                         members = dataclasses.replace(members, prefix=f"{members.prefix}.{joins}")
                     self._group_context.journal = CallLog(members, self._store)
-                    collectives = GroupCollectives(members, self._group_context, self._completer, self._streams)
+                    collectives = GroupCollectives(
+                        members, self._group_context, self._completer, self._streams, self._large_sums
+                    )
                     members.context.until_join.add(collectives)
                     self._latest_collectives, self._joins = collectives, joins
         return collectives
@@ -137,8 +143,8 @@ def _connect(members: Members, group_context: GroupContext, completer: Completer
     limit_s = max(group_context.timeout_s, settings.start_timeout_s)
     deadline = time.monotonic() + limit_s
     near = range(session.rank - session.local_rank, session.rank - session.local_rank + session.local_size)
-    has_ring = sum(rank in near for rank in members.ranks) > 1 and ring_sum.is_able()
-    mine = torch.frombuffer(bytearray(record_of(session, settings, has_ring)), dtype=torch.uint8)
+    shares_memory = sum(rank in near for rank in members.ranks) > 1 and shared_memory.is_able()
+    mine = torch.frombuffer(bytearray(record_of(session, settings, shares_memory)), dtype=torch.uint8)
     whole = torch.empty(count * RECORD_BYTES, dtype=torch.uint8, device="cpu")
     gathers = ServiceGathers(
         dataclasses.replace(members, prefix=f"{members.prefix}.addresses"), group_context, completer

@@ -1,4 +1,5 @@
-"""The input of the compiled steps of a sum (steps.py): a table of unsigned 64-bit numbers. Pure; any thread.
+"""What the compiled steps of a sum in shared memory (jit/all_reduce_kernels.py) work on: a table of unsigned 64-bit
+numbers, which is their input, and the control lines and slots of each rank. Pure; any thread.
 
 Sizes and offsets within the tensor are in bytes; addresses are those of this process.
 """
@@ -7,6 +8,16 @@ from __future__ import annotations
 
 import enum
 from array import array
+
+#: Slots of a rank: a power of two. Two would be enough, but the slot of two steps ago is still in the caches of its
+#: readers and has to be fetched from there: with four, sums of 4 MB take half of the time where that is slow, and
+#: nowhere longer.
+SLOTS = 4
+#: Offsets in a rank's control lines, to which only that rank writes. WORD: steps published so far, in all operations of
+#: its era. ASLEEP: whether it sleeps. RECORDS: its current operation, and the one before or after it.
+WORD, ASLEEP, RECORDS = 0, 64, 128
+#: The bit from which on a word holds the era; the largest lead of one rank over another within an era.
+ERA_BIT, AHEAD = 40, 1 << 39
 
 
 class Status(enum.IntEnum):

@@ -17,11 +17,11 @@ from byteps_py.session.peers import peer_protocol
 from byteps_py.session.peers.memory import OutgoingMemory
 from byteps_py.session.peers.message_matcher import MessageMatcher
 from byteps_py.session.peers.peer_protocol import PeerMessage, PeerMessageKind
-from byteps_py.session.peers.ring import Ring, RingHost
+from byteps_py.session.peers.shared_slots import MemoryHost, SharedSlots
 from byteps_py.session.peers.waiting import Wait
 from byteps_py.shm import Segment
 from byteps_py.spin_policy import LOOK_S
-from byteps_py.torch.collectives.ring.ring_sum import RingSum, RingSums
+from byteps_py.torch.collectives.all_reduce.shared_memory import SharedMemoryAllReduce, SharedMemorySum
 
 SLOT_BYTES = 1024
 
@@ -71,7 +71,7 @@ class Outbox:
 
 
 class Rank:
-    """One of ``size``, with a ring to the others. What it sends waits in ``outboxes`` until somebody delivers it; in
+    """One of ``size``, with slots for the others. What it sends waits in ``outboxes`` until somebody delivers it; in
     threads it is there at once."""
 
     def __init__(self, me: int, size: int, world: list[Rank], in_threads: bool = False) -> None:
@@ -82,12 +82,12 @@ class Rank:
         self.waiter = Threads(self.came) if in_threads else Turns()
         self.outboxes = {other: Outbox(self._to(other) if in_threads else None) for other in self.others}
         incoming = type("", (), {"find": self.find})()
-        host = RingHost(
+        host = MemoryHost(
             me, threading.Lock(), self.matcher, self.outgoing, cast(Any, incoming), cast(Any, self.outboxes),
             cast(Any, self.waiter), lambda outbox: None,
         )  # fmt: skip
-        self.ring = Ring(host, self.matcher.stream("ring", self.others), SLOT_BYTES)
-        self.sums = RingSums(self.ring, me, {rank: rank for rank in range(size)})
+        self.slots = SharedSlots(host, self.matcher.stream("slots", self.others), SLOT_BYTES)
+        self.sums = SharedMemoryAllReduce(self.slots, me, {rank: rank for rank in range(size)})
         self.sums.step_spin_s = 0.0  # ranks take turns
 
     def find(self, source: int, number: int, end: int) -> Segment:
@@ -108,8 +108,8 @@ class Rank:
 
     def add_up(
         self, tensor: torch.Tensor, target: torch.Tensor | None = None, name: str = "x", scatters: bool = False
-    ) -> RingSum:
-        return RingSum(self.sums, tensor, tensor if target is None else target, False, name, scatters)
+    ) -> SharedMemorySum:
+        return SharedMemorySum(self.sums, tensor, tensor if target is None else target, False, name, scatters)
 
 
 @contextmanager
@@ -138,7 +138,7 @@ def deliver_all(ranks: list[Rank]) -> None:
                 pass
 
 
-def go_on(work: RingSum) -> bool:
+def go_on(work: SharedMemorySum) -> bool:
     """As far as it can. True if it is over."""
     try:
         work.run(0.0)
@@ -147,7 +147,7 @@ def go_on(work: RingSum) -> bool:
     return True
 
 
-def go_to_the_end(ranks: list[Rank], works: list[RingSum]) -> None:
+def go_to_the_end(ranks: list[Rank], works: list[SharedMemorySum]) -> None:
     """Each rank's work, in turn, as far as it can; whatever is said comes at once."""
     while works := [work for work in works if not go_on(work)]:
         deliver_all(ranks)

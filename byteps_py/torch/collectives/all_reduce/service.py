@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from byteps_py.tensors import TensorSpec
+from byteps_py.torch.collectives.all_reduce import GroupSum
 from byteps_py.torch.collectives.completion import Completer
 from byteps_py.torch.collectives.group_work import GroupContext, GroupWork
 from byteps_py.torch.collectives.members import Members
@@ -93,7 +94,7 @@ def slots_for(nbytes: int) -> int:
     return 4 if nbytes <= 1 << 23 else 2
 
 
-class ServiceReductions:
+class ServiceAllReduce:
     """The reductions and broadcasts of one group. Any thread; operations run in the order of the calls."""
 
     def __init__(self, members: Members, group_context: GroupContext, completer: Completer) -> None:
@@ -104,6 +105,10 @@ class ServiceReductions:
         self._places = KindPlaces()
         #: To be forgotten by the next call: works fail without the lock held.
         self._failed: deque[tuple[OperationKind, KindPlace]] = deque()
+
+    def begin(self, what: GroupSum) -> ServiceWork:
+        """See AllReduce."""
+        return self.start(what.call, what.kind, what.contributions, what.targets)
 
     def start(
         self, call: Call, kind: OperationKind, sends: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
@@ -152,7 +157,7 @@ class ServiceReductions:
             return place.number, work
 
     def finish(self) -> None:
-        """Complete all operations under way. Raises StallError."""
+        """See AllReduce. Broadcasts, too."""
         with self._lock:
             for place in self._places.all():
                 for view in place.views:

@@ -9,7 +9,7 @@ acknowledgement is needed: a rank that publishes a step has read all earlier ste
 
 The number of published steps is a word in memory: a rank publishes by writing its word, and waits by polling the words
 of the others. A rank that has polled for long enough records that it sleeps, and a rank that publishes a step then
-sends it a message. Compiled instructions take the steps (torch/collectives/ring/steps.py); this module does
+sends it a message. Compiled instructions take the steps (kernels/jit/all_reduce_kernels.py); this module does
 what comes before, between and after them.
 """
 
@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple, cast
 
 from byteps_py.errors import JoinedError, MismatchError, ProtocolError
+from byteps_py.kernels.all_reduce_table import AHEAD, ASLEEP, ERA_BIT, RECORDS, SLOTS, WORD
 from byteps_py.session.peers import peer_protocol
 from byteps_py.session.peers.memory import IncomingMemory, OutgoingMemory
 from byteps_py.session.peers.message_matcher import MessageMatcher, Stream, joined_error
@@ -32,21 +33,13 @@ from byteps_py.session.peers.waiting import PeerWaiter, Wait
 from byteps_py.shm import PAGE, Block, Segment
 from byteps_py.tensors import key_of
 
-#: A power of two. Two would be enough, but the slot of two steps ago is still in the caches of its readers and has to
-#: be fetched from there: with four, sums of 4 MB take half of the time where that is slow, and nowhere longer.
-SLOTS = 4
-#: Offsets in a rank's control lines, to which only that rank writes. WORD: steps published so far, in all operations of
-#: its era. ASLEEP: whether it sleeps. RECORDS: its current operation, and the one before or after it.
-WORD, ASLEEP, RECORDS = 0, 64, 128
-#: The bit from which on a word holds the era; the largest lead of one rank over another within an era.
-_ERA, AHEAD = 40, 1 << 39
 _RECORD = struct.Struct("=QQ")  # key, bytes of the tensor
 _SHARED, _WAKE = int(PeerMessageKind.SHARED), int(PeerMessageKind.WAKE)
 
 
-class RingHost(NamedTuple):
-    """The objects that the rings and shared segments of rank ``me`` share. ``lock``
-    guards ``matcher`` and ``outgoing``. ``announce`` tells a peer about memory segments."""
+class MemoryHost(NamedTuple):
+    """The objects that slots and shared segments of rank ``me`` share. ``lock`` guards ``matcher`` and ``outgoing``.
+    ``announce`` tells a peer about memory segments."""
 
     me: int
     lock: threading.Lock
@@ -58,14 +51,14 @@ class RingHost(NamedTuple):
     announce: Callable[[PeerOutbox], None]
 
 
-class Ring:
-    """The ring of one group. ``stream``: to the other members; it has no other use. ``slot_bytes``: the size of each
+class SharedSlots:
+    """The slots of one group. ``stream``: to the other members; it has no other use. ``slot_bytes``: the size of each
     slot.
 
     All members call the same operations in the same order, one at a time. One thread at a time.
     """
 
-    def __init__(self, host: RingHost, stream: Stream, slot_bytes: int) -> None:
+    def __init__(self, host: MemoryHost, stream: Stream, slot_bytes: int) -> None:
         self._stream, self.slot_bytes = stream, slot_bytes
         self._me, self._lock, self._matcher = host.me, host.lock, host.matcher
         self._outgoing, self._incoming = host.outgoing, host.incoming
@@ -96,7 +89,7 @@ class Ring:
     @property
     def base(self) -> int:
         """This rank's word when the operation began."""
-        return (self._era << _ERA) + self._first
+        return (self._era << ERA_BIT) + self._first
 
     @property
     def record(self) -> int:
@@ -108,7 +101,7 @@ class Ring:
         """True if this rank knows the addresses of all members' slots."""
         return self._era == self._matcher.era and len(self.controls) > len(self._stream.flows)
 
-    def slots(self, rank: int) -> int:
+    def slots_of(self, rank: int) -> int:
         """The address of a member's slots, which are contiguous. This rank's are known after ``prepare``, the others'
         if ``knows_addresses``."""
         return self.controls[rank] + PAGE
@@ -144,8 +137,8 @@ class Ring:
         self._wait = Wait(name, self._operations + 1, self._missing)
 
     def await_addresses(self, timeout_s: float, absent_elsewhere: Callable[[], list[int]] = list) -> None:
-        """Return when this rank ``knows_addresses``. ``absent_elsewhere``: for a ring that carries out a part of an
-        operation: returns the ranks outside the ring that have joined instead. Members that know of one do not begin.
+        """Return when this rank ``knows_addresses``. ``absent_elsewhere``: for slots that serve a part of an
+        operation: returns the ranks without them that have joined instead. Members that know of one do not begin.
         Raises StallError, JoinedError (a member, or such a rank, has no more data), ProtocolError and what ends the
         session."""
         flows = self._stream.flows
@@ -185,7 +178,7 @@ class Ring:
     def sleep(self, step: int, timeout_s: float, absent_elsewhere: Callable[[], list[int]] = list) -> None:
         """Return when all other members have published ``step`` steps of this operation; this rank has recorded that it
         sleeps. ``absent_elsewhere``: see ``await_addresses``. Raises StallError, JoinedError (a member has no more
-        data, and no member has published more than the first step; or a rank outside the ring has none) and what ends
+        data, and no member has published more than the first step; or a rank without slots has none) and what ends
         the session."""
         if self._wait is None:
             raise ValueError("sleep() without begin()")

@@ -12,17 +12,17 @@ import pytest
 import torch
 from hypothesis import given, strategies
 from llvmlite import ir
-from support.ring import SLOT_BYTES, Rank, deliver, deliver_all, go_on, go_to_the_end, some
+from support.shared_slots import SLOT_BYTES, Rank, deliver, deliver_all, go_on, go_to_the_end, some
 from torch_values import same
 
 from byteps_py.errors import JoinedError, MismatchError, ProtocolError
-from byteps_py.kernels.jit import streaming
+from byteps_py.kernels.jit import all_reduce_kernels, streaming
 from byteps_py.session.peers.peer_protocol import PeerMessage, PeerMessageKind
 from byteps_py.shm import Segment
 from byteps_py.spin_policy import SpinPolicy
-from byteps_py.torch.collectives.ring import ring_sum, steps
-from byteps_py.torch.collectives.ring.chunks import Chunks
-from byteps_py.torch.collectives.ring.ring_sum import RingSum
+from byteps_py.torch.collectives.all_reduce import shared_memory
+from byteps_py.torch.collectives.all_reduce.shared_memory import SharedMemorySum
+from byteps_py.torch.collectives.all_reduce.shares import Chunks
 
 WAIT_S = 30.0
 
@@ -51,7 +51,7 @@ def test_chunks_of_all_shares_are_the_whole_tensor(count: int, itemsize: int, me
 
 @pytest.fixture(autouse=True)
 def instructions_are_there() -> None:
-    assert ring_sum.is_able()
+    assert shared_memory.is_able()
 
 
 class Program:
@@ -84,7 +84,7 @@ class Program:
             total += tensor
         return total.to(inputs[0].dtype)
 
-    def _works(self, rank: Rank) -> Iterator[RingSum]:
+    def _works(self, rank: Rank) -> Iterator[SharedMemorySum]:
         for number, expected in enumerate(self._expected):
             tensor, target = self._inputs[number][rank.me], self._targets[number][rank.me]
             if self._scatters[number]:
@@ -141,21 +141,21 @@ def test_what_is_laid_stays_until_all_have_read_it(seeds: range) -> None:
         play(seed)
 
 
-class OneSlot(steps.Steps):
+class OneSlot(all_reduce_kernels.Steps):
     def _slot(self, position: ir.Value, step: ir.Value) -> ir.Value:
         return super()._slot(position, ir.IntType(64)(0))
 
 
-class NoWaits(steps.Steps):
+class NoWaits(all_reduce_kernels.Steps):
     def _await(self, word: ir.Value) -> None:
         pass
 
 
 @pytest.mark.parametrize("broken", [OneSlot, NoWaits])
 def test_with_one_slot_or_without_waits_it_would_not(
-    broken: type[steps.Steps], monkeypatch: pytest.MonkeyPatch
+    broken: type[all_reduce_kernels.Steps], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ring_sum._steps, "ready", steps.compile_steps(broken))
+    monkeypatch.setattr(shared_memory._steps, "ready", all_reduce_kernels.compile_steps(broken))
     with pytest.raises(AssertionError):
         test_what_is_laid_stays_until_all_have_read_it(range(1000))
 
@@ -168,7 +168,7 @@ def test_ranks_that_run_side_by_side(size: int, past_caches: bool, monkeypatch: 
         monkeypatch.setattr(way, "took", lambda *_: None)
     failures: list[BaseException] = []
 
-    def work(sums: Iterator[RingSum]) -> None:
+    def work(sums: Iterator[SharedMemorySum]) -> None:
         try:
             for one in sums:
                 one.run(WAIT_S + time.monotonic())
@@ -250,7 +250,7 @@ def test_a_member_that_is_elsewhere_in_the_order_is_waited_for() -> None:
         deliver_all(ranks)
         assert not go_on(works[0])
         assert not go_on(works[1])
-        assert works[1]._ring._missing() == [0]
+        assert works[1]._slots._missing() == [0]
 
 
 def test_nothing_begins_without_a_member_that_has_joined() -> None:
@@ -286,7 +286,7 @@ def test_memory_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         def find(source: int, number: int, end: int) -> Segment:
             raise ProtocolError(f"no memory up to {end}")
 
-        monkeypatch.setattr(ranks[1].ring, "_incoming", type("", (), {"find": staticmethod(find)})())
+        monkeypatch.setattr(ranks[1].slots, "_incoming", type("", (), {"find": staticmethod(find)})())
         works = [rank.add_up(torch.ones(1000)) for rank in ranks]
         assert not any(map(go_on, works))
         deliver_all(ranks)
@@ -299,8 +299,8 @@ def test_slots_that_are_too_small_are_refused(total: int, slot_bytes: int) -> No
     with some(2) as ranks:
         work = ranks[0].add_up(torch.ones(1000))
         assert not go_on(work)
-        ranks[1].ring.prepare()
-        key = ranks[0].ring._stream.key
+        ranks[1].slots.prepare()
+        key = ranks[0].slots._stream.key
         ranks[0].take(PeerMessage(PeerMessageKind.SHARED, 1, 0, 0, key, 1, total, total, 0, 0, slot_bytes))
         with pytest.raises(ProtocolError, match="rank 1 has slots of"):
             work.run(0.0)

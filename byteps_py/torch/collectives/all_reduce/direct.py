@@ -20,8 +20,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from byteps_py.session.peers import PeerTransport, PendingSend, StreamReceipt
-from byteps_py.torch.collectives.ring.adding import add_up
-from byteps_py.torch.collectives.ring.chunks import Chunks
+from byteps_py.torch.collectives.all_reduce.shares import Chunks, add_up
+from byteps_py.torch.collectives.router import Route
 
 #: The largest piece that a member sends to another one at a time. On loopback, 2 and 4 members, 16 MB: 512 KB take 19.5
 #: and 60 ms, 1 MB 18.5 and 53, 2 MB 17 and 52.
@@ -30,10 +30,12 @@ CHUNK_BYTES = 2 << 20
 _SLOTS = 4
 
 
-class ShareSums:
+class DirectAllReduce:
     """The sums of one group, one at a time. ``own``: this member's position. ``others``: the ranks of the other
     members, by position. ``contributions``: by which an average is divided, if each member brings a sum of several
     (0: each brings one)."""
+
+    route = Route.DIRECT
 
     def __init__(self, transport: PeerTransport, own: int, others: Mapping[int, int], contributions: int = 0) -> None:
         self.transport, self.own, self.others = transport, own, others
@@ -43,10 +45,10 @@ class ShareSums:
 
     def start(
         self, source: torch.Tensor, target: torch.Tensor | None, average: bool, name: str, scatters: bool = False
-    ) -> ShareSum:
-        """See RingSum. ``name`` differs for tensors that differ in size: members that add different tensors do not
-        receive from each other, and find out by the log of their calls."""
-        return ShareSum(self, name, source, target, average, scatters)
+    ) -> DirectSum:
+        """See SharedMemorySum. ``name`` differs for tensors that differ in size: members that add different tensors do
+        not receive from each other, and find out by the log of their calls."""
+        return DirectSum(self, name, source, target, average, scatters)
 
     def slots(self, like: torch.Tensor, elements: int) -> Sequence[Mapping[int, torch.Tensor]]:
         """Memory for parts of ``elements`` elements: in each slot, one from each other member, by position."""
@@ -60,12 +62,12 @@ class ShareSums:
         ]
 
 
-class ShareSum:
-    """Adds every member's ``source``, a flat and contiguous tensor, into ``target``: see RingSum."""
+class DirectSum:
+    """Adds every member's ``source``, a flat and contiguous tensor, into ``target``: see SharedMemorySum."""
 
     def __init__(
         self,
-        sums: ShareSums,
+        sums: DirectAllReduce,
         name: str,
         source: torch.Tensor,
         target: torch.Tensor | None,

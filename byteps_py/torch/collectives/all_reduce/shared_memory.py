@@ -1,5 +1,10 @@
-"""One large sum in shares, chunk by chunk (chunks.py), through a few small slots of each member
-(byteps_py/session/peers/ring.py).
+"""One large sum among the ranks of a machine: each adds a share of the tensor, chunk by chunk, and gives the result to
+all others, through a few small slots of each rank in shared memory.
+
+    SharedMemoryAllReduce ┬ SharedSlots      slots and control lines (byteps_py/session/peers/shared_slots.py)
+    SharedMemorySum       ├ Chunks           which part is added by which member in which step (shares.py)
+                          └ compile_steps    the steps (kernels/jit/all_reduce_kernels.py), which read a table
+                                             (kernels/all_reduce_table.py)
 
 Every byte of the tensor is read once from memory and written once; the rest happens in the caches. The communication
 service takes no part, and no slot has the size of the tensor. The order of the additions and the precision are those of
@@ -16,14 +21,14 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from byteps_py.kernels.all_reduce_table import Status, TableEntry, new_table, rows_at, slots_at
 from byteps_py.kernels.jit import streaming
 from byteps_py.kernels.jit.background import Compiled, address_of
-from byteps_py.session.peers import Ring
+from byteps_py.session.peers import SharedSlots
 from byteps_py.spin_policy import SpinPolicy
+from byteps_py.torch.collectives.all_reduce.shares import Chunks, add_to_both, kernels
 from byteps_py.torch.collectives.dtypes import WIRE
-from byteps_py.torch.collectives.ring.adding import add_to_both, kernels
-from byteps_py.torch.collectives.ring.chunks import Chunks
-from byteps_py.torch.collectives.ring.step_table import Status, TableEntry, new_table, rows_at, slots_at
+from byteps_py.torch.collectives.router import Route
 
 #: What a member writes in a step. Half as much takes 1.07 to 1.15 times as long; twice as much 0.93 times, on another
 #: processor 1.1 times.
@@ -31,7 +36,7 @@ SLOT_BYTES = 256 << 10
 
 
 def _build() -> Callable[[int], None]:
-    from byteps_py.torch.collectives.ring.steps import compile_steps
+    from byteps_py.kernels.jit.all_reduce_kernels import compile_steps
 
     return compile_steps()
 
@@ -46,46 +51,48 @@ def prepare() -> None:
 
 
 def is_able() -> bool:
-    """True if sums can go through the ring; False while that is not known. All ranks of a machine get the same answer.
-    Any thread."""
+    """True if sums can be added in shared memory; False while that is not known. All ranks of a machine get the same
+    answer. Any thread."""
     prepare()
     return _steps.is_ready() and streaming.is_ready()
 
 
-class RingSums:
-    """The sums of one ring, one at a time, if ``is_able``. ``own``: this member's position. ``ranks``: the ranks
-    of all members, by position."""
+class SharedMemoryAllReduce:
+    """The sums of one group, one at a time, if ``is_able``. ``own``: this member's position. ``ranks``: the ranks of
+    all members, by position."""
+
+    route = Route.SHARED_MEMORY
 
     #: How long to poll for a step once all members have begun: they have nothing else to do before the end. A rank that
     #: shares its core with another one also waits for that rank's steps.
     step_spin_s = 1e-3
 
-    def __init__(self, ring: Ring, own: int, ranks: Mapping[int, int]) -> None:
-        self.ring, self.own, self.ranks = ring, own, ranks
+    def __init__(self, slots: SharedSlots, own: int, ranks: Mapping[int, int]) -> None:
+        self.slots, self.own, self.ranks = slots, own, ranks
         self.spin_policy = SpinPolicy()  # for steps after the first one
         self._tables: dict[tuple[torch.dtype, bool], array[int]] = {}
         self._era = -1  # of the tables
 
     def start(
         self, source: torch.Tensor, target: torch.Tensor | None, average: bool, name: str, scatters: bool = False
-    ) -> RingSum:
+    ) -> SharedMemorySum:
         """The sum of the members' ``source``."""
-        return RingSum(self, source, target, average, name, scatters)
+        return SharedMemorySum(self, source, target, average, name, scatters)
 
     def table(self, dtype: torch.dtype, average: bool) -> array[int]:
-        """A new table for sums of ``dtype``, with the entries that do not depend on the tensor. Call it once the ring
-        ``knows_addresses``."""
-        if self._era != self.ring.era:
-            self._era = self.ring.era
+        """A new table for sums of ``dtype``, with the entries that do not depend on the tensor. Call it once the slots'
+        addresses are known."""
+        if self._era != self.slots.era:
+            self._era = self.slots.era
             self._tables.clear()
         table = self._tables.get((dtype, average))
         if table is None:
             members = len(self.ranks)
             table = new_table(members)
             for position, rank in self.ranks.items():
-                table[TableEntry.CONTROLS + position] = self.ring.controls[rank]
-                table[slots_at(members) + position] = self.ring.slots(rank)
-            table[TableEntry.OWN], table[TableEntry.SLOT_BYTES] = self.own, self.ring.slot_bytes
+                table[TableEntry.CONTROLS + position] = self.slots.controls[rank]
+                table[slots_at(members) + position] = self.slots.slots_of(rank)
+            table[TableEntry.OWN], table[TableEntry.SLOT_BYTES] = self.own, self.slots.slot_bytes
             table[TableEntry.STREAM] = streaming.address()
             compiled = kernels(WIRE[dtype], members, average)
             compiled.prepare()
@@ -95,7 +102,7 @@ class RingSums:
         return table[:]
 
 
-class RingSum:
+class SharedMemorySum:
     """Adds every member's ``source``, a flat and contiguous tensor, into ``target``.
 
     ``target`` may be ``source``; None: only the others need the result. ``scatters``: ``target`` receives this member's
@@ -105,17 +112,17 @@ class RingSum:
 
     def __init__(
         self,
-        sums: RingSums,
+        sums: SharedMemoryAllReduce,
         source: torch.Tensor,
         target: torch.Tensor | None,
         average: bool,
         name: str,
         scatters: bool = False,
     ) -> None:
-        self._sums, self._ring = sums, sums.ring
+        self._sums, self._slots = sums, sums.slots
         self._source, self._target, self._average, self._name = source, target, average, name
         self._scatters = scatters
-        self._chunks = Chunks(source.numel(), source.itemsize, len(sums.ranks), sums.ring.slot_bytes, scatters)
+        self._chunks = Chunks(source.numel(), source.itemsize, len(sums.ranks), sums.slots.slot_bytes, scatters)
         self._table: array[int] | None = None
         self.has_begun = False
         self._spins_for_steps: bool | None = None  # for later steps; None: not decided yet
@@ -125,8 +132,8 @@ class RingSum:
         """Write the first chunk, if the members know each other's addresses, before it is certain that ``run`` follows.
         The caller knows that all other members do the same before they call ``run``, so ``run`` does not wait for the
         first step."""
-        self._ring.prepare()
-        if self._ring.knows_addresses:
+        self._slots.prepare()
+        if self._slots.knows_addresses:
             table = self._table = self._filled()
             table[TableEntry.FIRST_STEP_ONLY] = True
             self._go_through(table)
@@ -134,38 +141,38 @@ class RingSum:
 
     def run(self, deadline: float, absent_elsewhere: Callable[[], list[int]] = list) -> None:
         """Complete the sum. All members are introduced. ``deadline``: of time.monotonic(). ``absent_elsewhere``: see
-        Ring.await_addresses. Raises what the waits of Ring raise."""
+        SharedSlots.await_addresses. Raises what the waits of SharedSlots raise."""
         try:
             self._run(deadline, absent_elsewhere)
         except BaseException:
-            self._ring.pause()
+            self._slots.pause()
             raise
-        self._ring.end()
+        self._slots.end()
 
     def _run(self, deadline: float, absent_elsewhere: Callable[[], list[int]]) -> None:
-        ring = self._ring
+        slots = self._slots
         if not self.has_begun:
-            ring.begin(self._name, self._source.nbytes, self._chunks.steps)
+            slots.begin(self._name, self._source.nbytes, self._chunks.steps)
             self.has_begun = True
-        if not ring.knows_addresses:
+        if not slots.knows_addresses:
             self._table = None  # from an earlier era
-            ring.await_addresses(deadline - time.monotonic(), absent_elsewhere)
+            slots.await_addresses(deadline - time.monotonic(), absent_elsewhere)
         table = self._table = self._table or self._filled()
-        table[TableEntry.KEY] = ring.key
+        table[TableEntry.KEY] = slots.key
         while (status := self._take_steps(table)) is not Status.DONE:
             if status is Status.WAITS:
-                ring.sleep(table[TableEntry.STEP], deadline - time.monotonic(), absent_elsewhere)
+                slots.sleep(table[TableEntry.STEP], deadline - time.monotonic(), absent_elsewhere)
             elif status is Status.WAKE:
-                ring.wake()
+                slots.wake()
             elif status is Status.ADD:
                 self._add(table)
             else:
-                ring.differ(deadline - time.monotonic())
+                slots.differ(deadline - time.monotonic())
 
     def _filled(self) -> array[int]:
-        ring, source, target, chunks = self._ring, self._source, self._target, self._chunks
+        slots, source, target, chunks = self._slots, self._source, self._target, self._chunks
         table, itemsize = self._sums.table(source.dtype, self._average), source.itemsize
-        table[TableEntry.BASE], table[TableEntry.RECORD] = ring.base, ring.record
+        table[TableEntry.BASE], table[TableEntry.RECORD] = slots.base, slots.record
         table[TableEntry.CHUNKS] = chunks.count
         table[TableEntry.SHARE], table[TableEntry.CHUNK_BYTES] = (
             chunks.share * itemsize,
@@ -180,7 +187,7 @@ class RingSum:
 
     def _take_steps(self, table: array[int]) -> Status:
         spin_policy, is_first = self._sums.spin_policy, table[TableEntry.STEP] <= 1
-        first_s = self._ring.spin_s() if is_first else 0.0
+        first_s = self._slots.spin_s() if is_first else 0.0
         if (is_due := self._spins_for_steps) is None:
             is_due = self._spins_for_steps = spin_policy.is_due()
         table[TableEntry.FIRST_SPIN_NS], table[TableEntry.SPIN_NS] = (
@@ -191,7 +198,7 @@ class RingSum:
         status, is_still_first = Status(table[TableEntry.STATUS]), table[TableEntry.STEP] <= 1
         waits = status is Status.WAITS
         if first_s:
-            self._ring.spun(in_vain=waits and is_still_first)
+            self._slots.spun(in_vain=waits and is_still_first)
         if waits and not is_still_first:
             self._spins_for_steps = None
             if is_due:

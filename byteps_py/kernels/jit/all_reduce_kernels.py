@@ -1,8 +1,10 @@
-"""The steps of one sum in shares (chunks.py, byteps_py/session/peers/ring.py) as LLVM instructions. While all members
-keep up they run no Python, and no system call except to yield the processor and to read the clock.
+"""A large sum in shared memory as LLVM instructions: its steps (byteps_py/session/peers/shared_slots.py), and the
+addition of a share in one pass that reads every row and writes the result twice.
 
-In Python a step costs each member some 30 µs, and a wake-up for it as much: chunks had to be large, and left the caches
-in between. Here a step costs less than one. Any thread. The import loads LLVM: import this module late.
+While all ranks keep up, the steps run no Python, and no system call except to yield the processor and to read the
+clock. In Python a step costs each member some 30 µs, and a wake-up for it as much: chunks had to be large, and left the
+caches in between. Here a step costs less than one. The elements are added by the service's own instructions
+(vector.py). Any thread. The import loads LLVM: import this module late.
 """
 
 from __future__ import annotations
@@ -15,21 +17,22 @@ from typing import Any
 
 from llvmlite import ir
 
-from byteps_py.kernels.jit import llvm
+from byteps_py.kernels.all_reduce_table import AHEAD, ASLEEP, SLOTS, WORD, Status, TableEntry
+from byteps_py.kernels.jit import llvm, vector
 from byteps_py.kernels.jit.streaming import AT_ONCE_BYTES
-from byteps_py.session.peers.ring import AHEAD, ASLEEP, SLOTS, WORD
-from byteps_py.torch.collectives.ring.step_table import Status, TableEntry
+from byteps_py.tensors import DType, Op
 
 _I32, _I64, _VOID = ir.IntType(32), ir.IntType(64), ir.VoidType()
 #: Polls of another member's word before the processor is yielded.
 _POLLS = 16
 _NS = 1_000_000_000
+_ELEMENTS = 64  # added per iteration: as many float32 elements as fit into registers
 _libc = ctypes.CDLL(None)
 
 
 def compile_steps(kind: type[Steps] | None = None) -> Callable[[int], None]:
-    """A function of a table's address (step_table.py): it takes steps until the sum is complete or the caller has
-    something to do, which STATUS says."""
+    """A function of a table's address (kernels/all_reduce_table.py): it takes steps until the sum is complete or
+    the caller has something to do, which STATUS says."""
     function = ir.Function(llvm.new_module("byteps_steps"), ir.FunctionType(_VOID, [_I64]), "steps")
     (kind or Steps)(function).build()
     return llvm.compile_function(function)
@@ -312,3 +315,48 @@ class Steps:
 
     def _pointer(self, address: ir.Value) -> ir.Value:
         return self._b.inttoptr(address, _I64.as_pointer())
+
+
+def compile_sum(dtype: DType, rows: int, average: bool, past_caches: bool) -> Callable[[int, int], None]:
+    """A function of (address of a table, bytes of each row). The table holds the addresses of ``rows`` inputs, of the
+    result and of its copy. ``average``: divide by ``rows``. ``past_caches``: write the copy with non-temporal stores;
+    it must be aligned to 64 bytes, and its reader has other caches."""
+    function = ir.Function(llvm.new_module("byteps_sum"), ir.FunctionType(ir.VoidType(), [_I64, _I64]), "sum")
+    builder = ir.IRBuilder(function.append_basic_block())
+    table, end = function.args
+    entries = [builder.add(table, _I64(8 * i)) for i in range(rows + 2)]
+    addresses = [builder.load(builder.inttoptr(entry, _I64.as_pointer()), typ=_I64) for entry in entries]
+
+    def fold(offset: ir.Value, width: int) -> None:
+        *sources, target, copy = [builder.add(address, offset) for address in addresses]
+        total = vector.load(builder, dtype, width, sources[0])
+        for source in sources[1:]:
+            total = vector.combine(builder, Op.SUM, dtype, total, vector.load(builder, dtype, width, source))
+        result = vector.rounded(builder, dtype, total)
+        if average:
+            result = vector.divided(builder, dtype, result, _I64(rows))
+        vector.store(builder, target, result)
+        if past_caches and width > 1:
+            llvm.store_past_caches(builder, result, copy)
+        else:
+            vector.store(builder, copy, result)
+
+    def sweep(start: ir.Value, end: ir.Value, width: int) -> None:
+        before, loop, after = builder.block, function.append_basic_block(), function.append_basic_block()
+        builder.cbranch(builder.icmp_unsigned("<", start, end), loop, after)
+        builder.position_at_end(loop)
+        offset = builder.phi(_I64)
+        fold(offset, width)
+        following = builder.add(offset, _I64(width * dtype.itemsize))
+        offset.add_incoming(start, before)
+        offset.add_incoming(following, builder.block)
+        builder.cbranch(builder.icmp_unsigned("<", following, end), loop, after)
+        builder.position_at_end(after)
+
+    middle = builder.and_(end, _I64(-_ELEMENTS * dtype.itemsize))
+    sweep(_I64(0), middle, _ELEMENTS)
+    sweep(middle, end, 1)
+    if past_caches:
+        llvm.end_of_stores(builder)
+    builder.ret_void()
+    return llvm.compile_function(function)

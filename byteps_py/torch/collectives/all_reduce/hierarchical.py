@@ -1,7 +1,7 @@
 """One large sum of a group with several members on each of several machines, as many on each:
 
-    add on the machine     each member adds a share of the tensor, in shared memory (ring/)
-    add between machines   the members that have the same share add it over connections (share_sums.py)
+    add on the machine     each member adds a share of the tensor, in shared memory (shared_memory.py)
+    add between machines   the members that have the same share add it over connections (direct.py)
     give on the machine    each member gives its share of the result to the others
 
 So a byte leaves a machine as seldom as with one member on each, and all members send. The order of the additions and
@@ -18,16 +18,19 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from byteps_py.session.peers import PeerTransport, Ring, StreamReceipt
-from byteps_py.torch.collectives.ring.chunks import Chunks
-from byteps_py.torch.collectives.ring.ring_sum import RingSum, RingSums
-from byteps_py.torch.collectives.share_sums import ShareSum, ShareSums
+from byteps_py.session.peers import PeerTransport, SharedSlots, StreamReceipt
+from byteps_py.torch.collectives.all_reduce.direct import DirectAllReduce
+from byteps_py.torch.collectives.all_reduce.shared_memory import SharedMemoryAllReduce
+from byteps_py.torch.collectives.all_reduce.shares import Chunks
+from byteps_py.torch.collectives.router import Route
 
 
-class TwoLevelSums:
+class HierarchicalAllReduce:
     """The sums of one group, one at a time. ``ranks``: of the members, by position. ``machines``: the positions of the
-    members on each machine, the same number on each. ``own``: this member's position. ``ring``: among the members of
+    members on each machine, the same number on each. ``own``: this member's position. ``slots``: of the members of
     its machine."""
+
+    route = Route.HIERARCHICAL
 
     def __init__(
         self,
@@ -35,7 +38,7 @@ class TwoLevelSums:
         ranks: Sequence[int],
         machines: Sequence[Sequence[int]],
         own: int,
-        ring: Ring,
+        slots: SharedSlots,
     ) -> None:
         self.transport, self.machines = transport, machines
         self.machine = next(number for number, some in enumerate(machines) if own in some)
@@ -44,17 +47,18 @@ class TwoLevelSums:
         self.place = near.index(own)
         self.near = {place: ranks[position] for place, position in enumerate(near) if position != own}
         column = {number: ranks[some[self.place]] for number, some in enumerate(machines) if number != self.machine}
-        self.ring_sums = RingSums(ring, self.place, {place: ranks[position] for place, position in enumerate(near)})
-        self.share_sums = ShareSums(transport, self.machine, column, len(ranks))
+        on_machine = {place: ranks[position] for place, position in enumerate(near)}
+        self.shared_memory = SharedMemoryAllReduce(slots, self.place, on_machine)
+        self.direct = DirectAllReduce(transport, self.machine, column, len(ranks))
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         #: The members that neither share memory with this one nor add the same share.
         self.far = [rank for rank in ranks if rank not in (ranks[own], *self.near.values(), *column.values())]
 
     def start(
         self, source: torch.Tensor, target: torch.Tensor | None, average: bool, name: str, scatters: bool = False
-    ) -> TwoLevelSum:
-        """See RingSum and ShareSums.start."""
-        return TwoLevelSum(self, name, source, target, average, scatters)
+    ) -> HierarchicalSum:
+        """See SharedMemorySum and DirectAllReduce.start."""
+        return HierarchicalSum(self, name, source, target, average, scatters)
 
     def memory(self, like: torch.Tensor) -> torch.Tensor:
         """Of the size and dtype of ``like``: for the sum on this machine."""
@@ -76,12 +80,12 @@ class _Phase(enum.Enum):
     DONE = "complete"
 
 
-class TwoLevelSum:
-    """Adds every member's ``source``, a flat and contiguous tensor, into ``target``: see RingSum."""
+class HierarchicalSum:
+    """Adds every member's ``source``, a flat and contiguous tensor, into ``target``: see SharedMemorySum."""
 
     def __init__(
         self,
-        sums: TwoLevelSums,
+        sums: HierarchicalAllReduce,
         name: str,
         source: torch.Tensor,
         target: torch.Tensor | None,
@@ -95,18 +99,18 @@ class TwoLevelSum:
         # A member that does not need the result takes it all the same: the others do not know.
         self._target = torch.empty_like(source) if target is None else target
         self._shares = Chunks(
-            source.numel(), source.itemsize, len(sums.near) + 1, sums.ring_sums.ring.slot_bytes, scatters=True
+            source.numel(), source.itemsize, len(sums.near) + 1, sums.shared_memory.slots.slot_bytes, scatters=True
         )
         first, count = self._shares.share_of(sums.place)
         # Not to the target, which may be the source: if a member has joined instead, the source is needed once more.
         share = sums.memory(source[:count])
         self._result = self._target if scatters else self._target[first : first + count]
-        self._ring_sum: RingSum = sums.ring_sums.start(source, share, False, f"{name}.machine", scatters=True)
-        self._share_sum: ShareSum = sums.share_sums.start(share, self._result, average, name, scatters)
+        self._machine_sum = sums.shared_memory.start(source, share, False, f"{name}.machine", scatters=True)
+        self._direct_sum = sums.direct.start(share, self._result, average, name, scatters)
         self._scatters = scatters
         # Those that add the same share need this member's part of it, which it sends once it has heard from all others.
         self._receipt = StreamReceipt(
-            self._begun, is_mutual=True, owner=self, dependents=tuple(sums.share_sums.others.values())
+            self._begun, is_mutual=True, owner=self, dependents=tuple(sums.direct.others.values())
         )
         self._phase = _Phase.ON_MACHINE
         self._steps: dict[_Phase, Callable[[float], _Phase]] = {
@@ -131,7 +135,7 @@ class TwoLevelSum:
         The other members may know of that before, and then do not begin. So this member, whomever of them it waits for,
         gives up as soon as it is told that any member has joined instead."""
         sums, transport = self._sums, self._transport
-        everybody = (*sums.near.values(), *sums.share_sums.others.values(), *sums.far)
+        everybody = (*sums.near.values(), *sums.direct.others.values(), *sums.far)
         if joined := transport.joined_among(everybody):
             raise transport.joined_error(self._begun, joined)
         self.has_begun = True
@@ -141,7 +145,7 @@ class TwoLevelSum:
             transport.send(self._begun, sums.far, ((0, 0),), is_led=False)
 
     def _add_on_machine(self, deadline: float) -> _Phase:
-        self._ring_sum.run(deadline, lambda: self._transport.absent(self._receipt))
+        self._machine_sum.run(deadline, lambda: self._transport.absent(self._receipt))
         return _Phase.AWAITS_ALL
 
     def _await_all(self, deadline: float) -> _Phase:
@@ -149,7 +153,7 @@ class TwoLevelSum:
         return _Phase.BETWEEN_MACHINES
 
     def _add_between_machines(self, deadline: float) -> _Phase:
-        self._share_sum.run(deadline)
+        self._direct_sum.run(deadline)
         if self._scatters:
             return _Phase.DONE
         sums, target = self._sums, self._target

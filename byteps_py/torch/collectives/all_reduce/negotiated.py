@@ -1,47 +1,103 @@
 """Sums by name that all ranks wait for: added by the ranks, without the communication service.
 
-Votes decide for each round whether all ranks wait for it (sum_offers.py). Small tensors travel with the votes, from
-every rank to every other. Large tensors are added in shares (large_sum.py), one at a time: a rank that has offered one
-offers no other before it is over. So large sums that all ranks offer never overlap, and have one order on all ranks.
-All other sums go through the service.
+Votes decide for each round whether all ranks wait for it. Small tensors travel with the votes, from every rank to every
+other. Large tensors are added in shares (large.py), one at a time: a rank that has offered one offers no other before
+it is over. So large sums that all ranks offer never overlap, and have one order on all ranks. All other sums go through
+the service.
 
-Any thread.
+Names may be called in any order, and need not be waited for, so no rank knows what the others do next. But most ranks
+do what they did in the previous round. So a rank tells the others that it waits for a round. If all have waited for a
+round, each offers to add the next one, and every rank that has waited votes on the next one in any case. All ranks
+count as having waited before the first round. A rank that has not waited, and does not wait now, casts no vote: a round
+for which no rank waits costs no message.
+
+    in the previous round                   in this round           vote
+    -------------------------------------   ---------------------   ---------------
+    all have waited                         waits, is able          an offer
+    a rank has not waited; or not able      waits                   WAITS
+    this rank has waited                    does not wait           IS_ABSENT
+    this rank has not waited                does not wait           none
+
+If all ranks make the same offer, they add the round themselves. Otherwise all go through the service. A rank that has
+not offered may do so at once. A rank that has offered receives a vote of every other: as they have waited, each casts
+one. A vote on a round is sent before its rank's contribution to the round, so it has arrived when the next round
+begins. Where it has not, the rank merely does not offer.
+
+Any thread; ``OfferVotes`` is pure, for one thread at a time.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple, Self, cast
 
 import torch
 
 from byteps_py.errors import JoinedError
 from byteps_py.session import Slot
-from byteps_py.session.peers import PeerTransport, Ring
+from byteps_py.session.peers import PeerTransport
 from byteps_py.tensors import TensorSpec, key_of
+from byteps_py.torch.collectives.all_reduce.large import LargeSum, LargeSums
+from byteps_py.torch.collectives.all_reduce.shared_memory import SharedMemorySum
+from byteps_py.torch.collectives.all_reduce.shares import add_by_machine
 from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.collectives.dtypes import is_plain
-from byteps_py.torch.collectives.large_sum import LargeSum, LargeSums, large_sums_among
 from byteps_py.torch.collectives.named_work import Attempt
-from byteps_py.torch.collectives.ring.adding import add_by_machine
-from byteps_py.torch.collectives.ring.ring_sum import RingSum
 from byteps_py.torch.collectives.router import Route
-from byteps_py.torch.collectives.sum_offers import IS_ABSENT, SharedRounds
 
 #: The service ends waits that exceed the stall limit; a rank gives it this much time before it gives up itself.
 _PATIENCE_S = 10.0
 _FOREVER_S = 1e9  # no limit
+#: Votes on a round. An offer is a number from 0 on that identifies the sum.
+IS_ABSENT, WAITS = -1, -2
+
+
+class OfferVotes:
+    """The rounds of one name, as one rank sees them. ``others``: the other ranks."""
+
+    def __init__(self, others: Collection[int]) -> None:
+        self._others = others
+        self.number = 0  # of the latest round
+        self._has_waited = True
+        self._offer = -1  # of this rank, in that round; -1: none
+
+    def begin(self, offer: int, is_waiting: bool, is_able: bool, votes: Mapping[int, int]) -> int | None:
+        """Begin the next round. Returns the vote for all others, or None. ``votes``: those of the others on the
+        previous round. ``is_able``: this rank can add it."""
+        self.number += 1
+        has_waited, self._has_waited = self._has_waited, is_waiting
+        self._offer = -1
+        if not is_waiting:
+            return IS_ABSENT if has_waited else None
+        if not (is_able and has_waited and (self.number == 1 or self._all_waited(votes))):
+            return WAITS
+        self._offer = offer
+        return offer
+
+    def verdict(self, joined: Collection[int], votes: Mapping[int, int]) -> bool | None:
+        """True if the ranks add this round, in which this rank has offered; None: votes are missing. ``joined``: ranks
+        that cast no more votes. ``votes``: those on this round, read after ``joined``."""
+        answers = [votes.get(other) for other in self._others]
+        offers, missing = answers.count(self._offer), answers.count(None)
+        if not missing or offers + missing < len(answers):
+            return offers == len(answers)
+        if not joined:
+            return None
+        return False if any(other in joined for other in self._others if other not in votes) else None
+
+    def _all_waited(self, votes: Mapping[int, int]) -> bool:
+        return all(votes.get(other, IS_ABSENT) != IS_ABSENT for other in self._others)
 
 
 class SumOffer(NamedTuple):
-    """A sum that ranks may add. ``route``: PEERS, RING or SHARES."""
+    """A sum that ranks may add. ``route``: ONE_SHOT, SHARED_MEMORY, DIRECT or HIERARCHICAL."""
 
     spec: TensorSpec
     route: Route
 
 
-class NamedSums:
+class NegotiatedAllReduce:
     """The sums by name of one context, until it ends or all ranks have joined."""
 
     def __init__(self, context: Context) -> None:
@@ -51,13 +107,12 @@ class NamedSums:
         self._peers.directory.wait_for_all()
         limit_s = context.settings.stall_limit_s
         self._timeout_s = limit_s + _PATIENCE_S if limit_s else _FOREVER_S
-        self._groups: dict[Sequence[int], NamedSumGroup] = {}
-        self._names: dict[tuple[str, Sequence[int]], _NamedRounds] = {}
+        self._groups: dict[Sequence[int], NegotiatedGroup] = {}
+        self._names: dict[tuple[str, Sequence[int]], _NegotiatedRounds] = {}
 
     @classmethod
     def of(cls, context: Context) -> Self:
-        """The NamedSums of ``context``. Called with the context's lock held. Raises StallError and what ends the
-        session."""
+        """That of ``context``. Called with the context's lock held. Raises StallError and what ends the session."""
         return cast(Self, context.belongings.get(cls) or context.belongings.setdefault(cls, cls(context)))
 
     def begin(
@@ -67,33 +122,33 @@ class NamedSums:
         offer: SumOffer | None,
         sources: Sequence[torch.Tensor],
         targets: Sequence[torch.Tensor],
-        through_the_service: Callable[[], Attempt],
+        fallback: Callable[[], Attempt],
     ) -> Attempt:
         """Begin the sum of all ranks' ``sources`` into ``targets``, which may be the same tensors.
 
         ``offer``: the sum, if there is only one, the router lets ranks add it, and the caller is about to wait;
-        otherwise None. ``through_the_service`` begins the sum through the service; it is called here or by
+        otherwise None. ``fallback`` begins the sum through the service; it is called here or by
         ``complete``. Called with the context's lock held.
         """
         self._session.check_open()  # before any vote is cast
         sum_group = self._groups.get(group)
         if sum_group is None:
             ranks = group or range(self._session.size)
-            sum_group = self._groups[group] = NamedSumGroup(self._context, self._peers, ranks, self._timeout_s)
+            sum_group = self._groups[group] = NegotiatedGroup(self._context, self._peers, ranks, self._timeout_s)
         entry = self._names.get((name, group))
         if entry is None:
-            entry = self._names[name, group] = _NamedRounds(sum_group, name)
+            entry = self._names[name, group] = _NegotiatedRounds(sum_group, name)
         if offer is None or not (is_plain(sources[0]) and is_plain(targets[0])):
             entry.begin_elsewhere()
-            return through_the_service()
+            return fallback()
         add_up = entry.begin(offer, sources[0], targets[0])
         if add_up is None:
-            return through_the_service()
+            return fallback()
 
         def complete() -> None:
             if not add_up():
                 with self._context.lock:
-                    rest = through_the_service()
+                    rest = fallback()
                 rest.complete()
 
         return Attempt(lambda: False, complete)
@@ -102,10 +157,10 @@ class NamedSums:
         """See Closable. After a join the session stays open."""
         if self._context.is_open and self._context.session is self._session:
             for sum_group in self._groups.values():
-                sum_group.retire()
+                sum_group.large_sums.retire()
 
 
-class NamedSumGroup:
+class NegotiatedGroup:
     """The ranks of one group, and their large sums: one at a time."""
 
     def __init__(self, context: Context, peers: PeerTransport, ranks: Sequence[int], timeout_s: float) -> None:
@@ -119,13 +174,9 @@ class NamedSumGroup:
         #: The ranks of the other members, by position.
         self.others = {p: rank for p, rank in enumerate(ranks) if p != self.own}
         self.text = ", ".join(map(str, ranks))
-        self._name = f"sums in shares among ranks {self.text}#{session.incarnation}"
         on_machines = self.machines or (tuple(range(self.count)),)
-        self._near = [ranks[p] for some in on_machines if self.own in some for p in some if p != self.own]
-        self._large_sums: LargeSums | None = None
-        self._ring: Ring | None = None
-        if len(set(map(len, on_machines))) == 1:
-            self._large_sums, self._ring = large_sums_among(peers, self._name, ranks, self.own, on_machines)
+        name = f"sums in shares among ranks {self.text}#{session.incarnation}"
+        self.large_sums = LargeSums(peers, name, ranks, self.own, on_machines)
         self._is_taken = False
         self._is_broken = False  # a sum was begun and abandoned here, which others may have continued
 
@@ -142,14 +193,15 @@ class NamedSumGroup:
         self._is_taken = False
 
     def start(self, source: torch.Tensor, target: torch.Tensor, average: bool, name: str) -> LargeSum:
-        """The sum of flat and plain tensors; in the ring, its first step is written. The caller has acquired the large
-        sums."""
-        if self._large_sums is None:
+        """The sum of flat and plain tensors; in shared memory, its first step is written. The caller has acquired the
+        large sums."""
+        all_reduce = self.large_sums.all_reduce
+        if all_reduce is None:
             raise RuntimeError(f"{name}: as many ranks on each machine are needed")
         # Between machines, streams have the name: other groups may have a tensor of the same name.
         stream = f"{name} among ranks {self.text}#{self.session.incarnation}" if len(self.machines) > 1 else name
-        large_sum = self._large_sums.start(source, target, average, stream)
-        if isinstance(large_sum, RingSum):
+        large_sum = all_reduce.start(source, target, average, stream)
+        if isinstance(large_sum, SharedMemorySum):
             large_sum.write_first_step()
         return large_sum
 
@@ -164,20 +216,15 @@ class NamedSumGroup:
             self._is_broken = True
             raise
 
-    def retire(self) -> None:
-        """The large sums are not used any more on this rank."""
-        if self._ring is not None:
-            self.peers.retire(self._ring, self.peers.stream(f"{self._name}.ring.over", self._near))
 
-
-class _NamedRounds:
+class _NegotiatedRounds:
     """The rounds of one name, one at a time."""
 
-    def __init__(self, group: NamedSumGroup, name: str) -> None:
+    def __init__(self, group: NegotiatedGroup, name: str) -> None:
         self._group = group
         self._name = name
         others = tuple(group.others.values())
-        self._rounds = SharedRounds(others)
+        self._rounds = OfferVotes(others)
         stream = f"{name} among ranks {group.text}#{group.session.incarnation}"
         self._votes = group.peers.votes(stream, others)
         self._spec: TensorSpec | None = None  # of the latest round for which this rank has waited
@@ -195,7 +242,7 @@ class _NamedRounds:
         """Begin the next round, for which the caller is about to wait. Returns a function that completes the sum; it
         returns False if the sum has to go through the service. None: that is known already."""
         group, rounds, votes, spec = self._group, self._rounds, self._votes, offer.spec
-        is_small = offer.route is Route.PEERS
+        is_small = offer.route is Route.ONE_SHOT
         is_taken = not is_small and group.acquire()
         is_under_way = False
         try:
