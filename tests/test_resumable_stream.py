@@ -9,8 +9,7 @@ import pytest
 
 from byteps_py.dataplane.stream_seal import FrameHeader, StreamFrameKind
 from byteps_py.errors import ProtocolError
-from byteps_py.session.peers.link_watch import LinkDue, LinkWatch
-from byteps_py.session.peers.resumable_stream import REPORT_FRAMES, ResumableStream
+from byteps_py.session.peers.resumable_stream import REPORT_FRAMES, LinkDue, LinkWatch, ResumableStream
 
 
 class BrokenRuleError(AssertionError):

@@ -31,11 +31,10 @@ from byteps_py.log import logger
 from byteps_py.session.peers import peer_protocol
 from byteps_py.session.peers.background_sender import BackgroundSender
 from byteps_py.session.peers.frame_reader import FrameReader
-from byteps_py.session.peers.link_watch import LinkDue, LinkWatch
 from byteps_py.session.peers.message_matcher import LANDING_BYTES, Span
 from byteps_py.session.peers.peer_handshake import Seals
 from byteps_py.session.peers.peer_protocol import RECORD_BYTES, PeerMessage, PeerMessageKind
-from byteps_py.session.peers.resumable_stream import ResumableStream
+from byteps_py.session.peers.resumable_stream import LinkDue, LinkWatch, ResumableStream
 
 _BUFFER_BYTES = 16 << 10
 #: The most bytes that one call moves, so that others get their turn.

@@ -49,8 +49,7 @@ from byteps_py.session.peers.peer_directory import PeerDirectory
 from byteps_py.session.peers.peer_handshake import Seals
 from byteps_py.session.peers.peer_protocol import RECORD_BYTES, PeerMessage, PeerMessageKind
 from byteps_py.session.peers.peer_sockets import Inbox, PeerOutbox
-from byteps_py.session.peers.shared_segment import SharedSegment
-from byteps_py.session.peers.shared_slots import MemoryHost, SharedSlots
+from byteps_py.session.peers.shared_slots import MemoryHost, SharedSegment, SharedSlots
 from byteps_py.session.peers.votes import Votes
 from byteps_py.session.peers.waiting import Host, PeerWaiter, Wait
 from byteps_py.settings import Settings

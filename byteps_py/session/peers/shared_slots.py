@@ -1,5 +1,5 @@
-"""Shared memory in which each rank of a group writes, step by step, what the others read, while they do the same: a few
-slots of each rank, and a few control lines that say how many steps it has published.
+"""``SharedSlots``: shared memory in which each rank of a group writes, step by step, what the others read, while they
+do the same: a few slots of each rank, and a few control lines that say how many steps it has published.
 
 So a tensor of any size needs no more shared memory than that, and bytes are read while they are in the caches. No
 acknowledgement is needed: a rank that publishes a step has read all earlier steps of the others.
@@ -251,3 +251,54 @@ class SharedSlots:
 
     def _joined(self, source: int) -> JoinedError:
         return joined_error(self._name, source)
+
+
+class SharedSegment:
+    """A segment of memory that some ranks of a machine share: one of them makes it, the others map it. All may read and
+    write it; who does what when is for their callers to agree on. One thread at a time.
+
+        the maker:   memory ──SEGMENT, with its descriptor──► the others      SHARED: its number
+        the others:  wait for SHARED, then find the segment among those that are mapped already
+
+    ``stream``: to the other ranks, all of this machine; it has no other use. ``maker``: the rank that makes the
+    segment, the same on all of them, like ``nbytes``. Raises OSError if the system can't provide as much, and what ends
+    the session."""
+
+    def __init__(self, host: MemoryHost, stream: Stream, maker: int, nbytes: int) -> None:
+        self._host, self._stream, self._maker, self._nbytes = host, stream, maker, nbytes
+        self._wait = Wait(stream.name, 1, lambda: [maker])
+        self._segment: Segment | None = None
+        if maker == host.me:
+            self._make()
+
+    def _make(self) -> None:
+        host, stream = self._host, self._stream
+        with host.lock:
+            block, self._segment = host.outgoing.allocate_alone(self._nbytes)
+        for target in stream.flows:
+            outbox = cast(PeerOutbox, host.outboxes[target])
+            if outbox.announced <= block.segment:
+                host.announce(outbox)
+            number = stream.send(target)
+            where = block.segment, stream.key, number, block.nbytes, block.nbytes, 0, block.offset
+            outbox.send(peer_protocol.pack(int(PeerMessageKind.SHARED), host.me, host.matcher.era, *where, -1))
+
+    def map(self, timeout_s: float) -> None:
+        """Return when the segment is mapped here. Raises StallError, after which it may be called again, ProtocolError,
+        and what ends the session."""
+        if self._segment is not None:
+            return
+        host, payloads = self._host, self._stream.flows[self._maker].payloads
+        host.waiter.until(lambda: bool(payloads), self._wait, timeout_s)
+        host.waiter.ended(self._wait)
+        _, payload = payloads.popitem()
+        if payload.total < self._nbytes:
+            raise ProtocolError(f"rank {self._maker} shares {payload.total} bytes, not {self._nbytes}")
+        self._segment = host.incoming.find(self._maker, payload.segment, payload.offset + payload.total)
+
+    @property
+    def segment(self) -> Segment:
+        """The segment, once it is mapped. Its ``view`` keeps the memory, also after the session."""
+        if self._segment is None:
+            raise ValueError("the segment is not mapped yet")
+        return self._segment

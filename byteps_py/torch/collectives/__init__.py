@@ -11,8 +11,8 @@
 
 Context (context.py) holds the session of the process and everything that lives as long as it does. Router (router.py)
 chooses the route of every operation, and gives the reason. An operation under way is a Work (work.py): GroupWork for
-process groups (group_work.py), NamedWork for functions with names and handles (named_work.py). completion.py has the
-threads that complete works for which no caller waits.
+process groups (group_work.py), NamedWork for functions with names and handles. completion.py has the threads that
+complete works for which no caller waits.
 
 It must not know a front end. On the other side it knows byteps_py.session only.
 """

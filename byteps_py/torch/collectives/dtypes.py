@@ -1,12 +1,14 @@
-"""torch's dtypes and those of the wire: which correspond, and the errors about those that do not. Any thread."""
+"""torch's dtypes and those of the wire: which correspond, and checks of tensors: of the user's, and of what other ranks
+send about sparse ones (COO), before it is used. Any thread."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 
 import torch
 
-from byteps_py.errors import UsageError
+from byteps_py.errors import MismatchError, UsageError
 from byteps_py.tensors import DType
 
 WIRE = {
@@ -122,3 +124,41 @@ def is_plain(tensor: torch.Tensor) -> bool:
         and not tensor.is_conj()
         and not tensor.is_neg()
     )
+
+
+# ---- sparse tensors: torch does not check indices, and with one outside of the shape it would write outside of its
+# memory
+
+_REMEDY = "give the same shape on every rank"
+
+
+def check_dimensions(what: str, rank: int, dimensions: int, shape: Sequence[int]) -> None:
+    """Raises MismatchError if a tensor of ``shape`` can't have this many sparse dimensions."""
+    if not 0 <= dimensions <= len(shape):
+        raise MismatchError(
+            f"{what}: rank {rank} has {dimensions} sparse dimensions, of a shape {list(shape)}; {_REMEDY}"
+        )
+
+
+def check_count(what: str, rank: int, count: int, dimensions: int, shape: Sequence[int]) -> None:
+    """Raises MismatchError if a tensor of ``shape`` can't have this many elements. Call it before memory is
+    allocated."""
+    most = math.prod(shape[:dimensions])
+    if not 0 <= count <= most:
+        raise MismatchError(
+            f"{what}: rank {rank} has {count} elements in {dimensions} sparse dimensions, where a shape {list(shape)} "
+            f"has at most {most}; {_REMEDY}"
+        )
+
+
+def check_indices(what: str, rank: int, indices: torch.Tensor, shape: Sequence[int]) -> None:
+    """``indices``: [dimension, element]. Raises MismatchError if one is outside of ``shape``."""
+    if not indices.numel():
+        return
+    least, most = torch.aminmax(indices, dim=1)
+    for dimension, (low, high) in enumerate(zip(least.tolist(), most.tolist(), strict=True)):
+        if low < 0 or high >= shape[dimension]:
+            raise MismatchError(
+                f"{what}: rank {rank} has index {low if low < 0 else high} in dimension {dimension} of a shape "
+                f"{list(shape)}; {_REMEDY}"
+            )

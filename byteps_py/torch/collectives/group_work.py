@@ -1,5 +1,5 @@
-"""Operations of a process group, whose waits end when the group does: their shared state, and operations made of
-others.
+"""Operations of a process group, whose waits end when the group does: their shared state, rounds of slots, and
+operations made of others.
 
 ``FallbackWork`` is the only class that knows what happens to an operation among the ranks of a machine when a member
 has joined (``byteps_py.join()``). Any thread may call.
@@ -14,10 +14,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import torch
+
 from byteps_py.errors import JoinedError, MismatchError, StallError
 from byteps_py.session import Session
 from byteps_py.torch.collectives.call_log import CallLog
 from byteps_py.torch.collectives.completion import Completer
+from byteps_py.torch.collectives.slot_view import SlotView
 from byteps_py.torch.collectives.work import Call, NotYetError, Work
 
 #: After waits of these lengths, in seconds, a member compares calls with the others; the second comparison finds the
@@ -127,6 +130,57 @@ class CompletedWork(GroupWork):
     def __init__(self, group_context: GroupContext, call: Call) -> None:
         super().__init__(group_context, call)
         self._over = True
+
+
+class ServiceWork(GroupWork):
+    """A round of a slot of the communication service. ``call.finish`` copies the result to the outputs. ``failed`` is
+    called if the round fails before that. ``completer`` completes its future; None: a thread of the pool
+    does, in no order with others."""
+
+    def __init__(
+        self,
+        group_context: GroupContext,
+        completer: Completer | None,
+        call: Call,
+        view: SlotView,
+        device: torch.device,
+        failed: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__(group_context, call)
+        self._completer = completer
+        self._view: SlotView | None = view
+        self._device = device
+        self._failed = failed
+
+    def _complete(self, deadline: float) -> None:
+        view = self._view
+        if view is None:
+            return
+        self._wait_in_slices(deadline, view.wait)
+        self._failed = None  # a later error is local: members have agreed on this kind and continue to use it
+        if self._finish is not None:
+            self._finish()
+        if self._device.type == "cuda":
+            self._event = torch.cuda.current_stream(self._device).record_event()
+
+    def _is_ready(self) -> bool:
+        return self._group_context.aborted is not None or self._view is None or self._view.is_done
+
+    def _gave_up(self) -> bool:
+        return self._view is not None and self._view.has_failed
+
+    def _release(self) -> None:
+        view, self._view, self._finish = self._view, None, None
+        if view is not None and view.occupant is self:
+            view.vacate()
+        if self._error is not None and self._failed is not None:
+            self._failed()
+
+    def _hand_to_pool(self) -> None:
+        if self._completer is not None:
+            self._completer.add(self)
+        else:
+            super()._hand_to_pool()
 
 
 class CombinedWork(GroupWork):

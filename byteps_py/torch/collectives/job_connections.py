@@ -2,11 +2,13 @@
 (negotiated.py).
 
 Any rank may be late or absent at a sum by name, so ranks must know beforehand whether all of them are connected. They
-exchange addresses, connect, and then tell each other whether that has succeeded.
+exchange addresses, connect, and then tell each other whether that has succeeded. ``record_of`` and the functions after
+it are for process groups, too.
 """
 
 from __future__ import annotations
 
+import struct
 import threading
 from collections.abc import Sequence
 
@@ -18,15 +20,14 @@ from byteps_py.session import Session
 from byteps_py.settings import Settings
 from byteps_py.tensors import Layout, Op, Sizes
 from byteps_py.torch.collectives.all_reduce import shared_memory
-from byteps_py.torch.collectives.machine_addresses import (
-    RECORD_BYTES,
-    ConnectedMachines,
-    addresses_of,
-    machines_of,
-    record_of,
-)
+from byteps_py.torch.collectives.router import ConnectedMachines
 from byteps_py.torch.collectives.slot_view import MoverOf, SlotView
 
+#: The index of the machine; the number of spare machines; whether the instructions for sums in shared memory are
+#: compiled; the address, empty if the rank can't be connected to.
+_RECORD = struct.Struct("<II?503s")
+RECORD_BYTES = _RECORD.size
+_ADDRESS_BYTES = 500
 _CPU = torch.device("cpu")
 #: For the connections. Ranks that can't connect go through the services.
 _CONNECT_S = 10.0
@@ -108,3 +109,33 @@ class JobConnections:
 def time_for_all(size: int) -> float:
     """Seconds that ``size`` ranks may take to connect."""
     return _CONNECT_S + 0.01 * size
+
+
+def record_of(session: Session, settings: Settings, shares_memory: bool = False) -> bytes:
+    """The record of this rank, of RECORD_BYTES, for the others. Raises ConfigurationError if it can't listen."""
+    connector = session.peers.connector if session.peers is not None else None
+    address = connector.address() if connector is not None else ""
+    if len(address.encode()) > _ADDRESS_BYTES:
+        raise ConfigurationError(
+            f"DMLC_NODE_HOST={address[:40]}… is too long: at most {_ADDRESS_BYTES} bytes are possible"
+        )
+    return _RECORD.pack(session.machine_index, settings.num_servers, shares_memory, address.encode())
+
+
+def machines_of(records: Sequence[bytes]) -> ConnectedMachines | None:
+    """The machines of members that have told ``records``, by position. None if one of them can't be connected to."""
+    on_machines: dict[int, list[int]] = {}
+    has_spare, can_share_memory = False, True
+    for position, record in enumerate(records):
+        machine, spare, shares_memory, address = _RECORD.unpack(record)
+        if not address.strip(b"\0"):
+            return None
+        on_machines.setdefault(machine, []).append(position)
+        has_spare, can_share_memory = has_spare or bool(spare), can_share_memory and shares_memory
+    return ConnectedMachines(tuple(tuple(some) for _, some in sorted(on_machines.items())), has_spare, can_share_memory)
+
+
+def addresses_of(records: Sequence[bytes], ranks: Sequence[int], machine: int) -> dict[int, str]:
+    """The addresses of those of ``ranks`` that are not on ``machine``."""
+    told = ((rank, *_RECORD.unpack(record)) for rank, record in zip(ranks, records, strict=True))
+    return {rank: address.rstrip(b"\0").decode() for rank, where, _, _, address in told if where != machine}

@@ -17,9 +17,8 @@ from byteps_py.session.peers import PeerTransport, PendingSend, Span, Stream, St
 from byteps_py.tensors import differing
 from byteps_py.torch.collectives.completion import Completer
 from byteps_py.torch.collectives.group_work import FallbackQueue, GroupContext, GroupWork
-from byteps_py.torch.collectives.machine_addresses import ConnectedMachines
 from byteps_py.torch.collectives.members import Members
-from byteps_py.torch.collectives.router import Reach
+from byteps_py.torch.collectives.router import ConnectedMachines, Reach
 from byteps_py.torch.collectives.work import Call
 
 #: Operations of a stream that may be under way at once; a further one waits until the first of them is over.

@@ -23,7 +23,6 @@ from typing import NamedTuple, Self
 
 from byteps_py.session import Session
 from byteps_py.tensors import Op
-from byteps_py.torch.collectives.machine_addresses import ConnectedMachines
 
 #: The cores of the machine, not only those of this process.
 CORES = os.sysconf("SC_NPROCESSORS_ONLN")
@@ -57,6 +56,32 @@ NAMED_CONNECTION_BYTES = 64 << 10
 _MOST_GATHERED_BYTES = 8 << 20
 #: The same for a broadcast, which sends the same bytes from one machine to several.
 _MOST_COPIED_BYTES = 256 << 10
+
+
+class ConnectedMachines(NamedTuple):
+    """The machines of a group whose members are connected. ``positions``: of the members on each machine.
+    ``has_spare``: other machines sum, too. ``can_share_memory``: all members can add in shared memory."""
+
+    positions: tuple[tuple[int, ...], ...]
+    has_spare: bool
+    can_share_memory: bool
+
+    @property
+    def are_even(self) -> bool:
+        """True if as many members are on each machine."""
+        return len(set(map(len, self.positions))) == 1
+
+    @property
+    def can_share(self) -> bool:
+        """True if the members add large sums in shares."""
+        if self.has_spare or not self.are_even:
+            return False
+        return self.can_share_memory or len(self.positions[0]) == 1
+
+    def of(self, ranks: Sequence[int]) -> ConnectedMachines:
+        """The machines of some ``ranks``, and their positions among these. Positions of this object are ranks."""
+        found = (tuple(ranks.index(rank) for rank in some if rank in ranks) for some in self.positions)
+        return self._replace(positions=tuple(some for some in found if some))
 
 
 class Reach(enum.Enum):

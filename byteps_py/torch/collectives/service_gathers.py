@@ -14,9 +14,8 @@ import torch
 
 from byteps_py.tensors import Layout, Op, Sizes
 from byteps_py.torch.collectives.completion import Completer
-from byteps_py.torch.collectives.group_work import GroupContext
+from byteps_py.torch.collectives.group_work import GroupContext, ServiceWork
 from byteps_py.torch.collectives.members import Members
-from byteps_py.torch.collectives.service_work import ServiceWork
 from byteps_py.torch.collectives.slot_view import Place, SlotView
 from byteps_py.torch.collectives.tensor_bytes import device_of, octets, places_of, ranges_of
 from byteps_py.torch.collectives.work import Call

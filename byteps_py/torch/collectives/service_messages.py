@@ -14,10 +14,9 @@ import torch
 
 from byteps_py.errors import MismatchError, StallError
 from byteps_py.tensors import Layout, Op, Sizes
-from byteps_py.torch.collectives.group_work import GroupContext
+from byteps_py.torch.collectives.group_work import GroupContext, ServiceWork
 from byteps_py.torch.collectives.members import Members
 from byteps_py.torch.collectives.message_queue import MessageQueue, QueuedMessage
-from byteps_py.torch.collectives.service_work import ServiceWork
 from byteps_py.torch.collectives.slot_view import SlotView
 from byteps_py.torch.collectives.tensor_bytes import ResultBuffer, nbytes_of, octets
 from byteps_py.torch.collectives.work import Call, Work

@@ -1,9 +1,9 @@
 """The life of an operation, from its start to the delivery of its result, on every route.
 
     Work              wait for it, poll it, take its future: the Work of torch.distributed
-      NamedWork       an operation of Horovod's or BytePS's functions, with a name and a handle (named_work.py)
+      NamedWork       an operation of Horovod's or BytePS's functions, with a name and a handle (below)
       GroupWork       an operation of a process group; its waits end when the group does (group_work.py)
-        ServiceWork   a round in a slot of the communication service (service_work.py)
+        ServiceWork   a round in a slot of the communication service (group_work.py)
         PeerWork      messages between ranks (peer_streams.py)
         LargeSumWork  a large sum, of which each member adds a share (all_reduce/large.py)
         FallbackWork  one of the last two or, once a member has joined, the same operation through the service
@@ -15,22 +15,45 @@ future was requested. Any thread may call.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._dynamo import eval_frame
 
-from byteps_py.errors import StallError
+from byteps_py.errors import MismatchError, StallError, UsageError
 from byteps_py.tensors import DType, Op
 from byteps_py.torch.collectives.completion import POOL
-from byteps_py.torch.collectives.torch_compile import not_traced
 
 Future = torch.futures.Future[Any]
+C = TypeVar("C", bound=type)
+
+
+def not_traced(names: Iterable[str]) -> Callable[[C], C]:
+    """A class decorator that keeps torch.compile's tracer out of this backend: the methods ``names``, and everything
+    that they call, run untraced.
+
+    The tracer examines every Python frame that begins while a compiled function runs, including frames that C++ calls
+    (from a reducer, for example). torch's own backends are not Python, so it never sees them.
+    ``torch.compiler.disable`` would do the same, but it loads the compiler, which takes longer than all the rest of
+    torch. Used at import.
+    """
+
+    def decorate(cls: C) -> C:
+        skip = eval_frame._FrameAction.SKIP
+        for name in names:
+            code = getattr(cls, name).__code__
+            eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(skip, skip))
+        return cls
+
+    return decorate
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,3 +272,90 @@ def _unwrap(future: Future) -> list[torch.Tensor]:
     if error is not None:
         raise error.with_traceback(None)
     return outputs  # type: ignore[no-any-return]
+
+
+class Attempt(NamedTuple):
+    """An operation that has begun on one route. ``is_done``: True if ``complete`` would not block. ``complete`` waits,
+    writes the results to the outputs, and returns what ``synchronize`` returns."""
+
+    is_done: Callable[[], bool]
+    complete: Callable[[], Any]
+
+
+class NamedWork(Work):
+    """An operation of Horovod's or BytePS's functions: found by a name and, until it is waited for, by a handle. Two
+    threads may wait for it. ``on_mismatch`` is called when its owner learns that ranks disagree. It has no timeout
+    of its own: the session's stall limit ends its wait."""
+
+    def __init__(self, name: str, attempt: Attempt, on_mismatch: Callable[[], None] | None = None) -> None:
+        super().__init__(Call(name, [], threading.TIMEOUT_MAX))
+        self.name = name
+        self._attempt: Attempt | None = attempt
+        self._on_mismatch = on_mismatch
+        self._result: Any = None
+
+    @property
+    def is_done(self) -> bool:
+        """True if ``settle`` would not block."""
+        attempt = self._attempt
+        return self._over or attempt is None or attempt.is_done()
+
+    def deliver(self) -> Any:
+        """Wait, and return the result. Raises the operation's error."""
+        self.settle()
+        if self._error is not None:
+            if self._on_mismatch is not None and isinstance(self._error, MismatchError):
+                self._on_mismatch()
+            raise self._error
+        return self._result
+
+    def _complete(self, deadline: float) -> None:
+        attempt, self._attempt = self._attempt, None
+        if attempt is not None:
+            self._result = attempt.complete()
+
+    def _is_ready(self) -> bool:
+        return self.is_done
+
+
+class Handles:
+    """The operations of one context by handle, an int as in Horovod, and by the name that each occupies."""
+
+    def __init__(self) -> None:
+        self._next = itertools.count()
+        self._operations: dict[int, NamedWork] = {}
+        # Weak: the caller that will wait for an operation holds it, and nothing else should keep its output alive.
+        self._occupants: weakref.WeakValueDictionary[str, NamedWork] = weakref.WeakValueDictionary()
+
+    def add(self, operation: NamedWork) -> int:
+        """Returns a new handle for ``operation``."""
+        handle = next(self._next)
+        self._operations[handle] = operation
+        self._occupants[operation.name] = operation
+        return handle
+
+    def occupant(self, name: str) -> NamedWork | None:
+        """The operation under way that occupies ``name``, or None."""
+        operation = self._occupants.get(name)
+        return None if operation is None or operation.is_over else operation
+
+    def get(self, handle: int) -> NamedWork:
+        """Raises UsageError for a handle that was never returned or was waited for already."""
+        try:
+            return self._operations[handle]
+        except (KeyError, TypeError):
+            raise UsageError(f"handle {handle} was not created or has been cleared") from None
+
+    def pop(self, handle: int) -> NamedWork | None:
+        """Remove the handle. Returns its operation, or None."""
+        return self._operations.pop(handle, None)
+
+    def settle(self) -> None:
+        """Wait for all operations. Their owners get the results, or errors, later."""
+        for operation in list(self._operations.values()):
+            operation.settle()
+
+    def clear(self) -> None:
+        """Forget all operations and names."""
+        self._operations.clear()
+        self._occupants.clear()

@@ -19,9 +19,9 @@ from byteps_py.errors import MismatchError, UsageError
 from byteps_py.session import Slot
 from byteps_py.tensors import DType, Layout, Op, TensorSpec
 from byteps_py.torch.collectives.context import Context
+from byteps_py.torch.collectives.dtypes import check_count, check_dimensions, check_indices
 from byteps_py.torch.collectives.nonfinite import is_finite
 from byteps_py.torch.collectives.slot_view import TensorRequest
-from byteps_py.torch.collectives.sparse_checks import check_count, check_dimensions, check_indices
 from byteps_py.torch.gradients.bucket import Bucket, GradientOptions
 from byteps_py.torch.gradients.gradient_checksums import PieceChecksums, Scratch, checksum_kernel
 from byteps_py.torch.horovod.ops import Average, Sum

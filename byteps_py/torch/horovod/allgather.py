@@ -24,8 +24,8 @@ from byteps_py.tensors import Layout, Op
 from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.collectives.dtypes import check_are_tensors, check_dense
-from byteps_py.torch.collectives.named_work import Attempt, NamedWork
 from byteps_py.torch.collectives.slot_view import SlotView
+from byteps_py.torch.collectives.work import Attempt, NamedWork
 from byteps_py.torch.horovod import size_headers
 from byteps_py.torch.horovod.api import result_of
 from byteps_py.torch.horovod.operation_names import kind_in_group, named_work, start_when_name_is_free

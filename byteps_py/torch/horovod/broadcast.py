@@ -18,8 +18,8 @@ from byteps_py.tensors import Op, TensorSpec
 from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.collectives.dtypes import bits_of, check_are_tensors, check_dense, check_result, wire_dtype
-from byteps_py.torch.collectives.named_work import Attempt, NamedWork
 from byteps_py.torch.collectives.slot_view import TensorRequest
+from byteps_py.torch.collectives.work import Attempt, NamedWork
 from byteps_py.torch.horovod.allreduce import allreduce
 from byteps_py.torch.horovod.api import rank, result_of
 from byteps_py.torch.horovod.operation_names import kind_in_group, named_work, start_when_name_is_free

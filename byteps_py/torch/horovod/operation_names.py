@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from byteps_py.errors import UsageError
 from byteps_py.torch.collectives.context import Context
-from byteps_py.torch.collectives.named_work import Attempt, NamedWork
+from byteps_py.torch.collectives.work import Attempt, NamedWork
 
 
 def kind_in_group(group: tuple[int, ...], kind: str) -> str:

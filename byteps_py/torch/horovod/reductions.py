@@ -17,10 +17,10 @@ from byteps_py.torch.collectives.all_reduce.negotiated import NegotiatedAllReduc
 from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.collectives.dtypes import bits_of, check_are_tensors, check_dense, check_result
 from byteps_py.torch.collectives.integer_averages import mean, summands
-from byteps_py.torch.collectives.named_work import Attempt, NamedWork
 from byteps_py.torch.collectives.result_pool import empty_result
 from byteps_py.torch.collectives.router import Reach
 from byteps_py.torch.collectives.slot_view import PieceView
+from byteps_py.torch.collectives.work import Attempt, NamedWork
 from byteps_py.torch.horovod.operation_names import kind_in_group, named_work, start_when_name_is_free
 from byteps_py.torch.horovod.reduction_plans import ReductionOptions, ReductionPlans
 from byteps_py.torch.horovod.scaling import fetch_scaled, scaled, send_scaled

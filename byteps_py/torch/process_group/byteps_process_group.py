@@ -22,8 +22,7 @@ from torch._C._distributed_c10d import Backend, PrefixStore, Store
 
 from byteps_py.errors import BytePSError, CommunicationError, UsageError
 from byteps_py.torch.collectives.machine_memory import MachineMemory
-from byteps_py.torch.collectives.torch_compile import not_traced
-from byteps_py.torch.collectives.work import limit_of
+from byteps_py.torch.collectives.work import limit_of, not_traced
 from byteps_py.torch.process_group import monitored_barrier
 from byteps_py.torch.process_group.group_metadata import Options
 from byteps_py.torch.process_group.reduction_collectives import ReductionCollectives

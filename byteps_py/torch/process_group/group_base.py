@@ -21,15 +21,10 @@ from byteps_py.torch.collectives.call_log import CallLog
 from byteps_py.torch.collectives.completion import Completer
 from byteps_py.torch.collectives.group_collectives import GroupCollectives
 from byteps_py.torch.collectives.group_work import CombinedWork, GroupContext
-from byteps_py.torch.collectives.machine_addresses import (
-    RECORD_BYTES,
-    ConnectedMachines,
-    addresses_of,
-    machines_of,
-    record_of,
-)
+from byteps_py.torch.collectives.job_connections import RECORD_BYTES, addresses_of, machines_of, record_of
 from byteps_py.torch.collectives.members import Members
 from byteps_py.torch.collectives.peer_streams import PeerStreams
+from byteps_py.torch.collectives.router import ConnectedMachines
 from byteps_py.torch.collectives.service_gathers import ServiceGathers
 from byteps_py.torch.collectives.work import Call, Work
 from byteps_py.torch.process_group.collective_arguments import timeout_of

@@ -9,11 +9,10 @@ from __future__ import annotations
 import torch
 
 from byteps_py.errors import MismatchError
-from byteps_py.torch.collectives.dtypes import WIRE
+from byteps_py.torch.collectives.dtypes import WIRE, check_count, check_indices
 from byteps_py.torch.collectives.group_collectives import GroupCollectives, GroupTransfer
 from byteps_py.torch.collectives.integer_averages import is_summed_wider, mean, summands
 from byteps_py.torch.collectives.members import Members
-from byteps_py.torch.collectives.sparse_checks import check_count, check_indices
 from byteps_py.torch.collectives.work import Work
 
 _DTYPES = tuple(WIRE)

@@ -43,8 +43,8 @@ from byteps_py.torch.collectives.all_reduce.shared_memory import SharedMemorySum
 from byteps_py.torch.collectives.all_reduce.shares import add_by_machine
 from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.collectives.dtypes import is_plain
-from byteps_py.torch.collectives.named_work import Attempt
 from byteps_py.torch.collectives.router import Route
+from byteps_py.torch.collectives.work import Attempt
 
 #: The service ends waits that exceed the stall limit; a rank gives it this much time before it gives up itself.
 _PATIENCE_S = 10.0

@@ -24,9 +24,8 @@ import torch
 from byteps_py.tensors import TensorSpec
 from byteps_py.torch.collectives.all_reduce import GroupSum
 from byteps_py.torch.collectives.completion import Completer
-from byteps_py.torch.collectives.group_work import GroupContext, GroupWork
+from byteps_py.torch.collectives.group_work import GroupContext, GroupWork, ServiceWork
 from byteps_py.torch.collectives.members import Members
-from byteps_py.torch.collectives.service_work import ServiceWork
 from byteps_py.torch.collectives.slot_view import CPU, SlotView
 from byteps_py.torch.collectives.tensor_bytes import check_writable, device_of, end_to_end
 from byteps_py.torch.collectives.work import Call, OperationKind

@@ -1,6 +1,6 @@
-"""A compiled function that computes checksums of many pieces of memory. Importing this loads LLVM: import late.
+"""A compiled function that computes checksums of many pieces of memory. The import loads LLVM: import it late.
 
-The checksum is that of kernels/jit/result_checks.py: a change within one word always changes it. Any thread.
+The checksum is that of result_checks.py: a change within one word always changes it. Any thread.
 """
 
 from __future__ import annotations
