@@ -1,202 +1,587 @@
-"""What a training process and its communication service say to each other over their channel. Pure.
+"""The messages between a rank and the communication service of its machine, over their channel. Pure; any thread.
 
-Each message starts with one byte, its kind. Those on the hot path (READY, DONE) are packed records, many to
-a message, and a RECORD has bytes; the rest is JSON.
-
-    rank → service: HELLO, DECLARE, LAYOUT, READY, CHUNKS, BARRIER, JOIN, NOTE, SETTLE, LEAVE, PING, STACK, INTRODUCE,
-                    WAITS, WAITED, STEPS, HOST, NORM, STEP, SKIP, RECORD, UNHOST
-    service → rank: WELCOME, SEGMENT (with a descriptor), DECLARED, CHUNK, DONE, FAILED, RELEASED, JOINED, HOSTS,
-                    SETTLED, FATAL, PONG, PEER, INTRODUCED, HOSTED, NORMED, HELD, RECORDED
+Each message is a class with a code: ``encode`` makes bytes of it, ``decode`` makes it of bytes (see record_codec.py).
+``Ready``, ``RoundsDone`` and ``ChunksArrived`` are by far the most frequent; each is about one slot or many.
 """
 
 from __future__ import annotations
 
-import enum
-import json
 import struct
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated
 
-from byteps_py.errors import ProtocolError
+from byteps_py.errors import ProtocolError, UsageError
+from byteps_py.record_codec import (
+    F64,
+    I32,
+    U8,
+    U32,
+    U64,
+    Data,
+    F64s,
+    Flag,
+    MessageCodec,
+    Pairs,
+    RowsCodec,
+    Text,
+    U32s,
+    U64s,
+)
 from byteps_py.tensors import DType, Layout, NonFinite, Op, Sizes, TensorSpec
 
-VERSION = 9
+VERSION = 10
 
-
-class RankMessageKind(enum.IntEnum):
-    """First byte of a message."""
-
-    HELLO = 1  # {version, local_rank, local_size, pid, synced_in}: the first message of a rank
-    DECLARE = 2  # {request, specs}
-    READY = 3  # records (slot, round, bytes written so far)
-    BARRIER = 4  # {sequence}
-    LEAVE = 5  # {}, {unfinished}, {error, traceback} or {again, planned}: the rank ends, in order unless an exception
-    # ends it; unfinished: training was not said to be done; again: it is about to come back, and why; planned: as all
-    # others are
-    LAYOUT = 7  # {slot, sends, receives, sizes}: of the slot's next round and those after it
-    PING = 6  # {}: a rank that has waited for long asks whether the service is alive
-    JOIN = 8  # {}: the rank has no more data
-    STACK = 9  # {} and the descriptor of the file where this process's Python stacks are written
-    NOTE = 10  # {text}: what others should know if this rank keeps them waiting
-    WELCOME = 11  # {rank, size, local_rank, local_size, since_epoch, …}
-    SEGMENT = 12  # {id, nbytes} and the descriptor of a shared-memory segment
-    DECLARED = 13  # {request, slots: [{id, inputs: [[segment, offset]], result: [segment, offset]}]}
-    DONE = 14  # records (slot, round, blame; see blame.py): the result lies in the slot
-    FAILED = 15  # {slots, error, message}: these declarations are void
-    RELEASED = 16  # {sequence}
-    FATAL = 17  # {error, message}: nothing works any more
-    PONG = 18  # {}
-    JOINED = 19  # {last}: all ranks have joined, that one as the last
-    HOSTS = 20  # {added, removed}: ranks wait to join, or are about to leave
-    # The service introduces the ranks of one machine to each other with these (byteps_py/session/peers):
-    INTRODUCE = 21  # {key, members}: local ranks that are to know each other; the first one with the way to the sender
-    PEER = 22  # {local_rank} and the way to it
-    INTRODUCED = 23  # {key}: all members have asked, and each knows the way to the others by now
-    WAITS = 24  # {id, name, round, age_s, group}: of ranks that the sender waits for, itself included
-    WAITED = 25  # {id}: it has come
-    STEPS = 39  # {begun: [[sequence, steps, optimizers]]}: how far a rank is that has waited for a while; see RankSteps
-    CHUNKS = 26  # {slot}: the rank wants to hear of each chunk of the slot's results, from the next round on
-    CHUNK = 27  # records (slot, round, chunk): this chunk of a result lies in the slot
-    SETTLE = 28  # {}: the rank is about to leave, once others have taken what it has given them
-    SETTLED = 29  # {}: they have, or are gone
-    # Optimizers whose states the service keeps (worker/ranks/hosting.py):
-    HOST = (
-        30  # {request, step_kind, source, target, before, run}: keep states; the slots of gradients and of parameters;
-    )
-    # before: the states to go on with, 0 for new ones; run: see ShadowPart, 0 for no copies on other machines
-    HOSTED = 31  # {request, id, count, states: [[segment, offset]], owners: [[first, count, rank]]} or {error, message}
-    STEP = 32  # {part, round, segments, is_last, step, durable, whole}: step with the sums of the source's round, which
-    # are kept for another step unless it is the last; step, durable, whole: see ShadowStep
-    SKIP = 33  # {slot, round}: make no step with the sums of this round
-    UNHOST = 34  # {part}: the states are needed no more
-    NORM = 35  # {request, part, ranges}: of the averages that the rank owns
-    NORMED = 36  # {request, sum}: of their squares, as float.hex
-    RECORD = 37  # a byte of RecordPart, and the next bytes of a packed ShadowRecord, or of what is attached to it
-    HELD = (
-        38  # {step, whole, refused}: other machines hold the states, and the record, of this step and of those before,
-    )
-    # but for records that were refused, of which this is the latest; whole: all states of the rank have been held
-    RECORDED = 39  # {run, step}: a server has this record, to which PACED_BYTES or more are attached, or none takes it
-
-
-class RecordPart(enum.IntFlag):
-    """Of a RECORD. MORE: others follow. ATTACHED: of what is attached."""
-
-    MORE = 1
-    ATTACHED = 2
-
-
-#: Of a RECORD.
-RECORD_PART_BYTES = 128 << 10
+#: Of a message about rounds: more are spread over several messages.
+MAX_ROUNDS = 4096
+#: Of a Declare: with names at their longest it stays below the channel's limit.
+MAX_SPECS = 100
+#: Of a RecordData.
+MAX_DATA_BYTES = 128 << 10
 #: A rank that attaches so much to a step waits until a server has what it attached to the step before.
 PACED_BYTES = 1 << 20
 
-_KINDS = {int(k): k for k in RankMessageKind}
-_RECORD = struct.Struct("<IIQ")
-_ONE_RECORD = struct.Struct("<BIIQ")  # a whole message, with the kind: most have one record
-#: More records than this are spread over several messages.
-MAX_RECORDS = 4096
-#: Specs per DECLARE message: with names at their longest it stays below the channel's limit.
-MAX_SPECS = 100
+_link = MessageCodec("local message")
+encode, decode = _link.encode, _link.decode
+
+#: (slot, round, a number): the bytes handed over so far, the ranks to blame (see blame.py), or the chunk.
+RoundRows = Annotated[tuple[tuple[int, int, int], ...], RowsCodec("IIQ")]
+#: (segment, offset) of memory.
+Place = tuple[int, int]
 
 
-def pack(kind: RankMessageKind, **fields: Any) -> bytes:
-    return bytes([kind]) + json.dumps(fields, separators=(",", ":")).encode()
+# ---- rank → service ----------------------------------------------------------------------------------------------
 
 
-def hello(local_rank: int, local_size: int, pid: int, synced_in: int) -> bytes:
-    """``synced_in``: the epoch with which the latest group began that this rank has the state of, 0 if it has none."""
-    return pack(
-        RankMessageKind.HELLO,
-        version=VERSION,
-        local_rank=local_rank,
-        local_size=local_size,
-        pid=pid,
-        synced_in=synced_in,
-    )
+@_link.message(1)
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """The first message of a rank. ``synced_in``: the epoch with which the latest group began that this rank has the
+    state of, 0 if it has none."""
+
+    version: U32
+    local_rank: U32
+    local_size: U32
+    pid: U32
+    synced_in: U32
+
+    @classmethod
+    def of(cls, local_rank: int, local_size: int, pid: int, synced_in: int) -> Hello:
+        """The first message of a rank with this version."""
+        return cls(VERSION, local_rank, local_size, pid, synced_in)
 
 
-def pack_record(kind: RankMessageKind, slot_id: int, round_: int, nbytes: int) -> bytes:
-    return _ONE_RECORD.pack(kind, slot_id, round_, nbytes)
+@dataclass(frozen=True, slots=True)
+class SpecFields:
+    """A TensorSpec in a Declare."""
 
+    dtype: U8
+    op: U8
+    nonfinite: U8
+    average: Flag
+    scatters: Flag
+    is_shadowed: Flag
+    root: I32
+    priority: I32
+    name: Text
+    shape: U64s
+    group: U32s
+    terms: Text
+    ownership: Text
 
-def pack_records(kind: RankMessageKind, records: Iterable[tuple[int, int, int]]) -> bytes:
-    return bytes([kind]) + b"".join([_RECORD.pack(*record) for record in records])
-
-
-def pack_record_parts(said: bytes, attached: bytes) -> Iterator[bytes]:
-    """The RECORD messages with a packed ShadowRecord, and with what is attached to it."""
-    for data, kind in ((said, RecordPart(0)), (attached, RecordPart.ATTACHED)):
-        view = memoryview(data)
-        for start in range(0, len(data), RECORD_PART_BYTES):
-            end = start + RECORD_PART_BYTES
-            has_more = end < len(data) or (bool(attached) and not kind)
-            part = kind | RecordPart.MORE if has_more else kind
-            yield bytes((RankMessageKind.RECORD, part)) + view[start:end]
-
-
-def record_part_of(message: bytes) -> tuple[RecordPart, memoryview]:
-    """What a RECORD has. Raises ProtocolError."""
-    if len(message) < 3 or message[1] > RecordPart.MORE | RecordPart.ATTACHED:
-        raise ProtocolError(f"malformed local message: a RECORD of {len(message)} bytes")
-    return RecordPart(message[1]), memoryview(message)[2:]
-
-
-def kind_of(message: bytes) -> RankMessageKind:
-    try:
-        return _KINDS[message[0]]
-    except (KeyError, IndexError):
-        raise ProtocolError(f"unknown kind of local message: {message[:1]!r}") from None
-
-
-def fields_of(message: bytes) -> dict[str, Any]:
-    """The fields of a JSON message. Raises ProtocolError."""
-    try:
-        fields = json.loads(message[1:])
-    except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"malformed local message: {error}") from None
-    if not isinstance(fields, dict):
-        raise ProtocolError("malformed local message: not an object")
-    return fields
-
-
-def records_of(message: bytes) -> Iterator[tuple[int, int, int]]:
-    """The (slot, round, bytes) records of a READY or DONE message. Raises ProtocolError."""
-    if (len(message) - 1) % _RECORD.size:
-        raise ProtocolError(f"malformed local message: {len(message) - 1} bytes of records of {_RECORD.size}")
-    return _RECORD.iter_unpack(memoryview(message)[1:])
-
-
-def spec_to_json(spec: TensorSpec) -> list[Any]:
-    return [
-        spec.name, spec.dtype, list(spec.shape), spec.op, spec.average, spec.root, spec.priority, list(spec.group),
-        spec.scatters, spec.terms, spec.nonfinite, spec.ownership, spec.is_shadowed,
-    ]  # fmt: skip
-
-
-def spec_from_json(fields: list[Any]) -> TensorSpec:
-    """Raises ProtocolError."""
-    try:
-        name, dtype, shape, op, average, root, priority, group, scatters, terms, nonfinite, owned, shadowed = fields
-        return TensorSpec(
-            str(name), DType(dtype), tuple(int(d) for d in shape), Op(op), bool(average), int(root), int(priority),
-            tuple(int(r) for r in group), bool(scatters), str(terms), NonFinite(nonfinite), str(owned), bool(shadowed),
+    @classmethod
+    def of(cls, spec: TensorSpec) -> SpecFields:
+        """The fields of ``spec``."""
+        return cls(
+            spec.dtype, spec.op, spec.nonfinite, spec.average, spec.scatters, spec.is_shadowed, spec.root,
+            spec.priority, spec.name, spec.shape, spec.group, spec.terms, spec.ownership,
         )  # fmt: skip
-    except (ValueError, TypeError, OverflowError) as error:
-        raise ProtocolError(f"malformed tensor declaration: {error}") from None
+
+    def spec(self) -> TensorSpec:
+        """The spec with these fields. Raises ProtocolError if there is none."""
+        try:
+            return TensorSpec(
+                self.name, DType(self.dtype), self.shape, Op(self.op), self.average, self.root, self.priority,
+                self.group, self.scatters, self.terms, NonFinite(self.nonfinite), self.ownership, self.is_shadowed,
+            )  # fmt: skip
+        except (ValueError, UsageError) as error:
+            raise ProtocolError(f"malformed tensor declaration: {error}") from None
 
 
-def layout_to_message(slot_id: int, layout: Layout) -> bytes:
-    return pack(RankMessageKind.LAYOUT, slot=slot_id, sends=layout.sends, receives=layout.receives, sizes=layout.sizes)
+@_link.message(2)
+@dataclass(frozen=True, slots=True)
+class Declare:
+    """Requests slots for tensors. A Declared answers."""
+
+    request: U32
+    specs: tuple[SpecFields, ...]
+
+    @classmethod
+    def of(cls, request: int, specs: Sequence[TensorSpec]) -> Declare:
+        """Requests slots for ``specs``."""
+        return cls(request, tuple(map(SpecFields.of, specs)))
 
 
-def layout_of(fields: dict[str, Any]) -> Layout:
-    """The layout in a LAYOUT message. Raises ProtocolError."""
-    try:
-        sends, receives = ([(int(offset), int(nbytes)) for offset, nbytes in fields[what]] for what in _LAYOUT)
-        return Layout(tuple(sends), tuple(receives), Sizes(fields["sizes"]))
-    except (KeyError, ValueError, TypeError, OverflowError) as error:
-        raise ProtocolError(f"malformed layout: {error}") from None
+@_link.message(3)
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Bytes of slots are written: of these rounds, so many so far."""
+
+    rounds: RoundRows
 
 
-_LAYOUT = ("sends", "receives")
+@_link.message(4)
+@dataclass(frozen=True, slots=True)
+class EnterBarrier:
+    """The rank waits at its barrier number ``sequence``. A BarrierReleased answers."""
+
+    sequence: U64
+
+
+@_link.message(5)
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """The rank ends, in order unless ``error`` tells the exception that ends it.
+
+    Attributes:
+        unfinished: the user has not said that training is done.
+        planned: all other ranks come back as well.
+        error: the exception, in one line.
+        traceback: its traceback.
+        again: why the rank is about to come back; empty if it is not.
+    """
+
+    unfinished: Flag = False
+    planned: Flag = False
+    error: Text = ""
+    traceback: Text = ""
+    again: Text = ""
+
+
+@_link.message(6)
+@dataclass(frozen=True, slots=True)
+class Ping:
+    """A rank that has waited for long asks whether the service is alive. A Pong answers."""
+
+
+@_link.message(7)
+@dataclass(frozen=True, slots=True)
+class SetLayout:
+    """The layout of a slot's next round and of those after it."""
+
+    slot: U32
+    sizes: U8
+    sends: Pairs
+    receives: Pairs
+
+    @classmethod
+    def of(cls, slot: int, layout: Layout) -> SetLayout:
+        """``layout`` for ``slot``."""
+        return cls(slot, layout.sizes, tuple(layout.sends), tuple(layout.receives))
+
+    def layout(self) -> Layout:
+        """The layout. Raises ProtocolError if it is none."""
+        try:
+            return Layout(self.sends, self.receives, Sizes(self.sizes))
+        except ValueError as error:
+            raise ProtocolError(f"malformed layout: {error}") from None
+
+
+@_link.message(8)
+@dataclass(frozen=True, slots=True)
+class Join:
+    """The rank has no more data. An AllJoined answers."""
+
+
+@_link.message(9)
+@dataclass(frozen=True, slots=True)
+class GiveStackFile:
+    """Comes with the descriptor of the file to which this process writes its Python stacks (see stack_dump.py)."""
+
+
+@_link.message(10)
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What others should know if this rank keeps them waiting."""
+
+    text: Text
+
+
+@_link.message(21)
+@dataclass(frozen=True, slots=True)
+class AskIntroduction:
+    """Local ranks that are to know each other. The first one of a rank comes with the descriptor of its inbox."""
+
+    key: U64
+    members: U32s
+
+
+@_link.message(24)
+@dataclass(frozen=True, slots=True)
+class WaitBegun:
+    """The sender waits for ranks of ``group``, itself included, without the service."""
+
+    id: U64
+    round: U64
+    age_s: F64
+    name: Text
+    group: U32s
+
+
+@_link.message(25)
+@dataclass(frozen=True, slots=True)
+class WaitEnded:
+    """What the WaitBegun with this number was about has come."""
+
+    id: U64
+
+
+@dataclass(frozen=True, slots=True)
+class StepCount:
+    """The steps that a rank has begun in a sequence, and the optimizers that have stepped."""
+
+    steps: U64
+    optimizers: U64
+    sequence: Text
+
+
+@_link.message(39)
+@dataclass(frozen=True, slots=True)
+class StepsBegun:
+    """How far a rank is that has waited for a while. See Session.steps_begun."""
+
+    counts: tuple[StepCount, ...]
+
+
+@_link.message(26)
+@dataclass(frozen=True, slots=True)
+class WantChunks:
+    """From the next round on, the rank wants to hear of each chunk of the slot's results."""
+
+    slot: U32
+
+
+@_link.message(28)
+@dataclass(frozen=True, slots=True)
+class Settle:
+    """The rank is about to leave, once others have taken what it has given them. A Settled answers."""
+
+
+# Optimizers whose states the service keeps: see worker/ranks/hosting.py.
+
+
+@_link.message(30)
+@dataclass(frozen=True, slots=True)
+class KeepStates:
+    """Requests states for steps from gradients to parameters. A StatesKept answers.
+
+    Attributes:
+        step_kind: see StepKind.code.
+        source: the slot of the gradients.
+        target: the slot of the parameters.
+        before: number of the states to go on with; 0 for new ones.
+        run: see ShadowPart; 0 if no other machine keeps copies.
+    """
+
+    request: U32
+    step_kind: U32
+    source: U32
+    target: U32
+    before: U32
+    run: U64
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentNumbers:
+    """The numbers with which the elements from ``start`` to ``stop`` make a step. See StepSegment."""
+
+    start: U64
+    stop: U64
+    scalars: F64s
+
+
+@_link.message(32)
+@dataclass(frozen=True, slots=True)
+class BeginStep:
+    """Make a step with the sums of a round. They are kept for another step unless it is the last one with them.
+
+    ``step``, ``durable``, ``is_whole``: see ShadowedStep; 0 if no other machine makes the step.
+    """
+
+    part: U32
+    round: U64
+    is_last: Flag
+    step: U64
+    durable: U64
+    is_whole: Flag
+    segments: tuple[SegmentNumbers, ...]
+
+
+@_link.message(33)
+@dataclass(frozen=True, slots=True)
+class SkipStep:
+    """Make no step with the sums of this round."""
+
+    slot: U32
+    round: U64
+
+
+@_link.message(34)
+@dataclass(frozen=True, slots=True)
+class DropStates:
+    """The states are no longer needed."""
+
+    part: U32
+
+
+@_link.message(35)
+@dataclass(frozen=True, slots=True)
+class MeasureNorm:
+    """Requests the sum of squares of the averages that the rank owns. A NormMeasured answers."""
+
+    request: U32
+    part: U32
+    ranges: Pairs
+
+
+@_link.message(36)
+@dataclass(frozen=True, slots=True)
+class BeginRecord:
+    """What the rank knows after a step: ``common_bytes`` and then ``attached_bytes`` bytes, in the RecordData messages
+    that follow. See ShadowRecord."""
+
+    run: U64
+    step: U64
+    durable: U64
+    is_whole: Flag
+    common_bytes: U64
+    attached_bytes: U64
+
+
+@_link.message(37)
+@dataclass(frozen=True, slots=True)
+class RecordData:
+    """The next bytes of what the last BeginRecord announced."""
+
+    data: Data
+
+
+# ---- service → rank ----------------------------------------------------------------------------------------------
+
+
+@_link.message(11)
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The group has taken the rank in. See Session."""
+
+    rank: U32
+    size: U32
+    local_rank: U32
+    local_size: U32
+    is_continued: Flag
+    since_epoch: U32
+    machine_index: U32
+    num_machines: U32
+    is_homogeneous: Flag
+    has_shadow_servers: Flag
+
+
+@_link.message(12)
+@dataclass(frozen=True, slots=True)
+class GiveSegment:
+    """Comes with the descriptor of a shared-memory segment."""
+
+    id: U32
+    nbytes: U64
+
+
+@dataclass(frozen=True, slots=True)
+class SlotFields:
+    """A slot in a Declared. ``nbytes``: of its result."""
+
+    id: U32
+    nbytes: U64
+    round: U64
+    result_segment: U32
+    result_offset: U64
+    inputs: Pairs
+
+
+@_link.message(13)
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """The slots that a Declare has requested, in its order."""
+
+    request: U32
+    slots: tuple[SlotFields, ...]
+
+
+@_link.message(14)
+@dataclass(frozen=True, slots=True)
+class RoundsDone:
+    """Results lie in their slots."""
+
+    rounds: RoundRows
+
+
+@_link.message(27)
+@dataclass(frozen=True, slots=True)
+class ChunksArrived:
+    """Chunks of results lie in their slots."""
+
+    chunks: RoundRows
+
+
+@_link.message(15)
+@dataclass(frozen=True, slots=True)
+class DeclarationsFailed:
+    """These declarations are void. ``error``: the name of its class."""
+
+    slots: U32s
+    error: Text
+    message: Text
+
+
+@_link.message(16)
+@dataclass(frozen=True, slots=True)
+class BarrierReleased:
+    """All ranks have reached this barrier."""
+
+    sequence: U64
+
+
+@_link.message(17)
+@dataclass(frozen=True, slots=True)
+class Fatal:
+    """The service does nothing more for this rank. ``error``: the name of its class."""
+
+    error: Text
+    message: Text
+
+    @classmethod
+    def of(cls, error: Exception) -> Fatal:
+        """The message that tells ``error``."""
+        return cls(type(error).__name__, str(error))
+
+
+@_link.message(18)
+@dataclass(frozen=True, slots=True)
+class Pong:
+    """The service is alive."""
+
+
+@_link.message(19)
+@dataclass(frozen=True, slots=True)
+class AllJoined:
+    """All ranks have joined, rank ``last`` as the last one."""
+
+    last: U32
+
+
+@_link.message(20)
+@dataclass(frozen=True, slots=True)
+class HostsChanged:
+    """Ranks wait to join, or are about to leave."""
+
+    added: Flag
+    removed: Flag
+
+
+@_link.message(22)
+@dataclass(frozen=True, slots=True)
+class PeerInbox:
+    """Comes with the descriptor of the inbox of another rank of this machine."""
+
+    local_rank: U32
+
+
+@_link.message(23)
+@dataclass(frozen=True, slots=True)
+class Introduced:
+    """All members have asked with this key, and each knows the others' inboxes by now."""
+
+    key: U64
+
+
+@_link.message(29)
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """Other ranks have taken what this rank gave them, or are gone."""
+
+
+@_link.message(31)
+@dataclass(frozen=True, slots=True)
+class StatesKept:
+    """The states that a KeepStates has requested.
+
+    Attributes:
+        id: their number.
+        count: elements that the rank owns.
+        states: the place of each.
+        owners: (first element, number of elements, rank) of each partition.
+        error: why they can't be kept: the name of its class. Empty if they are.
+        message: its text.
+    """
+
+    request: U32
+    id: U32
+    count: U64
+    states: Pairs
+    owners: Annotated[tuple[tuple[int, int, int], ...], RowsCodec("QQI")]
+    error: Text = ""
+    message: Text = ""
+
+
+@_link.message(40)
+@dataclass(frozen=True, slots=True)
+class NormMeasured:
+    """The sum that a MeasureNorm has requested."""
+
+    request: U32
+    sum: F64
+
+
+@_link.message(38)
+@dataclass(frozen=True, slots=True)
+class StepsHeld:
+    """Other machines hold the states and records of the steps up to ``step``, except for refused records, the latest of
+    which is that of ``refused``. ``is_whole``: they have held all states of the rank."""
+
+    step: U64
+    is_whole: Flag
+    refused: U64
+
+
+@_link.message(41)
+@dataclass(frozen=True, slots=True)
+class RecordTaken:
+    """A server has this record, to which PACED_BYTES or more are attached, or none takes it."""
+
+    run: U64
+    step: U64
+
+
+# ---- conversion --------------------------------------------------------------------------------------------------
+
+_VERSION_OF_HELLO = struct.Struct("<BI")
+
+
+def decode_hello(data: bytes) -> Hello | None:
+    """The Hello in ``data``; None if it is another message. Raises ProtocolError, also for another version, whose
+    messages may be any others."""
+    if not data or data[0] != 1:
+        decode(data)
+        return None
+    if len(data) >= _VERSION_OF_HELLO.size and _VERSION_OF_HELLO.unpack_from(data)[1] != VERSION:
+        raise ProtocolError("this rank's byteps_py and its communication service's are different versions")
+    hello: Hello = decode(data)
+    return hello
+
+
+def record_messages(begin: BeginRecord, common: bytes, attached: bytes) -> Iterator[BeginRecord | RecordData]:
+    """``begin`` and the messages with its data."""
+    yield begin
+    for data in (common, attached):
+        view = memoryview(data)
+        for start in range(0, len(data), MAX_DATA_BYTES):
+            yield RecordData(bytes(view[start : start + MAX_DATA_BYTES]))

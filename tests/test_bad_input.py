@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import dataclasses
+from typing import Any
 
 import pytest
 from support.strangers import local
@@ -70,24 +71,30 @@ def test_shapes_that_overflow_are_refused_before_memory_is_asked_for(shape: tupl
 
 
 def test_names_and_declarations_beyond_all_bounds() -> None:
-    good = protocol.spec_to_json(TensorSpec("w", DType.FLOAT32, (3, 4)))
-    assert protocol.spec_from_json(good).shape == (3, 4)
-    for place, value in (
-        (0, "n" * (MAX_NAME_BYTES + 1)), (0, ""), (1, 77), (1, "float"), (2, [-1]), (2, [1 << 62, 9]), (2, ["x"]),
-        (2, [1e400]), (2, 7), (3, 99), (5, [1]), (7, [3, 3]), (7, None), (9, "t" * 1000),
+    good = protocol.SpecFields.of(TensorSpec("w", DType.FLOAT32, (3, 4)))
+    assert good.spec().shape == (3, 4)
+    for name, value in (
+        ("name", "n" * (MAX_NAME_BYTES + 1)), ("name", ""), ("dtype", 77), ("shape", (1 << 62, 9)), ("op", 99),
+        ("root", 1), ("group", (3, 3)), ("terms", "t" * 1000), ("nonfinite", 9), ("scatters", True),
     ):  # fmt: skip
-        with pytest.raises(ProtocolError):
-            protocol.spec_from_json([*good[:place], value, *good[place + 1 :]])
-    with pytest.raises(ProtocolError):
-        protocol.spec_from_json(good[:-1])
+        changed: dict[str, Any] = {name: value}
+        fields = dataclasses.replace(good, shape=() if name == "scatters" else good.shape)
+        with pytest.raises(ProtocolError, match="malformed tensor declaration"):
+            dataclasses.replace(fields, **changed).spec()
 
 
-@pytest.mark.parametrize(
-    "text", [b"[" * 150_000, b'{"a":' * 30_000, b"", b"nul", b"[]", b"1", b"\xff", b'"' + b"9" * 5000]
-)
-def test_local_messages_that_are_no_objects(text: bytes) -> None:
-    with pytest.raises(ProtocolError):
-        protocol.fields_of(b"\x01" + text)
+@pytest.mark.parametrize("value", [-(1 << 31) - 1, 1 << 31, 1 << 80])
+def test_a_priority_that_no_message_can_hold(value: int) -> None:
+    spec = TensorSpec("w", DType.FLOAT32, (3, 4), priority=value)
+    with pytest.raises(UsageError, match="can't be sent"):
+        protocol.encode(protocol.Declare.of(1, [spec]))
+
+
+@pytest.mark.parametrize("text", [b"[" * 150_000, b'{"a":' * 30_000, b"", b"nul", b"1", b"\xff"])
+def test_local_messages_that_are_malformed(text: bytes) -> None:
+    for code in (1, 2, 7, 13, 24, 31, 32, 38):
+        with pytest.raises(ProtocolError, match="malformed local message"):
+            protocol.decode(bytes((code,)) + text)
 
 
 def test_whoever_says_nonsense_to_a_communication_service_is_told_and_sent_away() -> None:
@@ -95,25 +102,22 @@ def test_whoever_says_nonsense_to_a_communication_service_is_told_and_sent_away(
     listener = Listener("byteps-test-nonsense")
     reception = rank_server.RankServer(Runtime(loop=loop), listener, 2, lambda sentence: None, lambda: None)
 
-    def hello(**changes: object) -> bytes:
-        fields = {"version": protocol.VERSION, "local_rank": 0, "local_size": 2, "pid": 1, "synced_in": 0, **changes}
-        return protocol.pack(protocol.RankMessageKind.HELLO, **fields)
+    def hello(**changes: int) -> bytes:
+        return protocol.encode(dataclasses.replace(protocol.Hello.of(0, 2, 1, 0), **changes))
 
     said = {
         hello(version=protocol.VERSION + 1): "are different versions",
-        hello(version=None): "are different versions",
+        hello(version=9)[:5] + b"another version's": "are different versions",
         hello(local_rank=2): "a rank came as local rank 2 of 2",
-        hello(local_rank=-1): "a rank came as local rank -1 of 2",
-        hello(local_rank="0"): "a rank came as local rank 0 of 2",
-        hello(local_rank=0.5): "a rank came as local rank 0.5 of 2",
-        hello(synced_in=-1): "no group has the number -1",
-        hello(synced_in=1 << 32): "no group has the number 4294967296",
-        hello(synced_in="7"): "no group has the number '7'",
+        hello(local_rank=(1 << 32) - 1): "a rank came as local rank 4294967295 of 2",
         hello(local_size=3): "BYTEPS_LOCAL_RANK, BYTEPS_LOCAL_SIZE must say the same to both",
-        protocol.pack_record(protocol.RankMessageKind.READY, 1, 1, 1): "did not say HELLO first",
+        hello() + b"0": "malformed local message Hello",
+        hello()[:-1]: "malformed local message Hello",
+        b"\x01": "malformed local message Hello",
+        protocol.encode(protocol.Ready(((1, 1, 1),))): "did not send a Hello first",
         b"\xff": "unknown kind of local message",
-        b"\x01" + b"[" * 100_000: "malformed local message",
-        b"\x01" + b"x" * (MAX_MESSAGE - 1): "malformed local message",
+        b"\x01" + b"[" * 100_000: "are different versions",
+        b"\x02" + b"x" * (MAX_MESSAGE - 1): "malformed local message Declare",
     }
     socks = [local(listener.name, message) for message in said]
     loop.call_later(0.5, loop.stop)
@@ -121,8 +125,9 @@ def test_whoever_says_nonsense_to_a_communication_service_is_told_and_sent_away(
     for sock, text in zip(socks, said.values(), strict=True):
         with sock:
             answer = sock.recv(1 << 16)
-            assert answer[0] == protocol.RankMessageKind.FATAL
-            assert text in json.loads(answer[1:])["message"]
+            message = protocol.decode(answer)
+            assert isinstance(message, protocol.Fatal)
+            assert text in message.message
             assert sock.recv(10) == b""
     assert reception.ranks_here == 0
     reception.close()

@@ -12,7 +12,6 @@ from support.sessions import WAIT_S, failure, sum_once_more
 
 from byteps_py import rank_protocol as protocol
 from byteps_py.errors import CommunicationError, JoinedError, StallError
-from byteps_py.rank_protocol import RankMessageKind
 from byteps_py.session.peers import WINDOW, Stream, StreamReceipt
 from byteps_py.session.service.remote import RemoteSession
 
@@ -33,16 +32,14 @@ class Told:
         self.first = threading.Event()
         tell = session.tell
 
-        def telling(message: bytes, fds: tuple[int, ...] = ()) -> None:
+        def telling(message: object, fds: tuple[int, ...] = ()) -> None:
             tell(message, fds)
-            kind = protocol.kind_of(message)
-            if kind is RankMessageKind.WAITS:
-                fields = protocol.fields_of(message)
-                self.begun.append(fields["id"])
-                self.ages.append(fields["age_s"])
+            if isinstance(message, protocol.WaitBegun):
+                self.begun.append(message.id)
+                self.ages.append(message.age_s)
                 self.first.set()
-            elif kind is RankMessageKind.WAITED:
-                self.ended.append(protocol.fields_of(message)["id"])
+            elif isinstance(message, protocol.WaitEnded):
+                self.ended.append(message.id)
 
         monkeypatch.setattr(session, "tell", telling)
 

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import threading
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
 import pytest
 
 from byteps_py import rank_protocol as protocol
 from byteps_py.channel import Channel, Listener, connect
 from byteps_py.errors import MismatchError, NonFiniteError
-from byteps_py.rank_protocol import RankMessageKind
 from byteps_py.session.service.remote import RemoteSession
 from byteps_py.settings import Settings
 from byteps_py.torch.collectives.context import Context
 
 WAIT_S = 60.0
-WELCOME = {
-    "rank": 0, "size": 2, "local_rank": 0, "local_size": 1, "is_continued": False, "since_epoch": 1, "machine_index": 0,
-    "num_machines": 2, "is_homogeneous": True, "has_shadow_servers": True,
-}  # fmt: skip
+WELCOME = protocol.Welcome(
+    rank=0, size=2, local_rank=0, local_size=1, is_continued=False, since_epoch=1, machine_index=0, num_machines=2,
+    is_homogeneous=True, has_shadow_servers=True,
+)  # fmt: skip
 
 
 class Beside:
@@ -34,27 +33,28 @@ class Beside:
         self.session, self.channel = session, channel
         session._has_given = True
 
-    def hear(self) -> RankMessageKind:
-        """The kind of the next message but those that say nothing here."""
-        return protocol.kind_of(self._receive())
+    def hear(self) -> type:
+        """The class of the next message but those that say nothing here."""
+        return type(self._receive())
 
-    def hear_leave(self) -> dict[str, Any]:
+    def hear_leave(self) -> protocol.Leave:
         """What the rank says as it leaves."""
         message = self._receive()
-        assert protocol.kind_of(message) is RankMessageKind.LEAVE
-        return protocol.fields_of(message)
+        assert isinstance(message, protocol.Leave)
+        return message
 
-    def _receive(self) -> bytes:
+    def _receive(self) -> object:
         while True:
-            message = self.channel.receive(WAIT_S)
-            assert message is not None, "the rank says nothing"
-            for descriptor in message[1]:
+            received = self.channel.receive(WAIT_S)
+            assert received is not None, "the rank says nothing"
+            for descriptor in received[1]:
                 os.close(descriptor)
-            if protocol.kind_of(message[0]) not in (RankMessageKind.STACK, RankMessageKind.PING):
-                return message[0]
+            message = protocol.decode(received[0])
+            if not isinstance(message, protocol.GiveStackFile | protocol.Ping):
+                return message
 
-    def say(self, kind: RankMessageKind, **fields: object) -> None:
-        self.channel.send(protocol.pack(kind, **fields))
+    def say(self, message: object) -> None:
+        self.channel.send(protocol.encode(message))
 
 
 @pytest.fixture(name="pool")
@@ -69,8 +69,8 @@ def service_beside(pool: ThreadPoolExecutor) -> Iterator[Beside]:
     listener = Listener(name)
     made: Future[RemoteSession] = pool.submit(lambda: RemoteSession(connect(name, WAIT_S), 0, 1, WAIT_S, WAIT_S))
     channel = listener.accept()
-    assert protocol.kind_of(channel.receive(WAIT_S)[0]) is RankMessageKind.HELLO  # type: ignore[index]
-    channel.send(protocol.pack(RankMessageKind.WELCOME, **WELCOME))
+    assert protocol.decode_hello(channel.receive(WAIT_S)[0]) is not None  # type: ignore[index]
+    channel.send(protocol.encode(WELCOME))
     beside = Beside(made.result(WAIT_S), channel)
     yield beside
     channel.close()
@@ -80,11 +80,11 @@ def service_beside(pool: ThreadPoolExecutor) -> Iterator[Beside]:
 
 def test_it_waits_for_others_to_take_what_it_gave(beside: Beside, pool: ThreadPoolExecutor) -> None:
     leaving = pool.submit(beside.session.close)
-    assert beside.hear() is RankMessageKind.SETTLE
+    assert beside.hear() is protocol.Settle
     assert beside.channel.receive(0) is None
     assert not leaving.done()
-    beside.say(RankMessageKind.SETTLED)
-    assert beside.hear() is RankMessageKind.LEAVE
+    beside.say(protocol.Settled())
+    assert beside.hear() is protocol.Leave
     leaving.result(WAIT_S)
 
 
@@ -95,7 +95,7 @@ def test_who_waits_for_long_says_so(beside: Beside, pool: ThreadPoolExecutor, ca
         beside.session.unsettled_s = 0.01
         leaving = pool.submit(beside.session.close)
         assert said.happened.wait(WAIT_S)
-        beside.say(RankMessageKind.SETTLED)
+        beside.say(protocol.Settled())
         leaving.result(WAIT_S)
     finally:
         logging.getLogger("byteps_py").removeHandler(said)
@@ -115,9 +115,9 @@ class Said(logging.Handler):
 
 def test_it_waits_for_nobody_when_the_job_fails(beside: Beside, pool: ThreadPoolExecutor) -> None:
     leaving = pool.submit(beside.session.close)
-    assert beside.hear() is RankMessageKind.SETTLE
-    beside.say(RankMessageKind.FATAL, error="PeerLostError", message="lost worker 1")
-    assert beside.hear() is RankMessageKind.LEAVE
+    assert beside.hear() is protocol.Settle
+    beside.say(protocol.Fatal("PeerLostError", "lost worker 1"))
+    assert beside.hear() is protocol.Leave
     leaving.result(WAIT_S)
 
 
@@ -132,16 +132,16 @@ def test_it_waits_for_nobody_while_an_error_ends_it(beside: Beside) -> None:
 
     with pytest.raises(ValueError, match="the program's"):
         train()
-    assert beside.hear() is RankMessageKind.LEAVE
+    assert beside.hear() is protocol.Leave
 
 
 def test_who_gave_nothing_waits_for_nobody(beside: Beside) -> None:
     beside.session._has_given = False
     beside.session.close()
-    assert beside.hear() is RankMessageKind.LEAVE
+    assert beside.hear() is protocol.Leave
 
 
-def leave_with(beside: Beside, error: BaseException | None) -> dict[str, Any]:
+def leave_with(beside: Beside, error: BaseException | None) -> protocol.Leave:
     """What the service hears of a rank whose program calls shutdown() while it raises ``error``."""
     beside.session._has_given = False
     context = Context(lambda settings: beside.session)
@@ -165,32 +165,31 @@ def leave_with(beside: Beside, error: BaseException | None) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (None, {}),
-        (ValueError("the data is bad"), {"error": "ValueError: the data is bad"}),
-        (KeyboardInterrupt(), {"error": "KeyboardInterrupt"}),
-        (SystemExit(3), {"error": "SystemExit: 3"}),
-        (SystemExit("no data"), {"error": "SystemExit: no data"}),
-        (SystemExit(0), {"unfinished": True}),
-        (SystemExit(), {"unfinished": True}),
-        (NonFiniteError("all ranks say so"), {"unfinished": True}),
-        (MismatchError("all ranks have it"), {"unfinished": True}),
+        (None, protocol.Leave()),
+        (ValueError("the data is bad"), protocol.Leave(error="ValueError: the data is bad")),
+        (KeyboardInterrupt(), protocol.Leave(error="KeyboardInterrupt")),
+        (SystemExit(3), protocol.Leave(error="SystemExit: 3")),
+        (SystemExit("no data"), protocol.Leave(error="SystemExit: no data")),
+        (SystemExit(0), protocol.Leave(unfinished=True)),
+        (SystemExit(), protocol.Leave(unfinished=True)),
+        (NonFiniteError("all ranks say so"), protocol.Leave(unfinished=True)),
+        (MismatchError("all ranks have it"), protocol.Leave(unfinished=True)),
     ],
     ids=repr,
 )
 def test_shutdown_under_an_exception_is_a_failure_and_no_end_of_training(
-    beside: Beside, error: BaseException | None, said: dict[str, Any]
+    beside: Beside, error: BaseException | None, said: protocol.Leave
 ) -> None:
     leave = leave_with(beside, error)
-    trace = leave.pop("traceback", "")
-    assert leave == said
-    assert ("in train" in trace) is ("error" in said)
+    assert dataclasses.replace(leave, traceback="") == said
+    assert ("in train" in leave.traceback) is bool(said.error)
 
 
 def test_an_exception_that_was_handled_when_the_job_began_is_not_the_job_s(beside: Beside) -> None:
     try:
         raise ImportError("an optional module")
     except ImportError:
-        assert leave_with(beside, None) == {}
+        assert leave_with(beside, None) == protocol.Leave()
 
 
 def test_who_suspends_has_not_finished(beside: Beside) -> None:
@@ -198,4 +197,4 @@ def test_who_suspends_has_not_finished(beside: Beside) -> None:
     context = Context(lambda settings: beside.session)
     context.open(Settings())
     context.suspend()
-    assert beside.hear_leave() == {"unfinished": True}
+    assert beside.hear_leave() == protocol.Leave(unfinished=True)

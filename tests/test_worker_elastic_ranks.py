@@ -12,7 +12,6 @@ import pytest
 
 from byteps_py import rank_protocol as protocol
 from byteps_py.errors import PeerLostError
-from byteps_py.rank_protocol import RankMessageKind
 from byteps_py.runtime import Runtime
 from byteps_py.worker.core.local_ranks import RankState
 from byteps_py.worker.ranks.rank_server import RankServer
@@ -112,10 +111,10 @@ def test_nobody_waits_for_ranks_of_a_machine_that_was_told_to_leave() -> None:
 def test_what_a_rank_said_before_it_hung_up_counts_though_a_word_to_it_finds_that_out() -> None:
     one = Alone()
     one.open()
-    said = [protocol.pack(RankMessageKind.LEAVE, again="HostsUpdatedInterrupt", planned=True)]
+    said = [protocol.Leave(again="HostsUpdatedInterrupt", planned=True)]
     ends: list[str] = []
 
-    def send(message: bytes) -> None:
+    def send(message: object) -> None:
         raise PeerLostError("it has hung up")
 
     connection = SimpleNamespace(
@@ -152,12 +151,12 @@ def test_ranks_with_the_same_state_are_in_the_launchers_order() -> None:
     assert one.rank_server.welcome == [(0, 0), (1, 1)]
 
 
-@pytest.mark.parametrize(("said", "shut_down"), [({}, 1), ({"error": "ValueError: x"}, 0)])
-def test_who_shuts_down_as_the_group_ends_may_come_back(said: dict[str, str], shut_down: int) -> None:
+@pytest.mark.parametrize(("said", "shut_down"), [(protocol.Leave(), 1), (protocol.Leave(error="ValueError: x"), 0)])
+def test_who_shuts_down_as_the_group_ends_may_come_back(said: protocol.Leave, shut_down: int) -> None:
     """It has not heard that the group can't go on, and it may be that all ranks shut down, to initialize again."""
     one = Alone()
     one.open()
-    words = [protocol.pack(RankMessageKind.LEAVE, **said)]
+    words = [said]
     ends: list[str] = []
     connection = SimpleNamespace(
         local_rank=0, pid=7, fd=-1, pidfd=-1, send=ignore, hang_up=lambda: ends.append("hung up"),

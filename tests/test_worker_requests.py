@@ -43,16 +43,18 @@ def test_a_rank_does_not_wait_for_what_it_handed_over_before_it_heard_that_it_is
     tensor([good]).machines = 1
     pace, pipeline = RankPace(0), RoundPipeline(1, PushQueue())
     nothing: Any = None
-    executor: Any = SimpleNamespace(ranks={0: SimpleNamespace(pid=7)}, pace=pace, time=lambda: now_s, kernels=kernels)
+    executor: Any = SimpleNamespace(
+        ranks={0: SimpleNamespace(pid=7)}, pace=pace, time=lambda: now_s, kernels=kernels, run=list
+    )
     memory: Any = SimpleNamespace(slots={each.id: each for each in (void, good)})
     agreement: Any = SimpleNamespace(came=lambda slot: [])
     machine = pb.Member(machine_index=0, machine_id="m0", local_size=1)
     topology = Topology(1, 0, (machine,), (), 4096, 1)
     heard = Requests(topology, memory, agreement, pipeline, nothing, executor, nothing)
-    heard.ready(protocol.pack_records(protocol.RankMessageKind.READY, [(void.id, 1, void.spec.nbytes)]))
+    heard.ready(protocol.Ready(((void.id, 1, void.spec.nbytes),)))
     for step in range(1, 10):
         now_s = 10.0 * step
-        heard.ready(protocol.pack_records(protocol.RankMessageKind.READY, [(good.id, step, good.spec.nbytes)]))
+        heard.ready(protocol.Ready(((good.id, step, good.spec.nbytes),)))
         good.ready_bytes = -1  # delivered
         pace.done(0, good.id, now_s + 1)
     (said,) = pace.report([0])

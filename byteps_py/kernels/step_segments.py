@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from byteps_py.errors import ProtocolError
 from byteps_py.kernels.steps import bind_step
@@ -20,24 +19,14 @@ class StepSegment:
     elements: range
     scalars: tuple[float, ...]
 
-    def to_json(self) -> list[float]:
-        """For a message."""
-        return [self.elements.start, self.elements.stop, *self.scalars]
 
-
-def segments_of(said: Any, scalars: int) -> list[StepSegment]:
-    """The segments of a message. Raises ProtocolError unless they are ascending and have so many scalars."""
-    found: list[StepSegment] = []
+def check_order(segments: Sequence[StepSegment], scalars: int) -> None:
+    """Raises ProtocolError unless the segments are ascending and have so many scalars."""
     at = 0
-    try:
-        for start, stop, *numbers in said:
-            if not at <= start <= stop or len(numbers) != scalars:
-                raise ProtocolError("segments of a step that are not in order")
-            at = stop
-            found.append(StepSegment(range(int(start), int(stop)), tuple(map(float, numbers))))
-    except (ValueError, TypeError) as error:
-        raise ProtocolError(f"malformed segments of a step: {error}") from None
-    return found
+    for each in segments:
+        if not at <= each.elements.start <= each.elements.stop or len(each.scalars) != scalars:
+            raise ProtocolError("segments of a step that are not in order")
+        at = each.elements.stop
 
 
 def bind_segments(

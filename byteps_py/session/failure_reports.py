@@ -18,6 +18,7 @@ from byteps_py.errors import (
     UsageError,
 )
 from byteps_py.failure_notice import Blame
+from byteps_py.rank_protocol import Leave
 from byteps_py.tensors import TensorSpec
 
 #: Set by BYTEPS_LOG_LEVEL: ``without_inside`` then keeps tracebacks whole.
@@ -178,18 +179,18 @@ def _is_inside(module: object) -> bool:
     return isinstance(module, str) and module.partition(".")[0] in ("byteps_py", "torch")
 
 
-def news_of_the_end() -> dict[str, str]:
-    """The fields of a LEAVE message: what others have to hear of ``ending``. An error of the job that is in flight is
-    none: they have it too, and the program may handle it and join again."""
+def news_of_the_end() -> Leave | None:
+    """What others have to hear of ``ending``. An error of the job that is in flight is nothing new: they have it too,
+    and the program may handle it and join again."""
     error = ending()
-    return {} if isinstance(error, CommunicationError) and uncaught() is None else leave_fields(error)
+    return None if isinstance(error, CommunicationError) and uncaught() is None else leave_because_of(error)
 
 
-def leave_fields(error: BaseException | None) -> dict[str, str]:
-    """The fields of a LEAVE message; none if ``error`` is None."""
+def leave_because_of(error: BaseException | None) -> Leave | None:
+    """The message that tells others of ``error``, with which this rank ends; None if they need not hear of it."""
     # All ranks report non-finite gradients themselves, with more detail.
     if error is None or (isinstance(error, NonFiniteError) and not isinstance(error, NonFiniteInputError)):
-        return {}
+        return None
     if isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and not error.code):
-        return {}  # the program ends as it was told to
-    return {"error": summary(error), "traceback": traceback_of(error)}
+        return None  # the program ends as it was told to
+    return Leave(error=summary(error), traceback=traceback_of(error))

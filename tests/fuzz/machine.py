@@ -33,6 +33,8 @@ _SETTINGS = Settings(job_id="fuzz")
 class Loop:
     """Nothing comes by itself: ``readers`` are called, and ``posted``, by whoever holds it."""
 
+    lateness_s = 0.0
+
     def __init__(self) -> None:
         self.readers: dict[int, Callable[[], None]] = {}
         self.posted: list[Callable[[], None]] = []
@@ -136,7 +138,7 @@ class Machine:
     def begin(self) -> None:
         """A group of ranks that have just come."""
         self._epoch += 1
-        self.ranks = [self.knock(protocol.hello(rank, RANKS, 1, self._epoch - 1)) for rank in range(RANKS)]
+        self.ranks = [self.knock(protocol.Hello.of(rank, RANKS, 1, self._epoch - 1)) for rank in range(RANKS)]
         worker = pb.Member(member_id=1, local_size=RANKS, host="node", link_mbit=1000.0)
         server = pb.Member(member_id=2, kind=pb.MACHINE_KIND_GPU, host="node", link_mbit=1000.0, weight=1)
         membership = pb.Membership(
@@ -167,20 +169,21 @@ class Machine:
 
     # ---- ranks -----------------------------------------------------------------------------------------
 
-    def knock(self, hello: bytes, fds: tuple[int, ...] = ()) -> Channel:
-        """Somebody connects, and says this."""
+    def knock(self, hello: object, fds: tuple[int, ...] = ()) -> Channel:
+        """Somebody connects, and says this: a message, or any bytes."""
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         channel, accepted = Channel(mine), Channel(theirs)
         self._door.coming.append(accepted)
         self.loop.readers[self._door.fileno()]()
         if hello:
-            channel.send(hello, fds)
+            channel.send(_encoded(hello), fds)
         self.loop.readers[accepted.fileno()]()
         return channel
 
-    def say(self, rank: int, message: bytes, fds: tuple[int, ...] = ()) -> None:
+    def say(self, rank: int, message: object, fds: tuple[int, ...] = ()) -> None:
+        """A rank says this: a message, or any bytes."""
         try:
-            self.ranks[rank].send(message, fds)
+            self.ranks[rank].send(_encoded(message), fds)
         except PeerLostError:  # it is here no more
             return
         self.read()
@@ -264,3 +267,7 @@ class Machine:
         self.rank_server.close()
         for arena in (*self.group.requests.memory._ranks, self.group.requests.memory.machine):
             arena.let_go()
+
+
+def _encoded(message: object) -> bytes:
+    return message if isinstance(message, bytes) else protocol.encode(message)

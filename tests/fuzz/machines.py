@@ -13,7 +13,6 @@ from byteps_py import rank_protocol as protocol
 from byteps_py.dataplane.listener import RemotePeer
 from byteps_py.errors import BytePSError, ProtocolError
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.rank_protocol import RankMessageKind as Said
 from byteps_py.shm import Block
 from byteps_py.tensors import DType, Layout, NonFinite, Op, TensorSpec, key_of
 from byteps_py.wire import HEADER_BYTES, Fetch, Header, Kind, pack_names
@@ -179,7 +178,7 @@ class Cluster(Machine):
         self.group = self._kernels.group = Linked(around, membership, _ME)
         self.others = {machine: _Peer(machine) for machine in (0, 2)}
         self.group.open()
-        self.ranks = [self.knock(protocol.hello(rank, RANKS, 1, 0)) for rank in range(RANKS)]
+        self.ranks = [self.knock(protocol.Hello.of(rank, RANKS, 1, 0)) for rank in range(RANKS)]
         self._kernels.check = self.check  # type: ignore[method-assign]
 
     def check(self, address: int, nbytes: int) -> None:
@@ -222,8 +221,7 @@ class Machines(Target):
         self._cluster = Cluster(is_elastic=False)
         for rank in range(RANKS):
             mine = [spec for spec in _SPECS if _FIRST + rank in spec.members(_SIZE)]
-            specs = [protocol.spec_to_json(spec) for spec in mine]
-            self._cluster.say(rank, protocol.pack(Said.DECLARE, request=1, specs=specs))
+            self._cluster.say(rank, protocol.Declare.of(1, mine))
         self._go_on()
         assert not self._cluster.deaths, self._cluster.deaths
 
@@ -234,8 +232,8 @@ class Machines(Target):
         for slot in list(cluster.group.requests.memory.slots.values()):
             if slot.ready_bytes < 0 and (slot.id + self._turn) % 3:
                 if slot.spec.op.is_direct:
-                    cluster.say(slot.local_rank, protocol.layout_to_message(slot.id, _LAYOUTS[slot.spec.op]))
-                ready = protocol.pack_record(Said.READY, slot.id, slot.round + 1, slot.spec.nbytes)
+                    cluster.say(slot.local_rank, protocol.SetLayout.of(slot.id, _LAYOUTS[slot.spec.op]))
+                ready = protocol.Ready(((slot.id, slot.round + 1, slot.spec.nbytes),))
                 cluster.say(slot.local_rank, ready)
         cluster.go_on()
         cluster.group.pump()

@@ -9,7 +9,6 @@ from google.protobuf.message import DecodeError
 from byteps_py import rank_protocol as protocol
 from byteps_py.errors import ProtocolError
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.rank_protocol import RankMessageKind
 from byteps_py.spec_messages import to_message
 from byteps_py.tensors import DType, Op, TensorSpec
 
@@ -69,8 +68,7 @@ class Orders(Target):
         self._begun = self._turn
         self._machine = Machine(is_elastic=False)
         for rank in range(RANKS):
-            specs = [protocol.spec_to_json(spec) for spec in _SPECS]
-            self._machine.say(rank, protocol.pack(RankMessageKind.DECLARE, request=1, specs=specs))
+            self._machine.say(rank, protocol.Declare.of(1, _SPECS))
         if self._turn % 2:
             self._machine.go_on()  # else the ballots are answered by what comes
 
@@ -92,8 +90,7 @@ class Orders(Target):
             is_over = True
         for slot in list(machine.group.requests.memory.slots.values()):
             if slot.ready_bytes < 0 and (slot.id + self._turn) % 3 == 0:
-                ready = protocol.pack_record(RankMessageKind.READY, slot.id, slot.round + 1, slot.spec.nbytes)
-                machine.say(slot.local_rank, ready)
+                machine.say(slot.local_rank, protocol.Ready(((slot.id, slot.round + 1, slot.spec.nbytes),)))
         with contextlib.suppress(ProtocolError):
             machine.go_on()
         for channel in machine.ranks:
@@ -106,11 +103,9 @@ class Orders(Target):
 
     def _check(self, heard: bytes) -> None:
         if heard:
-            kind = protocol.kind_of(heard)
-            if kind is RankMessageKind.DONE:
-                assert all(round_ > 0 for _, round_, _ in protocol.records_of(heard))
-            elif kind is not RankMessageKind.CHUNK:
-                protocol.fields_of(heard)
+            message = protocol.decode(heard)
+            if isinstance(message, protocol.RoundsDone):
+                assert all(round_ > 0 for _, round_, _ in message.rounds)
 
     def end(self) -> None:
         assert self._computed

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
 from typing import Any
 
 from byteps_py import rank_protocol as protocol
-from byteps_py.errors import ProtocolError
-from byteps_py.rank_protocol import RankMessageKind
+from byteps_py.errors import ProtocolError, UsageError
 from byteps_py.tensors import DType, Layout, NonFinite, Op, TensorSpec, key_of
 
 from .base import Target
@@ -26,78 +26,103 @@ _SPECS = (
 _SLOTS = [spec for rank in range(RANKS) for spec in _SPECS if rank in spec.members(RANKS)]  # from number 1
 _GATHER = Layout(((0, 64),), ((0, 64), (64, 64)))
 _EXCHANGE = Layout(((0, 8), (8, 8)), ((0, 8), (16, 8)))
-_GIVEN = (RankMessageKind.INTRODUCE, RankMessageKind.STACK)  # with descriptors
+_GIVEN = (protocol.AskIntroduction, protocol.GiveStackFile)  # with descriptors
 _VAST = TensorSpec("vast", DType.FLOAT32, (1 << 46,))  # more than can be mapped
 _KNOCK = 2  # instead of a rank: a stranger
-_HELLO = protocol.hello(0, RANKS, 42, 0)
+_ROUNDS = {protocol.encode(message(()))[0] for message in (protocol.Ready, protocol.RoundsDone)}
+_FATAL = protocol.encode(protocol.Fatal("", ""))[:1]
+_HELLO = protocol.Hello.of(0, RANKS, 42, 0)
 
 
-def _declare(specs: tuple[TensorSpec, ...]) -> bytes:
-    return protocol.pack(RankMessageKind.DECLARE, request=1, specs=[protocol.spec_to_json(spec) for spec in specs])
-
-
-def _all_said() -> list[bytes]:
+def _all_said() -> list[object]:
     """By either rank; the numbers of slots are those of Ranks._begin."""
     ready = [
-        protocol.pack_record(RankMessageKind.READY, number, 1, spec.nbytes // (1 + cut))
+        protocol.Ready(((number, 1, spec.nbytes // (1 + cut)),))
         for number, spec in enumerate(_SLOTS, 1)
         for cut in (0, 0, 1)
     ]
-    layouts = [protocol.layout_to_message(slot, layout) for slot in (5, 6, 12, 13) for layout in (_GATHER, _EXCHANGE)]
+    layouts = [protocol.SetLayout.of(slot, layout) for slot in (5, 6, 12, 13) for layout in (_GATHER, _EXCHANGE)]
     return [
         *ready,
         *layouts,
-        *[_declare((spec,)) for spec in (*_SPECS, _VAST)] * 2,
-        protocol.pack_records(RankMessageKind.READY, [(1, 1, 48), (7, 1, 48)]),
-        *[protocol.pack(RankMessageKind.CHUNKS, slot=slot) for slot in (2, 8)],
-        *[protocol.pack(RankMessageKind.BARRIER, sequence=sequence) for sequence in (1, 2, 3)],
-        *[protocol.pack(RankMessageKind.INTRODUCE, key=key_of("meeting"), members=[0, 1])] * 2,
-        protocol.pack(RankMessageKind.WAITS, id=1, name="near", round=3, age_s=2.5, group=[0, 1]),
-        protocol.pack(RankMessageKind.WAITS, id=2, name="near", round=3, age_s=2.5, group=[0, 1]),
-        protocol.pack(RankMessageKind.WAITED, id=1),
-        protocol.pack(RankMessageKind.STEPS, begun=[["gradients to combine", 7, 2]]),
-        protocol.pack(RankMessageKind.NOTE, text="busy"),
-        protocol.pack(RankMessageKind.JOIN),
-        protocol.pack(RankMessageKind.PING),
-        protocol.pack(RankMessageKind.STACK),
-        protocol.pack(RankMessageKind.SETTLE),
-        protocol.pack(RankMessageKind.LEAVE),
-        protocol.pack(RankMessageKind.LEAVE, error="ValueError: no", traceback="line 1"),
-        protocol.pack(RankMessageKind.LEAVE, again="HostsUpdatedInterrupt", planned=True),
+        *[protocol.Declare.of(1, (spec,)) for spec in (*_SPECS, _VAST)] * 2,
+        protocol.Ready(((1, 1, 48), (7, 1, 48))),
+        *[protocol.WantChunks(slot) for slot in (2, 8)],
+        *[protocol.EnterBarrier(sequence) for sequence in (1, 2, 3)],
+        *[protocol.AskIntroduction(key_of("meeting"), (0, 1))] * 2,
+        protocol.WaitBegun(1, 3, 2.5, "near", (0, 1)),
+        protocol.WaitBegun(2, 3, 2.5, "near", (0, 1)),
+        protocol.WaitEnded(1),
+        protocol.StepsBegun((protocol.StepCount(7, 2, "gradients to combine"),)),
+        protocol.Note("busy"),
+        protocol.Join(),
+        protocol.Ping(),
+        protocol.GiveStackFile(),
+        protocol.Settle(),
+        protocol.Leave(),
+        protocol.Leave(error="ValueError: no", traceback="line 1"),
+        protocol.Leave(again="HostsUpdatedInterrupt", planned=True),
+        protocol.KeepStates(1, 1, 1, 2, 0, 7),
+        protocol.BeginStep(1, 1, True, 1, 0, False, (protocol.SegmentNumbers(0, 3, (0.5, 0.25)),)),
+        protocol.SkipStep(1, 1),
+        protocol.MeasureNorm(1, 1, ((0, 3),)),
+        protocol.DropStates(1),
+        protocol.BeginRecord(7, 1, 0, False, 4, 4),
+        protocol.RecordData(b"1234"),
+        protocol.Pong(),
     ]
 
 
-#: Of any field: what JSON can say, and nobody means.
+#: Of any field: what its type allows, and nobody means.
 _WILD = (
-    None, True, -1, 0, 1, 1 << 31, 1 << 32, 1 << 47, 1 << 63, 1 << 64, 1 << 80, 0.5, float("inf"), float("-inf"),
-    float("nan"), 1e300, "", "name", "\ud800", "\0", "n" * 5000, [], [0], [1], [0, 1], [1, 0], [-1], [5], [0] * 3,
-    [[0, 8]], [[0, -8], [0, 8]], [1 << 62, 9], [1 << 34], [1 << 46], [[]], {}, {"0": 1},
+    False, True, -1, 0, 1, 1 << 31, (1 << 32) - 1, 1 << 47, 1 << 63, (1 << 64) - 1, 0.5, float("inf"), float("-inf"),
+    float("nan"), 1e300, "", "name", "\0", "n" * 5000, b"", b"0" * 9, (), (0,), (1,), (0, 1), (1, 0), (5,), (0,) * 3,
+    ((0, 8),), ((0, 1 << 63), (0, 8)), ((1 << 62, 9),), (1 << 20,), (1 << 46,), (1 << 62, 9),
 )  # fmt: skip
 
 
-def _twisted(said: bytes, number: int) -> bytes:
-    """The same with something else in one field; of a declaration in one field of its first spec."""
+def twisted(said: bytes, number: int, wild: tuple[Any, ...]) -> bytes:
+    """The same with one of ``wild`` in one field, or in one of its first record; unchanged if that is no message."""
     try:
-        kind, fields = protocol.kind_of(said), protocol.fields_of(said)
-        inside: Any = fields["specs"][0] if kind is RankMessageKind.DECLARE and number % 4 else fields
-        keys = sorted(fields) if inside is fields else range(len(inside))
-        at = keys[number % len(keys)]
-        inside[at] = _WILD[number // len(keys) % len(_WILD)]
-        return protocol.pack(kind, **fields)
-    except (ProtocolError, ValueError, TypeError, LookupError, ZeroDivisionError):  # it has none
+        message = protocol.decode(said)
+        fields = dataclasses.fields(message)
+        if not fields:
+            return said
+        name = fields[number % len(fields)].name
+        inside = getattr(message, name)
+        value = _any_like(inside, number // len(fields), wild)
+        if isinstance(inside, tuple) and inside and dataclasses.is_dataclass(inside[0]) and number % 4:
+            others = dataclasses.fields(inside[0])
+            other = others[number // 4 % len(others)].name
+            changed = {other: _any_like(getattr(inside[0], other), number // len(fields), wild)}
+            value = (dataclasses.replace(inside[0], **changed), *inside[1:])
+        return protocol.encode(dataclasses.replace(message, **{name: value}))
+    except (ProtocolError, UsageError, TypeError, ValueError, AttributeError, LookupError):  # of another type
         return said
+
+
+def _any_like(value: Any, number: int, wild: tuple[Any, ...]) -> Any:
+    kinds = (int, float) if isinstance(value, int | float) else type(value)
+    of_kind = [each for each in wild if isinstance(each, kinds)]
+    return of_kind[number % len(of_kind)] if of_kind else value
+
+
+def _is_slow(said: bytes) -> bool:
+    """A declaration of more than is quickly cut into partitions, and of less than is refused."""
+    try:
+        message = protocol.decode(said)
+        specs = [fields.spec() for fields in message.specs] if isinstance(message, protocol.Declare) else []
+    except ProtocolError:
+        return False
+    return any(1 << 26 < max(spec.nbytes, *spec.shape, 0) < 1 << 46 for spec in specs)
 
 
 def _is_malformed(said: bytes) -> bool:
     try:
-        kind = protocol.kind_of(said)
-        if kind is RankMessageKind.RECORD:
-            return not protocol.record_part_of(said)
-        return not (
-            protocol.records_of(said) if kind is RankMessageKind.READY else protocol.fields_of(said) is not None
-        )
+        protocol.decode(said)
     except ProtocolError:
         return True
+    return False
 
 
 class Ranks(Target):
@@ -106,9 +131,14 @@ class Ranks(Target):
 
     cost = 10
     seeds = (
-        *[bytes((rank, 0)) + said for rank in range(RANKS) for said in _all_said()],
-        *[bytes((rank, 1)) + said for rank in range(RANKS) for said in _all_said() if said[0] in _GIVEN],
-        *[bytes((_KNOCK, gift)) + _HELLO for gift in range(2)],
+        *[bytes((rank, 0)) + protocol.encode(said) for rank in range(RANKS) for said in _all_said()],
+        *[
+            bytes((rank, 1)) + protocol.encode(said)
+            for rank in range(RANKS)
+            for said in _all_said()
+            if isinstance(said, _GIVEN)
+        ],
+        *[bytes((_KNOCK, gift)) + protocol.encode(_HELLO) for gift in range(2)],
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -120,7 +150,7 @@ class Ranks(Target):
 
     def _declare(self) -> None:
         for rank in range(RANKS):
-            self._machine.say(rank, _declare(tuple(spec for spec in _SPECS if rank in spec.members(RANKS))))
+            self._machine.say(rank, protocol.Declare.of(1, [spec for spec in _SPECS if rank in spec.members(RANKS)]))
         self._machine.go_on()
         self._since = self._turn
         assert not self._machine.deaths, self._machine.deaths
@@ -130,10 +160,12 @@ class Ranks(Target):
         if len(data) < 3:
             return
         who, said = data[0] % 3, data[2:]
-        if said[0] not in (RankMessageKind.READY, RankMessageKind.DONE) and self._turn % 2:
+        if said[0] not in _ROUNDS and self._turn % 2:
             self._twists += 1
-            said = _twisted(said, self._twists)
+            said = twisted(said, self._twists, _WILD)
         if self._turn % 8 and _is_malformed(said):  # every group would end by it; see LocalProtocol
+            return
+        if _is_slow(said):
             return
         fds = (self._gift,) * (data[1] % 3)
         machine = self._machine
@@ -141,7 +173,7 @@ class Ranks(Target):
             stranger = machine.knock(said, fds)
             if machine.group.executor.ranks.keys() == {0, 1} and not machine.deaths:
                 answers = machine.heard(stranger)
-                assert [answer[:1] for answer in answers] == [bytes((RankMessageKind.FATAL,)), b""]
+                assert [answer[:1] for answer in answers] == [_FATAL, b""]
             stranger.close()
         else:
             machine.say(who, self._in_time(said), fds)
@@ -153,20 +185,23 @@ class Ranks(Target):
 
     def _in_time(self, said: bytes) -> bytes:
         """What is about right is, mostly, what is due, so that rounds come to their ends."""
-        if said[0] != RankMessageKind.READY or len(said) != 17:
+        if said[0] not in _ROUNDS or _is_malformed(said):
             return said
-        ((number, round_, nbytes),) = protocol.records_of(said)
+        message = protocol.decode(said)
+        if not isinstance(message, protocol.Ready) or len(message.rounds) != 1:
+            return said
+        ((number, round_, nbytes),) = message.rounds
         slot = self._machine.group.requests.memory.slots.get(number)
         if slot is None or round_ >= 16 or self._turn % 8 == 0:
             return said
         if slot.ready_bytes >= slot.spec.nbytes:  # it has been given, and others have not
-            return protocol.pack(RankMessageKind.PING)
+            return protocol.encode(protocol.Ping())
         if slot.spec.op.is_direct:
             layout = _GATHER if slot.spec.op is Op.GATHER else _EXCHANGE
-            self._machine.say(slot.local_rank, protocol.layout_to_message(number, layout))
+            self._machine.say(slot.local_rank, protocol.SetLayout.of(number, layout))
         if nbytes != slot.spec.nbytes // 2:
             nbytes = slot.spec.nbytes
-        return protocol.pack_record(RankMessageKind.READY, number, slot.round + (slot.ready_bytes < 0), nbytes)
+        return protocol.encode(protocol.Ready(((number, slot.round + (slot.ready_bytes < 0), nbytes),)))
 
     def _again(self) -> None:
         machine = self._machine

@@ -13,7 +13,6 @@ from byteps_py import rank_protocol as protocol
 from byteps_py.channel import Channel
 from byteps_py.errors import BytePSError, PeerLostError
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.rank_protocol import RankMessageKind
 from byteps_py.runtime import Runtime
 from byteps_py.settings import Settings
 from byteps_py.shm import Block
@@ -186,10 +185,10 @@ class ServiceHears(Target):
 
     def _come(self) -> None:
         """Ranks come, and declare."""
-        self._ranks += [self._knock(protocol.hello(rank, RANKS, 1, 0)) for rank in range(RANKS)]
+        self._ranks += [self._knock(protocol.encode(protocol.Hello.of(rank, RANKS, 1, 0))) for rank in range(RANKS)]
         for rank, channel in enumerate(self._ranks[-RANKS:]):
-            specs = [protocol.spec_to_json(spec) for spec in _SPECS if rank in spec.members(2 * RANKS)]
-            channel.send(protocol.pack(RankMessageKind.DECLARE, request=1, specs=specs))
+            specs = [spec for spec in _SPECS if rank in spec.members(2 * RANKS)]
+            channel.send(protocol.encode(protocol.Declare.of(1, specs)))
         self._read()
 
     def _knock(self, hello: bytes) -> Channel:
@@ -251,8 +250,8 @@ class ServiceHears(Target):
             for slot in list(group.requests.memory.slots.values()) if group is not None else ():
                 rank = group.executor.ranks.get(slot.local_rank)
                 if slot.ready_bytes < 0 and rank is not None:
-                    ready = protocol.pack_record(RankMessageKind.READY, slot.id, slot.round + 1, slot.spec.nbytes)
-                    self._ranks[-RANKS + slot.local_rank].send(ready)
+                    ready = protocol.Ready(((slot.id, slot.round + 1, slot.spec.nbytes),))
+                    self._ranks[-RANKS + slot.local_rank].send(protocol.encode(ready))
                     self._groups += slot.tensor is not None
             self._read()
             service._tick()

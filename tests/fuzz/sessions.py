@@ -5,61 +5,57 @@ from __future__ import annotations
 import gc
 import os
 import socket
-from typing import Any
 
 from byteps_py import rank_protocol as protocol
 from byteps_py.channel import Channel
-from byteps_py.errors import ProtocolError
-from byteps_py.rank_protocol import RankMessageKind
 from byteps_py.session.base import Slot
 from byteps_py.session.service.remote import RemoteSession
 from byteps_py.shm import Segment
 from byteps_py.tensors import DType, TensorSpec
 
 from .base import Target
+from .ranks import twisted
 
 _SPECS = (TensorSpec("sum", DType.FLOAT32, (3, 4)), TensorSpec("other", DType.FLOAT64, (9,)))
 _SEGMENT_BYTES = 1 << 16
-_WELCOME = protocol.pack(
-    RankMessageKind.WELCOME, rank=1, size=4, local_rank=1, local_size=2, is_continued=False, since_epoch=1,
-    machine_index=0, num_machines=2, is_homogeneous=True, has_shadow_servers=True,
+_WELCOME = protocol.Welcome(
+    rank=1, size=4, local_rank=1, local_size=2, is_continued=False, since_epoch=1, machine_index=0, num_machines=2,
+    is_homogeneous=True, has_shadow_servers=True,
 )  # fmt: skip
 _NOTHING, _MEMORY, _SMALL, _DOOR, _TWO = range(5)
-#: Of any field: what JSON can say, and nobody means.
-_WILD = (None, True, -1, 0, 1, 1 << 40, 1 << 63, 1 << 80, 0.5, float("nan"), "", "0", [], [0], [[0]], {}, {"0": 1})
+#: Of any field: what its type allows, and nobody means.
+_WILD = (False, 0, 1, 1 << 31, 1 << 40, 1 << 63, 0.5, float("nan"), "", "0", (), (0,), ((0, 0),), ((7, 1 << 63),))
 
 
-def _place(number: int, offset: int, nbytes: int = 48, at: int = 0) -> dict[str, object]:
-    return {"id": number, "inputs": [[at, 0], [at, 4096]], "result": [at, offset], "nbytes": nbytes, "round": 2}
-
-
-def _declared(*places: dict[str, object]) -> bytes:
-    return protocol.pack(RankMessageKind.DECLARED, request=1, slots=places)
+def _place(number: int, offset: int, nbytes: int = 48, at: int = 0) -> protocol.SlotFields:
+    return protocol.SlotFields(number, nbytes, 2, at, offset, ((at, 0), (at, 4096)))
 
 
 _SAID = (
-    _declared(_place(1, 128), _place(2, 8192, 72)),
-    _declared(_place(3, _SEGMENT_BYTES - 8), _place(4, 0)),
-    _declared(_place(3, -8), _place(4, 0)),
-    _declared(_place(3, 0, at=7), _place(4, 0)),
-    _declared(_place(5, 0)),
-    protocol.pack_record(RankMessageKind.DONE, 1, 3, 0),
-    protocol.pack_records(RankMessageKind.DONE, [(1, 3, 0), (2, 3, 7)]),
-    protocol.pack_records(RankMessageKind.CHUNK, [(1, 3, 0), (1, 3, 1)]),
+    protocol.Declared(1, (_place(1, 128), _place(2, 8192, 72))),
+    protocol.Declared(1, (_place(3, _SEGMENT_BYTES - 8), _place(4, 0))),
+    protocol.Declared(1, (_place(3, 1 << 63), _place(4, 0))),
+    protocol.Declared(1, (_place(3, 0, at=7), _place(4, 0))),
+    protocol.Declared(1, (_place(5, 0),)),
+    protocol.RoundsDone(((1, 3, 0),)),
+    protocol.RoundsDone(((1, 3, 0), (2, 3, 7))),
+    protocol.ChunksArrived(((1, 3, 0), (1, 3, 1))),
     _WELCOME,
-    protocol.pack(RankMessageKind.RELEASED, sequence=1),
-    protocol.pack(RankMessageKind.JOINED, last=1),
-    protocol.pack(RankMessageKind.HOSTS, added=True, removed=False),
-    protocol.pack(RankMessageKind.FAILED, slots=[1], error="MismatchError", message="they differ"),
-    protocol.pack(RankMessageKind.FATAL, error="PeerLostError", message="a rank died"),
-    protocol.pack(RankMessageKind.PONG),
-    protocol.pack(RankMessageKind.SETTLED),
-    protocol.pack(RankMessageKind.INTRODUCED, key=77),
-    protocol.pack(RankMessageKind.PING),
+    protocol.BarrierReleased(1),
+    protocol.AllJoined(1),
+    protocol.HostsChanged(True, False),
+    protocol.DeclarationsFailed((1,), "MismatchError", "they differ"),
+    protocol.Fatal("PeerLostError", "a rank died"),
+    protocol.Pong(),
+    protocol.Settled(),
+    protocol.Introduced(77),
+    protocol.Ping(),
+    protocol.NormMeasured(1, 2.5),
+    protocol.StepsHeld(3, True, 1),
+    protocol.RecordTaken(1, 3),
+    protocol.StatesKept(1, 1, 12, ((0, 0), (0, 4096)), ((0, 12, 1),)),
 )
-_SEGMENTS = [
-    protocol.pack(RankMessageKind.SEGMENT, id=1, nbytes=nbytes) for nbytes in (4096, _SEGMENT_BYTES, 1 << 61, -1)
-]
+_SEGMENTS = [protocol.GiveSegment(1, nbytes) for nbytes in (4096, _SEGMENT_BYTES, 1 << 61, (1 << 64) - 1)]
 
 
 class Sessions(Target):
@@ -68,11 +64,11 @@ class Sessions(Target):
 
     cost = 10
     seeds = (
-        *[bytes((_NOTHING,)) + said for said in _SAID * 2],
-        *[bytes((gift,)) + said for gift in range(5) for said in _SEGMENTS],
-        *[bytes((gift,)) + protocol.pack(RankMessageKind.PEER, local_rank=0) for gift in range(5)],
-        *[bytes((_NOTHING,)) + _SAID[0]] * 8,  # a few of these come whole
-        bytes((_MEMORY,)) + _SAID[0],
+        *[bytes((_NOTHING,)) + protocol.encode(said) for said in _SAID * 2],
+        *[bytes((gift,)) + protocol.encode(said) for gift in range(5) for said in _SEGMENTS],
+        *[bytes((gift,)) + protocol.encode(protocol.PeerInbox(0)) for gift in range(5)],
+        *[bytes((_NOTHING,)) + protocol.encode(_SAID[0])] * 8,  # a few of these come whole
+        bytes((_MEMORY,)) + protocol.encode(_SAID[0]),
     )
 
     def __init__(self) -> None:
@@ -92,10 +88,10 @@ class Sessions(Target):
     def _begin(self) -> None:
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._service = Channel(theirs)
-        self._service.send(_WELCOME)
+        self._service.send(protocol.encode(_WELCOME))
         self._session = RemoteSession(Channel(mine), 1, 2, 5.0, 5.0)
         assert self._session.peers is not None
-        self._service.send(protocol.pack(RankMessageKind.SEGMENT, id=0, nbytes=_SEGMENT_BYTES), (self._memory.fd,))
+        self._service.send(protocol.encode(protocol.GiveSegment(0, _SEGMENT_BYTES)), (self._memory.fd,))
         self._asked = self._turn
         self._read()
 
@@ -124,7 +120,7 @@ class Sessions(Target):
         said = data[1:]
         if self._turn % 2:
             self._twists += 1
-            said = self._twisted(said)
+            said = twisted(said, self._twists, _WILD)
         self._service.send(said, self._gifts.get(data[0] % 5, ()))
         self._read()
         session = self._session
@@ -134,17 +130,6 @@ class Sessions(Target):
             self._ended += session._fatal is not None
             self._finish()
             self._begin()
-
-    def _twisted(self, said: bytes) -> bytes:
-        """The same with something else in one field, or in one of the first slot."""
-        try:
-            kind, fields = protocol.kind_of(said), protocol.fields_of(said)
-            inside: Any = fields["slots"][0] if kind is RankMessageKind.DECLARED and self._twists % 4 else fields
-            keys = sorted(inside)
-            inside[keys[self._twists % len(keys)]] = _WILD[self._twists // len(keys) % len(_WILD)]
-            return protocol.pack(kind, **fields)
-        except (ProtocolError, TypeError, LookupError, ZeroDivisionError):  # it has none
-            return said
 
     def _finish(self) -> None:
         self._service.close()

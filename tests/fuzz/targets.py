@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 
@@ -213,29 +214,39 @@ class LocalProtocol(Target):
     """What a rank says to its communication service, and back."""
 
     _spec = TensorSpec("layer.weight", DType.FLOAT32, (3, 4), Op.SUM, average=True, group=(0, 1))
-    seeds = (
-        protocol.hello(local_rank=0, local_size=2, pid=42, synced_in=7),
-        protocol.pack(protocol.RankMessageKind.DECLARE, request=1, specs=[protocol.spec_to_json(_spec)]),
-        protocol.pack_records(protocol.RankMessageKind.READY, [(1, 2, 3), (4, 5, 6)]),
-        protocol.layout_to_message(3, Layout(((0, 8),), ((0, 8), (8, 8)))),
-        protocol.pack(protocol.RankMessageKind.CHUNKS, slot=3),
-        protocol.pack(protocol.RankMessageKind.BARRIER, sequence=3),
+    seeds = tuple(
+        map(
+            protocol.encode,
+            (
+                protocol.Hello.of(local_rank=0, local_size=2, pid=42, synced_in=7),
+                protocol.Declare.of(1, [_spec, _spec]),
+                protocol.Ready(((1, 2, 3), (4, 5, 6))),
+                protocol.SetLayout.of(3, Layout(((0, 8),), ((0, 8), (8, 8)))),
+                protocol.WantChunks(3),
+                protocol.EnterBarrier(3),
+                protocol.StepsBegun((protocol.StepCount(7, 2, "all"),)),
+                protocol.BeginStep(1, 2, True, 3, 2, False, (protocol.SegmentNumbers(0, 8, (0.5, 0.25)),)),
+                protocol.RecordData(b"what a rank knows"),
+                protocol.Leave(error="ValueError: no", traceback="line 1"),
+                protocol.Declared(1, (protocol.SlotFields(1, 48, 2, 0, 128, ((0, 0), (0, 4096))),)),
+                protocol.StatesKept(1, 2, 3, ((0, 0),), ((0, 3, 1),)),
+            ),
+        )
     )
 
     def feed(self, data: bytes) -> None:
         try:
-            kind = protocol.kind_of(data)
-            if kind in (protocol.RankMessageKind.READY, protocol.RankMessageKind.DONE, protocol.RankMessageKind.CHUNK):
-                list(protocol.records_of(data))
-                return
-            fields = protocol.fields_of(data)
-            if kind is protocol.RankMessageKind.LAYOUT:
-                protocol.layout_of(fields)
-            specs = fields.get("specs")
-            for spec in specs if isinstance(specs, list) else ():
-                protocol.spec_from_json(spec)
+            message = protocol.decode(data)
+            protocol.decode_hello(data)
         except ProtocolError:
             return
+        assert protocol.decode(protocol.encode(message)) == message or "nan" in repr(message)
+        with contextlib.suppress(ProtocolError):
+            if isinstance(message, protocol.SetLayout):
+                message.layout()
+            elif isinstance(message, protocol.Declare):
+                for fields in message.specs:
+                    fields.spec()
 
 
 class Environment(Target):

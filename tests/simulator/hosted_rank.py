@@ -12,7 +12,6 @@ import numpy as np
 
 from byteps_py import rank_protocol as protocol
 from byteps_py.kernels.step_segments import StepSegment
-from byteps_py.rank_protocol import RankMessageKind
 from byteps_py.session import Slot
 from byteps_py.session.base import HostedPart, ShadowedStep
 
@@ -58,18 +57,16 @@ class HostedRank(Rank):
     def host_states(self, model: Model, source: Slot, target: Slot, before: HostedPart | None) -> Life:
         session = self.session
         session._tell_released()
-        said = {"source": source.id, "target": target.id, "before": before.id if before is not None else 0}
-        request = session._requests + 1
-        message = protocol.pack(RankMessageKind.HOST, request=request, step_kind=model.kind.code, run=self.run, **said)
-        yield from self._ask(message, RankMessageKind.HOSTED, lambda: not (source.error is target.error is None))
+        before_id, request = before.id if before is not None else 0, session._requests + 1
+        message = protocol.KeepStates(request, model.kind.code, source.id, target.id, before_id, self.run)
+        yield from self._ask(message, protocol.StatesKept, lambda: not (source.error is target.error is None))
         part = self.hosted[model.name] = session.host(model.kind, source, target, before, self.run)
         self.ledger.owns(model.name, part.owners)
 
     def measure(self, part: HostedPart, ranges: list[range]) -> Life:
-        said = [[each.start, each.stop] for each in ranges]
-        request = self.session._requests + 1
-        message = protocol.pack(RankMessageKind.NORM, request=request, part=part.id, ranges=said)
-        yield from self._ask(message, RankMessageKind.NORMED)
+        said = tuple((each.start, each.stop) for each in ranges)
+        message = protocol.MeasureNorm(self.session._requests + 1, part.id, said)
+        yield from self._ask(message, protocol.NormMeasured)
         self.measured = self.session.square_sum(part, ranges, 1.0)
 
 

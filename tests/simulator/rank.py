@@ -12,7 +12,6 @@ from typing import Any, cast
 from byteps_py import rank_protocol as protocol
 from byteps_py.errors import BytePSError, StallError
 from byteps_py.machine import local_socket
-from byteps_py.rank_protocol import RankMessageKind
 from byteps_py.session import Slot
 from byteps_py.session.service.remote import RemoteSession
 from byteps_py.settings import Settings
@@ -125,9 +124,9 @@ class Rank(Process):
         channel.on_arrival = self._on_arrival
         self.has_connected = True
         local_rank, local_size = settings.local_rank, settings.local_size
-        hello = protocol.hello(local_rank, local_size, self.pid, self.synced_in)
+        hello = protocol.Hello.of(local_rank, local_size, self.pid, self.synced_in)
         patience_s = max(settings.start_timeout_s, settings.elastic_timeout_s if settings.elastic else 0) + _PATIENCE_S
-        if not (yield from self._ask_patiently(hello, RankMessageKind.WELCOME, patience_s)):
+        if not (yield from self._ask_patiently(hello, protocol.Welcome, patience_s)):
             raise StallError("the communication service of this machine did not answer")
         self.session = self._new_session()(cast(Any, channel), local_rank, local_size, 10.0, 60.0, 10.0, self.synced_in)
         self.has_joined = True
@@ -152,15 +151,14 @@ class Rank(Process):
         """Before it leaves, which it does at the latest when the session's patience has ended."""
         if self.session._has_given:
             patience_s = self._settings.stall_limit_s + _PATIENCE_S
-            message = protocol.pack(RankMessageKind.SETTLE)
-            self.session._has_given = yield from self._ask_patiently(message, RankMessageKind.SETTLED, patience_s)
+            self.session._has_given = yield from self._ask_patiently(protocol.Settle(), protocol.Settled, patience_s)
 
     def _is_away(self, number: int) -> bool:
         """It had joined when the others went through this step."""
         return number < self._back_at
 
     def _ask_patiently(
-        self, message: bytes, answer: RankMessageKind, patience_s: float
+        self, message: object, answer: type, patience_s: float
     ) -> Generator[float | Callable[[], bool], None, bool]:
         """``_ask``, but not for longer. False: that was too long."""
         due_s = self.world.now_s + patience_s
@@ -168,15 +166,15 @@ class Rank(Process):
         yield from self._ask(message, answer, lambda: self.world.now_s >= due_s)
         return self.world.now_s < due_s
 
-    def _ask(self, message: bytes, answer: RankMessageKind, is_late: Callable[[], bool] = lambda: False) -> Life:
+    def _ask(self, message: object, answer: type, is_late: Callable[[], bool] = lambda: False) -> Life:
         """Send what the session is about to send, and wait for what it is about to wait for."""
         channel: Channel = self._channel
-        self.doing = f"waiting for {answer.name}"
-        channel.send(message)
+        self.doing = f"waiting for {answer.__name__}"
+        channel.send(protocol.encode(message))
         channel.is_muted = True
         yield (
             lambda: (
-                any(m[0][0] in (answer, RankMessageKind.FATAL) for m in channel.take())
+                any(type(protocol.decode(m[0])) in (answer, protocol.Fatal) for m in channel.take())
                 or channel.is_over
                 or self._has_failed
                 or is_late()
@@ -235,14 +233,12 @@ class Rank(Process):
             if (slot := session._slots.named(spec.name)) is None or session._needs_declaration(slot, spec)
         ]
         if new:
-            fields = [protocol.spec_to_json(spec) for spec in new]
-            message = protocol.pack(RankMessageKind.DECLARE, request=session._requests + 1, specs=fields)
-            yield from self._ask(message, RankMessageKind.DECLARED)
+            yield from self._ask(protocol.Declare.of(session._requests + 1, new), protocol.Declared)
         return session.declare(specs)
 
     def _join(self, number: int) -> Life:
         self.world.note(self.name, "joins")
-        yield from self._ask(protocol.pack(RankMessageKind.JOIN), RankMessageKind.JOINED)
+        yield from self._ask(protocol.Join(), protocol.AllJoined)
         last = self.session.join(0.0)
         if self.results.setdefault(-number, b"%d" % last) != b"%d" % last:
             raise InvariantError(f"{self.name} hears that rank {last} joined last, others hear otherwise")
@@ -257,6 +253,5 @@ class Rank(Process):
 
     def _barrier(self) -> Life:
         session = self.session
-        message = protocol.pack(RankMessageKind.BARRIER, sequence=session._barriers + 1)
-        yield from self._ask(message, RankMessageKind.RELEASED)
+        yield from self._ask(protocol.EnterBarrier(session._barriers + 1), protocol.BarrierReleased)
         session.barrier(0.0)

@@ -55,7 +55,7 @@ class ConnectedRank:
                 with self.state:
                     self.transport.take_message()
 
-    def tell(self, message: bytes, fds: tuple[int, ...] = ()) -> None:
+    def tell(self, message: object, fds: tuple[int, ...] = ()) -> None:
         self.told.append(message)
 
 

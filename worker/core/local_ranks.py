@@ -25,7 +25,7 @@ class RankState(enum.Enum):
 
     ABSENT = "has not come, or nothing is known of it any more"
     LATE = "belongs to the group, which has begun, and has yet to come"
-    WAITING = "has said HELLO, and waits for the group to begin"
+    WAITING = "has sent a Hello, and waits for the group to begin"
     PRESENT = "takes part in the group"
     SETTLING = "takes part in the group, and leaves once other ranks have taken what it gave them"
     RETURNING = "is out of the group, and is expected to come again"
@@ -36,7 +36,7 @@ class RankState(enum.Enum):
 class RankEvent(enum.Enum):
     """What happens to a local rank."""
 
-    COMES = "a process says HELLO"
+    COMES = "a process sends a Hello"
     IS_EXPECTED = "a group begins that the rank belongs to, before it has come"
     IS_WELCOMED = "the group takes it in"
     IS_TURNED_AWAY = "it is told why it can't take part"
@@ -96,7 +96,7 @@ class LocalRank(Generic[C]):
     """``seat``: its number on this machine, as the launcher counts. ``local_rank``: its number in the present group,
     or in the last one it belonged to; -1 before. ``connection``: of its process, opaque here; None where there is none.
 
-    Data of the last HELLO: ``is_back``, the process was in the last group and has gone back to its last commit;
+    Data of the last Hello: ``is_back``, the process was in the last group and has gone back to its last commit;
     ``synced_in``, the epoch with which the latest group began that it has the state of (0: none).
     ``left_s``, ``gone_s``: when it left the present group, and when its process ended after that; None if it has not.
     They outlive the states LEFT and GONE, until a group takes the rank in or another group begins.
@@ -179,7 +179,7 @@ class LocalRanks(Generic[C]):
     # ---- events ----------------------------------------------------------------------------------------
 
     def comes(self, rank: LocalRank[C], connection: C, is_back: bool, synced_in: int) -> None:
-        """A process says HELLO for this seat."""
+        """A process sends a Hello for this seat."""
         rank.happens(RankEvent.COMES)
         rank.connection, rank.is_back, rank.synced_in = connection, is_back, synced_in
         self._number(rank)

@@ -473,12 +473,8 @@ class Executor:
             for slot_id in slots:
                 self.pace.done(local_rank, slot_id, self._loop.time())
             if slots:
-                message = protocol.pack(
-                    protocol.RankMessageKind.FAILED,
-                    slots=slots,
-                    error=type(action.error).__name__,
-                    message=str(action.error),
-                )
+                error = action.error
+                message = protocol.DeclarationsFailed(tuple(slots), type(error).__name__, str(error))
                 self._to_rank(rank, functools.partial(rank.send_done, in_order=True))  # a slot's last round, perhaps
                 self._to_rank(rank, functools.partial(rank.send, message))
 

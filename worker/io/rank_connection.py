@@ -10,17 +10,16 @@ import os
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from byteps_py import rank_protocol as protocol
 from byteps_py.channel import Channel
 from byteps_py.errors import BytePSError, PeerLostError
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.rank_protocol import RankMessageKind
 from byteps_py.runtime import Runtime
 from byteps_py.shm import Arena, Block
 
-_STACK = bytes([RankMessageKind.STACK])
-_INTRODUCE = bytes([RankMessageKind.INTRODUCE])
+MAX_NOTE_CHARS = 9000
 
 
 @dataclass(slots=True)
@@ -84,25 +83,39 @@ class RankConnection:
         """Readable when the rank's process has ended; -1 if that is not watched."""
         return self._pidfd
 
-    def receive(self) -> bytes | None:
+    def receive(self) -> Any:
         """The next message, None if there is none now. Raises PeerLostError, ProtocolError."""
-        message = self._channel.receive(0)
-        if message is None:
+        received = self._channel.receive(0)
+        if received is None:
             return None
-        data, fds = message
-        for fd in fds:
-            if data[:1] == _STACK and self.stack_fd < 0:
-                self.stack_fd = fd
-            elif data[:1] == _INTRODUCE and self.door < 0:
-                self.door = fd
-            else:  # ranks have no others to give
-                self._runtime.close_fd(fd)
-        return data
+        data, fds = received
+        message = None
+        try:
+            message = protocol.decode(data)
+        finally:
+            for fd in fds:
+                if isinstance(message, protocol.GiveStackFile) and self.stack_fd < 0:
+                    self.stack_fd = fd
+                elif isinstance(message, protocol.AskIntroduction) and self.door < 0:
+                    self.door = fd
+                else:  # ranks have no others to give
+                    self._runtime.close_fd(fd)
+        return message
 
-    def tell_steps(self, begun: list[tuple[str, int, int]]) -> None:
-        """It has told how many steps it has begun. Raises ValueError or TypeError for what the scheduler can't be
-        told."""
-        self.steps = [pb.RankSteps(sequence=name, steps=steps, optimizers=count) for name, steps, count in begun]
+    def tell_steps(self, message: protocol.StepsBegun) -> None:
+        """It has told how many steps it has begun."""
+        self.steps = [
+            pb.RankSteps(sequence=each.sequence, steps=each.steps, optimizers=each.optimizers)
+            for each in message.counts
+        ]
+
+    def end_wait(self, message: protocol.WaitEnded) -> None:
+        """It waits no more for this."""
+        self.direct_waits.pop(message.id, None)
+
+    def take_note(self, message: protocol.Note) -> None:
+        """What others are told if it keeps them waiting."""
+        self.note = message.text[:MAX_NOTE_CHARS]
 
     def allocate(self, nbytes: int) -> Block:
         """Memory for this rank, made known to it before the next message that names it."""
@@ -114,15 +127,16 @@ class RankConnection:
         """Hand the rank descriptors of segments it does not know."""
         while self._announced < len(self.arena.segments):
             segment = self.arena.segments[self._announced]
-            self.send(protocol.pack(RankMessageKind.SEGMENT, id=self._announced, nbytes=segment.nbytes), (segment.fd,))
+            self.send(protocol.GiveSegment(self._announced, segment.nbytes), (segment.fd,))
             self._announced += 1
 
-    def send(self, message: bytes, fds: tuple[int, ...] = ()) -> None:
+    def send(self, message: object, fds: tuple[int, ...] = ()) -> None:
         """Send now, or as soon as the rank's socket takes it; order is kept. Raises PeerLostError."""
-        if self._backlog or not self._channel.try_send(message, fds):
+        data = protocol.encode(message)
+        if self._backlog or not self._channel.try_send(data, fds):
             if not self._backlog:
                 self._loop.add_writer(self._fd, self._flush)
-            self._backlog.append((message, tuple(os.dup(fd) for fd in fds)))  # theirs may be closed before
+            self._backlog.append((data, tuple(os.dup(fd) for fd in fds)))  # theirs may be closed before
 
     def add_done(self, slot_id: int, round_: int, blame: int = 0) -> None:
         """Note a delivered round; ``send_done`` tells the rank."""
@@ -139,16 +153,12 @@ class RankConnection:
         ``in_order``: before whatever is sent next. Raises PeerLostError."""
         if self._done:
             self.last_done_s = self._loop.time()
-        if len(self._done) == 1 and not (self._backlog or self._chunks):
-            (record,) = self._done
-            self._done.clear()
-            self.send(protocol.pack_record(RankMessageKind.DONE, *record))
         while self._chunks and (in_order or not self._backlog):
-            records, self._chunks = self._chunks[: protocol.MAX_RECORDS], self._chunks[protocol.MAX_RECORDS :]
-            self.send(protocol.pack_records(RankMessageKind.CHUNK, records))
+            chunks, self._chunks = self._chunks[: protocol.MAX_ROUNDS], self._chunks[protocol.MAX_ROUNDS :]
+            self.send(protocol.ChunksArrived(tuple(chunks)))
         while self._done and (in_order or not self._backlog):
-            records, self._done = self._done[: protocol.MAX_RECORDS], self._done[protocol.MAX_RECORDS :]
-            self.send(protocol.pack_records(RankMessageKind.DONE, records))
+            rounds, self._done = self._done[: protocol.MAX_ROUNDS], self._done[protocol.MAX_ROUNDS :]
+            self.send(protocol.RoundsDone(tuple(rounds)))
 
     def _flush(self) -> None:
         try:
@@ -167,7 +177,7 @@ class RankConnection:
     def turn_away(self, error: BytePSError) -> None:
         """Say why the rank can't take part, and close."""
         try:
-            self._channel.send(protocol.pack(RankMessageKind.FATAL, error=type(error).__name__, message=str(error)))
+            self._channel.send(protocol.encode(protocol.Fatal.of(error)))
         except PeerLostError:
             pass
         finally:

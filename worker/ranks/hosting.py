@@ -1,15 +1,15 @@
 """The states of optimizers that a service keeps for its ranks, and the steps that it makes with them.
 
     rank                                                 service
-      HOST {gradients, parameters, kind of the steps} ──► once both tensors are agreed: memory in the rank's arena for
-      ◄── HOSTED {states, owners of all elements} ──────  the states of the elements that the rank owns
-      NORM {ranges} ────────────────────────────────────► once the rank's sums are there: their squares' sum
-      ◄─────────────────────────────────── NORMED {sum}
-      STEP {round, segments} ───────────────────────────► each sum of the round, once it is there: see hosted_steps.py
-      SKIP {round} ─────────────────────────────────────► no step is made with the sums of this round
-      RECORD {step, attached bytes} ────────────────────► what the rank knows beside the states, for their copies
-      ◄───────────────────────────────────── HELD {step}  all of that is held by other machines, see shadows.py
-      ◄───────────────────────────── RECORDED {run, step} a server has a large record: the next one may come
+      KeepStates(gradients, parameters, kind of steps) ─► once both tensors are agreed: memory in the rank's arena for
+      ◄── StatesKept(states, owners of all elements) ───  the states of the elements that the rank owns
+      MeasureNorm(ranges) ──────────────────────────────► once the rank's sums are there: their squares' sum
+      ◄───────────────────────────── NormMeasured(sum)
+      BeginStep(round, segments) ───────────────────────► each sum of the round, once it is there: see hosted_steps.py
+      SkipStep(round) ──────────────────────────────────► no step is made with the sums of this round
+      BeginRecord(step, sizes), RecordData(bytes) … ────► what the rank knows beside the states, for their copies
+      ◄─────────────────────────────── StepsHeld(step)    all of that is held by other machines, see shadows.py
+      ◄────────────────────────── RecordTaken(run, step)  a server has a large record: the next one may come
 
 States lie in memory that the rank maps too: between steps it reads and writes them itself. Owned by the loop's thread;
 kernels run on the pool's threads.
@@ -20,17 +20,13 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
-
-from google.protobuf.message import DecodeError
+from dataclasses import dataclass, field, replace
 
 from byteps_py import rank_protocol as protocol
-from byteps_py.errors import BytePSError, PeerLostError, ProtocolError
-from byteps_py.kernels.step_segments import StepSegment, bind_segments, segments_of
+from byteps_py.errors import BytePSError, PeerLostError, ProtocolError, UsageError
+from byteps_py.kernels.step_segments import StepSegment, bind_segments, check_order
 from byteps_py.kernels.update_rules import SCALARS, StepKind
 from byteps_py.proto import shadow_pb2
-from byteps_py.rank_protocol import RankMessageKind, RecordPart
 from byteps_py.shm import Block
 from byteps_py.wire import MAX_ATTACHED_BYTES, MAX_PIECES_BYTES, Header
 from byteps_py.worker.core.hosted_steps import MakeStep, OwnedPart
@@ -48,7 +44,7 @@ _NO_NUMBERS = StepNumbers(0, 0)
 
 @dataclass(slots=True, eq=False)
 class _HostRequest:
-    """A HOST that waits until its tensors are agreed."""
+    """A KeepStates that waits until its tensors are agreed."""
 
     rank: RankConnection
     number: int
@@ -90,17 +86,26 @@ class _StepUnderWay:
 
 
 @dataclass(slots=True)
-class _RecordParts:
-    """The part of a rank's record, and of its attachment, that has arrived."""
+class _ArrivingRecord:
+    """A rank's record and its attachment, as far as they have arrived."""
 
-    said: bytearray = field(default_factory=bytearray)
+    begin: protocol.BeginRecord
+    common: bytearray = field(default_factory=bytearray)
     attached: bytearray = field(default_factory=bytearray)
 
-    def add(self, data: memoryview, is_attached: bool) -> None:
-        """Raises ProtocolError for more than a rank sends."""
-        target, most = (self.attached, MAX_ATTACHED_BYTES) if is_attached else (self.said, MAX_PIECES_BYTES)
+    @property
+    def is_complete(self) -> bool:
+        return len(self.common) == self.begin.common_bytes and len(self.attached) == self.begin.attached_bytes
+
+    def add(self, data: bytes) -> None:
+        """Raises ProtocolError for more than was announced. A message never has the end of one and the beginning of the
+        other."""
+        is_common = len(self.common) < self.begin.common_bytes
+        target, most = (
+            (self.common, self.begin.common_bytes) if is_common else (self.attached, self.begin.attached_bytes)
+        )
         if len(target) + len(data) > most:
-            raise ProtocolError(f"a rank's record has more than {most} bytes")
+            raise ProtocolError(f"a rank's record has more than the {most} bytes that were announced")
         target += data
 
 
@@ -110,14 +115,14 @@ class Hosting:
     shadows_class: type[Shadows] = Shadows
 
     def __init__(self, topology: Topology, memory: Memory, executor: Executor, pipeline: RoundPipeline) -> None:
-        self._first_rank = topology.first_rank
+        self._first_rank, self._size = topology.first_rank, topology.size
         self._memory = memory
         self._executor = executor
         self._kernels = executor.kernels
         self._pipeline = pipeline
         self._steps = pipeline.hosted
         self.shadows = self.shadows_class(topology, memory, executor)
-        self._records: dict[int, _RecordParts] = {}  # by local rank: what has come of a record so far
+        self._records: dict[int, _ArrivingRecord] = {}  # by local rank: what has come of a record so far
         self._earlier: dict[OwnedPart, list[StepSegment]] = {}  # of steps of the round before its last one
         self._requests: list[_HostRequest] = []
         self._parts: dict[int, _KeptStates] = {}
@@ -128,22 +133,21 @@ class Hosting:
 
     # ---- states ------------------------------------------------------------------------------------------------
 
-    def host(self, rank: RankConnection, fields: dict[str, Any]) -> None:
+    def host(self, rank: RankConnection, message: protocol.KeepStates) -> None:
         """A rank wants states kept: tell it where they lie, once it is known who owns what. Raises ProtocolError, and
         OSError if there is no memory."""
-        source, target = (self._slot(rank, int(fields[name])) for name in ("source", "target"))
-        kind = _kind_of(fields["step_kind"])
+        source, target = self._slot(rank, message.source), self._slot(rank, message.target)
+        kind = _kind_of(message.step_kind)
         if (
             source.spec.ownership != source.spec.name
             or target.spec.ownership != source.spec.name
             or (kind.gradient, kind.parameter) != (source.spec.dtype, target.spec.dtype)
         ):
             raise ProtocolError(f"steps of {kind} with {source.spec.describe()} to {target.spec.describe()}")
-        before = self._part(rank, int(fields["before"])) if fields["before"] else None
+        before = self._part(rank, message.before) if message.before else None
         if before is not None and before.kind != kind:
             raise ProtocolError(f"steps of {kind} with states for {before.kind}")
-        run = int(fields.get("run", 0))
-        self._requests.append(_HostRequest(rank, int(fields["request"]), kind, source, target, before, run))
+        self._requests.append(_HostRequest(rank, message.request, kind, source, target, before, message.run))
         self.agreed()
 
     def agreed(self) -> None:
@@ -175,22 +179,20 @@ class Hosting:
         kept.run, kept.parts = request.run, own
         if kept.run:
             self.shadows.watch(self._first_rank + rank.local_rank, kept.run, kind, own)
-        places = [[block.segment, block.offset] for block in kept.states]
-        owners = [[part.first, part.count, part.owner] for part in parts]
-        said: dict[str, Any] = {"request": request.number, "id": kept.id, "count": count}
-        said |= {"states": places, "owners": owners}
+        places = tuple((block.segment, block.offset) for block in kept.states)
+        owners = tuple((part.first, part.count, part.owner) for part in parts)
+        answer = protocol.StatesKept(request.number, kept.id, count, places, owners)
 
         def prepared(error: BaseException | None) -> None:
-            if error is not None:
-                said.update(error=_name_of(error), message=str(error))
+            told = answer if error is None else replace(answer, error=_name_of(error), message=str(error))
             with contextlib.suppress(PeerLostError):  # it is found out by its own connection
-                rank.send(protocol.pack(RankMessageKind.HOSTED, **said))
+                rank.send(told)
 
         self._executor.run_kernel(functools.partial(self._kernels.prepare_step, kind), prepared)
 
-    def release(self, rank: RankConnection, fields: dict[str, Any]) -> None:
+    def release(self, rank: RankConnection, message: protocol.DropStates) -> None:
         """A rank needs its states no more. Raises ProtocolError."""
-        part = self._part(rank, int(fields["part"]))
+        part = self._part(rank, message.part)
         self.shadows.end(part.parts)
         self._end(part)
 
@@ -215,36 +217,49 @@ class Hosting:
 
     # ---- rounds ------------------------------------------------------------------------------------------------
 
-    def step(self, rank: RankConnection, fields: dict[str, Any]) -> None:
+    def step(self, rank: RankConnection, message: protocol.BeginStep) -> None:
         """A rank wants the steps of a round made. Raises ProtocolError."""
-        part = self._part(rank, int(fields["part"]))
-        segments = segments_of(fields["segments"], SCALARS)
+        part = self._part(rank, message.part)
+        segments = [StepSegment(range(each.start, each.stop), each.scalars) for each in message.segments]
+        check_order(segments, SCALARS)
         if segments and segments[-1].elements.stop > part.count:
             raise ProtocolError(f"a step of {segments[-1].elements.stop} elements with states of {part.count}")
         part.segments = segments
-        if part.run and fields["is_last"]:
-            part.numbers = StepNumbers(int(fields["step"]), int(fields["durable"]), bool(fields["whole"]))
+        if part.run and message.is_last:
+            part.numbers = StepNumbers(message.step, message.durable, message.is_whole)
             self.shadows.begin(self._first_rank + rank.local_rank, part.numbers.step, part.parts)
-        self._executor.run(self._pipeline.arm(part.source, int(fields["round"]), bool(fields["is_last"])))
+        self._executor.run(self._pipeline.arm(part.source, message.round, message.is_last))
 
-    def record(self, rank: RankConnection, message: bytes) -> None:
-        """A rank says what it knows after a step, in one message or several. Raises ProtocolError."""
-        part, data = protocol.record_part_of(message)
-        parts = self._records.setdefault(rank.local_rank, _RecordParts())
-        parts.add(data, bool(part & RecordPart.ATTACHED))
-        if part & RecordPart.MORE:
+    def begin_record(self, rank: RankConnection, message: protocol.BeginRecord) -> None:
+        """A rank says what it knows after a step; its data may follow. Raises ProtocolError."""
+        if message.common_bytes > MAX_PIECES_BYTES or message.attached_bytes > MAX_ATTACHED_BYTES:
+            raise ProtocolError(
+                f"a rank's record has {message.common_bytes} bytes and {message.attached_bytes} attached ones, more "
+                f"than {MAX_PIECES_BYTES} and {MAX_ATTACHED_BYTES}"
+            )
+        self._records[rank.local_rank] = _ArrivingRecord(message)
+        self._pass_record(rank)
+
+    def add_to_record(self, rank: RankConnection, message: protocol.RecordData) -> None:
+        """The next bytes of a rank's record. Raises ProtocolError."""
+        record = self._records.get(rank.local_rank)
+        if record is None:
+            raise ProtocolError(f"local rank {rank.local_rank} sends data of no record")
+        record.add(message.data)
+        self._pass_record(rank)
+
+    def _pass_record(self, rank: RankConnection) -> None:
+        """If a record is complete, give it to the servers."""
+        record = self._records[rank.local_rank]
+        if not record.is_complete:
             return
         del self._records[rank.local_rank]
-        try:
-            record = shadow_pb2.ShadowRecord.FromString(bytes(parts.said))
-        except DecodeError as error:
-            raise ProtocolError(f"local rank {rank.local_rank} sent a malformed RECORD: {error}") from None
-        if record.attached_bytes != len(parts.attached):
-            raise ProtocolError(
-                f"local rank {rank.local_rank} attached {len(parts.attached)} bytes to a record that has "
-                f"{record.attached_bytes}"
-            )
-        self.shadows.record(self._first_rank + rank.local_rank, record, parts.attached)
+        begin, number = record.begin, self._first_rank + rank.local_rank
+        packed = shadow_pb2.ShadowRecord(
+            run=begin.run, step=begin.step, durable=begin.durable, rank=number, size=self._size,
+            common=bytes(record.common), attached_bytes=begin.attached_bytes, whole=begin.is_whole,
+        )  # fmt: skip
+        self.shadows.record(number, packed, record.attached)
 
     def is_behind(self, part: OwnedPart) -> bool:
         return self.shadows.is_behind(part)
@@ -255,19 +270,19 @@ class Hosting:
     def again(self, server: int) -> None:
         self.shadows.again(server)
 
-    def skip(self, rank: RankConnection, fields: dict[str, Any]) -> None:
+    def skip(self, rank: RankConnection, message: protocol.SkipStep) -> None:
         """A rank gives the sums of a round up. Raises ProtocolError."""
-        slot = self._slot(rank, int(fields["slot"]))
+        slot = self._slot(rank, message.slot)
         if not slot.is_void:
-            self._executor.run(self._pipeline.skip(slot, int(fields["round"])))
+            self._executor.run(self._pipeline.skip(slot, message.round))
 
-    def norm(self, rank: RankConnection, fields: dict[str, Any]) -> None:
+    def norm(self, rank: RankConnection, message: protocol.MeasureNorm) -> None:
         """A rank wants to know the squares' sum of the averages that it owns. Raises ProtocolError."""
-        part = self._part(rank, int(fields["part"]))
-        ranges = [range(int(start), int(stop)) for start, stop in fields["ranges"]]
+        part = self._part(rank, message.part)
+        ranges = [range(start, stop) for start, stop in message.ranges]
         if any(not 0 <= each.start <= each.stop <= part.count for each in ranges):
             raise ProtocolError(f"a norm of other elements than the {part.count} of a rank")
-        part.norms.append((int(fields["request"]), ranges))
+        part.norms.append((message.request, ranges))
         self._executor.run(self._pipeline.watch(part.source))
 
     def summed(self, slot: RankSlot) -> None:
@@ -304,7 +319,7 @@ class Hosting:
             if error is not None:
                 raise error
             with contextlib.suppress(PeerLostError):  # it is found out by its own connection
-                rank.send(protocol.pack(RankMessageKind.NORMED, request=request, sum=total.hex()))
+                rank.send(protocol.NormMeasured(request, total))
 
         self._executor.run_kernel(work, done)
 
@@ -378,10 +393,10 @@ def _make_step(
         copy_states()
 
 
-def _kind_of(said: Any) -> StepKind:
+def _kind_of(code: int) -> StepKind:
     try:
-        return StepKind.from_code(int(said))
-    except (ValueError, TypeError) as error:  # a UsageError, too
+        return StepKind.from_code(code)
+    except UsageError as error:
         raise ProtocolError(f"malformed kind of a step: {error}") from None
 
 

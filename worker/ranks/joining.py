@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable
 from byteps_py import rank_protocol as protocol
 from byteps_py.errors import BytePSError, JoinedError, PeerLostError, ProtocolError, UsageError
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.rank_protocol import RankMessageKind
 from byteps_py.tensors import TensorSpec, unsupported
 from byteps_py.worker.core.actions import Fail, Release
 from byteps_py.worker.core.agreement import Agreement, fail_all
@@ -165,7 +164,7 @@ class Joining:
             self._executor.retire(tensor)
         for rank in self._executor.ranks.values():
             with contextlib.suppress(PeerLostError):  # it is found out by its own connection
-                rank.send(protocol.pack(RankMessageKind.JOINED, last=last))
+                rank.send(protocol.AllJoined(last))
 
     def _idle_since_before(self) -> tuple[RankSlot, ...]:
         """Slots void since ranks joined the time before, to be given back; not while one is copied to, for a round that

@@ -16,7 +16,6 @@ from typing import Any
 from byteps_py import rank_protocol as protocol
 from byteps_py.channel import Channel, Listener
 from byteps_py.errors import BytePSError, DismissedError, PeerLostError, ProtocolError, UsageError
-from byteps_py.rank_protocol import RankMessageKind
 from byteps_py.refusal_log import RefusalLog
 from byteps_py.runtime import Runtime
 from byteps_py.unauthenticated_connections import MOST, PATIENCE_S
@@ -25,12 +24,34 @@ from byteps_py.worker.core.local_ranks import IN_GROUP, LocalRank, LocalRanks, R
 from byteps_py.worker.io.rank_connection import RankConnection
 from byteps_py.worker.ranks.requests import Requests
 
-_READY = int(RankMessageKind.READY)  # a plain integer: by far the most frequent
-_MOST_EPOCHS = 1 << 32
-MAX_NOTE_CHARS = 9000
+MAX_TRACEBACK_CHARS = 9000
 _DRAIN = 256  # messages taken from a rank before others get their turn
 
 Rank = LocalRank[RankConnection]
+#: What a rank in the group may send, but for Leave, and what is done.
+_Handler = Callable[[Requests, RankConnection, Any], None]
+_HANDLERS: dict[type, _Handler] = {
+    protocol.Ready: lambda here, connection, message: here.ready(message),
+    protocol.Declare: lambda here, connection, message: here.declare(connection, message),
+    protocol.SetLayout: lambda here, connection, message: here.lay_out(message),
+    protocol.WantChunks: lambda here, connection, message: here.take_in_chunks(connection, message),
+    protocol.BeginStep: lambda here, connection, message: here.hosting.step(connection, message),
+    protocol.SkipStep: lambda here, connection, message: here.hosting.skip(connection, message),
+    protocol.BeginRecord: lambda here, connection, message: here.hosting.begin_record(connection, message),
+    protocol.RecordData: lambda here, connection, message: here.hosting.add_to_record(connection, message),
+    protocol.MeasureNorm: lambda here, connection, message: here.hosting.norm(connection, message),
+    protocol.KeepStates: lambda here, connection, message: here.hosting.host(connection, message),
+    protocol.DropStates: lambda here, connection, message: here.hosting.release(connection, message),
+    protocol.GiveStackFile: lambda here, connection, message: None,  # the connection has its descriptor
+    protocol.EnterBarrier: lambda here, connection, message: here.enter_barrier(connection, message),
+    protocol.Join: lambda here, connection, message: here.join(connection),
+    protocol.AskIntroduction: lambda here, connection, message: here.meet(connection, message),
+    protocol.WaitBegun: lambda here, connection, message: here.wait_begun(connection, message),
+    protocol.WaitEnded: lambda here, connection, message: connection.end_wait(message),
+    protocol.StepsBegun: lambda here, connection, message: connection.tell_steps(message),
+    protocol.Ping: lambda here, connection, message: connection.send(protocol.Pong()),
+    protocol.Note: lambda here, connection, message: connection.take_note(message),
+}
 
 
 class RankServer:
@@ -60,7 +81,7 @@ class RankServer:
         self._on_return = on_return
         self._patience_s = patience_s
         self._refusals = RefusalLog()
-        self._unauthenticated: dict[int, Channel] = {}  # connections without a HELLO, by descriptor
+        self._unauthenticated: dict[int, Channel] = {}  # connections without a Hello, by descriptor
         self.ranks = self.ranks_class(local_size, on_return is not None)
         self._open: Requests | None = None  # of the present group
         self.failure: BytePSError | None = None
@@ -98,7 +119,7 @@ class RankServer:
         self._on_change()
 
     def _give_up(self, requests: Requests) -> None:
-        """Its other ranks have begun, and some have yet to come: they may have died before they said HELLO."""
+        """Its other ranks have begun, and some have yet to come: they may have died before they sent a Hello."""
         late = self.ranks.forget_late() if self._open is requests else ()
         if late:
             who = ranks_text(requests.topology.first_rank + rank.local_rank for rank in late)
@@ -112,7 +133,7 @@ class RankServer:
         if here is None:
             return
         self.ranks.forget_late()
-        message = _fatal(error)
+        message = protocol.Fatal.of(error)
         for connection in here.executor.ranks.values():
             self._expect_again(self.ranks.group[connection.local_rank], connection)
             with contextlib.suppress(PeerLostError):  # what it said last is still to be read
@@ -120,7 +141,7 @@ class RankServer:
 
     def tell_hosts(self, added: bool, removed: bool) -> None:
         """Ranks wait to join, or are about to leave."""
-        self._tell_group(protocol.pack(RankMessageKind.HOSTS, added=added, removed=removed))
+        self._tell_group(protocol.HostsChanged(added, removed))
 
     def dismiss(self) -> None:
         """Turn away the ranks that wait, and all that come from now on."""
@@ -133,10 +154,10 @@ class RankServer:
     def fail(self, error: BytePSError) -> None:
         """Nothing works any more: tell every rank, also those that come later."""
         self.failure = error
-        self._tell_group(_fatal(error))
+        self._tell_group(protocol.Fatal.of(error))
         self._turn_away_waiting(error)
 
-    def _tell_group(self, message: bytes) -> None:
+    def _tell_group(self, message: object) -> None:
         for connection in list(self._open.executor.ranks.values()) if self._open else ():
             rank = self.ranks.group[connection.local_rank]
             self._guard(rank, connection, functools.partial(connection.send, message))
@@ -163,7 +184,7 @@ class RankServer:
         self._loop.call_later(PATIENCE_S, functools.partial(self._expire, channel))
 
     def _expire(self, channel: Channel) -> None:
-        """Cut off a connection that has not said HELLO in time."""
+        """Cut off a connection that has not sent a Hello in time."""
         fd = channel.fileno()
         if self._unauthenticated.get(fd) is channel:
             del self._unauthenticated[fd]
@@ -171,18 +192,19 @@ class RankServer:
             channel.close()
 
     def _greet(self, channel: Channel) -> None:
-        """The first message of a connection must be HELLO."""
+        """The first message of a connection must be a Hello."""
         fd = channel.fileno()
         self._loop.remove(fd)
         del self._unauthenticated[fd]
         connection = RankConnection(self._runtime, channel)
         try:
-            message = channel.receive(0)
-            for descriptor in message[1] if message is not None else ():
+            received = channel.receive(0)
+            for descriptor in received[1] if received is not None else ():
                 self._runtime.close_fd(descriptor)
-            if message is None or protocol.kind_of(message[0]) is not RankMessageKind.HELLO:
-                raise ProtocolError(f"process {channel.peer_pid} did not say HELLO first")
-            seat, synced_in = self._check_hello(protocol.fields_of(message[0]))
+            hello = protocol.decode_hello(received[0]) if received is not None else None
+            if hello is None:
+                raise ProtocolError(f"process {channel.peer_pid} did not send a Hello first")
+            self._check_hello(hello)
         except BytePSError as error:
             self._refusals.note(f"process {channel.peer_pid}", "processes", str(error))
             connection.turn_away(error)
@@ -190,25 +212,18 @@ class RankServer:
         if self.failure is not None:
             connection.turn_away(self.failure)
         else:
-            self._came(self.ranks[seat], connection, synced_in)
+            self._came(self.ranks[hello.local_rank], connection, hello.synced_in)
 
-    def _check_hello(self, fields: dict[str, Any]) -> tuple[int, int]:
-        """Its local rank, and the epoch of the group that it has the state of. Raises UsageError, ProtocolError."""
-        local_rank, local_size = fields.get("local_rank"), fields.get("local_size")
-        synced_in = fields.get("synced_in")
-        if fields.get("version") != protocol.VERSION:
-            raise ProtocolError("this rank's byteps_py and its communication service's are different versions")
-        if local_size != self._local_size or not isinstance(local_rank, int) or not 0 <= local_rank < local_size:
+    def _check_hello(self, hello: protocol.Hello) -> None:
+        """Raises UsageError."""
+        if hello.local_size != self._local_size or hello.local_rank >= hello.local_size:
             raise UsageError(
-                f"a rank came as local rank {local_rank} of {local_size}, but its communication service was started "
-                f"for {count_text(self._local_size, 'rank')}: BYTEPS_LOCAL_RANK, BYTEPS_LOCAL_SIZE must say the same "
-                "to both"
+                f"a rank came as local rank {hello.local_rank} of {hello.local_size}, but its communication service "
+                f"was started for {count_text(self._local_size, 'rank')}: BYTEPS_LOCAL_RANK, BYTEPS_LOCAL_SIZE must "
+                "say the same to both"
             )
-        if not isinstance(synced_in, int) or not 0 <= synced_in < _MOST_EPOCHS:
-            raise ProtocolError(f"no group has the number {synced_in!r}")
-        if self._is_taken(self.ranks[local_rank]):
-            raise UsageError(f"two processes of this machine both say that they are local rank {local_rank}")
-        return local_rank, synced_in
+        if self._is_taken(self.ranks[hello.local_rank]):
+            raise UsageError(f"two processes of this machine both say that they are local rank {hello.local_rank}")
 
     def _is_taken(self, rank: Rank) -> bool:
         """A process has this seat, and has not said that it goes. It may have said so on its connection by now."""
@@ -276,8 +291,7 @@ class RankServer:
         here.executor.ranks[rank.local_rank] = connection
         self._loop.add_reader(connection.fd, functools.partial(self._read, rank, connection))
         self._loop.add_reader(connection.pidfd, functools.partial(self._ended, rank, connection))
-        message = protocol.pack(
-            RankMessageKind.WELCOME,
+        message = protocol.Welcome(
             rank=here.topology.first_rank + rank.local_rank,
             size=here.topology.size,
             local_rank=rank.local_rank,
@@ -313,60 +327,22 @@ class RankServer:
                 message = connection.receive()
                 if message is None:
                     return False
-                if message[0] == _READY:
-                    here.executor.run(here.ready(message))
-                    continue
-                kind = protocol.kind_of(message)
-                if kind is RankMessageKind.DECLARE:
-                    here.executor.run(here.declare(connection, protocol.fields_of(message)))
-                elif kind is RankMessageKind.LAYOUT:
-                    here.lay_out(connection, protocol.fields_of(message))
-                elif kind is RankMessageKind.CHUNKS:
-                    here.take_in_chunks(connection, protocol.fields_of(message))
-                elif kind is RankMessageKind.STEP:
-                    here.hosting.step(connection, protocol.fields_of(message))
-                elif kind is RankMessageKind.SKIP:
-                    here.hosting.skip(connection, protocol.fields_of(message))
-                elif kind is RankMessageKind.RECORD:
-                    here.hosting.record(connection, message)
-                elif kind is RankMessageKind.NORM:
-                    here.hosting.norm(connection, protocol.fields_of(message))
-                elif kind is RankMessageKind.HOST:
-                    here.hosting.host(connection, protocol.fields_of(message))
-                elif kind is RankMessageKind.UNHOST:
-                    here.hosting.release(connection, protocol.fields_of(message))
-                elif kind is RankMessageKind.STACK:
-                    continue  # its descriptor has been kept
-                elif kind is RankMessageKind.BARRIER:
-                    connection.barriers = connection.barriers_before + int(protocol.fields_of(message)["sequence"])
-                    here.poll_barrier()
-                elif kind is RankMessageKind.JOIN:
-                    here.joining.join(connection)
-                    here.poll_barrier()
-                elif kind is RankMessageKind.INTRODUCE:
-                    here.meet(connection, protocol.fields_of(message))
-                elif kind is RankMessageKind.WAITS:
-                    here.waits(connection, protocol.fields_of(message))
-                elif kind is RankMessageKind.WAITED:
-                    connection.direct_waits.pop(int(protocol.fields_of(message)["id"]), None)
-                elif kind is RankMessageKind.STEPS:
-                    connection.tell_steps(protocol.fields_of(message)["begun"])
-                elif kind is RankMessageKind.PING:
-                    connection.send(protocol.pack(RankMessageKind.PONG))
-                elif kind is RankMessageKind.SETTLE:
+                handle = _HANDLERS.get(type(message))
+                if handle is not None:
+                    handle(here, connection, message)
+                elif isinstance(message, protocol.Leave):
+                    self._leave(rank, connection, here, message)
+                    return False
+                elif isinstance(message, protocol.Settle):
                     rank.happens(RankEvent.SETTLES)
                     self._on_change()
-                elif kind is RankMessageKind.LEAVE:
-                    self._leave(rank, connection, here, protocol.fields_of(message))
-                    return False
-                elif kind is RankMessageKind.NOTE:
-                    connection.note = text_of(protocol.fields_of(message)["text"])[:MAX_NOTE_CHARS]
                 else:
-                    raise ProtocolError(f"local rank {rank.local_rank} sent a {kind.name} message")
+                    kind = type(message).__name__
+                    raise ProtocolError(f"local rank {rank.local_rank} sent a {kind} message, which only services send")
             return True
         except PeerLostError:
             self._died(rank, connection)
-        except (ProtocolError, KeyError, TypeError, ValueError, OverflowError) as error:
+        except (ProtocolError, ValueError) as error:
             self._on_death(f"{here.describe(rank.local_rank, connection.pid)} broke the protocol: {error}")
         except OSError as error:
             self._on_death(f"{here.describe(rank.local_rank, connection.pid)} asked for what can't be had: {error}")
@@ -381,8 +357,7 @@ class RankServer:
         rank = self.ranks.group[local_rank]
         if rank.state is RankState.SETTLING and (connection := rank.connection) is not None:
             rank.happens(RankEvent.IS_SETTLED)
-            message = protocol.pack(RankMessageKind.SETTLED)
-            self._guard(rank, connection, functools.partial(connection.send, message))
+            self._guard(rank, connection, functools.partial(connection.send, protocol.Settled()))
 
     def hear(self) -> list[int]:
         """Take all that the ranks have said so far. Returns the local ranks that are still here."""
@@ -396,7 +371,7 @@ class RankServer:
     # ---- leaving ---------------------------------------------------------------------------------------
 
     def _ended(self, rank: Rank, connection: RankConnection) -> None:
-        """The rank's process, or its connection, is gone. What it said before, LEAVE above all, still counts."""
+        """The rank's process, or its connection, is gone. What it said before, Leave above all, still counts."""
         while self._serve(rank, connection):
             pass
         self._died(rank, connection)
@@ -410,24 +385,24 @@ class RankServer:
         connection.forget()
         self._on_death(f"{here.describe(rank.local_rank, connection.pid)} died: its process ended without shutdown()")
 
-    def _leave(self, rank: Rank, connection: RankConnection, here: Requests, fields: dict[str, Any]) -> None:
-        if self._on_return is not None and (reason := text_of(fields.get("again", ""))):
+    def _leave(self, rank: Rank, connection: RankConnection, here: Requests, message: protocol.Leave) -> None:
+        if self._on_return is not None and message.again:
             del here.executor.ranks[rank.local_rank]
             here.forget(rank.local_rank)
             self._expect_again(rank, connection)
             connection.hang_up()
             who = here.describe(rank.local_rank, connection.pid)
-            self._on_return(f"{who} goes back to its last commit after {reason}", bool(fields.get("planned")))
+            self._on_return(f"{who} goes back to its last commit after {message.again}", message.planned)
             self._on_change()
-        elif error := text_of(fields.get("error", "")):
+        elif message.error:
             self._is_unfinished()
             self._remove(rank, connection, here, RankEvent.ENDS)
             connection.forget()
-            trace = text_of(fields.get("traceback", ""))[-MAX_NOTE_CHARS:]
-            sentence = f"{here.describe(rank.local_rank, connection.pid)} was ended by an exception: {error}"
+            trace = message.traceback[-MAX_TRACEBACK_CHARS:]
+            sentence = f"{here.describe(rank.local_rank, connection.pid)} was ended by an exception: {message.error}"
             self._on_death(f"{sentence}\n{trace}" if trace else sentence)
         else:
-            self.has_unfinished |= bool(fields.get("unfinished"))
+            self.has_unfinished |= message.unfinished
             self._loop.change_reader(connection.pidfd, functools.partial(self._is_gone, rank, connection))
             self._remove(rank, connection, here, RankEvent.SHUTS_DOWN)
 
@@ -460,17 +435,15 @@ class RankServer:
         """Of all that a rank may still say which is out of the group, only that it leaves matters."""
         try:
             while rank.connection is connection and (message := connection.receive()) is not None:
-                kind = protocol.kind_of(message)
-                if kind is RankMessageKind.PING:
-                    connection.send(protocol.pack(RankMessageKind.PONG))
-                elif kind is RankMessageKind.LEAVE:
-                    fields = protocol.fields_of(message)
-                    if fields.get("again"):
+                if isinstance(message, protocol.Ping):
+                    connection.send(protocol.Pong())
+                elif isinstance(message, protocol.Leave):
+                    if message.again:
                         connection.hang_up()  # it comes again, on another connection
-                    elif fields.get("error"):
+                    elif message.error:
                         self._returning_ended(rank, connection)
                     else:
-                        self.has_unfinished |= bool(fields.get("unfinished"))
+                        self.has_unfinished |= message.unfinished
                         self._returning_shut_down(rank, connection)
                     return
         except PeerLostError:
@@ -504,14 +477,5 @@ class RankServer:
             connection.close()
 
 
-def _fatal(error: BytePSError) -> bytes:
-    return protocol.pack(RankMessageKind.FATAL, error=type(error).__name__, message=str(error))
-
-
 def _dismissed() -> DismissedError:
     return DismissedError("this machine was told to leave the job, which goes on without it")
-
-
-def text_of(said: object) -> str:
-    """In letters that can be passed on: the name of a file, in an error, may hold others."""
-    return str(said).encode(errors="backslashreplace").decode()

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import math
-from typing import Any
 
 from byteps_py import rank_protocol as protocol
 from byteps_py.chunks import Arriving
 from byteps_py.errors import PeerLostError, ProtocolError, UsageError
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.rank_protocol import RankMessageKind
 from byteps_py.tensors import Layout
 from byteps_py.worker.core.actions import Action, DirectAction, Fail
 from byteps_py.worker.core.agreement import Agreement
@@ -59,51 +57,56 @@ class Requests:
         """``rank 3 (process 4711 on node7)``."""
         return f"rank {self.topology.first_rank + local_rank} (process {pid} on {self.topology.me.host})"
 
-    def declare(self, rank: RankConnection, fields: dict[str, Any]) -> list[Action | DirectAction]:
-        """Give the rank memory for its tensors at once; whether all ranks agree will turn out."""
-        slots = [self.memory.new_slot(rank, protocol.spec_from_json(spec)) for spec in fields["specs"]]
+    def declare(self, rank: RankConnection, message: protocol.Declare) -> None:
+        """Give the rank memory for its tensors at once; whether all ranks agree will turn out. Raises ProtocolError,
+        and OSError if there is no memory."""
+        slots = [self.memory.new_slot(rank, fields.spec()) for fields in message.specs]
         actions: list[Action | DirectAction] = []
         for slot in slots:
             if slot.spec.op.is_direct:  # before the answer, which says with which round it goes on
                 actions += self._direct.declare(self.topology.first_rank + rank.local_rank, slot)
         places = [
-            {
-                "id": slot.id,
-                "inputs": [[block.segment, block.offset] for block in slot.inputs],
-                "result": [slot.result.segment, slot.result.offset],
-                "nbytes": slot.spec.result_nbytes(self.topology.first_rank + slot.local_rank, self.topology.size),
-                "round": slot.round,
-            }
+            protocol.SlotFields(
+                slot.id,
+                slot.spec.result_nbytes(self.topology.first_rank + slot.local_rank, self.topology.size),
+                slot.round,
+                slot.result.segment,
+                slot.result.offset,
+                tuple((block.segment, block.offset) for block in slot.inputs),
+            )
             for slot in slots
         ]
-        rank.send(protocol.pack(RankMessageKind.DECLARED, request=fields["request"], slots=places))
+        rank.send(protocol.Declared(message.request, tuple(places)))
         self.executor.expect(slot.spec for slot in slots)
         for slot in slots:
             if not slot.spec.op.is_direct:
                 actions += self._agreement.declare(slot)
-        return actions
+        self.executor.run(actions)
 
-    def lay_out(self, rank: RankConnection, fields: dict[str, Any]) -> None:
+    def lay_out(self, message: protocol.SetLayout) -> None:
         """A rank says how its next round of a gather or an exchange is laid out. Raises ProtocolError."""
-        slot = self.memory.slots[fields["slot"]]
-        layout = protocol.layout_of(fields)
+        slot = self.memory.slots.get(message.slot)
+        if slot is None:
+            raise ProtocolError(f"a layout for slot {message.slot}, which does not exist")
+        layout = message.layout()
         try:
             layout.check(slot.spec, len(slot.spec.members(self.topology.size)))
         except UsageError as error:
             raise ProtocolError(str(error)) from None
         self._layouts[slot.id] = layout
 
-    def take_in_chunks(self, rank: RankConnection, fields: dict[str, Any]) -> None:
+    def take_in_chunks(self, rank: RankConnection, message: protocol.WantChunks) -> None:
         """A rank wants to hear of each chunk of a slot's results."""
-        slot = self.memory.slots.get(int(fields["slot"]))
+        slot = self.memory.slots.get(message.slot)
         if slot is not None and slot.local_rank == rank.local_rank:  # else its declaration has failed meanwhile
             nbytes = slot.spec.result_nbytes(self.topology.first_rank + slot.local_rank, self.topology.size)
             slot.arriving = self.arriving_class(nbytes, self.memory.chunk_bytes)
 
-    def ready(self, message: bytes) -> list[Action | DirectAction]:
+    def ready(self, message: protocol.Ready) -> None:
+        """Ranks have handed over rounds, or the beginnings of them."""
         now = self.executor.time()
         actions: list[Action | DirectAction] = []
-        for slot_id, round_, nbytes in protocol.records_of(message):
+        for slot_id, round_, nbytes in message.rounds:
             slot = self.memory.slots.get(slot_id)
             if slot is None:  # its declaration failed while the message was on its way
                 continue
@@ -119,31 +122,37 @@ class Requests:
             else:
                 actions += self._pipeline.ready(slot, round_, nbytes, now)
                 actions += self._agreement.came(slot)
-        return actions
+        self.executor.run(actions)
 
-    def meet(self, rank: RankConnection, fields: dict[str, Any]) -> None:
+    def meet(self, rank: RankConnection, message: protocol.AskIntroduction) -> None:
         """A rank wants to deal with others of this machine directly. Raises ProtocolError."""
         if rank.door < 0:
             raise ProtocolError(f"local rank {rank.local_rank} wants to meet others and gave no way to it")
         ranks = self.executor.ranks
-        for action in self._meetings.ask(rank.local_rank, int(fields["key"]), fields["members"]):
+        for action in self._meetings.ask(rank.local_rank, message.key, message.members):
             told = ranks[action.rank]
             with contextlib.suppress(PeerLostError):  # it is found out by its own connection
                 if isinstance(action, Introduce):
-                    message = protocol.pack(RankMessageKind.PEER, local_rank=action.other)
-                    told.send(message, (ranks[action.other].door,))
+                    told.send(protocol.PeerInbox(action.other), (ranks[action.other].door,))
                 else:
-                    told.send(protocol.pack(RankMessageKind.INTRODUCED, key=action.key))
+                    told.send(protocol.Introduced(action.key))
 
-    def waits(self, rank: RankConnection, fields: dict[str, Any]) -> None:
-        """A rank has waited for others of this machine for a while. Raises ValueError or TypeError for what the
-        scheduler can't be told."""
-        age_s = float(fields["age_s"])
-        if not 0 <= age_s < math.inf:
-            raise ProtocolError(f"local rank {rank.local_rank} has waited for {age_s} s")
-        said = pb.Waiting(name=fields["name"], round=fields["round"], group=fields["group"])
-        wait = DirectWait(said.name, said.round, self.executor.time() - age_s, tuple(said.group))
-        rank.direct_waits[int(fields["id"])] = wait
+    def wait_begun(self, rank: RankConnection, message: protocol.WaitBegun) -> None:
+        """A rank has waited for others of this machine for a while. Raises ProtocolError."""
+        if not 0 <= message.age_s < math.inf:
+            raise ProtocolError(f"local rank {rank.local_rank} has waited for {message.age_s} s")
+        since = self.executor.time() - message.age_s
+        rank.direct_waits[message.id] = DirectWait(message.name, message.round, since, message.group)
+
+    def enter_barrier(self, rank: RankConnection, message: protocol.EnterBarrier) -> None:
+        """A rank waits at its next barrier."""
+        rank.barriers = rank.barriers_before + message.sequence
+        self.poll_barrier()
+
+    def join(self, rank: RankConnection) -> None:
+        """A rank has no more data. Raises ProtocolError."""
+        self.joining.join(rank)
+        self.poll_barrier()
 
     def poll_barrier(self) -> None:
         """A local rank has come to a barrier, or joined: tell the scheduler when all have come to the next one."""
@@ -162,7 +171,7 @@ class Requests:
         for rank in self.executor.ranks.values():
             if rank.barriers >= sequence:
                 with contextlib.suppress(PeerLostError):  # it is found out by its own connection
-                    rank.send(protocol.pack(RankMessageKind.RELEASED, sequence=sequence - rank.barriers_before))
+                    rank.send(protocol.BarrierReleased(sequence - rank.barriers_before))
             else:  # it has joined; its own count goes on from here
                 rank.barriers_before += 1
                 rank.barriers += 1

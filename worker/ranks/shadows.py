@@ -2,7 +2,7 @@
 
     step made ─► states: SHADOW_BEGIN, SHADOW_STATE …      ─► SHADOW_HELD
                  step:   [SHADOW_SUM,] SHADOW_STEP         ─► SHADOW_HELD, or SHADOW_LACKS
-    record of a rank:    SHADOW_RECORD, SHADOW_ATTACHED …  ─► SHADOW_HELD ─► HELD, to the rank
+    record of a rank:    SHADOW_RECORD, SHADOW_ATTACHED …  ─► SHADOW_HELD ─► StepsHeld, to the rank
 
 What is sent when is decided in worker/core/shadowing.py. This class has the memory, and packs. Owned by the loop's
 thread; states are copied on the pool's threads.
@@ -24,7 +24,6 @@ from byteps_py.kernels.update_rules import StepKind
 from byteps_py.log import logger
 from byteps_py.proto import control_pb2 as control
 from byteps_py.proto import shadow_pb2 as pb
-from byteps_py.rank_protocol import RankMessageKind
 from byteps_py.shm import Block
 from byteps_py.tensors import DType
 from byteps_py.wire import Header, Kind
@@ -210,11 +209,9 @@ class Shadows:
                 if isinstance(action.memory, Block):
                     self._memory.machine.free(action.memory)
             elif isinstance(action, TellHeld):
-                facts = {"step": action.step, "whole": action.is_whole, "refused": action.refused}
-                held = protocol.pack(RankMessageKind.HELD, **facts)
-                self._tell_rank(action.rank, held)
+                self._tell_rank(action.rank, protocol.StepsHeld(action.step, action.is_whole, action.refused))
             elif isinstance(action, TellRecorded):
-                self._tell_rank(action.rank, protocol.pack(RankMessageKind.RECORDED, run=action.run, step=action.step))
+                self._tell_rank(action.rank, protocol.RecordTaken(action.run, action.step))
             elif isinstance(action, CatchUp):
                 self._executor.catch_up(action.part)
 
@@ -233,7 +230,7 @@ class Shadows:
             own = dataclasses.replace(header, offset=start, length=len(piece), segment_offset=len(payload))
             network.tell(server, own, piece, 0)
 
-    def _tell_rank(self, number: int, message: bytes) -> None:
+    def _tell_rank(self, number: int, message: object) -> None:
         local = self._topology.local_rank_of(number)
         rank = self._executor.ranks.get(local) if local is not None else None
         if rank is not None:

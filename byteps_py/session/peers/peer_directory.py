@@ -42,7 +42,7 @@ class PeerDirectory:
             return
         fds = () if self._has_told else (self._write_end,)
         self._has_told = True
-        self._host.tell(protocol.pack(protocol.RankMessageKind.INTRODUCE, key=key_of(name), members=members), fds)
+        self._host.tell(protocol.AskIntroduction(key_of(name), tuple(members)), fds)
 
     def ask_all(self) -> None:
         """Ask to be introduced to all ranks of the machine, which ask the same. Returns at once."""

@@ -38,8 +38,8 @@ class Host(Protocol):
         """Read messages until ``condition`` holds. Raises StallError with the text of ``what``, and what ends the
         session."""
 
-    def tell(self, message: bytes, fds: tuple[int, ...] = ()) -> None:
-        """Send a message to the communication service."""
+    def tell(self, message: object, fds: tuple[int, ...] = ()) -> None:
+        """Send a message of rank_protocol.py to the communication service."""
 
 
 @dataclass(slots=True, eq=False)
@@ -136,15 +136,11 @@ class PeerWaiter:
         wait.id = self._waits
         group = sorted({self._me, *wait.missing()})
         age_s = time.monotonic() - wait.since
-        self._host.tell(
-            protocol.pack(
-                protocol.RankMessageKind.WAITS, id=wait.id, name=wait.name, round=wait.number, age_s=age_s, group=group
-            )
-        )
+        self._host.tell(protocol.WaitBegun(wait.id, wait.number, age_s, wait.name, tuple(group)))
 
     def ended(self, wait: Wait) -> None:
         """The wait is over, successful or not. The service ends the job for a wait whose end is never reported."""
         if wait.id:
             wait_id, wait.id = wait.id, 0
             with contextlib.suppress(BytePSError):  # the caller finds out what has ended the session
-                self._host.tell(protocol.pack(protocol.RankMessageKind.WAITED, id=wait_id))
+                self._host.tell(protocol.WaitEnded(wait_id))

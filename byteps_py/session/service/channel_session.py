@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable
 from byteps_py import rank_protocol as protocol
 from byteps_py.channel import Channel
 from byteps_py.errors import BytePSError, NotInitializedError, PeerLostError, ProtocolError, StallError
-from byteps_py.rank_protocol import RankMessageKind
 from byteps_py.session import failure_reports, forks
 from byteps_py.session.base import Session
 from byteps_py.session.peers import PeerTransport
@@ -36,7 +35,7 @@ class ChannelSession(Session):
         self._channel = channel
         self._silence_s = silence_s
         self._forks = forks.count
-        self._is_welcome = False  # until then, the service does not answer a PING
+        self._is_welcome = False  # until then, the service does not answer a Ping
         self._has_pinged = False  # the service was asked whether it is alive
         self._told_steps = self.steps_begun  # what the service knows of them
         self._fatal: BytePSError | None = None
@@ -73,11 +72,13 @@ class ChannelSession(Session):
         """True while a thread reads the channel. Called with ``state`` held."""
         return self._reading
 
-    def tell(self, message: bytes, fds: tuple[int, ...] = ()) -> None:
-        """Send a message to the service, with descriptors that stay the caller's. Raises what ends the session."""
+    def tell(self, message: object, fds: tuple[int, ...] = ()) -> None:
+        """Send a message of rank_protocol.py to the service, with descriptors that stay the caller's. Raises what ends
+        the session."""
         self.check_open()
+        data = protocol.encode(message)
         try:
-            self._channel.send(message, fds)
+            self._channel.send(data, fds)
             return
         except PeerLostError as lost:
             error = lost
@@ -125,7 +126,7 @@ class ChannelSession(Session):
                     self._read_or_ping(left)
 
     def _read_or_ping(self, timeout_s: float) -> None:
-        """``_read``; after half of the silence limit without a message, send a PING. A service whose process has ended
+        """``_read``; after half of the silence limit without a message, send a Ping. A service whose process has ended
         closes the channel, but a frozen one does nothing."""
         patience_s = self._silence_s / 2
         quiet_s = min(timeout_s, patience_s)
@@ -140,14 +141,14 @@ class ChannelSession(Session):
                 self._fail(failure_reports.service_frozen(self._channel.peer_pid, self._silence_s))
             self._has_pinged = True
             with contextlib.suppress(PeerLostError):  # the next read reports it
-                self._channel.try_send(protocol.pack(RankMessageKind.PING))
+                self._channel.try_send(protocol.encode(protocol.Ping()))
 
     def _tell_steps(self) -> None:
         begun = self.steps_begun
         if begun is not self._told_steps:
-            told = [(name, *counts) for name, counts in begun.items()]
+            counts = [protocol.StepCount(steps, optimizers, name) for name, (steps, optimizers) in begun.items()]
             with contextlib.suppress(PeerLostError):  # the next read reports it
-                if self._channel.try_send(protocol.pack(RankMessageKind.STEPS, begun=told)):
+                if self._channel.try_send(protocol.encode(protocol.StepsBegun(tuple(counts)))):
                     self._told_steps = begun
 
     def _read(self, timeout_s: float) -> bool:

@@ -11,7 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from byteps_py import rank_protocol as protocol
 from byteps_py.channel import Channel
@@ -25,7 +25,6 @@ from byteps_py.errors import (
 )
 from byteps_py.kernels.step_segments import StepSegment
 from byteps_py.kernels.update_rules import StepKind
-from byteps_py.rank_protocol import RankMessageKind
 from byteps_py.session import failure_reports
 from byteps_py.session.base import HostedPart, Observer, ShadowedStep, Slot
 from byteps_py.session.service.channel_session import ChannelSession
@@ -58,22 +57,23 @@ class Slots:
             raise ProtocolError(f"segment {number} comes twice")
         self._segments[number] = self._map_segment(fd, nbytes)
 
-    def add(self, spec: TensorSpec, fields: dict[str, Any]) -> Slot:
-        """The slot that a DECLARED message describes for ``spec``; it replaces the earlier slot of the name. Raises
+    def add(self, spec: TensorSpec, fields: protocol.SlotFields) -> Slot:
+        """The slot that a Declared message describes for ``spec``; it replaces the earlier slot of the name. Raises
         ProtocolError if it lies outside of the segments."""
-        inputs = tuple(self.view(place, spec.nbytes) for place in fields["inputs"])
-        slot = Slot(spec, inputs, self.view(fields["result"], fields["nbytes"]), int(fields["id"]))
-        slot.round = slot.done_round = int(fields["round"])
+        inputs = tuple(self.view(place, spec.nbytes) for place in fields.inputs)
+        result = self.view((fields.result_segment, fields.result_offset), fields.nbytes)
+        slot = Slot(spec, inputs, result, fields.id)
+        slot.round = slot.done_round = fields.round
         if (before := self._by_name.get(spec.name)) is not None:
             del self._by_id[before.id]
         self._by_name[spec.name] = self._by_id[slot.id] = slot
         return slot
 
-    def view(self, place: list[int], nbytes: int) -> memoryview:
+    def view(self, place: protocol.Place, nbytes: int) -> memoryview:
         """Bytes of a segment. Raises ProtocolError if they lie outside of it."""
         number, offset = place
         view = self._segments[number].view
-        if not 0 <= offset <= offset + nbytes <= len(view):
+        if offset + nbytes > len(view):
             raise ProtocolError(f"{nbytes} bytes at {offset} of segment {number}, which has {len(view)}")
         return view[offset : offset + nbytes]
 
@@ -117,13 +117,6 @@ class Slots:
 _PATIENCE_S = 30.0
 _log = logging.getLogger("byteps_py")
 
-_DONE = int(RankMessageKind.DONE)  # plain integers: these messages are by far the most frequent
-_CHUNK = int(RankMessageKind.CHUNK)
-_FACTS = (
-    "rank", "size", "local_rank", "local_size", "is_continued", "since_epoch", "machine_index", "num_machines",
-    "is_homogeneous", "has_shadow_servers",
-)  # fmt: skip
-
 
 class RemoteSession(ChannelSession):
     """See Session. ``channel`` is connected to the machine's communication service.
@@ -166,14 +159,12 @@ class RemoteSession(ChannelSession):
         self._last_joined: int | None = None
         self._has_given = False  # pieces of a gather or an exchange, which others take from here
         self._is_settled = False  # the others have taken all of them
-        self._welcome: dict[str, Any] = {}
         self._hosts = (False, False)
         self._run, self._held, self._refused = 0, (0, False), 0
         self._recording: set[tuple[int, int]] = set()  # run and step of large records that no server has yet
         self._has_left = False  # the service knows, and no longer answers
         self._declaring = threading.Lock()
-        hello = protocol.hello(local_rank, local_size, self._pid, synced_in)
-        channel.send(hello)
+        channel.send(protocol.encode(protocol.Hello.of(local_rank, local_size, self._pid, synced_in)))
         self.wait_until(
             lambda: self._is_welcome,
             start_timeout_s + _PATIENCE_S,
@@ -181,13 +172,7 @@ class RemoteSession(ChannelSession):
         )
         self._stack = self.open_stack_dump()
         if self._stack is not None:
-            channel.send(protocol.pack(RankMessageKind.STACK), (self._stack.fd,))
-        facts = self._welcome
-        self.rank, self.size = facts["rank"], facts["size"]
-        self.local_rank, self.local_size = facts["local_rank"], facts["local_size"]
-        self.is_continued, self.since_epoch = facts["is_continued"], facts["since_epoch"]
-        self.machine_index, self.num_machines = facts["machine_index"], facts["num_machines"]
-        self.is_homogeneous, self.has_shadow_servers = facts["is_homogeneous"], facts["has_shadow_servers"]
+            channel.send(protocol.encode(protocol.GiveStackFile()), (self._stack.fd,))
 
     # ---- Session ---------------------------------------------------------------------------------------
 
@@ -226,11 +211,7 @@ class RemoteSession(ChannelSession):
         with self.state:
             self._asked[request] = specs
         sent = [self._of_incarnation(spec) if self.incarnation else spec for spec in specs]
-        self.tell(
-            protocol.pack(
-                RankMessageKind.DECLARE, request=request, specs=[protocol.spec_to_json(spec) for spec in sent]
-            )
-        )
+        self.tell(protocol.Declare.of(request, sent))
         self.wait_until(
             lambda: request in self._declared,
             _PATIENCE_S,
@@ -259,7 +240,7 @@ class RemoteSession(ChannelSession):
             )
         if slot.spec.op.is_direct:
             self._send_layout(slot, layout)
-        message = protocol.pack_record(RankMessageKind.READY, slot.id, slot.round + 1, nbytes)
+        message = protocol.Ready(((slot.id, slot.round + 1, nbytes),))
         if not slot.begun_bytes:
             slot.chunks.clear()
         slot.begun_bytes = nbytes % whole if whole else 0
@@ -276,7 +257,7 @@ class RemoteSession(ChannelSession):
             raise UsageError(f"tensor {slot.spec.name!r}: the first round of a {slot.spec.op.name} needs a layout")
         if layout is not None and layout != known:
             layout.check(slot.spec, len(slot.spec.members(self.size)))
-            self.tell(protocol.layout_to_message(slot.id, layout))
+            self.tell(protocol.SetLayout.of(slot.id, layout))
             self._layouts[slot] = layout
             self._has_given = True
 
@@ -303,7 +284,7 @@ class RemoteSession(ChannelSession):
     def take_in_chunks(self, slot: Slot) -> bool:
         if self.num_machines == 1 or len(slot.result) < 2 * self.chunk_bytes:
             return False
-        self.tell(protocol.pack(RankMessageKind.CHUNKS, slot=slot.id))
+        self.tell(protocol.WantChunks(slot.id))
         return True
 
     def wait_for_chunks(self, slot: Slot, timeout_s: float | None = None) -> list[int]:
@@ -326,8 +307,8 @@ class RemoteSession(ChannelSession):
             self._hosting[request] = part
         if run != self._run:
             self._run, self._held, self._refused = run, (0, False), 0
-        said = {"source": source.id, "target": target.id, "before": before.id if before is not None else 0, "run": run}
-        self.tell(protocol.pack(RankMessageKind.HOST, request=request, step_kind=kind.code, **said))
+        before_id = before.id if before is not None else 0
+        self.tell(protocol.KeepStates(request, kind.code, source.id, target.id, before_id, run))
         self.wait_until(
             lambda: request not in self._hosting or source.error is not None or target.error is not None,
             self._limit(None),
@@ -351,22 +332,20 @@ class RemoteSession(ChannelSession):
         is_last: bool = True,
         shadowed: ShadowedStep | None = None,
     ) -> None:
-        numbers: dict[str, Any] = {}
-        if shadowed is not None:
-            numbers = {"step": shadowed.step, "durable": shadowed.durable, "whole": shadowed.is_whole}
-        said = {"round": part.source.round, "segments": [segment.to_json() for segment in segments]}
-        self.tell(protocol.pack(RankMessageKind.STEP, part=part.id, is_last=is_last, **said, **numbers))
+        made = ShadowedStep(0, 0, 0) if shadowed is None else shadowed
+        numbers = [
+            protocol.SegmentNumbers(each.elements.start, each.elements.stop, tuple(each.scalars)) for each in segments
+        ]
+        self.tell(
+            protocol.BeginStep(
+                part.id, part.source.round, is_last, made.step, made.durable, made.is_whole, tuple(numbers)
+            )
+        )
 
-    max_record_bytes = MAX_PIECES_BYTES - 64  # the other fields of a packed record
+    max_record_bytes = MAX_PIECES_BYTES - 64  # the service adds numbers
     paced_bytes = protocol.PACED_BYTES
 
     def record_step(self, shadowed: ShadowedStep, common: bytes, attached: bytes) -> None:
-        from byteps_py.proto import shadow_pb2  # late: most jobs need no messages of this kind
-
-        record = shadow_pb2.ShadowRecord(
-            run=shadowed.run, step=shadowed.step, durable=shadowed.durable, rank=self.rank, size=self.size,
-            common=common, attached_bytes=len(attached), whole=shadowed.is_whole,
-        )  # fmt: skip
         if len(attached) >= self.paced_bytes:
             self.wait_until(
                 lambda: not self._recording,
@@ -375,7 +354,10 @@ class RemoteSession(ChannelSession):
             )
             with self.state:
                 self._recording.add((shadowed.run, shadowed.step))
-        for message in protocol.pack_record_parts(record.SerializeToString(), attached):
+        begin = protocol.BeginRecord(
+            shadowed.run, shadowed.step, shadowed.durable, shadowed.is_whole, len(common), len(attached)
+        )
+        for message in protocol.record_messages(begin, common, attached):
             self.tell(message)
 
     @property
@@ -391,12 +373,11 @@ class RemoteSession(ChannelSession):
         self.square_sum(part, (), timeout_s)  # there are sums again
 
     def skip_step(self, source: Slot) -> None:
-        self.tell(protocol.pack(RankMessageKind.SKIP, slot=source.id, round=source.round))
+        self.tell(protocol.SkipStep(source.id, source.round))
 
     def square_sum(self, part: HostedPart, ranges: Sequence[range], timeout_s: float | None = None) -> float:
         request = self._next_request()
-        said = [[each.start, each.stop] for each in ranges]
-        self.tell(protocol.pack(RankMessageKind.NORM, request=request, part=part.id, ranges=said))
+        self.tell(protocol.MeasureNorm(request, part.id, tuple((each.start, each.stop) for each in ranges)))
         source = part.source
         self.wait_until(
             lambda: request in self._normed or source.error is not None,
@@ -419,12 +400,12 @@ class RemoteSession(ChannelSession):
                 is_known = part_id in self._parts
                 self._parts.discard(part_id)
             if is_known:
-                self.tell(protocol.pack(RankMessageKind.UNHOST, part=part_id))
+                self.tell(protocol.DropStates(part_id))
 
     def barrier(self, timeout_s: float | None = None) -> None:
         self._barriers += 1
         sequence = self._barriers
-        self.tell(protocol.pack(RankMessageKind.BARRIER, sequence=sequence))
+        self.tell(protocol.EnterBarrier(sequence))
         self.wait_until(
             lambda: self._released >= sequence,
             self._limit(timeout_s),
@@ -437,9 +418,9 @@ class RemoteSession(ChannelSession):
                 raise UsageError(f"tensor {begun.spec.name!r} is handed over in part; hand over the rest before join()")
             self._last_joined = None
         if self._peers is not None:
-            self._peers.join(lambda: self.tell(protocol.pack(RankMessageKind.JOIN)))
+            self._peers.join(lambda: self.tell(protocol.Join()))
         else:
-            self.tell(protocol.pack(RankMessageKind.JOIN))
+            self.tell(protocol.Join())
         # Other ranks may have data for hours, so the stall limit does not apply.
         self.wait_until(lambda: self._last_joined is not None, timeout_s, lambda: "not all ranks have joined")
         with self.state:
@@ -466,7 +447,7 @@ class RemoteSession(ChannelSession):
         has_error = self._has_left or failure_reports.ending() is not None
         if not self._has_given or has_error or self.returning is not None or self._closed or self._fatal is not None:
             return
-        self.tell(protocol.pack(RankMessageKind.SETTLE))
+        self.tell(protocol.Settle())
         try:
             waiting = "not all have taken what they are given"
             self.wait_until(lambda: self._is_settled, self.unsettled_s, lambda: waiting)
@@ -490,11 +471,8 @@ class RemoteSession(ChannelSession):
             with contextlib.suppress(BytePSError):
                 if not self._has_left:
                     again, planned = self.returning or ("", False)
-                    news = failure_reports.news_of_the_end()
-                    fields: dict[str, Any] = {"again": again, "planned": planned} if again else {**news}
-                    if not fields and not self.is_finished:
-                        fields = {"unfinished": True}
-                    self._channel.send(protocol.pack(RankMessageKind.LEAVE, **fields))
+                    leave = protocol.Leave(again=again, planned=planned) if again else failure_reports.news_of_the_end()
+                    self._channel.send(protocol.encode(leave or protocol.Leave(unfinished=not self.is_finished)))
             self._channel.shutdown()  # wakes the reading thread, which needs the descriptor until then
             with self.state:
                 self.state.wait_for(lambda: not self._reading, _PATIENCE_S)
@@ -509,85 +487,133 @@ class RemoteSession(ChannelSession):
 
     def tell_failure(self, error: BaseException) -> None:
         """Send the uncaught exception ``error``, which ends this process. Raises nothing."""
-        if os.getpid() == self._pid and not self._closed and (last_words := failure_reports.leave_fields(error)):
+        if os.getpid() == self._pid and not self._closed and (leave := failure_reports.leave_because_of(error)):
             with contextlib.suppress(BytePSError):
-                self._has_left = self._channel.try_send(protocol.pack(RankMessageKind.LEAVE, **last_words))
+                self._has_left = self._channel.try_send(protocol.encode(leave))
 
     def tell_note(self, text: str) -> None:
         """Send a text for the messages of ranks that this rank keeps waiting. Raises nothing."""
         if os.getpid() == self._pid and not self._closed:
             with contextlib.suppress(BytePSError):
-                self._channel.try_send(protocol.pack(RankMessageKind.NOTE, text=text))
+                self._channel.try_send(protocol.encode(protocol.Note(text)))
 
     # ---- messages of the service -------------------------------------------------------------------------
 
     def _handle(self, message: bytes, fds: list[int]) -> None:
         try:
-            if message[0] == _DONE:
-                self._slots.done(protocol.records_of(message), self.observer)
-            elif message[0] == _CHUNK:
-                self._slots.arrived(protocol.records_of(message))
-            else:
-                self._take(protocol.kind_of(message), protocol.fields_of(message), fds)
-        except BytePSError:
-            raise
-        except (LookupError, TypeError, ValueError, OverflowError, AttributeError, OSError) as error:
-            kind = protocol.kind_of(message).name
-            raise ProtocolError(f"the communication service sent an invalid {kind} message: {error!r}") from error
+            decoded = protocol.decode(message)
+            handle = self._HANDLERS.get(type(decoded))
+            if handle is None:
+                kind = type(decoded).__name__
+                raise ProtocolError(f"the communication service sent a {kind} message, which only ranks send")
+            try:
+                handle(self, decoded, fds)
+            except BytePSError:
+                raise
+            except (LookupError, ValueError, OverflowError, OSError) as error:
+                kind = type(decoded).__name__
+                raise ProtocolError(f"the communication service sent an invalid {kind} message: {error!r}") from error
         finally:
             for fd in fds:  # of a message that does not use it
                 os.close(fd)
 
-    def _hosted(self, fields: dict[str, Any]) -> None:
-        part = self._hosting.pop(fields["request"])
-        part.id = int(fields["id"])
-        self._parts.add(part.id)
-        nbytes = int(fields["count"]) * part.kind.state_itemsize
-        part.states = tuple(self._slots.view(place, nbytes) for place in fields["states"])
-        part.owners = tuple((int(first), int(count), int(rank)) for first, count, rank in fields["owners"])
-        if "error" in fields:
-            part.error = from_name(fields["error"], str(fields["message"]))
+    # Each takes a message, and removes descriptors that are kept from ``fds``.
 
-    def _take(self, kind: RankMessageKind, fields: dict[str, Any], fds: list[int]) -> None:
-        """Process a message. Removes descriptors that are kept from ``fds``."""
-        if kind is RankMessageKind.SEGMENT:
-            self._slots.add_segment(fields["id"], fds[0], fields["nbytes"])
-            del fds[0]
-        elif kind is RankMessageKind.DECLARED:
-            # Right away: the next message may refer to these slots.
-            pairs = zip(self._asked.pop(fields["request"]), fields["slots"], strict=True)
-            self._declared[fields["request"]] = [self._slots.add(spec, place) for spec, place in pairs]
-        elif kind is RankMessageKind.NORMED:
-            self._normed[int(fields["request"])] = float.fromhex(fields["sum"])
-        elif kind is RankMessageKind.HELD:
-            self._held = max(self._held, (int(fields["step"]), bool(fields["whole"])))
-            self._refused = max(self._refused, int(fields["refused"]))
-        elif kind is RankMessageKind.RECORDED:
-            self._recording.discard((int(fields["run"]), int(fields["step"])))
-        elif kind is RankMessageKind.HOSTED:
-            self._hosted(fields)
-        elif kind is RankMessageKind.WELCOME:
-            if not all(isinstance(fields[name], int) for name in _FACTS):
-                raise ProtocolError(f"the communication service sent a WELCOME message with invalid fields: {fields}")
-            self._welcome, self._is_welcome = fields, True
-        elif kind is RankMessageKind.RELEASED:
-            self._released = int(fields["sequence"])
-        elif kind is RankMessageKind.JOINED:
-            self._last_joined = int(fields["last"])
-            if self._peers is not None:
-                self._peers.begin_era()
-        elif kind is RankMessageKind.PEER and self._peers is not None:
-            self._peers.introduce(int(fields["local_rank"]), fds[0])
-            del fds[0]
-        elif kind is RankMessageKind.INTRODUCED and self._peers is not None:
-            self._peers.directory.introduced(int(fields["key"]))
-        elif kind is RankMessageKind.SETTLED:
-            self._is_settled = True
-        elif kind is RankMessageKind.HOSTS:
-            self._hosts = (self._hosts[0] or bool(fields["added"]), self._hosts[1] or bool(fields["removed"]))
-        elif kind is RankMessageKind.FAILED:
-            self._slots.fail(fields["slots"], from_name(fields["error"], str(fields["message"])))
-        elif kind is RankMessageKind.FATAL:
-            self._fail(from_name(fields["error"], str(fields["message"])))
-        elif kind is not RankMessageKind.PONG:
-            raise ProtocolError(f"the communication service sent a {kind.name} message, which only ranks send")
+    def _welcomed(self, message: protocol.Welcome, fds: list[int]) -> None:
+        if self._is_welcome:
+            raise ProtocolError("the communication service welcomes this rank twice")
+        self.rank, self.size = message.rank, message.size
+        self.local_rank, self.local_size = message.local_rank, message.local_size
+        self.is_continued, self.since_epoch = message.is_continued, message.since_epoch
+        self.machine_index, self.num_machines = message.machine_index, message.num_machines
+        self.is_homogeneous, self.has_shadow_servers = message.is_homogeneous, message.has_shadow_servers
+        self._is_welcome = True
+
+    def _given_segment(self, message: protocol.GiveSegment, fds: list[int]) -> None:
+        self._slots.add_segment(message.id, fds[0], message.nbytes)
+        del fds[0]
+
+    def _slots_declared(self, message: protocol.Declared, fds: list[int]) -> None:
+        # Right away: the next message may refer to these slots.
+        pairs = zip(self._asked.pop(message.request), message.slots, strict=True)
+        self._declared[message.request] = [self._slots.add(spec, fields) for spec, fields in pairs]
+
+    def _rounds_done(self, message: protocol.RoundsDone, fds: list[int]) -> None:
+        self._slots.done(message.rounds, self.observer)
+
+    def _chunks_arrived(self, message: protocol.ChunksArrived, fds: list[int]) -> None:
+        self._slots.arrived(message.chunks)
+
+    def _declarations_failed(self, message: protocol.DeclarationsFailed, fds: list[int]) -> None:
+        self._slots.fail(message.slots, from_name(message.error, message.message))
+
+    def _barrier_released(self, message: protocol.BarrierReleased, fds: list[int]) -> None:
+        self._released = message.sequence
+
+    def _all_joined(self, message: protocol.AllJoined, fds: list[int]) -> None:
+        self._last_joined = message.last
+        if self._peers is not None:
+            self._peers.begin_era()
+
+    def _hosts_changed(self, message: protocol.HostsChanged, fds: list[int]) -> None:
+        self._hosts = (self._hosts[0] or message.added, self._hosts[1] or message.removed)
+
+    def _given_peer(self, message: protocol.PeerInbox, fds: list[int]) -> None:
+        if self._peers is None:
+            raise ProtocolError("the communication service introduces a rank that has asked for none")
+        self._peers.introduce(message.local_rank, fds[0])
+        del fds[0]
+
+    def _introduced(self, message: protocol.Introduced, fds: list[int]) -> None:
+        if self._peers is None:
+            raise ProtocolError("the communication service introduces a rank that has asked for none")
+        self._peers.directory.introduced(message.key)
+
+    def _settled(self, message: protocol.Settled, fds: list[int]) -> None:
+        self._is_settled = True
+
+    def _states_kept(self, message: protocol.StatesKept, fds: list[int]) -> None:
+        part = self._hosting.pop(message.request)
+        part.id = message.id
+        self._parts.add(part.id)
+        nbytes = message.count * part.kind.state_itemsize
+        part.states = tuple(self._slots.view(place, nbytes) for place in message.states)
+        part.owners = message.owners
+        if message.error:
+            part.error = from_name(message.error, message.message)
+
+    def _norm_measured(self, message: protocol.NormMeasured, fds: list[int]) -> None:
+        self._normed[message.request] = message.sum
+
+    def _steps_held(self, message: protocol.StepsHeld, fds: list[int]) -> None:
+        self._held = max(self._held, (message.step, message.is_whole))
+        self._refused = max(self._refused, message.refused)
+
+    def _record_taken(self, message: protocol.RecordTaken, fds: list[int]) -> None:
+        self._recording.discard((message.run, message.step))
+
+    def _failed(self, message: protocol.Fatal, fds: list[int]) -> None:
+        self._fail(from_name(message.error, message.message))
+
+    def _is_alive(self, message: protocol.Pong, fds: list[int]) -> None: ...
+
+    _HANDLERS: ClassVar[dict[type, Callable[[RemoteSession, Any, list[int]], None]]] = {
+        protocol.RoundsDone: _rounds_done,
+        protocol.ChunksArrived: _chunks_arrived,
+        protocol.Welcome: _welcomed,
+        protocol.GiveSegment: _given_segment,
+        protocol.Declared: _slots_declared,
+        protocol.DeclarationsFailed: _declarations_failed,
+        protocol.BarrierReleased: _barrier_released,
+        protocol.AllJoined: _all_joined,
+        protocol.HostsChanged: _hosts_changed,
+        protocol.PeerInbox: _given_peer,
+        protocol.Introduced: _introduced,
+        protocol.Settled: _settled,
+        protocol.StatesKept: _states_kept,
+        protocol.NormMeasured: _norm_measured,
+        protocol.StepsHeld: _steps_held,
+        protocol.RecordTaken: _record_taken,
+        protocol.Fatal: _failed,
+        protocol.Pong: _is_alive,
+    }
