@@ -4,7 +4,7 @@
 
 Each layout trains the same model on the same batches in float32; the table has the largest difference of its losses
 from those of one process, and the time of a step (all ranks share this machine's cores: it says nothing about speed).
-The picture needs matplotlib: pip install byteps-py[benchmarks].
+The picture needs matplotlib: pip install '.[benchmarks]'.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Draws what ``python -m benchmarks.cluster --json`` wrote: communication time against the number of CPU machines.
 It is that of the first contender, for the largest size.
 
-python -m benchmarks.cluster.plot RESULT.json PICTURE.svg     (needs matplotlib: pip install byteps-py[benchmarks])
+python -m benchmarks.cluster.plot RESULT.json PICTURE.svg     (needs matplotlib: pip install '.[benchmarks]')
 """
 
 from __future__ import annotations
