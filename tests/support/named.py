@@ -39,8 +39,8 @@ _BEFORE_DOCSTRING = re.compile(r"(?:\A|:[ ]*(?:#.*)?\n)\s*r?\Z")
 FOREIGN_FILES = re.compile(r"train\.py|\w+_byteps(?:_ddp)?\.py")
 #: Products, algorithms, units and models: no classes.
 PROPER_NAMES = """
-    BytePS ByteScheduler DeepSpeed DualPipeV F16C FlashAttention GitHub ImageNet InfiniBand KiB LoRA MiB MxN NaN PaLM PipeDream
-    PowerSGD PyPI PyTorch ResNet SwiGLU TensorFlow ZeRO ZeroMQ
+    BytePS ByteScheduler DeepSpeed DualPipeV F16C FlashAttention GitHub ImageNet InfiniBand KiB LoRA MiB MxN NaN PaLM
+    PipeDream PowerSGD PyPI PyTorch ResNet SwiGLU TensorFlow ZeRO ZeroMQ
 """
 #: Classes of others that our code does not use.
 FOREIGN_CLASSES = """
