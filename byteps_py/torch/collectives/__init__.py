@@ -2,9 +2,9 @@
 
     process_group ─ GroupCollectives ─ Router ┬ AllReduce (all_reduce/) ┬ one-shot, shared memory, ┐
                                               │                         │ direct, hierarchical     ├─ PeerTransport
-                                              ├ PeerCollectives, Messages ─────────────────────────┘
+                                              ├ PeerCollectives, PointToPoint ─────────────────────┘
                                               │                         └ ServiceAllReduce ┐
-                                              └ ServiceGathers, Messages ──────────────────┴ SlotView ─ Session
+                                              └ ServiceGathers, PointToPoint ──────────────┴ SlotView ─ Session
     horovod ┬ NegotiatedAllReduce (all_reduce/negotiated.py) ─ PeerTransport
             └ PieceView ─┐
     gradients ───────────┴ Context ─ SlotView ─ Mover (slot_view.py, cuda.py)

@@ -4,7 +4,7 @@ For each operation the router (router.py) chooses a route, and the operation sta
 
     GroupCollectives ─ Router ┬ sums           AllReduce, one for each route (all_reduce/)
                               ├ gathers, …     PeerCollectives ─ PeerStreams, or ServiceGathers ─ SlotView
-                              └ point to point Messages
+                              └ messages       PointToPoint
 
 Any thread. Operations run in the order of the calls.
 """
@@ -28,9 +28,9 @@ from byteps_py.torch.collectives.completion import Completer
 from byteps_py.torch.collectives.dtypes import bits_of, is_plain, wire_dtype
 from byteps_py.torch.collectives.group_work import GroupContext
 from byteps_py.torch.collectives.members import Members
-from byteps_py.torch.collectives.messages import Messages
 from byteps_py.torch.collectives.peer_collectives import PeerCollectives
 from byteps_py.torch.collectives.peer_streams import PeerStreams
+from byteps_py.torch.collectives.point_to_point import PointToPoint
 from byteps_py.torch.collectives.router import (
     FIRST_OF_ITS_KIND,
     GROUP_MESSAGE_BYTES,
@@ -146,7 +146,7 @@ class GroupCollectives:
         self.router = Router(members.count, reach, members.count, message_bytes, can_share, most_on_machine)
         self._service = ServiceAllReduce(members, group_context, completer)
         self._gathers = ServiceGathers(members, group_context, completer)
-        self.messages = Messages(members, group_context, self.router, streams)
+        self.point_to_point = PointToPoint(members, group_context, self.router, streams)
         self._peers = PeerCollectives(members, streams) if streams is not None else None
         #: How sums are added, by the router's choice.
         self._all_reduces: dict[Route, AllReduce] = {Route.SERVICE: self._service}

@@ -155,12 +155,14 @@ class TransferCollectives(GroupBase):
 
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> Work:
         """Send to the member at ``dst``. Done as soon as the tensor is copied."""
-        return self._record(self._collectives.messages.send(only(dense_tensors(tensors), "send"), dst, tag))
+        return self._record(self._collectives.point_to_point.send(only(dense_tensors(tensors), "send"), dst, tag))
 
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> Work:
         """Receive the next message with this tag from the member at ``src``."""
-        return self._record(self._collectives.messages.receive(only(dense_tensors(tensors), "recv"), src, tag))
+        return self._record(self._collectives.point_to_point.receive(only(dense_tensors(tensors), "recv"), src, tag))
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
         """Receive the first message with this tag from any member."""
-        return self._record(self._collectives.messages.receive_from_anybody(only(dense_tensors(tensors), "recv"), tag))
+        return self._record(
+            self._collectives.point_to_point.receive_from_anybody(only(dense_tensors(tensors), "recv"), tag)
+        )
