@@ -262,7 +262,7 @@ def test_the_warning_goes_to_stderr_and_torch_is_not_imported() -> None:
 
 # ---- the page --------------------------------------------------------------------------------------------------
 
-PAGE = (Path(__file__).parent.parent / "docs" / "howto" / "pipelines.md").read_text()
+PAGE = (Path(__file__).parent.parent / "docs" / "explanation" / "pipeline-schedules.md").read_text()
 SHOWN = [step for block in re.findall(r"```console\n(.*?)```", PAGE, re.DOTALL) for step in commands_of(block)]
 
 
