@@ -169,6 +169,8 @@ class Requests:
         self._arrived = max(self._arrived, sequence)  # if all local ranks have joined, it did not wait for them
         self._barrier_since = None
         for rank in self.executor.ranks.values():
+            if sequence <= rank.barriers_before:  # before this rank came
+                continue
             if rank.barriers >= sequence:
                 with contextlib.suppress(PeerLostError):  # it is found out by its own connection
                     rank.send(protocol.BarrierReleased(sequence - rank.barriers_before))
