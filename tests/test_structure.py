@@ -261,7 +261,7 @@ RIGHT = """See collectives/router.py, docs/reference/glossary.md, byteps_py/torc
 and byteps_py.errors.UsageError.
 
 ``Router`` and RouteChoice choose; GradScalers are torch's, ZeroMQ is no class. optimizer_mixin is a module.
-``byteps_py.torch.ops`` is an alias, ``byteps_py.worker.core.pipeline`` and `bps.parallel.Pipeline` are there.
+``byteps_py.torch.ops`` is an alias, ``byteps_py.worker.core.round_pipeline`` and `bps.parallel.Pipeline` are there.
 
 >>> of_this_example = 1
 """

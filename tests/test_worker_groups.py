@@ -12,8 +12,9 @@ from byteps_py.tensors import DType, Op, TensorSpec
 from byteps_py.worker.core.actions import Fail, Push, SendBallot
 from byteps_py.worker.core.agreement import Agreement
 from byteps_py.worker.core.credit import PushQueue
-from byteps_py.worker.core.pipeline import RoundPipeline
+from byteps_py.worker.core.events import Answered, BytesReady, Computed, TensorAgreed
 from byteps_py.worker.core.placing import NO_SERVER, Placing
+from byteps_py.worker.core.round_pipeline import RoundPipeline
 from byteps_py.worker.core.tensor import Compute, RankSlot, Tensor
 from byteps_py.worker.core.topology import Topology
 
@@ -153,9 +154,9 @@ def test_a_round_that_others_have_got_is_delivered_before_the_tensor_is_void(acc
 def begin(made: Tensor, machines: int, size: int = 8) -> tuple[RoundPipeline, list[object]]:
     made.machines = machines
     pipeline = RoundPipeline(size, PushQueue(0))
-    actions = list(pipeline.start(made, [(0, 16, 5)], 0.0))
+    actions = list(pipeline.handle(TensorAgreed(made, [(0, 16, 5)]), 0.0))
     for each in made.slots:
-        actions += pipeline.ready(each, 1, 16, 0.0)
+        actions += pipeline.handle(BytesReady(each, 1, 16), 0.0)
     return pipeline, actions
 
 
@@ -165,7 +166,7 @@ def test_on_one_machine_the_sum_goes_straight_to_the_groups_results() -> None:
     pipeline, actions = begin(made, machines=1)
     (part,) = made.parts
     assert actions == [Compute(part, Op.SUM, (10_000, 30_000), (10_000, 30_000), 2)]
-    assert len(pipeline.computed(part, 0.0)) == 1  # done, and nothing pushed
+    assert len(pipeline.handle(Computed(part), 0.0)) == 1  # done, and nothing pushed
 
 
 def test_one_member_of_a_machine_of_several_ranks_gives_a_copy() -> None:
@@ -174,8 +175,8 @@ def test_one_member_of_a_machine_of_several_ranks_gives_a_copy() -> None:
     pipeline, actions = begin(made, machines=2)
     (part,) = made.parts
     assert actions == [Compute(part, Op.SUM, (30_000,), (200_000,), 1)]
-    assert pipeline.computed(part, 0.0) == [Push(part, 1)]
-    assert pipeline.answered(part, 1, 900_000, 0.0) == [Compute(part, Op.SUM, (900_000,), (30_000,), 2)]
+    assert pipeline.handle(Computed(part), 0.0) == [Push(part, 1)]
+    assert pipeline.handle(Answered(part, 1, 900_000), 0.0) == [Compute(part, Op.SUM, (900_000,), (30_000,), 2)]
 
 
 def test_the_root_of_a_broadcast_is_found_among_the_members() -> None:

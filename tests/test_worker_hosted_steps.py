@@ -14,6 +14,18 @@ from byteps_py.proto import control_pb2 as pb
 from byteps_py.tensors import DType, Op, TensorSpec
 from byteps_py.worker.core.actions import Push, Release, RoundDone, Supply
 from byteps_py.worker.core.credit import PushQueue
+from byteps_py.worker.core.events import (
+    Answered,
+    BytesReady,
+    Computed,
+    ResultWanted,
+    StepArmed,
+    StepEnded,
+    StepSkipped,
+    SumsAwaited,
+    TensorAgreed,
+    TensorVoid,
+)
 from byteps_py.worker.core.hosted_steps import (
     STEP_STATES,
     AllSummed,
@@ -25,8 +37,8 @@ from byteps_py.worker.core.hosted_steps import (
     SumForOwner,
 )
 from byteps_py.worker.core.owners import OwnedPiece, Owners
-from byteps_py.worker.core.pipeline import RoundPipeline
 from byteps_py.worker.core.placing import Placing
+from byteps_py.worker.core.round_pipeline import RoundPipeline
 from byteps_py.worker.core.tensor import Compute, RankSlot, Stage, Tensor
 from byteps_py.worker.core.topology import Topology
 from byteps_py.worker.core.transitions import IllegalTransitionError
@@ -48,7 +60,7 @@ class Machine:
         self.parameters = self._agreed(PARAMETERS, machines)
         for each in (self.gradients, self.parameters):
             pieces = [OwnedPiece(16 * i, 16, SERVERS[i], owner, i) for i, owner in enumerate(owners)]
-            assert self.pipeline.start(each, pieces, 0.0) == []
+            assert self.pipeline.handle(TensorAgreed(each, pieces), 0.0) == []
 
     @staticmethod
     def _agreed(spec: TensorSpec, machines: int) -> Tensor:
@@ -67,7 +79,7 @@ class Machine:
     def ready(self, of: Tensor) -> list[object]:
         found: list[object] = []
         for each in of.slots:
-            found += self.pipeline.ready(each, each.round + 1, of.spec.nbytes, 0.0)
+            found += self.pipeline.handle(BytesReady(each, each.round + 1, of.spec.nbytes), 0.0)
         return found
 
     def push_gradients(self) -> None:
@@ -76,7 +88,7 @@ class Machine:
         pushed: list[object] = []
         for compute in computes:
             assert isinstance(compute, Compute)
-            pushed += self.pipeline.computed(compute.part, 0.0)
+            pushed += self.pipeline.handle(Computed(compute.part), 0.0)
         assert [(a.part.index, a.round) for a in pushed if isinstance(a, Push)] == [(0, 1), (1, 1)]
 
 
@@ -93,17 +105,17 @@ def test_a_sum_is_stepped_once_it_is_there_and_its_owner_has_said_how() -> None:
     own, other = machine.part(0), machine.part(1)
     assert (own.is_acknowledged, own.wants_result, own.contributes) == (False, True, True)
     assert (other.is_acknowledged, other.wants_result, other.contributes) == (True, False, True)
-    assert machine.pipeline.answered(own, 1, 5_000, 0.0) == []  # no rank has stepped yet
+    assert machine.pipeline.handle(Answered(own, 1, 5_000), 0.0) == []  # no rank has stepped yet
     assert own.state is StepState.SUMMED
-    assert machine.pipeline.answered(own, 1, 6_000, 0.0) == []  # again, from elsewhere: it changes nothing
-    (step,) = machine.pipeline.arm(machine.slot(1), 1)
+    assert machine.pipeline.handle(Answered(own, 1, 6_000), 0.0) == []  # again, from elsewhere: it changes nothing
+    (step,) = machine.pipeline.handle(StepArmed(machine.slot(1), 1), 0.0)
     assert isinstance(step, MakeStep)
     assert (step.part, step.inputs, step.divisor) == (own, (5_000,), 3)
     assert step.targets == [machine.part(0, machine.parameters)]
-    assert machine.pipeline.arm(machine.slot(1), 1) == []  # said again
-    assert machine.pipeline.answered(own, 1, 5_000, 0.0) == []
-    assert machine.pipeline.stepped(step, 0.0) == []  # the other partition has not been taken yet
-    assert machine.pipeline.answered(other, 1, 0, 0.0) == [
+    assert machine.pipeline.handle(StepArmed(machine.slot(1), 1), 0.0) == []  # said again
+    assert machine.pipeline.handle(Answered(own, 1, 5_000), 0.0) == []
+    assert machine.pipeline.handle(StepEnded(step), 0.0) == []  # the other partition has not been taken yet
+    assert machine.pipeline.handle(Answered(other, 1, 0), 0.0) == [
         RoundDone(machine.gradients, tuple((s.local_rank, s.id, 1) for s in machine.gradients.slots))
     ]
 
@@ -111,8 +123,8 @@ def test_a_sum_is_stepped_once_it_is_there_and_its_owner_has_said_how() -> None:
 def test_an_owner_may_say_how_before_the_sum_is_there() -> None:
     machine = Machine()
     machine.push_gradients()
-    assert machine.pipeline.arm(machine.slot(1), 1) == []
-    (step,) = machine.pipeline.answered(machine.part(0), 1, 5_000, 0.0)
+    assert machine.pipeline.handle(StepArmed(machine.slot(1), 1), 0.0) == []
+    (step,) = machine.pipeline.handle(Answered(machine.part(0), 1, 5_000), 0.0)
     assert isinstance(step, MakeStep)
     assert step.inputs == (5_000,)
 
@@ -120,39 +132,39 @@ def test_an_owner_may_say_how_before_the_sum_is_there() -> None:
 def test_parameters_are_sent_once_stepped_and_pulled_where_they_are_not_owned() -> None:
     machine = Machine()
     machine.push_gradients()
-    machine.pipeline.arm(machine.slot(1), 1)
+    machine.pipeline.handle(StepArmed(machine.slot(1), 1), 0.0)
     own, other = machine.part(0, machine.parameters), machine.part(1, machine.parameters)
     assert (own.root_machine, own.contributes, own.wants_result) == (0, True, False)
     assert (other.root_machine, other.contributes, other.wants_result) == (1, False, True)
     assert [a.part for a in machine.ready(machine.parameters) if isinstance(a, Push)] == [other]
-    (step,) = machine.pipeline.answered(machine.part(0), 1, 5_000, 0.0)
+    (step,) = machine.pipeline.handle(Answered(machine.part(0), 1, 5_000), 0.0)
     assert isinstance(step, MakeStep)
-    assert [a.part for a in machine.pipeline.stepped(step, 0.0) if isinstance(a, Push)] == [own]
+    assert [a.part for a in machine.pipeline.handle(StepEnded(step), 0.0) if isinstance(a, Push)] == [own]
     assert own.contribution == (block(200_000), 0)  # of odd rounds
-    assert machine.pipeline.wanted(own, 1, 8) == []  # it is sent again by itself, as long as it is not taken
-    assert machine.pipeline.answered(own, 1, 0, 0.0) == []
-    assert machine.pipeline.wanted(own, 1, 8) == [Supply(own, 1, 8)]
+    assert machine.pipeline.handle(ResultWanted(own, 1, 8), 0.0) == []  # sent again by itself, until it is taken
+    assert machine.pipeline.handle(Answered(own, 1, 0), 0.0) == []
+    assert machine.pipeline.handle(ResultWanted(own, 1, 8), 0.0) == [Supply(own, 1, 8)]
     assert own.given(1) == (block(200_000), 0)
     assert other.given(1) is None
-    (delivery,) = machine.pipeline.answered(other, 1, 7_000, 0.0)
+    (delivery,) = machine.pipeline.handle(Answered(other, 1, 7_000), 0.0)
     assert isinstance(delivery, Compute)
     assert (delivery.inputs, delivery.outputs) == ((7_000,), (10_016, 20_016))
-    (done,) = machine.pipeline.computed(other, 0.0)
+    (done,) = machine.pipeline.handle(Computed(other), 0.0)
     assert isinstance(done, RoundDone)
 
 
 def test_alone_the_step_adds_the_ranks_gradients() -> None:
     machine = Machine(machines=1, owners=(0, 1))
     assert machine.ready(machine.gradients) == []
-    (first,) = machine.pipeline.arm(machine.slot(0), 1)
+    (first,) = machine.pipeline.handle(StepArmed(machine.slot(0), 1), 0.0)
     assert isinstance(first, MakeStep)
     assert (first.inputs, first.divisor) == ((10_000, 20_000), 2)
     assert machine.ready(machine.parameters) == []
-    assert machine.pipeline.stepped(first, 0.0) == []
-    (second,) = machine.pipeline.arm(machine.slot(1), 1)
+    assert machine.pipeline.handle(StepEnded(first), 0.0) == []
+    (second,) = machine.pipeline.handle(StepArmed(machine.slot(1), 1), 0.0)
     assert isinstance(second, MakeStep)
     assert second.inputs == (10_016, 20_016)
-    done = machine.pipeline.stepped(second, 0.0)
+    done = machine.pipeline.handle(StepEnded(second), 0.0)
     assert [a.tensor for a in done if isinstance(a, RoundDone)] == [machine.parameters, machine.gradients]
     assert (machine.gradients.running, machine.parameters.running) == (0, 0)
 
@@ -161,49 +173,49 @@ def test_alone_shadowed_gradients_are_added_before_the_step() -> None:
     machine = Machine(machines=1, owners=(0, 1), is_shadowed=True)
     sums = machine.ready(machine.gradients)
     assert sums == [SumForOwner(machine.part(i), (10_000 + 16 * i, 20_000 + 16 * i)) for i in (0, 1)]
-    assert machine.pipeline.arm(machine.slot(0), 1) == []
+    assert machine.pipeline.handle(StepArmed(machine.slot(0), 1), 0.0) == []
     machine.part(0).answer = block(7_000)
-    (step,) = machine.pipeline.computed(machine.part(0), 0.0)
+    (step,) = machine.pipeline.handle(Computed(machine.part(0)), 0.0)
     assert isinstance(step, MakeStep)
     assert (step.inputs, step.divisor) == ((7_000,), 2)
     assert machine.gradients.is_used
-    machine.pipeline.retire(machine.gradients, 0.0)
-    assert machine.pipeline.computed(machine.part(1), 0.0) == []
+    machine.pipeline.handle(TensorVoid(machine.gradients), 0.0)
+    assert machine.pipeline.handle(Computed(machine.part(1)), 0.0) == []
     assert machine.gradients.is_used
-    assert machine.pipeline.stepped(step, 0.0) == [Release(machine.gradients.slots, machine.gradients)]
+    assert machine.pipeline.handle(StepEnded(step), 0.0) == [Release(machine.gradients.slots, machine.gradients)]
 
 
 def test_alone_parameters_may_be_asked_for_after_all_steps() -> None:
     machine = Machine(machines=1, owners=(0, 1))
     machine.ready(machine.gradients)
     for local_rank in (0, 1):
-        (step,) = machine.pipeline.arm(machine.slot(local_rank), 1)
+        (step,) = machine.pipeline.handle(StepArmed(machine.slot(local_rank), 1), 0.0)
         assert isinstance(step, MakeStep)
-        machine.pipeline.stepped(step, 0.0)
+        machine.pipeline.handle(StepEnded(step), 0.0)
     assert [a.tensor for a in machine.ready(machine.parameters) if isinstance(a, RoundDone)] == [machine.parameters]
 
 
 def test_a_sum_may_be_given_up_before_or_after_it_is_there() -> None:
     machine = Machine()
     machine.push_gradients()
-    assert machine.pipeline.answered(machine.part(0), 1, 5_000, 0.0) == []
-    assert machine.pipeline.skip(machine.slot(1), 1) == [Forget(machine.part(0))]
+    assert machine.pipeline.handle(Answered(machine.part(0), 1, 5_000), 0.0) == []
+    assert machine.pipeline.handle(StepSkipped(machine.slot(1), 1), 0.0) == [Forget(machine.part(0))]
     with pytest.raises(ProtocolError, match="steps in round 1"):
-        machine.pipeline.arm(machine.slot(1), 1)
-    assert only(machine.pipeline.answered(machine.part(1), 1, 0, 0.0), RoundDone)
+        machine.pipeline.handle(StepArmed(machine.slot(1), 1), 0.0)
+    assert only(machine.pipeline.handle(Answered(machine.part(1), 1, 0), 0.0), RoundDone)
     machine.ready(machine.gradients)
     for part in machine.gradients.parts:
-        machine.pipeline.computed(part, 0.0)
-    assert machine.pipeline.skip(machine.slot(1), 2) == []
-    assert machine.pipeline.answered(machine.part(0), 2, 5_000, 0.0) == [Forget(machine.part(0))]
+        machine.pipeline.handle(Computed(part), 0.0)
+    assert machine.pipeline.handle(StepSkipped(machine.slot(1), 2), 0.0) == []
+    assert machine.pipeline.handle(Answered(machine.part(0), 2, 5_000), 0.0) == [Forget(machine.part(0))]
 
 
 def test_a_rank_may_wait_for_its_sums() -> None:
     machine = Machine()
-    assert machine.pipeline.watch(machine.slot(0)) == [AllSummed(machine.slot(0))]  # it owns nothing
+    assert machine.pipeline.handle(SumsAwaited(machine.slot(0)), 0.0) == [AllSummed(machine.slot(0))]  # it owns nothing
     machine.push_gradients()
-    assert machine.pipeline.watch(machine.slot(1)) == []
-    assert machine.pipeline.answered(machine.part(0), 1, 5_000, 0.0) == [AllSummed(machine.slot(1))]
+    assert machine.pipeline.handle(SumsAwaited(machine.slot(1)), 0.0) == []
+    assert machine.pipeline.handle(Answered(machine.part(0), 1, 5_000), 0.0) == [AllSummed(machine.slot(1))]
     assert machine.part(0).inputs == (5_000,)
 
 
@@ -212,19 +224,19 @@ def test_a_round_may_have_two_steps() -> None:
     machine = Machine()
     machine.push_gradients()
     machine.ready(machine.parameters)
-    assert machine.pipeline.arm(machine.slot(1), 1, is_last=False) == []
-    assert machine.pipeline.watch(machine.slot(1)) == []
-    (first,) = machine.pipeline.answered(machine.part(0), 1, 5_000, 0.0)
+    assert machine.pipeline.handle(StepArmed(machine.slot(1), 1, is_last=False), 0.0) == []
+    assert machine.pipeline.handle(SumsAwaited(machine.slot(1)), 0.0) == []
+    (first,) = machine.pipeline.handle(Answered(machine.part(0), 1, 5_000), 0.0)
     assert isinstance(first, MakeStep)
     with pytest.raises(ProtocolError, match="local rank 1 steps in round 1"):  # the first one is not made yet
-        machine.pipeline.arm(machine.slot(1), 1)
-    assert machine.pipeline.stepped(first, 0.0) == [AllSummed(machine.slot(1))]
-    (second,) = machine.pipeline.arm(machine.slot(1), 1)
+        machine.pipeline.handle(StepArmed(machine.slot(1), 1), 0.0)
+    assert machine.pipeline.handle(StepEnded(first), 0.0) == [AllSummed(machine.slot(1))]
+    (second,) = machine.pipeline.handle(StepArmed(machine.slot(1), 1), 0.0)
     assert isinstance(second, MakeStep)
     assert (first.inputs, first.is_last) == ((5_000,), False)
     assert (second.inputs, second.is_last) == ((5_000,), True)
-    assert only(machine.pipeline.stepped(second, 0.0), Push)
-    assert machine.pipeline.arm(machine.slot(1), 1) == []
+    assert only(machine.pipeline.handle(StepEnded(second), 0.0), Push)
+    assert machine.pipeline.handle(StepArmed(machine.slot(1), 1), 0.0) == []
 
 
 @pytest.mark.parametrize("is_last", [True, False])
@@ -232,13 +244,13 @@ def test_a_step_ends_though_its_parameters_are_void_meanwhile(is_last: bool) -> 
     """Ranks have joined, which gave the sum but not that. The round of gradients is one that all took part in."""
     machine = Machine()
     machine.push_gradients()
-    machine.pipeline.arm(machine.slot(1), 1, is_last)
-    (step,) = machine.pipeline.answered(machine.part(0), 1, 5_000, 0.0)
+    machine.pipeline.handle(StepArmed(machine.slot(1), 1, is_last), 0.0)
+    (step,) = machine.pipeline.handle(Answered(machine.part(0), 1, 5_000), 0.0)
     assert isinstance(step, MakeStep)
-    machine.pipeline.answered(machine.part(1), 1, 0, 0.0)
-    machine.pipeline.watch(machine.slot(1))
-    assert machine.pipeline.retire(machine.parameters, 0.0) == []
-    actions = machine.pipeline.stepped(step, 0.0)
+    machine.pipeline.handle(Answered(machine.part(1), 1, 0), 0.0)
+    machine.pipeline.handle(SumsAwaited(machine.slot(1)), 0.0)
+    assert machine.pipeline.handle(TensorVoid(machine.parameters), 0.0) == []
+    actions = machine.pipeline.handle(StepEnded(step), 0.0)
     assert isinstance(actions[0], Release)
     assert [type(action) for action in actions[1:]] == [RoundDone if is_last else AllSummed]
 
@@ -248,16 +260,16 @@ def test_a_step_of_another_round_is_refused(round_: int) -> None:
     machine = Machine()
     machine.push_gradients()
     with pytest.raises(ProtocolError, match=f"local rank 1 steps in round {round_}"):
-        machine.pipeline.arm(machine.slot(1), round_)
+        machine.pipeline.handle(StepArmed(machine.slot(1), round_), 0.0)
     with pytest.raises(ProtocolError, match=f"local rank 1 gives up round {round_}"):
-        machine.pipeline.skip(machine.slot(1), round_)
+        machine.pipeline.handle(StepSkipped(machine.slot(1), round_), 0.0)
 
 
 def test_a_void_tensor_gives_held_sums_back() -> None:
     machine = Machine()
     machine.push_gradients()
-    machine.pipeline.answered(machine.part(0), 1, 5_000, 0.0)
-    assert Forget(machine.part(0)) in machine.pipeline.retire(machine.gradients, 0.0)
+    machine.pipeline.handle(Answered(machine.part(0), 1, 5_000), 0.0)
+    assert Forget(machine.part(0)) in machine.pipeline.handle(TensorVoid(machine.gradients), 0.0)
 
 
 @pytest.mark.parametrize("state", list(StepState))

@@ -21,9 +21,10 @@ from byteps_py.shm import Arena, Block
 from byteps_py.tensors import DType, Op, TensorSpec
 from byteps_py.worker.core.actions import Action
 from byteps_py.worker.core.credit import PushQueue
+from byteps_py.worker.core.events import BytesReady, StepEnded, TensorAgreed
 from byteps_py.worker.core.hosted_steps import AllSummed, HostedSteps, MakeStep
 from byteps_py.worker.core.owners import OwnedPiece
-from byteps_py.worker.core.pipeline import RoundPipeline
+from byteps_py.worker.core.round_pipeline import RoundPipeline
 from byteps_py.worker.core.tensor import RankSlot, Tensor
 from byteps_py.worker.core.topology import Topology
 from byteps_py.worker.io.executor import Executor
@@ -74,6 +75,7 @@ class Service:
         executor = SimpleNamespace(
             run_kernel=lambda work, done: self.due.append((work, done)),
             run=self.carry_out,
+            handle=lambda event: self.carry_out(self.pipeline.handle(event, 0.0)),
             ranks=self.ranks,
             kernels=kernels,
         )
@@ -90,7 +92,7 @@ class Service:
             made = Tensor(spec.name, 1, spec, tuple(slots), machines=1)
             for slot in slots:
                 slot.tensor = made
-            assert self.pipeline.start(made, PIECES, 0.0) == []
+            assert self.pipeline.handle(TensorAgreed(made, PIECES), 0.0) == []
         self.hosting.agreed()
 
     def carry_out(self, actions: Iterable[Action]) -> None:
@@ -103,7 +105,7 @@ class Service:
     def _ended(self, step: MakeStep) -> Done:
         def done(error: BaseException | None) -> None:
             self.hosting.stepped(step)
-            self.carry_out(self.pipeline.stepped(step, 0.0))
+            self.carry_out(self.pipeline.handle(StepEnded(step), 0.0))
 
         return done
 
@@ -141,7 +143,7 @@ class Service:
             if slot.spec is spec:
                 if values is not None:
                     self.floats(number)[:] = array("f", values[number])
-                self.carry_out(self.pipeline.ready(slot, slot.round + 1, spec.nbytes, 0.0))
+                self.carry_out(self.pipeline.handle(BytesReady(slot, slot.round + 1, spec.nbytes), 0.0))
 
     def step(self, part: int, round_: int, rank: int = 0, **changed: Any) -> None:
         scalars = step_scalars(KIND.rule, Hyperparameters(lr=0.5, momentum=0.5), max(1, round_))
@@ -259,10 +261,10 @@ def test_memory_is_given_back_once_no_kernel_uses_it(service: Service, leaves: b
 def test_a_sum_that_comes_after_its_rank_has_left_makes_no_step(service: Service, is_last: bool) -> None:
     part = service.host()
     slot = service.slots[0]
-    service.carry_out(service.pipeline.ready(slot, 1, GRADIENTS.nbytes, 0.0))
+    service.carry_out(service.pipeline.handle(BytesReady(slot, 1, GRADIENTS.nbytes), 0.0))
     service.step(part, 1, is_last=is_last)
     service.hosting.forget(0)
-    service.carry_out(service.pipeline.ready(service.slots[2], 1, GRADIENTS.nbytes, 0.0))
+    service.carry_out(service.pipeline.handle(BytesReady(service.slots[2], 1, GRADIENTS.nbytes), 0.0))
     assert not service.due
 
 

@@ -9,7 +9,8 @@ from byteps_py.tensors import Op, TensorSpec
 from byteps_py.worker.core.actions import Fail, Push, Release, RoundDone, SendBallot
 from byteps_py.worker.core.agreement import Agreement
 from byteps_py.worker.core.credit import PushQueue
-from byteps_py.worker.core.pipeline import RoundPipeline
+from byteps_py.worker.core.events import Answered, BytesReady, Computed, SlotJoined, TensorAgreed, TensorVoid
+from byteps_py.worker.core.round_pipeline import RoundPipeline
 from byteps_py.worker.core.tensor import Compute, RankSlot, Tensor
 from byteps_py.worker.ranks.joining import Joining
 
@@ -94,12 +95,12 @@ def test_a_tensor_ends_after_the_last_round_that_the_rank_takes_part_in() -> Non
 def begun(made: Tensor, machines: int) -> RoundPipeline:
     made.machines = machines
     pipeline = RoundPipeline(4, PushQueue(0))
-    pipeline.start(made, [(0, made.spec.nbytes, 5)], 0.0)
+    pipeline.handle(TensorAgreed(made, [(0, made.spec.nbytes, 5)]), 0.0)
     return pipeline
 
 
 def give(pipeline: RoundPipeline, each: RankSlot) -> list[object]:
-    return list(pipeline.ready(each, each.round + 1, each.spec.nbytes, 0.0))
+    return list(pipeline.handle(BytesReady(each, each.round + 1, each.spec.nbytes), 0.0))
 
 
 def test_who_has_joined_is_left_out_of_the_local_sum_even_if_others_wait_already() -> None:
@@ -111,8 +112,8 @@ def test_who_has_joined_is_left_out_of_the_local_sum_even_if_others_wait_already
     assert give(pipeline, slots[2]) == []
     (part,) = made.parts
     expected = Compute(part, Op.SUM, (10_000, 30_000), (10_000, 30_000), 4)  # the average is of all ranks
-    assert pipeline.leave_out(slots[1], 0.0) == [expected]
-    assert pipeline.computed(part, 0.0) == [RoundDone(made, ((0, slots[0].id, 1), (2, slots[2].id, 1)))]
+    assert pipeline.handle(SlotJoined(slots[1]), 0.0) == [expected]
+    assert pipeline.handle(Computed(part), 0.0) == [RoundDone(made, ((0, slots[0].id, 1), (2, slots[2].id, 1)))]
 
 
 def test_a_round_that_was_handed_over_before_counts() -> None:
@@ -120,11 +121,11 @@ def test_a_round_that_was_handed_over_before_counts() -> None:
     made = tensor(slots)
     pipeline = begun(made, machines=1)
     give(pipeline, slots[1])
-    assert pipeline.leave_out(slots[1], 0.0) == []
+    assert pipeline.handle(SlotJoined(slots[1]), 0.0) == []
     (compute,) = give(pipeline, slots[0])
     assert isinstance(compute, Compute)
     assert compute.inputs == (10_000, 20_000)
-    (done,) = pipeline.computed(made.parts[0], 0.0)
+    (done,) = pipeline.handle(Computed(made.parts[0]), 0.0)
     assert isinstance(done, RoundDone)
     assert len(done.slots) == 2
     (compute,) = give(pipeline, slots[0])
@@ -137,10 +138,10 @@ def test_a_machine_without_data_says_so_round_by_round() -> None:
     made = tensor([only])
     pipeline = begun(made, machines=2)
     (part,) = made.parts
-    assert pipeline.leave_out(only, 0.0) == [Push(part, 1)]
+    assert pipeline.handle(SlotJoined(only), 0.0) == [Push(part, 1)]
     assert not made.contributes
-    assert pipeline.answered(part, 1, 0, 0.0) == [RoundDone(made, ()), Push(part, 2)]
-    assert Release((only,), made) in pipeline.retire(made, 0.0)
+    assert pipeline.handle(Answered(part, 1, 0), 0.0) == [RoundDone(made, ()), Push(part, 2)]
+    assert Release((only,), made) in pipeline.handle(TensorVoid(made), 0.0)
 
 
 # ---- memory ------------------------------------------------------------------------------------------------------

@@ -16,6 +16,14 @@ from byteps_py.shm import Block
 from byteps_py.tensors import DType, Layout, Op, Sizes, TensorSpec
 from byteps_py.worker.core.actions import DirectAction, Fail, Show
 from byteps_py.worker.core.credit import PushQueue
+from byteps_py.worker.core.events import (
+    CopiedHere,
+    PieceArrived,
+    PieceCopied,
+    PieceRefused,
+    PiecesDeclared,
+    PiecesReady,
+)
 from byteps_py.worker.core.piece_exchange import PieceExchange
 from byteps_py.worker.core.pieces import (
     Copy,
@@ -85,7 +93,7 @@ class Machine:
             if isinstance(action, CopyHere):
                 for _, _, source, place, nbytes in action.pairs:
                     world.memory[place : place + nbytes] = world.memory[source : source + nbytes]
-                self.run(self.direct.copied_here(action.pairs))
+                self.run(self.direct.handle(CopiedHere(action.pairs), 0.0))
             elif isinstance(action, Copy):
                 world.due.append(lambda a=action: self._copy(a))  # type: ignore[misc]
             elif isinstance(action, FetchPiece):
@@ -110,7 +118,7 @@ class Machine:
         memory, length = self.world.memory, copy.transfer.length
         for output in copy.outputs:
             memory[output : output + length] = memory[copy.source : copy.source + length]
-        self.run(self.direct.copied(copy.transfer))
+        self.run(self.direct.handle(PieceCopied(copy.transfer), 0.0))
 
     def _ask(self, transfer: Transfer) -> None:
         channel = transfer.channel
@@ -122,7 +130,7 @@ class Machine:
         if round_ := self.receipts.say(self.way(transfer)):
             self.say(self.way(transfer), round_)
         try:
-            other.run(other.direct.requested(request))
+            other.run(other.direct.handle(request, 0.0))
         except ProtocolError:
             assert transfer in self.arrived  # said again, and said since that it has come
 
@@ -133,7 +141,7 @@ class Machine:
     def say(self, way: Way, round_: int) -> None:
         other = self.all[way.machine]
         for _ in range(self.world.rng.choice((1, 1, 2))):
-            other.run(other.direct.received(Receipt(self.index, way.key, round_, way.source, way.target)))
+            other.run(other.direct.handle(Receipt(self.index, way.key, round_, way.source, way.target), 0.0))
 
     def say_due(self) -> None:
         for way, round_ in self.receipts.take_due():
@@ -143,7 +151,7 @@ class Machine:
         asker, transfer = refuse.request.origin  # type: ignore[misc]
         if transfer not in asker.arrived:
             asker.arrived.add(transfer)
-            asker.run(asker.direct.refused(transfer, refuse.error, self.world.now))
+            asker.run(asker.direct.handle(PieceRefused(transfer, refuse.error), self.world.now))
 
     def _send(self, serve: Serve) -> None:
         """Read when it arrives: it is sent from where it lies. It may be lost, and is asked for again."""
@@ -159,7 +167,7 @@ class Machine:
             self.world.memory[place.address : place.address + len(data)] = data
             asker.receipts.came(asker.way(transfer), transfer.round, len(data), transfer.total)
             self.world.due.append(asker.say_due)
-            asker.run(asker.direct.arrived(transfer, place.address, self.world.now))
+            asker.run(asker.direct.handle(PieceArrived(transfer, place.address), self.world.now))
 
         lost = self.world.rng.random() < 0.15
         self.world.due.append((lambda: asker._ask(transfer)) if lost else arrive)
@@ -233,7 +241,7 @@ def simulate(rng: random.Random, how: Sizes, wrong: float) -> None:
             machine.on_shown[slot.id] = shown
             if in_chunks:
                 slot.arriving = Arriving(ROOM * 8, CHUNK)
-            machine.run(machine.direct.declare(rank, slot))
+            machine.run(machine.direct.handle(PiecesDeclared(rank, slot), 0.0))
             assert slot.round == round_ - 1
             world.due.append(lambda: begin(round_))
 
@@ -267,7 +275,9 @@ def simulate(rng: random.Random, how: Sizes, wrong: float) -> None:
                 nbytes = expected(round_, s, me)
                 receives.append((at, nbytes))
                 at += nbytes
-            machine.run(machine.direct.ready(slot, round_, Layout(tuple(sends), tuple(receives), how), world.now))
+            machine.run(
+                machine.direct.handle(PiecesReady(slot, round_, Layout(tuple(sends), tuple(receives), how)), world.now)
+            )
 
         def delivered(round_: int) -> None:
             data = due_now(round_)

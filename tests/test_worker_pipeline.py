@@ -11,7 +11,18 @@ from byteps_py.errors import ProtocolError
 from byteps_py.tensors import Op
 from byteps_py.worker.core.actions import Action, Push, Release, RoundDone, Supply
 from byteps_py.worker.core.credit import PATIENCE_S, PushQueue
-from byteps_py.worker.core.pipeline import RoundPipeline
+from byteps_py.worker.core.events import (
+    Answered,
+    BytesReady,
+    Computed,
+    ResultWanted,
+    RoundsAwaited,
+    TensorAgreed,
+    TensorForgotten,
+    TensorVoid,
+    TimePassed,
+)
+from byteps_py.worker.core.round_pipeline import RoundPipeline
 from byteps_py.worker.core.tensor import Compute, RankSlot, SlotState, Stage, Tensor
 
 PIECES = [(0, 8, 5), (8, 8, 6)]  # offset, length, server
@@ -23,7 +34,7 @@ def started(
 ) -> RoundPipeline:
     pipeline = RoundPipeline(size, PushQueue(credit_bytes))
     made.machines = machines
-    assert pipeline.start(made, PIECES if pieces is None else pieces, 0.0) == []
+    assert pipeline.handle(TensorAgreed(made, PIECES if pieces is None else pieces), 0.0) == []
     return pipeline
 
 
@@ -32,7 +43,7 @@ def ready(pipeline: RoundPipeline, *slots: RankSlot, nbytes: int | None = None, 
     actions = []
     for each in slots:
         round_ = each.round + (1 if each.ready_bytes < 0 else 0)
-        actions += pipeline.ready(each, round_, each.spec.nbytes if nbytes is None else nbytes, now)
+        actions += pipeline.handle(BytesReady(each, round_, each.spec.nbytes if nbytes is None else nbytes), now)
     return actions
 
 
@@ -68,8 +79,8 @@ def test_alone_the_sum_goes_straight_to_all_results(average: bool) -> None:
         (1, Op.SUM, (10_008, 20_008), (10_008, 20_008), divisor),
     ]
     assert made.running == 2
-    assert pipeline.computed(made.parts[1], 0.0) == []
-    assert pipeline.computed(made.parts[0], 0.0) == done(made)
+    assert pipeline.handle(Computed(made.parts[1]), 0.0) == []
+    assert pipeline.handle(Computed(made.parts[0]), 0.0) == done(made)
     assert (made.round, made.running, made.is_pending) == (2, 0, False)
     assert len(ready(pipeline, *slots)) == 2
 
@@ -94,7 +105,7 @@ def test_the_front_of_each_gradient_goes_as_they_become_ready_the_rest_by_priori
     for name, priority in [("back", -3), ("middle", -2), ("front", 0)]:
         tensor_ = tensor([slot(0, replace(spec(8, name), priority=priority))])
         tensor_.machines = 2
-        assert pipeline.start(tensor_, pieces, 0.0) == []
+        assert pipeline.handle(TensorAgreed(tensor_, pieces), 0.0) == []
         made.append(tensor_)
     back, middle, front = made
     (pushed,) = ready(pipeline, *back.slots)
@@ -107,9 +118,9 @@ def test_the_front_of_each_gradient_goes_as_they_become_ready_the_rest_by_priori
         part = action.part
         if isinstance(action, Push):
             order.append((part.tensor.name, part.index))
-            due += pipeline.answered(part, 1, ANSWER, 0.0)
+            due += pipeline.handle(Answered(part, 1, ANSWER), 0.0)
         elif isinstance(action, Compute):
-            due += [after for after in pipeline.computed(part, 0.0) if not isinstance(after, RoundDone)]
+            due += [after for after in pipeline.handle(Computed(part), 0.0) if not isinstance(after, RoundDone)]
     assert order == [
         ("back", 0),
         *[("front", index) for index in range(8)],  # it is waited for: at once
@@ -126,10 +137,12 @@ def test_one_rank_is_its_machine_and_its_inputs_take_turns() -> None:
     pipeline = started(made, machines=2, size=2)
     assert pushes(ready(pipeline, only)) == [(0, 1), (1, 1)]
     assert made.contribution.address == 10_000
-    assert computes(pipeline.answered(made.parts[0], 1, ANSWER, 0.0)) == [(0, Op.BROADCAST, (ANSWER,), (15_000,), 1)]
-    pipeline.computed(made.parts[0], 0.0)
-    pipeline.answered(made.parts[1], 1, ANSWER + 8, 0.0)
-    assert pipeline.computed(made.parts[1], 0.0) == done(made)
+    assert computes(pipeline.handle(Answered(made.parts[0], 1, ANSWER), 0.0)) == [
+        (0, Op.BROADCAST, (ANSWER,), (15_000,), 1)
+    ]
+    pipeline.handle(Computed(made.parts[0]), 0.0)
+    pipeline.handle(Answered(made.parts[1], 1, ANSWER + 8), 0.0)
+    assert pipeline.handle(Computed(made.parts[1]), 0.0) == done(made)
     assert pushes(ready(pipeline, only)) == [(0, 2), (1, 2)]
     assert made.contribution.address == 11_000
 
@@ -144,11 +157,11 @@ def test_several_ranks_are_summed_before_the_push_in_turns() -> None:
             (1, Op.SUM, (10_008, 20_008), (contribution + 8,), 1),
         ]
         for part in made.parts:
-            assert pushes(pipeline.computed(part, 0.0)) == [(part.index, round_)]
+            assert pushes(pipeline.handle(Computed(part), 0.0)) == [(part.index, round_)]
         for part in made.parts:
-            assert len(pipeline.answered(part, round_, ANSWER, 0.0)) == 1
-        assert pipeline.computed(made.parts[0], 0.0) == []
-        assert pipeline.computed(made.parts[1], 0.0) == done(made)
+            assert len(pipeline.handle(Answered(part, round_, ANSWER), 0.0)) == 1
+        assert pipeline.handle(Computed(made.parts[0]), 0.0) == []
+        assert pipeline.handle(Computed(made.parts[1]), 0.0) == done(made)
 
 
 def test_what_other_machines_wait_for_goes_whatever_is_in_flight_now_or_once_it_is_ready() -> None:
@@ -156,16 +169,18 @@ def test_what_other_machines_wait_for_goes_whatever_is_in_flight_now_or_once_it_
     made = [tensor([back]), tensor([front])]
     pipeline = started(made[0], machines=2, size=2, credit_bytes=8)
     made[1].machines = 2
-    pipeline.start(made[1], PIECES, 0.0)
-    assert pipeline.awaited([(made[1].parts[1], 1), (made[1].parts[0], 7)], 0.0) == []  # not ready; far away
+    pipeline.handle(TensorAgreed(made[1], PIECES), 0.0)
+    assert (
+        pipeline.handle(RoundsAwaited([(made[1].parts[1], 1), (made[1].parts[0], 7)]), 0.0) == []
+    )  # not ready; far away
     assert pushes(ready(pipeline, back)) == [(0, 1)]
     assert [a.part for a in ready(pipeline, front) if isinstance(a, Push)] == [made[1].parts[1]]
     # One waits, one was awaited in a round that is over, one is in flight.
-    actions = pipeline.awaited([(made[0].parts[1], 1), (made[1].parts[0], 0), (made[0].parts[0], 1)], 0.0)
+    actions = pipeline.handle(RoundsAwaited([(made[0].parts[1], 1), (made[1].parts[0], 0), (made[0].parts[0], 1)]), 0.0)
     assert [a.part for a in actions if isinstance(a, Push)] == [made[0].parts[1]]
     answered = []
     for part in (made[0].parts[0], made[1].parts[1], made[0].parts[1]):
-        actions = pipeline.answered(part, 1, ANSWER, 0.0) + pipeline.computed(part, 0.0)
+        actions = pipeline.handle(Answered(part, 1, ANSWER), 0.0) + pipeline.handle(Computed(part), 0.0)
         answered.append([a.part for a in actions if isinstance(a, Push)])
     assert answered == [[], [], [made[1].parts[0]]]  # it has to wait for credit
 
@@ -175,7 +190,7 @@ def test_an_average_is_divided_at_delivery_by_the_number_of_ranks() -> None:
     made = tensor([only])
     pipeline = started(made, machines=3, size=5)
     ready(pipeline, only)
-    assert computes(pipeline.answered(made.parts[1], 1, ANSWER, 0.0)) == [(1, Op.SUM, (ANSWER,), (15_008,), 5)]
+    assert computes(pipeline.handle(Answered(made.parts[1], 1, ANSWER), 0.0)) == [(1, Op.SUM, (ANSWER,), (15_008,), 5)]
 
 
 def test_the_root_of_a_broadcast_delivers_what_it_has() -> None:
@@ -185,8 +200,10 @@ def test_the_root_of_a_broadcast_delivers_what_it_has() -> None:
     made.root_slot = made.slots[1]
     pipeline = started(made, machines=2, size=4)
     assert computes(ready(pipeline, *slots))[0] == (0, Op.BROADCAST, (20_000,), (200_000,), 1)
-    pipeline.computed(made.parts[0], 0.0)
-    assert computes(pipeline.answered(made.parts[0], 1, 0, 0.0)) == [(0, Op.BROADCAST, (200_000,), (10_000,), 1)]
+    pipeline.handle(Computed(made.parts[0]), 0.0)
+    assert computes(pipeline.handle(Answered(made.parts[0], 1, 0), 0.0)) == [
+        (0, Op.BROADCAST, (200_000,), (10_000,), 1)
+    ]
 
 
 def test_a_root_that_is_alone_on_its_machine_has_its_result_copied() -> None:
@@ -195,7 +212,7 @@ def test_a_root_that_is_alone_on_its_machine_has_its_result_copied() -> None:
     made.root_slot = made.slots[0]
     pipeline = started(made, machines=2, size=2)
     ready(pipeline, only)
-    assert computes(pipeline.answered(made.parts[1], 1, 0, 0.0)) == [(1, Op.BROADCAST, (10_008,), (15_008,), 1)]
+    assert computes(pipeline.handle(Answered(made.parts[1], 1, 0), 0.0)) == [(1, Op.BROADCAST, (10_008,), (15_008,), 1)]
 
 
 def test_a_broadcast_from_elsewhere_needs_no_kernel_before_the_pull() -> None:
@@ -205,7 +222,7 @@ def test_a_broadcast_from_elsewhere_needs_no_kernel_before_the_pull() -> None:
     pipeline = started(made, machines=2, size=4)
     assert not made.contributes
     assert pushes(ready(pipeline, *slots)) == [(0, 1), (1, 1)]
-    assert computes(pipeline.answered(made.parts[0], 1, ANSWER, 0.0)) == [
+    assert computes(pipeline.handle(Answered(made.parts[0], 1, ANSWER), 0.0)) == [
         (0, Op.BROADCAST, (ANSWER,), (10_000, 20_000), 1)
     ]
 
@@ -230,7 +247,7 @@ def test_what_was_handed_over_before_the_agreement_starts_with_it() -> None:
     assert ready(pipeline, *slots) == []
     made = tensor(slots)
     made.machines = 1
-    assert [each[0] for each in computes(pipeline.start(made, PIECES, 0.0))] == [0, 1]
+    assert [each[0] for each in computes(pipeline.handle(TensorAgreed(made, PIECES), 0.0))] == [0, 1]
 
 
 def test_an_empty_tensor_is_done_when_all_local_ranks_have_come() -> None:
@@ -258,9 +275,9 @@ def test_what_no_rank_can_hand_over(before: list[tuple[int, int]], message: tupl
     only = slot(0, inputs=2)
     pipeline = started(tensor([only]), 2, 2)
     for round_, nbytes in before:
-        pipeline.ready(only, round_, nbytes, 0.0)
+        pipeline.handle(BytesReady(only, round_, nbytes), 0.0)
     with pytest.raises(ProtocolError, match=text):
-        pipeline.ready(only, *message, 0.0)
+        pipeline.handle(BytesReady(only, *message), 0.0)
 
 
 # ---- the network -------------------------------------------------------------------------------------------------
@@ -272,7 +289,7 @@ def test_the_credit_holds_pushes_back_and_answers_set_them_free() -> None:
     pipeline = started(made, 2, 2, credit_bytes=8)
     assert pushes(ready(pipeline, only)) == [(0, 1)]
     assert [part.stage for part in made.parts] == [Stage.IN_FLIGHT, Stage.QUEUED]
-    push, _ = pipeline.answered(made.parts[0], 1, ANSWER, 0.0)
+    push, _ = pipeline.handle(Answered(made.parts[0], 1, ANSWER), 0.0)
     assert pushes([push]) == [(1, 1)]  # before the delivery: the network must not wait for it
 
 
@@ -281,20 +298,20 @@ def test_nothing_is_pushed_while_answers_wait_for_the_processor() -> None:
     made = tensor([only])
     pipeline = started(made, 2, 2, credit_bytes=8, pieces=[(8 * i, 8, 5) for i in range(4)])
     assert pushes(ready(pipeline, only)) == [(0, 1)]
-    push, _ = pipeline.answered(made.parts[0], 1, ANSWER, 0.0)
+    push, _ = pipeline.handle(Answered(made.parts[0], 1, ANSWER), 0.0)
     assert pushes([push]) == [(1, 1)]
-    (second,) = pipeline.answered(made.parts[1], 1, ANSWER, 0.0)  # more than the credit is undelivered
-    assert pushes(pipeline.pump(0.0)) == []
+    (second,) = pipeline.handle(Answered(made.parts[1], 1, ANSWER), 0.0)  # more than the credit is undelivered
+    assert pushes(pipeline.handle(TimePassed(), 0.0)) == []
     assert isinstance(second, Compute)
-    assert pushes(pipeline.computed(made.parts[0], 0.0)) == [(2, 1)]
+    assert pushes(pipeline.handle(Computed(made.parts[0]), 0.0)) == [(2, 1)]
 
 
 def test_what_waits_for_other_machines_gives_its_credit_back_on_the_timer() -> None:
     only = slot(0, inputs=2)
     pipeline = started(tensor([only]), 2, 2, credit_bytes=8)
     ready(pipeline, only, now=1.0)
-    assert pipeline.pump(1.0 + PATIENCE_S / 2) == []
-    assert pushes(pipeline.pump(1.0 + PATIENCE_S)) == [(1, 1)]
+    assert pipeline.handle(TimePassed(), 1.0 + PATIENCE_S / 2) == []
+    assert pushes(pipeline.handle(TimePassed(), 1.0 + PATIENCE_S)) == [(1, 1)]
 
 
 def test_answers_that_nobody_waits_for_change_nothing() -> None:
@@ -303,17 +320,17 @@ def test_answers_that_nobody_waits_for_change_nothing() -> None:
     pipeline = started(made, 2, 2)
     first, second = made.parts
     assert not pipeline.awaits(first, 1)
-    assert pipeline.answered(first, 1, ANSWER, 0.0) == []  # not pushed yet
+    assert pipeline.handle(Answered(first, 1, ANSWER), 0.0) == []  # not pushed yet
     ready(pipeline, only)
     assert pipeline.awaits(first, 1)
-    assert pipeline.answered(first, 2, ANSWER, 0.0) == []  # of another round
-    assert len(pipeline.answered(first, 1, ANSWER, 0.0)) == 1
-    assert pipeline.answered(first, 1, ANSWER, 0.0) == []  # repeated
-    pipeline.computed(first, 0.0)
-    pipeline.answered(second, 1, ANSWER, 0.0)
-    pipeline.computed(second, 0.0)
+    assert pipeline.handle(Answered(first, 2, ANSWER), 0.0) == []  # of another round
+    assert len(pipeline.handle(Answered(first, 1, ANSWER), 0.0)) == 1
+    assert pipeline.handle(Answered(first, 1, ANSWER), 0.0) == []  # repeated
+    pipeline.handle(Computed(first), 0.0)
+    pipeline.handle(Answered(second, 1, ANSWER), 0.0)
+    pipeline.handle(Computed(second), 0.0)
     ready(pipeline, only)
-    assert pipeline.answered(first, 1, ANSWER, 0.0) == []  # repeated, and late
+    assert pipeline.handle(Answered(first, 1, ANSWER), 0.0) == []  # repeated, and late
     assert pipeline.awaits(first, 2)
 
 
@@ -324,14 +341,14 @@ def test_a_void_tensor_gives_back_its_credit_and_its_memory() -> None:
     only, other = slot(0, inputs=2), slot(0, spec(2, "other"), inputs=2)
     made, next_ = tensor([only]), tensor([other])
     pipeline = started(made, 2, 2, credit_bytes=8)
-    pipeline.start(next_, [(0, 8, 5)], 0.0)
+    pipeline.handle(TensorAgreed(next_, [(0, 8, 5)]), 0.0)
     ready(pipeline, only, other)
-    release, push = pipeline.retire(made, 0.0)
+    release, push = pipeline.handle(TensorVoid(made), 0.0)
     assert release == Release((only,), made)
     assert pushes([push]) == [(0, 1)]
     assert isinstance(push, Push)
     assert push.part is next_.parts[0]  # the void tensor's second partition has left the queue
-    assert pipeline.answered(made.parts[0], 1, ANSWER, 0.0) == []
+    assert pipeline.handle(Answered(made.parts[0], 1, ANSWER), 0.0) == []
 
 
 def test_memory_stays_while_kernels_run_on_it() -> None:
@@ -339,9 +356,9 @@ def test_memory_stays_while_kernels_run_on_it() -> None:
     made = tensor(slots, contributions=True)
     pipeline = started(made, 2, 4)
     ready(pipeline, *slots)
-    assert pipeline.retire(made, 0.0) == []
-    assert pipeline.computed(made.parts[1], 0.0) == []
-    assert pipeline.computed(made.parts[0], 0.0) == [Release(tuple(slots), made)]
+    assert pipeline.handle(TensorVoid(made), 0.0) == []
+    assert pipeline.handle(Computed(made.parts[1]), 0.0) == []
+    assert pipeline.handle(Computed(made.parts[0]), 0.0) == [Release(tuple(slots), made)]
 
 
 def test_what_may_be_wanted_outlives_its_tensor() -> None:
@@ -350,13 +367,13 @@ def test_what_may_be_wanted_outlives_its_tensor() -> None:
     pipeline = started(made, 2, 2)
     ready(pipeline, only)
     for part in made.parts:
-        pipeline.answered(part, 1, ANSWER, 0.0)
-        pipeline.computed(part, 0.0)
-    assert pipeline.retire(made, 0.0, keep=True) == []
-    assert pipeline.wanted(made.parts[1], 1, 9) == [Supply(made.parts[1], 1, 9)]
-    assert pipeline.wanted(made.parts[1], 2, 9) == []
-    assert pipeline.forget(made) == [Release((only,), made)]
-    assert pipeline.wanted(made.parts[1], 1, 9) == []
+        pipeline.handle(Answered(part, 1, ANSWER), 0.0)
+        pipeline.handle(Computed(part), 0.0)
+    assert pipeline.handle(TensorVoid(made, is_kept=True), 0.0) == []
+    assert pipeline.handle(ResultWanted(made.parts[1], 1, 9), 0.0) == [Supply(made.parts[1], 1, 9)]
+    assert pipeline.handle(ResultWanted(made.parts[1], 2, 9), 0.0) == []
+    assert pipeline.handle(TensorForgotten(made), 0.0) == [Release((only,), made)]
+    assert pipeline.handle(ResultWanted(made.parts[1], 1, 9), 0.0) == []
 
 
 def test_nobody_hastens_what_was_queued_of_a_void_tensor() -> None:
@@ -364,13 +381,13 @@ def test_nobody_hastens_what_was_queued_of_a_void_tensor() -> None:
     only, other = slot(0, inputs=2), slot(0, spec(2, "other"), inputs=2)
     made, next_ = tensor([only]), tensor([other])
     pipeline = started(made, 2, 2, credit_bytes=8)
-    pipeline.start(next_, [(0, 8, 5)], 0.0)
+    pipeline.handle(TensorAgreed(next_, [(0, 8, 5)]), 0.0)
     ready(pipeline, only)
     queued = made.parts[1]
     assert queued.stage is Stage.QUEUED
-    pipeline.retire(made, 0.0, keep=True)
+    pipeline.handle(TensorVoid(made, is_kept=True), 0.0)
     assert pushes(ready(pipeline, other)) == [(0, 1)]  # the first after all was answered, or given up
-    assert pipeline.awaited([(queued, 1)], 0.0) == []
+    assert pipeline.handle(RoundsAwaited([(queued, 1)]), 0.0) == []
 
 
 def test_slots_that_live_on_are_not_released() -> None:
@@ -380,15 +397,15 @@ def test_slots_that_live_on_are_not_released() -> None:
     pipeline = started(made, 1, 3)
     slots[1].tensor = tensor([slot(1)], generation=2)
     slots[2].move_to(SlotState.VOID)
-    assert pipeline.retire(made, 0.0) == [Release((slots[0],), made)]
+    assert pipeline.handle(TensorVoid(made), 0.0) == [Release((slots[0],), made)]
 
 
 def test_what_is_handed_over_to_a_void_tensor_is_ignored() -> None:
     only = slot(0, inputs=2)
     made = tensor([only])
     pipeline = started(made, 2, 2)
-    pipeline.retire(made, 0.0)
-    assert pipeline.ready(only, 1, 16, 0.0) == []
+    pipeline.handle(TensorVoid(made), 0.0)
+    assert pipeline.handle(BytesReady(only, 1, 16), 0.0) == []
     only.tensor, only.state = None, SlotState.VOID
-    assert pipeline.ready(only, 1, 16, 0.0) == []
+    assert pipeline.handle(BytesReady(only, 1, 16), 0.0) == []
     assert only.ready_bytes == -1

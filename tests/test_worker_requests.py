@@ -14,7 +14,7 @@ from byteps_py import rank_protocol as protocol
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.worker.core.credit import PushQueue
 from byteps_py.worker.core.pace import RankPace
-from byteps_py.worker.core.pipeline import RoundPipeline
+from byteps_py.worker.core.round_pipeline import RoundPipeline
 from byteps_py.worker.core.tensor import RankSlot, SlotState, TensorState
 from byteps_py.worker.core.topology import Topology
 from byteps_py.worker.ranks.requests import Requests

@@ -18,7 +18,8 @@ from byteps_py.settings import Settings
 from byteps_py.shm import Block
 from byteps_py.wire import Header, Kind
 from byteps_py.worker.core.credit import PushQueue
-from byteps_py.worker.core.pipeline import RoundPipeline
+from byteps_py.worker.core.events import BytesReady
+from byteps_py.worker.core.round_pipeline import RoundPipeline
 from byteps_py.worker.core.tensor import Part
 from byteps_py.worker.core.topology import Topology
 from byteps_py.worker.io.executor import Executor
@@ -80,7 +81,7 @@ class Machine:
         self.executor.start(made, [(0, 16, HERE)])
         (self.part,) = made.parts
         for each in slots:
-            self.executor.run(pipeline.ready(each, 1, 16, 0.0))
+            self.executor.run(pipeline.handle(BytesReady(each, 1, 16), 0.0))
 
     def _bind(
         self, op: object, dtype: object, inputs: tuple[int, ...], *more: object, past_caches: bool = False

@@ -17,8 +17,9 @@ from byteps_py.errors import ProtocolError
 from byteps_py.tensors import DType, Op, TensorSpec
 from byteps_py.worker.core.actions import Action, Lend, RoundDone, Show
 from byteps_py.worker.core.credit import PushQueue
+from byteps_py.worker.core.events import BytesReady, Computed, SumTaken, TensorAgreed, TensorForgotten, TensorVoid
 from byteps_py.worker.core.pieces import FetchPiece, Transfer, due
-from byteps_py.worker.core.pipeline import RoundPipeline
+from byteps_py.worker.core.round_pipeline import RoundPipeline
 from byteps_py.worker.core.scatter import Scatter, pieces
 from byteps_py.worker.core.tensor import AskSum, Compute, RankSlot, SumRequest, Tensor
 
@@ -78,7 +79,7 @@ class Machine:
     def _agree(self) -> None:
         for slot in self.slots:
             slot.tensor = self.tensor
-        self.run(self.pipeline.start(self.tensor, self.parts, self.world.now))
+        self.run(self.pipeline.handle(TensorAgreed(self.tensor, self.parts), self.world.now))
 
     def value(self, rank: int, round_: int, element: int) -> int:
         return 10**rank * (round_ + element % 3)
@@ -88,7 +89,7 @@ class Machine:
         place = slot.inputs[(round_ - 1) % len(slot.inputs)].address
         for element in range(self.spec.count):
             self.world.memory[place + element * ITEM] = self.value(rank, round_, element)
-        self.run(self.pipeline.ready(slot, round_, self.spec.nbytes, self.world.now))
+        self.run(self.pipeline.handle(BytesReady(slot, round_, self.spec.nbytes), self.world.now))
 
     def run(self, actions: list[Action]) -> None:
         for action in actions:
@@ -126,7 +127,7 @@ class Machine:
             total = sum(memory[address + at] for address in compute.inputs)
             for output in compute.outputs:
                 memory[output + at] = total
-        self.run(self.pipeline.computed(compute.part, self.world.now))
+        self.run(self.pipeline.handle(Computed(compute.part), self.world.now))
 
     def _ask(self, ask: AskSum) -> None:
         part = ask.part
@@ -154,7 +155,7 @@ class Machine:
             self.world.due.append(lambda: asker._ask(ask))
         else:
             self.world.due.append(arrive)
-        self.run(self.pipeline.lent(lend.part, lend.request.round))
+        self.run(self.pipeline.handle(SumTaken(lend.part, lend.request.round), 0.0))
 
     def _check(self, done: RoundDone) -> None:
         self.delivered += 1
@@ -201,29 +202,29 @@ def _of_two_machines() -> tuple[Scatter, RoundPipeline, Tensor]:
     mine = make_slot(0, spec, inputs=2)
     tensor = Tensor("g", 1, spec, (mine,), machines=2)
     mine.tensor = tensor
-    pipeline.start(tensor, pieces(spec, 2, limit=64), 0.0)
-    actions = pipeline.ready(mine, 1, spec.nbytes, 0.0)
+    pipeline.handle(TensorAgreed(tensor, pieces(spec, 2, limit=64)), 0.0)
+    actions = pipeline.handle(BytesReady(mine, 1, spec.nbytes), 0.0)
     (ask,) = [action.item for action in actions if isinstance(action, FetchPiece)]
     assert isinstance(ask, AskSum)
     (lent,) = scatter.requested(SumRequest(None, 1, tensor.key, 1, 1, 1))
     assert isinstance(lent, Lend)
-    pipeline.lent(lent.part, 1)
+    pipeline.handle(SumTaken(lent.part, 1), 0.0)
     scatter.arrived(ask, 77, 0.0)
-    assert [type(action) for action in pipeline.computed(ask.part, 0.0)] == [RoundDone]
+    assert [type(action) for action in pipeline.handle(Computed(ask.part), 0.0)] == [RoundDone]
     return scatter, pipeline, tensor
 
 
 def test_what_was_lost_with_a_connection_is_given_again_after_the_end_of_its_tensor() -> None:
     scatter, pipeline, tensor = _of_two_machines()
-    pipeline.retire(tensor, 0.0, keep=True)
+    pipeline.handle(TensorVoid(tensor, is_kept=True), 0.0)
     (again,) = scatter.requested(SumRequest(None, 1, tensor.key, 1, 1, 1))
     assert isinstance(again, Lend)
     assert scatter.requested(SumRequest(None, 1, tensor.key, 1, 1, 2)) == []  # no round of a void tensor begins
-    pipeline.forget(tensor)
+    pipeline.handle(TensorForgotten(tensor), 0.0)
     assert scatter.requested(SumRequest(None, 1, tensor.key, 1, 1, 1)) == []
 
 
 def test_a_void_tensor_whose_last_result_nobody_lacks_is_lent_no_more() -> None:
     scatter, pipeline, tensor = _of_two_machines()
-    pipeline.retire(tensor, 0.0)
+    pipeline.handle(TensorVoid(tensor), 0.0)
     assert scatter.requested(SumRequest(None, 1, tensor.key, 1, 1, 1)) == []

@@ -17,6 +17,7 @@ from byteps_py.settings import Settings
 from byteps_py.tensors import DType, Layout, Op, TensorSpec
 from byteps_py.worker.core.credit import PushQueue
 from byteps_py.worker.core.deadlines import StallDeadline
+from byteps_py.worker.core.events import PiecesDeclared, PiecesReady
 from byteps_py.worker.core.piece_exchange import PieceExchange
 from byteps_py.worker.core.pieces import PieceRequest, Receipt, Serve
 from byteps_py.worker.core.tensor import RankSlot
@@ -100,7 +101,7 @@ def one_of_two() -> tuple[PieceExchange, RankSlot]:
     """Rank 0, alone on its machine, gathers with rank 1, of which it expects nothing."""
     direct = PieceExchange(0, [0, 1], 100, 100, PushQueue(0), 1 << 18)
     slot = make_slot(0, TensorSpec("x", DType.UINT8, (8, 16), Op.GATHER), inputs=2)
-    direct.declare(0, slot)
+    direct.handle(PiecesDeclared(0, slot), 0.0)
     return direct, slot
 
 
@@ -116,24 +117,24 @@ def receipt_of(request: PieceRequest) -> Receipt:
 def test_a_piece_is_owed_until_it_is_taken_or_its_taker_is_gone() -> None:
     direct, slot = one_of_two()
     assert not direct.owes(set())
-    direct.ready(slot, 1, Layout(((0, 8),), ((0, 0), (8, 0))), 0.0)
+    direct.handle(PiecesReady(slot, 1, Layout(((0, 8),), ((0, 0), (8, 0)))), 0.0)
     assert slot.ready_bytes < 0  # its own round is over
     assert direct.owes({0})
     assert direct.owes(set(), 0)
     assert not direct.owes(set(), 1)  # of another local rank
     assert not direct.owes({1})
     request = request_of(direct)
-    (serve,) = direct.requested(request)
+    (serve,) = direct.handle(request, 0.0)
     assert isinstance(serve, Serve)
     assert direct.owes(set())
-    direct.received(receipt_of(request))
+    direct.handle(receipt_of(request), 0.0)
     assert not direct.owes(set())
 
 
 def test_a_rank_lacks_what_it_waits_for() -> None:
     direct, slot = one_of_two()
     assert not direct.lacks({0, 1})
-    direct.ready(slot, 1, Layout(((0, 0),), ((0, 0), (8, 8))), 0.0)
+    direct.handle(PiecesReady(slot, 1, Layout(((0, 0),), ((0, 0), (8, 8)))), 0.0)
     assert direct.lacks({1})
     assert not direct.lacks({0})
 
@@ -141,13 +142,13 @@ def test_a_rank_lacks_what_it_waits_for() -> None:
 def test_what_came_before_all_joined_gives_no_memory_back() -> None:
     """Whoever calls ``start_anew`` has got all of it."""
     direct, slot = one_of_two()
-    direct.ready(slot, 1, Layout(((0, 8),), ((0, 0), (8, 0))), 0.0)
+    direct.handle(PiecesReady(slot, 1, Layout(((0, 8),), ((0, 0), (8, 0)))), 0.0)
     larger = make_slot(0, TensorSpec("x", DType.UINT8, (80, 160), Op.GATHER), inputs=2)
-    assert direct.declare(0, larger) == []
-    (serve,) = direct.requested(request_of(direct))
+    assert direct.handle(PiecesDeclared(0, larger), 0.0) == []
+    (serve,) = direct.handle(request_of(direct), 0.0)
     assert isinstance(serve, Serve)
     assert direct.start_anew(1) == [larger, slot]
-    assert direct.received(receipt_of(serve.request)) == []
+    assert direct.handle(receipt_of(serve.request), 0.0) == []
 
 
 # ---- others ----------------------------------------------------------------------------------------------

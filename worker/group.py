@@ -22,12 +22,13 @@ from byteps_py.wording import count_text
 from byteps_py.worker.core import credit, pieces
 from byteps_py.worker.core.agreement import Agreement
 from byteps_py.worker.core.credit import PushQueue
+from byteps_py.worker.core.events import MachineLost, TimePassed
 from byteps_py.worker.core.hosted_steps import HostedSteps
 from byteps_py.worker.core.owners import OwnedPiece
 from byteps_py.worker.core.piece_exchange import PieceExchange
 from byteps_py.worker.core.pieces import PieceRequest, Receipt, Transfer, due
-from byteps_py.worker.core.pipeline import RoundPipeline
 from byteps_py.worker.core.placing import Placing
+from byteps_py.worker.core.round_pipeline import RoundPipeline
 from byteps_py.worker.core.scatter import Scatter
 from byteps_py.worker.core.tensor import AskSum, Part, SumRequest, Tensor
 from byteps_py.worker.core.topology import Topology
@@ -122,7 +123,7 @@ class Group:
             self.network = executor.network = self.network_class(
                 runtime, settings, topology, memory, executor.answered, executor.again, around.server_lost
             )
-        self.joining = self.joining_class(topology, self.agreement, pipeline, direct, executor, send, fail)
+        self.joining = self.joining_class(topology, self.agreement, direct, executor, send, fail)
         self.requests = self.requests_class(topology, memory, self.agreement, pipeline, direct, executor, self.joining)
         self.waits = self.waits_class(
             self.requests, self.agreement, direct, self.network, around.rank_server, around.stay,
@@ -254,13 +255,11 @@ class Group:
         """Another machine asks for what a rank here gives, or has got it."""
         if isinstance(request, SumRequest):
             self.executor.run(self._scatter.requested(request))
-        elif isinstance(request, Receipt):
-            self.executor.run(self._direct.received(request))
         else:
-            self.executor.run(self._direct.requested(request))
+            self.executor.run(self._direct.handle(request, self._loop.time()))
 
     def machine_gone(self, machine: int) -> None:
-        self._direct.gone(machine)
+        self._direct.handle(MachineLost(machine), self._loop.time())
 
     def owes(self, gone: set[int]) -> bool:
         """See PieceExchange."""
@@ -281,7 +280,7 @@ class Group:
         """Send what may be sent by now. True if something waits for its turn."""
         now = self._loop.time()
         if len(self.queue):
-            self.executor.run(self._pipeline.pump(now))
+            self.executor.handle(TimePassed())
         if len(self._fetches):
             self.executor.run(due(self._fetches, now))
         return bool(len(self.queue) or len(self._fetches))

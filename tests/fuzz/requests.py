@@ -16,9 +16,10 @@ from byteps_py.tensors import DType, Layout, Op, TensorSpec, key_of
 from byteps_py.wire import HEADER_BYTES, Fetch, Header, Kind
 from byteps_py.worker.core.actions import Action, DirectAction, Lend
 from byteps_py.worker.core.credit import PushQueue
+from byteps_py.worker.core.events import MachineLost, PiecesDeclared, PiecesReady, TensorAgreed
 from byteps_py.worker.core.piece_exchange import PieceExchange
 from byteps_py.worker.core.pieces import ALL, MAX_EARLY, Receipt, RefusePiece, Serve, Transfer
-from byteps_py.worker.core.pipeline import RoundPipeline
+from byteps_py.worker.core.round_pipeline import RoundPipeline
 from byteps_py.worker.core.scatter import Scatter, pieces
 from byteps_py.worker.core.tensor import AskSum, ScatterPart, SumRequest, Tensor
 from byteps_py.worker.io.peers import events_of
@@ -73,7 +74,7 @@ class Requests(Target):
         self._slots = []
         for op, local_rank in itertools.product((Op.GATHER, Op.EXCHANGE), (0, 1)):
             slot = make_slot(local_rank, TensorSpec(op.name.lower(), DType.UINT8, (4096, 4096), op))
-            self._direct.declare(local_rank, slot)
+            self._direct.handle(PiecesDeclared(local_rank, slot), 0.0)
             self._slots.append(slot)
         spec = TensorSpec("sum", DType.FLOAT32, (4, 3), scatters=True)
         slots = tuple(make_slot(local_rank, spec) for local_rank in (0, 1))
@@ -81,7 +82,7 @@ class Requests(Target):
         for each in slots:
             each.tensor = self._tensor
         self._pipeline = RoundPipeline(size, PushQueue(0), self._scatter)
-        self._pipeline.start(self._tensor, pieces(spec, size, limit=8), 0.0)
+        self._pipeline.handle(TensorAgreed(self._tensor, pieces(spec, size, limit=8)), 0.0)
         self._round = 0
 
     def _go_on(self) -> None:
@@ -90,7 +91,7 @@ class Requests(Target):
         for slot in self._slots:
             if slot.ready_bytes < 0:
                 sends = receives if slot.spec.op is Op.EXCHANGE else ((0, _SENT),)
-                self._check(self._direct.ready(slot, slot.round + 1, Layout(sends, receives), 0.0))
+                self._check(self._direct.handle(PiecesReady(slot, slot.round + 1, Layout(sends, receives)), 0.0))
 
     def feed(self, data: bytes) -> None:
         self._turn += 1
@@ -107,13 +108,13 @@ class Requests(Target):
                 if isinstance(event, SumRequest):
                     self._check_lent(self._scatter.requested(event), event)
                 elif isinstance(event, Receipt):
-                    self._check(self._direct.received(event))
+                    self._check(self._direct.handle(event, 0.0))
                 else:
-                    self._check(self._direct.requested(event))
+                    self._check(self._direct.handle(event, 0.0))
         if self._turn % 64 == 0:
             self._go_on()
         if self._turn % 256 == 0:
-            self._direct.gone(1 + self._turn // 256 % 2)
+            self._direct.handle(MachineLost(1 + self._turn // 256 % 2), 0.0)
         if self._turn % 5000 == 0:
             self._begin()
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from byteps_py.tensors import TensorSpec
 from byteps_py.worker.core.actions import Action
+from byteps_py.worker.core.events import Answered, ResultWanted, RoundEvent, StepArmed, StepEnded, StepSkipped
 from byteps_py.worker.core.hosted_steps import (
     AllSummed,
     Forget,
@@ -16,8 +17,8 @@ from byteps_py.worker.core.hosted_steps import (
     OwnedPart,
     StepState,
 )
-from byteps_py.worker.core.pipeline import RoundPipeline
 from byteps_py.worker.core.placing import Placing
+from byteps_py.worker.core.round_pipeline import RoundPipeline
 from byteps_py.worker.core.tensor import Part, RankSlot, Stage
 from byteps_py.worker.io.executor import Executor
 
@@ -35,11 +36,12 @@ class StepAgainForASecondAnswer(Mutation):
             is_second = _is_owned_sum(part) and part.stage is Stage.DELIVERING and round_ == part.tensor.round
             return super().awaits(part, round_) or (is_second and not part.tensor.state.is_void)
 
-        def answered(self, part: Part, round_: int, source: int, now: float) -> list[Action]:
-            if isinstance(part, OwnedPart) and _is_owned_sum(part) and part.stage is Stage.DELIVERING:
+        def handle(self, event: RoundEvent, now: float) -> list[Action]:
+            part = event.part if isinstance(event, Answered) and isinstance(event.part, OwnedPart) else None
+            if part is not None and _is_owned_sum(part) and part.stage is Stage.DELIVERING:
                 part.state = StepState.SUMMING
-                return self._summed(part, (source,))
-            return super().answered(part, round_, source, now)
+                return self._summed(part, (event.source,))
+            return super().handle(event, now)
 
 
 class StepWithTheRoundBefore(Mutation):
@@ -56,9 +58,9 @@ class ForgetWhatIsAcknowledged(Mutation):
     """Though the owner's answer may be lost with its server."""
 
     class pipeline(RoundPipeline):
-        def wanted(self, part: Part, round_: int, server: int) -> list[Action]:
-            is_owned = isinstance(part, OwnedPart) and part.is_acknowledged
-            return [] if is_owned else super().wanted(part, round_, server)
+        def handle(self, event: RoundEvent, now: float) -> list[Action]:
+            is_owned = isinstance(event, ResultWanted) and isinstance(event.part, OwnedPart)
+            return [] if is_owned and event.part.is_acknowledged else super().handle(event, now)
 
 
 class SendParametersBeforeTheStep(Mutation):
@@ -71,8 +73,9 @@ class SendParametersBeforeTheStep(Mutation):
 
 class StepInsteadOfASkip(Mutation):
     class pipeline(RoundPipeline):
-        def skip(self, slot: RankSlot, round_: int) -> list[Action]:
-            return self.arm(slot, round_)
+        def handle(self, event: RoundEvent, now: float) -> list[Action]:
+            is_skip = isinstance(event, StepSkipped)
+            return super().handle(StepArmed(event.slot, event.round) if is_skip else event, now)
 
 
 class MoveTheOwner(Mutation):
@@ -104,9 +107,11 @@ class StepInEveryRound(Mutation):
 
 class DivideAStepByAllMachines(Mutation):
     class pipeline(RoundPipeline):
-        def arm(self, slot: RankSlot, round_: int, is_last: bool = True) -> list[Action]:
-            divisor = self.divisor(slot.spec) + slot.spec.average
-            return self._run_hosted(self.hosted.arm(slot, round_, is_last, divisor))
+        def handle(self, event: RoundEvent, now: float) -> list[Action]:
+            if not isinstance(event, StepArmed):
+                return super().handle(event, now)
+            divisor = self.divisor(event.slot.spec) + event.slot.spec.average
+            return self._run_hosted(self.hosted.arm(event.slot, event.round, event.is_last, divisor))
 
 
 class KeepSumsThatAreGivenUp(Mutation):
@@ -146,8 +151,11 @@ class FreeSumsBetweenPhases(Mutation):
 
 class SendParametersAfterTheFirstPhase(Mutation):
     class pipeline(RoundPipeline):
-        def stepped(self, step: MakeStep, now: float) -> list[Action]:
-            actions = super().stepped(step, now)
+        def handle(self, event: RoundEvent, now: float) -> list[Action]:
+            actions = super().handle(event, now)
+            if not isinstance(event, StepEnded):
+                return actions
+            step = event.step
             if not (step.is_last or step.part.tensor.state.is_void or step.parameters.state.is_void):
                 for target in step.targets:
                     target.stepped_round = step.parameters.round

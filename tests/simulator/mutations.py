@@ -19,8 +19,8 @@ from byteps_py.tensors import TensorSpec
 from byteps_py.wire import Header, name_of
 from byteps_py.worker.core.actions import Release
 from byteps_py.worker.core.agreement import Agreement
-from byteps_py.worker.core.pipeline import RoundPipeline
 from byteps_py.worker.core.placing import Placing
+from byteps_py.worker.core.round_pipeline import RoundPipeline
 from byteps_py.worker.core.scatter import Scatter
 from byteps_py.worker.core.tensor import Part, RankSlot, SlotState, Tensor
 from byteps_py.worker.core.topology import Topology

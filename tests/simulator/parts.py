@@ -20,8 +20,8 @@ from byteps_py.worker.core.agreement import Agreement
 from byteps_py.worker.core.deadlines import FailureSuspicions
 from byteps_py.worker.core.hosted_steps import HostedSteps
 from byteps_py.worker.core.piece_exchange import PieceExchange
-from byteps_py.worker.core.pipeline import RoundPipeline
 from byteps_py.worker.core.placing import Placing
+from byteps_py.worker.core.round_pipeline import RoundPipeline
 from byteps_py.worker.core.scatter import Scatter
 from byteps_py.worker.core.shadowing import Shadowing
 from byteps_py.worker.core.topology import Topology

@@ -25,8 +25,8 @@ class ServeALaterRound(Mutation):
 
     class direct(PieceExchange):
         @staticmethod
-        def serve(channel: Any, request: Any) -> Any:
-            actions = PieceExchange.serve(channel, request)
+        def _serve(channel: Any, request: Any) -> Any:
+            actions = PieceExchange._serve(channel, request)
             for action in actions:
                 if isinstance(action, Serve):
                     action.block = action.member.slot.input

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from byteps_py.worker.core.actions import Action, Push
-from byteps_py.worker.core.pipeline import RoundPipeline
-from byteps_py.worker.core.tensor import Part, RankSlot, SlotState, Tensor, TensorState
+from byteps_py.worker.core.events import BytesReady, RoundEvent, RoundsAwaited
+from byteps_py.worker.core.round_pipeline import RoundPipeline
+from byteps_py.worker.core.tensor import Part, SlotState, Tensor, TensorState
 
 from .ledger import Queue
 from .mutations import Mutation
@@ -61,14 +61,14 @@ class HandOverVoidTensors(Mutation):
     """What was handed over before the rank knew of the mismatch takes credit, for ever."""
 
     class pipeline(RoundPipeline):
-        def ready(self, slot: RankSlot, *args: Any) -> Any:
-            tensor = slot.tensor
-            if tensor is None:
-                return super().ready(slot, *args)
+        def handle(self, event: RoundEvent, now: float) -> list[Action]:
+            if not isinstance(event, BytesReady) or (tensor := event.slot.tensor) is None:
+                return super().handle(event, now)
+            slot = event.slot
             states = slot.state, tensor.state
             slot.state, tensor.state = SlotState.ACTIVE, TensorState.ACTIVE
             try:
-                return super().ready(slot, *args)
+                return super().handle(event, now)
             finally:
                 slot.state, tensor.state = states
 
@@ -87,13 +87,13 @@ class HastenWhatIsVoid(Mutation):
     """Though it has left the queue."""
 
     class pipeline(RoundPipeline):
-        def awaited(self, rounds: Iterable[tuple[Part, int]], now: float) -> list[Action]:
-            known = list(rounds)
+        def handle(self, event: RoundEvent, now: float) -> list[Action]:
+            known = [*event.rounds] if isinstance(event, RoundsAwaited) else []
             void = {part.tensor: part.tensor.state for part, _ in known if part.tensor.state.is_void}
             for tensor in void:
                 tensor.state = TensorState.ACTIVE
             try:
-                return super().awaited(known, now)
+                return super().handle(event, now)
             finally:
                 for tensor, state in void.items():
                     tensor.state = state

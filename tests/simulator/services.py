@@ -15,6 +15,7 @@ from byteps_py.server.service import SummationService
 from byteps_py.settings import Settings
 from byteps_py.tensors import Op
 from byteps_py.worker.core.actions import Action, RoundDone
+from byteps_py.worker.core.events import Answered, RoundEvent, StepEnded
 from byteps_py.worker.core.hosted_steps import MakeStep, OwnedPart, StepState
 from byteps_py.worker.core.pieces import Transfer
 from byteps_py.worker.core.tensor import AskSum, Part, Stage, Tensor
@@ -81,8 +82,7 @@ class Worker(Process):
             if "_carry_out" not in vars(executor):
                 self._carry_out, executor._carry_out = executor._carry_out, self._check_action  # type: ignore[method-assign]
                 pipeline = executor._pipeline
-                self._answered, pipeline.answered = pipeline.answered, self._check_answer  # type: ignore[method-assign]
-                self._stepped, pipeline.stepped = pipeline.stepped, self._note_step  # type: ignore[method-assign]
+                self._handle, pipeline.handle = pipeline.handle, self._check_event  # type: ignore[method-assign]
             parts = [part for part in executor._parts.values() if part.server >= 0]
             live = [part for part in parts if part.tensor.slots and not part.tensor.state.is_void]
             in_flight = sum(part.length for part in live if part.stage is Stage.IN_FLIGHT)
@@ -91,13 +91,12 @@ class Worker(Process):
             if in_flight != counted or limited > in_flight:
                 raise InvariantError(f"{in_flight} bytes are in flight, {counted} not answered, {limited} take credit")
 
-    def _check_answer(self, part: Part, round_: int, source: int, now: float) -> list[Action]:
-        self._ledger.accepts(self.machine, part, round_, source)
-        return self._answered(part, round_, source, now)
-
-    def _note_step(self, step: MakeStep, now: float) -> list[Action]:
-        self._ledger.stepped(step)
-        return self._stepped(step, now)
+    def _check_event(self, event: RoundEvent, now: float) -> list[Action]:
+        if isinstance(event, Answered):
+            self._ledger.accepts(self.machine, event.part, event.round, event.source)
+        elif isinstance(event, StepEnded):
+            self._ledger.stepped(event.step)
+        return self._handle(event, now)
 
     def _check_action(self, action: Action) -> None:
         group = self._service._group

@@ -15,12 +15,23 @@ so that rounds stay in step; the rank that expects it gets an error for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
-from byteps_py.errors import MismatchError, ProtocolError
-from byteps_py.tensors import Layout, Sizes, key_of
+from byteps_py.errors import ProtocolError
+from byteps_py.tensors import Sizes, key_of
 from byteps_py.worker.core.actions import DirectAction
 from byteps_py.worker.core.credit import PushQueue
+from byteps_py.worker.core.events import (
+    CopiedHere,
+    MachineLost,
+    PieceArrived,
+    PieceCopied,
+    PieceEvent,
+    PieceRefused,
+    PiecesDeclared,
+    PiecesReady,
+)
 from byteps_py.worker.core.piece_rounds import (
     agreeing,
     arrived,
@@ -53,9 +64,11 @@ from byteps_py.worker.core.tensor import AskSum, RankSlot
 
 class PieceExchange:
     """``machine``: the index of this one; ``machine_of``: of each rank; ``piece_bytes``: a transfer's limit;
-    ``local_piece_bytes``: that of a copy on this machine; pieces up to ``joint_copy_bytes`` are copied together."""
+    ``local_piece_bytes``: that of a copy on this machine; pieces up to ``joint_copy_bytes`` are copied together.
 
-    serve = staticmethod(serve)
+    ``handle`` takes what happens; ``abandon`` and ``start_anew`` are for ranks that join."""
+
+    _serve = staticmethod(serve)
 
     def __init__(
         self,
@@ -76,11 +89,26 @@ class PieceExchange:
         self._before = 0  # rounds up to this one were before all ranks joined
         self._early: dict[int, list[PieceRequest]] = {}
         self._by_slot: dict[int, tuple[ExchangedTensor, Member]] = {}  # by its id
+        self._handlers: Mapping[type, Callable[[Any, float], list[DirectAction]]] = {
+            PiecesDeclared: self._declare,
+            PiecesReady: self._ready,
+            PieceRequest: self._requested,
+            Receipt: self._received,
+            PieceArrived: self._arrived,
+            PieceRefused: self._refused,
+            PieceCopied: self._copied,
+            CopiedHere: self._copied_here,
+            MachineLost: self._machine_lost,
+        }
+
+    def handle(self, event: PieceEvent, now: float) -> list[DirectAction]:
+        """What is due after ``event``. Raises ProtocolError for what no correct rank or machine does."""
+        return self._handlers[type(event)](event, now)
 
     # ---- events ----------------------------------------------------------------------------------------
 
-    def declare(self, rank: int, slot: RankSlot) -> list[DirectAction]:
-        """Global ``rank`` declares a name, for the first time or with more room. Raises ProtocolError."""
+    def _declare(self, event: PiecesDeclared, now: float) -> list[DirectAction]:
+        rank, slot = event.rank, event.slot
         spec = slot.spec
         key = key_of(spec.name)
         channel = self._channels.get(key)
@@ -108,8 +136,8 @@ class PieceExchange:
         member.outgrown.append((old.round, old))
         return let_go(member)
 
-    def ready(self, slot: RankSlot, round_: int, layout: Layout | None, now: float) -> list[DirectAction]:
-        """A rank hands over round ``round_``. ``layout``: if it differs from the last. Raises ProtocolError."""
+    def _ready(self, event: PiecesReady, now: float) -> list[DirectAction]:
+        slot, round_, layout = event.slot, event.round, event.layout
         channel, member = self._by_slot.get(slot.id, (None, None))
         if channel is None or member is None or member.is_open or round_ != slot.round + 1:
             raise ProtocolError(
@@ -141,37 +169,36 @@ class PieceExchange:
             requests, channel.requests = channel.requests, []
             for request in requests:
                 try:
-                    actions += self.serve(channel, request)
+                    actions += self._serve(channel, request)
                 except ProtocolError as error:  # the fault of the machine that asked, not of the rank that has come
                     actions.append(RefusePiece(request, error))
         drop_if_taken(member, round_)
         return actions + finish(member)
 
-    def requested(self, request: PieceRequest) -> list[DirectAction]:
-        """Another machine wants a piece. Raises ProtocolError for what no correct machine asks."""
+    def _requested(self, request: PieceRequest, now: float) -> list[DirectAction]:
         if request.round <= self._before:
             return []  # it was abandoned when all joined, and its name is perhaps other ranks' by now
         channel = self._channels.get(request.key)
         if channel is not None:
-            return self.serve(channel, request)
+            return self._serve(channel, request)
         if sum(map(len, self._early.values())) >= MAX_EARLY:
             raise ProtocolError(f"machine {request.machine} asks for too much that no rank here has declared")
         self._early.setdefault(request.key, []).append(request)
         return []
 
-    def arrived(self, transfer: Transfer, source: int, now: float) -> list[DirectAction]:
-        """The bytes of a Fetch lie at address ``source``, until ``copied``."""
+    def _arrived(self, event: PieceArrived, now: float) -> list[DirectAction]:
+        transfer, source = event.transfer, event.source
         self._queue.give_back(transfer)
         outputs = self._outputs(transfer)
         actions: list[DirectAction] = []
         if not transfer.length:
-            actions += self.copied(transfer)
+            actions += self._taken(transfer)
         elif outputs:
             actions.append(_begin_copy(transfer, source, outputs))
         return [*actions, *due(self._queue, now)]
 
-    def refused(self, transfer: Transfer, error: MismatchError, now: float) -> list[DirectAction]:
-        """Of a Fetch: the machine that has the piece says that its size is another."""
+    def _refused(self, event: PieceRefused, now: float) -> list[DirectAction]:
+        transfer, error = event.transfer, event.error
         self._queue.give_back(transfer)
         actions: list[DirectAction] = []
         for member in transfer.targets:
@@ -180,10 +207,9 @@ class PieceExchange:
                 actions += finish(member)
         return [*actions, *due(self._queue, now)]
 
-    def copied_here(self, pairs: Sequence[Pair]) -> list[DirectAction]:
-        """A CopyHere has ended."""
+    def _copied_here(self, event: CopiedHere, now: float) -> list[DirectAction]:
         actions: list[DirectAction] = []
-        for source, target, _, _, _ in pairs:
+        for source, target, _, _, _ in event.pairs:
             target.due.pop(source.position, None)  # unless it was abandoned
             round_ = target.round
             del source.offers[round_].left[target.position]
@@ -195,8 +221,11 @@ class PieceExchange:
             actions += finish(target)
         return actions
 
-    def copied(self, transfer: Transfer) -> list[DirectAction]:
-        """A Copy has ended."""
+    def _copied(self, event: PieceCopied, now: float) -> list[DirectAction]:
+        return self._taken(event.transfer)
+
+    def _taken(self, transfer: Transfer) -> list[DirectAction]:
+        """A transfer lies where it is to be."""
         actions: list[DirectAction] = []
         for slot in transfer.places:
             slot.copies -= 1
@@ -215,18 +244,17 @@ class PieceExchange:
                 actions += taken(source, transfer.round, member.position, transfer.length)
         return actions
 
-    def received(self, receipt: Receipt) -> list[DirectAction]:
-        """Another machine has all of a piece. Raises ProtocolError for what no correct machine says."""
+    def _received(self, receipt: Receipt, now: float) -> list[DirectAction]:
         channel = self._channels.get(receipt.key)
         if channel is None or receipt.round <= self._before:
             return []  # of names that were given up
         member, taker, _ = parties(channel, receipt)
         return taken(member, receipt.round, taker) if member is not None else []
 
-    def gone(self, machine: int) -> None:
-        """The pieces that a machine has requested can't be sent to it any more."""
+    def _machine_lost(self, event: MachineLost, now: float) -> list[DirectAction]:
         for requests in [*self._early.values(), *(channel.requests for channel in self._channels.values())]:
-            requests[:] = [request for request in requests if request.machine != machine]
+            requests[:] = [request for request in requests if request.machine != event.machine]
+        return []
 
     def abandon(self, member: Member) -> None:
         """The member's round will never be complete, and its rank knows."""

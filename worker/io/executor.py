@@ -9,8 +9,8 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, cast
 
 import zmq
 
@@ -27,6 +27,7 @@ from byteps_py.worker.core.actions import (
     Action,
     DirectAction,
     Fail,
+    Lend,
     Push,
     Release,
     RoundDone,
@@ -34,6 +35,19 @@ from byteps_py.worker.core.actions import (
     Show,
     Supply,
     Withdraw,
+)
+from byteps_py.worker.core.events import (
+    Answered,
+    Computed,
+    MessagesLost,
+    ResultWanted,
+    RoundEvent,
+    RoundsAwaited,
+    ServersChanged,
+    StepEnded,
+    TensorAgreed,
+    TensorForgotten,
+    TensorVoid,
 )
 from byteps_py.worker.core.hosted_steps import AllSummed, Forget, MakeStep, OwnedPart, SumForOwner
 from byteps_py.worker.core.owners import OwnedPiece
@@ -133,6 +147,21 @@ class Executor:
         self._behind: dict[Part, SumForOwner] = {}  # sums that wait, see ``catch_up``
         self._ballots: list[pb.Ballot] = []
         self._owed: dict[int, RankConnection] = {}  # by local rank: have rounds that they were not told of
+        self._handlers: Mapping[type, Callable[[Any], None]] = {
+            Compute: self._compute,
+            Push: self._push,
+            Withdraw: self._withdraw,
+            Supply: self._supply,
+            Show: self._show,
+            RoundDone: self._round_done,
+            Fail: self._tell_failed,
+            SendBallot: self._send_ballot,
+            Release: self._release,
+            MakeStep: self._make_step,
+            SumForOwner: self._sum_for_owner,
+            Forget: self._forget_owned,
+            AllSummed: self._all_summed,
+        }
 
     def time(self) -> float:
         """The service's clock."""
@@ -158,7 +187,7 @@ class Executor:
 
     def start(self, tensor: Tensor, pieces: Sequence[tuple[int, int, int]] | Sequence[OwnedPiece]) -> None:
         """Begin the life of an agreed tensor."""
-        actions = self._pipeline.start(tensor, pieces, self._loop.time())
+        actions = self._pipeline.handle(TensorAgreed(tensor, pieces), self._loop.time())
         for part in tensor.parts:
             self._parts[tensor.key, tensor.generation, part.index] = part
         self.run(actions)
@@ -175,7 +204,7 @@ class Executor:
                 self._forget(before)
         else:
             self._drop_parts(tensor)
-        self.run(self._pipeline.retire(tensor, self._loop.time(), keep))
+        self.handle(TensorVoid(tensor, keep))
         for part in tensor.parts:
             self.catch_up(part)
 
@@ -186,11 +215,15 @@ class Executor:
 
     def _forget(self, tensor: Tensor) -> None:
         self._drop_parts(tensor)
-        self.run(self._pipeline.forget(tensor))
+        self.handle(TensorForgotten(tensor))
 
     def _drop_parts(self, tensor: Tensor) -> None:
         for part in tensor.parts:
             self._parts.pop((tensor.key, tensor.generation, part.index), None)
+
+    def handle(self, event: RoundEvent) -> None:
+        """Tell the pipeline what has happened, and carry out what follows. Raises ProtocolError."""
+        self.run(self._pipeline.handle(event, self._loop.time()))
 
     def run(self, actions: Iterable[Action | DirectAction]) -> None:
         """Carry out ``actions`` and what follows from them."""
@@ -216,42 +249,36 @@ class Executor:
             self.after_run()
 
     def _carry_out(self, action: Action | DirectAction) -> None:
-        if isinstance(action, Compute):
-            self._compute(action)
-        elif isinstance(action, Push):
-            if self.network is not None:
-                self.network.push(action.part, action.round)
-        elif isinstance(action, (Supply, Withdraw)):
-            if self.network is not None:
-                send = self.network.supply if isinstance(action, Supply) else self.network.withdraw
-                send(action.part, action.round, action.server)
-        elif isinstance(action, RoundDone):
-            self.rounds += len(action.tensor.parts)
-            blame, action.tensor.blame = action.tensor.blame, 0
-            for local_rank, slot_id, round_ in action.slots:
-                self._owe(local_rank, slot_id, round_, blame)
-            if action.tensor.state is _ENDING and action.tensor.round > action.tensor.last_round:
-                self.on_end(action.tensor)
-        elif isinstance(action, Show):
-            if rank := self.ranks.get(action.slot.local_rank):
-                rank.add_chunks(action.slot.id, action.slot.round, action.chunks)
-                self._owed[rank.local_rank] = rank
-        elif isinstance(action, Fail):
-            self._tell_failed(action)
-        elif isinstance(action, SendBallot):
-            self._send_ballot(action)
-        elif isinstance(action, Release):
-            self._release(action)
-        elif isinstance(action, MakeStep):
-            self._make_step(action)
-        elif isinstance(action, SumForOwner):
-            self._sum_for_owner(action)
-        elif isinstance(action, Forget):
-            self._forget_sum(action.part)
-        elif isinstance(action, AllSummed):
-            self.steps.summed(action.slot)
+        handler = self._handlers.get(type(action))
+        if handler is not None:
+            handler(action)
         else:
-            self.piece_executor.carry_out(action)
+            self.piece_executor.carry_out(cast(Lend | DirectAction, action))
+
+    def _push(self, action: Push) -> None:
+        if self.network is not None:
+            self.network.push(action.part, action.round)
+
+    def _supply(self, action: Supply) -> None:
+        if self.network is not None:
+            self.network.supply(action.part, action.round, action.server)
+
+    def _withdraw(self, action: Withdraw) -> None:
+        if self.network is not None:
+            self.network.withdraw(action.part, action.round, action.server)
+
+    def _round_done(self, action: RoundDone) -> None:
+        self.rounds += len(action.tensor.parts)
+        blame, action.tensor.blame = action.tensor.blame, 0
+        for local_rank, slot_id, round_ in action.slots:
+            self._owe(local_rank, slot_id, round_, blame)
+        if action.tensor.state is _ENDING and action.tensor.round > action.tensor.last_round:
+            self.on_end(action.tensor)
+
+    def _show(self, action: Show) -> None:
+        if rank := self.ranks.get(action.slot.local_rank):
+            rank.add_chunks(action.slot.id, action.slot.round, action.chunks)
+            self._owed[rank.local_rank] = rank
 
     def _owe(self, local_rank: int, slot_id: int, round_: int, blame: int = 0) -> None:
         """A rank is to be told that a round of its is delivered."""
@@ -322,7 +349,13 @@ class Executor:
             return
         if part.stage is not REDUCING or part.tensor.state.is_void:
             self._forget_sum(part)
-        self.run(self._pipeline.computed(part, self._moved_at))
+        self.handle(Computed(part))
+
+    def _forget_owned(self, action: Forget) -> None:
+        self._forget_sum(action.part)
+
+    def _all_summed(self, action: AllSummed) -> None:
+        self.steps.summed(action.slot)
 
     def _make_step(self, step: MakeStep) -> None:
         self._at_work += 1
@@ -343,7 +376,7 @@ class Executor:
         if not self._is_abandoned:
             if step.is_last:
                 self._forget_sum(step.part)
-            self.run(self._pipeline.stepped(step, self._moved_at))
+            self.handle(StepEnded(step))
 
     def _forget_sum(self, part: Part) -> None:
         self._frames.pop(part, None)
@@ -383,11 +416,11 @@ class Executor:
         if header.kind is _AWAITED:
             names = unpack_names(frame.bytes if frame is not None else b"")
             rounds = [(self._parts[name[:3]], name[3]) for name in names if name[:3] in self._parts]
-            self.run(self._pipeline.awaited(rounds, self._loop.time()))
+            self.handle(RoundsAwaited(rounds))
             return
         part = self._parts.get((header.key, header.generation, header.index))
         if part is not None and header.kind is _WANT:
-            self.run(self._pipeline.wanted(part, header.round, server))
+            self.handle(ResultWanted(part, header.round, server))
             return
         if self._memory.take_abandoned(header, server) or part is None or not self._pipeline.awaits(part, header.round):
             return  # of a tensor that is void by now, or a repetition: a kernel may be reading the first answer
@@ -420,7 +453,7 @@ class Executor:
         if self.network is not None:
             self.network.pace.answered(part, header.waited_us / 1e6, self.pace.step, self._moved_at)
         part.tensor.blame |= header.blame
-        self.run(self._pipeline.answered(part, header.round, source, self._moved_at))
+        self.handle(Answered(part, header.round, source))
 
     def lacks(self, ranks: set[int]) -> bool:
         """Something was given to a round in which these ranks take part, and the result is not there, or what was given
@@ -445,12 +478,12 @@ class Executor:
         """A new epoch: what its placement gives to other servers goes there. Returns how many partitions moved."""
         moves = [(part, server) for part in self._sent if (server := server_of(part)) != part.server]
         self._moved_at = self._loop.time()
-        self.run(self._pipeline.move(moves, self._moved_at))
+        self.handle(ServersChanged(moves))
         return len(moves)
 
     def again(self, server: int) -> None:
         """Messages to a server that it has not answered are lost, or may be."""
-        self.run(self._pipeline.again([part for part in self._sent if part.server == server], self._loop.time()))
+        self.handle(MessagesLost([part for part in self._sent if part.server == server]))
         self.steps.again(server)
 
     @property

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import zmq
 
@@ -19,11 +19,12 @@ from byteps_py.runtime import Runtime
 from byteps_py.tensors import DType, Op
 from byteps_py.worker.core.actions import Action, DirectAction, Lend
 from byteps_py.worker.core.agreement import Agreement
+from byteps_py.worker.core.events import CopiedHere, PieceArrived, PieceCopied, PieceEvent, PieceRefused, SumTaken
 from byteps_py.worker.core.piece_exchange import PieceExchange
 from byteps_py.worker.core.pieces import Copy, CopyHere, Delivered, FetchPiece, Outgrown, RefusePiece, Serve, Transfer
-from byteps_py.worker.core.pipeline import RoundPipeline
+from byteps_py.worker.core.round_pipeline import RoundPipeline
 from byteps_py.worker.core.scatter import Scatter
-from byteps_py.worker.core.tensor import AskSum
+from byteps_py.worker.core.tensor import AskSum, ScatterPart
 from byteps_py.worker.io.memory import Memory
 
 _COPY = (Op.BROADCAST, DType.UINT8)
@@ -75,38 +76,42 @@ class PieceExecutor:
         self._memory = memory
         self._pipeline, self._direct, self._scatter = cores.pipeline, cores.direct, cores.scatter
         self._run = run
-        self._deliver = deliver
+        self._handlers: Mapping[type, Callable[[Any], None]] = {
+            CopyHere: self._copy_here,
+            Copy: self._copy,
+            Delivered: lambda action: deliver(action.slot.local_rank, action.slot.id, action.round),
+            Outgrown: lambda action: memory.free_slot(action.slot),
+            FetchPiece: self._fetch,
+            Lend: self._lend,
+            RefusePiece: self._refuse,
+            Serve: self._serve,
+        }
 
     def idle_s(self, now: float) -> float:
         """For how long no copy was made and nothing came."""
         return 0.0 if self._at_work else now - self.moved_at
 
     def carry_out(self, action: Lend | DirectAction) -> None:
-        """Anything but a Fail."""
-        if isinstance(action, CopyHere):
-            for _, _, source, place, nbytes in action.pairs:
-                self._runtime.move(place, source, nbytes)
-            self.moved_at = self._loop.time()
-            self._run(self._direct.copied_here(action.pairs))
-        elif isinstance(action, Copy):
-            self._copy(action, None)
-        elif isinstance(action, Delivered):
-            self._deliver(action.slot.local_rank, action.slot.id, action.round)
-        elif isinstance(action, Outgrown):
-            self._memory.free_slot(action.slot)
-        elif self.peers is None:
-            raise ProtocolError("a job of one machine has no other to fetch from")
-        elif isinstance(action, FetchPiece):
-            item = action.item
-            self.peers.fetch(item, functools.partial(self._arrived, item), functools.partial(self._refused, item))
-        elif isinstance(action, Lend):
-            self._lend(self.peers, action)
-        elif isinstance(action, RefusePiece):
-            self.peers.refuse(action.request.origin, action.error)
-        elif isinstance(action, Serve):
-            self._serve(self.peers, action)
+        """Anything but a Fail and a Show."""
+        self._handlers[type(action)](action)
 
-    def _copy(self, copy: Copy, frame: zmq.Frame | None) -> None:
+    def _copy_here(self, action: CopyHere) -> None:
+        for _, _, source, place, nbytes in action.pairs:
+            self._runtime.move(place, source, nbytes)
+        self.moved_at = self._loop.time()
+        self._handle(CopiedHere(action.pairs))
+
+    def _fetch(self, action: FetchPiece) -> None:
+        item = action.item
+        self._peers.fetch(item, functools.partial(self._arrived, item), functools.partial(self._refused, item))
+
+    @property
+    def _peers(self) -> Peers:
+        if self.peers is None:
+            raise ProtocolError("a job of one machine has no other to fetch from")
+        return self.peers
+
+    def _copy(self, copy: Copy, frame: zmq.Frame | None = None) -> None:
         """``frame``: keeps the memory it reads."""
         transfer = copy.transfer
         work = functools.partial(self._runtime.kernels.reduce, *_COPY, (copy.source,), copy.outputs, transfer.length)
@@ -127,7 +132,7 @@ class PieceExecutor:
             raise error
         self._at_work -= 1
         self.moved_at = self._loop.time()
-        self._run(self._direct.copied(transfer))
+        self._handle(PieceCopied(transfer))
 
     def _arrived(self, item: Transfer | AskSum, frame: zmq.Frame) -> None:
         if len(frame) != item.length:
@@ -139,7 +144,7 @@ class PieceExecutor:
             item.part.frames.append(frame)
             self._run(self._scatter.arrived(item, source, self.moved_at))
             return
-        actions = self._direct.arrived(item, source, self.moved_at)
+        actions = self._direct.handle(PieceArrived(item, source), self.moved_at)
         if actions and isinstance(copy := actions[0], Copy):
             self._copy(copy, frame)
             del actions[0]
@@ -150,17 +155,26 @@ class PieceExecutor:
         if isinstance(item, AskSum) or not isinstance(error, MismatchError):
             raise error
         self.moved_at = self._loop.time()
-        self._run(self._direct.refused(item, error, self.moved_at))
+        self._handle(PieceRefused(item, error))
 
-    def _serve(self, peers: Peers, serve: Serve) -> None:
+    def _refuse(self, action: RefusePiece) -> None:
+        self._peers.refuse(action.request.origin, action.error)
+
+    def _serve(self, serve: Serve) -> None:
         rank, length = serve.member.slot.local_rank, serve.request.length
         view = self._memory.view_of(rank, serve.block, serve.offset, length)
-        peers.serve(serve.request.origin, view)
+        self._peers.serve(serve.request.origin, view)
 
-    def _lend(self, peers: Peers, lend: Lend) -> None:
+    def _lend(self, lend: Lend) -> None:
         part = lend.part
         block = part.tensor.given(lend.request.round)
         if block is None:
             raise ProtocolError(f"tensor {part.tensor.name!r}: this machine gave nothing to round {lend.request.round}")
         view = self._memory.view(block, part.offset, part.length)
-        peers.serve(lend.request.origin, view, lambda: self._run(self._pipeline.lent(part, lend.request.round)))
+        self._peers.serve(lend.request.origin, view, lambda: self._lent(part, lend.request.round))
+
+    def _lent(self, part: ScatterPart, round_: int) -> None:
+        self._run(self._pipeline.handle(SumTaken(part, round_), self._loop.time()))
+
+    def _handle(self, event: PieceEvent) -> None:
+        self._run(self._direct.handle(event, self.moved_at))

@@ -29,8 +29,9 @@ from byteps_py.kernels.update_rules import SCALARS, StepKind
 from byteps_py.proto import shadow_pb2
 from byteps_py.shm import Block
 from byteps_py.wire import MAX_ATTACHED_BYTES, MAX_PIECES_BYTES, Header
+from byteps_py.worker.core.events import StepArmed, StepSkipped, SumsAwaited
 from byteps_py.worker.core.hosted_steps import MakeStep, OwnedPart
-from byteps_py.worker.core.pipeline import RoundPipeline
+from byteps_py.worker.core.round_pipeline import RoundPipeline
 from byteps_py.worker.core.shadowing import StepNumbers
 from byteps_py.worker.core.tensor import RankSlot
 from byteps_py.worker.core.topology import Topology
@@ -228,7 +229,7 @@ class Hosting:
         if part.run and message.is_last:
             part.numbers = StepNumbers(message.step, message.durable, message.is_whole)
             self.shadows.begin(self._first_rank + rank.local_rank, part.numbers.step, part.parts)
-        self._executor.run(self._pipeline.arm(part.source, message.round, message.is_last))
+        self._executor.handle(StepArmed(part.source, message.round, message.is_last))
 
     def begin_record(self, rank: RankConnection, message: protocol.BeginRecord) -> None:
         """A rank says what it knows after a step; its data may follow. Raises ProtocolError."""
@@ -274,7 +275,7 @@ class Hosting:
         """A rank gives the sums of a round up. Raises ProtocolError."""
         slot = self._slot(rank, message.slot)
         if not slot.is_void:
-            self._executor.run(self._pipeline.skip(slot, message.round))
+            self._executor.handle(StepSkipped(slot, message.round))
 
     def norm(self, rank: RankConnection, message: protocol.MeasureNorm) -> None:
         """A rank wants to know the squares' sum of the averages that it owns. Raises ProtocolError."""
@@ -283,7 +284,7 @@ class Hosting:
         if any(not 0 <= each.start <= each.stop <= part.count for each in ranges):
             raise ProtocolError(f"a norm of other elements than the {part.count} of a rank")
         part.norms.append((message.request, ranges))
-        self._executor.run(self._pipeline.watch(part.source))
+        self._executor.handle(SumsAwaited(part.source))
 
     def summed(self, slot: RankSlot) -> None:
         """All sums of the slot's rank are there, which has asked for their norm."""

@@ -22,8 +22,8 @@ from byteps_py.proto import control_pb2 as pb
 from byteps_py.tensors import TensorSpec, unsupported
 from byteps_py.worker.core.actions import Fail, Release
 from byteps_py.worker.core.agreement import Agreement, fail_all
+from byteps_py.worker.core.events import SlotJoined
 from byteps_py.worker.core.piece_exchange import PieceExchange
-from byteps_py.worker.core.pipeline import RoundPipeline
 from byteps_py.worker.core.tensor import RankSlot, Tensor, TensorState
 from byteps_py.worker.core.topology import Topology
 from byteps_py.worker.io.executor import Executor
@@ -38,7 +38,6 @@ class Joining:
         self,
         topology: Topology,
         agreement: Agreement,
-        pipeline: RoundPipeline,
         direct: PieceExchange,
         executor: Executor,
         send: Callable[[pb.MemberMessage], None],
@@ -48,7 +47,6 @@ class Joining:
         self._everywhere: list[int] = []
         self._topology = topology
         self._agreement = agreement
-        self._pipeline = pipeline
         self._direct = direct
         self._executor = executor
         self._send = send
@@ -96,7 +94,7 @@ class Joining:
         slots = [slot for tensor in tensors for slot in tensor.slots if slot.local_rank in local_ranks]
         for slot in slots:
             if not slot.spec.needs_all:
-                self._executor.run(self._pipeline.leave_out(slot, self._executor.time()))
+                self._executor.handle(SlotJoined(slot))
 
     def _tell(self, local_rank: int, slots: Iterable[RankSlot]) -> None:
         """Tell all machines that a rank has joined, and in which rounds it took part last."""

@@ -12,9 +12,10 @@ from byteps_py.proto import control_pb2 as pb
 from byteps_py.tensors import Layout
 from byteps_py.worker.core.actions import Action, DirectAction, Fail
 from byteps_py.worker.core.agreement import Agreement
+from byteps_py.worker.core.events import BytesReady, PiecesDeclared, PiecesReady
 from byteps_py.worker.core.peer_introductions import Introduce, PeerIntroductions
 from byteps_py.worker.core.piece_exchange import PieceExchange
-from byteps_py.worker.core.pipeline import RoundPipeline
+from byteps_py.worker.core.round_pipeline import RoundPipeline
 from byteps_py.worker.core.topology import Topology
 from byteps_py.worker.io.executor import Executor
 from byteps_py.worker.io.memory import Memory
@@ -64,7 +65,8 @@ class Requests:
         actions: list[Action | DirectAction] = []
         for slot in slots:
             if slot.spec.op.is_direct:  # before the answer, which says with which round it goes on
-                actions += self._direct.declare(self.topology.first_rank + rank.local_rank, slot)
+                declared = PiecesDeclared(self.topology.first_rank + rank.local_rank, slot)
+                actions += self._direct.handle(declared, self.executor.time())
         places = [
             protocol.SlotFields(
                 slot.id,
@@ -118,9 +120,9 @@ class Requests:
                 if (error := self.joining.objection(slot.spec, round_)) is not None:
                     actions.append(Fail((slot,), error))
                 else:
-                    actions += self._direct.ready(slot, round_, layout, now)
+                    actions += self._direct.handle(PiecesReady(slot, round_, layout), now)
             else:
-                actions += self._pipeline.ready(slot, round_, nbytes, now)
+                actions += self._pipeline.handle(BytesReady(slot, round_, nbytes), now)
                 actions += self._agreement.came(slot)
         self.executor.run(actions)
 

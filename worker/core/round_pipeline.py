@@ -9,12 +9,33 @@ The first Compute is left out when one rank's input, or another machine's, alrea
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from byteps_py.errors import ProtocolError
 from byteps_py.tensors import Op, TensorSpec
 from byteps_py.worker.core.actions import Action, Push, Release, RoundDone, Show, Supply, Withdraw
 from byteps_py.worker.core.credit import PushQueue
+from byteps_py.worker.core.events import (
+    Answered,
+    BytesReady,
+    Computed,
+    MessagesLost,
+    ResultWanted,
+    RoundEvent,
+    RoundsAwaited,
+    ServersChanged,
+    SlotJoined,
+    StepArmed,
+    StepEnded,
+    StepSkipped,
+    SumsAwaited,
+    SumTaken,
+    TensorAgreed,
+    TensorForgotten,
+    TensorVoid,
+    TimePassed,
+)
 from byteps_py.worker.core.hosted_steps import Forget, HostedAction, HostedSteps, MakeStep, OwnedPart, SumForOwner
 from byteps_py.worker.core.owners import OwnedPiece
 from byteps_py.worker.core.scatter import Scatter
@@ -27,7 +48,6 @@ from byteps_py.worker.core.tensor import (
     WAITING,
     Compute,
     Part,
-    RankSlot,
     ScatterPart,
     SlotState,
     Tensor,
@@ -36,7 +56,7 @@ from byteps_py.worker.core.tensor import (
 
 
 class RoundPipeline:
-    """``size``: number of ranks (an average's divisor)."""
+    """``size``: number of ranks (an average's divisor). ``handle`` is the only method that changes anything."""
 
     def __init__(
         self, size: int, queue: PushQueue[Part], scatter: Scatter | None = None, hosted: HostedSteps | None = None
@@ -46,12 +66,33 @@ class RoundPipeline:
         self.size = size
         self._queue = queue
         self._undelivered_bytes = 0  # of answers that kernels have yet to read, or are reading
+        handlers: Mapping[type, Callable[[Any, float], list[Action]]] = {
+            TensorAgreed: self._start,
+            BytesReady: self._ready,
+            SlotJoined: self._leave_out,
+            StepArmed: self._arm,
+            StepSkipped: self._skip,
+            SumsAwaited: self._watch,
+            TensorVoid: self._retire,
+            TensorForgotten: self._forget,
+            Computed: self._computed,
+            StepEnded: self._stepped,
+            Answered: self._answered,
+            RoundsAwaited: self._hasten,
+            ResultWanted: self._supply,
+            SumTaken: self._lent,
+            ServersChanged: self._move,
+            MessagesLost: self._send_again,
+            TimePassed: self._time_passed,
+        }
+        self._handlers = handlers
 
-    def start(
-        self, tensor: Tensor, pieces: Sequence[tuple[int, int, int]] | Sequence[OwnedPiece], now: float
-    ) -> list[Action]:
-        """A tensor is agreed. ``pieces``: (offset, length, server) of its partitions, in the order in which
-        they are handed over; with the owner for the server if it scatters."""
+    def handle(self, event: RoundEvent, now: float) -> list[Action]:
+        """What is due after ``event``. Raises ProtocolError for what a rank can't do."""
+        return self._handlers[type(event)](event, now)
+
+    def _start(self, event: TensorAgreed, now: float) -> list[Action]:
+        tensor, pieces = event.tensor, event.pieces
         if tensor.spec.ownership:
             self.hosted.start(tensor, [piece for piece in pieces if isinstance(piece, OwnedPiece)])
         elif tensor.spec.scatters:
@@ -68,11 +109,8 @@ class RoundPipeline:
         """By what its sums are divided."""
         return spec.divisor(self.size)
 
-    def ready(self, slot: RankSlot, round_: int, nbytes: int, now: float) -> list[Action]:
-        """A rank has handed over the first ``nbytes`` of its own round number ``round_``.
-
-        Raises ProtocolError if that can't be.
-        """
+    def _ready(self, event: BytesReady, now: float) -> list[Action]:
+        slot, round_, nbytes = event.slot, event.round, event.nbytes
         if slot.is_void:
             return []  # the news of it crosses this message
         begins = slot.ready_bytes < 0
@@ -89,8 +127,8 @@ class RoundPipeline:
         slot.ready_bytes = nbytes
         return self._advance(slot.tensor, now) if slot.tensor is not None else []
 
-    def leave_out(self, slot: RankSlot, now: float) -> list[Action]:
-        """The slot's rank has joined: from the next round on, which may be the current one, it takes no part."""
+    def _leave_out(self, event: SlotJoined, now: float) -> list[Action]:
+        slot = event.slot
         tensor = slot.tensor
         if tensor is None or tensor.state.is_void:
             return []
@@ -149,7 +187,7 @@ class RoundPipeline:
         if not tensor.parts and ready == tensor.spec.nbytes:
             actions.append(self._complete(tensor))
         if queued:
-            actions += self.pump(now)
+            actions += self._pump(now)
         return actions
 
     def _local_sum(self, part: Part) -> Compute | None:
@@ -202,24 +240,22 @@ class RoundPipeline:
             due.append(action)
         return due
 
-    def arm(self, slot: RankSlot, round_: int, is_last: bool = True) -> list[Action]:
-        """A rank has said with which numbers its partitions step. Raises ProtocolError."""
-        return self._run_hosted(self.hosted.arm(slot, round_, is_last, self.divisor(slot.spec)))
+    def _arm(self, event: StepArmed, now: float) -> list[Action]:
+        divisor = self.divisor(event.slot.spec)
+        return self._run_hosted(self.hosted.arm(event.slot, event.round, event.is_last, divisor))
 
-    def skip(self, slot: RankSlot, round_: int) -> list[Action]:
-        """A rank gives the sums of its partitions up. Raises ProtocolError."""
-        return [action for part in self.hosted.skip(slot, round_) for action in self._give_up(part)]
+    def _skip(self, event: StepSkipped, now: float) -> list[Action]:
+        return [action for part in self.hosted.skip(event.slot, event.round) for action in self._give_up(part)]
 
-    def watch(self, slot: RankSlot) -> list[Action]:
-        """A rank waits for the sums of its partitions."""
-        return [*self.hosted.watch(slot)]
+    def _watch(self, event: SumsAwaited, now: float) -> list[Action]:
+        return [*self.hosted.watch(event.slot)]
 
     def _give_up(self, part: OwnedPart) -> list[Action]:
         self.hosted.over(part)
         return [Forget(part), *self._finish(part)]
 
-    def stepped(self, step: MakeStep, now: float) -> list[Action]:
-        """A MakeStep has ended: the parameters lie in the local ranks' results, and in this machine's contribution."""
+    def _stepped(self, event: StepEnded, now: float) -> list[Action]:
+        step = event.step
         part, parameters = step.part, step.parameters
         part.tensor.running -= 1
         parameters.running -= 1
@@ -234,7 +270,7 @@ class RoundPipeline:
             target.stepped_round = parameters.round
             if target.index < parameters.begun:
                 actions += self._begin_owned(target)
-        return [*actions, *self._finish(part), *self.pump(now)]
+        return [*actions, *self._finish(part), *self._pump(now)]
 
     @property
     def hosted(self) -> HostedSteps:
@@ -245,19 +281,20 @@ class RoundPipeline:
         part.move_to(QUEUED)
         self._queue.add(part, part.priority, part.awaited_round == part.tensor.round)
 
-    def awaited(self, rounds: Iterable[tuple[Part, int]], now: float) -> list[Action]:
-        """Other machines have given to these rounds of partitions, and wait for this one: their turn comes first, now
-        or once they are ready."""
+    def _hasten(self, event: RoundsAwaited, now: float) -> list[Action]:
         late = set()
-        for part, round_ in rounds:
+        for part, round_ in event.rounds:
             part.awaited_round = round_
             if part.stage is QUEUED and not part.tensor.state.is_void and round_ == part.tensor.round:
                 late.add(part)
         self._queue.hasten(late)
-        return self.pump(now)
+        return self._pump(now)
 
-    def pump(self, now: float) -> list[Action]:
-        """Push what the credit allows. Also called from time to time, see PushQueue.
+    def _time_passed(self, event: TimePassed, now: float) -> list[Action]:
+        return self._pump(now)
+
+    def _pump(self, now: float) -> list[Action]:
+        """Push what the credit allows.
 
         Not while answers wait for kernels, that is for the processor: they would only wait there, in memory.
         """
@@ -271,22 +308,22 @@ class RoundPipeline:
             actions.append(Push(part, part.tensor.round))
         return actions
 
-    def computed(self, part: Part, now: float) -> list[Action]:
-        """A Compute has ended."""
+    def _computed(self, event: Computed, now: float) -> list[Action]:
+        part = event.part
         tensor = part.tensor
         tensor.running -= 1
         actions: list[Action] = []
         if part.stage is DELIVERING and not isinstance(part, ScatterPart):
             was_full = self._undelivered_bytes > self._queue.credit_bytes
             self._undelivered_bytes -= part.length
-            actions += self.pump(now) if was_full else ()
+            actions += self._pump(now) if was_full else ()
         if tensor.state.is_void:
             return [*actions, *self._release(tensor)]
         if part.stage is REDUCING and not tensor.is_alone:
             if isinstance(part, ScatterPart):
                 return self._scatterer.offer(part, now)
             self._enqueue(part)
-            return self.pump(now)
+            return self._pump(now)
         if part.stage is REDUCING and isinstance(part, OwnedPart) and part.answer is not None:
             part.move_to(DELIVERING)
             return self._summed(part, (part.answer.address,))
@@ -300,8 +337,8 @@ class RoundPipeline:
         is_due = part.stage is IN_FLIGHT or (part.stage is QUEUED and part.is_resent)
         return not part.tensor.state.is_void and is_due and round_ == part.tensor.round
 
-    def answered(self, part: Part, round_: int, source: int, now: float) -> list[Action]:
-        """The server's answer to a push lies at address ``source`` (0: none, for the root of a broadcast)."""
+    def _answered(self, event: Answered, now: float) -> list[Action]:
+        part, round_, source = event.part, event.round, event.source
         if not self.awaits(part, round_):
             return []
         tensor = part.tensor
@@ -310,37 +347,35 @@ class RoundPipeline:
         self._queue.give_back(part)
         if isinstance(part, OwnedPart) and (part.is_sum or part.is_own):
             if not part.wants_result:
-                return self.pump(now) + self._finish(part)
+                return self._pump(now) + self._finish(part)
             part.move_to(DELIVERING)
-            return self.pump(now) + self._summed(part, (source,))
+            return self._pump(now) + self._summed(part, (source,))
         if tensor.root_slot is not None:
             source = tensor.contribution.address + part.offset
         outputs = tensor.results(part.offset)
         if not outputs:
-            return self.pump(now) + self._finish(part)
+            return self._pump(now) + self._finish(part)
         part.move_to(DELIVERING)
         self._undelivered_bytes += part.length
         tensor.running += 1
-        actions = self.pump(now)
+        actions = self._pump(now)
         divisor = self.divisor(tensor.spec)
         op = Op.SUM if divisor > 1 else Op.BROADCAST  # of one input: a division, or a copy
         return [*actions, Compute(part, op, (source,), outputs, divisor)]
 
-    def move(self, moves: Sequence[tuple[Part, int]], now: float) -> list[Action]:
-        """Other servers, by member id, add these partitions from now on; also what those before have not answered."""
+    def _move(self, event: ServersChanged, now: float) -> list[Action]:
         actions: list[Action] = []
-        for part, server in moves:
+        for part, server in event.moves:
             before, part.server = part.server, server
             if part.stage is QUEUED:
                 self._queue.move(part, before)
             elif part.stage is IN_FLIGHT:
                 actions += [Withdraw(part, part.tensor.round, before), *self._again(part)]
-        return actions + self.pump(now)
+        return actions + self._pump(now)
 
-    def again(self, parts: Iterable[Part], now: float) -> list[Action]:
-        """What was sent of these, or its answer, is lost where it is not there yet: send it once more."""
-        actions = [action for part in parts if part.stage is IN_FLIGHT for action in self._again(part)]
-        return actions + self.pump(now)
+    def _send_again(self, event: MessagesLost, now: float) -> list[Action]:
+        actions = [action for part in event.parts if part.stage is IN_FLIGHT for action in self._again(part)]
+        return actions + self._pump(now)
 
     def _again(self, part: Part) -> list[Action]:
         part.is_resent = True
@@ -350,15 +385,14 @@ class RoundPipeline:
         self._enqueue(part)
         return []
 
-    def wanted(self, part: Part, round_: int, server: int) -> list[Action]:
-        """Another machine lacks a round's result. If this one has it, it won't send its part by itself."""
-        tensor = part.tensor
-        is_there = tensor.state is not TensorState.RETIRED
-        return [Supply(part, round_, server)] if is_there and tensor.has_result(part, round_) else []
+    def _supply(self, event: ResultWanted, now: float) -> list[Action]:
+        tensor = event.part.tensor
+        is_there = tensor.state is not TensorState.RETIRED and tensor.has_result(event.part, event.round)
+        return [Supply(event.part, event.round, event.server)] if is_there else []
 
-    def lent(self, part: ScatterPart, round_: int) -> list[Action]:
-        """This machine's sum of a part was taken by the machine that it is for."""
-        if part.tensor.state.is_void or part.stage is not IN_FLIGHT or round_ != part.tensor.round:
+    def _lent(self, event: SumTaken, now: float) -> list[Action]:
+        part = event.part
+        if part.tensor.state.is_void or part.stage is not IN_FLIGHT or event.round != part.tensor.round:
             return []
         return self._finish(part)
 
@@ -398,10 +432,9 @@ class RoundPipeline:
             self._drop_joined(tensor)
         return done
 
-    def retire(self, tensor: Tensor, now: float, keep: bool = False) -> list[Action]:
-        """The tensor is void: forget its rounds, give its credit back, and its memory once no kernel runs; if it is
-        to ``keep`` what it gave to the last one, only after ``forget``."""
-        tensor.move_to(TensorState.KEPT if keep else TensorState.RETIRED)
+    def _retire(self, event: TensorVoid, now: float) -> list[Action]:
+        tensor = event.tensor
+        tensor.move_to(TensorState.KEPT if event.is_kept else TensorState.RETIRED)
         self._queue.drop(set(tensor.parts))
         for part in tensor.parts:
             if part.stage is IN_FLIGHT:
@@ -409,10 +442,10 @@ class RoundPipeline:
         if tensor.spec.scatters:
             self._scatterer.retire(tensor)
         forgotten = self.hosted.retire(tensor) if tensor.spec.ownership else []
-        return [*forgotten, *self._release(tensor), *self.pump(now)]
+        return [*forgotten, *self._release(tensor), *self._pump(now)]
 
-    def forget(self, tensor: Tensor) -> list[Action]:
-        """No other machine can lack a result of a tensor that was retired and kept."""
+    def _forget(self, event: TensorForgotten, now: float) -> list[Action]:
+        tensor = event.tensor
         tensor.move_to(TensorState.RETIRED)
         if tensor.spec.scatters:
             self._scatterer.forget(tensor)

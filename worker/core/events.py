@@ -1,0 +1,234 @@
+"""What happens to the pure cores: ``RoundPipeline.handle`` and ``PieceExchange.handle`` take these. Data only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from byteps_py.errors import MismatchError
+from byteps_py.tensors import Layout
+from byteps_py.worker.core.hosted_steps import MakeStep
+from byteps_py.worker.core.owners import OwnedPiece
+from byteps_py.worker.core.pieces import Pair, PieceRequest, Receipt, Transfer
+from byteps_py.worker.core.tensor import Part, RankSlot, ScatterPart, Tensor
+
+# ---- to RoundPipeline: what the ranks of this machine do -------------------------------------------------------
+
+
+@dataclass(slots=True)
+class TensorAgreed:
+    """All ranks agree on a tensor. ``pieces``: (offset, length, server) of its partitions, in the order in which they
+    are handed over; with the owner for the server if it scatters."""
+
+    tensor: Tensor
+    pieces: Sequence[tuple[int, int, int]] | Sequence[OwnedPiece]
+
+
+@dataclass(slots=True)
+class BytesReady:
+    """A rank has handed over the first ``nbytes`` of its own round number ``round``."""
+
+    slot: RankSlot
+    round: int
+    nbytes: int
+
+
+@dataclass(slots=True)
+class SlotJoined:
+    """The slot's rank has joined: from the next round on, which may be the current one, it takes no part."""
+
+    slot: RankSlot
+
+
+@dataclass(slots=True)
+class StepArmed:
+    """A rank has said with which numbers its partitions step. ``is_last``: no other step uses this round's sums."""
+
+    slot: RankSlot
+    round: int
+    is_last: bool = True
+
+
+@dataclass(slots=True)
+class StepSkipped:
+    """A rank gives the sums of its partitions up."""
+
+    slot: RankSlot
+    round: int
+
+
+@dataclass(slots=True)
+class SumsAwaited:
+    """A rank waits for the sums of its partitions."""
+
+    slot: RankSlot
+
+
+@dataclass(slots=True)
+class TensorVoid:
+    """The tensor is void: its rounds are forgotten, its credit is given back, and its memory once no kernel runs. With
+    ``is_kept``, what it gave to the last round stays until TensorForgotten."""
+
+    tensor: Tensor
+    is_kept: bool = False
+
+
+@dataclass(slots=True)
+class TensorForgotten:
+    """No other machine can lack a result of a tensor that was void, and kept."""
+
+    tensor: Tensor
+
+
+# ---- to RoundPipeline: what kernels and the network have done --------------------------------------------------
+
+
+@dataclass(slots=True)
+class Computed:
+    """A Compute, or a SumForOwner, has ended."""
+
+    part: Part
+
+
+@dataclass(slots=True)
+class StepEnded:
+    """A MakeStep has ended: the parameters lie in the local ranks' results, and in this machine's contribution."""
+
+    step: MakeStep
+
+
+@dataclass(slots=True)
+class Answered:
+    """The server's answer to a push lies at address ``source`` (0: none, for the root of a broadcast)."""
+
+    part: Part
+    round: int
+    source: int
+
+
+@dataclass(slots=True)
+class RoundsAwaited:
+    """Other machines have given to these rounds of partitions, and wait for this one: their turn comes first, now or
+    once they are ready."""
+
+    rounds: Iterable[tuple[Part, int]]
+
+
+@dataclass(slots=True)
+class ResultWanted:
+    """Another machine lacks a round's result. If this one has it, it won't send its part by itself."""
+
+    part: Part
+    round: int
+    server: int
+
+
+@dataclass(slots=True)
+class SumTaken:
+    """The machine for which this machine's sum of a part is has taken it."""
+
+    part: ScatterPart
+    round: int
+
+
+@dataclass(slots=True)
+class ServersChanged:
+    """Other servers, by member id, add these partitions from now on; also what those before have not answered."""
+
+    moves: Sequence[tuple[Part, int]]
+
+
+@dataclass(slots=True)
+class MessagesLost:
+    """What was sent of these partitions, or its answer, is lost where it is not there yet."""
+
+    parts: Iterable[Part]
+
+
+@dataclass(slots=True)
+class TimePassed:
+    """Send what the credit allows by now."""
+
+
+RoundEvent = (
+    TensorAgreed
+    | BytesReady
+    | SlotJoined
+    | StepArmed
+    | StepSkipped
+    | SumsAwaited
+    | TensorVoid
+    | TensorForgotten
+    | Computed
+    | StepEnded
+    | Answered
+    | RoundsAwaited
+    | ResultWanted
+    | SumTaken
+    | ServersChanged
+    | MessagesLost
+    | TimePassed
+)
+
+# ---- to PieceExchange ------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class PiecesDeclared:
+    """Global ``rank`` declares a name, for the first time or with more room."""
+
+    rank: int
+    slot: RankSlot
+
+
+@dataclass(slots=True)
+class PiecesReady:
+    """A rank hands over a round. ``layout``: if it differs from the last."""
+
+    slot: RankSlot
+    round: int
+    layout: Layout | None
+
+
+@dataclass(slots=True)
+class PieceArrived:
+    """The bytes of a FetchPiece lie at address ``source``, until PieceCopied."""
+
+    transfer: Transfer
+    source: int
+
+
+@dataclass(slots=True)
+class PieceRefused:
+    """The machine that has the piece of a FetchPiece says that its size is another."""
+
+    transfer: Transfer
+    error: MismatchError
+
+
+@dataclass(slots=True)
+class PieceCopied:
+    """A Copy has ended."""
+
+    transfer: Transfer
+
+
+@dataclass(slots=True)
+class CopiedHere:
+    """A CopyHere has ended."""
+
+    pairs: Sequence[Pair]
+
+
+@dataclass(slots=True)
+class MachineLost:
+    """The pieces that a machine has requested can't be sent to it any more."""
+
+    machine: int
+
+
+#: A PieceRequest and a Receipt are another machine's messages, and events as they are.
+PieceEvent = (
+    PiecesDeclared | PiecesReady | PieceArrived | PieceRefused | PieceCopied | CopiedHere | MachineLost
+    | PieceRequest | Receipt
+)  # fmt: skip
