@@ -25,6 +25,27 @@
 A message says what happened, to which tensor and ranks, and what to do about it. Pure; any thread.
 """
 
+#: Those that ``byteps_py`` has, too.
+__all__ = [
+    "BytePSError",
+    "CommunicationError",
+    "ConfigurationError",
+    "GradientOrderError",
+    "HorovodInternalError",
+    "HostsUpdatedInterrupt",
+    "JoinedError",
+    "MismatchError",
+    "NonFiniteError",
+    "NonFiniteInputError",
+    "NotInitializedError",
+    "PeerLostError",
+    "ProtocolError",
+    "RendezvousError",
+    "StallError",
+    "UnsupportedError",
+    "UsageError",
+]
+
 
 class BytePSError(Exception):
     """The base class of all errors of this package."""

@@ -1,6 +1,6 @@
 """Finds modules under the names that scripts for ``horovod.torch`` and ``byteps.torch`` import.
 
-``byteps_py.mpi_ops`` and ``byteps_py.torch.mpi_ops`` are both ``byteps_py.torch.horovod.mpi_ops``.
+``byteps_py.mpi_ops`` and ``byteps_py.torch.mpi_ops`` are both ``byteps_py.torch``, which has every name.
 
 Owns the table of these names. Must not know the modules' contents. Imports torch only when a script imports one of
 them. Any thread that imports calls it.
@@ -18,17 +18,17 @@ from types import ModuleType
 #: Modules of ``horovod.torch`` and ``byteps.torch``. They resolve under ``byteps_py`` and ``byteps_py.torch``.
 HOMES = {
     "compression": "byteps_py.torch.compression",
-    "cross_barrier": "byteps_py.torch.gradients.cross_barrier",
+    "cross_barrier": "byteps_py.torch",
     "elastic": "byteps_py.torch.elastic",
-    "functions": "byteps_py.torch.horovod.functions",
-    "mpi_ops": "byteps_py.torch.horovod.mpi_ops",
+    "functions": "byteps_py.torch",
+    "mpi_ops": "byteps_py.torch",
+    "ops": "byteps_py.torch",
     "optimizer": "byteps_py.torch.gradients.optimizer",
     "sync_batch_norm": "byteps_py.torch.horovod.sync_batch_norm",
 }
 #: Former module names, which resolve under ``byteps_py.torch`` only.
 MOVED = {
     "byteps_py.torch.distributed": "byteps_py.torch.process_group",
-    "byteps_py.torch.ops": "byteps_py.torch.horovod.ops",
     "byteps_py.torch.parallel": "byteps_py.parallel",
 }
 

@@ -9,7 +9,7 @@ from torch_values import values
 
 import byteps_py.torch as bps
 from byteps_py.torch.collectives.context import current
-from byteps_py.torch.horovod.adasum import adasum, start
+from byteps_py.torch.operations.adasum import adasum, start
 
 SHAPES = ((5, 7), (1,), (3, 1, 11), (0, 2), (), (40000,))
 

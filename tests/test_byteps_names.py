@@ -83,7 +83,7 @@ def test_modules_offer_what_byteps_do(module: str) -> None:
 
 def test_the_module_of_the_cross_barrier_is_one() -> None:
     assert importlib.import_module("byteps_py.cross_barrier") is importlib.import_module(
-        "byteps_py.torch.gradients.cross_barrier"
+        "byteps_py.torch.cross_barrier"
     )
 
 

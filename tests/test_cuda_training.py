@@ -11,7 +11,7 @@ from torch_values import values
 
 import byteps_py.torch as bps
 from byteps_py.torch.collectives.context import current
-from byteps_py.torch.horovod.adasum import adasum
+from byteps_py.torch.operations.adasum import adasum
 
 pytestmark = [
     pytest.mark.cuda,

@@ -12,7 +12,7 @@ from byteps_py.session.solo import SoloSession
 from byteps_py.settings import Settings
 from byteps_py.torch.collectives.context import Context, use
 from byteps_py.torch.collectives.dtypes import WIRE
-from byteps_py.torch.horovod.size_headers import MAX_DIMENSIONS
+from byteps_py.torch.operations.size_headers import MAX_DIMENSIONS
 
 CLUSTERS = [(2,), (4,), (2, 2)]
 DTYPES = [*WIRE, torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.uint16]

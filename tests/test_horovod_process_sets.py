@@ -10,7 +10,7 @@ import byteps_py.torch as hvd
 from byteps_py.session.solo import SoloSession
 from byteps_py.settings import Settings
 from byteps_py.torch.collectives.context import Context, current, use
-from byteps_py.torch.horovod.process_sets import group_of, members_of
+from byteps_py.torch.operations.process_sets import group_of, members_of
 
 SIZE = 3
 
@@ -130,7 +130,7 @@ def test_sets_given_to_init() -> None:
 
 
 def test_many_ranks_fit_in_the_agreement() -> None:
-    from byteps_py.torch.horovod.process_sets import _ranks_in
+    from byteps_py.torch.operations.process_sets import _ranks_in
 
     assert _ranks_in([1 << 61, 3]) == (61, 62, 63)
     assert torch.iinfo(torch.int64).max > 1 << 62

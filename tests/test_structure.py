@@ -37,14 +37,16 @@ ALLOWED = {
 FRONT_DOORS = {("byteps_py", "torch"), ("byteps_py.torch_backend", "torch")}
 
 
-#: The rooms of byteps_py.torch: the front ends stand on the collectives. compression and timeline belong to all.
+#: The rooms of byteps_py.torch: the front ends stand on the operations, and these on the collectives. Gradients are
+#: exchanged without Horovod's functions. compression and timeline belong to all.
 ROOMS = {
     "collectives": set[str](),
-    "horovod": {"collectives", "compression", "timeline"},
-    "gradients": {"collectives", "horovod", "compression", "optim"},
+    "operations": {"collectives", "compression"},
+    "horovod": {"collectives", "operations", "compression", "timeline"},
+    "gradients": {"collectives", "operations", "compression", "optim"},
     "optim": set(),
     "process_group": {"collectives"},
-    "elastic": {"collectives", "horovod"},
+    "elastic": {"collectives", "operations", "horovod"},
     "compression": set[str](),
     "timeline": {"collectives"},
 }

@@ -10,7 +10,7 @@ from torch_values import same
 
 import byteps_py.torch as bps
 from byteps_py.torch.collectives.dtypes import WIRE
-from byteps_py.torch.horovod.broadcast_stream import CHUNK_BYTES, cut
+from byteps_py.torch.operations.broadcasts import CHUNK_BYTES, cut
 
 MACHINES = (2, 1)
 SIZE = sum(MACHINES)

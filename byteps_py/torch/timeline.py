@@ -24,6 +24,8 @@ from byteps_py.tensors import Op, TensorSpec
 from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.collectives.context import Context
 
+__all__ = ["get_pushpull_speed", "start_timeline", "stop_timeline"]
+
 #: Events are written when there are this many, or when no tensor is in flight. A crash loses at most this many.
 _BUFFERED = 512
 #: Horovod's names, which programs for its timelines look for. Other operations are an ALLREDUCE.

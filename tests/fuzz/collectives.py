@@ -23,9 +23,8 @@ from byteps_py.torch.collectives.slot_view import TensorRequest
 from byteps_py.torch.gradients.bucket import GradientOptions
 from byteps_py.torch.gradients.gradient_checksums import Scratch
 from byteps_py.torch.gradients.sparse_bucket import SparseBucket
-from byteps_py.torch.horovod import size_headers
-from byteps_py.torch.horovod.allgather import AllgatherOperation
-from byteps_py.torch.horovod.alltoall import AlltoallOperation
+from byteps_py.torch.operations import size_headers
+from byteps_py.torch.operations.gathers import AllgatherOperation, AlltoallOperation
 from byteps_py.torch.process_group.sparse_sum import start_sparse_sum
 
 from .base import Target

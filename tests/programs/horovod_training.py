@@ -15,7 +15,7 @@ from torch import nn
 
 import byteps_py as bps
 from byteps_py.torch.collectives.context import current
-from byteps_py.torch.horovod.adasum import adasum, start
+from byteps_py.torch.operations.adasum import adasum, start
 
 
 def check(what: str, good: bool) -> None:

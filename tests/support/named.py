@@ -33,6 +33,7 @@ _TOKEN = re.compile(
     r"""|[^\W\d]\w*""",
     re.DOTALL,
 )
+_STAR = re.compile(r"^from (byteps_py\.[\w.]+) import \*", re.MULTILINE)
 _BEFORE_DOCSTRING = re.compile(r"(?:\A|:[ ]*(?:#.*)?\n)\s*r?\Z")
 
 #: Files that users or other projects have.
@@ -105,17 +106,22 @@ class Tree:
         files = {path.relative_to(root).as_posix(): path for path in (*paths, *root.glob("*.*"))}
         names = {*dir(builtins), *sys.stdlib_module_names, *(path.stem for path in paths)}
         modules: dict[str, Set[str]] = {}
+        stars: list[tuple[str, str]] = []
         texts = [Text(file, 1, path.read_text()) for file, path in files.items() if PAGES.fullmatch(file)]
         for file, path in files.items():
             if path.suffix == ".proto":
                 names |= set(re.findall(r"\w+", path.read_text()))
             if path.suffix in (".py", ".pyi") and file.startswith(CODE):
-                own, said = read_source(path.read_text(), strings=module_of(file) is not None)
+                source = path.read_text()
+                own, said = read_source(source, strings=module_of(file) is not None)
                 names |= own
                 if module := module_of(file):
                     modules[module] = own
+                    stars += [(module, other) for other in _STAR.findall(source)]
                 if path.suffix == ".py" and not path.stem.endswith(("_pb2", "_pb2_grpc")):
                     texts += [Text(file, line, text) for line, text in said]
+        for module, other in stars:  # of a module that has none itself
+            modules[module] |= modules[other]
         return cls(files.keys(), names, modules, tuple(texts))
 
     def unknown(self, text: Text) -> list[str]:

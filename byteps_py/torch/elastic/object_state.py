@@ -13,7 +13,7 @@ from typing import Any
 from byteps_py.errors import HostsUpdatedInterrupt
 from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.horovod.api import rank
-from byteps_py.torch.horovod.objects import broadcast_object
+from byteps_py.torch.operations.objects import broadcast_object
 
 
 class HostUpdateResult:

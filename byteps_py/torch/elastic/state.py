@@ -10,10 +10,10 @@ import torch
 
 from byteps_py.torch.elastic.object_state import ObjectState
 from byteps_py.torch.elastic.sampler import ElasticSampler
-from byteps_py.torch.horovod.api import push_pull
-from byteps_py.torch.horovod.functions import StateListener, broadcast_optimizer_state, broadcast_parameters
-from byteps_py.torch.horovod.objects import broadcast_object
-from byteps_py.torch.horovod.ops import Max
+from byteps_py.torch.horovod.allreduce import push_pull
+from byteps_py.torch.operations.objects import broadcast_object
+from byteps_py.torch.operations.reduction_plans import Max
+from byteps_py.torch.operations.state_broadcast import StateListener, broadcast_optimizer_state, broadcast_parameters
 
 
 class StateHandler(ABC):

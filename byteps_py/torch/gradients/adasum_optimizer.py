@@ -2,7 +2,7 @@
 
     start = weights;  the wrapped optimizer steps;  delta = weights - start;  weights = start + adasum(deltas)
 
-So momentum and the like are applied before ranks are combined, as in Horovod. Owns the deltas; horovod/adasum.py
+So momentum and the like are applied before ranks are combined, as in Horovod. Owns the deltas; operations/adasum.py
 explains Adasum. The training thread calls; hooks (backward_passes.py) only count passes.
 
 With BYTEPS_NONFINITE=raise or skip, ranks first exchange whether their gradients are finite, because a step with NaN
@@ -27,7 +27,7 @@ from byteps_py.torch.collectives import nonfinite
 from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.compression import Compressor
 from byteps_py.torch.gradients.optimizer_mixin import DistributedOptimizerMixin
-from byteps_py.torch.horovod.adasum import start
+from byteps_py.torch.operations.adasum import start
 
 
 class DeltaExchange:

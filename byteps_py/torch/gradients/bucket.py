@@ -20,7 +20,7 @@ from byteps_py.torch.collectives.parameter_owners import find_averaging
 from byteps_py.torch.collectives.slot_view import PieceView, TensorRequest
 from byteps_py.torch.compression import Compression, Compressor
 from byteps_py.torch.gradients.gradient_checksums import GradientChecksums, Gradients, Scratch
-from byteps_py.torch.horovod.ops import Average, ReduceOp
+from byteps_py.torch.operations.reduction_plans import Average, ReduceOp
 
 
 def plan_buckets(

@@ -3,7 +3,7 @@
 Without it, a step ends with a barrier: no layer computes before the last gradient has arrived. With it, the back
 layers' gradients travel while the front layers compute the next forward pass. So a step takes the longer of computation
 and communication, not their sum. The name is BytePS's, the idea ByteScheduler's (Peng et al., SOSP 2019). As
-in BytePS, a script may import this module alone: ``import byteps_py.torch.gradients.cross_barrier as bps``.
+in BytePS, a script may import this alone: ``import byteps_py.torch.cross_barrier as bps``.
 
     step t:      backward ───────────────────► step() returns at once
                  gradients are sent, those of the back layers first
@@ -31,35 +31,6 @@ from byteps_py.torch.gradients.optimizer import DistributedOptimizer
 from byteps_py.torch.gradients.optimizer_arguments import NamedParameters
 from byteps_py.torch.gradients.optimizer_mixin import DistributedOptimizerMixin
 from byteps_py.torch.gradients.pending_updates import Hyperparameters, PendingUpdates
-from byteps_py.torch.horovod.api import (
-    byteps_push_pull,
-    init,
-    local_rank,
-    local_size,
-    poll,
-    rank,
-    shutdown,
-    size,
-    synchronize,
-)
-from byteps_py.torch.horovod.functions import broadcast_optimizer_state, broadcast_parameters
-
-#: The names in BytePS's module.
-__all__ = [
-    "Compression",
-    "CrossBarrier",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
-    "byteps_push_pull",
-    "init",
-    "local_rank",
-    "local_size",
-    "poll",
-    "rank",
-    "shutdown",
-    "size",
-    "synchronize",
-]
 
 #: Modules that use their children's parameters without calling the children.
 _USE_CHILD_PARAMETERS = (torch.nn.MultiheadAttention,)

@@ -28,8 +28,8 @@ from byteps_py.torch.collectives.slot_view import TensorRequest
 from byteps_py.torch.compression import Compression, Compressor
 from byteps_py.torch.gradients.bucket import GradientOptions, GradientPlace
 from byteps_py.torch.gradients.gradient_reducer import GradientReducer
-from byteps_py.torch.horovod.functions import broadcast_parameters
-from byteps_py.torch.horovod.process_sets import ProcessSet, global_process_set, group_of, members_of, prefix_of
+from byteps_py.torch.operations.process_sets import ProcessSet, global_process_set, group_of, members_of, prefix_of
+from byteps_py.torch.operations.state_broadcast import broadcast_parameters
 
 
 class DistributedDataParallel(torch.nn.Module):

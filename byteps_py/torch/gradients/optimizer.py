@@ -38,8 +38,8 @@ from byteps_py.torch.gradients.optimizer_arguments import (
     which_groups,
 )
 from byteps_py.torch.gradients.optimizer_mixin import DistributedOptimizerMixin, Names
-from byteps_py.torch.horovod.ops import Adasum, Average, ReduceOp
-from byteps_py.torch.horovod.process_sets import ProcessSet, global_process_set, prefix_of, ranks_of
+from byteps_py.torch.operations.process_sets import ProcessSet, global_process_set, prefix_of, ranks_of
+from byteps_py.torch.operations.reduction_plans import Adasum, Average, ReduceOp
 
 
 def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and Horovod

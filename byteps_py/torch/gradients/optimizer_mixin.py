@@ -24,7 +24,7 @@ from byteps_py.torch.collectives.parameter_owners import check_unowned
 from byteps_py.torch.gradients.backward_passes import BackwardPasses
 from byteps_py.torch.gradients.gradient_reducer import GradientReducer
 from byteps_py.torch.gradients.optimizer_arguments import check_passes
-from byteps_py.torch.horovod.functions import StateListener
+from byteps_py.torch.operations.state_broadcast import StateListener
 
 Names = dict[torch.nn.Parameter, str]
 

@@ -1,4 +1,5 @@
-"""Reductions with Horovod's names and arguments: allreduce, grouped_allreduce and sparse_allreduce_async.
+"""Reductions with the names and arguments of BytePS and Horovod: push_pull, allreduce, grouped_allreduce,
+sparse_allreduce_async.
 
 Bytes per GPU machine, for tensors of M bytes, n GPU machines and k CPU machines: 2n(n-1) / (n² + kn - 2k) · M in and
 as many out, for any number of ranks on the machine (docs/explanation/placement.md; BytePS, OSDI 2020, section 4.1). A
@@ -24,13 +25,122 @@ from byteps_py.errors import UsageError
 from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.collectives.dtypes import check_are_tensors
 from byteps_py.torch.collectives.integer_averages import is_summed_wider, mean, summands
-from byteps_py.torch.compression import Compression
-from byteps_py.torch.horovod.allgather import allgather_async
-from byteps_py.torch.horovod.api import result_of, synchronize
-from byteps_py.torch.horovod.ops import Adasum, Average, ReduceOp, Sum, tensor_list
-from byteps_py.torch.horovod.process_sets import ProcessSet, global_process_set, group_of, members_of
-from byteps_py.torch.horovod.reduction_plans import ReductionOptions
-from byteps_py.torch.horovod.reductions import start_adasum, start_reduction
+from byteps_py.torch.compression import Compression, Compressor
+from byteps_py.torch.horovod.differentiable import reduce, start
+from byteps_py.torch.operations.gathers import start_gather
+from byteps_py.torch.operations.handles import result_of, synchronize
+from byteps_py.torch.operations.process_sets import ProcessSet, global_process_set, group_of, members_of
+from byteps_py.torch.operations.reduction_plans import Average, ReduceOp, ReductionOptions, Sum
+from byteps_py.torch.operations.reductions import start_reduction
+
+__all__ = [
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "byteps_push_pull",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "push_pull",
+    "push_pull_async",
+    "push_pull_async_inplace",
+    "push_pull_inplace",
+    "sparse_allreduce_async",
+]
+
+
+# ---- push_pull ---------------------------------------------------------------------------------------------
+
+
+def push_pull_async(
+    tensor: torch.Tensor,
+    average: bool = True,
+    name: str | None = None,
+    version: int = 0,
+    priority: int = 0,
+    *,
+    op: ReduceOp | None = None,
+    compression: type[Compressor] = Compression.none,
+) -> int:
+    """Begin to reduce ``tensor`` over all ranks. ``synchronize(handle)`` returns the result, a new tensor.
+
+    tensor: dense, on cpu or cuda, of dtype float16, bfloat16, float32, float64, int8, int16, int32, int64 or uint8; the
+    same shape and dtype on all ranks. A CUDA tensor must not change before ``synchronize``; a CPU tensor may change.
+    average: divide the sum by size() (floor division for integers). op: Sum, Average, Min, Max or Product instead.
+    name: the same on all ranks; tensors of equal shape and dtype without a name are matched in order.
+    priority: tensors of higher priority are sent first. Below zero, the first quarter of a tensor is sent in the order
+    of the calls, which is the same on all machines. version: BytePS's argument, without effect.
+    compression: Compression.none, fp16 or bf16.
+    Any thread may call it. Raises NotInitializedError and UsageError (a ValueError).
+    """
+    options = ReductionOptions(which_op(average, op), compression=compression, priority=priority)
+    return start_reduction(contexts.current(), [tensor], None, name, options)
+
+
+def push_pull_async_inplace(
+    tensor: torch.Tensor,
+    average: bool = True,
+    name: str | None = None,
+    version: int = 0,
+    priority: int = 0,
+    *,
+    op: ReduceOp | None = None,
+    compression: type[Compressor] = Compression.none,
+) -> int:
+    """Like push_pull_async, but ``synchronize`` writes the result into ``tensor``."""
+    options = ReductionOptions(which_op(average, op), compression=compression, priority=priority)
+    return start_reduction(contexts.current(), [tensor], [tensor], name, options)
+
+
+byteps_push_pull = push_pull_async_inplace
+
+
+def push_pull_inplace(
+    tensor: torch.Tensor,
+    average: bool = True,
+    name: str | None = None,
+    version: int = 0,
+    priority: int = 0,
+    *,
+    op: ReduceOp | None = None,
+    compression: type[Compressor] = Compression.none,
+) -> torch.Tensor:
+    """Reduce ``tensor`` over all ranks in place, and return it. See push_pull_async for the arguments."""
+    options = ReductionOptions(which_op(average, op), compression=compression, priority=priority)
+    handle = start_reduction(contexts.current(), [tensor], [tensor], name, options, is_awaited=True)
+    result: torch.Tensor = result_of(handle)
+    return result
+
+
+def push_pull(
+    tensor: torch.Tensor,
+    average: bool = True,
+    name: str | None = None,
+    version: int = 0,
+    priority: int = 0,
+    compression: type[Compressor] = Compression.none,
+    *,
+    op: ReduceOp | None = None,
+) -> torch.Tensor:
+    """The reduction of ``tensor`` over all ranks, a new tensor. Differentiable for Sum and Average.
+
+    See push_pull_async for the arguments. Any thread may call it. Raises NotInitializedError, UsageError (a
+    ValueError), and MismatchError, StallError or PeerLostError.
+
+    >>> import torch, byteps_py as bps
+    >>> bps.init()
+    >>> bps.push_pull(torch.tensor([1.0, 2.0]), name="x")  # a job of one rank
+    tensor([1., 2.])
+    >>> bps.shutdown()
+    """
+    options = ReductionOptions(which_op(average, op), compression=compression, priority=priority)
+    (result,) = reduce([tensor], name, options)
+    return result
+
+
+# ---- allreduce ---------------------------------------------------------------------------------------------
 
 
 def allreduce_async(
@@ -44,7 +154,7 @@ def allreduce_async(
 ) -> int:
     """Begin to reduce ``tensor``. ``synchronize(handle)`` returns the result, a new tensor. See allreduce."""
     options = _options_of(op, average, prescale_factor, postscale_factor, process_set)
-    return _start([tensor], None, name, options)
+    return start([tensor], None, name, options)
 
 
 def allreduce_async_(
@@ -58,7 +168,7 @@ def allreduce_async_(
 ) -> int:
     """Like allreduce_async, but ``synchronize`` writes the result into ``tensor``. See allreduce."""
     options = _options_of(op, average, prescale_factor, postscale_factor, process_set)
-    return _start([tensor], [tensor], name, options)
+    return start([tensor], [tensor], name, options)
 
 
 def allreduce_(
@@ -72,7 +182,7 @@ def allreduce_(
 ) -> torch.Tensor:
     """Reduce ``tensor`` in place, and return it. See allreduce."""
     options = _options_of(op, average, prescale_factor, postscale_factor, process_set)
-    result: torch.Tensor = result_of(_start([tensor], [tensor], name, options, is_awaited=True))
+    result: torch.Tensor = result_of(start([tensor], [tensor], name, options, is_awaited=True))
     return result
 
 
@@ -107,7 +217,7 @@ def allreduce(
     options = _options_of(op, average, prescale_factor, postscale_factor, process_set)
     check_are_tensors((tensor,), name)
     compressed, undo = compression.compress(tensor)
-    (result,) = _Allreduce.apply(name, options, False, compressed)  # type: ignore[no-untyped-call]
+    (result,) = reduce([compressed], name, options)
     decompressed: torch.Tensor = compression.decompress(result, undo)
     return decompressed
 
@@ -123,7 +233,7 @@ def grouped_allreduce_async(
 ) -> int:
     """Begin to reduce each of ``tensors`` as one operation. ``synchronize(handle)`` returns a tuple of new tensors."""
     options = _options_of(op, average, prescale_factor, postscale_factor, process_set)
-    return _start(tensor_list(tensors), None, name, options, is_group=True)
+    return start(tensor_list(tensors), None, name, options, is_group=True)
 
 
 def grouped_allreduce_async_(
@@ -137,7 +247,7 @@ def grouped_allreduce_async_(
 ) -> int:
     """Like grouped_allreduce_async, but ``synchronize`` writes the results into ``tensors``."""
     options = _options_of(op, average, prescale_factor, postscale_factor, process_set)
-    return _start(tensor_list(tensors), tensor_list(tensors), name, options, is_group=True)
+    return start(tensor_list(tensors), tensor_list(tensors), name, options, is_group=True)
 
 
 def grouped_allreduce_(
@@ -168,7 +278,7 @@ def grouped_allreduce(
     """The reductions of ``tensors``, as one operation, in a list of new tensors. See allreduce."""
     options = _options_of(op, average, prescale_factor, postscale_factor, process_set)
     pairs = [compression.compress(tensor) for tensor in tensor_list(tensors)]
-    results = _Allreduce.apply(name, options, True, *[compressed for compressed, _ in pairs])  # type: ignore[no-untyped-call]
+    results = reduce([compressed for compressed, _ in pairs], name, options, is_group=True)
     return [compression.decompress(result, undo) for result, (_, undo) in zip(results, pairs, strict=True)]
 
 
@@ -187,9 +297,9 @@ def sparse_allreduce_async(
     if tensor.layout is not torch.sparse_coo:
         raise UsageError(f"tensor {name!r} is not sparse COO but {tensor.layout}; use allreduce_async for it")
     # Not coalesced first: that costs a sort, and the sum needs another one.
-    indices = allgather_async(tensor._indices().t().contiguous(), f"{name}.indices", process_set)
-    values = allgather_async(tensor._values(), f"{name}.values", process_set)
-    members = len(members_of(process_set))
+    context, group, members = contexts.current(), group_of(process_set), len(members_of(process_set))
+    indices = start_gather(context, [tensor._indices().t().contiguous()], f"{name}.indices", group)
+    values = start_gather(context, [tensor._values()], f"{name}.values", group)
 
     def wait() -> torch.Tensor:
         all_values = synchronize(values)
@@ -222,47 +332,23 @@ def sparse_allreduce_async(
     return wait
 
 
-class _Allreduce(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, name: str | None, options: ReductionOptions, is_group: bool, *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.arguments = contexts.current(), name, options, is_group
-        result = result_of(_start(tensors, None, name, options, is_group, is_awaited=True))
-        return result if is_group else (result,)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        context, name, options, is_group = ctx.arguments
-        if options.op not in (Sum, Average, Adasum):
-            raise UsageError(
-                f"allreduce with op={options.op.name.title()} is not differentiable, only Sum and Average are"
-            )
-        with contexts.use(context):  # autograd may run this on a thread of its own
-            grad_name = None if name is None else f"{name}.grad"
-            reduced = result_of(_start(grads, None, grad_name, options, is_group, is_awaited=True))
-        return None, None, None, *(reduced if is_group else (reduced,))
-
-
-def _start(
-    tensors: Sequence[torch.Tensor],
-    into: Sequence[torch.Tensor] | None,
-    name: str | None,
-    options: ReductionOptions,
-    is_group: bool = False,
-    is_awaited: bool = False,
-) -> int:
-    if options.op is Adasum:
-        return start_adasum(contexts.current(), tensors, into, name, options, is_group)
-    return start_reduction(contexts.current(), tensors, into, name, options, is_group, is_awaited)
-
-
 def _options_of(
     op: ReduceOp | None, average: bool | None, before: float, after: float, process_set: ProcessSet
 ) -> ReductionOptions:
     return ReductionOptions(
         which_allreduce_op(op, average), "allreduce", group_of(process_set), before=float(before), after=float(after)
     )
+
+
+def which_op(average: bool, op: ReduceOp | None) -> ReduceOp:
+    """The operation that the two arguments of push_pull name. Raises UsageError if they contradict each other."""
+    if op is None:
+        return Average if average else Sum
+    if not isinstance(op, ReduceOp):
+        raise UsageError(f"op must be one of Average, Sum, Min, Max, Product, got {op!r}")
+    if op is Average and not average:
+        raise UsageError("average=False contradicts op=Average; give one of them")
+    return op
 
 
 def which_allreduce_op(op: ReduceOp | None, average: bool | None) -> ReduceOp:
@@ -277,3 +363,12 @@ def which_allreduce_op(op: ReduceOp | None, average: bool | None) -> ReduceOp:
         return Average
     warnings.warn("Parameter `average` has been replaced with `op`", DeprecationWarning, stacklevel=4)
     return Average if average else Sum
+
+
+def tensor_list(tensors: Any) -> list[torch.Tensor]:
+    """The tensors of a group. Raises UsageError for a single tensor, whose rows are not a group, and for what is no
+    tensor."""
+    if isinstance(tensors, torch.Tensor):
+        raise UsageError("a group is a list of tensors, got one tensor")
+    check_are_tensors(tensors, None)
+    return list(tensors)

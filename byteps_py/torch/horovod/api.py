@@ -1,11 +1,7 @@
-"""The functions that BytePS and Horovod share: init, rank, size, push_pull in its forms, poll, synchronize, join.
+"""The job of this process, as BytePS and Horovod name it: init, rank, size, join; and what scripts ask about the build.
 
-Names and arguments are those of byteps.torch and horovod.torch. Functions that only Horovod has are in files of their
-own (see the package). Any thread may call, and may wait for another thread's handle. Tensors are dense, on cpu or cuda,
-of dtype float16, bfloat16, float32, float64, int8, int16, int32, int64 or uint8.
-
-All functions raise NotInitializedError outside init() … shutdown() and UsageError (a ValueError) for misuse. Waiting
-for an operation raises MismatchError, StallError or PeerLostError.
+Any thread may call. All functions raise NotInitializedError outside init() … shutdown() and UsageError (a ValueError)
+for misuse.
 """
 
 from __future__ import annotations
@@ -21,9 +17,7 @@ from byteps_py.settings import Settings
 from byteps_py.torch import timeline
 from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.collectives import torch_rendezvous
-from byteps_py.torch.compression import Compression, Compressor
-from byteps_py.torch.horovod.ops import Average, ReduceOp, Sum, which_op
-from byteps_py.torch.horovod.process_sets import (
+from byteps_py.torch.operations.process_sets import (
     ProcessSet,
     add_initial_sets,
     barrier_in_group,
@@ -31,10 +25,34 @@ from byteps_py.torch.horovod.process_sets import (
     group_of,
     is_communicator,
 )
-from byteps_py.torch.horovod.reduction_plans import ReductionOptions
-from byteps_py.torch.horovod.reductions import start_reduction
 
-# ---- the job -----------------------------------------------------------------------------------------------
+__all__ = [
+    "barrier",
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "declare",
+    "gloo_built",
+    "gloo_enabled",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "join",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "rank",
+    "resume",
+    "rocm_built",
+    "shutdown",
+    "size",
+    "suspend",
+]
 
 
 def init(
@@ -173,157 +191,59 @@ def declare(name: str) -> None:
         raise UsageError("a tensor's name must not be empty")
 
 
-# ---- push_pull ---------------------------------------------------------------------------------------------
+# ---- the build ---------------------------------------------------------------------------------------------
+# Data go over shared memory and TCP, which Horovod uses Gloo for.
 
 
-def push_pull_async(
-    tensor: torch.Tensor,
-    average: bool = True,
-    name: str | None = None,
-    version: int = 0,
-    priority: int = 0,
-    *,
-    op: ReduceOp | None = None,
-    compression: type[Compressor] = Compression.none,
-) -> int:
-    """Begin to reduce ``tensor`` over all ranks. ``synchronize(handle)`` returns the result, a new tensor.
+def mpi_built() -> bool:
+    """False: MPI is not used."""
+    return False
 
-    tensor: dense, on cpu or cuda, of dtype float16, bfloat16, float32, float64, int8, int16, int32, int64 or uint8; the
-    same shape and dtype on all ranks. A CUDA tensor must not change before ``synchronize``; a CPU tensor may change.
-    average: divide the sum by size() (floor division for integers). op: Sum, Average, Min, Max or Product instead.
-    name: the same on all ranks; tensors of equal shape and dtype without a name are matched in order.
-    priority: tensors of higher priority are sent first. Below zero, the first quarter of a tensor is sent in the order
-    of the calls, which is the same on all machines. version: BytePS's argument, without effect.
-    compression: Compression.none, fp16 or bf16.
-    Any thread may call it. Raises NotInitializedError and UsageError (a ValueError).
+
+def mpi_enabled() -> bool:
+    """False: MPI is not used."""
+    return False
+
+
+def mpi_threads_supported() -> bool:
+    """True: mpi4py may be used from any thread, because this package makes no MPI calls.
+
+    Raises NotInitializedError (a ValueError) before init().
     """
-    options = ReductionOptions(which_op(average, op), compression=compression, priority=priority)
-    return start_reduction(contexts.current(), [tensor], None, name, options)
+    contexts.current().session  # noqa: B018  raises NotInitializedError
+    return True
 
 
-def push_pull_async_inplace(
-    tensor: torch.Tensor,
-    average: bool = True,
-    name: str | None = None,
-    version: int = 0,
-    priority: int = 0,
-    *,
-    op: ReduceOp | None = None,
-    compression: type[Compressor] = Compression.none,
-) -> int:
-    """Like push_pull_async, but ``synchronize`` writes the result into ``tensor``."""
-    options = ReductionOptions(which_op(average, op), compression=compression, priority=priority)
-    return start_reduction(contexts.current(), [tensor], [tensor], name, options)
+def gloo_built() -> bool:
+    """True: TCP is always supported."""
+    return True
 
 
-byteps_push_pull = push_pull_async_inplace
+def gloo_enabled() -> bool:
+    """True between init() and shutdown()."""
+    return contexts.current().is_open
 
 
-def push_pull_inplace(
-    tensor: torch.Tensor,
-    average: bool = True,
-    name: str | None = None,
-    version: int = 0,
-    priority: int = 0,
-    *,
-    op: ReduceOp | None = None,
-    compression: type[Compressor] = Compression.none,
-) -> torch.Tensor:
-    """Reduce ``tensor`` over all ranks in place, and return it. See push_pull_async for the arguments."""
-    options = ReductionOptions(which_op(average, op), compression=compression, priority=priority)
-    handle = start_reduction(contexts.current(), [tensor], [tensor], name, options, is_awaited=True)
-    result: torch.Tensor = result_of(handle)
-    return result
+def nccl_built() -> int:
+    """0, which is no version of NCCL: CUDA tensors go through host memory."""
+    return 0
 
 
-def push_pull(
-    tensor: torch.Tensor,
-    average: bool = True,
-    name: str | None = None,
-    version: int = 0,
-    priority: int = 0,
-    compression: type[Compressor] = Compression.none,
-    *,
-    op: ReduceOp | None = None,
-) -> torch.Tensor:
-    """The reduction of ``tensor`` over all ranks, a new tensor. Differentiable for Sum and Average.
-
-    See push_pull_async for the arguments. Any thread may call it. Raises NotInitializedError, UsageError (a
-    ValueError), and MismatchError, StallError or PeerLostError.
-
-    >>> import torch, byteps_py as bps
-    >>> bps.init()
-    >>> bps.push_pull(torch.tensor([1.0, 2.0]), name="x")  # a job of one rank
-    tensor([1., 2.])
-    >>> bps.shutdown()
-    """
-    result: torch.Tensor = _PushPull.apply(tensor, which_op(average, op), name, priority, compression)  # type: ignore[no-untyped-call]
-    return result
+def ddl_built() -> bool:
+    """False: DDL is not used."""
+    return False
 
 
-class _PushPull(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: torch.Tensor, op: ReduceOp, name: str | None, priority: int, compression: type[Compressor]
-    ) -> torch.Tensor:
-        ctx.arguments = contexts.current(), op, name, priority, compression
-        options = ReductionOptions(op, compression=compression, priority=priority)
-        result: torch.Tensor = result_of(
-            start_reduction(ctx.arguments[0], [tensor], None, name, options, is_awaited=True)
-        )
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        context, op, name, priority, compression = ctx.arguments
-        if op not in (Sum, Average):
-            raise UsageError(f"push_pull with op={op.name.title()} is not differentiable, only Sum and Average are")
-        with contexts.use(context):  # autograd may run this on a thread of its own
-            gradient = push_pull(
-                grads[0],
-                name=None if name is None else f"{name}.grad",
-                priority=priority,
-                compression=compression,
-                op=op,
-            )
-        return gradient, None, None, None, None
+def ccl_built() -> bool:
+    """False: oneCCL is not used."""
+    return False
 
 
-# ---- handles -----------------------------------------------------------------------------------------------
+def cuda_built() -> bool:
+    """True if torch is built for CUDA."""
+    return torch.version.cuda is not None
 
 
-def poll(handle: int) -> bool:
-    """True if synchronize(handle) would not block. Raises UsageError for an unknown handle. Any thread."""
-    context = contexts.current()
-    context.session  # noqa: B018  raises NotInitializedError
-    operation = context.handles.get(handle)
-    if operation.is_done:
-        operation.settle()  # so that a tensor reduced in place holds its result
-    return operation.is_over
-
-
-def synchronize(handle: int) -> Any:
-    """Wait for an operation and return its result: a tensor, a tuple of tensors for a group, or the tensor and the
-    received splits for alltoall_async. None for an unknown handle, or one that was synchronized before.
-
-    Any thread may call it. Raises MismatchError, StallError or PeerLostError.
-
-    >>> import torch, byteps_py as bps
-    >>> bps.init()
-    >>> handle = bps.push_pull_async(torch.tensor([1.0]), name="x")
-    >>> bps.synchronize(handle)
-    tensor([1.])
-    >>> bps.shutdown()
-    """
-    context = contexts.current()
-    context.session  # noqa: B018  raises NotInitializedError
-    operation = context.handles.pop(handle)
-    return None if operation is None else operation.deliver()
-
-
-def result_of(handle: int) -> Any:
-    """For synchronous functions: ``synchronize`` their own handle. Raises UsageError if a shutdown cleared it."""
-    output = synchronize(handle)
-    if output is None:
-        raise UsageError(f"handle {handle} was cleared by a shutdown in another thread")
-    return output
+def rocm_built() -> bool:
+    """True if torch is built for ROCm."""
+    return torch.version.hip is not None

@@ -19,7 +19,9 @@ from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.collectives.dtypes import wire_dtype
 from byteps_py.torch.collectives.slot_view import TensorRequest
-from byteps_py.torch.horovod.process_sets import ProcessSet, global_process_set, group_of, prefix_of
+from byteps_py.torch.operations.process_sets import ProcessSet, global_process_set, group_of, prefix_of
+
+__all__ = ["SyncBatchNorm"]
 
 _PRIORITY = 1  # before gradients: a layer waits for the sum
 

@@ -37,7 +37,7 @@ from byteps_py.torch.gradients.hosted.sparse_rows import HostedSparseBucket
 from byteps_py.torch.gradients.hosted.states import Factors, HostedStates, OwnedStates, ParameterState, RowStates
 from byteps_py.torch.gradients.hosted.trust_ratios import UpdatePhase, begin_scaled_steps
 from byteps_py.torch.gradients.sparse_bucket import SparseBucket
-from byteps_py.torch.horovod.allgather import allgather
+from byteps_py.torch.operations.gathers import gathered
 
 #: Of a parameter: the number of its param_group.
 GroupOf = dict[torch.nn.Parameter, int]
@@ -196,7 +196,7 @@ class HostedReducer(GradientReducer):
         """The whole states of a bucket's parameters. All ranks call it."""
         name = bucket.request.spec.name
         wholes = {
-            each: allgather(states.piece(place), f"{name}.state.{place}") for place, each in enumerate(states.names)
+            each: gathered(states.piece(place), f"{name}.state.{place}") for place, each in enumerate(states.names)
         }
         return states.by_parameter(wholes)
 

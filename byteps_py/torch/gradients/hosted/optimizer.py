@@ -26,7 +26,8 @@ from byteps_py.torch.gradients.hosted.replication import ShadowedSteps
 from byteps_py.torch.gradients.hosted.rules import check_numbers, numbers_of, rule_of
 from byteps_py.torch.gradients.hosted.states import Factors, ParameterState, check_state
 from byteps_py.torch.gradients.optimizer_mixin import DistributedOptimizerMixin
-from byteps_py.torch.horovod.api import push_pull
+from byteps_py.torch.operations.reduction_plans import Sum
+from byteps_py.torch.operations.reductions import reduced
 
 #: "rule" encodes the switches, such as amsgrad.
 _COMPARED = ("lr", "weight_decay", "momentum", "dampening", "beta1", "beta2", "eps", "lr_decay", "always_adapt", "rule")
@@ -196,7 +197,7 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
     def _find_clip(self, max_norm: float) -> torch.Tensor:
         squares = self._reducer.square_sum(self._initial_sums) * self._unscale**2
         own = torch.tensor([squares], dtype=torch.float64, device="cpu")
-        norm = push_pull(own, average=False, name=f"{self._name}.norm").sqrt()[0]
+        norm = reduced(own, Sum, f"{self._name}.norm").sqrt()[0]
         factor = max_norm / (float(norm) + 1e-6)
         self._clip = 1.0 if factor > 1.0 else factor  # NaN stays NaN, as in torch
         return norm

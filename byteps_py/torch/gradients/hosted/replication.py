@@ -25,7 +25,7 @@ from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.gradients.hosted.agreement import largest
 from byteps_py.torch.gradients.hosted.buffers import ModelBuffers
 from byteps_py.torch.gradients.hosted.states import HostedStates
-from byteps_py.torch.horovod.objects import pickled
+from byteps_py.torch.operations.objects import pickled
 from byteps_py.wire import MAX_ATTACHED_BYTES
 from byteps_py.wording import bytes_text
 

@@ -25,7 +25,7 @@ from byteps_py.torch.gradients.hosted.optimizer import HostedOptimizerMixin
 from byteps_py.torch.gradients.hosted.rules import MASTER
 from byteps_py.torch.gradients.hosted.states import StoredElements
 from byteps_py.torch.gradients.hosted.stored_checkpoint import load_newest, raise_together
-from byteps_py.torch.horovod.objects import broadcast_object, unpickled
+from byteps_py.torch.operations.objects import broadcast_object, unpickled
 
 #: Elements of a parameter that are read at once.
 _CHUNK = 1 << 20

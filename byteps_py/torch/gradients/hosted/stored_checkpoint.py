@@ -27,7 +27,7 @@ from byteps_py.torch.gradients.hosted.buffers import ModelBuffers
 from byteps_py.torch.gradients.hosted.optimizer import HostedOptimizerMixin
 from byteps_py.torch.gradients.hosted.rules import MASTER, moment_names, rule_of
 from byteps_py.torch.gradients.hosted.states import check_state
-from byteps_py.torch.horovod.objects import allgather_object, broadcast_object, unpickled
+from byteps_py.torch.operations.objects import allgather_object, broadcast_object, unpickled
 
 _MODEL, _STATE, _GROUPS = "model.", "optimizer.state.", "optimizer.param_groups."
 _CONSTANTS = "constants."

@@ -1,4 +1,5 @@
-"""Plans of reductions: the declarations that tensors of given shapes, dtypes and devices need.
+"""How tensors are reduced: the operation, the options, and the declarations that tensors of given shapes, dtypes and
+devices need.
 
 A plan is computed once and used by every later call with equal arguments.
 
@@ -9,6 +10,7 @@ Must not know values or handles. Any thread, with the context's lock held.
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import math
 from collections.abc import Sequence
@@ -16,8 +18,9 @@ from dataclasses import dataclass
 
 import torch
 
+from byteps_py.errors import UsageError
 from byteps_py.log import logger
-from byteps_py.tensors import MAX_TERMS_BYTES, TensorSpec
+from byteps_py.tensors import MAX_TERMS_BYTES, Op, TensorSpec
 from byteps_py.torch.collectives.all_reduce import shared_memory
 from byteps_py.torch.collectives.all_reduce.negotiated import SumOffer
 from byteps_py.torch.collectives.context import Context
@@ -26,11 +29,38 @@ from byteps_py.torch.collectives.integer_averages import is_summed_wider, sum_dt
 from byteps_py.torch.collectives.router import Route, Router, SumFacts
 from byteps_py.torch.collectives.slot_view import TensorRequest
 from byteps_py.torch.compression import Compression, Compressor
-from byteps_py.torch.horovod.operation_names import kind_in_group
-from byteps_py.torch.horovod.ops import Average, Max, Min, Product, ReduceOp, Sum
+from byteps_py.torch.operations.handles import kind_in_group
+
+__all__ = ["Adasum", "Average", "Max", "Min", "Product", "ReduceOp", "Sum"]
 
 #: The most plans, and names in a plan, that are kept. Beyond it all are dropped and computed again.
 _MAX_KEPT = 4096
+
+
+class ReduceOp(enum.Enum):
+    """How an operation combines the ranks' tensors."""
+
+    AVERAGE = "average"
+    SUM = "sum"
+    MIN = "min"
+    MAX = "max"
+    PRODUCT = "product"
+    ADASUM = "adasum"
+
+    @property
+    def wire_op(self) -> Op:
+        """The service's operation. Raises UsageError for Adasum, which takes several of them."""
+        if self is ReduceOp.ADASUM:
+            raise UsageError("op=Adasum is not supported here, only in allreduce and DistributedOptimizer")
+        return Op.SUM if self is ReduceOp.AVERAGE else Op[self.name]
+
+
+Average = ReduceOp.AVERAGE
+Sum = ReduceOp.SUM
+Min = ReduceOp.MIN
+Max = ReduceOp.MAX
+Product = ReduceOp.PRODUCT
+Adasum = ReduceOp.ADASUM
 
 
 @dataclass(frozen=True, slots=True)

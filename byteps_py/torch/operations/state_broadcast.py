@@ -17,13 +17,11 @@ from byteps_py.torch.collectives import parameter_owners
 from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.collectives.dtypes import as_bytes, check_result
 from byteps_py.torch.collectives.plan_comparison import PlanComparison
-from byteps_py.torch.horovod.broadcast import broadcast_request, start_broadcast
-from byteps_py.torch.horovod.broadcast_stream import broadcast_stream
-from byteps_py.torch.horovod.objects import allgather_object, broadcast_object
-from byteps_py.torch.horovod.process_sets import ProcessSet, global_process_set, group_of, members_of
+from byteps_py.torch.operations.broadcasts import broadcast_request, broadcast_stream, start_broadcast
+from byteps_py.torch.operations.objects import broadcast_object
+from byteps_py.torch.operations.process_sets import ProcessSet, global_process_set, group_of, members_of
 
-#: What Horovod's module of this name has.
-__all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
+__all__ = ["broadcast_optimizer_state", "broadcast_parameters"]
 
 
 class StateListener:

@@ -18,6 +18,8 @@ from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.collectives.slot_view import TensorRequest
 
+__all__ = ["ProcessSet", "add_process_set", "global_process_set", "remove_process_set"]
+
 _NAME = "byteps_py.process_sets"
 _BITS = 62  # of a set's ranks in one int64
 _ADD, _REMOVE, _INIT = 1, 2, 3

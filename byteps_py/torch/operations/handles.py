@@ -1,4 +1,5 @@
-"""Names of operations: how an operation gets a name that all its ranks agree on, and waits until the name is free.
+"""Names and handles of operations: how an operation gets a name that all its ranks agree on, waits until the
+name is free, and is waited for.
 
 Must not know what the operations do. Any thread.
 """
@@ -7,10 +8,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from typing import Any
 
 from byteps_py.errors import UsageError
+from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.collectives.work import Attempt, NamedWork
+
+__all__ = ["poll", "synchronize"]
 
 
 def kind_in_group(group: tuple[int, ...], kind: str) -> str:
@@ -58,3 +63,40 @@ def start_when_name_is_free(context: Context, full_name: str, name: str | None, 
                 "different tensor name, or call synchronize() on its handle first"
             )
         earlier.settle()
+
+
+def poll(handle: int) -> bool:
+    """True if synchronize(handle) would not block. Raises UsageError for an unknown handle. Any thread."""
+    context = contexts.current()
+    context.session  # noqa: B018  raises NotInitializedError
+    operation = context.handles.get(handle)
+    if operation.is_done:
+        operation.settle()  # so that a tensor reduced in place holds its result
+    return operation.is_over
+
+
+def synchronize(handle: int) -> Any:
+    """Wait for an operation and return its result: a tensor, a tuple of tensors for a group, or the tensor and the
+    received splits for alltoall_async. None for an unknown handle, or one that was synchronized before.
+
+    Any thread may call it. Raises MismatchError, StallError or PeerLostError.
+
+    >>> import torch, byteps_py as bps
+    >>> bps.init()
+    >>> handle = bps.push_pull_async(torch.tensor([1.0]), name="x")
+    >>> bps.synchronize(handle)
+    tensor([1.])
+    >>> bps.shutdown()
+    """
+    context = contexts.current()
+    context.session  # noqa: B018  raises NotInitializedError
+    operation = context.handles.pop(handle)
+    return None if operation is None else operation.deliver()
+
+
+def result_of(handle: int) -> Any:
+    """For synchronous functions: ``synchronize`` their own handle. Raises UsageError if a shutdown cleared it."""
+    output = synchronize(handle)
+    if output is None:
+        raise UsageError(f"handle {handle} was cleared by a shutdown in another thread")
+    return output

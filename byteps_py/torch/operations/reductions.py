@@ -1,7 +1,8 @@
 """Starts reductions: copy in and hand over, later wait and copy out. Any thread.
 
-The public functions are in api.py, allreduce.py and reducescatter.py, which know what is synchronous or in place. The
-declarations are in reduction_plans.py.
+The public functions are in torch/horovod, which knows what is synchronous or in place. The declarations are in
+reduction_plans.py. Scale factors are applied while tensors are copied to the service and back: float16 and bfloat16 are
+multiplied in float32 and rounded once, integers in float64 and rounded towards zero, so the result is deterministic.
 """
 
 from __future__ import annotations
@@ -13,22 +14,30 @@ from typing import cast
 import torch
 
 from byteps_py.errors import CommunicationError, UsageError
+from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.collectives.all_reduce.negotiated import NegotiatedAllReduce
 from byteps_py.torch.collectives.context import Context
-from byteps_py.torch.collectives.dtypes import bits_of, check_are_tensors, check_dense, check_result
+from byteps_py.torch.collectives.dtypes import bits_of, check_are_tensors, check_result
 from byteps_py.torch.collectives.integer_averages import mean, summands
 from byteps_py.torch.collectives.result_pool import empty_result
 from byteps_py.torch.collectives.router import Reach
 from byteps_py.torch.collectives.slot_view import PieceView
 from byteps_py.torch.collectives.work import Attempt, NamedWork
-from byteps_py.torch.horovod.operation_names import kind_in_group, named_work, start_when_name_is_free
-from byteps_py.torch.horovod.reduction_plans import ReductionOptions, ReductionPlans
-from byteps_py.torch.horovod.scaling import fetch_scaled, scaled, send_scaled
+from byteps_py.torch.operations.handles import named_work, result_of, start_when_name_is_free
+from byteps_py.torch.operations.reduction_plans import ReduceOp, ReductionOptions, ReductionPlans
 
 #: How long to wait for the other parts of a group after one has failed. Ranks may disagree about the number of parts.
 _OTHER_PARTS_S = 10.0
 
 Tensors = Sequence[torch.Tensor]
+
+
+def reduced(tensor: torch.Tensor, op: ReduceOp, name: str) -> torch.Tensor:
+    """The reduction of ``tensor`` over all ranks, a new tensor. Waits for the other ranks."""
+    context = contexts.current()
+    handle = start_reduction(context, [tensor], None, name, ReductionOptions(op), is_awaited=True)
+    result: torch.Tensor = result_of(handle)
+    return result
 
 
 def start_reduction(
@@ -108,46 +117,6 @@ def start_reduction(
     return start_when_name_is_free(context, full_name, name, begin)
 
 
-def start_adasum(
-    context: Context,
-    tensors: Tensors,
-    into: Tensors | None,
-    name: str | None,
-    options: ReductionOptions,
-    is_group: bool = False,
-) -> int:
-    """Like start_reduction, but combine by Adasum."""
-    from byteps_py.torch.horovod import adasum
-
-    for tensor in tensors:
-        check_dense(tensor, name)
-    for output in into or ():
-        check_result(output, name)
-    kind = kind_in_group(options.group, "grouped_adasum" if is_group else "adasum")
-    if name is None:
-        signature = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
-        full_name = context.names.next(
-            kind, (signature, options.before, options.after), sum(tensor.nbytes for tensor in tensors)
-        )
-    else:
-        full_name = f"{kind}.{name}"
-    outputs = [torch.empty_like(tensor, requires_grad=False) for tensor in tensors] if into is None else list(into)
-
-    def begin() -> NamedWork:
-        running = adasum.start(
-            context, [scaled(tensor.detach(), options.before) for tensor in tensors], full_name, options.group
-        )
-
-        def complete() -> torch.Tensor | tuple[torch.Tensor, ...]:
-            for output, result in zip(outputs, running.wait(), strict=True):
-                output.detach().copy_(scaled(result, options.after))
-            return tuple(outputs) if is_group else outputs[0]
-
-        return named_work(context, full_name, name is None, Attempt(lambda: running.done, complete))
-
-    return start_when_name_is_free(context, full_name, name, begin)
-
-
 def _wait_all(slot_views: Sequence[PieceView]) -> None:
     for i, slot_view in enumerate(slot_views):
         try:
@@ -157,3 +126,49 @@ def _wait_all(slot_views: Sequence[PieceView]) -> None:
                 with contextlib.suppress(CommunicationError):  # the first error is raised below
                     other.wait(_OTHER_PARTS_S)
             raise
+
+
+# ---- scale factors -----------------------------------------------------------------------------------------
+
+
+def scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+    """``tensor * factor`` in the tensor's dtype.
+
+    >>> scaled(torch.tensor([3, -3]), 0.5).tolist()
+    [1, -1]
+    """
+    if factor == 1.0:
+        return tensor
+    if tensor.dtype.is_floating_point:
+        return tensor * factor
+    return (tensor.to(torch.float64) * factor).to(tensor.dtype)
+
+
+def send_scaled(slot_view: PieceView, tensors: Sequence[torch.Tensor], factor: float) -> None:
+    """Contribute ``tensors * factor``."""
+    if factor == 1.0:
+        slot_view.contribute(tensors)
+    elif all(_in_one_pass(tensor, slot_view) for tensor in tensors):
+        with torch.no_grad():
+            for tensor, view in zip(tensors, slot_view.inputs, strict=True):
+                torch.mul(tensor, factor, out=view)
+        slot_view.contribute_input()
+    else:
+        slot_view.contribute([scaled(tensor, factor) for tensor in tensors])
+
+
+def fetch_scaled(slot_view: PieceView, outputs: Sequence[torch.Tensor], factor: float) -> None:
+    """Copy ``results * factor`` to ``outputs``."""
+    if factor != 1.0 and all(_in_one_pass(output, slot_view) for output in outputs):
+        with torch.no_grad():
+            for view, output in zip(slot_view.results, outputs, strict=True):
+                torch.mul(view, factor, out=output)
+        return
+    slot_view.fetch(outputs)
+    if factor != 1.0:
+        for output in outputs:
+            output.copy_(scaled(output, factor))
+
+
+def _in_one_pass(tensor: torch.Tensor, slot_view: PieceView) -> bool:
+    return tensor.device.type == "cpu" and tensor.dtype is slot_view.dtype and tensor.dtype.is_floating_point

@@ -20,12 +20,12 @@ import torch
 from byteps_py.errors import CommunicationError, ProtocolError
 from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.collectives.dtypes import as_bytes
-from byteps_py.torch.horovod.allgather import start_gather
-from byteps_py.torch.horovod.api import result_of
-from byteps_py.torch.horovod.broadcast import check_root
-from byteps_py.torch.horovod.broadcast_stream import broadcast_stream
-from byteps_py.torch.horovod.operation_names import kind_in_group
-from byteps_py.torch.horovod.process_sets import ProcessSet, global_process_set, group_of, members_of
+from byteps_py.torch.operations.broadcasts import broadcast_stream, check_root
+from byteps_py.torch.operations.gathers import start_gather
+from byteps_py.torch.operations.handles import kind_in_group, result_of
+from byteps_py.torch.operations.process_sets import ProcessSet, global_process_set, group_of, members_of
+
+__all__ = ["allgather_object", "broadcast_object"]
 
 _OBJECT, _FAILURE = b"o", b"f"
 

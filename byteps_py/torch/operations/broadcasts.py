@@ -1,0 +1,150 @@
+"""Broadcasts: of one tensor, and of any number of bytes through a few fixed slots, for data sent once.
+
+The stream is for objects and optimizer states: if each of their tensors had a name, each would keep a slot of shared
+memory for the rest of the job. All ranks must know the sizes, and call in the same order, one thread at a time. Any
+thread may broadcast a tensor.
+
+Bytes, for M bytes and n machines: M out of the root's machine and M into each other machine. The other machines pass
+parts on: each sends at most (n-2)/(n-1) · M.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from byteps_py.errors import UsageError
+from byteps_py.tensors import DType, Op, TensorSpec
+from byteps_py.torch.collectives.context import Context
+from byteps_py.torch.collectives.dtypes import bits_of, check_dense, check_result, wire_dtype
+from byteps_py.torch.collectives.slot_view import PieceView, TensorRequest
+from byteps_py.torch.collectives.work import Attempt, NamedWork
+from byteps_py.torch.operations.handles import kind_in_group, named_work, start_when_name_is_free
+
+#: A chunk has the smallest of these sizes that holds the remaining bytes, or the largest.
+CHUNK_BYTES = (4 << 10, 64 << 10, 1 << 20, 4 << 20)
+#: The most chunks in flight at once.
+WINDOW = 4
+
+Piece = tuple[int, int, int]  # (buffer, start, length)
+
+
+def cut(lengths: Sequence[int]) -> Iterator[tuple[int, list[Piece]]]:
+    """Split buffers of ``lengths`` bytes, laid end to end, into chunks: (chunk size, its pieces).
+
+    >>> list(cut([5000, 100]))
+    [(65536, [(0, 0, 5000), (1, 0, 100)])]
+    >>> list(cut([]))
+    []
+    """
+    left = sum(lengths)
+    buffer = start = 0
+    while left:
+        size = next((size for size in CHUNK_BYTES if size >= left), CHUNK_BYTES[-1])
+        pieces: list[Piece] = []
+        room = min(size, left)
+        left -= room
+        while room:
+            length = min(room, lengths[buffer] - start)
+            if length:
+                pieces.append((buffer, start, length))
+            start += length
+            room -= length
+            if start == lengths[buffer]:
+                buffer, start = buffer + 1, 0
+        yield size, pieces
+
+
+def broadcast_stream(
+    context: Context, buffers: Sequence[torch.Tensor], root: int, label: str, group: tuple[int, ...] = ()
+) -> None:
+    """Copy the root's flat uint8 ``buffers`` (host memory) to the ranks of ``group`` (empty: all), in place.
+
+    label: differs between kinds of streams and between groups. Raises as Session.wait does.
+    """
+    is_root = context.session.rank == root
+    in_flight: deque[tuple[PieceView, list[Piece]]] = deque()
+
+    def receive() -> None:
+        slot_view, pieces = in_flight.popleft()
+        slot_view.wait()
+        if not is_root:
+            offset = 0
+            for buffer, start, length in pieces:
+                buffers[buffer][start : start + length].copy_(slot_view.results[0][offset : offset + length])
+                offset += length
+
+    for number, (size, pieces) in enumerate(cut([b.numel() for b in buffers])):
+        if len(in_flight) == WINDOW:
+            receive()
+        name = f"{label}.{root}.{size}.{number % WINDOW}"
+        spec = TensorSpec(name, DType.UINT8, (size,), Op.BROADCAST, root=root, group=group)
+        (slot_view,) = context.slot_views([TensorRequest(spec, torch.uint8, ((size,),), torch.device("cpu"))])
+        if is_root:
+            offset = 0
+            for buffer, start, length in pieces:
+                slot_view.inputs[0][offset : offset + length].copy_(buffers[buffer][start : start + length])
+                offset += length
+        slot_view.contribute_input()  # the data are in the slot already
+        in_flight.append((slot_view, pieces))
+    while in_flight:
+        receive()
+
+
+def check_root(context: Context, root_rank: int, group: tuple[int, ...] = ()) -> None:
+    """Raises UsageError unless ``root_rank``, a global rank, is in ``group`` (empty: all ranks)."""
+    size = context.session.size
+    if not 0 <= root_rank < size:
+        raise UsageError(f"invalid root rank: {root_rank} does not exist, ranks go from 0 to {size - 1}")
+    if group and root_rank not in group:
+        raise UsageError(
+            f"broadcast received invalid root rank {root_rank} for provided process set of ranks {list(group)}; it is "
+            "a global rank, and must be in the set"
+        )
+
+
+def broadcast_request(
+    context: Context, tensor: torch.Tensor, root_rank: int, name: str | None, group: tuple[int, ...] = ()
+) -> TensorRequest:
+    """The declaration that a broadcast of ``tensor`` needs. Raises UsageError."""
+    check_root(context, root_rank, group)
+    check_dense(tensor, name)
+    bits = bits_of(tensor)
+    wire, shape = wire_dtype(bits.dtype, name), tuple(bits.shape)
+    terms = "" if bits.dtype is tensor.dtype else str(tensor.dtype).removeprefix("torch.")
+    kind = kind_in_group(group, "broadcast")
+    if name is None:
+        full_name = context.names.next(kind, (root_rank, wire, shape, terms), bits.nbytes)
+    else:
+        full_name = f"{kind}.{name}"
+    spec = TensorSpec(full_name, wire, shape, Op.BROADCAST, root=root_rank, group=group, terms=terms)
+    return TensorRequest(spec, bits.dtype, (shape,), tensor.device)
+
+
+def start_broadcast(
+    context: Context, request: TensorRequest, tensor: torch.Tensor, output: torch.Tensor, name: str | None
+) -> int:
+    """Begin to broadcast the root's ``tensor`` into ``output`` (may be the same tensor). Returns a handle."""
+    check_result(output, name)
+
+    def begin() -> NamedWork:
+        (slot_view,) = context.slot_views([request])
+        is_root = context.session.rank == request.spec.root
+        if not is_root:
+            slot_view.contribute_input()
+        else:
+            if output is not tensor:
+                output.detach().copy_(tensor.detach())
+            slot_view.contribute([bits_of(tensor)])
+
+        def complete() -> torch.Tensor:
+            slot_view.wait()
+            if not is_root:
+                slot_view.fetch([bits_of(output)])
+            return output
+
+        return named_work(context, request.spec.name, name is None, Attempt(lambda: slot_view.is_done, complete))
+
+    return start_when_name_is_free(context, request.spec.name, name, begin)
