@@ -129,7 +129,7 @@ def test_a_schedule_may_be_read_between_backward_and_step_on_one_rank_alone() ->
             loss_of(model, rank, step).backward()
             if rank == 0:
                 assert optimizer.param_groups[0]["lr"] == 0.1
-                assert optimizer._passes.has_begun
+                assert optimizer._stepper.wrapped.passes.has_begun
             bps.push_pull(torch.ones(1), name="loss")
             optimizer.step()
             optimizer.zero_grad()

@@ -79,7 +79,7 @@ def rounds_of(**options) -> list[list[str]]:
         loss_of(model, rank, 0).backward()
         optimizer.step()
         if rank == 0:
-            seen.extend(list(bucket.names) for bucket in optimizer._reducer._buckets)
+            seen.extend(list(bucket.names) for bucket in optimizer._stepper.reducer.buckets)
         return state_of(model)
 
     assert_same(cluster.run(main), reference(sgd, 1, (1, 1)))
@@ -110,7 +110,7 @@ def test_a_group_of_two_kinds_is_two_tensors() -> None:
         for param in params:
             param.square().sum().backward()
         optimizer.synchronize()
-        assert [len(bucket.params) for bucket in optimizer._reducer._buckets] == [2, 2]
+        assert [len(bucket.params) for bucket in optimizer._stepper.reducer.buckets] == [2, 2]
         return [torch.equal(param.grad, param * 2) for param in params]
 
     def alike(rank: int):

@@ -57,7 +57,7 @@ def train(sparse: bool, steps: int = 4, zero=True, passes: int = 1, **options):
             optimizer.step()
             assert (model.words.weight.grad.layout is torch.sparse_coo) == sparse
             optimizer.zero_grad(set_to_none=zero)
-        kinds = [isinstance(bucket, SparseBucket) for bucket in optimizer._reducer._buckets]
+        kinds = [isinstance(bucket, SparseBucket) for bucket in optimizer._stepper.reducer.buckets]
         return state_of(model), kinds
 
     return main

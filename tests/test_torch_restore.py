@@ -99,7 +99,7 @@ def shadowed(model: torch.nn.Module, servers: Servers | None = None, **options: 
     kept = torch.optim.AdamW(model.parameters(), lr=0.1)
     optimizer = bps.DistributedOptimizer(kept, model.named_parameters(), **{"shadow": True, **options})
     if servers is not None:
-        optimizer._reducer.shadow.open_reader = lambda settings: servers
+        optimizer._stepper.shadow.open_reader = lambda settings: servers
     return optimizer
 
 
@@ -122,7 +122,7 @@ def test_everything_comes_back(servers: Servers) -> None:
         assert torch.equal(states[0][name], STATES[number, :6].view(2, 3))
         assert torch.equal(states[1][name], STATES[number, 6:])
     assert "master_param" not in states[0]  # it is the parameter
-    optimizer._reducer.shadow.taken_over()
+    optimizer._stepper.shadow.taken_over()
     assert servers.closed == 1
 
 
@@ -142,21 +142,21 @@ def test_calls_of_step_that_made_none_count(servers: Servers) -> None:
     model = Model()
     optimizer = shadowed(model, servers)
     assert bps.restore(model, optimizer) == STEP + 2
-    shadow = optimizer._reducer.shadow
+    shadow = optimizer._stepper.shadow
     assert (shadow.step, shadow.calls) == (STEP, STEP + 2)
 
 
 def test_a_step_that_a_scaler_skips_counts_as_a_call(servers: Servers) -> None:
     model = Model()
     optimizer = shadowed(model, servers)
-    optimizer._reducer.shadow.start = lambda context: None
+    optimizer._stepper.shadow.start = lambda context: None
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     for scale in (1.0, float("inf"), 1.0):
         scaler.scale(model.linear(torch.ones(1, 3)).sum() * scale).backward()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-    shadow = optimizer._reducer.shadow
+    shadow = optimizer._stepper.shadow
     assert (shadow.step, shadow.calls) == (2, 3)
 
 
@@ -229,7 +229,7 @@ def test_restore_is_for_shadowed_optimizers_of_the_model(servers: Servers) -> No
 
 def test_a_second_optimizer_is_not_shadowed(servers: Servers) -> None:
     first, model = shadowed(Model()), Model()
-    first._reducer.shadow.start(contexts.current())  # as its first step does
+    first._stepper.shadow.start(contexts.current())  # as its first step does
     second = shadowed(model)
     model.linear(torch.ones(1, 3)).sum().backward()
     with pytest.raises(UsageError, match=r"another optimizer of this job is shadowed already.*in param_groups"):
@@ -269,7 +269,7 @@ def test_a_step_is_durable_if_no_later_record_was_refused() -> None:
     """Ranks that hold step 5 may lack step 3, whose record was refused: 4 says nothing of it."""
     steps = ShadowedSteps("name")
     for held, refused, durable in ((2, 0, 2), (3, 3, 2), (3, 4, 2), (4, 4, 2), (5, 4, 5), (4, 0, 5)):
-        steps.agreed(held, True, refused)
+        steps.agree((-held, -1.0, refused))
         assert steps.known == durable
 
 
@@ -348,7 +348,7 @@ def test_what_is_restored_keeps_a_large_buffer_s_digest(servers: Servers) -> Non
     model = Masked()
     optimizer = shadowed(model, servers)
     assert bps.restore(model, optimizer) == STEP
-    assert set(optimizer._reducer.shadow.buffers.stored()[1]) == {"mask"}
+    assert set(optimizer._stepper.shadow.buffers.stored()[1]) == {"mask"}
 
 
 def restore_other(servers: Servers) -> None:

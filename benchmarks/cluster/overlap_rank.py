@@ -79,7 +79,7 @@ def ours(model: nn.Module, crossing: bool, priorities: bool) -> Contender:
         return model, optimizer, bps.shutdown
     crossed = bps.CrossBarrier(model, optimizer)
     if not priorities:
-        for bucket in optimizer._passes.reducer._buckets:
+        for bucket in optimizer._stepper.reducer.buckets:
             spec = dataclasses.replace(bucket.request.spec, priority=0)
             bucket.request = dataclasses.replace(bucket.request, spec=spec)
     return model, crossed, bps.shutdown

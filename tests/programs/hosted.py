@@ -332,7 +332,7 @@ def streams() -> None:
                 assert (dtype, dtype) in side.sent
                 assert {each for each in side.sent if each[0] is dtype} == {(dtype, dtype)}
                 assert side.fetched == {(dtype, dtype)}, side.fetched
-                (states, *_) = optimizer._reducer._states.values()
+                (states, *_) = optimizer._stepper.at_once.states._of.values()
                 assert np.frombuffer(states._part.target.result, np.uint8).ctypes.data in side.adopted
                 movers.pop(torch.device("cpu"))
             if plain is not None:
@@ -807,7 +807,7 @@ def refused() -> None:
     small = new_model()
     named_small = [(f"refused.small.{name}", param) for name, param in small.named_parameters()]
     too_large = bps.DistributedOptimizer(torch.optim.Adam(small.parameters(), lr=0.1), named_small, hosted=True)
-    too_large._reducer.available_bytes = lambda: 100.0
+    too_large._stepper.states.available_bytes = lambda: 100.0
     raises(bps.UsageError, "GB left", lambda: step(small, too_large, 0))
     for kind, options, text in (
         (torch.optim.SGD, {"momentum": 0.5}, "momentum changes rows"),

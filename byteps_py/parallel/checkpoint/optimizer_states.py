@@ -123,8 +123,9 @@ class OptimizerStates:
     def check(self, states: States, path: str) -> None:
         """Raise UsageError if the optimizer can't go on with ``states``."""
         if isinstance(self._whole, HostedOptimizerMixin):
-            parameters = self._contents.parameters
-            self._whole._check_states({parameters[name]: own for name, own in states.items() if own})
+            parameters, stepper = self._contents.parameters, self._whole._stepper.at_once
+            given = {parameters[name]: own for name, own in states.items() if own}
+            stepper.states.check(given, stepper.wrapped.names)
             return
         for name, own in states.items():
             if not own:

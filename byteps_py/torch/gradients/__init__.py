@@ -1,11 +1,11 @@
 """Gradients: from autograd's hooks to the optimizer's step.
 
-optimizer ─ optimizer_mixin ┬ backward_passes              which gradients a backward pass has computed
-                            └ gradient_reducer ─ bucket    which gradients travel together, and their exchange
-cross_barrier ─ pending_updates ─ optimizer_mixin
+optimizer ┬ optimizer_mixin ─ stepper ┬ backward_passes              which gradients a backward pass has computed
+          │                           └ gradient_reducer ─ bucket    which gradients travel together, and their exchange
+          │                                              ─ delivery  where sums go
+          ├ adasum_stepper ─ stepper
+          └ hosted/                                                  the communication services make the steps
+cross_barrier ─ pending_updates, stepper
 distributed_data_parallel ─ gradient_reducer
-adasum_optimizer ─ optimizer_mixin
 comm_hook
-
-hosted/: an optimizer whose steps the communication services make
 """

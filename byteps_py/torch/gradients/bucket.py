@@ -7,6 +7,7 @@ Must not know other buckets, optimizers or hooks. The caller holds the lock of t
 
 from __future__ import annotations
 
+import abc
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -70,7 +71,7 @@ class GradientOptions:
 
     predivide: a factor f for averages: gradients are divided by f before the sum and multiplied by f/size after it.
     group: the ranks that combine their gradients; empty for all. prefix: of the gradients' names.
-    nonfinite: what to do if gradients are NaN or infinite. shadow: see DistributedOptimizer.
+    nonfinite: what to do if gradients are NaN or infinite.
     caller: what combines the gradients, as parameter_owners.py knows it.
     """
 
@@ -81,7 +82,6 @@ class GradientOptions:
     prefix: str = "Gradient."
     sparse_as_dense: bool = False
     nonfinite: NonFinite = NonFinite.ALLOW
-    shadow: bool = False
     caller: str = ""
 
     @property
@@ -108,10 +108,32 @@ class GradientPlace:
         self.position = position
 
 
+class BucketDelivery(abc.ABC):
+    """Where the sums of one bucket go. It has what is to be known of one bucket, and must not know others. See
+    delivery.py."""
+
+    #: When a gradient was changed too early, and how to do it right.
+    untouched_until: str
+    touched_remedy: str
+
+    @abc.abstractmethod
+    def prepare(self, bucket: Bucket, gradients: Gradients, is_early: bool) -> Gradients:
+        """The gradients to hand over now, from those that the bucket has."""
+
+    @abc.abstractmethod
+    def receive(self, bucket: Bucket) -> None:
+        """The bucket was handed over. Wait as long as the delivery needs, and deliver the sums. Raises
+        GradientOrderError, and as Session.wait does."""
+
+    @abc.abstractmethod
+    def receive_rows(self, bucket: Bucket, rows: torch.Tensor) -> None:
+        """Deliver ``rows``, the sum of a SparseBucket, which has arrived."""
+
+
 class Bucket:
     """Gradients that travel as one tensor. Its state is that of the current round.
 
-    first: the position of its first parameter in the order of the forward pass.
+    first: the position of its first parameter in the order of the forward pass. delivery: where sums go.
     """
 
     def __init__(
@@ -122,15 +144,16 @@ class Bucket:
         options: GradientOptions,
         first: int,
         scratch: Scratch,
+        delivery: BucketDelivery,
     ) -> None:
         self.request = request
         self.names = names
         self.params = params
         self.options = options
         self.first = first
+        self.delivery = delivery
         self.slot_view: PieceView | None = None
         self._checksums = GradientChecksums(scratch, self._contribution)
-        self._own: dict[int, torch.Tensor] = {}  # by position: see ``_move_out_of_results``
         self.reset()
 
     def reset(self) -> None:
@@ -188,9 +211,8 @@ class Bucket:
         return found
 
     def _make_dense(self, position: int, grad: torch.Tensor) -> torch.Tensor:
-        dense = self.params[position].grad = grad.to_dense()
-        if self.final[position] is grad and self.versions[position] == grad._version:
-            self.final[position], self.versions[position] = dense, dense._version
+        dense = grad.to_dense()
+        self.replace_gradient(position, dense)
         return dense
 
     def hand_over(self, gradients: Sequence[torch.Tensor | None], is_early: bool = False) -> None:
@@ -200,29 +222,22 @@ class Bucket:
         """
         if self.slot_view is None:
             return
+        given = self.delivery.prepare(self, gradients, is_early)
         if is_early:
-            self._checksums.send(self.slot_view, self._move_out_of_results(self.slot_view, gradients))
+            self._checksums.send(self.slot_view, given)
         else:
-            self.slot_view.contribute(self._contribution(gradients))
+            self.slot_view.contribute(self._contribution(given))
 
     def _contribution(self, gradients: Gradients) -> Gradients:
         factor = self.options.predivide
         return gradients if factor == 1.0 else [None if grad is None else grad.detach() / factor for grad in gradients]
 
-    def _move_out_of_results(self, slot_view: PieceView, gradients: Gradients) -> Gradients:
-        """Copy gradients that share memory with their results, as zero_grad(set_to_none=False) leaves them. Otherwise
-        the training could see either of the two, and a change of the gradient would change the result."""
-        given = list(gradients)
-        for position, (grad, address) in enumerate(zip(gradients, slot_view.result_addresses, strict=True)):
-            if grad is not None and grad.data_ptr() == address and grad.numel():
-                own = self._own.get(position)
-                if own is None:
-                    own = self._own[position] = torch.empty_like(grad, requires_grad=False)
-                own.copy_(grad.detach())
-                if self.final[position] is grad and self.versions[position] == grad._version:
-                    self.final[position], self.versions[position] = own, own._version
-                given[position] = self.params[position].grad = own
-        return given
+    def replace_gradient(self, position: int, new: torch.Tensor) -> None:
+        """Let ``new`` take the place of the parameter's gradient, with the same values."""
+        grad = self.params[position].grad
+        if self.final[position] is grad and grad is not None and self.versions[position] == grad._version:
+            self.final[position], self.versions[position] = new, new._version
+        self.params[position].grad = new
 
     def describe(self, position: int) -> str:
         """A parameter in words, for a comparison between ranks. With its shape if the service does not see that."""
@@ -235,13 +250,6 @@ class Bucket:
         """Set what else ranks must agree on. They agree again before the bucket's next round."""
         self.request = replace(self.request, spec=replace(self.request.spec, terms=terms))
         self.slot_view = None
-
-    def release_results(self) -> None:
-        """Copy gradients out of the slot's memory, which the service reuses when the name is declared again."""
-        if self.slot_view is not None:
-            for param, address in zip(self.params, self.slot_view.result_addresses, strict=True):
-                if param.grad is not None and param.grad.data_ptr() == address:
-                    param.grad = param.grad.detach().clone()
 
     def take_over(self, other: Bucket, positions: Sequence[int]) -> None:
         """Continue the round of ``other`` for its gradients at ``positions``, which are this bucket's gradients."""
@@ -280,30 +288,21 @@ class Bucket:
         """Send values whose size depends on the other ranks. Has no effect for dense gradients."""
 
     def receive(self) -> None:
-        """Wait for the result and put it into ``param.grad``. Raises GradientOrderError, and as Session.wait does."""
-        touched = self.changed  # checked while the result is in flight
-        if self.slot_view is not None:
-            self.slot_view.wait()
-        self._check_untouched(touched)
-        self.deliver()
+        """Deliver the sum, as the delivery says. Raises GradientOrderError, and as Session.wait does."""
+        self.delivery.receive(self)
 
     def check_untouched(self) -> None:
         """Raises GradientOrderError if a gradient was changed while it was in flight."""
-        self._check_untouched(self.changed)
+        self.refuse_change(self.changed)
         self.check_untouched_on_device()
 
     def check_untouched_on_device(self) -> None:
         """The rest of the check that ``receive`` makes, for gradients on a GPU. Raises GradientOrderError."""
         changed = self._checksums.changed_on_device()
-        self._check_untouched(None if changed is None else self.names[changed])
+        self.refuse_change(None if changed is None else self.names[changed])
 
-    #: When a gradient was changed too early, and how to do it right.
-    untouched_until = "synchronize()"
-    touched_remedy = (
-        "Call optimizer.synchronize() first, then clip or unscale, then step() inside optimizer.skip_synchronize()"
-    )
-
-    def _check_untouched(self, touched: str | None) -> None:
+    def refuse_change(self, touched: str | None) -> None:
+        """Raises GradientOrderError for a parameter whose gradient was changed; None: there is none."""
         if touched is not None:
             param = self.params[self.names.index(touched)]
             if (other := find_averaging([param], besides=self.options.caller)) is not None:
@@ -312,33 +311,6 @@ class Bucket:
                     "too. Use one of the two: the plain optimizer, or the module without a wrapper"
                 )
             raise GradientOrderError(
-                f"the gradient of {touched!r} was changed after backward() and before {self.untouched_until}: the "
-                f"change would be lost. {self.touched_remedy}"
+                f"the gradient of {touched!r} was changed after backward() and before "
+                f"{self.delivery.untouched_until}: the change would be lost. {self.delivery.touched_remedy}"
             )
-
-    def deliver(self) -> None:
-        """Put the result, which has arrived, into ``param.grad``. Has no effect if the bucket did not travel."""
-        slot_view = self.slot_view
-        if slot_view is None:
-            return
-        copied: list[int] = []
-        outputs: list[torch.Tensor] = []
-        given: list[torch.Tensor] = []
-        for position, (param, participates) in enumerate(zip(self.params, self.participates, strict=True)):
-            if not participates:
-                continue  # frozen: must not get a gradient
-            grad = slot_view.results[position]
-            if param.dtype is slot_view.dtype and param.is_cpu:
-                param.grad = grad
-            else:
-                if param.grad is None or param.grad.layout is not torch.strided:
-                    param.grad = torch.empty_like(param)
-                grad = param.grad
-                copied.append(position)
-                outputs.append(grad)
-            given.append(grad)
-        slot_view.fetch(outputs, copied)
-        after = self.options.after(slot_view.session.size)
-        if after != 1.0 and given:
-            with torch.no_grad():
-                torch._foreach_mul_(given, after)

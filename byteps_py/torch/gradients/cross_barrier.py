@@ -25,108 +25,90 @@ from torch.optim import optimizer as torch_optimizer
 from byteps_py.errors import GradientOrderError, UsageError
 from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.compression import Compression, Compressor
-from byteps_py.torch.gradients.adasum_optimizer import AdasumOptimizerMixin
+from byteps_py.torch.gradients.adasum_stepper import AdasumStepper
 from byteps_py.torch.gradients.hosted.optimizer import HostedOptimizerMixin
 from byteps_py.torch.gradients.optimizer import DistributedOptimizer
 from byteps_py.torch.gradients.optimizer_arguments import NamedParameters
 from byteps_py.torch.gradients.optimizer_mixin import DistributedOptimizerMixin
 from byteps_py.torch.gradients.pending_updates import Hyperparameters, PendingUpdates
+from byteps_py.torch.gradients.stepper import LocalStepper, StepCall, Stepper
 
 #: Modules that use their children's parameters without calling the children.
 _USE_CHILD_PARAMETERS = (torch.nn.MultiheadAttention,)
 
 
-class _CrossBarrierMixin(DistributedOptimizerMixin):
-    """The base class that CrossBarrier puts before the DistributedOptimizer's class."""
+class BarrierStepper(Stepper):
+    """Leaves updates to the next forward pass of ``model``. ``inner``: makes a step at once; ``whole``: see
+    CrossBarrier; ``num_steps``: the last of these completes its updates."""
 
-    _pending: PendingUpdates
-    _inner: Any  # the DistributedOptimizer
-    _model: torch.nn.Module
-    _whole: tuple[torch.nn.Module, ...]
-    _hooked_modules: dict[torch.nn.Module, list[torch.nn.Parameter]]
-    _checked_params: set[torch.nn.Parameter]
-    _steps_left: int  # the last of these steps completes its updates
+    def __init__(
+        self,
+        inner: DistributedOptimizerMixin,
+        local: LocalStepper,
+        model: torch.nn.Module,
+        whole: Iterable[torch.nn.Module],
+        num_steps: int,
+    ) -> None:
+        super().__init__(local.wrapped)
+        self.averages = local.averages
+        self.reducer = local.reducer
+        self._inner, self._local, self._model, self._whole = inner, local, model, tuple(whole)
+        self._on_rank: Callable[..., Any] = local.wrapped.optimizer.step  # of the latest call of step()
+        self._steps_left = num_steps
+        self._hooked_modules: dict[torch.nn.Module, list[torch.nn.Parameter]] = {}
+        self._checked_params: set[torch.nn.Parameter] = set()
+        self.pending = self.under_way = PendingUpdates(self.reducer, self._update)
+        self.wrapped.on_new = lambda new: self._hook_modules()
+        self._hook_modules()
 
-    def finish_updates(self) -> None:
-        """Complete the updates that step() left to the next forward pass. Call it before you read or change weights,
-        unless you do so by a forward pass, state_dict() or load_state_dict()."""
-        self._pending.finish()
-
-    def synchronize(self) -> None:
-        """As in DistributedOptimizer. The next step() then updates at once."""
-        self._pending.finish()
-        super().synchronize()
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Hand over the remaining gradients and return. Until the next forward pass of a layer, the layer has its old
-        weights, and its gradients are NaN.
-
-        After synchronize(), and if the optimizer has step hooks, which need the new weights, step() waits and updates
-        as DistributedOptimizer does. The step with number ``num_steps`` waits, too. Raises UsageError for a closure.
-        """
-        if closure is not None:
+    def step(self, call: StepCall) -> Any:
+        """Hand over the remaining gradients and return."""
+        if call.closure is not None:
             raise UsageError(
                 "CrossBarrier can't step with a closure: it would evaluate the model before the update. Use the "
                 "DistributedOptimizer without CrossBarrier"
             )
-        self._pending.finish()  # of layers that the last forward pass did not call
+        self.pending.finish()  # of layers that the last forward pass did not call
         self._steps_left -= 1
-        averaged = self._synchronized and not self._passes.has_begun
-        if averaged or not self._should_synchronize or _has_step_hooks(self):
-            return super().step()
-        self._synchronized = False
-        self._mark_stepped()
-        self._add_new_groups()
-        handed_over = self._reducer.hand_over_all()
-        self._passes.hook(p for group in self.param_groups for p in group["params"])  # some may have been unfrozen
-        hyperparameters = [_snapshot(group) for group in self.param_groups]  # a scheduler may change them
+        self._on_rank = call.on_rank
+        self._inner._mark_stepped()
+        averages = self._local.averages
+        if averages.are_current or not averages.are_wanted or _has_step_hooks(self.wrapped.optimizer):
+            return self._local.step(call)
+        averages.use()
+        self.wrapped.mark_stepped()
+        self.wrapped.add_groups()
+        handed_over = self.reducer.hand_over_all()
+        self.wrapped.hook()
+        hyperparameters = [_snapshot(group) for group in self.wrapped.groups]  # a scheduler may change them
         for bucket in handed_over:
-            self._pending.add(bucket, hyperparameters)
-        params = [param for group in self.param_groups for param in group["params"]]
-        pending = [param for param in params if param in self._pending]
+            self.pending.add(bucket, hyperparameters)
+        params = self.wrapped.params
+        pending = [param for param in params if param in self.pending]
         # Other parameters are frozen. If one of them has a gradient, the optimizer uses it nevertheless.
-        self._update(hyperparameters, [p for p in params if p not in self._pending and p.grad is not None])
+        self._update(hyperparameters, [p for p in params if p not in self.pending and p.grad is not None])
         hooked = set(itertools.chain.from_iterable(self._hooked_modules.values()))
         for param in pending:
             if param in hooked:
                 self._check_use_of(param)
-        self._pending.wait_for(param for param in pending if param not in hooked)
+        self.pending.wait_for(param for param in pending if param not in hooked)
         if self._steps_left == 0:
-            self._pending.finish()
+            self.pending.finish()
         return None
 
-    step.hooked = True  # type: ignore[attr-defined]
+    def groups_to_unscale(self) -> list[dict[str, Any]]:
+        if self._local.averages.are_wanted and not self._local.averages.are_current:
+            self.pending.finish()
+        return self._local.groups_to_unscale()
 
-    def state_dict(self) -> dict[str, Any]:
-        """See torch.optim.Optimizer. Completes pending updates first."""
-        self._pending.finish()
-        state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
-        return state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See torch.optim.Optimizer. Completes pending updates first."""
-        self._pending.finish()
-        super().load_state_dict(state_dict)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See torch.optim.Optimizer. Completes pending updates first."""
-        self._pending.finish()
-        super().add_param_group(param_group)
-
-    def _mark_stepped(self) -> None:
-        super()._mark_stepped()
-        self._inner._opt_called = True
-
-    def _add_new_groups(self) -> bool:
-        has_new = super()._add_new_groups()
-        if has_new:
-            self._hook_modules()
-        return has_new
+    def drop(self) -> None:
+        self.pending.finish()
+        super().drop()
 
     def _update(self, hyperparameters: Hyperparameters, params: list[torch.nn.Parameter]) -> None:
         """Let the wrapped optimizer update only ``params``."""
         chosen = set(params)
-        all_groups = self.param_groups
+        all_groups = self.wrapped.groups
         numbered = [
             (number, {**values, "params": [p for p in group["params"] if p in chosen]})
             for number, (values, group) in enumerate(zip(hyperparameters, all_groups, strict=True))
@@ -134,12 +116,11 @@ class _CrossBarrierMixin(DistributedOptimizerMixin):
         numbered = [(number, group) for number, group in numbered if group["params"]]
         if not numbered:
             return
-        self.param_groups = [group for _, group in numbered]
+        self.wrapped.optimizer.param_groups = [group for _, group in numbered]
         try:
-            # step() of the wrapped optimizer's class
-            super(DistributedOptimizerMixin, self).step()  # type: ignore[misc]
+            self._on_rank()
         finally:
-            self.param_groups = all_groups
+            self.wrapped.optimizer.param_groups = all_groups
         for number, group in numbered:  # some optimizers keep counts in their groups
             was = hyperparameters[number]
             changed = {k: v for k, v in group.items() if k != "params" and (k not in was or v is not was[k])}
@@ -156,16 +137,16 @@ class _CrossBarrierMixin(DistributedOptimizerMixin):
             self._hooked_modules[module] = params
             if params:
                 # Before older hooks, which may compute weights from parameters (torch.nn.utils.weight_norm).
-                module.register_forward_pre_hook(_UpdateHook(self._pending, params), prepend=True)
-            module.register_state_dict_pre_hook(_UpdateHook(self._pending))
-            module.register_load_state_dict_pre_hook(_UpdateHook(self._pending))
+                module.register_forward_pre_hook(_UpdateHook(self.pending, params), prepend=True)
+            module.register_state_dict_pre_hook(_UpdateHook(self.pending))
+            module.register_load_state_dict_pre_hook(_UpdateHook(self.pending))
 
     def _check_use_of(self, param: torch.nn.Parameter) -> None:
         """Raise if a gradient of ``param`` is computed while its update is pending."""
         if param in self._checked_params or not param.requires_grad:
             return
         self._checked_params.add(param)
-        pending, name = self._pending, self._parameter_names[param]
+        pending, name = self.pending, self.wrapped.names[param]
 
         def check(_: torch.Tensor) -> None:
             if param in pending:
@@ -176,6 +157,17 @@ class _CrossBarrierMixin(DistributedOptimizerMixin):
                 )
 
         param.register_hook(check)
+
+
+class CrossBarrierMixin(DistributedOptimizerMixin):
+    """The base class that CrossBarrier puts before the DistributedOptimizer's class."""
+
+    _stepper: BarrierStepper
+
+    def finish_updates(self) -> None:
+        """Complete the updates that step() left to the next forward pass. Call it before you read or change weights,
+        unless you do so by a forward pass, state_dict() or load_state_dict()."""
+        self._stepper.pending.finish()
 
 
 def CrossBarrier(  # noqa: N802  BytePS's name
@@ -214,14 +206,15 @@ def CrossBarrier(  # noqa: N802  BytePS's name
     ...     opt.zero_grad()
     >>> bps.shutdown()
     """
-    if isinstance(optimizer, AdasumOptimizerMixin):
+    stepper = optimizer._stepper if isinstance(optimizer, DistributedOptimizerMixin) else None
+    if isinstance(stepper, AdasumStepper):
         raise UsageError("CrossBarrier can't overlap Adasum, which combines whole steps; use the optimizer as it is")
     if isinstance(optimizer, HostedOptimizerMixin):
         raise UsageError(
             "CrossBarrier steps on the ranks, and the steps of a hosted optimizer are its services': use it as it is, "
             "with delayed_update_after=… to overlap its steps with the next forward pass"
         )
-    if isinstance(optimizer, _CrossBarrierMixin):
+    if isinstance(stepper, BarrierStepper):
         raise UsageError("the optimizer is a CrossBarrier already")
     if not isinstance(optimizer, DistributedOptimizerMixin):
         optimizer = DistributedOptimizer(optimizer, named_parameters, compression, backward_passes_per_step)
@@ -230,24 +223,14 @@ def CrossBarrier(  # noqa: N802  BytePS's name
             "the optimizer is a DistributedOptimizer already: give named_parameters, compression and "
             "backward_passes_per_step to it, or give CrossBarrier the optimizer that it wraps"
         )
-    if optimizer._reducer.has_sparse:
+    local: LocalStepper = optimizer._stepper
+    if local.reducer.has_sparse:
         raise UsageError("CrossBarrier can't overlap sparse gradients; use DistributedOptimizer(sparse_as_dense=True)")
-    optimizer._reducer.accepts_sparse = False
-    optimizer._reducer.prioritize()
-    base = type(optimizer)
-    wrapped: Any = object.__new__(type(base.__name__, (_CrossBarrierMixin, base), {"__doc__": base.__doc__}))
-    wrapped.__dict__.update(optimizer.__dict__)
-    wrapped.__dict__.pop("step", None)  # a scheduler's wrapper would bypass this class's step()
-    wrapped._pending = PendingUpdates(wrapped._reducer, wrapped._update)
-    contexts.current().unfinished.add(wrapped._pending)
-    wrapped._inner = optimizer
-    wrapped._model = model
-    wrapped._whole = tuple(whole)
-    wrapped._hooked_modules = {}
-    wrapped._checked_params = set()
-    wrapped._steps_left = num_steps
-    wrapped._hook_modules()
-    return wrapped
+    local.reducer.accepts_sparse = False
+    local.reducer.prioritize()
+    barrier = BarrierStepper(optimizer, local, model, whole, num_steps)
+    contexts.current().unfinished.add(barrier.pending)
+    return CrossBarrierMixin.wrap(optimizer, barrier)
 
 
 def _used_by(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:

@@ -14,7 +14,7 @@ import contextlib
 import hashlib
 import threading
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -29,6 +29,7 @@ from byteps_py.torch.collectives.plan_comparison import PlanComparison
 from byteps_py.torch.collectives.slot_view import PieceView, TensorRequest
 from byteps_py.torch.gradients import nonfinite_gradients
 from byteps_py.torch.gradients.bucket import Bucket, GradientOptions, GradientPlace, plan_buckets
+from byteps_py.torch.gradients.delivery import Delivery, ToGradient, deliver, release_results
 from byteps_py.torch.gradients.gradient_checksums import Scratch
 from byteps_py.torch.gradients.sparse_bucket import SparseBucket
 
@@ -43,8 +44,9 @@ class GradientReducer:
     """Combines the gradients of named parameters over the ranks as ``options`` say, each round once.
 
     named: in the order of the forward pass. groups: names that travel together, of any size; the other gradients travel
-    together as their sizes suggest. The result replaces ``param.grad``. It is a view of the service's memory, valid
-    until the gradient is handed over again, or, with CUDA or compression, the gradient's own memory.
+    together as their sizes suggest. delivery: where results go. By default, they replace ``param.grad``. It is then a
+    view of the service's memory, valid until the gradient is handed over again, or, with CUDA or compression, the
+    gradient's own memory.
     """
 
     def __init__(
@@ -53,10 +55,13 @@ class GradientReducer:
         named: Sequence[tuple[str, torch.nn.Parameter]],
         options: GradientOptions | None = None,
         groups: Sequence[Sequence[str]] = (),
+        delivery: Delivery | None = None,
     ) -> None:
         self._context = context
+        self._delivery = delivery or ToGradient()
         self._options = replace(options or GradientOptions(), nonfinite=nonfinite.wanted(context))
-        self._buckets: list[Bucket] = []
+        #: In the order in which they were planned.
+        self.buckets: list[Bucket] = []
         self._places: dict[torch.nn.Parameter, GradientPlace] = {}
         self._is_prioritized = False
         self._session: Session | None = None  # the session whose slots the buckets use
@@ -65,10 +70,15 @@ class GradientReducer:
         self._scratch = Scratch()
         self._agreement = PlanComparison(context, "gradients to combine", _ADVICE, self._options.group)
         self._names: list[str] = []  # in the order of ``add``
-        self._is_agreed = False  # all ranks have equal plans
+        #: True if all ranks are known to have equal plans.
+        self.is_agreed = False
         self._disagreement: MismatchError | None = None
         self._is_counted = False  # the step of this round
         self._unused_rounds = 0  # rounds whose averages no step used
+        #: Whether ``ready`` hands buckets over. If False, it has no effect.
+        self.is_early = True
+        #: Called with each bucket that was handed over, by the thread that did so, with the lock held.
+        self.on_sent: Callable[[GradientReducer, Bucket], None] | None = None
         #: Whether gradients may be sparse. If False, a sparse gradient raises UsageError.
         self.accepts_sparse = not self._options.sparse_as_dense
         #: This rank is not in the group: its gradients stay its own.
@@ -86,12 +96,15 @@ class GradientReducer:
         if self.is_excluded:
             return
         offset = len(self._places)
-        self._is_agreed, self._disagreement = False, None
+        self.is_agreed, self._disagreement = False, None
         self._names += [name for name, _ in named]
         options = self._options
         dtypes = [options.compression.wire_dtype(param.dtype) for _, param in named]
         sizes = [param.numel() * dtype.itemsize for (_, param), dtype in zip(named, dtypes, strict=True)]
-        kinds = [self._kind_of(param, dtype) for (_, param), dtype in zip(named, dtypes, strict=True)]
+        kinds = [
+            (dtype, param.device, param.requires_grad, self._delivery.kind_of(name, param, dtype))
+            for (name, param), dtype in zip(named, dtypes, strict=True)
+        ]
         index_of = {name: index for index, (name, _) in enumerate(named)}
         together = [[index_of[name] for name in group] for group in groups]
         for bucket_indices in plan_buckets(sizes, kinds, self._context.settings.fusion_bytes, together):
@@ -99,32 +112,26 @@ class GradientReducer:
             names = [named[i][0] for i in indices]
             params = [named[i][1] for i in indices]
             first = offset + min(indices)
-            bucket = self._new_bucket(self._request(names, params, first), names, params, first, self._scratch)
-            self._buckets.append(bucket)
+            bucket = self._new_bucket(names, params, first)
+            self.buckets.append(bucket)
             self._places.update((param, GradientPlace(bucket, position)) for position, param in enumerate(params))
 
-    def _kind_of(self, param: torch.nn.Parameter, dtype: torch.dtype) -> Hashable:
-        """Gradients of one kind may share a bucket."""
-        return dtype, param.device, param.requires_grad
+    def _new_bucket(self, names: list[str], params: list[torch.nn.Parameter], first: int) -> Bucket:
+        request = self._delivery.request(self._request(names, params, first), is_sparse=False)
+        return Bucket(request, names, params, self._options, first, self._scratch, self._delivery.of_bucket())
 
-    def _new_bucket(
-        self, request: TensorRequest, names: list[str], params: list[torch.nn.Parameter], first: int, scratch: Scratch
-    ) -> Bucket:
-        return Bucket(request, names, params, self._options, first, scratch)
-
-    def _new_sparse_bucket(
-        self, request: TensorRequest, name: str, param: torch.nn.Parameter, first: int
-    ) -> SparseBucket:
-        return SparseBucket(self._context, request, name, param, self._options, first, self._scratch)
+    def _new_sparse_bucket(self, name: str, param: torch.nn.Parameter, first: int) -> SparseBucket:
+        request = self._delivery.request(self._request([name], [param], first), is_sparse=True)
+        return SparseBucket(self._context, request, name, param, self._options, first, self._delivery.of_bucket())
 
     def prioritize(self) -> None:
         """For CrossBarrier: send the gradients that the next forward pass needs first before the others. Has no effect
         on gradients that have travelled before."""
         self._is_prioritized = True
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             spec = replace(bucket.request.spec, priority=self._priority(bucket.first))
             bucket.request = replace(bucket.request, spec=spec)
-        if any(bucket.slot_view is not None for bucket in self._buckets):
+        if any(bucket.slot_view is not None for bucket in self.buckets):
             warnings.warn(
                 "CrossBarrier wraps an optimizer that has made steps already: its gradients travel in the order in "
                 "which they become ready, not the most urgent first. Wrap it before the first step",
@@ -153,7 +160,7 @@ class GradientReducer:
     @property
     def has_begun(self) -> bool:
         """True from the first ``ready`` of a round to its ``finish`` or ``hand_over_all``."""
-        return any(bucket.expected for bucket in self._buckets)
+        return any(bucket.expected for bucket in self.buckets)
 
     def place(self, param: torch.nn.Parameter) -> GradientPlace:
         """The argument of ``ready`` for ``param``."""
@@ -165,7 +172,7 @@ class GradientReducer:
         often; if its bucket is not complete, ``finish`` raises the error."""
         # Called for each gradient, of which there may be thousands, so most work is left to the last one of a bucket.
         bucket = place.bucket
-        if bucket.mark(place.position, param.grad):
+        if self.is_early and bucket.mark(place.position, param.grad):
             self._send_if_complete(bucket)
 
     def _send_if_complete(self, bucket: Bucket) -> None:
@@ -198,7 +205,7 @@ class GradientReducer:
             _attempt(errors, self._agree)
             if self._disagreement is not None:
                 self._abandon()
-            in_flight = [bucket for bucket in self._buckets if bucket.sent]
+            in_flight = [bucket for bucket in self.buckets if bucket.sent]
             maybe_sparse: list[tuple[Bucket, Exception | None]] = []
             for bucket in in_flight:
                 _attempt(errors, bucket.send_values)
@@ -216,9 +223,9 @@ class GradientReducer:
             for part in new_buckets:
                 _attempt(errors, part.receive)
             if not errors:
-                sent = [bucket for bucket in self._buckets if bucket.sent]
+                sent = [bucket for bucket in self.buckets if bucket.sent]
                 self.nonfinite_error = nonfinite_gradients.find_error(self._context.session, sent, self._options)
-            for bucket in self._buckets:
+            for bucket in self.buckets:
                 bucket.reset()
             self._is_counted = False
         if errors:
@@ -243,14 +250,14 @@ class GradientReducer:
         While the job continues, other ranks wait for the gradients, so they are sent nevertheless.
         """
         if self.has_begun:
-            for bucket in self._buckets:
+            for bucket in self.buckets:
                 bucket.recount(self.passes_per_step)
-            has_final = any(grad is not None for bucket in self._buckets for grad in bucket.final)
+            has_final = any(grad is not None for bucket in self.buckets for grad in bucket.final)
             if has_final and self._context.is_open and self._context.session is self._session:
                 with contextlib.suppress(CommunicationError, GradientOrderError, NonFiniteError):  # discarded anyway
                     self.finish()
             with self._lock:
-                for bucket in self._buckets:
+                for bucket in self.buckets:
                     bucket.reset()
 
     def hand_over_all(self) -> list[Bucket]:
@@ -259,20 +266,32 @@ class GradientReducer:
         They are in the order of the forward pass. Call ``finish_bucket`` for each of them before its next
         round. Raises as ``finish`` does; then no bucket is in flight.
         """
+        handed_over = self.hand_over_rest()
         errors: list[Exception] = []
         with self._lock:
-            self._send_rest(errors)
-            handed_over = [bucket for bucket in self._buckets if bucket.sent]
             for bucket in handed_over:
                 bucket.expected = 0
                 _attempt(errors, bucket.check_untouched)
+        self._raise_after_finish(errors)
+        self._is_counted = False
+        return sorted(handed_over, key=lambda bucket: bucket.first)
+
+    def hand_over_rest(self) -> list[Bucket]:
+        """Hand over the remaining buckets, for a ``finish`` that comes later. Returns all buckets in flight. Raises as
+        ``finish`` does; then no bucket is in flight."""
+        errors: list[Exception] = []
+        with self._lock:
+            self._send_rest(errors)
+            handed_over = [bucket for bucket in self.buckets if bucket.sent]
+        self._raise_after_finish(errors)
+        return handed_over
+
+    def _raise_after_finish(self, errors: list[Exception]) -> None:
         if errors:
             with contextlib.suppress(Exception):  # the first error is raised below
                 self.finish()
             self._context.give_up_steps(self._agreement.kind)
             raise errors[0]
-        self._is_counted = False
-        return sorted(handed_over, key=lambda bucket: bucket.first)
 
     def finish_bucket(self, bucket: Bucket) -> bool:
         """The second half of ``finish``, for one bucket: put its results into ``param.grad``. False if the results must
@@ -282,7 +301,7 @@ class GradientReducer:
                 self._agree()
             if bucket.slot_view is not None:
                 bucket.slot_view.wait()
-                bucket.deliver()
+                deliver(bucket)
             self.nonfinite_error = nonfinite_gradients.find_error(self._context.session, [bucket], self._options)
         except BaseException:
             self._context.give_up_steps(self._agreement.kind)
@@ -302,7 +321,7 @@ class GradientReducer:
     @property
     def has_sparse(self) -> bool:
         """True if a gradient was sparse in an earlier round."""
-        return any(isinstance(bucket, SparseBucket) for bucket in self._buckets)
+        return any(isinstance(bucket, SparseBucket) for bucket in self.buckets)
 
     def _receive(self, bucket: Bucket, maybe_sparse: list[tuple[Bucket, Exception | None]]) -> None:
         """Receive ``bucket``, or add it to ``maybe_sparse`` if some rank may have a sparse gradient in it."""
@@ -345,28 +364,30 @@ class GradientReducer:
         parts = [([position], True) for position, is_sparse in enumerate(sparse) if is_sparse]
         for positions, is_sparse in [*parts, (dense, False)] if dense else parts:
             its_names, its_params = [names[i] for i in positions], [params[i] for i in positions]
-            request = self._request(its_names, its_params, bucket.first)
             if is_sparse:
-                part: Bucket = self._new_sparse_bucket(request, its_names[0], its_params[0], bucket.first)
+                part: Bucket = self._new_sparse_bucket(its_names[0], its_params[0], bucket.first)
             else:
-                part = self._new_bucket(request, its_names, its_params, bucket.first, self._scratch)
+                part = self._new_bucket(its_names, its_params, bucket.first)
             part.take_over(bucket, positions)
             split.append(part)
             for position, param in enumerate(its_params):
                 self._places[param].bucket, self._places[param].position = part, position
-        index = self._buckets.index(bucket)
-        self._buckets[index : index + 1] = split
+        index = self.buckets.index(bucket)
+        self.buckets[index : index + 1] = split
         new_buckets += [part for part in split if part.is_active]
 
     # ---- sending -------------------------------------------------------------------------------------------
 
     def _begin_agreement(self) -> None:
         """The last thing that a step does before it waits for other ranks."""
-        if not self._buckets or not self._exchanges_needed():
+        if not self.buckets:
             return
-        if not self._is_agreed:
+        self._follow_session()
+        if not self._travels:
+            return
+        if not self.is_agreed:
             self._agreement.begin(self._plan())
-        is_waiting = self._agreement.is_under_way or any(bucket.sent for bucket in self._buckets)
+        is_waiting = self._agreement.is_under_way or any(bucket.sent for bucket in self.buckets)
         if is_waiting and not self._is_counted and self._disagreement is None:
             self._context.begin_step(self._agreement.kind)
             self._is_counted = True
@@ -381,11 +402,11 @@ class GradientReducer:
             except MismatchError as error:
                 self._disagreement = error
                 raise
-            self._is_agreed = True
+            self.is_agreed = True
 
     def _abandon(self) -> None:
         """Forget buckets in flight: their names are not known to all ranks, so they get no answer."""
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             if bucket.sent:
                 bucket.slot_view = None
             bucket.reset()
@@ -398,7 +419,7 @@ class GradientReducer:
         )
         entries = {
             name: (bucket.request.spec.name, bucket.describe(position))
-            for bucket in self._buckets
+            for bucket in self.buckets
             for position, name in enumerate(bucket.names)
         }
         return [("", options_text), *[entries[name] for name in self._names]]
@@ -407,12 +428,12 @@ class GradientReducer:
         """Note that this rank makes no step with the last round's averages. All ranks must do so, or none. The count of
         such rounds becomes part of what ranks agree on before one bucket's next round, so a difference is an error."""
         with self._lock:
-            dense = [b for b in self._buckets if b.slot_view is not None and not isinstance(b, SparseBucket)]
+            dense = [b for b in self.buckets if b.slot_view is not None and not isinstance(b, SparseBucket)]
             if dense:
                 self._unused_rounds += 1
                 noun = "step" if self._unused_rounds == 1 else "steps"
                 smallest = min(dense, key=lambda bucket: bucket.request.spec.nbytes)
-                smallest.release_results()
+                release_results(smallest)
                 smallest.set_terms(f"{self._unused_rounds} {noun} left out after synchronize()")
 
     def forget_unused_averages(self) -> None:
@@ -422,18 +443,20 @@ class GradientReducer:
 
     def _forget_unused_averages(self) -> None:
         self._unused_rounds = 0
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             if bucket.request.spec.terms and not bucket.sent:
-                bucket.release_results()
+                release_results(bucket)
                 bucket.set_terms("")
 
     def check_closure_calls(self, evaluations: int | None) -> None:
         """See PlanComparison. Called in a step with a closure: before each exchange of gradients and last."""
-        if self._buckets and self._exchanges_needed():
-            self._agreement.check_closure_calls(evaluations)
+        if self.buckets:
+            self._follow_session()
+            if self._travels:
+                self._agreement.check_closure_calls(evaluations)
 
     def _send_rest(self, errors: list[Exception]) -> None:
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             if not bucket.sent and bucket.is_active:
                 _attempt(errors, self._check_passes, bucket)
                 _attempt(errors, self._send, bucket)
@@ -443,7 +466,8 @@ class GradientReducer:
 
     def _send(self, bucket: Bucket, is_early: bool = False) -> None:
         gradients = bucket.collect(self.accepts_sparse)
-        if self._exchanges_needed():
+        self._follow_session()
+        if self._travels:
             if self._disagreement is not None:
                 raise self._disagreement
             if isinstance(bucket, SparseBucket):
@@ -456,28 +480,36 @@ class GradientReducer:
                     self._declare()
                 bucket.hand_over(gradients, is_early)
         bucket.sent = True
+        if self.on_sent is not None:
+            self.on_sent(self, bucket)
 
-    def _exchanges_needed(self) -> bool:
+    def _follow_session(self) -> None:
+        """In a new session, or after a rank has joined, ranks agree anew. Raises what Session.check_open raises."""
         session = self._context.session
         session.check_open()  # a rank that is alone does not use the session, which would raise
         if session is not self._session:  # the first round, or the first one of another job
             self._session = session
-            self._is_agreed, self._disagreement = False, None
+            self.is_agreed, self._disagreement = False, None
             self._agreement.forget()
             self._forget_unused_averages()
-            for bucket in self._buckets:
+            for bucket in self.buckets:
                 bucket.slot_view = None
         if self._context.joins != self._joins:  # a rank that joined early may not have compared its plan before
             self._joins = self._context.joins
-            self._is_agreed, self._disagreement = False, None
+            self.is_agreed, self._disagreement = False, None
             self._agreement.forget()
-        return self._options.members(session.size) > 1 or self._context.settings.force_distributed
+
+    @property
+    def _travels(self) -> bool:
+        """True if gradients are sent, though it be to this rank alone."""
+        has_others = self._options.members(self._context.session.size) > 1
+        return has_others or self._context.settings.force_distributed or self._delivery.always_travels
 
     def _declare(self) -> None:
         """Declare all buckets of the round that are not declared, in one call."""
         new = [
             bucket
-            for bucket in self._buckets
+            for bucket in self.buckets
             if bucket.is_active
             and not isinstance(bucket, SparseBucket)
             and bucket.sparse_flags is None

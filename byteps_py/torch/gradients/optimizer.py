@@ -1,7 +1,7 @@
 """DistributedOptimizer: wraps an optimizer so that it steps with the gradients of all ranks.
 
-Only chooses the parts: optimizer_mixin.py (order of calls), backward_passes.py (which gradients were computed),
-gradient_reducer.py (their exchange), adasum_optimizer.py. The training thread calls.
+Only chooses the parts: optimizer_mixin.py (what a script sees), a stepper (order of calls), backward_passes.py (which
+gradients were computed), gradient_reducer.py (their exchange). The training thread calls.
 """
 
 from __future__ import annotations
@@ -14,17 +14,12 @@ from byteps_py.errors import UsageError
 from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.collectives import nonfinite
 from byteps_py.torch.compression import Compression, Compressor
-from byteps_py.torch.gradients.adasum_optimizer import AdasumOptimizerMixin, DeltaExchange
-from byteps_py.torch.gradients.backward_passes import BackwardPasses, CountedPasses, ReducedPasses
+from byteps_py.torch.gradients.adasum_stepper import AdasumStepper, DeltaExchange
+from byteps_py.torch.gradients.backward_passes import CountedPasses, ReducedPasses
 from byteps_py.torch.gradients.bucket import GradientOptions
 from byteps_py.torch.gradients.gradient_reducer import GradientReducer
-from byteps_py.torch.gradients.hosted.agreement import GradientProbe
-from byteps_py.torch.gradients.hosted.delay import DelayedSteps
-from byteps_py.torch.gradients.hosted.delivery import HostedReducer
-from byteps_py.torch.gradients.hosted.in_backward import InBackwardReducer
-from byteps_py.torch.gradients.hosted.in_backward_optimizer import InBackwardOptimizerMixin
-from byteps_py.torch.gradients.hosted.optimizer import HostedOptimizerMixin, rules_of, taken_states
-from byteps_py.torch.gradients.hosted.replication import ShadowedSteps, check_machines
+from byteps_py.torch.gradients.hosted.optimizer import host
+from byteps_py.torch.gradients.hosted.replication import check_machines
 from byteps_py.torch.gradients.optimizer_arguments import (
     Groups,
     HostedOptions,
@@ -37,7 +32,8 @@ from byteps_py.torch.gradients.optimizer_arguments import (
     check_predivide,
     which_groups,
 )
-from byteps_py.torch.gradients.optimizer_mixin import DistributedOptimizerMixin, Names
+from byteps_py.torch.gradients.optimizer_mixin import DistributedOptimizerMixin
+from byteps_py.torch.gradients.stepper import LocalStepper, WrappedOptimizer
 from byteps_py.torch.operations.process_sets import ProcessSet, global_process_set, prefix_of, ranks_of
 from byteps_py.torch.operations.reduction_plans import Adasum, Average, ReduceOp
 
@@ -127,16 +123,13 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
             raise
         if hosting.shadow:
             check_machines(context)
-        options = GradientOptions(compression, op, sparse_as_dense=sparse_as_dense, shadow=hosting.shadow)
-        return _host(context, optimizer, names, backward_passes_per_step, options, hosting)
+        options = GradientOptions(compression, op, sparse_as_dense=sparse_as_dense)
+        return host(context, optimizer, names, backward_passes_per_step, options, hosting)
     if op is Adasum:
-        prefix = prefix_of(process_set, "Delta")
-        adasum: AdasumOptimizerMixin = _wrap(
-            optimizer, AdasumOptimizerMixin, CountedPasses(backward_passes_per_step), names
-        )
-        adasum._deltas = DeltaExchange(context, context.claim(prefix), ranks, compression)
-        adasum._passes.hook(params)
-        return adasum
+        deltas = DeltaExchange(context, context.claim(prefix_of(process_set, "Delta")), ranks, compression)
+        counted = WrappedOptimizer(optimizer, names, CountedPasses(backward_passes_per_step))
+        counted.hook()
+        return DistributedOptimizerMixin.wrap(optimizer, AdasumStepper(counted, deltas))
     reducer = GradientReducer(
         context,
         [(name, param) for param, name in names.items() if param in mine],
@@ -150,60 +143,6 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
         ),
         [[names[param] for param in group] for group in together],
     )
-    wrapped = _wrap(optimizer, DistributedOptimizerMixin, ReducedPasses(reducer, backward_passes_per_step), names)
-    wrapped._reducer = reducer
-    wrapped._passes.hook(params)
-    return wrapped
-
-
-_IN_STEP = (HostedReducer, HostedOptimizerMixin)
-
-
-def _host(
-    context: contexts.Context,
-    optimizer: torch.optim.Optimizer,
-    names: Names,
-    passes: int,
-    options: GradientOptions,
-    hosting: HostedOptions,
-) -> HostedOptimizerMixin:
-    group_of = {param: number for number, group in enumerate(optimizer.param_groups) for param in group["params"]}
-    named = [(name, param) for param, name in names.items() if param in group_of]
-    kinds = (InBackwardReducer, InBackwardOptimizerMixin) if hosting.step_in_backward else _IN_STEP
-    reducer = kinds[0](context, named, options, group_of, rules_of(optimizer))
-    wrapped: HostedOptimizerMixin = _wrap(optimizer, kinds[1], ReducedPasses(reducer, passes), names)
-    wrapped._reducer, wrapped._probe = reducer, GradientProbe()
-    wrapped._forget_factors()
-    wrapped._norm = torch.tensor(float("nan"), dtype=torch.float64, device="cpu")
-    wrapped._delayed = DelayedSteps(hosting.delayed_update_after, reducer.take_parameters)
-    reducer.is_delayed = wrapped._delayed.is_due
-    context.unfinished.add(wrapped._delayed)
-    wrapped._name = context.claim(f"hosted.{min(names.values(), default='')}")
-    if hosting.shadow:
-        reducer.shadow = ShadowedSteps(wrapped._name)
-    if isinstance(wrapped, InBackwardOptimizerMixin):
-        wrapped.begin_in_backward()
-    wrapped._passes.hook(group_of)
-    taken = taken_states(optimizer)
-    wrapped._loaded = None
-    if taken:
-        wrapped._load_states(taken)
-    return wrapped
-
-
-def _wrap(
-    optimizer: torch.optim.Optimizer, kind: type[DistributedOptimizerMixin], passes: BackwardPasses, names: Names
-) -> Any:
-    """An object of a class that derives from ``kind`` and the optimizer's class. It shares the optimizer's state."""
-    base = type(optimizer)
-    wrapped: Any = object.__new__(type(base.__name__, (kind, base), {"__doc__": base.__doc__}))
-    wrapped.__dict__.update(optimizer.__dict__)
-    for name in ("step", "param_groups", "state"):  # a scheduler's wrapper would bypass the new class's step()
-        wrapped.__dict__.pop(name, None)
-    wrapped._wrapped = optimizer
-    wrapped._groups_added = len(optimizer.param_groups)
-    wrapped._passes = passes
-    wrapped._parameter_names = names
-    wrapped._synchronized = False
-    wrapped._should_synchronize = True
-    return wrapped
+    wrapped = WrappedOptimizer(optimizer, names, ReducedPasses(reducer, backward_passes_per_step))
+    wrapped.hook()
+    return DistributedOptimizerMixin.wrap(optimizer, LocalStepper(wrapped, reducer))

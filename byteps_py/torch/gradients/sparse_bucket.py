@@ -22,7 +22,7 @@ from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.collectives.dtypes import check_count, check_dimensions, check_indices
 from byteps_py.torch.collectives.nonfinite import is_finite
 from byteps_py.torch.collectives.slot_view import TensorRequest
-from byteps_py.torch.gradients.bucket import Bucket, GradientOptions
+from byteps_py.torch.gradients.bucket import Bucket, BucketDelivery, GradientOptions
 from byteps_py.torch.gradients.gradient_checksums import PieceChecksums, Scratch, checksum_kernel
 from byteps_py.torch.operations.reduction_plans import Average, Sum
 
@@ -46,9 +46,9 @@ class SparseBucket(Bucket):
         param: torch.nn.Parameter,
         options: GradientOptions,
         first: int,
-        scratch: Scratch,
+        delivery: BucketDelivery,
     ) -> None:
-        super().__init__(request, [name], [param], options, first, scratch)
+        super().__init__(request, [name], [param], options, first, Scratch(), delivery)
         if options.op not in (Sum, Average):
             raise UsageError(
                 f"the gradient of {name!r} is sparse, which op={options.op.name.title()} can't combine; use Sum or "
@@ -56,7 +56,8 @@ class SparseBucket(Bucket):
             )
         self._context = context
         self._pieces: list[tuple[int, int]] = []  # (offset, rows) of each rank
-        self._dimensions = 1
+        #: Sparse dimensions of the gradient, as of the latest round.
+        self.dimensions = 1
 
     def reset(self) -> None:
         """Begin a round."""
@@ -123,11 +124,11 @@ class SparseBucket(Bucket):
             raise MismatchError(
                 f"{self._what} has {each} sparse dimensions on its ranks, in order; they must be equal (0: no gradient)"
             )
-        self._dimensions = dimensions.pop() if dimensions else 1
+        self.dimensions = dimensions.pop() if dimensions else 1
         shape = self.params[0].shape
         for rank, (rows, sparse_dims) in zip(self._ranks, found, strict=True):
             check_dimensions(self._what, rank, sparse_dims, shape)
-            check_count(self._what, rank, rows, self._dimensions, shape)
+            check_count(self._what, rank, rows, self.dimensions, shape)
         lengths = [self._nbytes(rows) for rows, _ in found]
         offsets = np.cumsum([0, *lengths]).tolist()
         self._pieces = [(offset, rows) for offset, (rows, _) in zip(offsets, found, strict=False)]
@@ -139,12 +140,12 @@ class SparseBucket(Bucket):
         self._payload = payload
 
     def receive(self) -> None:
-        """Wait for all rows and put them into ``param.grad``."""
+        """Wait for all rows, and deliver their sum."""
         if self._payload is None:
             return  # after an earlier error
         touched = self.changed
         self._context.session.wait(self._payload)
-        self._check_untouched(touched)
+        self.refuse_change(touched)
         param = self.params[0]
         parts = [self._unpack(self._payload.result, offset, rows) for offset, rows in self._pieces]
         for rank, (indices, _) in zip(self._ranks, parts, strict=True):
@@ -168,9 +169,10 @@ class SparseBucket(Bucket):
         values = values.to(param.dtype)
         if self.options.nonfinite and not is_finite(values):
             self._blame = self._blame_of([part[1] for part in parts])
-        param.grad = torch.sparse_coo_tensor(
+        rows = torch.sparse_coo_tensor(
             gathered.indices(), values, param.shape, is_coalesced=True, check_invariants=False, device=values.device
-        ).to(param.device)
+        )
+        self.delivery.receive_rows(self, rows.to(param.device))
 
     def _blame_of(self, given: list[torch.Tensor]) -> int:
         """The ranks whose values, in rank order, are not finite. OVERFLOW if only the sum is not finite."""
@@ -194,12 +196,12 @@ class SparseBucket(Bucket):
 
     @property
     def _row_shape(self) -> tuple[int, ...]:
-        return tuple(self.params[0].shape[self._dimensions :])
+        return tuple(self.params[0].shape[self.dimensions :])
 
     def _nbytes(self, rows: int) -> int:
         """The size of ``rows`` rows: indices, then values, padded to a multiple of an index."""
         values = rows * math.prod(self._row_shape) * self.request.dtype.itemsize
-        return rows * self._dimensions * _INDEX_BYTES + -(-values // _INDEX_BYTES) * _INDEX_BYTES
+        return rows * self.dimensions * _INDEX_BYTES + -(-values // _INDEX_BYTES) * _INDEX_BYTES
 
     def _pack(self, memory: memoryview, rows: torch.Tensor) -> None:
         indices, values = self._views(memory, 0, rows.indices().shape[1])
@@ -212,13 +214,13 @@ class SparseBucket(Bucket):
 
     def _views(self, memory: memoryview, offset: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The data at ``offset``: indices int64[dimensions, rows], values [rows, ...]."""
-        count = rows * self._dimensions
+        count = rows * self.dimensions
         if not rows:
             shape = (0, *self._row_shape)
-            indices = torch.empty((self._dimensions, 0), dtype=torch.int64, device="cpu")
+            indices = torch.empty((self.dimensions, 0), dtype=torch.int64, device="cpu")
             return indices, torch.empty(shape, dtype=self.request.dtype, device="cpu")
         octets = torch.from_numpy(np.frombuffer(memory, np.uint8, self._nbytes(rows), offset))
-        indices = octets[: count * _INDEX_BYTES].view(torch.int64).view(self._dimensions, rows)
+        indices = octets[: count * _INDEX_BYTES].view(torch.int64).view(self.dimensions, rows)
         nbytes = rows * math.prod(self._row_shape) * self.request.dtype.itemsize
         values = octets[count * _INDEX_BYTES :][:nbytes].view(self.request.dtype)
         return indices, values.view(rows, *self._row_shape)

@@ -1,48 +1,41 @@
-"""What the ranks of a hosted optimizer agree on before a step: whether sums are finite.
+"""What the ranks of a hosted optimizer agree on before a step: numbers, the norm, whether sums are finite.
 
-Owns what a GradScaler sees in place of the parameters. Must not know states or steps. The training thread calls.
+All ranks call each function. Must not know states or steps. The thread that makes the step calls.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from byteps_py import blame as blames
-from byteps_py.errors import NonFiniteError
+from byteps_py.errors import MismatchError, NonFiniteError
+from byteps_py.kernels.update_rules import Hyperparameters, UpdateRule
 from byteps_py.tensors import DType, Op, TensorSpec
 from byteps_py.torch.collectives import nonfinite
 from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.collectives.slot_view import TensorRequest
+from byteps_py.torch.gradients.hosted.states import Factors
+from byteps_py.torch.operations.reduction_plans import Sum
+from byteps_py.torch.operations.reductions import reduced
 
 _BLAME_BITS = 64
 
 
-class GradientProbe:
-    """A parameter of one element that a GradScaler unscales in place of those of a hosted optimizer, whose averages are
-    not on the ranks. Its gradient is 1, so that the scaler leaves the factor there; or infinite, so that it skips."""
+#: "rule" encodes the switches, such as amsgrad.
+_COMPARED = ("lr", "weight_decay", "momentum", "dampening", "beta1", "beta2", "eps", "lr_decay", "always_adapt", "rule")
+_FACTORS = ("the factor of a GradScaler, 1/scale,", "the factor of clipping")
 
-    def __init__(self) -> None:
-        self._param = torch.zeros(1, dtype=torch.float32, device="cpu")
-        self._param.grad = torch.ones(1, dtype=torch.float32, device="cpu")
 
-    def groups(self, overflows: bool) -> list[dict[str, list[torch.Tensor]]]:
-        """The param_groups for a scaler that is about to unscale them."""
-        self._gradient.fill_(float("inf") if overflows else 1.0)
-        return [{"params": [self._param]}]
+@dataclass(frozen=True, slots=True)
+class GroupNumbers:
+    """Of each param_group, what a step is made with."""
 
-    @property
-    def factor(self) -> float:
-        """What the scaler has multiplied gradients by."""
-        return float(self._gradient)
-
-    @property
-    def _gradient(self) -> torch.Tensor:
-        if self._param.grad is None:
-            self._param.grad = torch.ones(1, dtype=torch.float32, device="cpu")
-        return self._param.grad
+    numbers: list[Hyperparameters]
+    rules: list[UpdateRule]
 
 
 def largest(context: Context, name: str, values: Sequence[float]) -> list[float]:
@@ -76,3 +69,38 @@ def explain_overflow(
     blame = sum(1 << bit for bit, is_set in enumerate(found[: len(bits)]) if is_set)
     places = [repr(each) for each, is_bad in zip(gradients, found[len(bits) :], strict=True) if is_bad]
     return nonfinite.explain(blame or blames.OVERFLOW, session.size, step, places or ["a sum"])
+
+
+def total_norm(name: str, square_sum: float) -> torch.Tensor:
+    """The norm of all averages, float64. ``square_sum``: of those that this rank owns."""
+    own = torch.tensor([square_sum], dtype=torch.float64, device="cpu")
+    return reduced(own, Sum, f"{name}.norm").sqrt()[0]
+
+
+def compare_numbers(
+    context: Context, name: str, step: GroupNumbers, factors: Factors, others: Sequence[float] = ()
+) -> list[float]:
+    """Raises MismatchError, on all ranks, if their numbers differ. Returns the largest of all ranks' ``others``, which
+    travel along."""
+    if context.session.size == 1 and not others:
+        return []
+    values = [
+        float(rule.code) if each == "rule" else getattr(found, each)
+        for found, rule in zip(step.numbers, step.rules, strict=True)
+        for each in _COMPARED
+    ]
+    own = torch.tensor([*values, factors.unscale, factors.clip], dtype=torch.float64, device="cpu")
+    found = largest(context, f"{name}.numbers", [*own, *-own, *others])
+    most, least = torch.tensor(found[: 2 * len(own)], dtype=torch.float64, device="cpu").chunk(2)
+    for place in (most != -least).nonzero().flatten().tolist():
+        if own[place].isnan():
+            continue  # ``check_numbers`` says so, here and on all that have it
+        group, which = divmod(place, len(_COMPARED))
+        factor = place - len(values)
+        what = f"{_COMPARED[which]} of param_groups[{group}]" if factor < 0 else _FACTORS[factor]
+        raise MismatchError(
+            f"ranks step with different numbers: {what} is "
+            f"{float(own[place]):g} on rank {context.session.rank}, and from {-float(least[place]):g} to "
+            f"{float(most[place]):g} on all. Set it alike, and step a learning-rate scheduler on every rank"
+        )
+    return found[2 * len(own) :]

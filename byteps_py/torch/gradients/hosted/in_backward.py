@@ -7,8 +7,8 @@ A step begins only after all ranks have found their numbers equal. From then on 
 buckets, whatever one of them finds out later: it is whole, or nobody has it. Parameters are written in step() alone,
 because the backward pass reads them until its end.
 
-Owns the thread of a round, which ends with the round. Must not know optimizers. Autograd's threads call ``_send`` with
-the reducer's lock held, the training thread everything else. The thread takes no lock of the reducer.
+Owns the thread of a round, which ends with the round, and which calls come too late. Autograd's threads call ``sent``
+with the reducer's lock held, the training thread everything else. The round's thread takes no lock of the reducer.
 """
 
 from __future__ import annotations
@@ -16,34 +16,49 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from byteps_py.errors import BytePSError
-from byteps_py.kernels.update_rules import Hyperparameters, UpdateRule
+from byteps_py.errors import BytePSError, GradientOrderError, UsageError
 from byteps_py.torch.collectives import context as contexts
+from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.collectives.slot_view import PieceView
 from byteps_py.torch.gradients.bucket import Bucket
-from byteps_py.torch.gradients.hosted.delivery import HostedBucket, HostedReducer
-from byteps_py.torch.gradients.hosted.states import Factors, HostedStates
+from byteps_py.torch.gradients.gradient_reducer import GradientReducer
+from byteps_py.torch.gradients.hosted.agreement import GroupNumbers
+from byteps_py.torch.gradients.hosted.bucket_states import BucketStates
+from byteps_py.torch.gradients.hosted.delivery import OwnerDelivery
+from byteps_py.torch.gradients.hosted.replication import ShadowedSteps
+from byteps_py.torch.gradients.hosted.rules import HostedGroups, check_numbers
+from byteps_py.torch.gradients.hosted.states import Factors
+from byteps_py.torch.gradients.hosted.stepper import HostedStepper, StepAgreement, check_no_closure, explains_join
+from byteps_py.torch.gradients.hosted.steps import BegunStep
+from byteps_py.torch.gradients.stepper import StepCall, Stepper
 
-
-@dataclass(frozen=True, slots=True)
-class RoundNumbers:
-    """Of each param_group, what a round steps with, as it was when its first gradients were handed over."""
-
-    numbers: list[Hyperparameters]
-    rules: list[UpdateRule]
-    initial_sums: list[float]
+_REMEDY = "Leave step_in_backward out to have it"
+_REFUSED = {
+    "clip_grad_norm_": (
+        "step_in_backward does not go together with clip_grad_norm_(), which needs all sums before the first step: "
+        f"the services step under the backward pass. {_REMEDY}"
+    ),
+    "unscale_": (
+        "step_in_backward does not go together with a GradScaler, which has to know before the first step whether "
+        f"gradients have overflowed: the services step under the backward pass. {_REMEDY}, or train in bfloat16"
+    ),
+}
+_BETWEEN_STEPS = ("zero_grad", "state_dict", "add_param_group")
 
 
 @dataclass(frozen=True, slots=True)
 class HandedOver:
     """A bucket whose gradients are on their way. ``taking_part``: which of its parameters take part in the step."""
 
-    bucket: HostedBucket
+    bucket: Bucket
+    delivery: OwnerDelivery
     slot_view: PieceView
     taking_part: tuple[bool, ...]
 
@@ -51,14 +66,16 @@ class HandedOver:
 class BackwardRound:
     """Begins the steps of one round, on a thread of its own, as buckets are handed over.
 
-    numbers: what they step with. versions: of the parameters, in order, when the round began. is_agreed: all ranks have
-    these numbers, so that all of them make the step. begun: the buckets whose steps were begun. error: of the thread.
+    numbers: what they step with. versions: of ``params``, when the round began. is_agreed: all ranks have these
+    numbers, so that all of them make the step. begun: the buckets whose steps were begun. error: of the thread.
+    is_abandoned: nobody waits for the step.
     """
 
-    def __init__(self, numbers: RoundNumbers, versions: Sequence[int]) -> None:
-        self.numbers, self.versions = numbers, versions
-        self.is_agreed = False
-        self.begun: list[tuple[HandedOver, HostedStates]] = []
+    def __init__(self, numbers: GroupNumbers, params: Sequence[torch.nn.Parameter]) -> None:
+        self.numbers, self.params = numbers, params
+        self.versions = [param._version for param in params]
+        self.is_agreed = self.is_abandoned = False
+        self.begun: list[tuple[HandedOver, BegunStep]] = []
         self.error: BaseException | None = None
         self._handed: queue.SimpleQueue[HandedOver | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -92,20 +109,6 @@ class BackwardRound:
             self._thread.join()  # its waits have limits of their own
 
 
-class CurrentRound:
-    """The round under way, if there is one."""
-
-    def __init__(self) -> None:
-        self.round: BackwardRound | None = None
-
-    def finish(self) -> None:
-        """Forget it, and let its thread end: the step is made, the session is about to be closed, or the optimizer is
-        gone."""
-        if self.round is not None:
-            self.round.end()
-            self.round = None
-
-
 class DeviceOrder:
     """Lets a round's thread read parameters on CUDA as they are when the round begins, without waiting for the rest of
     the backward pass: on streams of its own, behind events. Parameters on the CPU need none."""
@@ -126,49 +129,51 @@ class DeviceOrder:
         return streams
 
 
-class InBackwardReducer(HostedReducer):
-    """Begins steps while gradients are still computed. ``use`` comes before the first round."""
+class BackwardSteps:
+    """Begins steps while gradients are still computed. It must not hold the reducer or the stepper, which hold it, so
+    that an optimizer that nobody holds is gone at once, and its round with it."""
 
-    _read: Callable[[], RoundNumbers | None]
-    _compare: Callable[[RoundNumbers], bool]
-    current: CurrentRound
-
-    def use(self, read: Callable[[], RoundNumbers | None], compare: Callable[[RoundNumbers], bool]) -> None:
-        """``read`` returns the numbers; None: step() will say what is wrong with them. ``compare`` raises if those of
-        other ranks differ, and returns False if there is no optimizer any more; the round's thread calls it. Both hold
-        the optimizer weakly."""
-        self._read, self._compare = read, compare
+    def __init__(
+        self,
+        context: Context,
+        states: BucketStates,
+        groups: HostedGroups,
+        shadow: ShadowedSteps | None,
+        agreement: StepAgreement,
+    ) -> None:
+        self._context, self._states, self._groups, self._shadow = context, states, groups, shadow
+        self._agreement = agreement
         self._device_order = DeviceOrder()
-        self.current = CurrentRound()
-        self._context.unfinished.add(self.current)
-        self.accepts_sparse = False  # ranks step sparse rows themselves, after all gradients are there
+        #: From its first hand-over to the end of its step; None as long as there are no states, in the first step.
+        self.round: BackwardRound | None = None
 
-    @property
-    def round(self) -> BackwardRound | None:
-        """From its first hand-over to the end of its step; None as long as there are no states, in the first step."""
-        return self.current.round
+    def sent(self, reducer: GradientReducer, bucket: Bucket) -> None:
+        """``bucket`` was handed over."""
+        delivery, slot_view = bucket.delivery, bucket.slot_view
+        if not isinstance(delivery, OwnerDelivery) or slot_view is None:
+            return
+        if reducer.is_agreed and self._states.are_made:
+            if self.round is None:
+                self.round = self._begin_round(list(reducer.buckets))
+            if self.round is not None:
+                self.round.put(HandedOver(bucket, delivery, slot_view, delivery.taking_part(bucket)))
 
-    def _send(self, bucket: Bucket, is_early: bool = False) -> None:
-        super()._send(bucket, is_early)
-        if isinstance(bucket, HostedBucket) and bucket.slot_view is not None and self._is_agreed and self.has_states:
-            if self.current.round is None:
-                self.current.round = self._begin_round()
-            if self.current.round is not None:
-                self.current.round.put(HandedOver(bucket, bucket.slot_view, bucket.taking_part))
-
-    def _begin_round(self) -> BackwardRound | None:
-        numbers = self._read()
-        if numbers is None:
-            return None
-        params = [param for bucket in self.hosted for param in bucket.params]
+    def _begin_round(self, buckets: Sequence[Bucket]) -> BackwardRound | None:
+        try:
+            numbers = GroupNumbers(self._groups.numbers, self._groups.rules)
+        except (TypeError, ValueError, LookupError):
+            return None  # step() reads them again, and says what is wrong
+        params = [param for bucket in buckets for param in bucket.params]
         streams = self._device_order.streams_from_now({param.device for param in params})
-        new = BackwardRound(numbers, [param._version for param in params])
+        new = BackwardRound(numbers, params)
 
         def agree() -> bool:
-            if not self._may_begin(numbers):
+            if new.is_abandoned or not self._may_begin(numbers, buckets):
                 return False
             with contexts.use(self._context):
-                return self._compare(numbers)
+                self._agreement.reach(numbers)
+            check_numbers(numbers.numbers)
+            return True
 
         def begin(handed: HandedOver) -> None:
             with contextlib.ExitStack() as stack:
@@ -179,17 +184,17 @@ class InBackwardReducer(HostedReducer):
         new.start(agree, begin)
         return new
 
-    def _may_begin(self, numbers: RoundNumbers) -> bool:
+    def _may_begin(self, numbers: GroupNumbers, buckets: Sequence[Bucket]) -> bool:
         """False if something has to be made, or is wrong, that step() finds before any step is begun."""
-        for bucket in self.hosted:
+        for bucket in buckets:
             if bucket.is_active:
-                states = self._states.get(bucket)
+                states = self._states.in_services(bucket)
                 if (
-                    not isinstance(states, HostedStates)
+                    states is None
                     or states.session is not self._context.session
                     or bucket.slot_view is None
                     or not states.follows(bucket.slot_view.slot)
-                    or states.kind.rule != numbers.rules[self.group_of[bucket.params[0]]]
+                    or states.kind.rule != numbers.rules[self._groups.group_of[bucket.params[0]]]
                     or any(tuple(p.shape) != s for p, s in zip(bucket.params, bucket.request.shapes, strict=True))
                 ):
                     return False
@@ -197,40 +202,141 @@ class InBackwardReducer(HostedReducer):
 
     def _begin(self, round_: BackwardRound, handed: HandedOver) -> None:
         handed.slot_view.wait_for_departure()  # the service hears of the gradients before it hears of the step
-        states = self._states[handed.bucket]
-        if isinstance(states, HostedStates) and states.follows(handed.slot_view.slot):  # otherwise step() begins it
-            numbers = round_.numbers.numbers[self.group_of[handed.bucket.params[0]]]
-            states.shadowed = self.shadow.next if self.shadow is not None else None
+        states = self._states.in_services(handed.bucket)
+        if states is not None and states.follows(handed.slot_view.slot):  # otherwise step() begins it
+            numbers = round_.numbers.numbers[self._groups.group_of[handed.bucket.params[0]]]
+            states.shadowed = self._shadow.next if self._shadow is not None else None
             states.begin_step(numbers, Factors(), handed.taking_part)
-            round_.begun.append((handed, states))
-
-    # ---- the end of a round ------------------------------------------------------------------------------------
+            round_.begun.append((handed, BegunStep(states, handed.taking_part)))
 
     def end_round(self) -> BackwardRound | None:
-        """After ``finish``: wait until the steps of what was handed over are begun. Raises nothing."""
-        round_ = self.current.round
+        """After ``finish`` of the reducer: wait until the steps of what was handed over are begun. Raises nothing."""
+        round_ = self.round
         if round_ is not None:
             round_.end()
             round_.join()
             for handed, _ in round_.begun:
-                handed.bucket.summed = None
+                handed.delivery.summed = None
         return round_
 
-    def begin_steps(self, numbers: Sequence[Hyperparameters], factors: Factors, initial_sums: Sequence[float]) -> None:
-        super().begin_steps(numbers, factors, initial_sums)  # those that are not begun
-        if self.current.round is not None:
-            self._due[:0] = [(states, handed.taking_part) for handed, states in self.current.round.begun]
+    def finish(self) -> None:
+        """Forget the round, and let its thread end: the step is made, the session is about to be closed, or the
+        optimizer is gone."""
+        if self.round is not None:
+            self.round.is_abandoned = True
+            self.round.end()
+            self.round = None
+
+
+class InBackwardStepper(Stepper):
+    """Steps begin under the backward pass, from the next one on that finds states. ``at_once``: makes the others."""
+
+    def __init__(self, context: Context, at_once: HostedStepper) -> None:
+        super().__init__(at_once.wrapped)
+        self.at_once = at_once
+        self.backward = BackwardSteps(context, at_once.states, at_once.groups, at_once.shadow, at_once.agreement)
+        at_once.reducer.accepts_sparse = False  # ranks step sparse rows themselves, after all gradients are there
+        at_once.reducer.on_sent = self.backward.sent
+        context.unfinished.add(self.backward)
+        weakref.finalize(self, self.backward.finish).atexit = False
+
+    def refusal(self, call: str) -> Exception | None:
+        if call in _REFUSED:
+            return UsageError(_REFUSED[call])
+        if call in _BETWEEN_STEPS and self.wrapped.passes.has_begun:
+            return GradientOrderError(
+                f"optimizer.{call}() was called after loss.backward() and before optimizer.step(): with "
+                "step_in_backward, the services step under the backward pass and may have done so already. Call "
+                "optimizer.step() first"
+            )
+        return self.at_once.refusal(call)
+
+    def step(self, call: StepCall) -> Any:
+        """Take the parameters that the services have stepped, once all are there."""
+        check_no_closure(call)
+        try:
+            with explains_join():
+                late = self._make(call)
+        finally:
+            self.backward.finish()
+        if late is not None:
+            if isinstance(late, GradientOrderError):
+                late.add_note("The step has been made, on all ranks, with what backward() has found.")
+            raise late
+
+    def _make(self, call: StepCall) -> Exception | None:
+        """Make the step. Returns an error that was found out when the step could not be stopped any more."""
+        late: Exception | None = None
+        try:
+            self.at_once.sum()
+        except Exception as error:
+            late = error
+        round_ = self.backward.end_round()
+        if round_ is None or not round_.is_agreed:
+            if late is not None:
+                raise late
+            step = self.at_once.numbers()
+            self.at_once.prepare(call)
+            if round_ is not None and round_.error is not None:
+                raise round_.error
+            self.at_once.agreement.reach(step)
+            self.at_once.make(step.numbers)
+            return None
+        late = late or self._changed(round_)
+        step, known = self.at_once.numbers(), round_.numbers.numbers
+        numbers = [*known, *step.numbers[len(known) :]]
+        self.at_once.prepare(call)
+        if round_.error is not None:
+            raise round_.error
+        if len(numbers) > len(known):
+            self.at_once.agreement.reach(GroupNumbers(numbers, step.rules))
+        self.at_once.make(numbers, [begun for _, begun in round_.begun])
+        return late
+
+    def _changed(self, round_: BackwardRound) -> GradientOrderError | None:
+        """The error if something was changed since the round has begun, which its step has not seen."""
+        now, known = self.at_once.numbers(), round_.numbers
+        for number, (numbers, before) in enumerate(zip(now.numbers, known.numbers, strict=False)):
+            for name in before.__dataclass_fields__:
+                if getattr(numbers, name) != getattr(before, name):
+                    return GradientOrderError(
+                        f"{name} of param_groups[{number}] has changed from {getattr(before, name):g} to "
+                        f"{getattr(numbers, name):g} after backward() and before step(): with step_in_backward, a step "
+                        "has the numbers that backward() has found. Step a learning-rate scheduler after "
+                        "optimizer.step()"
+                    )
+            if now.rules[number] != known.rules[number]:
+                return GradientOrderError(f"param_groups[{number}] has changed after backward() and before step()")
+        for param, version in zip(round_.params, round_.versions, strict=True):
+            if param._version != version:
+                return GradientOrderError(
+                    f"parameter {self.wrapped.names[param]!r} was changed after backward() and before step(): with "
+                    "step_in_backward, the change may be lost. Change parameters after optimizer.step()"
+                )
+        return None
+
+    def groups_to_unscale(self) -> list[dict[str, Any]]:
+        return self.at_once.groups_to_unscale()
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        """See HostedOptimizerMixin."""
+        return self.at_once.clip(max_norm)
+
+    def zero(self) -> None:
+        self.at_once.zero()
+
+    def state_replaced(self) -> None:
+        self.at_once.state_replaced()
 
     def drop(self) -> None:
-        """See GradientReducer. Steps that were begun are made, as on all ranks, and their parameters are not taken."""
+        """Steps that were begun are made, as on all ranks, and their parameters are not taken."""
         super().drop()
-        round_ = self.end_round()
+        round_ = self.backward.end_round()
         if round_ is not None and round_.is_agreed:
             with contextlib.suppress(BytePSError):  # discarded anyway
-                self.begin_steps(round_.numbers.numbers, Factors(), round_.numbers.initial_sums)
-                due, self._due = self._due, []
-                if self.shadow is not None:
-                    self.shadow.step += 1  # copies have made it, though it is of no use without a record
-                for states, taking_part in due:
-                    states.take_parameters([False] * len(taking_part), self._context.mover(states.device))
-        self.current.finish()
+                rest = self.at_once.steps.begin(round_.numbers.numbers, Factors())
+                if self.at_once.shadow is not None:
+                    self.at_once.shadow.step += 1  # copies have made it, though it is of no use without a record
+                untaken = [*(begun for _, begun in round_.begun), *rest]
+                self.at_once.steps.take([BegunStep(one.states, (False,) * len(one.taking_part)) for one in untaken])
+        self.backward.finish()

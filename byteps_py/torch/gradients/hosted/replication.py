@@ -111,24 +111,24 @@ class ShadowedSteps:
         return self._run
 
     @property
-    def held(self) -> tuple[int, bool]:
-        """The latest step whose states and record of this rank are held by other machines, and whether these have held
-        all of its states."""
-        return self._session.held if self._session is not None else (0, False)
-
-    @property
     def known(self) -> int:
         """The latest step that all ranks know to be held, once all states have been."""
         return self._durable if self._is_whole else 0
 
     @property
-    def refused(self) -> int:
-        """The latest step whose record of this rank no machine has taken; ask for ``held`` first."""
-        return self._session.refused_step if self._session is not None else 0
+    def own_record(self) -> tuple[float, ...]:
+        """What ``agree`` takes of this rank: the latest step whose states and record of it are held by other machines,
+        negative; whether these have held all of its states, negative; the latest step whose record of it no machine has
+        taken. The largest of all ranks' numbers is what all have."""
+        if self._session is None:
+            return (0.0, 0.0, 0.0)
+        held, is_whole = self._session.held
+        return float(-held), float(-is_whole), float(self._session.refused_step)  # asked for after ``held``
 
-    def agreed(self, held: int, is_whole: bool, refused: int) -> None:
-        """All ranks' ``held`` is at least this, and their ``refused`` at most. A step is durable if no later record was
-        refused: ranks that hold later steps may lack that one."""
+    def agree(self, of_all: Sequence[float]) -> None:
+        """``of_all``: the largest of all ranks' ``own_record``, each. A step is durable if no later record was refused:
+        ranks that hold later steps may lack that one."""
+        held, is_whole, refused = -int(of_all[0]), of_all[1] < 0, int(of_all[2])
         if held > refused:
             self._durable = max(self._durable, held)
         self._is_whole = self._is_whole or is_whole

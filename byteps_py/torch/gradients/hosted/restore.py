@@ -22,8 +22,10 @@ from byteps_py.shadow.record import Attachment
 from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.gradients.hosted.buffers import ModelBuffers, tensors_of
 from byteps_py.torch.gradients.hosted.optimizer import HostedOptimizerMixin
+from byteps_py.torch.gradients.hosted.replication import ShadowedSteps
 from byteps_py.torch.gradients.hosted.rules import MASTER
 from byteps_py.torch.gradients.hosted.states import StoredElements
+from byteps_py.torch.gradients.hosted.stepper import HostedStepper
 from byteps_py.torch.gradients.hosted.stored_checkpoint import load_newest, raise_together
 from byteps_py.torch.operations.objects import broadcast_object, unpickled
 
@@ -60,26 +62,26 @@ def restore(
     ...         optimizer.shadow_extra = torch.get_rng_state()
     ...         ...
     """
-    if not isinstance(optimizer, HostedOptimizerMixin) or optimizer._reducer.shadow is None:
+    if not isinstance(optimizer, HostedOptimizerMixin) or optimizer._stepper.at_once.shadow is None:
         raise UsageError("restore() takes the optimizer of DistributedOptimizer(…, shadow=True)")
-    if optimizer._reducer.has_states:
+    stepper, shadow = optimizer._stepper.at_once, optimizer._stepper.at_once.shadow
+    if stepper.states.are_made:
         raise UsageError("restore() comes before the optimizer's first step")
-    _check_parameters(model, optimizer)
+    _check_parameters(model, stepper)
     context = contexts.current()
-    shadow = optimizer._reducer.shadow
     shadow.model, shadow.buffers = model, ModelBuffers(model)
     shadow.check_size()
     reader = shadow.open_reader(context.settings)
     try:
         found: Restorable | Exception | None = broadcast_object(
-            _find(reader) if context.session.rank == 0 else None, name=f"{optimizer._name}.restorable"
+            _find(reader) if context.session.rank == 0 else None, name=f"{stepper.name}.restorable"
         )
         if isinstance(found, Exception):
             raise found
         if found is None:
             reader.close()
-            return load_newest(model, optimizer, path) if path is not None else None
-        _restore(model, optimizer, reader, found)
+            return load_newest(model, optimizer, shadow, path) if path is not None else None
+        _restore(model, stepper, shadow, reader, found)
     except BaseException:
         reader.close()
         raise
@@ -102,7 +104,7 @@ def _find(reader: ShadowReader) -> Restorable | Exception | None:
 
 
 def _read_attached(
-    model: torch.nn.Module, optimizer: HostedOptimizerMixin, reader: ShadowReader, found: Restorable
+    model: torch.nn.Module, stepper: HostedStepper, reader: ShadowReader, found: Restorable
 ) -> tuple[Attachment, dict[str, torch.Tensor]]:
     """The attachment of this rank to the step, and the buffers in it. If one rank can't read its own, all raise."""
     record = found.records.get(contexts.current().session.rank)
@@ -115,22 +117,24 @@ def _read_attached(
         ModelBuffers(model).check(attached.constants)
     except BytePSError as error:
         failure = error
-    raise_together(failure, f"{optimizer._name}.attached")
+    raise_together(failure, f"{stepper.name}.attached")
     return attached, buffers
 
 
-def _check_parameters(model: torch.nn.Module, optimizer: HostedOptimizerMixin) -> None:
+def _check_parameters(model: torch.nn.Module, stepper: HostedStepper) -> None:
     mine = set(model.parameters())
-    strangers = [name for param, name in optimizer._parameter_names.items() if param not in mine]
+    strangers = [name for param, name in stepper.wrapped.names.items() if param not in mine]
     if strangers:
         raise UsageError(f"restore(): parameter {strangers[0]!r} of the optimizer is not one of the model's")
 
 
-def _restore(model: torch.nn.Module, optimizer: HostedOptimizerMixin, reader: ShadowReader, found: Restorable) -> None:
+def _restore(
+    model: torch.nn.Module, stepper: HostedStepper, shadow: ShadowedSteps, reader: ShadowReader, found: Restorable
+) -> None:
     common = found.common
-    attached, buffers = _read_attached(model, optimizer, reader, found)
-    groups = optimizer.param_groups
-    params = {optimizer._parameter_names[param]: param for group in groups for param in group["params"]}
+    attached, buffers = _read_attached(model, stepper, reader, found)
+    groups = stepper.wrapped.groups
+    params = {stepper.wrapped.names[param]: param for param in stepper.wrapped.params}
     _check_same(params, common)
     states: dict[torch.nn.Parameter, Mapping[str, Any]] = {}
     for name, (tensor, first, shape, _, steps) in common["params"].items():
@@ -148,9 +152,7 @@ def _restore(model: torch.nn.Module, optimizer: HostedOptimizerMixin, reader: Sh
     for group, saved in zip(groups, common["groups"], strict=True):
         for key, value in saved.items():
             group[key] = _like(group.get(key), value)
-    optimizer._check_states(states)
-    optimizer._take_stored_states(states)
-    shadow = optimizer._shadowed_steps
+    stepper.load(states)
     shadow.go_on(found.step, common.get("calls", found.step), reader)
     if attached.extra:  # only this job's ranks, which are authenticated, have written it
         shadow.extra = unpickled(attached.extra)

@@ -1,9 +1,11 @@
-"""Which steps of torch's optimizers a service makes, and the names of their states. Pure; any thread."""
+"""Which steps of torch's optimizers a service makes, with which numbers, and the names of their states. Pure; any
+thread."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -70,12 +72,54 @@ def numbers_of(group: dict[str, Any]) -> Hyperparameters:
     return Hyperparameters(**given)
 
 
-def check_numbers(numbers: Hyperparameters, number: int) -> None:
-    """Raises UsageError if one of the numbers of ``param_groups[number]`` is NaN or infinite."""
-    for field in dataclasses.fields(numbers):
-        value = getattr(numbers, field.name)
-        if not math.isfinite(value):
-            raise UsageError(f"param_groups[{number}] has {field.name}={value}: a step needs a number")
+def check_numbers(numbers: Sequence[Hyperparameters]) -> None:
+    """Raises UsageError if one of the numbers, of each of the param_groups, is NaN or infinite."""
+    for number, found in enumerate(numbers):
+        for field in dataclasses.fields(found):
+            value = getattr(found, field.name)
+            if not math.isfinite(value):
+                raise UsageError(f"param_groups[{number}] has {field.name}={value}: a step needs a number")
+
+
+class HostedGroups:
+    """The param_groups of an optimizer, as a step needs them, with what they have now.
+
+    group_of: of each parameter, the number of its param_group; see ``add``.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.group_of: dict[torch.nn.Parameter, int] = {}
+        self.add()
+
+    def add(self) -> None:
+        """Take the parameters of new groups in."""
+        for number, group in enumerate(self.optimizer.param_groups):
+            for param in group["params"]:
+                self.group_of.setdefault(param, number)
+
+    @property
+    def params(self) -> list[torch.nn.Parameter]:
+        """All parameters, in order."""
+        return [param for group in self.optimizer.param_groups for param in group["params"]]
+
+    @property
+    def numbers(self) -> list[Hyperparameters]:
+        """Of each group."""
+        return [numbers_of(group) for group in self.optimizer.param_groups]
+
+    @property
+    def rules(self) -> list[UpdateRule]:
+        """Of each group."""
+        return [rule_of(self.optimizer, group) for group in self.optimizer.param_groups]
+
+    def rule(self, param: torch.nn.Parameter) -> UpdateRule:
+        """The rule of a parameter's group."""
+        return rule_of(self.optimizer, self.optimizer.param_groups[self.group_of[param]])
+
+    def initial_sum(self, param: torch.nn.Parameter) -> float:
+        """Adagrad's first state of a parameter."""
+        return float(self.optimizer.param_groups[self.group_of[param]].get("initial_accumulator_value", 0.0))
 
 
 def moment_names(rule: UpdateRule) -> tuple[str, ...]:

@@ -26,38 +26,36 @@ from byteps_py.torch.gradients.sparse_bucket import SparseBucket
 _ROOM_BYTES = 4096
 
 
-class HostedSparseBucket(SparseBucket):
-    """A sparse gradient of a hosted optimizer. ``is_summed``: a step with it is due."""
+class SummedRows:
+    """The average of one sparse gradient, which its ``bucket`` has delivered, in a step."""
 
-    is_summed = False
-
-    def receive(self) -> None:
-        super().receive()
-        self.is_summed = self.params[0].grad is not None
+    def __init__(self, bucket: SparseBucket) -> None:
+        self._bucket = bucket
+        (self._param,), (self._name,) = bucket.params, bucket.names
 
     @property
-    def summed_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def all(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(indices, values) of the average's rows, ascending, on the CPU."""
-        grad = self.params[0].grad
+        grad = self._param.grad
         if grad is None or grad.layout is not torch.sparse_coo:
             raise UsageError(
-                f"the gradient of {self.names[0]!r} was replaced between synchronizing and step(): a hosted optimizer "
+                f"the gradient of {self._name!r} was replaced between synchronizing and step(): a hosted optimizer "
                 "steps with the average that it has put there"
             )
         return grad.indices()[0].cpu(), grad.values().cpu()
 
-    def own_rows(self, session: Session) -> tuple[torch.Tensor, torch.Tensor]:
-        """``summed_rows`` of this rank's piece."""
+    def own(self, session: Session) -> tuple[torch.Tensor, torch.Tensor]:
+        """``all`` of this rank's piece."""
         first, last = self._bounds(session)[session.rank]
-        indices, values = self.summed_rows
+        indices, values = self.all
         return indices[first:last], values[first:last]
 
     def _bounds(self, session: Session) -> list[tuple[int, int]]:
-        """Which of ``summed_rows`` each rank owns: from, to."""
-        indices, _ = self.summed_rows
-        width = math.prod(self.params[0].shape[1:]) or 1
-        pieces = [self.request.spec.piece(rank, session.size) for rank in range(session.size)]
-        edges = torch.tensor([*(start // width for start, _ in pieces), self.params[0].shape[0]], device="cpu")
+        """Which of ``all`` each rank owns: from, to."""
+        indices, _ = self.all
+        width = math.prod(self._param.shape[1:]) or 1
+        pieces = [self._bucket.request.spec.piece(rank, session.size) for rank in range(session.size)]
+        edges = torch.tensor([*(start // width for start, _ in pieces), self._param.shape[0]], device="cpu")
         found = torch.searchsorted(indices, edges).tolist()
         return list(itertools.pairwise(found))
 
@@ -70,18 +68,18 @@ class HostedSparseBucket(SparseBucket):
             reason = "momentum changes rows without a gradient, too"
         elif numbers.weight_decay:
             reason = "weight_decay changes rows without a gradient, too"
-        elif self._dimensions != 1:
-            reason = f"it has {self._dimensions} sparse dimensions, and a hosted one has 1"
+        elif self._bucket.dimensions != 1:
+            reason = f"it has {self._bucket.dimensions} sparse dimensions, and a hosted one has 1"
         if reason:
             raise UsageError(
-                f"hosted=True: the gradient of {self.names[0]!r} is sparse, and {reason}. SGD without momentum and "
+                f"hosted=True: the gradient of {self._name!r} is sparse, and {reason}. SGD without momentum and "
                 "Adagrad step rows, both without weight_decay; or pass sparse_as_dense=True"
             )
 
-    def step_rows(self, states: RowStates, numbers: Hyperparameters, factors: Factors) -> None:
+    def step(self, states: RowStates, numbers: Hyperparameters, factors: Factors) -> None:
         """Make the step of this rank's rows, and take those of all ranks. All ranks call it."""
-        session, param = states.session, self.params[0]
-        indices, _ = self.summed_rows
+        session, param = states.session, self._param
+        indices, _ = self.all
         bounds = self._bounds(session)
         states.steps[0] += 1
         updated = self._updated(states, numbers, factors)
@@ -89,7 +87,7 @@ class HostedSparseBucket(SparseBucket):
         lengths = [(last - first) * row_nbytes for first, last in bounds]
         offsets = np.cumsum([0, *lengths]).tolist()
         shape = (_room(lengths[session.rank]), _room(offsets[-1]))
-        spec = TensorSpec(f"{self.request.spec.name}.new rows", DType.UINT8, shape, Op.GATHER)
+        spec = TensorSpec(f"{self._bucket.request.spec.name}.new rows", DType.UINT8, shape, Op.GATHER)
         (slot,) = session.declare([spec])
         _rows(slot.input, updated.dtype, len(updated), param.shape[1:]).copy_(updated)
         layout = Layout(((0, lengths[session.rank]),), tuple(zip(offsets, lengths, strict=False)))
@@ -98,17 +96,16 @@ class HostedSparseBucket(SparseBucket):
         with torch.no_grad():
             rows = _rows(slot.result, param.dtype, len(indices), param.shape[1:])
             param[indices.to(param.device)] = rows.to(param.device)
-        self.is_summed = False
 
     def _updated(self, states: RowStates, numbers: Hyperparameters, factors: Factors) -> torch.Tensor:
         """This rank's rows after the step."""
-        session, param, rule = states.session, self.params[0], states.kind.rule
-        all_indices, values = self.own_rows(session)
+        session, param, rule = states.session, self._param, states.kind.rule
+        all_indices, values = self.own(session)
         shape = (-1, *param.shape[1:])
         if not len(all_indices):
             return torch.empty((0, *param.shape[1:]), dtype=param.dtype, device="cpu")
         width = math.prod(param.shape[1:]) or 1
-        indices = all_indices - self.request.spec.piece(session.rank, session.size)[0] // width
+        indices = all_indices - self._bucket.request.spec.piece(session.rank, session.size)[0] // width
         master = states.master.view(shape)
         values = values.to(master.dtype)
         for factor in (factors.unscale, factors.clip):

@@ -25,28 +25,33 @@ from byteps_py.log import logger
 from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.gradients.hosted.buffers import ModelBuffers
 from byteps_py.torch.gradients.hosted.optimizer import HostedOptimizerMixin
+from byteps_py.torch.gradients.hosted.replication import ShadowedSteps
 from byteps_py.torch.gradients.hosted.rules import MASTER, moment_names, rule_of
 from byteps_py.torch.gradients.hosted.states import check_state
+from byteps_py.torch.gradients.hosted.stepper import HostedStepper
+from byteps_py.torch.gradients.stepper import WrappedOptimizer
 from byteps_py.torch.operations.objects import allgather_object, broadcast_object, unpickled
 
 _MODEL, _STATE, _GROUPS = "model.", "optimizer.state.", "optimizer.param_groups."
 _CONSTANTS = "constants."
 
 
-def load_newest(model: torch.nn.Module, optimizer: HostedOptimizerMixin, path: str | os.PathLike[str]) -> int | None:
+def load_newest(
+    model: torch.nn.Module, optimizer: HostedOptimizerMixin, shadow: ShadowedSteps, path: str | os.PathLike[str]
+) -> int | None:
     """Load the newest checkpoint in the folder ``path``. Returns its step; None if there is none.
 
     Raises UsageError if it is of another model or optimizer, CheckpointError if it can't be read here: the
     same error on all ranks, and nothing has changed.
     """
-    session = contexts.current().session
+    session, stepper = contexts.current().session, optimizer._stepper.at_once
     newest: int | CheckpointError | None = None
     if session.rank == 0:
         try:
             newest = max(checkpoint_steps(Path(path)), default=None)
         except CheckpointError as error:
             newest = error
-    newest = broadcast_object(newest, name=f"{optimizer._name}.newest")
+    newest = broadcast_object(newest, name=f"{stepper.name}.newest")
     if newest is None:
         return None
     if isinstance(newest, CheckpointError):
@@ -55,13 +60,12 @@ def load_newest(model: torch.nn.Module, optimizer: HostedOptimizerMixin, path: s
     try:
         checkpoint = _StoredCheckpoint(Path(path), newest)
         ModelBuffers(model).check(checkpoint.values(_CONSTANTS))
-        loaded = _read(checkpoint, model, optimizer, session.rank)
+        loaded = _read(checkpoint, model, stepper, session.rank)
         calls = int(checkpoint.values("calls").get("", newest))
     except BytePSError as error:
         failure = error
-    raise_together(failure, f"{optimizer._name}.loaded")
-    loaded.give(model, optimizer)
-    shadow = optimizer._shadowed_steps
+    raise_together(failure, f"{stepper.name}.loaded")
+    loaded.give(model, optimizer, shadow)
     shadow.go_on(newest, calls)
     shadow.buffers = ModelBuffers(model, checkpoint.names(_MODEL))
     return calls
@@ -178,19 +182,19 @@ class _Loaded:
     optimizer: dict[str, Any]
     extra: Any
 
-    def give(self, model: torch.nn.Module, optimizer: HostedOptimizerMixin) -> None:
+    def give(self, model: torch.nn.Module, optimizer: HostedOptimizerMixin, shadow: ShadowedSteps) -> None:
         """Nothing is left to be refused."""
         optimizer.load_state_dict(self.optimizer)
         model.load_state_dict(self.weights, strict=False)
         if self.extra is not None:
-            optimizer._shadowed_steps.extra = self.extra
+            shadow.extra = self.extra
         if self.buffers:
             model.load_state_dict(self.buffers, strict=False)
 
 
-def _read(checkpoint: _StoredCheckpoint, model: torch.nn.Module, optimizer: HostedOptimizerMixin, rank: int) -> _Loaded:
+def _read(checkpoint: _StoredCheckpoint, model: torch.nn.Module, stepper: HostedStepper, rank: int) -> _Loaded:
     """Read and check all of it. Raises UsageError, CheckpointError."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params, own_groups = stepper.wrapped.params, stepper.wrapped.groups
     places = {param: place for place, param in enumerate(params)}
     names = {param: name for name, param in model.named_parameters() if param in places}
     for param, name in names.items():
@@ -201,10 +205,10 @@ def _read(checkpoint: _StoredCheckpoint, model: torch.nn.Module, optimizer: Host
                 f"and {list(param.shape)} here"
             )
     groups = _groups(checkpoint.values(_GROUPS))
-    if len(groups) != len(optimizer.param_groups):
+    if len(groups) != len(own_groups):
         raise UsageError(
             f"restore(): {checkpoint.path} is of another optimizer, with {len(groups)} param_groups instead of "
-            f"{len(optimizer.param_groups)}"
+            f"{len(own_groups)}"
         )
     strangers = {name for group in groups for name in group["params"]} - set(names.values())
     if strangers:
@@ -218,12 +222,12 @@ def _read(checkpoint: _StoredCheckpoint, model: torch.nn.Module, optimizer: Host
     state = {}
     for param, name in names.items():
         if entries := checkpoint.values(f"{_STATE}{name}."):
-            number = optimizer._reducer.group_of[param]
-            _check_entries(checkpoint, optimizer, param, entries, {**optimizer.param_groups[number], **groups[number]})
+            number = stepper.groups.group_of[param]
+            _check_entries(checkpoint, stepper.wrapped, param, entries, {**own_groups[number], **groups[number]})
             state[places[param]] = entries
     numbers = [
         {**saved, "params": [places[param] for param in group["params"]]}
-        for saved, group in zip(groups, optimizer.param_groups, strict=True)
+        for saved, group in zip(groups, own_groups, strict=True)
     ]
     extra = checkpoint.values(f"extra.{rank}").get("")
     if extra is not None:
@@ -246,18 +250,18 @@ def _check_values(checkpoint: _StoredCheckpoint, model: torch.nn.Module, found: 
 
 def _check_entries(
     checkpoint: _StoredCheckpoint,
-    optimizer: HostedOptimizerMixin,
+    wrapped: WrappedOptimizer,
     param: torch.nn.Parameter,
     entries: Mapping[str, Any],
     group: dict[str, Any],
 ) -> None:
     """Raises UsageError for states of another optimizer. ``group``: with the numbers that are about to be loaded."""
-    rule, name = rule_of(optimizer._wrapped, group), optimizer._parameter_names[param]
+    rule, name = rule_of(wrapped.optimizer, group), wrapped.names[param]
     check_state(rule, param, entries, repr(name))
     if strange := set(entries) - {*moment_names(rule), "step", MASTER}:
         raise UsageError(
             f"restore(): {checkpoint.path} is of another optimizer: the state of {name!r} has {min(strange)!r} there, "
-            f"which {type(optimizer._wrapped).__name__} does not have"
+            f"which {type(wrapped.optimizer).__name__} does not have"
         )
 
 

@@ -12,9 +12,8 @@ gradient is not finite.
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,7 @@ from byteps_py.tensors import DType, NonFinite, Op, TensorSpec
 from byteps_py.torch.collectives import nonfinite
 from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.compression import Compressor
-from byteps_py.torch.gradients.optimizer_mixin import DistributedOptimizerMixin
+from byteps_py.torch.gradients.stepper import StepCall, Stepper, WrappedOptimizer
 from byteps_py.torch.operations.adasum import start
 
 
@@ -114,65 +113,59 @@ class DeltaExchange:
         return combined
 
 
-class AdasumOptimizerMixin(DistributedOptimizerMixin):
-    """The base class that DistributedOptimizer puts before the wrapped optimizer's class for op=Adasum."""
+class AdasumStepper(Stepper):
+    """Each rank steps on its own gradients, which may be clipped before step(). A missing gradient counts as zeros."""
 
-    _deltas: DeltaExchange
+    def __init__(self, wrapped: WrappedOptimizer, deltas: DeltaExchange) -> None:
+        super().__init__(wrapped)
+        self._deltas = deltas
 
-    def synchronize(self) -> None:
-        """Has no effect: gradients stay this rank's own, and may be clipped before step()."""
-
-    def _state_replaced(self) -> None:
-        pass
-
-    def _groups_to_unscale(self) -> list[dict[str, Any]]:
-        """A GradScaler is about to check this rank's gradients, and skips the step if they are not finite. Then all
-        ranks must skip it, so each rank that has finite gradients gets a NaN."""
-        groups: list[dict[str, Any]] = self._wrapped.param_groups
-        params = [p for group in groups for p in group["params"] if p.requires_grad]
-        given = [param for param in params if param.grad is not None]
-        if not params or not self._deltas.any_rank(not all(nonfinite.is_finite(p.grad) for p in given)):
-            return groups
-        param = (given or params)[0]
-        param.grad = torch.full_like(param, math.nan)
-        self._passes.drop()  # zero_grad() comes next
-        return groups
-
-    @contextlib.contextmanager
-    def skip_synchronize(self) -> Iterator[None]:
-        """Raises GradientOrderError (an AssertionError), except in a job of one rank."""
-        if not self._deltas.alone:
-            raise GradientOrderError(
+    def refusal(self, call: str) -> Exception | None:
+        if call == "skip_synchronize" and not self._deltas.alone:
+            return GradientOrderError(
                 "Skipping synchronization is not supported when using Adasum optimizer: it combines what step() changes"
             )
-        yield
+        return super().refusal(call)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Let the wrapped optimizer step, and combine the changes over ranks. A missing gradient counts as zeros.
+    def groups_to_unscale(self) -> list[dict[str, Any]]:
+        """The scaler skips the step if this rank's gradients are not finite. Then all ranks must skip it, so each rank
+        that has finite gradients gets a NaN."""
+        wrapped = self.wrapped
+        params = [p for p in wrapped.params if p.requires_grad]
+        given = [param for param in params if param.grad is not None]
+        gradients = [param.grad for param in given if param.grad is not None]
+        if not params or not self._deltas.any_rank(not all(map(nonfinite.is_finite, gradients))):
+            return wrapped.groups
+        param = (given or params)[0]
+        param.grad = torch.full_like(param, math.nan)
+        wrapped.passes.drop()  # zero_grad() comes next
+        return wrapped.groups
 
-        If combining fails, the weights stay as before the step. Raises NonFiniteError, and what allreduce raises.
-        """
-        loss = None if closure is None else closure()
-        self._mark_stepped()
-        self._add_new_groups()
-        params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-        self._passes.hook(params)  # some may have been unfrozen
-        self._passes.drop()
-        nonfinite_error = self._deltas.find_nonfinite(self._parameter_names, params)
+    def step(self, call: StepCall) -> Any:
+        """Let the wrapped optimizer step, and combine the changes over ranks. If combining fails, the weights stay as
+        before the step. Raises NonFiniteError, and what allreduce raises."""
+        wrapped = self.wrapped
+        loss = None if call.closure is None else call.closure()
+        wrapped.mark_stepped()
+        wrapped.add_groups()
+        params = [p for p in wrapped.params if p.requires_grad]
+        wrapped.hook()
+        wrapped.passes.drop()
+        nonfinite_error = self._deltas.find_nonfinite(wrapped.names, params)
         if nonfinite_error is not None and self._deltas.nonfinite is NonFinite.RAISE:
             raise nonfinite_error
         if nonfinite_error is not None:
             self._deltas.log_skipped_step(nonfinite_error)
             return loss
         if self._deltas.alone:
-            super(DistributedOptimizerMixin, self).step()  # type: ignore[misc]
+            call.on_rank()
             return loss
         for param in params:
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
         before = [param.detach().clone() for param in params]
         try:
-            super(DistributedOptimizerMixin, self).step()  # type: ignore[misc]
+            call.on_rank()
             changes = [param.detach() - old for param, old in zip(params, before, strict=True)]
             changes = self._deltas.combine(changes)
         except BaseException:
@@ -180,8 +173,6 @@ class AdasumOptimizerMixin(DistributedOptimizerMixin):
             raise
         _assign(params, [old + change for old, change in zip(before, changes, strict=True)])
         return loss
-
-    step.hooked = True  # type: ignore[attr-defined]
 
 
 def _assign(params: Sequence[torch.nn.Parameter], values: Sequence[torch.Tensor]) -> None:

@@ -1,0 +1,274 @@
+"""How a DistributedOptimizer makes its steps. Each optimizer has one Stepper, of one of these kinds:
+
+    LocalStepper            averages of all ranks' gradients, then the wrapped optimizer's step, on each rank
+    AdasumStepper           the wrapped optimizer's step, then the changes of weights are combined
+    BarrierStepper          CrossBarrier: the wrapped optimizer's step, layer by layer, under the next forward pass
+    HostedStepper           the services step with the sums; DelayedStepper and InBackwardStepper say when
+
+Owns the order of calls (backward, synchronize, step, zero_grad). backward_passes.py knows which gradients were
+computed, gradient_reducer.py combines them. The training thread calls.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import itertools
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from byteps_py.errors import GradientOrderError, NonFiniteError
+from byteps_py.torch.collectives import context as contexts
+from byteps_py.torch.collectives import nonfinite
+from byteps_py.torch.collectives.context import Unfinished
+from byteps_py.torch.collectives.parameter_owners import check_unowned
+from byteps_py.torch.gradients.backward_passes import BackwardPasses
+from byteps_py.torch.gradients.gradient_reducer import GradientReducer
+
+Names = dict[torch.nn.Parameter, str]
+
+
+@dataclass(frozen=True, slots=True)
+class StepCall:
+    """A call of ``optimizer.step()``.
+
+    closure: its argument. on_rank: step() of the wrapped optimizer's class. grad_scale: a GradScaler's, which has not
+    unscaled gradients; None if it has, or if there is none.
+    """
+
+    closure: Callable[[], Any] | None
+    on_rank: Callable[..., Any]
+    grad_scale: torch.Tensor | None = None
+
+
+class WrappedOptimizer:
+    """The optimizer that a script has passed to DistributedOptimizer, and the gradients of its parameters.
+
+    optimizer: owns groups and state. names: of the parameters. passes: over them. on_new: called with the names and
+    parameters of new groups, before their gradients are combined.
+    """
+
+    on_new: Callable[[Sequence[tuple[str, torch.nn.Parameter]]], None] | None = None
+
+    def __init__(self, optimizer: torch.optim.Optimizer, names: Names, passes: BackwardPasses) -> None:
+        self.optimizer, self.names, self.passes = optimizer, names, passes
+        self._groups_added = len(optimizer.param_groups)  # whose gradients are combined
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """Its param_groups."""
+        return self.optimizer.param_groups
+
+    @property
+    def params(self) -> list[torch.nn.Parameter]:
+        """All of its parameters."""
+        return [param for group in self.groups for param in group["params"]]
+
+    def hook(self) -> None:
+        """Have hooks on parameters that were unfrozen, too."""
+        self.passes.hook(self.params)
+
+    def mark_stepped(self) -> None:
+        """Mark it as stepped: schedulers made with it warn if they are stepped before it."""
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+
+    def add_groups(self) -> None:
+        """Combine also the gradients of groups that were added to the optimizer or to the one that wraps it."""
+        new = []
+        for number, group in enumerate(self.groups[self._groups_added :], self._groups_added):
+            for i, param in enumerate(group["params"]):
+                new.append((self.names.setdefault(param, f"push_pull.parameter.{number}.{i}"), param))
+        if new:
+            check_unowned(new, "DistributedOptimizer")
+            if self.on_new is not None:
+                self.on_new(new)
+            self.passes.add(new)
+            self._groups_added = len(self.groups)
+            self.passes.hook(param for _, param in new)
+
+
+class Averages:
+    """Averages of gradients, which replace them on the ranks: by synchronize(), or by the step itself."""
+
+    def __init__(self, wrapped: WrappedOptimizer, reducer: GradientReducer) -> None:
+        self._wrapped, self._reducer = wrapped, reducer
+        self._are_there = False
+        #: Set by synchronize() if the next step must be skipped.
+        self.nonfinite_error: NonFiniteError | None = None
+        #: False inside skip_synchronize().
+        self.are_wanted = True
+        #: They are there for a GradScaler, not because the script has called synchronize().
+        self.are_for_scaler = False
+
+    @property
+    def are_current(self) -> bool:
+        """True from synchronize() until a step uses them, or the next backward pass."""
+        return self._are_there and not self._wrapped.passes.has_begun
+
+    def synchronize(self) -> None:
+        """See DistributedOptimizer."""
+        self.nonfinite_error = None
+        self.are_for_scaler = False
+        self._wrapped.add_groups()
+        self._reducer.finish()
+        self.nonfinite_error = self._reducer.nonfinite_error
+        self._are_there = True
+        self._wrapped.hook()
+
+    def unscale(self) -> None:
+        """A GradScaler is about to unscale gradients in place and check them for NaN and infinity. They must be the
+        averages by then, so that all ranks find the same."""
+        if self.are_wanted and not self.are_current:
+            self.synchronize()
+            self.are_for_scaler = True
+
+    @contextlib.contextmanager
+    def skipped(self) -> Iterator[None]:
+        """Inside, a step uses the gradients as they are."""
+        self.are_wanted = False
+        try:
+            yield
+        finally:
+            self.are_wanted = True
+
+    def use(self) -> NonFiniteError | None:
+        """A step uses them. Returns the error if it must be skipped."""
+        self._are_there = False
+        error, self.nonfinite_error = self.nonfinite_error, None
+        return error
+
+    def zero(self) -> None:
+        """Gradients are about to be zeroed. If no step has used the averages, all ranks must do so."""
+        if self._are_there and self.nonfinite_error is None:
+            self._reducer.note_unused_averages()
+        self.use()
+
+    def forget(self) -> None:
+        """All ranks are about to have equal state."""
+        self._are_there = False
+        self._reducer.forget_unused_averages()
+
+
+class Stepper(abc.ABC):
+    """Makes the steps of one optimizer. What its kind does not do, ``refusal`` says."""
+
+    #: What synchronize() computes; None: gradients stay this rank's own.
+    averages: Averages | None = None
+    #: Where steps may be under way when step() has returned: these.
+    under_way: Unfinished | None = None
+
+    def __init__(self, wrapped: WrappedOptimizer) -> None:
+        self.wrapped = wrapped
+
+    def refusal(self, call: str) -> Exception | None:
+        """Why the optimizer can't carry out the method ``call`` now ("unscale_": that of a GradScaler); None if it
+        can."""
+        if not self.wrapped.passes.has_begun:
+            return None
+        if call == "zero_grad":
+            return GradientOrderError(
+                "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
+                "optimizer.synchronize(). This is prohibited as it can cause a race condition. To drop the "
+                "gradients, call optimizer.synchronize() first."
+            )
+        if call == "set_backward_passes_per_step":
+            return GradientOrderError("set_backward_passes_per_step() was called between backward() and step()")
+        return None
+
+    @abc.abstractmethod
+    def step(self, call: StepCall) -> Any:
+        """Make a step. Returns the closure's loss."""
+
+    @abc.abstractmethod
+    def groups_to_unscale(self) -> list[dict[str, Any]]:
+        """The param_groups that a GradScaler unscales and checks, which it is about to do."""
+
+    def zero(self) -> None:
+        """Gradients are about to be zeroed."""
+        if self.averages is not None:
+            self.averages.zero()
+
+    def state_replaced(self) -> None:
+        """All ranks are about to have equal state. Also called on the rank that sends its state."""
+        if self.averages is not None:
+            self.averages.forget()
+
+    def finish(self) -> None:
+        """Complete the steps that are under way. Raises their errors."""
+        if self.under_way is not None:
+            self.under_way.finish()
+
+    def drop(self) -> None:
+        """Discard gradients that were computed since the last step."""
+        self.wrapped.passes.drop()
+
+
+class _SkipStepError(Exception):
+    """Ends the wrapped optimizer's step before it uses gradients that are not finite."""
+
+    def __init__(self, loss: Any) -> None:
+        super().__init__()
+        self.loss = loss
+
+
+class LocalStepper(Stepper):
+    """Each rank steps with the averages of all ranks."""
+
+    averages: Averages
+
+    def __init__(self, wrapped: WrappedOptimizer, reducer: GradientReducer) -> None:
+        super().__init__(wrapped)
+        self.reducer = reducer
+        self.averages = Averages(wrapped, reducer)
+
+    def step(self, call: StepCall) -> Any:
+        """Synchronize, unless the script has done so, then let the wrapped optimizer step."""
+        averages, closure, is_followed = self.averages, call.closure, False
+        if averages.are_wanted:
+            if closure is not None:
+                closure = self._synchronizing(closure)
+                is_followed = True
+            elif not averages.are_current:
+                averages.synchronize()
+            elif not averages.are_for_scaler:
+                warnings.warn(
+                    "optimizer.step() called without optimizer.skip_synchronize() after optimizer.synchronize(): the "
+                    "gradients are taken as they are, as inside it. Write `with optimizer.skip_synchronize():` around "
+                    "the step to say so",
+                    stacklevel=3,
+                )
+        nonfinite_error = averages.use()
+        self.wrapped.mark_stepped()
+        if nonfinite_error is not None and closure is None:
+            nonfinite.tell(nonfinite_error, contexts.current().session)
+            return None
+        try:
+            loss = call.on_rank(closure)
+        except _SkipStepError as skipped:
+            return skipped.loss
+        if is_followed:
+            self.reducer.check_closure_calls(None)
+        return loss
+
+    def _synchronizing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        evaluations = itertools.count(1)
+
+        def evaluate() -> Any:
+            loss = closure()
+            self.reducer.check_closure_calls(next(evaluations))
+            self.averages.synchronize()
+            nonfinite_error = self.averages.use()  # the optimizer uses them at once
+            if nonfinite_error is not None:
+                nonfinite.tell(nonfinite_error, contexts.current().session)
+                raise _SkipStepError(loss)
+            return loss
+
+        return evaluate
+
+    def groups_to_unscale(self) -> list[dict[str, Any]]:
+        self.averages.unscale()
+        return self.wrapped.groups
