@@ -28,3 +28,13 @@ def test_links_lead_somewhere(page: Path) -> None:
         there = page.parent / target if target else page
         assert there.exists(), f"{page.name}: {target}"
         assert not anchor or anchor in anchors(there), f"{page.name}: {target}#{anchor}"
+
+
+def test_the_reading_order_is_as_short_as_it_says() -> None:
+    page = ROOT / "docs" / "internals" / "reading-order.md"
+    stops = [line for line in page.read_text().splitlines() if re.match(r"\| \d+ \|", line)]
+    named = [page.parent / target for line in stops for target, _ in LINK.findall(line)]
+    named += [ROOT / file for line in stops for file in re.findall(r"`([\w/]+\.py)`", line)]
+    assert len(stops) == 10
+    assert len(named) == 11
+    assert sum(len(path.read_text().splitlines()) for path in named) < 3000
