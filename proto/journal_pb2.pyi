@@ -26,9 +26,9 @@ class JournalFrame(_message.Message):
     def __init__(self, header: _Optional[_Union[JournalHeader, _Mapping]] = ..., records: _Optional[_Iterable[_Union[JournalRecord, _Mapping]]] = ..., snapshot: _Optional[bytes] = ...) -> None: ...
 
 class JournalRecord(_message.Message):
-    __slots__ = ("at_s", "session", "check", "register", "message", "lost", "ended", "tick", "stop", "restart", "contradiction", "scale", "beyond_epoch")
+    __slots__ = ("at_s", "link", "check", "register", "message", "lost", "ended", "tick", "stop", "restart", "contradiction", "scale", "beyond_epoch")
     AT_S_FIELD_NUMBER: _ClassVar[int]
-    SESSION_FIELD_NUMBER: _ClassVar[int]
+    LINK_FIELD_NUMBER: _ClassVar[int]
     CHECK_FIELD_NUMBER: _ClassVar[int]
     REGISTER_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
@@ -41,7 +41,7 @@ class JournalRecord(_message.Message):
     SCALE_FIELD_NUMBER: _ClassVar[int]
     BEYOND_EPOCH_FIELD_NUMBER: _ClassVar[int]
     at_s: float
-    session: int
+    link: int
     check: int
     register: _control_pb2.Register
     message: _control_pb2.MemberMessage
@@ -53,4 +53,4 @@ class JournalRecord(_message.Message):
     contradiction: str
     scale: _control_pb2.ScaleRequest
     beyond_epoch: int
-    def __init__(self, at_s: _Optional[float] = ..., session: _Optional[int] = ..., check: _Optional[int] = ..., register: _Optional[_Union[_control_pb2.Register, _Mapping]] = ..., message: _Optional[_Union[_control_pb2.MemberMessage, _Mapping]] = ..., lost: _Optional[str] = ..., ended: bool = ..., tick: bool = ..., stop: _Optional[str] = ..., restart: bool = ..., contradiction: _Optional[str] = ..., scale: _Optional[_Union[_control_pb2.ScaleRequest, _Mapping]] = ..., beyond_epoch: _Optional[int] = ...) -> None: ...
+    def __init__(self, at_s: _Optional[float] = ..., link: _Optional[int] = ..., check: _Optional[int] = ..., register: _Optional[_Union[_control_pb2.Register, _Mapping]] = ..., message: _Optional[_Union[_control_pb2.MemberMessage, _Mapping]] = ..., lost: _Optional[str] = ..., ended: bool = ..., tick: bool = ..., stop: _Optional[str] = ..., restart: bool = ..., contradiction: _Optional[str] = ..., scale: _Optional[_Union[_control_pb2.ScaleRequest, _Mapping]] = ..., beyond_epoch: _Optional[int] = ...) -> None: ...

@@ -136,12 +136,12 @@ def test_what_was_late_is_forgotten_with_a_scheduler_that_was_killed_and_replays
     beat(on, 10.0, late=2, every_s=0.8)
     silence_until_lost(on, 2)
     told = [[m.SerializeToString() for m in member.heard] for member in on.members]
-    assert on.sessions is not None
-    state = on.sessions.core.state, on.sessions.core.reason, on.sessions.core.epoch
+    assert on.links is not None
+    state = on.links.core.state, on.links.core.reason, on.links.core.job.roster.latest_epoch
     on.crash()
     on.start()  # raises JournalError if it does not lead to the same
-    assert on.sessions is not None
-    assert (on.sessions.core.state, on.sessions.core.reason, on.sessions.core.epoch) == state
+    assert on.links is not None
+    assert (on.links.core.state, on.links.core.reason, on.links.core.job.roster.latest_epoch) == state
     on.settle()
     assert [[m.SerializeToString() for m in member.heard] for member in on.members] == told
     on.members.pop(2)  # it is lost

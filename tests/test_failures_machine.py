@@ -69,7 +69,7 @@ def test_no_deadline_reads_the_wall_clock() -> None:
     # One says when it was, one how old a file is, two when a job was started, for people.
     allowed = (
         "byteps_py/torch/timeline.py: ",
-        "byteps_py/scheduler/sessions/journal.py: if is_own and time.time() - about.st_mtime",
+        "byteps_py/scheduler/member_links/journal.py: if is_own and time.time() - about.st_mtime",
         "byteps_py/cli/job_choice.py: ago_s = ",
         "byteps_py/jobs.py: return replace(note, ",
     )

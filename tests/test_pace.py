@@ -305,7 +305,7 @@ def test_it_is_told_at_once_and_then_from_time_to_time() -> None:
     paces = steps(2, 20, lambda rank, step: 0.1 if rank else 2.0)
     watch.report(1, paces, [])
     slow = watch.slow([1])
-    assert [len(watch.due(slow, now)) for now in (5.0, 6.0, 64.0, 66.0)] == [1, 0, 0, 1]
+    assert [len(watch.take_due(slow, now)) for now in (5.0, 6.0, 64.0, 66.0)] == [1, 0, 0, 1]
     assert watch.slow([2]) == []  # who has left is not slow
 
 

@@ -11,7 +11,7 @@ from support.scheduler_core import CPU, GPU, PARTITION, Cluster, ballot, declare
 
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler import job as states
-from byteps_py.scheduler.core import REGISTER_TIMEOUT_S
+from byteps_py.scheduler.core import REGISTER_TIMEOUT_S, ConnectionOpened
 
 # ---- rendezvous --------------------------------------------------------------------------------------------
 
@@ -123,7 +123,7 @@ def test_a_connection_must_say_who_it_is_first_and_soon() -> None:
     talker, mute = 1, 2
     cluster.told = {talker: [], mute: []}
     for connection in (talker, mute):
-        cluster.core.on_connected(connection, cluster.now)
+        cluster.core.handle(ConnectionOpened(connection), cluster.now)
     cluster.say(talker, heartbeat=pb.Heartbeat())
     cluster.tick(REGISTER_TIMEOUT_S)
     assert "first message must be Register, not heartbeat" in cluster.last(talker).refused.message

@@ -1,4 +1,4 @@
-"""Sessions, broken at random and at every place: what members hear is the same, in the same order."""
+"""Links of members, broken at random and at every place: what members hear is the same, in the same order."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 import pytest
 from support.control_plane import Plane
 from support.scheduler_core import CPU, ballot, declare, server, spec, worker
-from test_scheduler_sessions import SHAPE, complete, running
+from test_scheduler_member_links import SHAPE, complete, running
 
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler import job as states
@@ -51,7 +51,7 @@ def test_connections_and_schedulers_break_at_any_moment(seed: int) -> None:
     scenario(plane, rng, steps)
     for _ in range(600):
         plane.happen(rng)
-    if plane.sessions is None:
+    if plane.links is None:
         plane.start()
     plane.settle()
     check(plane, steps)
@@ -92,7 +92,7 @@ def _feed_until(plane: Plane, records: int) -> None:
     for _ in range(500):
         if len(plane.disk) >= records:
             return
-        if not said and all(member.session.epoch for member in plane.members):
+        if not said and all(member.end.epoch for member in plane.members):
             scenario(plane, random.Random(1), 5)
             said = True
         for member in plane.members:
@@ -105,5 +105,5 @@ def _feed_until(plane: Plane, records: int) -> None:
 
 def scenario_left(plane: Plane, steps: int) -> None:
     """What members had not said yet, if they had said nothing."""
-    if plane.members[0].session.unconfirmed == 0 and "release" not in plane.members[0].bodies():
+    if plane.members[0].end.unconfirmed == 0 and "release" not in plane.members[0].bodies():
         scenario(plane, random.Random(1), steps)

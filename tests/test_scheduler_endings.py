@@ -8,6 +8,7 @@ from support.scheduler_core import CPU, running, server, worker
 from byteps_py.cli.status import to_text
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler import job as states
+from byteps_py.scheduler.core import StopRequested
 from byteps_py.scheduler.job import END_LINGER_S, FAILED_LINGER_S
 
 
@@ -73,7 +74,7 @@ def test_a_worker_that_returns_before_the_others_have_left_may_try_again() -> No
 
 def test_after_a_stop_or_a_failure_a_worker_may_not_try_again() -> None:
     stopped, _, _ = running()
-    stopped.take(stopped.core.stop("enough", stopped.now))
+    stopped.take(stopped.core.handle(StopRequested("enough"), stopped.now))
     failed, (a, _), _ = running()
     failed.drop(a)
     for cluster in (stopped, failed):
@@ -133,7 +134,7 @@ def test_silence_is_death_and_a_late_scheduler_proves_nothing() -> None:
     cluster, (a, b), servers = running(k=2, heartbeat_timeout_s=10.0)
     assert cluster.tick(9.5, (a, *servers)) == []
     cluster.now += 60.0  # the scheduler itself was suspended
-    assert cluster.take(cluster.core.on_tick(cluster.now)) == []
+    assert cluster.take(cluster.core.tick(cluster.now)) == []
     assert cluster.tick(9.5, (a, *servers)) == []
     cluster.tick(0.5, (a, *servers))
     assert "lost worker 1 (ranks 2-3, host gpu1, pid 101): nothing was heard of it for 19.5 s" in (
@@ -152,7 +153,7 @@ def test_a_frozen_worker_of_a_machine_that_lives_is_found_by_a_busy_scheduler() 
         cluster.now += 0.7
         for connection in (a, *servers):
             cluster.say(connection, heartbeat=pb.Heartbeat())
-        cluster.take(cluster.core.on_tick(cluster.now))
+        cluster.take(cluster.core.tick(cluster.now))
     assert "failure" not in cluster.bodies(a)
     cluster.tick(3.0, (a, *servers))
     assert cluster.last(a).failure.message.startswith(
@@ -213,7 +214,7 @@ def test_a_failed_job_lets_go_after_a_while() -> None:
 
 def test_stop_tells_everyone_to_leave_and_is_no_failure() -> None:
     cluster, workers, servers = running()
-    cluster.take(cluster.core.stop("enough", cluster.now))
+    cluster.take(cluster.core.handle(StopRequested("enough"), cluster.now))
     for connection in (*workers, *servers):
         assert cluster.last(connection).stop.reason == "stopped: enough"
         cluster.drop(connection)

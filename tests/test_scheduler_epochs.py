@@ -9,6 +9,7 @@ from byteps_py.errors import UsageError
 from byteps_py.placement.shares import Optimum
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler import job as states
+from byteps_py.scheduler.core import ScaleRequested
 from byteps_py.scheduler.summation_services import SUCCESSOR_S
 
 
@@ -148,8 +149,8 @@ def test_only_servers_drain_and_only_workers_go_over() -> None:
 
 def test_scale_removes_the_latest_cpu_machines() -> None:
     cluster, workers, servers = running(n=2, k=3)
-    cluster.take(cluster.core.scale(1, [], cluster.now))
-    assert cluster.core.cpu_machines == 1
+    cluster.take(cluster.core.handle(ScaleRequested(1, []), cluster.now))
+    assert len(cluster.core.job.roster.cpu_servers()) == 1
     apply(cluster, workers, cluster.last(workers[0]).membership.epoch)
     assert [cluster.last(s).HasField("stop") for s in servers] == [False, True, True]
 
@@ -158,11 +159,11 @@ def test_scale_removes_named_servers() -> None:
     cluster, workers, _ = running(n=2, k=2, servers_only=True)
     for addresses, text in [(["cpu9:1"], "servers: cpu0:1, cpu1:1"), (["cpu0:1", "cpu1:1"], "one summation service")]:
         with pytest.raises(UsageError, match=text):
-            cluster.core.scale(-1, addresses, cluster.now)
-    cluster.take(cluster.core.scale(-1, ["cpu0:1"], cluster.now))
+            cluster.core.handle(ScaleRequested(-1, addresses), cluster.now)
+    cluster.take(cluster.core.handle(ScaleRequested(-1, ["cpu0:1"]), cluster.now))
     assert list(weights(cluster.last(workers[0]))) == ["tcp://cpu1:1"]
     with pytest.raises(UsageError, match="the job is not running: 0 of 2 workers"):
-        Cluster(num_servers=0).core.scale(0, [], 0.0)
+        Cluster(num_servers=0).core.handle(ScaleRequested(0, []), 0.0)
 
 
 def test_the_job_goes_on_without_a_server_that_fails() -> None:

@@ -14,10 +14,9 @@ import pytest
 from byteps_py.errors import JournalError
 from byteps_py.proto.journal_pb2 import JournalFrame, JournalHeader, JournalRecord
 from byteps_py.scheduler.cluster_config import ClusterConfig
-from byteps_py.scheduler.sessions import journal as files
-from byteps_py.scheduler.sessions.journal import Journal, journal_path
-from byteps_py.scheduler.sessions.recovery import begin, compact, restore
-from byteps_py.scheduler.sessions.snapshot import thaw
+from byteps_py.scheduler.core import EpochSeen
+from byteps_py.scheduler.member_links import journal as files
+from byteps_py.scheduler.member_links.journal import Journal, begin, compact, journal_path, restore, thaw
 from byteps_py.settings import Settings
 
 
@@ -168,16 +167,16 @@ def test_the_journal_of_a_job_that_was_configured_otherwise_is_given_up(tmp_path
     path = tmp_path / "j"
     journal = Journal(path)
     restored = begin(ClusterConfig(num_workers=2, job="j"), journal, 3, 1.0)
-    assert restored.sessions.core.epoch == 3
+    assert restored.links.core.job.roster.latest_epoch == 3
     journal.flush()
     journal.close()
     journal = Journal(path)
     restored = restore(ClusterConfig(num_workers=2, job="j", heartbeat_timeout_s=9.0), journal)
-    assert (restored.sessions.restarts, restored.sessions.core.epoch, restored.at_s) == (1, 3, 1.0)
+    assert (restored.links.restarts, restored.links.core.job.roster.latest_epoch, restored.at_s) == (1, 3, 1.0)
     journal.close()
     journal = Journal(path)
     restored = restore(ClusterConfig(num_workers=3, job="j"), journal)
-    assert (restored.sessions.restarts, restored.sessions.core.epoch) == (0, 0)
+    assert (restored.links.restarts, restored.links.core.job.roster.latest_epoch) == (0, 0)
     journal.delete()
     journal.close()
     assert not path.exists()
@@ -187,24 +186,24 @@ def test_a_long_journal_is_replaced_by_a_snapshot(tmp_path: Path) -> None:
     path = tmp_path / "j"
     config = ClusterConfig(num_workers=2, job="j")
     journal = Journal(path, compact_bytes=300)
-    sessions = begin(config, journal, 3, 1.0).sessions
+    links = begin(config, journal, 3, 1.0).links
     while not journal.is_long:
-        sessions.skip_epochs(4, 2.0)
+        links.handle(EpochSeen(4), 2.0)
         journal.flush()
     inode = path.stat().st_ino
     (tmp_path / "j.new").write_bytes(b"of a crash")
-    compact(config, journal, sessions, 5.0)
+    compact(config, journal, links, 5.0)
     assert path.stat().st_ino != inode
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert not journal.is_long
     with pytest.raises(JournalError, match="in use"):
         Journal(path)
-    sessions.skip_epochs(6, 7.0)
+    links.handle(EpochSeen(6), 7.0)
     journal.flush()
     journal.close()
     journal = Journal(path)
     restored = restore(config, journal)
-    assert (restored.sessions.core.epoch, restored.at_s, restored.records) == (6, 7.0, 1)
+    assert (restored.links.core.job.roster.latest_epoch, restored.at_s, restored.records) == (6, 7.0, 1)
     journal.close()
     assert list(tmp_path.iterdir()) == [path]
 

@@ -31,8 +31,8 @@ from byteps_py.dataplane.traffic import Limiter, Traffic
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler import query
 from byteps_py.scheduler.grpc_link import GrpcControlLink
+from byteps_py.scheduler.member_links.links import Sent
 from byteps_py.scheduler.service import UNREGISTERED, SchedulerService
-from byteps_py.scheduler.sessions.scheduler_sessions import Sent
 from byteps_py.settings import Settings
 
 
@@ -215,7 +215,7 @@ def test_a_flood_of_strangers_does_not_fill_the_log(caplog: pytest.LogCaptureFix
     refused = pb.SchedulerMessage(refused=pb.Refused(error="ProtocolError", message="not registered in time"))
     stranger, member = (SimpleNamespace(who=who, put=lambda sent: None) for who in (UNREGISTERED, "worker 3"))
     for stream in range(100):
-        service._links[stream] = stranger if stream % 10 else member  # type: ignore[assignment]
+        service._streams[stream] = stranger if stream % 10 else member  # type: ignore[assignment]
         service._send(Sent(stream, refused))
     said = [record.getMessage() for record in caplog.records]
     assert said.count("turned away a process: not registered in time") == 5

@@ -98,7 +98,7 @@ def test_a_rank_whose_result_is_late_is_not_at_another_unnamed_operation() -> No
         heartbeat = wait_for(other, [2, 3], 9.0, round_=7)["heartbeat"]
         heartbeat.calls.extend(pb.UnnamedCall(name=one, rank=rank, rounds=rounds) for rank in (2, 3))
         cluster.say(b, heartbeat=heartbeat)
-        assert bool(cluster.take(cluster.core.on_tick(cluster.now))) == is_error, rounds
+        assert bool(cluster.take(cluster.core.tick(cluster.now))) == is_error, rounds
 
 
 def test_calls_of_ranks_of_others_are_refused() -> None:
@@ -121,9 +121,9 @@ def test_ranks_at_different_unnamed_operations_get_an_error() -> None:
         wait_for(one, [3], 9.0),  # rank 2 is late
     ):
         cluster.say(b, **ranks_wait)
-        assert cluster.take(cluster.core.on_tick(cluster.now)) == []
+        assert cluster.take(cluster.core.tick(cluster.now)) == []
     cluster.say(b, **wait_for(other, [2, 3], 4.0))
-    out = cluster.take(cluster.core.on_tick(cluster.now))
+    out = cluster.take(cluster.core.tick(cluster.now))
     (text,) = {m.failure.message for _, m in out}
     assert {m.failure.error for _, m in out} == {"MismatchError"}
     assert text == (

@@ -18,7 +18,7 @@ from byteps_py import auth, tls
 from byteps_py.channel import Listener
 from byteps_py.cli import __main__ as cli
 from byteps_py.errors import ConfigurationError, JournalError, ProtocolError
-from byteps_py.scheduler.sessions import snapshot
+from byteps_py.scheduler.member_links import journal
 from byteps_py.settings import Settings
 from byteps_py.shm import Segment
 
@@ -46,7 +46,7 @@ def test_only_broadcast_objects_are_unpickled() -> None:
     # The scheduler's snapshot is read from its own file, and makes objects of its own classes only: see below. What a
     # rank attaches to its record makes none of any class: see test_checkpoint_folder.py.
     assert users == {
-        "byteps_py/torch/operations/objects.py", "byteps_py/scheduler/sessions/snapshot.py",
+        "byteps_py/torch/operations/objects.py", "byteps_py/scheduler/member_links/journal.py",
         "byteps_py/shadow/record.py",
         # torch.distributed.checkpoint's format, of a file whose path the user gives: docs/explanation/security.md.
         "byteps_py/checkpoint_files.py", "byteps_py/parallel/checkpoint/loading.py",
@@ -63,16 +63,17 @@ def test_only_broadcast_objects_are_unpickled() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["os system", "builtins eval", "builtins getattr", "subprocess Popen", "byteps_py.scheduler.sessions.journal Path",
-     "byteps_py.scheduler.sessions.journal os.system", "byteps_py.scheduler.sessions.snapshot pickle.Unpickler",
-     "byteps_py.scheduler.sessions.snapshot pb.Register", "byteps_py.settings Settings"],
+    ["os system", "builtins eval", "builtins getattr", "subprocess Popen", "byteps_py.settings Settings",
+     "byteps_py.scheduler.member_links.journal Path", "byteps_py.scheduler.member_links.journal os.system",
+     "byteps_py.scheduler.member_links.journal pickle.Unpickler",
+     "byteps_py.scheduler.member_links.journal pb.Register"],
 )  # fmt: skip
 def test_a_snapshot_makes_nothing_but_the_schedulers_own_objects(name: str) -> None:
     module, _, what = name.partition(" ")
     # Protocol 4: push both names, look the global up, call it with nothing.
     data = b"\x80\x04" + b"".join(b"\x8c" + bytes((len(text),)) + text.encode() for text in (module, what))
     with pytest.raises(JournalError, match="is not allowed in a snapshot"):
-        snapshot.thaw(data + b"\x93)R.")
+        journal.thaw(data + b"\x93)R.")
 
 
 def test_proofs_are_compared_in_constant_time() -> None:

@@ -3,7 +3,7 @@
 Trainers must not import this module: gRPC does not survive a fork.
 
 A link outlives its connections. When one breaks, the link tries to connect again at once and goes on where the
-connection broke off (sessions/session_protocol.py). Messages that are sent meanwhile wait.
+connection broke off (member_links/protocol.py). Messages that are sent meanwhile wait.
 """
 
 from __future__ import annotations

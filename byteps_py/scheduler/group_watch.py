@@ -8,12 +8,12 @@ contribution is missing. A tensor is warned about once its oldest wait has reach
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from byteps_py.errors import ProtocolError
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.scheduler.job import Job, Outgoing, ranks_of, to_each
+from byteps_py.scheduler.job import Job, MessageHandler, Outgoing, ranks_of, to_each
 from byteps_py.scheduler.rank_group import RankGroup
 from byteps_py.scheduler.roster import MemberRecord
 from byteps_py.scheduler.step_sequences import StepSequences
@@ -120,7 +120,7 @@ class StallWatch:
                     )
         return ""
 
-    def due(self, stalls: list[Stall], now_s: float) -> list[Stall]:
+    def take_due(self, stalls: list[Stall], now_s: float) -> list[Stall]:
         """The ``stalls`` to warn about now; they count as warned about afterwards."""
         self._warned_s = {s.name: self._warned_s[s.name] for s in stalls if s.name in self._warned_s}
         due = [s for s in stalls if now_s - self._warned_s.get(s.name, -float("inf")) >= self._warn_s]
@@ -172,9 +172,12 @@ class GroupWatch:
         self._pace = PaceWatch(job.config.straggler, job.config.stall_warn_s)
         self._compared_s = -_COMPARE_S
 
-    def heartbeat(self, member: MemberRecord, heartbeat: pb.Heartbeat, now_s: float) -> Outgoing:
-        """Take a member's report. Returns the warnings that are due. Raises ProtocolError if it reports on ranks of
-        others."""
+    def message_handlers(self) -> Mapping[str, MessageHandler]:
+        """By kind, for reports."""
+        return {"heartbeat": self._heartbeat, "sight": self._sight}
+
+    def _heartbeat(self, member: MemberRecord, heartbeat: pb.Heartbeat, now_s: float) -> Outgoing:
+        """Returns the warnings that are due."""
         if heartbeat.bare:
             return []
         member.statistics, member.shadow = heartbeat.statistics, heartbeat.shadow
@@ -190,17 +193,17 @@ class GroupWatch:
         roster, out = self._job.roster, Outgoing()
         if now_s - self._compared_s >= _COMPARE_S:
             self._compared_s = now_s
-            for sentence in self._sentences(self._pace.due(self._slow(), now_s)):
+            for sentence in self._sentences(self._pace.take_due(self._slow(), now_s)):
                 out += to_each(roster.workers(), pb.SchedulerMessage(slow=pb.Slow(message=sentence)))
         if not heartbeat.waiting or not self._job.is_running:
             return out
-        due = self._stalls.due(self._current_stalls(), now_s)
+        due = self._stalls.take_due(self._current_stalls(), now_s)
         for sentence, missing in stall_warnings(due, self._who):
             stalled = pb.Stalled(message=sentence, missing=missing)
             out += to_each(roster.present(), pb.SchedulerMessage(stalled=stalled))
         return out
 
-    def sight(self, member: MemberRecord, sight: pb.Sight) -> Outgoing:
+    def _sight(self, member: MemberRecord, sight: pb.Sight, now_s: float) -> Outgoing:
         """The activity of a rank for which others wait."""
         if sight.rank not in ranks_of(member):
             raise ProtocolError(f"it sent Sight of rank {sight.rank}, which is not one of its ranks")

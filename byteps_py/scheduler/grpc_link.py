@@ -22,8 +22,8 @@ from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.proto import control_pb2_grpc
 from byteps_py.scheduler import rpc
+from byteps_py.scheduler.member_links.protocol import MemberEnd
 from byteps_py.scheduler.rpc import retry_steadily
-from byteps_py.scheduler.sessions.session_protocol import MemberSession
 from byteps_py.settings import Settings
 
 RETRY_S = 0.1
@@ -51,7 +51,7 @@ class _Absence:
 
 
 class GrpcControlLink:
-    """A ControlLink. ``_lock`` guards the session, the stream and the flags about them."""
+    """A ControlLink. ``_lock`` guards the member's end, the stream and the flags about them."""
 
     close_timeout_s = 5.0
 
@@ -74,7 +74,7 @@ class GrpcControlLink:
         self._loop = loop
         self._events = events
         self._lock = threading.Lock()
-        self._session = MemberSession(register)
+        self._end = MemberEnd(register)
         self._attempt: _Stream | None = None  # being read
         self._stream: _Stream | None = None  # the same, once Welcome has arrived on it
         self._is_dismissed = False  # Stop has arrived: the end of the stream is no loss
@@ -103,7 +103,7 @@ class GrpcControlLink:
         with self._lock:
             if self._closing.is_set():
                 return
-            is_member, is_here, absence = self._session.is_member, self._stream is not None, self._absence
+            is_member, is_here, absence = self._end.is_member, self._stream is not None, self._absence
             self._say(last)
             self._say(pb.MemberMessage(leave=pb.Leave(reason=reason)))
             self._closing.set()
@@ -123,7 +123,7 @@ class GrpcControlLink:
 
     def _say(self, message: pb.MemberMessage) -> None:
         """With the lock held."""
-        stamped = self._session.say(message)
+        stamped = self._end.say(message)
         if self._stream is not None:
             self._stream.outgoing.put(stamped)
 
@@ -154,7 +154,7 @@ class GrpcControlLink:
                 return None
             if isinstance(failure, BytePSError) or self._is_dismissed:
                 return failure if isinstance(failure, BytePSError) else None
-            if self._session.is_member:
+            if self._end.is_member:
                 tries = 0 if was_here else tries + (1 if self._put_off is None else _HURRIED_TRIES)
                 # Whatever the address answers meanwhile: the scheduler may be started again, and nothing is lost by
                 # trying.
@@ -168,7 +168,7 @@ class GrpcControlLink:
         """While closing: True if the scheduler has Leave, has ended the stream, has never known this process, or has
         been away for too long."""
         with self._lock:
-            if not isinstance(failure, grpc.RpcError) or not self._session.is_member or not self._session.unconfirmed:
+            if not isinstance(failure, grpc.RpcError) or not self._end.is_member or not self._end.unconfirmed:
                 return True
             return self._absence is not None and time.monotonic() - self._absence.since_s >= self.away_close_s
 
@@ -187,7 +187,7 @@ class GrpcControlLink:
     def _read_stream(self, stub: control_pb2_grpc.SchedulerStub, stream: _Stream) -> BytePSError | grpc.RpcError | None:
         """One connection. Returns the refusal or the error that ended it; None if the scheduler ended it."""
         with self._lock:
-            register = self._session.register()
+            register = self._end.register()
         call = stub.Attend(self._requests(register, stream), metadata=rpc.metadata(self._settings))
         with self._lock:
             stream.cancel = call.cancel
@@ -199,7 +199,7 @@ class GrpcControlLink:
                 if message.HasField("refused"):
                     error = from_name(message.refused.error, message.refused.message)
                     with self._lock:
-                        is_final = not message.refused.later and not self._session.doubts(message)
+                        is_final = not message.refused.later and not self._end.doubts(message)
                     if is_final:
                         self._pass_on(message)
                         return error
@@ -212,7 +212,7 @@ class GrpcControlLink:
         except ProtocolError as error:
             call.cancel()
             with self._lock:
-                if not self._session.is_member:
+                if not self._end.is_member:
                     return error
             self._put_off = error  # it is not the scheduler that this member knows, which may come back
         except grpc.RpcError as error:
@@ -221,8 +221,8 @@ class GrpcControlLink:
 
     def _receive(self, message: pb.SchedulerMessage, stream: _Stream) -> None:
         with self._lock:
-            is_news = self._session.hear(message)
-            is_first = not self._session.is_member
+            is_news = self._end.hear(message)
+            is_first = not self._end.is_member
             if message.HasField("welcome"):
                 is_news = is_first
                 self._welcomed(message, stream)
@@ -234,10 +234,10 @@ class GrpcControlLink:
         self._post(lambda: self._events.on_message(message))
 
     def _welcomed(self, message: pb.SchedulerMessage, stream: _Stream) -> None:
-        """The session goes on, on this stream. With the lock held."""
-        for kept in self._session.welcomed(message):
+        """The link goes on, on this stream. With the lock held."""
+        for kept in self._end.welcomed(message):
             stream.outgoing.put(kept)
-        stream.outgoing.put(self._session.say(pb.MemberMessage(heartbeat=pb.Heartbeat(bare=True))))
+        stream.outgoing.put(self._end.say(pb.MemberMessage(heartbeat=pb.Heartbeat(bare=True))))
         self._stream, self._put_off = stream, None
         if self._closing.is_set():
             stream.outgoing.put(None)
@@ -264,7 +264,7 @@ class GrpcControlLink:
                 absence.denial = denial
                 if absence.is_reported:
                     self._post(lambda: self._events.on_away(denial))
-            is_waiting = bool(self._session.epoch) or now_s - absence.since_s < self._settings.start_timeout_s
+            is_waiting = bool(self._end.epoch) or now_s - absence.since_s < self._settings.start_timeout_s
             return None if is_waiting else absence.denial or rpc.lost(self._address, absence.why)
 
     def _requests(self, register: pb.MemberMessage, stream: _Stream) -> Iterator[pb.MemberMessage]:
@@ -294,7 +294,7 @@ class GrpcControlLink:
         lives."""
         with self._lock:
             if self._is_heartbeat_due:
-                return self._session.say(pb.MemberMessage(heartbeat=pb.Heartbeat(bare=True)))
+                return self._end.say(pb.MemberMessage(heartbeat=pb.Heartbeat(bare=True)))
             self._is_heartbeat_due = True
         self._loop.post(self._report)
         return None
@@ -323,7 +323,7 @@ class GrpcControlLink:
 
     def _expire(self) -> None:
         with self._lock:
-            self._is_late = not self._session.is_member
+            self._is_late = not self._end.is_member
             attempt = self._attempt
         if self._is_late and attempt is not None:
             attempt.cancel()

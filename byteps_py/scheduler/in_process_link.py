@@ -12,7 +12,7 @@ from byteps_py.errors import ConfigurationError, from_name
 from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.cluster_config import ClusterConfig
-from byteps_py.scheduler.core import SchedulerCore
+from byteps_py.scheduler.core import ConnectionOpened, MessageReceived, SchedulerCore
 from byteps_py.scheduler.job import Outgoing
 from byteps_py.settings import Settings
 from byteps_py.wording import count_text
@@ -50,7 +50,7 @@ class InProcessControlLink:
         self._is_closed = True
 
     def _start(self, register: pb.Register) -> None:
-        self._deliver(self._core.on_connected(_ONLY_CONNECTION, time.monotonic()))
+        self._deliver(self._core.handle(ConnectionOpened(_ONLY_CONNECTION), time.monotonic()))
         self._handle(pb.MemberMessage(register=register))
         self._beat()
 
@@ -58,12 +58,12 @@ class InProcessControlLink:
         if self._is_closed:
             return
         self._handle(pb.MemberMessage(heartbeat=self._events.heartbeat()))
-        self._deliver(self._core.on_tick(time.monotonic()))
+        self._deliver(self._core.tick(time.monotonic()))
         self._loop.call_later(self._interval_s, self._beat)
 
     def _handle(self, message: pb.MemberMessage) -> None:
         if not self._is_closed:
-            self._deliver(self._core.handle(_ONLY_CONNECTION, message, time.monotonic()))
+            self._deliver(self._core.handle(MessageReceived(_ONLY_CONNECTION, message), time.monotonic()))
 
     def _deliver(self, outgoing: Outgoing) -> None:
         for _, message in outgoing:

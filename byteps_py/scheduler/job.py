@@ -9,8 +9,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from byteps_py.errors import ProtocolError
 from byteps_py.proto import control_pb2 as pb
@@ -25,6 +26,8 @@ ENDED = pb.StatusReply.STATE_ENDED
 
 #: In order of sending. After a Refused the connection is to be closed.
 Outgoing = list[tuple[int, pb.SchedulerMessage]]
+#: Takes a member, the body of its message, and the time. Raises ProtocolError for what no correct member sends.
+MessageHandler = Callable[[MemberRecord, Any, float], Outgoing]
 END_LINGER_S = 10.0  # how long members may take to leave a job that has ended
 FAILED_LINGER_S = 30.0  # … and one that has failed: trainers notice it at their next operation
 

@@ -5,12 +5,12 @@ A group has declarations (declarations.py), barriers, ranks that have joined, an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from byteps_py.errors import ProtocolError
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.declarations import Decided, Declarations, Reopened
-from byteps_py.scheduler.job import Job, Outgoing, failure, ranks_of, to_each
+from byteps_py.scheduler.job import Job, MessageHandler, Outgoing, failure, ranks_of, to_each
 from byteps_py.scheduler.roster import MemberRecord
 from byteps_py.wording import ranks_text
 
@@ -32,18 +32,18 @@ class Barriers:
             raise ProtocolError(f"it arrived at barrier {sequence} after barrier {latest}")
         self._latest[machine_index] = sequence
         self._arrived.setdefault(sequence, set()).add(machine_index)
-        return self._is_over(sequence)
+        return self._end_if_complete(sequence)
 
     def excuse(self, machine_index: int) -> list[int]:
         """All ranks of a machine have joined. Returns the barriers that waited only for this machine."""
         self._excused.add(machine_index)
-        return [sequence for sequence in sorted(self._arrived) if self._is_over(sequence)]
+        return [sequence for sequence in sorted(self._arrived) if self._end_if_complete(sequence)]
 
     def expect_all(self) -> None:
         """From now on barriers wait for all machines again."""
         self._excused.clear()
 
-    def _is_over(self, sequence: int) -> bool:
+    def _end_if_complete(self, sequence: int) -> bool:
         if len(self._arrived[sequence] | self._excused) < self._num_machines:
             return False
         del self._arrived[sequence]
@@ -119,8 +119,8 @@ class ShutdownTracker:
         """A machine lacks no result of the rounds in which these ranks, which have shut down, took part."""
         self._settled.setdefault(member.id, set()).update(ranks)
 
-    def free(self, workers: Sequence[MemberRecord]) -> list[MemberRecord]:
-        """The ``workers``, all that are connected, that may exit and have not been dismissed yet."""
+    def dismiss(self, workers: Sequence[MemberRecord]) -> list[MemberRecord]:
+        """Dismiss those of the ``workers``, all that are connected, that may exit. Returns them, each only once."""
         leaving = [worker for worker in workers if self._gone.issuperset(worker.ranks)]
         others = [worker for worker in workers if worker not in leaving]
         free = [
@@ -136,8 +136,7 @@ class ShutdownTracker:
 class RankGroup:
     """``size`` ranks on ``num_machines`` machines. Starts with nothing declared.
 
-    The methods take a member and its message, and return what to send. They raise ProtocolError for a message that no
-    correct member sends.
+    Its messages are those of ``message_handlers``.
     """
 
     def __init__(self, job: Job, num_machines: int, size: int) -> None:
@@ -148,8 +147,19 @@ class RankGroup:
         self._shutdown_tracker = ShutdownTracker()
         self.keeps_states = False  # a rank has ended without saying that training is done
 
-    def declare(self, member: MemberRecord, declare: pb.Declare) -> Outgoing:
-        """One machine's votes on tensors."""
+    def message_handlers(self) -> Mapping[str, MessageHandler]:
+        """By kind, for the messages that a communication service sends of its ranks."""
+        return {
+            "arrive": self._arrive,
+            "declare": self._declare,
+            "gone": self._gone,
+            "idle": self._idle,
+            "join": self._join,
+            "keep_states": self._keep_states,
+            "settled": self._settled,
+        }
+
+    def _declare(self, member: MemberRecord, declare: pb.Declare, now_s: float) -> Outgoing:
         if not self._job.takes("declare"):
             return []
         verdicts: list[pb.Verdict] = []
@@ -166,13 +176,12 @@ class RankGroup:
     def _decided(self, verdicts: list[pb.Verdict]) -> Outgoing:
         return self._to_all(pb.SchedulerMessage(verdicts=pb.Verdicts(verdicts=verdicts))) if verdicts else []
 
-    def arrive(self, member: MemberRecord, sequence: int) -> Outgoing:
-        """A machine has arrived at a barrier."""
+    def _arrive(self, member: MemberRecord, arrive: pb.Arrive, now_s: float) -> Outgoing:
         if not self._job.takes("arrive"):
             return []
         ranks_of(member)
-        is_last = self._barriers.arrive(member.facts.machine_index, sequence)
-        return self._release([sequence] if is_last else [])
+        is_last = self._barriers.arrive(member.facts.machine_index, arrive.sequence)
+        return self._release([arrive.sequence] if is_last else [])
 
     def _release(self, sequences: list[int]) -> Outgoing:
         out: Outgoing = []
@@ -180,8 +189,7 @@ class RankGroup:
             out += self._to_all(pb.SchedulerMessage(release=pb.Release(sequence=sequence)))
         return out
 
-    def join(self, member: MemberRecord, join: pb.Join) -> Outgoing:
-        """A rank has no more data."""
+    def _join(self, member: MemberRecord, join: pb.Join, now_s: float) -> Outgoing:
         if not self._job.takes("join"):
             return []
         ranks = ranks_of(member)
@@ -193,8 +201,7 @@ class RankGroup:
             out += self._release(self._barriers.excuse(member.facts.machine_index))
         return out
 
-    def idle(self, member: MemberRecord, idle: pb.Idle) -> Outgoing:
-        """All ranks of a machine have joined, and none waits for a round."""
+    def _idle(self, member: MemberRecord, idle: pb.Idle, now_s: float) -> Outgoing:
         if not self._job.takes("idle"):
             return []
         over = self.joining.idle(member.facts.machine_index, ranks_of(member), idle.direct_round)
@@ -204,7 +211,7 @@ class RankGroup:
         self._barriers.expect_all()
         return self._to_all(pb.SchedulerMessage(all_joined=over))
 
-    def gone(self, member: MemberRecord, gone: pb.Gone) -> Outgoing:
+    def _gone(self, member: MemberRecord, gone: pb.Gone, now_s: float) -> Outgoing:
         """Ranks of a machine have shut down for good. To others that is the same as a worker that has left."""
         if not self._job.takes("gone"):
             return []
@@ -225,12 +232,12 @@ class RankGroup:
         self._shutdown_tracker.gone(member.ranks)
         return self._to_all(failure("PeerLostError", text, member.ranks)) + self._dismiss()
 
-    def keep_states(self, member: MemberRecord) -> None:
-        """A rank of the machine has ended without saying that training is done. Raises ProtocolError."""
+    def _keep_states(self, member: MemberRecord, keep_states: pb.KeepStates, now_s: float) -> Outgoing:
         ranks_of(member)
         self.keeps_states = True
+        return []
 
-    def settled(self, member: MemberRecord, settled: pb.Gone) -> Outgoing:
+    def _settled(self, member: MemberRecord, settled: pb.Gone, now_s: float) -> Outgoing:
         """The machine lacks no result of the rounds of these ranks, which have shut down."""
         ranks_of(member)
         self._shutdown_tracker.settled(member, settled.ranks)
@@ -238,7 +245,7 @@ class RankGroup:
 
     def _dismiss(self) -> Outgoing:
         """Let machines exit whose ranks have shut down, once no other machine needs what they have kept."""
-        free = self._shutdown_tracker.free(self._job.roster.workers())
+        free = self._shutdown_tracker.dismiss(self._job.roster.workers())
         return to_each(free, pb.SchedulerMessage(dismissed=pb.Dismissed()))
 
     def _to_all(self, message: pb.SchedulerMessage) -> Outgoing:

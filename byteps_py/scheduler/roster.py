@@ -40,7 +40,7 @@ class Presence(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class MemberRecord:
-    """One member. ``connection``: its session (see sessions/scheduler_sessions.py)."""
+    """One member. ``connection``: its link (see member_links/links.py)."""
 
     id: int
     connection: int
@@ -162,6 +162,11 @@ class Roster:
         """The member that registered on this connection; None if it was refused, or has not registered."""
         return self._by_connection.get(connection)
 
+    def present_member(self, connection: int) -> MemberRecord | None:
+        """The same; None also once it has left or is lost."""
+        member = self._by_connection.get(connection)
+        return member if member is not None and member.is_present else None
+
     def present(self) -> list[MemberRecord]:
         """All connected members, in the order of their registrations."""
         return [m for m in self.everyone if m.is_present]
@@ -192,6 +197,11 @@ class Roster:
         """The machine index of a summation service whose machine is in the group; a worker waits for the next group."""
         workers = [] if newcomer.is_worker else self.workers()
         return next((m.facts.machine_index for m in workers if m.home == newcomer.home), OUTSIDE)
+
+    @property
+    def latest_epoch(self) -> int:
+        """The latest epoch that was opened here, or that an earlier cluster is known to have had."""
+        return max(self.epoch, self.first_epoch - 1)
 
     @property
     def size(self) -> int:

@@ -1,4 +1,4 @@
-"""The scheduler's shell: a gRPC server that carries events to the sessions, and their messages to the members.
+"""The scheduler's shell: a gRPC server that carries events to the links, and their messages to the members.
 
 Everything runs in one asyncio thread. This module decides nothing. A message is held back until the event that it
 follows from is in the journal; the events of one turn of the loop are written together.
@@ -28,13 +28,13 @@ from byteps_py.proto import control_pb2_grpc
 from byteps_py.scheduler import job as states
 from byteps_py.scheduler.call_authenticator import CallAuthenticator
 from byteps_py.scheduler.cluster_config import ClusterConfig
+from byteps_py.scheduler.core import ClockTicked, ScaleRequested, StopRequested
 from byteps_py.scheduler.job import Finish
+from byteps_py.scheduler.member_links import journal as journals
+from byteps_py.scheduler.member_links.journal import Journal, Restored, journal_path
+from byteps_py.scheduler.member_links.links import MemberLinks, Sent, StreamClosed, StreamMessage, StreamOpened
 from byteps_py.scheduler.roster import describe
 from byteps_py.scheduler.rpc import retry_steadily
-from byteps_py.scheduler.sessions import recovery
-from byteps_py.scheduler.sessions.journal import Journal, journal_path
-from byteps_py.scheduler.sessions.recovery import Restored
-from byteps_py.scheduler.sessions.scheduler_sessions import Sent, Sessions
 from byteps_py.settings import Settings
 
 TICK_S = 0.2
@@ -45,7 +45,7 @@ MAX_BACKLOG = 20_000  # messages that wait for one connection; one that has more
 Context = grpc.aio.ServicerContext[pb.MemberMessage, pb.SchedulerMessage]
 
 
-class _Link:
+class _MemberStream:
     """The scheduler's end of one stream. None in the backlog ends it."""
 
     def __init__(self) -> None:
@@ -68,12 +68,12 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
         self._settings = settings
         self._config = ClusterConfig.from_settings(settings)
         self._journal: Journal | None = None
-        self._sessions = Sessions(self._config)
+        self._links = MemberLinks(self._config)
         self._clock_s = (
             -time.monotonic()
         )  # the scheduler's clock, which begins at 0, minus the system's monotonic clock
-        self._links: dict[int, _Link] = {}
-        self._streams = itertools.count(1)
+        self._streams: dict[int, _MemberStream] = {}
+        self._numbers = itertools.count(1)
         self._strangers = Traffic()
         self._authenticator = CallAuthenticator(settings)
         self._held: list[Sent] = []  # until the journal has the events that they follow from
@@ -99,9 +99,9 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
                 self._journal.close()
 
     async def _serve(self, host: str, port: int) -> Finish:
-        restored = recovery.restore(self._config, self._journal)
+        restored = journals.restore(self._config, self._journal)
         self._go_on_with(restored)
-        if self._sessions.restarts and self._journal is not None:
+        if self._links.restarts and self._journal is not None:
             logger.warning(
                 "resuming the job of the journal %s (%d records): waiting for its members to come back",
                 self._journal.path, restored.records,
@@ -129,8 +129,8 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
                 signal.signal(number, signal.SIG_IGN)
-            for link in self._links.values():
-                link.put(None)
+            for stream in self._streams.values():
+                stream.put(None)
             await server.stop(STOP_GRACE_S)
             # Calls that are over for their callers may still have lines to run. gRPC prints a traceback for each call
             # that the end of the event loop cuts off.
@@ -138,7 +138,7 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
                 await asyncio.wait(rest, timeout=STOP_GRACE_S)
 
     def _go_on_with(self, restored: Restored) -> None:
-        self._sessions, self._config = restored.sessions, restored.config
+        self._links, self._config = restored.links, restored.config
         self._clock_s = restored.at_s - time.monotonic()
 
     def _now_s(self) -> float:
@@ -147,13 +147,13 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
     async def _until_finished(self) -> Finish:
         while True:
             now_s = self._now_s()
-            self._deliver(self._sessions.tick(now_s))
+            self._deliver(self._links.handle(ClockTicked(), now_s))
             self._authenticator.note_refused()
             if self._bug is not None:
                 raise self._bug
-            if self._sessions.is_abandoned:
+            if self._links.is_abandoned:
                 self._begin_new_job()
-            finish = self._sessions.finished(now_s)
+            finish = self._links.finished(now_s)
             if finish is not None:
                 self._flush()
                 return finish
@@ -167,26 +167,26 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
     def _begin_new_job(self) -> None:
         """No worker of the journal's job came back. Processes that are connected have been put off, and try again; what
         is left of the old job hears that it is over."""
-        old = self._sessions
+        old = self._links
         logger.warning("no worker of the journal's job came back (%s): beginning a new job", old.core.reason)
         self._held.clear()
-        for link in self._links.values():
-            link.put(None)
-        self._links.clear()
+        for stream in self._streams.values():
+            stream.put(None)
+        self._streams.clear()
         config = ClusterConfig.from_settings(self._settings)
-        restored = recovery.begin(config, self._journal, old.core.epoch, self._now_s())
-        restored.sessions.take_place_of(old)
+        restored = journals.begin(config, self._journal, old.core.job.roster.latest_epoch, self._now_s())
+        restored.links.take_place_of(old)
         self._go_on_with(restored)
 
     def status(self) -> pb.StatusReply:
         """The job's status, also after its end. Call it in the server's thread."""
-        reply = self._sessions.status(self._now_s())
+        reply = self._links.status(self._now_s())
         reply.journal = str(self._journal.path) if self._journal is not None else ""
         return reply
 
     def stop(self, reason: str) -> None:
         """End the job in order. Call it in the server's thread; it also serves as its signal handler."""
-        self._deliver(self._sessions.stop(reason, self._now_s()))
+        self._deliver(self._links.handle(StopRequested(reason), self._now_s()))
         self._happened.set()
 
     # ---- sending ---------------------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
         if not self._is_flushing and (self._held or (self._journal is not None and self._journal.is_behind)):
             self._is_flushing = True
             asyncio.get_running_loop().call_soon(self._flush)
-        core = self._sessions.core
+        core = self._links.core
         if self._logged_reason != core.reason:
             self._logged_reason = core.reason
             has_failed = core.state == states.FAILED
@@ -211,7 +211,7 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
             try:
                 self._journal.flush()
                 if self._journal.is_long:
-                    recovery.compact(self._config, self._journal, self._sessions, self._now_s())
+                    journals.compact(self._config, self._journal, self._links, self._now_s())
             except OSError as error:
                 self._give_up_journal(self._journal, error)
         held, self._held = self._held, []
@@ -222,26 +222,26 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
             logger.info("%s", sentence)  # the workers warn
 
     def _send(self, sent: Sent) -> None:
-        link = self._links.get(sent.stream)
-        if link is None:
+        stream = self._streams.get(sent.stream)
+        if stream is None:
             return
         if sent.message is not None and sent.message.HasField("refused"):
             refused = sent.message.refused
-            if refused.later or (refused.unknown and link.who in self._unknown):
-                logger.debug("turned away %s: %s", link.who, refused.message)
-            elif link.who == UNREGISTERED:
-                self._strangers.note("turned away", link.who, refused.message)  # logs few of many
+            if refused.later or (refused.unknown and stream.who in self._unknown):
+                logger.debug("turned away %s: %s", stream.who, refused.message)
+            elif stream.who == UNREGISTERED:
+                self._strangers.note("turned away", stream.who, refused.message)  # logs few of many
             else:
-                self._unknown |= {link.who} if refused.unknown else set()
-                logger.warning("turned away %s: %s", link.who, refused.message)
-        link.put(sent if sent.message is not None else None)
+                self._unknown |= {stream.who} if refused.unknown else set()
+                logger.warning("turned away %s: %s", stream.who, refused.message)
+        stream.put(sent if sent.message is not None else None)
 
     def _give_up_journal(self, journal: Journal, error: OSError) -> None:
         """Go on without a journal: one that lacks events would be worse than none."""
         logger.error(
             "the journal %s can't be written: %s; from now on a killed scheduler can't be resumed", journal.path, error
         )
-        self._journal, self._sessions.write = None, None
+        self._journal, self._links.write = None, None
         journal.delete()
         journal.close()
 
@@ -249,34 +249,34 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
 
     async def Attend(self, requests: AsyncIterator[pb.MemberMessage], context: Context) -> None:  # noqa: N802
         await self._authenticator.authenticate(context)
-        stream, link = next(self._streams), _Link()
-        self._links[stream] = link
-        self._deliver(self._sessions.opened(stream, self._now_s()))
-        reader = asyncio.create_task(self._read(stream, link, requests))
+        number, stream = next(self._numbers), _MemberStream()
+        self._streams[number] = stream
+        self._deliver(self._links.handle(StreamOpened(number), self._now_s()))
+        reader = asyncio.create_task(self._read(number, stream, requests))
         try:
-            while (sent := await link.backlog.get()) is not None:
+            while (sent := await stream.backlog.get()) is not None:
                 await context.write(sent.stamped())
         finally:
             # gRPC cancels this call when the member's process or connection has ended.
-            self._links.pop(stream, None)
-            self._deliver(self._sessions.closed(stream, self._now_s()))
+            self._streams.pop(number, None)
+            self._deliver(self._links.handle(StreamClosed(number), self._now_s()))
             self._happened.set()
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
 
-    async def _read(self, stream: int, link: _Link, requests: AsyncIterator[pb.MemberMessage]) -> None:
+    async def _read(self, number: int, stream: _MemberStream, requests: AsyncIterator[pb.MemberMessage]) -> None:
         try:
             async for message in requests:
                 if message.HasField("register"):
-                    link.who = describe(message.register)
+                    stream.who = describe(message.register)
                 try:
-                    self._deliver(self._sessions.received(stream, message, self._now_s()))
+                    self._deliver(self._links.handle(StreamMessage(number, message), self._now_s()))
                 except Exception as error:
                     self._bug = error  # ``run`` raises it: a scheduler whose state is unknown must not go on
                     self._happened.set()
                     return
         finally:
-            self._deliver([Sent(stream, None)])  # after the messages that are still held back
+            self._deliver([Sent(number, None)])  # after the messages that are still held back
 
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusReply:  # noqa: N802
         await self._authenticator.authenticate(context)
@@ -290,10 +290,10 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
     async def Scale(self, request: pb.ScaleRequest, context: Context) -> pb.ScaleReply:  # noqa: N802
         await self._authenticator.authenticate(context)
         try:
-            self._deliver(self._sessions.scale(request, self._now_s()))
+            self._deliver(self._links.handle(ScaleRequested(request.servers, request.addresses), self._now_s()))
         except UsageError as error:
             return pb.ScaleReply(error=str(error))
-        return pb.ScaleReply(servers=self._sessions.core.cpu_machines)
+        return pb.ScaleReply(servers=len(self._links.core.job.roster.cpu_servers()))
 
 
 def listening_address(settings: Settings) -> tuple[str, int]:

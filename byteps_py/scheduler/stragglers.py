@@ -170,7 +170,7 @@ class PaceWatch:
         ]
         return list({(each.is_rank, each.who): each for each in reversed(slow)}.values())[::-1]
 
-    def due(self, slow: list[Slow], now_s: float) -> list[Slow]:
+    def take_due(self, slow: list[Slow], now_s: float) -> list[Slow]:
         """The ``slow`` members to warn about now; they count as warned about afterwards."""
         due = [s for s in slow if now_s - self._warned_s.get((s.is_rank, s.who), -float("inf")) >= self._again_s]
         self._warned_s.update(((s.is_rank, s.who), now_s) for s in due)

@@ -6,12 +6,12 @@ registers (late) ──ready──► holds keys ──drain──► holds none
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from byteps_py.errors import UsageError
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.elastic import Elastic, GroupState
-from byteps_py.scheduler.job import Job, Outgoing, ranks_of, to_each
+from byteps_py.scheduler.job import Job, MessageHandler, Outgoing, ranks_of, to_each
 from byteps_py.scheduler.roster import MemberRecord
 from byteps_py.wording import count_text
 
@@ -101,7 +101,11 @@ class SummationServices:
             raise UsageError("one summation service must stay: GPU machines run none (BYTEPS_PLACEMENT=servers-only)")
         return [message for member in chosen for message in self.drain(member, "bps scale", now_s)]
 
-    def applied(self, member: MemberRecord, applied: pb.Applied) -> Outgoing:
+    def message_handlers(self) -> Mapping[str, MessageHandler]:
+        """By kind, for what a communication service says of its servers."""
+        return {"applied": self._applied}
+
+    def _applied(self, member: MemberRecord, applied: pb.Applied, now_s: float) -> Outgoing:
         """A machine has applied the placement of an epoch."""
         ranks_of(member)
         member.epoch = max(member.epoch, applied.epoch)

@@ -12,9 +12,9 @@ from byteps_py.proto import control_pb2 as pb
 from byteps_py.proto.journal_pb2 import JournalFrame, JournalHeader, JournalRecord
 from byteps_py.scheduler import job as states
 from byteps_py.scheduler.cluster_config import ClusterConfig
-from byteps_py.scheduler.sessions import journal
-from byteps_py.scheduler.sessions.recovery import replay
-from byteps_py.scheduler.sessions.scheduler_sessions import Sessions
+from byteps_py.scheduler.core import ClockTicked, ConnectionOpened, MessageReceived, ScaleRequested
+from byteps_py.scheduler.member_links import journal
+from byteps_py.scheduler.member_links.links import MemberLinks, StreamClosed, StreamMessage, StreamOpened
 from byteps_py.tensors import DType, Op
 
 from .base import Target
@@ -56,7 +56,7 @@ class Control(Target):
         self._cluster, workers, servers = running(n=2, k=1)
         stranger = len(self._cluster.told) + 1
         self._cluster.told[stranger] = []
-        self._cluster.take(self._cluster.core.on_connected(stranger, self._cluster.now))
+        self._cluster.take(self._cluster.core.handle(ConnectionOpened(stranger), self._cluster.now))
         self._connections = [*workers, *servers, stranger]
         self._epoch = 0
 
@@ -68,10 +68,10 @@ class Control(Target):
         self._turn += 1
         cluster = self._cluster
         connection = self._connections[self._turn % len(self._connections)]
-        outgoing = cluster.core.handle(connection, message, cluster.now)
+        outgoing = cluster.core.handle(MessageReceived(connection, message), cluster.now)
         if self._turn % 16 == 0:
             cluster.now += 0.05
-            outgoing = [*outgoing, *cluster.core.on_tick(cluster.now)]
+            outgoing = [*outgoing, *cluster.core.tick(cluster.now)]
         for _, answer in outgoing:
             answer.SerializeToString()
         status = cluster.core.status(cluster.now)
@@ -82,7 +82,7 @@ class Control(Target):
 
 
 class Streams(Target):
-    """The same to the sessions that stand before the core. What is written down leads to the same state again."""
+    """The same to the links that stand before the core. What is written down leads to the same state again."""
 
     cost = 10
 
@@ -101,16 +101,16 @@ class Streams(Target):
 
     def _begin(self) -> None:
         self._records: list[JournalRecord] = []
-        self._sessions = Sessions(self._config, self._write)
+        self._links = MemberLinks(self._config, self._write)
         registrations = [*(worker(i, token=b"token %d" % i) for i in range(2)), server(0, token=b"token 2")]
         registrations += [server(i, pb.MACHINE_KIND_GPU, token=b"token %d" % (3 + i)) for i in range(2)]
         for stream, register in enumerate(registrations):
-            self._sessions.opened(stream, self._now)
-            self._sessions.received(stream, pb.MemberMessage(register=register), self._now)
-        self._sessions.opened(len(registrations), self._now)
+            self._links.handle(StreamOpened(stream), self._now)
+            self._links.handle(StreamMessage(stream, pb.MemberMessage(register=register)), self._now)
+        self._links.handle(StreamOpened(len(registrations)), self._now)
         self._streams = len(registrations) + 1
         self._numbers = [0] * self._streams
-        assert self._sessions.core.state == states.RUNNING, self._sessions.core.reason
+        assert self._links.core.state == states.RUNNING, self._links.core.reason
 
     def _write(self, record: JournalRecord) -> None:
         copy = JournalRecord()
@@ -121,33 +121,34 @@ class Streams(Target):
         self._turn += 1
         self._now += 0.01
         stream = self._turn % self._streams
-        sessions = self._sessions
+        links = self._links
         try:
             message = pb.MemberMessage.FromString(data)
         except DecodeError:
             return
         if message.number < 1000:
             message.number = self._numbers[stream] = self._numbers[stream] + 1
-        sent = sessions.received(stream, message, self._now)
+        sent = links.handle(StreamMessage(stream, message), self._now)
         if self._turn % 32 == 0:
-            sent += sessions.tick(self._now)
+            sent += links.handle(ClockTicked(), self._now)
         if self._turn % 100 == 0:
-            sent += sessions.closed(stream, self._now)
-            sent += sessions.opened(stream, self._now)
+            sent += links.handle(StreamClosed(stream), self._now)
+            sent += links.handle(StreamOpened(stream), self._now)
             self._numbers[stream] = 0
         if self._turn % 50 == 0:
             with contextlib.suppress(DecodeError, UsageError):
-                sent += sessions.scale(pb.ScaleRequest.FromString(data[:20]), self._now)
+                request = pb.ScaleRequest.FromString(data[:20])
+                sent += links.handle(ScaleRequested(request.servers, request.addresses), self._now)
         for each in sent:
             each.stamped().SerializeToString()
-        if sessions.core.state != states.RUNNING or self._turn % 300 == 0:
+        if links.core.state != states.RUNNING or self._turn % 300 == 0:
             self.end()
             self._begin()
 
     def end(self) -> None:
-        again = Sessions(self._config)
-        replay(again, self._records)
-        assert (again.core.state, again.core.reason) == (self._sessions.core.state, self._sessions.core.reason)
+        again = MemberLinks(self._config)
+        journal.replay(again, self._records)
+        assert (again.core.state, again.core.reason) == (self._links.core.state, self._links.core.reason)
 
 
 class JournalFile(Target):

@@ -75,7 +75,7 @@ class BusyCluster(Cluster):
     def check_end(self) -> None:
         super().check_end()
         frozen = self.starving.frozen
-        for member in self.scheduler.sessions.core._roster.everyone:
+        for member in self.scheduler.links.core.job.roster.everyone:
             is_frozen = frozen is not None and member.facts.address == frozen.address
             if member.presence is Presence.LOST and not is_frozen:
-                raise InvariantError(f"{member.describe()} was only slow: {self.scheduler.sessions.core.reason}")
+                raise InvariantError(f"{member.describe()} was only slow: {self.scheduler.links.core.reason}")

@@ -82,7 +82,7 @@ class Cluster:
         self.link_rates = rng.choice(_LINK_RATES)
         self.gpu_machines_sum = self._settings(0).gpu_machines_sum
         self.config = ClusterConfig.from_settings(self._settings(0))
-        self.place = Place(world, self.config, parts.sessions)
+        self.place = Place(world, self.config, parts.member_links)
         self.ledger = Ledger(self.memory, lambda: world.active.group)
         self.runtimes: Runtimes
         self.trials = Trials(self)

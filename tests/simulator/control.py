@@ -1,4 +1,4 @@
-"""The simulated scheduler: the real sessions and core, a disk that outlives it, and links to it that stand for
+"""The simulated scheduler: the real links and core, a disk that outlives it, and links to it that stand for
 byteps_py.scheduler.client. Connections break, and a killed scheduler is started again from what the disk has.
 """
 
@@ -13,10 +13,18 @@ from byteps_py.proto import control_pb2 as pb
 from byteps_py.proto.journal_pb2 import JournalRecord
 from byteps_py.scheduler.client import complete
 from byteps_py.scheduler.cluster_config import ClusterConfig
+from byteps_py.scheduler.core import ClockTicked, EpochSeen
+from byteps_py.scheduler.member_links.journal import replay
+from byteps_py.scheduler.member_links.links import (
+    MemberLinks,
+    Restarted,
+    Sent,
+    StreamClosed,
+    StreamMessage,
+    StreamOpened,
+)
+from byteps_py.scheduler.member_links.protocol import MemberEnd
 from byteps_py.scheduler.roster import Presence
-from byteps_py.scheduler.sessions.recovery import replay
-from byteps_py.scheduler.sessions.scheduler_sessions import Sent, Sessions
-from byteps_py.scheduler.sessions.session_protocol import MemberSession
 from byteps_py.server.service import _ORPHAN_S
 from byteps_py.settings import Settings
 
@@ -32,7 +40,7 @@ _CLOSE_S = 4.0  # somewhat longer than the real one, so that who leaves while th
 class Place:
     """The scheduler's address: whoever is there, and the journal. ``epoch``: the highest that anybody can know of."""
 
-    def __init__(self, world: World, config: ClusterConfig, kind: type[Sessions]) -> None:
+    def __init__(self, world: World, config: ClusterConfig, kind: type[MemberLinks]) -> None:
         self.world = world
         self.kind = kind
         self.config = config
@@ -60,13 +68,13 @@ class Scheduler(Process):
         self._held: list[Sent] = []
         self._is_flushing = False
         if place.disk:
-            self.sessions = place.kind(place.config)
-            at_s = replay(self.sessions, [JournalRecord.FromString(record) for record in place.disk])
+            self.links = place.kind(place.config)
+            at_s = replay(self.links, [JournalRecord.FromString(record) for record in place.disk])
             self._clock_s = at_s - self.world.now_s
-            self.sessions.write = self._unsafe.append
-            self.sessions.restart(at_s)
+            self.links.write = self._unsafe.append
+            self.links.handle(Restarted(), at_s)
         else:
-            self.sessions = place.kind(place.config, self._unsafe.append)
+            self.links = place.kind(place.config, self._unsafe.append)
             self._clock_s = -self.world.now_s
         self.on_end.append(self._cut_all)
         self._tick()
@@ -77,46 +85,46 @@ class Scheduler(Process):
 
     @property
     def state(self) -> pb.StatusReply.State:
-        return self.sessions.core.state
+        return self.links.core.state
 
     def server_addresses(self) -> set[str]:
         """Of summation services that are members, and ready for keys."""
-        present = self.sessions.core._roster.present()
+        present = self.links.core.job.roster.present()
         return {member.facts.address for member in present if not (member.is_worker or member.is_late)}
 
     def addresses_left(self) -> set[str]:
         """Of members that have left in order, neither lost nor refused."""
-        return {m.facts.address for m in self.sessions.core._roster.everyone if m.presence is Presence.LEFT}
+        return {m.facts.address for m in self.links.core.job.roster.everyone if m.presence is Presence.LEFT}
 
     def _now_s(self) -> float:
         return self._clock_s + self.world.now_s
 
     def _tick(self) -> None:
-        self._deliver(self.sessions.tick(self._now_s()))
-        if self.sessions.is_abandoned:
+        self._deliver(self.links.handle(ClockTicked(), self._now_s()))
+        if self.links.is_abandoned:
             self._begin_new_job()
         self.world.after(_TICK_S, self, None, self._tick)
 
     def _begin_new_job(self) -> None:
         """As the service does it."""
         self.world.note(self.name, "begins a new job")
-        old, self._held = self.sessions, []
+        old, self._held = self.links, []
         for stream in list(self._streams.values()):
             stream.end_down()
         self._streams.clear()
         self._unsafe.clear()
         self._place.disk.clear()
-        self.sessions = self._place.kind(self._place.config, self._unsafe.append)
-        self.sessions.skip_epochs(old.core.epoch, self._now_s())
-        self.sessions.take_place_of(old)
+        self.links = self._place.kind(self._place.config, self._unsafe.append)
+        self.links.handle(EpochSeen(old.core.job.roster.latest_epoch), self._now_s())
+        self.links.take_place_of(old)
 
     def check(self) -> None:
         if not self.is_alive:
             return
-        epoch = self.sessions.core.epoch
+        epoch = self.links.core.job.roster.latest_epoch
         if epoch < self._place.epoch:
             raise InvariantError(f"epoch {epoch} comes after epoch {self._place.epoch}")
-        finish = self.sessions.finished(self._now_s())
+        finish = self.links.finished(self._now_s())
         if finish is not None:
             self.exit_code = finish.exit_status
             self._flush()
@@ -125,12 +133,12 @@ class Scheduler(Process):
     def received(self, stream: Stream, message: pb.MemberMessage) -> None:
         if stream.number not in self._streams:
             self._streams[stream.number] = stream
-            self._deliver(self.sessions.opened(stream.number, self._now_s()))
-        self._deliver(self.sessions.received(stream.number, message, self._now_s()))
+            self._deliver(self.links.handle(StreamOpened(stream.number), self._now_s()))
+        self._deliver(self.links.handle(StreamMessage(stream.number, message), self._now_s()))
 
     def closed(self, stream: Stream) -> None:
         if self._streams.pop(stream.number, None) is not None:
-            self._deliver(self.sessions.closed(stream.number, self._now_s()))
+            self._deliver(self.links.handle(StreamClosed(stream.number), self._now_s()))
 
     def _deliver(self, sent: list[Sent]) -> None:
         self._held += sent
@@ -142,7 +150,7 @@ class Scheduler(Process):
         self._is_flushing = False
         self._place.disk += [record.SerializeToString() for record in self._unsafe]
         self._unsafe.clear()
-        self._place.epoch = max(self._place.epoch, self.sessions.core.epoch)
+        self._place.epoch = max(self._place.epoch, self.links.core.job.roster.latest_epoch)
         held, self._held = self._held, []
         for sent in held:
             stream = self._streams.get(sent.stream)
@@ -262,7 +270,7 @@ class ControlLink:
         loop.process.on_end.append(self._process_ends)
         register.host, register.pid = "host", loop.process.pid
         token = self._world.random.randbytes(8)
-        self._session = MemberSession(complete(register, settings), lambda: token)
+        self._end = MemberEnd(complete(register, settings), lambda: token)
         self._world.after(self._patience_s, self.process, None, self._expire)
         self._connect()
 
@@ -276,12 +284,12 @@ class ControlLink:
             if scheduler.exit_code is not None and not self._is_orphan:
                 self._is_orphan = True
                 # A server that has slept finds that all is over; one that knew of nobody yet waits for a scheduler.
-                self._world.expect_quiet(_ORPHAN_S + 2.0 if self._session.epoch else self._patience_s)
+                self._world.expect_quiet(_ORPHAN_S + 2.0 if self._end.epoch else self._patience_s)
             self._world.after(_RETRY_S, None if self._is_closed else self.process, None, self._connect)
             return
         stream = self._stream = Stream(self, scheduler, len(self._place.streams) + 1)
         self._place.streams.append(stream)
-        stream.send_up(self._session.register())
+        stream.send_up(self._end.register())
 
     def broken(self, stream: Stream) -> None:
         if self._stream is not stream:
@@ -293,12 +301,12 @@ class ControlLink:
             if self._away_since_s < 0:
                 since_s = self._away_since_s = self._world.now_s
                 self._world.after(_SHORT_S, self.process, None, lambda: self._tell(since_s))
-                if not self._session.epoch:
+                if not self._end.epoch:
                     self._world.after(self._patience_s, self.process, None, lambda: self._despair(since_s))
             self._connect()
 
     def _expire(self) -> None:
-        if not self._session.is_member and not self.is_over and not self._is_closed:
+        if not self._end.is_member and not self.is_over and not self._is_closed:
             self.is_over = True
             self._on_lost(RendezvousError("no scheduler wants it"))
 
@@ -314,7 +322,7 @@ class ControlLink:
             self._on_away(PeerLostError("the scheduler is away"))
 
     def _welcome(self, stream: Stream, message: pb.SchedulerMessage) -> None:
-        for kept in self._session.welcomed(message):
+        for kept in self._end.welcomed(message):
             stream.send_up(kept)
         stream.is_welcome = True
         self._away_since_s, told = -1.0, self._is_told
@@ -345,7 +353,7 @@ class ControlLink:
     def send(self, message: pb.MemberMessage) -> None:
         if self._is_closed or self.is_over:
             return
-        stamped = self._session.say(message)
+        stamped = self._end.say(message)
         if self._stream is not None and self._stream.is_welcome:
             self._stream.send_up(stamped)
 
@@ -355,9 +363,9 @@ class ControlLink:
             return
         if self._is_closed and not message.HasField("welcome"):
             return  # its process, which would have got it, is gone here
-        is_news = self._session.hear(message)
+        is_news = self._end.hear(message)
         if message.HasField("welcome"):
-            is_news = not self._session.is_member
+            is_news = not self._end.is_member
             self._welcome(stream, message)
             if is_news:
                 self._beat()
@@ -367,7 +375,7 @@ class ControlLink:
 
     def _refused(self, message: pb.SchedulerMessage) -> None:
         # The end of the stream follows, and the next attempt.
-        if message.refused.later or self._session.doubts(message):
+        if message.refused.later or self._end.doubts(message):
             self._world.expect_quiet(self._patience_s)
             return
         self.is_over = True
@@ -391,7 +399,7 @@ class ControlLink:
         self.process = None
         if self._stream is not None and self._stream.is_open and self._stream.is_welcome:
             self._stream.end()
-        if not self._session.is_member:
+        if not self._end.is_member:
             self.is_over = True
             self.break_()
         elif self._stream is None or not self._stream.is_open:

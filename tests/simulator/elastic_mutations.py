@@ -8,8 +8,8 @@ from typing import Any
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.core import SchedulerCore
 from byteps_py.scheduler.elastic import Elastic, Reforming
+from byteps_py.scheduler.member_links.links import MemberLinks
 from byteps_py.scheduler.roster import Roster
-from byteps_py.scheduler.sessions.scheduler_sessions import Sessions
 from byteps_py.server.rounds import Rounds
 from byteps_py.worker.core.local_ranks import RankState
 from byteps_py.worker.core.topology import Topology
@@ -21,11 +21,12 @@ from .mutations import Mutation, with_roster
 from .parts import Parts
 
 
-def with_elastic(elastic: type[Elastic], core: type[SchedulerCore] = SchedulerCore) -> type[Sessions]:
-    return type("Sessions", (Sessions,), {"core_class": type("SchedulerCore", (core,), {"elastic_class": elastic})})
+def with_elastic(elastic: type[Elastic], core: type[SchedulerCore] = SchedulerCore) -> type[MemberLinks]:
+    core = type("SchedulerCore", (core,), {"elastic_class": elastic})
+    return type("MemberLinks", (MemberLinks,), {"core_class": core})
 
 
-def with_reforming(reforming: type[Reforming]) -> type[Sessions]:
+def with_reforming(reforming: type[Reforming]) -> type[MemberLinks]:
     return with_elastic(type("Elastic", (Elastic,), {"reforming_class": reforming}))
 
 
@@ -49,7 +50,7 @@ class _Equals(Reforming):
 class TakeWhoeverComesForEqual(Mutation):
     """Ranks that start late, on a machine whose others were in the group, are told that all were."""
 
-    sessions = with_reforming(_Equals)
+    member_links = with_reforming(_Equals)
 
 
 class _Done(Reforming):
@@ -60,7 +61,7 @@ class _Done(Reforming):
 class TakeWhoeverShutsDownForDone(Mutation):
     """Ranks that shut down and initialize again find themselves in groups of parts of them."""
 
-    sessions = with_reforming(_Done)
+    member_links = with_reforming(_Done)
 
 
 class _Mourns(Elastic):
@@ -71,10 +72,10 @@ class _Mourns(Elastic):
 
 
 class _MournsAtLeave(SchedulerCore):
-    def _leave(self, member: Any, reason: str, now_s: float) -> Any:
+    def _leave(self, member: Any, leave: pb.Leave, now_s: float) -> Any:
         self._elastic.is_mourning = True
         try:
-            return super()._leave(member, reason, now_s)
+            return super()._leave(member, leave, now_s)
         finally:
             self._elastic.is_mourning = False
 
@@ -82,7 +83,7 @@ class _MournsAtLeave(SchedulerCore):
 class MournForWhoLeavesNoGroup(Mutation):
     """A machine that leaves while there is no group ends the others, too."""
 
-    sessions = with_elastic(_Mourns, _MournsAtLeave)
+    member_links = with_elastic(_Mourns, _MournsAtLeave)
 
 
 class _CountsOutsiders(Roster):
@@ -91,7 +92,7 @@ class _CountsOutsiders(Roster):
 
 
 class CountOnServersOfOutsiders(Mutation):
-    sessions = with_roster(_CountsOutsiders)
+    member_links = with_roster(_CountsOutsiders)
 
 
 class StayWithoutRanks(Mutation):
@@ -112,7 +113,7 @@ class _NewcomersFirst(Reforming):
 class NewcomersFirst(Mutation):
     """Rank 0, whose state all take, has none."""
 
-    sessions = with_reforming(_NewcomersFirst)
+    member_links = with_reforming(_NewcomersFirst)
 
 
 class _Impatient(Reforming):
@@ -123,7 +124,7 @@ class _Impatient(Reforming):
 class OpenWithoutThoseWhoComeBack(Mutation):
     """The next group begins with whoever is there first."""
 
-    sessions = with_reforming(_Impatient)
+    member_links = with_reforming(_Impatient)
 
 
 class KeepRoundsOfAnotherGroup(Mutation):
@@ -151,7 +152,7 @@ class _Unplanned(Elastic):
 class BreakUpAtAPlan(Mutation):
     """Ranks that leave of one mind end the group for those that have yet to get the last result."""
 
-    sessions = with_elastic(_Unplanned)
+    member_links = with_elastic(_Unplanned)
 
 
 class HearNobodyWhoCameBack(Mutation):

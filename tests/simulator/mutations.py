@@ -11,8 +11,8 @@ from typing import Any
 
 from byteps_py.scheduler.core import SchedulerCore
 from byteps_py.scheduler.job import Job
+from byteps_py.scheduler.member_links.links import MemberLinks
 from byteps_py.scheduler.roster import Roster
-from byteps_py.scheduler.sessions.scheduler_sessions import Sessions
 from byteps_py.server.round_state import Reduce, Round, RoundState
 from byteps_py.server.rounds import Rounds
 from byteps_py.tensors import TensorSpec
@@ -52,10 +52,10 @@ class Mutation(Parts):
     link = Unbatched
 
 
-def with_roster(roster: type[Roster]) -> type[Sessions]:
+def with_roster(roster: type[Roster]) -> type[MemberLinks]:
     job = type("Job", (Job,), {"roster_class": roster})
     core = type("SchedulerCore", (SchedulerCore,), {"job_class": job})
-    return type("Sessions", (Sessions,), {"core_class": core})
+    return type("MemberLinks", (MemberLinks,), {"core_class": core})
 
 
 class CountADuplicate(Mutation):
@@ -254,7 +254,7 @@ class _StaysInAnEpoch(Roster):
 class StayInAnEpoch(Mutation):
     """Other servers, but the epoch's number is that of before."""
 
-    sessions = with_roster(_StaysInAnEpoch)
+    member_links = with_roster(_StaysInAnEpoch)
 
 
 class _GoesBack(Roster):
@@ -265,7 +265,7 @@ class _GoesBack(Roster):
 
 
 class GoBackAnEpoch(Mutation):
-    sessions = with_roster(_GoesBack)
+    member_links = with_roster(_GoesBack)
 
 
 class _Forgets(Roster):
@@ -277,7 +277,7 @@ class _Forgets(Roster):
 class ForgetWorkersThatLeft(Mutation):
     """An epoch that opens after a machine has left, its ranks done, has a machine less."""
 
-    sessions = with_roster(_Forgets)
+    member_links = with_roster(_Forgets)
 
 
 class LeaveWithoutFarewell(Mutation):

@@ -7,7 +7,7 @@ from typing import Any
 from byteps_py.failure_detector import FailureDetector
 from byteps_py.scheduler.core import SchedulerCore
 from byteps_py.scheduler.liveness import LivenessMonitor
-from byteps_py.scheduler.sessions.scheduler_sessions import Sessions
+from byteps_py.scheduler.member_links.links import MemberLinks
 from byteps_py.worker.core.deadlines import FailureSuspicions
 from byteps_py.worker.core.piece_exchange import PieceExchange
 from byteps_py.worker.core.scatter import ScatterPart
@@ -63,7 +63,7 @@ class TakeWhoShutsDownLateForDone(Mutation):
 class ForgetWhoWasLate(Mutation):
     """One timeout for all, as if no machine were ever busy."""
 
-    class sessions(Sessions):
+    class member_links(MemberLinks):
         class core_class(SchedulerCore):
             class liveness_class(LivenessMonitor):
                 class detector_class(FailureDetector):

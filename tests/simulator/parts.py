@@ -10,7 +10,7 @@ import functools
 from typing import Any
 
 from byteps_py.placement.placement_table import PlacementTable
-from byteps_py.scheduler.sessions.scheduler_sessions import Sessions
+from byteps_py.scheduler.member_links.links import MemberLinks
 from byteps_py.server.arrival import Arrival
 from byteps_py.server.rounds import Rounds
 from byteps_py.server.service import SummationService
@@ -47,10 +47,10 @@ PACED_BYTES = 100
 
 
 class Parts:
-    """Of the scheduler (``sessions``), of summation services (``rounds``, ``shadow_store``), and of communication
+    """Of the scheduler (``member_links``), of summation services (``rounds``, ``shadow_store``), and of communication
     services."""
 
-    sessions: type[Sessions] = Sessions
+    member_links: type[MemberLinks] = MemberLinks
     rounds: type[Rounds[Arrival]] = Rounds
     shadow_store: type[ShadowStore] = ShadowStore
 

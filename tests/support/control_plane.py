@@ -1,4 +1,4 @@
-"""A scheduler's sessions and its members' ends of them, with connections that a test, or a seed, breaks at any moment.
+"""A scheduler's links and its members' ends of them, with connections that a test, or a seed, breaks at any moment.
 
 Pure: messages lie in lists until they are carried on. A crash of the scheduler loses all that is not in ``disk``.
 """
@@ -12,9 +12,17 @@ from collections import deque
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.proto.journal_pb2 import JournalRecord
 from byteps_py.scheduler.cluster_config import ClusterConfig
-from byteps_py.scheduler.sessions.recovery import replay
-from byteps_py.scheduler.sessions.scheduler_sessions import Sent, Sessions
-from byteps_py.scheduler.sessions.session_protocol import MemberSession
+from byteps_py.scheduler.core import ClockTicked
+from byteps_py.scheduler.member_links.journal import freeze, replay
+from byteps_py.scheduler.member_links.links import (
+    MemberLinks,
+    Restarted,
+    Sent,
+    StreamClosed,
+    StreamMessage,
+    StreamOpened,
+)
+from byteps_py.scheduler.member_links.protocol import MemberEnd
 
 _tokens = itertools.count(1)
 
@@ -23,7 +31,7 @@ class Member:
     """``heard``: what its service was told, in order."""
 
     def __init__(self, register: pb.Register) -> None:
-        self.session = MemberSession(register, lambda: next(_tokens).to_bytes(8, "little"))
+        self.end = MemberEnd(register, lambda: next(_tokens).to_bytes(8, "little"))
         self.stream: int | None = None
         self.is_welcome = False  # on this stream
         self.up: deque[pb.MemberMessage] = deque()
@@ -32,15 +40,15 @@ class Member:
         self.is_refused = False
 
     def say(self, **body: object) -> None:
-        stamped = self.session.say(pb.MemberMessage(**body))  # type: ignore[arg-type]
+        stamped = self.end.say(pb.MemberMessage(**body))  # type: ignore[arg-type]
         if self.is_welcome:
             self.up.append(stamped)
 
     def hear(self, message: pb.SchedulerMessage) -> None:
-        is_news = self.session.hear(message)
+        is_news = self.end.hear(message)
         if message.HasField("welcome"):
-            is_news = not self.session.is_member
-            self.up.extend(self.session.welcomed(message))
+            is_news = not self.end.is_member
+            self.up.extend(self.end.welcomed(message))
             self.is_welcome = True
         if is_news:
             self.heard.append(message)
@@ -63,7 +71,7 @@ class Plane:
         self._streams: dict[int, Member] = {}
         self._numbers = itertools.count(1)
         self.members: list[Member] = []
-        self.sessions: Sessions | None = Sessions(self.config, self._unsafe.append)
+        self.links: MemberLinks | None = MemberLinks(self.config, self._unsafe.append)
 
     # ---- the scheduler's life ----------------------------------------------------------------------------
 
@@ -72,14 +80,14 @@ class Plane:
             self.cut(member)
         self._unsafe.clear()
         self._held.clear()
-        self.sessions = None
+        self.links = None
 
     def start(self) -> None:
         records = [JournalRecord.FromString(record.SerializeToString()) for record in self.disk]
-        self.sessions = Sessions(self.config)
-        self.now = replay(self.sessions, records, self.snapshot)
-        self.sessions.write = self._unsafe.append
-        self.sessions.restart(self.now)
+        self.links = MemberLinks(self.config)
+        self.now = replay(self.links, records, self.snapshot)
+        self.links.write = self._unsafe.append
+        self.links.handle(Restarted(), self.now)
         self.flush()
 
     def flush(self) -> None:
@@ -92,16 +100,16 @@ class Plane:
 
     def compact(self) -> None:
         """As the service does it: after everything is written, and before what follows is sent."""
-        if self.sessions is not None:
+        if self.links is not None:
             self.disk += self._unsafe
             self._unsafe.clear()
-            self.snapshot = self.sessions.snapshot(self.now)
+            self.snapshot = freeze(self.links.state(self.now))
             self.disk.clear()
 
     def tick(self, by_s: float = 0.0) -> None:
         self.now += by_s
-        if self.sessions is not None:
-            self._held += self.sessions.tick(self.now)
+        if self.links is not None:
+            self._held += self.links.handle(ClockTicked(), self.now)
 
     def wait(self, for_s: float) -> None:
         """Time passes, and who is connected lives."""
@@ -125,11 +133,11 @@ class Plane:
         return member
 
     def connect(self, member: Member) -> None:
-        if self.sessions is not None and member.stream is None and not member.is_refused:
+        if self.links is not None and member.stream is None and not member.is_refused:
             member.stream = next(self._numbers)
             self._streams[member.stream] = member
-            self._held += self.sessions.opened(member.stream, self.now)
-            member.up.append(member.session.register())
+            self._held += self.links.handle(StreamOpened(member.stream), self.now)
+            member.up.append(member.end.register())
 
     def cut(self, member: Member) -> None:
         """What is on its way is lost, both ways."""
@@ -139,8 +147,8 @@ class Plane:
         del self._streams[stream]
         member.up.clear()
         member.down.clear()
-        if self.sessions is not None:
-            self._held += self.sessions.closed(stream, self.now)
+        if self.links is not None:
+            self._held += self.links.handle(StreamClosed(stream), self.now)
 
     def forget(self, member: Member) -> None:
         """The connection breaks, and only the member knows."""
@@ -151,9 +159,9 @@ class Plane:
             member.down.clear()
 
     def carry_up(self, member: Member) -> None:
-        if member.up and member.stream is not None and self.sessions is not None:
+        if member.up and member.stream is not None and self.links is not None:
             message = pb.MemberMessage.FromString(member.up.popleft().SerializeToString())
-            self._held += self.sessions.received(member.stream, message, self.now)
+            self._held += self.links.handle(StreamMessage(member.stream, message), self.now)
 
     def carry_down(self, member: Member) -> None:
         if not member.down:
@@ -199,7 +207,7 @@ class Plane:
             self.cut(member)
         elif what < 0.965:
             self.forget(member)
-        elif self.sessions is None:
+        elif self.links is None:
             self.start()
         elif what > 0.985:
             self.crash()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler import job as states
 from byteps_py.scheduler.cluster_config import PROTOCOL_VERSION, ClusterConfig
-from byteps_py.scheduler.core import SchedulerCore
+from byteps_py.scheduler.core import ConnectionClosed, ConnectionOpened, MessageReceived, SchedulerCore
 from byteps_py.scheduler.job import Outgoing
 from byteps_py.tensors import DType, Op
 
@@ -55,15 +55,15 @@ class Cluster:
     def join(self, register: pb.Register) -> int:
         connection = len(self.told) + 1
         self.told[connection] = []
-        self.take(self.core.on_connected(connection, self.now))
+        self.take(self.core.handle(ConnectionOpened(connection), self.now))
         self.say(connection, register=register)
         return connection
 
     def say(self, connection: int, **body: object) -> Outgoing:
-        return self.take(self.core.handle(connection, pb.MemberMessage(**body), self.now))
+        return self.take(self.core.handle(MessageReceived(connection, pb.MemberMessage(**body)), self.now))
 
     def drop(self, connection: int) -> Outgoing:
-        return self.take(self.core.on_disconnected(connection, self.now))
+        return self.take(self.core.handle(ConnectionClosed(connection), self.now))
 
     def tick(self, by_s: float, beating: tuple[int, ...] = ()) -> Outgoing:
         """Move the clock in steps, as a timer would, the members ``beating`` sending heartbeats."""
@@ -72,7 +72,7 @@ class Cluster:
             self.now += min(by_s, 0.5)
             for connection in beating:
                 self.say(connection, heartbeat=pb.Heartbeat())
-            out += self.take(self.core.on_tick(self.now))
+            out += self.take(self.core.tick(self.now))
         return out
 
     def last(self, connection: int) -> pb.SchedulerMessage:

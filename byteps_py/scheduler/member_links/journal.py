@@ -1,42 +1,63 @@
-"""The scheduler's journal on disk: an append-only log of frames with checksums, which only its owner may read.
+"""The scheduler's journal: an append-only log on disk, and the job that a restarted scheduler resumes from it.
 
-Owns the file from the scheduler's start until the job ends in order; then the file is deleted. Knows nothing of the
-contents of the records. One thread at a time may call; ``flush`` waits for the disk.
+Owns the file from the scheduler's start until the job ends in order; then the file is deleted. One thread at a time may
+call; ``flush`` waits for the disk.
 
     file   the magic line, then frames
     frame  length and CRC-32 of what follows (4 bytes each, little-endian), then a JournalFrame
 
 A crash may leave the last frame incomplete, and nothing else. No message that follows from that frame was sent, so it
-is dropped. Damage elsewhere is an error.
+is dropped. Damage elsewhere is an error. Only the file's owner may read it.
+
+A long journal is replaced by a snapshot: the whole state, pickled as it is. It is read only from the scheduler's own
+file, by the same version of the package, and only into classes of the scheduler and of the modules in ``_PACKAGES``.
+
+The journal of a job with another configuration belongs to another job, killed long ago: it is given up.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import hashlib
+import io
+import json
 import os
+import pickle
 import re
 import stat
 import struct
 import tempfile
 import time
 import zlib
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
+from byteps_py import __version__
 from byteps_py.errors import JournalError
 from byteps_py.log import logger
-from byteps_py.proto.journal_pb2 import JournalFrame, JournalRecord
+from byteps_py.proto import control_pb2 as pb
+from byteps_py.proto.journal_pb2 import JournalFrame, JournalHeader, JournalRecord
+from byteps_py.scheduler.cluster_config import PROTOCOL_VERSION, ClusterConfig
+from byteps_py.scheduler.core import EpochSeen
+from byteps_py.scheduler.member_links.links import MemberLinks, Restarted
 from byteps_py.settings import Settings
 
+VERSION = 4
 NO_JOURNAL = "none"
 #: A hundred thousand records, which take about a second to replay.
 COMPACT_BYTES = 4 << 20
 _STALE_S = 7 * 86400.0
 _MAGIC = b"byteps journal 1\n"
 _HEAD = struct.Struct("<II")
+_PACKAGES = ("byteps_py.scheduler.", "byteps_py.failure_detector", "byteps_py.tensors", "byteps_py.placement.")
+_PLAIN = {("builtins", "set"), ("builtins", "frozenset"), ("builtins", "range"), ("collections", "deque")}
+#: Settings that make two jobs different. Times do not: a job goes on with the times that it began with.
+_IDENTITY = ("num_workers", "num_servers", "servers_only", "job", "elastic")
 
 
 def encode(frame: JournalFrame) -> bytes:
@@ -261,3 +282,129 @@ def _write(fd: int, data: bytes) -> None:
     while view:
         view = view[os.write(fd, view) :]
     os.fdatasync(fd)
+
+
+# ---- snapshots -------------------------------------------------------------------------------------------------
+
+
+def freeze(state: dict[str, Any]) -> bytes:
+    """The bytes from which ``thaw`` makes an equal state. References to one object stay references to one object."""
+    file = io.BytesIO()
+    _Pickler(file, protocol=5).dump({**state, "version": __version__})
+    return file.getvalue()
+
+
+def thaw(data: bytes) -> dict[str, Any]:
+    """The state of these bytes. Raises JournalError if another version wrote them, or if they are not a snapshot."""
+    try:
+        state = _Unpickler(io.BytesIO(data)).load()
+        version = state.pop("version")
+    except JournalError:
+        raise
+    except Exception as error:
+        raise JournalError(f"the snapshot in the scheduler's journal can't be read: {error!r}") from error
+    if version != __version__:
+        raise JournalError(f"byteps_py {version} wrote the scheduler's journal, and this is {__version__}")
+    return state  # type: ignore[no-any-return]
+
+
+def message(name: str, data: bytes) -> Message:
+    """A message of the control plane."""
+    found: Message = getattr(pb, name).FromString(data)
+    return found
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, obj: object) -> Any:
+        if isinstance(obj, Message):
+            return message, (type(obj).DESCRIPTOR.name, obj.SerializeToString())
+        return NotImplemented
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _PLAIN:
+            return super().find_class(module, name)
+        if module.startswith(_PACKAGES):
+            found = super().find_class(module, name)
+            # Only classes that the module defines: its namespace also holds what it imports.
+            if found is message or (isinstance(found, type) and found.__module__ == module):
+                return found
+        raise JournalError(
+            f"the snapshot in the scheduler's journal names {module}.{name}, which is not allowed in a snapshot"
+        )
+
+
+# ---- recovery --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """``config``: that of the job. ``at_s``: the time of the scheduler's clock at which the job goes on. ``records``:
+    how many records were replayed."""
+
+    links: MemberLinks
+    config: ClusterConfig
+    at_s: float = 0.0
+    records: int = 0
+
+
+def restore(config: ClusterConfig, journal: Journal | None) -> Restored:
+    """The links of the journal's job, or those of a new one. Raises JournalError or OSError."""
+    if journal is None:
+        return Restored(MemberLinks(config), config)
+    if not journal.frames:
+        return begin(config, journal, 0, 0.0)
+    header = journal.frames[0].header
+    known = _config(header)
+    if known is None or any(getattr(known, name) != getattr(config, name) for name in _IDENTITY):
+        logger.warning("the journal %s belongs to a job with another configuration: a new job begins", journal.path)
+        return begin(config, journal, 0, 0.0)
+    records = [record for frame in journal.frames for record in frame.records]
+    try:
+        links = MemberLinks(known)
+        at_s = replay(links, records, journal.frames[0].snapshot)
+    except JournalError as error:
+        raise JournalError(f"{error} ({journal.path}; move it away to begin a new job)") from None
+    journal.frames.clear()
+    links.write = journal.append
+    links.handle(Restarted(), at_s)
+    return Restored(links, known, at_s, len(records))
+
+
+def replay(links: MemberLinks, records: list[JournalRecord], snapshot: bytes = b"") -> float:
+    """Apply a snapshot and records to new links. Returns the time of the last record. Raises JournalError."""
+    at_s = links.adopt(thaw(snapshot)) if snapshot else 0.0
+    for record in records:
+        links.replay(record)
+    return records[-1].at_s if records else at_s
+
+
+def compact(config: ClusterConfig, journal: Journal, links: MemberLinks, at_s: float) -> None:
+    """Replace the journal's records by a snapshot. Raises OSError; then the old journal stays valid."""
+    journal.replace(JournalFrame(header=_header(config), snapshot=freeze(links.state(at_s))))
+
+
+def begin(config: ClusterConfig, journal: Journal | None, last_epoch: int, at_s: float) -> Restored:
+    """A new job, whose epochs come after ``last_epoch``. Raises OSError."""
+    links = MemberLinks(config, None if journal is None else journal.append)
+    if journal is not None:
+        journal.begin(JournalFrame(header=_header(config)))
+    if last_epoch:
+        links.handle(EpochSeen(last_epoch), at_s)
+    return Restored(links, config, at_s)
+
+
+def _header(config: ClusterConfig) -> JournalHeader:
+    stated = json.dumps(dataclasses.asdict(config) | {"protocol": PROTOCOL_VERSION}, sort_keys=True)
+    return JournalHeader(version=VERSION, config=stated)
+
+
+def _config(header: JournalHeader) -> ClusterConfig | None:
+    """The configuration in the header; None if this version of the package can't resume the job."""
+    if header.version != VERSION:
+        return None
+    stated = json.loads(header.config)
+    if stated.pop("protocol") != PROTOCOL_VERSION or set(stated) != {f.name for f in dataclasses.fields(ClusterConfig)}:
+        return None
+    return ClusterConfig(**stated)

@@ -1,4 +1,4 @@
-"""Sessions: whatever happens to connections and schedulers, every message counts once, in order, and epochs rise."""
+"""Whatever happens to connections and schedulers, every message counts once, in order, and epochs rise."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from byteps_py.errors import JournalError, ProtocolError
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.proto.journal_pb2 import JournalRecord
 from byteps_py.scheduler import job as states
-from byteps_py.scheduler.sessions import restart_wait
-from byteps_py.scheduler.sessions.recovery import replay
-from byteps_py.scheduler.sessions.scheduler_sessions import Sessions
+from byteps_py.scheduler.core import StopRequested
+from byteps_py.scheduler.member_links.journal import replay
+from byteps_py.scheduler.member_links.links import STRANGERS_WAIT, MemberLinks
 
 SHAPE = {"num_workers": 2, "num_servers": 1, "servers_only": True}
 
@@ -27,9 +27,9 @@ def complete() -> tuple[Plane, Member, Member, Member]:
     return plane, one, two, third
 
 
-def running(plane: Plane) -> Sessions:
-    assert plane.sessions is not None
-    return plane.sessions
+def running(plane: Plane) -> MemberLinks:
+    assert plane.links is not None
+    return plane.links
 
 
 def test_a_member_that_comes_back_misses_nothing_and_repeats_nothing() -> None:
@@ -44,17 +44,17 @@ def test_a_member_that_comes_back_misses_nothing_and_repeats_nothing() -> None:
     plane.settle()
     for member in (one, two):
         assert member.bodies()[2:] == ["verdicts", "release"]
-        assert member.session.unconfirmed == 0
+        assert member.end.unconfirmed == 0
 
 
 def test_the_answer_to_a_heartbeat_confirms_messages() -> None:
     plane, one, *_ = complete()
     one.say(arrive=pb.Arrive(sequence=1))
     plane.settle()
-    assert one.session.unconfirmed == 1
+    assert one.end.unconfirmed == 1
     one.say(heartbeat=pb.Heartbeat(bare=True))
     plane.settle()
-    assert one.session.unconfirmed == 0
+    assert one.end.unconfirmed == 0
     one.say(heartbeat=pb.Heartbeat(bare=True))
     plane.carry_up(one)
     plane.flush()
@@ -104,7 +104,7 @@ def test_a_stranger_can_not_take_a_members_place() -> None:
     plane, one, _, _ = complete()
     plane.cut(one)
     thief = plane.add(worker(0))
-    thief.session.hear(pb.SchedulerMessage(welcome=pb.Welcome(member_id=1)))
+    thief.end.hear(pb.SchedulerMessage(welcome=pb.Welcome(member_id=1)))
     plane.settle()
     assert "complete already" in thief.heard[-1].refused.message
     assert one.is_welcome
@@ -149,11 +149,11 @@ def test_a_gap_is_no_way_to_go_on() -> None:
     one.say(arrive=pb.Arrive(sequence=2))
     plane.settle()
     assert "its message 2 arrived after message 0" in two.heard[-1].failure.message
-    session = one.session
+    end = one.end
     with pytest.raises(ProtocolError, match="message 9 of the scheduler arrived after message 2"):
-        session.hear(pb.SchedulerMessage(number=9, release=pb.Release(sequence=1)))
+        end.hear(pb.SchedulerMessage(number=9, release=pb.Release(sequence=1)))
     with pytest.raises(ProtocolError, match="opened epoch 1 after epoch 1"):
-        session.hear(pb.SchedulerMessage(number=3, membership=pb.Membership(epoch=1)))
+        end.hear(pb.SchedulerMessage(number=3, membership=pb.Membership(epoch=1)))
 
 
 def test_a_lost_member_learns_that_it_is_lost() -> None:
@@ -197,7 +197,7 @@ def test_a_restarted_scheduler_takes_its_members_back_and_waits_for_the_others()
     plane.start()
     plane.settle()
     assert one.bodies()[2:] == two.bodies()[2:] == ["release"]
-    assert (running(plane).restarts, running(plane).core.epoch) == (1, 1)
+    assert (running(plane).restarts, running(plane).core.job.roster.latest_epoch) == (1, 1)
     assert "the scheduler was started again once" in to_text(running(plane).status(plane.now))
     plane.crash()
     plane.start()
@@ -218,7 +218,7 @@ def test_a_restarted_scheduler_does_not_wait_for_the_connections_of_those_who_ha
     plane.crash()  # before it has seen a connection's end
     plane.members.clear()
     plane.start()
-    plane.tick(restart_wait.STRANGERS_WAIT * plane.config.heartbeat_timeout_s)  # another job's processes might come
+    plane.tick(STRANGERS_WAIT * plane.config.heartbeat_timeout_s)  # another job's processes might come
     finish = running(plane).finished(plane.now)
     assert finish is not None
     assert finish.exit_status == 0
@@ -243,7 +243,7 @@ def test_a_journal_without_living_members_is_given_up(asked: bool) -> None:
     plane.tick(0.2)
     assert running(plane).is_abandoned
     assert running(plane).finished(plane.now) is None
-    assert members[0].session.epoch == 1
+    assert members[0].end.epoch == 1
 
 
 def asks(plane: Plane, member: Member) -> pb.Refused:
@@ -345,13 +345,13 @@ def test_a_job_that_had_failed_gives_way_to_who_asks() -> None:
 
 def test_what_is_left_of_a_job_hears_that_another_has_taken_its_place() -> None:
     plane, (_, _, third) = restarted_with(2)
-    successor = Sessions(plane.config)
+    successor = MemberLinks(plane.config)
     successor.take_place_of(running(plane))
     plane.cut(third)
-    plane.sessions = successor
+    plane.links = successor
     refused = asks(plane, third)
     assert refused.replaced
-    assert not third.session.doubts(third.heard[-1])
+    assert not third.end.doubts(third.heard[-1])
     assert "the job of server tcp://cpu0:1 (host h0, pid 200) is over" in refused.message
 
 
@@ -375,7 +375,7 @@ def test_a_journal_that_lacks_what_it_confirmed_is_doubted() -> None:
     one.say(arrive=pb.Arrive(sequence=1))
     one.say(heartbeat=pb.Heartbeat(bare=True))
     plane.settle()
-    assert one.session.unconfirmed == 0
+    assert one.end.unconfirmed == 0
     plane.crash()
     del plane.disk[old:]
     plane.start()
@@ -383,7 +383,7 @@ def test_a_journal_that_lacks_what_it_confirmed_is_doubted() -> None:
     plane.settle()
     plane.wait(6.0)
     assert "can't come back" in asks(plane, one).message
-    assert one.session.doubts(one.heard[-1])
+    assert one.end.doubts(one.heard[-1])
 
 
 @pytest.mark.parametrize("everybody_left", [False, True])
@@ -450,14 +450,14 @@ def test_a_journal_that_leads_elsewhere_is_an_error() -> None:
     plane.disk[0].register.local_size = 7
     plane.disk[0].register.partition_bytes = 1
     with pytest.raises(JournalError, match="gives other messages than when it was written"):
-        replay(Sessions(plane.config), plane.disk)
+        replay(MemberLinks(plane.config), plane.disk)
 
 
 def test_times_of_records_are_those_of_the_schedulers_clock() -> None:
     plane, *_ = complete()
     plane.wait(7.0)
     record = JournalRecord(at_s=plane.now, stop="enough")
-    running(plane).stop("enough", plane.now)
+    running(plane).handle(StopRequested("enough"), plane.now)
     plane.flush()
     assert plane.disk[-1].at_s == record.at_s
     plane.crash()

@@ -1,9 +1,8 @@
-"""The session protocol: messages that survive broken connections and restarted schedulers, and a member's end of it.
+"""The protocol of a member's link: messages survive broken connections and restarted schedulers. And a member's end.
 
 Each side numbers what it says and keeps it until the other side confirms it; a message that arrives twice is dropped.
 How much a member keeps while there is no scheduler is bounded by what ranks do without its answers: each rank waits, up
-to the stall limit. The scheduler's end is scheduler_sessions.py. Pure: knows no connection. One thread at a time may
-call.
+to the stall limit. The scheduler's end is links.py. Pure: knows no connection. One thread at a time may call.
 
     connection 1:  Register ─►   ◄─ Welcome   Declare 1 ─►   ◄─ Membership 1   Arrive 2 ─►  ✂
     connection 2:  Register, received 1 ─►   ◄─ Welcome, received 1   Arrive 2 ─►   ◄─ Verdicts 2
@@ -24,7 +23,7 @@ M = TypeVar("M")
 
 TOKEN_BYTES = 16
 #: Reports that a newer one soon replaces: they are not kept and have no number.
-_FLEETING = ("heartbeat", "sight")
+UNNUMBERED = ("heartbeat", "sight")
 
 
 class Outbox(Generic[M]):
@@ -65,8 +64,8 @@ class Outbox(Generic[M]):
             self._kept.popleft()
 
 
-class MemberSession:
-    """A member's end of its session with the scheduler."""
+class MemberEnd:
+    """A member's end of its link to the scheduler."""
 
     def __init__(
         self, register: pb.Register, new_token: Callable[[], bytes] = lambda: secrets.token_bytes(TOKEN_BYTES)
@@ -102,7 +101,7 @@ class MemberSession:
         one."""
         stamped = pb.MemberMessage(received=self._received)
         stamped.MergeFrom(message)
-        if message.WhichOneof("body") not in _FLEETING:
+        if message.WhichOneof("body") not in UNNUMBERED:
             stamped.number = self._outbox.put(stamped)
         return stamped
 
