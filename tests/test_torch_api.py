@@ -178,6 +178,8 @@ def test_misuse() -> None:
             bps.push_pull(torch.ones(2, device="meta"))
         with pytest.raises(ValueError, match="op must be one of"):
             bps.push_pull(torch.ones(2), op="sum")
+        with pytest.raises(ValueError, match="op=Adasum is not supported here"):
+            bps.push_pull(torch.ones(2), op=bps.Adasum)
         with pytest.raises(ValueError, match="contradicts"):
             bps.push_pull(torch.ones(2), average=False, op=bps.Average)
         with pytest.raises(ValueError, match="ranks go from 0 to 1"):

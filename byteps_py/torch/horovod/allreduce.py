@@ -22,11 +22,10 @@ from typing import Any
 import torch
 
 from byteps_py.errors import UsageError
-from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.collectives.dtypes import check_are_tensors
 from byteps_py.torch.collectives.integer_averages import is_summed_wider, mean, summands
 from byteps_py.torch.compression import Compression, Compressor
-from byteps_py.torch.horovod.differentiable import reduce, start
+from byteps_py.torch.horovod.differentiable import reduce
 from byteps_py.torch.operations.gathers import start_gather
 from byteps_py.torch.operations.handles import result_of, synchronize
 from byteps_py.torch.operations.process_sets import ProcessSet, global_process_set, group_of, members_of
@@ -76,7 +75,7 @@ def push_pull_async(
     Any thread may call it. Raises NotInitializedError and UsageError (a ValueError).
     """
     options = ReductionOptions(which_op(average, op), compression=compression, priority=priority)
-    return start_reduction(contexts.current(), [tensor], None, name, options)
+    return start_reduction([tensor], None, name, options)
 
 
 def push_pull_async_inplace(
@@ -91,7 +90,7 @@ def push_pull_async_inplace(
 ) -> int:
     """Like push_pull_async, but ``synchronize`` writes the result into ``tensor``."""
     options = ReductionOptions(which_op(average, op), compression=compression, priority=priority)
-    return start_reduction(contexts.current(), [tensor], [tensor], name, options)
+    return start_reduction([tensor], [tensor], name, options)
 
 
 byteps_push_pull = push_pull_async_inplace
@@ -109,7 +108,7 @@ def push_pull_inplace(
 ) -> torch.Tensor:
     """Reduce ``tensor`` over all ranks in place, and return it. See push_pull_async for the arguments."""
     options = ReductionOptions(which_op(average, op), compression=compression, priority=priority)
-    handle = start_reduction(contexts.current(), [tensor], [tensor], name, options, is_awaited=True)
+    handle = start_reduction([tensor], [tensor], name, options, is_awaited=True)
     result: torch.Tensor = result_of(handle)
     return result
 
@@ -154,7 +153,7 @@ def allreduce_async(
 ) -> int:
     """Begin to reduce ``tensor``. ``synchronize(handle)`` returns the result, a new tensor. See allreduce."""
     options = _options_of(op, average, prescale_factor, postscale_factor, process_set)
-    return start([tensor], None, name, options)
+    return start_reduction([tensor], None, name, options)
 
 
 def allreduce_async_(
@@ -168,7 +167,7 @@ def allreduce_async_(
 ) -> int:
     """Like allreduce_async, but ``synchronize`` writes the result into ``tensor``. See allreduce."""
     options = _options_of(op, average, prescale_factor, postscale_factor, process_set)
-    return start([tensor], [tensor], name, options)
+    return start_reduction([tensor], [tensor], name, options)
 
 
 def allreduce_(
@@ -182,7 +181,7 @@ def allreduce_(
 ) -> torch.Tensor:
     """Reduce ``tensor`` in place, and return it. See allreduce."""
     options = _options_of(op, average, prescale_factor, postscale_factor, process_set)
-    result: torch.Tensor = result_of(start([tensor], [tensor], name, options, is_awaited=True))
+    result: torch.Tensor = result_of(start_reduction([tensor], [tensor], name, options, is_awaited=True))
     return result
 
 
@@ -216,10 +215,8 @@ def allreduce(
     """
     options = _options_of(op, average, prescale_factor, postscale_factor, process_set)
     check_are_tensors((tensor,), name)
-    compressed, undo = compression.compress(tensor)
-    (result,) = reduce([compressed], name, options)
-    decompressed: torch.Tensor = compression.decompress(result, undo)
-    return decompressed
+    (result,) = compressed(compression, [tensor], lambda given: reduce(given, name, options))
+    return result
 
 
 def grouped_allreduce_async(
@@ -232,8 +229,8 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Begin to reduce each of ``tensors`` as one operation. ``synchronize(handle)`` returns a tuple of new tensors."""
-    options = _options_of(op, average, prescale_factor, postscale_factor, process_set)
-    return start(tensor_list(tensors), None, name, options, is_group=True)
+    options = _options_of(op, average, prescale_factor, postscale_factor, process_set, is_group=True)
+    return start_reduction(tensor_list(tensors), None, name, options)
 
 
 def grouped_allreduce_async_(
@@ -246,8 +243,8 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Like grouped_allreduce_async, but ``synchronize`` writes the results into ``tensors``."""
-    options = _options_of(op, average, prescale_factor, postscale_factor, process_set)
-    return start(tensor_list(tensors), tensor_list(tensors), name, options, is_group=True)
+    options = _options_of(op, average, prescale_factor, postscale_factor, process_set, is_group=True)
+    return start_reduction(tensor_list(tensors), tensor_list(tensors), name, options)
 
 
 def grouped_allreduce_(
@@ -276,10 +273,8 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """The reductions of ``tensors``, as one operation, in a list of new tensors. See allreduce."""
-    options = _options_of(op, average, prescale_factor, postscale_factor, process_set)
-    pairs = [compression.compress(tensor) for tensor in tensor_list(tensors)]
-    results = reduce([compressed for compressed, _ in pairs], name, options, is_group=True)
-    return [compression.decompress(result, undo) for result, (_, undo) in zip(results, pairs, strict=True)]
+    options = _options_of(op, average, prescale_factor, postscale_factor, process_set, is_group=True)
+    return compressed(compression, tensor_list(tensors), lambda given: reduce(given, name, options))
 
 
 def sparse_allreduce_async(
@@ -297,9 +292,9 @@ def sparse_allreduce_async(
     if tensor.layout is not torch.sparse_coo:
         raise UsageError(f"tensor {name!r} is not sparse COO but {tensor.layout}; use allreduce_async for it")
     # Not coalesced first: that costs a sort, and the sum needs another one.
-    context, group, members = contexts.current(), group_of(process_set), len(members_of(process_set))
-    indices = start_gather(context, [tensor._indices().t().contiguous()], f"{name}.indices", group)
-    values = start_gather(context, [tensor._values()], f"{name}.values", group)
+    group, members = group_of(process_set), len(members_of(process_set))
+    indices = start_gather([tensor._indices().t().contiguous()], f"{name}.indices", group)
+    values = start_gather([tensor._values()], f"{name}.values", group)
 
     def wait() -> torch.Tensor:
         all_values = synchronize(values)
@@ -333,11 +328,15 @@ def sparse_allreduce_async(
 
 
 def _options_of(
-    op: ReduceOp | None, average: bool | None, before: float, after: float, process_set: ProcessSet
+    op: ReduceOp | None,
+    average: bool | None,
+    before: float,
+    after: float,
+    process_set: ProcessSet,
+    is_group: bool = False,
 ) -> ReductionOptions:
-    return ReductionOptions(
-        which_allreduce_op(op, average), "allreduce", group_of(process_set), before=float(before), after=float(after)
-    )
+    which = which_allreduce_op(op, average)
+    return ReductionOptions(which, "allreduce", group_of(process_set), is_group, float(before), float(after))
 
 
 def which_op(average: bool, op: ReduceOp | None) -> ReduceOp:
@@ -363,6 +362,15 @@ def which_allreduce_op(op: ReduceOp | None, average: bool | None) -> ReduceOp:
         return Average
     warnings.warn("Parameter `average` has been replaced with `op`", DeprecationWarning, stacklevel=4)
     return Average if average else Sum
+
+
+def compressed(
+    compression: Any, tensors: Sequence[torch.Tensor], run: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+) -> list[torch.Tensor]:
+    """The results of ``run`` for ``tensors``, which travel in a smaller dtype. Differentiable if ``run`` is."""
+    pairs = [compression.compress(tensor) for tensor in tensors]
+    results = run([given for given, _ in pairs])
+    return [compression.decompress(result, undo) for result, (_, undo) in zip(results, pairs, strict=True)]
 
 
 def tensor_list(tensors: Any) -> list[torch.Tensor]:

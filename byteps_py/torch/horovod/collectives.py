@@ -20,10 +20,9 @@ from typing import Any
 import torch
 
 from byteps_py.errors import UnsupportedError
-from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.collectives.dtypes import check_are_tensors
 from byteps_py.torch.compression import Compression
-from byteps_py.torch.horovod.allreduce import tensor_list
+from byteps_py.torch.horovod.allreduce import compressed, tensor_list
 from byteps_py.torch.horovod.differentiable import broadcast_from, exchange, gather, reduce_scatter, start_broadcast_of
 from byteps_py.torch.operations.gathers import Splits, start_alltoall, start_gather
 from byteps_py.torch.operations.handles import result_of
@@ -103,7 +102,7 @@ def broadcast(
 def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
     """Begin to concatenate the tensors of all ranks along the first dimension. ``synchronize(handle)`` returns the
     result, a new tensor. See allgather."""
-    return start_gather(contexts.current(), [tensor], name, group_of(process_set))
+    return start_gather([tensor], name, group_of(process_set))
 
 
 def allgather(
@@ -132,7 +131,7 @@ def grouped_allgather_async(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Begin to gather each of ``tensors`` as one operation. ``synchronize(handle)`` returns a tuple of new tensors."""
-    return start_gather(contexts.current(), tensor_list(tensors), name, group_of(process_set), is_group=True)
+    return start_gather(tensor_list(tensors), name, group_of(process_set), is_group=True)
 
 
 def grouped_allgather(
@@ -156,7 +155,7 @@ def alltoall_async(
     splits: the number of rows for each rank, in rank order: a list or an int32 tensor; by default all ranks get equally
     many. Rows beyond the sum of the splits are not sent. received_splits: int32, the number of rows from each rank.
     """
-    return start_alltoall(contexts.current(), tensor, splits, name, group_of(process_set))
+    return start_alltoall(tensor, splits, name, group_of(process_set))
 
 
 def alltoall(
@@ -197,7 +196,7 @@ def reducescatter_async(
     """Begin to reduce ``tensor`` and scatter its rows. ``synchronize(handle)`` returns this rank's rows, a new tensor.
     See reducescatter."""
     options = _options_of(op, process_set, prescale_factor, postscale_factor, [tensor], name)
-    return start_reduction(contexts.current(), [tensor], None, name, options)
+    return start_reduction([tensor], None, name, options)
 
 
 def reducescatter(
@@ -225,11 +224,9 @@ def reducescatter(
     >>> hvd.shutdown()
     """
     check_are_tensors((tensor,), name)
-    compressed, undo = compression.compress(tensor)
     options = _options_of(op, process_set, prescale_factor, postscale_factor, [tensor], name)
-    (result,) = reduce_scatter([compressed], name, options, process_set)
-    decompressed: torch.Tensor = compression.decompress(result, undo)
-    return decompressed
+    (result,) = compressed(compression, [tensor], lambda given: reduce_scatter(given, name, options, process_set))
+    return result
 
 
 def grouped_reducescatter_async(
@@ -241,8 +238,8 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """Begin the reducescatter of each of ``tensors`` as one operation. ``synchronize`` returns a tuple of tensors."""
-    options = _options_of(op, process_set, prescale_factor, postscale_factor, tensor_list(tensors), name)
-    return start_reduction(contexts.current(), list(tensors), None, name, options, is_group=True)
+    options = _options_of(op, process_set, prescale_factor, postscale_factor, tensor_list(tensors), name, is_group=True)
+    return start_reduction(list(tensors), None, name, options)
 
 
 def grouped_reducescatter(
@@ -255,10 +252,8 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
     """This rank's rows of the reduction of each of ``tensors``, in a list. Differentiable; see reducescatter."""
-    options = _options_of(op, process_set, prescale_factor, postscale_factor, tensor_list(tensors), name)
-    pairs = [compression.compress(tensor) for tensor in tensors]
-    results = reduce_scatter([tensor for tensor, _ in pairs], name, options, process_set, is_group=True)
-    return [compression.decompress(result, undo) for result, (_, undo) in zip(results, pairs, strict=True)]
+    options = _options_of(op, process_set, prescale_factor, postscale_factor, tensor_list(tensors), name, is_group=True)
+    return compressed(compression, tensors, lambda given: reduce_scatter(given, name, options, process_set))
 
 
 def _options_of(
@@ -268,10 +263,11 @@ def _options_of(
     after: float,
     tensors: Sequence[torch.Tensor],
     name: str | None,
+    is_group: bool = False,
 ) -> ReductionOptions:
     if op not in (Average, Sum):
         raise UnsupportedError(f"reducescatter takes op=Average or op=Sum, got {op!r}")
     if any(tensor.dim() == 0 for tensor in tensors):
         raise UnsupportedError(f"reducescatter: tensor {name!r} has no first dimension whose rows could be scattered")
     group = group_of(process_set)
-    return ReductionOptions(op, "reducescatter", group, before=float(before), after=float(after), scatters=True)
+    return ReductionOptions(op, "reducescatter", group, is_group, float(before), float(after), scatters=True)

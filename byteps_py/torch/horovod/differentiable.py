@@ -21,7 +21,6 @@ import torch
 from byteps_py.errors import UsageError
 from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.collectives.dtypes import check_are_tensors
-from byteps_py.torch.operations.adasum import start_adasum
 from byteps_py.torch.operations.broadcasts import broadcast_request, start_broadcast
 from byteps_py.torch.operations.gathers import Splits, start_alltoall, start_gather
 from byteps_py.torch.operations.handles import result_of
@@ -63,27 +62,11 @@ def _results(handle: int) -> tuple[torch.Tensor, ...]:
     return result if isinstance(result, tuple) else (result,)
 
 
-def start(
-    tensors: Tensors,
-    into: Tensors | None,
-    name: str | None,
-    options: ReductionOptions,
-    is_group: bool = False,
-    is_awaited: bool = False,
-) -> int:
-    """Begin any reduction. See reductions.start_reduction."""
-    if options.op is Adasum:
-        return start_adasum(contexts.current(), tensors, into, name, options, is_group)
-    return start_reduction(contexts.current(), tensors, into, name, options, is_group, is_awaited)
-
-
-def reduce(
-    tensors: Tensors, name: str | None, options: ReductionOptions, is_group: bool = False
-) -> tuple[torch.Tensor, ...]:
+def reduce(tensors: Tensors, name: str | None, options: ReductionOptions) -> tuple[torch.Tensor, ...]:
     """The reduction of each of ``tensors``."""
 
     def run(tensors: Tensors) -> tuple[Tensors, Adjoint]:
-        return _results(start(tensors, None, name, options, is_group, is_awaited=True)), adjoint
+        return _results(start_reduction(tensors, None, name, options, is_awaited=True)), adjoint
 
     def adjoint(grads: Tensors) -> Tensors:
         if options.op not in (Sum, Average, Adasum):
@@ -91,7 +74,7 @@ def reduce(
                 f"{options.kind or 'push_pull'} with op={options.op.name.title()} is not differentiable, only Sum and "
                 "Average are"
             )
-        return reduce(grads, _of_gradient(name), options, is_group)
+        return reduce(grads, _of_gradient(name), options)
 
     return _apply(run, tensors)
 
@@ -103,17 +86,17 @@ def gather(
 
     def run(tensors: Tensors) -> tuple[Tensors, Adjoint]:
         group = group_of(process_set)
-        results = _results(start_gather(contexts.current(), tensors, name, group, is_group, background=False))
+        results = _results(start_gather(tensors, name, group, is_group, background=False))
         rows = [tensor.shape[0] for tensor in tensors]
         return results, lambda grads: adjoint(grads, rows)
 
     def adjoint(grads: Tensors, rows: Sequence[int]) -> Tensors:
         context, members, group = contexts.current(), members_of(process_set), group_of(process_set)
         grad_name = _of_gradient(name)
-        options = ReductionOptions(Average, "allgather.grad", group)
-        means = result_of(start_reduction(context, grads, None, grad_name, options, is_group=True))
+        options = ReductionOptions(Average, "allgather.grad", group, is_group=True)
+        means = result_of(start_reduction(grads, None, grad_name, options))
         own = torch.tensor([rows], device="cpu")
-        handle = start_gather(context, [own], grad_name and f"{grad_name}.rows", group, background=False)
+        handle = start_gather([own], grad_name and f"{grad_name}.rows", group, background=False)
         before = result_of(handle)[: members.index(context.session.rank)].sum(0).tolist()
         return [mean.narrow(0, first, count) for mean, first, count in zip(means, before, rows, strict=True)]
 
@@ -152,14 +135,13 @@ def exchange(
     """The rows that all ranks send to this one, and the number from each."""
 
     def run(tensors: Tensors) -> tuple[Tensors, Adjoint]:
-        handle = start_alltoall(contexts.current(), tensors[0], splits, name, group_of(process_set), background=False)
+        handle = start_alltoall(tensors[0], splits, name, group_of(process_set), background=False)
         output, received = result_of(handle)
         back, rows = received.tolist(), tensors[0].shape[0]
         return (output, received), lambda grads: adjoint(grads, back, rows)
 
     def adjoint(grads: Tensors, received: Sequence[int], rows: int) -> Tensors:
-        context, group = contexts.current(), group_of(process_set)
-        handle = start_alltoall(context, grads[0], received, _of_gradient(name), group, background=False)
+        handle = start_alltoall(grads[0], received, _of_gradient(name), group_of(process_set), background=False)
         gradient, _ = result_of(handle)
         if gradient.shape[0] < rows:  # rows that were sent to no rank
             zeros = gradient.new_zeros((rows - gradient.shape[0], *gradient.shape[1:]))
@@ -171,20 +153,18 @@ def exchange(
 
 
 def reduce_scatter(
-    tensors: Tensors, name: str | None, options: ReductionOptions, process_set: ProcessSet, is_group: bool = False
+    tensors: Tensors, name: str | None, options: ReductionOptions, process_set: ProcessSet
 ) -> tuple[torch.Tensor, ...]:
     """This rank's rows of the reduction of each of ``tensors``."""
 
     def run(tensors: Tensors) -> tuple[Tensors, Adjoint]:
-        return _results(start_reduction(contexts.current(), tensors, None, name, options, is_group)), adjoint
+        return _results(start_reduction(tensors, None, name, options)), adjoint
 
     def adjoint(grads: Tensors) -> Tensors:
         # As in Horovod: gradients are of the average over ranks. The sum is size() times the average.
         factor = options.before * options.after * (len(members_of(process_set)) if options.op is Sum else 1)
         given = [scaled(gradient, factor) for gradient in grads]
         grad_name = _of_gradient(name, "reducescatter.")
-        return _results(
-            start_gather(contexts.current(), given, grad_name, options.group, is_group=True, background=False)
-        )
+        return _results(start_gather(given, grad_name, options.group, is_group=True, background=False))
 
     return _apply(run, tensors)

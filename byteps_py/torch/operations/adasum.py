@@ -32,11 +32,7 @@ from byteps_py.errors import UsageError
 from byteps_py.session import Session, Slot
 from byteps_py.tensors import DType, Layout, Op, TensorSpec
 from byteps_py.torch.collectives.context import Context
-from byteps_py.torch.collectives.dtypes import check_dense, check_result, wire_dtype
-from byteps_py.torch.collectives.work import Attempt, NamedWork
-from byteps_py.torch.operations.handles import kind_in_group, named_work, start_when_name_is_free
-from byteps_py.torch.operations.reduction_plans import ReductionOptions
-from byteps_py.torch.operations.reductions import Tensors, scaled
+from byteps_py.torch.collectives.dtypes import check_dense, wire_dtype
 
 Floats = npt.NDArray[np.float64]
 
@@ -76,44 +72,6 @@ def start(context: Context, tensors: Sequence[torch.Tensor], name: str, group: t
             raise UsageError(f"duplicate name: Adasum of {name!r} is in flight already; wait for it first")
         operation = _running[session][name] = AdasumOperation(session, tensors, name, group)
     return operation
-
-
-def start_adasum(
-    context: Context,
-    tensors: Tensors,
-    into: Tensors | None,
-    name: str | None,
-    options: ReductionOptions,
-    is_group: bool = False,
-) -> int:
-    """Like reductions.start_reduction, but combine by Adasum."""
-    for tensor in tensors:
-        check_dense(tensor, name)
-    for output in into or ():
-        check_result(output, name)
-    kind = kind_in_group(options.group, "grouped_adasum" if is_group else "adasum")
-    if name is None:
-        signature = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
-        full_name = context.names.next(
-            kind, (signature, options.before, options.after), sum(tensor.nbytes for tensor in tensors)
-        )
-    else:
-        full_name = f"{kind}.{name}"
-    outputs = [torch.empty_like(tensor, requires_grad=False) for tensor in tensors] if into is None else list(into)
-
-    def begin() -> NamedWork:
-        running = start(
-            context, [scaled(tensor.detach(), options.before) for tensor in tensors], full_name, options.group
-        )
-
-        def complete() -> torch.Tensor | tuple[torch.Tensor, ...]:
-            for output, result in zip(outputs, running.wait(), strict=True):
-                output.detach().copy_(scaled(result, options.after))
-            return tuple(outputs) if is_group else outputs[0]
-
-        return named_work(context, full_name, name is None, Attempt(lambda: running.done, complete))
-
-    return start_when_name_is_free(context, full_name, name, begin)
 
 
 class AdasumOperation:

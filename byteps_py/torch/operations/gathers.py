@@ -111,12 +111,11 @@ class TwoRoundOperation(ABC):
 
 def gathered(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """The rows of all ranks, in rank order, a new tensor. Waits for the other ranks."""
-    result: torch.Tensor = result_of(start_gather(contexts.current(), [tensor], name, (), background=False))
+    result: torch.Tensor = result_of(start_gather([tensor], name, (), background=False))
     return result
 
 
 def start_gather(
-    context: Context,
     tensors: Sequence[torch.Tensor],
     name: str | None,
     group: tuple[int, ...],
@@ -128,6 +127,7 @@ def start_gather(
     background: whether a thread of the pool sends the data; False if the caller waits at once and sends them itself.
     Raises UsageError.
     """
+    context = contexts.current()
     for tensor in tensors:
         check_dense(tensor, name)
     devices = {str(tensor.device) for tensor in tensors}
@@ -269,17 +269,13 @@ def _aligned(nbytes: int) -> int:
 
 
 def start_alltoall(
-    context: Context,
-    tensor: torch.Tensor,
-    splits: Splits,
-    name: str | None,
-    group: tuple[int, ...],
-    background: bool = True,
+    tensor: torch.Tensor, splits: Splits, name: str | None, group: tuple[int, ...], background: bool = True
 ) -> int:
     """Begin the exchange. Returns a handle, whose result is (tensor, received splits). Raises UsageError.
 
     background: whether a thread of the pool sends the data; False if the caller waits at once and sends them itself.
     """
+    context = contexts.current()
     check_dense(tensor, name)
     found = tensor.detach()
     members = len(group) or context.session.size

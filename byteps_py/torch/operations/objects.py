@@ -83,12 +83,11 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     [{'rank': 0}]
     >>> bps.shutdown()
     """
-    context = contexts.current()
     members = members_of(process_set)
     payload, failure = packed(obj)
     both = [torch.frombuffer(bytearray(payload), dtype=torch.uint8), torch.tensor([len(payload)], device="cpu")]
     own = f"allgather_object.{name or 'noname'}"
-    handle = start_gather(context, both, own, group_of(process_set), is_group=True, background=False)
+    handle = start_gather(both, own, group_of(process_set), is_group=True, background=False)
     data, announced = result_of(handle)
     lengths = announced.tolist()
     check_lengths(lengths, len(members), len(data))

@@ -65,12 +65,13 @@ Adasum = ReduceOp.ADASUM
 
 @dataclass(frozen=True, slots=True)
 class ReductionOptions:
-    """How to reduce tensors. kind: prefix of names, "" for push_pull. before, after: scale factors. scatters: each rank
-    gets its rows of the result only."""
+    """How to reduce tensors. kind: prefix of names, "" for push_pull. is_group: the tensors are one operation, whose
+    result is a tuple. before, after: scale factors. scatters: each rank gets its rows of the result only."""
 
     op: ReduceOp
     kind: str = ""
     group: tuple[int, ...] = ()
+    is_group: bool = False
     before: float = 1.0
     after: float = 1.0
     compression: type[Compressor] = Compression.none
@@ -90,14 +91,14 @@ class ReductionPlan:
         context: Context,
         tensors: Sequence[torch.Tensor],
         options: ReductionOptions,
-        is_group: bool,
         name: str | None,
     ) -> None:
         self._options = options
-        self._is_group = is_group
         for tensor in tensors:
             check_dense(tensor, name)
-        self.kind = kind_in_group(options.group, f"grouped_{options.kind}" if is_group else options.kind or "push_pull")
+        self.kind = kind_in_group(
+            options.group, f"grouped_{options.kind}" if options.is_group else options.kind or "push_pull"
+        )
         self.has_bool_as_bytes = any(is_reduced_as_bytes(tensor, options.op) for tensor in tensors)
         seen = [torch.uint8 if is_reduced_as_bytes(tensor, options.op) else tensor.dtype for tensor in tensors]
         #: By tensor: whether it is summed in a wider dtype and divided by this rank.
@@ -114,7 +115,7 @@ class ReductionPlan:
             for tensor, shape, is_wider in zip(tensors, self._inputs, self.are_summed_wider, strict=True)
         ]
         self._counts = [math.prod(shape) for shape in self._sent]
-        self._terms = _terms(tensors, options, is_group)
+        self._terms = _terms(tensors, options)
         self.nbytes = sum(count * dtype.itemsize for count, dtype in zip(self._counts, self._dtypes, strict=True))
         self.signature = (tuple(self._inputs), tuple(self._wires), options.op, self._terms)
         self.parts = self._make_parts()
@@ -160,7 +161,7 @@ class ReductionPlan:
 
     def _make_requests(self, full_name: str) -> list[TensorRequest]:
         return [
-            self._request(f"{full_name}.{i}" if self._is_group else full_name, part)
+            self._request(f"{full_name}.{i}" if self._options.is_group else full_name, part)
             for i, part in enumerate(self.parts)
         ]
 
@@ -169,7 +170,7 @@ class ReductionPlan:
         return (
             options.op in (Sum, Average)
             and not options.scatters
-            and not self._is_group
+            and not options.is_group
             and not any(self.are_summed_wider)
             and options.before == options.after == 1.0
             and self._dtypes == [tensors[0].dtype]
@@ -215,16 +216,15 @@ class ReductionPlans:
         context: Context,
         tensors: Sequence[torch.Tensor],
         options: ReductionOptions,
-        is_group: bool,
         name: str | None,
     ) -> ReductionPlan:
         """The plan for ``tensors``. name: for messages. Raises UsageError as ReductionPlan does."""
-        key = options, is_group, *[(t.dtype, t.shape, t.device, t.layout) for t in tensors]
+        key = options, *[(t.dtype, t.shape, t.device, t.layout) for t in tensors]
         plan = self._plans.get(key)
         if plan is None:
             if len(self._plans) >= _MAX_KEPT:
                 self._plans.clear()
-            plan = self._plans[key] = ReductionPlan(context, tensors, options, is_group, name)
+            plan = self._plans[key] = ReductionPlan(context, tensors, options, name)
         return plan
 
     def close(self) -> None:
@@ -237,15 +237,15 @@ def is_reduced_as_bytes(tensor: torch.Tensor, op: ReduceOp) -> bool:
     return tensor.dtype is torch.bool and op in (Min, Max, Product)
 
 
-def _terms(tensors: Sequence[torch.Tensor], options: ReductionOptions, is_group: bool) -> str:
+def _terms(tensors: Sequence[torch.Tensor], options: ReductionOptions) -> str:
     """What ranks must agree on beside the other fields of the TensorSpec."""
     found = []
     averages = [tensor.dtype for tensor in tensors if options.op is Average and is_summed_wider(tensor.dtype)]
     if averages:  # the terms of a group list its dtypes below
-        found.append("average" if is_group else f"average of {str(averages[0]).removeprefix('torch.')}")
+        found.append("average" if options.is_group else f"average of {str(averages[0]).removeprefix('torch.')}")
     if options.before != 1.0 or options.after != 1.0:
         found.append(f"prescale factor {options.before!r} and postscale factor {options.after!r}")
-    if is_group:
+    if options.is_group:
         pieces = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)
         found.append(f"group of {len(tensors)}: {pieces}")
     elif any(tensor.dtype is torch.bool for tensor in tensors):

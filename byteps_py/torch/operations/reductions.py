@@ -17,14 +17,15 @@ from byteps_py.errors import CommunicationError, UsageError
 from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.collectives.all_reduce.negotiated import NegotiatedAllReduce
 from byteps_py.torch.collectives.context import Context
-from byteps_py.torch.collectives.dtypes import bits_of, check_are_tensors, check_result
+from byteps_py.torch.collectives.dtypes import bits_of, check_are_tensors, check_dense, check_result
 from byteps_py.torch.collectives.integer_averages import mean, summands
 from byteps_py.torch.collectives.result_pool import empty_result
 from byteps_py.torch.collectives.router import Reach
 from byteps_py.torch.collectives.slot_view import PieceView
 from byteps_py.torch.collectives.work import Attempt, NamedWork
-from byteps_py.torch.operations.handles import named_work, result_of, start_when_name_is_free
-from byteps_py.torch.operations.reduction_plans import ReduceOp, ReductionOptions, ReductionPlans
+from byteps_py.torch.operations import adasum
+from byteps_py.torch.operations.handles import kind_in_group, named_work, result_of, start_when_name_is_free
+from byteps_py.torch.operations.reduction_plans import Adasum, ReduceOp, ReductionOptions, ReductionPlans
 
 #: How long to wait for the other parts of a group after one has failed. Ranks may disagree about the number of parts.
 _OTHER_PARTS_S = 10.0
@@ -34,26 +35,22 @@ Tensors = Sequence[torch.Tensor]
 
 def reduced(tensor: torch.Tensor, op: ReduceOp, name: str) -> torch.Tensor:
     """The reduction of ``tensor`` over all ranks, a new tensor. Waits for the other ranks."""
-    context = contexts.current()
-    handle = start_reduction(context, [tensor], None, name, ReductionOptions(op), is_awaited=True)
+    handle = start_reduction([tensor], None, name, ReductionOptions(op), is_awaited=True)
     result: torch.Tensor = result_of(handle)
     return result
 
 
 def start_reduction(
-    context: Context,
-    tensors: Tensors,
-    into: Tensors | None,
-    name: str | None,
-    options: ReductionOptions,
-    is_group: bool = False,
-    is_awaited: bool = False,
+    tensors: Tensors, into: Tensors | None, name: str | None, options: ReductionOptions, is_awaited: bool = False
 ) -> int:
     """Begin to reduce each of ``tensors`` into the tensor of ``into`` at its position. Returns a handle.
 
     into: may be ``tensors``; None for new tensors. is_awaited: the caller is about to wait for the result.
     The handle's result is the output, or a tuple of outputs for a group. Raises UsageError.
     """
+    context = contexts.current()
+    if options.op is Adasum and options.kind == "allreduce":
+        return _start_adasum(context, tensors, into, name, options)
     context.session  # noqa: B018  raises NotInitializedError
     check_are_tensors(tensors, name)
     for output in into or ():
@@ -63,7 +60,7 @@ def start_reduction(
             ReductionPlans,
             context.belongings.get(ReductionPlans) or context.belongings.setdefault(ReductionPlans, ReductionPlans()),
         )
-        plan = plans.find(context, tensors, options, is_group, name)
+        plan = plans.find(context, tensors, options, name)
     if name is None:
         full_name = context.names.next(plan.kind, plan.signature, plan.nbytes)
     elif options.kind:
@@ -110,9 +107,45 @@ def start_reduction(
 
         def complete() -> torch.Tensor | tuple[torch.Tensor, ...]:
             attempt.complete()
-            return tuple(outputs) if is_group else outputs[0]
+            return tuple(outputs) if options.is_group else outputs[0]
 
         return named_work(context, full_name, name is None, Attempt(attempt.is_done, complete))
+
+    return start_when_name_is_free(context, full_name, name, begin)
+
+
+def _start_adasum(
+    context: Context,
+    tensors: Tensors,
+    into: Tensors | None,
+    name: str | None,
+    options: ReductionOptions,
+) -> int:
+    for tensor in tensors:
+        check_dense(tensor, name)
+    for output in into or ():
+        check_result(output, name)
+    kind = kind_in_group(options.group, "grouped_adasum" if options.is_group else "adasum")
+    if name is None:
+        signature = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+        full_name = context.names.next(
+            kind, (signature, options.before, options.after), sum(tensor.nbytes for tensor in tensors)
+        )
+    else:
+        full_name = f"{kind}.{name}"
+    outputs = [torch.empty_like(tensor, requires_grad=False) for tensor in tensors] if into is None else list(into)
+
+    def begin() -> NamedWork:
+        running = adasum.start(
+            context, [scaled(tensor.detach(), options.before) for tensor in tensors], full_name, options.group
+        )
+
+        def complete() -> torch.Tensor | tuple[torch.Tensor, ...]:
+            for output, result in zip(outputs, running.wait(), strict=True):
+                output.detach().copy_(scaled(result, options.after))
+            return tuple(outputs) if options.is_group else outputs[0]
+
+        return named_work(context, full_name, name is None, Attempt(lambda: running.done, complete))
 
     return start_when_name_is_free(context, full_name, name, begin)
 
