@@ -13,11 +13,10 @@ from byteps_py.errors import BytePSError, MismatchError
 from byteps_py.session import Session, Slot
 from byteps_py.settings import Settings
 from byteps_py.tensors import DType, Layout, TensorSpec
-from byteps_py.torch.collectives.call_log import CallLog
 from byteps_py.torch.collectives.completion import Completer
 from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.collectives.group_collectives import GroupCollectives
-from byteps_py.torch.collectives.group_work import GroupContext
+from byteps_py.torch.collectives.group_work import CallLog, GroupContext
 from byteps_py.torch.collectives.members import Members
 from byteps_py.torch.collectives.slot_view import TensorRequest
 from byteps_py.torch.gradients.bucket import GradientOptions

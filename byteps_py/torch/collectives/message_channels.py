@@ -31,10 +31,9 @@ from byteps_py.torch.collectives.completion import POOL
 from byteps_py.torch.collectives.dtypes import is_plain
 from byteps_py.torch.collectives.group_work import GroupContext, GroupWork, ServiceWork
 from byteps_py.torch.collectives.members import Members
-from byteps_py.torch.collectives.peer_collectives import span
 from byteps_py.torch.collectives.peer_streams import PeerStreams
 from byteps_py.torch.collectives.slot_view import SlotView
-from byteps_py.torch.collectives.tensor_bytes import ResultBuffer, nbytes_of, octets
+from byteps_py.torch.collectives.tensor_bytes import ResultBuffer, nbytes_of, octets, span
 from byteps_py.torch.collectives.work import Call, Work
 
 #: Slots of a channel of the service, used in turn. The service keeps two rounds of each for a late receiver.

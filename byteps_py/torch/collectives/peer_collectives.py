@@ -16,20 +16,10 @@ from byteps_py.torch.collectives.dtypes import is_plain
 from byteps_py.torch.collectives.group_work import FallbackWork
 from byteps_py.torch.collectives.members import Members
 from byteps_py.torch.collectives.peer_streams import Own, PeerStreams, PeerWork
-from byteps_py.torch.collectives.tensor_bytes import ResultBuffer, octets
+from byteps_py.torch.collectives.tensor_bytes import ResultBuffer, octets, span, spans
 from byteps_py.torch.collectives.work import Call, Work
 
 _NOTHING: Sequence[Span] = ((0, 0),)
-
-
-def span(tensor: torch.Tensor) -> Span:
-    """The span of a plain tensor."""
-    return tensor.data_ptr(), tensor.nbytes
-
-
-def spans(tensors: Sequence[torch.Tensor]) -> list[Span]:
-    """The spans of plain tensors."""
-    return [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
 
 
 class PeerCollectives:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from byteps_py.errors import UsageError
+from byteps_py.session.peers import Span
 from byteps_py.torch.collectives.dtypes import as_bytes, check_result, is_plain
 
 #: By member: the tensors sent to it, or received from it, concatenated.
@@ -52,6 +53,16 @@ def octets(tensor: torch.Tensor) -> torch.Tensor:
 def nbytes_of(tensor: torch.Tensor) -> int:
     """The size of the elements in bytes."""
     return tensor.numel() * tensor.itemsize
+
+
+def span(tensor: torch.Tensor) -> Span:
+    """The span of a plain tensor."""
+    return tensor.data_ptr(), tensor.nbytes
+
+
+def spans(tensors: Sequence[torch.Tensor]) -> list[Span]:
+    """The spans of plain tensors."""
+    return [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
 
 
 def contiguous(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

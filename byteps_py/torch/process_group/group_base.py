@@ -17,10 +17,9 @@ from byteps_py.errors import UsageError
 from byteps_py.tensors import Op
 from byteps_py.torch.collectives.all_reduce import shared_memory
 from byteps_py.torch.collectives.all_reduce.large import LargeSumQueue
-from byteps_py.torch.collectives.call_log import CallLog
 from byteps_py.torch.collectives.completion import Completer
 from byteps_py.torch.collectives.group_collectives import GroupCollectives
-from byteps_py.torch.collectives.group_work import CombinedWork, GroupContext
+from byteps_py.torch.collectives.group_work import CallLog, CombinedWork, GroupContext
 from byteps_py.torch.collectives.job_connections import RECORD_BYTES, addresses_of, machines_of, record_of
 from byteps_py.torch.collectives.members import Members
 from byteps_py.torch.collectives.peer_streams import PeerStreams
