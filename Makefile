@@ -15,7 +15,8 @@ STAMP := $(VENV)/.installed
 JOBS ?= 2
 TORCH_RANGE ?= 2.8.0 2.15.0
 
-TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+CPU_TORCH_INDEX := https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?= $(CPU_TORCH_INDEX)
 
 .PHONY: lock demo test test-slow test-long torch torch-range check lint types proto format clean install fuzz chaos
 
@@ -41,6 +42,8 @@ lock:
 		build/lock/bin/$(LOCK) $$([ $$image = server ] || echo -c deploy/requirements-server.txt) \
 			-o deploy/requirements-$$image.txt build/lock/$$image.in || exit 1; \
 	done
+	@$(PYTHON) deploy/requirements.py torch $(CPU_TORCH_INDEX) > build/lock/torch.txt \
+		&& mv build/lock/torch.txt deploy/requirements-torch.txt
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(environment)

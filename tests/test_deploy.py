@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import re
+import runpy
 import secrets
 import shlex
 import shutil
@@ -206,20 +207,51 @@ def test_the_context_holds_what_the_images_copy() -> None:
 
 
 def test_images_take_packages_by_hash_only() -> None:
-    """All that pip installs from an index, but torch."""
+    """All that pip installs from an index, but another torch than that of the index of CPU builds."""
     commands = [
-        command
+        command.strip()
         for line in lineage("worker")
         if line.startswith("RUN ")
-        for command in line.removeprefix("RUN ").split("&&")
+        for command in re.split(r"&&|;", line.removeprefix("RUN "))
         if re.search(r"bin/pip .*\b(install|wheel)\b", command)
     ]
     assert len(commands) > 5
+    chosen = [command for command in commands if command.split()[-1] in ("torch", '"$TORCH_SPEC"')]
+    assert len(chosen) == 2
+    assert chosen[0].startswith("else ")
+    assert sum(command.startswith("then ") and "-r requirements-torch.txt" in command for command in commands) == 1
     for command in commands:
         is_local = "--no-index" in command or "--no-deps --no-build-isolation" in command
-        is_torch = command.split()[-1] in ("torch", '"$TORCH_SPEC"')
-        assert is_local or is_torch or "--require-hashes -r requirements-" in command, command
-    assert sum(command.split()[-1] in ("torch", '"$TORCH_SPEC"') for command in commands) == 2
+        assert is_local or command in chosen or "--require-hashes -r requirements-" in command, command
+
+
+def test_torch_s_hashes_are_those_of_its_index() -> None:
+    """As the index links its wheels: of other versions, systems and builds, too."""
+    wheels = {
+        "torch-2.13.0%2Bcpu-cp311-cp311-manylinux_2_28_x86_64.whl": "b" * 64,
+        "torch-2.13.0%2Bcpu-cp312-cp312-manylinux_2_28_aarch64.whl": "a" * 64,
+        "torch-2.13.0%2Bcpu-cp311-cp311-win_amd64.whl": "c" * 64,
+        "torch-2.13.1%2Bcpu-cp311-cp311-manylinux_2_28_x86_64.whl": "d" * 64,
+        "torch-2.13.0%2Bcu130-cp311-cp311-manylinux_2_28_x86_64.whl": "e" * 64,
+    }
+    page = "".join(
+        f'<a href="https://here/whl/cpu/{name}#sha256={digest}">{name}</a>\n' for name, digest in wheels.items()
+    )
+    lock = runpy.run_path(str(DEPLOY / "requirements.py"))["torch_lock"]
+    found = lock(page, "2.13.0")
+    assert found.replace("\\\n", "").split() == [
+        "torch==2.13.0+cpu", f"--hash=sha256:{'a' * 64}", f"--hash=sha256:{'b' * 64}"
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match=r"no wheel of torch 2\.14\.0\+cpu"):
+        lock(page, "2.14.0")
+    locked = (DEPLOY / "requirements-torch.txt").read_text().replace("\\\n", "").split()
+    constraint = next(
+        line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch==")
+    )
+    assert locked[0] == f"{constraint}+cpu"
+    assert (
+        len({each for each in locked[1:] if re.fullmatch(r"--hash=sha256:[0-9a-f]{64}", each)}) == len(locked) - 1 > 0
+    )
 
 
 @pytest.mark.parametrize("image", ["server", "worker", "build"])
@@ -420,7 +452,7 @@ def fill(context: Path) -> dict[str, str]:
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--python-version", "3.11", "--only-binary", ":all:"]
     pip += ["-d", str(context / "deploy/wheels")]
     locked = ["--require-hashes", "-r", str(DEPLOY / "requirements-worker.txt")]
-    torch = ["--no-deps", "-c", str(ROOT / "constraints.txt"), "torch"]
+    torch = ["--no-deps", "--require-hashes", "-r", str(DEPLOY / "requirements-torch.txt")]
     return {"PIP_NO_INDEX": "1"} if all(succeeds([*pip, *what], 600)[0] for what in (locked, torch)) else {}
 
 
