@@ -26,8 +26,9 @@ HOMES = {
     "optimizer": "byteps_py.torch.gradients.optimizer",
     "sync_batch_norm": "byteps_py.torch.horovod.sync_batch_norm",
 }
-#: Former module names, which resolve under ``byteps_py.torch`` only.
+#: Other names of packages: former ones, and that of a tool which belongs to parallel training.
 MOVED = {
+    "byteps_py.parallel.numerics": "byteps_py.tools.numerics",
     "byteps_py.torch.distributed": "byteps_py.torch.process_group",
     "byteps_py.torch.parallel": "byteps_py.parallel",
 }

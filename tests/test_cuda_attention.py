@@ -7,7 +7,7 @@ import torch
 
 from byteps_py.parallel.context.document_mask import DocumentMask
 from byteps_py.parallel.context.gathered import attention
-from byteps_py.parallel.context.packed_attention import varlen_kernel
+from byteps_py.parallel.context.local_attention import varlen_kernel
 from byteps_py.parallel.context.ring import ring_attention
 
 pytestmark = [

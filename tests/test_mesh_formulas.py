@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from byteps_py.errors import UsageError
-from byteps_py.parallel.mesh.formulas import (
+from byteps_py.tools.plan.formulas import (
     activation_bytes,
     gpt_parameters,
     gpt_step_flops,

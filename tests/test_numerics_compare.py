@@ -14,7 +14,7 @@ import xxhash
 
 from byteps_py.cli.__main__ import main
 from byteps_py.errors import UsageError
-from byteps_py.parallel.numerics import (
+from byteps_py.tools.numerics import (
     RankLayout,
     RecordRule,
     TensorPlacement,
@@ -26,8 +26,8 @@ from byteps_py.parallel.numerics import (
     sharded,
     tensor_parallel_rules,
 )
-from byteps_py.parallel.numerics.records import RecordWriter, TensorRecord, described
-from byteps_py.parallel.numerics.values import numbers_of, sum_in_order, ulps_between
+from byteps_py.tools.numerics.assembly import numbers_of, sum_in_order, ulps_between
+from byteps_py.tools.numerics.records import RecordWriter, TensorRecord, described
 
 Array = np.ndarray[Any, Any]
 #: For coordinates: the tensor and its placements.

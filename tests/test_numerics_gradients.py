@@ -13,7 +13,7 @@ from torch import nn
 
 from byteps_py.cli.__main__ import main
 from byteps_py.errors import UsageError
-from byteps_py.parallel.numerics import Float32Gradients, accumulation_errors
+from byteps_py.tools.numerics import Float32Gradients, accumulation_errors
 
 MICRO_BATCHES = 24
 

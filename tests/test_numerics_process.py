@@ -12,7 +12,7 @@ from support.breaking import command
 from support.clusters import ROOT
 
 from byteps_py.cli.__main__ import main
-from byteps_py.parallel.numerics import compare
+from byteps_py.tools.numerics import compare
 
 PROGRAM = str(ROOT / "tests" / "programs" / "numerics.py")
 #: (reference, run, the beginning of what is said)

@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from byteps_py.cli.__main__ import main
 from byteps_py.errors import UsageError
-from byteps_py.parallel.numerics import Float32Gradients, RankLayout, Recorder, compare
-from byteps_py.parallel.numerics.records import TensorRecord, read_run
+from byteps_py.tools.numerics import Float32Gradients, RankLayout, Recorder, compare
+from byteps_py.tools.numerics.records import TensorRecord, read_run
 
 
 class Net(nn.Module):

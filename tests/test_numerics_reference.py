@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from byteps_py.errors import UsageError
-from byteps_py.parallel.numerics import (
+from byteps_py.tools.numerics import (
     Float32Gradients,
     ReferenceOrder,
     apply_reference_order,

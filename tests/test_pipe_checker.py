@@ -11,7 +11,6 @@ from dataclasses import replace
 import pytest
 
 from byteps_py.errors import ScheduleError
-from byteps_py.parallel.pipe.chart import text_chart
 from byteps_py.parallel.pipe.checker import check
 from byteps_py.parallel.pipe.program import Action, ActionKind, Program, backward, forward
 from byteps_py.parallel.pipe.schedules import (
@@ -22,11 +21,12 @@ from byteps_py.parallel.pipe.schedules import (
     gpipe,
     interleaved,
     make,
+    one_forward_one_backward_in_rounds,
     pipedream,
     pipedream_2bw,
 )
-from byteps_py.parallel.pipe.schedules.interleaved import one_forward_one_backward_in_rounds
 from byteps_py.parallel.pipe.simulator import Durations, simulate
+from byteps_py.tools.schedule_chart import text_chart
 
 F, B, I, W = ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT  # noqa: E741
 

@@ -16,7 +16,8 @@ from torch.utils import checkpoint as torchs
 
 import byteps_py as bps
 from byteps_py.errors import PipelineError
-from byteps_py.parallel.pipe.stage_runner import MAIN, StageRunner
+from byteps_py.parallel.pipe.skips import MAIN
+from byteps_py.parallel.pipe.stage_runner import StageRunner
 
 
 def as_in_torch_2_11(function: Callable[..., Any], *arguments: Any, use_reentrant: bool) -> Any:

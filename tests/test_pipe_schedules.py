@@ -11,7 +11,6 @@ import pytest
 
 from byteps_py.cli.__main__ import main as bps
 from byteps_py.errors import UsageError
-from byteps_py.parallel.pipe import formulas
 from byteps_py.parallel.pipe.program import ActionKind, Program, WeightRule
 from byteps_py.parallel.pipe.schedules import (
     More,
@@ -25,8 +24,8 @@ from byteps_py.parallel.pipe.schedules import (
     pipedream,
     pipedream_2bw,
 )
-from byteps_py.parallel.pipe.simulator import Durations, simulate
-from byteps_py.parallel.pipe.synchronisation import SyncMode, reductions
+from byteps_py.parallel.pipe.simulator import Durations, SyncMode, reductions, simulate
+from byteps_py.tools.plan import formulas
 
 SLOTS = Durations(forward=1, backward=1)
 

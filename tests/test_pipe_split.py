@@ -11,10 +11,9 @@ import torch
 from torch import nn
 
 from byteps_py.errors import UsageError
-from byteps_py.parallel.pipe.connections import Connection, SkipNames, connections_of
-from byteps_py.parallel.pipe.micro_batches import MicroBatches, cut
+from byteps_py.parallel.pipe.skips import MAIN, Connection, SkipNames, connections_of
 from byteps_py.parallel.pipe.split import balanced, layers, measured_costs, split
-from byteps_py.parallel.pipe.stage_runner import MAIN
+from byteps_py.parallel.pipe.step_data import MicroBatches, cut
 from byteps_py.parallel.pipe.trees import Signature, TensorFacts, decode, encode, flatten, unflatten
 
 

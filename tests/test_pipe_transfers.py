@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 
 from byteps_py.errors import UsageError
-from byteps_py.parallel.pipe.program_runner import ProgramRunner, StepData
+from byteps_py.parallel.pipe.program_runner import ProgramRunner
+from byteps_py.parallel.pipe.step_data import StepData
 from byteps_py.parallel.pipe.transfers import ValueSent
 
 

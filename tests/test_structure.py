@@ -25,16 +25,18 @@ ALLOWED = {
     "launch": set(),
     "session": {"dataplane", "kernels"},
     "scheduler": {"placement", "dataplane"},
-    "cli": {"placement", "scheduler", "parallel", "checkpoint", "launch.process_guard"},
+    "cli": {"placement", "scheduler", "parallel", "tools", "checkpoint", "launch.process_guard"},
     "server": {"dataplane", "kernels", "runtime", "scheduler.client", "scheduler.call_authenticator"},
     "worker": {"dataplane", "kernels", "placement", "runtime", "scheduler.client"},
     "shadow": {"kernels", "scheduler"},
     "torch": {"kernels", "session", "shadow"},
     "parallel": {"torch"},
+    "tools": {"parallel"},
     "checkpoint": {"kernels", "shadow", "torch"},
 }
 #: ``import byteps_py`` has the names of byteps_py.torch, once they are asked for; torch asks for the backend by name.
-FRONT_DOORS = {("byteps_py", "torch"), ("byteps_py.torch_backend", "torch")}
+#: ``bps.parallel`` has numerics, which is a tool.
+FRONT_DOORS = {("byteps_py", "torch"), ("byteps_py.torch_backend", "torch"), ("byteps_py.parallel", "tools")}
 
 
 #: The rooms of byteps_py.torch: the front ends stand on the operations, and these on the collectives. Gradients are
@@ -95,7 +97,7 @@ def test_arrows_point_one_way() -> None:
 
 
 #: They may need torch. The backend's registration imports it when torch calls it.
-WITH_TORCH = {"torch", "parallel", "checkpoint"}
+WITH_TORCH = {"torch", "parallel", "tools", "checkpoint"}
 
 
 def test_services_and_commands_do_without_torch() -> None:

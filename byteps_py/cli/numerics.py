@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from byteps_py.parallel.numerics.precision import AccumulationError
+    from byteps_py.tools.numerics.precision import AccumulationError
 
 
 def add_parser(subparsers: Any) -> None:
@@ -67,7 +67,7 @@ def _add_precision(commands: Any) -> None:
 
 def compare_runs(arguments: argparse.Namespace) -> int:
     """Print the first difference. Raises UsageError if the records can't be compared."""
-    from byteps_py.parallel.numerics.comparison import compare
+    from byteps_py.tools.numerics.comparison import compare
 
     result = compare(arguments.reference, arguments.run, arguments.tolerance, arguments.modules)
     print(json.dumps(result.as_json()) if arguments.json else result.as_text())
@@ -76,7 +76,7 @@ def compare_runs(arguments: argparse.Namespace) -> int:
 
 def measure(arguments: argparse.Namespace) -> int:
     """Print each error as soon as it is measured. Raises UsageError for counts or a width that can't be measured."""
-    from byteps_py.parallel.numerics.precision import accumulation_errors
+    from byteps_py.tools.numerics.precision import accumulation_errors
 
     errors = accumulation_errors(arguments.counts, arguments.hidden, arguments.seed)
     if arguments.json:

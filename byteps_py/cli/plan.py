@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from byteps_py.parallel.mesh.sizing import SizePlan
+    from byteps_py.tools.plan.sizing import SizePlan
 
 _WIDTH = 100
 
@@ -58,7 +58,7 @@ def _add_size(plans: Any) -> None:
 def run_size(arguments: argparse.Namespace) -> int:
     """Print the sizes. Raises UsageError if the numbers do not go together, or if nothing fits in memory."""
     from byteps_py.errors import UsageError
-    from byteps_py.parallel.mesh.sizing import SizeOptions, parse_count, plan_size
+    from byteps_py.tools.plan.sizing import SizeOptions, parse_count, plan_size
 
     counts = {}
     for name in ("gpus", "batch_tokens", "sequence"):
@@ -94,7 +94,7 @@ def _add_memory(plans: Any) -> None:
 
 def run_memory(arguments: argparse.Namespace) -> int:
     """Print the table. Raises UsageError for numbers that make no sense."""
-    from byteps_py.parallel.sharding.memory import stage_table
+    from byteps_py.tools.plan.state_memory import stage_table
 
     rows = stage_table(_parameter_count(arguments.parameters), arguments.sharding)
     if arguments.json:

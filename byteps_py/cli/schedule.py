@@ -50,9 +50,9 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the chart. Raises UsageError if there is no such schedule for these numbers."""
-    from byteps_py.parallel.pipe.chart import svg_chart, text_chart
     from byteps_py.parallel.pipe.schedules import make
     from byteps_py.parallel.pipe.simulator import Durations, simulate
+    from byteps_py.tools.schedule_chart import svg_chart, text_chart
 
     options = {
         name: value

@@ -21,9 +21,8 @@ from byteps_py.parallel import tensor
 from byteps_py.parallel.gradient_scaling import decide_together
 from byteps_py.parallel.gradients import clip_grad_norm_, multiply_gradients
 from byteps_py.parallel.mesh.device_mesh import Mesh
-from byteps_py.parallel.pipe.losses import LossFunction
-from byteps_py.parallel.pipe.micro_batches import cut
 from byteps_py.parallel.pipe.pipeline import Pipeline
+from byteps_py.parallel.pipe.step_data import LossFunction, cut
 from byteps_py.parallel.pipe.trees import flatten
 
 Module = nn.Module | Pipeline

@@ -16,12 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from byteps_py.errors import UsageError
-from byteps_py.parallel.context.balance import gathered_bytes
 from byteps_py.parallel.context.document_mask import DocumentMask
 from byteps_py.parallel.context.gathered import attention
+from byteps_py.parallel.context.head_tail import gathered_bytes
 from byteps_py.parallel.context.ring import ring_attention
-from byteps_py.parallel.context.sequences import positions, shard_sequence, unshard_sequence
-from byteps_py.parallel.context.token_loss import token_mean_loss
+from byteps_py.parallel.context.sequences import positions, shard_sequence, token_mean_loss, unshard_sequence
 
 CLOSE = 1e-12
 EOS, VOCABULARY, WIDTH, HEADS, KV_HEADS = 2, 11, 12, 6, 2

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from byteps_py.parallel import Pipeline
-from byteps_py.parallel.numerics import (
+from byteps_py.tools.numerics import (
     Float32Gradients,
     RankLayout,
     Recorder,

@@ -18,8 +18,15 @@ dimension 0. The padding of a vocabulary is not saved. Each rank reads the piece
 All ranks call the functions. One thread.
 """
 
-from byteps_py.parallel.checkpoint.handle import SaveHandle
-from byteps_py.parallel.checkpoint.loading import load
-from byteps_py.parallel.checkpoint.saving import save
+from __future__ import annotations
 
-__all__ = ["SaveHandle", "load", "save"]
+from typing import TYPE_CHECKING
+
+from byteps_py.lazy_imports import import_lazily
+
+if TYPE_CHECKING:
+    from byteps_py.parallel.checkpoint.handle import SaveHandle as SaveHandle
+    from byteps_py.parallel.checkpoint.loading import load as load
+    from byteps_py.parallel.checkpoint.saving import save as save
+
+import_lazily(__name__)

@@ -18,10 +18,9 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from byteps_py.parallel.context.call import AttentionCall
 from byteps_py.parallel.context.document_mask import DocumentMask
-from byteps_py.parallel.context.exchange import all_gather_sequences, reduce_scatter_sequences
-from byteps_py.parallel.context.local_attention import attend
+from byteps_py.parallel.context.local_attention import AttentionCall, attend
+from byteps_py.parallel.context.sequences import all_gather_sequences, reduce_scatter_sequences
 
 
 def attention(

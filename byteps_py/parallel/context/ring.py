@@ -2,22 +2,157 @@
 
 No rank holds the keys of the whole sequence: of memory it needs those of two ranks. Each hop is under way while a rank
 computes with the block that it has. The backward pass is a second ring, on which the gradients of a block follow it and
-go one hop more, home. One thread.
+go one hop more, home.
+
+A part of softmax attention is its output o and the log-sum-exp of its scores. Two parts merge to
+
+    lse = log(e^lse1 + e^lse2),    o = o1 * e^(lse1 - lse) + o2 * e^(lse2 - lse)
+
+Half precision is computed in float32. Keys arrive as the two chunks of some rank. One thread.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from byteps_py.parallel.context.blocks import AttentionGradients, KeyBlock, PartialAttention
-from byteps_py.parallel.context.call import AttentionCall
-from byteps_py.parallel.context.document_mask import DocumentMask
-from byteps_py.parallel.context.exchange import RingHop
+from byteps_py.parallel.context.document_mask import AttentionSpan, DocumentMask, seen_in, squares_of
+from byteps_py.parallel.context.local_attention import AttentionCall, visible
+from byteps_py.parallel.context.sequences import RingHop
+
+#: Queries and keys of a tile, at most: its scores have up to TILE * TILE entries for each head.
+TILE = 512
+
+Place = tuple[slice, slice, slice]  # of queries or keys in tensors (batch, heads, tokens, …)
+_ALL = slice(None)
+
+
+def merge(
+    first: tuple[torch.Tensor, torch.Tensor], second: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o, lse) of the keys of two parts, each (o, lse): o of the shape (…, value_dim), lse of the shape (…).
+
+    >>> o, lse = merge(*((torch.tensor([o]), torch.tensor(weight).log()) for o, weight in ((1.0, 1.0), (3.0, 3.0))))
+    >>> round(o.item(), 6), round(lse.exp().item(), 6)
+    (2.5, 4.0)
+    """
+    lse = torch.logaddexp(first[1], second[1])
+    outputs = [o * (part - lse).exp().unsqueeze(-1) for o, part in (first, second)]
+    return outputs[0] + outputs[1], lse
+
+
+class KeyBlock(NamedTuple):
+    """The keys and values of the chunks that ``rank`` holds, (batch, kv_heads, tokens, dim)."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    rank: int
+
+
+@dataclass(slots=True)
+class PartialAttention:
+    """The attention of this rank's queries to the blocks that it has met."""
+
+    call: AttentionCall
+    q: torch.Tensor
+    o: torch.Tensor
+    lse: torch.Tensor
+
+    @classmethod
+    def of(cls, q: torch.Tensor, value_dim: int, call: AttentionCall) -> PartialAttention:
+        """To no block yet."""
+        dtype = accumulating(q.dtype)
+        o = q.new_zeros((*q.shape[:3], value_dim), dtype=dtype)
+        return cls(call, q, o, q.new_full(q.shape[:3], -torch.inf, dtype=dtype))
+
+    def add(self, block: KeyBlock) -> None:
+        """Meet another block."""
+        for own, seen, tile in _tiles(self.call, block.rank):
+            scores = _scores(self.q[own], block.k[seen], tile, self.call)
+            lse = scores.logsumexp(-1)
+            o = (scores - lse.unsqueeze(-1)).exp_() @ _grouped(block.v[seen], 1, scores.dtype)
+            shape = self.lse[own].shape
+            part = o.reshape(*shape, -1), lse.reshape(shape)
+            self.o[own], self.lse[own] = merge((self.o[own], self.lse[own]), part)
+
+
+@dataclass(slots=True)
+class AttentionGradients:
+    """The backward pass of the attention of this rank's queries: gradients of q, and of the blocks that it meets.
+
+    ``o``, ``lse``: of all blocks. ``gradient``: of ``o``.
+    """
+
+    call: AttentionCall
+    q: torch.Tensor
+    lse: torch.Tensor
+    gradient: torch.Tensor
+    delta: torch.Tensor
+    q_gradient: torch.Tensor
+
+    @classmethod
+    def of(cls, parts: PartialAttention, gradient: torch.Tensor) -> AttentionGradients:
+        """Before the first block. ``parts``: of all blocks."""
+        gradient = gradient.to(parts.o.dtype)
+        delta = (gradient * parts.o).sum(-1)
+        return cls(parts.call, parts.q, parts.lse, gradient, delta, torch.zeros_like(parts.q, dtype=parts.o.dtype))
+
+    def of_block(self, block: KeyBlock) -> tuple[torch.Tensor, torch.Tensor]:
+        """The part of these queries in the gradients of the block's k and v, in the dtype of accumulation."""
+        k_gradient, v_gradient = (torch.zeros_like(one, dtype=self.lse.dtype) for one in (block.k, block.v))
+        groups = self.q.shape[1] // block.k.shape[1]
+        for own, seen, tile in _tiles(self.call, block.rank):
+            q, gradient = self.q[own], _grouped(self.gradient[own], groups)
+            scores = _scores(q, block.k[seen], tile, self.call)
+            lse, delta = (_grouped(one[own].unsqueeze(-1), groups) for one in (self.lse, self.delta))
+            weights = (scores - lse).exp_()
+            v_gradient[seen] += (weights.transpose(-1, -2) @ gradient).sum(2)
+            of_weights = gradient @ _grouped(block.v[seen], 1, scores.dtype).transpose(-1, -2)
+            of_scores = weights.mul_(of_weights.sub_(delta)).mul_(self.call.scale)
+            self.q_gradient[own] += (of_scores @ _grouped(block.k[seen], 1, scores.dtype)).reshape(q.shape)
+            k_gradient[seen] += (of_scores.transpose(-1, -2) @ _grouped(q, groups, scores.dtype)).sum(2)
+        return k_gradient, v_gradient
+
+
+def accumulating(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which sums of values of ``dtype`` are taken."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _tiles(call: AttentionCall, rank: int) -> Iterator[tuple[Place, Place, AttentionSpan]]:
+    """(own queries, keys in the block of ``rank``, their positions), wherever queries see keys of the block."""
+    for rows, span, offset in call.own_spans():
+        held = 0
+        for chunk in call.chunks_of(rank):
+            part = seen_in(call.mask, span, chunk)
+            for tile in squares_of(call.mask, part, TILE) if part is not None else ():
+                keys = slice(tile.keys.start - chunk.start + held, tile.keys.stop - chunk.start + held)
+                own = slice(tile.queries.start - offset, tile.queries.stop - offset)
+                yield (rows, _ALL, own), (rows, _ALL, keys), tile
+            held += len(chunk)
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor, tile: AttentionSpan, call: AttentionCall) -> torch.Tensor:
+    """(batch, kv_heads, heads / kv_heads, queries, keys), -inf where a query does not see a key."""
+    dtype = accumulating(q.dtype)
+    scores = (_grouped(q, q.shape[1] // k.shape[1], dtype) * call.scale) @ _grouped(k, 1, dtype).transpose(-1, -2)
+    sees = visible(call.mask, tile, q.device)
+    return scores if sees is None else scores.masked_fill_(~sees, -torch.inf)
+
+
+def _grouped(tensor: torch.Tensor, groups: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """(batch, heads, …) as (batch, heads / groups, groups, …)."""
+    batch, heads, *rest = tensor.shape
+    return tensor.to(dtype or tensor.dtype).reshape(batch, heads // groups, groups, *rest)
+
+
+# ---- the ring ------------------------------------------------------------------------------------------------------
+
 
 _KEYS, _GRADIENTS = 1, 2  # tags
 

@@ -5,6 +5,14 @@ GatherPlan         which rank receives which piece from another machine (gather_
 CachedAllGather    the all-gather of one FSDP module (cached_all_gather.py)
 """
 
-from byteps_py.parallel.fsdp.parameter_cache import ParameterCache, cache_parameters
+from __future__ import annotations
 
-__all__ = ["ParameterCache", "cache_parameters"]
+from typing import TYPE_CHECKING
+
+from byteps_py.lazy_imports import import_lazily
+
+if TYPE_CHECKING:
+    from byteps_py.parallel.fsdp.parameter_cache import ParameterCache as ParameterCache
+    from byteps_py.parallel.fsdp.parameter_cache import cache_parameters as cache_parameters
+
+import_lazily(__name__)

@@ -7,8 +7,17 @@ encoded_images   the image tokens on a rank, and their gradients
 pipeline         the training
 """
 
-from byteps_py.parallel.multimodal.model import MultimodalModel
-from byteps_py.parallel.multimodal.pipeline import MultimodalPipeline
-from byteps_py.parallel.multimodal.placement import EncoderPlacement, encoder_share, step_time
+from __future__ import annotations
 
-__all__ = ["EncoderPlacement", "MultimodalModel", "MultimodalPipeline", "encoder_share", "step_time"]
+from typing import TYPE_CHECKING
+
+from byteps_py.lazy_imports import import_lazily
+
+if TYPE_CHECKING:
+    from byteps_py.parallel.multimodal.model import MultimodalModel as MultimodalModel
+    from byteps_py.parallel.multimodal.pipeline import MultimodalPipeline as MultimodalPipeline
+    from byteps_py.parallel.multimodal.placement import EncoderPlacement as EncoderPlacement
+    from byteps_py.parallel.multimodal.placement import encoder_share as encoder_share
+    from byteps_py.parallel.multimodal.placement import step_time as step_time
+
+import_lazily(__name__)

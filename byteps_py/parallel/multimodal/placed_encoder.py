@@ -18,11 +18,8 @@ from byteps_py.parallel.multimodal.encoded_images import EncodedImages
 from byteps_py.parallel.multimodal.model import checked_tokens, count_images
 from byteps_py.parallel.multimodal.placement import EncoderPlacement
 from byteps_py.parallel.pipe.buffers import PipelineBuffers, normalizes_batches
-from byteps_py.parallel.pipe.failures import raise_failures
-from byteps_py.parallel.pipe.groups import new_groups
-from byteps_py.parallel.pipe.layout import PipelineLayout
-from byteps_py.parallel.pipe.micro_batches import cut
-from byteps_py.parallel.pipe.replicas import ReplicatedParameters
+from byteps_py.parallel.pipe.groups import PipelineLayout, ReplicatedParameters, new_groups, raise_failures
+from byteps_py.parallel.pipe.step_data import cut
 from byteps_py.parallel.pipe.trees import flatten, unflatten
 from byteps_py.parallel.tensor.regions import all_gathered, rank_in, reduce_scattered
 

@@ -12,28 +12,38 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from byteps_py.errors import PipelineError, UsageError
+from byteps_py.parallel.float32_gradients import StepGradients
 from byteps_py.parallel.gradient_scaling import decide_together
 from byteps_py.parallel.gradients import partial_norms, scale_gradients, total_norm
 from byteps_py.parallel.mesh.device_mesh import Mesh
 from byteps_py.parallel.pipe.buffers import PipelineBuffers
-from byteps_py.parallel.pipe.failures import raise_failures
-from byteps_py.parallel.pipe.groups import PipelineGroups, holders_of
-from byteps_py.parallel.pipe.layout import PipelineLayout, check_process_groups
-from byteps_py.parallel.pipe.losses import Losses, LossFunction, Outcome
-from byteps_py.parallel.pipe.micro_batches import MicroBatches, parts_of
+from byteps_py.parallel.pipe.groups import (
+    PipelineGroups,
+    PipelineLayout,
+    ReplicatedParameters,
+    check_process_groups,
+    holders_of,
+    raise_failures,
+)
 from byteps_py.parallel.pipe.plan import PipelinePlan, StagesFunction, agree, make_plan
 from byteps_py.parallel.pipe.program import Action, ActionKind, Program, WeightRule
-from byteps_py.parallel.pipe.program_runner import ChannelKey, ProgramRunner, StepData
-from byteps_py.parallel.pipe.replicas import ReplicatedParameters
-from byteps_py.parallel.pipe.stage_inputs import ComputedInputs
-from byteps_py.parallel.pipe.stage_runner import MAIN, StageRunner
-from byteps_py.parallel.pipe.stale_steps import StaleSteps
-from byteps_py.parallel.pipe.synchronisation import SyncMode
+from byteps_py.parallel.pipe.program_runner import ChannelKey, ProgramRunner
+from byteps_py.parallel.pipe.simulator import SyncMode
+from byteps_py.parallel.pipe.skips import MAIN
+from byteps_py.parallel.pipe.stage_runner import StageRunner
+from byteps_py.parallel.pipe.step_data import (
+    ComputedInputs,
+    Losses,
+    LossFunction,
+    MicroBatches,
+    Outcome,
+    StepData,
+    parts_of,
+)
 from byteps_py.parallel.pipe.torch_schedules import TorchSchedule
 from byteps_py.parallel.pipe.transfers import Ends, ReceivingChannel, SendingChannel
 from byteps_py.parallel.pipe.trees import flatten
-from byteps_py.parallel.pipe.weight_versions import EndlessActions, WeightVersions
-from byteps_py.parallel.pipe.wide_gradients import WideGradient, can_widen
+from byteps_py.parallel.pipe.weight_versions import EndlessActions, StaleSteps, WeightVersions
 from byteps_py.parallel.tensor.plan import sharded_parameters, tensor_parallel_group
 from byteps_py.parallel.tensor.shard import Shard
 from byteps_py.torch.collectives import parameter_owners
@@ -157,33 +167,21 @@ class Pipeline:
         if scaler is not None:
             self._skip_together()
         scale = 1.0 if scaler is None else float(scaler.scale(torch.ones((), device=self._device)))
-        before = [(parameter, parameter.grad) for parameter in self.parameters()]
-        for parameter, _ in before:
-            parameter.grad = None
-        half = [WideGradient(one) for one, _ in before if self._float32_gradients and can_widen(one)]
-        for one in half:
-            one.widen()
+        gradients = StepGradients(self.parameters(), self._float32_gradients)
         losses = Losses(loss_fn, scale / (self.program.parts * self._layout.copies))
         try:
             with self._buffers.kept_if_it_fails():
                 outcome = self._pass_all(inputs, targets, losses)
         except BaseException:
-            for one in half:
-                one.discard()
-            for parameter, gradient in before:
-                parameter.grad = gradient
+            gradients.discard()
             raise
+        share = 1.0
         if outcome.is_counted:
-            for parameter, _ in before:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(scale / outcome.terms if outcome.terms else 0.0)
-        for one in half:
-            one.narrow()
-        for parameter, gradient in before:
-            if gradient is not None:
-                parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
+            share = scale / outcome.terms if outcome.terms else 0.0
+            gradients.multiply(share)
+        gradients.add()
         computed, self._computed = self._computed, ComputedInputs()
-        computed.backward(1.0 if not outcome.is_counted else scale / outcome.terms if outcome.terms else 0.0)
+        computed.backward(share)
         return outcome.loss
 
     def flush(self) -> None:

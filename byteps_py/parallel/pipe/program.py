@@ -6,7 +6,7 @@ is cut into *parts*; each part goes through all stages of one pipe, forward and 
 or half of one (Chimera's backward halving).
 
 Sends, receives, the reduction of gradients and changes of weight versions follow from the lists (checker.py,
-synchronisation.py, weight_versions.py); no schedule states them.
+simulator.py, weight_versions.py); no schedule states them.
 """
 
 from __future__ import annotations

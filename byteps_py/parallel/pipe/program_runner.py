@@ -11,16 +11,15 @@ step together. One thread.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from byteps_py.errors import UsageError
-from byteps_py.parallel.pipe.connections import Connection
 from byteps_py.parallel.pipe.program import Action, ActionKind
-from byteps_py.parallel.pipe.stage_inputs import copied
-from byteps_py.parallel.pipe.stage_runner import MAIN, Apply, StageRunner, Values, call
+from byteps_py.parallel.pipe.skips import MAIN, Connection
+from byteps_py.parallel.pipe.stage_runner import Apply, StageRunner, Values, call, copied
+from byteps_py.parallel.pipe.step_data import StepData
 from byteps_py.parallel.pipe.transfers import FAILED, ReceivingChannel, SendingChannel, ValueSent, WorkerFailed
 from byteps_py.parallel.pipe.trees import flatten
 
@@ -32,24 +31,6 @@ ApplyFor = Callable[[int], Apply]
 Place = tuple[int, int]  # (pipe, stage)
 #: (pipe, connection, whether it is for gradients)
 ChannelKey = tuple[int, Connection, bool]
-
-
-@dataclass(slots=True)
-class StepData:
-    """The data of one step on one worker. ``inputs``, ``targets``: by part; empty where the worker holds no first, or
-    last, stage. ``loss_of``: (output, part) -> the loss whose backward pass begins there; None: there are no targets,
-    and the outputs of the last stage are kept in ``outputs``."""
-
-    inputs: Mapping[int, Any] = field(default_factory=dict)
-    loss_of: Callable[[Any, int], torch.Tensor] | None = None
-    outputs: dict[int, Any] = field(default_factory=dict)
-    error: Exception | None = None
-    #: Set as soon as the worker has to go on without computing.
-    has_failed: bool = False
-
-    def fail(self, error: Exception) -> None:
-        """Go on without computing, because of ``error``."""
-        self.error, self.has_failed = self.error or error, True
 
 
 class ProgramRunner:

@@ -13,15 +13,17 @@
         def forward(self, x):
             return self.conv(x) + pop("edges")
 
-The attributes say what a module stashes and pops, so that all workers know it beforehand. Without a pipeline, or where
-both are in one stage, the tensor does not move. One thread for each model.
+The attributes say what a module stashes and pops, so that all workers know it beforehand, and which stages exchange
+values. Without a pipeline, or where both are in one stage, the tensor does not move. One thread for each model.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -86,3 +88,44 @@ def forward_pass(incoming: dict[str, torch.Tensor], outgoing: Iterable[str]) -> 
 def declared(module: nn.Module, attribute: str) -> set[str]:
     """The names in ``attribute`` ("stashes" or "pops") of ``module`` and the modules in it."""
     return {name for each in module.modules() for name in getattr(each, attribute, ())}
+
+
+# ---- between stages ------------------------------------------------------------------------------------------------
+
+
+#: The name of the value that each stage gives to the next one; other names are those of skip connections.
+MAIN = ""
+
+
+class Connection(NamedTuple):
+    """``source`` gives the value ``name`` to the stage ``target``, and gets its gradient back."""
+
+    source: int
+    target: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class SkipNames:
+    """The names that the modules of one stage declare (skips.py)."""
+
+    stashes: frozenset[str] = frozenset()
+    pops: frozenset[str] = frozenset()
+
+
+def connections_of(skips: Sequence[SkipNames]) -> list[Connection]:
+    """The connections of a pipe, in an order that is the same on all workers. ``skips``: of each stage. Raises
+    UsageError if a name is popped by no stage or by several, or by an earlier one."""
+    found = [Connection(stage, stage + 1, MAIN) for stage in range(len(skips) - 1)]
+    names = sorted({name for each in skips for name in each.stashes | each.pops})
+    for name in names:
+        sources = [stage for stage, each in enumerate(skips) if name in each.stashes]
+        targets = [stage for stage, each in enumerate(skips) if name in each.pops]
+        if len(sources) != 1 or len(targets) != 1 or targets[0] < sources[0]:
+            raise UsageError(
+                f"the skip connection {name!r} is stashed at stages {sources} and popped at stages {targets}; it needs "
+                "one of each, the first not after the second"
+            )
+        if sources[0] < targets[0]:
+            found.append(Connection(sources[0], targets[0], name))
+    return found

@@ -1,7 +1,9 @@
 """A stage of the model on one worker: the forward and the backward pass of one part at a time.
 
-The inputs of a part begin a graph of their own (stage_inputs.py), and the outputs are its roots. So a backward pass
-needs nothing but the gradients of the outputs, and leaves those of the inputs. One thread.
+The inputs of a part begin a graph of their own, and the outputs are its roots. So a backward pass needs nothing but the
+gradients of the outputs, and leaves those of the inputs. Autograd refuses a change in place of a leaf that requires a
+gradient, but a stage may change its inputs: a tensor that came from another stage becomes the output of an operation,
+whose backward pass keeps the gradient. One thread.
 """
 
 from __future__ import annotations
@@ -14,13 +16,62 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from byteps_py.parallel.pipe import skips
 from byteps_py.parallel.pipe.buffers import SavedBuffer, as_before, saved_buffers
-from byteps_py.parallel.pipe.stage_inputs import StageInput, begin_graph, cloned
+from byteps_py.parallel.pipe.skips import MAIN, forward_pass
 from byteps_py.parallel.pipe.trees import described, flatten, unflatten
 
-#: The name of the value that each stage gives to the next one; other names are those of skip connections.
-MAIN = ""
+
+@dataclass(slots=True)
+class StageInput:
+    """The gradient of one tensor; None if the stage has not used it."""
+
+    gradient: torch.Tensor | None = None
+
+
+def begin_graph(value: Any) -> tuple[Any, list[StageInput]]:
+    """(``value`` for the stage, the place of the gradient of each tensor in it that requires one). The memory of
+    ``value`` belongs to the stage from now on."""
+    if not torch.is_grad_enabled():
+        return value, []
+    tensors, structure = flatten(value)
+    places = [StageInput() if tensor.requires_grad else None for tensor in tensors]
+    if not any(places):
+        return value, []
+    begun: list[torch.Tensor] = []
+    for tensor, place in zip(tensors, places, strict=True):
+        if place is not None:
+            anchor = torch.zeros((), device=tensor.device, requires_grad=True)
+            # A tensor with a version counter of its own; a view of a message's memory could have no gradient.
+            tensor = _Begin.apply(anchor, tensor.data, place)  # type: ignore[no-untyped-call]
+        begun.append(tensor)
+    return unflatten(begun, structure), [place for place in places if place is not None]
+
+
+class _Begin(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, tensor: torch.Tensor, place: StageInput) -> torch.Tensor:
+        ctx.place = place
+        ctx.mark_dirty(tensor)  # an output that is no view, so that it can be changed in place
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None, None]:
+        ctx.place.gradient = gradients[0]
+        return None, None, None
+
+
+def copied(value: Any) -> Any:
+    """``value`` with the same tensors in memory of their own."""
+    tensors, structure = flatten(value)
+    return unflatten([tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors], structure)
+
+
+def cloned(value: Any) -> Any:
+    """As ``copied``, for autograd: gradients flow to ``value``."""
+    tensors, structure = flatten(value)
+    return unflatten([tensor.clone() for tensor in tensors], structure)
+
+
 Values = dict[str, Any]
 #: Called with (module, value); makes the output.
 Apply = Callable[[nn.Module, Any], Any]
@@ -104,7 +155,7 @@ class StageRunner:
         def run(value: Any, incoming: dict[str, torch.Tensor]) -> Values:
             if repeats:  # from the same values, also if the stage changes its inputs in place
                 value, incoming = cloned(value), cloned(incoming)
-            with as_before(before), skips.forward_pass(incoming, self.stashes) as outgoing:
+            with as_before(before), forward_pass(incoming, self.stashes) as outgoing:
                 result = apply(self.module, value)
             return {MAIN: result, **outgoing}
 

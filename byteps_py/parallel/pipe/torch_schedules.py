@@ -21,8 +21,8 @@ from torch.distributed.pipelining import (
 )
 
 from byteps_py.errors import UsageError
-from byteps_py.parallel.pipe.losses import Losses
 from byteps_py.parallel.pipe.program import Program
+from byteps_py.parallel.pipe.step_data import Losses
 
 _CLASSES: Mapping[str, Any] = {
     "zero-bubble": ScheduleInterleavedZeroBubble,

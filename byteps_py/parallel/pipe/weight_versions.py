@@ -1,4 +1,4 @@
-"""The weights of schedules without a flush: PipeDream and PipeDream-2BW.
+"""Steps of schedules without a flush, PipeDream and PipeDream-2BW: the weights change while parts are under way.
 
 A step brings m new parts, numbered on from those of earlier steps. Between steps, parts stay between their forward and
 backward passes, as many as the worker warms up with. One thread.
@@ -6,7 +6,7 @@ backward passes, as many as the worker warms up with. One thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,11 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from byteps_py.parallel.pipe.program import Action, WeightRule, backward, forward
+from byteps_py.errors import UsageError
+from byteps_py.parallel.pipe.groups import ReplicatedParameters
+from byteps_py.parallel.pipe.program import Action, ActionKind, WeightRule, backward, forward
+from byteps_py.parallel.pipe.program_runner import ProgramRunner
+from byteps_py.parallel.pipe.step_data import StepData
 
 
 @dataclass(slots=True)
@@ -124,3 +128,62 @@ class WeightVersions:
                 for name, parameter in self.module.named_parameters()
             },
         )
+
+
+@dataclass(slots=True)
+class StaleSteps:
+    """The steps of one of ``workers`` workers. ``replicas``: the parameters of its stage, if there are data-parallel
+    copies. ``optimizer``: of its parameters."""
+
+    workers: int
+    endless: EndlessActions
+    versions: WeightVersions
+    replicas: ReplicatedParameters | None
+    optimizer: torch.optim.Optimizer | None = None
+
+    @property
+    def parts(self) -> int:
+        """The number of parts so far."""
+        return self.endless.forwards
+
+    def run(self, runner: ProgramRunner, data: StepData, parts: int) -> None:
+        """Bring ``parts`` new ones. After a failure nothing is under way."""
+        self._run(runner, data, self.endless.until(self.parts + parts))
+        # As many parts are under way at most, and the others take them that many steps later.
+        runner.finish(data, unfinished=-(-self.workers // parts))
+
+    def flush(self, runner: ProgramRunner, data: StepData) -> None:
+        """Carry out the backward passes that are left."""
+        self._run(runner, data, self.endless.flush())
+        runner.finish(data)
+        self._restart()
+
+    def fail(self, runner: ProgramRunner, data: StepData) -> None:
+        """Some rank has failed: take what others send for parts under way, without computing."""
+        data.has_failed = True
+        self.flush(runner, data)
+
+    def _run(self, runner: ProgramRunner, data: StepData, actions: Iterable[Action]) -> None:
+        def after(position: int, action: Action) -> None:
+            (part,) = action.parts
+            if action.kind is ActionKind.BACKWARD and self.versions.is_update_due(part):
+                self._update(part, data)
+
+        runner.run(list(actions), data, after, self.versions.apply_for)
+
+    def _update(self, part: int, data: StepData) -> None:
+        if not data.has_failed:
+            self.versions.take_gradients(part)
+        if self.replicas is not None:  # also after a failure: the other copies wait for this one
+            try:
+                self.replicas.launch()
+            except UsageError as error:
+                data.fail(error)
+            self.replicas.finish()
+        if not data.has_failed and self.optimizer is not None:
+            self.optimizer.step()
+            self.versions.updated(part)
+
+    def _restart(self) -> None:
+        self.endless.forwards = self.endless.backwards = 0
+        self.versions.restart()

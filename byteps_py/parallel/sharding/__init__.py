@@ -16,48 +16,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from byteps_py.lazy_imports import importer
+from byteps_py.lazy_imports import import_lazily
 
 if TYPE_CHECKING:
-    from byteps_py.parallel.sharding.activation_partition import partitioned_checkpoint
-    from byteps_py.parallel.sharding.arena import TensorArena
-    from byteps_py.parallel.sharding.fused_buffer import FusedBuffer
-    from byteps_py.parallel.sharding.memory_tally import MemoryTally, tally_memory
-    from byteps_py.parallel.sharding.owners import assign_owners, cut_by_anchors, cut_by_size, sharding_groups
-    from byteps_py.parallel.sharding.sharded_model import ShardOptions, shard
-    from byteps_py.parallel.sharding.sharded_optimizer import ShardedOptimizer
-    from byteps_py.parallel.sharding.strategy import Strategy
+    from byteps_py.parallel.sharding.activation_partition import partitioned_checkpoint as partitioned_checkpoint
+    from byteps_py.parallel.sharding.arena import TensorArena as TensorArena
+    from byteps_py.parallel.sharding.fused_buffer import FusedBuffer as FusedBuffer
+    from byteps_py.parallel.sharding.memory_tally import MemoryTally as MemoryTally
+    from byteps_py.parallel.sharding.memory_tally import tally_memory as tally_memory
+    from byteps_py.parallel.sharding.owners import assign_owners as assign_owners
+    from byteps_py.parallel.sharding.owners import cut_by_anchors as cut_by_anchors
+    from byteps_py.parallel.sharding.owners import cut_by_size as cut_by_size
+    from byteps_py.parallel.sharding.owners import sharding_groups as sharding_groups
+    from byteps_py.parallel.sharding.sharded_model import ShardOptions as ShardOptions
+    from byteps_py.parallel.sharding.sharded_model import shard as shard
+    from byteps_py.parallel.sharding.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
+    from byteps_py.parallel.sharding.strategy import Strategy as Strategy
 
-_HOMES = {
-    "FusedBuffer": "fused_buffer",
-    "MemoryTally": "memory_tally",
-    "ShardOptions": "sharded_model",
-    "ShardedOptimizer": "sharded_optimizer",
-    "Strategy": "strategy",
-    "TensorArena": "arena",
-    "assign_owners": "owners",
-    "cut_by_anchors": "owners",
-    "cut_by_size": "owners",
-    "partitioned_checkpoint": "activation_partition",
-    "shard": "sharded_model",
-    "sharding_groups": "owners",
-    "tally_memory": "memory_tally",
-}
-
-__all__ = [
-    "FusedBuffer",
-    "MemoryTally",
-    "ShardOptions",
-    "ShardedOptimizer",
-    "Strategy",
-    "TensorArena",
-    "assign_owners",
-    "cut_by_anchors",
-    "cut_by_size",
-    "partitioned_checkpoint",
-    "shard",
-    "sharding_groups",
-    "tally_memory",
-]
-
-__getattr__ = importer(__name__, {name: f"{__name__}.{home}" for name, home in _HOMES.items()})
+import_lazily(__name__)

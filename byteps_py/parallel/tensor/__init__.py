@@ -11,48 +11,36 @@ fused_layers    layers of several parts that a plan would cut in the wrong place
 cross_entropy   the loss of logits whose columns lie on several ranks
 """
 
-from byteps_py.parallel.tensor.cross_entropy import CrossEntropyOptions, parallel_cross_entropy
-from byteps_py.parallel.tensor.layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    VocabularyParallelEmbedding,
-    sequence_parallel,
-)
-from byteps_py.parallel.tensor.plan import parallelize, sharded_parameters, tensor_parallel_group
-from byteps_py.parallel.tensor.regions import (
-    collect_along,
-    copy_to_ranks,
-    gather_along,
-    reduce_from_ranks,
-    reduce_scatter_along,
-    split_along,
-)
-from byteps_py.parallel.tensor.shard import Shard, padded_vocabulary
-from byteps_py.parallel.tensor.styles import Column, Embedding, Replicated, Row, Sequence, SharedInput, Style
+from __future__ import annotations
 
-__all__ = [
-    "Column",
-    "ColumnParallelLinear",
-    "CrossEntropyOptions",
-    "Embedding",
-    "Replicated",
-    "Row",
-    "RowParallelLinear",
-    "Sequence",
-    "Shard",
-    "SharedInput",
-    "Style",
-    "VocabularyParallelEmbedding",
-    "collect_along",
-    "copy_to_ranks",
-    "gather_along",
-    "padded_vocabulary",
-    "parallel_cross_entropy",
-    "parallelize",
-    "reduce_from_ranks",
-    "reduce_scatter_along",
-    "sequence_parallel",
-    "sharded_parameters",
-    "split_along",
-    "tensor_parallel_group",
-]
+from typing import TYPE_CHECKING
+
+from byteps_py.lazy_imports import import_lazily
+
+if TYPE_CHECKING:
+    from byteps_py.parallel.tensor.cross_entropy import CrossEntropyOptions as CrossEntropyOptions
+    from byteps_py.parallel.tensor.cross_entropy import parallel_cross_entropy as parallel_cross_entropy
+    from byteps_py.parallel.tensor.layers import ColumnParallelLinear as ColumnParallelLinear
+    from byteps_py.parallel.tensor.layers import RowParallelLinear as RowParallelLinear
+    from byteps_py.parallel.tensor.layers import VocabularyParallelEmbedding as VocabularyParallelEmbedding
+    from byteps_py.parallel.tensor.layers import sequence_parallel as sequence_parallel
+    from byteps_py.parallel.tensor.plan import parallelize as parallelize
+    from byteps_py.parallel.tensor.plan import sharded_parameters as sharded_parameters
+    from byteps_py.parallel.tensor.plan import tensor_parallel_group as tensor_parallel_group
+    from byteps_py.parallel.tensor.regions import collect_along as collect_along
+    from byteps_py.parallel.tensor.regions import copy_to_ranks as copy_to_ranks
+    from byteps_py.parallel.tensor.regions import gather_along as gather_along
+    from byteps_py.parallel.tensor.regions import reduce_from_ranks as reduce_from_ranks
+    from byteps_py.parallel.tensor.regions import reduce_scatter_along as reduce_scatter_along
+    from byteps_py.parallel.tensor.regions import split_along as split_along
+    from byteps_py.parallel.tensor.shard import Shard as Shard
+    from byteps_py.parallel.tensor.shard import padded_vocabulary as padded_vocabulary
+    from byteps_py.parallel.tensor.styles import Column as Column
+    from byteps_py.parallel.tensor.styles import Embedding as Embedding
+    from byteps_py.parallel.tensor.styles import Replicated as Replicated
+    from byteps_py.parallel.tensor.styles import Row as Row
+    from byteps_py.parallel.tensor.styles import Sequence as Sequence
+    from byteps_py.parallel.tensor.styles import SharedInput as SharedInput
+    from byteps_py.parallel.tensor.styles import Style as Style
+
+import_lazily(__name__)

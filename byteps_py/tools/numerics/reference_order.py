@@ -26,8 +26,8 @@ import torch
 from torch import nn
 
 from byteps_py.errors import UsageError
-from byteps_py.parallel.numerics.gradient_accumulation import Float32Gradients
-from byteps_py.parallel.numerics.recorder import Recorder
+from byteps_py.parallel.float32_gradients import Float32Gradients
+from byteps_py.tools.numerics.recorder import Recorder
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from byteps_py.errors import UsageError
-from byteps_py.parallel.numerics.gradient_accumulation import Float32Gradients
-from byteps_py.parallel.numerics.reference_order import ordered_sum
+from byteps_py.parallel.float32_gradients import Float32Gradients
+from byteps_py.tools.numerics.reference_order import ordered_sum
 
 _SAMPLES = 8  # of a micro-batch
 

@@ -1,20 +1,25 @@
-"""Gradients of bf16 and fp16 models, accumulated and reduced in float32.
+"""Gradients of 16-bit parameters in float32: accumulated over micro-batches, summed over ranks, and rounded once.
 
-A sum in bf16 keeps 8 bits: of many micro-batches, the later ones are rounded away. Llama 3 (section 6.2) accumulates
-the gradients of micro-batches in float32, and reduces them over data-parallel ranks in float32; passes stay in bf16.
+A sum in bfloat16 keeps 8 bits: of many micro-batches, the later ones are rounded away. Llama 3 (section 6.2)
+accumulates the gradients of micro-batches in float32, and reduces them over data-parallel ranks in float32; passes stay
+in bfloat16.
+
+    Float32Gradients    for a training loop: hooks move gradients to buffers, with any torch
+    StepGradients       for a pipeline's step: autograd itself adds in float32, from torch 2.10 on
 
 Autograd's threads call the hooks; one thread calls all else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from byteps_py.errors import UsageError
@@ -22,6 +27,94 @@ from byteps_py.errors import UsageError
 #: Gradients are reduced together up to this size.
 BUCKET_BYTES = 25 << 20
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+class GradientSum:
+    """Gradients of ``parameters``, of ``dtype`` and one device, on their way to their sums over the ranks of ``group``:
+    one message, which also counts, for each parameter, the ranks that have a gradient. All ranks construct it alike."""
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        gradients: Sequence[torch.Tensor | None],
+        dtype: torch.dtype,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        pieces = [
+            torch.zeros(parameter.numel(), dtype=dtype, device=parameter.device)
+            if gradient is None
+            else gradient.reshape(-1)
+            for parameter, gradient in zip(parameters, gradients, strict=True)
+        ]
+        there = torch.tensor([float(gradient is not None) for gradient in gradients], device="cpu")
+        self._parameters, self._whole = parameters, torch.cat([*pieces, there.to(pieces[0])])
+        work = dist.all_reduce(self._whole, group=group, async_op=True)
+        if work is None:
+            raise RuntimeError("this rank is not in its own group")
+        self._work = work
+
+    def wait(self) -> Iterator[tuple[nn.Parameter, torch.Tensor | None]]:
+        """Each parameter with its sum, in memory of the message; None if no rank has a gradient of it."""
+        self._work.wait()
+        *sums, counts = self._whole.split([*(one.numel() for one in self._parameters), len(self._parameters)])
+        for parameter, total, count in zip(self._parameters, sums, counts.tolist(), strict=True):
+            yield parameter, total.view_as(parameter) if count else None
+
+
+def gradient_dtype(parameter: nn.Parameter) -> torch.dtype:
+    """The type in which autograd accumulates: that of the parameter, or what StepGradients has chosen."""
+    chosen: torch.dtype | None = getattr(parameter, "grad_dtype", None)
+    return parameter.dtype if chosen is None else chosen
+
+
+class StepGradients:
+    """The gradients of one step, apart from those that ``parameters`` have: ``.grad`` is None when it begins.
+
+    ``in_float32``: those of 16-bit parameters are float32 until ``add`` or ``discard``, except for FSDP2's, and before
+    torch 2.10, which can't.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], in_float32: bool = True) -> None:
+        self._earlier = [(parameter, parameter.grad) for parameter in parameters]
+        self._wide = [parameter for parameter, _ in self._earlier if in_float32 and _can_widen(parameter)]
+        for parameter, _ in self._earlier:
+            parameter.grad = None
+        for parameter in self._wide:
+            parameter.grad_dtype = torch.float32
+
+    def multiply(self, factor: float) -> None:
+        """Multiply what has been accumulated."""
+        for parameter, _ in self._earlier:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
+    def add(self) -> None:
+        """Round what has been accumulated to the parameters' types, and add it to the earlier gradients."""
+        for parameter in self._wide:
+            gradient = parameter.grad
+            _narrow(parameter)
+            if gradient is not None:
+                parameter.grad = gradient.to(parameter.dtype)
+        for parameter, earlier in self._earlier:
+            if earlier is not None:
+                parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
+
+    def discard(self) -> None:
+        """Forget what has been accumulated: parameters have their earlier gradients."""
+        for parameter in self._wide:
+            _narrow(parameter)
+        for parameter, earlier in self._earlier:
+            parameter.grad = earlier
+
+
+def _can_widen(parameter: nn.Parameter) -> bool:
+    is_trained = parameter.dtype in _LOW_PRECISION and parameter.requires_grad
+    return is_trained and hasattr(parameter, "grad_dtype") and not isinstance(parameter, DTensor)
+
+
+def _narrow(parameter: nn.Parameter) -> None:
+    parameter.grad = None
+    parameter.grad_dtype = parameter.dtype
 
 
 class Float32Gradients:
@@ -100,21 +193,9 @@ class Float32Gradients:
         for bucket in self._buckets(trained):
             own = [self._gradient(parameter) for parameter in bucket]
             dtype = torch.float32 if self._has_buffer(bucket[0]) else bucket[0].dtype
-            pieces = [
-                torch.zeros(parameter.numel(), dtype=dtype, device=parameter.device)
-                if gradient is None
-                else gradient.reshape(-1)
-                for parameter, gradient in zip(bucket, own, strict=True)
-            ]
-            # With one number for each parameter that says how many ranks have a gradient.
-            there = torch.tensor([float(gradient is not None) for gradient in own], device="cpu").to(pieces[0])
-            whole = torch.cat([*pieces, there])
-            dist.all_reduce(whole, group=group)
-            *sums, counts = whole.split([*(parameter.numel() for parameter in bucket), len(bucket)])
-            for parameter, total, count in zip(bucket, sums, counts.tolist(), strict=True):
-                if count:
-                    result = total / members if average else total.clone()
-                    self._set_gradient(parameter, result.view_as(parameter))
+            for parameter, total in GradientSum(bucket, own, dtype, group).wait():
+                if total is not None:
+                    self._set_gradient(parameter, total / members if average else total.clone())
 
     def master_parameters(self) -> list[nn.Parameter]:
         """The float32 copies of trained parameters, for the optimizer, in the model's order. Parameters that are not of

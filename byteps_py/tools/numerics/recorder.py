@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from byteps_py.errors import UsageError
-from byteps_py.parallel.numerics.records import (
+from byteps_py.tools.numerics.records import (
     ACCUMULATION,
     BACKWARD,
     FORWARD,
@@ -57,7 +57,7 @@ class Recorder:
     Raises UsageError if the folder can't be written.
 
     >>> import tempfile
-    >>> from byteps_py.parallel.numerics.records import read_run
+    >>> from byteps_py.tools.numerics.records import read_run
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     with Recorder(folder) as recorder:

@@ -1,6 +1,6 @@
 """The bytes on each rank for each way to divide a model's states. Pure; any thread.
 
-The formulas are those of ZeRO (Rajbhandari et al., 2020, section 5): see mesh/formulas.py. In mixed precision a
+The formulas are those of ZeRO (Rajbhandari et al., 2020, section 5): see formulas.py. In mixed precision a
 parameter has 16 bytes: 2 for its value, 2 for its gradient, and 12 for Adam's float32 value and two moments. In float32
 it has 16, too: 4 for the value, 4 for the gradient, 8 for the moments.
 """
@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from byteps_py.errors import UsageError
-from byteps_py.parallel.mesh.formulas import state_bytes, state_traffic
 from byteps_py.parallel.sharding.owners import assign_owners
+from byteps_py.tools.plan.formulas import state_bytes, state_traffic
 
 #: Of a parameter with gradient and Adam's states: the same in mixed precision and in float32.
 BYTES_OF_A_PARAMETER = 16

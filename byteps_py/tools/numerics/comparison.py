@@ -15,9 +15,15 @@ from typing import Any
 import numpy as np
 
 from byteps_py.errors import UsageError
-from byteps_py.parallel.numerics.assembly import AssembledTensor, TensorPiece, assemble, missing_parts
-from byteps_py.parallel.numerics.records import PHASES, SEPARATE, RankRecords, TensorRecord, read_run
-from byteps_py.parallel.numerics.values import numbers_of, ulps_between
+from byteps_py.tools.numerics.assembly import (
+    AssembledTensor,
+    TensorPiece,
+    assemble,
+    missing_parts,
+    numbers_of,
+    ulps_between,
+)
+from byteps_py.tools.numerics.records import PHASES, SEPARATE, RankRecords, TensorRecord, read_run
 from byteps_py.wording import count_text, ranks_text, shown
 
 _OF_STEP = PHASES[3:]  # their tensors have no micro-batch
