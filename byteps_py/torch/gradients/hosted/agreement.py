@@ -6,6 +6,7 @@ All ranks call each function. Must not know states or steps. The thread that mak
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,8 @@ from byteps_py.torch.operations.reduction_plans import Sum
 from byteps_py.torch.operations.reductions import reduced
 
 _BLAME_BITS = 64
+_INT, _FLOAT = struct.Struct("<q"), struct.Struct("<d")
+_ALL_BUT_SIGN = (1 << 63) - 1
 
 
 #: "rule" encodes the switches, such as amsgrad.
@@ -38,22 +41,45 @@ class GroupNumbers:
     rules: list[UpdateRule]
 
 
-def largest(context: Context, name: str, values: Sequence[float]) -> list[float]:
-    """The largest of all ranks' values, each. All ranks call it. Raises what Session.wait raises."""
-    own = torch.tensor(values, dtype=torch.float64, device="cpu")
+def ordered(value: float) -> int:
+    """An integer of 64 bits for a float64: ranks compare both alike. Each NaN is the same, and so is each zero.
+
+    >>> ordered(-2.5) < ordered(-0.0) == ordered(0.0) < ordered(1e-300) < ordered(math.inf) < ordered(math.nan)
+    True
+    """
+    (bits,) = _INT.unpack(_FLOAT.pack(value + 0.0 if value == value else math.nan))
+    return int(bits) ^ (_ALL_BUT_SIGN if bits < 0 else 0)
+
+
+def float_of(number: int) -> float:
+    """The float64 of which ``number`` is the ``ordered`` integer."""
+    (value,) = _FLOAT.unpack(_INT.pack(number ^ (_ALL_BUT_SIGN if number < 0 else 0)))
+    return float(value)
+
+
+def largest(context: Context, name: str, values: Sequence[int]) -> list[int]:
+    """The largest of all ranks' integers, each, of 64 bits. All ranks call it. Raises what Session.wait raises."""
     if context.session.size == 1:
-        return own.tolist()
-    spec = TensorSpec(name, DType.FLOAT64, (len(own),), Op.MAX)
-    (view,) = context.slot_views([TensorRequest(spec, torch.float64, ((len(own),),), own.device)])
+        return list(values)
+    own = torch.tensor(values, dtype=torch.int64, device="cpu")
+    spec = TensorSpec(name, DType.INT64, (len(own),), Op.MAX)
+    (view,) = context.slot_views([TensorRequest(spec, torch.int64, ((len(own),),), own.device)])
     view.contribute([own])
     view.wait()
-    return view.results[0].tolist()
+    found: list[int] = view.results[0].tolist()
+    return found
+
+
+def bounds(context: Context, name: str, values: Sequence[int]) -> tuple[list[int], list[int]]:
+    """The smallest and the largest of all ranks' integers, each. As ``largest``."""
+    both = largest(context, name, [*values, *(~value for value in values)])
+    return [~value for value in both[len(values) :]], both[: len(values)]
 
 
 def overflows(context: Context, name: str, square_sum: float) -> bool:
     """True, on all ranks, if a sum is NaN or infinite. ``square_sum``: of the averages that this rank owns. All ranks
     call it."""
-    return bool(largest(context, f"{name}.overflow", [0.0 if math.isfinite(square_sum) else 1.0])[0])
+    return bool(largest(context, f"{name}.overflow", [not math.isfinite(square_sum)])[0])
 
 
 def explain_overflow(
@@ -64,8 +90,8 @@ def explain_overflow(
     session = context.session
     # Bit by bit, because the largest of two numbers is not what both have in common.
     mine = blames.of_rank(session.rank, session.size) if any(bad) else 0
-    bits = [float(mine >> bit & 1) for bit in range(_BLAME_BITS)]
-    found = largest(context, f"{name}.blame", [*bits, *map(float, bad)])
+    bits = [mine >> bit & 1 for bit in range(_BLAME_BITS)]
+    found = largest(context, f"{name}.blame", [*bits, *map(int, bad)])
     blame = sum(1 << bit for bit, is_set in enumerate(found[: len(bits)]) if is_set)
     places = [repr(each) for each, is_bad in zip(gradients, found[len(bits) :], strict=True) if is_bad]
     return nonfinite.explain(blame or blames.OVERFLOW, session.size, step, places or ["a sum"])
@@ -78,29 +104,31 @@ def total_norm(name: str, square_sum: float) -> torch.Tensor:
 
 
 def compare_numbers(
-    context: Context, name: str, step: GroupNumbers, factors: Factors, others: Sequence[float] = ()
-) -> list[float]:
+    context: Context, name: str, step: GroupNumbers, factors: Factors, others: Sequence[int] = ()
+) -> list[int]:
     """Raises MismatchError, on all ranks, if their numbers differ. Returns the largest of all ranks' ``others``, which
     travel along."""
     if context.session.size == 1 and not others:
         return []
-    values = [
-        float(rule.code) if each == "rule" else getattr(found, each)
+    own = [
+        rule.code if each == "rule" else ordered(getattr(found, each))
         for found, rule in zip(step.numbers, step.rules, strict=True)
         for each in _COMPARED
     ]
-    own = torch.tensor([*values, factors.unscale, factors.clip], dtype=torch.float64, device="cpu")
-    found = largest(context, f"{name}.numbers", [*own, *-own, *others])
-    most, least = torch.tensor(found[: 2 * len(own)], dtype=torch.float64, device="cpu").chunk(2)
-    for place in (most != -least).nonzero().flatten().tolist():
-        if own[place].isnan():
-            continue  # ``check_numbers`` says so, here and on all that have it
+    own += [ordered(factors.unscale), ordered(factors.clip)]
+    least, most = bounds(context, f"{name}.numbers", [*own, *others])
+    for place, number in enumerate(own):
+        if least[place] == most[place]:
+            continue
         group, which = divmod(place, len(_COMPARED))
-        factor = place - len(values)
-        what = f"{_COMPARED[which]} of param_groups[{group}]" if factor < 0 else _FACTORS[factor]
+        is_factor = group == len(step.numbers)
+        is_rule = not is_factor and _COMPARED[which] == "rule"
+        what = _FACTORS[which] if is_factor else f"{_COMPARED[which]} of param_groups[{group}]"
+        mine, low, high = (each if is_rule else float_of(each) for each in (number, least[place], most[place]))
+        if math.isnan(mine):
+            continue  # ``check_numbers`` says so, here and on all that have it
         raise MismatchError(
-            f"ranks step with different numbers: {what} is "
-            f"{float(own[place]):g} on rank {context.session.rank}, and from {-float(least[place]):g} to "
-            f"{float(most[place]):g} on all. Set it alike, and step a learning-rate scheduler on every rank"
+            f"ranks step with different numbers: {what} is {mine:g} on rank {context.session.rank}, and from "
+            f"{low:g} to {high:g} on all. Set it alike, and step a learning-rate scheduler on every rank"
         )
-    return found[2 * len(own) :]
+    return most[len(own) :]

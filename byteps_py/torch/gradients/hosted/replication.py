@@ -31,7 +31,7 @@ from byteps_py.wording import bytes_text
 
 #: Of what is attached, for each buffer beside its elements: its name, its shape, its digest.
 _BESIDE_BYTES = 4096
-_RUN_BITS = 52  # a float64 carries it from rank to rank
+_RUN_BITS = 63  # it travels as an int64
 _of_session: weakref.WeakKeyDictionary[Session, Callable[[], ShadowedSteps | None]] = weakref.WeakKeyDictionary()
 
 
@@ -93,8 +93,7 @@ class ShadowedSteps:
                 "optimizer's steps: give all parameters to one optimizer, in param_groups"
             )
         _of_session[context.session] = weakref.ref(self)
-        own = float(secrets.randbits(_RUN_BITS) | 1)
-        self._run = int(largest(context, f"{self._name}.run", [own])[0])
+        (self._run,) = largest(context, f"{self._name}.run", [secrets.randbits(_RUN_BITS) | 1])
         self._durable, self._is_whole = 0, False
         self._session = context.session
 
@@ -116,19 +115,19 @@ class ShadowedSteps:
         return self._durable if self._is_whole else 0
 
     @property
-    def own_record(self) -> tuple[float, ...]:
+    def own_record(self) -> tuple[int, int, int]:
         """What ``agree`` takes of this rank: the latest step whose states and record of it are held by other machines,
         negative; whether these have held all of its states, negative; the latest step whose record of it no machine has
         taken. The largest of all ranks' numbers is what all have."""
         if self._session is None:
-            return (0.0, 0.0, 0.0)
+            return 0, 0, 0
         held, is_whole = self._session.held
-        return float(-held), float(-is_whole), float(self._session.refused_step)  # asked for after ``held``
+        return -held, -int(is_whole), self._session.refused_step  # asked for after ``held``
 
-    def agree(self, of_all: Sequence[float]) -> None:
+    def agree(self, of_all: Sequence[int]) -> None:
         """``of_all``: the largest of all ranks' ``own_record``, each. A step is durable if no later record was refused:
         ranks that hold later steps may lack that one."""
-        held, is_whole, refused = -int(of_all[0]), of_all[1] < 0, int(of_all[2])
+        held, is_whole, refused = -of_all[0], of_all[1] < 0, of_all[2]
         if held > refused:
             self._durable = max(self._durable, held)
         self._is_whole = self._is_whole or is_whole
