@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 
 logger = logging.getLogger("byteps_py")
@@ -18,3 +19,10 @@ def configure(level: str, who: str) -> None:
     logger.handlers[:] = [handler]
     logger.setLevel({"FATAL": "CRITICAL", "TRACE": "DEBUG"}.get(level, level))
     logger.propagate = False
+    silence_grpc()
+
+
+def silence_grpc() -> None:
+    """Call it before gRPC is imported. gRPC logs each failed handshake on stderr; those that matter are raised as
+    errors with more to say."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")

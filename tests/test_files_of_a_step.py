@@ -12,7 +12,7 @@ from support.warm import run
 
 HOOK = "byteps_py/torch/gradients/backward_passes.py"
 SUMMATION = "server/reducer.py"
-HEARTBEAT = "byteps_py/scheduler/liveness.py"
+HEARTBEAT = "byteps_py/scheduler/health.py"
 OF_OTHER_FLOWS = {
     "byteps_py/parallel/pipe/pipeline.py",
     "byteps_py/torch/gradients/hosted/optimizer.py",

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 import pytest
 
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.scheduler.stragglers import PaceWatch, Slow, slow_sentences
+from byteps_py.scheduler.health import PaceWatch, Slow, slow_sentences
 from byteps_py.worker.core.pace import ROW_S, RankPace, ServerPace
 from byteps_py.worker.core.tensor import Part
 

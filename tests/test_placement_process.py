@@ -12,7 +12,7 @@ from support.breaking import environ_of, launch, service
 
 from byteps_py.placement.placement_table import PlacementTable
 from byteps_py.placement.shares import Optimum
-from byteps_py.scheduler import query, status_report
+from byteps_py.scheduler import query
 from byteps_py.settings import Settings
 from byteps_py.tensors import key_of
 
@@ -37,7 +37,7 @@ def known(settings: Settings, nbytes: int) -> Carried:
     """The status, once the heartbeats have reported that many bytes. Nothing is in flight."""
     deadline = time.monotonic() + 60
     while True:
-        found = carried(status_report.to_dict(query.status(settings, 30))["members"])
+        found = carried(query.to_dict(query.status(settings, 30))["members"])
         if given(found) == nbytes and all(received == sent for received, sent, _ in found.values()):
             return found
         assert time.monotonic() < deadline, found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.scheduler_core import CPU, running, server, worker
 
-from byteps_py.cli.status import to_text
+from byteps_py.cli.job import to_text
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler import job as states
 from byteps_py.scheduler.core import StopRequested

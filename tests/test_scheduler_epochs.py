@@ -10,7 +10,7 @@ from byteps_py.placement.shares import Optimum
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler import job as states
 from byteps_py.scheduler.core import ScaleRequested
-from byteps_py.scheduler.summation_services import SUCCESSOR_S
+from byteps_py.scheduler.membership import SUCCESSOR_S
 
 
 def weights(message: pb.SchedulerMessage) -> dict[str, int]:

@@ -9,7 +9,7 @@ from support.scheduler_core import CPU, GPU, Cluster, server, worker
 
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler import job as states
-from byteps_py.scheduler.forming import TURN_LIMIT_S, TURNS, Survey, pairs_of
+from byteps_py.scheduler.membership import TURN_LIMIT_S, TURNS, Survey, pairs_of
 from byteps_py.tuning import LOOPBACK_MBIT
 
 

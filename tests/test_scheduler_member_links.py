@@ -6,7 +6,7 @@ import pytest
 from support.control_plane import Member, Plane
 from support.scheduler_core import ballot, declare, server, worker
 
-from byteps_py.cli.status import to_text
+from byteps_py.cli.job import to_text
 from byteps_py.errors import JournalError, ProtocolError
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.proto.journal_pb2 import JournalRecord

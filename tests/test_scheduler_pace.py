@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from support.scheduler_core import running
 
-from byteps_py.cli.status import to_text
+from byteps_py.cli.job import to_text
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler import job as states
 

@@ -9,7 +9,7 @@ from support.scheduler_core import running
 
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler import job as states
-from byteps_py.scheduler.step_sequences import SURE_S, StepSequences
+from byteps_py.scheduler.stalls import SURE_S, StepSequences
 
 
 def told(rank: int, steps: int, optimizers: int, sequence: str = "all") -> pb.RankSteps:

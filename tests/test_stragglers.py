@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import pytest
 from support.breaking import arguments_of, environ_of, launch
 
-from byteps_py.cli.status import to_text
+from byteps_py.cli.job import to_text
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler import query
 from byteps_py.settings import Settings

@@ -19,7 +19,7 @@ from byteps_py import __version__
 from byteps_py.errors import BytePSError, ConfigurationError, UsageError
 
 #: Modules of this package, in the order of `bps --help`.
-COMMANDS = ("status", "checkpoint", "placement", "plan", "schedule", "numerics", "env")
+COMMANDS = ("job", "placement", "plan", "schedule", "numerics", "env")
 
 
 def build_parser() -> argparse.ArgumentParser:

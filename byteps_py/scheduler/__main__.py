@@ -12,8 +12,6 @@ from byteps_py.errors import BytePSError, JournalError
 from byteps_py.exit_status import NO_JOURNAL_STATUS, UNUSABLE_STATUS
 from byteps_py.malloc import use_one_heap
 from byteps_py.scheduler.job import Finish
-from byteps_py.scheduler.service import SchedulerService
-from byteps_py.scheduler.status_report import to_dict
 from byteps_py.settings import Settings
 
 
@@ -38,6 +36,9 @@ def main() -> int:
 
 
 async def _serve(settings: Settings) -> Finish:
+    from byteps_py.scheduler.query import to_dict  # not above: gRPC is imported once its log is configured
+    from byteps_py.scheduler.service import SchedulerService
+
     service = SchedulerService(settings)
     with jobs.announced(settings):
         finish = await service.run()

@@ -13,10 +13,8 @@ from typing import Any
 
 from byteps_py.errors import BY_NAME, ProtocolError
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.scheduler.cluster_config import ClusterConfig
 from byteps_py.scheduler.elastic import Break, Elastic, GiveUp, GroupState, Open
-from byteps_py.scheduler.forming import Forming
-from byteps_py.scheduler.group_watch import GroupWatch
+from byteps_py.scheduler.health import GroupWatch, LivenessMonitor
 from byteps_py.scheduler.job import (
     ENDED,
     FORMING,
@@ -30,10 +28,9 @@ from byteps_py.scheduler.job import (
     refused,
     to_each,
 )
-from byteps_py.scheduler.liveness import LivenessMonitor
+from byteps_py.scheduler.membership import Forming, SummationServices
 from byteps_py.scheduler.rank_group import RankGroup
-from byteps_py.scheduler.roster import MemberRecord, Presence, Refusal
-from byteps_py.scheduler.summation_services import SummationServices
+from byteps_py.scheduler.roster import ClusterConfig, MemberRecord, Presence, Refusal
 from byteps_py.unauthenticated_connections import PATIENCE_S
 from byteps_py.wording import STOPPED, count_text
 

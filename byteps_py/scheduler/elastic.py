@@ -21,9 +21,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.scheduler.cluster_config import ClusterConfig
 from byteps_py.scheduler.job import Outgoing, failure, to_each
-from byteps_py.scheduler.roster import MemberRecord, Roster
+from byteps_py.scheduler.roster import ClusterConfig, MemberRecord, Roster
 from byteps_py.wording import count_text
 
 #: Ranks that leave together do so within moments. A machine that has not left by then is stuck: others wait in vain.

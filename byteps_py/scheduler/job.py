@@ -15,8 +15,7 @@ from typing import Any
 
 from byteps_py.errors import ProtocolError
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.scheduler.cluster_config import ClusterConfig
-from byteps_py.scheduler.roster import MemberRecord, Roster
+from byteps_py.scheduler.roster import ClusterConfig, MemberRecord, Roster
 
 FORMING = pb.StatusReply.STATE_FORMING
 RUNNING = pb.StatusReply.STATE_RUNNING

@@ -1,22 +1,24 @@
-"""Requests to a running scheduler from outside its job: `bps status`, `stop` and `scale`, health checks. Any thread."""
+"""Requests to a running scheduler from outside its job: `bps status`, `stop` and `scale`, health checks. Any thread.
+
+``to_dict`` gives a status as plain values: what ``bps status --json`` prints, and ``BYTEPS_REPORT`` holds at the end.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-
-import grpc
+from typing import Any
 
 from byteps_py import jobs
 from byteps_py.errors import UsageError
+from byteps_py.log import silence_grpc
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.proto import control_pb2_grpc
-from byteps_py.scheduler import rpc
 from byteps_py.settings import Settings
 from byteps_py.wording import sendable
 
 _RETRY_S = 0.1
 _MOST_RETRIES_S = 4.0  # a scheduler that has a secret hangs up on a process without one, again and again
+STATE_WORDS = {1: "forming", 2: "running", 3: "failed", 4: "ended"}
 
 
 def status(settings: Settings, timeout_s: float = 5.0) -> pb.StatusReply:
@@ -45,6 +47,12 @@ def scale(settings: Settings, servers: int, addresses: Sequence[str], timeout_s:
 
 
 def _ask(settings: Settings, method: str, request: object, timeout_s: float):  # type: ignore[no-untyped-def]
+    silence_grpc()
+    import grpc
+
+    from byteps_py.proto import control_pb2_grpc
+    from byteps_py.scheduler import rpc
+
     settings = jobs.with_local_secret(settings)
     with rpc.open_channel(settings) as channel:
         stub = control_pb2_grpc.SchedulerStub(channel)  # type: ignore[no-untyped-call]
@@ -58,3 +66,52 @@ def _ask(settings: Settings, method: str, request: object, timeout_s: float):  #
                 if not rpc.is_dropped(error) or time.monotonic() + _RETRY_S >= until_s:
                     raise rpc.explain(settings.scheduler_address, error, timeout_s) from error
             time.sleep(_RETRY_S)
+
+
+def to_dict(reply: pb.StatusReply) -> dict[str, Any]:
+    """The reply as plain values: sizes in bytes, times in seconds; ``share`` is of all bytes summed."""
+    total = sum(m.statistics.bytes_summed for m in reply.members)
+    return {
+        "state": STATE_WORDS.get(reply.state, "unknown"),
+        "reason": reply.reason,
+        "epoch": reply.epoch,
+        "num_workers": reply.num_workers,
+        "num_servers": reply.num_servers,
+        "partition_bytes": reply.partition_bytes,
+        "tensors": reply.tensors,
+        "tensor_bytes": reply.tensor_bytes,
+        "stalled": list(reply.stalled),
+        "slow": list(reply.slow),
+        "shadow": {"step": reply.shadow.step, "survives": reply.shadow.survives} if reply.shadow.survives else None,
+        "restarts": reply.restarts,
+        "journal": reply.journal,
+        "members": [_member(m, total) for m in reply.members],
+    }
+
+
+def _member(status: pb.MemberStatus, total_summed: int) -> dict[str, Any]:
+    member, counters = status.member, status.statistics
+    is_worker = member.role == 1
+    return {
+        "kind": "worker" if is_worker else "server",
+        "machine": f"{'CPU' if member.kind == 2 else f'GPU {member.machine_index}'}",
+        "machine_id": member.machine_id,
+        "host": member.host,
+        "pid": member.pid,
+        "address": member.address,
+        "first_rank": member.first_rank if is_worker else None,
+        "local_size": member.local_size if is_worker else None,
+        "alive": status.alive,
+        "left": status.left,
+        "doubt": status.doubt,
+        "heartbeat_age_s": status.heartbeat_age_s,
+        "bytes_received": counters.bytes_received,
+        "bytes_sent": counters.bytes_sent,
+        "bytes_local": counters.bytes_local,
+        "bytes_in_flight": counters.bytes_in_flight,
+        "bytes_summed": counters.bytes_summed,
+        "share": counters.bytes_summed / total_summed if total_summed else 0.0,
+        "rounds": counters.rounds,
+        "cpu_s": counters.cpu_s,
+        "resident_bytes": counters.resident_bytes,
+    }

@@ -27,13 +27,12 @@ from byteps_py.proto import control_pb2 as pb
 from byteps_py.proto import control_pb2_grpc
 from byteps_py.scheduler import job as states
 from byteps_py.scheduler.call_authenticator import CallAuthenticator
-from byteps_py.scheduler.cluster_config import ClusterConfig
 from byteps_py.scheduler.core import ClockTicked, ScaleRequested, StopRequested
 from byteps_py.scheduler.job import Finish
 from byteps_py.scheduler.member_links import journal as journals
 from byteps_py.scheduler.member_links.journal import Journal, Restored, journal_path
 from byteps_py.scheduler.member_links.links import MemberLinks, Sent, StreamClosed, StreamMessage, StreamOpened
-from byteps_py.scheduler.roster import describe
+from byteps_py.scheduler.roster import ClusterConfig, describe
 from byteps_py.scheduler.rpc import retry_steadily
 from byteps_py.settings import Settings
 

@@ -11,10 +11,10 @@ from byteps_py.errors import JournalError, UsageError
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.proto.journal_pb2 import JournalFrame, JournalHeader, JournalRecord
 from byteps_py.scheduler import job as states
-from byteps_py.scheduler.cluster_config import ClusterConfig
 from byteps_py.scheduler.core import ClockTicked, ConnectionOpened, MessageReceived, ScaleRequested
 from byteps_py.scheduler.member_links import journal
 from byteps_py.scheduler.member_links.links import MemberLinks, StreamClosed, StreamMessage, StreamOpened
+from byteps_py.scheduler.roster import ClusterConfig
 from byteps_py.tensors import DType, Op
 
 from .base import Target

@@ -18,7 +18,7 @@ from byteps_py.errors import BytePSError, PeerLostError, ProtocolError
 from byteps_py.kernels.readiness import Pair
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.runtime import Runtime, Thresholds
-from byteps_py.scheduler.declarations import Decided, Declarations
+from byteps_py.scheduler.rank_group import Decided, Declarations
 from byteps_py.settings import Settings
 from byteps_py.tensors import DType
 from byteps_py.worker.core.local_ranks import IN_GROUP, RankState

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from byteps_py.errors import PeerLostError, RendezvousError, StallError
-from byteps_py.scheduler.cluster_config import ClusterConfig
 from byteps_py.scheduler.core import RUNNING
-from byteps_py.scheduler.summation_services import SUCCESSOR_S
+from byteps_py.scheduler.membership import SUCCESSOR_S
+from byteps_py.scheduler.roster import ClusterConfig
 from byteps_py.settings import Settings
 
 from .control import Place, Scheduler

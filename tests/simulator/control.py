@@ -12,7 +12,6 @@ from byteps_py.errors import PeerLostError, RendezvousError, from_name
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.proto.journal_pb2 import JournalRecord
 from byteps_py.scheduler.client import complete
-from byteps_py.scheduler.cluster_config import ClusterConfig
 from byteps_py.scheduler.core import ClockTicked, EpochSeen
 from byteps_py.scheduler.member_links.journal import replay
 from byteps_py.scheduler.member_links.links import (
@@ -24,7 +23,7 @@ from byteps_py.scheduler.member_links.links import (
     StreamOpened,
 )
 from byteps_py.scheduler.member_links.protocol import MemberEnd
-from byteps_py.scheduler.roster import Presence
+from byteps_py.scheduler.roster import ClusterConfig, Presence
 from byteps_py.server.service import _ORPHAN_S
 from byteps_py.settings import Settings
 

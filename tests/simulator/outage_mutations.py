@@ -6,7 +6,7 @@ from typing import Any
 
 from byteps_py.failure_detector import FailureDetector
 from byteps_py.scheduler.core import SchedulerCore
-from byteps_py.scheduler.liveness import LivenessMonitor
+from byteps_py.scheduler.health import LivenessMonitor
 from byteps_py.scheduler.member_links.links import MemberLinks
 from byteps_py.worker.core.deadlines import FailureSuspicions
 from byteps_py.worker.core.piece_exchange import PieceExchange

@@ -11,7 +11,6 @@ from collections import deque
 
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.proto.journal_pb2 import JournalRecord
-from byteps_py.scheduler.cluster_config import ClusterConfig
 from byteps_py.scheduler.core import ClockTicked
 from byteps_py.scheduler.member_links.journal import freeze, replay
 from byteps_py.scheduler.member_links.links import (
@@ -23,6 +22,7 @@ from byteps_py.scheduler.member_links.links import (
     StreamOpened,
 )
 from byteps_py.scheduler.member_links.protocol import MemberEnd
+from byteps_py.scheduler.roster import ClusterConfig
 
 _tokens = itertools.count(1)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler import job as states
-from byteps_py.scheduler.cluster_config import PROTOCOL_VERSION, ClusterConfig
 from byteps_py.scheduler.core import ConnectionClosed, ConnectionOpened, MessageReceived, SchedulerCore
 from byteps_py.scheduler.job import Outgoing
+from byteps_py.scheduler.roster import PROTOCOL_VERSION, ClusterConfig
 from byteps_py.tensors import DType, Op
 
 GPU, CPU = pb.MACHINE_KIND_GPU, pb.MACHINE_KIND_CPU

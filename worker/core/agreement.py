@@ -7,7 +7,7 @@ generation; ranks that wait in a round which it has not joined are thereby voter
 disagreement ends in an error on every rank, not in a hang. After a mismatch the name is undeclared and may be used
 again.
 
-A disagreement about the group itself is found at once, before all have voted (see the scheduler's declarations.py).
+A disagreement about the group itself is found at once, before all have voted (see the scheduler's rank_group.py).
 A rank that was named in it, and comes late, gets the same error. When others agree on a group without a rank that uses
 the name, or votes on it, that rank gets an error, too. Both can happen while this machine still waits for the result of
 a round that others have got: then the tensor is ENDING, and void only after that.

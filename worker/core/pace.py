@@ -9,7 +9,7 @@ one that waits:
                         a server does while it waits can't be told; also relative to what the link needs for the
                         bytes that are on their way to this server
 
-Whether it is much slower than the others is decided where all of them are known (scheduler/stragglers.py).
+Whether it is much slower than the others is decided where all of them are known (scheduler/health.py).
 """
 
 from __future__ import annotations

@@ -28,7 +28,6 @@ from typing import Any
 from byteps_py.errors import JournalError
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.proto.journal_pb2 import JournalRecord
-from byteps_py.scheduler.cluster_config import ClusterConfig
 from byteps_py.scheduler.core import (
     ClockTicked,
     ConnectionClosed,
@@ -48,7 +47,7 @@ from byteps_py.scheduler.core import (
 )
 from byteps_py.scheduler.job import ENDED, FAILED, FORMING, Finish, Outgoing
 from byteps_py.scheduler.member_links.protocol import UNNUMBERED, Outbox
-from byteps_py.scheduler.roster import describe
+from byteps_py.scheduler.roster import ClusterConfig, describe
 
 #: In heartbeat timeouts: how long members have to come back, and how long strangers wait for them.
 LIMIT = 5

@@ -1,32 +1,22 @@
-"""A group as its heartbeats show it: which tensors some ranks wait for, which ranks are missing, who is slow. Pure.
+"""What ranks wait for, as their heartbeats show it: tensors that stall, and waits that would never end. Pure.
 
 Every CS reports with its heartbeat the tensors that its ranks have waited for. Together the reports show whose
 contribution is missing. A tensor is warned about once its oldest wait has reached ``warn_s``, and then again every
-``warn_s`` while it lasts. How slow members are found: stragglers.py.
+``warn_s`` while it lasts.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
-from byteps_py.errors import ProtocolError
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.scheduler.job import Job, MessageHandler, Outgoing, ranks_of, to_each
-from byteps_py.scheduler.rank_group import RankGroup
-from byteps_py.scheduler.roster import MemberRecord
-from byteps_py.scheduler.step_sequences import StepSequences
-from byteps_py.scheduler.stragglers import PaceWatch, Slow, slow_sentences
 from byteps_py.tensors import FIRST_STEP, UNNAMED
-from byteps_py.wording import names_text, ranks_text
+from byteps_py.wording import count_text, names_text, ranks_text
 
 #: After this time all ranks that wait have reported it.
 _SURE_S = 4.0
-
-
-#: How often slow members are looked for. It takes time: each of many machines reports on as many servers.
-_COMPARE_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,86 +152,74 @@ def stall_warnings(stalls: Iterable[Stall], who: Callable[[Iterable[int]], str])
     return lines
 
 
-class GroupWatch:
-    """The reports of one group's members. Decides nothing about them."""
+#: So long both ranks have reported the same: neither goes on.
+SURE_S = 2.0
 
-    def __init__(self, job: Job, group: RankGroup) -> None:
-        self._job, self._group = job, group
-        self._stalls = StallWatch(job.config.stall_warn_s)
-        self._steps = StepSequences()
-        self._pace = PaceWatch(job.config.straggler, job.config.stall_warn_s)
-        self._compared_s = -_COMPARE_S
 
-    def message_handlers(self) -> Mapping[str, MessageHandler]:
-        """By kind, for reports."""
-        return {"heartbeat": self._heartbeat, "sight": self._sight}
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """What a rank has reported of one sequence of steps, unchanged from ``since_s`` to ``until_s``."""
 
-    def _heartbeat(self, member: MemberRecord, heartbeat: pb.Heartbeat, now_s: float) -> Outgoing:
-        """Returns the warnings that are due."""
-        if heartbeat.bare:
-            return []
-        member.statistics, member.shadow = heartbeat.statistics, heartbeat.shadow
-        self._stalls.report(member.id, heartbeat.waiting, heartbeat.calls)
-        if not all(pace.rank in member.ranks for pace in heartbeat.ranks):
-            raise ProtocolError("its heartbeat has the pace of ranks that are not its own")
-        if not all(each.rank in member.ranks for each in heartbeat.steps):
-            raise ProtocolError("its heartbeat has the steps of ranks that are not its own")
-        if not all(call.rank in member.ranks for call in heartbeat.calls):
-            raise ProtocolError("its heartbeat has the calls of ranks that are not its own")
-        self._steps.report(member.id, heartbeat.steps, now_s)
-        self._pace.report(member.id, heartbeat.ranks, heartbeat.servers)
-        roster, out = self._job.roster, Outgoing()
-        if now_s - self._compared_s >= _COMPARE_S:
-            self._compared_s = now_s
-            for sentence in self._sentences(self._pace.take_due(self._slow(), now_s)):
-                out += to_each(roster.workers(), pb.SchedulerMessage(slow=pb.Slow(message=sentence)))
-        if not heartbeat.waiting or not self._job.is_running:
-            return out
-        due = self._stalls.take_due(self._current_stalls(), now_s)
-        for sentence, missing in stall_warnings(due, self._who):
-            stalled = pb.Stalled(message=sentence, missing=missing)
-            out += to_each(roster.present(), pb.SchedulerMessage(stalled=stalled))
-        return out
+    steps: int
+    optimizers: int
+    since_s: float
+    until_s: float
 
-    def _sight(self, member: MemberRecord, sight: pb.Sight, now_s: float) -> Outgoing:
-        """The activity of a rank for which others wait."""
-        if sight.rank not in ranks_of(member):
-            raise ProtocolError(f"it sent Sight of rank {sight.rank}, which is not one of its ranks")
-        return to_each(self._job.roster.workers(), pb.SchedulerMessage(sight=sight))
+    @property
+    def is_sure(self) -> bool:
+        """It has reported the same for long enough."""
+        return self.until_s - self.since_s >= SURE_S
 
-    def gone(self, member: MemberRecord) -> None:
-        """The member has left or is lost: it waits for nothing."""
-        self._stalls.report(member.id, [])
-        self._steps.report(member.id, [], 0.0)
+
+class StepSequences:
+    """Finds ranks whose optimizers step in different orders, so that they would wait for each other for ever.
+
+    Ranks that train one model make the same steps in the same order. A rank that waits reports, for each group of
+    ranks, how many steps it has begun and how many optimizers have stepped so far. The second number follows from the
+    first, and never falls. Two reports that contradict this show that an optimizer steps on some ranks only:
+
+        rank 0: generator, discriminator    2 steps, 2 optimizers
+        rank 1: generator, generator        2 steps, 1 optimizer
+
+    Reports may be of different times, and old: a count that was true once is compared as well as a new one.
+
+    Time is in seconds of any steady clock.
+    """
+
+    def __init__(self) -> None:
+        self._by_member: dict[int, dict[tuple[str, int], Reported]] = {}  # by sequence and rank
+
+    def report(self, member_id: int, steps: Iterable[pb.RankSteps], now_s: float) -> None:
+        """Replace this member's report; an empty one means that its ranks wait for nothing."""
+        before = self._by_member.pop(member_id, {})
+        now: dict[tuple[str, int], Reported] = {}
+        for each in steps:
+            key = each.sequence, each.rank
+            last = before.get(key)
+            is_same = last is not None and (last.steps, last.optimizers) == (each.steps, each.optimizers)
+            since_s = last.since_s if last is not None and is_same else now_s
+            now[key] = Reported(each.steps, each.optimizers, since_s, now_s)
+        if now:
+            self._by_member[member_id] = now
 
     def contradiction(self) -> str:
-        """Why ranks wait in vain, as far as heartbeats show it; empty if they do not."""
-        if not self._job.is_running:
-            return ""
-        unnamed = self._stalls.contradiction(self._job.roster.size, self._group.declarations.describe)
-        return unnamed or self._steps.contradiction()
+        """Which optimizer does not step on all ranks, in words; empty if none is known to."""
+        sequences: dict[str, list[tuple[int, int, int]]] = {}
+        for reports in self._by_member.values():
+            for (sequence, rank), reported in reports.items():
+                if reported.is_sure:
+                    sequences.setdefault(sequence, []).append((reported.steps, -reported.optimizers, rank))
+        for found in sequences.values():
+            found.sort()  # of equally many steps, those with more optimizers first
+            for (early, most, ahead), (late, fewer, behind) in itertools.pairwise(found):
+                if fewer > most:
+                    return _sentence(ahead, early, -most, behind, late, -fewer)
+        return ""
 
-    def stalled(self) -> list[str]:
-        """Sentences on tensors and barriers that have waited for too long."""
-        return stall_sentences(self._current_stalls(), self._who) if self._job.is_running else []
 
-    def slow(self) -> list[str]:
-        """Sentences on ranks and summation services that are slow."""
-        return self._sentences(self._slow())
-
-    def _current_stalls(self) -> list[Stall]:
-        size = sum(len(m.ranks) for m in self._job.roster.workers())
-        return self._stalls.stalls(size, self._group.declarations.undecided_voters, self._group.joining.ranks)
-
-    def _slow(self) -> list[Slow]:
-        return self._pace.slow([m.id for m in self._job.roster.present()]) if self._job.is_running else []
-
-    def _sentences(self, slow: list[Slow]) -> list[str]:
-        if not slow:
-            return []
-        servers = {m.id: m.describe() for m in self._job.roster.everyone if not m.is_worker}
-        return slow_sentences(slow, self._who, servers, self._job.roster.size)
-
-    def _who(self, ranks: Iterable[int]) -> str:
-        wanted = set(ranks)
-        return "; ".join(m.describe() for m in self._job.roster.everyone if wanted.intersection(m.ranks))
+def _sentence(ahead: int, early: int, most: int, behind: int, late: int, fewer: int) -> str:
+    return (
+        f"Mismatched optimizers: rank {ahead} waits in step {early} with {count_text(most, 'optimizer')} "
+        f"(DistributedOptimizer or DistributedDataParallel), rank {behind} in step {late} with {fewer}; let the same "
+        "optimizers step in the same order on every rank, and give one that steps on some ranks only their process_set"
+    )

@@ -1,0 +1,384 @@
+"""The members' health, as heartbeats show it: who is dead, who is slow, and what a group waits for. Pure.
+
+Time is an argument. How stalls are found: stalls.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from byteps_py.errors import ProtocolError
+from byteps_py.failure_detector import FailureDetector
+from byteps_py.proto import control_pb2 as pb
+from byteps_py.scheduler.job import Job, MessageHandler, Outgoing, ranks_of, to_each
+from byteps_py.scheduler.rank_group import RankGroup
+from byteps_py.scheduler.roster import ClusterConfig, MemberRecord
+from byteps_py.scheduler.stalls import Stall, StallWatch, StepSequences, stall_sentences, stall_warnings
+from byteps_py.wording import count_text, ranks_text
+
+DOUBT_INTERVALS = 3
+_KEPT = 100  # how many pauses of the scheduler itself are remembered
+#: A member that takes less than this longer, for a step or an answer, may only have waited for a processor. Where there
+#: are more processes than processors, that happens to all members in turn.
+LEAST_STEP_S = 0.1
+LEAST_ANSWER_S = 0.05
+#: The same for a member that takes longer every time, without a quick step or answer in between.
+LEAST_ROW_STEP_S = 0.002
+LEAST_ROW_ANSWER_S = 0.01
+#: A member that has been slow only for a second, or two steps, must be slower by this factor.
+_LATELY = 1.5
+#: Others must spend this part of the time that a slow rank takes longer waiting.
+_WAITING = 0.5
+#: How often slow members are looked for. It takes time: each of many machines reports on as many servers.
+_COMPARE_S = 0.5
+
+
+class LivenessMonitor:
+    """Judges whether silent members of one job are dead. ``detector_class``: the class of their detectors; tests name
+    another one.
+
+    A member's timeout follows from its own heartbeats so far (failure_detector.py). Two kinds of silence are forgiven
+    for longer. A worker that gets no processor time on a loaded machine is alive, and losing it would end the job,
+    whereas others replace a summation service: so a worker has more time while another process of its machine is heard.
+    And processes that start together (ranks import torch, services load kernels) hold each other up for seconds.
+    """
+
+    detector_class: type[FailureDetector] = FailureDetector
+
+    def __init__(self, config: ClusterConfig) -> None:
+        self._interval_s, self._timeout_s = config.heartbeat_interval_s, config.heartbeat_timeout_s
+        self._ceiling_s = config.patience_s
+        self._doubt_s = DOUBT_INTERVALS * self._interval_s
+        self._last_tick_s: float | None = None
+        self._awake_since_s = -float("inf")
+        self._pauses: list[tuple[float, float]] = []  # (end, duration) of each pause, the latest last
+
+    def tick(self, now_s: float) -> None:
+        """Call a few times per second. A late tick shows that the scheduler itself did not run (it was suspended, or
+        got no processor time) and heard no member. Such a pause counts for no member's silence, and no member is dead
+        before the scheduler has listened for a whole timeout again. (Silences are not counted from zero after a pause:
+        on a busy machine they would never reach ten timeouts.)"""
+        if self._last_tick_s is not None and now_s - self._last_tick_s > self._timeout_s / 2:
+            self._awake_since_s = now_s
+            self._pauses = [*self._pauses[1 - _KEPT :], (now_s, now_s - self._last_tick_s)]
+        self._last_tick_s = now_s
+
+    def heard(self, member: MemberRecord, now_s: float) -> None:
+        """A message arrived on the member's connection. A pause of the scheduler does not make it late."""
+        late_tick_s = 0.0 if self._last_tick_s is None else now_s - max(self._last_tick_s, member.last_seen_s)
+        deaf_s = late_tick_s if late_tick_s > self._timeout_s / 2 else 0.0
+        self._detector(member).heard(max(0.0, self._silence_s(member, now_s) - deaf_s))
+
+    def started(self, member: MemberRecord) -> None:
+        """The member is ready for work."""
+        self._detector(member).started()
+
+    def timeout_s(self, member: MemberRecord) -> float:
+        """The silence, in seconds, after which this member counts as dead."""
+        return self._detector(member).timeout_s()
+
+    def too_long(
+        self, member: MemberRecord, present: Sequence[MemberRecord], now_s: float, is_forming: bool = False
+    ) -> str:
+        """Why the member counts as dead, in words; empty while it does not. ``present``: all members, with this one.
+        ``is_forming``: the cluster is not complete yet."""
+        silence_s, detector = self._silence_s(member, now_s), self._detector(member)
+        if detector.suspicion(silence_s) < 1 or now_s - self._awake_since_s < self._timeout_s:
+            return ""
+        others_late_s = max((self._detector(m).lateness_s for m in present if m is not member), default=0.0)
+        if detector.suspicion(silence_s, others_late_s) < 1:
+            return ""
+        here = [other for other in present if other.facts.machine_id == member.facts.machine_id]
+        is_starting = is_forming or not all(other.is_ready for other in here)
+        is_heard_beside = any(self._silence_s(other, now_s) < self._timeout_s for other in here)
+        slow = is_starting or (member.is_worker and is_heard_beside)
+        if slow and silence_s < self._ceiling_s:
+            return ""
+        return detector.why(silence_s)
+
+    def doubt(self, member: MemberRecord, now_s: float) -> str:
+        """Why a present member may be dead, for the status, in words; empty if there is no doubt."""
+        silence_s = self._silence_s(member, now_s)
+        return f"silent for {silence_s:.1f} s" if member.is_present and silence_s > self._doubt_s else ""
+
+    def _detector(self, member: MemberRecord) -> FailureDetector:
+        if member.detector is None:
+            member.detector = self.detector_class(self._interval_s, self._timeout_s, self._ceiling_s)
+        return member.detector
+
+    def _silence_s(self, member: MemberRecord, now_s: float) -> float:
+        deaf_s = sum(for_s for until_s, for_s in self._pauses if until_s > member.last_seen_s)
+        return now_s - member.last_seen_s - deaf_s
+
+
+@dataclass(frozen=True, slots=True)
+class Slow:
+    """One rank, or one summation service: the seconds that it takes, those that the others take, and the ratio."""
+
+    is_rank: bool
+    who: int  # rank, or member id
+    pid: int  # of a rank
+    takes_s: float
+    others_s: float
+    times: float
+
+
+class _Answers(NamedTuple):
+    """One machine's report on one server."""
+
+    times: float  # how many times as long as the others it takes
+    takes_s: float
+    others_s: float
+    awaited: float
+
+
+def _median(said: Iterable[_Answers]) -> _Answers:
+    """The median report, weighted by how much was waited for: a machine that gives first and waits for others sees
+    little of a server's own time."""
+    ordered = sorted(said)
+    half = sum(answers.awaited for answers in ordered) / 2
+    for answers in ordered:
+        half -= answers.awaited
+        if half <= 0:
+            break
+    return answers
+
+
+def _median_without(ordered: Sequence[float], one: float) -> float:
+    """The lower median of ``ordered`` without ``one`` of its values."""
+    middle = (len(ordered) - 2) // 2
+    return ordered[middle + (one <= ordered[middle])]
+
+
+class _RankReports(NamedTuple):
+    rank: int
+    pid: int
+    step_s: float
+    wait_s: float
+
+
+class _Server(NamedTuple):
+    member_id: int
+    answer_s: float
+    ratio: float
+    awaited: float
+
+
+def _typical(pace: pb.ServerPace) -> _Server:
+    return _Server(pace.member_id, pace.answer_s, pace.ratio, pace.awaited)
+
+
+def _row(pace: pb.ServerPace) -> _Server:
+    return _Server(pace.member_id, pace.row_answer_s, pace.row_ratio, pace.awaited)
+
+
+def _slow_ranks(paces: Sequence[_RankReports], factor: float) -> Iterator[Slow]:
+    if len(paces) < 2:
+        return
+    steps_s, waits_s = sorted(pace.step_s for pace in paces), sorted(pace.wait_s for pace in paces)
+    for pace in paces:
+        others_s = _median_without(steps_s, pace.step_s)
+        longer_s = pace.step_s - others_s
+        is_slow = longer_s >= LEAST_STEP_S and pace.step_s >= factor * others_s
+        if is_slow and _median_without(waits_s, pace.wait_s) >= _WAITING * longer_s:
+            yield Slow(True, pace.rank, pace.pid, pace.step_s, others_s, pace.step_s / max(others_s, 1e-6))
+
+
+def _slow_in_a_row(paces: Sequence[pb.RankPace], factor: float) -> Iterator[Slow]:
+    """Ranks that work most of the time, while the others wait most of it, and take longer in each step."""
+    if len(paces) < 2:
+        return
+    steps_s, waited = sorted(pace.row_step_s for pace in paces), sorted(pace.row_waited for pace in paces)
+    for pace in paces:
+        others_s = _median_without(steps_s, pace.row_step_s)
+        is_slow = pace.row_step_s >= max(others_s + LEAST_ROW_STEP_S, factor * others_s)
+        if is_slow and pace.row_waited <= _WAITING <= _median_without(waited, pace.row_waited):
+            yield Slow(True, pace.rank, pace.pid, pace.row_step_s, others_s, pace.row_step_s / max(others_s, 1e-6))
+
+
+def _slow_servers(reports: Sequence[Sequence[_Server]], factor: float, least_s: float) -> Iterator[Slow]:
+    """``reports``: one of each machine; ``least_s``: smaller differences are no evidence."""
+    evidence: dict[int, list[_Answers]] = {}
+    for report in reports:
+        # Servers are compared as one machine sees them, so that a slow machine makes no server look slow. A machine may
+        # use a single server, where two machines have the servers of each other.
+        others = report
+        if len(report) == 1:
+            others = [*report, *(p for each in reports for p in each if p.member_id != report[0].member_id)]
+        if len(others) < 2:
+            continue
+        ratios = sorted(other.ratio for other in others)
+        answers_s = sorted(other.answer_s for other in others)
+        for pace in report:
+            # Compared with 1 at least: others that are faster than their links should be make no server slow.
+            usual = max(1.0, _median_without(ratios, pace.ratio))
+            others_s = _median_without(answers_s, pace.answer_s)
+            answers = _Answers(pace.ratio / usual, pace.answer_s, others_s, pace.awaited)
+            evidence.setdefault(pace.member_id, []).append(answers)
+    for server, said in evidence.items():
+        median = _median(said)
+        if median.takes_s - median.others_s >= least_s and median.times >= factor:
+            yield Slow(False, server, 0, median.takes_s, median.others_s, median.times)
+
+
+class PaceWatch:
+    """Finds ranks and summation services that are much slower than the others, by the latest reports of all members.
+    ``factor``: BYTEPS_STRAGGLER; ``again_s``: seconds between two warnings.
+
+    Communication services report typical times with their heartbeats, and the shortest of the latest times
+    (worker/core/pace.py). A member is slow if it takes BYTEPS_STRAGGLER times as long as the median of the others. It
+    is also slow if it takes 1.5 times that long in each of its last steps; a rank also if it does so lately, on
+    average. A rank is slow only if the others wait for it meanwhile. A slow member is warned about at once, and then
+    again every ``again_s`` while it lasts.
+    """
+
+    def __init__(self, factor: float, again_s: float) -> None:
+        self._factor = factor
+        self._again_s = again_s
+        self._ranks: dict[int, list[pb.RankPace]] = {}
+        self._servers: dict[int, list[pb.ServerPace]] = {}
+        self._warned_s: dict[tuple[bool, int], float] = {}
+
+    def report(self, member_id: int, ranks: Iterable[pb.RankPace], servers: Iterable[pb.ServerPace]) -> None:
+        """Replace this member's reports."""
+        self._ranks[member_id], self._servers[member_id] = list(ranks), list(servers)
+
+    def slow(self, present: Collection[int]) -> list[Slow]:
+        """The slow ranks and services of the members with these ids."""
+        here = frozenset(present)
+        ranks = [pace for member in present for pace in self._ranks.get(member, ())]
+        servers = [[pace for pace in self._servers.get(member, ()) if pace.member_id in here] for member in present]
+        late = _LATELY * self._factor
+        slow = [
+            *_slow_ranks([_RankReports(p.rank, p.pid, p.step_s, p.wait_s) for p in ranks if p.step_s], self._factor),
+            *_slow_ranks(
+                [_RankReports(p.rank, p.pid, p.last_step_s, p.last_wait_s) for p in ranks if p.last_step_s], late
+            ),
+            *_slow_in_a_row([p for p in ranks if p.row_step_s], late),
+            *_slow_servers([[_typical(p) for p in of if p.answer_s] for of in servers], self._factor, LEAST_ANSWER_S),
+            *_slow_servers([[_row(p) for p in of if p.row_answer_s] for of in servers], late, LEAST_ROW_ANSWER_S),
+        ]
+        return list({(each.is_rank, each.who): each for each in reversed(slow)}.values())[::-1]
+
+    def take_due(self, slow: list[Slow], now_s: float) -> list[Slow]:
+        """The ``slow`` members to warn about now; they count as warned about afterwards."""
+        due = [s for s in slow if now_s - self._warned_s.get((s.is_rank, s.who), -float("inf")) >= self._again_s]
+        self._warned_s.update(((s.is_rank, s.who), now_s) for s in due)
+        return due
+
+
+def slow_sentences(
+    slow: Iterable[Slow], who: Callable[[Iterable[int]], str], servers: Mapping[int, str], ranks: int
+) -> list[str]:
+    """One sentence each. ``who`` names the processes of ranks, ``servers`` the services by member id; ``ranks``: number
+    of the job's ranks."""
+    lines = []
+    for each in slow:
+        if each.is_rank:
+            lines.append(
+                f"{ranks_text([each.who])} (process {each.pid}; {who([each.who])}) takes {_seconds(each.takes_s)} from "
+                f"step to step, {_times(each.times)} the {_seconds(each.others_s)} of the others: "
+                f"{count_text(ranks - 1, 'rank')} {'waits' if ranks == 2 else 'wait'} for it"
+            )
+        else:
+            lines.append(
+                f"{servers.get(each.who, 'a summation service')} answers after {_seconds(each.takes_s)}, the others "
+                f"after {_seconds(each.others_s)}: relative to the bytes in flight, it takes {_times(each.times)} as "
+                "long; the service, its machine or the network to it is slow"
+            )
+    return lines
+
+
+def _seconds(time_s: float) -> str:
+    return f"{time_s:.1f} s" if time_s >= 10 else f"{time_s:.2g} s" if time_s >= 1 else f"{1000 * time_s:.3g} ms"
+
+
+def _times(times: float) -> str:
+    return f"{times:.0f} times" if times < 1000 else "over 1000 times"
+
+
+class GroupWatch:
+    """The heartbeats of one group's members: what they wait for, who is slow. Decides nothing about members."""
+
+    def __init__(self, job: Job, group: RankGroup) -> None:
+        self._job, self._group = job, group
+        self._stalls = StallWatch(job.config.stall_warn_s)
+        self._steps = StepSequences()
+        self._pace = PaceWatch(job.config.straggler, job.config.stall_warn_s)
+        self._compared_s = -_COMPARE_S
+
+    def message_handlers(self) -> Mapping[str, MessageHandler]:
+        """By kind, for reports."""
+        return {"heartbeat": self._heartbeat, "sight": self._sight}
+
+    def _heartbeat(self, member: MemberRecord, heartbeat: pb.Heartbeat, now_s: float) -> Outgoing:
+        """Returns the warnings that are due."""
+        if heartbeat.bare:
+            return []
+        member.statistics, member.shadow = heartbeat.statistics, heartbeat.shadow
+        self._stalls.report(member.id, heartbeat.waiting, heartbeat.calls)
+        if not all(pace.rank in member.ranks for pace in heartbeat.ranks):
+            raise ProtocolError("its heartbeat has the pace of ranks that are not its own")
+        if not all(each.rank in member.ranks for each in heartbeat.steps):
+            raise ProtocolError("its heartbeat has the steps of ranks that are not its own")
+        if not all(call.rank in member.ranks for call in heartbeat.calls):
+            raise ProtocolError("its heartbeat has the calls of ranks that are not its own")
+        self._steps.report(member.id, heartbeat.steps, now_s)
+        self._pace.report(member.id, heartbeat.ranks, heartbeat.servers)
+        roster, out = self._job.roster, Outgoing()
+        if now_s - self._compared_s >= _COMPARE_S:
+            self._compared_s = now_s
+            for sentence in self._sentences(self._pace.take_due(self._slow(), now_s)):
+                out += to_each(roster.workers(), pb.SchedulerMessage(slow=pb.Slow(message=sentence)))
+        if not heartbeat.waiting or not self._job.is_running:
+            return out
+        due = self._stalls.take_due(self._current_stalls(), now_s)
+        for sentence, missing in stall_warnings(due, self._who):
+            stalled = pb.Stalled(message=sentence, missing=missing)
+            out += to_each(roster.present(), pb.SchedulerMessage(stalled=stalled))
+        return out
+
+    def _sight(self, member: MemberRecord, sight: pb.Sight, now_s: float) -> Outgoing:
+        """The activity of a rank for which others wait."""
+        if sight.rank not in ranks_of(member):
+            raise ProtocolError(f"it sent Sight of rank {sight.rank}, which is not one of its ranks")
+        return to_each(self._job.roster.workers(), pb.SchedulerMessage(sight=sight))
+
+    def gone(self, member: MemberRecord) -> None:
+        """The member has left or is lost: it waits for nothing."""
+        self._stalls.report(member.id, [])
+        self._steps.report(member.id, [], 0.0)
+
+    def contradiction(self) -> str:
+        """Why ranks wait in vain, as far as heartbeats show it; empty if they do not."""
+        if not self._job.is_running:
+            return ""
+        unnamed = self._stalls.contradiction(self._job.roster.size, self._group.declarations.describe)
+        return unnamed or self._steps.contradiction()
+
+    def stalled(self) -> list[str]:
+        """Sentences on tensors and barriers that have waited for too long."""
+        return stall_sentences(self._current_stalls(), self._who) if self._job.is_running else []
+
+    def slow(self) -> list[str]:
+        """Sentences on ranks and summation services that are slow."""
+        return self._sentences(self._slow())
+
+    def _current_stalls(self) -> list[Stall]:
+        size = sum(len(m.ranks) for m in self._job.roster.workers())
+        return self._stalls.stalls(size, self._group.declarations.undecided_voters, self._group.joining.ranks)
+
+    def _slow(self) -> list[Slow]:
+        return self._pace.slow([m.id for m in self._job.roster.present()]) if self._job.is_running else []
+
+    def _sentences(self, slow: list[Slow]) -> list[str]:
+        if not slow:
+            return []
+        servers = {m.id: m.describe() for m in self._job.roster.everyone if not m.is_worker}
+        return slow_sentences(slow, self._who, servers, self._job.roster.size)
+
+    def _who(self, ranks: Iterable[int]) -> str:
+        wanted = set(ranks)
+        return "; ".join(m.describe() for m in self._job.roster.everyone if wanted.intersection(m.ranks))
