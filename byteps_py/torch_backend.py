@@ -24,6 +24,6 @@ def register() -> None:
 
 
 def _create(opts: Any, pg_options: Any = None) -> Any:
-    from byteps_py.torch.process_group.group_creation import create
+    from byteps_py.torch.process_group.byteps_process_group import create
 
     return create(opts, pg_options)

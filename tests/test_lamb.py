@@ -21,7 +21,7 @@ from byteps_py.kernels.update_rules import (
     step_scalars,
 )
 from byteps_py.tensors import DType
-from byteps_py.torch.optim.square_sums import node_sums, nodes, square_sum, total
+from byteps_py.torch.optim import node_sums, nodes, square_sum, total
 
 
 def reference(param: torch.Tensor, grads: list[torch.Tensor], lr: float, decay: float, adapts: bool) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from byteps_py.torch.process_group import monitored_barrier
+from byteps_py.torch.process_group.byteps_process_group import appears
 
 
 class Clock:
@@ -32,12 +32,10 @@ class EmptyStore:
 @pytest.mark.parametrize("left_s", [0.5, 0.4999, 0.0104, 0.0006, -1.0])
 def test_what_does_not_come_in_time_is_missing(left_s: float) -> None:
     clock = Clock()
-    assert not monitored_barrier._appears(cast(Any, EmptyStore(clock)), "key", clock.now + left_s, clock.monotonic)
+    assert not appears(cast(Any, EmptyStore(clock)), "key", clock.now + left_s, clock.monotonic)
 
 
 def test_a_store_that_fails_before_that_says_so() -> None:
     clock = Clock()
     with pytest.raises(RuntimeError, match="the store is gone"):
-        monitored_barrier._appears(
-            cast(Any, EmptyStore(clock, fails_after_s=0.1)), "key", clock.now + 0.5, clock.monotonic
-        )
+        appears(cast(Any, EmptyStore(clock, fails_after_s=0.1)), "key", clock.now + 0.5, clock.monotonic)

@@ -24,7 +24,7 @@ from byteps_py.torch.gradients.delivery import GradientDelivery
 from byteps_py.torch.gradients.sparse_bucket import SparseBucket
 from byteps_py.torch.operations import size_headers
 from byteps_py.torch.operations.gathers import AllgatherOperation, AlltoallOperation
-from byteps_py.torch.process_group.sparse_sum import start_sparse_sum
+from byteps_py.torch.process_group.reduction_collectives import start_sparse_sum
 
 from .base import Target
 

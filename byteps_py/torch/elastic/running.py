@@ -16,7 +16,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from byteps_py.errors import BytePSError, DismissedError, HorovodInternalError, HostsUpdatedInterrupt, RendezvousError
 from byteps_py.torch.collectives import context as contexts
-from byteps_py.torch.elastic.object_state import State
+from byteps_py.torch.elastic.state import State
 from byteps_py.torch.horovod.api import init, shutdown
 
 S = TypeVar("S", bound=State)

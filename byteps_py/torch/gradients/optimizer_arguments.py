@@ -13,7 +13,7 @@ from byteps_py.tensors import NonFinite
 from byteps_py.torch.collectives import parameter_owners
 from byteps_py.torch.gradients.hosted.rules import check_class
 from byteps_py.torch.operations.reduction_plans import Average, ReduceOp, Sum
-from byteps_py.torch.optim.lamb import LAMB
+from byteps_py.torch.optim import LAMB
 
 NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]
 Groups = int | list[list[torch.nn.Parameter]] | None

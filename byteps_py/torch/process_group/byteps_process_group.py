@@ -3,6 +3,10 @@
 Owns the life of a group; the base classes have the collectives. Any thread may call. The operations of a group run in
 the order of the calls, which must be the same on all its members.
 
+``init_process_group`` and ``byteps_py.init()`` share the process's one session; the first call opens it. A rank learns
+its machine from the environment. Without a launcher (``torch.multiprocessing.spawn``) the ranks exchange their machines
+through torch's store.
+
     SUM AVG MIN MAX PRODUCT PREMUL_SUM, broadcast, barrier   reduction_collectives.py
     gathers, all-to-all, scatter, BAND BOR BXOR              transfer_collectives.py
     send, recv                                               transfer_collectives.py
@@ -13,17 +17,34 @@ Each operation goes from member to member or through the summation servers: coll
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import Backend, PrefixStore, Store
 
-from byteps_py.errors import BytePSError, CommunicationError, UsageError
+from byteps_py.errors import (
+    BytePSError,
+    CommunicationError,
+    StallError,
+    UnsupportedError,
+    UsageError,
+)
+from byteps_py.session.solo import SoloSession
+from byteps_py.settings import Settings
+from byteps_py.tensors import NonFinite
+from byteps_py.torch.collectives import context as contexts
+from byteps_py.torch.collectives import nonfinite, torch_rendezvous
+from byteps_py.torch.collectives.completion import POOL
+from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.collectives.machine_memory import MachineMemory
+from byteps_py.torch.collectives.members import Members, prefix_of
 from byteps_py.torch.collectives.work import limit_of, not_traced
-from byteps_py.torch.process_group import monitored_barrier
 from byteps_py.torch.process_group.group_metadata import Options
 from byteps_py.torch.process_group.reduction_collectives import ReductionCollectives
 from byteps_py.torch.process_group.transfer_collectives import TransferCollectives
@@ -54,6 +75,13 @@ _COLLECTIVES = [
 ]
 
 
+_HOLDER = "torch.distributed"
+_worlds = 0  # default groups that this process has created
+#: Monitored barriers so far, by the prefix of the group.
+_barriers: dict[str, int] = {}
+_barriers_lock = threading.Lock()
+
+
 @not_traced(_COLLECTIVES)
 class BytePSProcessGroup(ReductionCollectives, TransferCollectives):
     """See torch.distributed.ProcessGroup. Tensors are dense, on cpu or cuda.
@@ -68,7 +96,7 @@ class BytePSProcessGroup(ReductionCollectives, TransferCollectives):
         limit_s = limit_of(timeout)
         if limit_s is None:
             limit_s = self._group_context.timeout_s
-        monitored_barrier.barrier(self._store, self._members, limit_s, wait_all_ranks)
+        _monitored_barrier(self._store, self._members, limit_s, wait_all_ranks)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of later operations."""
@@ -138,3 +166,114 @@ class BytePSProcessGroup(ReductionCollectives, TransferCollectives):
     reduce_scatter_single = ReductionCollectives._reduce_scatter_base
     reduce_scatter_single_coalesced = ReductionCollectives.reduce_scatter_tensor_coalesced
     all_to_all_single = TransferCollectives.alltoall_base
+
+
+# ---- creation ------------------------------------------------------------------------------------------------
+
+
+def create(opts: Any, pg_options: Any = None) -> BytePSProcessGroup:
+    """Create a group. torch calls it on the group's members. pg_options: an Options.
+
+    Raises ConfigurationError, RendezvousError, UnsupportedError for BYTEPS_NONFINITE=skip, and UsageError if the job
+    differs from the world in size or ranks.
+    """
+    global _worlds
+    context = contexts.current()
+    is_world = not dist.is_initialized()
+    if is_world:
+        _worlds += 1
+    ranks = tuple(opts.global_ranks_in_group) or tuple(range(opts.group_size))
+    timeout: timedelta = getattr(pg_options, "_timeout", None) or opts.timeout
+    if is_world:
+        _join_job(context, opts.store, opts.group_rank, opts.group_size)
+    session = context.session if len(ranks) > 1 else SoloSession()
+    members = Members(context, session, ranks, opts.group_rank, prefix_of(_worlds, opts.group_id, ranks))
+    leave = (lambda: _leave(context)) if is_world else None
+    options = pg_options if isinstance(pg_options, Backend.Options) else Options(timeout)
+    return BytePSProcessGroup(members, opts.store, timeout.total_seconds(), options, leave)
+
+
+def _leave(context: Context) -> None:
+    context.release(_HOLDER)
+    POOL.close()
+
+
+def _join_job(context: Context, store: Store, rank: int, size: int) -> None:
+    if not context.is_open:
+        settings = Settings.from_env()
+        if size > 1 and torch_rendezvous.says_one_rank(settings):
+            settings = torch_rendezvous.discover_machines(settings, store, rank, size)
+        context.open(settings, holder=_HOLDER)
+    else:
+        context.open(holder=_HOLDER)
+    try:
+        _check_mode(nonfinite.wanted(context))
+    except UnsupportedError:
+        context.release(_HOLDER)
+        raise
+    session = context.session
+    if (session.rank, session.size) != (rank, size):
+        context.release(_HOLDER)
+        raise UsageError(
+            f"torch.distributed says rank {rank} of {size}, byteps_py rank {session.rank} of {session.size}: ranks "
+            "must be numbered machine by machine, and the world must have all ranks of the job. Start them with "
+            "torchrun or bpslaunch, or pass rank=byteps_py.rank() and world_size=byteps_py.size() to init_process_group"
+        )
+
+
+def _check_mode(mode: NonFinite) -> None:
+    """Raises UnsupportedError for BYTEPS_NONFINITE=skip."""
+    if mode is NonFinite.SKIP:
+        raise UnsupportedError(
+            "a collective of torch.distributed can't leave out a step, which is your optimizer's: use "
+            "BYTEPS_NONFINITE=raise or allow, or byteps_py's DistributedOptimizer without init_process_group"
+        )
+
+
+# ---- the monitored barrier -----------------------------------------------------------------------------------
+
+
+def _monitored_barrier(store: Store, members: Members, timeout_s: float, is_thorough: bool) -> None:
+    """A barrier through the store: it finds missing members even if the job's services can't be reached.
+
+    Raises StallError after ``timeout_s``. The first member's error names the first missing member, or all of them if
+    ``is_thorough``. The errors begin like gloo's, which scripts look for.
+    """
+    with _barriers_lock:
+        call = _barriers[members.prefix] = _barriers.get(members.prefix, 0) + 1
+    deadline = time.monotonic() + timeout_s
+    key = f"{members.prefix}/monitored/{call}"
+    if members.position:
+        store.set(f"{key}/{members.position}", "here")
+        if not appears(store, f"{key}/go", deadline):
+            raise StallError(
+                f"Rank {members.ranks[members.position]} successfully reached monitoredBarrier, but received errors "
+                f"while waiting for send/recv from rank {members.ranks[0]}: no answer within {timeout_s:g} s. That "
+                "rank may be missing, or it waits for others: see its error"
+            )
+        return
+    missing = []
+    for position in range(1, members.count):
+        if not appears(store, f"{key}/{position}", deadline):
+            missing.append(members.ranks[position])
+            if not is_thorough:
+                break
+    if missing:
+        raise StallError(
+            f"Rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} failed to pass monitoredBarrier in "
+            f"{timeout_s * 1000:g} ms; look at what {'they are' if len(missing) > 1 else 'it is'} doing"
+        )
+    store.set(f"{key}/go", "go")
+
+
+def appears(store: Store, key: str, deadline: float, clock: Callable[[], float] = time.monotonic) -> bool:
+    """True if ``key`` is in the store before the deadline."""
+    # Stores round waits down to milliseconds. A wait that ends before the deadline would look like a failed store.
+    left_ms = max(0, math.ceil(1000 * (deadline - clock())))
+    try:
+        store.wait([key], timedelta(milliseconds=left_ms + 1))
+    except RuntimeError:  # each kind of store raises a type of its own
+        if clock() < deadline:
+            raise
+        return False
+    return True

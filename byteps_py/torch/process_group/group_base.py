@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Backend, Store
 
-from byteps_py.errors import UsageError
-from byteps_py.tensors import Op
+from byteps_py.errors import NonFiniteInputError, UsageError
+from byteps_py.tensors import NonFinite, Op
+from byteps_py.torch.collectives import nonfinite
 from byteps_py.torch.collectives.all_reduce import shared_memory
 from byteps_py.torch.collectives.all_reduce.large import LargeSumQueue
 from byteps_py.torch.collectives.completion import Completer
-from byteps_py.torch.collectives.group_collectives import GroupCollectives
+from byteps_py.torch.collectives.group_collectives import GroupCollectives, Reduction
 from byteps_py.torch.collectives.group_work import CallLog, CombinedWork, GroupContext
 from byteps_py.torch.collectives.job_connections import RECORD_BYTES, addresses_of, machines_of, record_of
 from byteps_py.torch.collectives.members import Members
@@ -28,7 +29,6 @@ from byteps_py.torch.collectives.service_gathers import ServiceGathers
 from byteps_py.torch.collectives.work import Call, Work
 from byteps_py.torch.process_group.collective_arguments import timeout_of
 from byteps_py.torch.process_group.group_metadata import GroupMetadata
-from byteps_py.torch.process_group.input_check import InputCheck
 
 #: The interval of checks during a wait, in units of the time after which a silent service counts as lost.
 _CHECK_INTERVAL = 1.2
@@ -150,3 +150,39 @@ def _connect(members: Members, group_context: GroupContext, completer: Completer
         addresses = addresses_of(records, members.ranks, session.machine_index)
         session.peers.connector.connect(addresses, max(0.0, deadline - time.monotonic()))
     return machines
+
+
+class InputCheck:
+    """BYTEPS_NONFINITE=raise for collectives that add: checks a rank's input before it is sent.
+
+    Like NCCL's TORCH_NCCL_NAN_CHECK. A check inside the sum would cost nothing, but sums that members of one machine
+    add themselves, and the pieces of a scattered sum, are seen by one member only, and all members must learn the
+    guilty rank. The rank with the values raises and, if the script does not catch the error, ends; then the other ranks
+    raise an error with its message. Minima, maxima and products are not checked: they may be infinite on purpose.
+    Threads call it in the order of the group's operations.
+    """
+
+    def __init__(self, members: Members) -> None:
+        self._members = members
+        self._wanted = nonfinite.wanted(members.context) is NonFinite.RAISE
+        self._sums = itertools.count(1)
+
+    def check(self, what: str, tensors: Sequence[torch.Tensor], how: Reduction) -> None:
+        """Raises NonFiniteInputError if any of ``tensors`` is not finite and they are to be added."""
+        if not self._wanted or how.op is not Op.SUM or how.fold is not None or not _is_floating(tensors[0]):
+            return
+        number = next(self._sums)
+        for position, tensor in enumerate(tensors):
+            if not nonfinite.is_finite(tensor):
+                name = what if len(tensors) == 1 else f"{what}, tensor {position}"
+                ranks = ", ".join(map(str, self._members.ranks))
+                raise NonFiniteInputError(
+                    f"NaN or infinity from rank {self._members.ranks[self._members.position]}, sum {number} of the "
+                    f"process group of ranks {ranks}: {nonfinite.where(name, tensor)}, of shape {list(tensor.shape)}; "
+                    "look at the batch and the loss there. BYTEPS_NONFINITE=allow lets the values pass, which a "
+                    "GradScaler needs"
+                )
+
+
+def _is_floating(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()

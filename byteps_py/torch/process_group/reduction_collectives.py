@@ -9,14 +9,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from byteps_py.errors import UsageError
+from byteps_py.errors import MismatchError, UsageError
 from byteps_py.tensors import Op
-from byteps_py.torch.collectives.group_collectives import GroupTransfer, Reduction
+from byteps_py.torch.collectives.dtypes import WIRE, check_count, check_indices
+from byteps_py.torch.collectives.group_collectives import GroupCollectives, GroupTransfer, Reduction
 from byteps_py.torch.collectives.group_work import CombinedWork
 from byteps_py.torch.collectives.integer_averages import is_summed_wider, mean, summands
+from byteps_py.torch.collectives.members import Members
 from byteps_py.torch.collectives.tensor_bytes import check_writable
 from byteps_py.torch.collectives.work import Call, Work, limit_of
-from byteps_py.torch.process_group import sparse_sum
 from byteps_py.torch.process_group.collective_arguments import (
     Tensors,
     dense_tensors,
@@ -26,6 +27,8 @@ from byteps_py.torch.process_group.collective_arguments import (
 from byteps_py.torch.process_group.group_base import GroupBase, assign
 
 SUM = dist.ReduceOp.SUM
+#: Dtypes of sparse tensors, in the order of their codes.
+_DTYPES = tuple(WIRE)
 
 
 class ReductionCollectives(GroupBase):
@@ -101,13 +104,13 @@ class ReductionCollectives(GroupBase):
 
     def _add_sparse(self, tensor: torch.Tensor, opts: Any, op: Any) -> Work:
         how = self._reduction_of(opts, op, tensor.dtype)
-        if how.op is not Op.SUM or how.fold or how.factor is not None or tensor.dtype not in sparse_sum.DTYPES:
+        if how.op is not Op.SUM or how.fold or how.factor is not None or tensor.dtype not in _DTYPES:
             raise UsageError(
                 f"all_reduce of a sparse tensor of dtype {tensor.dtype}: only SUM and AVG of numbers; use to_dense()"
             )
         self._input_check.check("all_reduce of a sparse tensor", [tensor], how)
         limit_s = self._limit(opts)
-        work = sparse_sum.start_sparse_sum(
+        work = start_sparse_sum(
             self._collectives, self._members, "all_reduce of a sparse tensor", tensor, how.average, limit_s
         )
         return self._record(work)
@@ -213,3 +216,74 @@ class ReductionCollectives(GroupBase):
 
 def _sum_of(dtype: torch.dtype) -> Reduction:
     return Reduction(Op.SUM, terms=f"average of {str(dtype).removeprefix('torch.')}")
+
+
+# ---- sparse tensors (COO) -----------------------------------------------------------------------------------
+
+
+def start_sparse_sum(
+    collectives: GroupCollectives, members: Members, what: str, tensor: torch.Tensor, is_average: bool, timeout_s: float
+) -> Work:
+    """Begin to replace the sparse ``tensor`` by the sum or average over all members: coalesced, equal bits on all.
+
+    Every member gathers the elements of all members and adds them itself. Their numbers must be known before they can
+    be sent, so the call first waits for a gather of numbers: it returns when all members have called it. Raises
+    StallError, and MismatchError if members pass different shapes, numbers of sparse dimensions or dtypes.
+    """
+    mine = tensor.detach().coalesce()
+    indices, values = mine.indices(), mine.values()
+    own = [indices.shape[1], _DTYPES.index(values.dtype), indices.shape[0], *tensor.shape]
+    headers = [torch.empty(len(own), dtype=torch.int64, device="cpu") for _ in range(members.count)]
+    collectives.move(
+        what, GroupTransfer.gather([torch.tensor(own, device="cpu")], [[header] for header in headers]), timeout_s
+    ).wait()
+    found = [header.tolist() for header in headers]
+    _check_headers(members, what, found)
+    for rank, (count, *_) in zip(members.ranks, found, strict=True):
+        check_count(what, rank, count, indices.shape[0], tensor.shape)
+    pieces = [
+        [indices.new_empty(indices.shape[0], count), values.new_empty(count, *values.shape[1:])] for count, *_ in found
+    ]
+
+    def add() -> None:
+        for rank, piece in zip(members.ranks, pieces, strict=True):
+            check_indices(what, rank, piece[0], tensor.shape)
+        at = torch.cat([piece[0] for piece in pieces], 1)
+        each = torch.cat([piece[1] for piece in pieces])
+        is_wider = is_average and is_summed_wider(each.dtype)
+        if is_wider:
+            each = summands(each)
+        shape = (*tensor.shape, 2) if each.dim() > values.dim() else tensor.shape
+        total = torch.sparse_coo_tensor(at, each, shape, check_invariants=False, device=each.device).coalesce()
+        if is_wider:
+            averages = mean(total.values(), members.count, tensor.dtype, "floor")
+            total = torch.sparse_coo_tensor(
+                total.indices(),
+                averages,
+                tensor.shape,
+                is_coalesced=True,
+                check_invariants=False,
+                device=averages.device,
+            )
+        with torch.no_grad():
+            tensor.copy_(total / members.count if is_average and not is_wider else total)
+
+    return collectives.move(what, GroupTransfer.gather([indices, values], pieces, [tensor], add), timeout_s)
+
+
+def _check_headers(members: Members, what: str, found: list[list[int]]) -> None:
+    first = found[0]
+    for rank, other in zip(members.ranks, found, strict=True):
+        if other[1:] != first[1:]:
+            raise MismatchError(
+                f"{what}: rank {members.ranks[0]} gives {_described(first)}, rank {rank} {_described(other)}; give the "
+                "same shape, sparse dimensions and dtype on every rank"
+            )
+
+
+def _described(header: list[int]) -> str:
+    _, dtype, dimensions, *shape = header
+    known = 0 <= dtype < len(_DTYPES)
+    return (
+        f"{_DTYPES[dtype] if known else '?'}{shape} with {dimensions} sparse dimension{'' if dimensions == 1 else 's'}"
+    )

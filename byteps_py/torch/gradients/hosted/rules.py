@@ -13,7 +13,7 @@ import torch
 from byteps_py.errors import UsageError
 from byteps_py.kernels.update_rules import Decay, Hyperparameters, Method, UpdateRule
 from byteps_py.tensors import DType
-from byteps_py.torch.optim.lamb import LAMB
+from byteps_py.torch.optim import LAMB
 
 _METHODS: dict[type[torch.optim.Optimizer], Method] = {
     torch.optim.SGD: Method.SGD,

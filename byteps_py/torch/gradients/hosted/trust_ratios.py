@@ -2,7 +2,7 @@
 
     services: moments, updates ─► ranks: square sums of their parts ─ exchange ─► trust ratios ─► services: the step
 
-The same bits as bps.optim.LAMB, see square_sums.py. The training thread calls.
+The same bits as bps.optim.LAMB, see torch/optim.py. The training thread calls.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from byteps_py.tensors import DType, Op, TensorSpec
 from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.collectives.slot_view import PieceView, TensorRequest
 from byteps_py.torch.gradients.hosted.states import HostedStates, Overlap
-from byteps_py.torch.optim.lamb import adapts, trust_ratio
-from byteps_py.torch.optim.square_sums import Node, node_sums, nodes, total
+from byteps_py.torch.optim import Node, adapts, node_sums, nodes, total, trust_ratio
 
 
 @dataclass(frozen=True, slots=True)
