@@ -332,7 +332,7 @@ def streams() -> None:
                 assert (dtype, dtype) in side.sent
                 assert {each for each in side.sent if each[0] is dtype} == {(dtype, dtype)}
                 assert side.fetched == {(dtype, dtype)}, side.fetched
-                (states, *_) = optimizer._stepper.at_once.states._of.values()
+                (states, *_) = optimizer._stepper.states._of.values()
                 assert np.frombuffer(states._part.target.result, np.uint8).ctypes.data in side.adopted
                 movers.pop(torch.device("cpu"))
             if plain is not None:

@@ -60,9 +60,9 @@ def until(condition: Callable[[], bool], what: str) -> None:
 
 def in_time(optimizer: Any, what: str) -> None:
     """Wait until the services know of the steps of all buckets that backward() has completed."""
-    round_ = optimizer._stepper.backward.round
+    round_ = optimizer._stepper.timing.backward.round
     assert round_ is not None, f"{what}: no step was begun under the backward pass"
-    sent = sum(bucket.sent for bucket in optimizer._stepper.at_once.reducer.buckets)
+    sent = sum(bucket.sent for bucket in optimizer._stepper.reducer.buckets)
     assert sent >= 3, f"{what}: {sent} buckets"
     until(lambda: len(round_.begun) == sent, what)
 
@@ -107,7 +107,7 @@ def steps_while_backward_runs() -> None:
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def wait_for_the_last_layer(grad: torch.Tensor) -> None:
-        reducer, all_states = optimizer._stepper.at_once.reducer, optimizer._stepper.at_once.states
+        reducer, all_states = optimizer._stepper.reducer, optimizer._stepper.states
         if not all_states.are_made:
             return
         place = reducer.place(last)
@@ -320,7 +320,7 @@ def copies_of_a_device() -> None:
         gate = threading.Event()
 
         def hold_the_first_layer(grad: torch.Tensor) -> None:
-            if (round_ := optimizer._stepper.backward.round) is not None:  # noqa: B023
+            if (round_ := optimizer._stepper.timing.backward.round) is not None:  # noqa: B023
                 until(lambda: len(round_.begun) == 2, "the steps of the other layers")
                 side.stream.submit(gate.wait, LIMIT_S)  # noqa: B023
 
@@ -331,7 +331,7 @@ def copies_of_a_device() -> None:
             optimizer.zero_grad()
             backward(model, turn)
             if number and turn:
-                round_ = optimizer._stepper.backward.round
+                round_ = optimizer._stepper.timing.backward.round
                 round_._thread.join(0.1)  # it may not go on
                 assert len(round_.begun) == 2, "a step was begun before its gradients were handed over"
                 gate.set()

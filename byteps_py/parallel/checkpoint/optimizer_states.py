@@ -123,7 +123,7 @@ class OptimizerStates:
     def check(self, states: States, path: str) -> None:
         """Raise UsageError if the optimizer can't go on with ``states``."""
         if isinstance(self._whole, HostedOptimizerMixin):
-            parameters, stepper = self._contents.parameters, self._whole._stepper.at_once
+            parameters, stepper = self._contents.parameters, self._whole._stepper
             given = {parameters[name]: own for name, own in states.items() if own}
             stepper.states.check(given, stepper.wrapped.names)
             return

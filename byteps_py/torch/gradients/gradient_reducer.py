@@ -14,11 +14,12 @@ import contextlib
 import hashlib
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
 
+from byteps_py import blame as blames
 from byteps_py.errors import CommunicationError, GradientOrderError, MismatchError, NonFiniteError
 from byteps_py.session import Session
 from byteps_py.tensors import TOGETHER, DType, NonFinite, Op, TensorSpec
@@ -27,7 +28,6 @@ from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.collectives.dtypes import wire_dtype
 from byteps_py.torch.collectives.plan_comparison import PlanComparison
 from byteps_py.torch.collectives.slot_view import PieceView, TensorRequest
-from byteps_py.torch.gradients import nonfinite_gradients
 from byteps_py.torch.gradients.bucket import Bucket, GradientOptions, GradientPlace, plan_buckets
 from byteps_py.torch.gradients.delivery import Delivery, ToGradient, deliver, release_results
 from byteps_py.torch.gradients.gradient_checksums import Scratch
@@ -205,26 +205,17 @@ class GradientReducer:
             _attempt(errors, self._agree)
             if self._disagreement is not None:
                 self._abandon()
-            in_flight = [bucket for bucket in self.buckets if bucket.sent]
-            maybe_sparse: list[tuple[Bucket, Exception | None]] = []
-            for bucket in in_flight:
-                _attempt(errors, bucket.send_values)
-            for bucket in in_flight:  # all of them, even after a failure: none may stay pending
-                _attempt(errors, self._receive, bucket, maybe_sparse)
-            for bucket in in_flight:  # now, because the host waits for the device here
-                _attempt(errors, bucket.check_untouched_on_device)
-            new_buckets: list[Bucket] = []
-            for bucket, error in maybe_sparse:
-                _attempt(errors, self._split_sparse, bucket, error, new_buckets)
-            for part in new_buckets:
+            undecided = self._complete([bucket for bucket in self.buckets if bucket.sent], errors)
+            parts: list[Bucket] = []
+            for bucket, error in undecided:
+                _attempt(errors, self._split_sparse, bucket, error, parts)
+            for part in parts:
                 _attempt(errors, self._send, part)
-            for part in new_buckets:
-                _attempt(errors, part.send_values)
-            for part in new_buckets:
-                _attempt(errors, part.receive)
+            undecided = self._complete([part for part in parts if part.sent], errors)
+            errors += [error for _, error in undecided if error is not None]  # a part is not split again
             if not errors:
                 sent = [bucket for bucket in self.buckets if bucket.sent]
-                self.nonfinite_error = nonfinite_gradients.find_error(self._context.session, sent, self._options)
+                self.nonfinite_error = _find_nonfinite(self._context.session, sent, self._options)
             for bucket in self.buckets:
                 bucket.reset()
             self._is_counted = False
@@ -302,7 +293,7 @@ class GradientReducer:
             if bucket.slot_view is not None:
                 bucket.slot_view.wait()
                 deliver(bucket)
-            self.nonfinite_error = nonfinite_gradients.find_error(self._context.session, [bucket], self._options)
+            self.nonfinite_error = _find_nonfinite(self._context.session, [bucket], self._options)
         except BaseException:
             self._context.give_up_steps(self._agreement.kind)
             raise
@@ -323,19 +314,30 @@ class GradientReducer:
         """True if a gradient was sparse in an earlier round."""
         return any(isinstance(bucket, SparseBucket) for bucket in self.buckets)
 
-    def _receive(self, bucket: Bucket, maybe_sparse: list[tuple[Bucket, Exception | None]]) -> None:
-        """Receive ``bucket``, or add it to ``maybe_sparse`` if some rank may have a sparse gradient in it."""
+    def _complete(self, in_flight: Sequence[Bucket], errors: list[Exception]) -> list[tuple[Bucket, Exception | None]]:
+        """Receive all buckets, even after an error, since none may stay pending. Returns those that were not received,
+        because some rank may have a sparse gradient in them."""
+        undecided: list[tuple[Bucket, Exception | None]] = []
+        for bucket in in_flight:
+            _attempt(errors, bucket.send_values)
+        for bucket in in_flight:
+            _attempt(errors, self._receive, bucket, undecided)
+        for bucket in in_flight:  # now, because the host waits for the device here
+            _attempt(errors, bucket.check_untouched_on_device)
+        return undecided
+
+    def _receive(self, bucket: Bucket, undecided: list[tuple[Bucket, Exception | None]]) -> None:
         try:
             if bucket.sparse_flags is not None:
                 bucket.sparse_flags.wait()
-                maybe_sparse.append((bucket, None))
+                undecided.append((bucket, None))
             else:
                 bucket.receive()
         except MismatchError as error:
             # Another rank's gradients may be sparse. All ranks get this error, and find out together.
             if not self.accepts_sparse or isinstance(bucket, SparseBucket):
                 raise
-            maybe_sparse.append((bucket, error))
+            undecided.append((bucket, error))
 
     def _start_sparse_flags(self, name: str, gradients: Sequence[torch.Tensor | None]) -> PieceView:
         """Begin to exchange which gradients of a bucket are sparse on any rank."""
@@ -346,10 +348,10 @@ class GradientReducer:
         slot_view.contribute([torch.tensor(sparse, dtype=torch.uint8, device="cpu")])
         return slot_view
 
-    def _split_sparse(self, bucket: Bucket, error: Exception | None, new_buckets: list[Bucket]) -> None:
+    def _split_sparse(self, bucket: Bucket, error: Exception | None, parts: list[Bucket]) -> None:
         """Split a bucket: gradients that are sparse on any rank travel alone from now on.
 
-        Adds the new buckets that are part of the round to ``new_buckets``. Raises ``error`` if no gradient is sparse.
+        Adds the new buckets that are part of the round to ``parts``. Raises ``error`` if no gradient is sparse.
         """
         flags = bucket.sparse_flags
         if flags is None or error is not None:
@@ -361,8 +363,8 @@ class GradientReducer:
         params, names = bucket.params, bucket.names
         split: list[Bucket] = []
         dense = [position for position, is_sparse in enumerate(sparse) if not is_sparse]
-        parts = [([position], True) for position, is_sparse in enumerate(sparse) if is_sparse]
-        for positions, is_sparse in [*parts, (dense, False)] if dense else parts:
+        kinds = [([position], True) for position, is_sparse in enumerate(sparse) if is_sparse]
+        for positions, is_sparse in [*kinds, (dense, False)] if dense else kinds:
             its_names, its_params = [names[i] for i in positions], [params[i] for i in positions]
             if is_sparse:
                 part: Bucket = self._new_sparse_bucket(its_names[0], its_params[0], bucket.first)
@@ -374,7 +376,7 @@ class GradientReducer:
                 self._places[param].bucket, self._places[param].position = part, position
         index = self.buckets.index(bucket)
         self.buckets[index : index + 1] = split
-        new_buckets += [part for part in split if part.is_active]
+        parts += [part for part in split if part.is_active]
 
     # ---- sending -------------------------------------------------------------------------------------------
 
@@ -517,6 +519,42 @@ class GradientReducer:
         ]
         for bucket, slot_view in zip(new, self._context.slot_views([each.request for each in new]), strict=True):
             bucket.slot_view = slot_view
+
+
+def _find_nonfinite(session: Session, buckets: Sequence[Bucket], options: GradientOptions) -> NonFiniteError | None:
+    """The error for gradients of ``buckets`` that have arrived; None if they are finite or not checked."""
+    if not options.nonfinite:
+        return None
+    alone = options.members(session.size) == 1
+    bad = [(bucket, _blame(bucket, session) if alone else bucket.blame) for bucket in buckets]
+    bad = [(bucket, blame) for bucket, blame in bad if blame]
+    if not bad:
+        return None
+    blame, step, places = 0, 0, []
+    for bucket, its_blame in bad:
+        blame |= its_blame
+        step = max(step, bucket.round)
+        places += list(_places(bucket))
+    return nonfinite.explain(blame, session.size, step, places)
+
+
+def _blame(bucket: Bucket, session: Session) -> int:
+    """The blame of a rank that is alone. Its gradients need not travel, so the service may not check them."""
+    if bucket.slot_view is not None:
+        return bucket.blame
+    return blames.of_rank(session.rank, session.size) if any(True for _ in _places(bucket)) else 0
+
+
+def _places(bucket: Bucket) -> Iterator[str]:
+    for position, (name, param) in enumerate(zip(bucket.names, bucket.params, strict=True)):
+        if bucket.slot_view is not None:
+            found = nonfinite.where(name, bucket.slot_view.results[position], param.dtype)
+        elif param.grad is not None and bucket.participates[position]:
+            found = nonfinite.where(name, param.grad)
+        else:
+            found = None
+        if found is not None:
+            yield found
 
 
 def _bucket_name(names: Sequence[str]) -> str:

@@ -3,7 +3,7 @@
     LocalStepper            averages of all ranks' gradients, then the wrapped optimizer's step, on each rank
     AdasumStepper           the wrapped optimizer's step, then the changes of weights are combined
     BarrierStepper          CrossBarrier: the wrapped optimizer's step, layer by layer, under the next forward pass
-    HostedStepper           the services step with the sums; DelayedStepper and InBackwardStepper say when
+    HostedStepper           the services step with the sums; its StepTiming says when
 
 Owns the order of calls (backward, synchronize, step, zero_grad). backward_passes.py knows which gradients were
 computed, gradient_reducer.py combines them. The training thread calls.

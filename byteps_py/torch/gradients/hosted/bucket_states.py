@@ -30,12 +30,12 @@ Loaded = Mapping[torch.nn.Parameter, Mapping[str, Any]]
 
 
 class BucketStates:
-    """``shadow``: the steps that other machines make as well; None: they make none."""
+    """``groups``: the optimizer's. ``shadow``: the steps that other machines make as well; None: they make none."""
 
     available_bytes: Callable[[], float] = staticmethod(available_memory_bytes)
 
     def __init__(self, context: Context, groups: HostedGroups, shadow: ShadowedSteps | None) -> None:
-        self._context, self._groups, self._shadow = context, groups, shadow
+        self._context, self.groups, self.shadow = context, groups, shadow
         self._of: dict[Bucket, OwnedStates] = {}
         self._waiting: dict[torch.nn.Parameter, Mapping[str, Any]] = {}  # states that no service has yet
         self._loaded: Loaded | None = None  # all states, if there was no step since they were loaded
@@ -66,8 +66,8 @@ class BucketStates:
         slot = bucket.slot_view.slot
 
         def make(kind: StepKind) -> HostedStates:
-            run = self._shadow.run if self._shadow is not None else 0
-            initial_sum = self._groups.initial_sum(bucket.params[0])
+            run = self.shadow.run if self.shadow is not None else 0
+            initial_sum = self.groups.initial_sum(bucket.params[0])
             return HostedStates(self._context.session, slot, kind, bucket.params, initial_sum, run)
 
         states = self._known_or_made(bucket, reducer, HostedStates, make, "sparse")
@@ -79,12 +79,12 @@ class BucketStates:
         job."""
 
         def make(kind: StepKind) -> RowStates:
-            if self._shadow is not None:
+            if self.shadow is not None:
                 raise UsageError(
                     f"shadow=True: the gradient of {bucket.names[0]!r} is sparse, and other machines can't follow its "
                     "steps, which its ranks make: pass sparse_as_dense=True"
                 )
-            initial_sum = self._groups.initial_sum(bucket.params[0])
+            initial_sum = self.groups.initial_sum(bucket.params[0])
             return RowStates(self._context.session, bucket.request.spec, kind, bucket.params, initial_sum)
 
         return self._known_or_made(bucket, reducer, RowStates, make, "dense")
@@ -127,7 +127,7 @@ class BucketStates:
 
     def _step_kind(self, bucket: Bucket) -> StepKind:
         param = bucket.params[0]
-        return StepKind(self._groups.rule(param), bucket.request.spec.dtype, WIRE[param.dtype])
+        return StepKind(self.groups.rule(param), bucket.request.spec.dtype, WIRE[param.dtype])
 
     def _check_memory(self, buckets: Sequence[Bucket]) -> None:
         """Raises UsageError if this machine has too little memory for the states of its ranks."""
@@ -170,14 +170,14 @@ class BucketStates:
         no step since the beginning, or since they were loaded."""
         given = self._loaded
         if given is not None:
-            places = {place: given[param] for place, param in enumerate(self._groups.params) if param in given}
+            places = {place: given[param] for place, param in enumerate(self.groups.params) if param in given}
             return copy.deepcopy(places)
         self.follow(reducer)
         by_param: dict[torch.nn.Parameter, ParameterState] = {}
         for bucket in reducer.buckets:
             if (states := self.known(bucket)) is not None:
                 by_param.update(zip(bucket.params, self._gathered(bucket, states), strict=True))
-        return {place: state for place, param in enumerate(self._groups.params) if (state := by_param.get(param))}
+        return {place: state for place, param in enumerate(self.groups.params) if (state := by_param.get(param))}
 
     def load(self, given: Loaded) -> None:
         """Keep these states for the services to take over with the next step. Until then they must not change."""
@@ -186,7 +186,7 @@ class BucketStates:
     def check(self, given: Loaded, names: Mapping[torch.nn.Parameter, str]) -> None:
         """Raises UsageError if states that are given lack what a step needs. ``names``: of the parameters."""
         for param, state in given.items():
-            check_state(self._groups.rule(param), param, state, repr(names[param]))
+            check_state(self.groups.rule(param), param, state, repr(names[param]))
 
     def note_step(self, takes_over: bool = False) -> None:
         """A step was made. ``takes_over``: those that parameters without a step still wait for are copied, because

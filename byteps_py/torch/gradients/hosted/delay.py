@@ -11,35 +11,37 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 
 from byteps_py.errors import BytePSError, UsageError
 from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.collectives import nonfinite
+from byteps_py.torch.collectives.context import Context
+from byteps_py.torch.gradients.gradient_reducer import GradientReducer
 from byteps_py.torch.gradients.hosted.delivery import ToOwner
-from byteps_py.torch.gradients.hosted.stepper import HostedStepper, check_max_norm, check_no_closure, explains_join
+from byteps_py.torch.gradients.hosted.stepper import HostedStepper, StepTiming
 from byteps_py.torch.gradients.hosted.steps import BegunStep
 from byteps_py.torch.gradients.sparse_bucket import SparseBucket
-from byteps_py.torch.gradients.stepper import StepCall, Stepper
+from byteps_py.torch.gradients.stepper import StepCall
 
 #: Returns what was begun; None if the step is skipped.
 Work = Callable[[], list[BegunStep] | None]
 
 
 class DelayedStep:
-    """The step under way, if there is one. ``take``: takes the parameters of what was begun."""
+    """The step under way, if there is one."""
 
-    def __init__(self, take: Callable[[list[BegunStep]], None]) -> None:
-        self._take = take
+    def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._begun: list[BegunStep] | None = None
         self._error: BaseException | None = None
+        self._take: Callable[[list[BegunStep]], None]
 
-    def start(self, work: Work) -> None:
-        """Do ``work`` on a thread of its own, until ``finish``, which comes before the next ``start``."""
+    def start(self, work: Work, take: Callable[[list[BegunStep]], None]) -> None:
+        """Do ``work`` on a thread of its own, until ``finish``, which comes before the next ``start``. ``take``: takes
+        the parameters of what was begun."""
 
         def run() -> None:
             try:
@@ -47,6 +49,7 @@ class DelayedStep:
             except BaseException as error:  # raised by ``finish``
                 self._error = error
 
+        self._take = take
         context = contextvars.copy_context()  # this rank's, of several in one process
         self._thread = threading.Thread(target=context.run, args=(run,), name="byteps-delayed-step", daemon=True)
         self._thread.start()
@@ -57,23 +60,21 @@ class DelayedStep:
         if thread is None:
             return
         thread.join()  # its waits have limits of their own
-        error, self._error = self._error, None
-        begun, self._begun = self._begun, None
+        (begun, self._begun), (error, self._error) = (self._begun, None), (self._error, None)
         if error is not None:
             raise error
         self._take(begun or [])
 
 
-class DelayedStepper(Stepper):
-    """Steps are made under the next passes, once ``at_once`` has made ``after`` of them at once."""
+class DelayedTiming(StepTiming):
+    """Under the next passes, after ``after`` steps that are made at once."""
 
-    def __init__(self, at_once: HostedStepper, delivery: ToOwner, after: int) -> None:
-        super().__init__(at_once.wrapped)
-        self.at_once = at_once
-        self._delivery, self._after, self._made = delivery, after, 0
-        self.delayed = self.under_way = DelayedStep(at_once.steps.take)
+    def __init__(self, context: Context, reducer: GradientReducer, delivery: ToOwner, after: int) -> None:
+        self._reducer, self._delivery, self._after, self._made = reducer, delivery, after, 0
+        self._delayed = self.under_way = DelayedStep()
         self._limit: float | None = None  # of the norm, for the next step
         self._norm = torch.tensor(float("nan"), dtype=torch.float64, device="cpu")  # the latest known one
+        context.unfinished.add(self._delayed)
         self._begin_when_due()
 
     @property
@@ -82,94 +83,83 @@ class DelayedStepper(Stepper):
         return self._made >= self._after
 
     def _begin_when_due(self) -> None:
-        self.at_once.reducer.is_early, self._delivery.is_copied = not self._is_due, self._is_due
+        self._reducer.is_early, self._delivery.is_copied = not self._is_due, self._is_due
 
-    def refusal(self, call: str) -> Exception | None:
+    def refusal(self, stepper: HostedStepper, call: str) -> Exception | None:
         if call == "unscale_":
             return UsageError(
                 "delayed_update_after does not go together with a GradScaler, which has to know in each step whether "
                 "gradients have overflowed: train in bfloat16, or leave delayed_update_after out"
             )
-        return self.at_once.refusal(call)
+        return None
 
-    def step(self, call: StepCall) -> Any:
+    def step(self, stepper: HostedStepper, call: StepCall) -> None:
         """Finish the step before this one, and begin this one, which the next one finishes."""
         if not self._is_due:
-            self.at_once.step(call)
+            super().step(stepper, call)
             self._made += 1
             self._begin_when_due()
             return
-        with explains_join():
-            check_no_closure(call)
-            self.finish()
-            self.wrapped.add_groups()
-            step = self.at_once.numbers()
-            limit, self._limit = self._limit, None
-            bad = self._hand_over()
+        self._delayed.finish()
+        stepper.wrapped.add_groups()
+        step = stepper.numbers()
+        limit, self._limit = self._limit, None
+        bad = self._hand_over(stepper)
 
         def make() -> list[BegunStep] | None:  # on a thread of its own
-            at_once = self.at_once
-            at_once.factors.forget()
-            at_once.finish_sums(bad)
+            stepper.factors.forget()
+            stepper.finish_sums(bad)
             if limit is not None:
-                self._norm = at_once.find_clip(limit)
-            at_once.agreement.reach(step)
-            begun = at_once.begin(step.numbers)
+                self._norm = stepper.find_clip(limit)
+            stepper.agreement.reach(step)
+            begun = stepper.begin(step.numbers)
             if begun is not None:
-                at_once.states.note_step()
+                stepper.states.note_step()
             return begun
 
-        self.delayed.start(self._on_this_stream(make))
-        self.wrapped.mark_stepped()
+        self._delayed.start(_on_this_stream(make, stepper.wrapped.params), stepper.steps.take)
+        stepper.wrapped.mark_stepped()
 
-    def _hand_over(self) -> list[bool]:
+    def _hand_over(self, stepper: HostedStepper) -> list[bool]:
         """Copy all gradients. Returns which are not finite, if BYTEPS_NONFINITE wants to know. Raises as ``finish`` of
         the reducer does, and UsageError for a sparse gradient."""
-        reducer = self.at_once.reducer
-        sparse = next((bucket for bucket in reducer.buckets if isinstance(bucket, SparseBucket)), None)
+        sparse = next((bucket for bucket in self._reducer.buckets if isinstance(bucket, SparseBucket)), None)
         if sparse is not None:
             raise UsageError(
                 f"delayed_update_after: the gradient of {sparse.names[0]!r} is sparse, and a delayed step "
                 "needs dense ones: pass sparse_as_dense=True"
             )
-        reducer.accepts_sparse = False
-        for bucket in reducer.hand_over_rest():
+        self._reducer.accepts_sparse = False
+        for bucket in self._reducer.hand_over_rest():
             if bucket.slot_view is not None:
                 bucket.slot_view.wait_for_departure()
-        return self.at_once.steps.bad_gradients() if nonfinite.wanted(contexts.current()) else []
+        return stepper.steps.bad_gradients() if nonfinite.wanted(contexts.current()) else []
 
-    def _on_this_stream(self, work: Work) -> Work:
-        """``work``, which reads parameters, as a function for a thread that sees them as this one does."""
-        device = next((param.device for param in self.wrapped.params), None)
-        if device is None or device.type != "cuda":
-            return work
-        stream = torch.cuda.current_stream(device)
-
-        def run() -> list[BegunStep] | None:
-            with torch.cuda.stream(stream):
-                return work()
-
-        return run
-
-    def groups_to_unscale(self) -> list[dict[str, Any]]:
-        return self.at_once.groups_to_unscale()
-
-    def clip(self, max_norm: float) -> torch.Tensor:
-        """See HostedOptimizerMixin."""
+    def clip(self, stepper: HostedStepper, max_norm: float) -> torch.Tensor:
         if not self._is_due:
-            return self.at_once.clip(max_norm)
-        check_max_norm(max_norm)
-        self._limit, norm = max_norm, self._norm
-        return norm
+            return super().clip(stepper, max_norm)
+        self._limit = max_norm
+        return self._norm
 
-    def zero(self) -> None:
+    def zero(self, stepper: HostedStepper) -> None:
         if not self._is_due:  # otherwise the step under way has its sums
-            self.at_once.zero()
+            super().zero(stepper)
 
-    def state_replaced(self) -> None:
-        self.at_once.state_replaced()
-
-    def drop(self) -> None:
+    def drop(self, stepper: HostedStepper) -> None:
         with contextlib.suppress(BytePSError):  # what it has made is about to be replaced
-            self.finish()
-        super().drop()
+            self._delayed.finish()
+        super().drop(stepper)
+
+
+def _on_this_stream(work: Work, params: Sequence[torch.nn.Parameter]) -> Work:
+    """``work``, which reads ``params``, as a function for a thread that sees them as this one does."""
+    device = next((param.device for param in params), None)
+    if device is None or device.type != "cuda":
+        return work
+    stream = torch.cuda.current_stream(device)
+
+    def run() -> list[BegunStep] | None:
+        with torch.cuda.stream(stream):
+            return work()
+
+    return run

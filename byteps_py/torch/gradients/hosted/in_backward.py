@@ -19,7 +19,6 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -32,12 +31,11 @@ from byteps_py.torch.gradients.gradient_reducer import GradientReducer
 from byteps_py.torch.gradients.hosted.agreement import GroupNumbers
 from byteps_py.torch.gradients.hosted.bucket_states import BucketStates
 from byteps_py.torch.gradients.hosted.delivery import OwnerDelivery
-from byteps_py.torch.gradients.hosted.replication import ShadowedSteps
-from byteps_py.torch.gradients.hosted.rules import HostedGroups, check_numbers
+from byteps_py.torch.gradients.hosted.rules import check_numbers
 from byteps_py.torch.gradients.hosted.states import Factors
-from byteps_py.torch.gradients.hosted.stepper import HostedStepper, StepAgreement, check_no_closure, explains_join
+from byteps_py.torch.gradients.hosted.stepper import HostedStepper, StepAgreement, StepTiming
 from byteps_py.torch.gradients.hosted.steps import BegunStep
-from byteps_py.torch.gradients.stepper import StepCall, Stepper
+from byteps_py.torch.gradients.stepper import StepCall
 
 _REMEDY = "Leave step_in_backward out to have it"
 _REFUSED = {
@@ -133,16 +131,9 @@ class BackwardSteps:
     """Begins steps while gradients are still computed. It must not hold the reducer or the stepper, which hold it, so
     that an optimizer that nobody holds is gone at once, and its round with it."""
 
-    def __init__(
-        self,
-        context: Context,
-        states: BucketStates,
-        groups: HostedGroups,
-        shadow: ShadowedSteps | None,
-        agreement: StepAgreement,
-    ) -> None:
-        self._context, self._states, self._groups, self._shadow = context, states, groups, shadow
-        self._agreement = agreement
+    def __init__(self, context: Context, states: BucketStates, agreement: StepAgreement) -> None:
+        self._context, self._states, self._agreement = context, states, agreement
+        self._groups, self._shadow = states.groups, states.shadow
         self._device_order = DeviceOrder()
         #: From its first hand-over to the end of its step; None as long as there are no states, in the first step.
         self.round: BackwardRound | None = None
@@ -228,35 +219,33 @@ class BackwardSteps:
             self.round = None
 
 
-class InBackwardStepper(Stepper):
-    """Steps begin under the backward pass, from the next one on that finds states. ``at_once``: makes the others."""
+class InBackwardTiming(StepTiming):
+    """Under the backward pass, from the next one on that finds states. The others in step()."""
 
-    def __init__(self, context: Context, at_once: HostedStepper) -> None:
-        super().__init__(at_once.wrapped)
-        self.at_once = at_once
-        self.backward = BackwardSteps(context, at_once.states, at_once.groups, at_once.shadow, at_once.agreement)
-        at_once.reducer.accepts_sparse = False  # ranks step sparse rows themselves, after all gradients are there
-        at_once.reducer.on_sent = self.backward.sent
+    def __init__(
+        self, context: Context, reducer: GradientReducer, states: BucketStates, agreement: StepAgreement
+    ) -> None:
+        self.backward = BackwardSteps(context, states, agreement)
+        reducer.accepts_sparse = False  # ranks step sparse rows themselves, after all gradients are there
+        reducer.on_sent = self.backward.sent
         context.unfinished.add(self.backward)
         weakref.finalize(self, self.backward.finish).atexit = False
 
-    def refusal(self, call: str) -> Exception | None:
+    def refusal(self, stepper: HostedStepper, call: str) -> Exception | None:
         if call in _REFUSED:
             return UsageError(_REFUSED[call])
-        if call in _BETWEEN_STEPS and self.wrapped.passes.has_begun:
+        if call in _BETWEEN_STEPS and stepper.wrapped.passes.has_begun:
             return GradientOrderError(
                 f"optimizer.{call}() was called after loss.backward() and before optimizer.step(): with "
                 "step_in_backward, the services step under the backward pass and may have done so already. Call "
                 "optimizer.step() first"
             )
-        return self.at_once.refusal(call)
+        return None
 
-    def step(self, call: StepCall) -> Any:
+    def step(self, stepper: HostedStepper, call: StepCall) -> None:
         """Take the parameters that the services have stepped, once all are there."""
-        check_no_closure(call)
         try:
-            with explains_join():
-                late = self._make(call)
+            late = self._make(stepper, call)
         finally:
             self.backward.finish()
         if late is not None:
@@ -264,79 +253,62 @@ class InBackwardStepper(Stepper):
                 late.add_note("The step has been made, on all ranks, with what backward() has found.")
             raise late
 
-    def _make(self, call: StepCall) -> Exception | None:
+    def _make(self, stepper: HostedStepper, call: StepCall) -> Exception | None:
         """Make the step. Returns an error that was found out when the step could not be stopped any more."""
         late: Exception | None = None
         try:
-            self.at_once.sum()
+            stepper.sum()
         except Exception as error:
             late = error
         round_ = self.backward.end_round()
-        if round_ is None or not round_.is_agreed:
-            if late is not None:
-                raise late
-            step = self.at_once.numbers()
-            self.at_once.prepare(call)
-            if round_ is not None and round_.error is not None:
+        if late is not None and not (round_ is not None and round_.is_agreed):
+            raise late
+        now = stepper.numbers()
+        known = round_.numbers.numbers if round_ is not None and round_.is_agreed else []
+        numbers = [*known, *now.numbers[len(known) :]]
+        stepper.prepare(call)
+        if round_ is not None:
+            if round_.is_agreed:
+                late = late or _changed(stepper, round_, now)
+            if round_.error is not None:
                 raise round_.error
-            self.at_once.agreement.reach(step)
-            self.at_once.make(step.numbers)
-            return None
-        late = late or self._changed(round_)
-        step, known = self.at_once.numbers(), round_.numbers.numbers
-        numbers = [*known, *step.numbers[len(known) :]]
-        self.at_once.prepare(call)
-        if round_.error is not None:
-            raise round_.error
-        if len(numbers) > len(known):
-            self.at_once.agreement.reach(GroupNumbers(numbers, step.rules))
-        self.at_once.make(numbers, [begun for _, begun in round_.begun])
+        if not known or len(numbers) > len(known):
+            stepper.agreement.reach(GroupNumbers(numbers, now.rules))
+        stepper.make(numbers, [begun for _, begun in round_.begun] if round_ is not None else [])
         return late
 
-    def _changed(self, round_: BackwardRound) -> GradientOrderError | None:
-        """The error if something was changed since the round has begun, which its step has not seen."""
-        now, known = self.at_once.numbers(), round_.numbers
-        for number, (numbers, before) in enumerate(zip(now.numbers, known.numbers, strict=False)):
-            for name in before.__dataclass_fields__:
-                if getattr(numbers, name) != getattr(before, name):
-                    return GradientOrderError(
-                        f"{name} of param_groups[{number}] has changed from {getattr(before, name):g} to "
-                        f"{getattr(numbers, name):g} after backward() and before step(): with step_in_backward, a step "
-                        "has the numbers that backward() has found. Step a learning-rate scheduler after "
-                        "optimizer.step()"
-                    )
-            if now.rules[number] != known.rules[number]:
-                return GradientOrderError(f"param_groups[{number}] has changed after backward() and before step()")
-        for param, version in zip(round_.params, round_.versions, strict=True):
-            if param._version != version:
-                return GradientOrderError(
-                    f"parameter {self.wrapped.names[param]!r} was changed after backward() and before step(): with "
-                    "step_in_backward, the change may be lost. Change parameters after optimizer.step()"
-                )
-        return None
-
-    def groups_to_unscale(self) -> list[dict[str, Any]]:
-        return self.at_once.groups_to_unscale()
-
-    def clip(self, max_norm: float) -> torch.Tensor:
-        """See HostedOptimizerMixin."""
-        return self.at_once.clip(max_norm)
-
-    def zero(self) -> None:
-        self.at_once.zero()
-
-    def state_replaced(self) -> None:
-        self.at_once.state_replaced()
-
-    def drop(self) -> None:
+    def drop(self, stepper: HostedStepper) -> None:
         """Steps that were begun are made, as on all ranks, and their parameters are not taken."""
-        super().drop()
+        super().drop(stepper)
         round_ = self.backward.end_round()
         if round_ is not None and round_.is_agreed:
             with contextlib.suppress(BytePSError):  # discarded anyway
-                rest = self.at_once.steps.begin(round_.numbers.numbers, Factors())
-                if self.at_once.shadow is not None:
-                    self.at_once.shadow.step += 1  # copies have made it, though it is of no use without a record
+                rest = stepper.steps.begin(round_.numbers.numbers, Factors())
+                if stepper.shadow is not None:
+                    stepper.shadow.step += 1  # copies have made it, though it is of no use without a record
                 untaken = [*(begun for _, begun in round_.begun), *rest]
-                self.at_once.steps.take([BegunStep(one.states, (False,) * len(one.taking_part)) for one in untaken])
+                stepper.steps.take([BegunStep(one.states, (False,) * len(one.taking_part)) for one in untaken])
         self.backward.finish()
+
+
+def _changed(stepper: HostedStepper, round_: BackwardRound, now: GroupNumbers) -> GradientOrderError | None:
+    """The error if something was changed since the round has begun, which its step has not seen."""
+    known = round_.numbers
+    for number, (numbers, before) in enumerate(zip(now.numbers, known.numbers, strict=False)):
+        for name in before.__dataclass_fields__:
+            if getattr(numbers, name) != getattr(before, name):
+                return GradientOrderError(
+                    f"{name} of param_groups[{number}] has changed from {getattr(before, name):g} to "
+                    f"{getattr(numbers, name):g} after backward() and before step(): with step_in_backward, a step "
+                    "has the numbers that backward() has found. Step a learning-rate scheduler after "
+                    "optimizer.step()"
+                )
+        if now.rules[number] != known.rules[number]:
+            return GradientOrderError(f"param_groups[{number}] has changed after backward() and before step()")
+    for param, version in zip(round_.params, round_.versions, strict=True):
+        if param._version != version:
+            return GradientOrderError(
+                f"parameter {stepper.wrapped.names[param]!r} was changed after backward() and before step(): with "
+                "step_in_backward, the change may be lost. Change parameters after optimizer.step()"
+            )
+    return None

@@ -20,12 +20,12 @@ from byteps_py.torch.gradients.backward_passes import ReducedPasses
 from byteps_py.torch.gradients.bucket import GradientOptions
 from byteps_py.torch.gradients.gradient_reducer import GradientReducer
 from byteps_py.torch.gradients.hosted.bucket_states import BucketStates
-from byteps_py.torch.gradients.hosted.delay import DelayedStepper
+from byteps_py.torch.gradients.hosted.delay import DelayedTiming
 from byteps_py.torch.gradients.hosted.delivery import ToOwner, claim
-from byteps_py.torch.gradients.hosted.in_backward import InBackwardStepper
+from byteps_py.torch.gradients.hosted.in_backward import InBackwardTiming
 from byteps_py.torch.gradients.hosted.replication import ShadowedSteps
 from byteps_py.torch.gradients.hosted.rules import HostedGroups
-from byteps_py.torch.gradients.hosted.stepper import HostedStepper
+from byteps_py.torch.gradients.hosted.stepper import HostedStepper, StepAgreement, StepTiming
 from byteps_py.torch.gradients.optimizer_arguments import HostedOptions
 from byteps_py.torch.gradients.optimizer_mixin import DistributedOptimizerMixin
 from byteps_py.torch.gradients.stepper import Names, WrappedOptimizer
@@ -34,7 +34,7 @@ from byteps_py.torch.gradients.stepper import Names, WrappedOptimizer
 class HostedOptimizerMixin(DistributedOptimizerMixin):
     """The base class that DistributedOptimizer puts before the wrapped optimizer's class with ``hosted=True``."""
 
-    _stepper: HostedStepper | DelayedStepper | InBackwardStepper
+    _stepper: HostedStepper
     #: A GradScaler sets ``grad_scale`` for step(), and calls it for gradients that are infinite, too.
     _step_supports_amp_scaling = True
 
@@ -95,7 +95,7 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
 
     @property
     def _shadowed_steps(self) -> ShadowedSteps:
-        shadow = self._stepper.at_once.shadow
+        shadow = self._stepper.shadow
         if shadow is None:
             raise UsageError("shadow_extra belongs to DistributedOptimizer(…, shadow=True)")
         return shadow
@@ -106,7 +106,7 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
         unless there was no step since the beginning or since ``load_state_dict``. Finishes a delayed step. With
         ``step_in_backward``, raises GradientOrderError between backward() and step()."""
         packed = super().state_dict()
-        packed["state"] = self._stepper.at_once.states.saved(self._stepper.at_once.reducer)
+        packed["state"] = self._stepper.states.saved(self._stepper.reducer)
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -115,7 +115,7 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
         super().load_state_dict({**state_dict, "state": {}})
         saved = [place for group in state_dict["param_groups"] for place in group["params"]]
         given = state_dict["state"]
-        self._stepper.at_once.load(
+        self._stepper.load(
             {
                 param: copy.deepcopy(given[place])
                 for place, param in zip(saved, self._stepper.wrapped.params, strict=True)
@@ -124,7 +124,7 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
         )
 
     def _check_one_has_all(self) -> None:
-        if self._stepper.at_once.states.are_spread:
+        if self._stepper.states.are_spread:
             raise UsageError(
                 "a hosted optimizer's states lie with all ranks, each a part, so that no rank can send them, and all "
                 "have the same already. Call broadcast_optimizer_state() before the first step, or after the root's "
@@ -132,7 +132,7 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
             )
 
     def _is_lost(self) -> bool:
-        return self._stepper.at_once.states.are_lost
+        return self._stepper.states.are_lost
 
 
 def host(
@@ -161,16 +161,15 @@ def host(
     name = context.claim(f"hosted.{min(names.values(), default='')}")
     shadow = ShadowedSteps(name) if hosting.shadow else None
     states = BucketStates(context, groups, shadow)
-    at_once = HostedStepper(context, wrapped, reducer, states, groups, shadow, name)
-    stepper: HostedStepper | DelayedStepper | InBackwardStepper = at_once
+    agreement, timing = StepAgreement(name, shadow), StepTiming()
     if hosting.delayed_update_after is not None:
-        stepper = delayed = DelayedStepper(at_once, delivery, hosting.delayed_update_after)
-        context.unfinished.add(delayed.delayed)
+        timing = DelayedTiming(context, reducer, delivery, hosting.delayed_update_after)
     elif hosting.step_in_backward:
-        stepper = InBackwardStepper(context, at_once)
+        timing = InBackwardTiming(context, reducer, states, agreement)
     wrapped.hook()
     if taken := taken_states(optimizer):
         states.load(taken)
+    stepper = HostedStepper(context, wrapped, reducer, states, agreement, timing)
     return HostedOptimizerMixin.wrap(optimizer, stepper)
 
 

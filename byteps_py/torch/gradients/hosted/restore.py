@@ -62,9 +62,9 @@ def restore(
     ...         optimizer.shadow_extra = torch.get_rng_state()
     ...         ...
     """
-    if not isinstance(optimizer, HostedOptimizerMixin) or optimizer._stepper.at_once.shadow is None:
+    if not isinstance(optimizer, HostedOptimizerMixin) or optimizer._stepper.shadow is None:
         raise UsageError("restore() takes the optimizer of DistributedOptimizer(…, shadow=True)")
-    stepper, shadow = optimizer._stepper.at_once, optimizer._stepper.at_once.shadow
+    stepper, shadow = optimizer._stepper, optimizer._stepper.shadow
     if stepper.states.are_made:
         raise UsageError("restore() comes before the optimizer's first step")
     _check_parameters(model, stepper)

@@ -2,15 +2,14 @@
 
     sum() ─► numbers() ─► agree() ─► make(): begin, record, take
 
-Owns the order, and the factors of the next step. delay.py and in_backward.py have other orders of the same. The
-training thread calls.
+Owns the factors of the next step. The order is that of a StepTiming: this one, or that of delay.py or in_backward.py.
+The training thread calls.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from byteps_py.kernels.update_rules import Hyperparameters
 from byteps_py.tensors import NonFinite
 from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.collectives import nonfinite
-from byteps_py.torch.collectives.context import Context
+from byteps_py.torch.collectives.context import Context, Unfinished
 from byteps_py.torch.gradients.gradient_reducer import GradientReducer
 from byteps_py.torch.gradients.hosted.agreement import (
     GroupNumbers,
@@ -31,7 +30,7 @@ from byteps_py.torch.gradients.hosted.agreement import (
 )
 from byteps_py.torch.gradients.hosted.bucket_states import BucketStates, Loaded
 from byteps_py.torch.gradients.hosted.replication import ShadowedSteps
-from byteps_py.torch.gradients.hosted.rules import HostedGroups, check_numbers
+from byteps_py.torch.gradients.hosted.rules import check_numbers
 from byteps_py.torch.gradients.hosted.states import Factors
 from byteps_py.torch.gradients.hosted.steps import BegunStep, SumSteps
 from byteps_py.torch.gradients.stepper import StepCall, Stepper, WrappedOptimizer
@@ -97,48 +96,54 @@ class StepFactors:
 
 
 class StepAgreement:
-    """What all ranks must have alike in a step of the optimizer ``name``. ``shadow``: travels along."""
+    """What all ranks must have alike in a step. ``name``: of what they exchange. ``shadow``: travels along."""
 
-    def __init__(self, name: str, factors: StepFactors, shadow: ShadowedSteps | None) -> None:
-        self._name, self._factors, self._shadow = name, factors, shadow
+    def __init__(self, name: str, shadow: ShadowedSteps | None) -> None:
+        self.name, self._shadow = name, shadow
+        self.factors = StepFactors()
 
     def reach(self, step: GroupNumbers) -> None:
         """Raises MismatchError, on all ranks, if they differ. All ranks call it."""
         others = self._shadow.own_record if self._shadow is not None else ()
-        found = compare_numbers(contexts.current(), self._name, step, self._factors.values, others)
+        found = compare_numbers(contexts.current(), self.name, step, self.factors.values, others)
         if self._shadow is not None:
             self._shadow.agree(found)
 
 
-@contextlib.contextmanager
-def explains_join() -> Iterator[None]:
-    """A JoinedError inside says that a hosted optimizer has raised it."""
-    try:
-        yield
-    except JoinedError as error:
-        if str(error).startswith(_NO_JOIN):
-            raise
-        raise JoinedError(f"{_NO_JOIN} ({error})") from None
+class StepTiming:
+    """When a hosted optimizer makes its steps: in step(). The stepper, which holds it, calls it with itself."""
 
+    #: Where steps may be under way when step() has returned: these.
+    under_way: Unfinished | None = None
 
-def check_no_closure(call: StepCall) -> None:
-    """Raises UsageError for a call of step() with a closure."""
-    if call.closure is not None:
-        raise UsageError(
-            "a hosted optimizer takes no closure: a closure evaluates the loss for parameters that the service "
-            "would have to send back each time. Call backward() before step()"
-        )
+    def refusal(self, stepper: HostedStepper, call: str) -> Exception | None:
+        """See Stepper: what this timing does not go together with."""
+        return None
 
+    def step(self, stepper: HostedStepper, call: StepCall) -> None:
+        """Sum what backward() has computed, let the services step, and take the new parameters."""
+        stepper.sum()  # first: a rank whose numbers are wrong must not leave the others waiting for its gradients
+        step = stepper.numbers()
+        stepper.prepare(call)
+        stepper.agreement.reach(step)
+        stepper.make(step.numbers)
 
-def check_max_norm(max_norm: float) -> None:
-    """Raises UsageError for a norm that gradients can't be clipped to."""
-    if math.isnan(max_norm) or max_norm < 0:
-        raise UsageError(f"max_norm is {max_norm}: give a number from 0 up")
+    def clip(self, stepper: HostedStepper, max_norm: float) -> torch.Tensor:
+        """Clip the gradients of the next step. Returns the norm that is known."""
+        stepper.sum()
+        return stepper.find_clip(max_norm)
+
+    def zero(self, stepper: HostedStepper) -> None:
+        """Gradients are about to be zeroed."""
+        stepper.drop_sums()
+
+    def drop(self, stepper: HostedStepper) -> None:
+        """Discard gradients that were computed since the last step."""
+        stepper.wrapped.passes.drop()
 
 
 class HostedStepper(Stepper):
-    """Steps are made in step(). ``name``: of what ranks exchange. ``shadow``: the steps that other machines make as
-    well; None: they make none."""
+    """The services step. ``timing``: when."""
 
     def __init__(
         self,
@@ -146,33 +151,34 @@ class HostedStepper(Stepper):
         wrapped: WrappedOptimizer,
         reducer: GradientReducer,
         states: BucketStates,
-        groups: HostedGroups,
-        shadow: ShadowedSteps | None,
-        name: str,
+        agreement: StepAgreement,
+        timing: StepTiming,
     ) -> None:
         super().__init__(wrapped)
-        self.reducer, self.states, self.groups, self.shadow, self.name = reducer, states, groups, shadow, name
-        self.steps = SumSteps(context, reducer, states, groups, shadow)
-        self.factors = StepFactors()
-        self.agreement = StepAgreement(name, self.factors, shadow)
-
-    @property
-    def at_once(self) -> HostedStepper:
-        """What a stepper has that makes the same steps at other times."""
-        return self
+        self.reducer, self.states, self.agreement, self.timing = reducer, states, agreement, timing
+        self.groups, self.shadow = states.groups, states.shadow
+        self.name, self.factors = agreement.name, agreement.factors
+        self.steps = SumSteps(context, reducer, states)
+        self.under_way = timing.under_way
 
     def refusal(self, call: str) -> Exception | None:
-        return UsageError(_REFUSED[call]) if call in _REFUSED else super().refusal(call)
+        if call in _REFUSED:
+            return UsageError(_REFUSED[call])
+        return self.timing.refusal(self, call) or super().refusal(call)
 
     def step(self, call: StepCall) -> Any:
-        """Sum what backward() has computed, let the services step, and take the new parameters."""
-        with explains_join():
-            check_no_closure(call)
-            self.sum()  # first: a rank whose numbers are wrong must not leave the others waiting for its gradients
-            step = self.numbers()
-            self.prepare(call)
-            self.agreement.reach(step)
-            self.make(step.numbers)
+        """See StepTiming. Raises UsageError for a closure; a JoinedError says that a hosted optimizer has raised it."""
+        if call.closure is not None:
+            raise UsageError(
+                "a hosted optimizer takes no closure: a closure evaluates the loss for parameters that the service "
+                "would have to send back each time. Call backward() before step()"
+            )
+        try:
+            self.timing.step(self, call)
+        except JoinedError as error:
+            if str(error).startswith(_NO_JOIN):
+                raise
+            raise JoinedError(f"{_NO_JOIN} ({error})") from None
 
     def sum(self) -> None:
         """Have sums, unless they are there, and find out what is wrong with them."""
@@ -243,9 +249,9 @@ class HostedStepper(Stepper):
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """See HostedOptimizerMixin."""
-        check_max_norm(max_norm)
-        self.sum()
-        return self.find_clip(max_norm)
+        if math.isnan(max_norm) or max_norm < 0:
+            raise UsageError(f"max_norm is {max_norm}: give a number from 0 up")
+        return self.timing.clip(self, max_norm)
 
     def find_clip(self, max_norm: float) -> torch.Tensor:
         """Clip the sums that are there. Returns their norm."""
@@ -260,13 +266,19 @@ class HostedStepper(Stepper):
         self.factors.overflows = self._find_overflow()
         return self.factors.probe.groups(self.factors.overflows)
 
-    def zero(self) -> None:
+    def drop_sums(self) -> None:
+        """Make no step with the sums that are there."""
         self.steps.skip()
         self.factors.forget()
 
+    def zero(self) -> None:
+        self.timing.zero(self)
+
+    def drop(self) -> None:
+        self.timing.drop(self)
+
     def state_replaced(self) -> None:
-        self.steps.skip()
-        self.factors.forget()
+        self.drop_sums()
 
     def load(self, given: Loaded) -> None:
         """Take over these states with the next step, in place of those that there are. Raises UsageError if they lack

@@ -22,8 +22,7 @@ from byteps_py.torch.gradients.bucket import Bucket
 from byteps_py.torch.gradients.gradient_reducer import GradientReducer
 from byteps_py.torch.gradients.hosted.bucket_states import BucketStates
 from byteps_py.torch.gradients.hosted.delivery import OwnerDelivery, owned, skip_steps
-from byteps_py.torch.gradients.hosted.replication import ShadowedSteps, ShadowedTensor
-from byteps_py.torch.gradients.hosted.rules import HostedGroups
+from byteps_py.torch.gradients.hosted.replication import ShadowedTensor
 from byteps_py.torch.gradients.hosted.sparse_rows import SummedRows
 from byteps_py.torch.gradients.hosted.states import Factors, HostedStates, RowStates
 from byteps_py.torch.gradients.hosted.trust_ratios import UpdatePhase, begin_scaled_steps
@@ -39,18 +38,11 @@ class BegunStep:
 
 
 class SumSteps:
-    """Of one optimizer. ``shadow``: the steps that other machines make as well; None: they make none."""
+    """Of one optimizer."""
 
-    def __init__(
-        self,
-        context: Context,
-        reducer: GradientReducer,
-        states: BucketStates,
-        groups: HostedGroups,
-        shadow: ShadowedSteps | None,
-    ) -> None:
+    def __init__(self, context: Context, reducer: GradientReducer, states: BucketStates) -> None:
         self._context, self._reducer, self._states = context, reducer, states
-        self._groups, self._shadow = groups, shadow
+        self._groups, self._shadow = states.groups, states.shadow
 
     @property
     def _due(self) -> list[tuple[Bucket, OwnerDelivery, tuple[bool, ...]]]:

@@ -44,7 +44,7 @@ def load_newest(
     Raises UsageError if it is of another model or optimizer, CheckpointError if it can't be read here: the
     same error on all ranks, and nothing has changed.
     """
-    session, stepper = contexts.current().session, optimizer._stepper.at_once
+    session, stepper = contexts.current().session, optimizer._stepper
     newest: int | CheckpointError | None = None
     if session.rank == 0:
         try:
