@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from byteps_py.errors import UsageError
-from byteps_py.parallel.mesh.mesh_layout import LLAMA_ORDER, PADDLE_ORDER, MeshLayout, span_warning
+from byteps_py.parallel.mesh_layout import LLAMA_ORDER, PADDLE_ORDER, MeshLayout, span_warning
 
 
 def layout_of(world: int, order: Any = LLAMA_ORDER, **sizes: int) -> MeshLayout:

@@ -18,8 +18,7 @@ from torch import nn
 
 from byteps_py.errors import UsageError
 from byteps_py.parallel.multimodal import EncoderPlacement, MultimodalModel, encoder_share, step_time
-from byteps_py.parallel.multimodal.encoded_images import EncodedImages
-from byteps_py.parallel.multimodal.model import apply_layers, checked_tokens, count_images
+from byteps_py.parallel.multimodal.model import EncodedImages, apply_layers, checked_tokens, count_images
 from byteps_py.parallel.pipe.schedules import make
 from byteps_py.parallel.pipe.simulator import Durations
 

@@ -16,11 +16,9 @@ from hypothesis import strategies as st
 
 from byteps_py.cli.__main__ import main
 from byteps_py.errors import UsageError
-from byteps_py.parallel.mesh.mesh_layout import MeshLayout
-from byteps_py.parallel.sharding.arena import TensorArena
-from byteps_py.parallel.sharding.fused_buffer import FusedBuffer, cut_chunks
-from byteps_py.parallel.sharding.owners import assign_owners, cut_by_anchors, cut_by_size, sharding_groups
-from byteps_py.parallel.sharding.strategy import Strategy
+from byteps_py.parallel.mesh_layout import MeshLayout
+from byteps_py.parallel.sharding.rank_memory import FusedBuffer, TensorArena, cut_chunks
+from byteps_py.parallel.sharding.strategy import Strategy, assign_owners, cut_by_anchors, cut_by_size, sharding_groups
 from byteps_py.tools.plan.state_memory import bert_sizes, stage_table, whole_owner_bytes
 
 ROOT = Path(__file__).parent.parent

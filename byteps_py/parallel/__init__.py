@@ -1,7 +1,7 @@
 """Parallel training.
 
     DistributedDataParallel    as in ``byteps.torch.parallel``
-    mesh/                      the dimensions of ranks
+    mesh, mesh_layout          the dimensions of ranks
     tensor/                    tensor and sequence parallelism
     context/                   context parallelism
     fsdp/                      gathered parameters of FSDP2, once in each machine's memory
@@ -13,6 +13,7 @@
     gradients                  norms of models in parts
     gradient_scaling           GradScalers of models in parts
     float32_gradients          accumulation of 16-bit gradients in float32
+    collectives                those that several dimensions use
 
 ``numerics``, which compares two runs bit by bit, is in byteps_py/tools. Names are imported when they are first used.
 """
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     )
     from byteps_py.parallel.checkpoint.copies import check_copies as check_copies
     from byteps_py.parallel.gradients import clip_grad_norm_ as clip_grad_norm_
-    from byteps_py.parallel.mesh.device_mesh import Mesh as Mesh
+    from byteps_py.parallel.mesh import Mesh as Mesh
     from byteps_py.parallel.parallelize import (
         ParallelOptions as ParallelOptions,
     )

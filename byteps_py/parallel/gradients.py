@@ -14,9 +14,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from byteps_py.errors import UsageError
+from byteps_py.parallel.collectives import size_of
 from byteps_py.parallel.tensor.layers import local_part
 from byteps_py.parallel.tensor.plan import sharded_parameters, tensor_parallel_group
-from byteps_py.parallel.tensor.regions import size_of
 from byteps_py.parallel.tensor.shard import Shard
 
 _Groups = tuple[dist.ProcessGroup, ...]

@@ -20,7 +20,7 @@ from byteps_py.errors import UsageError
 from byteps_py.parallel import tensor
 from byteps_py.parallel.gradient_scaling import decide_together
 from byteps_py.parallel.gradients import clip_grad_norm_, multiply_gradients
-from byteps_py.parallel.mesh.device_mesh import Mesh
+from byteps_py.parallel.mesh import Mesh
 from byteps_py.parallel.pipe.pipeline import Pipeline
 from byteps_py.parallel.pipe.step_data import LossFunction, cut
 from byteps_py.parallel.pipe.trees import flatten

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import byteps_py as bps
 from byteps_py.errors import UsageError
-from byteps_py.parallel.mesh.device_mesh import Mesh
+from byteps_py.parallel.mesh import Mesh
 
 CLOSE = 1e-12
 mse = nn.functional.mse_loss

@@ -26,7 +26,7 @@ import byteps_py as bps
 from byteps_py.errors import GradientOrderError, MismatchError, UsageError
 from byteps_py.parallel import Mesh, checkpoint
 from byteps_py.parallel.sharding import ShardedOptimizer, ShardOptions, Strategy, partitioned_checkpoint, shard
-from byteps_py.parallel.sharding.memory_tally import tally_memory
+from byteps_py.parallel.sharding.rank_memory import tally_memory
 from byteps_py.parallel.tensor import Column, Row, copy_to_ranks, parallelize
 from byteps_py.tools.plan.formulas import state_bytes
 from byteps_py.tools.plan.state_memory import whole_owner_bytes

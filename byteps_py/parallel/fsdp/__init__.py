@@ -1,8 +1,8 @@
 """FSDP2 on several machines: what the ranks of a machine have gathered stays in memory that they share.
 
 cache_parameters   for a model, after ``fully_shard`` (parameter_cache.py)
-GatherPlan         which rank receives which piece from another machine (gather_plan.py; pure)
-CachedAllGather    the all-gather of one FSDP module (cached_all_gather.py)
+CachedAllGather    the all-gather of one FSDP module (parameter_cache.py)
+GatheredMemory     what is gathered, and which rank receives which piece from another machine (gathered_memory.py)
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Multimodal training (Llama 3): a text model in a pipeline, some of whose layers attend to the tokens of images.
 
-model            the image encoder and the text model; their stages
+model            the image encoder and the text model; their stages; image tokens on a rank, and their gradients
 placement        where the encoder runs, and which share of a step it takes
 placed_encoder   the encoder before and after the pipeline's passes
-encoded_images   the image tokens on a rank, and their gradients
 pipeline         the training
 """
 

@@ -12,9 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from byteps_py.errors import UnsupportedError, UsageError
-from byteps_py.parallel.mesh.device_mesh import Mesh
-from byteps_py.parallel.multimodal.encoded_images import EncodedImages
-from byteps_py.parallel.multimodal.model import MultimodalModel
+from byteps_py.parallel.mesh import Mesh
+from byteps_py.parallel.multimodal.model import EncodedImages, MultimodalModel
 from byteps_py.parallel.multimodal.placed_encoder import PlacedEncoder, images_of
 from byteps_py.parallel.multimodal.placement import EncoderPlacement
 from byteps_py.parallel.pipe.buffers import normalizes_batches

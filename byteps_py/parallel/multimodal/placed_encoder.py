@@ -14,14 +14,13 @@ import torch.distributed as dist
 from torch import nn
 
 from byteps_py.errors import UsageError
-from byteps_py.parallel.multimodal.encoded_images import EncodedImages
-from byteps_py.parallel.multimodal.model import checked_tokens, count_images
+from byteps_py.parallel.collectives import all_gathered, rank_in, reduce_scattered
+from byteps_py.parallel.multimodal.model import EncodedImages, checked_tokens, count_images
 from byteps_py.parallel.multimodal.placement import EncoderPlacement
 from byteps_py.parallel.pipe.buffers import PipelineBuffers, normalizes_batches
 from byteps_py.parallel.pipe.groups import PipelineLayout, ReplicatedParameters, new_groups, raise_failures
 from byteps_py.parallel.pipe.step_data import cut
 from byteps_py.parallel.pipe.trees import flatten, unflatten
-from byteps_py.parallel.tensor.regions import all_gathered, rank_in, reduce_scattered
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MOST_DIMENSIONS = 8

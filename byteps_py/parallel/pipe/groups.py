@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from byteps_py.errors import PipelineError, UsageError
 from byteps_py.parallel.float32_gradients import GradientSum, gradient_dtype
-from byteps_py.parallel.mesh.device_mesh import Mesh
+from byteps_py.parallel.mesh import Mesh
 from byteps_py.parallel.pipe.program import Program
 from byteps_py.wording import ranks_text
 

@@ -15,7 +15,7 @@ from byteps_py.errors import PipelineError, UsageError
 from byteps_py.parallel.float32_gradients import StepGradients
 from byteps_py.parallel.gradient_scaling import decide_together
 from byteps_py.parallel.gradients import partial_norms, scale_gradients, total_norm
-from byteps_py.parallel.mesh.device_mesh import Mesh
+from byteps_py.parallel.mesh import Mesh
 from byteps_py.parallel.pipe.buffers import PipelineBuffers
 from byteps_py.parallel.pipe.groups import (
     PipelineGroups,

@@ -23,7 +23,7 @@ from byteps_py.parallel.pipe.schedules import OF_TORCH, make
 from byteps_py.parallel.pipe.simulator import SyncMode, reductions
 from byteps_py.parallel.pipe.skips import MAIN, Connection, SkipNames, connections_of, declared
 from byteps_py.parallel.pipe.split import SplitModel, split
-from byteps_py.parallel.sharding.sharded_parameters import sharded_with
+from byteps_py.parallel.sharding.sharded_optimizer import sharded_with
 from byteps_py.torch.horovod.sync_batch_norm import SyncBatchNorm
 
 #: The number of stages -> the module of each.

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 from byteps_py.errors import GradientOrderError, UsageError
-from byteps_py.parallel.collectives import all_gather_single
-from byteps_py.parallel.sharding.arena import TensorArena
-from byteps_py.parallel.tensor.regions import Group, rank_in, size_of
+from byteps_py.parallel.collectives import Group, all_gather_single, rank_in, size_of
+from byteps_py.parallel.sharding.rank_memory import TensorArena
 
 
 def partitioned_checkpoint(

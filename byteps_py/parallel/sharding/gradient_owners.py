@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 from byteps_py.errors import GradientOrderError
 from byteps_py.log import logger
-from byteps_py.parallel.sharding.arena import TensorArena
-from byteps_py.parallel.sharding.fused_buffer import ChunkPart, FusedBuffer
+from byteps_py.parallel.sharding.rank_memory import ChunkPart, FusedBuffer, TensorArena
 from byteps_py.parallel.sharding.segments import NamedParameter, ParameterSegment, SegmentPiece
 
 

@@ -14,16 +14,13 @@ from torch.distributed.tensor import DTensor
 
 from byteps_py.errors import MismatchError, UsageError
 from byteps_py.parallel.gradient_scaling import decide_together
-from byteps_py.parallel.mesh.device_mesh import Mesh
+from byteps_py.parallel.mesh import Mesh
 from byteps_py.parallel.sharding.gathering import SegmentGathering
 from byteps_py.parallel.sharding.gradient_owners import GradientGroups, GradientOwners, MergeRules
-from byteps_py.parallel.sharding.offload import OffloadedStates
-from byteps_py.parallel.sharding.owners import assign_owners
+from byteps_py.parallel.sharding.offload import OffloadedStates, SideStream
 from byteps_py.parallel.sharding.segments import NamedParameter, SegmentMemory
-from byteps_py.parallel.sharding.sharded_optimizer import ShardedOptimizer, ShardedParts
-from byteps_py.parallel.sharding.sharded_parameters import note_sharded, sharded_with
-from byteps_py.parallel.sharding.side_stream import SideStream
-from byteps_py.parallel.sharding.strategy import Strategy
+from byteps_py.parallel.sharding.sharded_optimizer import ShardedOptimizer, ShardedParts, note_sharded, sharded_with
+from byteps_py.parallel.sharding.strategy import Strategy, assign_owners
 from byteps_py.torch.collectives import parameter_owners
 
 #: Modules whose forward pass reads parameters of their submodules without calling these.

@@ -4,10 +4,10 @@ regions         f, g and their forms for sequence parallelism: communication tha
 shard           which indices of a parameter a rank has
 layers          linear layers, embeddings and norms whose parameters or inputs lie on several ranks
 styles          how a plan says what becomes of a layer
-plan            parallelize: the style of each layer of a model, by name
-planned_layers  what becomes of each layer, decided before anything changes; layers with additions are refused
+plan            parallelize: the style of each layer of a model, by name; SharedInput
+planned_layers  what becomes of each layer, decided before anything changes; layers with additions are refused, and
+                fused ones that would be cut in the wrong places
 whole_parameters which parameters that stay whole have partial gradients
-fused_layers    layers of several parts that a plan would cut in the wrong places
 cross_entropy   the loss of logits whose columns lie on several ranks
 """
 

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from byteps_py.errors import UsageError
+from byteps_py.parallel.collectives import Group, all_reduced, rank_in, size_of
 from byteps_py.parallel.tensor.layers import check_ids
-from byteps_py.parallel.tensor.regions import Group, all_reduced, rank_in, size_of
 from byteps_py.parallel.tensor.shard import padded_vocabulary
 
 

@@ -21,16 +21,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from byteps_py.errors import UsageError
+from byteps_py.parallel.collectives import Group, rank_in, size_of
 from byteps_py.parallel.tensor.regions import (
-    Group,
     collect_along,
     copy_among,
     copy_to_ranks,
     gather_along,
-    rank_in,
     reduce_from_ranks,
     reduce_scatter_along,
-    size_of,
 )
 from byteps_py.parallel.tensor.shard import Blocks, Shard, vocabulary_shard
 from byteps_py.torch.collectives import parameter_owners

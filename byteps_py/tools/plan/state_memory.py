@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from byteps_py.errors import UsageError
-from byteps_py.parallel.sharding.owners import assign_owners
+from byteps_py.parallel.sharding.strategy import assign_owners
 from byteps_py.tools.plan.formulas import state_bytes, state_traffic
 
 #: Of a parameter with gradient and Adam's states: the same in mixed precision and in float32.
