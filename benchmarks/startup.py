@@ -28,7 +28,7 @@ import time
 from pathlib import Path
 
 from byteps_py.errors import BytePSError
-from byteps_py.launch.cluster_plan import free_port
+from byteps_py.launch.plan import free_port
 from byteps_py.scheduler import query
 from byteps_py.settings import Settings
 

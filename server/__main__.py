@@ -8,7 +8,7 @@ import sys
 
 from byteps_py import jobs
 from byteps_py.errors import BytePSError, ConfigurationError
-from byteps_py.exit_status import handle_signals
+from byteps_py.launch_protocol import handle_signals
 from byteps_py.log import configure, logger
 from byteps_py.malloc import keep_freed_memory
 from byteps_py.proto import control_pb2 as pb

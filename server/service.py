@@ -26,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from byteps_py import failure_notice, machine
+from byteps_py import machine
 from byteps_py.control_link import Connect, ControlEvents, ControlLink
 from byteps_py.dataplane.listener import Peer
 from byteps_py.dataplane.traffic import Traffic
@@ -39,8 +39,7 @@ from byteps_py.errors import (
     StallError,
     from_name,
 )
-from byteps_py.exit_status import GIVEN_UP_STATUS
-from byteps_py.failure_notice import Blame
+from byteps_py.launch_protocol import GIVEN_UP_STATUS, Blame, send_notice
 from byteps_py.log import logger
 from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
@@ -363,7 +362,7 @@ class SummationService:
                 goes_on = self._local is None and self._settings.shadow_keep_s > 0
                 goes_on = goes_on and self.shadows.store.durable() is not None
                 notice = Blame.SERVICE, message.failure.message, f"byteps_py server: {text}"
-                if goes_on or not failure_notice.send(*notice):
+                if goes_on or not send_notice(*notice):
                     logger.log(self._bad_news, "%s", text)
                 self._abandon(1, "the job has failed")
             case "stop":

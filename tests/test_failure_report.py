@@ -14,11 +14,18 @@ import pytest
 from support import warm
 from support.clusters import clean_environment
 
-from byteps_py import errors, failure_notice
-from byteps_py.failure_notice import Blame, FailureNotice
+from byteps_py import errors
 from byteps_py.launch import command_line
-from byteps_py.launch.failure_report import FailureReport
-from byteps_py.launch.process_output import OutputStream, WordsPipe
+from byteps_py.launch.process_output import OutputStream
+from byteps_py.launch_protocol import (
+    NOTICE_VARIABLE,
+    Blame,
+    FailureNotice,
+    FailureReport,
+    NoticePipe,
+    has_launcher,
+    send_notice,
+)
 from byteps_py.session import failure_reports
 
 PROGRAM = Path(__file__).parent / "programs" / "fails.py"
@@ -88,12 +95,12 @@ def test_words_of_a_process_that_does_not_end_are_due() -> None:
 
 
 def test_words_go_through_the_pipe_of_this_process_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    pipe = WordsPipe()
+    pipe = NoticePipe()
     try:
-        assert not failure_notice.send(Blame.OWN, "E", "without a launcher")
-        monkeypatch.setenv(failure_notice.VARIABLE, pipe.name)
-        assert failure_notice.send(Blame.OWN, "E: ä", "line 1\nline 2")
-        assert failure_notice.send(Blame.OTHERS, "F", "x" * 100_000)
+        assert not send_notice(Blame.OWN, "E", "without a launcher")
+        monkeypatch.setenv(NOTICE_VARIABLE, pipe.name)
+        assert send_notice(Blame.OWN, "E: ä", "line 1\nline 2")
+        assert send_notice(Blame.OTHERS, "F", "x" * 100_000)
         first, second = pipe.read()
         assert first == FailureNotice(Blame.OWN, "E: ä", "line 1\nline 2")
         assert len(second.text) == 30_001
@@ -101,8 +108,8 @@ def test_words_go_through_the_pipe_of_this_process_only(monkeypatch: pytest.Monk
         assert pipe.read() == []
         descriptor, _, inode = pipe.name.partition(":")
         for name in (f"{descriptor}:{int(inode) + 1}", "x:1", "999999:1", ""):  # another file has that descriptor now
-            monkeypatch.setenv(failure_notice.VARIABLE, name)
-            assert not failure_notice.has_launcher()
+            monkeypatch.setenv(NOTICE_VARIABLE, name)
+            assert not has_launcher()
     finally:
         os.close(pipe.writer)
         assert pipe.read() == []

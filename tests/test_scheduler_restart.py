@@ -32,7 +32,7 @@ from support.schedulers import (
 )
 
 from byteps_py import errors
-from byteps_py.exit_status import NO_JOURNAL_STATUS
+from byteps_py.launch_protocol import NO_JOURNAL_STATUS
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler import query
 from byteps_py.scheduler.grpc_link import GrpcControlLink

@@ -18,8 +18,8 @@ from support.summation import SETTINGS, assert_works
 
 from byteps_py.control_link import ControlEvents
 from byteps_py.errors import ConfigurationError, PeerLostError, ProtocolError, RendezvousError, StallError
-from byteps_py.exit_status import GIVEN_UP_STATUS
-from byteps_py.launch.cluster_plan import free_port
+from byteps_py.launch.plan import free_port
+from byteps_py.launch_protocol import GIVEN_UP_STATUS
 from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.runtime import Runtime

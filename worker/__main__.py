@@ -9,8 +9,8 @@ import sys
 
 from byteps_py import jobs, log, tuning
 from byteps_py.errors import BytePSError, ConfigurationError
-from byteps_py.exit_status import handle_signals
 from byteps_py.jobs import TOKEN_VARIABLE
+from byteps_py.launch_protocol import handle_signals
 from byteps_py.malloc import keep_freed_memory
 from byteps_py.settings import Settings, ignored_variables
 

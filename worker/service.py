@@ -10,12 +10,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from byteps_py import failure_notice
 from byteps_py.control_link import Connect, ControlEvents
 from byteps_py.errors import BytePSError, PeerLostError, RendezvousError, StallError, from_name
-from byteps_py.failure_notice import Blame
 from byteps_py.kernels.readiness import Readiness
 from byteps_py.kernels.thread_pool import default_threads
+from byteps_py.launch_protocol import Blame, send_notice
 from byteps_py.log import logger
 from byteps_py.machine import local_socket
 from byteps_py.proto import control_pb2 as pb
@@ -118,7 +117,7 @@ class CommunicationService:
             self._loop.run()
         except BytePSError as error:  # a server broke the protocol, say: all must know
             text = f"byteps_py worker {self._settings.worker_id}: {error}"
-            if not failure_notice.send(Blame.SERVICE, str(error), text):
+            if not send_notice(Blame.SERVICE, str(error), text):
                 logger.error("%s", error)
             self._fail(error)
         finally:

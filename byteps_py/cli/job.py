@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from byteps_py import jobs
 from byteps_py.errors import BytePSError, ConfigurationError, RendezvousError, UsageError
-from byteps_py.exit_status import handle_signals
+from byteps_py.launch_protocol import handle_signals
 from byteps_py.log import configure, logger
 from byteps_py.settings import Settings
 from byteps_py.wording import count_text

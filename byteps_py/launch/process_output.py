@@ -12,8 +12,6 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from byteps_py.failure_notice import FailureNotice
-
 #: A longer line is shown in pieces: the launcher's memory is limited.
 MAX_LINE_BYTES = 64 << 10
 _READ_BYTES = 64 << 10
@@ -22,7 +20,6 @@ _CREATE = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
 _READS_AT_ONCE = 16
 # A progress bar ends its line with a carriage return alone.
 _TRACEBACK = rb"(Traceback \(most recent call last\):|Exception ignored in|Process \S+:$)"
-_MAX_WORDS_BYTES = 256 << 10
 _LINE_END = re.compile(rb"\r\n|\n|\r(?!\n)")
 
 
@@ -49,36 +46,6 @@ class LineTagger:
         """The incomplete line at the end of the output, as a line."""
         rest, self._rest = self._rest.rstrip(b"\r"), b""
         return self._prefix + rest + b"\n" if rest else b""
-
-
-class WordsPipe:
-    """The pipe through which a process says why it fails. ``writer`` is the process's end; close it after the start."""
-
-    def __init__(self) -> None:
-        self.reader, self.writer = os.pipe2(os.O_CLOEXEC)
-        os.set_blocking(self.reader, False)
-        self.name = f"{self.writer}:{os.fstat(self.writer).st_ino}"
-        self.is_over = False
-        self._rest = b""
-
-    def read(self) -> list[FailureNotice]:
-        """The messages that have arrived. ``is_over`` is set once all writing ends are closed."""
-        for _ in range(_READS_AT_ONCE):
-            try:
-                data = os.read(self.reader, _READ_BYTES)
-            except BlockingIOError:
-                break
-            if not data:
-                self.is_over = True
-                break
-            self._rest += data
-            if len(self._rest) > _MAX_WORDS_BYTES:
-                self._rest = b""  # not a message of this package
-        *lines, self._rest = self._rest.split(b"\n")
-        return [words for line in lines if (words := FailureNotice.unpack(line)) is not None]
-
-    def close(self) -> None:
-        os.close(self.reader)
 
 
 class OutputStream:
@@ -110,7 +77,7 @@ class OutputStream:
         return True
 
     def keep(self, text: str) -> None:
-        """Store a message that the process has sent through its WordsPipe in the file of stderr, too."""
+        """Store a message that the process has sent through its NoticePipe in the file of stderr, too."""
         if self._is_error and self._file is not None:
             _write_all(self._file, text.encode(errors="replace"))
 

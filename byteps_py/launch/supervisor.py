@@ -19,12 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from byteps_py import jobs
-from byteps_py.failure_notice import VARIABLE
 from byteps_py.jobs import TOKEN_VARIABLE
-from byteps_py.launch.failure_report import FailureReport
+from byteps_py.launch.plan import ProcessKind, ProcessSpec
 from byteps_py.launch.process_guard import ProcessGuard, die_with, sweep
-from byteps_py.launch.process_output import OutputStream, WordsPipe, open_streams, say, show
-from byteps_py.launch.process_spec import ProcessKind, ProcessSpec
+from byteps_py.launch.process_output import OutputStream, open_streams, say, show
 from byteps_py.launch.supervision_policy import (
     ENDING_SIGNALS,
     USER_SIGNALS,
@@ -34,6 +32,7 @@ from byteps_py.launch.supervision_policy import (
     SupervisionPolicy,
     describe,
 )
+from byteps_py.launch_protocol import NOTICE_VARIABLE, FailureReport, NoticePipe
 
 _REAP_LIMIT_S = 5.0
 _MOST_GUARDS = 10
@@ -67,7 +66,7 @@ class Supervisor:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._pidfds: dict[str, int] = {}
         self._streams: dict[str, list[OutputStream]] = {}
-        self._words: dict[str, WordsPipe] = {}
+        self._notice_pipes: dict[str, NoticePipe] = {}
         self._report = FailureReport()
         self._was_signalled = False
         self._guard: ProcessGuard | None = None
@@ -141,9 +140,9 @@ class Supervisor:
         if outputs:
             env.setdefault("PYTHONUNBUFFERED", "1")  # Python buffers its output into a pipe
         self._streams[spec.name] = streams
-        words = self._words[spec.name] = WordsPipe()
-        env[VARIABLE] = words.name
-        self._watch(words.reader, functools.partial(self._words_came, spec))
+        notices = self._notice_pipes[spec.name] = NoticePipe()
+        env[NOTICE_VARIABLE] = notices.name
+        self._watch(notices.reader, functools.partial(self._notices_came, spec))
         try:
             process = subprocess.Popen(
                 spec.argv,
@@ -152,13 +151,13 @@ class Supervisor:
                 stdout=outputs[0] if outputs else None,
                 stderr=outputs[1] if outputs else None,
                 start_new_session=True,
-                pass_fds=(words.writer,),
+                pass_fds=(notices.writer,),
                 preexec_fn=die_with(os.getpid()),
             )
         finally:
             for fd in outputs:
                 os.close(fd)
-            os.close(words.writer)
+            os.close(notices.writer)
         self._processes[spec.name] = process
         for stream in streams:
             self._watch(stream.pipe, functools.partial(self._readable, stream))
@@ -182,19 +181,19 @@ class Supervisor:
         if not stream.pump():
             self._selector.unregister(stream.pipe)
 
-    def _words_came(self, spec: ProcessSpec) -> None:
-        words = self._words[spec.name]
-        for said in words.read():
-            self._report.heard(spec.label, said, time.monotonic())
+    def _notices_came(self, spec: ProcessSpec) -> None:
+        notices = self._notice_pipes[spec.name]
+        for notice in notices.read():
+            self._report.heard(spec.label, notice, time.monotonic())
             for stream in self._streams[spec.name]:
-                stream.keep(said.text)
-        if words.is_over:
+                stream.keep(notice.text)
+        if notices.is_over:
             self._hear_no_more(spec.name)
 
     def _hear_no_more(self, name: str) -> None:
-        words = self._words.pop(name)
-        self._selector.unregister(words.reader)
-        words.close()
+        notices = self._notice_pipes.pop(name)
+        self._selector.unregister(notices.reader)
+        notices.close()
 
     def _show_report(self) -> None:
         for labels, text in self._report.take(self._was_signalled):
@@ -208,9 +207,9 @@ class Supervisor:
         for stream in self._streams[name]:
             stream.pump()  # its output comes before the launcher's message about its end
         spec = next(spec for spec in self._specs if spec.name == name)
-        if name in self._words:
-            self._words_came(spec)
-        if name in self._words:  # a child of it still holds the other end
+        if name in self._notice_pipes:
+            self._notices_came(spec)
+        if name in self._notice_pipes:  # a child of it still holds the other end
             self._hear_no_more(name)
         self._do(self._policy.exited(name, status, time.monotonic()))
         if self._how.elastic and spec.kind is ProcessKind.MAIN:
@@ -263,10 +262,10 @@ class Supervisor:
         for pidfd in self._pidfds.values():
             os.close(pidfd)
         for spec in self._specs:
-            if spec.name in self._words:
-                self._words_came(spec)
-        for words in self._words.values():
-            words.close()
+            if spec.name in self._notice_pipes:
+                self._notices_came(spec)
+        for notices in self._notice_pipes.values():
+            notices.close()
         for streams in self._streams.values():
             for stream in streams:
                 stream.close()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from byteps_py import jobs, log
 from byteps_py.errors import BytePSError, JournalError
-from byteps_py.exit_status import NO_JOURNAL_STATUS, UNUSABLE_STATUS
+from byteps_py.launch_protocol import NO_JOURNAL_STATUS, UNUSABLE_STATUS
 from byteps_py.malloc import use_one_heap
 from byteps_py.scheduler.job import Finish
 from byteps_py.settings import Settings

@@ -17,10 +17,9 @@ from collections.abc import AsyncIterator
 import grpc
 import grpc.aio
 
-from byteps_py import failure_notice
 from byteps_py.dataplane.traffic import Traffic
 from byteps_py.errors import ConfigurationError, UsageError
-from byteps_py.failure_notice import Blame
+from byteps_py.launch_protocol import Blame, send_notice
 from byteps_py.log import logger
 from byteps_py.machine import require_secret
 from byteps_py.proto import control_pb2 as pb
@@ -200,7 +199,7 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
             self._logged_reason = core.reason
             has_failed = core.state == states.FAILED
             text = f"byteps_py scheduler: {self._logged_reason}"
-            if not (has_failed and failure_notice.send(Blame.SERVICE, self._logged_reason, text)):
+            if not (has_failed and send_notice(Blame.SERVICE, self._logged_reason, text)):
                 logger.log(logging.ERROR if has_failed else logging.INFO, "%s", self._logged_reason)
 
     def _flush(self) -> None:

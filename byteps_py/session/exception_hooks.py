@@ -19,8 +19,8 @@ from multiprocessing import util
 from types import TracebackType
 from typing import Any, Protocol
 
-from byteps_py import failure_notice
 from byteps_py.errors import BytePSError
+from byteps_py.launch_protocol import has_launcher, send_notice
 from byteps_py.session import failure_reports
 
 
@@ -87,7 +87,7 @@ class MainHook(ChainedHook):
             failure_reports.shorten(error)
             args = (args[0], error, error.__traceback__)
         is_of_job = os.getpid() == _pid if _reporters else is_ours
-        if not (is_of_job and failure_notice.has_launcher()):
+        if not (is_of_job and has_launcher()):
             self.before(*args)
             return
         stderr, sys.stderr = sys.stderr, io.StringIO()
@@ -95,7 +95,7 @@ class MainHook(ChainedHook):
             self.before(*args)
         finally:
             printed, sys.stderr = sys.stderr.getvalue(), stderr
-        if not failure_notice.send(failure_reports.blame_for(error), failure_reports.cause(error), printed):
+        if not send_notice(failure_reports.blame_for(error), failure_reports.cause(error), printed):
             sys.stderr.write(printed)
 
 

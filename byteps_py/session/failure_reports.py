@@ -17,7 +17,7 @@ from byteps_py.errors import (
     PeerLostError,
     UsageError,
 )
-from byteps_py.failure_notice import Blame
+from byteps_py.launch_protocol import Blame
 from byteps_py.rank_protocol import Leave
 from byteps_py.tensors import TensorSpec
 

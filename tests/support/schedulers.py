@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from byteps_py import errors
 from byteps_py.control_link import ControlEvents
-from byteps_py.launch.cluster_plan import free_port
+from byteps_py.launch.plan import free_port
 from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler import client

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 
-from byteps_py.launch.cluster_plan import free_port
+from byteps_py.launch.plan import free_port
 from byteps_py.settings import Settings
 from byteps_py.shadow import Restorable, ShadowReader, latest_step
 from support.breaking import Job, command
