@@ -156,7 +156,7 @@ class JournalFile(Target):
 
     _frames = (
         JournalFrame(header=JournalHeader(version=1, config="{}")),
-        JournalFrame(records=[JournalRecord(at_s=1.0, session=2, lost="away"), JournalRecord(tick=True)]),
+        JournalFrame(records=[JournalRecord(at_s=1.0, link=2, lost="away"), JournalRecord(tick=True)]),
         JournalFrame(records=[JournalRecord(at_s=2.0, register=worker(0))]),
     )
     _file = journal._MAGIC + b"".join(map(journal.encode, _frames))

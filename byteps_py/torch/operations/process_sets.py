@@ -42,15 +42,10 @@ class ProcessSet:
         self.process_set_id: int | None = None
         self._ranks: list[int] | None = None
         self.mpi_comm: Any = None
-        if isinstance(ranks_or_comm, Iterable):
-            ranks = list(ranks_or_comm)
-            if any(not isinstance(rank, int) or isinstance(rank, bool) for rank in ranks):
-                raise UsageError(
-                    "ProcessSet should be initialized with a list of process ranks or an mpi4py Comm object, got "
-                    f"{ranks_or_comm!r}"
-                )
+        ranks = list(ranks_or_comm) if isinstance(ranks_or_comm, Iterable) else None
+        if ranks is not None and all(isinstance(rank, int) and not isinstance(rank, bool) for rank in ranks):
             self._ranks = sorted(ranks)
-        elif is_communicator(ranks_or_comm):
+        elif ranks is None and is_communicator(ranks_or_comm):
             self.mpi_comm = ranks_or_comm
         else:
             raise UsageError(

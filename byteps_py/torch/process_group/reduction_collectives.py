@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -18,12 +19,7 @@ from byteps_py.torch.collectives.integer_averages import is_summed_wider, mean, 
 from byteps_py.torch.collectives.members import Members
 from byteps_py.torch.collectives.tensor_bytes import check_writable
 from byteps_py.torch.collectives.work import Call, Work, limit_of
-from byteps_py.torch.process_group.collective_arguments import (
-    Tensors,
-    dense_tensors,
-    only,
-    reduction_of,
-)
+from byteps_py.torch.process_group.collective_arguments import Tensors, dense_tensors, only, reduction_of
 from byteps_py.torch.process_group.group_base import GroupBase, assign
 
 SUM = dist.ReduceOp.SUM
@@ -123,30 +119,27 @@ class ReductionCollectives(GroupBase):
             return self._fold(what, tensors, outputs, how, self._limit(opts))
         self._input_check.check(what, tensors, how)
         is_awaited = not getattr(opts, "asyncOp", True)
-        if how.average and is_summed_wider(tensors[0].dtype):
-            return self._average_integers(what, tensors, outputs, opts, is_awaited)
-        return self._record(self._collectives.reduce(Call(what, outputs, self._limit(opts)), tensors, how, is_awaited))
-
-    def _average_integers(
-        self,
-        what: str,
-        tensors: list[torch.Tensor],
-        outputs: list[torch.Tensor],
-        opts: Any,
-        is_awaited: bool,
-    ) -> Work:
-        """Average integers by a sum in a wider dtype, which their own dtype may not hold."""
-        dtype, limit_s = tensors[0].dtype, self._limit(opts)
+        limit_s = self._limit(opts)
+        if not (how.average and is_summed_wider(tensors[0].dtype)):
+            return self._record(self._collectives.reduce(Call(what, outputs, limit_s), tensors, how, is_awaited))
         for output in outputs:
             check_writable(output)
         sums = [summands(tensor) for tensor in tensors]
-        work = self._collectives.reduce(Call(what, sums if outputs else [], limit_s), sums, _sum_of(dtype), is_awaited)
+        call = Call(what, sums if outputs else [], limit_s)
+        work = self._collectives.reduce(call, sums, _sum_of(tensors[0].dtype), is_awaited)
+        return self._divide(work, Call(what, outputs, limit_s), sums)
+
+    def _divide(self, work: Work, call: Call, sums: Sequence[torch.Tensor]) -> Work:
+        """The last part of an average of integers, after a sum in a wider dtype, which their own may not hold."""
 
         def divide() -> None:
-            for output, total in zip(outputs, sums, strict=False):  # reduce: outputs only on the root
-                assign(output, mean(total, self.size(), dtype, "floor"))
+            for output, total in zip(call.outputs, sums, strict=False):  # reduce: outputs only on the root
+                assign(output, mean(total, self.size(), output.dtype, "floor"))
 
-        return self._record(CombinedWork(self._group_context, Call(what, outputs, limit_s, divide), [work]))
+        return self._then(work, call, divide)
+
+    def _then(self, work: Work, call: Call, finish: Callable[[], None]) -> Work:
+        return self._record(CombinedWork(self._group_context, call._replace(finish=finish), [work]))
 
     def _reduce_scatter(self, what: str, inputs: list[torch.Tensor], output: torch.Tensor, opts: Any) -> Work:
         how = self._reduction_of(opts, None, output.dtype)
@@ -156,25 +149,15 @@ class ReductionCollectives(GroupBase):
             )
         self._input_check.check(what, inputs, how)
         is_awaited = not getattr(opts, "asyncOp", True)
-        if how.average and is_summed_wider(output.dtype):
-            return self._average_scattered_integers(what, inputs, output, opts, is_awaited)
-        return self._record(
-            self._collectives.reduce_scatter(Call(what, [output], self._limit(opts)), inputs, how, is_awaited)
-        )
-
-    def _average_scattered_integers(
-        self, what: str, inputs: list[torch.Tensor], output: torch.Tensor, opts: Any, is_awaited: bool
-    ) -> Work:
-        dtype, limit_s = output.dtype, self._limit(opts)
+        call = Call(what, [output], self._limit(opts))
+        if not (how.average and is_summed_wider(output.dtype)):
+            return self._record(self._collectives.reduce_scatter(call, inputs, how, is_awaited))
         check_writable(output)
         sums, total = [summands(tensor) for tensor in inputs], summands(output)
-        how = _sum_of(dtype)
-        work = self._collectives.reduce_scatter(Call(what, [total], limit_s), sums, how, is_awaited)
-
-        def divide() -> None:
-            assign(output, mean(total, self.size(), dtype, "floor"))
-
-        return self._record(CombinedWork(self._group_context, Call(what, [output], limit_s, divide), [work]))
+        work = self._collectives.reduce_scatter(
+            Call(what, [total], call.timeout_s), sums, _sum_of(output.dtype), is_awaited
+        )
+        return self._divide(work, call, [total])
 
     def _reduce_uneven(self, output: torch.Tensor, inputs: list[torch.Tensor], opts: Any) -> Work:
         """Reduce and scatter pieces of different sizes: every member gets the whole result and keeps its own piece."""
@@ -182,14 +165,8 @@ class ReductionCollectives(GroupBase):
         first = sum(tensor.numel() for tensor in inputs[: self.rank()])
         work = self._reduce("reduce_scatter", [whole], [whole], opts)
         piece = whole[first : first + output.numel()].view(output.shape)
-        limit_s = self._limit(opts)
-
-        def copy_piece() -> None:
-            assign(output, piece)
-
-        return self._record(
-            CombinedWork(self._group_context, Call("reduce_scatter", [output], limit_s, copy_piece), [work])
-        )
+        call = Call("reduce_scatter", [output], self._limit(opts))
+        return self._then(work, call, lambda: assign(output, piece))
 
     def _fold(
         self, what: str, tensors: list[torch.Tensor], outputs: list[torch.Tensor], how: Reduction, timeout_s: float
