@@ -138,6 +138,8 @@ class RecordCodec:
 
     def unpack_one(self, data: bytes, at: int = 0) -> tuple[Any, int]:
         """The record at a place, and where it ends. Raises struct.error or ValueError."""
+        if at + self._header.size > len(data):
+            raise ValueError(f"it has at least {at + self._header.size} bytes, got {len(data)}")
         values = self._header.unpack_from(data, at)
         at += self._header.size
         if not self.others:
@@ -152,6 +154,18 @@ class RecordCodec:
             at = end
         return self.record(*arguments), at
 
+    def unpack_whole(self, data: bytes, at: int = 0) -> Any:
+        """The record that ``data`` has from ``at`` to its end. Raises struct.error or ValueError."""
+        record, end = self.unpack_one(data, at)
+        if end != len(data):
+            raise ValueError(f"{end} of {len(data)} bytes")
+        return record
+
+    @property
+    def header_bytes(self) -> int:
+        """The size of a record's numbers, with the sizes of its other fields."""
+        return self._header.size
+
     def pack(self, value: tuple[Any, ...]) -> bytes:
         return b"".join(map(self.pack_one, value))
 
@@ -163,8 +177,23 @@ class RecordCodec:
         return tuple(found)
 
 
+class OneRecordCodec:
+    """A record inside of another one."""
+
+    def __init__(self, record: type) -> None:
+        self._codec = RecordCodec(record)
+
+    def pack(self, value: Any) -> bytes:
+        return self._codec.pack_one(value)
+
+    def unpack(self, data: bytes) -> Any:
+        return self._codec.unpack_whole(data)
+
+
 def _kind_of(hint: Any) -> NumberFormat | FieldCodec:
     """How a field with this annotation is packed."""
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return OneRecordCodec(hint)
     if typing.get_origin(hint) is tuple:  # of records
         return RecordCodec(typing.get_args(hint)[0])
     kind: NumberFormat | FieldCodec = hint.__metadata__[0]
@@ -220,10 +249,4 @@ def _message_functions(codec: RecordCodec, code: bytes) -> tuple[Callable[[Any],
         pack_field, unpack_field, record = field.pack, field.unpack, codec.record
         return lambda message: code + pack_field(value_of(message)), lambda data: record(unpack_field(data[1:]))
 
-    def unpack(data: bytes) -> Any:
-        message, end = codec.unpack_one(data, 1)
-        if end != len(data):
-            raise ValueError(f"{end} of {len(data)} bytes")
-        return message
-
-    return lambda message: code + codec.pack_one(message), unpack
+    return lambda message: code + codec.pack_one(message), lambda data: codec.unpack_whole(data, 1)

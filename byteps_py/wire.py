@@ -1,4 +1,4 @@
-"""The messages of the data plane, between a CS and an SS or two CSs: headers and small payloads. Pure; any thread.
+"""The messages of the data plane, between a CS and an SS or two CSs: headers and records. Pure; any thread.
 
 Over TCP a message is [header, payload], sealed (dataplane/seal.py) except during the handshake. Between two processes
 of one machine it is a header, and its payload lies in shared memory (server/contribution_listeners.py). This module
@@ -11,12 +11,14 @@ import enum
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
-from byteps_py.errors import ProtocolError
+from byteps_py.errors import ProtocolError, UsageError
+from byteps_py.record_codec import F64, U32, U64, Data, F64s, Flag, RecordCodec, Text, U64s
 from byteps_py.tensors import DType, Op
 
 MAGIC = 0x31535042  # "BPS1", little endian
-VERSION = 9
+VERSION = 10
 
 # magic, version, kind, dtype, op | epoch, sender, root, machines | key | generation, index | round | offset | length
 # | payload segment, payload offset, answer segment, answer offset | flags | blame | waited
@@ -228,11 +230,39 @@ def unpack_names(data: bytes) -> list[RoundName]:
     return list(_NAME.iter_unpack(data))
 
 
-_FETCH = struct.Struct("<IIQBQ")
+class PayloadRecord:
+    """The payload of a message, as a record: a frozen dataclass (see record_codec.py)."""
+
+    __slots__ = ()
+
+    def pack(self) -> bytes:
+        """The payload's bytes. Raises UsageError if a value is out of its field's range."""
+        try:
+            return _codec(type(self)).pack_one(self)
+        except struct.error as error:
+            raise UsageError(f"{self!r:.200} can't be sent: {error}") from None
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Self:
+        """The record in ``data``. Raises ProtocolError."""
+        try:
+            found: Self = _codec(cls).unpack_whole(data)
+        except (struct.error, ValueError) as error:
+            raise ProtocolError(f"malformed {cls.__name__}: {error}") from None
+        return found
+
+
+_codecs: dict[type, RecordCodec] = {}
+
+
+def _codec(record: type) -> RecordCodec:
+    if (known := _codecs.get(record)) is None:
+        known = _codecs[record] = RecordCodec(record)
+    return known
 
 
 @dataclass(frozen=True, slots=True)
-class Fetch:
+class Fetch(PayloadRecord):
     """The payload of a FETCH.
 
     It requests ``length`` bytes (see ``Header``) at ``offset`` of the piece that rank ``source`` has for rank
@@ -247,20 +277,122 @@ class Fetch:
             lost on the way.
     """
 
-    source: int
-    target: int
-    total: int
-    is_tentative: bool = False
-    taken: int = 0
+    source: U32
+    target: U32
+    total: U64
+    is_tentative: Flag = False
+    taken: U64 = 0
 
-    def pack(self) -> bytes:
-        """The payload's bytes."""
-        return _FETCH.pack(self.source, self.target, self.total, self.is_tentative, self.taken)
 
-    @classmethod
-    def unpack(cls, data: bytes) -> Fetch:
-        """The request in ``data``. Raises ProtocolError."""
-        if len(data) != _FETCH.size:
-            raise ProtocolError(f"a FETCH has a payload of {_FETCH.size} bytes, got {len(data)}")
-        source, target, total, is_tentative, taken = _FETCH.unpack(data)
-        return cls(source, target, total, bool(is_tentative), taken)
+# ---- states that servers keep in step with their owners: server/shadow.py ----------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ShadowPart(PayloadRecord):
+    """The payload of a SHADOW_BEGIN: a partition of gradients whose states the server is to keep. SHADOW_STATE messages
+    with all elements of its states follow.
+
+    Attributes:
+        run: a random number of one optimizer in one incarnation of the job.
+        first: the partition's first element in the tensor.
+        count: number of its elements.
+        step_kind: see StepKind.code.
+        step: the step after which the states that follow hold.
+        name: name of the tensor of gradients.
+    """
+
+    run: U64
+    first: U64
+    count: U64
+    step_kind: U32
+    step: U64
+    name: Text
+
+
+@dataclass(frozen=True, slots=True)
+class ShadowSegment:
+    """Elements of a partition from ``start`` to ``stop`` that step with the same ``scalars``: see Scalar."""
+
+    start: U64
+    stop: U64
+    scalars: F64s
+
+
+@dataclass(frozen=True, slots=True)
+class ShadowStep(PayloadRecord):
+    """The payload of a SHADOW_STEP: a step that the partition's owner makes. The sum is that of the header's round: the
+    server has added it itself, or a SHADOW_SUM has brought it.
+
+    Attributes:
+        run: see ShadowPart.
+        step: its number; all partitions that step together have the same.
+        before: the partition's step before this one, or that of its states.
+        divisor: divisor of the sum.
+        durable: all states of the run are held for this step: it may be applied.
+        whole: all states of the run have been held: earlier runs are needed no more.
+        segments: the elements, with the numbers of the step.
+    """
+
+    run: U64
+    step: U64
+    before: U64
+    divisor: U64
+    durable: U64 = 0
+    whole: Flag = False
+    segments: tuple[ShadowSegment, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ShadowRecord(PayloadRecord):
+    """The payload of a SHADOW_RECORD: what one rank knows after a step beside the states.
+
+    Attributes:
+        run: see ShadowPart, and ShadowStep for ``step``, ``durable`` and ``whole``.
+        rank: whose record it is, of ``size`` ranks.
+        attached_bytes: of the buffers and of what the user attaches; SHADOW_ATTACHED messages bring them.
+        common: of rank 0: JSON of what all ranks have alike (shadow/record.py).
+    """
+
+    run: U64
+    step: U64
+    rank: U32
+    size: U32
+    durable: U64 = 0
+    whole: Flag = False
+    attached_bytes: U64 = 0
+    common: Data = b""
+
+    @property
+    def nbytes(self) -> int:
+        """Its size as a payload."""
+        return _codec(ShadowRecord).header_bytes + len(self.common)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldPart:
+    """A partition that a server keeps. ``part.step``: of the states as they are; ``steps``: those that can be applied
+    to them, in order."""
+
+    key: U64
+    index: U32
+    part: ShadowPart
+    steps: U64s = ()
+
+
+@dataclass(frozen=True, slots=True)
+class HeldRun:
+    """What a server keeps of a run. ``age_s``: since the last message about it; ``records``: those of which all that is
+    attached is there."""
+
+    run: U64
+    durable: U64 = 0
+    age_s: F64 = 0.0
+    parts: tuple[HeldPart, ...] = ()
+    records: tuple[ShadowRecord, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ShadowDescription(PayloadRecord):
+    """All that a server keeps, for those that want to read it."""
+
+    runs: tuple[HeldRun, ...] = ()

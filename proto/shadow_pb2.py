@@ -24,35 +24,21 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x0cshadow.proto\x12\x06\x62yteps\"f\n\nShadowPart\x12\x0b\n\x03run\x18\x01 \x01(\x06\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\r\n\x05\x66irst\x18\x03 \x01(\x04\x12\r\n\x05\x63ount\x18\x04 \x01(\x04\x12\x11\n\tstep_kind\x18\x05 \x01(\r\x12\x0c\n\x04step\x18\x06 \x01(\x04\"\x91\x01\n\nShadowStep\x12\x0b\n\x03run\x18\x01 \x01(\x06\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x0e\n\x06\x62\x65\x66ore\x18\x03 \x01(\x04\x12\x0f\n\x07\x64urable\x18\x04 \x01(\x04\x12\x0f\n\x07\x64ivisor\x18\x05 \x01(\x04\x12\'\n\x08segments\x18\x06 \x03(\x0b\x32\x15.byteps.ShadowSegment\x12\r\n\x05whole\x18\x07 \x01(\x08\"=\n\rShadowSegment\x12\r\n\x05start\x18\x01 \x01(\x04\x12\x0c\n\x04stop\x18\x02 \x01(\x04\x12\x0f\n\x07scalars\x18\x03 \x03(\x01\"\x93\x01\n\x0cShadowRecord\x12\x0b\n\x03run\x18\x01 \x01(\x06\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x0f\n\x07\x64urable\x18\x03 \x01(\x04\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\x0c\n\x04size\x18\x05 \x01(\r\x12\x0e\n\x06\x63ommon\x18\x06 \x01(\x0c\x12\r\n\x05whole\x18\x08 \x01(\x08\x12\x16\n\x0e\x61ttached_bytes\x18\t \x01(\x04J\x04\x08\x07\x10\x08\"\x1d\n\x0bShadowQuery\x12\x0e\n\x06hold_s\x18\x01 \x01(\x01\"2\n\x11ShadowDescription\x12\x1d\n\x04runs\x18\x01 \x03(\x0b\x32\x0f.byteps.HeldRun\"~\n\x07HeldRun\x12\x0b\n\x03run\x18\x01 \x01(\x06\x12\x0f\n\x07\x64urable\x18\x02 \x01(\x04\x12\r\n\x05\x61ge_s\x18\x03 \x01(\x01\x12\x1f\n\x05parts\x18\x04 \x03(\x0b\x32\x10.byteps.HeldPart\x12%\n\x07records\x18\x05 \x03(\x0b\x32\x14.byteps.ShadowRecord\"W\n\x08HeldPart\x12\x0b\n\x03key\x18\x01 \x01(\x06\x12\r\n\x05index\x18\x02 \x01(\r\x12 \n\x04part\x18\x03 \x01(\x0b\x32\x12.byteps.ShadowPart\x12\r\n\x05steps\x18\x04 \x03(\x04\"o\n\nShadowRead\x12\x0b\n\x03run\x18\x01 \x01(\x06\x12\x0b\n\x03key\x18\x02 \x01(\x06\x12\r\n\x05index\x18\x03 \x01(\r\x12\x0c\n\x04step\x18\x04 \x01(\x04\x12\r\n\x05state\x18\x05 \x01(\r\x12\r\n\x05start\x18\x06 \x01(\x04\x12\x0c\n\x04stop\x18\x07 \x01(\x04\"T\n\x0c\x41ttachedRead\x12\x0b\n\x03run\x18\x01 \x01(\x06\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\r\n\x05start\x18\x04 \x01(\x04\x12\x0c\n\x04stop\x18\x05 \x01(\x04\"\x1b\n\x0bShadowChunk\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x32\xb4\x01\n\x06Shadow\x12:\n\x08\x44\x65scribe\x12\x13.byteps.ShadowQuery\x1a\x19.byteps.ShadowDescription\x12\x31\n\x04Read\x12\x12.byteps.ShadowRead\x1a\x13.byteps.ShadowChunk0\x01\x12;\n\x0cReadAttached\x12\x14.byteps.AttachedRead\x1a\x13.byteps.ShadowChunk0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x0cshadow.proto\x12\x06\x62yteps\"\x1d\n\x0bShadowQuery\x12\x0e\n\x06hold_s\x18\x01 \x01(\x01\"o\n\nShadowRead\x12\x0b\n\x03run\x18\x01 \x01(\x06\x12\x0b\n\x03key\x18\x02 \x01(\x06\x12\r\n\x05index\x18\x03 \x01(\r\x12\x0c\n\x04step\x18\x04 \x01(\x04\x12\r\n\x05state\x18\x05 \x01(\r\x12\r\n\x05start\x18\x06 \x01(\x04\x12\x0c\n\x04stop\x18\x07 \x01(\x04\"T\n\x0c\x41ttachedRead\x12\x0b\n\x03run\x18\x01 \x01(\x06\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\r\n\x05start\x18\x04 \x01(\x04\x12\x0c\n\x04stop\x18\x05 \x01(\x04\"\x1b\n\x0bShadowChunk\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x32\xae\x01\n\x06Shadow\x12\x34\n\x08\x44\x65scribe\x12\x13.byteps.ShadowQuery\x1a\x13.byteps.ShadowChunk\x12\x31\n\x04Read\x12\x12.byteps.ShadowRead\x1a\x13.byteps.ShadowChunk0\x01\x12;\n\x0cReadAttached\x12\x14.byteps.AttachedRead\x1a\x13.byteps.ShadowChunk0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'shadow_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SHADOWPART']._serialized_start=24
-  _globals['_SHADOWPART']._serialized_end=126
-  _globals['_SHADOWSTEP']._serialized_start=129
-  _globals['_SHADOWSTEP']._serialized_end=274
-  _globals['_SHADOWSEGMENT']._serialized_start=276
-  _globals['_SHADOWSEGMENT']._serialized_end=337
-  _globals['_SHADOWRECORD']._serialized_start=340
-  _globals['_SHADOWRECORD']._serialized_end=487
-  _globals['_SHADOWQUERY']._serialized_start=489
-  _globals['_SHADOWQUERY']._serialized_end=518
-  _globals['_SHADOWDESCRIPTION']._serialized_start=520
-  _globals['_SHADOWDESCRIPTION']._serialized_end=570
-  _globals['_HELDRUN']._serialized_start=572
-  _globals['_HELDRUN']._serialized_end=698
-  _globals['_HELDPART']._serialized_start=700
-  _globals['_HELDPART']._serialized_end=787
-  _globals['_SHADOWREAD']._serialized_start=789
-  _globals['_SHADOWREAD']._serialized_end=900
-  _globals['_ATTACHEDREAD']._serialized_start=902
-  _globals['_ATTACHEDREAD']._serialized_end=986
-  _globals['_SHADOWCHUNK']._serialized_start=988
-  _globals['_SHADOWCHUNK']._serialized_end=1015
-  _globals['_SHADOW']._serialized_start=1018
-  _globals['_SHADOW']._serialized_end=1198
+  _globals['_SHADOWQUERY']._serialized_start=24
+  _globals['_SHADOWQUERY']._serialized_end=53
+  _globals['_SHADOWREAD']._serialized_start=55
+  _globals['_SHADOWREAD']._serialized_end=166
+  _globals['_ATTACHEDREAD']._serialized_start=168
+  _globals['_ATTACHEDREAD']._serialized_end=252
+  _globals['_SHADOWCHUNK']._serialized_start=254
+  _globals['_SHADOWCHUNK']._serialized_end=281
+  _globals['_SHADOW']._serialized_start=284
+  _globals['_SHADOW']._serialized_end=458
 # @@protoc_insertion_point(module_scope)

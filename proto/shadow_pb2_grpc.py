@@ -38,7 +38,7 @@ class ShadowStub(object):
         self.Describe = channel.unary_unary(
                 '/byteps.Shadow/Describe',
                 request_serializer=shadow__pb2.ShadowQuery.SerializeToString,
-                response_deserializer=shadow__pb2.ShadowDescription.FromString,
+                response_deserializer=shadow__pb2.ShadowChunk.FromString,
                 _registered_method=True)
         self.Read = channel.unary_stream(
                 '/byteps.Shadow/Read',
@@ -57,7 +57,8 @@ class ShadowServicer(object):
     """
 
     def Describe(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """a ShadowDescription of byteps_py/wire.py
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -80,7 +81,7 @@ def add_ShadowServicer_to_server(servicer, server):
             'Describe': grpc.unary_unary_rpc_method_handler(
                     servicer.Describe,
                     request_deserializer=shadow__pb2.ShadowQuery.FromString,
-                    response_serializer=shadow__pb2.ShadowDescription.SerializeToString,
+                    response_serializer=shadow__pb2.ShadowChunk.SerializeToString,
             ),
             'Read': grpc.unary_stream_rpc_method_handler(
                     servicer.Read,
@@ -120,7 +121,7 @@ class Shadow(object):
             target,
             '/byteps.Shadow/Describe',
             shadow__pb2.ShadowQuery.SerializeToString,
-            shadow__pb2.ShadowDescription.FromString,
+            shadow__pb2.ShadowChunk.FromString,
             options,
             channel_credentials,
             insecure,

@@ -33,7 +33,6 @@ from typing import Any
 from byteps_py.errors import UsageError
 from byteps_py.kernels.step_segments import StepSegment
 from byteps_py.kernels.update_rules import SCALARS, StepKind
-from byteps_py.proto import shadow_pb2
 from byteps_py.server.shadow_records import AttachedPieces, SizedMemory, StepRecord
 from byteps_py.server.shadow_state import (
     AllocateStates,
@@ -55,7 +54,17 @@ from byteps_py.server.shadow_state import (
     StatesRead,
 )
 from byteps_py.tensors import DType
-from byteps_py.wire import MAX_ATTACHED_BYTES, Header, Kind
+from byteps_py.wire import (
+    MAX_ATTACHED_BYTES,
+    Header,
+    HeldPart,
+    HeldRun,
+    Kind,
+    ShadowDescription,
+    ShadowPart,
+    ShadowRecord,
+    ShadowStep,
+)
 
 #: The longest time for which steps are held back for a reader.
 LONGEST_HOLD_S = 60.0
@@ -91,7 +100,7 @@ class ShadowStore:
 
     # ---- from the owners -----------------------------------------------------------------------------------
 
-    def begin(self, header: Header, origin: object, said: shadow_pb2.ShadowPart, now: float) -> list[ShadowAction]:
+    def begin(self, header: Header, origin: object, said: ShadowPart, now: float) -> list[ShadowAction]:
         """SHADOW_BEGIN: the states of a partition follow."""
         try:
             facts = self._facts(header, said)
@@ -170,7 +179,7 @@ class ShadowStore:
         while len(part.sums) > _MOST_SUMS:
             del part.sums[next(iter(part.sums))]  # that came first: sums that are sent again are older than others
 
-    def step(self, header: Header, origin: object, said: shadow_pb2.ShadowStep, now: float) -> list[ShadowAction]:
+    def step(self, header: Header, origin: object, said: ShadowStep, now: float) -> list[ShadowAction]:
         """SHADOW_STEP: the owner makes a step."""
         run = self._runs.get(said.run)
         part = run.parts.get((header.key, header.index)) if run is not None else None
@@ -191,7 +200,7 @@ class ShadowStore:
         part: ShadowedPart,
         header: Header,
         origin: object,
-        said: shadow_pb2.ShadowStep,
+        said: ShadowStep,
         segments: tuple[StepSegment, ...],
     ) -> list[ShadowAction]:
         copy, reply = part.latest, _reply(header, said.step)
@@ -222,7 +231,7 @@ class ShadowStore:
             del part.sums[older]
         return [] if copy.state is CopyState.FILLING else [ShadowReply(origin, reply)]
 
-    def record(self, header: Header, origin: object, said: shadow_pb2.ShadowRecord, now: float) -> list[ShadowAction]:
+    def record(self, header: Header, origin: object, said: ShadowRecord, now: float) -> list[ShadowAction]:
         """SHADOW_RECORD: what a rank knows beside the states."""
         if (header.key, header.index, header.round) != (said.run, said.rank, said.step) or said.rank >= said.size:
             text = f"a record of rank {said.rank} of {said.size} as message {header.index} of step {header.round}"
@@ -233,11 +242,11 @@ class ShadowStore:
         known = self._runs.get(said.run)
         # What it says of the durable step makes room, perhaps.
         actions = self._heard(known, said, now) if known is not None else []
-        found = self._arriving(header, origin, said.attached_bytes, said.ByteSize(), now)
+        found = self._arriving(header, origin, said.attached_bytes, said.nbytes, now)
         if not isinstance(found, StepRecord):
             return [*actions, *found]
-        self.record_bytes += said.ByteSize() - found.said_bytes
-        found.said, found.said_bytes = said, said.ByteSize()
+        self.record_bytes += said.nbytes - found.said_bytes
+        found.said, found.said_bytes = said, said.nbytes
         run = self._runs[said.run]
         return [*actions, *self._hold_record(run, found), *self._heard(run, said, now)]
 
@@ -394,19 +403,27 @@ class ShadowStore:
         self._is_holding = False
         return self.go_on()
 
-    def describe(self, now: float) -> shadow_pb2.ShadowDescription:
+    def describe(self, now: float) -> ShadowDescription:
         """All that can be read."""
-        found = shadow_pb2.ShadowDescription()
-        for run in self._runs.values():
-            said = found.runs.add(run=run.number, durable=run.durable, age_s=max(0.0, now - run.heard_s))
-            for (key, index), part in run.parts.items():
-                for copy in part.copies:
-                    held = said.parts.add(key=key, index=index, steps=[step.number for step in copy.steps])
-                    facts = copy.facts
-                    held.part.run, held.part.name, held.part.step = facts.run, facts.name, copy.base
-                    held.part.first, held.part.count, held.part.step_kind = facts.first, facts.count, facts.kind.code
-            said.records.extend(record.said for record in run.records if record.said is not None and record.is_held)
-        return found
+        return ShadowDescription(tuple(self._described(run, now) for run in self._runs.values()))
+
+    @staticmethod
+    def _described(run: ShadowRun, now: float) -> HeldRun:
+        parts = [
+            HeldPart(
+                key,
+                index,
+                ShadowPart(
+                    run=copy.facts.run, name=copy.facts.name, first=copy.facts.first, count=copy.facts.count,
+                    step_kind=copy.facts.kind.code, step=copy.base,
+                ),
+                tuple(step.number for step in copy.steps),
+            )
+            for (key, index), part in run.parts.items()
+            for copy in part.copies
+        ]  # fmt: skip
+        records = tuple(record.said for record in run.records if record.said is not None and record.is_held)
+        return HeldRun(run.number, run.durable, max(0.0, now - run.heard_s), tuple(parts), records)
 
     def read(self, read: StatesRead) -> list[ShadowAction]:
         """A reader wants states, as they are after a step that is held. Steps before are applied first."""
@@ -446,7 +463,7 @@ class ShadowStore:
 
     # ---- inside --------------------------------------------------------------------------------------------------
 
-    def _facts(self, header: Header, said: shadow_pb2.ShadowPart) -> PartFacts:
+    def _facts(self, header: Header, said: ShadowPart) -> PartFacts:
         """Raises UsageError for what no correct peer sends."""
         kind = StepKind.from_code(said.step_kind)
         facts = PartFacts(said.run, said.name, header.key, header.index, said.first, said.count, kind)
@@ -499,9 +516,7 @@ class ShadowStore:
         self._drop_kept(run, part)
         return [*actions, *self._advance(run, copy)]
 
-    def _heard(
-        self, run: ShadowRun, said: shadow_pb2.ShadowStep | shadow_pb2.ShadowRecord, now: float
-    ) -> list[ShadowAction]:
+    def _heard(self, run: ShadowRun, said: ShadowStep | ShadowRecord, now: float) -> list[ShadowAction]:
         """A message of a run has come. It says which step all parts of the run hold."""
         run.heard_s = now
         actions: list[ShadowAction] = []
@@ -619,7 +634,7 @@ def _lacks(origin: object, header: Header, text: str) -> ShadowReply:
     return ShadowReply(origin, _reply(header, header.round, Kind.SHADOW_LACKS), text)
 
 
-def _segments(said: shadow_pb2.ShadowStep, facts: PartFacts) -> tuple[StepSegment, ...] | str:
+def _segments(said: ShadowStep, facts: PartFacts) -> tuple[StepSegment, ...] | str:
     """The segments of a step; or why no correct peer sends them."""
     if not 0 <= said.divisor <= _MOST_DIVISOR:
         return f"step {said.step} of {facts} has the divisor {said.divisor}"

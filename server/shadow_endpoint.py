@@ -23,6 +23,7 @@ from byteps_py.proto import shadow_pb2, shadow_pb2_grpc
 from byteps_py.scheduler.call_authenticator import CallAuthenticator
 from byteps_py.server.shadow_keeper import ShadowKeeper, StatesRequest
 from byteps_py.settings import Settings
+from byteps_py.wire import ShadowDescription
 
 #: Elements in one message: 1 MB of float32.
 _CHUNK = 1 << 18
@@ -105,12 +106,12 @@ class ShadowEndpoint(shadow_pb2_grpc.ShadowServicer):
 
     async def Describe(  # noqa: N802
         self, request: shadow_pb2.ShadowQuery, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> shadow_pb2.ShadowDescription:
+    ) -> shadow_pb2.ShadowChunk:
         await self._authenticator.authenticate(context)
-        found: shadow_pb2.ShadowDescription = await self._ask(
+        found: ShadowDescription = await self._ask(
             lambda answer: answer(self._keeper.describe(request.hold_s)), context
         )
-        return found
+        return shadow_pb2.ShadowChunk(data=found.pack())
 
     async def Read(  # noqa: N802
         self, request: shadow_pb2.ShadowRead, context: grpc.aio.ServicerContext[Any, Any]
@@ -143,7 +144,7 @@ class ShadowEndpoint(shadow_pb2_grpc.ShadowServicer):
         self, request: shadow_pb2.AttachedRead, start: int, stop: int, answer: Callable[[object], None]
     ) -> None:
         """In the service's thread. The answer is bytes, or None."""
-        answer(self._keeper.attached(request, start, stop))
+        answer(self._keeper.attached(request.run, request.rank, request.step, range(start, stop)))
 
     def _read_chunk(
         self, request: shadow_pb2.ShadowRead, start: int, stop: int, answer: Callable[[object], None]

@@ -11,17 +11,15 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import zmq
-from google.protobuf.message import DecodeError, Message
 
 from byteps_py.dataplane.listener import Peer
 from byteps_py.errors import CommunicationError, ProtocolError
 from byteps_py.kernels.step_segments import StepSegment, bind_segments
 from byteps_py.kernels.update_rules import StepKind
 from byteps_py.log import logger
-from byteps_py.proto import shadow_pb2
 from byteps_py.runtime import Kernels, Runtime
 from byteps_py.server.arrival import FrameMemory, PayloadMemory
 from byteps_py.server.reducer import Reducer
@@ -42,10 +40,17 @@ from byteps_py.server.shadow_state import (
     StatesRead,
 )
 from byteps_py.settings import Settings
-from byteps_py.wire import MAX_PIECES_BYTES, Header, Kind, name_of
+from byteps_py.wire import (
+    MAX_PIECES_BYTES,
+    Header,
+    Kind,
+    ShadowDescription,
+    ShadowPart,
+    ShadowRecord,
+    ShadowStep,
+    name_of,
+)
 from byteps_py.wording import count_text
-
-M = TypeVar("M", bound=Message)
 
 _LINE = 64
 #: Of a peer, at the same time.
@@ -142,16 +147,16 @@ class ShadowKeeper:
             payload = whole
         match header.kind:
             case Kind.SHADOW_BEGIN:
-                return self.store.begin(header, origin, _parsed(shadow_pb2.ShadowPart(), header, payload), now)
+                return self.store.begin(header, origin, ShadowPart.unpack(payload.message().bytes), now)
             case Kind.SHADOW_STATE:
                 return self.store.state(header, origin, payload, now)
             case Kind.SHADOW_SUM:
                 self.store.summed(header, payload)
                 return []
             case Kind.SHADOW_STEP:
-                return self.store.step(header, origin, _parsed(shadow_pb2.ShadowStep(), header, payload), now)
+                return self.store.step(header, origin, ShadowStep.unpack(payload.message().bytes), now)
             case Kind.SHADOW_RECORD:
-                return self.store.record(header, origin, _parsed(shadow_pb2.ShadowRecord(), header, payload), now)
+                return self.store.record(header, origin, ShadowRecord.unpack(payload.message().bytes), now)
             case Kind.SHADOW_ATTACHED:
                 return self.store.attached(header, origin, payload, now)
             case Kind.SHADOW_END:
@@ -187,7 +192,7 @@ class ShadowKeeper:
 
     # ---- readers ---------------------------------------------------------------------------------------------
 
-    def describe(self, hold_s: float) -> shadow_pb2.ShadowDescription:
+    def describe(self, hold_s: float) -> ShadowDescription:
         """What can be read. For ``hold_s`` from now on it stays so."""
         now = self._loop.time()
         self.store.hold(hold_s, now)
@@ -202,13 +207,13 @@ class ShadowKeeper:
         """Answer ``request``, at once or when steps are applied."""
         self._perform(self.store.read(request))
 
-    def attached(self, request: shadow_pb2.AttachedRead, start: int, stop: int) -> bytes | None:
-        """Bytes ``start`` to ``stop`` of what is attached to a record, as far as there are that many; None if it is not
+    def attached(self, run: int, rank: int, step: int, places: range) -> bytes | None:
+        """These bytes of what is attached to a record, as far as there are that many; None if it is not
         kept here."""
-        pieces = self.store.read_attached(request.run, request.rank, request.step)
+        pieces = self.store.read_attached(run, rank, step)
         if pieces is None:
             return None
-        found: list[tuple[FrameMemory, int, int]] = list(pieces.cut(start, stop))  # type: ignore[arg-type]  # see SizedMemory
+        found: list[tuple[FrameMemory, int, int]] = list(pieces.cut(places.start, places.stop))  # type: ignore[arg-type]  # see SizedMemory
         return b"".join(memoryview(piece.message().buffer)[first:last] for piece, first, last in found)
 
     # ---- actions ---------------------------------------------------------------------------------------------
@@ -331,12 +336,3 @@ def apply_step(
 ) -> None:
     """Step states with a sum. ``states``, ``total``: addresses. Any thread."""
     bind_segments(kind, states, [total], [], divisor, kernels.bind_step)(segments)
-
-
-def _parsed(message: M, header: Header, payload: FrameMemory) -> M:
-    """``message``, read from a payload. Raises ProtocolError."""
-    try:
-        message.ParseFromString(payload.message().bytes)
-    except DecodeError as error:
-        raise ProtocolError(f"the payload of {header.kind.name} is damaged: {error}") from None
-    return message

@@ -17,8 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from byteps_py.proto import shadow_pb2
-from byteps_py.wire import Header
+from byteps_py.wire import Header, ShadowRecord
 
 
 class SizedMemory(Protocol):
@@ -82,7 +81,7 @@ class StepRecord:
     pieces: AttachedPieces
     origin: object
     header: Header
-    said: shadow_pb2.ShadowRecord | None = None
+    said: ShadowRecord | None = None
     said_bytes: int = 0
 
     @property

@@ -14,10 +14,10 @@ from byteps_py.checkpoint.program import HOLD_S, CheckpointOptions, CheckpointPr
 from byteps_py.checkpoint_folder import CheckpointFolder, checkpoint_steps
 from byteps_py.errors import BytePSError, CommunicationError, ProtocolError, RendezvousError, UsageError
 from byteps_py.kernels.update_rules import Method, StepKind, UpdateRule
-from byteps_py.proto import shadow_pb2 as pb
 from byteps_py.settings import Settings
 from byteps_py.shadow import RestorablePart, ServerDescription, ShadowReader
 from byteps_py.tensors import DType
+from byteps_py.wire import HeldPart, HeldRun, ShadowDescription, ShadowPart, ShadowRecord
 
 SGD = StepKind(UpdateRule(Method.SGD, momentum=True), DType.FLOAT32, DType.FLOAT32)
 COUNT = 6
@@ -39,18 +39,16 @@ class Training(ShadowReader):
         found = next(self.steps)
         if isinstance(found, BytePSError):
             raise found
-        description = pb.ShadowDescription()
+        description = ShadowDescription()
         if found is not None:
             common = {
                 "parts": [["g", COUNT, found]], "params": {"w": ["g", 0, [2, 3], "torch.float32"]},
                 "kinds": {"g": ["master_param", "momentum_buffer"]}, "groups": [{"lr": 0.5, "betas": [1, 2]}],
                 "members": [[0]], "names": {}, "steps": {"g": found}, **self.record_changes,
             }  # fmt: skip
-            run = description.runs.add(run=1, durable=found)
-            run.records.add(run=1, step=found, rank=0, size=1, common=json.dumps(common).encode())
-            part = run.parts.add(key=1)
-            part.part.run, part.part.name, part.part.count = 1, "g", COUNT
-            part.part.step, part.part.step_kind = found, SGD.code
+            record = ShadowRecord(run=1, step=found, rank=0, size=1, common=json.dumps(common).encode())
+            part = HeldPart(1, 0, ShadowPart(1, 0, COUNT, SGD.code, found, "g"))
+            description = ShadowDescription((HeldRun(1, found, parts=(part,), records=(record,)),))
         return [ServerDescription("server:1", description)]
 
     def read_into(self, part: RestorablePart, state: int, elements: range, view: memoryview) -> None:

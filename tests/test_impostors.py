@@ -29,6 +29,7 @@ from byteps_py.scheduler import query
 from byteps_py.settings import Settings
 from byteps_py.shadow import RestorablePart, ShadowReader
 from byteps_py.tensors import DType
+from byteps_py.wire import HeldRun, ShadowDescription, ShadowRecord
 
 SECRET = "5" * 64
 KIND = StepKind(UpdateRule(Method.SGD, Decay.NONE), DType.FLOAT32, DType.FLOAT32)
@@ -60,10 +61,10 @@ class Impostor(control_pb2_grpc.SchedulerServicer, shadow_pb2_grpc.ShadowService
         self.seen.append(dict(context.invocation_metadata()))
         return pb.StatusReply(reason="believed")
 
-    def Describe(self, request: object, context: grpc.ServicerContext) -> shadow_pb2.ShadowDescription:  # noqa: N802
+    def Describe(self, request: object, context: grpc.ServicerContext) -> shadow_pb2.ShadowChunk:  # noqa: N802
         self.seen.append(dict(context.invocation_metadata()))
-        record = shadow_pb2.ShadowRecord(rank=0, size=1, step=1, attached_bytes=len(TO_BE_UNPICKLED))
-        return shadow_pb2.ShadowDescription(runs=[shadow_pb2.HeldRun(run=1, records=[record])])
+        record = ShadowRecord(run=1, rank=0, size=1, step=1, attached_bytes=len(TO_BE_UNPICKLED))
+        return shadow_pb2.ShadowChunk(data=ShadowDescription((HeldRun(run=1, records=(record,)),)).pack())
 
     def Read(self, request: object, context: grpc.ServicerContext) -> Iterator[shadow_pb2.ShadowChunk]:  # noqa: N802
         self.seen.append(dict(context.invocation_metadata()))

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from byteps_py.kernels.update_rules import SCALARS, Method, StepKind, UpdateRule
-from byteps_py.proto import shadow_pb2 as pb
 from byteps_py.server.shadow import LONGEST_HOLD_S, ShadowStore
 from byteps_py.server.shadow_state import (
     AllocateStates,
@@ -30,7 +29,7 @@ from byteps_py.server.shadow_state import (
     StatesRead,
 )
 from byteps_py.tensors import DType
-from byteps_py.wire import Header, Kind
+from byteps_py.wire import Header, Kind, ShadowPart, ShadowRecord, ShadowSegment, ShadowStep
 
 KIND = StepKind(UpdateRule(Method.SGD, momentum=True), DType.FLOAT32, DType.FLOAT32)
 COUNT = 8
@@ -101,7 +100,7 @@ class Shell:
         return Header(kind, 1, key=KEY, generation=generation, index=index, round=round_, dtype=DType.FLOAT32, **facts)
 
     def begin(self, step: int, run: int = RUN, **facts: Any) -> None:
-        part = pb.ShadowPart(run=run, name="grads", first=0, count=COUNT, step_kind=KIND.code, step=step)
+        part = ShadowPart(run=run, name="grads", first=0, count=COUNT, step_kind=KIND.code, step=step)
         self.do(self.store.begin(self.header(Kind.SHADOW_BEGIN, step, **facts), "peer", part, self.now))
 
     def fill(
@@ -124,15 +123,14 @@ class Shell:
 
     def step(self, step: int, round_: int, durable: int = 0, before: int = -1, run: int = RUN, **facts: Any) -> None:
         whole = facts.pop("whole", False)
-        segment = pb.ShadowSegment(start=0, stop=COUNT, scalars=[0.0] * SCALARS)
-        said = pb.ShadowStep(run=run, step=step, before=step - 1 if before < 0 else before, divisor=1)
-        said.durable, said.whole = durable, whole
-        said.segments.append(segment)
+        segments = (ShadowSegment(0, COUNT, (0.0,) * SCALARS),)
+        before = step - 1 if before < 0 else before
+        said = ShadowStep(run, step, before, divisor=1, durable=durable, whole=whole, segments=segments)
         self.do(self.store.step(self.header(Kind.SHADOW_STEP, round_, **facts), "peer", said, self.now))
 
     def record(self, step: int, durable: int = 0, rank: int = 0, run: int = RUN, whole: bool = False) -> None:
         header = Header(Kind.SHADOW_RECORD, 1, key=run, index=rank, round=step)
-        said = pb.ShadowRecord(run=run, step=step, durable=durable, rank=rank, size=2, whole=whole)
+        said = ShadowRecord(run=run, step=step, durable=durable, rank=rank, size=2, whole=whole)
         self.do(self.store.record(header, "peer", said, self.now))
 
     def read(self, step: int, run: int = RUN, index: int = 0) -> None:
@@ -221,8 +219,8 @@ def test_bytes_outside_of_states_are_refused(shell: Shell, facts: dict[str, int]
     [{"count": 0}, {"count": 1 << 40}, {"step_kind": 1 << 20}, {"step": 4}],
 )
 def test_a_part_that_can_t_be_is_refused(shell: Shell, change: dict[str, int]) -> None:
-    facts = {"run": RUN, "name": "g", "count": COUNT, "step_kind": KIND.code, "step": 3, **change}
-    shell.do(shell.store.begin(shell.header(Kind.SHADOW_BEGIN, 3), "peer", pb.ShadowPart(**facts), 0.0))  # type: ignore[arg-type]
+    facts = {"run": RUN, "name": "g", "first": 0, "count": COUNT, "step_kind": KIND.code, "step": 3, **change}
+    shell.do(shell.store.begin(shell.header(Kind.SHADOW_BEGIN, 3), "peer", ShadowPart(**facts), 0.0))  # type: ignore[arg-type]
     assert len(shell.refused) == 1
     assert shell.parts() == []
 
@@ -254,7 +252,7 @@ def test_a_step_is_held_and_applied_once_it_is_durable(shell: Shell) -> None:
     shell.read(13)
     assert seeded_with(shell.given[0][1], "seed 10", "sum 11", "sum 12", "sum 13")
     assert shell.store.waiting_bytes == 0
-    assert shell.store.record_bytes == shell.store.describe(0.0).runs[0].records[0].ByteSize()
+    assert shell.store.record_bytes == shell.store.describe(0.0).runs[0].records[0].nbytes
 
 
 def test_a_repeated_step_is_held_again_and_applied_once(shell: Shell) -> None:
@@ -342,15 +340,15 @@ def test_steps_that_come_before_the_states_are_complete_wait_for_them(shell: She
 @pytest.mark.parametrize(
     "segment",
     [
-        pb.ShadowSegment(start=0, stop=COUNT + 1, scalars=[0.0] * SCALARS),
-        pb.ShadowSegment(start=3, stop=2, scalars=[0.0] * SCALARS),
-        pb.ShadowSegment(start=0, stop=1, scalars=[0.0]),
+        ShadowSegment(start=0, stop=COUNT + 1, scalars=(0.0,) * SCALARS),
+        ShadowSegment(start=3, stop=2, scalars=(0.0,) * SCALARS),
+        ShadowSegment(start=0, stop=1, scalars=(0.0,)),
     ],
 )
-def test_segments_that_can_t_be_are_refused(shell: Shell, segment: pb.ShadowSegment) -> None:
+def test_segments_that_can_t_be_are_refused(shell: Shell, segment: ShadowSegment) -> None:
     shell.seed(1)
     shell.sum(2)
-    said = pb.ShadowStep(run=RUN, step=2, before=1, divisor=1, segments=[segment])
+    said = ShadowStep(run=RUN, step=2, before=1, divisor=1, segments=(segment,))
     shell.do(shell.store.step(shell.header(Kind.SHADOW_STEP, 2), "peer", said, 0.0))
     assert len(shell.refused) == 1
     assert shell.parts() == [(1, [])]
@@ -500,7 +498,7 @@ def test_a_record_that_contradicts_its_header_is_refused(shell: Shell, change: d
     facts = {"key": RUN, "index": 0, "round": 5, "rank": 0, **change}
     rank = facts.pop("rank")
     header = Header(Kind.SHADOW_RECORD, 1, **facts)  # type: ignore[arg-type]
-    shell.do(shell.store.record(header, "peer", pb.ShadowRecord(run=RUN, step=5, rank=rank, size=2), 0.0))
+    shell.do(shell.store.record(header, "peer", ShadowRecord(run=RUN, step=5, rank=rank, size=2), 0.0))
     assert len(shell.refused) == 1
 
 
@@ -542,7 +540,7 @@ def test_a_new_job_replaces_runs_when_all_its_states_are_held(shell: Shell) -> N
     assert shell.replaced == []
     shell.record(1, run=2, durable=1, whole=True)
     assert shell.replaced == [RUN]
-    assert shell.store.record_bytes == pb.ShadowRecord(run=2, step=1, durable=1, size=2, whole=True).ByteSize()
+    assert shell.store.record_bytes == ShadowRecord(run=2, step=1, durable=1, rank=0, size=2, whole=True).nbytes
 
 
 def test_what_was_not_applied_goes_on_with_another_engine(shell: Shell) -> None:
@@ -622,7 +620,7 @@ def test_what_is_not_here_is_not_found(shell: Shell) -> None:
 
 
 def test_a_state_has_its_followers() -> None:
-    facts = ShadowStore(4096)._facts(Header(Kind.SHADOW_BEGIN, 1), pb.ShadowPart(count=1, step_kind=KIND.code))
+    facts = ShadowStore(4096)._facts(Header(Kind.SHADOW_BEGIN, 1), ShadowPart(RUN, 0, 1, KIND.code, 0, "g"))
     it = StatesCopy(facts, 1, 0, None, Header(Kind.SHADOW_BEGIN, 1))
     with pytest.raises(ShadowTransitionError, match="FILLING: STEPPING can't follow"):
         it.step_to(CopyState.STEPPING)

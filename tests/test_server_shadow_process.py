@@ -15,12 +15,12 @@ from support.summation import SETTINGS
 
 from byteps_py.errors import PeerLostError
 from byteps_py.kernels.update_rules import Decay, Method, StepKind, UpdateRule
-from byteps_py.proto import control_pb2, shadow_pb2
+from byteps_py.proto import control_pb2
 from byteps_py.runtime import Runtime
 from byteps_py.server.service import SummationService
 from byteps_py.server.shadow_keeper import StatesRequest
 from byteps_py.tensors import DType
-from byteps_py.wire import MAX_PIECES_BYTES, Header, Kind
+from byteps_py.wire import MAX_PIECES_BYTES, Header, Kind, ShadowDescription, ShadowRecord, ShadowSegment, ShadowStep
 
 ADAMW = StepKind(UpdateRule(Method.ADAM, Decay.DECOUPLED), DType.BFLOAT16, DType.BFLOAT16)
 SGD = StepKind(UpdateRule(Method.SGD, Decay.COUPLED, momentum=True), DType.FLOAT32, DType.FLOAT32)
@@ -60,9 +60,9 @@ class Shadows:
         self.server.service._loop.post(lambda: answers.put(call()))  # type: ignore[operator]
         return answers.get(timeout=WAIT_S)
 
-    def describe(self, hold_s: float = 0.0) -> shadow_pb2.ShadowDescription:
+    def describe(self, hold_s: float = 0.0) -> ShadowDescription:
         found = self.ask(lambda: self.server.service.shadows.describe(hold_s))
-        assert isinstance(found, shadow_pb2.ShadowDescription)
+        assert isinstance(found, ShadowDescription)
         return found
 
     def read(self, states: ShadowedStates, step: int, run: int = RUN) -> list[bytes] | str:
@@ -161,10 +161,9 @@ def test_both_phases_of_lamb_are_made_with_one_sum(shadows: Shadows) -> None:
     total = shadows.sum(states, 1)
     scalars = step_scalars(LAMB.rule, Hyperparameters(lr=0.1, weight_decay=0.01), 1)
     segments = [StepSegment(range(count), scalars), StepSegment(range(count), apply_scalars(0.25))]
-    said = shadow_pb2.ShadowStep(run=RUN, step=1, before=0, divisor=3)
-    for segment in segments:
-        said.segments.add(start=segment.elements.start, stop=segment.elements.stop, scalars=segment.scalars)
-    shadows.owner.send(states.header(Kind.SHADOW_STEP, 2, 1), said.SerializeToString())
+    sent = tuple(ShadowSegment(each.elements.start, each.elements.stop, each.scalars) for each in segments)
+    said = ShadowStep(run=RUN, step=1, before=0, divisor=3, segments=sent)
+    shadows.owner.send(states.header(Kind.SHADOW_STEP, 2, 1), said.pack())
     assert held(shadows.owner) == 1
     before = [state.copy() for state in states.states]
     gradient, parameters = np.frombuffer(bytearray(total), np.float32), np.zeros(count, np.float32)
@@ -180,8 +179,8 @@ def test_a_step_without_segments_changes_nothing(shadows: Shadows) -> None:
     states.begin(shadows.owner)
     assert held(shadows.owner) == 0
     states.give_sum(shadows.owner, 1, bytes(2000))
-    said = shadow_pb2.ShadowStep(run=RUN, step=1, before=0, divisor=1, durable=1)
-    shadows.owner.send(states.header(Kind.SHADOW_STEP, 2, 1), said.SerializeToString())
+    said = ShadowStep(run=RUN, step=1, before=0, divisor=1, durable=1)
+    shadows.owner.send(states.header(Kind.SHADOW_STEP, 2, 1), said.pack())
     assert held(shadows.owner) == 1
     states.step = 1
     shadows.assert_same(states)
@@ -208,7 +207,7 @@ def test_shadows_outlive_a_change_of_the_machines(shadows: Shadows) -> None:
     [
         (Header(Kind.SHADOW_BEGIN, 2, epoch=1, key=7, round=0), b"\xff\xff"),
         (Header(Kind.SHADOW_BEGIN, 2, epoch=1, key=7, round=0), b""),
-        (Header(Kind.SHADOW_RECORD, 2, epoch=1, key=7, round=0), shadow_pb2.ShadowRecord(run=8).SerializeToString()),
+        (Header(Kind.SHADOW_RECORD, 2, epoch=1, key=7, round=0), ShadowRecord(8, 0, 0, 1).pack()),
         (Header(Kind.SHADOW_HELD, 2, epoch=1, key=7, round=0), b""),
         (Header(Kind.SHADOW_RECORD, 2, epoch=1, key=7, offset=4, segment_offset=7), b"four"),
         (Header(Kind.SHADOW_RECORD, 2, epoch=1, key=7, offset=4, segment_offset=8), b""),
@@ -227,7 +226,7 @@ def test_what_no_owner_says_is_refused_and_harms_nobody(shadows: Shadows, header
 
 def test_a_long_record_comes_in_pieces(shadows: Shadows) -> None:
     common = bytes(range(256)) * 100
-    said = shadow_pb2.ShadowRecord(run=RUN, step=3, rank=0, size=1, common=common).SerializeToString()
+    said = ShadowRecord(run=RUN, step=3, rank=0, size=1, common=common).pack()
     size = 10_000
     header = Header(Kind.SHADOW_RECORD, 2, epoch=1, key=RUN, index=0, round=3, segment_offset=len(said))
     starts = [*range(0, len(said), size)]

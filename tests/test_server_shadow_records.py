@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from byteps_py.proto import shadow_pb2 as pb
 from byteps_py.server.shadow import LONGEST_HOLD_S, ShadowStore
 from byteps_py.server.shadow_records import AttachedPieces
 from byteps_py.server.shadow_state import RefuseShadow, ShadowAction, ShadowReply
-from byteps_py.wire import MAX_ATTACHED_BYTES, Header, Kind
+from byteps_py.wire import MAX_ATTACHED_BYTES, Header, Kind, ShadowRecord
 
 RUN = 7
 DATA = bytes(range(100))
@@ -53,7 +52,7 @@ class Ranks:
                 self.refused.append(action.text)
 
     def record(self, step: int, nbytes: int = len(DATA), rank: int = 0, durable: int = 0) -> None:
-        said = pb.ShadowRecord(run=RUN, step=step, rank=rank, size=2, durable=durable, attached_bytes=nbytes)
+        said = ShadowRecord(run=RUN, step=step, rank=rank, size=2, durable=durable, attached_bytes=nbytes)
         header = Header(Kind.SHADOW_RECORD, 1, key=RUN, index=rank, round=step)
         self.do(self.store.record(header, "peer", said, self.now))
 
@@ -100,7 +99,7 @@ def test_what_comes_again_is_answered_by_the_record_alone(ranks: Ranks) -> None:
         ranks.attach(3, 0, 50)
         ranks.attach(3, 50, 100)
     assert ranks.heard == [("HELD", 0, 3)] * 2
-    assert ranks.store.record_bytes == 100 + ranks.store.describe(0.0).runs[0].records[0].ByteSize()
+    assert ranks.store.record_bytes == 100 + ranks.store.describe(0.0).runs[0].records[0].nbytes
 
 
 def test_a_part_that_is_lost_is_said_to_be_missing_when_a_later_record_is_held(ranks: Ranks) -> None:
@@ -143,7 +142,7 @@ def test_another_cut_takes_the_place_of_the_first_one(ranks: Ranks) -> None:
 
 def test_without_memory_nothing_of_it_is_kept() -> None:
     """Room is taken for all pieces with the first message."""
-    ranks = Ranks(ShadowStore(4096, most_waiting_bytes=90))
+    ranks = Ranks(ShadowStore(4096, most_waiting_bytes=98))
     ranks.attach(3, 0, 50)
     ranks.attach(3, 0, 50, rank=1)
     assert ranks.heard == [("LACKS", 1, 3)]
@@ -160,7 +159,7 @@ def test_without_memory_nothing_of_it_is_kept() -> None:
 
 def test_ranks_that_are_ahead_leave_room_for_the_others() -> None:
     """Their records fill the memory. Without those of rank 1, none of them could ever be dropped."""
-    ranks = Ranks(ShadowStore(4096, most_waiting_bytes=250))
+    ranks = Ranks(ShadowStore(4096, most_waiting_bytes=320))
     for step in (3, 4, 5):
         ranks.record(step)
         ranks.attach(step)
@@ -211,7 +210,7 @@ def test_a_new_job_forgets_what_has_come_in_part(ranks: Ranks) -> None:
     ranks.attach(4, 0, 50)
     ranks.store.new_job()
     assert ranks.held() == [(0, 3)]
-    assert ranks.store.record_bytes == 100 + ranks.store.describe(0.0).runs[0].records[0].ByteSize()
+    assert ranks.store.record_bytes == 100 + ranks.store.describe(0.0).runs[0].records[0].nbytes
 
 
 def test_a_reader_may_read_what_it_has_found(ranks: Ranks) -> None:

@@ -9,37 +9,35 @@ from collections.abc import Sequence
 import pytest
 
 from byteps_py.kernels.update_rules import Method, StepKind, UpdateRule
-from byteps_py.proto import shadow_pb2 as pb
 from byteps_py.shadow import NotRestorable, Restorable, ServerDescription, latest_step, restorable
 from byteps_py.tensors import DType
+from byteps_py.wire import HeldPart, HeldRun, ShadowDescription, ShadowPart, ShadowRecord
 
 SGD = StepKind(UpdateRule(Method.SGD), DType.FLOAT32, DType.FLOAT32)
 ADAM = StepKind(UpdateRule(Method.ADAM), DType.FLOAT32, DType.FLOAT32)
 RUN = 5
 
 
-def part(
-    name: str, first: int, count: int, steps: Sequence[int], *, index: int = 0, kind: StepKind = SGD
-) -> pb.HeldPart:
+def part(name: str, first: int, count: int, steps: Sequence[int], *, index: int = 0, kind: StepKind = SGD) -> HeldPart:
     """``steps``: that it can deliver; the first is that of its states."""
-    said = pb.ShadowPart(run=RUN, name=name, first=first, count=count, step_kind=kind.code, step=steps[0])
-    return pb.HeldPart(key=hash(name) & 0xFF, index=index or first, part=said, steps=steps[1:])
+    said = ShadowPart(run=RUN, name=name, first=first, count=count, step_kind=kind.code, step=steps[0])
+    return HeldPart(key=hash(name) & 0xFF, index=index or first, part=said, steps=tuple(steps[1:]))
 
 
-def record(step: int, parts: object, *, rank: int = 0, size: int = 1, run: int = RUN) -> pb.ShadowRecord:
+def record(step: int, parts: object, *, rank: int = 0, size: int = 1, run: int = RUN) -> ShadowRecord:
     """``parts``: (name, count, last step) of each tensor."""
     said = {"parts": parts, "params": {}, "kinds": {}, "steps": {}}
     common = json.dumps(said).encode() if rank == 0 else b""
-    return pb.ShadowRecord(run=run, step=step, rank=rank, size=size, common=common)
+    return ShadowRecord(run=run, step=step, rank=rank, size=size, common=common)
 
 
 def server(
-    name: str, *said: pb.HeldPart | pb.ShadowRecord, run: int = RUN, age_s: float = 1.0, error: str = ""
+    name: str, *said: HeldPart | ShadowRecord, run: int = RUN, age_s: float = 1.0, error: str = ""
 ) -> ServerDescription:
-    held = pb.HeldRun(run=run, age_s=age_s)
-    held.parts.extend(each for each in said if isinstance(each, pb.HeldPart))
-    held.records.extend(each for each in said if isinstance(each, pb.ShadowRecord))
-    return ServerDescription(name, pb.ShadowDescription(runs=[held] if said else []), error)
+    parts = tuple(each for each in said if isinstance(each, HeldPart))
+    records = tuple(each for each in said if isinstance(each, ShadowRecord))
+    held = HeldRun(run=run, age_s=age_s, parts=parts, records=records)
+    return ServerDescription(name, ShadowDescription((held,) if said else ()), error)
 
 
 def restored(*servers: ServerDescription) -> tuple[int, dict[str, list[tuple[str, int, int]]]]:
@@ -116,7 +114,7 @@ def test_every_rank_has_a_record() -> None:
         ),
     ],
 )
-def test_why_a_step_can_t_be_restored(parts: list[pb.HeldPart], sentence: str) -> None:
+def test_why_a_step_can_t_be_restored(parts: list[HeldPart], sentence: str) -> None:
     assert reason(server("a", *parts, record(8, [["w", 8, 8]]))) == f"step 8: {sentence}"
 
 
@@ -135,7 +133,7 @@ def test_why_a_step_can_t_be_restored(parts: list[pb.HeldPart], sentence: str) -
     ],
 )
 def test_a_damaged_record_is_none(common: bytes) -> None:
-    damaged = pb.ShadowRecord(run=RUN, step=8, rank=0, size=1, common=common)
+    damaged = ShadowRecord(run=RUN, step=8, rank=0, size=1, common=common)
     assert reason(server("a", part("w", 0, 8, [8]), damaged)) == "step 8: the record of rank 0 is damaged"
 
 

@@ -15,7 +15,6 @@ import torch
 import byteps_py as bps
 from byteps_py.errors import BytePSError, CommunicationError, GradientOrderError, RendezvousError, UsageError
 from byteps_py.kernels.update_rules import Decay, Method, StepKind, UpdateRule
-from byteps_py.proto import shadow_pb2 as pb
 from byteps_py.shadow import RestorablePart, RestorableRecord, ServerDescription
 from byteps_py.shadow.record import Attachment, StoredBuffer, read_common
 from byteps_py.tensors import DType
@@ -23,7 +22,7 @@ from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.gradients.hosted.buffers import ModelBuffers, checksum_of, tensors_of
 from byteps_py.torch.gradients.hosted.replication import CommonRecord, ShadowedSteps
 from byteps_py.torch.gradients.hosted.states import StoredElements
-from byteps_py.wire import MAX_ATTACHED_BYTES
+from byteps_py.wire import MAX_ATTACHED_BYTES, HeldPart, HeldRun, ShadowDescription, ShadowPart, ShadowRecord
 
 ADAMW = StepKind(UpdateRule(Method.ADAM, Decay.DECOUPLED), DType.FLOAT32, DType.FLOAT32)
 STEP = 7
@@ -65,13 +64,13 @@ class Servers:
     def describe(self, hold_s: float = 0.0) -> list[ServerDescription]:
         if self.error is not None:
             raise self.error
-        record = pb.ShadowRecord(run=1, step=STEP, rank=0, size=1, common=json.dumps(self.common).encode())
-        record.attached_bytes = len(self.extra)
+        common = json.dumps(self.common).encode()
+        record = ShadowRecord(run=1, step=STEP, rank=0, size=1, attached_bytes=len(self.extra), common=common)
         found = []
         for index, (first, end) in enumerate(self.cuts):
-            part = pb.ShadowPart(run=1, name="g", first=first, count=end - first, step_kind=ADAMW.code, step=STEP)
-            run = pb.HeldRun(run=1, durable=STEP, parts=[pb.HeldPart(key=5, index=index, part=part)], records=[record])
-            found.append(ServerDescription(f"server {index}", pb.ShadowDescription(runs=[run])))
+            part = ShadowPart(run=1, name="g", first=first, count=end - first, step_kind=ADAMW.code, step=STEP)
+            run = HeldRun(1, STEP, parts=(HeldPart(5, index, part),), records=(record,))
+            found.append(ServerDescription(f"server {index}", ShadowDescription((run,))))
         return found
 
     def read_into(self, part: RestorablePart, state: int, elements: range, view: memoryview) -> None:

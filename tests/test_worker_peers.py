@@ -174,7 +174,7 @@ def test_strangers_and_nonsense_are_refused_and_nothing_else_happens(service: Se
     assert service.requests == []
     machine = connect()
     for kind, body, text in (
-        (Kind.FETCH, b"short", "a FETCH has a payload of 25 bytes, got 5"),
+        (Kind.FETCH, b"short", "malformed Fetch: it has at least 25 bytes, got 5"),
         (Kind.FETCH, None, "MismatchError\nsizes differ"),
         (Kind.PUSH, b"", "machine 1 must not send PUSH as machine 1"),
     ):

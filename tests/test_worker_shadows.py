@@ -9,9 +9,8 @@ from support.worker_core import slot, tensor
 
 from byteps_py.kernels.update_rules import Decay, Method, StepKind, UpdateRule
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.proto.shadow_pb2 import ShadowRecord
 from byteps_py.tensors import DType, TensorSpec
-from byteps_py.wire import Header, Kind
+from byteps_py.wire import Header, Kind, ShadowRecord
 from byteps_py.worker.core.hosted_steps import OwnedPart
 from byteps_py.worker.core.topology import Topology
 from byteps_py.worker.ranks.shadows import Shadows
@@ -79,11 +78,11 @@ def test_what_is_attached_is_sent_in_pieces_and_once_more_on_a_new_connection() 
     sent = SentMessages()
     shadows = Shadows(topology(1, 1), cast(Any, None), cast(Any, sent))
     attached = bytearray(range(256)) * 40
-    record = ShadowRecord(run=5, step=2, attached_bytes=len(attached))
+    record = ShadowRecord(run=5, step=2, rank=0, size=1, attached_bytes=len(attached))
     shadows.record(0, record, attached)
     first, sent.sent = sent.sent, []
     assert [header.kind for _, header, _ in first] == [Kind.SHADOW_RECORD, *[Kind.SHADOW_ATTACHED] * 3]
-    assert ShadowRecord.FromString(first[0][2]) == record
+    assert ShadowRecord.unpack(first[0][2]) == record
     for (server, header, data), start in zip(first[1:], (0, 4096, 8192), strict=True):
         assert (server, header.key, header.index, header.round) == (10, 5, 0, 2)
         assert (header.offset, header.length, header.segment_offset) == (start, len(data), len(attached))
@@ -95,7 +94,7 @@ def test_what_is_attached_is_sent_in_pieces_and_once_more_on_a_new_connection() 
 def test_a_record_that_no_server_takes_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
     shadows = Shadows(topology(1, 1), cast(Any, None), cast(Any, SentMessages()))
     for step in (2, 3):
-        shadows.record(0, ShadowRecord(run=5, step=step, attached_bytes=9), bytearray(9))
+        shadows.record(0, ShadowRecord(run=5, step=step, rank=0, size=1, attached_bytes=9), bytearray(9))
         shadows.answered(Header(Kind.SHADOW_LACKS, 0, key=5, index=0, round=step), "9 bytes wait here", 10)
     text = (
         "server 10 does not take a rank's record of step 2, so this step can't be restored: 9 bytes wait here. Attach"

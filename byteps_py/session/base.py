@@ -77,7 +77,7 @@ class ShadowedStep:
     """A step that other machines make as well, with their copies of the states.
 
     Attributes:
-        run: of one optimizer in one incarnation of the job, see proto/shadow.proto.
+        run: of one optimizer in one incarnation of the job, see ShadowPart.
         step: its number, the same for all parts that step together.
         durable: a step for which all copies, and all ranks' records, are held by other machines.
         is_whole: all states of the run have been held: what is held of earlier runs is needed no more.

@@ -25,6 +25,7 @@ from byteps_py.proto import shadow_pb2, shadow_pb2_grpc
 from byteps_py.scheduler import query, rpc
 from byteps_py.settings import Settings
 from byteps_py.shadow.frames import FrameKind, read_frame, write_frame
+from byteps_py.wire import ShadowDescription
 
 #: A server that takes longer is described as silent.
 _SERVER_S = 10.0
@@ -84,7 +85,7 @@ class StatesCaller:
         servers = sorted({each.member.shadow_address for each in members if each.alive and each.member.shadow_address})
         left_s = max(0.1, min(_SERVER_S, until_s - time.monotonic()))
         request = shadow_pb2.ShadowQuery(hold_s=hold_s)
-        calls: dict[str, grpc.Future[shadow_pb2.ShadowDescription] | RendezvousError] = {}
+        calls: dict[str, grpc.Future[shadow_pb2.ShadowChunk] | RendezvousError] = {}
         for server in servers:
             try:
                 self._check(server)
@@ -92,7 +93,7 @@ class StatesCaller:
             except RendezvousError as error:
                 calls[server] = error
         for server, call in calls.items():
-            problem, description = "", shadow_pb2.ShadowDescription()
+            problem, description = "", ShadowDescription().pack()
             try:
                 if isinstance(call, RendezvousError):
                     raise call
@@ -105,13 +106,13 @@ class StatesCaller:
                     again_s = max(0.1, min(left_s, until_s - time.monotonic()))
                     answer = self._stub(server).Describe(request, timeout=again_s, metadata=self._metadata)
                 self._check(server)
-                description = answer
+                description = answer.data
             except RendezvousError as error:
                 problem = str(error)
             except grpc.RpcError as error:
                 problem = str(_explained(server, error, left_s))
             write_frame(self._out, FrameKind.SERVER, json.dumps([server, problem]).encode())
-            write_frame(self._out, FrameKind.DESCRIPTION, description.SerializeToString())
+            write_frame(self._out, FrameKind.DESCRIPTION, description)
 
     def _read(
         self, server: str, call_of: Callable[[shadow_pb2_grpc.ShadowStub], Any], request: Message, timeout_s: float

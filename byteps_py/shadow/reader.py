@@ -14,10 +14,10 @@ import time
 from types import TracebackType
 
 from byteps_py.errors import BytePSError, CommunicationError, PeerLostError, ProtocolError, UsageError, from_name
-from byteps_py.proto import shadow_pb2
 from byteps_py.settings import Settings
 from byteps_py.shadow.frames import FrameKind, read_frame, write_frame
 from byteps_py.shadow.restorable import RestorablePart, RestorableRecord, ServerDescription
+from byteps_py.wire import ShadowDescription
 
 _CLOSE_S = 5.0
 #: The subprocess has its own deadlines; this is for one that is stuck, or has much to load.
@@ -74,7 +74,7 @@ class ShadowReader:
             if kind is FrameKind.SERVER:
                 address, problem = json.loads(payload)
             elif kind is FrameKind.DESCRIPTION:
-                found.append(ServerDescription(address, shadow_pb2.ShadowDescription.FromString(payload), problem))
+                found.append(ServerDescription(address, ShadowDescription.unpack(payload), problem))
             else:
                 raise self._broken(f"{kind.name} in the answer to DESCRIBE")
         return found

@@ -13,8 +13,8 @@ from typing import Any
 
 from byteps_py.errors import UsageError
 from byteps_py.kernels.update_rules import StepKind
-from byteps_py.proto import shadow_pb2
 from byteps_py.shadow.record import read_common
+from byteps_py.wire import HeldPart, HeldRun, ShadowDescription, ShadowRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class ServerDescription:
     """What one server holds. ``address``: its port for readers, ``host:port``. ``error``: why it gave no answer."""
 
     address: str
-    description: shadow_pb2.ShadowDescription
+    description: ShadowDescription
     error: str = ""
 
 
@@ -64,7 +64,7 @@ class RestorableRecord:
     common: bytes
 
     @classmethod
-    def of(cls, server: str, said: shadow_pb2.ShadowRecord) -> RestorableRecord:
+    def of(cls, server: str, said: ShadowRecord) -> RestorableRecord:
         """As the server describes it."""
         return cls(server, said.run, said.step, said.rank, said.size, said.attached_bytes, said.common)
 
@@ -101,7 +101,7 @@ class _Held:
 
     server: str
     run: int
-    part: shadow_pb2.HeldPart
+    part: HeldPart
 
     def delivers(self, step: int) -> bool:
         return step == self.part.part.step or step in self.part.steps
@@ -116,7 +116,7 @@ class _MergedRun:
         self.parts: dict[str, list[_Held]] = {}  # by tensor
         self.records: dict[int, dict[int, RestorableRecord]] = {}  # by step and rank
 
-    def add(self, server: str, run: shadow_pb2.HeldRun) -> None:
+    def add(self, server: str, run: HeldRun) -> None:
         self.age_s = min(self.age_s, run.age_s)
         for part in run.parts:
             self.parts.setdefault(part.part.name, []).append(_Held(server, run.run, part))

@@ -27,7 +27,7 @@ from .requests import Nearby, Requests
 from .server_orders import ServerOrders
 from .services import ServiceHears
 from .sessions import Sessions
-from .targets import Environment, Handshake, Listener, LocalProtocol, Seals, ServerRounds, WireHeader
+from .targets import Environment, Handshake, Listener, LocalProtocol, Seals, ServerRounds, ShadowPayloads, WireHeader
 
 TARGETS: dict[str, type[Target]] = {
     kind.__name__: kind
@@ -39,6 +39,7 @@ TARGETS: dict[str, type[Target]] = {
         ServerRounds,
         Requests,
         LocalProtocol,
+        ShadowPayloads,
         Nearby,
         PeersHear,
         Machines,

@@ -20,7 +20,18 @@ from byteps_py.server.rounds import HELD_BYTES, Rounds
 from byteps_py.settings import Settings
 from byteps_py.tensors import DType, Layout, Op, TensorSpec
 from byteps_py.variables import VARIABLES
-from byteps_py.wire import Fetch, Header, Kind
+from byteps_py.wire import (
+    Fetch,
+    Header,
+    HeldPart,
+    HeldRun,
+    Kind,
+    ShadowDescription,
+    ShadowPart,
+    ShadowRecord,
+    ShadowSegment,
+    ShadowStep,
+)
 
 from .base import Target
 
@@ -247,6 +258,26 @@ class LocalProtocol(Target):
             elif isinstance(message, protocol.Declare):
                 for fields in message.specs:
                     fields.spec()
+
+
+class ShadowPayloads(Target):
+    """What owners of states say to servers, and what servers say that they keep."""
+
+    _part = ShadowPart(7, 0, 12, 1, 3, "layer.weight")
+    _record = ShadowRecord(7, 3, 1, 2, 2, False, 5, b"{}")
+    seeds = (
+        _part.pack(),
+        _record.pack(),
+        ShadowStep(7, 4, 3, 2, 3, True, (ShadowSegment(0, 12, (0.5, 0.25)),)).pack(),
+        ShadowDescription((HeldRun(7, 3, 1.5, (HeldPart(1, 0, _part, (4, 5)),), (_record,)),)).pack(),
+        Fetch(1, 2, 64, True, 3).pack(),
+    )
+
+    def feed(self, data: bytes) -> None:
+        for kind in (ShadowPart, ShadowStep, ShadowRecord, ShadowDescription, Fetch):
+            with contextlib.suppress(ProtocolError):
+                found = kind.unpack(data)  # type: ignore[attr-defined]
+                assert kind.unpack(found.pack()) == found or "nan" in repr(found)  # type: ignore[attr-defined]
 
 
 class Environment(Target):

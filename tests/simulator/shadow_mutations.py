@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from byteps_py.proto import shadow_pb2
 from byteps_py.server.rounds import Rounds
 from byteps_py.server.shadow import ShadowStore
 from byteps_py.server.shadow_records import SizedMemory
@@ -20,7 +19,7 @@ from byteps_py.server.shadow_state import (
     StatesCopy,
 )
 from byteps_py.tensors import Op
-from byteps_py.wire import Header, Kind
+from byteps_py.wire import Header, Kind, ShadowPart
 from byteps_py.worker.core.hosted_steps import MakeStep, OwnedPart
 from byteps_py.worker.core.shadowing import (
     ReleaseMemory,
@@ -63,7 +62,7 @@ class BeginStatesThatAreThereAnew(Mutation):
     """Though nobody sends them a second time."""
 
     class shadow_store(ShadowStore):
-        def begin(self, header: Header, origin: object, said: shadow_pb2.ShadowPart, now: float) -> list[ShadowAction]:
+        def begin(self, header: Header, origin: object, said: ShadowPart, now: float) -> list[ShadowAction]:
             part = self._places.get((header.key, header.index))
             if part is not None and part.latest is not None:
                 part.latest.seeded = -1

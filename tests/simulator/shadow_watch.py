@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from byteps_py.kernels.update_rules import Scalar
-from byteps_py.proto.shadow_pb2 import AttachedRead
 from byteps_py.server.shadow_state import HeldStep, PartFacts, StatesCopy
 from byteps_py.shadow import Restorable, RestorableRecord, ServerDescription, latest_step
 from byteps_py.shadow.restorable import _at, _MergedRun
@@ -312,8 +311,8 @@ class ShadowWatch:
 
     @staticmethod
     def _compare_attached(server: Server, record: RestorableRecord) -> None:
-        request = AttachedRead(run=record.run, step=record.step, rank=record.rank)
-        found = server._service.shadows.attached(request, 0, record.attached_bytes)
+        places = range(record.attached_bytes)
+        found = server._service.shadows.attached(record.run, record.rank, record.step, places)
         if found != attachment(record.rank, record.step):
             raise InvariantError(
                 f"{server.name} has something else than rank {record.rank} has attached to step {record.step}"

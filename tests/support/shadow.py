@@ -9,9 +9,8 @@ import numpy as np
 
 from byteps_py.kernels.step_segments import StepSegment, bind_segments
 from byteps_py.kernels.update_rules import Hyperparameters, StepKind, step_scalars
-from byteps_py.proto import shadow_pb2 as pb
 from byteps_py.tensors import DType
-from byteps_py.wire import Header, Kind
+from byteps_py.wire import Header, Kind, ShadowPart, ShadowRecord, ShadowSegment, ShadowStep
 from support.data_plane import Machine, random_values
 
 RUN = 0xFEEDBEEF12345678
@@ -35,11 +34,11 @@ class ShadowedStates:
 
     def begin(self, machine: Machine, run: int = RUN, chunk: int = 64 << 10) -> None:
         """Send the states as they are."""
-        part = pb.ShadowPart(
+        part = ShadowPart(
             run=run, name=f"gradients {self.key}", first=self.index * self.count, count=self.count,
             step_kind=self.kind.code, step=self.step,
         )  # fmt: skip
-        machine.send(self.header(Kind.SHADOW_BEGIN, machine.index, self.step), part.SerializeToString())
+        machine.send(self.header(Kind.SHADOW_BEGIN, machine.index, self.step), part.pack())
         dtype = DType.FLOAT64 if self.states[0].itemsize == 8 else DType.FLOAT32
         for number, state in enumerate(self.states):
             data = state.tobytes()
@@ -63,10 +62,11 @@ class ShadowedStates:
             StepSegment(range(half), step_scalars(self.kind.rule, numbers, self.step)),
             StepSegment(range(half, self.count), step_scalars(self.kind.rule, numbers, self.step, unscale=0.5)),
         ]
-        said = pb.ShadowStep(run=run, step=self.step, before=before, durable=durable, divisor=divisor)
-        for segment in segments:
-            said.segments.add(start=segment.elements.start, stop=segment.elements.stop, scalars=segment.scalars)
-        machine.send(self.header(Kind.SHADOW_STEP, machine.index, round_), said.SerializeToString())
+        said = ShadowStep(
+            run=run, step=self.step, before=before, durable=durable, divisor=divisor,
+            segments=tuple(ShadowSegment(each.elements.start, each.elements.stop, each.scalars) for each in segments),
+        )  # fmt: skip
+        machine.send(self.header(Kind.SHADOW_STEP, machine.index, round_), said.pack())
         gradient = np.frombuffer(bytearray(total), np.uint8)
         parameters = np.zeros(self.count * self.kind.parameter.itemsize, np.uint8)
         addresses = [state.ctypes.data for state in self.states]
@@ -75,9 +75,9 @@ class ShadowedStates:
     def record(
         self, machine: Machine, size: int = 1, rank: int = 0, durable: int = 0, run: int = RUN, **said: Any
     ) -> None:
-        record = pb.ShadowRecord(run=run, step=self.step, durable=durable, rank=rank, size=size, **said)
+        record = ShadowRecord(run=run, step=self.step, durable=durable, rank=rank, size=size, **said)
         header = Header(Kind.SHADOW_RECORD, machine.index, epoch=1, key=run, index=rank, round=self.step)
-        machine.send(header, record.SerializeToString())
+        machine.send(header, record.pack())
 
     def attach(self, machine: Machine, attached: bytes, size: int, rank: int = 0, run: int = RUN) -> None:
         """Pieces of what is attached to the record of the latest step."""

@@ -26,9 +26,8 @@ from byteps_py import rank_protocol as protocol
 from byteps_py.errors import BytePSError, PeerLostError, ProtocolError, UsageError
 from byteps_py.kernels.step_segments import StepSegment, bind_segments, check_order
 from byteps_py.kernels.update_rules import SCALARS, StepKind
-from byteps_py.proto import shadow_pb2
 from byteps_py.shm import Block
-from byteps_py.wire import MAX_ATTACHED_BYTES, MAX_PIECES_BYTES, Header
+from byteps_py.wire import MAX_ATTACHED_BYTES, MAX_PIECES_BYTES, Header, ShadowRecord
 from byteps_py.worker.core.events import StepArmed, StepSkipped, SumsAwaited
 from byteps_py.worker.core.hosted_steps import MakeStep, OwnedPart
 from byteps_py.worker.core.round_pipeline import RoundPipeline
@@ -256,7 +255,7 @@ class Hosting:
             return
         del self._records[rank.local_rank]
         begin, number = record.begin, self._first_rank + rank.local_rank
-        packed = shadow_pb2.ShadowRecord(
+        packed = ShadowRecord(
             run=begin.run, step=begin.step, durable=begin.durable, rank=number, size=self._size,
             common=bytes(record.common), attached_bytes=begin.attached_bytes, whole=begin.is_whole,
         )  # fmt: skip

@@ -23,10 +23,9 @@ from byteps_py.kernels.step_segments import StepSegment
 from byteps_py.kernels.update_rules import StepKind
 from byteps_py.log import logger
 from byteps_py.proto import control_pb2 as control
-from byteps_py.proto import shadow_pb2 as pb
 from byteps_py.shm import Block
 from byteps_py.tensors import DType
-from byteps_py.wire import Header, Kind
+from byteps_py.wire import Header, Kind, ShadowPart, ShadowRecord, ShadowSegment, ShadowStep
 from byteps_py.worker.core.hosted_steps import MakeStep, OwnedPart
 from byteps_py.worker.core.shadowing import (
     CatchUp,
@@ -135,9 +134,9 @@ class Shadows:
         made = StepMade(numbers, part.tensor.round, step.divisor, tuple(segments))
         self._perform(self._core.stepped(part, made, states, total))
 
-    def record(self, rank: int, record: pb.ShadowRecord, attached: bytearray) -> None:
+    def record(self, rank: int, record: ShadowRecord, attached: bytearray) -> None:
         """What a rank knows after a step, and what it attaches. ``attached`` is this object's from now on."""
-        packed = PackedRecord(record.SerializeToString(), attached)
+        packed = PackedRecord(record.pack(), attached)
         is_paced = len(attached) >= self.paced_bytes
         self._perform(self._core.record(rank, record.run, record.step, packed, is_paced))
 
@@ -247,12 +246,12 @@ class Shadows:
 
     def _send_states(self, action: SendStates[Held]) -> None:
         part, kind = action.copy.part.part, self._kinds[action.copy.part.place]
-        begin = pb.ShadowPart(
+        begin = ShadowPart(
             run=action.copy.part.run, name=part.tensor.name, first=part.first, count=part.count, step_kind=kind.code,
             step=action.step,
         )  # fmt: skip
         header = functools.partial(_header, part=part, round_=action.step)
-        self._tell(action.server, header(Kind.SHADOW_BEGIN), begin.SerializeToString())
+        self._tell(action.server, header(Kind.SHADOW_BEGIN), begin.pack())
         if action.held is None:
             return
         nbytes, most = part.count * kind.state_itemsize, self._topology.partition_bytes
@@ -269,15 +268,14 @@ class Shadows:
             brings = _header(Kind.SHADOW_SUM, part, made.round)
             brings.length, brings.dtype = part.length, part.tensor.spec.dtype
             self._tell(action.server, brings, action.held.memory)
-        said = pb.ShadowStep(
+        said = ShadowStep(
             run=action.copy.part.run, step=made.numbers.step, before=action.before, durable=made.numbers.durable,
             whole=made.numbers.is_whole, divisor=made.divisor,
-            segments=[
-                pb.ShadowSegment(start=each.elements.start, stop=each.elements.stop, scalars=each.scalars)
-                for each in made.segments
-            ],
+            segments=tuple(
+                ShadowSegment(each.elements.start, each.elements.stop, each.scalars) for each in made.segments
+            ),
         )  # fmt: skip
-        self._tell(action.server, _header(Kind.SHADOW_STEP, part, made.round), said.SerializeToString())
+        self._tell(action.server, _header(Kind.SHADOW_STEP, part, made.round), said.pack())
 
 
 def _header(kind: Kind, part: OwnedPart, round_: int) -> Header:

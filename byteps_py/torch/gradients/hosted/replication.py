@@ -106,7 +106,7 @@ class ShadowedSteps:
 
     @property
     def run(self) -> int:
-        """See proto/shadow.proto; 0 before ``start``."""
+        """See ShadowPart; 0 before ``start``."""
         return self._run
 
     @property
