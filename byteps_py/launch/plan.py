@@ -90,19 +90,9 @@ def role_plan(
     role = str(_BY_FIELD["role"].parse("DMLC_ROLE", environ["DMLC_ROLE"]))
     if role == "scheduler":
         _require(environ, "num_workers", "num_servers", "scheduler_host", "scheduler_port")
-        argv = _service_argv("scheduler")
-        env = {"DMLC_ROLE": role}
-        return [
-            ProcessSpec(
-                "the scheduler",
-                ProcessKind.MAIN,
-                "scheduler",
-                argv,
-                env,
-                restarts=_scheduler_restarts(environ),
-                waits_for_address=True,
-            )
-        ]
+        restarts, argv, env = _scheduler_restarts(environ), _service_argv("scheduler"), {"DMLC_ROLE": role}
+        kind = ProcessKind.MAIN
+        return [ProcessSpec("the scheduler", kind, "scheduler", argv, env, restarts=restarts, waits_for_address=True)]
     if role == "server":
         _require(environ, "num_workers", "num_servers", "scheduler_host", "scheduler_port")
         return [_server_spec("the summation service", "ss", {"DMLC_ROLE": role}, kind=ProcessKind.MAIN)]
@@ -129,30 +119,26 @@ def _worker_plan(
     }
     if not settings.job_id and not settings.scheduler_address:
         env["BYTEPS_JOB_ID"] = token
-    where = f" of machine {settings.worker_id}" if settings.num_workers > 1 else ""
+    many = settings.num_workers > 1
+    where = f" of machine {settings.worker_id}" if many else ""
     specs = _services(settings, env, token, where, label="")
     if role == "joint" and settings.num_servers >= settings.num_workers:
         # BytePS's joint role: one of the DMLC_NUM_SERVER servers lives on this machine.
         server_env = {**env, "DMLC_ROLE": "server"}
         specs.insert(0, _server_spec("the summation service of a CPU machine", "ss-cpu", server_env))
-    many = settings.num_workers > 1
     meeting = _torch_address(settings) if many else ("127.0.0.1", port)
     kept = {} if settings.local_size > 1 else {name: environ[name] for name in _PLACE if environ.get(name)}
+    env |= {
+        **_socket(token),
+        "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS") or str(max(1, cores // settings.local_size)),
+    }
     for local_rank in range(settings.local_size):
         place = (local_rank, settings.local_size, settings.worker_id, settings.num_workers)
-        place_variables = {**_torch_variables(*place, *meeting, environ), **kept}
-        place_variables |= {} if many else _horovod_variables(*place)
-        specs.append(
-            _rank_spec(
-                f"local rank {local_rank}{where}" if many else f"rank {local_rank}",
-                f"{settings.worker_id}.{local_rank}" if many else str(local_rank),
-                command,
-                {**env, **place_variables, **_socket(token)},
-                local_rank,
-                reads_stdin=local_rank == 0,
-                threads=str(environ.get("OMP_NUM_THREADS") or max(1, cores // settings.local_size)),
-            )
-        )
+        rank_env = {**env, "BYTEPS_LOCAL_RANK": str(local_rank), **_torch_variables(*place, *meeting, environ), **kept}
+        rank_env |= {} if many else _horovod_variables(*place)
+        name = f"local rank {local_rank}{where}" if many else f"rank {local_rank}"
+        label = f"{settings.worker_id}.{local_rank}" if many else str(local_rank)
+        specs.append(ProcessSpec(name, ProcessKind.MAIN, label, tuple(command), rank_env, local_rank == 0))
     return specs
 
 
@@ -210,25 +196,28 @@ def cluster_plan(
         label = f"-m{machine}" if machines > 1 else ""
         own_services = _services(settings, env, socket_token, where, label)
         gpu_machine_services += own_services
+        env |= {**(_socket(socket_token) if own_services else {}), "OMP_NUM_THREADS": threads}
         for local_rank in range(ranks):
-            rank = len(rank_specs)
-            rank_env = {**env, **({"BYTEPS_SOCKET_NAME": f"byteps-{socket_token}-cs"} if own_services else {})}
-            place = (local_rank, ranks, machine, machines)
+            rank, place = len(rank_specs), (local_rank, ranks, machine, machines)
+            rank_env = {**env, "BYTEPS_LOCAL_RANK": str(local_rank)}
             rank_env |= _horovod_variables(*place) | _torch_variables(*place, "127.0.0.1", torch_port, {})
-            detail = f" (local rank {local_rank}{where})" if machines > 1 else ""
-            rank_specs.append(
-                _rank_spec(
-                    f"rank {rank}{detail}",
-                    str(rank),
-                    command,
-                    rank_env,
-                    local_rank,
-                    reads_stdin=rank == 0,
-                    threads=threads,
-                )
-            )
+            name = f"rank {rank}{f' (local rank {local_rank}{where})' if machines > 1 else ''}"
+            rank_specs.append(ProcessSpec(name, ProcessKind.MAIN, str(rank), tuple(command), rank_env, rank == 0))
     if gpu_machine_services:
-        specs.append(_scheduler(common, _scheduler_restarts(environ)))
+        specs.append(
+            ProcessSpec(
+                "the scheduler",
+                ProcessKind.SERVICE,
+                "scheduler",
+                _service_argv("scheduler"),
+                {**common, "DMLC_ROLE": "scheduler", "BYTEPS_MACHINE_ID": "m0"},
+                is_vital=False,
+                restarts=_scheduler_restarts(environ),
+                waits_for_address=True,
+                retry_status=UNUSABLE_STATUS,
+                hopeless_status=NO_JOURNAL_STATUS,
+            )
+        )
     for index in range(servers):
         # It ends with the cluster: no restarted job finds it.
         env = {**common, "DMLC_ROLE": "server", "BYTEPS_MACHINE_ID": f"c{index}", "BYTEPS_SHADOW_KEEP_S": "0"}
@@ -320,21 +309,6 @@ def _torch_address(settings: Settings) -> tuple[str, int]:
     return settings.scheduler_host, port - 1 if port > 1 else port + 1
 
 
-def _rank_spec(
-    name: str,
-    label: str,
-    command: Sequence[str],
-    env: Mapping[str, str],
-    local_rank: int,
-    *,
-    reads_stdin: bool,
-    threads: str,
-) -> ProcessSpec:
-    """A training process. ``label``: see ProcessSpec; ``threads``: the value of OMP_NUM_THREADS."""
-    env = {**env, "BYTEPS_LOCAL_RANK": str(local_rank), "OMP_NUM_THREADS": threads}
-    return ProcessSpec(name, ProcessKind.MAIN, label, tuple(command), env, reads_stdin)
-
-
 def _require(environ: Mapping[str, str], *wanted: str) -> None:
     """Raises ConfigurationError that explains each of the ``wanted`` settings that no variable sets."""
     missing = [_BY_FIELD[field] for field in wanted if not _value(environ, field)]
@@ -358,22 +332,6 @@ def _value(environ: Mapping[str, str], field: str) -> str:
 
 def _socket(token: str) -> dict[str, str]:
     return {"BYTEPS_SOCKET_NAME": f"byteps-{token}-cs"}
-
-
-def _scheduler(common: Mapping[str, str], restarts: int) -> ProcessSpec:
-    env = {**common, "DMLC_ROLE": "scheduler", "BYTEPS_MACHINE_ID": "m0"}
-    return ProcessSpec(
-        "the scheduler",
-        ProcessKind.SERVICE,
-        "scheduler",
-        _service_argv("scheduler"),
-        env,
-        is_vital=False,
-        restarts=restarts,
-        waits_for_address=True,
-        retry_status=UNUSABLE_STATUS,
-        hopeless_status=NO_JOURNAL_STATUS,
-    )
 
 
 def free_port(taken: int = 0) -> int:

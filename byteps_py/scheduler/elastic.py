@@ -197,7 +197,10 @@ class Reforming:
 
 
 class Elastic:
-    """The group of an elastic job, and the machines that wait to join it."""
+    """The group of an elastic job, and the machines that wait to join it.
+
+    A part of SchedulerCore, which calls a method for each step of a group's life and carries out what ``decide`` says.
+    """
 
     reforming_class: type[Reforming] = Reforming
 

@@ -180,7 +180,7 @@ SUCCESSOR_S = 20.0
 
 class SummationServices:
     """The summation services of a running job: they join, leave and die, and the others take over their keys.
-    ``membership``: that of the latest epoch.
+    ``membership``: that of the latest epoch. SchedulerCore calls a method for each step of a service's life.
 
         registers (late) ──ready──► holds keys ──drain──► holds none ──all machines have applied a later epoch──► exits
                                          └──dies──► the others take over its keys; the job waits for one if none is left

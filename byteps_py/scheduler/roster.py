@@ -210,7 +210,11 @@ class Refusal:
 
 
 class Roster:
-    """All members of the job, and its epochs. ``epoch``: the latest; 0 before the cluster is complete."""
+    """All members of the job, and its epochs. ``epoch``: the latest; 0 before the cluster is complete.
+
+    A table: ``admit``, ``remove``, ``complete``, ``regroup`` and ``reassign`` change it. The other methods are
+    questions of all parts of the scheduler.
+    """
 
     def __init__(self, config: ClusterConfig) -> None:
         self._config = config
