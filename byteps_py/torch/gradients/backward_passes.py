@@ -46,9 +46,9 @@ class BackwardPasses(abc.ABC):
     def has_begun(self) -> bool:
         """True if a gradient was computed since the last step."""
 
-    @abc.abstractmethod
     def add(self, named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
-        """Add parameters."""
+        """Add parameters, and hooks on those that require gradients."""
+        self.hook(param for _, param in named)
 
     @abc.abstractmethod
     def drop(self) -> None:
@@ -70,9 +70,6 @@ class CountedPasses(BackwardPasses):
     @property
     def has_begun(self) -> bool:
         return bool(self._counts)
-
-    def add(self, named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
-        pass
 
     def drop(self) -> None:
         self._counts.clear()
@@ -120,6 +117,7 @@ class ReducedPasses(BackwardPasses):
 
     def add(self, named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
         self._reducer.add(named)
+        super().add(named)
 
     def drop(self) -> None:
         self._reducer.drop()

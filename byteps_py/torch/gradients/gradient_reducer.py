@@ -14,12 +14,11 @@ import contextlib
 import hashlib
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 
-from byteps_py import blame as blames
 from byteps_py.errors import CommunicationError, GradientOrderError, MismatchError, NonFiniteError
 from byteps_py.session import Session
 from byteps_py.tensors import TOGETHER, DType, NonFinite, Op, TensorSpec
@@ -29,7 +28,7 @@ from byteps_py.torch.collectives.dtypes import wire_dtype
 from byteps_py.torch.collectives.plan_comparison import PlanComparison
 from byteps_py.torch.collectives.slot_view import PieceView, TensorRequest
 from byteps_py.torch.gradients.bucket import Bucket, GradientOptions, GradientPlace, plan_buckets
-from byteps_py.torch.gradients.delivery import Delivery, ToGradient, deliver, release_results
+from byteps_py.torch.gradients.delivery import Delivery, ToGradient, deliver, find_nonfinite, release_results
 from byteps_py.torch.gradients.gradient_checksums import Scratch
 from byteps_py.torch.gradients.sparse_bucket import SparseBucket
 
@@ -215,7 +214,7 @@ class GradientReducer:
             errors += [error for _, error in undecided if error is not None]  # a part is not split again
             if not errors:
                 sent = [bucket for bucket in self.buckets if bucket.sent]
-                self.nonfinite_error = _find_nonfinite(self._context.session, sent, self._options)
+                self.nonfinite_error = find_nonfinite(self._context.session, sent, self._options)
             for bucket in self.buckets:
                 bucket.reset()
             self._is_counted = False
@@ -293,7 +292,7 @@ class GradientReducer:
             if bucket.slot_view is not None:
                 bucket.slot_view.wait()
                 deliver(bucket)
-            self.nonfinite_error = _find_nonfinite(self._context.session, [bucket], self._options)
+            self.nonfinite_error = find_nonfinite(self._context.session, [bucket], self._options)
         except BaseException:
             self._context.give_up_steps(self._agreement.kind)
             raise
@@ -519,42 +518,6 @@ class GradientReducer:
         ]
         for bucket, slot_view in zip(new, self._context.slot_views([each.request for each in new]), strict=True):
             bucket.slot_view = slot_view
-
-
-def _find_nonfinite(session: Session, buckets: Sequence[Bucket], options: GradientOptions) -> NonFiniteError | None:
-    """The error for gradients of ``buckets`` that have arrived; None if they are finite or not checked."""
-    if not options.nonfinite:
-        return None
-    alone = options.members(session.size) == 1
-    bad = [(bucket, _blame(bucket, session) if alone else bucket.blame) for bucket in buckets]
-    bad = [(bucket, blame) for bucket, blame in bad if blame]
-    if not bad:
-        return None
-    blame, step, places = 0, 0, []
-    for bucket, its_blame in bad:
-        blame |= its_blame
-        step = max(step, bucket.round)
-        places += list(_places(bucket))
-    return nonfinite.explain(blame, session.size, step, places)
-
-
-def _blame(bucket: Bucket, session: Session) -> int:
-    """The blame of a rank that is alone. Its gradients need not travel, so the service may not check them."""
-    if bucket.slot_view is not None:
-        return bucket.blame
-    return blames.of_rank(session.rank, session.size) if any(True for _ in _places(bucket)) else 0
-
-
-def _places(bucket: Bucket) -> Iterator[str]:
-    for position, (name, param) in enumerate(zip(bucket.names, bucket.params, strict=True)):
-        if bucket.slot_view is not None:
-            found = nonfinite.where(name, bucket.slot_view.results[position], param.dtype)
-        elif param.grad is not None and bucket.participates[position]:
-            found = nonfinite.where(name, param.grad)
-        else:
-            found = None
-        if found is not None:
-            yield found
 
 
 def _bucket_name(names: Sequence[str]) -> str:

@@ -88,7 +88,6 @@ class WrappedOptimizer:
                 self.on_new(new)
             self.passes.add(new)
             self._groups_added = len(self.groups)
-            self.passes.hook(param for _, param in new)
 
 
 class Averages:
