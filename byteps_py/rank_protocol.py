@@ -60,7 +60,7 @@ class Hello:
     state of, 0 if it has none."""
 
     version: U32
-    local_rank: U32
+    local_rank: I32
     local_size: U32
     pid: U32
     synced_in: U32

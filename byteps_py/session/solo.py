@@ -8,13 +8,15 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
-from byteps_py.errors import MismatchError, NotInitializedError, UsageError
+from byteps_py.errors import MismatchError, NotInitializedError, UnsupportedError, UsageError
 from byteps_py.kernels.square_sums import square_sum
 from byteps_py.kernels.step_segments import StepSegment, run_segments
 from byteps_py.kernels.steps import prepare_step
 from byteps_py.kernels.update_rules import StepKind
 from byteps_py.session import forks
-from byteps_py.session.base import HostedPart, Session, ShadowedStep, Slot
+from byteps_py.session.base import Session
+from byteps_py.session.slot import Slot
+from byteps_py.session.state_host import HostedPart, ShadowedStep, StateHost
 from byteps_py.tensors import Layout, Op, TensorSpec, differing
 
 
@@ -34,6 +36,7 @@ class SoloSession(Session):
         self._layouts: dict[int, Layout] = {}  # by id of the slot
         self._closed = False
         self._forks = forks.count
+        self._state_host = SoloStateHost(self)
 
     def declare(self, specs: Sequence[TensorSpec]) -> list[Slot]:
         self.check_open()
@@ -77,34 +80,9 @@ class SoloSession(Session):
     def wait(self, slot: Slot, timeout_s: float | None = None) -> None:
         self.check_open()
 
-    def host(
-        self, kind: StepKind, source: Slot, target: Slot, before: HostedPart | None = None, run: int = 0
-    ) -> HostedPart:
-        self.check_open()
-        if before is not None:
-            return replace(before, source=source, target=target)
-        prepare_step(kind)
-        nbytes = source.spec.count * kind.state_itemsize
-        states = tuple(memoryview(bytearray(nbytes)) for _ in range(kind.states))
-        return HostedPart(kind, source, target, states, ((0, source.spec.count, 0),))
-
-    def begin_step(
-        self,
-        part: HostedPart,
-        segments: Sequence[StepSegment],
-        is_last: bool = True,
-        shadowed: ShadowedStep | None = None,
-    ) -> None:
-        self.check_open()
-        states = [_address(state) for state in part.states]
-        run_segments(part.kind, states, _address(part.source.input), _address(part.target.result), segments)
-
-    def skip_step(self, source: Slot) -> None:
-        self.check_open()
-
-    def square_sum(self, part: HostedPart, ranges: Sequence[range], timeout_s: float | None = None) -> float:
-        self.check_open()
-        return sum(square_sum(part.kind.gradient, [_address(part.source.input)], each) for each in ranges)
+    @property
+    def state_host(self) -> StateHost:
+        return self._state_host
 
     def barrier(self, timeout_s: float | None = None) -> None:
         self.check_open()
@@ -122,3 +100,56 @@ class SoloSession(Session):
             raise NotInitializedError("the session is closed; call byteps_py.init() first")
         if self._forks != forks.count:  # as in a job of several ranks
             raise forks.forked_error(self.rank)
+
+
+class SoloStateHost(StateHost):
+    """Makes the steps of the only rank, at once."""
+
+    def __init__(self, session: SoloSession) -> None:
+        self._session = session
+
+    def host(
+        self, kind: StepKind, source: Slot, target: Slot, before: HostedPart | None = None, run: int = 0
+    ) -> HostedPart:
+        self._session.check_open()
+        if before is not None:
+            return replace(before, source=source, target=target)
+        prepare_step(kind)
+        nbytes = source.spec.count * kind.state_itemsize
+        states = tuple(memoryview(bytearray(nbytes)) for _ in range(kind.states))
+        return HostedPart(kind, source, target, states, ((0, source.spec.count, 0),))
+
+    def begin_step(
+        self,
+        part: HostedPart,
+        segments: Sequence[StepSegment],
+        is_last: bool = True,
+        shadowed: ShadowedStep | None = None,
+    ) -> None:
+        self._session.check_open()
+        states = [_address(state) for state in part.states]
+        run_segments(part.kind, states, _address(part.source.input), _address(part.target.result), segments)
+
+    def skip_step(self, source: Slot) -> None:
+        self._session.check_open()
+
+    def square_sum(self, part: HostedPart, ranges: Sequence[range], timeout_s: float | None = None) -> float:
+        self._session.check_open()
+        return sum(square_sum(part.kind.gradient, [_address(part.source.input)], each) for each in ranges)
+
+    def record_step(self, shadowed: ShadowedStep, common: bytes, attached: bytes) -> None:
+        raise UnsupportedError("a job of one rank has no machine that keeps copies of an optimizer's states")
+
+    @property
+    def held(self) -> tuple[int, bool]:
+        return 0, False
+
+    @property
+    def refused_step(self) -> int:
+        return 0
+
+    def wait_for_step(self, part: HostedPart, timeout_s: float | None = None) -> None:
+        self._session.check_open()  # it is made already
+
+    def release_part(self, part: HostedPart) -> None:
+        """Its memory is freed with it."""

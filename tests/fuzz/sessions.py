@@ -8,8 +8,8 @@ import socket
 
 from byteps_py import rank_protocol as protocol
 from byteps_py.channel import Channel
-from byteps_py.session.base import Slot
 from byteps_py.session.service.remote import RemoteSession
+from byteps_py.session.slot import Slot
 from byteps_py.shm import Segment
 from byteps_py.tensors import DType, TensorSpec
 

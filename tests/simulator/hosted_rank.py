@@ -13,7 +13,7 @@ import numpy as np
 from byteps_py import rank_protocol as protocol
 from byteps_py.kernels.step_segments import StepSegment
 from byteps_py.session import Slot
-from byteps_py.session.base import HostedPart, ShadowedStep
+from byteps_py.session.state_host import HostedPart, ShadowedStep
 
 from .hosted_uses import HostedUse, Model
 from .ledger import Ledger
@@ -56,18 +56,18 @@ class HostedRank(Rank):
 
     def host_states(self, model: Model, source: Slot, target: Slot, before: HostedPart | None) -> Life:
         session = self.session
-        session._tell_released()
+        session.state_host.tell_released()
         before_id, request = before.id if before is not None else 0, session._requests + 1
         message = protocol.KeepStates(request, model.kind.code, source.id, target.id, before_id, self.run)
         yield from self._ask(message, protocol.StatesKept, lambda: not (source.error is target.error is None))
-        part = self.hosted[model.name] = session.host(model.kind, source, target, before, self.run)
+        part = self.hosted[model.name] = session.state_host.host(model.kind, source, target, before, self.run)
         self.ledger.owns(model.name, part.owners)
 
     def measure(self, part: HostedPart, ranges: list[range]) -> Life:
         said = tuple((each.start, each.stop) for each in ranges)
         message = protocol.MeasureNorm(self.session._requests + 1, part.id, said)
         yield from self._ask(message, protocol.NormMeasured)
-        self.measured = self.session.square_sum(part, ranges, 1.0)
+        self.measured = self.session.state_host.square_sum(part, ranges, 1.0)
 
 
 class HostedTurn:
@@ -157,7 +157,7 @@ class HostedTurn:
             yield from Turn(rank, use.norms, self._norms).wait()
         yield rank.pause()
         if use.gives_up:
-            rank.session.skip_step(self._source)
+            rank.session.state_host.skip_step(self._source)
             rank.say(f"gives {use.name} (use {use.id}) up")
             return
         if self._places(part):
@@ -169,7 +169,7 @@ class HostedTurn:
         rank, use, model = self._rank, self._use, self._model
         before = self._part
         if use.begins and before is not None:
-            rank.session.release_part(before)
+            rank.session.state_host.release_part(before)
             before = None
         rank.doing = f"waiting for the states of {model.name}"
         yield from rank.host_states(model, self._source, self._target, before)
@@ -182,7 +182,7 @@ class HostedTurn:
         rank, use, part = self._rank, self._use, self._part
         self._has_begun = True
         if use.skips:
-            rank.session.skip_step(self._source)
+            rank.session.state_host.skip_step(self._source)
             rank.say(f"skips {use.name} (use {use.id})")
             return
         if part is not None and self._places(part):
@@ -196,7 +196,7 @@ class HostedTurn:
     def _begin_step(self, part: HostedPart, segments: tuple[StepSegment, ...], is_last: bool) -> None:
         self._rank.ledger.arms(self._rank.number, self._source.id, self._source.round, is_last)
         rank = self._rank
-        rank.session.begin_step(part, list(self._own_segments(part, segments)), is_last, rank.shadowed)
+        rank.session.state_host.begin_step(part, list(self._own_segments(part, segments)), is_last, rank.shadowed)
 
     # ---- elements ----------------------------------------------------------------------------------------
 

@@ -6,8 +6,7 @@ import json
 
 import numpy as np
 
-from byteps_py.session.base import ShadowedStep
-from byteps_py.session.service.remote import RemoteSession
+from byteps_py.session.state_host import ShadowedStep
 from byteps_py.tensors import DType, Op, TensorSpec
 
 from .hosted_rank import HostedRank
@@ -50,13 +49,14 @@ class ShadowRank(HostedRank):
                 self.begun = max(numbers)
         yield from super()._go(step)
 
-    def _new_session(self) -> type[RemoteSession]:
-        return type("PacedSession", (super()._new_session(),), {"paced_bytes": PACED_BYTES})
+    def _join_job(self) -> Life:
+        yield from super()._join_job()
+        self.session.state_host.paced_bytes = PACED_BYTES
 
     @property
     def _may_record(self) -> bool:
         """A server has taken the large record before."""
-        return bool(self.session.held) and not self.session._recording  # ``held`` reads what is there
+        return bool(self.session.state_host.held) and not self.session.state_host._recording
 
     @property
     def _shadow_program(self) -> ShadowProgram:
@@ -68,8 +68,8 @@ class ShadowRank(HostedRank):
         """On what is held for all ranks."""
         spec = TensorSpec("held", DType.FLOAT64, (3,), self.agreement)
         (slot,) = yield from self._declare([spec])
-        step, is_whole = self.session.held
-        np.frombuffer(slot.input, np.float64)[:] = step, float(is_whole), -self.session.refused_step
+        step, is_whole = self.session.state_host.held
+        np.frombuffer(slot.input, np.float64)[:] = step, float(is_whole), -self.session.state_host.refused_step
         self.session.hand_over(slot)
         self.doing = f"waiting for what is held before step {number}"
         yield lambda: self.session.is_done(slot)
@@ -98,7 +98,7 @@ class ShadowRank(HostedRank):
                 if program.last(model.name, step)
             ]
             common = json.dumps({"parts": parts, "params": {}, "kinds": {}, "steps": {}}).encode()
-        self.session.record_step(self.shadowed, common, attached)
+        self.session.state_host.record_step(self.shadowed, common, attached)
         self.say(f"has begun step {self.shadowed.step}, durable {self.shadowed.durable}")
 
     def _settle(self) -> Life:
@@ -108,8 +108,8 @@ class ShadowRank(HostedRank):
             self.doing = f"waiting until step {self.begun} is held"
             self.world.after(_PATIENCE_S, self, None, self._on_arrival)
             self.world.expect_quiet(_PATIENCE_S + 1.0)
-            yield lambda: self._has_failed or self.session.held[0] >= self.begun or self.world.now_s >= due_s
-            held = self.session.held[0]
+            yield lambda: self._has_failed or self.session.state_host.held[0] >= self.begun or self.world.now_s >= due_s
+            held = self.session.state_host.held[0]
             if held < self.begun and not (self._has_failed or self.may_hang or self.world.faults):
                 raise InvariantError(f"{self.name}: step {self.begun} is not held after {_PATIENCE_S} s, but {held}")
             self.say(f"leaves with step {held} held")

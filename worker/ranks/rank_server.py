@@ -216,7 +216,7 @@ class RankServer:
 
     def _check_hello(self, hello: protocol.Hello) -> None:
         """Raises UsageError."""
-        if hello.local_size != self._local_size or hello.local_rank >= hello.local_size:
+        if hello.local_size != self._local_size or not 0 <= hello.local_rank < hello.local_size:
             raise UsageError(
                 f"a rank came as local rank {hello.local_rank} of {hello.local_size}, but its communication service "
                 f"was started for {count_text(self._local_size, 'rank')}: BYTEPS_LOCAL_RANK, BYTEPS_LOCAL_SIZE must "

@@ -21,18 +21,23 @@ from byteps_py.session.base import Session
 from byteps_py.session.peers import PeerTransport
 from byteps_py.settings import Settings
 
+#: The service itself reports a stall at the stall limit. The session waits this much longer for its report.
+PATIENCE_S = 30.0
+
 
 class ChannelSession(Session):
     """A session over ``channel``. ``state`` guards all that messages change. A service that is silent for ``silence_s``
-    seconds while this rank needs it counts as lost."""
+    seconds while this rank needs it counts as lost. ``stall_limit_s``: after which it reports a stall; 0: never."""
 
     #: With this, this rank connects to ranks of other machines.
     connects: Settings | None = None
     #: After this time without a message, a rank that waits tells how far it is.
     tell_after_s = 1.0
 
-    def __init__(self, channel: Channel, silence_s: float) -> None:
+    def __init__(self, channel: Channel, silence_s: float, stall_limit_s: float = 0.0) -> None:
         self._channel = channel
+        self._stall_limit_s = stall_limit_s
+        self._requests = 0
         self._silence_s = silence_s
         self._forks = forks.count
         self._is_welcome = False  # until then, the service does not answer a Ping
@@ -66,6 +71,23 @@ class ChannelSession(Session):
                 for fd in (self._channel.fileno(), self._peers.fileno()):
                     self._readable.register(fd, select.POLLIN)
             return self._peers
+
+    def next_request(self) -> int:
+        """The number of a request that the service answers."""
+        with self.state:
+            self._requests += 1
+            return self._requests
+
+    def time_limit(self, timeout_s: float | None) -> float | None:
+        """The time limit of a wait in seconds; None: no limit. By default longer than the stall limit, at which the
+        service gives up."""
+        return self._stall_limit_s + PATIENCE_S if timeout_s is None and self._stall_limit_s else timeout_s
+
+    def read_what_is_there(self) -> None:
+        """Take the messages that have come. Never blocks."""
+        with self.state:
+            while not self._reading and self._fatal is None and self._read(0):
+                pass
 
     @property
     def is_being_read(self) -> bool:

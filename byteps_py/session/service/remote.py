@@ -8,10 +8,8 @@ import logging
 import os
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
 
 from byteps_py import rank_protocol as protocol
 from byteps_py.channel import Channel
@@ -23,15 +21,14 @@ from byteps_py.errors import (
     UsageError,
     from_name,
 )
-from byteps_py.kernels.step_segments import StepSegment
-from byteps_py.kernels.update_rules import StepKind
 from byteps_py.session import failure_reports
-from byteps_py.session.base import HostedPart, Observer, ShadowedStep, Slot
-from byteps_py.session.service.channel_session import ChannelSession
+from byteps_py.session.base import Observer
+from byteps_py.session.service.channel_session import PATIENCE_S, ChannelSession
+from byteps_py.session.service.remote_state_host import MessageHandler, RemoteStateHost
+from byteps_py.session.slot import Slot
 from byteps_py.shm import Segment
 from byteps_py.stack_dump import StackDump, open_stack_dump
 from byteps_py.tensors import Layout, TensorSpec
-from byteps_py.wire import MAX_PIECES_BYTES
 
 
 class Slots:
@@ -113,8 +110,6 @@ class Slots:
         self._segments.clear()  # memory that still has views is unmapped with the last of them
 
 
-#: The service itself reports a stall at the stall limit. The session waits this much longer for its report.
-_PATIENCE_S = 30.0
 _log = logging.getLogger("byteps_py")
 
 
@@ -142,32 +137,42 @@ class RemoteSession(ChannelSession):
         silence_s: float = 10.0,
         synced_in: int = 0,
     ) -> None:
-        super().__init__(channel, silence_s)
+        super().__init__(channel, silence_s, stall_limit_s)
         self._pid = os.getpid()
-        self._stall_limit_s = stall_limit_s
         self._stack: StackDump | None = None
         self._slots = Slots(self.map_segment)
         self._layouts: weakref.WeakKeyDictionary[Slot, Layout] = weakref.WeakKeyDictionary()  # the latest of each slot
         self._asked: dict[int, Sequence[TensorSpec]] = {}  # by request: the specs of declarations without an answer
         self._declared: dict[int, list[Slot]] = {}
-        self._hosting: dict[int, HostedPart] = {}  # by request: states that are asked for
-        self._normed: dict[int, float] = {}  # by request
-        self._parts: set[int] = set()  # states that are kept
-        self._released_parts: deque[int] = deque()
-        self._requests = 0
         self._barriers = self._released = 0
         self._last_joined: int | None = None
         self._has_given = False  # pieces of a gather or an exchange, which others take from here
         self._is_settled = False  # the others have taken all of them
         self._hosts = (False, False)
-        self._run, self._held, self._refused = 0, (0, False), 0
-        self._recording: set[tuple[int, int]] = set()  # run and step of large records that no server has yet
         self._has_left = False  # the service knows, and no longer answers
+        self._state_host = RemoteStateHost(self, self._slots.view)
+        self._handlers: dict[type, MessageHandler] = {
+            protocol.RoundsDone: self._rounds_done,
+            protocol.ChunksArrived: self._chunks_arrived,
+            protocol.Welcome: self._welcomed,
+            protocol.GiveSegment: self._given_segment,
+            protocol.Declared: self._slots_declared,
+            protocol.DeclarationsFailed: self._declarations_failed,
+            protocol.BarrierReleased: self._barrier_released,
+            protocol.AllJoined: self._all_joined,
+            protocol.HostsChanged: self._hosts_changed,
+            protocol.PeerInbox: self._given_peer,
+            protocol.Introduced: self._introduced,
+            protocol.Settled: self._settled,
+            protocol.Fatal: self._failed,
+            protocol.Pong: self._is_alive,
+            **self._state_host.handlers,
+        }
         self._declaring = threading.Lock()
         channel.send(protocol.encode(protocol.Hello.of(local_rank, local_size, self._pid, synced_in)))
         self.wait_until(
             lambda: self._is_welcome,
-            start_timeout_s + _PATIENCE_S,
+            start_timeout_s + PATIENCE_S,
             lambda: "the communication service of this machine did not answer",
         )
         self._stack = self.open_stack_dump()
@@ -207,14 +212,14 @@ class RemoteSession(ChannelSession):
         return True
 
     def _declare_new(self, specs: Sequence[TensorSpec]) -> dict[str, Slot]:
-        request = self._next_request()
+        request = self.next_request()
         with self.state:
             self._asked[request] = specs
         sent = [self._of_incarnation(spec) if self.incarnation else spec for spec in specs]
         self.tell(protocol.Declare.of(request, sent))
         self.wait_until(
             lambda: request in self._declared,
-            _PATIENCE_S,
+            PATIENCE_S,
             lambda: "the communication service of this machine does not answer a declaration",
         )
         with self.state:
@@ -274,7 +279,7 @@ class RemoteSession(ChannelSession):
         if slot.pending:
             self.wait_until(
                 lambda: not slot.pending,
-                self._limit(timeout_s),
+                self.time_limit(timeout_s),
                 lambda: f"tensor {slot.spec.name!r}, round {slot.round}: no result",
             )
         self.check_open()
@@ -290,117 +295,16 @@ class RemoteSession(ChannelSession):
     def wait_for_chunks(self, slot: Slot, timeout_s: float | None = None) -> list[int]:
         self.wait_until(
             lambda: bool(slot.chunks) or not slot.pending,
-            self._limit(timeout_s),
+            self.time_limit(timeout_s),
             lambda: f"tensor {slot.spec.name!r}, round {slot.round}: no result",
         )
         with self.state:
             chunks, slot.chunks = slot.chunks, []
         return chunks if slot.pending else []
 
-    def host(
-        self, kind: StepKind, source: Slot, target: Slot, before: HostedPart | None = None, run: int = 0
-    ) -> HostedPart:
-        self._tell_released()
-        request = self._next_request()
-        part = HostedPart(kind, source, target)
-        with self.state:
-            self._hosting[request] = part
-        if run != self._run:
-            self._run, self._held, self._refused = run, (0, False), 0
-        before_id = before.id if before is not None else 0
-        self.tell(protocol.KeepStates(request, kind.code, source.id, target.id, before_id, run))
-        self.wait_until(
-            lambda: request not in self._hosting or source.error is not None or target.error is not None,
-            self._limit(None),
-            lambda: f"the states of {source.spec.name!r}: not all ranks have declared it",
-        )
-        self.check_open()
-        for error in (source.error, target.error, part.error):
-            if error is not None:
-                raise error.with_traceback(None)
-        return part
-
-    def _next_request(self) -> int:
-        with self.state:
-            self._requests += 1
-            return self._requests
-
-    def begin_step(
-        self,
-        part: HostedPart,
-        segments: Sequence[StepSegment],
-        is_last: bool = True,
-        shadowed: ShadowedStep | None = None,
-    ) -> None:
-        made = ShadowedStep(0, 0, 0) if shadowed is None else shadowed
-        numbers = [
-            protocol.SegmentNumbers(each.elements.start, each.elements.stop, tuple(each.scalars)) for each in segments
-        ]
-        self.tell(
-            protocol.BeginStep(
-                part.id, part.source.round, is_last, made.step, made.durable, made.is_whole, tuple(numbers)
-            )
-        )
-
-    max_record_bytes = MAX_PIECES_BYTES - 64  # the service adds numbers
-    paced_bytes = protocol.PACED_BYTES
-
-    def record_step(self, shadowed: ShadowedStep, common: bytes, attached: bytes) -> None:
-        if len(attached) >= self.paced_bytes:
-            self.wait_until(
-                lambda: not self._recording,
-                self._limit(None),
-                lambda: "no server has taken what this rank attached to the step before",
-            )
-            with self.state:
-                self._recording.add((shadowed.run, shadowed.step))
-        begin = protocol.BeginRecord(
-            shadowed.run, shadowed.step, shadowed.durable, shadowed.is_whole, len(common), len(attached)
-        )
-        for message in protocol.record_messages(begin, common, attached):
-            self.tell(message)
-
     @property
-    def held(self) -> tuple[int, bool]:
-        self._read_what_is_there()
-        return self._held
-
-    @property
-    def refused_step(self) -> int:
-        return self._refused
-
-    def wait_for_step(self, part: HostedPart, timeout_s: float | None = None) -> None:
-        self.square_sum(part, (), timeout_s)  # there are sums again
-
-    def skip_step(self, source: Slot) -> None:
-        self.tell(protocol.SkipStep(source.id, source.round))
-
-    def square_sum(self, part: HostedPart, ranges: Sequence[range], timeout_s: float | None = None) -> float:
-        request = self._next_request()
-        self.tell(protocol.MeasureNorm(request, part.id, tuple((each.start, each.stop) for each in ranges)))
-        source = part.source
-        self.wait_until(
-            lambda: request in self._normed or source.error is not None,
-            self._limit(timeout_s),
-            lambda: f"tensor {source.spec.name!r}, round {source.round}: no sum",
-        )
-        self.check_open()
-        if source.error is not None:
-            raise source.error.with_traceback(None)
-        with self.state:
-            return self._normed.pop(request)
-
-    def release_part(self, part: HostedPart) -> None:
-        self._released_parts.append(part.id)  # told by the next ``host``: a garbage collection may call this anywhere
-
-    def _tell_released(self) -> None:
-        while self._released_parts:
-            part_id = self._released_parts.popleft()
-            with self.state:
-                is_known = part_id in self._parts
-                self._parts.discard(part_id)
-            if is_known:
-                self.tell(protocol.DropStates(part_id))
+    def state_host(self) -> RemoteStateHost:
+        return self._state_host
 
     def barrier(self, timeout_s: float | None = None) -> None:
         self._barriers += 1
@@ -408,7 +312,7 @@ class RemoteSession(ChannelSession):
         self.tell(protocol.EnterBarrier(sequence))
         self.wait_until(
             lambda: self._released >= sequence,
-            self._limit(timeout_s),
+            self.time_limit(timeout_s),
             lambda: "a barrier that not all ranks have reached",
         )
 
@@ -426,19 +330,9 @@ class RemoteSession(ChannelSession):
         with self.state:
             return -1 if self._last_joined is None else self._last_joined
 
-    def _limit(self, timeout_s: float | None) -> float | None:
-        """The time limit of a wait in seconds; None: no limit. By default longer than the stall limit, at which the
-        service gives up."""
-        return self._stall_limit_s + _PATIENCE_S if timeout_s is None and self._stall_limit_s else timeout_s
-
     def hosts_changed(self) -> tuple[bool, bool]:
-        self._read_what_is_there()
+        self.read_what_is_there()
         return self._hosts
-
-    def _read_what_is_there(self) -> None:
-        with self.state:
-            while not self._reading and self._fatal is None and self._read(0):
-                pass
 
     def _settle(self) -> None:
         """Wait until other ranks have taken this rank's pieces of gathers and exchanges: the pieces lie in this rank's
@@ -452,7 +346,7 @@ class RemoteSession(ChannelSession):
             waiting = "not all have taken what they are given"
             self.wait_until(lambda: self._is_settled, self.unsettled_s, lambda: waiting)
         except StallError:
-            limit_s = self._limit(None)
+            limit_s = self.time_limit(None)
             _log.warning(
                 "rank %d stays until others have taken what it has given them in a gather, an exchange or a send%s",
                 self.rank, f", at most {limit_s:g} s" if limit_s else "",
@@ -475,7 +369,7 @@ class RemoteSession(ChannelSession):
                     self._channel.send(protocol.encode(leave or protocol.Leave(unfinished=not self.is_finished)))
             self._channel.shutdown()  # wakes the reading thread, which needs the descriptor until then
             with self.state:
-                self.state.wait_for(lambda: not self._reading, _PATIENCE_S)
+                self.state.wait_for(lambda: not self._reading, PATIENCE_S)
         self._closed = True
         self._channel.close()
         self._slots.close()
@@ -502,12 +396,12 @@ class RemoteSession(ChannelSession):
     def _handle(self, message: bytes, fds: list[int]) -> None:
         try:
             decoded = protocol.decode(message)
-            handle = self._HANDLERS.get(type(decoded))
+            handle = self._handlers.get(type(decoded))
             if handle is None:
                 kind = type(decoded).__name__
                 raise ProtocolError(f"the communication service sent a {kind} message, which only ranks send")
             try:
-                handle(self, decoded, fds)
+                handle(decoded, fds)
             except BytePSError:
                 raise
             except (LookupError, ValueError, OverflowError, OSError) as error:
@@ -572,48 +466,7 @@ class RemoteSession(ChannelSession):
     def _settled(self, message: protocol.Settled, fds: list[int]) -> None:
         self._is_settled = True
 
-    def _states_kept(self, message: protocol.StatesKept, fds: list[int]) -> None:
-        part = self._hosting.pop(message.request)
-        part.id = message.id
-        self._parts.add(part.id)
-        nbytes = message.count * part.kind.state_itemsize
-        part.states = tuple(self._slots.view(place, nbytes) for place in message.states)
-        part.owners = message.owners
-        if message.error:
-            part.error = from_name(message.error, message.message)
-
-    def _norm_measured(self, message: protocol.NormMeasured, fds: list[int]) -> None:
-        self._normed[message.request] = message.sum
-
-    def _steps_held(self, message: protocol.StepsHeld, fds: list[int]) -> None:
-        self._held = max(self._held, (message.step, message.is_whole))
-        self._refused = max(self._refused, message.refused)
-
-    def _record_taken(self, message: protocol.RecordTaken, fds: list[int]) -> None:
-        self._recording.discard((message.run, message.step))
-
     def _failed(self, message: protocol.Fatal, fds: list[int]) -> None:
         self._fail(from_name(message.error, message.message))
 
     def _is_alive(self, message: protocol.Pong, fds: list[int]) -> None: ...
-
-    _HANDLERS: ClassVar[dict[type, Callable[[RemoteSession, Any, list[int]], None]]] = {
-        protocol.RoundsDone: _rounds_done,
-        protocol.ChunksArrived: _chunks_arrived,
-        protocol.Welcome: _welcomed,
-        protocol.GiveSegment: _given_segment,
-        protocol.Declared: _slots_declared,
-        protocol.DeclarationsFailed: _declarations_failed,
-        protocol.BarrierReleased: _barrier_released,
-        protocol.AllJoined: _all_joined,
-        protocol.HostsChanged: _hosts_changed,
-        protocol.PeerInbox: _given_peer,
-        protocol.Introduced: _introduced,
-        protocol.Settled: _settled,
-        protocol.StatesKept: _states_kept,
-        protocol.NormMeasured: _norm_measured,
-        protocol.StepsHeld: _steps_held,
-        protocol.RecordTaken: _record_taken,
-        protocol.Fatal: _failed,
-        protocol.Pong: _is_alive,
-    }

@@ -146,7 +146,7 @@ class OwnerDelivery(BucketDelivery):
         is_due, self.summed = self.summed is not None, None
         if is_due and bucket.slot_view is not None:
             bucket.slot_view.wait_for_departure()
-            bucket.slot_view.session.skip_step(bucket.slot_view.slot)
+            bucket.slot_view.session.state_host.skip_step(bucket.slot_view.slot)
             bucket.slot_view.wait()
 
 

@@ -121,8 +121,8 @@ class ShadowedSteps:
         taken. The largest of all ranks' numbers is what all have."""
         if self._session is None:
             return 0, 0, 0
-        held, is_whole = self._session.held
-        return -held, -int(is_whole), self._session.refused_step  # asked for after ``held``
+        held, is_whole = self._session.state_host.held
+        return -held, -int(is_whole), self._session.state_host.refused_step  # asked for after ``held``
 
     def agree(self, of_all: Sequence[int]) -> None:
         """``of_all``: the largest of all ranks' ``own_record``, each. A step is durable if no later record was refused:
@@ -202,13 +202,13 @@ class ShadowedSteps:
         common = b""
         if session.rank == 0:
             common = self._common.pack(tensors, groups, self.model, self.calls)
-        if len(common) > session.max_record_bytes:
+        if len(common) > session.state_host.max_record_bytes:
             raise UsageError(
                 f"shadow=True: the names, shapes and steps of {sum(len(each.params) for each in tensors)} "
                 f"parameters have {len(common)} bytes, which go to another machine with every step, and "
-                f"{session.max_record_bytes} are the most"
+                f"{session.state_host.max_record_bytes} are the most"
             )
-        session.record_step(shadowed, common, self._packed)
+        session.state_host.record_step(shadowed, common, self._packed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -215,7 +215,7 @@ class HostedStates(OwnedStates):
     ) -> None:
         self.run = run
         self._part = self._host(session, source, kind, run)
-        self._release = weakref.finalize(self, session.release_part, self._part)
+        self._release = weakref.finalize(self, session.state_host.release_part, self._part)
         count = owned_by(session.rank, self._part.owners)
         states = [pieces(state, _wide(kind), [(count,)])[0] for state in self._part.states]
         super().__init__(session, kind, params, self._part.owners, states, initial_sum)
@@ -229,7 +229,7 @@ class HostedStates(OwnedStates):
             name, kind.parameter, (spec.count,), Op.BROADCAST, priority=spec.priority, ownership=spec.name
         )
         (target,) = session.declare([wanted])
-        return session.host(kind, source, target, before, run)
+        return session.state_host.host(kind, source, target, before, run)
 
     def _view_results(self) -> None:
         shapes = [tuple(param.shape) for param in self._params]
@@ -255,7 +255,7 @@ class HostedStates(OwnedStates):
         if not self.count:
             return 0.0
         taken = [overlap.place for overlap in self.overlaps if participates[overlap.position]]
-        return self.session.square_sum(self._part, [range(place.start, place.stop) for place in taken])
+        return self.session.state_host.square_sum(self._part, [range(place.start, place.stop) for place in taken])
 
     def begin_step(self, numbers: Hyperparameters, factors: Factors, participates: Sequence[bool]) -> None:
         """Begin the step of the parameters that take part, with the averages of the latest round. Of LAMB, its first
@@ -277,7 +277,7 @@ class HostedStates(OwnedStates):
     def begin_segments(self, segments: Sequence[StepSegment], is_last: bool) -> None:
         """Begin these segments of a step; ``is_last``: no others follow, and the parameters are sent."""
         if self.count:
-            self.session.begin_step(self._part, segments, is_last, self.shadowed)
+            self.session.state_host.begin_step(self._part, segments, is_last, self.shadowed)
         if is_last:
             self.last_step = self.shadowed.step if self.shadowed is not None else 0
             self.session.hand_over(self._part.target)
@@ -285,7 +285,7 @@ class HostedStates(OwnedStates):
     def wait_for_update(self) -> None:
         """Wait until the service has done what was begun, and is not the last of a step."""
         if self.count:
-            self.session.wait_for_step(self._part)
+            self.session.state_host.wait_for_step(self._part)
 
     def take_parameters(self, participates: Sequence[bool], mover: Mover) -> None:
         """Wait for the parameters, and write them where they belong. ``mover``: of their device. On CUDA, the copies

@@ -1,0 +1,162 @@
+"""The states of hosted optimizers, as a rank beside a communication service sees them: see StateHost."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from byteps_py import rank_protocol as protocol
+from byteps_py.errors import from_name
+from byteps_py.kernels.step_segments import StepSegment
+from byteps_py.kernels.update_rules import StepKind
+from byteps_py.session.service.channel_session import ChannelSession
+from byteps_py.session.slot import Slot
+from byteps_py.session.state_host import HostedPart, ShadowedStep, StateHost
+from byteps_py.wire import MAX_PIECES_BYTES
+
+#: Takes a message of the service, and removes descriptors that are kept from the list. The session's lock is held.
+MessageHandler = Callable[[Any, list[int]], None]
+
+
+class RemoteStateHost(StateHost):
+    """``session``: whose states; ``view``: its memory at a place. ``handlers``: of the service's messages about
+    them."""
+
+    max_record_bytes = MAX_PIECES_BYTES - 64  # the service adds numbers
+    paced_bytes = protocol.PACED_BYTES
+
+    def __init__(self, session: ChannelSession, view: Callable[[protocol.Place, int], memoryview]) -> None:
+        self._session, self._view = session, view
+        self._asked: dict[int, HostedPart] = {}  # by request
+        self._norms: dict[int, float] = {}  # by request
+        self._parts: set[int] = set()  # states that are kept
+        self._released: deque[int] = deque()
+        self._run, self._held, self._refused = 0, (0, False), 0
+        self._recording: set[tuple[int, int]] = set()  # run and step of large records that no server has yet
+        self.handlers: Mapping[type, MessageHandler] = {
+            protocol.StatesKept: self._states_kept,
+            protocol.NormMeasured: self._norm_measured,
+            protocol.StepsHeld: self._steps_held,
+            protocol.RecordTaken: self._record_taken,
+        }
+
+    def host(
+        self, kind: StepKind, source: Slot, target: Slot, before: HostedPart | None = None, run: int = 0
+    ) -> HostedPart:
+        session = self._session
+        self.tell_released()
+        request = session.next_request()
+        part = HostedPart(kind, source, target)
+        with session.state:
+            self._asked[request] = part
+        if run != self._run:
+            self._run, self._held, self._refused = run, (0, False), 0
+        before_id = before.id if before is not None else 0
+        session.tell(protocol.KeepStates(request, kind.code, source.id, target.id, before_id, run))
+        session.wait_until(
+            lambda: request not in self._asked or source.error is not None or target.error is not None,
+            session.time_limit(None),
+            lambda: f"the states of {source.spec.name!r}: not all ranks have declared it",
+        )
+        session.check_open()
+        for error in (source.error, target.error, part.error):
+            if error is not None:
+                raise error.with_traceback(None)
+        return part
+
+    def begin_step(
+        self,
+        part: HostedPart,
+        segments: Sequence[StepSegment],
+        is_last: bool = True,
+        shadowed: ShadowedStep | None = None,
+    ) -> None:
+        made = ShadowedStep(0, 0, 0) if shadowed is None else shadowed
+        numbers = tuple(
+            protocol.SegmentNumbers(each.elements.start, each.elements.stop, tuple(each.scalars)) for each in segments
+        )
+        self._session.tell(
+            protocol.BeginStep(part.id, part.source.round, is_last, made.step, made.durable, made.is_whole, numbers)
+        )
+
+    def record_step(self, shadowed: ShadowedStep, common: bytes, attached: bytes) -> None:
+        session = self._session
+        if len(attached) >= self.paced_bytes:
+            session.wait_until(
+                lambda: not self._recording,
+                session.time_limit(None),
+                lambda: "no server has taken what this rank attached to the step before",
+            )
+            with session.state:
+                self._recording.add((shadowed.run, shadowed.step))
+        begin = protocol.BeginRecord(
+            shadowed.run, shadowed.step, shadowed.durable, shadowed.is_whole, len(common), len(attached)
+        )
+        for message in protocol.record_messages(begin, common, attached):
+            session.tell(message)
+
+    @property
+    def held(self) -> tuple[int, bool]:
+        self._session.read_what_is_there()
+        return self._held
+
+    @property
+    def refused_step(self) -> int:
+        return self._refused
+
+    def wait_for_step(self, part: HostedPart, timeout_s: float | None = None) -> None:
+        self.square_sum(part, (), timeout_s)  # there are sums again
+
+    def skip_step(self, source: Slot) -> None:
+        self._session.tell(protocol.SkipStep(source.id, source.round))
+
+    def square_sum(self, part: HostedPart, ranges: Sequence[range], timeout_s: float | None = None) -> float:
+        session, source = self._session, part.source
+        request = session.next_request()
+        session.tell(protocol.MeasureNorm(request, part.id, tuple((each.start, each.stop) for each in ranges)))
+        session.wait_until(
+            lambda: request in self._norms or source.error is not None,
+            session.time_limit(timeout_s),
+            lambda: f"tensor {source.spec.name!r}, round {source.round}: no sum",
+        )
+        session.check_open()
+        if source.error is not None:
+            raise source.error.with_traceback(None)
+        with session.state:
+            return self._norms.pop(request)
+
+    def release_part(self, part: HostedPart) -> None:
+        self._released.append(part.id)  # told by the next ``host``: a garbage collection may call this anywhere
+
+    def tell_released(self) -> None:
+        """Tell the service which states are needed no more."""
+        while self._released:
+            part_id = self._released.popleft()
+            with self._session.state:
+                is_known = part_id in self._parts
+                self._parts.discard(part_id)
+            if is_known:
+                self._session.tell(protocol.DropStates(part_id))
+
+    # ---- messages of the service -------------------------------------------------------------------------
+
+    def _states_kept(self, message: protocol.StatesKept, fds: list[int]) -> None:
+        part = self._asked.pop(message.request)
+        part.id = message.id
+        self._parts.add(part.id)
+        nbytes = message.count * part.kind.state_itemsize
+        part.states = tuple(self._view(place, nbytes) for place in message.states)
+        part.owners = message.owners
+        if message.error:
+            part.error = from_name(message.error, message.message)
+
+    def _norm_measured(self, message: protocol.NormMeasured, fds: list[int]) -> None:
+        self._norms[message.request] = message.sum
+
+    def _steps_held(self, message: protocol.StepsHeld, fds: list[int]) -> None:
+        self._held = max(self._held, (message.step, message.is_whole))
+        self._refused = max(self._refused, message.refused)
+
+    def _record_taken(self, message: protocol.RecordTaken, fds: list[int]) -> None:
+        self._recording.discard((message.run, message.step))
