@@ -54,15 +54,9 @@ __all__ = [
 
 
 def push_pull_async(
-    tensor: torch.Tensor,
-    average: bool = True,
-    name: str | None = None,
-    version: int = 0,
-    priority: int = 0,
-    *,
-    op: ReduceOp | None = None,
-    compression: type[Compressor] = Compression.none,
-) -> int:
+    tensor: torch.Tensor, average: bool = True, name: str | None = None, version: int = 0, priority: int = 0, *,
+    op: ReduceOp | None = None, compression: type[Compressor] = Compression.none,
+) -> int:  # fmt: skip
     """Begin to reduce ``tensor`` over all ranks. ``synchronize(handle)`` returns the result, a new tensor.
 
     tensor: dense, on cpu or cuda, of dtype float16, bfloat16, float32, float64, int8, int16, int32, int64 or uint8; the
@@ -79,15 +73,9 @@ def push_pull_async(
 
 
 def push_pull_async_inplace(
-    tensor: torch.Tensor,
-    average: bool = True,
-    name: str | None = None,
-    version: int = 0,
-    priority: int = 0,
-    *,
-    op: ReduceOp | None = None,
-    compression: type[Compressor] = Compression.none,
-) -> int:
+    tensor: torch.Tensor, average: bool = True, name: str | None = None, version: int = 0, priority: int = 0, *,
+    op: ReduceOp | None = None, compression: type[Compressor] = Compression.none,
+) -> int:  # fmt: skip
     """Like push_pull_async, but ``synchronize`` writes the result into ``tensor``."""
     options = ReductionOptions(which_op(average, op), compression=compression, priority=priority)
     return start_reduction([tensor], [tensor], name, options)
@@ -97,15 +85,9 @@ byteps_push_pull = push_pull_async_inplace
 
 
 def push_pull_inplace(
-    tensor: torch.Tensor,
-    average: bool = True,
-    name: str | None = None,
-    version: int = 0,
-    priority: int = 0,
-    *,
-    op: ReduceOp | None = None,
-    compression: type[Compressor] = Compression.none,
-) -> torch.Tensor:
+    tensor: torch.Tensor, average: bool = True, name: str | None = None, version: int = 0, priority: int = 0, *,
+    op: ReduceOp | None = None, compression: type[Compressor] = Compression.none,
+) -> torch.Tensor:  # fmt: skip
     """Reduce ``tensor`` over all ranks in place, and return it. See push_pull_async for the arguments."""
     options = ReductionOptions(which_op(average, op), compression=compression, priority=priority)
     handle = start_reduction([tensor], [tensor], name, options, is_awaited=True)
@@ -114,15 +96,9 @@ def push_pull_inplace(
 
 
 def push_pull(
-    tensor: torch.Tensor,
-    average: bool = True,
-    name: str | None = None,
-    version: int = 0,
-    priority: int = 0,
-    compression: type[Compressor] = Compression.none,
-    *,
-    op: ReduceOp | None = None,
-) -> torch.Tensor:
+    tensor: torch.Tensor, average: bool = True, name: str | None = None, version: int = 0, priority: int = 0,
+    compression: type[Compressor] = Compression.none, *, op: ReduceOp | None = None,
+) -> torch.Tensor:  # fmt: skip
     """The reduction of ``tensor`` over all ranks, a new tensor. Differentiable for Sum and Average.
 
     See push_pull_async for the arguments. Any thread may call it. Raises NotInitializedError, UsageError (a
@@ -143,42 +119,27 @@ def push_pull(
 
 
 def allreduce_async(
-    tensor: torch.Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: ReduceOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> int:
+    tensor: torch.Tensor, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None,
+    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+) -> int:  # fmt: skip
     """Begin to reduce ``tensor``. ``synchronize(handle)`` returns the result, a new tensor. See allreduce."""
     options = _options_of(op, average, prescale_factor, postscale_factor, process_set)
     return start_reduction([tensor], None, name, options)
 
 
 def allreduce_async_(
-    tensor: torch.Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: ReduceOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> int:
+    tensor: torch.Tensor, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None,
+    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+) -> int:  # fmt: skip
     """Like allreduce_async, but ``synchronize`` writes the result into ``tensor``. See allreduce."""
     options = _options_of(op, average, prescale_factor, postscale_factor, process_set)
     return start_reduction([tensor], [tensor], name, options)
 
 
 def allreduce_(
-    tensor: torch.Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: ReduceOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> torch.Tensor:
+    tensor: torch.Tensor, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None,
+    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:  # fmt: skip
     """Reduce ``tensor`` in place, and return it. See allreduce."""
     options = _options_of(op, average, prescale_factor, postscale_factor, process_set)
     result: torch.Tensor = result_of(start_reduction([tensor], [tensor], name, options, is_awaited=True))
@@ -186,15 +147,10 @@ def allreduce_(
 
 
 def allreduce(
-    tensor: torch.Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    compression: Any = Compression.none,
-    op: ReduceOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
+    tensor: torch.Tensor, average: bool | None = None, name: str | None = None, compression: Any = Compression.none,
+    op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """The reduction of ``tensor`` over all ranks, a new tensor. Differentiable for Sum, Average and Adasum.
 
     tensor: dense, on cpu or cuda, of dtype float16, bfloat16, float32, float64, int8, int16, int32, int64 or uint8;
@@ -220,42 +176,27 @@ def allreduce(
 
 
 def grouped_allreduce_async(
-    tensors: Sequence[torch.Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    op: ReduceOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> int:
+    tensors: Sequence[torch.Tensor], average: bool | None = None, name: str | None = None, op: ReduceOp | None = None,
+    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+) -> int:  # fmt: skip
     """Begin to reduce each of ``tensors`` as one operation. ``synchronize(handle)`` returns a tuple of new tensors."""
     options = _options_of(op, average, prescale_factor, postscale_factor, process_set, is_group=True)
     return start_reduction(tensor_list(tensors), None, name, options)
 
 
 def grouped_allreduce_async_(
-    tensors: Sequence[torch.Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    op: ReduceOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> int:
+    tensors: Sequence[torch.Tensor], average: bool | None = None, name: str | None = None, op: ReduceOp | None = None,
+    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+) -> int:  # fmt: skip
     """Like grouped_allreduce_async, but ``synchronize`` writes the results into ``tensors``."""
     options = _options_of(op, average, prescale_factor, postscale_factor, process_set, is_group=True)
     return start_reduction(tensor_list(tensors), tensor_list(tensors), name, options)
 
 
 def grouped_allreduce_(
-    tensors: Sequence[torch.Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    op: ReduceOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> tuple[torch.Tensor, ...]:
+    tensors: Sequence[torch.Tensor], average: bool | None = None, name: str | None = None, op: ReduceOp | None = None,
+    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """Reduce each of ``tensors`` in place as one operation, and return them in a tuple. See allreduce."""
     handle = grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor, process_set)
     result: tuple[torch.Tensor, ...] = result_of(handle)
@@ -263,15 +204,10 @@ def grouped_allreduce_(
 
 
 def grouped_allreduce(
-    tensors: Sequence[torch.Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    compression: Any = Compression.none,
-    op: ReduceOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> list[torch.Tensor]:
+    tensors: Sequence[torch.Tensor], average: bool | None = None, name: str | None = None,
+    compression: Any = Compression.none, op: ReduceOp | None = None, prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+) -> list[torch.Tensor]:  # fmt: skip
     """The reductions of ``tensors``, as one operation, in a list of new tensors. See allreduce."""
     options = _options_of(op, average, prescale_factor, postscale_factor, process_set, is_group=True)
     return compressed(compression, tensor_list(tensors), lambda given: reduce(given, name, options))
@@ -328,13 +264,9 @@ def sparse_allreduce_async(
 
 
 def _options_of(
-    op: ReduceOp | None,
-    average: bool | None,
-    before: float,
-    after: float,
-    process_set: ProcessSet,
+    op: ReduceOp | None, average: bool | None, before: float, after: float, process_set: ProcessSet,
     is_group: bool = False,
-) -> ReductionOptions:
+) -> ReductionOptions:  # fmt: skip
     which = which_allreduce_op(op, average)
     return ReductionOptions(which, "allreduce", group_of(process_set), is_group, float(before), float(after))
 

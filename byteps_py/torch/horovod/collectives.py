@@ -186,13 +186,9 @@ def alltoall(
 
 
 def reducescatter_async(
-    tensor: torch.Tensor,
-    name: str | None = None,
-    op: ReduceOp = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> int:
+    tensor: torch.Tensor, name: str | None = None, op: ReduceOp = Average,
+    process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+) -> int:  # fmt: skip
     """Begin to reduce ``tensor`` and scatter its rows. ``synchronize(handle)`` returns this rank's rows, a new tensor.
     See reducescatter."""
     options = _options_of(op, process_set, prescale_factor, postscale_factor, [tensor], name)
@@ -200,14 +196,9 @@ def reducescatter_async(
 
 
 def reducescatter(
-    tensor: torch.Tensor,
-    name: str | None = None,
-    compression: Any = Compression.none,
-    op: ReduceOp = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> torch.Tensor:
+    tensor: torch.Tensor, name: str | None = None, compression: Any = Compression.none, op: ReduceOp = Average,
+    process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+) -> torch.Tensor:  # fmt: skip
     """This rank's rows of the reduction of ``tensor``, a new tensor. Differentiable: gradients are gathered.
 
     tensor: dense, on cpu or cuda, of dtype float16, bfloat16, float32, float64, int8, int16, int32, int64 or uint8, of
@@ -230,41 +221,28 @@ def reducescatter(
 
 
 def grouped_reducescatter_async(
-    tensors: Sequence[torch.Tensor],
-    name: str | None = None,
-    op: ReduceOp = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> int:
+    tensors: Sequence[torch.Tensor], name: str | None = None, op: ReduceOp = Average,
+    process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+) -> int:  # fmt: skip
     """Begin the reducescatter of each of ``tensors`` as one operation. ``synchronize`` returns a tuple of tensors."""
     options = _options_of(op, process_set, prescale_factor, postscale_factor, tensor_list(tensors), name, is_group=True)
     return start_reduction(list(tensors), None, name, options)
 
 
 def grouped_reducescatter(
-    tensors: Sequence[torch.Tensor],
-    name: str | None = None,
-    compression: Any = Compression.none,
-    op: ReduceOp = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
+    tensors: Sequence[torch.Tensor], name: str | None = None, compression: Any = Compression.none,
+    op: ReduceOp = Average, process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> list[torch.Tensor]:
+) -> list[torch.Tensor]:  # fmt: skip
     """This rank's rows of the reduction of each of ``tensors``, in a list. Differentiable; see reducescatter."""
     options = _options_of(op, process_set, prescale_factor, postscale_factor, tensor_list(tensors), name, is_group=True)
     return compressed(compression, tensors, lambda given: reduce_scatter(given, name, options, process_set))
 
 
 def _options_of(
-    op: ReduceOp,
-    process_set: ProcessSet,
-    before: float,
-    after: float,
-    tensors: Sequence[torch.Tensor],
-    name: str | None,
-    is_group: bool = False,
-) -> ReductionOptions:
+    op: ReduceOp, process_set: ProcessSet, before: float, after: float, tensors: Sequence[torch.Tensor],
+    name: str | None, is_group: bool = False,
+) -> ReductionOptions:  # fmt: skip
     if op not in (Average, Sum):
         raise UnsupportedError(f"reducescatter takes op=Average or op=Sum, got {op!r}")
     if any(tensor.dim() == 0 for tensor in tensors):

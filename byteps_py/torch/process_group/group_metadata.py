@@ -58,19 +58,13 @@ class GroupMetadata(_Group):
     def name(self) -> str:
         return NAME
 
-    def getBackendName(self) -> str:
-        return NAME
-
-    def _get_backend_name(self) -> str:
-        return NAME
-
-    @property
-    def pg_name(self) -> str:
-        return self._name
+    getBackendName = _get_backend_name = name  # noqa: N815
 
     @property
     def group_name(self) -> str:
         return self._name
+
+    pg_name = group_name
 
     @property
     def group_desc(self) -> str:
@@ -82,17 +76,13 @@ class GroupMetadata(_Group):
     def _set_group_desc(self, desc: str) -> None:
         self._description = desc
 
-    def setGroupName(self, name: str) -> None:
-        self._set_group_name(name)
-
     def getGroupName(self) -> str:
         return self._name
 
-    def setGroupDesc(self, desc: str) -> None:
-        self._set_group_desc(desc)
-
     def getGroupDesc(self) -> str:
         return self._description
+
+    setGroupName, setGroupDesc = _set_group_name, _set_group_desc  # noqa: N815
 
     # ---- the backend -----------------------------------------------------------------------------------
 
