@@ -1,12 +1,10 @@
 """Saves a model in parts and its optimizer, so that ranks in another layout can go on: other numbers of tensor-parallel
 ranks, other stages and schedules of a pipeline, with FSDP2 or without, and other numbers of ranks.
 
-    saving, loading       the functions
-    contents              what a rank saves of its model
-    optimizer_states      and of its optimizer, of whatever kind
+    saving, loading       the functions; saves in the background
+    contents              what a rank saves of its model, and of its optimizer, of whatever kind
     stored_pieces         which pieces of a checkpoint a rank reads, and where they go
     copies                whether ranks that should have equal parameters do
-    handle                the end of a save in the background
     ranks                 all ranks go on, or all raise the same error
 
 The files are those of byteps_py/checkpoint_files.py: a manifest with checksums, renamed last.
@@ -25,8 +23,8 @@ from typing import TYPE_CHECKING
 from byteps_py.lazy_imports import import_lazily
 
 if TYPE_CHECKING:
-    from byteps_py.parallel.checkpoint.handle import SaveHandle as SaveHandle
     from byteps_py.parallel.checkpoint.loading import load as load
+    from byteps_py.parallel.checkpoint.saving import SaveHandle as SaveHandle
     from byteps_py.parallel.checkpoint.saving import save as save
 
 import_lazily(__name__)

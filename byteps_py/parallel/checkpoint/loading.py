@@ -25,10 +25,9 @@ from torch.distributed.tensor import DTensor
 from byteps_py.checkpoint_files import METADATA, CheckpointFiles, Manifest
 from byteps_py.errors import BytePSError, CheckpointError, UsageError
 from byteps_py.log import logger
-from byteps_py.parallel.checkpoint.contents import MODEL, OPTIMIZER, ModelContents
-from byteps_py.parallel.checkpoint.handle import finish_earlier
-from byteps_py.parallel.checkpoint.optimizer_states import OptimizerStates, States
+from byteps_py.parallel.checkpoint.contents import MODEL, OPTIMIZER, ModelContents, OptimizerStates, States, contents_of
 from byteps_py.parallel.checkpoint.ranks import Ranks
+from byteps_py.parallel.checkpoint.saving import finish_earlier
 from byteps_py.parallel.checkpoint.stored_pieces import StoredNames, StoredPiece, bare
 from byteps_py.parallel.pipe.pipeline import Pipeline
 
@@ -102,15 +101,13 @@ class _Found:
 def _parts_of(
     model: nn.Module | Pipeline, optimizer: torch.optim.Optimizer | None, ranks: Ranks, found: _Found
 ) -> tuple[ModelContents, OptimizerStates | None]:
-    contents = ModelContents.of(model)
-    if optimizer is None:
-        return contents, None
-    states = OptimizerStates(optimizer, contents)
-    states.check_ranks(ranks)
+    contents, states = contents_of(model, optimizer, ranks)
     manifest = found.manifest
-    if manifest is not None and manifest.optimizer is None:
+    if manifest is None or states is None:
+        return contents, states
+    if manifest.optimizer is None:
         raise UsageError(f"{found.files.path}: no optimizer was saved there: load the model without one")
-    if manifest is not None and manifest.optimizer and not set(manifest.optimizer) & set(states.family):
+    if manifest.optimizer and not set(manifest.optimizer) & set(states.family):
         raise UsageError(
             f"{found.files.path}: the states are of {manifest.optimizer[0]}, and the optimizer here is "
             f"{states.family[0]}. Load into such an optimizer, or load the model without one"

@@ -1,5 +1,9 @@
-"""``save``: all ranks plan together, each writes what it has, and the first completes the checkpoint. One thread, and
-one of its own for a save in the background."""
+"""``save``: all ranks plan together, each writes what it has, and the first completes the checkpoint.
+
+In the background, a thread writes this rank's files, and then says so in a file; that of the first rank completes the
+checkpoint when all have. So ranks meet in the folder, not in a collective, which would get between those of the
+training. The thread is waited for when the program ends.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,8 @@ import os
 import pickle
 import secrets
 import shutil
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,12 +29,10 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from byteps_py.checkpoint_files import CheckpointFiles, FileSum
-from byteps_py.errors import CheckpointError
+from byteps_py.errors import CheckpointError, StallError
 from byteps_py.log import logger
-from byteps_py.parallel.checkpoint.contents import MODEL, ModelContents
+from byteps_py.parallel.checkpoint.contents import MODEL, ModelContents, OptimizerStates, contents_of
 from byteps_py.parallel.checkpoint.copies import check_saved
-from byteps_py.parallel.checkpoint.handle import SaveHandle, SaveWork, finish_earlier, under_way
-from byteps_py.parallel.checkpoint.optimizer_states import OptimizerStates
 from byteps_py.parallel.checkpoint.ranks import Ranks
 from byteps_py.parallel.pipe.pipeline import Pipeline
 from byteps_py.wording import bytes_text
@@ -68,7 +72,7 @@ def save(
     folder = Path(path).absolute()
     finish_earlier(folder)
     files = CheckpointFiles(path, ranks.from_first(secrets.token_hex(8)))
-    contents, states = ranks.together(lambda: _found(model, optimizer, ranks))
+    contents, states = ranks.together(lambda: contents_of(model, optimizer, ranks))
     if states is not None:
         states.finish()
     if (text := check_saved(ranks, contents)) is not None and ranks.rank == 0:
@@ -76,7 +80,7 @@ def save(
     entries = ranks.together(lambda: _entries(contents, states))
     plan, planner, metadata = _planned(ranks, files, entries, {MODEL + name for name in contents.buffers})
     family = states.family if states is not None else None
-    work = _Writing(ranks, files, plan, planner, metadata, family)
+    work = SaveWork(ranks, files, plan, planner, metadata, family)
     if asynchronous:
         ranks.together(work.stage)
         return SaveHandle.start(folder, ranks, work)
@@ -88,17 +92,6 @@ def save(
         files.discard()
         raise
     return SaveHandle.done_already()
-
-
-def _found(
-    model: nn.Module | Pipeline, optimizer: torch.optim.Optimizer | None, ranks: Ranks
-) -> tuple[ModelContents, OptimizerStates | None]:
-    contents = ModelContents.of(model)
-    if optimizer is None:
-        return contents, None
-    states = OptimizerStates(optimizer, contents)
-    states.check_ranks(ranks)
-    return contents, states
 
 
 def _entries(contents: ModelContents, states: OptimizerStates | None) -> dict[str, Any]:
@@ -173,7 +166,7 @@ class _StagedPlanner(DefaultSavePlanner):
         return self._staged[write_item.index]
 
 
-class _Writing(SaveWork):
+class SaveWork:
     """What this rank writes. ``metadata``: on the first rank."""
 
     def __init__(
@@ -222,3 +215,124 @@ class _Writing(SaveWork):
         metadata.storage_meta = FileSystemWriter(self.files.path).storage_meta()
         sums = {name: each for _, files in parts for name, each in files.items()}
         self.files.commit(pickle.dumps(metadata), sums, self._family)
+
+
+# ---- in the background ---------------------------------------------------------------------------------------------
+
+
+#: The first rank gives up if no rank has written a byte for so long.
+_STALL_S = 300.0
+_LOOK_S = 0.05
+
+
+class SaveHandle:
+    """Of ``save(…, asynchronous=True)``. All ranks call ``result()``.
+
+    >>> SaveHandle.done_already().done()
+    True
+    """
+
+    def __init__(self, folder: Path | None = None, ranks: Ranks | None = None) -> None:
+        self._folder, self._ranks = folder, ranks
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self.save_id = ""
+
+    @classmethod
+    def done_already(cls) -> SaveHandle:
+        """Of a save that has ended."""
+        return cls()
+
+    @classmethod
+    def start(cls, folder: Path, ranks: Ranks, work: SaveWork) -> SaveHandle:
+        """Begin to write."""
+        handle = cls(folder, ranks)
+        handle.save_id = work.files.save_id
+        handle._thread = threading.Thread(target=handle._run, args=(work,), name="byteps-checkpoint")
+        _UNDER_WAY[folder] = handle
+        handle._thread.start()
+        return handle
+
+    def done(self) -> bool:
+        """Whether this rank has done its part; on the first rank: whether the checkpoint is complete."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def result(self, timeout: float | None = None) -> None:
+        """Wait until the checkpoint is complete. All ranks call it. Raises CheckpointError on all ranks if one of them
+        could not write; StallError after ``timeout`` seconds on this rank (default: while ranks write)."""
+        ranks, thread = self._ranks, self._thread
+        if ranks is None or thread is None:
+            return
+        thread.join(timeout)
+        late = StallError(f"the checkpoint {self._folder} is not complete after {timeout:g} s") if timeout else None
+        ranks.agree(late if thread.is_alive() else None)
+        self._ranks = None
+        if self._folder is not None and _UNDER_WAY.get(self._folder) is self:
+            del _UNDER_WAY[self._folder]
+        ranks.agree(self._error)
+
+    def _run(self, work: SaveWork) -> None:
+        files, ranks = work.files, self._ranks
+        if ranks is None:
+            return
+        try:
+            try:
+                part = work.write()
+            except Exception as error:
+                if ranks.size > 1:
+                    files.write_part(ranks.rank, str(error))
+                raise
+            if ranks.size > 1:
+                files.write_part(ranks.rank, (part,))
+            if ranks.rank == 0:
+                work.complete([part] if ranks.size == 1 else _parts(files, ranks))
+                for rank in range(ranks.size):
+                    (files.path / f".part-{files.save_id}-{rank}").unlink(missing_ok=True)
+        except Exception as error:  # result() raises it
+            self._error = error
+            logger.warning("a checkpoint in the background has failed: %s", error)
+            if ranks.rank == 0:
+                files.discard()
+
+
+def _parts(files: CheckpointFiles, ranks: Ranks) -> list[Any]:
+    """What each rank has written, once all have. Raises CheckpointError."""
+    found: dict[int, Any] = {}
+    grown, since_s = -1, time.monotonic()
+    while len(found) < ranks.size:
+        for rank in set(range(ranks.size)) - set(found):
+            part = files.read_part(rank)
+            if isinstance(part, str):
+                raise CheckpointError(f"rank {ranks.names[rank]}: {part}")
+            if part is not None:
+                found[rank] = part[0]
+        written = files.written_bytes()
+        if written != grown:
+            grown, since_s = written, time.monotonic()
+        if time.monotonic() - since_s > _STALL_S:
+            missing = min(set(range(ranks.size)) - set(found))
+            raise CheckpointError(
+                f"{files.path}: rank {ranks.names[missing]} has not written its part of the checkpoint, and nothing "
+                f"has come for {_STALL_S:g} s. Does it reach the same folder?"
+            )
+        time.sleep(_LOOK_S)
+    return [found[rank] for rank in range(ranks.size)]
+
+
+_UNDER_WAY: dict[Path, SaveHandle] = {}
+
+
+def under_way(folder: Path) -> list[str]:
+    """The saves in the background to a folder."""
+    return [handle.save_id for path, handle in _UNDER_WAY.items() if path == folder]
+
+
+def finish_earlier(folder: Path) -> None:
+    """Wait for a save in the background to the same folder. All ranks call it. Its error is a warning: a save or load
+    that comes after it has its own."""
+    handle = _UNDER_WAY.get(folder)
+    if handle is not None:
+        try:
+            handle.result()
+        except CheckpointError as error:
+            logger.warning("the save before this one has failed: %s", error)
