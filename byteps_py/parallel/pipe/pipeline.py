@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,7 +26,7 @@ from byteps_py.parallel.pipe.groups import (
 )
 from byteps_py.parallel.pipe.plan import PipelinePlan, StagesFunction, agree, make_plan
 from byteps_py.parallel.pipe.program import Action, ActionKind, Program, WeightRule
-from byteps_py.parallel.pipe.program_runner import ChannelKey, ProgramRunner
+from byteps_py.parallel.pipe.program_runner import ProgramRunner, new_channels
 from byteps_py.parallel.pipe.simulator import SyncMode
 from byteps_py.parallel.pipe.skips import MAIN
 from byteps_py.parallel.pipe.stage_runner import StageRunner
@@ -35,15 +34,12 @@ from byteps_py.parallel.pipe.step_data import (
     ComputedInputs,
     Losses,
     LossFunction,
-    MicroBatches,
     Outcome,
     StepData,
     parts_of,
 )
 from byteps_py.parallel.pipe.torch_schedules import TorchSchedule
-from byteps_py.parallel.pipe.transfers import Ends, ReceivingChannel, SendingChannel
-from byteps_py.parallel.pipe.trees import flatten
-from byteps_py.parallel.pipe.weight_versions import EndlessActions, StaleSteps, WeightVersions
+from byteps_py.parallel.pipe.weight_versions import StaleSteps
 from byteps_py.parallel.tensor.plan import sharded_parameters, tensor_parallel_group
 from byteps_py.parallel.tensor.shard import Shard
 from byteps_py.torch.collectives import parameter_owners
@@ -128,7 +124,10 @@ class Pipeline:
         if plan.is_torchs:
             self._torch = TorchSchedule(plan.program, self.stages, self._device, self._workers)
         self._float32_gradients = float32_gradients
-        self._stale = self._new_stale_steps() if plan.program.rule is not WeightRule.SYNCHRONOUS else None
+        self._stale: StaleSteps | None = None
+        if plan.program.rule is not WeightRule.SYNCHRONOUS:
+            ((stage, module),) = self.stages.items()
+            self._stale = StaleSteps.of(plan.program, layout.worker, stage, module, self._replicas.get(stage))
         self._plan = plan.of_worker(layout.worker)
         parameter_owners.announce_pipeline(self, self.parameters())
         self._skip_together()
@@ -299,7 +298,6 @@ class Pipeline:
     def _pass_all(self, inputs: Any, targets: Any, losses: Losses) -> Outcome:
         """Forward and backward passes of a batch."""
         if self._torch is not None:
-            self._check_for_torch(inputs, targets)
             self._torch.run(inputs, targets, losses)
             data = StepData()
         else:
@@ -387,15 +385,6 @@ class Pipeline:
         data.inputs = dict(zip(data.inputs, parts, strict=True))
         return computed
 
-    def _check_for_torch(self, inputs: Any, targets: Any) -> None:
-        of_torch = f"{self.program.name} is torch's schedule"
-        if isinstance(inputs, MicroBatches) or isinstance(targets, MicroBatches):
-            raise UsageError(f"{of_torch}: it cuts the batch itself, and takes no MicroBatches")
-        if any(tensor.requires_grad for tensor in flatten(inputs)[0]):
-            raise UsageError(
-                f"{of_torch}: its inputs can't require gradients; detach() them, or choose another schedule"
-            )
-
     def _input_parts(self, inputs: Any) -> list[Any]:
         """The parts of the first stage's inputs. Raises UsageError."""
         return parts_of(inputs, self.program.micro_batches, self.program.parts_of_micro_batch, "inputs")
@@ -431,23 +420,8 @@ class Pipeline:
         for pipe, stage in own:
             outgoing = [one.name for one in self._connections if one.source == stage and one.name != MAIN]
             stages[pipe, stage] = StageRunner(self.stages[stage], outgoing, self._plan.recompute, stage == 0)
-        sending: dict[ChannelKey, SendingChannel] = {}
-        receiving: dict[ChannelKey, ReceivingChannel] = {}
-        worker = self._layout.worker
-        keys = itertools.product(enumerate(self.program.holders), self._connections, (False, True))
-        for tag, ((pipe, holders), connection, is_gradient) in enumerate(keys):
-            source, target = holders[connection.source], holders[connection.target]
-            if is_gradient:
-                source, target = target, source
-            if source == target or worker not in (source, target):
-                continue
-            other = self._layout.rank_of(target if worker == source else source)
-            ends = Ends(other, tag, self._workers, self._device, copies=self.program.rule is not WeightRule.SYNCHRONOUS)
-            if worker == source:
-                sending[pipe, connection, is_gradient] = SendingChannel(ends)
-            else:
-                receiving[pipe, connection, is_gradient] = ReceivingChannel(ends)
-        return ProgramRunner(stages, self._connections, sending, receiving, self.program.stages - 1)
+        channels = new_channels(self.program, self._connections, self._layout, self._workers, self._device)
+        return ProgramRunner(stages, self._connections, *channels, self.program.stages - 1)
 
     def _replicated(
         self,
@@ -479,11 +453,3 @@ class Pipeline:
                 )
                 tied[-1].broadcast(self._layout.rank_of_first(workers))
         return replicas, tied, first_holder
-
-    def _new_stale_steps(self) -> StaleSteps:
-        program, worker = self.program, self._layout.worker
-        batch = 1 if program.rule is WeightRule.STASHED else program.micro_batches
-        ((stage, module),) = self.stages.items()
-        versions = WeightVersions(module, program.rule, batch)
-        endless = EndlessActions(stage, self._layout.workers - worker)
-        return StaleSteps(self._layout.workers, endless, versions, self._replicas.get(stage))

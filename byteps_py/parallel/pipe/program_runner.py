@@ -10,17 +10,20 @@ step together. One thread.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from byteps_py.errors import UsageError
-from byteps_py.parallel.pipe.program import Action, ActionKind
+from byteps_py.parallel.pipe.groups import PipelineLayout
+from byteps_py.parallel.pipe.program import Action, ActionKind, Program, WeightRule
 from byteps_py.parallel.pipe.skips import MAIN, Connection
 from byteps_py.parallel.pipe.stage_runner import Apply, StageRunner, Values, call, copied
 from byteps_py.parallel.pipe.step_data import StepData
-from byteps_py.parallel.pipe.transfers import FAILED, ReceivingChannel, SendingChannel, ValueSent, WorkerFailed
+from byteps_py.parallel.pipe.transfers import FAILED, Ends, ReceivingChannel, SendingChannel, ValueSent, WorkerFailed
 from byteps_py.parallel.pipe.trees import flatten
 
 #: Actions whose receives are posted while an earlier one computes.
@@ -31,6 +34,32 @@ ApplyFor = Callable[[int], Apply]
 Place = tuple[int, int]  # (pipe, stage)
 #: (pipe, connection, whether it is for gradients)
 ChannelKey = tuple[int, Connection, bool]
+
+
+def new_channels(
+    program: Program,
+    connections: Sequence[Connection],
+    layout: PipelineLayout,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> tuple[dict[ChannelKey, SendingChannel], dict[ChannelKey, ReceivingChannel]]:
+    """This worker's channels to and from other workers, which are the ranks of ``group``."""
+    sending: dict[ChannelKey, SendingChannel] = {}
+    receiving: dict[ChannelKey, ReceivingChannel] = {}
+    keys = itertools.product(enumerate(program.holders), connections, (False, True))
+    for tag, ((pipe, holders), connection, is_gradient) in enumerate(keys):
+        source, target = holders[connection.source], holders[connection.target]
+        if is_gradient:
+            source, target = target, source
+        if source == target or layout.worker not in (source, target):
+            continue
+        other = layout.rank_of(target if layout.worker == source else source)
+        ends = Ends(other, tag, group, device, copies=program.rule is not WeightRule.SYNCHRONOUS)
+        if layout.worker == source:
+            sending[pipe, connection, is_gradient] = SendingChannel(ends)
+        else:
+            receiving[pipe, connection, is_gradient] = ReceivingChannel(ends)
+    return sending, receiving
 
 
 class ProgramRunner:

@@ -22,7 +22,8 @@ from torch.distributed.pipelining import (
 
 from byteps_py.errors import UsageError
 from byteps_py.parallel.pipe.program import Program
-from byteps_py.parallel.pipe.step_data import Losses
+from byteps_py.parallel.pipe.step_data import Losses, MicroBatches
+from byteps_py.parallel.pipe.trees import flatten
 
 _CLASSES: Mapping[str, Any] = {
     "zero-bubble": ScheduleInterleavedZeroBubble,
@@ -49,6 +50,7 @@ class TorchSchedule:
     def __init__(
         self, program: Program, stages: Mapping[int, nn.Module], device: torch.device, group: dist.ProcessGroup
     ) -> None:
+        self._name = program.name
         self._losses: Losses | None = None
         self._is_first, self._is_last = 0 in stages, program.stages - 1 in stages
         of_torch = [
@@ -59,7 +61,14 @@ class TorchSchedule:
 
     def run(self, inputs: Any, targets: Any, losses: Losses) -> None:
         """Forward and backward passes of a step. ``inputs``: a tensor, or a tuple of the first stage's arguments.
-        Raises torch's errors."""
+        Raises UsageError for inputs that torch can't take, and torch's errors."""
+        of_torch = f"{self._name} is torch's schedule"
+        if isinstance(inputs, MicroBatches) or isinstance(targets, MicroBatches):
+            raise UsageError(f"{of_torch}: it cuts the batch itself, and takes no MicroBatches")
+        if any(tensor.requires_grad for tensor in flatten(inputs)[0]):
+            raise UsageError(
+                f"{of_torch}: its inputs can't require gradients; detach() them, or choose another schedule"
+            )
         self._losses = dataclasses.replace(losses, may_count=False)
         arguments = inputs if isinstance(inputs, tuple) else (inputs,)
         found: list[torch.Tensor] = []

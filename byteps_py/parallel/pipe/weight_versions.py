@@ -16,7 +16,7 @@ from torch.func import functional_call
 
 from byteps_py.errors import UsageError
 from byteps_py.parallel.pipe.groups import ReplicatedParameters
-from byteps_py.parallel.pipe.program import Action, ActionKind, WeightRule, backward, forward
+from byteps_py.parallel.pipe.program import Action, ActionKind, Program, WeightRule, backward, forward
 from byteps_py.parallel.pipe.program_runner import ProgramRunner
 from byteps_py.parallel.pipe.step_data import StepData
 
@@ -140,6 +140,16 @@ class StaleSteps:
     versions: WeightVersions
     replicas: ReplicatedParameters | None
     optimizer: torch.optim.Optimizer | None = None
+
+    @classmethod
+    def of(
+        cls, program: Program, worker: int, stage: int, module: nn.Module, replicas: ReplicatedParameters | None
+    ) -> StaleSteps:
+        """Of ``worker``, which holds ``stage``."""
+        workers = len(program.workers)
+        batch = 1 if program.rule is WeightRule.STASHED else program.micro_batches
+        versions = WeightVersions(module, program.rule, batch)
+        return cls(workers, EndlessActions(stage, workers - worker), versions, replicas)
 
     @property
     def parts(self) -> int:
