@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import resource
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 #: Time to authenticate. A member needs milliseconds, or seconds on a machine whose processes are all starting.
 PATIENCE_S = 4.0
@@ -127,6 +129,38 @@ class UnauthenticatedConnections:
     def _inode(self, fd: int) -> int:
         with duplicate(fd, self.port) as end:
             return os.fstat(end.fileno()).st_ino
+
+
+T = TypeVar("T")
+
+
+class LocalStrangers(Generic[T]):
+    """The connections of one local listener that have yet to say who they are, within the same limits. Not
+    thread-safe. ``call_later(delay_s, callback)`` sets a timer; ``cut_off`` ends a connection."""
+
+    def __init__(self, call_later: Callable[[float, Callable[[], None]], object], cut_off: Callable[[T], None]) -> None:
+        self._call_later = call_later
+        self._cut_off = cut_off
+        self._waiting: dict[T, None] = {}  # the oldest first
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(list(self._waiting))
+
+    def came(self, connection: T) -> None:
+        """Record a new connection. If there are too many, the oldest is cut off."""
+        if len(self._waiting) >= MOST:
+            self._expire(next(iter(self._waiting)))
+        self._waiting[connection] = None
+        self._call_later(PATIENCE_S, functools.partial(self._expire, connection))
+
+    def known(self, connection: T) -> None:
+        """Forget a connection that has said who it is, or has ended."""
+        self._waiting.pop(connection, None)
+
+    def _expire(self, connection: T) -> None:
+        if connection in self._waiting:
+            del self._waiting[connection]
+            self._cut_off(connection)
 
 
 def duplicate(fd: int, port: int) -> socket.socket:

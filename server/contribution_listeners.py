@@ -23,7 +23,7 @@ from byteps_py.server.arrival import Arrival, FrameMemory, SharedMemory
 from byteps_py.settings import Settings
 from byteps_py.shm import Segment
 from byteps_py.tensors import Op
-from byteps_py.unauthenticated_connections import PATIENCE_S
+from byteps_py.unauthenticated_connections import PATIENCE_S, LocalStrangers
 from byteps_py.wire import HEADER_BYTES, Header, Kind
 
 SHADOW_KINDS = frozenset(
@@ -181,6 +181,7 @@ class LocalListener:
         self._on_gone = on_gone
         self._on_withdraw = on_withdraw
         self._peers: set[LocalPeer] = set()
+        self._strangers = LocalStrangers(self._loop.call_later, self._cut_off)
         self._listener = runtime.local_listener(name)
         self._loop.add_reader(self._listener.fileno(), self._accept)
 
@@ -201,11 +202,10 @@ class LocalListener:
             return
         self._peers.add(peer)
         self._loop.add_reader(peer.channel.fileno(), lambda: self._on_readable(peer))
-        self._loop.call_later(PATIENCE_S, lambda: self._expire(peer))
+        self._strangers.came(peer)
 
-    def _expire(self, peer: LocalPeer) -> None:
-        if peer.machine < 0:
-            self.lose(peer, ProtocolError(f"it sent no HELLO within {PATIENCE_S:g} s"))
+    def _cut_off(self, peer: LocalPeer) -> None:
+        self.lose(peer, ProtocolError(f"it sent no HELLO within {PATIENCE_S:g} s, or too many processes did not"))
 
     def _on_readable(self, peer: LocalPeer) -> None:
         try:
@@ -234,6 +234,7 @@ class LocalListener:
                 peer.refuse(header, f"{ProtocolError.__name__}\n{text}")
                 raise ProtocolError(text)
             peer.machine = header.sender
+            self._strangers.known(peer)
             logger.debug("machine %d has connected locally", header.sender)
         elif header.sender != peer.machine:
             raise ProtocolError(
@@ -274,6 +275,7 @@ class LocalListener:
             return
         logger.info("%s, machine %d, has disconnected: %s", peer.name, peer.machine, str(reason))
         self._peers.remove(peer)
+        self._strangers.known(peer)
         self._loop.remove(peer.channel.fileno())
         peer.close()
         self._on_gone(peer)

@@ -11,7 +11,14 @@ from typing import BinaryIO
 
 import pytest
 
-from byteps_py.unauthenticated_connections import MOST_BYTES, PATIENCE_S, WATCH_S, UnauthenticatedConnections
+from byteps_py.unauthenticated_connections import (
+    MOST,
+    MOST_BYTES,
+    PATIENCE_S,
+    WATCH_S,
+    LocalStrangers,
+    UnauthenticatedConnections,
+)
 
 Timer = tuple[float, Callable[[], None]]
 
@@ -150,3 +157,36 @@ def test_a_number_that_is_now_of_something_else(
         assert door.strangers.cut_off == 0
         if isinstance(thing, socket.socket) and thing.type == socket.SOCK_STREAM:
             thing.sendall(b"it is not cut off")
+
+
+class Timers:
+    """Call back when they are told to."""
+
+    def __init__(self) -> None:
+        self.due: list[Callable[[], None]] = []
+
+    def call_later(self, delay_s: float, callback: Callable[[], None]) -> None:
+        assert delay_s == PATIENCE_S
+        self.due.append(callback)
+
+
+def test_a_local_connection_that_says_nothing_is_cut_off_once() -> None:
+    timers = Timers()
+    ended: list[str] = []
+    strangers = LocalStrangers[str](timers.call_later, ended.append)
+    strangers.came("silent")
+    strangers.came("member")
+    strangers.known("member")
+    for callback in timers.due * 2:
+        callback()
+    assert ended == ["silent"]
+    assert list(strangers) == []
+
+
+def test_of_too_many_local_connections_the_oldest_is_cut_off() -> None:
+    ended: list[int] = []
+    strangers = LocalStrangers[int](Timers().call_later, ended.append)
+    for number in range(MOST + 2):
+        strangers.came(number)
+    assert ended == [0, 1]
+    assert len(list(strangers)) == MOST

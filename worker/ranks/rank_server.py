@@ -18,7 +18,7 @@ from byteps_py.channel import Channel, Listener
 from byteps_py.errors import BytePSError, DismissedError, PeerLostError, ProtocolError, UsageError
 from byteps_py.refusal_log import RefusalLog
 from byteps_py.runtime import Runtime
-from byteps_py.unauthenticated_connections import MOST, PATIENCE_S
+from byteps_py.unauthenticated_connections import LocalStrangers
 from byteps_py.wording import count_text, ranks_text
 from byteps_py.worker.core.local_ranks import IN_GROUP, LocalRank, LocalRanks, RankEvent, RankState
 from byteps_py.worker.io.rank_connection import RankConnection
@@ -81,7 +81,7 @@ class RankServer:
         self._on_return = on_return
         self._patience_s = patience_s
         self._refusals = RefusalLog()
-        self._unauthenticated: dict[int, Channel] = {}  # connections without a Hello, by descriptor
+        self._strangers = LocalStrangers(runtime.loop.call_later, self._cut_off)  # channels without a Hello
         self.ranks = self.ranks_class(local_size, on_return is not None)
         self._open: Requests | None = None  # of the present group
         self.failure: BytePSError | None = None
@@ -177,25 +177,17 @@ class RankServer:
         except (BytePSError, OSError) as error:
             self._refusals.note("a local process", "local processes", str(error))
             return
-        if len(self._unauthenticated) >= MOST:
-            self._expire(next(iter(self._unauthenticated.values())))
-        self._unauthenticated[channel.fileno()] = channel
+        self._strangers.came(channel)
         self._loop.add_reader(channel.fileno(), functools.partial(self._greet, channel))
-        self._loop.call_later(PATIENCE_S, functools.partial(self._expire, channel))
 
-    def _expire(self, channel: Channel) -> None:
-        """Cut off a connection that has not sent a Hello in time."""
-        fd = channel.fileno()
-        if self._unauthenticated.get(fd) is channel:
-            del self._unauthenticated[fd]
-            self._loop.remove(fd)
-            channel.close()
+    def _cut_off(self, channel: Channel) -> None:
+        self._loop.remove(channel.fileno())
+        channel.close()
 
     def _greet(self, channel: Channel) -> None:
         """The first message of a connection must be a Hello."""
-        fd = channel.fileno()
-        self._loop.remove(fd)
-        del self._unauthenticated[fd]
+        self._loop.remove(channel.fileno())
+        self._strangers.known(channel)
         connection = RankConnection(self._runtime, channel)
         try:
             received = channel.receive(0)
@@ -467,7 +459,8 @@ class RankServer:
     def close(self) -> None:
         self._loop.remove(self._listener.fileno())
         self._listener.close()
-        for channel in self._unauthenticated.values():
+        for channel in self._strangers:
+            self._strangers.known(channel)
             self._loop.remove(channel.fileno())
             if self.failure is not None:
                 RankConnection(self._runtime, channel).turn_away(self.failure)
