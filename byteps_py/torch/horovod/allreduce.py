@@ -23,7 +23,7 @@ import torch
 
 from byteps_py.errors import UsageError
 from byteps_py.torch.collectives.dtypes import check_are_tensors
-from byteps_py.torch.collectives.integer_averages import is_summed_wider, mean, summands
+from byteps_py.torch.collectives.integer_averages import is_summed_wider, sparse_mean
 from byteps_py.torch.compression import Compression, Compressor
 from byteps_py.torch.horovod.differentiable import reduce
 from byteps_py.torch.operations.gathers import start_gather
@@ -236,19 +236,7 @@ def sparse_allreduce_async(
         all_values = synchronize(values)
         all_indices = synchronize(indices)
         if op is Average and is_summed_wider(tensor.dtype):
-            sums = summands(all_values)
-            shape = (*tensor.size(), 2) if sums.dim() > all_values.dim() else tensor.size()
-            total = torch.sparse_coo_tensor(
-                all_indices.t(), sums, shape, check_invariants=False, device=sums.device
-            ).coalesce()
-            return torch.sparse_coo_tensor(
-                total.indices(),
-                mean(total.values(), members, tensor.dtype, "trunc"),
-                tensor.size(),
-                is_coalesced=True,
-                check_invariants=False,
-                device=total.device,
-            )
+            return sparse_mean(all_indices.t(), all_values, tensor.size(), members, "trunc")
         if op is Average:
             all_values = all_values / members
         return torch.sparse_coo_tensor(

@@ -15,7 +15,7 @@ from byteps_py.tensors import Op
 from byteps_py.torch.collectives.dtypes import WIRE, check_count, check_indices
 from byteps_py.torch.collectives.group_collectives import GroupCollectives, GroupTransfer, Reduction
 from byteps_py.torch.collectives.group_work import CombinedWork
-from byteps_py.torch.collectives.integer_averages import is_summed_wider, mean, summands
+from byteps_py.torch.collectives.integer_averages import is_summed_wider, mean, sparse_mean, summands
 from byteps_py.torch.collectives.members import Members
 from byteps_py.torch.collectives.tensor_bytes import check_writable
 from byteps_py.torch.collectives.work import Call, Work, limit_of
@@ -227,23 +227,13 @@ def start_sparse_sum(
             check_indices(what, rank, piece[0], tensor.shape)
         at = torch.cat([piece[0] for piece in pieces], 1)
         each = torch.cat([piece[1] for piece in pieces])
-        is_wider = is_average and is_summed_wider(each.dtype)
-        if is_wider:
-            each = summands(each)
-        shape = (*tensor.shape, 2) if each.dim() > values.dim() else tensor.shape
-        total = torch.sparse_coo_tensor(at, each, shape, check_invariants=False, device=each.device).coalesce()
-        if is_wider:
-            averages = mean(total.values(), members.count, tensor.dtype, "floor")
-            total = torch.sparse_coo_tensor(
-                total.indices(),
-                averages,
-                tensor.shape,
-                is_coalesced=True,
-                check_invariants=False,
-                device=averages.device,
-            )
+        if is_average and is_summed_wider(each.dtype):
+            total = sparse_mean(at, each, tensor.shape, members.count, "floor")
+        else:
+            total = torch.sparse_coo_tensor(at, each, tensor.shape, check_invariants=False, device=each.device)
+            total = total.coalesce() / members.count if is_average else total.coalesce()
         with torch.no_grad():
-            tensor.copy_(total / members.count if is_average and not is_wider else total)
+            tensor.copy_(total)
 
     return collectives.move(what, GroupTransfer.gather([indices, values], pieces, [tensor], add), timeout_s)
 
