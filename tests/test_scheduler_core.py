@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,9 @@ from support.scheduler_core import CPU, GPU, PARTITION, Cluster, ballot, declare
 
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler import job as states
-from byteps_py.scheduler.core import REGISTER_TIMEOUT_S, ConnectionOpened
+from byteps_py.scheduler.core import REGISTER_TIMEOUT_S, ConnectionOpened, Event, SchedulerCore
+from byteps_py.scheduler.member_links.links import LinkEvent, MemberLinks
+from byteps_py.scheduler.roster import ClusterConfig
 
 # ---- rendezvous --------------------------------------------------------------------------------------------
 
@@ -221,3 +224,11 @@ def test_a_server_does_not_speak_for_ranks_and_no_machine_arrives_twice() -> Non
     cluster, _, (s, _) = running()
     cluster.say(s, **declare(ballot([])))
     assert "only a communication service" in cluster.last(s).refused.message
+
+
+def test_every_event_and_every_message_has_a_handler() -> None:
+    core, links = SchedulerCore(ClusterConfig(2)), MemberLinks(ClusterConfig(2))
+    assert set(core._handlers) == set(get_args(Event))
+    assert set(links._handlers) == set(get_args(LinkEvent))
+    bodies = {field.name for field in pb.MemberMessage.DESCRIPTOR.oneofs_by_name["body"].fields}
+    assert set(core._message_handlers) == bodies - {"register"}

@@ -26,22 +26,9 @@ if TYPE_CHECKING:
     from byteps_py.proto import control_pb2 as pb
 
 _COLUMNS = (
-    "member",
-    "machine",
-    "process",
-    "address",
-    "state",
-    "heard",
-    "received MB",
-    "sent MB",
-    "local MB",
-    "summed MB",
-    "share",
-    "CPU s",
-    "resident MB",
-)
-
-
+    "member", "machine", "process", "address", "state", "heard", "received MB", "sent MB", "local MB", "summed MB",
+    "share", "CPU s", "resident MB",
+)  # fmt: skip
 #: The automatic writer of checkpoints gives way to the server's sums.
 _NICENESS = 19
 

@@ -214,7 +214,7 @@ class RestartWait:
         return self._limit_s
 
     def member_is_back(self, is_worker: bool) -> None:
-        """A member of the journal has resumed its session."""
+        """A member of the journal has resumed its link."""
         self._is_anyone_back = True
         if self.state is WaitState.WAITING and (is_worker or not self._workers):
             self.state = WaitState.NOT_WAITING
@@ -273,9 +273,9 @@ class MemberLinks:
             StreamClosed: self._closed,
             Restarted: self._restarted,
             ClockTicked: self._clock_ticked,
-            StopRequested: self._stop_requested,
+            StopRequested: lambda event, now_s: self._do(JournalRecord(at_s=now_s, stop=event.reason)),
             ScaleRequested: self._scale_requested,
-            EpochSeen: self._epoch_seen,
+            EpochSeen: lambda event, now_s: self._do(JournalRecord(at_s=now_s, beyond_epoch=event.last)),
         }
 
     def handle(self, event: LinkEvent, now_s: float) -> list[Sent]:
@@ -405,15 +405,9 @@ class MemberLinks:
                 out += self._do(JournalRecord(at_s=now_s, link=each.connection, lost=each.why))
         return out + self._do(JournalRecord(at_s=now_s, tick=True), True)
 
-    def _stop_requested(self, event: StopRequested, now_s: float) -> list[Sent]:
-        return self._do(JournalRecord(at_s=now_s, stop=event.reason))
-
     def _scale_requested(self, event: ScaleRequested, now_s: float) -> list[Sent]:
         request = pb.ScaleRequest(servers=event.servers, addresses=event.addresses)
         return self._do(JournalRecord(at_s=now_s, scale=request))
-
-    def _epoch_seen(self, event: EpochSeen, now_s: float) -> list[Sent]:
-        return self._do(JournalRecord(at_s=now_s, beyond_epoch=event.last))
 
     def _restarted(self, event: Restarted, now_s: float) -> list[Sent]:
         self._do(JournalRecord(at_s=now_s, restart=True))
