@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from byteps_py import tuning
 from byteps_py.failure_detector import FailureDetector
@@ -48,24 +48,10 @@ class ClusterConfig:
 
     @classmethod
     def from_settings(cls, settings: Settings) -> ClusterConfig:
-        """The configuration of the job that a scheduler with these settings serves."""
-        return cls(
-            num_workers=settings.num_workers,
-            num_servers=settings.num_servers,
-            servers_only=settings.placement == "servers-only",
-            job=settings.job,
-            start_timeout_s=settings.start_timeout_s,
-            heartbeat_interval_s=settings.heartbeat_interval_s,
-            heartbeat_timeout_s=settings.heartbeat_timeout_s,
-            heartbeat_timeout_max_s=settings.heartbeat_timeout_max_s,
-            stall_warn_s=settings.stall_warn_s,
-            straggler=settings.straggler,
-            elastic=settings.elastic,
-            min_ranks=settings.min_ranks,
-            max_ranks=settings.max_ranks,
-            elastic_timeout_s=settings.elastic_timeout_s,
-            reset_limit=settings.reset_limit,
-        )
+        """The configuration of the job that a scheduler with these settings serves: their fields of the same names."""
+        names = {each.name for each in fields(cls)} - {"servers_only"}
+        same = {name: getattr(settings, name) for name in names}
+        return cls(servers_only=settings.placement == "servers-only", **same)
 
     @property
     def patience_s(self) -> float:
