@@ -11,8 +11,6 @@ from byteps_py.parallel.pipe.program import Action, ActionKind, Program
 #: A computed value: (kind, pipe, stage, part).
 Result = tuple[ActionKind, int, int, int]
 
-_LAST = {ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT}
-
 
 @dataclass(frozen=True, slots=True)
 class Input:

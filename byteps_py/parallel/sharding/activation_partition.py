@@ -4,6 +4,7 @@ pass gathers them before it repeats the forward pass. That costs one all-gather 
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -139,11 +140,13 @@ class _SavedCall:
         around = self._around
         devices = [around.device] if around.device_state is not None else []
         arguments = [one.whole() if isinstance(one, SavedInput) else one for one in self._arguments]
-        with torch.random.fork_rng(devices), torch.enable_grad():
+        with torch.random.fork_rng(devices), torch.enable_grad(), contextlib.ExitStack() as autocasts:
             torch.set_rng_state(around.cpu_state)
             if around.device_state is not None:
                 torch.cuda.set_rng_state(around.device_state, around.device)
-            with _autocasts(around), torch.autograd.graph.saved_tensors_hooks(keep, _never):
+            for kind, is_on, dtype in around.autocasts:
+                autocasts.enter_context(torch.autocast(kind, dtype=dtype, enabled=is_on))
+            with torch.autograd.graph.saved_tensors_hooks(keep, _never):
                 self._function(*arguments)
         if len(kept) != self._count:
             raise UsageError(
@@ -155,21 +158,6 @@ class _SavedCall:
                 one.free()
         self._arguments = ()
         return kept
-
-
-class _autocasts:  # noqa: N801  a context manager
-    """Autocast of all kinds of devices, as it was."""
-
-    def __init__(self, around: CallSurroundings) -> None:
-        self._contexts = [torch.autocast(kind, dtype=dtype, enabled=on) for kind, on, dtype in around.autocasts]
-
-    def __enter__(self) -> None:
-        for context in self._contexts:
-            context.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        for context in reversed(self._contexts):
-            context.__exit__(*error)
 
 
 def _never(kept: int) -> torch.Tensor:

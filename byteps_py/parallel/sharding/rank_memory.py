@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -163,7 +164,7 @@ class FusedBuffer:
                     into.zero_()
                 else:
                     into.copy_(tensor.reshape(-1)[part.start : part.stop])
-            self._under_way[place] = _ChunkUnderWay(start(chunk), _Receipt(receive, chunk, parts))
+            self._under_way[place] = _ChunkUnderWay(start(chunk), partial(receive, chunk, parts))
 
     def wait(self) -> None:
         """Receive all chunks that are under way, the oldest first."""
@@ -181,16 +182,6 @@ class FusedBuffer:
             if one.work is not None:
                 one.work.wait()
             one.finish()
-
-
-@dataclass(frozen=True, slots=True)
-class _Receipt:
-    receive: Callable[[torch.Tensor, Sequence[ChunkPart]], None]
-    chunk: torch.Tensor
-    parts: Sequence[ChunkPart]
-
-    def __call__(self) -> None:
-        self.receive(self.chunk, self.parts)
 
 
 # ---- what a rank holds ---------------------------------------------------------------------------------------------

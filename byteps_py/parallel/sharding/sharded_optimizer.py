@@ -297,9 +297,9 @@ def gather_states(
     return result
 
 
-def check_states(loaded: dict[str, Any], groups: Sequence[dict[str, Any]], names: dict[int, str]) -> dict[str, Any]:
+def check_states(loaded: dict[str, Any], groups: Sequence[dict[str, Any]], names: dict[int, str]) -> None:
     """Raise UsageError unless ``loaded`` fits an optimizer with these parameter groups. ``names``: of parameters, by
-    id. Returns the state of each parameter, by its name."""
+    id."""
     if not isinstance(loaded, dict) or not {"state", "param_groups"} <= loaded.keys():
         raise UsageError("a state dict of an optimizer has 'state' and 'param_groups'")
     theirs = [len(group["params"]) for group in loaded["param_groups"]]
@@ -311,17 +311,13 @@ def check_states(loaded: dict[str, Any], groups: Sequence[dict[str, Any]], names
         )
     places = [place for group in loaded["param_groups"] for place in group["params"]]
     parameters = [parameter for group in groups for parameter in group["params"]]
-    found = {}
     for place, parameter in zip(places, parameters, strict=True):
-        entries = loaded["state"].get(place, {})
-        for name, value in entries.items():
+        for name, value in loaded["state"].get(place, {}).items():
             if isinstance(value, torch.Tensor) and value.dim() and value.shape != parameter.shape and _is_like(name):
                 raise UsageError(
                     f"{name} of {names[id(parameter)]} has the shape {tuple(value.shape)} in the state dict, and the "
                     f"parameter {tuple(parameter.shape)}: it is of another model. Nothing was loaded"
                 )
-        found[names[id(parameter)]] = entries
-    return found
 
 
 def _is_like(name: str) -> bool:
