@@ -107,11 +107,11 @@ class DelayedTiming(StepTiming):
         bad = self._hand_over(stepper)
 
         def make() -> list[BegunStep] | None:  # on a thread of its own
-            stepper.factors.forget()
+            stepper.next.forget()
             stepper.finish_sums(bad)
             if limit is not None:
                 self._norm = stepper.find_clip(limit)
-            stepper.agreement.reach(step)
+            stepper.next.agree(step)
             begun = stepper.begin(step.numbers)
             if begun is not None:
                 stepper.states.note_step()

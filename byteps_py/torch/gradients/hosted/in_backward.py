@@ -33,7 +33,7 @@ from byteps_py.torch.gradients.hosted.bucket_states import BucketStates
 from byteps_py.torch.gradients.hosted.delivery import OwnerDelivery
 from byteps_py.torch.gradients.hosted.rules import check_numbers
 from byteps_py.torch.gradients.hosted.states import Factors
-from byteps_py.torch.gradients.hosted.stepper import HostedStepper, StepAgreement, StepTiming
+from byteps_py.torch.gradients.hosted.stepper import HostedStepper, NextStep, StepTiming
 from byteps_py.torch.gradients.hosted.steps import BegunStep
 from byteps_py.torch.gradients.stepper import StepCall
 
@@ -131,8 +131,8 @@ class BackwardSteps:
     """Begins steps while gradients are still computed. It must not hold the reducer or the stepper, which hold it, so
     that an optimizer that nobody holds is gone at once, and its round with it."""
 
-    def __init__(self, context: Context, states: BucketStates, agreement: StepAgreement) -> None:
-        self._context, self._states, self._agreement = context, states, agreement
+    def __init__(self, context: Context, states: BucketStates, upcoming: NextStep) -> None:
+        self._context, self._states, self._next = context, states, upcoming
         self._groups, self._shadow = states.groups, states.shadow
         self._device_order = DeviceOrder()
         #: From its first hand-over to the end of its step; None as long as there are no states, in the first step.
@@ -162,7 +162,7 @@ class BackwardSteps:
             if new.is_abandoned or not self._may_begin(numbers, buckets):
                 return False
             with contexts.use(self._context):
-                self._agreement.reach(numbers)
+                self._next.agree(numbers)
             check_numbers(numbers.numbers)
             return True
 
@@ -222,10 +222,8 @@ class BackwardSteps:
 class InBackwardTiming(StepTiming):
     """Under the backward pass, from the next one on that finds states. The others in step()."""
 
-    def __init__(
-        self, context: Context, reducer: GradientReducer, states: BucketStates, agreement: StepAgreement
-    ) -> None:
-        self.backward = BackwardSteps(context, states, agreement)
+    def __init__(self, context: Context, reducer: GradientReducer, states: BucketStates, upcoming: NextStep) -> None:
+        self.backward = BackwardSteps(context, states, upcoming)
         reducer.accepts_sparse = False  # ranks step sparse rows themselves, after all gradients are there
         reducer.on_sent = self.backward.sent
         context.unfinished.add(self.backward)
@@ -273,7 +271,7 @@ class InBackwardTiming(StepTiming):
             if round_.error is not None:
                 raise round_.error
         if not known or len(numbers) > len(known):
-            stepper.agreement.reach(GroupNumbers(numbers, now.rules))
+            stepper.next.agree(GroupNumbers(numbers, now.rules))
         stepper.make(numbers, [begun for _, begun in round_.begun] if round_ is not None else [])
         return late
 

@@ -25,7 +25,7 @@ from byteps_py.torch.gradients.hosted.delivery import ToOwner, claim
 from byteps_py.torch.gradients.hosted.in_backward import InBackwardTiming
 from byteps_py.torch.gradients.hosted.replication import ShadowedSteps
 from byteps_py.torch.gradients.hosted.rules import HostedGroups
-from byteps_py.torch.gradients.hosted.stepper import HostedStepper, StepAgreement, StepTiming
+from byteps_py.torch.gradients.hosted.stepper import HostedStepper, NextStep, StepTiming
 from byteps_py.torch.gradients.optimizer_arguments import HostedOptions
 from byteps_py.torch.gradients.optimizer_mixin import DistributedOptimizerMixin
 from byteps_py.torch.gradients.stepper import Names, WrappedOptimizer
@@ -161,15 +161,15 @@ def host(
     name = context.claim(f"hosted.{min(names.values(), default='')}")
     shadow = ShadowedSteps(name) if hosting.shadow else None
     states = BucketStates(context, groups, shadow)
-    agreement, timing = StepAgreement(name, shadow), StepTiming()
+    upcoming, timing = NextStep(name, shadow), StepTiming()
     if hosting.delayed_update_after is not None:
         timing = DelayedTiming(context, reducer, delivery, hosting.delayed_update_after)
     elif hosting.step_in_backward:
-        timing = InBackwardTiming(context, reducer, states, agreement)
+        timing = InBackwardTiming(context, reducer, states, upcoming)
     wrapped.hook()
     if taken := taken_states(optimizer):
         states.load(taken)
-    stepper = HostedStepper(context, wrapped, reducer, states, agreement, timing)
+    stepper = HostedStepper(context, wrapped, reducer, states, upcoming, timing)
     return HostedOptimizerMixin.wrap(optimizer, stepper)
 
 

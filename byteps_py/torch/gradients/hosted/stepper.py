@@ -47,39 +47,19 @@ _NO_AVERAGES = (
 _REFUSED = {"synchronize": _NO_AVERAGES, "skip_synchronize": _NO_AVERAGES}
 
 
-class GradientProbe:
-    """A parameter of one element that a GradScaler unscales in place of those of a hosted optimizer, whose averages are
-    not on the ranks. Its gradient is 1, so that the scaler leaves the factor there; or infinite, so that it skips."""
+class NextStep:
+    """What the next step has beside sums and numbers. ``name``: of what ranks exchange. ``shadow``: travels along.
 
-    def __init__(self) -> None:
-        self._param = torch.zeros(1, dtype=torch.float32, device="cpu")
-        self._param.grad = torch.ones(1, dtype=torch.float32, device="cpu")
+    unscale, clip: factors of the averages, until a step has taken the sums that they belong to. overflows: the step
+    must be skipped. nonfinite_error: why, if BYTEPS_NONFINITE wants to know.
 
-    def groups(self, overflows: bool) -> list[dict[str, list[torch.Tensor]]]:
-        """The param_groups for a scaler that is about to unscale them."""
-        self._gradient.fill_(float("inf") if overflows else 1.0)
-        return [{"params": [self._param]}]
-
-    @property
-    def factor(self) -> float:
-        """What the scaler has multiplied gradients by."""
-        return float(self._gradient)
-
-    @property
-    def _gradient(self) -> torch.Tensor:
-        if self._param.grad is None:
-            self._param.grad = torch.ones(1, dtype=torch.float32, device="cpu")
-        return self._param.grad
-
-
-class StepFactors:
-    """What the averages of the next step are multiplied by. They belong to sums that no step has taken.
-
-    overflows: the step must be skipped. nonfinite_error: why, if BYTEPS_NONFINITE wants to know.
+    A GradScaler unscales a parameter of one element in place of those of the optimizer, whose averages are not on the
+    ranks. Its gradient is 1, so that the scaler leaves the factor there; or infinite, so that it skips.
     """
 
-    def __init__(self) -> None:
-        self.probe = GradientProbe()
+    def __init__(self, name: str, shadow: ShadowedSteps | None) -> None:
+        self.name, self._shadow = name, shadow
+        self._probe = torch.zeros(1, dtype=torch.float32, device="cpu")
         self.forget()
 
     def forget(self) -> None:
@@ -87,25 +67,34 @@ class StepFactors:
         self.unscale = self.clip = 1.0
         self.overflows = False
         self.nonfinite_error: NonFiniteError | None = None
-        self.probe.groups(overflows=False)
+        self._gradient.fill_(1.0)
 
     @property
-    def values(self) -> Factors:
+    def factors(self) -> Factors:
         """For a step that is made now."""
         return Factors(self.unscale, self.clip)
 
+    @property
+    def _gradient(self) -> torch.Tensor:
+        if self._probe.grad is None:
+            self._probe.grad = torch.ones(1, dtype=torch.float32, device="cpu")
+        return self._probe.grad
 
-class StepAgreement:
-    """What all ranks must have alike in a step. ``name``: of what they exchange. ``shadow``: travels along."""
+    def groups_to_unscale(self, overflows: bool) -> list[dict[str, Any]]:
+        """The param_groups for a scaler that is about to unscale them."""
+        self.overflows = overflows
+        self._gradient.fill_(float("inf") if overflows else 1.0)
+        return [{"params": [self._probe]}]
 
-    def __init__(self, name: str, shadow: ShadowedSteps | None) -> None:
-        self.name, self._shadow = name, shadow
-        self.factors = StepFactors()
+    def take_scaler_factor(self) -> None:
+        """A scaler may have unscaled: the step does so instead."""
+        if not self.overflows:
+            self.unscale = float(self._gradient)
 
-    def reach(self, step: GroupNumbers) -> None:
-        """Raises MismatchError, on all ranks, if they differ. All ranks call it."""
+    def agree(self, step: GroupNumbers) -> None:
+        """Raises MismatchError, on all ranks, if they are about to make different steps. All ranks call it."""
         others = self._shadow.own_record if self._shadow is not None else ()
-        found = compare_numbers(contexts.current(), self.name, step, self.factors.values, others)
+        found = compare_numbers(contexts.current(), self.name, step, self.factors, others)
         if self._shadow is not None:
             self._shadow.agree(found)
 
@@ -125,7 +114,7 @@ class StepTiming:
         stepper.sum()  # first: a rank whose numbers are wrong must not leave the others waiting for its gradients
         step = stepper.numbers()
         stepper.prepare(call)
-        stepper.agreement.reach(step)
+        stepper.next.agree(step)
         stepper.make(step.numbers)
 
     def clip(self, stepper: HostedStepper, max_norm: float) -> torch.Tensor:
@@ -151,13 +140,13 @@ class HostedStepper(Stepper):
         wrapped: WrappedOptimizer,
         reducer: GradientReducer,
         states: BucketStates,
-        agreement: StepAgreement,
+        upcoming: NextStep,
         timing: StepTiming,
     ) -> None:
         super().__init__(wrapped)
-        self.reducer, self.states, self.agreement, self.timing = reducer, states, agreement, timing
+        self.reducer, self.states, self.next, self.timing = reducer, states, upcoming, timing
         self.groups, self.shadow = states.groups, states.shadow
-        self.name, self.factors = agreement.name, agreement.factors
+        self.name = upcoming.name
         self.steps = SumSteps(context, reducer, states)
         self.under_way = timing.under_way
 
@@ -183,10 +172,9 @@ class HostedStepper(Stepper):
     def sum(self) -> None:
         """Have sums, unless they are there, and find out what is wrong with them."""
         if self.steps.are_due and not self.wrapped.passes.has_begun:
-            if not self.factors.overflows:
-                self.factors.unscale = self.factors.probe.factor
+            self.next.take_scaler_factor()
             return
-        self.factors.forget()
+        self.next.forget()
         self.wrapped.add_groups()
         self.finish_sums()
 
@@ -202,7 +190,7 @@ class HostedStepper(Stepper):
             latest = max((bucket.round for bucket in buckets), default=0)
             bad = self.steps.bad_gradients() if bad is None else bad
             error = explain_overflow(contexts.current(), self.name, names, bad, latest)
-            self.factors.nonfinite_error = error
+            self.next.nonfinite_error = error
             if wanted is NonFinite.RAISE:
                 self.steps.skip()
                 raise error
@@ -217,7 +205,7 @@ class HostedStepper(Stepper):
     def prepare(self, call: StepCall) -> None:
         """What belongs to the step beside numbers."""
         if call.grad_scale is not None:  # otherwise the scaler has unscaled already
-            self.factors.unscale = float(call.grad_scale.double().reciprocal().float())
+            self.next.unscale = float(call.grad_scale.double().reciprocal().float())
         if self.shadow is not None:
             self.shadow.pack_extra()
 
@@ -232,20 +220,20 @@ class HostedStepper(Stepper):
                 self.shadow.taken_over()
         elif self.shadow is not None:
             self.shadow.calls += 1
-        self.factors.forget()
+        self.next.forget()
         self.wrapped.mark_stepped()
         self.wrapped.hook()
 
     def begin(self, numbers: Sequence[Hyperparameters]) -> list[BegunStep] | None:
         """Begin the step; None if it is skipped."""
         check_numbers(numbers)
-        if self.factors.nonfinite_error is not None:
-            nonfinite.tell(self.factors.nonfinite_error, contexts.current().session)
-            self.factors.overflows = True
-        if self.factors.overflows:
+        if self.next.nonfinite_error is not None:
+            nonfinite.tell(self.next.nonfinite_error, contexts.current().session)
+            self.next.overflows = True
+        if self.next.overflows:
             self.steps.skip()
             return None
-        return self.steps.begin(numbers, self.factors.values)
+        return self.steps.begin(numbers, self.next.factors)
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """See HostedOptimizerMixin."""
@@ -255,21 +243,20 @@ class HostedStepper(Stepper):
 
     def find_clip(self, max_norm: float) -> torch.Tensor:
         """Clip the sums that are there. Returns their norm."""
-        norm = total_norm(self.name, self.steps.square_sum() * self.factors.unscale**2)
+        norm = total_norm(self.name, self.steps.square_sum() * self.next.unscale**2)
         factor = max_norm / (float(norm) + 1e-6)
-        self.factors.clip = 1.0 if factor > 1.0 else factor  # NaN stays NaN, as in torch
+        self.next.clip = 1.0 if factor > 1.0 else factor  # NaN stays NaN, as in torch
         return norm
 
     def groups_to_unscale(self) -> list[dict[str, Any]]:
-        """The step unscales instead. See GradientProbe."""
+        """The step unscales instead. See NextStep."""
         self.sum()
-        self.factors.overflows = self._find_overflow()
-        return self.factors.probe.groups(self.factors.overflows)
+        return self.next.groups_to_unscale(self._find_overflow())
 
     def drop_sums(self) -> None:
         """Make no step with the sums that are there."""
         self.steps.skip()
-        self.factors.forget()
+        self.next.forget()
 
     def zero(self) -> None:
         self.timing.zero(self)
