@@ -7,7 +7,7 @@ from collections import deque
 
 import pytest
 
-from byteps_py.torch.collectives.all_reduce.negotiated import IS_ABSENT, WAITS, OfferVotes
+from byteps_py.torch.collectives.negotiation import IS_ABSENT, WAITS, OfferVotes
 
 OFFER = 7
 

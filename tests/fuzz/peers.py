@@ -17,7 +17,7 @@ from byteps_py.session.peers.peer_protocol import RECORD_BYTES, PeerMessage, Pee
 from byteps_py.session.peers.peer_transport import PeerTransport
 from byteps_py.shm import Segment
 from byteps_py.tensors import key_of
-from byteps_py.torch.collectives.all_reduce.negotiated import OfferVotes
+from byteps_py.torch.collectives.negotiation import OfferVotes
 
 from .base import Target
 

@@ -178,7 +178,7 @@ def count_sums() -> None:
 
         setattr(kind, name, counted)
 
-    count(0, negotiated._NegotiatedRounds, "_add_all")
+    count(0, negotiated._NegotiatedSums, "_add_all")
     count(1, negotiated.NegotiatedGroup, "finish")
 
 

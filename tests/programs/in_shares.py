@@ -42,7 +42,7 @@ shared: list[None] = []
 
 
 def count_shared() -> None:
-    how = negotiated.NegotiatedGroup.finish if IS_LARGE else negotiated._NegotiatedRounds._add_all
+    how = negotiated.NegotiatedGroup.finish if IS_LARGE else negotiated._NegotiatedSums._add_all
 
     def counted(*arguments: Any) -> None:
         how(*arguments)
@@ -51,7 +51,7 @@ def count_shared() -> None:
     if IS_LARGE:
         negotiated.NegotiatedGroup.finish = counted  # type: ignore[method-assign]
     else:
-        negotiated._NegotiatedRounds._add_all = counted  # type: ignore[method-assign]
+        negotiated._NegotiatedSums._add_all = counted  # type: ignore[method-assign]
 
 
 def expect_shared(count: int) -> None:

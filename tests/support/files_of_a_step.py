@@ -25,7 +25,7 @@ from support.breaking import launch
 TESTS = Path(__file__).resolve().parents[1]
 PROGRAM = TESTS / "programs" / "files_of_a_step" / "flows.py"
 #: The CPU machines of each flow; of GPU machines, with one rank each, all have two.
-SERVERS = {"gradient": 1, "all_reduce": 0, "pipeline": 0, "hosted_shadow": 1}
+SERVERS = {"gradient": 1, "all_reduce": 0, "gather": 0, "pipeline": 0, "hosted_shadow": 1}
 #: Ten of the default heartbeat intervals.
 LEAST_S = 2.0
 LIMIT_S = 100.0

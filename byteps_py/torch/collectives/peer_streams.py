@@ -19,6 +19,7 @@ from byteps_py.torch.collectives.completion import Completer
 from byteps_py.torch.collectives.group_work import FallbackQueue, GroupContext, GroupWork
 from byteps_py.torch.collectives.members import Members
 from byteps_py.torch.collectives.router import ConnectedMachines, Reach
+from byteps_py.torch.collectives.tensor_bytes import total
 from byteps_py.torch.collectives.work import Call
 
 #: Operations of a stream that may be under way at once; a further one waits until the first of them is over.
@@ -312,8 +313,3 @@ def keep(sources: Sequence[Span], targets: Sequence[Span]) -> None:
     for target, nbytes in targets:
         ctypes.memmove(target, whole[:nbytes], nbytes)
         whole = whole[nbytes:]
-
-
-def total(spans: Sequence[Span]) -> int:
-    """The total size in bytes."""
-    return spans[0][1] if len(spans) == 1 else sum([nbytes for _, nbytes in spans])

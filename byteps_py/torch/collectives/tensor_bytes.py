@@ -65,6 +65,11 @@ def spans(tensors: Sequence[torch.Tensor]) -> list[Span]:
     return [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
 
 
+def total(spans: Sequence[Span]) -> int:
+    """The total size in bytes."""
+    return spans[0][1] if len(spans) == 1 else sum([nbytes for _, nbytes in spans])
+
+
 def contiguous(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors, copied where they are not contiguous in the host's memory."""
     return [tensor if is_plain(tensor) else tensor.contiguous() for tensor in tensors]

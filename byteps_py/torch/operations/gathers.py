@@ -3,15 +3,19 @@
     start ─ headers to all ─► wait ─ lay out the data, or find that ranks disagree ─ send data ─► wait ─ deliver
     └ caller's thread ────┘   └ caller of a synchronous function, or a thread of the pool ────┘   └ synchronize ┘
 
+If all ranks call the synchronous function, reach each other and have their tensors in the host's memory, both rounds go
+from rank to rank (collectives/negotiated_gathers.py). Otherwise both go through the communication service.
+
 Tensors are dense, on cpu or cuda, of any dtype but quantized ones, of 1 to 13 dimensions. Ranks may differ in the first
 dimension. Input tensors must not change before the operation is done: they are copied when the sizes are known.
 
-Bytes, with n machines of l ranks each. First round: an allgather moves 1024 bytes from each rank to each other machine,
-an alltoall 128 bytes from each rank to each rank on another machine. So l(n-1)·1024 or l²(n-1)·128 bytes leave each
-machine, and as many arrive. Most of the 1024 bytes is room for data: an allgather ends with the first round if every
-rank's data fit (896 bytes for one tensor, 128 less for each further tensor). Second round: an allgather moves each
-rank's data once to each other machine, each tensor padded to a multiple of 16 bytes; an alltoall moves each piece to
-its rank. (A group of more than 7 tensors has a round in between, of 128 bytes for each tensor.) Any thread.
+Bytes, with n machines of l ranks each, through the services. First round: an allgather moves 1024 bytes from each rank
+to each other machine, an alltoall 128 bytes from each rank to each rank on another machine. So l(n-1)·1024 or
+l²(n-1)·128 bytes leave each machine, and as many arrive. Most of the 1024 bytes is room for data: an allgather ends
+with the first round if every rank's data fit (896 bytes for one tensor, 128 less for each further tensor). Second
+round: an allgather moves each rank's data once to each other machine, each tensor padded to a multiple of 16 bytes; an
+alltoall moves each piece to its rank. (A group of more than 7 tensors has a round in between, of 128 bytes for each
+tensor.) Any thread.
 """
 
 from __future__ import annotations
@@ -33,7 +37,9 @@ from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.collectives.completion import POOL
 from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.collectives.dtypes import check_dense
+from byteps_py.torch.collectives.negotiated_gathers import NegotiatedGathers, NegotiatedRound
 from byteps_py.torch.collectives.slot_view import SlotView
+from byteps_py.torch.collectives.tensor_bytes import octets, span
 from byteps_py.torch.collectives.work import Attempt, NamedWork
 from byteps_py.torch.operations import size_headers
 from byteps_py.torch.operations.handles import kind_in_group, named_work, result_of, start_when_name_is_free
@@ -52,20 +58,31 @@ Splits = torch.Tensor | Sequence[int] | None
 class TwoRoundOperation(ABC):
     """A running operation. ``device``: of its tensors. Any thread may wait for it."""
 
-    def __init__(self, context: Context, device: torch.device) -> None:
-        self._context = context
+    _op: Op
+
+    def __init__(self, context: Context, name: str, group: tuple[int, ...], device: torch.device) -> None:
+        self._context, self._name, self._group = context, name, group
+        self._members = group or range(context.session.size)
+        self._me = self._members.index(context.session.rank)
         self._device = device
         is_cuda = device.type == "cuda"
         self._stream = torch.cuda.stream(torch.cuda.current_stream(device)) if is_cuda else contextlib.nullcontext()
         self._is_data_sent = threading.Event()
         self._sending = threading.Lock()
         self._error: Exception | None = None
-        self._headers = self._send_headers()
+        self._direct: NegotiatedRound | None = None
+        self._headers: SlotView | None = None
         self._data: SlotView | None = None
 
-    def run_in_background(self) -> None:
-        """Let a thread of the pool send the data as soon as the headers have arrived."""
-        POOL.run(self._send_data_once)
+    def begin(self, is_named: bool, background: bool) -> None:
+        """Send the headers. Called with the context's lock held. ``is_named``: by the user. ``background``: a thread of
+        the pool sends the data as soon as the headers of all have arrived; otherwise the caller is about to wait."""
+        mine = None if background or self._device.type != "cpu" else self._first_message
+        self._direct = NegotiatedGathers.of(self._context).begin(self._op, self._name, is_named, self._group, mine)
+        if self._direct is None:
+            self._headers = self._send_headers()
+            if background:
+                POOL.run(self._send_data_once)
 
     @property
     def done(self) -> bool:
@@ -74,21 +91,33 @@ class TwoRoundOperation(ABC):
 
     def complete(self) -> Any:
         """Wait, deliver and return the result. Raises as Session.wait does."""
+        direct, self._direct = self._direct, None
+        if direct is not None:
+            every = direct.wait()
+            if every is not None:
+                with torch.no_grad():
+                    return self._complete_directly(direct, every)
+            with self._context.lock:
+                self._headers = self._send_headers()
         self._send_data_once()
         if self._error is not None:
             raise self._error
         if self._data is not None:
             self._data.wait()
-        return self._deliver(self._headers if self._data is None else self._data)
+        view = self._data or self._headers
+        if view is None:
+            raise RuntimeError(f"{self._name}: complete() before begin()")
+        return self._deliver(view)
 
     def _send_data_once(self) -> None:
         with self._sending:
             if self._is_data_sent.is_set():
                 return
             try:
-                self._headers.wait()
-                with self._stream:  # the stream that was current when the operation was started
-                    self._data = self._send_data(self._headers)
+                if self._headers is not None:
+                    self._headers.wait()
+                    with self._stream:  # the stream that was current when the operation was started
+                        self._data = self._send_data(self._headers)
             except Exception as error:
                 self._error = error
             self._is_data_sent.set()
@@ -104,6 +133,16 @@ class TwoRoundOperation(ABC):
     @abstractmethod
     def _deliver(self, view: SlotView) -> Any:
         """The result, read from ``view``: the second round's, or the first's if there was no second."""
+
+    @abstractmethod
+    def _first_message(self) -> torch.Tensor | None:
+        """What the other ranks have to know, flat uint8, of a size that depends on the group only; None: it is too
+        much."""
+
+    @abstractmethod
+    def _complete_directly(self, direct: NegotiatedRound, every: torch.Tensor) -> Any:
+        """Exchange the data with the other ranks. Returns the result. ``every``: the first messages of all,
+        [position in members, byte]."""
 
 
 # ---- allgather ---------------------------------------------------------------------------------------------
@@ -141,8 +180,7 @@ def start_gather(
 
     def begin() -> NamedWork:
         gather = AllgatherOperation(context, full_name, found, words, group)
-        if background:
-            gather.run_in_background()
+        gather.begin(name is not None, background)
 
         def complete() -> torch.Tensor | tuple[torch.Tensor, ...]:
             outputs = gather.complete()
@@ -156,6 +194,8 @@ def start_gather(
 class AllgatherOperation(TwoRoundOperation):
     """See TwoRoundOperation. A rank's piece is its tensors one after the other, each aligned."""
 
+    _op = Op.GATHER
+
     def __init__(
         self,
         context: Context,
@@ -164,20 +204,17 @@ class AllgatherOperation(TwoRoundOperation):
         words: Sequence[Sequence[int]],
         group: tuple[int, ...],
     ) -> None:
-        self._name = name
+        super().__init__(context, name, group, tensors[0].device if tensors else torch.device("cpu"))
         self._tensors = tensors
         self._words = words
-        self._group = group
-        self._members = group or range(context.session.size)
+        self._at_once = len(tensors) <= MOST_AT_ONCE
+        self._header_bytes = size_headers.NBYTES * len(tensors)
+        self._inline_bytes = FIRST_BYTES - self._header_bytes if self._at_once else -1
         self._row_bytes = [math.prod(tensor.shape[1:]) * tensor.dtype.itemsize for tensor in tensors]
         self._rows: list[list[int]] = []  # [position in members][tensor], once known
         self._starts: list[int] = []  # of each member's data in the result
-        super().__init__(context, tensors[0].device if tensors else torch.device("cpu"))
 
     def _send_headers(self) -> SlotView:
-        at_once = len(self._tensors) <= MOST_AT_ONCE
-        self._header_bytes = size_headers.NBYTES * len(self._tensors)
-        self._inline_bytes = FIRST_BYTES - self._header_bytes if at_once else -1
         view = self._view("sizes.", FIRST_BYTES, FIRST_BYTES * len(self._members))
         layout = self._equal_pieces(FIRST_BYTES)
         view.input(0, torch.int64, (size_headers.WORDS,)).zero_()  # the header of a group without tensors
@@ -190,47 +227,94 @@ class AllgatherOperation(TwoRoundOperation):
         return view
 
     def _send_data(self, header_view: SlotView) -> SlotView | None:
-        first = self._read(header_view, FIRST_BYTES, 1)
-        size_headers.check_numbers(self._name, self._members, first[:, 0])
-        words = self._all_headers(header_view)
+        lengths = self._lay_out(header_view.result(0, torch.int64, (len(self._members), FIRST_BYTES // 8)))
+        return None if max(lengths) <= self._inline_bytes else self._send_pieces(lengths)
+
+    def _lay_out(self, first: torch.Tensor) -> list[int]:
+        """Check and read the headers. Returns the number of bytes of each member. ``first``: int64, what each member
+        has sent in the first round."""
+        size_headers.check_numbers(self._name, self._members, _words(first, 1)[:, 0])
+        words = _words(first, len(self._tensors)) if self._at_once else self._more_headers()
         size_headers.check("allgather", self._name, self._members, words)
         self._rows = size_headers.rows_of(words)
         lengths = [self._offsets(rows)[-1] for rows in self._rows]
         if max(lengths) <= self._inline_bytes:
             self._starts = [i * FIRST_BYTES + self._header_bytes for i in range(len(self._members))]
-            return None
-        self._starts = [0, *itertools.accumulate(lengths[:-1])]
-        me = self._members.index(self._context.session.rank)
+        else:
+            self._starts = [0, *itertools.accumulate(lengths[:-1])]
+        return lengths
+
+    def _send_pieces(self, lengths: Sequence[int]) -> SlotView:
+        me = self._me
         view = self._view("", lengths[me], sum(lengths))
         layout = Layout(((0, lengths[me]),), tuple(zip(self._starts, lengths, strict=True)))
         view.send(self._device, self._inputs(view, 0, self._offsets(self._rows[me])), self._tensors, layout)
         return view
 
-    def _all_headers(self, header_view: SlotView) -> size_headers.Words:
+    def _more_headers(self) -> size_headers.Words:
         """[position in members, tensor, word]"""
-        if len(self._tensors) <= MOST_AT_ONCE:
-            return self._read(header_view, FIRST_BYTES, len(self._tensors))
         view = self._view("more sizes.", self._header_bytes, self._header_bytes * len(self._members))
         self._write(view, self._words)
         view.hand_over(self._equal_pieces(self._header_bytes))
         view.wait()
-        return self._read(view, self._header_bytes, len(self._tensors))
+        return _words(view.result(0, torch.int64, (len(self._members), self._header_bytes // 8)), len(self._tensors))
 
     def _deliver(self, view: SlotView) -> list[torch.Tensor]:
-        outputs = []
-        views, targets = [], []
-        offsets = [self._offsets(rows) for rows in self._rows]
-        for number, tensor in enumerate(self._tensors):
-            tail = tuple(tensor.shape[1:])
-            output = tensor.new_empty((sum(rows[number] for rows in self._rows), *tail))
-            first = 0
-            for start, offset, rows in zip(self._starts, offsets, self._rows, strict=True):
-                if rows[number] and self._row_bytes[number]:
-                    views.append(view.result(start + offset[number], tensor.dtype, (rows[number], *tail)))
-                    targets.append(output[first : first + rows[number]])
-                first += rows[number]
-            outputs.append(output)
-        view.fetch_views(self._device, views, targets)
+        outputs, targets = self._outputs()
+        places = [(place, target) for member in targets for place, target in member]
+        views = [view.result(place, target.dtype, tuple(target.shape)) for place, target in places]
+        view.fetch_views(self._device, views, [target for _, target in places])
+        return outputs
+
+    def _outputs(self) -> tuple[list[torch.Tensor], list[list[tuple[int, torch.Tensor]]]]:
+        """(the results, to be filled; for each member, the parts of them that it fills, and where its data lie)."""
+        numbers = range(len(self._tensors))
+        outputs = [
+            tensor.new_empty((sum(rows[number] for rows in self._rows), *tensor.shape[1:]))
+            for number, tensor in enumerate(self._tensors)
+        ]
+        firsts, targets = [0 for _ in numbers], []
+        for start, rows in zip(self._starts, self._rows, strict=True):
+            offset = self._offsets(rows)
+            parts = [(start + offset[n], outputs[n].narrow(0, firsts[n], rows[n])) for n in numbers]
+            targets.append([(place, part) for place, part in parts if part.numel()])
+            firsts = [first + count for first, count in zip(firsts, rows, strict=True)]
+        return outputs, targets
+
+    def _first_message(self) -> torch.Tensor | None:
+        if not self._at_once:
+            return None
+        message = torch.zeros(FIRST_BYTES, dtype=torch.uint8, device="cpu")
+        if self._words:
+            words = torch.tensor(self._words, dtype=torch.int64, device="cpu")
+            message[: self._header_bytes] = words.view(-1).view(torch.uint8)
+        offsets = self._offsets([tensor.shape[0] for tensor in self._tensors])
+        if offsets[-1] <= self._inline_bytes:
+            for offset, tensor in zip(offsets, self._tensors, strict=False):
+                data = octets(tensor)
+                message[self._header_bytes + offset :][: data.numel()] = data
+        return message
+
+    def _complete_directly(self, direct: NegotiatedRound, every: torch.Tensor) -> list[torch.Tensor]:
+        lengths = self._lay_out(every.view(torch.int64))
+        if max(lengths) > self._inline_bytes and not direct.is_direct(sum(lengths)):
+            with self._context.lock:
+                view = self._send_pieces(lengths)
+            view.wait()
+            return self._deliver(view)
+        outputs, targets = self._outputs()
+        if max(lengths) <= self._inline_bytes:
+            whole = every.view(-1)
+            for place, target in itertools.chain.from_iterable(targets):
+                octets(target).copy_(whole[place : place + target.nbytes])
+        else:
+            given = [octets(tensor) for tensor in self._tensors if tensor.numel()]
+            for (_, target), data in zip(targets[self._me], given, strict=True):
+                octets(target).copy_(data)
+            receives = {p: [span(target) for _, target in targets[p]] for p in direct.group.others if targets[p]}
+            sends = [(tuple(direct.group.others), [span(data) for data in given])] if given else []
+            direct.exchange(sends, receives, (given, outputs))
+        direct.report(lengths[self._me], sum(lengths))
         return outputs
 
     def _view(self, prefix: str, nbytes_in: int, nbytes_out: int) -> SlotView:
@@ -246,10 +330,6 @@ class AllgatherOperation(TwoRoundOperation):
                 torch.tensor(words, dtype=torch.int64, device="cpu")
             )
 
-    def _read(self, view: SlotView, piece: int, count: int) -> size_headers.Words:
-        every = view.result(0, torch.int64, (len(self._members), piece // 8)).numpy()
-        return every[:, : count * size_headers.WORDS].reshape(len(self._members), count, size_headers.WORDS)
-
     def _inputs(self, view: SlotView, start: int, offsets: Sequence[int]) -> list[torch.Tensor]:
         return [
             view.input(start + offset, tensor.dtype, tuple(tensor.shape))
@@ -259,6 +339,12 @@ class AllgatherOperation(TwoRoundOperation):
     def _offsets(self, rows: Sequence[int]) -> list[int]:
         """Offsets of a rank's tensors, with ``rows`` rows each, in its piece, and the length of the piece."""
         return [0, *itertools.accumulate(_aligned(n * nbytes) for n, nbytes in zip(rows, self._row_bytes, strict=True))]
+
+
+def _words(first: torch.Tensor, count: int) -> size_headers.Words:
+    """[position in members, tensor, word], of what each member has sent, int64: its headers come first."""
+    every: size_headers.Words = first.numpy()[:, : count * size_headers.WORDS]
+    return every.reshape(len(every), count, size_headers.WORDS)
 
 
 def _aligned(nbytes: int) -> int:
@@ -287,8 +373,7 @@ def start_alltoall(
 
     def begin() -> NamedWork:
         exchange = AlltoallOperation(context, full_name, found, rows, group, device)
-        if background:
-            exchange.run_in_background()
+        exchange.begin(name is not None, background)
         return named_work(context, full_name, name is None, Attempt(lambda: exchange.done, exchange.complete))
 
     return start_when_name_is_free(context, full_name, name, begin)
@@ -329,6 +414,8 @@ def rows_to_send(rows: int, splits: Splits, members: int) -> list[int]:
 class AlltoallOperation(TwoRoundOperation):
     """See TwoRoundOperation. rows: the number for each member. device: of the tensor of received splits."""
 
+    _op = Op.EXCHANGE
+
     def __init__(
         self,
         context: Context,
@@ -338,15 +425,12 @@ class AlltoallOperation(TwoRoundOperation):
         group: tuple[int, ...],
         device: torch.device,
     ) -> None:
-        self._name = name
+        super().__init__(context, name, group, tensor.device)
         self._tensor = tensor
         self._sent = rows
         self._received: list[int] = []
-        self._group = group
-        self._members = group or range(context.session.size)
         self._splits_device = device
         self._row_bytes = math.prod(tensor.shape[1:]) * tensor.dtype.itemsize
-        super().__init__(context, tensor.device)
 
     def _send_headers(self) -> SlotView:
         count = len(self._members)
@@ -354,18 +438,17 @@ class AlltoallOperation(TwoRoundOperation):
         view = self._context.byte_view(
             f"sizes.{self._name}", Op.EXCHANGE, self._group, count * size_headers.NBYTES, count * size_headers.NBYTES
         )
-        words = [size_headers.header("alltoall", self._tensor, self._name, rows) for rows in self._sent]
-        view.input(0, torch.int64, (count, size_headers.WORDS)).copy_(
-            torch.tensor(words, dtype=torch.int64, device="cpu")
-        )
+        view.input(0, torch.int64, (count, size_headers.WORDS)).copy_(self._headers_for_all())
         view.hand_over(Layout(pieces, pieces))
         return view
 
+    def _headers_for_all(self) -> torch.Tensor:
+        """int64, [position in members, word]"""
+        words = [size_headers.header("alltoall", self._tensor, self._name, rows) for rows in self._sent]
+        return torch.tensor(words, dtype=torch.int64, device="cpu")
+
     def _send_data(self, header_view: SlotView) -> SlotView:
-        count = len(self._members)
-        words = header_view.result(0, torch.int64, (count, size_headers.WORDS)).numpy()[:, np.newaxis]
-        size_headers.check("alltoall", self._name, self._members, words)
-        self._received = [rows[0] for rows in size_headers.rows_of(words)]
+        self._read(header_view.result(0, torch.int64, (len(self._members), size_headers.WORDS)))
         sends, receives = self._pieces(self._sent), self._pieces(self._received)
         view = self._context.byte_view(self._name, Op.EXCHANGE, self._group, _end(sends), _end(receives))
         whole = self._tensor[: sum(self._sent)]
@@ -376,11 +459,44 @@ class AlltoallOperation(TwoRoundOperation):
             view.send(self._device, [], [], layout)
         return view
 
+    def _read(self, headers: torch.Tensor) -> None:
+        """Check and read what all members have sent to this one: int64, [position in members, word]."""
+        words = headers.numpy()[:, np.newaxis]
+        size_headers.check("alltoall", self._name, self._members, words)
+        self._received = [rows[0] for rows in size_headers.rows_of(words)]
+
     def _deliver(self, view: SlotView) -> tuple[torch.Tensor, torch.Tensor]:
-        output = self._tensor.new_empty((sum(self._received), *self._tensor.shape[1:]))
+        output, received = self._results()
         if output.numel():
             view.fetch_views(self._device, [view.result(0, output.dtype, tuple(output.shape))], [output])
+        return output, received
+
+    def _results(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the rows that this rank gets, to be filled; how many of each rank)."""
+        output = self._tensor.new_empty((sum(self._received), *self._tensor.shape[1:]))
         return output, torch.tensor(self._received, dtype=torch.int32, device=self._splits_device)
+
+    def _first_message(self) -> torch.Tensor:
+        words = [*size_headers.header("alltoall", self._tensor, self._name), *self._sent]
+        return torch.tensor(words, dtype=torch.int64, device="cpu").view(torch.uint8)
+
+    def _complete_directly(self, direct: NegotiatedRound, every: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        me, words = self._me, every.view(torch.int64)
+        headers = words[:, : size_headers.WORDS].clone()
+        headers[:, size_headers.ROWS] = words[:, size_headers.WORDS + me]
+        self._read(headers)
+        output, received = self._results()
+        given, taken = octets(self._tensor[: sum(self._sent)]), octets(output)
+        sends, receives = self._pieces(self._sent), self._pieces(self._received)
+        (first, count), (target, _) = sends[me], receives[me]
+        taken[target : target + count].copy_(given[first : first + count])
+        direct.exchange(
+            [((p,), [(given.data_ptr() + sends[p][0], sends[p][1])]) for p in direct.group.others],
+            {p: [(taken.data_ptr() + receives[p][0], receives[p][1])] for p in direct.group.others},
+            (given, output),
+        )
+        direct.report(_end(sends), _end(receives))
+        return output, received
 
     def _pieces(self, rows: Sequence[int]) -> tuple[tuple[int, int], ...]:
         lengths = [n * self._row_bytes for n in rows]

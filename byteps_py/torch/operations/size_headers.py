@@ -16,6 +16,8 @@ Words = npt.NDArray[np.int64]
 WORDS = 16
 NBYTES = WORDS * 8
 _FIXED = 4
+#: The word with the number of rows.
+ROWS = 3
 _KIND_BITS = 8
 MAX_DIMENSIONS = WORDS - _FIXED + 1
 
@@ -79,11 +81,11 @@ def check(kind: str, name: str, members: Sequence[int], headers: Words) -> None:
 
     headers: [position in members, tensor, word].
     """
-    rows = headers[:, :, 3]
+    rows = headers[:, :, ROWS]
     for position, tensor in np.argwhere((rows < 0) | (rows > _MAX_ROWS[kind]))[:1]:
         raise ProtocolError(f"tensor {name!r}: rank {members[position]} announces {rows[position, tensor]} rows")
     differs = headers != headers[:1]
-    differs[:, :, 3] = False  # rows
+    differs[:, :, ROWS] = False  # rows
     if not differs.any():
         return
     differing = np.argwhere(differs.any(axis=2))
@@ -102,7 +104,7 @@ def check(kind: str, name: str, members: Sequence[int], headers: Words) -> None:
 
 def rows_of(headers: Words) -> list[list[int]]:
     """The first dimension of each tensor: [position in members][tensor]."""
-    rows: list[list[int]] = headers[:, :, 3].tolist()
+    rows: list[list[int]] = headers[:, :, ROWS].tolist()
     return rows
 
 

@@ -52,6 +52,12 @@ def all_reduce() -> Step:
     return lambda: dist.all_reduce(tensor)
 
 
+def gather() -> Step:
+    bps.init()
+    tensor = torch.zeros(16)
+    return lambda: bps.allgather(tensor, name="x")
+
+
 def pipeline() -> Step:
     dist.init_process_group("byteps")
     pipe = bps.parallel.Pipeline(model(), "dapple", micro_batches=4)
@@ -69,6 +75,7 @@ def pipeline() -> Step:
 FLOWS: dict[str, Callable[[], Step]] = {
     "gradient": lambda: optimizer_steps(shadow=False),
     "all_reduce": all_reduce,
+    "gather": gather,
     "pipeline": pipeline,
     "hosted_shadow": lambda: optimizer_steps(shadow=True),
 }
