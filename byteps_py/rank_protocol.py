@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from byteps_py.errors import ProtocolError, UsageError
@@ -23,6 +23,7 @@ from byteps_py.record_codec import (
     Flag,
     MessageCodec,
     Pairs,
+    RecordCodec,
     RowsCodec,
     Text,
     U32s,
@@ -73,7 +74,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class SpecFields:
-    """A TensorSpec in a Declare."""
+    """A TensorSpec in a message."""
 
     dtype: U8
     op: U8
@@ -105,7 +106,24 @@ class SpecFields:
                 self.group, self.scatters, self.terms, NonFinite(self.nonfinite), self.ownership, self.is_shadowed,
             )  # fmt: skip
         except (ValueError, UsageError) as error:
-            raise ProtocolError(f"malformed tensor declaration: {error}") from None
+            raise ProtocolError(f"tensor {self.name[:80]!r}: malformed declaration: {error}") from None
+
+
+_spec_codec = RecordCodec(SpecFields)
+
+
+def pack_spec(spec: TensorSpec) -> bytes:
+    """What a message of the scheduler has of ``spec``, beside its name."""
+    return _spec_codec.pack_one(replace(SpecFields.of(spec), name=""))
+
+
+def unpack_spec(name: str, data: bytes) -> TensorSpec:
+    """The spec of tensor ``name`` in a message of the scheduler. Raises ProtocolError."""
+    try:
+        fields: SpecFields = _spec_codec.unpack_whole(data)
+    except (struct.error, ValueError) as error:
+        raise ProtocolError(f"tensor {name[:80]!r}: malformed declaration: {error}") from None
+    return replace(fields, name=name).spec()
 
 
 @_link.message(2)

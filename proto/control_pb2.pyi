@@ -260,36 +260,8 @@ class Vote(_message.Message):
     RANKS_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
     ranks: _containers.RepeatedScalarFieldContainer[int]
-    spec: Spec
-    def __init__(self, ranks: _Optional[_Iterable[int]] = ..., spec: _Optional[_Union[Spec, _Mapping]] = ...) -> None: ...
-
-class Spec(_message.Message):
-    __slots__ = ("dtype", "shape", "op", "average", "root", "priority", "group", "scatters", "terms", "nonfinite", "ownership", "is_shadowed")
-    DTYPE_FIELD_NUMBER: _ClassVar[int]
-    SHAPE_FIELD_NUMBER: _ClassVar[int]
-    OP_FIELD_NUMBER: _ClassVar[int]
-    AVERAGE_FIELD_NUMBER: _ClassVar[int]
-    ROOT_FIELD_NUMBER: _ClassVar[int]
-    PRIORITY_FIELD_NUMBER: _ClassVar[int]
-    GROUP_FIELD_NUMBER: _ClassVar[int]
-    SCATTERS_FIELD_NUMBER: _ClassVar[int]
-    TERMS_FIELD_NUMBER: _ClassVar[int]
-    NONFINITE_FIELD_NUMBER: _ClassVar[int]
-    OWNERSHIP_FIELD_NUMBER: _ClassVar[int]
-    IS_SHADOWED_FIELD_NUMBER: _ClassVar[int]
-    dtype: int
-    shape: _containers.RepeatedScalarFieldContainer[int]
-    op: int
-    average: bool
-    root: int
-    priority: int
-    group: _containers.RepeatedScalarFieldContainer[int]
-    scatters: bool
-    terms: str
-    nonfinite: int
-    ownership: str
-    is_shadowed: bool
-    def __init__(self, dtype: _Optional[int] = ..., shape: _Optional[_Iterable[int]] = ..., op: _Optional[int] = ..., average: bool = ..., root: _Optional[int] = ..., priority: _Optional[int] = ..., group: _Optional[_Iterable[int]] = ..., scatters: bool = ..., terms: _Optional[str] = ..., nonfinite: _Optional[int] = ..., ownership: _Optional[str] = ..., is_shadowed: bool = ...) -> None: ...
+    spec: bytes
+    def __init__(self, ranks: _Optional[_Iterable[int]] = ..., spec: _Optional[bytes] = ...) -> None: ...
 
 class Arrive(_message.Message):
     __slots__ = ("sequence",)
@@ -560,12 +532,12 @@ class Verdict(_message.Message):
     UNSUPPORTED_FIELD_NUMBER: _ClassVar[int]
     name: str
     generation: int
-    spec: Spec
+    spec: bytes
     error: str
     late: _containers.RepeatedScalarFieldContainer[int]
     rounds: int
     unsupported: bool
-    def __init__(self, name: _Optional[str] = ..., generation: _Optional[int] = ..., spec: _Optional[_Union[Spec, _Mapping]] = ..., error: _Optional[str] = ..., late: _Optional[_Iterable[int]] = ..., rounds: _Optional[int] = ..., unsupported: bool = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., generation: _Optional[int] = ..., spec: _Optional[bytes] = ..., error: _Optional[str] = ..., late: _Optional[_Iterable[int]] = ..., rounds: _Optional[int] = ..., unsupported: bool = ...) -> None: ...
 
 class Reopen(_message.Message):
     __slots__ = ("name", "generation", "rounds")

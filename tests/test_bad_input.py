@@ -79,7 +79,7 @@ def test_names_and_declarations_beyond_all_bounds() -> None:
     ):  # fmt: skip
         changed: dict[str, Any] = {name: value}
         fields = dataclasses.replace(good, shape=() if name == "scatters" else good.shape)
-        with pytest.raises(ProtocolError, match="malformed tensor declaration"):
+        with pytest.raises(ProtocolError, match="malformed declaration"):
             dataclasses.replace(fields, **changed).spec()
 
 
@@ -109,7 +109,7 @@ def test_whoever_says_nonsense_to_a_communication_service_is_told_and_sent_away(
         hello(version=protocol.VERSION + 1): "are different versions",
         hello(version=9)[:5] + b"another version's": "are different versions",
         hello(local_rank=2): "a rank came as local rank 2 of 2",
-        hello(local_rank=(1 << 32) - 1): "a rank came as local rank 4294967295 of 2",
+        hello(local_rank=-1): "a rank came as local rank -1 of 2",
         hello(local_size=3): "BYTEPS_LOCAL_RANK, BYTEPS_LOCAL_SIZE must say the same to both",
         hello() + b"0": "malformed local message Hello",
         hello()[:-1]: "malformed local message Hello",

@@ -23,8 +23,10 @@ from byteps_py.control_link import ControlEvents
 from byteps_py.launch.plan import free_port
 from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
+from byteps_py.rank_protocol import pack_spec
 from byteps_py.scheduler import client, connection_limits, query, rpc
 from byteps_py.settings import Settings
+from byteps_py.tensors import DType, TensorSpec
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -197,7 +199,7 @@ def test_a_single_machine_schedules_itself(attend: Attend) -> None:
     membership = member.wait("membership").membership
     assert [(m.first_rank, m.local_size) for m in membership.workers] == [(0, 2)]
     assert not membership.servers
-    spec = pb.Spec(dtype=1, shape=[2], op=1, root=-1)
+    spec = pack_spec(TensorSpec("w", DType.FLOAT32, (2,)))
     one = pb.Ballot(name="w", generation=1, votes=[pb.Vote(ranks=[0, 1], spec=spec)])
     member.link.send(pb.MemberMessage(declare=pb.Declare(ballots=[one])))
     assert member.wait("verdicts").verdicts.verdicts[0].spec == spec

@@ -6,6 +6,7 @@ import pytest
 from support.scheduler_core import ballot, declare, running, spec
 
 from byteps_py.proto import control_pb2 as pb
+from byteps_py.rank_protocol import unpack_spec
 from byteps_py.scheduler import job as states
 from byteps_py.tensors import DType, Op
 
@@ -36,7 +37,7 @@ DISAGREEMENTS = [
 
 
 @pytest.mark.parametrize(("one", "other", "text"), DISAGREEMENTS, ids=[text for _, _, text in DISAGREEMENTS])
-def test_disagreement_names_tensor_ranks_and_difference(one: pb.Spec, other: pb.Spec, text: str) -> None:
+def test_disagreement_names_tensor_ranks_and_difference(one: bytes, other: bytes, text: str) -> None:
     cluster, (a, b), _ = running()
     cluster.say(a, **declare(ballot([0, 1], one)))
     cluster.say(b, **declare(ballot([2, 3], other)))
@@ -44,7 +45,7 @@ def test_disagreement_names_tensor_ranks_and_difference(one: pb.Spec, other: pb.
         (verdict,) = cluster.last(connection).verdicts.verdicts
         assert verdict.error.startswith("tensor 'w': ")
         assert text in verdict.error
-        assert not verdict.HasField("spec")
+        assert not verdict.spec
     assert cluster.core.state == states.RUNNING
     assert cluster.core.status(cluster.now).tensors == 0
 
@@ -83,7 +84,7 @@ def test_a_new_generation_of_an_accepted_name_is_reopened_on_the_others() -> Non
     assert cluster.say(c, **declare(ballot([2], generation=1))) == []  # of the old generation: ignored
     cluster.say(a, **declare(ballot([0], spec((5,)), generation=2)))
     (verdict,) = cluster.last(c).verdicts.verdicts
-    assert (verdict.generation, list(verdict.spec.shape)) == (2, [5])
+    assert (verdict.generation, unpack_spec("w", verdict.spec).shape) == (2, (5,))
     assert cluster.core.status(cluster.now).tensor_bytes == 20
 
 

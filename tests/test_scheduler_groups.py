@@ -7,6 +7,7 @@ import pytest
 from support.scheduler_core import ballot, declare, running, spec
 
 from byteps_py.proto import control_pb2 as pb
+from byteps_py.rank_protocol import unpack_spec
 from byteps_py.scheduler import job as states
 
 
@@ -16,7 +17,7 @@ def verdicts(cluster: object, connection: int) -> list[pb.Verdict]:
 
 def test_a_vote_is_over_when_all_of_the_group_have_voted_and_all_machines_hear_of_it() -> None:
     cluster, (a, b, c), _ = running(n=3)
-    among = spec(group=[1, 2])
+    among = spec(group=(1, 2))
     assert cluster.say(a, **declare(ballot([1], among))) == []
     out = cluster.say(b, **declare(ballot([2], among)))
     assert [connection for connection, _ in out] == [a, b, c]
@@ -26,8 +27,8 @@ def test_a_vote_is_over_when_all_of_the_group_have_voted_and_all_machines_hear_o
 
 def test_a_group_of_one_machine_is_agreed_by_that() -> None:
     cluster, (a, b), _ = running()
-    cluster.say(a, **declare(ballot([0, 1], spec(group=[0, 1]))))
-    assert list(verdicts(cluster, b)[0].spec.group) == [0, 1]
+    cluster.say(a, **declare(ballot([0, 1], spec(group=(0, 1)))))
+    assert unpack_spec("w", verdicts(cluster, b)[0].spec).group == (0, 1)
 
 
 # (ballots in the order in which they come, who is late, what is said)
@@ -60,7 +61,7 @@ def test_two_groups_are_a_disagreement_at_once(
 
 def test_ranks_of_one_machine_may_disagree_about_the_group_before_all_have_voted() -> None:
     cluster, (a,), _ = running(n=1, local_size=4)
-    votes = [pb.Vote(ranks=[0], spec=spec(group=[0, 1, 2])), pb.Vote(ranks=[1], spec=spec(group=[0, 1, 3]))]
+    votes = [pb.Vote(ranks=[0], spec=spec(group=(0, 1, 2))), pb.Vote(ranks=[1], spec=spec(group=(0, 1, 3)))]
     cluster.say(a, declare=pb.Declare(ballots=[pb.Ballot(name="w", generation=1, votes=votes)]))
     (verdict,) = verdicts(cluster, a)
     assert list(verdict.late) == [2, 3]
@@ -70,7 +71,7 @@ def test_a_vote_that_crosses_the_verdict_changes_nothing() -> None:
     """Its machine knows what becomes of it."""
     cluster, (a, b, c), _ = running(n=3)
     cluster.say(a, **declare(ballot([0, 1])))
-    cluster.say(b, **declare(ballot([2], spec(group=[2]))))
+    cluster.say(b, **declare(ballot([2], spec(group=(2,)))))
     assert cluster.say(c, **declare(ballot([4, 5]))) == []
     assert cluster.core.state == states.RUNNING
 
@@ -79,7 +80,7 @@ def test_the_verdict_has_the_rounds_that_are_still_to_be_delivered() -> None:
     cluster, (a, b), _ = running()
     cluster.say(a, **declare(ballot([0, 1])))
     cluster.say(b, **declare(ballot([2, 3])))
-    anew = ballot([0, 1], spec(group=[0, 1]), generation=2)
+    anew = ballot([0, 1], spec(group=(0, 1)), generation=2)
     anew.rounds = 5
     cluster.say(a, **declare(anew))
     assert verdicts(cluster, b)[-1].rounds == 5
@@ -104,13 +105,13 @@ def test_ballots_that_no_correct_machine_sends(ranks: list[int], group: list[int
 
 def test_a_stall_names_the_missing_ranks_of_the_group() -> None:
     cluster, (a, b), _ = running(stall_warn_s=5.0)
-    waiting = [pb.Waiting(name="w", ready_ranks=[0], age_s=6, group=[0, 3])]
+    waiting = [pb.Waiting(name="w", ready_ranks=[0], age_s=6, group=(0, 3))]
     out = cluster.say(a, heartbeat=pb.Heartbeat(waiting=waiting))
     assert out[0][1].stalled.message.startswith("tensor 'w' has waited 6 s for rank 3, which has not handed it over")
     # While they disagree about the group: all that are named.
-    waiting = [pb.Waiting(name="v", ready_ranks=[1], age_s=6, group=[0, 1])]
+    waiting = [pb.Waiting(name="v", ready_ranks=[1], age_s=6, group=(0, 1))]
     cluster.say(a, heartbeat=pb.Heartbeat(waiting=waiting))
-    waiting = [pb.Waiting(name="v", ready_ranks=[2], age_s=6, group=[1, 2, 3])]
+    waiting = [pb.Waiting(name="v", ready_ranks=[2], age_s=6, group=(1, 2, 3))]
     cluster.say(b, heartbeat=pb.Heartbeat(waiting=waiting))
     assert "for ranks 0, 3, which" in "".join(cluster.core.status(cluster.now).stalled)
 

@@ -14,9 +14,9 @@ from byteps_py.errors import BytePSError, from_name
 from byteps_py.kernels.readiness import Readiness
 from byteps_py.log import logger
 from byteps_py.proto import control_pb2 as pb
+from byteps_py.rank_protocol import unpack_spec
 from byteps_py.runtime import Runtime
 from byteps_py.settings import Settings
-from byteps_py.spec_messages import to_spec
 from byteps_py.tensors import TensorSpec
 from byteps_py.wording import count_text
 from byteps_py.worker.core import credit, pieces
@@ -211,7 +211,7 @@ class Group:
     def _decide(self, verdicts: pb.Verdicts) -> None:
         """Names become tensors, all together, or void."""
         accepted: dict[str, TensorSpec] = {
-            verdict.name: to_spec(verdict.name, verdict.spec) for verdict in verdicts.verdicts if not verdict.error
+            verdict.name: unpack_spec(verdict.name, verdict.spec) for verdict in verdicts.verdicts if not verdict.error
         }
         self._placing.add(accepted.values())
         for verdict in verdicts.verdicts:

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 from byteps_py.errors import ProtocolError
 from byteps_py.proto import control_pb2 as pb
+from byteps_py.rank_protocol import pack_spec, unpack_spec
 from byteps_py.scheduler.job import Job, MessageHandler, Outgoing, failure, ranks_of, to_each
 from byteps_py.scheduler.roster import MemberRecord
-from byteps_py.spec_messages import to_message, to_spec
 from byteps_py.tensors import Op, TensorSpec, unsupported
 from byteps_py.wording import ranks_text
 
@@ -168,7 +168,7 @@ class Declarations:
             declaration.accepted = spec
             self.accepted_count += 1
             self.accepted_bytes += spec.nbytes
-            verdict.spec.CopyFrom(to_message(spec))
+            verdict.spec = pack_spec(spec)
         else:
             named = {rank for _, spec in votes for rank in spec.members(self._size)}
             verdict.late.extend(sorted(named - voters - self._joined))
@@ -200,7 +200,7 @@ def _disagreement(name: str, votes: _Votes) -> str:
 def _read_votes(ballot: pb.Ballot, ranks: range, size: int, joined: set[int]) -> _Votes:
     """One vote of each rank of ``ranks`` that is in the group and has not joined since it voted. If they disagree about
     the group, some of them may be missing. Raises ProtocolError for votes that no correct machine sends."""
-    votes = [(tuple(sorted(vote.ranks)), to_spec(ballot.name, vote.spec)) for vote in ballot.votes if vote.ranks]
+    votes = [(tuple(sorted(vote.ranks)), unpack_spec(ballot.name, vote.spec)) for vote in ballot.votes if vote.ranks]
     voted = sorted(rank for voters, _ in votes for rank in voters)
     groups = {spec.group for _, spec in votes}
     for voters, spec in votes:

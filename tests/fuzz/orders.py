@@ -9,7 +9,6 @@ from google.protobuf.message import DecodeError
 from byteps_py import rank_protocol as protocol
 from byteps_py.errors import ProtocolError
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.spec_messages import to_message
 from byteps_py.tensors import DType, Op, TensorSpec
 
 from .base import Target
@@ -31,7 +30,7 @@ _OTHERS = (
 
 def _verdicts() -> list[pb.Verdict]:
     return [
-        pb.Verdict(name=spec.name, generation=generation, spec=to_message(spec), rounds=rounds, **error)
+        pb.Verdict(name=spec.name, generation=generation, spec=protocol.pack_spec(spec), rounds=rounds, **error)
         for spec in (*_SPECS, *_SPECS, *_OTHERS)
         for generation in (1, 2)
         for rounds, error in ((0, {}), (2, {"error": "they differ", "late": [0, 1]}))

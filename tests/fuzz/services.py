@@ -16,7 +16,6 @@ from byteps_py.proto import control_pb2 as pb
 from byteps_py.runtime import Runtime
 from byteps_py.settings import Settings
 from byteps_py.shm import Block
-from byteps_py.spec_messages import to_message
 from byteps_py.tensors import DType, Op, TensorSpec
 from byteps_py.wire import Header
 from byteps_py.worker.core.local_ranks import IN_GROUP, RankState
@@ -70,7 +69,7 @@ def _group() -> list[pb.SchedulerMessage]:
     """What a group decides."""
     verdicts = [
         pb.SchedulerMessage(verdicts=pb.Verdicts(verdicts=[pb.Verdict(
-            name=spec.name, generation=1, spec=to_message(spec), error=error
+            name=spec.name, generation=1, spec=protocol.pack_spec(spec), error=error
         )]))
         for spec in (*_SPECS, *_SPECS, *_ELSEWHERE) for error in ("", "", "they differ")
     ]  # fmt: skip

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 from byteps_py.proto import control_pb2 as pb
+from byteps_py.rank_protocol import SpecFields
+from byteps_py.record_codec import RecordCodec
 from byteps_py.scheduler import job as states
 from byteps_py.scheduler.core import ConnectionClosed, ConnectionOpened, MessageReceived, SchedulerCore
 from byteps_py.scheduler.job import Outgoing
@@ -95,11 +100,12 @@ def running(n: int = 2, k: int = 0, local_size: int = 2, **config: object) -> tu
     return cluster, workers, servers
 
 
-def spec(shape: tuple[int, ...] = (3,), dtype: DType = DType.FLOAT32, op: Op = Op.SUM, **changes: object) -> pb.Spec:
-    return pb.Spec(**{"dtype": int(dtype), "shape": shape, "op": int(op), "root": -1, **changes})
+def spec(shape: tuple[int, ...] = (3,), dtype: DType = DType.FLOAT32, op: Op = Op.SUM, **changes: Any) -> bytes:
+    fields = SpecFields(dtype, op, 0, False, False, False, -1, 0, "", shape, (), "", "")
+    return RecordCodec(SpecFields).pack_one(replace(fields, **changes))
 
 
-def ballot(ranks: list[int], what: pb.Spec | None = None, name: str = "w", generation: int = 1) -> pb.Ballot:
+def ballot(ranks: list[int], what: bytes | None = None, name: str = "w", generation: int = 1) -> pb.Ballot:
     return pb.Ballot(name=name, generation=generation, votes=[pb.Vote(ranks=ranks, spec=what or spec())])
 
 

@@ -15,8 +15,10 @@ from byteps_py.control_link import ControlEvents
 from byteps_py.launch.plan import free_port
 from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
+from byteps_py.rank_protocol import pack_spec
 from byteps_py.scheduler import client
 from byteps_py.settings import Settings
+from byteps_py.tensors import DType, TensorSpec
 from support import warm
 
 TIMEOUT_S = 60.0
@@ -184,6 +186,6 @@ def as_server(index: int = -1) -> pb.Register:
 
 
 def ballot(rank: int) -> pb.MemberMessage:
-    spec = pb.Spec(dtype=1, shape=[2], op=1, root=-1)
+    spec = pack_spec(TensorSpec("w", DType.FLOAT32, (2,)))
     one = pb.Ballot(name="w", generation=1, votes=[pb.Vote(ranks=[rank], spec=spec)])
     return pb.MemberMessage(declare=pb.Declare(ballots=[one]))

@@ -20,7 +20,6 @@ from byteps_py.kernels.readiness import Pair, Readiness
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.runtime import Runtime
 from byteps_py.shm import Block
-from byteps_py.spec_messages import to_message
 from byteps_py.tensors import Checks, TensorSpec
 from byteps_py.wire import Header, Kind, unpack_names
 from byteps_py.worker.core.actions import (
@@ -513,7 +512,8 @@ class Executor:
 
     def _send_ballot(self, action: SendBallot) -> None:
         votes = [
-            pb.Vote(ranks=[self._first_rank + r for r in ranks], spec=to_message(spec)) for spec, ranks in action.votes
+            pb.Vote(ranks=[self._first_rank + r for r in ranks], spec=protocol.pack_spec(spec))
+            for spec, ranks in action.votes
         ]
         self._ballots.append(
             pb.Ballot(name=action.name, generation=action.generation, votes=votes, rounds=action.rounds)

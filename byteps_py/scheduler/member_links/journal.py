@@ -47,7 +47,7 @@ from byteps_py.scheduler.member_links.links import MemberLinks, Restarted
 from byteps_py.scheduler.roster import PROTOCOL_VERSION, ClusterConfig
 from byteps_py.settings import Settings
 
-VERSION = 4
+VERSION = 5
 NO_JOURNAL = "none"
 #: A hundred thousand records, which take about a second to replay.
 COMPACT_BYTES = 4 << 20
