@@ -13,7 +13,7 @@ from torch import nn
 from torch_training import Net, assert_same, gradients, loss_of, reference, sgd, state_of, wrap
 
 import byteps_py.torch as bps
-from byteps_py.torch.gradients.bucket import plan_buckets
+from byteps_py.torch.gradients.bucket import AFTER, BucketState, plan_buckets
 
 MACHINES = (2, 2)
 STEPS = 4
@@ -398,3 +398,21 @@ def test_layout() -> None:
     assert plan_buckets(sizes, ["a"] * 5, 0) == [[4], [3], [2], [1], [0]]
     assert plan_buckets([1, 1, 1, 1], ["a", "b", "a", "b"], 12) == [[3, 1], [2, 0]]
     assert plan_buckets([], [], 12) == []
+
+
+def test_a_bucket_s_states_follow_one_another_as_the_table_says() -> None:
+    assert set(AFTER) == set(BucketState)
+    reachable = [BucketState.OPEN]
+    for state in reachable:
+        reachable += [after for after in AFTER[state] if after not in reachable]
+    assert set(reachable) == set(BucketState)
+    model = nn.Linear(2, 1, bias=False)
+    bps.init()
+    (bucket,) = bps.DistributedOptimizer(sgd(model.parameters()))._stepper.reducer.buckets
+    with pytest.raises(RuntimeError, match="is OPEN: DONE can't follow"):
+        bucket.move_to(BucketState.DONE)
+    bucket.move_to(BucketState.SENT)
+    assert bucket.sent
+    bucket.reset()
+    assert not bucket.sent
+    bps.shutdown()

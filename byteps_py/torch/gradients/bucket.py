@@ -8,13 +8,14 @@ Must not know other buckets, optimizers or hooks. The caller holds the lock of t
 from __future__ import annotations
 
 import abc
+import enum
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from byteps_py.errors import GradientOrderError
+from byteps_py.errors import GradientOrderError, MismatchError
 from byteps_py.tensors import NonFinite
 from byteps_py.torch.collectives.dtypes import check_dense
 from byteps_py.torch.collectives.parameter_owners import find_averaging
@@ -108,6 +109,27 @@ class GradientPlace:
         self.position = position
 
 
+class BucketState(enum.Enum):
+    """Where a bucket is in a round. ``reset`` makes it OPEN again."""
+
+    OPEN = "its gradients are computed, or none is yet"
+    SENT = "its gradients were handed over, or need not travel"
+    ASKED = "ranks exchange which of its gradients are sparse, in place of them"
+    UNCLEAR = "gradients of some rank may be sparse, so that it is to be split"
+    DONE = "its sum is delivered"
+
+
+#: The states that may follow each.
+AFTER = {
+    BucketState.OPEN: {BucketState.SENT, BucketState.ASKED},
+    BucketState.SENT: {BucketState.DONE, BucketState.UNCLEAR},
+    BucketState.ASKED: {BucketState.UNCLEAR},
+    BucketState.UNCLEAR: set[BucketState](),
+    BucketState.DONE: set[BucketState](),
+}
+_OPEN = BucketState.OPEN  # hooks read it
+
+
 class BucketDelivery(abc.ABC):
     """Where the sums of one bucket go. It has what is to be known of one bucket, and must not know others. See
     delivery.py."""
@@ -161,16 +183,28 @@ class Bucket:
         self.arrived: list[int] = []  # positions of gradients, in the order in which they were computed
         # The number of gradients in this round. Counted at the first one, because requires_grad may change before.
         self.expected = 0
-        self.sent = False
-        self.sparse_flags: PieceView | None = None  # sent in place of the gradients if one is sparse: which ones are
+        self.state = _OPEN
+        self.sparse_flags: PieceView | None = None  # ASKED: which gradients are sparse
+        self.dispute: MismatchError | None = None  # UNCLEAR: ranks have sent different things
         self.participates = [False] * len(self.params)  # set by ``collect``: requires_grad may change later
         self.final: list[torch.Tensor | None] = [None] * len(self.params)  # gradients that must not change
         self.versions = [0] * len(self.params)  # of ``final``
         self._checksums.reset()
 
+    def move_to(self, state: BucketState) -> None:
+        """Raises RuntimeError for a state that can't follow, which is a fault of this package."""
+        if state not in AFTER[self.state]:
+            raise RuntimeError(f"{self.request.spec.name!r} is {self.state.name}: {state.name} can't follow")
+        self.state = state
+
+    @property
+    def sent(self) -> bool:
+        """True if something of the round was sent, or need not travel."""
+        return self.state is not _OPEN
+
     def mark(self, position: int, grad: torch.Tensor | None) -> bool:
         """Note that a gradient was computed. True if the bucket may be complete (``is_complete``). Without the lock."""
-        if grad is not None and not self.sent:
+        if grad is not None and self.state is _OPEN:
             self.final[position], self.versions[position] = grad, grad._version
         self.arrived.append(position)
         return len(self.arrived) >= self.expected

@@ -27,7 +27,7 @@ from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.collectives.dtypes import wire_dtype
 from byteps_py.torch.collectives.plan_comparison import PlanComparison
 from byteps_py.torch.collectives.slot_view import PieceView, TensorRequest
-from byteps_py.torch.gradients.bucket import Bucket, GradientOptions, GradientPlace, plan_buckets
+from byteps_py.torch.gradients.bucket import Bucket, BucketState, GradientOptions, GradientPlace, plan_buckets
 from byteps_py.torch.gradients.delivery import Delivery, ToGradient, deliver, find_nonfinite, release_results
 from byteps_py.torch.gradients.gradient_checksums import Scratch
 from byteps_py.torch.gradients.sparse_bucket import SparseBucket
@@ -204,17 +204,17 @@ class GradientReducer:
             _attempt(errors, self._agree)
             if self._disagreement is not None:
                 self._abandon()
-            undecided = self._complete([bucket for bucket in self.buckets if bucket.sent], errors)
+            self._complete([bucket for bucket in self.buckets if bucket.sent], errors)
             parts: list[Bucket] = []
-            for bucket, error in undecided:
-                _attempt(errors, self._split_sparse, bucket, error, parts)
+            for bucket in [each for each in self.buckets if each.state is BucketState.UNCLEAR]:
+                _attempt(errors, self._split, bucket, parts)
             for part in parts:
                 _attempt(errors, self._send, part)
-            undecided = self._complete([part for part in parts if part.sent], errors)
-            errors += [error for _, error in undecided if error is not None]  # a part is not split again
+            self._complete([part for part in parts if part.sent], errors)
+            errors += [part.dispute for part in parts if part.dispute is not None]  # a part is not split again
             if not errors:
-                sent = [bucket for bucket in self.buckets if bucket.sent]
-                self.nonfinite_error = find_nonfinite(self._context.session, sent, self._options)
+                done = [bucket for bucket in self.buckets if bucket.state is BucketState.DONE]
+                self.nonfinite_error = find_nonfinite(self._context.session, done, self._options)
             for bucket in self.buckets:
                 bucket.reset()
             self._is_counted = False
@@ -313,30 +313,29 @@ class GradientReducer:
         """True if a gradient was sparse in an earlier round."""
         return any(isinstance(bucket, SparseBucket) for bucket in self.buckets)
 
-    def _complete(self, in_flight: Sequence[Bucket], errors: list[Exception]) -> list[tuple[Bucket, Exception | None]]:
-        """Receive all buckets, even after an error, since none may stay pending. Returns those that were not received,
-        because some rank may have a sparse gradient in them."""
-        undecided: list[tuple[Bucket, Exception | None]] = []
+    def _complete(self, in_flight: Sequence[Bucket], errors: list[Exception]) -> None:
+        """Receive all buckets, even after an error, since none may stay pending. Some are UNCLEAR then."""
         for bucket in in_flight:
             _attempt(errors, bucket.send_values)
         for bucket in in_flight:
-            _attempt(errors, self._receive, bucket, undecided)
+            _attempt(errors, self._receive, bucket)
         for bucket in in_flight:  # now, because the host waits for the device here
             _attempt(errors, bucket.check_untouched_on_device)
-        return undecided
 
-    def _receive(self, bucket: Bucket, undecided: list[tuple[Bucket, Exception | None]]) -> None:
+    def _receive(self, bucket: Bucket) -> None:
         try:
             if bucket.sparse_flags is not None:
                 bucket.sparse_flags.wait()
-                undecided.append((bucket, None))
+                bucket.move_to(BucketState.UNCLEAR)
             else:
                 bucket.receive()
+                bucket.move_to(BucketState.DONE)
         except MismatchError as error:
             # Another rank's gradients may be sparse. All ranks get this error, and find out together.
             if not self.accepts_sparse or isinstance(bucket, SparseBucket):
                 raise
-            undecided.append((bucket, error))
+            bucket.dispute = error
+            bucket.move_to(BucketState.UNCLEAR)
 
     def _start_sparse_flags(self, name: str, gradients: Sequence[torch.Tensor | None]) -> PieceView:
         """Begin to exchange which gradients of a bucket are sparse on any rank."""
@@ -347,18 +346,18 @@ class GradientReducer:
         slot_view.contribute([torch.tensor(sparse, dtype=torch.uint8, device="cpu")])
         return slot_view
 
-    def _split_sparse(self, bucket: Bucket, error: Exception | None, parts: list[Bucket]) -> None:
+    def _split(self, bucket: Bucket, parts: list[Bucket]) -> None:
         """Split a bucket: gradients that are sparse on any rank travel alone from now on.
 
-        Adds the new buckets that are part of the round to ``parts``. Raises ``error`` if no gradient is sparse.
+        Adds the new buckets that are part of the round to ``parts``. Raises its dispute if no gradient is sparse.
         """
         flags = bucket.sparse_flags
-        if flags is None or error is not None:
+        if flags is None or bucket.dispute is not None:
             flags = self._start_sparse_flags(f"{bucket.request.spec.name}.kinds", bucket.collect(sparse=True))
             flags.wait()
         sparse = flags.results[0].tolist()
-        if error is not None and not any(sparse):
-            raise error
+        if bucket.dispute is not None and not any(sparse):
+            raise bucket.dispute
         params, names = bucket.params, bucket.names
         split: list[Bucket] = []
         dense = [position for position, is_sparse in enumerate(sparse) if not is_sparse]
@@ -375,6 +374,7 @@ class GradientReducer:
                 self._places[param].bucket, self._places[param].position = part, position
         index = self.buckets.index(bucket)
         self.buckets[index : index + 1] = split
+        bucket.reset()  # its round goes on in its parts
         parts += [part for part in split if part.is_active]
 
     # ---- sending -------------------------------------------------------------------------------------------
@@ -480,7 +480,7 @@ class GradientReducer:
                 if bucket.slot_view is None or not self._context.holds(bucket.slot_view):
                     self._declare()
                 bucket.hand_over(gradients, is_early)
-        bucket.sent = True
+        bucket.move_to(BucketState.SENT if bucket.sparse_flags is None else BucketState.ASKED)
         if self.on_sent is not None:
             self.on_sent(self, bucket)
 
