@@ -14,7 +14,7 @@ from byteps_py.dataplane.traffic import Traffic
 from byteps_py.loop import EventLoop
 from byteps_py.refusal_log import PERIOD_S, RefusalLog
 from byteps_py.runtime import Runtime
-from byteps_py.scheduler.connection_limits import GrpcConnections
+from byteps_py.scheduler.call_authenticator import GrpcConnections
 from byteps_py.worker.ranks.rank_server import RankServer
 
 OTHER_USER = 12345

@@ -24,7 +24,7 @@ from byteps_py.launch.plan import free_port
 from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.rank_protocol import pack_spec
-from byteps_py.scheduler import client, connection_limits, query, rpc
+from byteps_py.scheduler import call_authenticator, client, query, rpc
 from byteps_py.settings import Settings
 from byteps_py.tensors import DType, TensorSpec
 
@@ -132,8 +132,8 @@ def stranger(scheduler: Scheduler, host: str = "127.0.0.1") -> str:
         return f"{host}:{port}"
 
 
-def test_the_doctest_of_connection_limits() -> None:
-    assert doctest.testmod(connection_limits).failed == 0
+def test_the_doctest_of_call_authenticator() -> None:
+    assert doctest.testmod(call_authenticator).failed == 0
 
 
 def test_an_occupied_port_is_named(start: Factory) -> None:

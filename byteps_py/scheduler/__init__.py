@@ -9,7 +9,7 @@ rank_group    pure: what ranks agree on: tensors, barriers, joins, shutdown
 health        pure: who is dead, who is slow
 stalls        pure: which ranks others wait for
 member_links  members' links outlive connections, and the scheduler by its journal
-service       the only part that listens; with call_authenticator and connection_limits
+service       the only part that listens; with call_authenticator
 client        a member's link: over gRPC (grpc_link), or to a core in its own process
 query         what `bps` asks a running scheduler
 rpc           how all of them use gRPC

@@ -1,11 +1,21 @@
 """Who may call a gRPC server of this package: processes that know the cluster secret. Others cost little.
 
-A server's asyncio thread calls these methods, but for ``handshake_begins``. The limits are in connection_limits.py.
+gRPC does not tell of a connection before it is authenticated. So the connections are found among the descriptors of the
+process, and are cut off by the limits of every listener (unauthenticated_connections.py). gRPC waits for a request as
+long as its connection lives; RequestTimeout ends such calls, and an idle connection ends soon after its last call.
+
+A server's asyncio thread calls everything here, but for ``handshake_begins``.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import stat
+import threading
+import time
+import urllib.parse
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -13,13 +23,164 @@ import grpc.aio
 
 from byteps_py import auth
 from byteps_py.refusal_log import RefusalLog
-from byteps_py.scheduler import connection_limits, rpc
-from byteps_py.scheduler.connection_limits import GrpcConnections, address_of
+from byteps_py.scheduler import rpc
 from byteps_py.settings import Settings
+from byteps_py.unauthenticated_connections import MOST, UnauthenticatedConnections, duplicate
 
 _OF_THIS_CLUSTER = "knows the cluster secret (BYTEPS_SECRET or BYTEPS_SECRET_FILE, the same everywhere)"
+_DESCRIPTORS = "/proc/self/fd"
+#: Seconds between two looks, and while many connect.
+_LOOK_S, _HURRIED_S = 0.05, 0.005
+_MANY = MOST // 4
+#: A look reads the state of every descriptor of the process. Looks for handshakes take at most this part of the time,
+#: beyond so many seconds at once.
+_LOOKING, _AT_ONCE_S = 0.1, 0.02
+#: How many connections that ended without a token are remembered until ``take_refused``.
+_MOST_REFUSED = 100
+
+
+#: Together with the time that an idle connection has (rpc.py), this is less than the 5 s for unauthenticated processes.
+REQUEST_PATIENCE_S = 2.0
 
 Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class GrpcConnections:
+    """Finds the connections to ``port``, where the server listens, and cuts off those that are not admitted in time.
+
+    Any thread may call ``handshake_begins``; the other methods are for the server's thread.
+    """
+
+    def __init__(self, port: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._lock = threading.Lock()
+        self._clock = clock
+        self._looked_s = clock()
+        self._debt_s = 0.0  # time that looks have taken, less what they may take
+        self._waiting = UnauthenticatedConnections(clock)
+        self._waiting.port = port
+        self._port = port
+        self._known: dict[
+            int, tuple[int, str]
+        ] = {}  # by descriptor: (inode of its socket, its peer; "" if it is no connection to the port)
+        self._admitted: set[str] = set()
+        self._explained: set[str] = set()
+        self._refused: list[str] = []
+
+    def listens_at(self, port: int) -> None:
+        """The port is known now. Call it before the server starts."""
+        self._port = self._waiting.port = port
+
+    def handshake_begins(self) -> None:
+        """A TLS handshake begins. It may fail so soon that the connection is not seen unless it is looked for now.
+
+        In a flood of them most are not looked for: the server's thread has to run, too.
+        """
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            since_s = self._clock() - self._looked_s
+            is_rested = len(self._waiting) <= _MANY or since_s >= _HURRIED_S
+            if is_rested and self._debt_s - _LOOKING * since_s <= _AT_ONCE_S:
+                self._look()
+        finally:
+            self._lock.release()
+
+    def admit(self, peer: str) -> None:
+        """``peer``, as gRPC names it, has shown a valid token."""
+        with self._lock:
+            self._admitted.add(address_of(peer))
+
+    def explained(self, peer: str) -> None:
+        """``peer`` got an answer that says why it is refused, and the log has it: ``take_refused`` leaves it out."""
+        with self._lock:
+            self._explained.add(address_of(peer))
+
+    def look(self) -> float:
+        """Find new connections, forget those that have ended, and cut off those that exceed a limit. Returns in how
+        many seconds to look again."""
+        with self._lock:
+            self._look()
+            is_tired = self._debt_s > _AT_ONCE_S
+            return _HURRIED_S if len(self._waiting) > _MANY and not is_tired else _LOOK_S
+
+    def take_refused(self) -> list[str]:
+        """Peers whose connection ended, or was cut off, without a valid token since the last call."""
+        with self._lock:
+            refused, self._refused = self._refused, []
+        return refused
+
+    def _look(self) -> None:
+        began_s = self._clock()
+        found: dict[int, tuple[int, str]] = {}
+        for name in os.listdir(_DESCRIPTORS):
+            fd = int(name)
+            try:
+                status = os.fstat(fd)
+            except OSError:  # closed meanwhile
+                continue
+            if stat.S_ISSOCK(status.st_mode):
+                known = self._known.get(fd)
+                is_known = known is not None and known[0] == status.st_ino
+                found[fd] = known if known is not None and is_known else self._new(fd, status.st_ino)
+        gone = [peer for fd, (inode, peer) in self._known.items() if peer and found.get(fd, (0,))[0] != inode]
+        silent = [peer for peer in gone if peer not in self._admitted | self._explained]
+        self._refused += silent[: _MOST_REFUSED - len(self._refused)]
+        for fd in self._known.keys() - found.keys():
+            self._waiting.known(fd)
+        self._known = found
+        for fd, (_, peer) in found.items():
+            if peer in self._admitted:
+                self._waiting.known(fd)
+        here = {peer for _, peer in found.values()}
+        self._admitted &= here
+        self._explained &= here
+        self._waiting.sweep()
+        now_s = self._clock()
+        self._debt_s = max(0.0, self._debt_s - _LOOKING * (now_s - self._looked_s)) + now_s - began_s
+        self._looked_s = now_s
+
+    def _new(self, fd: int, inode: int) -> tuple[int, str]:
+        self._waiting.known(fd)
+        try:
+            with duplicate(fd, self._port) as end:
+                host, port, *_ = end.getpeername()
+        except OSError:
+            return inode, ""  # it listens, or belongs to another port
+        self._waiting.came(fd)
+        host = host.removeprefix("::ffff:")
+        return inode, f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def address_of(peer: str) -> str:
+    """
+    >>> address_of("ipv4:10.0.0.1:4242"), address_of("ipv6:%5Bfd00::1%5D:4242")
+    ('10.0.0.1:4242', '[fd00::1]:4242')
+    """
+    return urllib.parse.unquote(peer).partition(":")[2]
+
+
+class RequestTimeout(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Ends calls with a single request and a single answer whose request does not come within REQUEST_PATIENCE_S."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(handler_call_details)  # a grpc.RpcMethodHandler; None for an unknown method
+        if handler is None or handler.unary_unary is None:
+            return handler
+
+        async def answer(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            try:
+                async with asyncio.timeout(REQUEST_PATIENCE_S):
+                    request = await anext(aiter(requests))
+            except (TimeoutError, StopAsyncIteration):
+                await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the call came without its request")
+            return await handler.unary_unary(request, context)
+
+        # On the wire both kinds of calls are equal, but the handler of a stream runs before the request is there.
+        return grpc.stream_unary_rpc_method_handler(answer, handler.request_deserializer, handler.response_serializer)
 
 
 class CallAuthenticator:
@@ -33,7 +194,7 @@ class CallAuthenticator:
 
     def new_server(self, address: str) -> tuple[grpc.aio.Server, int]:
         """A server that will listen on ``address``, ``host:port``, and its port. Raises RuntimeError if it can't."""
-        server = grpc.aio.server(interceptors=[connection_limits.RequestTimeout()], options=rpc.server_options())
+        server = grpc.aio.server(interceptors=[RequestTimeout()], options=rpc.server_options())
         port = rpc.add_port(server, address, self._settings, self._connections.handshake_begins)
         self._connections.listens_at(port)
         return server, port
