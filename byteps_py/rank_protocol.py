@@ -19,7 +19,6 @@ from byteps_py.record_codec import (
     U32,
     U64,
     Data,
-    F64s,
     Flag,
     MessageCodec,
     Pairs,
@@ -30,6 +29,7 @@ from byteps_py.record_codec import (
     U64s,
 )
 from byteps_py.tensors import DType, Layout, NonFinite, Op, Sizes, TensorSpec
+from byteps_py.wire import SegmentNumbers
 
 VERSION = 10
 
@@ -307,15 +307,6 @@ class KeepStates:
     target: U32
     before: U32
     run: U64
-
-
-@dataclass(frozen=True, slots=True)
-class SegmentNumbers:
-    """The numbers with which the elements from ``start`` to ``stop`` make a step. See StepSegment."""
-
-    start: U64
-    stop: U64
-    scalars: F64s
 
 
 @_link.message(32)

@@ -310,8 +310,9 @@ class ShadowPart(PayloadRecord):
 
 
 @dataclass(frozen=True, slots=True)
-class ShadowSegment:
-    """Elements of a partition from ``start`` to ``stop`` that step with the same ``scalars``: see Scalar."""
+class SegmentNumbers:
+    """Elements from ``start`` to ``stop``, of a partition or of what a rank owns, that step with the same ``scalars``:
+    see StepSegment."""
 
     start: U64
     stop: U64
@@ -339,7 +340,7 @@ class ShadowStep(PayloadRecord):
     divisor: U64
     durable: U64 = 0
     whole: Flag = False
-    segments: tuple[ShadowSegment, ...] = ()
+    segments: tuple[SegmentNumbers, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

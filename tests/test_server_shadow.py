@@ -29,7 +29,7 @@ from byteps_py.server.shadow_state import (
     StatesRead,
 )
 from byteps_py.tensors import DType
-from byteps_py.wire import Header, Kind, ShadowPart, ShadowRecord, ShadowSegment, ShadowStep
+from byteps_py.wire import Header, Kind, SegmentNumbers, ShadowPart, ShadowRecord, ShadowStep
 
 KIND = StepKind(UpdateRule(Method.SGD, momentum=True), DType.FLOAT32, DType.FLOAT32)
 COUNT = 8
@@ -123,7 +123,7 @@ class Shell:
 
     def step(self, step: int, round_: int, durable: int = 0, before: int = -1, run: int = RUN, **facts: Any) -> None:
         whole = facts.pop("whole", False)
-        segments = (ShadowSegment(0, COUNT, (0.0,) * SCALARS),)
+        segments = (SegmentNumbers(0, COUNT, (0.0,) * SCALARS),)
         before = step - 1 if before < 0 else before
         said = ShadowStep(run, step, before, divisor=1, durable=durable, whole=whole, segments=segments)
         self.do(self.store.step(self.header(Kind.SHADOW_STEP, round_, **facts), "peer", said, self.now))
@@ -340,12 +340,12 @@ def test_steps_that_come_before_the_states_are_complete_wait_for_them(shell: She
 @pytest.mark.parametrize(
     "segment",
     [
-        ShadowSegment(start=0, stop=COUNT + 1, scalars=(0.0,) * SCALARS),
-        ShadowSegment(start=3, stop=2, scalars=(0.0,) * SCALARS),
-        ShadowSegment(start=0, stop=1, scalars=(0.0,)),
+        SegmentNumbers(start=0, stop=COUNT + 1, scalars=(0.0,) * SCALARS),
+        SegmentNumbers(start=3, stop=2, scalars=(0.0,) * SCALARS),
+        SegmentNumbers(start=0, stop=1, scalars=(0.0,)),
     ],
 )
-def test_segments_that_can_t_be_are_refused(shell: Shell, segment: ShadowSegment) -> None:
+def test_segments_that_can_t_be_are_refused(shell: Shell, segment: SegmentNumbers) -> None:
     shell.seed(1)
     shell.sum(2)
     said = ShadowStep(run=RUN, step=2, before=1, divisor=1, segments=(segment,))

@@ -20,7 +20,7 @@ from byteps_py.runtime import Runtime
 from byteps_py.server.service import SummationService
 from byteps_py.server.shadow_keeper import StatesRequest
 from byteps_py.tensors import DType
-from byteps_py.wire import MAX_PIECES_BYTES, Header, Kind, ShadowDescription, ShadowRecord, ShadowSegment, ShadowStep
+from byteps_py.wire import MAX_PIECES_BYTES, Header, Kind, SegmentNumbers, ShadowDescription, ShadowRecord, ShadowStep
 
 ADAMW = StepKind(UpdateRule(Method.ADAM, Decay.DECOUPLED), DType.BFLOAT16, DType.BFLOAT16)
 SGD = StepKind(UpdateRule(Method.SGD, Decay.COUPLED, momentum=True), DType.FLOAT32, DType.FLOAT32)
@@ -161,7 +161,7 @@ def test_both_phases_of_lamb_are_made_with_one_sum(shadows: Shadows) -> None:
     total = shadows.sum(states, 1)
     scalars = step_scalars(LAMB.rule, Hyperparameters(lr=0.1, weight_decay=0.01), 1)
     segments = [StepSegment(range(count), scalars), StepSegment(range(count), apply_scalars(0.25))]
-    sent = tuple(ShadowSegment(each.elements.start, each.elements.stop, each.scalars) for each in segments)
+    sent = tuple(SegmentNumbers(each.elements.start, each.elements.stop, each.scalars) for each in segments)
     said = ShadowStep(run=RUN, step=1, before=0, divisor=3, segments=sent)
     shadows.owner.send(states.header(Kind.SHADOW_STEP, 2, 1), said.pack())
     assert held(shadows.owner) == 1

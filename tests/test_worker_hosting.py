@@ -19,6 +19,7 @@ from byteps_py.kernels.update_rules import SCALARS, Hyperparameters, Method, Ste
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.shm import Arena, Block
 from byteps_py.tensors import DType, Op, TensorSpec
+from byteps_py.wire import SegmentNumbers
 from byteps_py.worker.core.actions import Action
 from byteps_py.worker.core.credit import PushQueue
 from byteps_py.worker.core.events import BytesReady, StepEnded, TensorAgreed
@@ -54,8 +55,8 @@ class Rank:
         self.said.append(protocol.decode(protocol.encode(message)))
 
 
-def _numbers(start: int, stop: int) -> protocol.SegmentNumbers:
-    return protocol.SegmentNumbers(start, stop, (0.0,) * SCALARS)
+def _numbers(start: int, stop: int) -> SegmentNumbers:
+    return SegmentNumbers(start, stop, (0.0,) * SCALARS)
 
 
 class Service:
@@ -147,7 +148,7 @@ class Service:
 
     def step(self, part: int, round_: int, rank: int = 0, **changed: Any) -> None:
         scalars = step_scalars(KIND.rule, Hyperparameters(lr=0.5, momentum=0.5), max(1, round_))
-        segments = (protocol.SegmentNumbers(0, (2, 3)[rank], scalars),)
+        segments = (SegmentNumbers(0, (2, 3)[rank], scalars),)
         asked = protocol.BeginStep(part, round_, True, 0, 0, False, segments)
         self.hosting.step(self.rank(rank), dataclasses.replace(asked, **changed))
 
@@ -201,7 +202,7 @@ def test_an_error_of_a_kernel_is_told(service: Service) -> None:
         ({"segments": (_numbers(0, 100_000),)}, "a step of 100000 elements with states of 2"),
         ({"segments": (_numbers(3, 2),)}, "not in order"),
         ({"segments": (_numbers(0, 2), _numbers(1, 2))}, "not in order"),
-        ({"segments": (protocol.SegmentNumbers(0, 2, (1.0,)),)}, "not in order"),
+        ({"segments": (SegmentNumbers(0, 2, (1.0,)),)}, "not in order"),
     ],
     ids=str,
 )

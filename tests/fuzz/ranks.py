@@ -10,6 +10,7 @@ from typing import Any
 from byteps_py import rank_protocol as protocol
 from byteps_py.errors import ProtocolError, UsageError
 from byteps_py.tensors import DType, Layout, NonFinite, Op, TensorSpec, key_of
+from byteps_py.wire import SegmentNumbers
 
 from .base import Target
 from .machine import RANKS, Machine
@@ -63,7 +64,7 @@ def _all_said() -> list[object]:
         protocol.Leave(error="ValueError: no", traceback="line 1"),
         protocol.Leave(again="HostsUpdatedInterrupt", planned=True),
         protocol.KeepStates(1, 1, 1, 2, 0, 7),
-        protocol.BeginStep(1, 1, True, 1, 0, False, (protocol.SegmentNumbers(0, 3, (0.5, 0.25)),)),
+        protocol.BeginStep(1, 1, True, 1, 0, False, (SegmentNumbers(0, 3, (0.5, 0.25)),)),
         protocol.SkipStep(1, 1),
         protocol.MeasureNorm(1, 1, ((0, 3),)),
         protocol.DropStates(1),

@@ -26,10 +26,10 @@ from byteps_py.wire import (
     HeldPart,
     HeldRun,
     Kind,
+    SegmentNumbers,
     ShadowDescription,
     ShadowPart,
     ShadowRecord,
-    ShadowSegment,
     ShadowStep,
 )
 
@@ -236,7 +236,7 @@ class LocalProtocol(Target):
                 protocol.WantChunks(3),
                 protocol.EnterBarrier(3),
                 protocol.StepsBegun((protocol.StepCount(7, 2, "all"),)),
-                protocol.BeginStep(1, 2, True, 3, 2, False, (protocol.SegmentNumbers(0, 8, (0.5, 0.25)),)),
+                protocol.BeginStep(1, 2, True, 3, 2, False, (SegmentNumbers(0, 8, (0.5, 0.25)),)),
                 protocol.RecordData(b"what a rank knows"),
                 protocol.Leave(error="ValueError: no", traceback="line 1"),
                 protocol.Declared(1, (protocol.SlotFields(1, 48, 2, 0, 128, ((0, 0), (0, 4096))),)),
@@ -268,7 +268,7 @@ class ShadowPayloads(Target):
     seeds = (
         _part.pack(),
         _record.pack(),
-        ShadowStep(7, 4, 3, 2, 3, True, (ShadowSegment(0, 12, (0.5, 0.25)),)).pack(),
+        ShadowStep(7, 4, 3, 2, 3, True, (SegmentNumbers(0, 12, (0.5, 0.25)),)).pack(),
         ShadowDescription((HeldRun(7, 3, 1.5, (HeldPart(1, 0, _part, (4, 5)),), (_record,)),)).pack(),
         Fetch(1, 2, 64, True, 3).pack(),
     )

@@ -10,7 +10,7 @@ import numpy as np
 from byteps_py.kernels.step_segments import StepSegment, bind_segments
 from byteps_py.kernels.update_rules import Hyperparameters, StepKind, step_scalars
 from byteps_py.tensors import DType
-from byteps_py.wire import Header, Kind, ShadowPart, ShadowRecord, ShadowSegment, ShadowStep
+from byteps_py.wire import Header, Kind, SegmentNumbers, ShadowPart, ShadowRecord, ShadowStep
 from support.data_plane import Machine, random_values
 
 RUN = 0xFEEDBEEF12345678
@@ -64,7 +64,7 @@ class ShadowedStates:
         ]
         said = ShadowStep(
             run=run, step=self.step, before=before, durable=durable, divisor=divisor,
-            segments=tuple(ShadowSegment(each.elements.start, each.elements.stop, each.scalars) for each in segments),
+            segments=tuple(SegmentNumbers(each.elements.start, each.elements.stop, each.scalars) for each in segments),
         )  # fmt: skip
         machine.send(self.header(Kind.SHADOW_STEP, machine.index, round_), said.pack())
         gradient = np.frombuffer(bytearray(total), np.uint8)

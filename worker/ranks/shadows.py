@@ -25,7 +25,7 @@ from byteps_py.log import logger
 from byteps_py.proto import control_pb2 as control
 from byteps_py.shm import Block
 from byteps_py.tensors import DType
-from byteps_py.wire import Header, Kind, ShadowPart, ShadowRecord, ShadowSegment, ShadowStep
+from byteps_py.wire import Header, Kind, SegmentNumbers, ShadowPart, ShadowRecord, ShadowStep
 from byteps_py.worker.core.hosted_steps import MakeStep, OwnedPart
 from byteps_py.worker.core.shadowing import (
     CatchUp,
@@ -272,7 +272,7 @@ class Shadows:
             run=action.copy.part.run, step=made.numbers.step, before=action.before, durable=made.numbers.durable,
             whole=made.numbers.is_whole, divisor=made.divisor,
             segments=tuple(
-                ShadowSegment(each.elements.start, each.elements.stop, each.scalars) for each in made.segments
+                SegmentNumbers(each.elements.start, each.elements.stop, each.scalars) for each in made.segments
             ),
         )  # fmt: skip
         self._tell(action.server, _header(Kind.SHADOW_STEP, part, made.round), said.pack())

@@ -13,7 +13,7 @@ from byteps_py.kernels.update_rules import StepKind
 from byteps_py.session.service.channel_session import ChannelSession
 from byteps_py.session.slot import Slot
 from byteps_py.session.state_host import HostedPart, ShadowedStep, StateHost
-from byteps_py.wire import MAX_PIECES_BYTES
+from byteps_py.wire import MAX_PIECES_BYTES, SegmentNumbers
 
 #: Takes a message of the service, and removes descriptors that are kept from the list. The session's lock is held.
 MessageHandler = Callable[[Any, list[int]], None]
@@ -74,7 +74,7 @@ class RemoteStateHost(StateHost):
     ) -> None:
         made = ShadowedStep(0, 0, 0) if shadowed is None else shadowed
         numbers = tuple(
-            protocol.SegmentNumbers(each.elements.start, each.elements.stop, tuple(each.scalars)) for each in segments
+            SegmentNumbers(each.elements.start, each.elements.stop, tuple(each.scalars)) for each in segments
         )
         self._session.tell(
             protocol.BeginStep(part.id, part.source.round, is_last, made.step, made.durable, made.is_whole, numbers)
