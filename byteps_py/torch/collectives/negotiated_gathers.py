@@ -96,6 +96,7 @@ class NegotiatedRound:
         self.group = group
         self._router, self._rounds, self._mine = router, rounds, mine
         self._since_ns = time.perf_counter_ns()
+        self._spec: TensorSpec | None = None
 
     def wait(self) -> torch.Tensor | None:
         """What all ranks have said: uint8, [position in the group, byte]. None: the round goes through the service, as
@@ -138,11 +139,14 @@ class NegotiatedRound:
             if receipt.left:  # for example an interrupt that the program survives
                 peers.abandon(receipt)
 
-    def report(self, sent: int, received: int) -> None:
-        """Tell the observer of the session, such as the timeline, that a round of so many bytes is over."""
+    def check(self, sent: int, received: int) -> None:
+        """Call it before memory for so many bytes is allocated. Raises UsageError if no machine has as much."""
+        self._spec = TensorSpec(self._name, DType.UINT8, (sent, received), self._op)
+
+    def report(self) -> None:
+        """Tell the observer of the session, such as the timeline, that the round is over."""
         observer = self.group.session.observer
-        if observer is not None:
-            spec = TensorSpec(self._name, DType.UINT8, (sent, received), self._op)
-            slot = Slot(spec, (), memoryview(b""), round=self._rounds.number)
+        if observer is not None and self._spec is not None:
+            slot = Slot(self._spec, (), memoryview(b""), round=self._rounds.number)
             observer.begun(slot, self._since_ns)
             observer.delivered(slot)

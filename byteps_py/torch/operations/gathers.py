@@ -302,6 +302,7 @@ class AllgatherOperation(TwoRoundOperation):
                 view = self._send_pieces(lengths)
             view.wait()
             return self._deliver(view)
+        direct.check(lengths[self._me], sum(lengths))
         outputs, targets = self._outputs()
         if max(lengths) <= self._inline_bytes:
             whole = every.view(-1)
@@ -314,7 +315,7 @@ class AllgatherOperation(TwoRoundOperation):
             receives = {p: [span(target) for _, target in targets[p]] for p in direct.group.others if targets[p]}
             sends = [(tuple(direct.group.others), [span(data) for data in given])] if given else []
             direct.exchange(sends, receives, (given, outputs))
-        direct.report(lengths[self._me], sum(lengths))
+        direct.report()
         return outputs
 
     def _view(self, prefix: str, nbytes_in: int, nbytes_out: int) -> SlotView:
@@ -485,9 +486,10 @@ class AlltoallOperation(TwoRoundOperation):
         headers = words[:, : size_headers.WORDS].clone()
         headers[:, size_headers.ROWS] = words[:, size_headers.WORDS + me]
         self._read(headers)
+        sends, receives = self._pieces(self._sent), self._pieces(self._received)
+        direct.check(_end(sends), _end(receives))
         output, received = self._results()
         given, taken = octets(self._tensor[: sum(self._sent)]), octets(output)
-        sends, receives = self._pieces(self._sent), self._pieces(self._received)
         (first, count), (target, _) = sends[me], receives[me]
         taken[target : target + count].copy_(given[first : first + count])
         direct.exchange(
@@ -495,7 +497,7 @@ class AlltoallOperation(TwoRoundOperation):
             {p: [(taken.data_ptr() + receives[p][0], receives[p][1])] for p in direct.group.others},
             (given, output),
         )
-        direct.report(_end(sends), _end(receives))
+        direct.report()
         return output, received
 
     def _pieces(self, rows: Sequence[int]) -> tuple[tuple[int, int], ...]:
