@@ -150,8 +150,8 @@ def main() -> None:
     if arguments.as_rank:
         rank(arguments.tensors, arguments.rounds)
         return
-    from byteps_py import tuning
-    from byteps_py.settings import Settings
+    from byteps_py.config import tuning
+    from byteps_py.config.settings import Settings
 
     settings = Settings.from_env()
     tensors = max(1, round(arguments.gigabytes * 1e9 / TENSOR_BYTES))

@@ -27,15 +27,15 @@ from pathlib import Path
 
 import zmq
 
+from byteps_py.config.settings import Settings
 from byteps_py.dataplane.authenticator import show_password
 from byteps_py.dataplane.handshake import CallerHandshake
 from byteps_py.dataplane.seal import Seal
-from byteps_py.loop import EventLoop
-from byteps_py.malloc import keep_freed_memory
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.settings import Settings
+from byteps_py.system.loop import EventLoop
+from byteps_py.system.malloc import keep_freed_memory
 from byteps_py.tensors import DType, Op
-from byteps_py.wire import Header, Kind
+from byteps_py.wire.data_link import Header, Kind
 
 IDLE_S = 1.0
 

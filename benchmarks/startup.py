@@ -27,10 +27,10 @@ import tempfile
 import time
 from pathlib import Path
 
+from byteps_py.config.settings import Settings
 from byteps_py.errors import BytePSError
 from byteps_py.launch.plan import free_port
 from byteps_py.scheduler import query
-from byteps_py.settings import Settings
 
 TARGET_S = {"init, 1 process": 1.5, "init, 2 ranks": 1.5, "init, no torch": 1.5, "server ready": 2.0}
 LIMIT_S = 60.0

@@ -35,9 +35,9 @@ from support.strangers import HALF_OPEN, HTTP2, ZMTP, Visit, begin_visit, reside
 from turns import launch, orders
 
 import server as benchmark
+from byteps_py.config.settings import Settings
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler import query
-from byteps_py.settings import Settings
 
 SPOKEN = {"server": ZMTP, "peer": ZMTP, "new": HTTP2, "agreed": HTTP2}
 UNITS = {"server": "Gbit/s each way per worker", "peer": "Gbit/s", "new": "new tensors/s", "agreed": "sums/s"}

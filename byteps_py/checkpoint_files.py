@@ -27,7 +27,7 @@ import xxhash
 
 from byteps_py.checkpoint_folder import os_error_in, synchronize_folder
 from byteps_py.errors import BytePSError, CheckpointError
-from byteps_py.log import logger
+from byteps_py.system.log import logger
 
 METADATA = ".metadata"
 _MANIFEST = re.compile(r"manifest-([0-9a-f]{16})\.json")

@@ -37,7 +37,7 @@ MOVED = {
 def home_of(name: str) -> str | None:
     """The full name of the module behind an alias; None if ``name`` is not an alias.
 
-    >>> home_of("byteps_py.optimizer"), home_of("byteps_py.torch.parallel"), home_of("byteps_py.wire")
+    >>> home_of("byteps_py.optimizer"), home_of("byteps_py.torch.parallel"), home_of("byteps_py.wire.data_link")
     ('byteps_py.torch.gradients.optimizer', 'byteps_py.parallel', None)
     """
     for alias, home in MOVED.items():

@@ -17,16 +17,17 @@ import numpy as np
 import numpy.typing as npt
 import zmq
 
-from byteps_py import channel, kernels
-from byteps_py.chunks import CHUNK_BYTES
+from byteps_py import kernels
 from byteps_py.dataplane.dialer import Dialer
 from byteps_py.dataplane.listener import DataListener
 from byteps_py.kernels.thread_pool import ThreadPool
 from byteps_py.kernels.update_rules import StepKind
-from byteps_py.loop import EventLoop
-from byteps_py.memory_left import available_memory_bytes
-from byteps_py.shm import Arena, Segment
+from byteps_py.system import channel
+from byteps_py.system.loop import EventLoop
+from byteps_py.system.memory_left import available_memory_bytes
+from byteps_py.system.shm import Arena, Segment
 from byteps_py.tensors import Checks, DType, Op
+from byteps_py.wire.chunks import CHUNK_BYTES
 
 
 class Kernels(Protocol):

@@ -9,9 +9,9 @@ from __future__ import annotations
 import socket
 import sys
 
+from byteps_py.config.settings import Settings
 from byteps_py.errors import BytePSError
 from byteps_py.scheduler import query
-from byteps_py.settings import Settings
 
 TIMEOUT_S = 5.0
 

@@ -57,7 +57,7 @@ class ShadowServicer(object):
     """
 
     def Describe(self, request, context):
-        """a ShadowDescription of byteps_py/wire.py
+        """a ShadowDescription of byteps_py/wire/data_link.py
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

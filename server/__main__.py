@@ -6,13 +6,13 @@ import argparse
 import signal
 import sys
 
-from byteps_py import jobs
+from byteps_py.config.settings import Settings
 from byteps_py.errors import BytePSError, ConfigurationError
-from byteps_py.launch_protocol import handle_signals
-from byteps_py.log import configure, logger
-from byteps_py.malloc import keep_freed_memory
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.settings import Settings
+from byteps_py.system import jobs
+from byteps_py.system.log import configure, logger
+from byteps_py.system.malloc import keep_freed_memory
+from byteps_py.wire.launch_protocol import handle_signals
 
 # How much freed memory the allocator keeps for the next messages, beyond what is in flight.
 _RETAINED_BYTES = 1 << 30

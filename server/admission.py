@@ -11,7 +11,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from byteps_py.tensors import DType, Op
-from byteps_py.wire import Header, Kind
+from byteps_py.wire.data_link import Header, Kind
 
 
 class Facts(NamedTuple):

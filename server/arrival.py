@@ -16,7 +16,7 @@ import zmq
 
 from byteps_py.dataplane.listener import Peer
 from byteps_py.server.round_state import Contribution
-from byteps_py.shm import Segment
+from byteps_py.system.shm import Segment
 
 
 class PayloadMemory(ABC):

@@ -14,7 +14,7 @@ import itertools
 from typing import Generic
 
 from byteps_py.server.round_state import C, Round
-from byteps_py.wire import MAX_NAMES, RoundName, name_of
+from byteps_py.wire.data_link import MAX_NAMES, RoundName, name_of
 
 #: Machines that push in the same order contribute at about the same time. One that is later has another order.
 AWAITED_AFTER_S = 0.01

@@ -15,10 +15,10 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from byteps_py.log import logger
-from byteps_py.loop import EventLoop
+from byteps_py.config.settings import Settings
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.settings import Settings
+from byteps_py.system.log import logger
+from byteps_py.system.loop import EventLoop
 
 #: How many checkpoints are kept.
 KEPT = 3

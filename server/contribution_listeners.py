@@ -12,19 +12,19 @@ from collections.abc import Callable
 
 import zmq
 
-from byteps_py import auth
-from byteps_py.channel import Channel
+from byteps_py.config.settings import Settings
 from byteps_py.dataplane.listener import DataListener, Peer, reply
 from byteps_py.dataplane.traffic import Traffic
 from byteps_py.errors import PeerLostError, ProtocolError
-from byteps_py.log import logger
 from byteps_py.runtime import Runtime
+from byteps_py.security import auth
+from byteps_py.security.unauthenticated_connections import PATIENCE_S, LocalStrangers
 from byteps_py.server.arrival import Arrival, FrameMemory, SharedMemory
-from byteps_py.settings import Settings
-from byteps_py.shm import Segment
+from byteps_py.system.channel import Channel
+from byteps_py.system.log import logger
+from byteps_py.system.shm import Segment
 from byteps_py.tensors import Op
-from byteps_py.unauthenticated_connections import PATIENCE_S, LocalStrangers
-from byteps_py.wire import HEADER_BYTES, Header, Kind
+from byteps_py.wire.data_link import HEADER_BYTES, Header, Kind
 
 SHADOW_KINDS = frozenset(
     (

@@ -14,11 +14,11 @@ import threading
 import time
 from collections.abc import Callable
 
+from byteps_py.config.settings import Settings
 from byteps_py.errors import BytePSError
-from byteps_py.log import logger
 from byteps_py.server.service import SummationService
 from byteps_py.server.shadow import ShadowStore
-from byteps_py.settings import Settings
+from byteps_py.system.log import logger
 from byteps_py.wording import count_text
 
 #: ``new_service(settings, shadows)``: a service that has not run.

@@ -14,9 +14,9 @@ from byteps_py.blame import OVERFLOW
 from byteps_py.dataplane.seal import Digester
 from byteps_py.kernels.readiness import Pair, Readiness
 from byteps_py.kernels.thread_pool import Work, default_threads
-from byteps_py.log import logger
 from byteps_py.runtime import Kernels, Runtime
 from byteps_py.server.arrival import Arrival, FrameMemory, PayloadMemory
+from byteps_py.system.log import logger
 from byteps_py.tensors import Checks, DType, Op
 
 #: Gets the error, if there was one, and the machines to blame for a result that is not finite (see blame.py).

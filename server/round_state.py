@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from byteps_py.errors import BytePSError
-from byteps_py.wire import Header
+from byteps_py.wire.data_link import Header
 
 
 @dataclass(slots=True, eq=False)

@@ -47,7 +47,7 @@ from byteps_py.server.round_state import (
     RoundState,
     Want,
 )
-from byteps_py.wire import Header, Kind, name_of
+from byteps_py.wire.data_link import Header, Kind, name_of
 
 #: Limits for contributions of an epoch that this server does not know yet; beyond either they are refused.
 HELD_COUNT = 4096

@@ -26,8 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from byteps_py import machine
-from byteps_py.control_link import Connect, ControlEvents, ControlLink
+from byteps_py.config.settings import Settings
 from byteps_py.dataplane.listener import Peer
 from byteps_py.dataplane.traffic import Traffic
 from byteps_py.errors import (
@@ -39,9 +38,6 @@ from byteps_py.errors import (
     StallError,
     from_name,
 )
-from byteps_py.launch_protocol import GIVEN_UP_STATUS, Blame, send_notice
-from byteps_py.log import logger
-from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.runtime import Runtime
 from byteps_py.server.arrival import Arrival, FrameMemory, PayloadMemory
@@ -53,9 +49,13 @@ from byteps_py.server.round_state import Action, Answer, Counters, Reduce, Refus
 from byteps_py.server.rounds import Rounds
 from byteps_py.server.shadow import ShadowStore
 from byteps_py.server.shadow_keeper import ShadowKeeper, new_store
-from byteps_py.settings import Settings
+from byteps_py.system import machine
+from byteps_py.system.log import logger
+from byteps_py.system.loop import EventLoop
 from byteps_py.tensors import Op
-from byteps_py.wire import MAX_WAITED_US, Header, Kind, pack_names
+from byteps_py.wire.control_link import Connect, ControlEvents, ControlLink
+from byteps_py.wire.data_link import MAX_WAITED_US, Header, Kind, pack_names
+from byteps_py.wire.launch_protocol import GIVEN_UP_STATUS, Blame, send_notice
 
 _ORPHAN_CHECK_S = 0.5
 DRAIN_LIMIT_S = 30.0  # how long it goes on after SIGTERM if no other server takes its keys

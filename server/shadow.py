@@ -54,7 +54,7 @@ from byteps_py.server.shadow_state import (
     StatesRead,
 )
 from byteps_py.tensors import DType
-from byteps_py.wire import (
+from byteps_py.wire.data_link import (
     MAX_ATTACHED_BYTES,
     Header,
     HeldPart,

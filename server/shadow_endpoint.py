@@ -16,14 +16,14 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from byteps_py import machine
-from byteps_py.log import logger
-from byteps_py.loop import EventLoop
+from byteps_py.config.settings import Settings
 from byteps_py.proto import shadow_pb2, shadow_pb2_grpc
 from byteps_py.scheduler.call_authenticator import CallAuthenticator
 from byteps_py.server.shadow_keeper import ShadowKeeper, StatesRequest
-from byteps_py.settings import Settings
-from byteps_py.wire import ShadowDescription
+from byteps_py.system import machine
+from byteps_py.system.log import logger
+from byteps_py.system.loop import EventLoop
+from byteps_py.wire.data_link import ShadowDescription
 
 #: Elements in one message: 1 MB of float32.
 _CHUNK = 1 << 18

@@ -15,11 +15,11 @@ from typing import Any
 
 import zmq
 
+from byteps_py.config.settings import Settings
 from byteps_py.dataplane.listener import Peer
 from byteps_py.errors import CommunicationError, ProtocolError
 from byteps_py.kernels.step_segments import StepSegment, bind_segments
 from byteps_py.kernels.update_rules import StepKind
-from byteps_py.log import logger
 from byteps_py.runtime import Kernels, Runtime
 from byteps_py.server.arrival import FrameMemory, PayloadMemory
 from byteps_py.server.reducer import Reducer
@@ -39,8 +39,8 @@ from byteps_py.server.shadow_state import (
     StatesCopy,
     StatesRead,
 )
-from byteps_py.settings import Settings
-from byteps_py.wire import (
+from byteps_py.system.log import logger
+from byteps_py.wire.data_link import (
     MAX_PIECES_BYTES,
     Header,
     Kind,

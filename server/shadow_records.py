@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from byteps_py.wire import Header, ShadowRecord
+from byteps_py.wire.data_link import Header, ShadowRecord
 
 
 class SizedMemory(Protocol):

@@ -13,7 +13,7 @@ from typing import Any
 from byteps_py.kernels.step_segments import StepSegment
 from byteps_py.kernels.update_rules import StepKind
 from byteps_py.server.shadow_records import RunRecords, SizedMemory
-from byteps_py.wire import Header
+from byteps_py.wire.data_link import Header
 
 #: Where a partition is in its run: the tensor's key, and the partition's index.
 Place = tuple[int, int]

@@ -17,12 +17,13 @@ from support.clusters import clean_environment
 import byteps_py.scheduler.__main__ as scheduler
 import byteps_py.server.__main__ as server
 import byteps_py.worker.__main__ as worker
-from byteps_py import channel, validators
+from byteps_py.config import validators
+from byteps_py.config.settings import Settings, ignored_variables
+from byteps_py.config.variables import IGNORED, VARIABLES, Variable
 from byteps_py.errors import ConfigurationError
-from byteps_py.machine import check_offered_host
 from byteps_py.session.service.starting import open_session
-from byteps_py.settings import Settings, ignored_variables
-from byteps_py.variables import IGNORED, VARIABLES, Variable
+from byteps_py.system import channel
+from byteps_py.system.machine import check_offered_host
 
 LONG = "x" * 5000
 GARBAGE = [

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from support.strangers import local
 
-from byteps_py import launchers
-from byteps_py import rank_protocol as protocol
-from byteps_py.channel import MAX_MESSAGE, Listener
+from byteps_py.config import launchers
+from byteps_py.config.settings import Settings
+from byteps_py.config.variables import VARIABLES, Variable
 from byteps_py.errors import ConfigurationError, ProtocolError, UsageError
-from byteps_py.loop import EventLoop
 from byteps_py.runtime import Runtime
-from byteps_py.settings import Settings
+from byteps_py.system.channel import MAX_MESSAGE, Listener
+from byteps_py.system.loop import EventLoop
 from byteps_py.tensors import MAX_NAME_BYTES, DType, Op, TensorSpec
-from byteps_py.variables import VARIABLES, Variable
+from byteps_py.wire import rank_link as protocol
 from byteps_py.worker.ranks import rank_server
 
 GARBAGE = [

@@ -14,7 +14,7 @@ from torch_training import Net, assert_same, loss_of, reference, sgd, state_of
 
 import byteps_py
 import byteps_py.torch as bps
-from byteps_py.settings import Settings
+from byteps_py.config.settings import Settings
 from byteps_py.torch.collectives.context import Context, use
 
 PROGRAM = Path(__file__).parent / "programs" / "byteps_user.py"

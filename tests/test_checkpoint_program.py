@@ -12,12 +12,12 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from byteps_py.checkpoint.program import HOLD_S, CheckpointOptions, CheckpointProgram
 from byteps_py.checkpoint_folder import CheckpointFolder, checkpoint_steps
+from byteps_py.config.settings import Settings
 from byteps_py.errors import BytePSError, CommunicationError, ProtocolError, RendezvousError, UsageError
 from byteps_py.kernels.update_rules import Method, StepKind, UpdateRule
-from byteps_py.settings import Settings
 from byteps_py.shadow import RestorablePart, ServerDescription, ShadowReader
 from byteps_py.tensors import DType
-from byteps_py.wire import HeldPart, HeldRun, ShadowDescription, ShadowPart, ShadowRecord
+from byteps_py.wire.data_link import HeldPart, HeldRun, ShadowDescription, ShadowPart, ShadowRecord
 
 SGD = StepKind(UpdateRule(Method.SGD, momentum=True), DType.FLOAT32, DType.FLOAT32)
 COUNT = 6

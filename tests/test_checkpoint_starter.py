@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from byteps_py.cli.__main__ import main
-from byteps_py.loop import EventLoop
+from byteps_py.config.settings import Settings
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.server.checkpoint_starter import CheckpointStarter, chosen_server
-from byteps_py.settings import Settings
+from byteps_py.system.loop import EventLoop
 
 CPU, GPU = pb.MACHINE_KIND_CPU, pb.MACHINE_KIND_GPU
 SERVERS = [

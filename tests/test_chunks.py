@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from byteps_py.chunks import CHUNK_BYTES, Arriving, TensorChunks, chunk_at
 from byteps_py.tensors import DType, TensorSpec
+from byteps_py.wire.chunks import CHUNK_BYTES, Arriving, TensorChunks, chunk_at
 from byteps_py.worker.core.scatter import pieces
 
 SIZE = 3

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from byteps_py.cli.__main__ import main
-from byteps_py.variables import VARIABLES
+from byteps_py.config.variables import VARIABLES
 
 RESNET50_BYTES = 4 * 25_557_032
 

@@ -15,14 +15,14 @@ from support.damage import Flipper
 from support.data_plane import WAIT_S, BareListener, Server, exact_sum, header_for, random_values
 from support.proxy import Proxy
 
+from byteps_py.config.settings import Settings
 from byteps_py.dataplane.listener import _MOST_DAMAGED
 from byteps_py.errors import BytePSError, IntegrityError, ProtocolError
-from byteps_py.loop import EventLoop
 from byteps_py.runtime import Runtime
-from byteps_py.settings import Settings
-from byteps_py.shm import Block
+from byteps_py.system.loop import EventLoop
+from byteps_py.system.shm import Block
 from byteps_py.tensors import DType
-from byteps_py.wire import RESENT, SUPPLY, Header, Kind
+from byteps_py.wire.data_link import RESENT, SUPPLY, Header, Kind
 from byteps_py.worker.io.network import LinkEvents, LinkTarget, TcpLink
 
 OPEN = Settings(

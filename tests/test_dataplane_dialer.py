@@ -20,9 +20,9 @@ from byteps_py.dataplane.listener import DataListener, Peer
 from byteps_py.dataplane.seal import Data
 from byteps_py.dataplane.traffic import Traffic
 from byteps_py.errors import ProtocolError
-from byteps_py.loop import EventLoop
-from byteps_py.unauthenticated_connections import MOST_BYTES
-from byteps_py.wire import HEADER_BYTES, Header, Kind
+from byteps_py.security.unauthenticated_connections import MOST_BYTES
+from byteps_py.system.loop import EventLoop
+from byteps_py.wire.data_link import HEADER_BYTES, Header, Kind
 
 PUSHED = bytes(3 * MOST_BYTES)
 

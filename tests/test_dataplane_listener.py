@@ -12,8 +12,8 @@ from support.summation import SETTINGS
 
 from byteps_py.dataplane.listener import _MOST_DAMAGED, DataListener, Peer
 from byteps_py.dataplane.traffic import Traffic
-from byteps_py.unauthenticated_connections import WATCH_S
-from byteps_py.wire import Header, Kind
+from byteps_py.security.unauthenticated_connections import WATCH_S
+from byteps_py.wire.data_link import Header, Kind
 
 
 class Listener:

@@ -10,12 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import zmq
 
+from byteps_py.config.settings import Settings
 from byteps_py.dataplane import handshake
 from byteps_py.dataplane.handshake import CallerHandshake, ListenerHandshake
 from byteps_py.dataplane.seal import DamagedError, Protection, Seal, new_digester, new_seal
 from byteps_py.errors import ConfigurationError, ProtocolError
-from byteps_py.settings import Settings
-from byteps_py.wire import HEADER_BYTES, Header, Kind
+from byteps_py.wire.data_link import HEADER_BYTES, Header, Kind
 
 ADDRESS = "tcp://10.0.0.1:4711"
 SIGNED = Settings(secret="known to members", job_id="a")

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from byteps_py.chunks import CHUNK_BYTES, TensorChunks
 from byteps_py.tensors import DType, Op, TensorSpec
 from byteps_py.torch.collectives.slot_view import HostMover
+from byteps_py.wire.chunks import CHUNK_BYTES, TensorChunks
 
 ROWS, WIDTH = 7, CHUNK_BYTES // 4
 SIZE = 2

@@ -10,11 +10,11 @@ import pytest
 from support.control_plane import Plane
 from support.scheduler_core import CPU, GPU, server, worker
 
+from byteps_py.config.settings import Settings
 from byteps_py.errors import ConfigurationError
 from byteps_py.failure_detector import GAIN, HALF_LIFE_S, FailureDetector
-from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.settings import Settings
+from byteps_py.system.loop import EventLoop
 from byteps_py.worker.io.network import silence_s
 
 INTERVAL_S = 0.2

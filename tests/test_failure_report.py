@@ -17,7 +17,8 @@ from support.clusters import clean_environment
 from byteps_py import errors
 from byteps_py.launch import command_line
 from byteps_py.launch.process_output import OutputStream
-from byteps_py.launch_protocol import (
+from byteps_py.session import failure_reports
+from byteps_py.wire.launch_protocol import (
     NOTICE_VARIABLE,
     Blame,
     FailureNotice,
@@ -26,7 +27,6 @@ from byteps_py.launch_protocol import (
     has_launcher,
     send_notice,
 )
-from byteps_py.session import failure_reports
 
 PROGRAM = Path(__file__).parent / "programs" / "fails.py"
 

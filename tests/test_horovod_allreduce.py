@@ -8,8 +8,8 @@ from support.threaded import ThreadedCluster, combine, contract
 from torch_values import same, values
 
 import byteps_py.torch as hvd
+from byteps_py.config.settings import Settings
 from byteps_py.session.solo import SoloSession
-from byteps_py.settings import Settings
 from byteps_py.tensors import Op
 from byteps_py.torch.collectives.context import Context, use
 from byteps_py.torch.collectives.dtypes import WIRE

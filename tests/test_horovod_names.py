@@ -13,9 +13,9 @@ from support.threaded import ThreadedCluster
 
 import byteps_py
 import byteps_py.torch as hvd
+from byteps_py.config.settings import Settings
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.session.solo import SoloSession
-from byteps_py.settings import Settings
 from byteps_py.torch.collectives.context import Context, use
 from byteps_py.worker.core.topology import Topology
 

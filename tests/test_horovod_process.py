@@ -10,8 +10,8 @@ from support.clusters import bpslaunch
 from support.threaded import ThreadedCluster
 
 import byteps_py.torch as hvd
+from byteps_py.config.settings import Settings
 from byteps_py.session.solo import SoloSession
-from byteps_py.settings import Settings
 from byteps_py.torch.collectives.context import Context, use
 
 PROGRAM = Path(__file__).parent / "programs" / "horovod.py"

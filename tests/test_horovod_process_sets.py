@@ -7,8 +7,8 @@ import torch
 from support.threaded import ThreadedCluster
 
 import byteps_py.torch as hvd
+from byteps_py.config.settings import Settings
 from byteps_py.session.solo import SoloSession
-from byteps_py.settings import Settings
 from byteps_py.torch.collectives.context import Context, current, use
 from byteps_py.torch.operations.process_sets import group_of, members_of
 

@@ -13,9 +13,9 @@ from support import warm
 from support.clusters import bpslaunch, clean_environment
 
 import byteps_py.torch as hvd
+from byteps_py.config.settings import Settings
 from byteps_py.session import subset
 from byteps_py.session.subset import among
-from byteps_py.settings import Settings
 
 PROGRAM = Path(__file__).parent / "programs" / "subset.py"
 

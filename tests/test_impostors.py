@@ -20,16 +20,18 @@ import grpc
 import pytest
 from support.schedulers import TIMEOUT_S, Member, Scheduler, as_server, as_worker
 
-from byteps_py import auth, errors, port_owner, tls
+from byteps_py import errors
+from byteps_py.config.settings import Settings
 from byteps_py.kernels.update_rules import Decay, Method, StepKind, UpdateRule
 from byteps_py.launch.plan import free_port
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.proto import control_pb2_grpc, shadow_pb2, shadow_pb2_grpc
 from byteps_py.scheduler import query
-from byteps_py.settings import Settings
+from byteps_py.security import auth, tls
 from byteps_py.shadow import RestorablePart, ShadowReader
+from byteps_py.system import port_owner
 from byteps_py.tensors import DType
-from byteps_py.wire import HeldRun, ShadowDescription, ShadowRecord
+from byteps_py.wire.data_link import HeldRun, ShadowDescription, ShadowRecord
 
 SECRET = "5" * 64
 KIND = StepKind(UpdateRule(Method.SGD, Decay.NONE), DType.FLOAT32, DType.FLOAT32)

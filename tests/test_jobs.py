@@ -17,12 +17,13 @@ import pytest
 from support.launching import launched
 from support.schedulers import TIMEOUT_S, Scheduler
 
-from byteps_py import __version__, jobs
+from byteps_py import __version__
 from byteps_py.cli.__main__ import main as bps
+from byteps_py.config.settings import Settings
 from byteps_py.launch.command_line import parse
-from byteps_py.settings import Settings
+from byteps_py.system import jobs
 
-HOLDS = "import sys; from byteps_py import jobs; from byteps_py.settings import Settings\n"
+HOLDS = "import sys; from byteps_py.system import jobs; from byteps_py.config.settings import Settings\n"
 HOLDS += "with jobs.announced(Settings(job_id='held')): print('there', flush=True); sys.stdin.read()"
 
 
@@ -225,7 +226,7 @@ def test_the_runtime_folder_of_another_user_costs_one_warning(how: str, temporar
     mine = target / "mine.job"
     mine.write_text("a batch job's script")
     _take(temporary / f"byteps-{os.getuid()}", how, target)
-    look = "import sys; from byteps_py import jobs; print([job.job_id for job in jobs.find()])"
+    look = "import sys; from byteps_py.system import jobs; print([job.job_id for job in jobs.find()])"
     with subprocess.Popen([sys.executable, "-c", HOLDS], stdin=-1, stdout=-1, stderr=-1, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "there\n"

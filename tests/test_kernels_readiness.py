@@ -8,7 +8,7 @@ import pytest
 
 from byteps_py.kernels.readiness import Readiness
 from byteps_py.kernels.thread_pool import ThreadPool
-from byteps_py.loop import EventLoop
+from byteps_py.system.loop import EventLoop
 from byteps_py.tensors import DType, Op
 
 FLOATS, INTEGERS = (Op.SUM, DType.FLOAT32), (Op.MAX, DType.INT32)

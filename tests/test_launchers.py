@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from byteps_py import launchers
+from byteps_py.config import launchers
+from byteps_py.config.settings import Settings
 from byteps_py.errors import ConfigurationError
-from byteps_py.settings import Settings
 
 
 def torchrun(machines: int, machine: int, size: int, rank: int, **more: str) -> dict[str, str]:

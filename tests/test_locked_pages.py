@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from byteps_py.shm import PAGE
+from byteps_py.system.shm import PAGE
 from byteps_py.torch.collectives.cuda import LockedPages
 
 

@@ -12,9 +12,9 @@ import torch
 from support.clusters import bpslaunch
 
 from byteps_py import blame, kernels
+from byteps_py.config.settings import Settings
 from byteps_py.errors import ConfigurationError, NonFiniteError
 from byteps_py.server.reducer import KernelCall
-from byteps_py.settings import Settings
 from byteps_py.tensors import DType, NonFinite, Op, TensorSpec
 from byteps_py.torch.collectives import nonfinite
 

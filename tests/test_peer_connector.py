@@ -14,10 +14,10 @@ from dataclasses import replace
 import pytest
 from support.connected import SECRET, SETTINGS, WAIT_S, ConnectedRank, connect, connected
 
+from byteps_py.config.settings import Settings
 from byteps_py.errors import BytePSError, ConfigurationError, RendezvousError
+from byteps_py.security.unauthenticated_connections import PATIENCE_S
 from byteps_py.session.peers.peer_connector import PeerConnector
-from byteps_py.settings import Settings
-from byteps_py.unauthenticated_connections import PATIENCE_S
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from support.connected import SETTINGS, WAIT_S, ConnectedRank, connect
 from support.proxy import Proxy
 from test_peer_connection import connection, expect, some_bytes, span, streams
 
+from byteps_py.config.settings import Settings
 from byteps_py.errors import IntegrityError, PeerLostError
-from byteps_py.settings import Settings
 
 
 @contextlib.contextmanager

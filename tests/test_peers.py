@@ -20,8 +20,8 @@ from byteps_py.session.peers.memory import IncomingMemory, OutgoingMemory, size_
 from byteps_py.session.peers.message_matcher import MessageMatcher, Stream
 from byteps_py.session.peers.peer_protocol import PeerMessage, PeerMessageKind
 from byteps_py.session.peers.peer_transport import PeerTransport
-from byteps_py.shm import Segment
-from byteps_py.spin_policy import SpinPolicy
+from byteps_py.system.shm import Segment
+from byteps_py.system.spin_policy import SpinPolicy
 from byteps_py.tensors import key_of
 from byteps_py.worker.core.peer_introductions import Introduce, PeerIntroductions, Tell
 

@@ -11,7 +11,7 @@ import pytest
 
 from byteps_py.errors import CommunicationError
 from byteps_py.session.peers.peer_sockets import Inbox, PeerOutbox
-from byteps_py.shm import Segment
+from byteps_py.system.shm import Segment
 
 
 def test_an_inbox_that_is_not_read_holds_up_nobody() -> None:

@@ -20,7 +20,7 @@ from byteps_py.session.service.remote import RemoteSession
 #: A rank in a process of its own, that sends one large payload, and then waits for what never comes.
 SENDER = """
 import ctypes, sys
-from byteps_py import channel
+from byteps_py.system import channel
 from byteps_py.session.service.remote import RemoteSession
 session = RemoteSession(channel.connect(sys.argv[1], 30), 1, 2, 30, 600)
 peers = session.peers

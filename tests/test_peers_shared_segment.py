@@ -11,7 +11,7 @@ from support.sessions import WAIT_S
 from byteps_py.errors import NotInitializedError, ProtocolError, StallError
 from byteps_py.session.peers import StreamReceipt
 from byteps_py.session.service.remote import RemoteSession
-from byteps_py.shm import PAGE, Arena
+from byteps_py.system.shm import PAGE, Arena
 
 lasting = pytest.fixture(scope="module")(lasting_service)
 ranks = pytest.fixture(two_ranks)

@@ -10,10 +10,10 @@ import pytest
 from support.peers import lasting_service, met, peers, two_ranks
 from support.sessions import WAIT_S, failure, sum_once_more
 
-from byteps_py import rank_protocol as protocol
 from byteps_py.errors import CommunicationError, JoinedError, StallError
 from byteps_py.session.peers import WINDOW, Stream, StreamReceipt
 from byteps_py.session.service.remote import RemoteSession
+from byteps_py.wire import rank_link as protocol
 
 #: Longer than it takes until the service is told.
 TOLD_S = 0.4

@@ -10,10 +10,10 @@ from typing import Any
 
 from support.breaking import environ_of, launch, service
 
+from byteps_py.config.settings import Settings
 from byteps_py.placement.placement_table import PlacementTable
 from byteps_py.placement.shares import Optimum
 from byteps_py.scheduler import query
-from byteps_py.settings import Settings
 from byteps_py.tensors import key_of
 
 MACHINES, STEPS = 2, 10  # steps of a stretch

@@ -9,12 +9,12 @@ import time
 import pytest
 from support.strangers import local
 
-from byteps_py.channel import Listener
 from byteps_py.dataplane.traffic import Traffic
-from byteps_py.loop import EventLoop
-from byteps_py.refusal_log import PERIOD_S, RefusalLog
 from byteps_py.runtime import Runtime
 from byteps_py.scheduler.call_authenticator import GrpcConnections
+from byteps_py.security.refusal_log import PERIOD_S, RefusalLog
+from byteps_py.system.channel import Listener
+from byteps_py.system.loop import EventLoop
 from byteps_py.worker.ranks.rank_server import RankServer
 
 OTHER_USER = 12345

@@ -12,7 +12,7 @@ from support.data_plane import WAIT_S, Machine, Server, exact_sum, random_values
 from support.summation import SETTINGS
 
 from byteps_py.tensors import DType
-from byteps_py.wire import RESENT, SUPPLY, Kind
+from byteps_py.wire.data_link import RESENT, SUPPLY, Kind
 
 MACHINES, KEYS, ROUNDS = 3, 5, 15
 COUNT = 300

@@ -11,7 +11,7 @@ from zmq.utils.monitor import recv_monitor_message
 from byteps_py.dataplane.authenticator import show_password
 from byteps_py.server.round_state import Answer, Contribution, Reduce, RefuseContributions
 from byteps_py.server.rounds import Rounds
-from byteps_py.wire import Kind
+from byteps_py.wire.data_link import Kind
 
 MACHINES = 3
 REPLAYS = 1_000_000

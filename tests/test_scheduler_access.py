@@ -19,14 +19,14 @@ from support.schedulers import TIMEOUT_S, Attend, Factory, Member, Scheduler, as
 
 from byteps_py import errors
 from byteps_py.cli import __main__ as cli
-from byteps_py.control_link import ControlEvents
+from byteps_py.config.settings import Settings
 from byteps_py.launch.plan import free_port
-from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.rank_protocol import pack_spec
 from byteps_py.scheduler import call_authenticator, client, query, rpc
-from byteps_py.settings import Settings
+from byteps_py.system.loop import EventLoop
 from byteps_py.tensors import DType, TensorSpec
+from byteps_py.wire.control_link import ControlEvents
+from byteps_py.wire.rank_link import pack_spec
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -253,7 +253,7 @@ def test_bps_status_and_stop(start: Factory, attend: Attend, capsys: pytest.Capt
 
 
 def test_trainers_and_the_core_do_not_load_grpc() -> None:
-    code = "import sys, byteps_py, byteps_py.settings, byteps_py.scheduler.core; sys.exit('grpc' in sys.modules)"
+    code = "import sys, byteps_py, byteps_py.config.settings, byteps_py.scheduler.core; sys.exit('grpc' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=TIMEOUT_S, check=False).returncode == 0
 
 

@@ -6,9 +6,9 @@ import pytest
 from support.scheduler_core import ballot, declare, running, spec
 
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.rank_protocol import unpack_spec
 from byteps_py.scheduler import job as states
 from byteps_py.tensors import DType, Op
+from byteps_py.wire.rank_link import unpack_spec
 
 # ---- declarations ------------------------------------------------------------------------------------------
 

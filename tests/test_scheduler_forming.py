@@ -7,10 +7,10 @@ import itertools
 import pytest
 from support.scheduler_core import CPU, GPU, Cluster, server, worker
 
+from byteps_py.config.tuning import LOOPBACK_MBIT
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler import job as states
 from byteps_py.scheduler.membership import TURN_LIMIT_S, TURNS, Survey, pairs_of
-from byteps_py.tuning import LOOPBACK_MBIT
 
 
 @pytest.mark.parametrize(("n", "k"), list(itertools.product(range(2, 9), range(12))))

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from byteps_py.config.settings import Settings
 from byteps_py.errors import JournalError
 from byteps_py.proto.journal_pb2 import JournalFrame, JournalHeader, JournalRecord
 from byteps_py.scheduler.core import EpochSeen
 from byteps_py.scheduler.member_links import journal as files
 from byteps_py.scheduler.member_links.journal import Journal, begin, compact, journal_path, restore, thaw
 from byteps_py.scheduler.roster import ClusterConfig
-from byteps_py.settings import Settings
 
 
 def written(path: Path, frames: int = 3) -> bytes:

@@ -32,11 +32,11 @@ from support.schedulers import (
 )
 
 from byteps_py import errors
-from byteps_py.launch_protocol import NO_JOURNAL_STATUS
+from byteps_py.config.settings import Settings
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler import query
 from byteps_py.scheduler.grpc_link import GrpcControlLink
-from byteps_py.settings import Settings
+from byteps_py.wire.launch_protocol import NO_JOURNAL_STATUS
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -27,13 +27,13 @@ from support.schedulers import (
 )
 
 from byteps_py import errors
+from byteps_py.config.settings import Settings
 from byteps_py.dataplane.traffic import Limiter, Traffic
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler import query
 from byteps_py.scheduler.grpc_link import GrpcControlLink
 from byteps_py.scheduler.member_links.links import Sent
 from byteps_py.scheduler.service import UNREGISTERED, SchedulerService
-from byteps_py.settings import Settings
 
 
 @pytest.fixture(autouse=True, scope="module")

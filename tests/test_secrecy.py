@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from byteps_py import auth, tls
-from byteps_py.channel import Listener
 from byteps_py.cli import __main__ as cli
+from byteps_py.config.settings import Settings
 from byteps_py.errors import ConfigurationError, JournalError, ProtocolError
 from byteps_py.scheduler.member_links import journal
-from byteps_py.settings import Settings
-from byteps_py.shm import Segment
+from byteps_py.security import auth, tls
+from byteps_py.system.channel import Listener
+from byteps_py.system.shm import Segment
 
 ROOT = Path(__file__).parent.parent
 SECRET = "a secret of the cluster"
@@ -63,7 +63,7 @@ def test_only_broadcast_objects_are_unpickled() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["os system", "builtins eval", "builtins getattr", "subprocess Popen", "byteps_py.settings Settings",
+    ["os system", "builtins eval", "builtins getattr", "subprocess Popen", "byteps_py.config.settings Settings",
      "byteps_py.scheduler.member_links.journal Path", "byteps_py.scheduler.member_links.journal os.system",
      "byteps_py.scheduler.member_links.journal pickle.Unpickler",
      "byteps_py.scheduler.member_links.journal pb.Register"],
@@ -154,7 +154,7 @@ def test_secrets_of_containers_are_read(tmp_path: Path) -> None:
     path.chmod(0o444)
     with pytest.raises(ConfigurationError, match="has mode 0444"):
         Settings.from_env({"BYTEPS_SECRET_FILE": str(path)})
-    look = "from byteps_py.settings import Settings; print(Settings.from_env().secret)"
+    look = "from byteps_py.config.settings import Settings; print(Settings.from_env().secret)"
     mounted = f"mount --bind {path} {path} && exec {sys.executable} -c '{look}'"  # as Docker does
     done = subprocess.run(
         ["unshare", "--mount", "sh", "-c", mounted],

@@ -11,9 +11,9 @@ from pathlib import Path
 from support.breaking import Job, arguments_of, environ_of, launch, service
 from support.clusters import OURS
 
-from byteps_py import auth
+from byteps_py.config.settings import Settings
 from byteps_py.dataplane import handshake
-from byteps_py.settings import Settings
+from byteps_py.security import auth
 
 SECRET = "tulip Ǆ harbour %41 nineteen"  # what any way of quoting changes
 

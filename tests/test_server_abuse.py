@@ -16,7 +16,7 @@ from byteps_py.errors import PeerLostError
 from byteps_py.server.admission import AdmissionLimit
 from byteps_py.server.contribution_listeners import ContributionListener
 from byteps_py.server.service import SummationService
-from byteps_py.wire import HEADER_BYTES, Header, Kind
+from byteps_py.wire.data_link import HEADER_BYTES, Header, Kind
 
 pytestmark = pytest.mark.usefixtures("zeromq_collector")
 

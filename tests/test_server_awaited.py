@@ -10,7 +10,7 @@ from test_server_rounds import given, started
 from byteps_py.errors import ProtocolError
 from byteps_py.server.awaited_rounds import AwaitedRounds
 from byteps_py.tensors import Op
-from byteps_py.wire import MAX_NAMES, Header, Kind, RoundName, pack_names, unpack_names
+from byteps_py.wire.data_link import MAX_NAMES, Header, Kind, RoundName, pack_names, unpack_names
 
 SOON, LATER = AwaitedRounds().after_s / 2, AwaitedRounds().after_s
 

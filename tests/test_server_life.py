@@ -16,18 +16,18 @@ import zmq
 from support.data_plane import WAIT_S, HandLink, LocalMachine, Machine, Server, exact_sum, random_values
 from support.summation import SETTINGS, assert_works
 
-from byteps_py.control_link import ControlEvents
+from byteps_py.config.settings import Settings
 from byteps_py.errors import ConfigurationError, PeerLostError, ProtocolError, RendezvousError, StallError
 from byteps_py.launch.plan import free_port
-from byteps_py.launch_protocol import GIVEN_UP_STATUS
-from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.runtime import Runtime
 from byteps_py.scheduler.client import connect
 from byteps_py.server.service import SummationService
-from byteps_py.settings import Settings
+from byteps_py.system.loop import EventLoop
 from byteps_py.tensors import DType
-from byteps_py.wire import Kind
+from byteps_py.wire.control_link import ControlEvents
+from byteps_py.wire.data_link import Kind
+from byteps_py.wire.launch_protocol import GIVEN_UP_STATUS
 
 pytestmark = pytest.mark.usefixtures("zeromq_collector")
 

@@ -12,7 +12,7 @@ from support.summation import SETTINGS, assert_works
 
 from byteps_py.errors import PeerLostError
 from byteps_py.tensors import DType, Op
-from byteps_py.wire import HEADER_BYTES, NO_RESULT, Header, Kind
+from byteps_py.wire.data_link import HEADER_BYTES, NO_RESULT, Header, Kind
 
 BROADCAST = {"op": Op.BROADCAST}
 

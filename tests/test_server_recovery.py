@@ -9,7 +9,7 @@ from test_server_rounds import Actions, answered, given, reduction, refusal, sta
 
 from byteps_py.server.round_state import Contribution, Want
 from byteps_py.server.rounds import WANT_AFTER_S, WANT_AGAIN_S, Rounds
-from byteps_py.wire import RESENT, SUPPLY, Header, Kind
+from byteps_py.wire.data_link import RESENT, SUPPLY, Header, Kind
 
 
 def wanted(actions: Actions) -> tuple[int, tuple[int, ...]]:

@@ -14,7 +14,7 @@ from byteps_py.server.arrival import Arrival, FrameMemory
 from byteps_py.server.contribution_listeners import LocalPeer
 from byteps_py.server.reducer import hand_on, plan
 from byteps_py.tensors import Op
-from byteps_py.wire import NO_RESULT, SUPPLY, Header, Kind
+from byteps_py.wire.data_link import NO_RESULT, SUPPLY, Header, Kind
 
 REAL = Runtime(loop=cast(Any, None))
 

@@ -9,7 +9,7 @@ import pytest
 from byteps_py.server.round_state import Action, Answer, Contribution, Reduce, RefuseContributions, Round
 from byteps_py.server.rounds import HELD_COUNT, Rounds
 from byteps_py.tensors import DType, Op
-from byteps_py.wire import Header, Kind
+from byteps_py.wire.data_link import Header, Kind
 
 PARTITION_BYTES = 4096
 Actions = list[Action[Contribution]]

@@ -29,7 +29,7 @@ from byteps_py.server.shadow_state import (
     StatesRead,
 )
 from byteps_py.tensors import DType
-from byteps_py.wire import Header, Kind, SegmentNumbers, ShadowPart, ShadowRecord, ShadowStep
+from byteps_py.wire.data_link import Header, Kind, SegmentNumbers, ShadowPart, ShadowRecord, ShadowStep
 
 KIND = StepKind(UpdateRule(Method.SGD, momentum=True), DType.FLOAT32, DType.FLOAT32)
 COUNT = 8

@@ -20,7 +20,15 @@ from byteps_py.runtime import Runtime
 from byteps_py.server.service import SummationService
 from byteps_py.server.shadow_keeper import StatesRequest
 from byteps_py.tensors import DType
-from byteps_py.wire import MAX_PIECES_BYTES, Header, Kind, SegmentNumbers, ShadowDescription, ShadowRecord, ShadowStep
+from byteps_py.wire.data_link import (
+    MAX_PIECES_BYTES,
+    Header,
+    Kind,
+    SegmentNumbers,
+    ShadowDescription,
+    ShadowRecord,
+    ShadowStep,
+)
 
 ADAMW = StepKind(UpdateRule(Method.ADAM, Decay.DECOUPLED), DType.BFLOAT16, DType.BFLOAT16)
 SGD = StepKind(UpdateRule(Method.SGD, Decay.COUPLED, momentum=True), DType.FLOAT32, DType.FLOAT32)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from byteps_py.server.shadow import LONGEST_HOLD_S, ShadowStore
 from byteps_py.server.shadow_records import AttachedPieces
 from byteps_py.server.shadow_state import RefuseShadow, ShadowAction, ShadowReply
-from byteps_py.wire import MAX_ATTACHED_BYTES, Header, Kind, ShadowRecord
+from byteps_py.wire.data_link import MAX_ATTACHED_BYTES, Header, Kind, ShadowRecord
 
 RUN = 7
 DATA = bytes(range(100))

@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from support.sessions import RANK, WAIT_S, Service, declare, end, failure, give, got, spec, start, sum_once_more
 
-from byteps_py import channel
 from byteps_py.errors import (
     BytePSError,
     NotInitializedError,
@@ -22,6 +21,7 @@ from byteps_py.errors import (
     UsageError,
 )
 from byteps_py.session.service.remote import RemoteSession
+from byteps_py.system import channel
 
 
 @pytest.fixture(scope="module")

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from byteps_py import rank_protocol as protocol
-from byteps_py.channel import Channel
 from byteps_py.errors import ProtocolError, StallError
 from byteps_py.session.service.remote import RemoteSession
-from byteps_py.shm import Segment
+from byteps_py.system.channel import Channel
+from byteps_py.system.shm import Segment
 from byteps_py.tensors import DType, TensorSpec
+from byteps_py.wire import rank_link as protocol
 
 _WELCOME = protocol.Welcome(
     rank=0, size=2, local_rank=0, local_size=2, is_continued=False, since_epoch=1, machine_index=0, num_machines=1,

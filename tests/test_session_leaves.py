@@ -12,12 +12,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from byteps_py import rank_protocol as protocol
-from byteps_py.channel import Channel, Listener, connect
+from byteps_py.config.settings import Settings
 from byteps_py.errors import MismatchError, NonFiniteError
 from byteps_py.session.service.remote import RemoteSession
-from byteps_py.settings import Settings
+from byteps_py.system.channel import Channel, Listener, connect
 from byteps_py.torch.collectives.context import Context
+from byteps_py.wire import rank_link as protocol
 
 WAIT_S = 60.0
 WELCOME = protocol.Welcome(

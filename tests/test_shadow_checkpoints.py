@@ -17,10 +17,10 @@ import torch
 from support.launching import Running, launched
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from byteps_py import jobs
 from byteps_py.checkpoint.program import CheckpointOptions, CheckpointProgram
 from byteps_py.checkpoint_folder import CheckpointFolder
-from byteps_py.settings import Settings
+from byteps_py.config.settings import Settings
+from byteps_py.system import jobs
 
 PROGRAMS = Path(__file__).parent / "programs"
 _LIMIT_S = 90

@@ -23,11 +23,11 @@ from support.data_plane import Machine, random_values
 from support.schedulers import CHILD, TIMEOUT_S, Member, Scheduler, as_worker, environment
 from support.shadow import RUN, ShadowedStates, held
 
+from byteps_py.config.settings import Settings
 from byteps_py.errors import CommunicationError, PeerLostError, RendezvousError, UsageError
 from byteps_py.kernels.update_rules import Decay, Method, StepKind, UpdateRule
 from byteps_py.proto import shadow_pb2, shadow_pb2_grpc
 from byteps_py.scheduler import query, rpc
-from byteps_py.settings import Settings
 from byteps_py.shadow import NotRestorable, Restorable, ShadowReader, latest_step
 from byteps_py.tensors import DType
 

@@ -11,7 +11,7 @@ import pytest
 from byteps_py.kernels.update_rules import Method, StepKind, UpdateRule
 from byteps_py.shadow import NotRestorable, Restorable, ServerDescription, latest_step, restorable
 from byteps_py.tensors import DType
-from byteps_py.wire import HeldPart, HeldRun, ShadowDescription, ShadowPart, ShadowRecord
+from byteps_py.wire.data_link import HeldPart, HeldRun, ShadowDescription, ShadowPart, ShadowRecord
 
 SGD = StepKind(UpdateRule(Method.SGD), DType.FLOAT32, DType.FLOAT32)
 ADAM = StepKind(UpdateRule(Method.ADAM), DType.FLOAT32, DType.FLOAT32)

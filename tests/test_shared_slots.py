@@ -18,8 +18,8 @@ from torch_values import same
 from byteps_py.errors import JoinedError, MismatchError, ProtocolError
 from byteps_py.kernels.jit import all_reduce_kernels, streaming
 from byteps_py.session.peers.peer_protocol import PeerMessage, PeerMessageKind
-from byteps_py.shm import Segment
-from byteps_py.spin_policy import SpinPolicy
+from byteps_py.system.shm import Segment
+from byteps_py.system.spin_policy import SpinPolicy
 from byteps_py.torch.collectives.all_reduce import shared_memory
 from byteps_py.torch.collectives.all_reduce.shared_memory import SharedMemorySum
 from byteps_py.torch.collectives.all_reduce.shares import Chunks

@@ -11,7 +11,7 @@ import pytest
 from support.clusters import bpslaunch
 from support.sessions import end, give, got, spec, start
 
-from byteps_py import stack_dump as stack
+from byteps_py.system import stack_dump as stack
 
 PROGRAM = Path(__file__).parent / "programs" / "stuck.py"
 

@@ -14,9 +14,9 @@ import pytest
 from support.breaking import arguments_of, environ_of, launch
 
 from byteps_py.cli.job import to_text
+from byteps_py.config.settings import Settings
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler import query
-from byteps_py.settings import Settings
 
 CREDIT = 256 << 10  # an eighth of the tensor's bytes
 

@@ -35,14 +35,14 @@ from support.strangers import (
 )
 from support.summation import SETTINGS
 
-from byteps_py.channel import Listener
 from byteps_py.dataplane import listener
-from byteps_py.loop import EventLoop
 from byteps_py.runtime import Runtime
 from byteps_py.scheduler import query
 from byteps_py.scheduler.core import REGISTER_TIMEOUT_S
-from byteps_py.unauthenticated_connections import PATIENCE_S
-from byteps_py.wire import Kind
+from byteps_py.security.unauthenticated_connections import PATIENCE_S
+from byteps_py.system.channel import Listener
+from byteps_py.system.loop import EventLoop
+from byteps_py.wire.data_link import Kind
 from byteps_py.worker.io.peers import PeerMachines
 from byteps_py.worker.ranks import rank_server
 

@@ -54,6 +54,15 @@ ROOMS = {
 }
 
 
+#: The rooms of the shared ground.
+GROUND_ROOMS = {
+    "config": set[str](),
+    "system": {"config"},
+    "security": {"config", "system"},
+    "wire": {"config", "system"},
+}
+
+
 @functools.cache
 def imports() -> set[tuple[str, str]]:
     """(module, module of this package that it imports), inside functions and for typing, too."""
@@ -82,6 +91,15 @@ def test_rooms_of_the_front_ends_stand_on_the_collectives() -> None:
             room, wanted = module.split(".")[2], other.split(".")[2]
             if room != wanted and wanted not in ROOMS[room]:
                 wrong.append(f"{module} imports {other}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_rooms_of_the_ground_import_one_way() -> None:
+    wrong = []
+    for module, other in sorted(imports()):
+        room, wanted = (f"{name}..".split(".")[1] for name in (module, other))
+        if room in GROUND_ROOMS and wanted in GROUND_ROOMS and wanted not in {room, *GROUND_ROOMS[room]}:
+            wrong.append(f"{module} imports {other}")
     assert not wrong, "\n".join(wrong)
 
 
@@ -120,7 +138,7 @@ def test_every_part_is_there() -> None:
 
 #: A module that decides is given the time, and what has come: it neither waits nor asks.
 IO_MODULES = {"asyncio", "os", "select", "selectors", "signal", "socket", "subprocess", "threading", "time", "zmq"}
-IO_OF_BYTEPS = ("byteps_py.channel", "byteps_py.dataplane", "byteps_py.loop", "byteps_py.runtime")
+IO_OF_BYTEPS = ("byteps_py.system.channel", "byteps_py.dataplane", "byteps_py.system.loop", "byteps_py.runtime")
 
 
 def test_the_core_of_the_communication_service_does_no_io() -> None:

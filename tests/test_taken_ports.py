@@ -16,9 +16,9 @@ from support.summation import SETTINGS
 
 from byteps_py.dataplane.listener import DataListener
 from byteps_py.dataplane.traffic import Traffic
-from byteps_py.loop import EventLoop
 from byteps_py.runtime import Runtime
-from byteps_py.wire import Kind
+from byteps_py.system.loop import EventLoop
+from byteps_py.wire.data_link import Kind
 from byteps_py.worker.io.network import LinkEvents, LinkTarget, TcpLink
 
 QUICK = dataclasses.replace(SETTINGS, heartbeat_timeout_s=0.3, heartbeat_interval_s=0.1)

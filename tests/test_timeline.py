@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import byteps_py.torch as bps
+from byteps_py.config.settings import Settings
 from byteps_py.errors import ConfigurationError
 from byteps_py.session.solo import SoloSession
-from byteps_py.settings import Settings
 from byteps_py.torch import timeline as timelines
 from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.collectives.context import Context

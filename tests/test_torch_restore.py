@@ -22,7 +22,7 @@ from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.gradients.hosted.buffers import ModelBuffers, checksum_of, tensors_of
 from byteps_py.torch.gradients.hosted.replication import CommonRecord, ShadowedSteps
 from byteps_py.torch.gradients.hosted.states import StoredElements
-from byteps_py.wire import MAX_ATTACHED_BYTES, HeldPart, HeldRun, ShadowDescription, ShadowPart, ShadowRecord
+from byteps_py.wire.data_link import MAX_ATTACHED_BYTES, HeldPart, HeldRun, ShadowDescription, ShadowPart, ShadowRecord
 
 ADAMW = StepKind(UpdateRule(Method.ADAM, Decay.DECOUPLED), DType.FLOAT32, DType.FLOAT32)
 STEP = 7

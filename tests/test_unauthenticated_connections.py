@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 import pytest
 
-from byteps_py.unauthenticated_connections import (
+from byteps_py.security.unauthenticated_connections import (
     MOST,
     MOST_BYTES,
     PATIENCE_S,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
+from byteps_py.system.loop import EventLoop
 from byteps_py.worker.scheduler_messages import INTERVAL_S, BatchingLink
 
 

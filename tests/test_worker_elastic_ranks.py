@@ -10,9 +10,9 @@ from typing import Any, cast
 
 import pytest
 
-from byteps_py import rank_protocol as protocol
 from byteps_py.errors import PeerLostError
 from byteps_py.runtime import Runtime
+from byteps_py.wire import rank_link as protocol
 from byteps_py.worker.core.local_ranks import RankState
 from byteps_py.worker.ranks.rank_server import RankServer
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from support.worker_core import slot, tensor
 
-from byteps_py.chunks import CHUNK_BYTES
 from byteps_py.errors import MismatchError
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.tensors import DType, Op, TensorSpec
+from byteps_py.wire.chunks import CHUNK_BYTES
 from byteps_py.worker.core.actions import Fail, Push, SendBallot
 from byteps_py.worker.core.agreement import Agreement
 from byteps_py.worker.core.credit import PushQueue

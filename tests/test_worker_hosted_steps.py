@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 from support.worker_core import block, slot, tensor
 
-from byteps_py.chunks import CHUNK_BYTES
 from byteps_py.errors import ProtocolError, UsageError
 from byteps_py.placement.shares import Optimum
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.tensors import DType, Op, TensorSpec
+from byteps_py.wire.chunks import CHUNK_BYTES
 from byteps_py.worker.core.actions import Push, Release, RoundDone, Supply
 from byteps_py.worker.core.credit import PushQueue
 from byteps_py.worker.core.events import (

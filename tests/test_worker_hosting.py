@@ -12,14 +12,14 @@ from typing import Any, cast
 import pytest
 
 from byteps_py import kernels
-from byteps_py import rank_protocol as protocol
 from byteps_py.errors import ProtocolError
 from byteps_py.kernels.step_segments import StepSegment, check_order
 from byteps_py.kernels.update_rules import SCALARS, Hyperparameters, Method, StepKind, UpdateRule, step_scalars
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.shm import Arena, Block
+from byteps_py.system.shm import Arena, Block
 from byteps_py.tensors import DType, Op, TensorSpec
-from byteps_py.wire import SegmentNumbers
+from byteps_py.wire import rank_link as protocol
+from byteps_py.wire.data_link import SegmentNumbers
 from byteps_py.worker.core.actions import Action
 from byteps_py.worker.core.credit import PushQueue
 from byteps_py.worker.core.events import BytesReady, StepEnded, TensorAgreed

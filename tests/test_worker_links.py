@@ -13,12 +13,12 @@ import zmq
 from support.data_plane import WAIT_S, Server, exact_sum, header_for, random_values
 from support.proxy import Proxy
 
-from byteps_py.loop import EventLoop
+from byteps_py.config.settings import Settings
 from byteps_py.runtime import Runtime
-from byteps_py.settings import Settings
-from byteps_py.shm import Block
+from byteps_py.system.loop import EventLoop
+from byteps_py.system.shm import Block
 from byteps_py.tensors import DType
-from byteps_py.wire import RESENT, SUPPLY, Header, Kind
+from byteps_py.wire.data_link import RESENT, SUPPLY, Header, Kind
 from byteps_py.worker.io.network import LinkEvents, LinkTarget, TcpLink
 
 SETTINGS = Settings(

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import zmq
 
-from byteps_py.chunks import CHUNK_BYTES
+from byteps_py.config.settings import Settings
 from byteps_py.dataplane.dialer import Dialer, DialTarget, Owner
 from byteps_py.errors import ProtocolError
-from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.settings import Settings
+from byteps_py.system.loop import EventLoop
 from byteps_py.tensors import DType, TensorSpec
+from byteps_py.wire.chunks import CHUNK_BYTES
 from byteps_py.worker.core.placing import MAX_PARTITIONS, Placing
 from byteps_py.worker.core.topology import Topology
 

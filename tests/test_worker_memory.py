@@ -7,8 +7,8 @@ from typing import Any, cast
 from support.worker_core import slot, tensor
 
 from byteps_py.runtime import Runtime
-from byteps_py.shm import Block
-from byteps_py.wire import Header, Kind
+from byteps_py.system.shm import Block
+from byteps_py.wire.data_link import Header, Kind
 from byteps_py.worker.core.tensor import Part
 from byteps_py.worker.io.memory import Memory
 

@@ -7,10 +7,10 @@ from typing import Any, cast
 import pytest
 import zmq
 
+from byteps_py.config.settings import Settings
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.runtime import Runtime
-from byteps_py.settings import Settings
-from byteps_py.wire import Header, Kind
+from byteps_py.wire.data_link import Header, Kind
 from byteps_py.worker.core.topology import Topology
 from byteps_py.worker.io.memory import Memory
 from byteps_py.worker.io.network import Network, OnAnswer

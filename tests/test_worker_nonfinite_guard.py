@@ -7,7 +7,7 @@ import pytest
 
 from byteps_py import kernels
 from byteps_py.blame import OVERFLOW, of_rank
-from byteps_py.shm import Block
+from byteps_py.system.shm import Block
 from byteps_py.tensors import DType, NonFinite, Op, TensorSpec
 from byteps_py.worker.core.tensor import Compute, Part, RankSlot, Tensor
 from byteps_py.worker.io.nonfinite_guard import NonFiniteGuard

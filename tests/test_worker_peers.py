@@ -16,13 +16,13 @@ from support.data_plane import Machine
 from support.proxy import Proxy
 from support.worker_core import slot, tensor
 
+from byteps_py.config.settings import Settings
 from byteps_py.dataplane.listener import RemotePeer
 from byteps_py.errors import MismatchError
-from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.runtime import Runtime
-from byteps_py.settings import Settings
-from byteps_py.wire import Fetch, Header, Kind
+from byteps_py.system.loop import EventLoop
+from byteps_py.wire.data_link import Fetch, Header, Kind
 from byteps_py.worker.core.pieces import PieceRequest, Receipt
 from byteps_py.worker.core.tensor import AskSum, ScatterPart, SumRequest
 from byteps_py.worker.core.topology import Topology

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 import pytest
 from support.worker_core import slot as make_slot
 
-from byteps_py.chunks import Arriving, chunk_at
 from byteps_py.errors import ProtocolError
-from byteps_py.shm import Block
+from byteps_py.system.shm import Block
 from byteps_py.tensors import DType, Layout, Op, Sizes, TensorSpec
+from byteps_py.wire.chunks import Arriving, chunk_at
 from byteps_py.worker.core.actions import DirectAction, Fail, Show
 from byteps_py.worker.core.credit import PushQueue
 from byteps_py.worker.core.events import (

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 from fuzz.machine import Machine
 
-from byteps_py import rank_protocol as protocol
 from byteps_py.errors import ProtocolError
 from byteps_py.tensors import DType, TensorSpec
+from byteps_py.wire import rank_link as protocol
 
 _NO_LETTER = "data\udcff"  # of a file, say
 

@@ -10,8 +10,8 @@ import pytest
 from support.worker_core import slot, spec, tensor
 
 from byteps_py import kernels
-from byteps_py import rank_protocol as protocol
 from byteps_py.proto import control_pb2 as pb
+from byteps_py.wire import rank_link as protocol
 from byteps_py.worker.core.credit import PushQueue
 from byteps_py.worker.core.pace import RankPace
 from byteps_py.worker.core.round_pipeline import RoundPipeline

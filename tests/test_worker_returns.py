@@ -11,12 +11,12 @@ from typing import Any, cast
 import pytest
 from support.worker_core import slot, tensor
 
+from byteps_py.config.settings import Settings
 from byteps_py.errors import ProtocolError
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.runtime import Runtime
-from byteps_py.settings import Settings
-from byteps_py.shm import Block
-from byteps_py.wire import Header, Kind
+from byteps_py.system.shm import Block
+from byteps_py.wire.data_link import Header, Kind
 from byteps_py.worker.core.credit import PushQueue
 from byteps_py.worker.core.events import BytesReady
 from byteps_py.worker.core.round_pipeline import RoundPipeline

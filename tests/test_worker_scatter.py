@@ -12,9 +12,9 @@ import pytest
 from support.worker_core import block
 from support.worker_core import slot as make_slot
 
-from byteps_py.chunks import Arriving, chunk_at
 from byteps_py.errors import ProtocolError
 from byteps_py.tensors import DType, Op, TensorSpec
+from byteps_py.wire.chunks import Arriving, chunk_at
 from byteps_py.worker.core.actions import Action, Lend, RoundDone, Show
 from byteps_py.worker.core.credit import PushQueue
 from byteps_py.worker.core.events import BytesReady, Computed, SumTaken, TensorAgreed, TensorForgotten, TensorVoid

@@ -10,7 +10,7 @@ from support.worker_core import slot, tensor
 from byteps_py.kernels.update_rules import Decay, Method, StepKind, UpdateRule
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.tensors import DType, TensorSpec
-from byteps_py.wire import Header, Kind, ShadowRecord
+from byteps_py.wire.data_link import Header, Kind, ShadowRecord
 from byteps_py.worker.core.hosted_steps import OwnedPart
 from byteps_py.worker.core.topology import Topology
 from byteps_py.worker.ranks.shadows import Shadows

@@ -10,10 +10,10 @@ from typing import Any, cast
 import pytest
 from support.worker_core import slot as make_slot
 
+from byteps_py.config.settings import Settings
 from byteps_py.errors import StallError
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.runtime import Runtime
-from byteps_py.settings import Settings
 from byteps_py.tensors import DType, Layout, Op, TensorSpec
 from byteps_py.worker.core.credit import PushQueue
 from byteps_py.worker.core.deadlines import StallDeadline

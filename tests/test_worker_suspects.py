@@ -9,11 +9,11 @@ from typing import Any, cast
 import pytest
 import zmq
 
+from byteps_py.config.settings import Settings
 from byteps_py.dataplane.dialer import Owner
 from byteps_py.errors import IntegrityError
 from byteps_py.runtime import Runtime
-from byteps_py.settings import Settings
-from byteps_py.wire import Header, Kind
+from byteps_py.wire.data_link import Header, Kind
 from byteps_py.worker.io.network import _GOOD_AGAIN, LinkEvents, LinkTarget, TcpLink
 
 

@@ -7,12 +7,13 @@ import os
 import signal
 import sys
 
-from byteps_py import jobs, log, tuning
+from byteps_py.config import tuning
+from byteps_py.config.settings import Settings, ignored_variables
 from byteps_py.errors import BytePSError, ConfigurationError
-from byteps_py.jobs import TOKEN_VARIABLE
-from byteps_py.launch_protocol import handle_signals
-from byteps_py.malloc import keep_freed_memory
-from byteps_py.settings import Settings, ignored_variables
+from byteps_py.system import jobs, log
+from byteps_py.system.jobs import TOKEN_VARIABLE
+from byteps_py.system.malloc import keep_freed_memory
+from byteps_py.wire.launch_protocol import handle_signals
 
 
 def main(argv: list[str] | None = None) -> int:

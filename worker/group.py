@@ -9,15 +9,15 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from byteps_py import tuning
+from byteps_py.config import tuning
+from byteps_py.config.settings import Settings
 from byteps_py.errors import BytePSError, from_name
 from byteps_py.kernels.readiness import Readiness
-from byteps_py.log import logger
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.rank_protocol import unpack_spec
 from byteps_py.runtime import Runtime
-from byteps_py.settings import Settings
+from byteps_py.system.log import logger
 from byteps_py.tensors import TensorSpec
+from byteps_py.wire.rank_link import unpack_spec
 from byteps_py.wording import count_text
 from byteps_py.worker.core import credit, pieces
 from byteps_py.worker.core.agreement import Agreement

@@ -13,12 +13,12 @@ import resource
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from byteps_py.control_link import ControlLink
 from byteps_py.errors import BytePSError
-from byteps_py.log import logger
-from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
+from byteps_py.system.log import logger
+from byteps_py.system.loop import EventLoop
 from byteps_py.tensors import UNNAMED
+from byteps_py.wire.control_link import ControlLink
 from byteps_py.worker.core.local_ranks import IN_GROUP, RankState
 from byteps_py.worker.group import Group
 from byteps_py.worker.io.peers import PeerMachines

@@ -10,17 +10,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from byteps_py.control_link import Connect, ControlEvents
+from byteps_py.config.settings import Settings
 from byteps_py.errors import BytePSError, PeerLostError, RendezvousError, StallError, from_name
 from byteps_py.kernels.readiness import Readiness
 from byteps_py.kernels.thread_pool import default_threads
-from byteps_py.launch_protocol import Blame, send_notice
-from byteps_py.log import logger
-from byteps_py.machine import local_socket
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.runtime import Runtime
-from byteps_py.settings import Settings
+from byteps_py.system.log import logger
+from byteps_py.system.machine import local_socket
 from byteps_py.tensors import DType, Op
+from byteps_py.wire.control_link import Connect, ControlEvents
+from byteps_py.wire.launch_protocol import Blame, send_notice
 from byteps_py.wording import STOPPED
 from byteps_py.worker.core.deadlines import FailureSuspicions, StallDeadline, Starting
 from byteps_py.worker.core.pieces import PieceRequest, Receipt

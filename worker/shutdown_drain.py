@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from byteps_py.loop import EventLoop
+from byteps_py.config.settings import Settings
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.settings import Settings
+from byteps_py.system.loop import EventLoop
 
 #: At most: others may be slow to notice that a server is gone, and so may a scheduler that was started again.
 LIMIT_S = 10.0

@@ -117,7 +117,7 @@ class Ours:
     def _slots(self, counts: list[int]) -> Call:
         import numpy as np
 
-        from byteps_py.settings import Settings
+        from byteps_py.config.settings import Settings
         from byteps_py.tensors import TOGETHER, DType, TensorSpec
         from byteps_py.torch.collectives.context import current
         from byteps_py.torch.gradients.bucket import plan_buckets

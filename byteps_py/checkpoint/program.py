@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from byteps_py.checkpoint.stored_state import stored_state
 from byteps_py.checkpoint.writer import PIECE_BYTES, write_state
 from byteps_py.checkpoint_folder import CheckpointFolder, checkpoint_path
+from byteps_py.config.settings import Settings
 from byteps_py.errors import CommunicationError, ProtocolError, RendezvousError, UsageError
-from byteps_py.log import logger
-from byteps_py.settings import Settings
 from byteps_py.shadow import NotRestorable, Restorable, ShadowReader, latest_step
+from byteps_py.system.log import logger
 
 #: Servers apply no steps for so long; it is renewed while they are read.
 HOLD_S = 20.0

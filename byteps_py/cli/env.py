@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from byteps_py.variables import Variable
+    from byteps_py.config.variables import Variable
 
 _LINK = re.compile(r"\[([^]]+)\]\([^)]*\)")  # of Markdown
 
@@ -25,8 +25,8 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the table."""
-    from byteps_py.settings import Settings
-    from byteps_py.variables import VARIABLES
+    from byteps_py.config.settings import Settings
+    from byteps_py.config.variables import VARIABLES
 
     defaults = Settings()
     rows = [(variable, _default(variable, getattr(defaults, variable.field))) for variable in VARIABLES]

@@ -15,11 +15,11 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from byteps_py import jobs
+from byteps_py.config.settings import Settings
 from byteps_py.errors import BytePSError, ConfigurationError, RendezvousError, UsageError
-from byteps_py.launch_protocol import handle_signals
-from byteps_py.log import configure, logger
-from byteps_py.settings import Settings
+from byteps_py.system import jobs
+from byteps_py.system.log import configure, logger
+from byteps_py.wire.launch_protocol import handle_signals
 from byteps_py.wording import count_text
 
 if TYPE_CHECKING:

@@ -68,8 +68,8 @@ def _rates(text: str) -> list[float]:
 
 
 def _partition_bytes(given: int | None) -> int:
+    from byteps_py.config.settings import Settings
     from byteps_py.errors import ConfigurationError
-    from byteps_py.settings import Settings
 
     if given is None:
         return Settings().max_partition_bytes

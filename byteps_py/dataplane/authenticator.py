@@ -24,9 +24,9 @@ from collections.abc import Callable
 
 import zmq
 
-from byteps_py import auth
-from byteps_py.loop import EventLoop
-from byteps_py.settings import Settings
+from byteps_py.config.settings import Settings
+from byteps_py.security import auth
+from byteps_py.system.loop import EventLoop
 
 _ENDPOINT = "inproc://zeromq.zap.01"  # where libzmq asks, by its specification
 _NONCE_BYTES = 16

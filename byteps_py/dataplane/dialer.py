@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from byteps_py.config.settings import Settings
 from byteps_py.dataplane.authenticator import show_password
 from byteps_py.dataplane.handshake import WRONG, CallerHandshake
 from byteps_py.dataplane.seal import DamagedError, Data, Seal
 from byteps_py.errors import ProtocolError
-from byteps_py.loop import EventLoop
-from byteps_py.settings import Settings
-from byteps_py.wire import HEADER_BYTES, Header, Kind
+from byteps_py.system.loop import EventLoop
+from byteps_py.wire.data_link import HEADER_BYTES, Header, Kind
 
 #: Smaller payloads are copied. When ZeroMQ has sent memory that it did not copy, a thread of pyzmq wakes up and takes
 #: the GIL, which costs more (64 KB messages on a busy machine: a tenth of a round's time).

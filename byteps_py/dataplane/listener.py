@@ -19,16 +19,16 @@ from collections.abc import Callable
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from byteps_py.config.settings import Settings
 from byteps_py.dataplane.authenticator import Authenticator, seed_routing_ids
 from byteps_py.dataplane.handshake import WRONG, Challenge, ListenerHandshake
 from byteps_py.dataplane.seal import DamagedError, Seal
 from byteps_py.dataplane.traffic import Limiter, Traffic
 from byteps_py.errors import ConfigurationError, ProtocolError
-from byteps_py.log import logger
-from byteps_py.loop import EventLoop
-from byteps_py.settings import Settings
-from byteps_py.unauthenticated_connections import PATIENCE_S, UnauthenticatedConnections
-from byteps_py.wire import Header, Kind
+from byteps_py.security.unauthenticated_connections import PATIENCE_S, UnauthenticatedConnections
+from byteps_py.system.log import logger
+from byteps_py.system.loop import EventLoop
+from byteps_py.wire.data_link import Header, Kind
 
 _NOW, _NOW_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # combining enums takes a microsecond
 # Messages taken in one go before timers and other sockets get their turn.

@@ -28,7 +28,7 @@ import xxhash
 import zmq
 
 from byteps_py.errors import ProtocolError
-from byteps_py.wire import HEADER_BYTES
+from byteps_py.wire.data_link import HEADER_BYTES
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM

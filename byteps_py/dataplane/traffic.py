@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from byteps_py.log import logger
-from byteps_py.refusal_log import RefusalLog
+from byteps_py.security.refusal_log import RefusalLog
+from byteps_py.system.log import logger
 
 
 class Limiter:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from byteps_py.kernels.thread_pool import Done, ThreadPool, Work
-from byteps_py.loop import EventLoop
+from byteps_py.system.loop import EventLoop
 from byteps_py.tensors import Checks, DType, Op
 
 Pair = tuple[Op, DType] | tuple[Op, DType, Checks]

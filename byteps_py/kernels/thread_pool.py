@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 
 from byteps_py.errors import CommunicationError, StallError, UsageError
-from byteps_py.log import logger
+from byteps_py.system.log import logger
 
 Work = Callable[[], None]
 Done = Callable[[BaseException | None], None]

@@ -11,18 +11,18 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
-from byteps_py import jobs
+from byteps_py.config.settings import Settings, ignored_variables
 from byteps_py.errors import BytePSError, ConfigurationError
-from byteps_py.jobs import COMMAND_VARIABLE
 from byteps_py.launch import command_line
 from byteps_py.launch.installation import visible_gpus
 from byteps_py.launch.plan import ClusterSize, ProcessKind, ProcessSpec, cluster_plan, free_port, role_plan
 from byteps_py.launch.process_output import say
 from byteps_py.launch.supervision_policy import ENDING_SIGNALS
 from byteps_py.launch.supervisor import Supervisor
-from byteps_py.launch_protocol import handle_signals
-from byteps_py.machine import check_offered_host
-from byteps_py.settings import Settings, ignored_variables
+from byteps_py.system import jobs
+from byteps_py.system.jobs import COMMAND_VARIABLE
+from byteps_py.system.machine import check_offered_host
+from byteps_py.wire.launch_protocol import handle_signals
 
 _STARTS = 3
 

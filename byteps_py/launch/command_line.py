@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from byteps_py import __version__
+from byteps_py.config.variables import VARIABLES, Variable
 from byteps_py.errors import ConfigurationError
 from byteps_py.launch.installation import describe_build
 from byteps_py.launch.supervisor import Supervision
-from byteps_py.variables import VARIABLES, Variable
 
 _TAG_VARIABLE = "BYTEPS_TAG_OUTPUT"
 

@@ -17,11 +17,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from byteps_py import launchers
+from byteps_py.config import launchers
+from byteps_py.config.settings import Settings
+from byteps_py.config.variables import VARIABLES
 from byteps_py.errors import ConfigurationError, RendezvousError
-from byteps_py.launch_protocol import GIVEN_UP_STATUS, NO_JOURNAL_STATUS, UNUSABLE_STATUS
-from byteps_py.settings import Settings
-from byteps_py.variables import VARIABLES
+from byteps_py.wire.launch_protocol import GIVEN_UP_STATUS, NO_JOURNAL_STATUS, UNUSABLE_STATUS
 
 #: Not for ever: a scheduler that dies this often is killed by something that does not stop.
 _SCHEDULER_RESTARTS = 1000

@@ -19,8 +19,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from byteps_py import jobs
-from byteps_py.jobs import TOKEN_VARIABLE
+from byteps_py.system import jobs
+from byteps_py.system.jobs import TOKEN_VARIABLE
 
 SWEEP_LIMIT_S = 10.0
 _PR_SET_PDEATHSIG = 1

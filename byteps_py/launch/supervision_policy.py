@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from byteps_py.launch.plan import ProcessKind, ProcessSpec
-from byteps_py.launch_protocol import UNUSABLE_STATUS
+from byteps_py.wire.launch_protocol import UNUSABLE_STATUS
 
 #: Signals that end the job; passed on to the ranks.
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -18,8 +18,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from byteps_py import jobs
-from byteps_py.jobs import TOKEN_VARIABLE
 from byteps_py.launch.plan import ProcessKind, ProcessSpec
 from byteps_py.launch.process_guard import ProcessGuard, die_with, sweep
 from byteps_py.launch.process_output import OutputStream, open_streams, say, show
@@ -32,7 +30,9 @@ from byteps_py.launch.supervision_policy import (
     SupervisionPolicy,
     describe,
 )
-from byteps_py.launch_protocol import NOTICE_VARIABLE, FailureReport, NoticePipe
+from byteps_py.system import jobs
+from byteps_py.system.jobs import TOKEN_VARIABLE
+from byteps_py.wire.launch_protocol import NOTICE_VARIABLE, FailureReport, NoticePipe
 
 _REAP_LIMIT_S = 5.0
 _MOST_GUARDS = 10

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from byteps_py.config.settings import Settings
 from byteps_py.errors import BytePSError, UsageError
 from byteps_py.parallel.mesh_layout import LLAMA_ORDER, REPLICATED, MeshLayout, span_warning
-from byteps_py.settings import Settings
 
 
 class Mesh:

@@ -28,8 +28,8 @@ from byteps_py.tensors import PAGE_BYTES
 MIN_CUT_BYTES = 16 << 10
 #: Nor one that all servers together could carry so many of in the time of a partition. What a server has in excess
 #: passes over its link once for each machine. So the gain is at most a quarter of a partition's time, 0.8 to 1.5 ms
-#: (``byteps_py/tuning.py``), or less on the fastest links; a message costs services 0.5 ms of processor time. Two
-#: machines' sums of 1 MB over loopback take 0.76 of the processor time if they are not cut in two.
+#: (``byteps_py/config/tuning.py``), or less on the fastest links; a message costs services 0.5 ms of processor
+#: time. Two machines' sums of 1 MB over loopback take 0.76 of the processor time if they are not cut in two.
 _CUTS_PER_PARTITION = 4
 
 _PROBES = struct.Struct("<8Q")

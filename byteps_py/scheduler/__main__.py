@@ -7,12 +7,12 @@ import json
 import sys
 from pathlib import Path
 
-from byteps_py import jobs, log
+from byteps_py.config.settings import Settings
 from byteps_py.errors import BytePSError, JournalError
-from byteps_py.launch_protocol import NO_JOURNAL_STATUS, UNUSABLE_STATUS
-from byteps_py.malloc import use_one_heap
 from byteps_py.scheduler.job import Finish
-from byteps_py.settings import Settings
+from byteps_py.system import jobs, log
+from byteps_py.system.malloc import use_one_heap
+from byteps_py.wire.launch_protocol import NO_JOURNAL_STATUS, UNUSABLE_STATUS
 
 
 def main() -> int:

@@ -21,11 +21,11 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from byteps_py import auth
-from byteps_py.refusal_log import RefusalLog
+from byteps_py.config.settings import Settings
 from byteps_py.scheduler import rpc
-from byteps_py.settings import Settings
-from byteps_py.unauthenticated_connections import MOST, UnauthenticatedConnections, duplicate
+from byteps_py.security import auth
+from byteps_py.security.refusal_log import RefusalLog
+from byteps_py.security.unauthenticated_connections import MOST, UnauthenticatedConnections, duplicate
 
 _OF_THIS_CLUSTER = "knows the cluster secret (BYTEPS_SECRET or BYTEPS_SECRET_FILE, the same everywhere)"
 _DESCRIPTORS = "/proc/self/fd"

@@ -12,15 +12,15 @@ import os
 import socket
 import time
 
-from byteps_py import machine
-from byteps_py.control_link import ControlEvents, ControlLink
+from byteps_py.config.settings import Settings
 from byteps_py.errors import ConfigurationError, from_name
-from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.core import ConnectionOpened, MessageReceived, SchedulerCore
 from byteps_py.scheduler.job import Outgoing
 from byteps_py.scheduler.roster import PROTOCOL_VERSION, ClusterConfig
-from byteps_py.settings import Settings
+from byteps_py.system import machine
+from byteps_py.system.loop import EventLoop
+from byteps_py.wire.control_link import ControlEvents, ControlLink
 from byteps_py.wording import count_text
 
 _ONLY_CONNECTION = 1

@@ -31,7 +31,7 @@ from byteps_py.scheduler.job import (
 from byteps_py.scheduler.membership import Forming, SummationServices
 from byteps_py.scheduler.rank_group import RankGroup
 from byteps_py.scheduler.roster import ClusterConfig, MemberRecord, Presence, Refusal
-from byteps_py.unauthenticated_connections import PATIENCE_S
+from byteps_py.security.unauthenticated_connections import PATIENCE_S
 from byteps_py.wording import STOPPED, count_text
 
 REGISTER_TIMEOUT_S = PATIENCE_S - 0.5  # a connection that has not registered by then is refused

@@ -15,16 +15,16 @@ from dataclasses import dataclass
 
 import grpc
 
-from byteps_py.control_link import ControlEvents
+from byteps_py.config.settings import Settings
 from byteps_py.errors import BytePSError, CommunicationError, ProtocolError, from_name
-from byteps_py.log import logger
-from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.proto import control_pb2_grpc
 from byteps_py.scheduler import rpc
 from byteps_py.scheduler.member_links.protocol import MemberEnd
 from byteps_py.scheduler.rpc import retry_steadily
-from byteps_py.settings import Settings
+from byteps_py.system.log import logger
+from byteps_py.system.loop import EventLoop
+from byteps_py.wire.control_link import ControlEvents
 
 RETRY_S = 0.1
 _HURRIED_TRIES = 100  # after so many, the link tries less often

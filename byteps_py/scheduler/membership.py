@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from byteps_py.config.tuning import LOOPBACK_MBIT
 from byteps_py.errors import UsageError
 from byteps_py.placement.link_optimum import classes
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.elastic import Elastic, GroupState
 from byteps_py.scheduler.job import FORMING, Job, MessageHandler, Outgoing, ranks_of, to_each
 from byteps_py.scheduler.roster import MemberRecord
-from byteps_py.tuning import LOOPBACK_MBIT
 from byteps_py.wording import count_text
 
 #: (index of the GPU machine that sends, position of the other: CPU machines 0..k−1, then GPU machines k..k+n−1)

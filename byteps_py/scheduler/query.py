@@ -9,11 +9,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from byteps_py import jobs
+from byteps_py.config.settings import Settings
 from byteps_py.errors import UsageError
-from byteps_py.log import silence_grpc
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.settings import Settings
+from byteps_py.system import jobs
+from byteps_py.system.log import silence_grpc
 from byteps_py.wording import sendable
 
 _RETRY_S = 0.1

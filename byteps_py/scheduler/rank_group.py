@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 
 from byteps_py.errors import ProtocolError
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.rank_protocol import pack_spec, unpack_spec
 from byteps_py.scheduler.job import Job, MessageHandler, Outgoing, failure, ranks_of, to_each
 from byteps_py.scheduler.roster import MemberRecord
 from byteps_py.tensors import Op, TensorSpec, unsupported
+from byteps_py.wire.rank_link import pack_spec, unpack_spec
 from byteps_py.wording import ranks_text
 
 _Votes = list[tuple[tuple[int, ...], TensorSpec]]  # (ranks, their spec), of one machine

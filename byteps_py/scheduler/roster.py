@@ -9,11 +9,11 @@ import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 
-from byteps_py import tuning
+from byteps_py.config import tuning
+from byteps_py.config.settings import SLOW_FACTOR, Settings
 from byteps_py.failure_detector import FailureDetector
 from byteps_py.placement.link_optimum import LinkOptimum
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.settings import SLOW_FACTOR, Settings
 from byteps_py.wording import count_text, ranks_text
 
 #: Version of the control protocol; a member with another version is refused.

@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from byteps_py import auth
+from byteps_py.config.settings import Settings
 from byteps_py.errors import (
     BytePSError,
     CommunicationError,
@@ -25,7 +25,7 @@ from byteps_py.errors import (
     RendezvousError,
     StallError,
 )
-from byteps_py.settings import Settings
+from byteps_py.security import auth
 
 TOKEN_KEY = "byteps-token"
 #: The declarations of 100 000 tensors fit.
@@ -99,7 +99,7 @@ def open_channel(settings: Settings, address: str = "") -> grpc.Channel:
     ]
     if not (key := auth.membership_key(settings)):
         return grpc.insecure_channel(address, options)
-    from byteps_py import tls
+    from byteps_py.security import tls
 
     own = tls.credentials(key)
     return grpc.secure_channel(
@@ -116,7 +116,7 @@ def add_port(server: grpc.aio.Server, address: str, settings: Settings, began: C
     """
     if not (key := auth.membership_key(settings)):
         return server.add_insecure_port(address)
-    from byteps_py import tls
+    from byteps_py.security import tls
 
     own = tls.credentials(key)
 

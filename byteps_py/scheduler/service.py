@@ -17,11 +17,9 @@ from collections.abc import AsyncIterator
 import grpc
 import grpc.aio
 
+from byteps_py.config.settings import Settings
 from byteps_py.dataplane.traffic import Traffic
 from byteps_py.errors import ConfigurationError, UsageError
-from byteps_py.launch_protocol import Blame, send_notice
-from byteps_py.log import logger
-from byteps_py.machine import require_secret
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.proto import control_pb2_grpc
 from byteps_py.scheduler import job as states
@@ -33,7 +31,9 @@ from byteps_py.scheduler.member_links.journal import Journal, Restored, journal_
 from byteps_py.scheduler.member_links.links import MemberLinks, Sent, StreamClosed, StreamMessage, StreamOpened
 from byteps_py.scheduler.roster import ClusterConfig, describe
 from byteps_py.scheduler.rpc import retry_steadily
-from byteps_py.settings import Settings
+from byteps_py.system.log import logger
+from byteps_py.system.machine import require_secret
+from byteps_py.wire.launch_protocol import Blame, send_notice
 
 TICK_S = 0.2
 STOP_GRACE_S = 1.0

@@ -20,8 +20,8 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from byteps_py.errors import BytePSError
-from byteps_py.launch_protocol import has_launcher, send_notice
 from byteps_py.session import failure_reports
+from byteps_py.wire.launch_protocol import has_launcher, send_notice
 
 
 class FailureReporter(Protocol):

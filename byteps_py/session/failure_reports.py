@@ -17,9 +17,9 @@ from byteps_py.errors import (
     PeerLostError,
     UsageError,
 )
-from byteps_py.launch_protocol import Blame
-from byteps_py.rank_protocol import Leave
 from byteps_py.tensors import TensorSpec
+from byteps_py.wire.launch_protocol import Blame
+from byteps_py.wire.rank_link import Leave
 
 #: Set by BYTEPS_LOG_LEVEL: ``without_inside`` then keeps tracebacks whole.
 whole_tracebacks = False

@@ -11,8 +11,8 @@ import dataclasses
 import hashlib
 from collections.abc import Sequence
 
+from byteps_py.config.settings import Settings
 from byteps_py.errors import ConfigurationError, UsageError
-from byteps_py.settings import Settings
 
 
 def rank_in(settings: Settings) -> int:

@@ -18,14 +18,15 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 
-from byteps_py import auth, jobs
+from byteps_py.config.settings import Settings
 from byteps_py.errors import BytePSError, CommunicationError, PeerLostError, RendezvousError, StallError
-from byteps_py.port_owner import belongs_to_this_user
 from byteps_py.proto import shadow_pb2, shadow_pb2_grpc
 from byteps_py.scheduler import query, rpc
-from byteps_py.settings import Settings
+from byteps_py.security import auth
 from byteps_py.shadow.frames import FrameKind, read_frame, write_frame
-from byteps_py.wire import ShadowDescription
+from byteps_py.system import jobs
+from byteps_py.system.port_owner import belongs_to_this_user
+from byteps_py.wire.data_link import ShadowDescription
 
 #: A server that takes longer is described as silent.
 _SERVER_S = 10.0

@@ -13,11 +13,11 @@ import sys
 import time
 from types import TracebackType
 
+from byteps_py.config.settings import Settings
 from byteps_py.errors import BytePSError, CommunicationError, PeerLostError, ProtocolError, UsageError, from_name
-from byteps_py.settings import Settings
 from byteps_py.shadow.frames import FrameKind, read_frame, write_frame
 from byteps_py.shadow.restorable import RestorablePart, RestorableRecord, ServerDescription
-from byteps_py.wire import ShadowDescription
+from byteps_py.wire.data_link import ShadowDescription
 
 _CLOSE_S = 5.0
 #: The subprocess has its own deadlines; this is for one that is stuck, or has much to load.

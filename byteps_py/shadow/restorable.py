@@ -14,7 +14,7 @@ from typing import Any
 from byteps_py.errors import UsageError
 from byteps_py.kernels.update_rules import StepKind
 from byteps_py.shadow.record import read_common
-from byteps_py.wire import HeldPart, HeldRun, ShadowDescription, ShadowRecord
+from byteps_py.wire.data_link import HeldPart, HeldRun, ShadowDescription, ShadowRecord
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from byteps_py.config.settings import Settings
 from byteps_py.errors import UsageError
 from byteps_py.session import Observer, Slot
-from byteps_py.settings import Settings
 from byteps_py.tensors import Op, TensorSpec
 from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.collectives.context import Context

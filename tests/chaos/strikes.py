@@ -16,7 +16,7 @@ from pathlib import Path
 
 from support.breaking import Job, arguments_of, environ_of
 
-from byteps_py.launch_protocol import GIVEN_UP_STATUS
+from byteps_py.wire.launch_protocol import GIVEN_UP_STATUS
 
 FAULTS = (*["kill"] * 6, *["kill the scheduler"] * 2, "freeze", "add", "remove")
 #: A server needs so long to start and to load its kernels; before that it is none to rely on.

@@ -8,18 +8,19 @@ import os
 from collections.abc import Callable
 from typing import Any, cast
 
-from byteps_py import auth, channel
-from byteps_py.channel import Channel
+from byteps_py.config.settings import Settings
 from byteps_py.dataplane.listener import Peer
 from byteps_py.dataplane.traffic import Limiter, Traffic
 from byteps_py.errors import PeerLostError
 from byteps_py.runtime import Runtime
+from byteps_py.security import auth
 from byteps_py.server.arrival import Arrival, SharedMemory
 from byteps_py.server.contribution_listeners import LocalListener, LocalPeer
-from byteps_py.settings import Settings
-from byteps_py.shm import Segment
+from byteps_py.system import channel
+from byteps_py.system.channel import Channel
+from byteps_py.system.shm import Segment
 from byteps_py.tensors import DType, Op
-from byteps_py.wire import HEADER_BYTES, Header, Kind
+from byteps_py.wire.data_link import HEADER_BYTES, Header, Kind
 
 from .base import Target
 

@@ -9,12 +9,12 @@ from typing import Any, cast
 
 import zmq
 
+from byteps_py.config.settings import Settings
 from byteps_py.dataplane.dialer import Dialer, DialTarget, Owner
 from byteps_py.dataplane.handshake import Challenge, ListenerHandshake
 from byteps_py.dataplane.seal import Seal
 from byteps_py.errors import ProtocolError
-from byteps_py.settings import Settings
-from byteps_py.wire import HEADER_BYTES, Header, Kind
+from byteps_py.wire.data_link import HEADER_BYTES, Header, Kind
 
 from .base import Target
 from .targets import HEADERS

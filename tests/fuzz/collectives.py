@@ -10,9 +10,9 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from byteps_py.config.settings import Settings
 from byteps_py.errors import BytePSError, MismatchError
 from byteps_py.session import Session, Slot
-from byteps_py.settings import Settings
 from byteps_py.tensors import DType, Layout, Op, TensorSpec
 from byteps_py.torch.collectives.completion import Completer
 from byteps_py.torch.collectives.context import Context

@@ -12,15 +12,15 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
-from byteps_py import rank_protocol as protocol
-from byteps_py.channel import Channel
+from byteps_py.config.settings import Settings
 from byteps_py.errors import BytePSError, PeerLostError, ProtocolError
 from byteps_py.kernels.readiness import Pair
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.runtime import Runtime, Thresholds
 from byteps_py.scheduler.rank_group import Decided, Declarations
-from byteps_py.settings import Settings
+from byteps_py.system.channel import Channel
 from byteps_py.tensors import DType
+from byteps_py.wire import rank_link as protocol
 from byteps_py.worker.core.local_ranks import IN_GROUP, RankState
 from byteps_py.worker.core.tensor import Compute
 from byteps_py.worker.group import Group, GroupRuntime

@@ -9,13 +9,13 @@ from typing import Any, cast
 
 import zmq
 
-from byteps_py import rank_protocol as protocol
 from byteps_py.dataplane.listener import RemotePeer
 from byteps_py.errors import BytePSError, ProtocolError
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.shm import Block
+from byteps_py.system.shm import Block
 from byteps_py.tensors import DType, Layout, NonFinite, Op, TensorSpec, key_of
-from byteps_py.wire import HEADER_BYTES, Fetch, Header, Kind, pack_names
+from byteps_py.wire import rank_link as protocol
+from byteps_py.wire.data_link import HEADER_BYTES, Fetch, Header, Kind, pack_names
 from byteps_py.worker.group import Group, GroupRuntime
 from byteps_py.worker.io import network
 from byteps_py.worker.io.network import LinkTarget

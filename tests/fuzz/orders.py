@@ -6,10 +6,10 @@ import contextlib
 
 from google.protobuf.message import DecodeError
 
-from byteps_py import rank_protocol as protocol
 from byteps_py.errors import ProtocolError
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.tensors import DType, Op, TensorSpec
+from byteps_py.wire import rank_link as protocol
 
 from .base import Target
 from .machine import RANKS, Machine

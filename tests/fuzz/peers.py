@@ -15,7 +15,7 @@ from byteps_py.session.peers import peer_protocol
 from byteps_py.session.peers.message_matcher import Stream, StreamReceipt
 from byteps_py.session.peers.peer_protocol import RECORD_BYTES, PeerMessage, PeerMessageKind
 from byteps_py.session.peers.peer_transport import PeerTransport
-from byteps_py.shm import Segment
+from byteps_py.system.shm import Segment
 from byteps_py.tensors import key_of
 from byteps_py.torch.collectives.negotiation import OfferVotes
 

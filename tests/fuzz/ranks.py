@@ -7,10 +7,10 @@ import gc
 import os
 from typing import Any
 
-from byteps_py import rank_protocol as protocol
 from byteps_py.errors import ProtocolError, UsageError
 from byteps_py.tensors import DType, Layout, NonFinite, Op, TensorSpec, key_of
-from byteps_py.wire import SegmentNumbers
+from byteps_py.wire import rank_link as protocol
+from byteps_py.wire.data_link import SegmentNumbers
 
 from .base import Target
 from .machine import RANKS, Machine

@@ -13,7 +13,7 @@ from byteps_py.dataplane.listener import RemotePeer
 from byteps_py.errors import ProtocolError
 from byteps_py.session.peers import peer_protocol
 from byteps_py.tensors import DType, Layout, Op, TensorSpec, key_of
-from byteps_py.wire import HEADER_BYTES, Fetch, Header, Kind
+from byteps_py.wire.data_link import HEADER_BYTES, Fetch, Header, Kind
 from byteps_py.worker.core.actions import Action, DirectAction, Lend
 from byteps_py.worker.core.credit import PushQueue
 from byteps_py.worker.core.events import MachineLost, PiecesDeclared, PiecesReady, TensorAgreed

@@ -6,14 +6,14 @@ import zmq
 from google.protobuf.message import DecodeError
 from support.data_plane import HandLink, header_for
 
+from byteps_py.config.settings import Settings
 from byteps_py.dataplane.listener import Peer
 from byteps_py.errors import BytePSError
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.runtime import Runtime
 from byteps_py.server.arrival import Arrival
 from byteps_py.server.service import SummationService
-from byteps_py.settings import Settings
-from byteps_py.wire import Header
+from byteps_py.wire.data_link import Header
 
 from .base import Target
 

@@ -9,15 +9,15 @@ from typing import Any, cast
 
 from google.protobuf.message import DecodeError
 
-from byteps_py import rank_protocol as protocol
-from byteps_py.channel import Channel
+from byteps_py.config.settings import Settings
 from byteps_py.errors import BytePSError, PeerLostError
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.runtime import Runtime
-from byteps_py.settings import Settings
-from byteps_py.shm import Block
+from byteps_py.system.channel import Channel
+from byteps_py.system.shm import Block
 from byteps_py.tensors import DType, Op, TensorSpec
-from byteps_py.wire import Header
+from byteps_py.wire import rank_link as protocol
+from byteps_py.wire.data_link import Header
 from byteps_py.worker.core.local_ranks import IN_GROUP, RankState
 from byteps_py.worker.group import Group
 from byteps_py.worker.io.network import Network

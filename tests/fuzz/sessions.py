@@ -6,12 +6,12 @@ import gc
 import os
 import socket
 
-from byteps_py import rank_protocol as protocol
-from byteps_py.channel import Channel
 from byteps_py.session.service.remote import RemoteSession
 from byteps_py.session.slot import Slot
-from byteps_py.shm import Segment
+from byteps_py.system.channel import Channel
+from byteps_py.system.shm import Segment
 from byteps_py.tensors import DType, TensorSpec
+from byteps_py.wire import rank_link as protocol
 
 from .base import Target
 from .ranks import twisted

@@ -8,8 +8,9 @@ import os
 
 import zmq
 
-from byteps_py import launchers
-from byteps_py import rank_protocol as protocol
+from byteps_py.config import launchers
+from byteps_py.config.settings import Settings
+from byteps_py.config.variables import VARIABLES
 from byteps_py.dataplane.handshake import CallerHandshake, ListenerHandshake
 from byteps_py.dataplane.listener import DataListener, Peer
 from byteps_py.dataplane.seal import DamagedError, Protection, new_seal
@@ -17,10 +18,9 @@ from byteps_py.dataplane.traffic import Limiter, Traffic
 from byteps_py.errors import ConfigurationError, ProtocolError
 from byteps_py.server.round_state import Answer, Contribution, Reduce, Round
 from byteps_py.server.rounds import HELD_BYTES, Rounds
-from byteps_py.settings import Settings
 from byteps_py.tensors import DType, Layout, Op, TensorSpec
-from byteps_py.variables import VARIABLES
-from byteps_py.wire import (
+from byteps_py.wire import rank_link as protocol
+from byteps_py.wire.data_link import (
     Fetch,
     Header,
     HeldPart,

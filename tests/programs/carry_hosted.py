@@ -12,7 +12,7 @@ import time
 import torch
 
 import byteps_py as bps
-from byteps_py.settings import Settings
+from byteps_py.config.settings import Settings
 from byteps_py.shadow import Restorable, ShadowReader, latest_step
 
 

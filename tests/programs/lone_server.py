@@ -11,10 +11,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # `support`
 from support.data_plane import HandLink
 from support.summation import SETTINGS
 
-from byteps_py.log import configure
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.runtime import Runtime
 from byteps_py.server.service import SummationService
+from byteps_py.system.log import configure
 
 
 def main() -> None:

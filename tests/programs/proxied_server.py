@@ -17,13 +17,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # `support`
 from support.damage import Flipper, Loser
 from support.proxy import Proxy
 
-from byteps_py.log import configure
+from byteps_py.config.settings import Settings
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.runtime import Runtime
 from byteps_py.scheduler.client import connect
 from byteps_py.server.service import SummationService
-from byteps_py.settings import Settings
-from byteps_py.wire import VERSION, Kind
+from byteps_py.system.log import configure
+from byteps_py.wire.data_link import VERSION, Kind
 
 _PUSH, _ANSWER = (b"BPS1" + bytes((VERSION, kind)) for kind in (Kind.PUSH, Kind.ANSWER))  # how a header begins
 _AFTER = 30  # in the middle of its key

@@ -6,11 +6,11 @@ import logging
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from byteps_py.config.settings import Settings
 from byteps_py.errors import PeerLostError, RendezvousError, StallError
 from byteps_py.scheduler.core import RUNNING
 from byteps_py.scheduler.membership import SUCCESSOR_S
 from byteps_py.scheduler.roster import ClusterConfig
-from byteps_py.settings import Settings
 
 from .control import Place, Scheduler
 from .ledger import Ledger

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from byteps_py.control_link import ControlEvents
+from byteps_py.config.settings import Settings
 from byteps_py.errors import PeerLostError, RendezvousError, from_name
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.proto.journal_pb2 import JournalRecord
@@ -25,7 +25,7 @@ from byteps_py.scheduler.member_links.links import (
 from byteps_py.scheduler.member_links.protocol import MemberEnd
 from byteps_py.scheduler.roster import ClusterConfig, Presence
 from byteps_py.server.service import _ORPHAN_S
-from byteps_py.settings import Settings
+from byteps_py.wire.control_link import ControlEvents
 
 from .local import Loop
 from .world import InvariantError, Process, Wire, World

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from byteps_py.config.settings import Settings
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.core import RUNNING
-from byteps_py.settings import Settings
 
 from .cluster import Cluster
 from .elastic_rank import ElasticRank

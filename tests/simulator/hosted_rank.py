@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from byteps_py import rank_protocol as protocol
 from byteps_py.kernels.step_segments import StepSegment
 from byteps_py.session import Slot
 from byteps_py.session.state_host import HostedPart, ShadowedStep
+from byteps_py.wire import rank_link as protocol
 
 from .hosted_uses import HostedUse, Model
 from .ledger import Ledger

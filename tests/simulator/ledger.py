@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from byteps_py.shm import Block
+from byteps_py.system.shm import Block
 from byteps_py.tensors import Op
 from byteps_py.worker.core.credit import PushQueue
 from byteps_py.worker.core.hosted_steps import MakeStep, OwnedPart

@@ -1,6 +1,7 @@
 """What connects two processes of one simulated machine, or a process and its events: channels and loops.
 
-Stands for byteps_py.channel and byteps_py.loop. A channel whose peer does not read takes a few messages only.
+Stands for byteps_py.system.channel and byteps_py.system.loop. A channel whose peer does not read takes a few
+messages only.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from byteps_py.kernels.step_segments import StepSegment, bind_segments
 from byteps_py.kernels.update_rules import Scalar, StepKind
 from byteps_py.server.reducer import KernelCall
 from byteps_py.server.shadow_keeper import apply_step
-from byteps_py.shm import Block
+from byteps_py.system.shm import Block
 from byteps_py.tensors import DType, Op
 
 from .world import InvariantError, Process, World
@@ -74,7 +74,7 @@ class Segment:
 
 
 class Arena:
-    """Stands for byteps_py.shm.Arena; one segment."""
+    """Stands for byteps_py.system.shm.Arena; one segment."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
@@ -181,7 +181,7 @@ class Memory:
         return fd
 
     def map_segment(self, fd: int, nbytes: int) -> Segment:
-        """Stands for byteps_py.shm.Segment(fd, nbytes)."""
+        """Stands for byteps_py.system.shm.Segment(fd, nbytes)."""
         return Segment(fd, self._by_descriptor[fd][:nbytes])
 
     def find(self, address: int, nbytes: int) -> Bytes:

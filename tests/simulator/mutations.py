@@ -16,7 +16,7 @@ from byteps_py.scheduler.roster import Roster
 from byteps_py.server.round_state import Reduce, Round, RoundState
 from byteps_py.server.rounds import Rounds
 from byteps_py.tensors import TensorSpec
-from byteps_py.wire import Header, name_of
+from byteps_py.wire.data_link import Header, name_of
 from byteps_py.worker.core.actions import Release
 from byteps_py.worker.core.agreement import Agreement
 from byteps_py.worker.core.placing import Placing

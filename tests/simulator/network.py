@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from byteps_py.config.settings import SLOW_FACTOR, Settings
 from byteps_py.dataplane.listener import Peer, reply
 from byteps_py.server.arrival import Arrival, FrameMemory
 from byteps_py.server.contribution_listeners import SHADOW_KINDS
-from byteps_py.settings import SLOW_FACTOR, Settings
-from byteps_py.shm import Block
+from byteps_py.system.shm import Block
 from byteps_py.tensors import Op
-from byteps_py.wire import Header, Kind
+from byteps_py.wire.data_link import Header, Kind
 from byteps_py.worker.io.network import LinkEvents, LinkTarget, ServerLink
 
 from .local import Loop

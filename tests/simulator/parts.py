@@ -42,7 +42,7 @@ from byteps_py.worker.service import CommunicationService
 from .ledger import LedgerNetwork, Queue
 from .network import Probe
 
-#: Of ranks and services: what stands for PACED_BYTES of byteps_py/rank_protocol.py.
+#: Of ranks and services: what stands for PACED_BYTES of byteps_py/wire/rank_link.py.
 PACED_BYTES = 100
 
 

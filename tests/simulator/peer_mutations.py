@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from byteps_py.chunks import Arriving
-from byteps_py.wire import Kind
+from byteps_py.wire.chunks import Arriving
+from byteps_py.wire.data_link import Kind
 from byteps_py.worker.core.piece_exchange import PieceExchange
 from byteps_py.worker.core.pieces import Receipt, Receipts, Serve
 from byteps_py.worker.core.scatter import Scatter

@@ -17,7 +17,7 @@ import numpy as np
 
 from byteps_py.dataplane.dialer import DialTarget, Owner
 from byteps_py.dataplane.listener import Peer, RemotePeer
-from byteps_py.wire import Header, Kind
+from byteps_py.wire.data_link import Header, Kind
 
 from .local import Loop
 from .memory import Frame, address_of

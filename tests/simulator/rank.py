@@ -9,13 +9,13 @@ from collections.abc import Callable, Generator
 from dataclasses import replace
 from typing import Any, cast
 
-from byteps_py import rank_protocol as protocol
+from byteps_py.config.settings import Settings
 from byteps_py.errors import BytePSError, StallError
-from byteps_py.machine import local_socket
 from byteps_py.session import Slot
 from byteps_py.session.service.remote import RemoteSession
-from byteps_py.settings import Settings
+from byteps_py.system.machine import local_socket
 from byteps_py.tensors import TensorSpec
+from byteps_py.wire import rank_link as protocol
 
 from .local import Channel, Local
 from .memory import Memory

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from byteps_py.settings import Settings
+from byteps_py.config.settings import Settings
 
 from .cluster import Cluster
 from .parts import Parts

@@ -7,12 +7,12 @@ from __future__ import annotations
 from collections.abc import Callable, Container
 from typing import Any
 
+from byteps_py.config.settings import Settings
 from byteps_py.errors import RendezvousError
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.server.round_state import Action as ServerAction
 from byteps_py.server.round_state import Round, RoundState
 from byteps_py.server.service import SummationService
-from byteps_py.settings import Settings
 from byteps_py.tensors import Op
 from byteps_py.worker.core.actions import Action, RoundDone
 from byteps_py.worker.core.events import Answered, RoundEvent, StepEnded

@@ -19,7 +19,7 @@ from byteps_py.server.shadow_state import (
     StatesCopy,
 )
 from byteps_py.tensors import Op
-from byteps_py.wire import Header, Kind, ShadowPart
+from byteps_py.wire.data_link import Header, Kind, ShadowPart
 from byteps_py.worker.core.hosted_steps import MakeStep, OwnedPart
 from byteps_py.worker.core.shadowing import (
     ReleaseMemory,

@@ -17,7 +17,7 @@ from byteps_py.server.shadow_state import HeldStep, PartFacts, StatesCopy
 from byteps_py.shadow import Restorable, RestorableRecord, ServerDescription, latest_step
 from byteps_py.shadow.restorable import _at, _MergedRun
 from byteps_py.tensors import Op
-from byteps_py.wire import Header
+from byteps_py.wire.data_link import Header
 from byteps_py.worker.core.shadowing import CopyProgress, SendStep, Shadowing
 from byteps_py.worker.core.topology import Topology
 

@@ -8,10 +8,10 @@ from typing import Protocol
 
 import numpy as np
 
-from byteps_py.chunks import TensorChunks, chunk_at
 from byteps_py.errors import MismatchError, UsageError
 from byteps_py.session import Slot
 from byteps_py.session.service.remote import RemoteSession
+from byteps_py.wire.chunks import TensorChunks, chunk_at
 
 from .memory import Bytes, Memory, address_of
 from .uses import Use

@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from byteps_py import jobs
+from byteps_py.system import jobs
 from support import warm
 from support.clusters import ROOT, clean_environment
 from support.processes import kill, processes, wait_gone

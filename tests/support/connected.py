@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+from byteps_py.config.settings import Settings
 from byteps_py.errors import BytePSError, StallError
 from byteps_py.session.peers import PeerTransport
-from byteps_py.settings import Settings
 
 WAIT_S = 30.0
 SECRET = "a secret of at least sixteen characters"

@@ -10,20 +10,21 @@ from types import TracebackType
 import numpy as np
 import zmq
 
-from byteps_py import auth, channel
-from byteps_py.control_link import ControlEvents
+from byteps_py.config.settings import Settings
 from byteps_py.dataplane.authenticator import Authenticator, show_password
 from byteps_py.dataplane.handshake import CallerHandshake
 from byteps_py.dataplane.seal import Seal
 from byteps_py.errors import BytePSError
-from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.runtime import Runtime
+from byteps_py.security import auth
 from byteps_py.server.service import SummationService
-from byteps_py.settings import Settings
-from byteps_py.shm import Segment
+from byteps_py.system import channel
+from byteps_py.system.loop import EventLoop
+from byteps_py.system.shm import Segment
 from byteps_py.tensors import DType, Op
-from byteps_py.wire import HEADER_BYTES, Header, Kind
+from byteps_py.wire.control_link import ControlEvents
+from byteps_py.wire.data_link import HEADER_BYTES, Header, Kind
 
 WAIT_S = 30.0
 

@@ -6,13 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.rank_protocol import SpecFields
-from byteps_py.record_codec import RecordCodec
 from byteps_py.scheduler import job as states
 from byteps_py.scheduler.core import ConnectionClosed, ConnectionOpened, MessageReceived, SchedulerCore
 from byteps_py.scheduler.job import Outgoing
 from byteps_py.scheduler.roster import PROTOCOL_VERSION, ClusterConfig
 from byteps_py.tensors import DType, Op
+from byteps_py.wire.rank_link import SpecFields
+from byteps_py.wire.record_codec import RecordCodec
 
 GPU, CPU = pb.MACHINE_KIND_GPU, pb.MACHINE_KIND_CPU
 PARTITION = 4 << 20

@@ -11,14 +11,14 @@ import threading
 from collections.abc import Callable
 
 from byteps_py import errors
-from byteps_py.control_link import ControlEvents
+from byteps_py.config.settings import Settings
 from byteps_py.launch.plan import free_port
-from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.rank_protocol import pack_spec
 from byteps_py.scheduler import client
-from byteps_py.settings import Settings
+from byteps_py.system.loop import EventLoop
 from byteps_py.tensors import DType, TensorSpec
+from byteps_py.wire.control_link import ControlEvents
+from byteps_py.wire.rank_link import pack_spec
 from support import warm
 
 TIMEOUT_S = 60.0
@@ -28,11 +28,11 @@ Factory = Callable[..., "Scheduler"]
 #: Worker 1, as a process that can be killed; says what comes to it.
 CHILD = """
 import sys
-from byteps_py.loop import EventLoop
+from byteps_py.system.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler import client
-from byteps_py.control_link import ControlEvents
-from byteps_py.settings import Settings
+from byteps_py.wire.control_link import ControlEvents
+from byteps_py.config.settings import Settings
 loop = EventLoop()
 register = pb.Register(role=1, kind=1, machine_index=1, local_size=1)
 def told(message):

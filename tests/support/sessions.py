@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from byteps_py import channel
+from byteps_py.config.settings import Settings
 from byteps_py.errors import (
     BytePSError,
 )
-from byteps_py.machine import local_socket
 from byteps_py.session import Slot
 from byteps_py.session.service.remote import RemoteSession
-from byteps_py.settings import Settings
+from byteps_py.system import channel
+from byteps_py.system.machine import local_socket
 from byteps_py.tensors import DType, TensorSpec
 from support import warm
 
@@ -29,7 +29,7 @@ TWO = 2
 #: A rank in a process of its own: takes part in what it is asked to, one word per line.
 RANK = """
 import sys, numpy as np
-from byteps_py import channel
+from byteps_py.system import channel
 from byteps_py.session.service.remote import RemoteSession
 from byteps_py.tensors import DType, TensorSpec
 session = RemoteSession(channel.connect(sys.argv[1], 30), 1, 2, 30, 600)

@@ -10,7 +10,7 @@ import numpy as np
 from byteps_py.kernels.step_segments import StepSegment, bind_segments
 from byteps_py.kernels.update_rules import Hyperparameters, StepKind, step_scalars
 from byteps_py.tensors import DType
-from byteps_py.wire import Header, Kind, SegmentNumbers, ShadowPart, ShadowRecord, ShadowStep
+from byteps_py.wire.data_link import Header, Kind, SegmentNumbers, ShadowPart, ShadowRecord, ShadowStep
 from support.data_plane import Machine, random_values
 
 RUN = 0xFEEDBEEF12345678

@@ -8,8 +8,8 @@ import subprocess
 import sys
 import time
 
+from byteps_py.config.settings import Settings
 from byteps_py.launch.plan import free_port
-from byteps_py.settings import Settings
 from byteps_py.shadow import Restorable, ShadowReader, latest_step
 from support.breaking import Job, command
 from support.clusters import ROOT, clean_environment

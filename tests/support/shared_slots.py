@@ -19,8 +19,8 @@ from byteps_py.session.peers.message_matcher import MessageMatcher
 from byteps_py.session.peers.peer_protocol import PeerMessage, PeerMessageKind
 from byteps_py.session.peers.shared_slots import MemoryHost, SharedSlots
 from byteps_py.session.peers.waiting import Wait
-from byteps_py.shm import Segment
-from byteps_py.spin_policy import LOOK_S
+from byteps_py.system.shm import Segment
+from byteps_py.system.spin_policy import LOOK_S
 from byteps_py.torch.collectives.all_reduce.shared_memory import SharedMemoryAllReduce, SharedMemorySum
 
 SLOT_BYTES = 1024

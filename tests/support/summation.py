@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from byteps_py.settings import Settings
-from byteps_py.wire import Kind
+from byteps_py.config.settings import Settings
+from byteps_py.wire.data_link import Kind
 from support.data_plane import LocalMachine, Machine, Server
 
 SETTINGS = Settings(

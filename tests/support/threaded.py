@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from byteps_py.config.settings import Settings
 from byteps_py.errors import BytePSError, MismatchError, NotInitializedError, PeerLostError, StallError, UsageError
 from byteps_py.session import Session, Slot
-from byteps_py.settings import Settings
 from byteps_py.tensors import Layout, Op, TensorSpec
 from byteps_py.torch.collectives.context import Context, use
 from byteps_py.torch.collectives.dtypes import WIRE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from byteps_py.shm import Block
+from byteps_py.system.shm import Block
 from byteps_py.tensors import DType, Op, TensorSpec
 from byteps_py.worker.core.tensor import RankSlot, Tensor
 

@@ -27,7 +27,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from byteps_py.errors import ProtocolError
-from byteps_py.shm import Block
+from byteps_py.system.shm import Block
 from byteps_py.tensors import Op
 from byteps_py.worker.core.owners import OwnedPiece
 from byteps_py.worker.core.tensor import Part, RankSlot, Tensor

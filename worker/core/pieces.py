@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from byteps_py.errors import BytePSError, MismatchError
-from byteps_py.shm import Block
+from byteps_py.system.shm import Block
 from byteps_py.tensors import Layout, Op, Sizes, TensorSpec
 from byteps_py.worker.core.credit import PushQueue
 from byteps_py.worker.core.tensor import AskSum, RankSlot

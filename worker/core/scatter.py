@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from byteps_py.chunks import CHUNK_BYTES, TensorChunks
 from byteps_py.errors import ProtocolError
 from byteps_py.tensors import TensorSpec, split
+from byteps_py.wire.chunks import CHUNK_BYTES, TensorChunks
 from byteps_py.worker.core.actions import Action, Lend
 from byteps_py.worker.core.credit import PushQueue
 from byteps_py.worker.core.pieces import Transfer, due

@@ -24,10 +24,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from byteps_py.chunks import Arriving
 from byteps_py.errors import BytePSError
-from byteps_py.shm import Block
+from byteps_py.system.shm import Block
 from byteps_py.tensors import TOGETHER, Op, TensorSpec, key_of
+from byteps_py.wire.chunks import Arriving
 from byteps_py.worker.core.transitions import IllegalTransitionError
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import bisect
 import math
 from dataclasses import dataclass
 
-from byteps_py import tuning
+from byteps_py.config import tuning
 from byteps_py.errors import ProtocolError
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.tensors import TensorSpec

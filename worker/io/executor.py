@@ -14,14 +14,14 @@ from typing import Any, Protocol, cast
 
 import zmq
 
-from byteps_py import rank_protocol as protocol
 from byteps_py.errors import BytePSError, PeerLostError, ProtocolError, from_name
 from byteps_py.kernels.readiness import Pair, Readiness
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.runtime import Runtime
-from byteps_py.shm import Block
+from byteps_py.system.shm import Block
 from byteps_py.tensors import Checks, TensorSpec
-from byteps_py.wire import Header, Kind, unpack_names
+from byteps_py.wire import rank_link as protocol
+from byteps_py.wire.data_link import Header, Kind, unpack_names
 from byteps_py.worker.core.actions import (
     Action,
     DirectAction,

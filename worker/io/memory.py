@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from byteps_py.runtime import Runtime
-from byteps_py.shm import Arena, Block
+from byteps_py.system.shm import Arena, Block
 from byteps_py.tensors import Op, TensorSpec
-from byteps_py.wire import Header, RoundName, name_of
+from byteps_py.wire.data_link import Header, RoundName, name_of
 from byteps_py.worker.core.tensor import Part, RankSlot, Tensor
 from byteps_py.worker.core.topology import Topology
 from byteps_py.worker.io.rank_connection import RankConnection

@@ -10,19 +10,19 @@ from dataclasses import dataclass
 
 import zmq
 
-from byteps_py import auth
-from byteps_py.channel import Channel
+from byteps_py.config.settings import Settings
 from byteps_py.dataplane.dialer import DialTarget, Owner
 from byteps_py.errors import BytePSError, IntegrityError, PeerLostError, ProtocolError, RendezvousError
 from byteps_py.failure_detector import FailureDetector
-from byteps_py.log import logger
-from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.runtime import Runtime
-from byteps_py.settings import Settings
-from byteps_py.shm import Arena, Block
+from byteps_py.security import auth
+from byteps_py.system.channel import Channel
+from byteps_py.system.log import logger
+from byteps_py.system.loop import EventLoop
+from byteps_py.system.shm import Arena, Block
 from byteps_py.tensors import Op
-from byteps_py.wire import HEADER_BYTES, NO_RESULT, RESENT, SUPPLY, Header, Kind, RoundName, name_of
+from byteps_py.wire.data_link import HEADER_BYTES, NO_RESULT, RESENT, SUPPLY, Header, Kind, RoundName, name_of
 from byteps_py.worker.core.pace import ServerPace
 from byteps_py.worker.core.tensor import Part
 from byteps_py.worker.core.topology import Topology

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 import zmq
 
-from byteps_py import machine
+from byteps_py.config.settings import Settings
 from byteps_py.dataplane.listener import Peer, RemotePeer
 from byteps_py.dataplane.traffic import Traffic
 from byteps_py.errors import BytePSError, ProtocolError, from_name
 from byteps_py.runtime import Runtime
-from byteps_py.settings import Settings
-from byteps_py.wire import Fetch, Header, Kind
+from byteps_py.system import machine
+from byteps_py.wire.data_link import Fetch, Header, Kind
 from byteps_py.worker.core.pieces import PieceRequest, Receipt, Receipts, Transfer, Way
 from byteps_py.worker.core.tensor import AskSum, SumRequest
 from byteps_py.worker.core.topology import Topology

@@ -10,11 +10,11 @@ from collections.abc import Callable
 
 import zmq
 
+from byteps_py.config.settings import Settings
 from byteps_py.dataplane.dialer import DialTarget, Owner
 from byteps_py.errors import ProtocolError
 from byteps_py.runtime import Runtime
-from byteps_py.settings import Settings
-from byteps_py.wire import Header, Kind
+from byteps_py.wire.data_link import Header, Kind
 
 _CHUNK_BYTES = 64 << 10
 _FIRST_IN_FLIGHT = 4

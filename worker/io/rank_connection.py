@@ -12,12 +12,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from byteps_py import rank_protocol as protocol
-from byteps_py.channel import Channel
 from byteps_py.errors import BytePSError, PeerLostError
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.runtime import Runtime
-from byteps_py.shm import Arena, Block
+from byteps_py.system.channel import Channel
+from byteps_py.system.shm import Arena, Block
+from byteps_py.wire import rank_link as protocol
 
 MAX_NOTE_CHARS = 9000
 

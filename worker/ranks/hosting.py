@@ -22,12 +22,12 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from byteps_py import rank_protocol as protocol
 from byteps_py.errors import BytePSError, PeerLostError, ProtocolError, UsageError
 from byteps_py.kernels.step_segments import StepSegment, bind_segments, check_order
 from byteps_py.kernels.update_rules import SCALARS, StepKind
-from byteps_py.shm import Block
-from byteps_py.wire import MAX_ATTACHED_BYTES, MAX_PIECES_BYTES, Header, ShadowRecord
+from byteps_py.system.shm import Block
+from byteps_py.wire import rank_link as protocol
+from byteps_py.wire.data_link import MAX_ATTACHED_BYTES, MAX_PIECES_BYTES, Header, ShadowRecord
 from byteps_py.worker.core.events import StepArmed, StepSkipped, SumsAwaited
 from byteps_py.worker.core.hosted_steps import MakeStep, OwnedPart
 from byteps_py.worker.core.round_pipeline import RoundPipeline

@@ -16,10 +16,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable
 
-from byteps_py import rank_protocol as protocol
 from byteps_py.errors import BytePSError, JoinedError, PeerLostError, ProtocolError, UsageError
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.tensors import TensorSpec, unsupported
+from byteps_py.wire import rank_link as protocol
 from byteps_py.worker.core.actions import Fail, Release
 from byteps_py.worker.core.agreement import Agreement, fail_all
 from byteps_py.worker.core.events import SlotJoined

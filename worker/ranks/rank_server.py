@@ -13,12 +13,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from byteps_py import rank_protocol as protocol
-from byteps_py.channel import Channel, Listener
 from byteps_py.errors import BytePSError, DismissedError, PeerLostError, ProtocolError, UsageError
-from byteps_py.refusal_log import RefusalLog
 from byteps_py.runtime import Runtime
-from byteps_py.unauthenticated_connections import LocalStrangers
+from byteps_py.security.refusal_log import RefusalLog
+from byteps_py.security.unauthenticated_connections import LocalStrangers
+from byteps_py.system.channel import Channel, Listener
+from byteps_py.wire import rank_link as protocol
 from byteps_py.wording import count_text, ranks_text
 from byteps_py.worker.core.local_ranks import IN_GROUP, LocalRank, LocalRanks, RankEvent, RankState
 from byteps_py.worker.io.rank_connection import RankConnection

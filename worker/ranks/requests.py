@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import math
 
-from byteps_py import rank_protocol as protocol
-from byteps_py.chunks import Arriving
 from byteps_py.errors import PeerLostError, ProtocolError, UsageError
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.tensors import Layout
+from byteps_py.wire import rank_link as protocol
+from byteps_py.wire.chunks import Arriving
 from byteps_py.worker.core.actions import Action, DirectAction, Fail
 from byteps_py.worker.core.agreement import Agreement
 from byteps_py.worker.core.events import BytesReady, PiecesDeclared, PiecesReady

@@ -17,15 +17,15 @@ from collections.abc import Callable, Iterable, Sequence
 
 import zmq
 
-from byteps_py import rank_protocol as protocol
 from byteps_py.errors import PeerLostError
 from byteps_py.kernels.step_segments import StepSegment
 from byteps_py.kernels.update_rules import StepKind
-from byteps_py.log import logger
 from byteps_py.proto import control_pb2 as control
-from byteps_py.shm import Block
+from byteps_py.system.log import logger
+from byteps_py.system.shm import Block
 from byteps_py.tensors import DType
-from byteps_py.wire import Header, Kind, SegmentNumbers, ShadowPart, ShadowRecord, ShadowStep
+from byteps_py.wire import rank_link as protocol
+from byteps_py.wire.data_link import Header, Kind, SegmentNumbers, ShadowPart, ShadowRecord, ShadowStep
 from byteps_py.worker.core.hosted_steps import MakeStep, OwnedPart
 from byteps_py.worker.core.shadowing import (
     CatchUp,

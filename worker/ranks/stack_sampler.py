@@ -10,8 +10,8 @@ import os
 import signal
 from collections.abc import Callable, Iterable, Mapping
 
-from byteps_py.loop import EventLoop
-from byteps_py.stack_dump import SIGNAL
+from byteps_py.system.loop import EventLoop
+from byteps_py.system.stack_dump import SIGNAL
 from byteps_py.wording import count_text
 from byteps_py.worker.io.rank_connection import RankConnection
 

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar, cast
 
-from byteps_py.log import logger
+from byteps_py.system.log import logger
 
 _lock = threading.Lock()
 #: Longer than loading LLVM takes even from a slow file system.

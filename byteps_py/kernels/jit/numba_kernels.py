@@ -19,7 +19,7 @@ from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 from byteps_py.kernels.jit import half_precision, llvm, reduction_loops, result_checks, vector
-from byteps_py.log import logger
+from byteps_py.system.log import logger
 from byteps_py.tensors import Checks, DType, Op
 
 #: (address of a table, number of inputs, number of outputs, bytes of each, divisor); ``Loops`` describes the table.

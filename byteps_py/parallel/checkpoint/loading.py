@@ -24,12 +24,12 @@ from torch.distributed.tensor import DTensor
 
 from byteps_py.checkpoint_files import METADATA, CheckpointFiles, Manifest
 from byteps_py.errors import BytePSError, CheckpointError, UsageError
-from byteps_py.log import logger
 from byteps_py.parallel.checkpoint.contents import MODEL, OPTIMIZER, ModelContents, OptimizerStates, States, contents_of
 from byteps_py.parallel.checkpoint.ranks import Ranks
 from byteps_py.parallel.checkpoint.saving import finish_earlier
 from byteps_py.parallel.checkpoint.stored_pieces import StoredNames, StoredPiece, bare
 from byteps_py.parallel.pipe.pipeline import Pipeline
+from byteps_py.system.log import logger
 
 
 def load(

@@ -30,11 +30,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from byteps_py.checkpoint_files import CheckpointFiles, FileSum
 from byteps_py.errors import CheckpointError, StallError
-from byteps_py.log import logger
 from byteps_py.parallel.checkpoint.contents import MODEL, ModelContents, OptimizerStates, contents_of
 from byteps_py.parallel.checkpoint.copies import check_saved
 from byteps_py.parallel.checkpoint.ranks import Ranks
 from byteps_py.parallel.pipe.pipeline import Pipeline
+from byteps_py.system.log import logger
 from byteps_py.wording import bytes_text
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from byteps_py.errors import MismatchError
 from byteps_py.parallel.collectives import all_gather_single
-from byteps_py.shm import PAGE
+from byteps_py.system.shm import PAGE
 from byteps_py.torch.process_group.byteps_process_group import BytePSProcessGroup
 
 

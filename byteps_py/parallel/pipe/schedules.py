@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from byteps_py.errors import UsageError
-from byteps_py.log import logger
 from byteps_py.parallel.pipe.program import (
     Action,
     ActionKind,
@@ -21,6 +20,7 @@ from byteps_py.parallel.pipe.program import (
     one_forward_one_backward,
     one_pipe,
 )
+from byteps_py.system.log import logger
 
 
 def gpipe(workers: int, micro_batches: int) -> Program:

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from byteps_py.errors import GradientOrderError
-from byteps_py.log import logger
 from byteps_py.parallel.sharding.rank_memory import ChunkPart, FusedBuffer, TensorArena
 from byteps_py.parallel.sharding.segments import NamedParameter, ParameterSegment, SegmentPiece
+from byteps_py.system.log import logger
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ import torch
 
 from byteps_py.parallel.sharding.rank_memory import TensorArena
 from byteps_py.parallel.sharding.segments import NamedParameter
-from byteps_py.shm import Segment
+from byteps_py.system.shm import Segment
 
 
 class SideStream(Protocol):

@@ -38,14 +38,14 @@ from typing import Any
 from google.protobuf.message import DecodeError, Message
 
 from byteps_py import __version__
+from byteps_py.config.settings import Settings
 from byteps_py.errors import JournalError
-from byteps_py.log import logger
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.proto.journal_pb2 import JournalFrame, JournalHeader, JournalRecord
 from byteps_py.scheduler.core import EpochSeen
 from byteps_py.scheduler.member_links.links import MemberLinks, Restarted
 from byteps_py.scheduler.roster import PROTOCOL_VERSION, ClusterConfig
-from byteps_py.settings import Settings
+from byteps_py.system.log import logger
 
 VERSION = 5
 NO_JOURNAL = "none"

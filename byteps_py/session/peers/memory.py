@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 
 from byteps_py.errors import ProtocolError
-from byteps_py.shm import PAGE, Arena, Block, Segment
+from byteps_py.system.shm import PAGE, Arena, Block, Segment
 
 #: A free block is used for a payload that needs at least 1 / _LEAST_PART of it.
 _LEAST_PART = 4

@@ -27,7 +27,6 @@ from typing import NamedTuple, Protocol
 from byteps_py.dataplane.seal import Data
 from byteps_py.dataplane.stream_seal import FRAME_BYTES, DamagedFrameError, FrameHeader, StreamFrameKind, StreamSeal
 from byteps_py.errors import CommunicationError, IntegrityError, PeerLostError, ProtocolError
-from byteps_py.log import logger
 from byteps_py.session.peers import peer_protocol
 from byteps_py.session.peers.background_sender import BackgroundSender
 from byteps_py.session.peers.frame_reader import FrameReader
@@ -35,6 +34,7 @@ from byteps_py.session.peers.message_matcher import LANDING_BYTES, Span
 from byteps_py.session.peers.peer_handshake import Seals
 from byteps_py.session.peers.peer_protocol import RECORD_BYTES, PeerMessage, PeerMessageKind
 from byteps_py.session.peers.resumable_stream import LinkDue, LinkWatch, ResumableStream
+from byteps_py.system.log import logger
 
 _BUFFER_BYTES = 16 << 10
 #: The most bytes that one call moves, so that others get their turn.

@@ -13,14 +13,14 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
-from byteps_py import machine
+from byteps_py.config.settings import Settings
 from byteps_py.dataplane.handshake import CallerHandshake
 from byteps_py.errors import ConfigurationError, PeerLostError, ProtocolError, RendezvousError
+from byteps_py.security.unauthenticated_connections import PATIENCE_S
 from byteps_py.session.peers import peer_handshake
 from byteps_py.session.peers.peer_handshake import LENGTH_BYTES, Seals
 from byteps_py.session.peers.peer_listener import PeerListener
-from byteps_py.settings import Settings
-from byteps_py.unauthenticated_connections import PATIENCE_S
+from byteps_py.system import machine
 
 _RETRY_S = 0.05
 _RETRY_AGAIN_S = 0.2

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from byteps_py import rank_protocol as protocol
 from byteps_py.session.peers.waiting import Host, PeerWaiter, Wait
 from byteps_py.tensors import key_of
+from byteps_py.wire import rank_link as protocol
 
 _ALL = "the ranks of this machine"
 _ALL_WITHIN_S = 60.0

@@ -17,13 +17,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from byteps_py.config.settings import Settings
 from byteps_py.dataplane.handshake import ListenerHandshake
 from byteps_py.errors import BytePSError, ProtocolError
-from byteps_py.log import logger
+from byteps_py.security.unauthenticated_connections import UnauthenticatedConnections
 from byteps_py.session.peers import peer_handshake
 from byteps_py.session.peers.peer_handshake import LENGTH_BYTES, CalledHandshake, Seals
-from byteps_py.settings import Settings
-from byteps_py.unauthenticated_connections import UnauthenticatedConnections
+from byteps_py.system.log import logger
 
 _RETRY_S = 0.05
 _IDLE_S = 60.0

@@ -16,7 +16,7 @@ import threading
 from collections import deque
 
 from byteps_py.errors import CommunicationError
-from byteps_py.log import logger
+from byteps_py.system.log import logger
 
 MAX_MESSAGE = 192 << 10
 _ANCILLARY_BYTES = socket.CMSG_LEN(4 * 4)

@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn, cast
 
+from byteps_py.config.settings import Settings
 from byteps_py.errors import (
     CommunicationError,
     IntegrityError,
@@ -52,8 +53,7 @@ from byteps_py.session.peers.peer_sockets import Inbox, PeerOutbox
 from byteps_py.session.peers.shared_slots import MemoryHost, SharedSegment, SharedSlots
 from byteps_py.session.peers.votes import Votes
 from byteps_py.session.peers.waiting import Host, PeerWaiter, Wait
-from byteps_py.settings import Settings
-from byteps_py.shm import Block
+from byteps_py.system.shm import Block
 from byteps_py.tensors import differing
 
 #: Payloads up to this size travel in the message: one more copy, but no memory to be given back.

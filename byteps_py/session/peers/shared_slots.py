@@ -30,7 +30,7 @@ from byteps_py.session.peers.peer_connection import PeerConnection
 from byteps_py.session.peers.peer_protocol import PeerMessageKind
 from byteps_py.session.peers.peer_sockets import PeerOutbox
 from byteps_py.session.peers.waiting import PeerWaiter, Wait
-from byteps_py.shm import PAGE, Block, Segment
+from byteps_py.system.shm import PAGE, Block, Segment
 from byteps_py.tensors import key_of
 
 _RECORD = struct.Struct("=QQ")  # key, bytes of the tensor

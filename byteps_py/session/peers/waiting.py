@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from byteps_py import rank_protocol as protocol
 from byteps_py.errors import BytePSError, StallError
-from byteps_py.spin_policy import LOOK_S, SpinPolicy
+from byteps_py.system.spin_policy import LOOK_S, SpinPolicy
+from byteps_py.wire import rank_link as protocol
 
 #: After this time the communication service is told. It knows which ranks are alive, and reports those that keep others
 #: waiting.
@@ -39,7 +39,7 @@ class Host(Protocol):
         session."""
 
     def tell(self, message: object, fds: tuple[int, ...] = ()) -> None:
-        """Send a message of rank_protocol.py to the communication service."""
+        """Send a message of rank_link.py to the communication service."""
 
 
 @dataclass(slots=True, eq=False)

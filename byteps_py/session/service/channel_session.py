@@ -13,13 +13,13 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 
-from byteps_py import rank_protocol as protocol
-from byteps_py.channel import Channel
+from byteps_py.config.settings import Settings
 from byteps_py.errors import BytePSError, NotInitializedError, PeerLostError, ProtocolError, StallError
 from byteps_py.session import failure_reports, forks
 from byteps_py.session.base import Session
 from byteps_py.session.peers import PeerTransport
-from byteps_py.settings import Settings
+from byteps_py.system.channel import Channel
+from byteps_py.wire import rank_link as protocol
 
 #: The service itself reports a stall at the stall limit. The session waits this much longer for its report.
 PATIENCE_S = 30.0
@@ -95,7 +95,7 @@ class ChannelSession(Session):
         return self._reading
 
     def tell(self, message: object, fds: tuple[int, ...] = ()) -> None:
-        """Send a message of rank_protocol.py to the service, with descriptors that stay the caller's. Raises what ends
+        """Send a message of rank_link.py to the service, with descriptors that stay the caller's. Raises what ends
         the session."""
         self.check_open()
         data = protocol.encode(message)

@@ -11,9 +11,6 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from byteps_py import rank_protocol as protocol
-from byteps_py.channel import Channel
-from byteps_py.chunks import CHUNK_BYTES
 from byteps_py.errors import (
     BytePSError,
     ProtocolError,
@@ -26,9 +23,12 @@ from byteps_py.session.base import Observer
 from byteps_py.session.service.channel_session import PATIENCE_S, ChannelSession
 from byteps_py.session.service.remote_state_host import MessageHandler, RemoteStateHost
 from byteps_py.session.slot import Slot
-from byteps_py.shm import Segment
-from byteps_py.stack_dump import StackDump, open_stack_dump
+from byteps_py.system.channel import Channel
+from byteps_py.system.shm import Segment
+from byteps_py.system.stack_dump import StackDump, open_stack_dump
 from byteps_py.tensors import Layout, TensorSpec
+from byteps_py.wire import rank_link as protocol
+from byteps_py.wire.chunks import CHUNK_BYTES
 
 
 class Slots:

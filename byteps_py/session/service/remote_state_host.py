@@ -6,14 +6,14 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from byteps_py import rank_protocol as protocol
 from byteps_py.errors import from_name
 from byteps_py.kernels.step_segments import StepSegment
 from byteps_py.kernels.update_rules import StepKind
 from byteps_py.session.service.channel_session import ChannelSession
 from byteps_py.session.slot import Slot
 from byteps_py.session.state_host import HostedPart, ShadowedStep, StateHost
-from byteps_py.wire import MAX_PIECES_BYTES, SegmentNumbers
+from byteps_py.wire import rank_link as protocol
+from byteps_py.wire.data_link import MAX_PIECES_BYTES, SegmentNumbers
 
 #: Takes a message of the service, and removes descriptors that are kept from the list. The session's lock is held.
 MessageHandler = Callable[[Any, list[int]], None]

@@ -15,16 +15,17 @@ import sys
 import time
 from collections.abc import Mapping
 
-from byteps_py import channel, jobs, launchers
+from byteps_py.config import launchers
+from byteps_py.config.settings import Settings, ignored_variables
 from byteps_py.errors import ConfigurationError, RendezvousError
-from byteps_py.jobs import TOKEN_VARIABLE
-from byteps_py.log import logger
-from byteps_py.machine import check_offered_host, local_socket
 from byteps_py.session import exception_hooks, failure_reports
 from byteps_py.session.base import Session
 from byteps_py.session.service.remote import RemoteSession
 from byteps_py.session.solo import SoloSession
-from byteps_py.settings import Settings, ignored_variables
+from byteps_py.system import channel, jobs
+from byteps_py.system.jobs import TOKEN_VARIABLE
+from byteps_py.system.log import logger
+from byteps_py.system.machine import check_offered_host, local_socket
 from byteps_py.wording import count_text
 
 _END_S = 10.0

@@ -19,9 +19,9 @@ from typing import Protocol
 
 import torch
 
+from byteps_py.config.settings import Settings
 from byteps_py.errors import NotInitializedError, UsageError
 from byteps_py.session import Session, failure_reports, open_session
-from byteps_py.settings import Settings
 from byteps_py.tensors import Op
 from byteps_py.torch.collectives import router
 from byteps_py.torch.collectives.all_reduce import shared_memory

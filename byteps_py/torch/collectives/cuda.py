@@ -17,7 +17,7 @@ import torch
 
 from byteps_py.errors import NotInitializedError
 from byteps_py.session import Session, Slot
-from byteps_py.shm import PAGE
+from byteps_py.system.shm import PAGE
 from byteps_py.tensors import Layout
 from byteps_py.torch.collectives.slot_view import Tensors
 

@@ -18,7 +18,7 @@ from typing import Self
 
 import torch
 
-from byteps_py.log import logger
+from byteps_py.system.log import logger
 from byteps_py.tensors import DType, Op, Sizes
 from byteps_py.torch.collectives.all_reduce import AllReduce, GroupSum, shared_memory
 from byteps_py.torch.collectives.all_reduce.large import LargeSumQueue, QueuedAllReduce

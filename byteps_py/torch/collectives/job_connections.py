@@ -14,10 +14,10 @@ from collections.abc import Sequence
 
 import torch
 
+from byteps_py.config.settings import Settings
 from byteps_py.errors import BytePSError, CommunicationError, ConfigurationError, StallError
-from byteps_py.log import logger
 from byteps_py.session import Session
-from byteps_py.settings import Settings
+from byteps_py.system.log import logger
 from byteps_py.tensors import Layout, Op, Sizes
 from byteps_py.torch.collectives.all_reduce import shared_memory
 from byteps_py.torch.collectives.router import ConnectedMachines

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from byteps_py.session.peers import PeerTransport, Stream, StreamReceipt
-from byteps_py.shm import Segment
+from byteps_py.system.shm import Segment
 from byteps_py.torch.collectives.group_work import GroupContext
 from byteps_py.torch.collectives.members import Members
 

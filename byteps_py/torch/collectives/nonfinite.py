@@ -12,8 +12,8 @@ import torch
 
 from byteps_py import blame as blames
 from byteps_py.errors import NonFiniteError
-from byteps_py.log import logger
 from byteps_py.session import Session
+from byteps_py.system.log import logger
 from byteps_py.tensors import NonFinite
 from byteps_py.torch.collectives.context import Context
 

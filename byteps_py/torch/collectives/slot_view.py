@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
-from byteps_py.chunks import CHUNK_BYTES, TensorChunks, chunk_at
 from byteps_py.errors import StallError, UsageError
 from byteps_py.session import Session, Slot
 from byteps_py.tensors import DType, Layout, Op, TensorSpec
 from byteps_py.torch.collectives.dtypes import WIRE
+from byteps_py.wire.chunks import CHUNK_BYTES, TensorChunks, chunk_at
 
 Tensors = Sequence[torch.Tensor | None]
 

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from byteps_py import launchers
+from byteps_py.config import launchers
+from byteps_py.config.settings import Settings
 from byteps_py.errors import ConfigurationError, RendezvousError
-from byteps_py.machine import machine_id
-from byteps_py.settings import Settings
+from byteps_py.system.machine import machine_id
 
 if TYPE_CHECKING or dist.is_available():
     from torch._C._distributed_c10d import PrefixStore, Store, TCPStore

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from byteps_py.config.settings import Settings
 from byteps_py.errors import UsageError
 from byteps_py.session.subset import among, rank_in
-from byteps_py.settings import Settings
 from byteps_py.torch import timeline
 from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.collectives import torch_rendezvous

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from byteps_py.errors import UsageError
-from byteps_py.log import logger
+from byteps_py.system.log import logger
 from byteps_py.tensors import MAX_TERMS_BYTES, Op, TensorSpec
 from byteps_py.torch.collectives.all_reduce import shared_memory
 from byteps_py.torch.collectives.all_reduce.negotiated import SumOffer

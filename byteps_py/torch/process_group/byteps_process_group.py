@@ -28,9 +28,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend, PrefixStore, Store
 
+from byteps_py.config.settings import Settings
 from byteps_py.errors import BytePSError, CommunicationError, StallError, UnsupportedError, UsageError
 from byteps_py.session.solo import SoloSession
-from byteps_py.settings import Settings
 from byteps_py.tensors import NonFinite
 from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.collectives import nonfinite, torch_rendezvous

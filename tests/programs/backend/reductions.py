@@ -14,8 +14,8 @@ import torch.distributed as dist
 import byteps_py.torch as bps
 from backend.common import feature, machines, raises, rank, same, size, values
 from backend.groups import DTYPES, OTHER_DTYPES, given, groups
-from byteps_py.chunks import CHUNK_BYTES
 from byteps_py.torch.collectives import context, peer_streams
+from byteps_py.wire.chunks import CHUNK_BYTES
 
 
 @feature

@@ -25,7 +25,7 @@ from byteps_py.kernels.all_reduce_table import Status, TableEntry, new_table, ro
 from byteps_py.kernels.jit import streaming
 from byteps_py.kernels.jit.background import Compiled, address_of
 from byteps_py.session.peers import SharedSlots
-from byteps_py.spin_policy import SpinPolicy
+from byteps_py.system.spin_policy import SpinPolicy
 from byteps_py.torch.collectives.all_reduce.shares import Chunks, add_to_both, kernels
 from byteps_py.torch.collectives.dtypes import WIRE
 from byteps_py.torch.collectives.router import Route

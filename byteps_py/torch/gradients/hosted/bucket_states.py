@@ -14,7 +14,7 @@ import torch
 
 from byteps_py.errors import UsageError
 from byteps_py.kernels.update_rules import StepKind
-from byteps_py.memory_left import available_memory_bytes
+from byteps_py.system.memory_left import available_memory_bytes
 from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.collectives.dtypes import WIRE
 from byteps_py.torch.gradients.bucket import Bucket

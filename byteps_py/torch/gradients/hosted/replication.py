@@ -15,18 +15,18 @@ from typing import Any
 
 import torch
 
+from byteps_py.config.settings import Settings
 from byteps_py.errors import UsageError
-from byteps_py.log import logger
 from byteps_py.session import Session, ShadowedStep
-from byteps_py.settings import Settings
 from byteps_py.shadow import ShadowReader
 from byteps_py.shadow.record import Attachment
+from byteps_py.system.log import logger
 from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.gradients.hosted.agreement import largest
 from byteps_py.torch.gradients.hosted.buffers import ModelBuffers
 from byteps_py.torch.gradients.hosted.states import HostedStates
 from byteps_py.torch.operations.objects import pickled
-from byteps_py.wire import MAX_ATTACHED_BYTES
+from byteps_py.wire.data_link import MAX_ATTACHED_BYTES
 from byteps_py.wording import bytes_text
 
 #: Of what is attached, for each buffer beside its elements: its name, its shape, its digest.

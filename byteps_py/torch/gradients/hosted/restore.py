@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from byteps_py.errors import BytePSError, CommunicationError, UsageError
-from byteps_py.log import logger
 from byteps_py.shadow import NotRestorable, Restorable, ShadowReader, latest_step
 from byteps_py.shadow.record import Attachment
+from byteps_py.system.log import logger
 from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.gradients.hosted.buffers import ModelBuffers, tensors_of
 from byteps_py.torch.gradients.hosted.optimizer import HostedOptimizerMixin

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from byteps_py.checkpoint_files import METADATA, CheckpointFiles
 from byteps_py.checkpoint_folder import checkpoint_path, checkpoint_steps
 from byteps_py.errors import BytePSError, CheckpointError, UsageError
-from byteps_py.log import logger
+from byteps_py.system.log import logger
 from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.gradients.hosted.buffers import ModelBuffers
 from byteps_py.torch.gradients.hosted.optimizer import HostedOptimizerMixin

@@ -20,7 +20,7 @@ from typing import Any
 
 import zmq
 
-from byteps_py.spin_policy import LOOK_S, SpinPolicy
+from byteps_py.system.spin_policy import LOOK_S, SpinPolicy
 
 Callback = Callable[[], None]
 

@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 from byteps_py.errors import ProtocolError, UsageError
-from byteps_py.record_codec import (
+from byteps_py.tensors import DType, Layout, NonFinite, Op, Sizes, TensorSpec
+from byteps_py.wire.data_link import SegmentNumbers
+from byteps_py.wire.record_codec import (
     F64,
     I32,
     U8,
@@ -28,8 +30,6 @@ from byteps_py.record_codec import (
     U32s,
     U64s,
 )
-from byteps_py.tensors import DType, Layout, NonFinite, Op, Sizes, TensorSpec
-from byteps_py.wire import SegmentNumbers
 
 VERSION = 10
 

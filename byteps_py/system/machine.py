@@ -12,9 +12,9 @@ import struct
 from fcntl import ioctl
 from pathlib import Path
 
+from byteps_py.config.settings import Settings
+from byteps_py.config.tuning import LOOPBACK_MBIT
 from byteps_py.errors import ConfigurationError
-from byteps_py.settings import Settings
-from byteps_py.tuning import LOOPBACK_MBIT
 
 _SIOCGIFADDR = 0x8915
 

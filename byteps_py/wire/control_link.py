@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from byteps_py.config.settings import Settings
 from byteps_py.errors import BytePSError
-from byteps_py.loop import EventLoop
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.settings import Settings
+from byteps_py.system.loop import EventLoop
 
 
 @dataclass(frozen=True, slots=True)

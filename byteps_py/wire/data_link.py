@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Self
 
 from byteps_py.errors import ProtocolError, UsageError
-from byteps_py.record_codec import F64, U32, U64, Data, F64s, Flag, RecordCodec, Text, U64s
 from byteps_py.tensors import DType, Op
+from byteps_py.wire.record_codec import F64, U32, U64, Data, F64s, Flag, RecordCodec, Text, U64s
 
 MAGIC = 0x31535042  # "BPS1", little endian
 VERSION = 10

@@ -20,9 +20,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from byteps_py import private_folder
-from byteps_py.log import logger
-from byteps_py.settings import Settings
+from byteps_py.config.settings import Settings
+from byteps_py.system import private_folder
+from byteps_py.system.log import logger
 
 #: A launcher sets this variable in the environment of its processes, which inherit it to theirs.
 TOKEN_VARIABLE = "BYTEPS_LAUNCH_TOKEN"

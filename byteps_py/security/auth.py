@@ -9,7 +9,7 @@ import functools
 import hashlib
 import hmac
 
-from byteps_py.settings import Settings
+from byteps_py.config.settings import Settings
 
 # A stranger who connects sees proofs, and can guess secrets offline. Each guess costs 16 MB for some 50 ms, and it is
 # about one job's secret only: the job's name is in the salt, so there can be no table of guesses for all jobs.

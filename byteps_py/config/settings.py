@@ -12,11 +12,11 @@ import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 
-from byteps_py import launchers, validators
+from byteps_py.config import launchers, validators
+from byteps_py.config.secret_file import read_secret
+from byteps_py.config.tuning import MAX_PARTITION_BYTES
+from byteps_py.config.variables import IGNORED, INTERNAL, VARIABLES
 from byteps_py.errors import ConfigurationError
-from byteps_py.secret_file import read_secret
-from byteps_py.tuning import MAX_PARTITION_BYTES
-from byteps_py.variables import IGNORED, INTERNAL, VARIABLES
 from byteps_py.wording import shown
 
 MIN_SECRET_BYTES = 16

@@ -16,8 +16,8 @@ import struct
 import threading
 import time
 
+from byteps_py.config.validators import MAX_SOCKET_NAME_BYTES
 from byteps_py.errors import ConfigurationError, PeerLostError, ProtocolError, RendezvousError
-from byteps_py.validators import MAX_SOCKET_NAME_BYTES
 from byteps_py.wording import shown
 
 MAX_MESSAGE = 192 << 10  # below the kernel's default socket buffer

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from byteps_py.config.validators import VALIDATORS
 from byteps_py.errors import ConfigurationError
-from byteps_py.validators import VALIDATORS
 
 _FAR = float(1 << 31)  # prevents overflows; not shown as a limit
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from byteps_py.log import logger
+from byteps_py.system.log import logger
 
 PERIOD_S = 60.0
 #: Hosts and reasons that are told apart at a time; a stranger may have many addresses.

@@ -1,0 +1,4 @@
+"""Settings of a process: what it reads from its environment, and what it chooses by itself.
+
+The only modules that read the environment.
+"""

@@ -1,0 +1,1 @@
+"""What is derived from the job's secret, and limits for strangers."""
