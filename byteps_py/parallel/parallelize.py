@@ -245,7 +245,7 @@ class _MeanLoss:
         self._groups = [self._copies, *([mesh.group("pp")] if mesh.pp > 1 else [])]
         self._weight = 0.0  # of a micro-batch's sum in its backward pass: copies / expected
         self._expected = 0.0
-        self._sums = torch.zeros(2)  # of the losses, and of what counts
+        self._sums = torch.zeros(2, device="cpu")  # of the losses, and of what counts
 
     def begin(self, targets: Any, device: torch.device) -> None:
         """Before the passes of a batch. All ranks call it."""

@@ -115,7 +115,7 @@ class DivideByThoseWhoGive(Mutation):
     class joining(Joining):
         def join(self, rank: Any) -> None:
             super().join(rank)
-            self._pipeline.size -= 1
+            self._executor._pipeline.size -= 1
 
 
 class OneContributionBuffer(Mutation):

@@ -48,10 +48,10 @@ class LetGoOfWhatHasLeft(Mutation):
     """A piece counts as taken when it is sent, though it may be lost on the way."""
 
     class piece_executor(PieceExecutor):
-        def _serve(self, peers: Any, action: Serve) -> None:
-            super()._serve(peers, action)
-            it = action.request
-            self._run(self._direct.received(Receipt(it.machine, it.key, it.round, it.source, it.target)))
+        def _serve(self, serve: Serve) -> None:
+            super()._serve(serve)
+            it = serve.request
+            self._handle(Receipt(it.machine, it.key, it.round, it.source, it.target))
 
 
 class ForgetWhatWasSaidOfPieces(Mutation):
