@@ -207,5 +207,5 @@ HOSTED_MUTATIONS: dict[type[Parts], int] = {
 }
 
 HOSTED_ELASTIC_MUTATIONS: dict[type[Parts], int] = {
-    GoOnWithAnEndedGroup: 73,
+    GoOnWithAnEndedGroup: 125,
 }

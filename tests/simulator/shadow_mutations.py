@@ -304,5 +304,5 @@ SHADOW_OUTAGE_MUTATIONS: dict[type[Parts], int] = {
     RunAheadOfTheServer: 90,
     TakeNewContributionsWithLateWithdrawals: 554,
     CatchUpWithOneGeneration: 582,
-    DropHeldRecordsThatComeAgain: 1285,
+    DropHeldRecordsThatComeAgain: 352,
 }
