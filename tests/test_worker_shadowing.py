@@ -8,7 +8,7 @@ from support.worker_core import slot, tensor
 from byteps_py.kernels.step_segments import StepSegment
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.tensors import DType, TensorSpec
-from byteps_py.worker.core.hosted_steps import OwnedPart
+from byteps_py.worker.core.hosted_steps import OwnedPart, SumForOwner
 from byteps_py.worker.core.shadowing import (
     CatchUp,
     CopyProgress,
@@ -26,6 +26,7 @@ from byteps_py.worker.core.shadowing import (
 from byteps_py.worker.core.tensor import Tensor
 from byteps_py.worker.core.topology import Topology
 from byteps_py.worker.core.transitions import IllegalTransitionError
+from byteps_py.worker.io.executor import Executor
 
 RUN = 5
 SPEC = TensorSpec("g", DType.FLOAT32, (16,), ownership="g")
@@ -454,3 +455,16 @@ def test_copies_keep_to_their_transitions() -> None:
     assert copy.state is CopyProgress.FOLLOWING
     with pytest.raises(IllegalTransitionError, match="partition 0 of 'g' at server 3"):
         copy.move_to(CopyProgress.SEEDING)
+
+
+def test_a_sum_of_any_generation_goes_on_with_its_partition() -> None:
+    """The tensor was declared again: its partition's owner knows the generation before, which is a part of its own."""
+    older, newer = (Machine().parts[0] for _ in range(2))
+    waiting, other = SumForOwner(newer, (100,)), SumForOwner(Machine().parts[1], (100,))
+    ran: list[object] = []
+    executor = object.__new__(Executor)
+    executor._behind = {newer: waiting, other.part: other}
+    executor.run = ran.extend  # type: ignore[method-assign]
+    executor.catch_up(older)
+    assert ran == [waiting]
+    assert executor._behind == {other.part: other}

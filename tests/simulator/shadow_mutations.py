@@ -177,14 +177,6 @@ class EndTheOldCopyBeforeTheNewOneIsComplete(Mutation):
             return actions
 
 
-class CountNoStepsBehindStates(Mutation):
-    """Though the states are there, and the steps that were sent behind them may be lost."""
-
-    class shadowing(Shadowing[Any]):
-        def _await_steps_of(self, copy: Any) -> None:
-            pass
-
-
 class RunAheadOfTheServer(Mutation):
     """On a machine alone."""
 
@@ -298,11 +290,11 @@ SHADOW_MUTATIONS: dict[type[Parts], int] = {
     CopyStatesBeforeTheStep: 3,
 }
 
-#: Beside an unreliable network.
+#: Beside an unreliable network. Of 2,500 seeds none shows a machine that does not count steps sent behind states that
+#: come again: test_worker_shadowing.py holds that rule.
 SHADOW_OUTAGE_MUTATIONS: dict[type[Parts], int] = {
-    CountNoStepsBehindStates: 1775,
     RunAheadOfTheServer: 90,
     TakeNewContributionsWithLateWithdrawals: 554,
-    CatchUpWithOneGeneration: 582,
+    CatchUpWithOneGeneration: 1850,
     DropHeldRecordsThatComeAgain: 352,
 }
