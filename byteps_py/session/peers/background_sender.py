@@ -86,13 +86,15 @@ class LinkKeeper:
     def __init__(self, look: Callable[[], None], interval_s: float) -> None:
         self._look, self._interval_s = look, interval_s
         self._closed = threading.Event()
+        self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin, unless it has begun."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name="byteps-links", daemon=True)
-            self._thread.start()
+        """Begin, unless it has begun or is closed. Ranks connect on a thread, while another one may call ``close``."""
+        with self._starting:
+            if self._thread is None and not self._closed.is_set():
+                self._thread = threading.Thread(target=self._serve, name="byteps-links", daemon=True)
+                self._thread.start()
 
     def _serve(self) -> None:
         while not self._closed.wait(self._interval_s):
@@ -102,5 +104,7 @@ class LinkKeeper:
         """End the thread."""
         if not is_forked:
             self._closed.set()
-            if self._thread is not None:
-                self._thread.join(_JOIN_LIMIT_S)
+            with self._starting:
+                thread = self._thread
+            if thread is not None:
+                thread.join(_JOIN_LIMIT_S)

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from byteps_py.config.settings import Settings
 from byteps_py.dataplane.handshake import CallerHandshake
-from byteps_py.errors import ConfigurationError, PeerLostError, ProtocolError, RendezvousError
+from byteps_py.errors import ConfigurationError, NotInitializedError, ProtocolError, RendezvousError
 from byteps_py.security.unauthenticated_connections import PATIENCE_S
 from byteps_py.session.peers import peer_handshake
 from byteps_py.session.peers.peer_handshake import LENGTH_BYTES, Seals
@@ -81,7 +81,7 @@ class PeerConnector:
         with self._changed:
             while absent := [rank for rank in missing if rank not in self._connected]:
                 if self._is_closed:
-                    raise PeerLostError("the session was closed while ranks connected to each other")
+                    raise NotInitializedError("the session was closed while ranks connected to each other")
                 if not self._changed.wait(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
                     raise RendezvousError(self._no_call(absent))
 
