@@ -55,6 +55,7 @@ refused("'reduce'", dist.reduce, torch.full((2,), 1j * value), 0)
 dist.barrier()
 
 net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
+dist.barrier()  # that neither is told of the other's end before it is here
 print(f"rank {rank} is ready", flush=True)
 net(torch.full((3, 4), value)).sum().backward()
 raise SystemExit("nobody has said anything")

@@ -44,6 +44,7 @@ class JobConnections:
         self._is_done = threading.Event()
         self._machines: ConnectedMachines | None = None
         self._error: BytePSError | None = None
+        self._why_not = ""  # of this rank, for the first sum that can't use them: no other user needs to know
         threading.Thread(target=self._run, name="byteps-connections", daemon=True).start()
 
     @property
@@ -55,6 +56,9 @@ class JobConnections:
         self._session.check_open()
         if self._error is not None:  # this rank does not know what the others know
             raise type(self._error)(*self._error.args)
+        if self._why_not:
+            why_not, self._why_not = self._why_not, ""
+            logger.warning("sums by name go through the services: %s", why_not)
         return self._machines
 
     def finish(self) -> None:
@@ -76,8 +80,7 @@ class JobConnections:
             shares_memory = session.local_size > 1 and not self._settings.num_servers and shared_memory.is_able()
             record = record_of(session, self._settings, shares_memory)
         except ConfigurationError as error:
-            logger.warning("sums by name go through the services: %s", error)
-            record = b""
+            self._why_not, record = str(error), b""
         records = self._gather(record)
         machines = machines_of(records)
         if machines is None:
@@ -87,8 +90,7 @@ class JobConnections:
             if connector is not None:
                 connector.connect(addresses_of(records, range(session.size), session.machine_index), _CONNECT_S)
         except CommunicationError as error:
-            has_succeeded = False
-            logger.warning("sums by name go through the services: %s", error)
+            has_succeeded, self._why_not = False, str(error)
         answers = self._gather(_YES if has_succeeded else _NO)
         if all(answer[:1] == _YES for answer in answers):
             self._machines = machines
