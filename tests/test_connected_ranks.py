@@ -150,3 +150,22 @@ def test_one_rank_without_connections_is_enough_to_go_without() -> None:
     with command(*launch) as job:
         assert job.end() == 0, job.text
     assert job.text.count("sum 8.0") == 2
+
+
+def test_why_sums_by_name_use_no_connections_is_said_with_the_first_of_them() -> None:
+    """A job that adds nothing by name needs no warning."""
+    program = (
+        "import torch, byteps_py as bps; from byteps_py.errors import RendezvousError\n"
+        "from byteps_py.session.peers.peer_connector import PeerConnector\n"
+        "def refuse(*_): raise RendezvousError('nobody answers')\n"
+        "PeerConnector.connect = refuse\n"
+        "bps.init(); bps.shutdown(); print('nothing was added', flush=True)\n"
+        "bps.init(); [bps.push_pull(torch.ones(5), name='x') for _ in range(3)]; bps.shutdown()"
+    )
+    launch = [sys.executable, "-m", "byteps_py.launch", "-np", "1", "--machines", "2", sys.executable, "-c", program]
+    with command(*launch) as job:
+        assert job.end() == 0, job.text
+    before, warning, _ = job.text.partition("sums by name go through the services: nobody answers")
+    assert before.count("nothing was added") >= 1
+    assert warning
+    assert job.text.count(warning) == 2, job.text

@@ -22,11 +22,15 @@ def test_a_hundred_times_init_and_shutdown_leave_nothing(options: str) -> None:
     assert sorted(job.of_ranks) == ["0: 100 turns", "1: 100 turns"]
 
 
-def test_ranks_that_come_again_while_others_have_yet_to_leave_meet_those_that_come_again() -> None:
-    """One may be two turns ahead."""
-    with launch("-np 2", "7", "150", program=ROOT / "tests" / "programs" / "comes_again.py") as job:
+@pytest.mark.parametrize(("options", "turns"), [("-np 2", 150), ("-np 1 --machines 2", 50)])
+def test_ranks_that_come_again_while_others_have_yet_to_leave_meet_those_that_come_again(
+    options: str, turns: int
+) -> None:
+    """One may be two turns ahead. On two machines, ranks also connect to each other, on a thread of their own, and one
+    that leaves at once must not leave that half done."""
+    with launch(options, "7", str(turns), program=ROOT / "tests" / "programs" / "comes_again.py") as job:
         assert job.end() == 0, job.text
-    assert sorted(job.of_ranks) == ["0: 150 turns", "1: 150 turns"]
+    assert sorted(job.of_ranks) == [f"0: {turns} turns", f"1: {turns} turns"]
 
 
 @pytest.fixture(scope="module")

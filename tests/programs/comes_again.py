@@ -16,7 +16,8 @@ import byteps_py as bps
 
 
 def main(seed: int, turns: int) -> None:
-    pace = random.Random(f"{seed} {os.environ['BYTEPS_LOCAL_RANK']}")
+    rank = os.environ["RANK"]
+    pace = random.Random(f"{seed} {rank}")
     for turn in range(turns):
         bps.init()
         if turn % 3 == 2:
@@ -27,7 +28,7 @@ def main(seed: int, turns: int) -> None:
         if pace.random() < 0.5:
             time.sleep(pace.random() * 0.004)  # not a wait: a shuffle of who leaves first
         bps.shutdown()
-    os.write(1, f"{os.environ['BYTEPS_LOCAL_RANK']}: {turns} turns\n".encode())
+    os.write(1, f"{rank}: {turns} turns\n".encode())
 
 
 if __name__ == "__main__":

@@ -166,11 +166,13 @@ class Context:
         ``is_finished``: training is done, unless an exception is in flight or the process is exiting.
         """
         self._suspended = None
-        session = self._session
+        session, connections = self._session, self.connections
         try:
             if session is not None and failure_reports.uncaught() is None:
                 for work in list(self.unfinished):
                     work.finish()
+                if connections is not None:  # their rounds count on when ranks of a job come back
+                    connections.finish()
                 is_ending = failure_reports.is_exiting() or failure_reports.in_flight() is not None
                 session.is_finished = is_finished and not is_ending
         finally:
