@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import cases  # noqa: F401  (the default device)
 import pytest
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-import byteps_py.torch  # noqa: F401  (the backend)
+import byteps_py.torch as bps
 from byteps_py.errors import UsageError
 from byteps_py.parallel import Mesh, ParallelOptions, ParallelTraining, Pipeline, parallelize_model
 from byteps_py.parallel.tensor import Column, Row
@@ -127,6 +127,25 @@ def check_refusals(mesh: Mesh) -> None:
         refused("pipedream changes weights within its steps", schedule="pipedream")
 
 
+def check_second_averages(mesh: Mesh, data: str) -> None:
+    """A DistributedOptimizer around what sums its gradients itself, or has parts of parameters, is refused by name."""
+    reason = "averages the gradient of"
+    if mesh.tp > 1:
+        reason = "tensor.parallelize has cut"
+    elif mesh.pp > 1:
+        reason = "is in a Pipeline"
+    elif data in ("zero2", "zero3", "hsdp"):
+        reason = "DTensor: FSDP"
+    for hosted in (False, True):
+
+        def new_optimizer(parameters: Iterable[nn.Parameter], hosted: bool = hosted) -> torch.optim.Optimizer:
+            return bps.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1), hosted=hosted)
+
+        options = ParallelOptions(plan={"*.w1": Column(), "*.w2": Row()}, data=data, micro_batches=2)
+        with pytest.raises(UsageError, match=f"DistributedOptimizer: .*{reason}"):
+            parallelize_model(nn.Sequential(Block(), Block()), mesh, nn.functional.mse_loss, new_optimizer, options)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("byteps")
@@ -134,6 +153,7 @@ def main() -> None:
         sizes, _, data = layout.partition(":")
         mesh = Mesh(*(int(one) for one in sizes.split("x")))
         check_refusals(mesh)
+        check_second_averages(mesh, data or "ddp")
         for autocast in (torch.bfloat16, torch.float16):
             check_autocast(mesh, data or "ddp", autocast)
         check_skipped_step(mesh, data or "ddp")

@@ -532,14 +532,18 @@ def refused_modules() -> None:
         bps.parallel.Pipeline(model, "gpipe", 2, mesh())
     model = perceptrons(p)
     pipe = bps.parallel.Pipeline(model, "gpipe", 2, mesh())
-    with expecting(UsageError, "weight is in a Pipeline"):
+    with expecting(UsageError, "weight' is in a Pipeline"):
         stage = nn.ModuleList(pipe.stages.values())
         bps.sharding.shard(stage, torch.optim.SGD(stage.parameters(), lr=0.1), strategy)
     for schedule in ["gpipe", *(["chimera"] if p % 2 == 0 else [])]:
         pipe = bps.parallel.Pipeline(perceptrons(p), schedule, p, mesh())
-        with expecting(UsageError, "weight' is in a Pipeline, whose ranks have different stages"):
-            sgd = torch.optim.SGD(pipe.parameters(), lr=0.1)
-            bps.DistributedOptimizer(sgd, pipe.named_parameters(), hosted=True)
+        sgd, text = torch.optim.SGD(pipe.parameters(), lr=0.1), "weight' is in a Pipeline, whose ranks have different"
+        stages = nn.ModuleList(pipe.stages.values())
+        for options in ({"hosted": True}, {}):
+            with expecting(UsageError, text):
+                bps.DistributedOptimizer(sgd, pipe.named_parameters(), **options)
+        with expecting(UsageError, text):
+            bps.parallel.DistributedDataParallel(stages)
 
 
 @case

@@ -186,11 +186,6 @@ def _check_parameters(named: dict[str, nn.Parameter], optimizer: torch.optim.Opt
             raise UsageError(f"{name} has a gradient: call shard() before the first backward pass")
         if (other := sharded_with(parameter)) is not None:
             raise UsageError(f"{name} is already sharded, with {other}: a parameter has one optimizer")
-        if parameter_owners.is_in_pipeline(parameter):
-            raise UsageError(
-                f"{name} is in a Pipeline, and both a Pipeline and shard() divide and sum gradients: give the Pipeline "
-                "a mesh with 'dp', or use FSDP2 for its copies (examples/llama.py)"
-            )
     parameter_owners.check_unowned(named.items(), "sharding.shard")
     known = {id(one) for one in named.values()}
     for group in optimizer.param_groups:

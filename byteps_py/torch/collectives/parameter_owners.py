@@ -56,12 +56,6 @@ def announce_pipeline(pipeline: object, parameters: Iterable[torch.Tensor]) -> N
         _in_pipelines[parameter] = reference
 
 
-def is_in_pipeline(parameter: torch.Tensor) -> bool:
-    """True if a Pipeline handles its gradient."""
-    reference = _in_pipelines.get(parameter)
-    return reference is not None and reference() is not None
-
-
 def check_whole(named: Iterable[tuple[str, torch.Tensor]], ranks: Sequence[int], caller: str, remedy: str) -> None:
     """Raises UsageError that names the first of these tensors that is a part: a DTensor, a flat parameter of FSDP, or
     one whose other parts some of ``ranks`` have. ``caller``: who takes them for whole ones. ``remedy``: what to do
@@ -87,8 +81,15 @@ def check_whole(named: Iterable[tuple[str, torch.Tensor]], ranks: Sequence[int],
 
 
 def check_unowned(named: Iterable[tuple[str, torch.Tensor]], caller: str) -> None:
-    """Raises UsageError if something else averages the gradient of one of these parameters."""
+    """Raises UsageError if something else averages the gradient of one of these parameters, or if a Pipeline has it."""
     named = list(named)
+    for name, tensor in named:
+        reference = _in_pipelines.get(tensor)
+        if reference is not None and reference() is not None:
+            raise UsageError(
+                f"{caller}: {name!r} is in a Pipeline, whose ranks have different stages, and which averages gradients "
+                "over its copies itself. Use torch's optimizer as it is; for copies, give the Pipeline a mesh with 'dp'"
+            )
     if find_averaging([tensor for _, tensor in named]) is None:
         return
     gc.collect()  # a wrapper that nobody uses any more

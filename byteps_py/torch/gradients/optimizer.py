@@ -26,7 +26,6 @@ from byteps_py.torch.gradients.optimizer_arguments import (
     NamedParameters,
     check_hosted,
     check_names,
-    check_no_pipeline,
     check_owners,
     check_passes,
     check_predivide,
@@ -115,7 +114,6 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
         check_owners([(name, param) for param, name in names.items() if param in mine], combining)
     if hosted:
         try:
-            check_no_pipeline([(name, param) for param, name in names.items() if param in mine])
             check_hosted(optimizer, op, gradient_predivide_factor, bool(ranks), bool(together))
         except UsageError as error:
             if is_hosted_for_shadow:

@@ -55,16 +55,6 @@ def check_hosted(
             raise UsageError(f"hosted=True does not go together with {what}")
 
 
-def check_no_pipeline(named: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
-    """Raises UsageError for a parameter of a Pipeline, of which a hosted optimizer can't make the steps."""
-    for name, parameter in named:
-        if parameter_owners.is_in_pipeline(parameter):
-            raise UsageError(
-                f"hosted=True: {name!r} is in a Pipeline, whose ranks have different stages, and a hosted optimizer "
-                "adds the gradients of all ranks. Use torch's optimizer as it is: a Pipeline averages over its copies"
-            )
-
-
 def check_delay(after: int | None, hosted: bool, shadow: bool) -> None:
     """Raises UsageError for a ``delayed_update_after`` that is no number of steps, or not of a hosted optimizer, or of
     one that is shadowed."""
