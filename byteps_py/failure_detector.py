@@ -41,7 +41,7 @@ class FailureDetector:
     >>> detector = FailureDetector(interval_s=0.2, floor_s=1.0, ceiling_s=10.0)
     >>> detector.timeout_s()
     1.0
-    >>> detector.heard(0.7)  # half a second late
+    >>> detector.on_heartbeat(0.7)  # half a second late
     >>> round(detector.timeout_s(), 1)
     3.2
     """
@@ -51,7 +51,7 @@ class FailureDetector:
     ceiling_s: float
     lateness_s: float = 0.0
 
-    def heard(self, after_s: float) -> None:
+    def on_heartbeat(self, after_s: float) -> None:
         """Record a heartbeat, ``after_s`` seconds after the one before."""
         remembered_s = self.lateness_s * 0.5 ** (after_s / HALF_LIFE_S)
         self.lateness_s = max(remembered_s, after_s - self.interval_s)

@@ -202,7 +202,7 @@ class LocalListener:
             return
         self._peers.add(peer)
         self._loop.add_reader(peer.channel.fileno(), lambda: self._on_readable(peer))
-        self._strangers.came(peer)
+        self._strangers.add(peer)
 
     def _cut_off(self, peer: LocalPeer) -> None:
         self.lose(peer, ProtocolError(f"it sent no HELLO within {PATIENCE_S:g} s, or too many processes did not"))
@@ -234,7 +234,7 @@ class LocalListener:
                 peer.refuse(header, f"{ProtocolError.__name__}\n{text}")
                 raise ProtocolError(text)
             peer.machine = header.sender
-            self._strangers.known(peer)
+            self._strangers.discard(peer)
             logger.debug("machine %d has connected locally", header.sender)
         elif header.sender != peer.machine:
             raise ProtocolError(
@@ -275,7 +275,7 @@ class LocalListener:
             return
         logger.info("%s, machine %d, has disconnected: %s", peer.name, peer.machine, str(reason))
         self._peers.remove(peer)
-        self._strangers.known(peer)
+        self._strangers.discard(peer)
         self._loop.remove(peer.channel.fileno())
         peer.close()
         self._on_gone(peer)

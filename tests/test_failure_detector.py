@@ -23,7 +23,7 @@ INTERVAL_S = 0.2
 def detector(*intervals_s: float, ceiling_s: float = 10.0) -> FailureDetector:
     found = FailureDetector(INTERVAL_S, 1.0, ceiling_s)
     for each in intervals_s:
-        found.heard(each)
+        found.on_heartbeat(each)
     return found
 
 
@@ -42,7 +42,7 @@ def test_where_heartbeats_have_been_late_silence_proves_less_for_a_while() -> No
     assert busy.timeout_s() == pytest.approx(INTERVAL_S + GAIN * late_s)
     assert busy.why(3.3) == "nothing was heard of it for 3.3 s (PS_HEARTBEAT_TIMEOUT, longer as one of its heartbeats was 0.6 s late)"  # fmt: skip  # noqa: E501
     for _ in range(int(3 * HALF_LIFE_S / INTERVAL_S)):
-        busy.heard(INTERVAL_S)
+        busy.on_heartbeat(INTERVAL_S)
     assert busy.timeout_s() == 1.0
 
 
@@ -68,7 +68,7 @@ def test_waits_for_a_processor_with_a_heavy_tail_are_no_death() -> None:
             wait_s = min(scale_s * rng.paretovariate(4), 3.0)
             silence_s_ = INTERVAL_S + wait_s
             assert member.suspicion(silence_s_) < 1, (silence_s_, member)
-            member.heard(silence_s_)
+            member.on_heartbeat(silence_s_)
 
 
 def test_the_settings_say_the_floor_and_the_ceiling() -> None:

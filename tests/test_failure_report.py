@@ -34,14 +34,14 @@ PROGRAM = Path(__file__).parent / "programs" / "fails.py"
 def heard(*said: tuple[str, Blame, str]) -> FailureReport:
     report = FailureReport()
     for at_s, (label, blame, error) in enumerate(said):
-        report.heard(label, FailureNotice(blame, error, f"{error} of {label}"), at_s)
+        report.add(label, FailureNotice(blame, error, f"{error} of {label}"), at_s)
     return report
 
 
 def test_the_cause_is_shown_and_not_its_consequences() -> None:
     report = heard(("0", Blame.OTHERS, "lost"), ("cs", Blame.SERVICE, "failed"), ("1", Blame.OWN, "bad"))
     assert report.take() == [("1", "bad of 1")]
-    report.heard("2", FailureNotice(Blame.OTHERS, "lost", "lost of 2"), 9.0)  # it took its time
+    report.add("2", FailureNotice(Blame.OTHERS, "lost", "lost of 2"), 9.0)  # it took its time
     assert report.take() == []
 
 
@@ -53,7 +53,7 @@ def test_equal_errors_are_shown_once_and_the_first_error_last() -> None:
 def test_the_text_with_the_cause_is_shown_of_equal_errors() -> None:
     report = FailureReport()
     for rank, text in enumerate(("PipelineError", "ValueError, the direct cause of PipelineError", "PipelineError")):
-        report.heard(f"{rank}", FailureNotice(Blame.OWN, "PipelineError", text), rank)
+        report.add(f"{rank}", FailureNotice(Blame.OWN, "PipelineError", text), rank)
     assert report.take() == [("0-2", "ValueError, the direct cause of PipelineError")]
 
 

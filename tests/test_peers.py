@@ -46,7 +46,7 @@ def inline(
 def test_payloads_of_a_stream_are_numbered_by_both_sides_alike() -> None:
     one, sent, other, got = pair()
     for word in (b"a", b"", b"c"):
-        assert other.came(*inline(one, sent, 1, word)) is None
+        assert other.on_message(*inline(one, sent, 1, word)) is None
     payloads = got.flows[0].payloads
     assert [payloads[got.expect(0)].data for _ in range(3)] == [b"a", b"", b"c"]
     assert all(payload.has_news for payload in payloads.values())  # the empty one, too
@@ -54,7 +54,7 @@ def test_payloads_of_a_stream_are_numbered_by_both_sides_alike() -> None:
 
 def test_a_payload_may_come_before_its_stream_is_known() -> None:
     one, other = MessageMatcher(0), MessageMatcher(1)
-    other.came(*inline(one, one.stream("s", (1,)), 1, b"early"))
+    other.on_message(*inline(one, one.stream("s", (1,)), 1, b"early"))
     stream = other.stream("s", (0,))
     assert stream.flows[0].payloads[stream.expect(0)].data == b"early"
 
@@ -62,15 +62,15 @@ def test_a_payload_may_come_before_its_stream_is_known() -> None:
 def test_a_payload_grows_until_it_is_whole() -> None:
     one, sent, other, got = pair()
     payload_id = one.send(sent, (1,), "block")
-    other.came(PeerMessage(PeerMessageKind.SHARED, 0, 0, 3, sent.key, sent.send(1), 10, 4, payload_id, 64), None)
+    other.on_message(PeerMessage(PeerMessageKind.SHARED, 0, 0, 3, sent.key, sent.send(1), 10, 4, payload_id, 64), None)
     payload = got.flows[0].payloads[1]
     assert (payload.segment, payload.offset, payload.ready, payload.has_news) == (3, 64, 4, True)
     payload.done = 4
     assert not payload.has_news
-    other.came(PeerMessage(PeerMessageKind.MORE, 0, 0, total=10, ready=10, id=payload_id), None)
+    other.on_message(PeerMessage(PeerMessageKind.MORE, 0, 0, total=10, ready=10, id=payload_id), None)
     assert payload.has_news
     with pytest.raises(ProtocolError, match="never began"):
-        other.came(PeerMessage(PeerMessageKind.MORE, 0, 0, total=10, ready=10, id=payload_id), None)
+        other.on_message(PeerMessage(PeerMessageKind.MORE, 0, 0, total=10, ready=10, id=payload_id), None)
 
 
 def test_a_block_is_free_once_all_have_taken_it() -> None:
@@ -78,64 +78,64 @@ def test_a_block_is_free_once_all_have_taken_it() -> None:
     stream = matcher.stream("s", (1, 2))
     payload_id = matcher.send(stream, (1, 2), "block")
     assert stream.unacknowledged == 1
-    assert matcher.came(PeerMessage(PeerMessageKind.TAKEN, 2, 0, id=payload_id), None) is None
+    assert matcher.on_message(PeerMessage(PeerMessageKind.TAKEN, 2, 0, id=payload_id), None) is None
     assert matcher.takers(stream) == {1}
-    assert matcher.came(PeerMessage(PeerMessageKind.TAKEN, 1, 0, id=payload_id), None) == "block"
+    assert matcher.on_message(PeerMessage(PeerMessageKind.TAKEN, 1, 0, id=payload_id), None) == "block"
     assert stream.unacknowledged == 0
     with pytest.raises(ProtocolError, match="not for it"):
-        matcher.came(PeerMessage(PeerMessageKind.TAKEN, 1, 0, id=payload_id), None)
+        matcher.on_message(PeerMessage(PeerMessageKind.TAKEN, 1, 0, id=payload_id), None)
 
 
 @pytest.mark.parametrize(("total", "ready"), [(11, 11), (9, 9), (10, 3)])
 def test_more_of_a_payload_is_of_the_same_one(total: int, ready: int) -> None:
     other = MessageMatcher(1)
-    other.came(PeerMessage(PeerMessageKind.SHARED, 0, 0, 3, 77, 1, 10, 4, 5, 64), None)
+    other.on_message(PeerMessage(PeerMessageKind.SHARED, 0, 0, 3, 77, 1, 10, 4, 5, 64), None)
     with pytest.raises(ProtocolError, match=f"{ready} of {total} bytes of a payload, after 4 of 10"):
-        other.came(PeerMessage(PeerMessageKind.MORE, 0, 0, total=total, ready=ready, id=5), None)
+        other.on_message(PeerMessage(PeerMessageKind.MORE, 0, 0, total=total, ready=ready, id=5), None)
 
 
 def test_a_payload_begins_once() -> None:
     other = MessageMatcher(1)
-    other.came(PeerMessage(PeerMessageKind.SHARED, 0, 0, 3, 77, 1, 10, 4, 5, 64), None)
+    other.on_message(PeerMessage(PeerMessageKind.SHARED, 0, 0, 3, 77, 1, 10, 4, 5, 64), None)
     with pytest.raises(ProtocolError, match="began payload 5 twice"):
-        other.came(PeerMessage(PeerMessageKind.SHARED, 0, 0, 3, 77, 2, 10, 4, 5, 64), None)
+        other.on_message(PeerMessage(PeerMessageKind.SHARED, 0, 0, 3, 77, 2, 10, 4, 5, 64), None)
 
 
 def test_what_nobody_here_knows_is_kept_but_not_without_limit() -> None:
     one, known = MessageMatcher(1), [f"stream {number}" for number in range(5)]
     one.most_early = 3
     for name in known:  # these are known once their names are
-        one.came(PeerMessage(PeerMessageKind.INLINE, 0, 0, 0, key_of(name), 1), b"")
+        one.on_message(PeerMessage(PeerMessageKind.INLINE, 0, 0, 0, key_of(name), 1), b"")
         assert 1 in one.stream(name, (0,)).flows[0].payloads
     for number in range(3):
-        one.came(PeerMessage(PeerMessageKind.INLINE, 0, 0, 0, number, 1), b"")
+        one.on_message(PeerMessage(PeerMessageKind.INLINE, 0, 0, 0, number, 1), b"")
     with pytest.raises(ProtocolError, match="streams that are not open"):
-        one.came(PeerMessage(PeerMessageKind.INLINE, 0, 0, 0, 3, 1), b"")
+        one.on_message(PeerMessage(PeerMessageKind.INLINE, 0, 0, 0, 3, 1), b"")
     one.begin_era()
-    one.came(PeerMessage(PeerMessageKind.INLINE, 0, 1, 0, 3, 1), b"")
+    one.on_message(PeerMessage(PeerMessageKind.INLINE, 0, 1, 0, 3, 1), b"")
     for number in (2, 3):
-        one.came(PeerMessage(PeerMessageKind.INLINE, 0, 1, 0, 3, number), b"")
+        one.on_message(PeerMessage(PeerMessageKind.INLINE, 0, 1, 0, 3, number), b"")
     with pytest.raises(ProtocolError, match="more than this rank takes"):
-        one.came(PeerMessage(PeerMessageKind.INLINE, 0, 1, 0, 3, 4), b"")
+        one.on_message(PeerMessage(PeerMessageKind.INLINE, 0, 1, 0, 3, 4), b"")
 
 
 def test_all_begin_anew_when_all_have_joined() -> None:
     one, sent, other, got = pair()
-    other.came(*inline(one, sent, 1, b"old"))
+    other.on_message(*inline(one, sent, 1, b"old"))
     one.send(sent, (1,), "block")
-    other.came(PeerMessage(PeerMessageKind.JOINED, 0, 0), None)
+    other.on_message(PeerMessage(PeerMessageKind.JOINED, 0, 0), None)
     assert other.joined == {0}
     assert one.begin_era() == ["block"]
     assert sent.unacknowledged == 0
     new = inline(one, sent, 1, b"new")
-    other.came(*new)  # the other has not heard yet that all have joined
+    other.on_message(*new)  # the other has not heard yet that all have joined
     assert got.flows[0].payloads[1].data == b"old"
     assert other.begin_era() == []
     assert other.joined == set()
     assert got.flows[0].payloads[got.expect(0)].data == b"new"
-    other.came(PeerMessage(PeerMessageKind.TAKEN, 0, 0, id=77), None)  # of the old era: no matter
+    other.on_message(PeerMessage(PeerMessageKind.TAKEN, 0, 0, id=77), None)  # of the old era: no matter
     with pytest.raises(ProtocolError, match="era 3"):
-        other.came(PeerMessage(PeerMessageKind.JOINED, 0, 3), None)
+        other.on_message(PeerMessage(PeerMessageKind.JOINED, 0, 3), None)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -167,7 +167,7 @@ def test_whatever_the_delays_all_arrives_once_and_in_order(seed: int) -> None:
             )
             ways[way].append((PeerMessage(PeerMessageKind.MORE, source, 0, total=2, ready=2, id=payload_id), None))
         elif ways[way]:
-            blocks.discard(ledgers[target].came(*ways[way].popleft()))
+            blocks.discard(ledgers[target].on_message(*ways[way].popleft()))
             flow = streams[target].flows[source]
             payload = flow.payloads.get(expected[way])
             if payload is not None and payload.ready == payload.total:

@@ -46,13 +46,13 @@ class End:
         end = order.randint(0, self.stream.given - int(self.stream.has_unsent))
         if not self.stream.has_unsent or not self.may_send:
             end = min(end, self.stream.confirmed)
-        self.stream.let_go(end)
+        self.stream.release(end)
         for number in [each for each in self.memory if each < end]:
             self.memory.pop(number)[:] = b"\xff" * 4
 
     def hear(self, header: FrameHeader, body: bytes) -> None:
         self.stream.check(header)
-        self.stream.came(header)
+        self.stream.on_frame(header)
         if header.kind == StreamFrameKind.DATA:
             if int.from_bytes(body, "little") != self.got:
                 raise BrokenRuleError(f"{int.from_bytes(body, 'little')} came instead of {self.got}")
@@ -108,8 +108,8 @@ class GoOnWithoutWhatWasLost(ResumableStream):
 
 
 class CountReportsAsFrames(ResumableStream):
-    def came(self, header: FrameHeader) -> None:
-        super().came(header)
+    def on_frame(self, header: FrameHeader) -> None:
+        super().on_frame(header)
         self.expected += header.kind != StreamFrameKind.DATA
 
 
@@ -120,7 +120,7 @@ class ReportWhatIsToCome(ResumableStream):
 
 
 class LetGoWithoutACopy(ResumableStream):
-    def let_go(self, end: int) -> None:
+    def release(self, end: int) -> None:
         pass
 
 
@@ -150,7 +150,7 @@ def test_a_stream_that_breaks_a_rule_is_found_out(mutation: type[ResumableStream
 def test_damage_at_one_place_is_told_from_damage_at_another() -> None:
     stream = ResumableStream()
     assert not stream.damaged()
-    stream.came(FrameHeader(3, 0, 0, StreamFrameKind.DATA))
+    stream.on_frame(FrameHeader(3, 0, 0, StreamFrameKind.DATA))
     assert not stream.damaged()
     assert stream.damaged()
 
@@ -168,5 +168,5 @@ def test_a_silent_link_is_asked_then_broken_then_given_up() -> None:
     assert watch.due(133.0) is LinkDue.NOTHING
     # A process that did not run for a while hears first.
     assert watch.due(500.0) is LinkDue.PING
-    watch.came(500.1)
+    watch.on_receive(500.1)
     assert watch.due(501.0) is LinkDue.NOTHING

@@ -38,7 +38,7 @@ def surveyed(n: int, k: int, rates: list[float]) -> list[float]:
             assert not survey.is_turn_over(0.0)
             survey.measured(worker_, survey.turn, min(rates[k + worker_], rates[partner]))
         assert survey.is_turn_over(0.0)
-    return survey.settle([0.0] * (n + k))
+    return survey.final_rates([0.0] * (n + k))
 
 
 def test_slow_links_are_found() -> None:
@@ -54,9 +54,9 @@ def test_configured_rates_are_not_measured_and_silent_machines_count_as_fast() -
     survey = Survey(2, 1, True)
     survey.next_turn(0.0)
     survey.measured(0, survey.turn, 90.0)
-    assert survey.settle([0.0, 0.0, 0.0]) == [90.0, 90.0, 90.0]
-    assert survey.settle([50.0, 0.0, 100.0]) == [50.0, 90.0, 100.0]
-    assert Survey(2, 0, True).settle([0.0, 0.0]) == [LOOPBACK_MBIT] * 2
+    assert survey.final_rates([0.0, 0.0, 0.0]) == [90.0, 90.0, 90.0]
+    assert survey.final_rates([50.0, 0.0, 100.0]) == [50.0, 90.0, 100.0]
+    assert Survey(2, 0, True).final_rates([0.0, 0.0]) == [LOOPBACK_MBIT] * 2
 
 
 def measures(cluster: Cluster) -> list[tuple[int, pb.Measure]]:

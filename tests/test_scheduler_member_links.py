@@ -104,7 +104,7 @@ def test_a_stranger_can_not_take_a_members_place() -> None:
     plane, one, _, _ = complete()
     plane.cut(one)
     thief = plane.add(worker(0))
-    thief.end.hear(pb.SchedulerMessage(welcome=pb.Welcome(member_id=1)))
+    thief.end.accept(pb.SchedulerMessage(welcome=pb.Welcome(member_id=1)))
     plane.settle()
     assert "complete already" in thief.heard[-1].refused.message
     assert one.is_welcome
@@ -151,9 +151,9 @@ def test_a_gap_is_no_way_to_go_on() -> None:
     assert "its message 2 arrived after message 0" in two.heard[-1].failure.message
     end = one.end
     with pytest.raises(ProtocolError, match="message 9 of the scheduler arrived after message 2"):
-        end.hear(pb.SchedulerMessage(number=9, release=pb.Release(sequence=1)))
+        end.accept(pb.SchedulerMessage(number=9, release=pb.Release(sequence=1)))
     with pytest.raises(ProtocolError, match="opened epoch 1 after epoch 1"):
-        end.hear(pb.SchedulerMessage(number=3, membership=pb.Membership(epoch=1)))
+        end.accept(pb.SchedulerMessage(number=3, membership=pb.Membership(epoch=1)))
 
 
 def test_a_lost_member_learns_that_it_is_lost() -> None:

@@ -263,7 +263,7 @@ def test_nothing_begins_without_a_member_that_has_joined() -> None:
             assert not go_on(late[0])
             deliver_all(ranks)
             for target in (0, 1):
-                ranks[target].matcher.came(PeerMessage(PeerMessageKind.JOINED, 2, turn), None)
+                ranks[target].matcher.on_message(PeerMessage(PeerMessageKind.JOINED, 2, turn), None)
             for work in late[:2]:
                 with pytest.raises(JoinedError, match="while rank 2 has joined"):
                     work.run(0.0)
@@ -275,7 +275,7 @@ def test_who_knows_nobody_yet_is_told_that_one_has_joined() -> None:
     with some(2) as ranks:
         work = ranks[0].add_up(torch.ones(1000))
         assert not go_on(work)
-        ranks[0].matcher.came(PeerMessage(PeerMessageKind.JOINED, 1, 0), None)
+        ranks[0].matcher.on_message(PeerMessage(PeerMessageKind.JOINED, 1, 0), None)
         with pytest.raises(JoinedError, match="while rank 1 has joined"):
             work.run(0.0)
 

@@ -41,7 +41,7 @@ class Door:
         self.here = here = self._stack.enter_context(self._listener.accept()[0])
         end.sendall(bytes(nbytes))
         assert len(here.recv(nbytes, socket.MSG_WAITALL)) == nbytes
-        self.strangers.came(here.fileno())
+        self.strangers.add(here.fileno())
         return end
 
     def close(self) -> None:
@@ -86,7 +86,7 @@ def test_who_is_expelled_is_cut_off_a_moment_later(door: Door) -> None:
     door.strangers.watch(lambda delay_s, callback: timers.append((delay_s, callback)))
     known = door.come()
     assert door.here is not None
-    door.strangers.known(door.here.fileno())
+    door.strangers.discard(door.here.fileno())
     timers.pop()[1]()
     assert timers == []
     door.now_s = 9 * PATIENCE_S
@@ -149,7 +149,7 @@ def test_a_number_that_is_now_of_something_else(
         number = door.here.fileno()
         os.dup2(thing.fileno(), number)
         if comes_late:
-            door.strangers.came(number)
+            door.strangers.add(number)
         door.now_s = PATIENCE_S
         door.strangers.sweep()
         assert len(door.strangers) == 0
@@ -174,9 +174,9 @@ def test_a_local_connection_that_says_nothing_is_cut_off_once() -> None:
     timers = Timers()
     ended: list[str] = []
     strangers = LocalStrangers[str](timers.call_later, ended.append)
-    strangers.came("silent")
-    strangers.came("member")
-    strangers.known("member")
+    strangers.add("silent")
+    strangers.add("member")
+    strangers.discard("member")
     for callback in timers.due * 2:
         callback()
     assert ended == ["silent"]
@@ -187,6 +187,6 @@ def test_of_too_many_local_connections_the_oldest_is_cut_off() -> None:
     ended: list[int] = []
     strangers = LocalStrangers[int](Timers().call_later, ended.append)
     for number in range(MOST + 2):
-        strangers.came(number)
+        strangers.add(number)
     assert ended == [0, 1]
     assert len(list(strangers)) == MOST

@@ -204,10 +204,10 @@ class DataListener:
             fd = int(event["value"])
             if event["event"] == zmq.EVENT_ACCEPTED:
                 self._connected.add(fd)
-                self._strangers.came(fd)
+                self._strangers.add(fd)
             else:
                 self._connected.discard(fd)
-                self._strangers.known(fd)
+                self._strangers.discard(fd)
 
     def _on_unauthenticated(self, ip: str) -> None:
         self._traffic.refused(f"an unknown process at {ip}", ip, WRONG)
@@ -315,7 +315,7 @@ class DataListener:
             if latest is not None:
                 self._on_gone(latest)  # its requests can't be answered any more
         self.on_monitor()  # later events of this descriptor are about this connection
-        self._strangers.known(int(said.get(zmq.SRCFD)))
+        self._strangers.discard(int(said.get(zmq.SRCFD)))
         logger.debug("machine %d has connected", header.sender)
 
     # ---- probes --------------------------------------------------------------------------------------------

@@ -184,7 +184,7 @@ class Supervisor:
     def _notices_came(self, spec: ProcessSpec) -> None:
         notices = self._notice_pipes[spec.name]
         for notice in notices.read():
-            self._report.heard(spec.label, notice, time.monotonic())
+            self._report.add(spec.label, notice, time.monotonic())
             for stream in self._streams[spec.name]:
                 stream.keep(notice.text)
         if notices.is_over:

@@ -29,12 +29,12 @@ from byteps_py.security.unauthenticated_connections import MOST, Unauthenticated
 
 _OF_THIS_CLUSTER = "knows the cluster secret (BYTEPS_SECRET or BYTEPS_SECRET_FILE, the same everywhere)"
 _DESCRIPTORS = "/proc/self/fd"
-#: Seconds between two looks, and while many connect.
-_LOOK_S, _HURRIED_S = 0.05, 0.005
+#: Seconds between two scans, and while many connect.
+_SCAN_INTERVAL_S, _HURRIED_S = 0.05, 0.005
 _MANY = MOST // 4
-#: A look reads the state of every descriptor of the process. Looks for handshakes take at most this part of the time,
+#: A scan reads the state of every descriptor of the process. Scans for handshakes take at most this part of the time,
 #: beyond so many seconds at once.
-_LOOKING, _AT_ONCE_S = 0.1, 0.02
+_SCANNING, _AT_ONCE_S = 0.1, 0.02
 #: How many connections that ended without a token are remembered until ``take_refused``.
 _MOST_REFUSED = 100
 
@@ -54,8 +54,8 @@ class GrpcConnections:
     def __init__(self, port: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._lock = threading.Lock()
         self._clock = clock
-        self._looked_s = clock()
-        self._debt_s = 0.0  # time that looks have taken, less what they may take
+        self._scanned_s = clock()
+        self._debt_s = 0.0  # time that scans have taken, less what they may take
         self._waiting = UnauthenticatedConnections(clock)
         self._waiting.port = port
         self._port = port
@@ -71,17 +71,17 @@ class GrpcConnections:
         self._port = self._waiting.port = port
 
     def handshake_begins(self) -> None:
-        """A TLS handshake begins. It may fail so soon that the connection is not seen unless it is looked for now.
+        """A TLS handshake begins. It may fail so soon that only a scan now finds the connection.
 
-        In a flood of them most are not looked for: the server's thread has to run, too.
+        In a flood of them most start no scan: the server's thread has to run, too.
         """
         if not self._lock.acquire(blocking=False):
             return
         try:
-            since_s = self._clock() - self._looked_s
+            since_s = self._clock() - self._scanned_s
             is_rested = len(self._waiting) <= _MANY or since_s >= _HURRIED_S
-            if is_rested and self._debt_s - _LOOKING * since_s <= _AT_ONCE_S:
-                self._look()
+            if is_rested and self._debt_s - _SCANNING * since_s <= _AT_ONCE_S:
+                self._scan()
         finally:
             self._lock.release()
 
@@ -95,13 +95,13 @@ class GrpcConnections:
         with self._lock:
             self._explained.add(address_of(peer))
 
-    def look(self) -> float:
+    def scan(self) -> float:
         """Find new connections, forget those that have ended, and cut off those that exceed a limit. Returns in how
-        many seconds to look again."""
+        many seconds to scan again."""
         with self._lock:
-            self._look()
+            self._scan()
             is_tired = self._debt_s > _AT_ONCE_S
-            return _HURRIED_S if len(self._waiting) > _MANY and not is_tired else _LOOK_S
+            return _HURRIED_S if len(self._waiting) > _MANY and not is_tired else _SCAN_INTERVAL_S
 
     def take_refused(self) -> list[str]:
         """Peers whose connection ended, or was cut off, without a valid token since the last call."""
@@ -109,7 +109,7 @@ class GrpcConnections:
             refused, self._refused = self._refused, []
         return refused
 
-    def _look(self) -> None:
+    def _scan(self) -> None:
         began_s = self._clock()
         found: dict[int, tuple[int, str]] = {}
         for name in os.listdir(_DESCRIPTORS):
@@ -126,27 +126,27 @@ class GrpcConnections:
         silent = [peer for peer in gone if peer not in self._admitted | self._explained]
         self._refused += silent[: _MOST_REFUSED - len(self._refused)]
         for fd in self._known.keys() - found.keys():
-            self._waiting.known(fd)
+            self._waiting.discard(fd)
         self._known = found
         for fd, (_, peer) in found.items():
             if peer in self._admitted:
-                self._waiting.known(fd)
+                self._waiting.discard(fd)
         here = {peer for _, peer in found.values()}
         self._admitted &= here
         self._explained &= here
         self._waiting.sweep()
         now_s = self._clock()
-        self._debt_s = max(0.0, self._debt_s - _LOOKING * (now_s - self._looked_s)) + now_s - began_s
-        self._looked_s = now_s
+        self._debt_s = max(0.0, self._debt_s - _SCANNING * (now_s - self._scanned_s)) + now_s - began_s
+        self._scanned_s = now_s
 
     def _new(self, fd: int, inode: int) -> tuple[int, str]:
-        self._waiting.known(fd)
+        self._waiting.discard(fd)
         try:
             with duplicate(fd, self._port) as end:
                 host, port, *_ = end.getpeername()
         except OSError:
             return inode, ""  # it listens, or belongs to another port
-        self._waiting.came(fd)
+        self._waiting.add(fd)
         host = host.removeprefix("::ffff:")
         return inode, f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
@@ -205,7 +205,7 @@ class CallAuthenticator:
 
     async def _watch(self) -> None:
         while True:
-            await asyncio.sleep(self._connections.look())
+            await asyncio.sleep(self._connections.scan())
 
     def unwatch(self) -> None:
         """End what ``watch`` began."""

@@ -114,8 +114,8 @@ class SchedulerAwake:
 
 
 @dataclass(frozen=True, slots=True)
-class MemberHeard:
-    """A message of the member has arrived."""
+class HeartbeatReceived:
+    """A message of the member has arrived. Each counts as a heartbeat."""
 
     connection: int
 
@@ -136,7 +136,7 @@ class RegistrationRefused:
 
 Event = (
     ConnectionOpened | ConnectionClosed | MessageReceived | MemberLost | ClockTicked | RanksContradict | StopRequested
-    | ScaleRequested | EpochSeen | SchedulerAwake | MemberHeard | MemberReturned | RegistrationRefused
+    | ScaleRequested | EpochSeen | SchedulerAwake | HeartbeatReceived | MemberReturned | RegistrationRefused
 )  # fmt: skip
 
 
@@ -181,7 +181,7 @@ class SchedulerCore:
             ScaleRequested: lambda event, now_s: self._services.scale(event.servers, event.addresses, now_s),
             EpochSeen: self._epoch_seen,
             SchedulerAwake: self._scheduler_awake,
-            MemberHeard: self._member_heard,
+            HeartbeatReceived: self._heartbeat_received,
             MemberReturned: self._member_returned,
             RegistrationRefused: self._registration_refused,
         }
@@ -333,9 +333,9 @@ class SchedulerCore:
         self._liveness.tick(now_s)
         return []
 
-    def _member_heard(self, event: MemberHeard, now_s: float) -> Outgoing:
+    def _heartbeat_received(self, event: HeartbeatReceived, now_s: float) -> Outgoing:
         if (member := self._roster.of_connection(event.connection)) is not None:
-            self._liveness.heard(member, now_s)
+            self._liveness.on_heartbeat(member, now_s)
             member.last_seen_s = now_s
         return []
 
@@ -440,12 +440,12 @@ class SchedulerCore:
             return out + self._services.await_one(why, now_s)
         membership = self._roster.regroup(members, why, decision.is_continued)
         self._elastic.opened(members)
-        return out + self._begin(membership, why) + self._services.let_go()
+        return out + self._begin(membership, why) + self._services.release_drained()
 
     def _leave(self, member: MemberRecord, leave: pb.Leave, now_s: float) -> Outgoing:
         reason = leave.reason
         self._roster.remove(member, Presence.LEFT)
-        self._watch.gone(member)
+        self._watch.on_member_left(member)
         if self.state == FORMING:
             self._forming.left(member, reason)
             return []
@@ -499,7 +499,7 @@ class SchedulerCore:
 
     def _lose(self, member: MemberRecord, why: str, now_s: float, tell_it_too: bool = False) -> Outgoing:
         self._roster.remove(member, Presence.LOST)
-        self._watch.gone(member)
+        self._watch.on_member_left(member)
         if self.state not in (FORMING, RUNNING):
             return self.job.dismiss_servers() if member.is_worker else []
         text = f"lost {member.describe()}: {why}"

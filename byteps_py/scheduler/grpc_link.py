@@ -96,7 +96,7 @@ class GrpcControlLink:
     def send(self, message: pb.MemberMessage) -> None:
         with self._lock:
             if not self._is_over and not self._closing.is_set():
-                self._say(message)
+                self._send(message)
 
     def close(self, reason: str = "") -> None:
         last = pb.MemberMessage(heartbeat=self._events.heartbeat())  # so that the report at the job's end is complete
@@ -104,8 +104,8 @@ class GrpcControlLink:
             if self._closing.is_set():
                 return
             is_member, is_here, absence = self._end.is_member, self._stream is not None, self._absence
-            self._say(last)
-            self._say(pb.MemberMessage(leave=pb.Leave(reason=reason)))
+            self._send(last)
+            self._send(pb.MemberMessage(leave=pb.Leave(reason=reason)))
             self._closing.set()
             if self._stream is not None:
                 self._stream.outgoing.put(None)
@@ -121,9 +121,9 @@ class GrpcControlLink:
         if attempt is not None and attempt.sender is not None:
             attempt.sender.join(self.close_timeout_s)
 
-    def _say(self, message: pb.MemberMessage) -> None:
+    def _send(self, message: pb.MemberMessage) -> None:
         """With the lock held."""
-        stamped = self._end.say(message)
+        stamped = self._end.stamp(message)
         if self._stream is not None:
             self._stream.outgoing.put(stamped)
 
@@ -221,7 +221,7 @@ class GrpcControlLink:
 
     def _receive(self, message: pb.SchedulerMessage, stream: _Stream) -> None:
         with self._lock:
-            is_news = self._end.hear(message)
+            is_news = self._end.accept(message)
             is_first = not self._end.is_member
             if message.HasField("welcome"):
                 is_news = is_first
@@ -237,7 +237,7 @@ class GrpcControlLink:
         """The link goes on, on this stream. With the lock held."""
         for kept in self._end.welcomed(message):
             stream.outgoing.put(kept)
-        stream.outgoing.put(self._end.say(pb.MemberMessage(heartbeat=pb.Heartbeat(bare=True))))
+        stream.outgoing.put(self._end.stamp(pb.MemberMessage(heartbeat=pb.Heartbeat(bare=True))))
         self._stream, self._put_off = stream, None
         if self._closing.is_set():
             stream.outgoing.put(None)
@@ -294,7 +294,7 @@ class GrpcControlLink:
         lives."""
         with self._lock:
             if self._is_heartbeat_due:
-                return self._end.say(pb.MemberMessage(heartbeat=pb.Heartbeat(bare=True)))
+                return self._end.stamp(pb.MemberMessage(heartbeat=pb.Heartbeat(bare=True)))
             self._is_heartbeat_due = True
         self._loop.post(self._report)
         return None
@@ -310,7 +310,7 @@ class GrpcControlLink:
         heartbeat = pb.MemberMessage(heartbeat=self._events.heartbeat())
         with self._lock:
             self._is_heartbeat_due = False
-            self._say(heartbeat)
+            self._send(heartbeat)
 
     def _report_absence(self, absence: _Absence) -> None:
         """Report an absence of the scheduler, unless it was short."""

@@ -65,11 +65,11 @@ class LivenessMonitor:
             self._pauses = [*self._pauses[1 - _KEPT :], (now_s, now_s - self._last_tick_s)]
         self._last_tick_s = now_s
 
-    def heard(self, member: MemberRecord, now_s: float) -> None:
+    def on_heartbeat(self, member: MemberRecord, now_s: float) -> None:
         """A message arrived on the member's connection. A pause of the scheduler does not make it late."""
         late_tick_s = 0.0 if self._last_tick_s is None else now_s - max(self._last_tick_s, member.last_seen_s)
         deaf_s = late_tick_s if late_tick_s > self._timeout_s / 2 else 0.0
-        self._detector(member).heard(max(0.0, self._silence_s(member, now_s) - deaf_s))
+        self._detector(member).on_heartbeat(max(0.0, self._silence_s(member, now_s) - deaf_s))
 
     def started(self, member: MemberRecord) -> None:
         """The member is ready for work."""
@@ -346,7 +346,7 @@ class GroupWatch:
             raise ProtocolError(f"it sent Sight of rank {sight.rank}, which is not one of its ranks")
         return to_each(self._job.roster.workers(), pb.SchedulerMessage(sight=sight))
 
-    def gone(self, member: MemberRecord) -> None:
+    def on_member_left(self, member: MemberRecord) -> None:
         """The member has left or is lost: it waits for nothing."""
         self._stalls.report(member.id, [])
         self._steps.report(member.id, [], 0.0)

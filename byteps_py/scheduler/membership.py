@@ -97,7 +97,7 @@ class Survey:
         """True once all pairs have reported, or have had the time to."""
         return not self._waiting or now_s - self._turn_began_s >= TURN_LIMIT_S
 
-    def settle(self, configured: Sequence[float]) -> list[float]:
+    def final_rates(self, configured: Sequence[float]) -> list[float]:
         """The rates in Mbit/s to use: as configured; else as measured, with rates that hardly differ made equal; else,
         for machines whose partners did not answer, the fastest known."""
         measured = [0.0 if given else rate for given, rate in zip(configured, self.rates, strict=True)]
@@ -168,7 +168,7 @@ class Forming:
                 message = pb.Measure(turn=survey.turn, address=servers[server].facts.address)
                 out.append((workers[worker].connection, pb.SchedulerMessage(measure=message)))
             if survey.is_over:
-                self._survey, self.rates = None, survey.settle(self._roster.link_rates())
+                self._survey, self.rates = None, survey.final_rates(self._roster.link_rates())
                 return out
         self._job.reason = survey.sentence
         return out
@@ -242,7 +242,7 @@ class SummationServices:
             return []
         member.is_draining = True
         out = self.reassign(f"{member.describe()} leaves: {reason or 'no reason given'}", now_s)
-        return out + self.let_go()
+        return out + self.release_drained()
 
     def scale(self, count: int, addresses: Iterable[str], now_s: float) -> Outgoing:
         """Drain the servers at these addresses, and then the latest of all CPU machines until at most ``count`` are
@@ -273,9 +273,9 @@ class SummationServices:
         """A machine has applied the placement of an epoch."""
         ranks_of(member)
         member.epoch = max(member.epoch, applied.epoch)
-        return self.let_go() if self._job.is_running else []
+        return self.release_drained() if self._job.is_running else []
 
-    def let_go(self) -> Outgoing:
+    def release_drained(self) -> Outgoing:
         """Let drained services exit, once all machines have applied an epoch without them."""
         if any(worker.epoch < self._roster.epoch for worker in self._roster.workers()):
             return []

@@ -316,11 +316,11 @@ class ShutdownTracker:
         self._settled: dict[int, set[int]] = {}  # by member id: ranks that have shut down and of which it lacks nothing
         self._dismissed: set[int] = set()  # member ids
 
-    def gone(self, ranks: Iterable[int]) -> None:
+    def on_shutdown(self, ranks: Iterable[int]) -> None:
         """These ranks have shut down."""
         self._gone.update(ranks)
 
-    def settled(self, member: MemberRecord, ranks: Iterable[int]) -> None:
+    def on_receipts(self, member: MemberRecord, ranks: Iterable[int]) -> None:
         """A machine lacks no result of the rounds in which these ranks, which have shut down, took part."""
         self._settled.setdefault(member.id, set()).update(ranks)
 
@@ -428,13 +428,13 @@ class RankGroup:
         else:
             text = f"{ranks_text(gone.ranks)} of {member.describe()} has shut down"
         others = [m for m in self._job.roster.workers() if m is not member]
-        self._shutdown_tracker.gone(gone.ranks)
+        self._shutdown_tracker.on_shutdown(gone.ranks)
         return to_each(others, failure("PeerLostError", text, gone.ranks)) + self._dismiss()
 
     def left(self, member: MemberRecord, text: str) -> Outgoing:
         """The machine has left in order. Others raise ``text`` as an error only if they still wait for its ranks, so
         that nobody sees it at a normal end."""
-        self._shutdown_tracker.gone(member.ranks)
+        self._shutdown_tracker.on_shutdown(member.ranks)
         return self._to_all(failure("PeerLostError", text, member.ranks)) + self._dismiss()
 
     def _keep_states(self, member: MemberRecord, keep_states: pb.KeepStates, now_s: float) -> Outgoing:
@@ -445,7 +445,7 @@ class RankGroup:
     def _settled(self, member: MemberRecord, settled: pb.Gone, now_s: float) -> Outgoing:
         """The machine lacks no result of the rounds of these ranks, which have shut down."""
         ranks_of(member)
-        self._shutdown_tracker.settled(member, settled.ranks)
+        self._shutdown_tracker.on_receipts(member, settled.ranks)
         return self._dismiss()
 
     def _dismiss(self) -> Outgoing:

@@ -59,39 +59,39 @@ class UnauthenticatedConnections:
     def watch(self, call_later: Callable[[float, Callable[[], None]], None]) -> None:
         """Check the connections every ``WATCH_S`` from now on. ``call_later(delay_s, callback)`` sets a timer."""
         self._call_later = call_later
-        self._look_later()
+        self._schedule_sweep()
 
-    def _look_later(self) -> None:
+    def _schedule_sweep(self) -> None:
         if self._waiting and not self._is_watching and self._call_later is not None:
             self._is_watching = True
-            self._call_later(WATCH_S, self._look)
+            self._call_later(WATCH_S, self._sweep_again)
 
-    def _look(self) -> None:
+    def _sweep_again(self) -> None:
         self._is_watching = False
         self.sweep()
-        self._look_later()
+        self._schedule_sweep()
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def came(self, fd: int) -> None:
+    def add(self, fd: int) -> None:
         """Record a new connection."""
-        self.known(fd)
+        self.discard(fd)
         with contextlib.suppress(OSError):  # gone already
             self._waiting[fd] = _Connection(self._clock(), self._inode(fd))
         if len(self._waiting) > self._most:
             oldest, connection = next(iter(self._waiting.items()))
             self._cut_off(oldest if self._clock() - connection.since_s >= GRACE_S else fd)
-        self._look_later()
+        self._schedule_sweep()
 
     def expel(self, fd: int) -> None:
         """Cut off a connection, also one that was authenticated. What was sent to it has ``WATCH_S`` to leave."""
-        self.known(fd)
+        self.discard(fd)
         with contextlib.suppress(OSError):  # gone already
             self._waiting[fd] = _Connection(self._clock() - PATIENCE_S + WATCH_S, self._inode(fd))
-        self._look_later()
+        self._schedule_sweep()
 
-    def known(self, fd: int) -> None:
+    def discard(self, fd: int) -> None:
         """Forget a connection that has authenticated or ended."""
         self._waiting.pop(fd, None)
 
@@ -146,14 +146,14 @@ class LocalStrangers(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         return iter(list(self._waiting))
 
-    def came(self, connection: T) -> None:
+    def add(self, connection: T) -> None:
         """Record a new connection. If there are too many, the oldest is cut off."""
         if len(self._waiting) >= MOST:
             self._expire(next(iter(self._waiting)))
         self._waiting[connection] = None
         self._call_later(PATIENCE_S, functools.partial(self._expire, connection))
 
-    def known(self, connection: T) -> None:
+    def discard(self, connection: T) -> None:
         """Forget a connection that has said who it is, or has ended."""
         self._waiting.pop(connection, None)
 

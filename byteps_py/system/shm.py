@@ -94,7 +94,7 @@ class Segment:
         if end > start:
             _libc.madvise(ctypes.c_void_p(self.address + start), ctypes.c_size_t(end - start), _MADV_REMOVE)
 
-    def let_go(self) -> None:
+    def close_descriptor(self) -> None:
         """Close the descriptor. The memory stays mapped as long as this object exists: threads may still use it."""
         if self.fd >= 0:
             os.close(self.fd)
@@ -168,10 +168,10 @@ class Arena:
         """Make ``block`` available to ``allocate`` again."""
         self._free.setdefault(block.nbytes, []).append(block)
 
-    def let_go(self) -> None:
-        """Close the descriptors of all segments; see ``Segment.let_go``."""
+    def close_descriptors(self) -> None:
+        """Close the descriptors of all segments; see ``Segment.close_descriptor``."""
         for segment in self.segments:
-            segment.let_go()
+            segment.close_descriptor()
 
     def close(self) -> None:
         """Close all segments. No block may be used afterwards."""

@@ -174,7 +174,7 @@ class FailureReport:
         self._said: list[_Said] = []
         self._shown: set[Blame] = set()
 
-    def heard(self, label: str, notice: FailureNotice, now_s: float) -> None:
+    def add(self, label: str, notice: FailureNotice, now_s: float) -> None:
         """A notice of the process with this label, as in prefixes."""
         if notice.blame is not Blame.NOBODY:
             self._said.append(_Said(label, notice, now_s))

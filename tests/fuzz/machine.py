@@ -266,7 +266,7 @@ class Machine:
         self.read()
         self.rank_server.close()
         for arena in (*self.group.requests.memory._ranks, self.group.requests.memory.machine):
-            arena.let_go()
+            arena.close_descriptors()
 
 
 def _encoded(message: object) -> bytes:

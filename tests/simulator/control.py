@@ -352,7 +352,7 @@ class ControlLink:
     def send(self, message: pb.MemberMessage) -> None:
         if self._is_closed or self.is_over:
             return
-        stamped = self._end.say(message)
+        stamped = self._end.stamp(message)
         if self._stream is not None and self._stream.is_welcome:
             self._stream.send_up(stamped)
 
@@ -362,7 +362,7 @@ class ControlLink:
             return
         if self._is_closed and not message.HasField("welcome"):
             return  # its process, which would have got it, is gone here
-        is_news = self._end.hear(message)
+        is_news = self._end.accept(message)
         if message.HasField("welcome"):
             is_news = not self._end.is_member
             self._welcome(stream, message)

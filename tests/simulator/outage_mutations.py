@@ -67,7 +67,7 @@ class ForgetWhoWasLate(Mutation):
         class core_class(SchedulerCore):
             class liveness_class(LivenessMonitor):
                 class detector_class(FailureDetector):
-                    def heard(self, after_s: float) -> None:
+                    def on_heartbeat(self, after_s: float) -> None:
                         pass
 
 

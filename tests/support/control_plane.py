@@ -40,12 +40,12 @@ class Member:
         self.is_refused = False
 
     def say(self, **body: object) -> None:
-        stamped = self.end.say(pb.MemberMessage(**body))  # type: ignore[arg-type]
+        stamped = self.end.stamp(pb.MemberMessage(**body))  # type: ignore[arg-type]
         if self.is_welcome:
             self.up.append(stamped)
 
     def hear(self, message: pb.SchedulerMessage) -> None:
-        is_news = self.end.hear(message)
+        is_news = self.end.accept(message)
         if message.HasField("welcome"):
             is_news = not self.end.is_member
             self.up.extend(self.end.welcomed(message))

@@ -104,7 +104,7 @@ class Rank:
 
     def take(self, message: PeerMessage) -> None:
         if message.kind != PeerMessageKind.WAKE:
-            assert self.matcher.came(message, None) is None
+            assert self.matcher.on_message(message, None) is None
 
     def add_up(
         self, tensor: torch.Tensor, target: torch.Tensor | None = None, name: str = "x", scatters: bool = False

@@ -122,7 +122,7 @@ class Memory:
     def let_go(self) -> None:
         """Nothing is allocated any more. The memory itself goes with its last user: a kernel, a message."""
         for arena in dict.fromkeys((*self._ranks, self.machine)):
-            arena.let_go()
+            arena.close_descriptors()
 
     def take_answer_block(self, part: Part) -> None:
         """The answer was delivered: its memory is free. Bounded, like the bytes in flight, by the credit."""

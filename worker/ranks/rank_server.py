@@ -177,7 +177,7 @@ class RankServer:
         except (BytePSError, OSError) as error:
             self._refusals.note("a local process", "local processes", str(error))
             return
-        self._strangers.came(channel)
+        self._strangers.add(channel)
         self._loop.add_reader(channel.fileno(), functools.partial(self._greet, channel))
 
     def _cut_off(self, channel: Channel) -> None:
@@ -187,7 +187,7 @@ class RankServer:
     def _greet(self, channel: Channel) -> None:
         """The first message of a connection must be a Hello."""
         self._loop.remove(channel.fileno())
-        self._strangers.known(channel)
+        self._strangers.discard(channel)
         connection = RankConnection(self._runtime, channel)
         try:
             received = channel.receive(0)
@@ -460,7 +460,7 @@ class RankServer:
         self._loop.remove(self._listener.fileno())
         self._listener.close()
         for channel in self._strangers:
-            self._strangers.known(channel)
+            self._strangers.discard(channel)
             self._loop.remove(channel.fileno())
             if self.failure is not None:
                 RankConnection(self._runtime, channel).turn_away(self.failure)

@@ -200,7 +200,7 @@ class OffloadedStates:
         else:
             segment = Segment.create(nbytes)
             memory = torch.frombuffer(segment.view, dtype=torch.uint8, count=nbytes)
-            segment.let_go()  # the mapping lives as long as tensors of it
+            segment.close_descriptor()  # the mapping lives as long as tensors of it
         tensors, used = {}, 0
         for key, tensor in found.items():
             tensors[key] = memory[used : used + tensor.nbytes].view(tensor.dtype).view(tensor.shape)

@@ -34,7 +34,7 @@ from byteps_py.scheduler.core import (
     ConnectionOpened,
     EpochSeen,
     Event,
-    MemberHeard,
+    HeartbeatReceived,
     MemberLost,
     MemberReturned,
     MessageReceived,
@@ -361,7 +361,7 @@ class MemberLinks:
         link.outbox.drop(message.received)
         if not self._is_member(link):
             return []
-        self.core.handle(MemberHeard(link.id), now_s)
+        self.core.handle(HeartbeatReceived(link.id), now_s)
         if message.HasField("register"):  # a repetition; no token may be logged
             message = pb.MemberMessage(register=pb.Register())
         if message.number and message.number <= link.received:

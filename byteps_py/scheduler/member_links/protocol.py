@@ -96,7 +96,7 @@ class MemberEnd:
         self._register.received = self._received
         return pb.MemberMessage(register=self._register)
 
-    def say(self, message: pb.MemberMessage) -> pb.MemberMessage:
+    def stamp(self, message: pb.MemberMessage) -> pb.MemberMessage:
         """Number a message and keep it. Returns it as it is to be sent on a connection with a Welcome, if there is
         one."""
         stamped = pb.MemberMessage(received=self._received)
@@ -125,7 +125,7 @@ class MemberEnd:
         refused = message.refused
         return self.is_member and (refused.unknown or not (refused.replaced or self._outbox.has(message.received)))
 
-    def hear(self, message: pb.SchedulerMessage) -> bool:
+    def accept(self, message: pb.SchedulerMessage) -> bool:
         """True if this message is new and has a body.
 
         Raises ProtocolError if a message before it is missing, or if epochs go backwards.

@@ -28,7 +28,7 @@ class Sending(Protocol):
 
 class BackgroundSender:
     """A thread that sends what waits while no thread waits for messages; it ends when nothing is left for a while.
-    ``is_read``: whether a thread waits, which then sends. ``wake`` makes that thread look again."""
+    ``is_read``: whether a thread waits, which then sends. ``wake`` makes that thread check_links again."""
 
     def __init__(self, is_read: Callable[[], bool], wake: Callable[[], None]) -> None:
         self._is_read = is_read
@@ -81,10 +81,10 @@ class BackgroundSender:
 
 
 class LinkKeeper:
-    """A thread that calls ``look`` every ``interval_s`` seconds. It begins with ``start``."""
+    """A thread that calls ``check_links`` every ``interval_s`` seconds. It begins with ``start``."""
 
-    def __init__(self, look: Callable[[], None], interval_s: float) -> None:
-        self._look, self._interval_s = look, interval_s
+    def __init__(self, check_links: Callable[[], None], interval_s: float) -> None:
+        self._check_links, self._interval_s = check_links, interval_s
         self._closed = threading.Event()
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -98,7 +98,7 @@ class LinkKeeper:
 
     def _serve(self) -> None:
         while not self._closed.wait(self._interval_s):
-            self._look()
+            self._check_links()
 
     def close(self, is_forked: bool = False) -> None:
         """End the thread."""

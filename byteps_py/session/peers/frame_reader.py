@@ -18,7 +18,7 @@ _MOST_TAG_BYTES = 16
 class FrameSink(Protocol):
     """Where frames go."""
 
-    def came(self, header: FrameHeader) -> None:
+    def on_frame(self, header: FrameHeader) -> None:
         """The frame of ``header`` has come, as it was sent; then one of the calls below. Raises ProtocolError."""
 
     def feed(self, body: memoryview) -> None:
@@ -30,7 +30,7 @@ class FrameSink(Protocol):
     def placed(self, nbytes: int) -> None:
         """So many bytes of the stream are in ``place``, as they were sent."""
 
-    def told(self, kind: StreamFrameKind) -> None:
+    def on_control_frame(self, kind: StreamFrameKind) -> None:
         """A frame without a body has come."""
 
 
@@ -110,11 +110,11 @@ class FrameReader:
         end, packed = body + header.nbytes, bytes(self._buffer[first:body])
         opened = opening.open(packed, self._buffer[body:end], bytes(self._buffer[end : first + due]))
         self._first = first + due
-        self._sink.came(header)
+        self._sink.on_frame(header)
         if header.kind == StreamFrameKind.DATA:
             self._sink.feed(memoryview(opened))
         else:
-            self._sink.told(StreamFrameKind(header.kind))
+            self._sink.on_control_frame(StreamFrameKind(header.kind))
         return True
 
     def _finish_placed(self) -> bool:
@@ -123,7 +123,7 @@ class FrameReader:
             return False
         self._opening.open(placing.packed, placing.view, bytes(self._buffer[self._first : end]))
         self._first, self._placing = end, None
-        self._sink.came(placing.header)
+        self._sink.on_frame(placing.header)
         self._sink.placed(placing.header.nbytes)
         return True
 

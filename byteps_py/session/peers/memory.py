@@ -71,7 +71,7 @@ class OutgoingMemory:
     def close(self) -> None:
         """Unmap all segments. Peers that have mapped them keep them."""
         for segment in self._arena.segments:
-            segment.let_go()
+            segment.close_descriptor()
         self._arena.segments.clear()
         self._free.clear()
         self._warm.clear()
@@ -95,7 +95,7 @@ class IncomingMemory:
             raise ProtocolError(
                 f"rank {source} announced a segment of {nbytes} bytes that can't be mapped: {error}"
             ) from error
-        segment.let_go()  # the mapping stays
+        segment.close_descriptor()  # the mapping stays
         self._segments[source, number] = segment
 
     def find(self, source: int, number: int, end: int) -> Segment:

@@ -204,7 +204,7 @@ class MessageMatcher:
         """The ranks that have not acknowledged all payloads of ``stream``."""
         return set().union(*(sent.takers for sent in list(self._sent.values()) if sent.stream is stream))
 
-    def came(self, message: PeerMessage, data: bytes | Memory | None) -> object:
+    def on_message(self, message: PeerMessage, data: bytes | Memory | None) -> object:
         """Process a message, and for INLINE its bytes. Returns the block that is free after it, or None. PeerTransport
         handles SEGMENT and WAKE itself. Raises ProtocolError."""
         kind, source = message.kind, message.source
@@ -236,8 +236,8 @@ class MessageMatcher:
 
     def land(self, message: PeerMessage) -> tuple[Payload, Posted | None] | None:
         """The payload of an INLINE message has begun to come. Returns it, and its receipt if that expects as many
-        bytes; whoever receives it sets ``ready``. None: it is of another era, and is for ``came`` once it has come.
-        Raises ProtocolError."""
+        bytes; whoever receives it sets ``ready``. None: it is of another era, and is for ``on_message`` once all of
+        it is here. Raises ProtocolError."""
         if message.era != self.era:
             return None
         payload = self._add(message, None, 0, is_coming=False)
@@ -279,7 +279,7 @@ class MessageMatcher:
             stream.posted.clear()
         early, self._early = self._early, []
         for message, data in early:
-            self.came(message, data)
+            self.on_message(message, data)
         return blocks
 
     def _flow(self, key: int, source: int) -> Flow:

@@ -76,7 +76,7 @@ class Landing(Protocol):
 class Receiver(Protocol):
     """Processes messages. Called by the thread that receives."""
 
-    def came(self, message: PeerMessage, data: bytes | None) -> None:
+    def on_message(self, message: PeerMessage, data: bytes | None) -> None:
         """A message with all of its payload. Raises ProtocolError."""
 
     def land(self, message: PeerMessage) -> Landing:
@@ -93,7 +93,7 @@ class PendingSend(NamedTuple):
     def is_done(self) -> bool:
         """True if the memory that it was sent from is not needed any more: all has come, or the little that may not
         have come is kept elsewhere from now on."""
-        return self.is_little and self.connection.let_go(self.mark)
+        return self.is_little and self.connection.release(self.mark)
 
     @property
     def is_little(self) -> bool:
@@ -219,7 +219,7 @@ class PeerConnection:
         """True while it waits for ``resume``."""
         return self._sock is None and self.failure is None
 
-    def look_after(self, now_s: float) -> None:
+    def check(self, now_s: float) -> None:
         """Find out whether the connection still works. Called from time to time, as ``receive`` is, after it."""
         due = self._watch.due(now_s) if self.failure is None else LinkDue.NOTHING
         if due is LinkDue.PING:
@@ -285,19 +285,19 @@ class PeerConnection:
         return self._left >= mark or self.has_come(mark)
 
     def is_little(self, mark: int) -> bool:
-        """True unless ``let_go`` would copy so much that it is better to wait for a report, which comes once the other
+        """True unless ``release`` would copy so much that it is better to wait for a report, which comes once the other
         end has read so much."""
         with self._lock:
             return self.has_come(mark) or self._stream.bytes_to_copy(mark) <= _COPIED_BYTES
 
-    def let_go(self, mark: int) -> bool:
+    def release(self, mark: int) -> bool:
         """Need the memory of the frames before ``mark`` no more: True. False if they have not left."""
         if self.has_come(mark):
             return True
         with self._lock:
             if self._left < mark:
                 return False
-            self._stream.let_go(mark)
+            self._stream.release(mark)
             return True
 
     def _send_or_wait(self) -> None:
@@ -383,7 +383,7 @@ class PeerConnection:
                     return
                 # After a payload, its receiver goes on first: it may say where the next one belongs.
                 budget = 0 if reader.is_drained or self._has_landed else budget - nbytes
-            self._watch.came(time.monotonic())
+            self._watch.on_receive(time.monotonic())
         except BlockingIOError:
             pass
         except DamagedFrameError as error:
@@ -413,12 +413,12 @@ class PeerConnection:
         else:
             self._broke(str(error))
 
-    def came(self, header: FrameHeader) -> None:
+    def on_frame(self, header: FrameHeader) -> None:
         """A frame has come as it was sent."""
         with self._lock:
-            self._stream.came(header)
+            self._stream.on_frame(header)
 
-    def told(self, kind: StreamFrameKind) -> None:
+    def on_control_frame(self, kind: StreamFrameKind) -> None:
         """A frame without a body has come."""
         if kind is StreamFrameKind.BYE:
             self._fail(PeerLostError(f"{self._name} has ended ({_CLOSED})"))
@@ -485,7 +485,7 @@ class PeerConnection:
             elif nbytes <= here:
                 data = bytes(buffer[payload_at : payload_at + nbytes]) if message.kind == _INLINE else None
                 self._first = payload_at + nbytes
-                self._receiver.came(message, data)
+                self._receiver.on_message(message, data)
             else:
                 break
         rest = self._last - self._first

@@ -158,7 +158,7 @@ class PeerConnector:
             self._refusals.pop(rank, None)
             self._changed.notify_all()
 
-    def call_again(self, rank: int, is_needed: Callable[[], bool]) -> None:
+    def redial(self, rank: int, is_needed: Callable[[], bool]) -> None:
         """The connection to ``rank`` has broken: make another one while ``is_needed``, if this rank is the one that
         calls. Returns at once."""
         address = self._addresses.get(rank)

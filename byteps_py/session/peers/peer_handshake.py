@@ -74,7 +74,7 @@ class CalledHandshake:
         self.rank = -1
         self.seals: Seals | None = None
 
-    def hear(self, message: bytes) -> bytes:
+    def process(self, message: bytes) -> bytes:
         """The answer to the next message of the caller. Raises ProtocolError if the connection is to end."""
         if self._challenge is not None:
             opening, sealing = self._challenge.accept_for_stream(message)

@@ -144,7 +144,7 @@ class PeerListener:
         handshake = CalledHandshake(self._handshake, self._me, self.address, self._epoch)
         self._callers[sock.fileno()] = _Caller(sock, handshake)
         self._selector.register(sock, selectors.EVENT_READ)
-        self._strangers.came(sock.fileno())  # if there are too many, the oldest or this one can be read, and is over
+        self._strangers.add(sock.fileno())  # if there are too many, the oldest or this one can be read, and is over
 
     def _hear(self, caller: _Caller) -> None:
         handshake, sock = caller.handshake, caller.sock
@@ -152,7 +152,7 @@ class PeerListener:
             message = caller.receive()
             if message is None:
                 return
-            answer = handshake.hear(message)
+            answer = handshake.process(message)
             sock.send(peer_handshake.framed(answer))
         except BlockingIOError:  # it was nobody's turn
             return
@@ -170,6 +170,6 @@ class PeerListener:
 
     def _forget(self, caller: _Caller) -> None:
         fd = caller.sock.fileno()
-        self._strangers.known(fd)
+        self._strangers.discard(fd)
         self._selector.unregister(caller.sock)
         del self._callers[fd]

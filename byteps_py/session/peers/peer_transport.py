@@ -109,7 +109,7 @@ class PeerTransport:
             self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             self._poller.register(self._wake_fd, select.EPOLLIN)
             self._background_sender = BackgroundSender(lambda: host.is_being_read, self._wake)
-            self._link_keeper = LinkKeeper(self._look_after_links, min(1.0, settings.patience_s / 4))
+            self._link_keeper = LinkKeeper(self._check_links, min(1.0, settings.patience_s / 4))
 
     def introduce(self, local_rank: int, write_fd: int) -> None:
         """The service hands over ``write_fd``, a descriptor for the inbox of ``local_rank``, perhaps that of a new
@@ -143,9 +143,9 @@ class PeerTransport:
 
     def _link_broke(self, link: PeerConnection) -> None:
         if self.connector is not None:
-            self.connector.call_again(link.rank, lambda: link.needs_connection)
+            self.connector.redial(link.rank, lambda: link.needs_connection)
 
-    def _look_after_links(self) -> None:
+    def _check_links(self) -> None:
         """Receive, so that links are not silent while no thread waits for messages, and see which are."""
         with self._host.state:
             if self._is_closed or self._error is not None:
@@ -155,7 +155,7 @@ class PeerTransport:
                     self.take_message()
                 now_s = time.monotonic()
                 for link in list(self._links.values()):
-                    link.look_after(now_s)
+                    link.check(now_s)
             except ProtocolError as error:
                 self._error = error
         self._wake()
@@ -244,7 +244,7 @@ class PeerTransport:
             self._waiter.ended(wait)
         self._await_reports(sent)
         for part in sent:
-            part.connection.let_go(part.mark)
+            part.connection.release(part.mark)
 
     def _await_reports(self, sent: Sequence[PendingSend]) -> None:
         """Wait, while reports come, until little of ``sent`` may not have come."""
@@ -612,14 +612,14 @@ class PeerTransport:
         finally:
             if fd >= 0:  # the message does not use it
                 os.close(fd)
-        self._came(message, bytes(buffer[RECORD_BYTES:nbytes]) if message.kind == _INLINE else None)
+        self._on_message(message, bytes(buffer[RECORD_BYTES:nbytes]) if message.kind == _INLINE else None)
         return True
 
-    def came(self, message: PeerMessage, data: bytes | Memory | None) -> None:
+    def on_message(self, message: PeerMessage, data: bytes | Memory | None) -> None:
         """A message of another machine, with its payload. Raises ProtocolError."""
         if message.kind not in _BETWEEN_MACHINES:
             raise ProtocolError(f"rank {message.source} shares no memory with rank {self._me}: {message}")
-        self._came(message, data)
+        self._on_message(message, data)
 
     def land(self, message: PeerMessage) -> PayloadLanding:
         """The payload of ``message``, of another machine, follows. Raises ProtocolError."""
@@ -627,9 +627,9 @@ class PeerTransport:
             found = self._matcher.land(message)
         return PayloadLanding(self, message, *(found or (None, None)))
 
-    def _came(self, message: PeerMessage, data: bytes | Memory | None) -> None:
+    def _on_message(self, message: PeerMessage, data: bytes | Memory | None) -> None:
         with self._lock:
-            freed = self._matcher.came(message, data)
+            freed = self._matcher.on_message(message, data)
             if freed is not None:
                 self._outgoing.free(cast(Block, freed))
 
@@ -714,7 +714,7 @@ class PayloadLanding:
         """All of it has come. Raises ProtocolError."""
         payload = self.payload
         if payload is None:  # of another era
-            self._peers.came(self._message, self._own)
+            self._peers.on_message(self._message, self._own)
             return
         payload.data, payload.has_landed = self._own, self._own is None
         payload.ready = payload.total

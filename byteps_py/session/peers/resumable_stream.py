@@ -47,7 +47,7 @@ class ResumableStream:
         return self._next < self.given
 
     def add(self, body: Data, owner: object) -> None:
-        """A frame to be sent. ``owner`` keeps its memory, which does not change until it is let go."""
+        """A frame to be sent. ``owner`` keeps its memory, which does not change until it is released."""
         self._kept.append((body, owner))
         self.given += 1
 
@@ -79,10 +79,10 @@ class ResumableStream:
         self._next = self.confirmed
 
     def bytes_to_copy(self, end: int) -> int:
-        """How many bytes ``let_go`` would copy."""
+        """How many bytes ``release`` would copy."""
         return sum(len(self._kept[at][0]) for at in self._shared(end) if self._kept[at][1] is not None)
 
-    def let_go(self, end: int) -> None:
+    def release(self, end: int) -> None:
         """Keep copies of the frames before ``end`` from now on, so that their memory may change."""
         for at in self._shared(end):
             body, owner = self._kept[at]
@@ -101,7 +101,7 @@ class ResumableStream:
         if header.kind > _LAST_KIND or (header.number != self.expected if is_data else header.nbytes):
             raise ProtocolError(f"frame {header.number} of a stream came instead of frame {self.expected}")
 
-    def came(self, header: FrameHeader) -> None:
+    def on_frame(self, header: FrameHeader) -> None:
         """The frame of ``header`` has come, as it was sent. Raises ProtocolError."""
         if header.kind == StreamFrameKind.DATA:
             self.expected += 1
@@ -152,7 +152,7 @@ class LinkWatch:
         """How often to call ``due``."""
         return min(1.0, self.silence_s / 4)
 
-    def came(self, now_s: float) -> None:
+    def on_receive(self, now_s: float) -> None:
         """Something came, or a new connection was made."""
         self._heard_s, self._pinged_s = now_s, None
 
@@ -164,7 +164,7 @@ class LinkWatch:
     def resumed(self, now_s: float) -> None:
         """There is a new connection."""
         self._broken_s = None
-        self.came(now_s)
+        self.on_receive(now_s)
 
     def due(self, now_s: float) -> LinkDue:
         """What to do now."""

@@ -46,7 +46,7 @@ class MachineMemory:
             self._segment = shared.segment
         else:
             self._segment = Segment.create(nbytes)
-            self._segment.let_go()
+            self._segment.close_descriptor()
         #: All of it: uint8, of ``nbytes`` elements. It keeps the memory, also after the session.
         self.octets = torch.frombuffer(self._segment.view, dtype=torch.uint8, count=nbytes)
 
