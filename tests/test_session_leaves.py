@@ -80,10 +80,10 @@ def service_beside(pool: ThreadPoolExecutor) -> Iterator[Beside]:
 
 def test_it_waits_for_others_to_take_what_it_gave(beside: Beside, pool: ThreadPoolExecutor) -> None:
     leaving = pool.submit(beside.session.close)
-    assert beside.hear() is protocol.Settle
+    assert beside.hear() is protocol.Drain
     assert beside.channel.receive(0) is None
     assert not leaving.done()
-    beside.say(protocol.Settled())
+    beside.say(protocol.Drained())
     assert beside.hear() is protocol.Leave
     leaving.result(WAIT_S)
 
@@ -92,10 +92,10 @@ def test_who_waits_for_long_says_so(beside: Beside, pool: ThreadPoolExecutor, ca
     said = Said()
     logging.getLogger("byteps_py").addHandler(said)
     try:
-        beside.session.unsettled_s = 0.01
+        beside.session.drain_notice_s = 0.01
         leaving = pool.submit(beside.session.close)
         assert said.happened.wait(WAIT_S)
-        beside.say(protocol.Settled())
+        beside.say(protocol.Drained())
         leaving.result(WAIT_S)
     finally:
         logging.getLogger("byteps_py").removeHandler(said)
@@ -115,7 +115,7 @@ class Said(logging.Handler):
 
 def test_it_waits_for_nobody_when_the_job_fails(beside: Beside, pool: ThreadPoolExecutor) -> None:
     leaving = pool.submit(beside.session.close)
-    assert beside.hear() is protocol.Settle
+    assert beside.hear() is protocol.Drain
     beside.say(protocol.Fatal("PeerLostError", "lost worker 1"))
     assert beside.hear() is protocol.Leave
     leaving.result(WAIT_S)

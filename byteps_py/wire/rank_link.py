@@ -281,8 +281,8 @@ class WantChunks:
 
 @_link.message(28)
 @dataclass(frozen=True, slots=True)
-class Settle:
-    """The rank is about to leave, once others have taken what it has given them. A Settled answers."""
+class Drain:
+    """The rank is about to leave, once others have taken what it has given them. A Drained answers."""
 
 
 # Optimizers whose states the service keeps: see worker/ranks/hosting.py.
@@ -514,7 +514,7 @@ class Introduced:
 
 @_link.message(29)
 @dataclass(frozen=True, slots=True)
-class Settled:
+class Drained:
     """Other ranks have taken what this rank gave them, or are gone."""
 
 

@@ -59,7 +59,7 @@ def _all_said() -> list[object]:
         protocol.Join(),
         protocol.Ping(),
         protocol.GiveStackFile(),
-        protocol.Settle(),
+        protocol.Drain(),
         protocol.Leave(),
         protocol.Leave(error="ValueError: no", traceback="line 1"),
         protocol.Leave(again="HostsUpdatedInterrupt", planned=True),

@@ -47,7 +47,7 @@ _SAID = (
     protocol.DeclarationsFailed((1,), "MismatchError", "they differ"),
     protocol.Fatal("PeerLostError", "a rank died"),
     protocol.Pong(),
-    protocol.Settled(),
+    protocol.Drained(),
     protocol.Introduced(77),
     protocol.Ping(),
     protocol.NormMeasured(1, 2.5),

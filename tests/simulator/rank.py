@@ -151,7 +151,7 @@ class Rank(Process):
         """Before it leaves, which it does at the latest when the session's patience has ended."""
         if self.session._has_given:
             patience_s = self._settings.stall_limit_s + _PATIENCE_S
-            self.session._has_given = yield from self._ask_patiently(protocol.Settle(), protocol.Settled, patience_s)
+            self.session._has_given = yield from self._ask_patiently(protocol.Drain(), protocol.Drained, patience_s)
 
     def _is_away(self, number: int) -> bool:
         """It had joined when the others went through this step."""

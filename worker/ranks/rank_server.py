@@ -325,7 +325,7 @@ class RankServer:
                 elif isinstance(message, protocol.Leave):
                     self._leave(rank, connection, here, message)
                     return False
-                elif isinstance(message, protocol.Settle):
+                elif isinstance(message, protocol.Drain):
                     rank.happens(RankEvent.SETTLES)
                     self._on_change()
                 else:
@@ -349,7 +349,7 @@ class RankServer:
         rank = self.ranks.group[local_rank]
         if rank.state is RankState.SETTLING and (connection := rank.connection) is not None:
             rank.happens(RankEvent.IS_SETTLED)
-            self._guard(rank, connection, functools.partial(connection.send, protocol.Settled()))
+            self._guard(rank, connection, functools.partial(connection.send, protocol.Drained()))
 
     def hear(self) -> list[int]:
         """Take all that the ranks have said so far. Returns the local ranks that are still here."""

@@ -122,7 +122,7 @@ class RemoteSession(ChannelSession):
     """
 
     #: A rank that leaves and waits longer than this for others to take its pieces logs a warning.
-    unsettled_s: float = 10.0
+    drain_notice_s: float = 10.0
     chunk_bytes: int = CHUNK_BYTES
     map_segment: Callable[[int, int], Segment] = staticmethod(Segment)
     open_stack_dump: Callable[[], StackDump | None] = staticmethod(open_stack_dump)
@@ -147,7 +147,7 @@ class RemoteSession(ChannelSession):
         self._barriers = self._released = 0
         self._last_joined: int | None = None
         self._has_given = False  # pieces of a gather or an exchange, which others take from here
-        self._is_settled = False  # the others have taken all of them
+        self._is_drained = False  # the others have taken all of them
         self._hosts = (False, False)
         self._has_left = False  # the service knows, and no longer answers
         self._state_host = RemoteStateHost(self, self._slots.view)
@@ -163,7 +163,7 @@ class RemoteSession(ChannelSession):
             protocol.HostsChanged: self._hosts_changed,
             protocol.PeerInbox: self._given_peer,
             protocol.Introduced: self._introduced,
-            protocol.Settled: self._settled,
+            protocol.Drained: self._drained,
             protocol.Fatal: self._failed,
             protocol.Pong: self._is_alive,
             **self._state_host.handlers,
@@ -334,29 +334,29 @@ class RemoteSession(ChannelSession):
         self.read_what_is_there()
         return self._hosts
 
-    def _settle(self) -> None:
+    def _drain(self) -> None:
         """Wait until other ranks have taken this rank's pieces of gathers and exchanges: the pieces lie in this rank's
         memory, and other ranks may be far behind. Not if an error ends this rank: the others may wait for operations
         that it will not start."""
         has_error = self._has_left or failure_reports.ending() is not None
         if not self._has_given or has_error or self.returning is not None or self._closed or self._fatal is not None:
             return
-        self.tell(protocol.Settle())
+        self.tell(protocol.Drain())
         try:
             waiting = "not all have taken what they are given"
-            self.wait_until(lambda: self._is_settled, self.unsettled_s, lambda: waiting)
+            self.wait_until(lambda: self._is_drained, self.drain_notice_s, lambda: waiting)
         except StallError:
             limit_s = self.time_limit(None)
             _log.warning(
                 "rank %d stays until others have taken what it has given them in a gather, an exchange or a send%s",
                 self.rank, f", at most {limit_s:g} s" if limit_s else "",
             )  # fmt: skip
-            self.wait_until(lambda: self._is_settled, limit_s, lambda: "not all have taken what they are given")
+            self.wait_until(lambda: self._is_drained, limit_s, lambda: "not all have taken what they are given")
 
     def close(self) -> None:
         if os.getpid() == self._pid:  # a forked child must not act for the rank or use its locks
             with contextlib.suppress(BytePSError):
-                self._settle()
+                self._drain()
             with self.state:
                 if self._closed:
                     return
@@ -463,8 +463,8 @@ class RemoteSession(ChannelSession):
             raise ProtocolError("the communication service introduces a rank that has asked for none")
         self._peers.directory.introduced(message.key)
 
-    def _settled(self, message: protocol.Settled, fds: list[int]) -> None:
-        self._is_settled = True
+    def _drained(self, message: protocol.Drained, fds: list[int]) -> None:
+        self._is_drained = True
 
     def _failed(self, message: protocol.Fatal, fds: list[int]) -> None:
         self._fail(from_name(message.error, message.message))

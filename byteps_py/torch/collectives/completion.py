@@ -94,7 +94,7 @@ atexit.register(POOL.close)
 class Completable(Protocol):
     """An operation with a future."""
 
-    def settle_whatever_comes(self) -> None:
+    def complete_or_fail(self) -> None:
         """Return when the operation is over, successful or not. Raises nothing."""
 
     def fire(self) -> None:
@@ -121,7 +121,7 @@ class Completer:
     def _serve(self) -> None:
         with self._lock:
             work = self._waiting.popleft()
-        work.settle_whatever_comes()
+        work.complete_or_fail()
         with self._lock:
             self._is_served = bool(self._waiting)
             more = self._is_served

@@ -218,7 +218,7 @@ class Context:
         again."""
         for work in [*self.unfinished, *self.until_join]:
             work.finish()
-        self.handles.settle()
+        self.handles.complete_all()
         last = self.session.join()
         with self.lock:
             self.joins += 1

@@ -240,15 +240,15 @@ class GroupCollectives:
     def barrier(self, timeout_s: float) -> Work:
         """Complete when every member has called it."""
 
-        def through_the_service() -> Work:
+        def fallback() -> Work:
             token = torch.zeros(1, dtype=torch.uint8, device="cpu")
             kind = OperationKind(Op.SUM, DType.UINT8, (1,))
             return self._service.start(Call("barrier", [], timeout_s), kind, [token], [])
 
         if self._is_barrier_agreed and (peers := self._peers_for(Op.EXCHANGE, 0, True)) is not None:
-            return peers.barrier(through_the_service, timeout_s)
+            return peers.barrier(fallback, timeout_s)
         self._is_barrier_agreed = True  # the first one goes through the service, see ``broadcast``
-        return through_the_service()
+        return fallback()
 
     def _peers_for(self, op: Op, nbytes: int, is_on_host: bool) -> PeerCollectives | None:
         """The collectives among members that reach each other directly, if the router chooses PEERS: see

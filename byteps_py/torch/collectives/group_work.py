@@ -152,7 +152,7 @@ class GroupContext:
         if work is None:
             return
         try:
-            work.settle()
+            work.complete()
         except StallError as error:
             self.aborted = error
             raise
@@ -251,7 +251,7 @@ class ServiceWork(GroupWork):
     def _release(self) -> None:
         view, self._view, self._finish = self._view, None, None
         if view is not None and view.occupant is self:
-            view.vacate()
+            view.clear()
         if self._error is not None and self._failed is not None:
             self._failed()
 
@@ -271,7 +271,7 @@ class CombinedWork(GroupWork):
 
     def _complete(self, deadline: float) -> None:
         for work in self._works:
-            self._wait_in_slices(deadline, work.settle)
+            self._wait_in_slices(deadline, work.complete)
         for work in self._works:
             work.wait()
         if self._finish is not None:
@@ -299,16 +299,16 @@ class FallbackWork(GroupWork):
     for first. They detect it at different times: a rank that a member waits for may know already, and then it does not
     begin. So whichever rank a member waits for, it must detect that any other one has joined.
 
-    ``direct``: the operation from rank to rank, begun. ``otherwise`` begins the same operation through the service.
+    ``direct``: the operation from rank to rank, begun. ``fallback`` begins the same operation through the service.
     """
 
-    def __init__(self, queue: FallbackQueue, call: Call, direct: GroupWork, otherwise: Callable[[], Work]) -> None:
+    def __init__(self, queue: FallbackQueue, call: Call, direct: GroupWork, fallback: Callable[[], Work]) -> None:
         super().__init__(queue.group_context, call)
-        self._finish = None  # ``direct`` and ``otherwise`` call it
+        self._finish = None  # ``direct`` and ``fallback`` call it
         self.number = direct.number
         self._queue = queue
         self._work: Work = direct
-        self._otherwise: Callable[[], Work] | None = otherwise
+        self._fallback: Callable[[], Work] | None = fallback
         self._is_in_background = False
         for earlier in list(queue.under_way):  # polling removes the finished ones from the queue
             if not earlier.is_completed():
@@ -325,12 +325,12 @@ class FallbackWork(GroupWork):
             super()._hand_to_pool()
 
     def _complete(self, deadline: float) -> None:
-        self._wait_in_slices(deadline, self._settle)
+        self._wait_in_slices(deadline, self._complete_work)
         if self._lacks_a_member:
             for earlier in self._up_to_this:
-                self._wait_in_slices(deadline, earlier._settle)
+                self._wait_in_slices(deadline, earlier._complete_work)
             self._fall_back()
-            self._wait_in_slices(deadline, self._settle)
+            self._wait_in_slices(deadline, self._complete_work)
         self._work.wait()
 
     def _is_ready(self) -> bool:
@@ -341,12 +341,12 @@ class FallbackWork(GroupWork):
         return self._work.is_completed()
 
     def _release(self) -> None:
-        self._otherwise = None
+        self._fallback = None
         with contextlib.suppress(ValueError):  # it has been removed
             self._queue.under_way.remove(self)
 
-    def _settle(self, timeout_s: float) -> None:
-        self._work.settle(timeout_s)
+    def _complete_work(self, timeout_s: float) -> None:
+        self._work.complete(timeout_s)
 
     @property
     def _lacks_a_member(self) -> bool:
@@ -361,7 +361,7 @@ class FallbackWork(GroupWork):
         """The direct operations up to this one are over: begin those through the service that lack a member, unless
         another thread has."""
         with self._queue.switch_lock:
-            for fallback in self._up_to_this:
-                otherwise = fallback._otherwise
-                if otherwise is not None and fallback._lacks_a_member:
-                    fallback._work, fallback._otherwise = otherwise(), None
+            for work in self._up_to_this:
+                fallback = work._fallback
+                if fallback is not None and work._lacks_a_member:
+                    work._work, work._fallback = fallback(), None

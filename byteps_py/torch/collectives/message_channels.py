@@ -326,7 +326,7 @@ class PeerReceive(Message):
             for earlier in list(self._under_way):
                 if earlier is self:
                     break
-                self._wait_in_slices(deadline, earlier.settle)
+                self._wait_in_slices(deadline, earlier.complete)
         self._wait_in_slices(deadline, self._collect)
         if self.result_buffer is not None:
             self.result_buffer.deliver()
@@ -386,7 +386,7 @@ class PeerReceives(MessageChannel[PeerReceive]):
                 if self.can_begin():
                     return
                 first = self._under_way[0]
-            first.settle_whatever_comes()
+            first.complete_or_fail()
 
     def begin(self, message: PeerReceive) -> None:
         tensor = message.tensor
@@ -430,7 +430,7 @@ class ServiceMessage(Message):
             self._wait_in_slices(deadline, self.view.wait_for_departure)
 
     def _receive(self, round_: ServiceWork, deadline: float) -> None:
-        self._wait_in_slices(deadline, round_.settle)
+        self._wait_in_slices(deadline, round_.complete)
         round_.wait()
 
     def _is_carried_out(self) -> bool:
@@ -467,7 +467,7 @@ class ServiceChannel(MessageChannel[ServiceMessage]):
         with self.lock:
             occupant = self._next.occupant
         if occupant is not None:
-            occupant.settle()
+            occupant.complete()
 
     def begin(self, message: ServiceMessage) -> None:
         try:
@@ -476,7 +476,7 @@ class ServiceChannel(MessageChannel[ServiceMessage]):
         finally:
             self._calls += 1
 
-    def hand_over_again(self, message: ServiceMessage) -> ServiceWork:
+    def resubmit(self, message: ServiceMessage) -> ServiceWork:
         """Hand a message over once more, in the slot that it occupies."""
         with self.lock:
             return self._hand_over(message, self._views[message.slot_number])
@@ -565,11 +565,11 @@ class EarlyReceive(ServiceMessage):
         return not self._was_final and isinstance(round_.exception(), MismatchError)
 
     def _receive(self, round_: ServiceWork, deadline: float) -> None:
-        self._wait_in_slices(deadline, round_.settle)
+        self._wait_in_slices(deadline, round_.complete)
         while self._must_repeat(round_):
             self._wait_in_slices(deadline, self._wait_for_request)
-            round_ = self._channel.hand_over_again(self)
-            self._wait_in_slices(deadline, round_.settle)
+            round_ = self._channel.resubmit(self)
+            self._wait_in_slices(deadline, round_.complete)
         round_.wait()
 
     def _wait_for_request(self, timeout_s: float) -> None:
@@ -578,5 +578,5 @@ class EarlyReceive(ServiceMessage):
 
     def _is_received(self, round_: ServiceWork) -> bool:
         if self._must_repeat(round_) and self._asked.is_set():
-            round_ = self._channel.hand_over_again(self)
+            round_ = self._channel.resubmit(self)
         return round_.is_completed() and not self._must_repeat(round_)

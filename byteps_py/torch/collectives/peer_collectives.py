@@ -77,13 +77,13 @@ class PeerCollectives:
             target, finish = result_buffer.memory, result_buffer.deliver
         return streams.to_all(stream, Call("broadcast", [tensor], timeout_s, finish), None, {root: (span(target),)})
 
-    def barrier(self, otherwise: Callable[[], Work], timeout_s: float) -> FallbackWork:
+    def barrier(self, fallback: Callable[[], Work], timeout_s: float) -> FallbackWork:
         """Complete when every member has called it or has joined. ``otherwise`` begins a barrier through the
         service."""
         receives = dict.fromkeys(self._streams.others, _NOTHING)
         call = Call("barrier", [], timeout_s)
         work = self._streams.to_all("barrier", call, _NOTHING, receives, together=True)
-        return FallbackWork(self._streams.fallbacks, call, work, otherwise)
+        return FallbackWork(self._streams.fallbacks, call, work, fallback)
 
     def move(
         self,

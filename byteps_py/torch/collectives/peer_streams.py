@@ -238,7 +238,7 @@ class PeerStreams:
         if not self.are_introduced:
             group_context.wait_in_slices(self.introduction_wait())
         for work in list(line.under_way)[: len(line.under_way) + 1 - LANES]:
-            group_context.wait_in_slices(work.settle)
+            group_context.wait_in_slices(work.complete)
         if not self.peers.can_send(line.stream):
             with contextlib.suppress(JoinedError):  # a call that sends to that member finds it out
                 group_context.wait_in_slices(self.peers.window_wait(line.stream))

@@ -176,7 +176,7 @@ class PointToPoint:
 
 def _poll(message: Work) -> None:
     try:
-        message.settle(_POLL_S)
+        message.complete(_POLL_S)
     except StallError:
         return
 
@@ -189,7 +189,7 @@ class TakenReceive(GroupWork):
         self._early = early
 
     def _complete(self, deadline: float) -> None:
-        self._wait_in_slices(deadline, self._early.settle)
+        self._wait_in_slices(deadline, self._early.complete)
         self._early.wait()
         deliver(self._early.received, self._outputs[0], self.what)
 

@@ -324,7 +324,7 @@ class SlotView:
             with torch.no_grad():
                 self._mover(device).fetch(views, outputs)
 
-    def vacate(self) -> None:
+    def clear(self) -> None:
         """The operation is over: keep no reference to the caller's tensors."""
         self.occupant, self._due = None, ()
 

@@ -129,7 +129,7 @@ class Work(dist.Work):
         """True if the outputs hold the result, or there is an error to raise."""
         return self._over
 
-    def settle(self, timeout_s: float | None = None) -> None:
+    def complete(self, timeout_s: float | None = None) -> None:
         """Return when the operation is over, successful or not. Raises StallError after ``timeout_s`` seconds (None:
         its own timeout)."""
         if self._over:
@@ -157,11 +157,11 @@ class Work(dist.Work):
         self._over = True
         self._release()
 
-    def settle_whatever_comes(self) -> None:
-        """``settle``, where a timeout becomes the operation's error, because no caller waits for it again. Raises
+    def complete_or_fail(self) -> None:
+        """``complete``, where a timeout becomes the operation's error, because no caller waits for it again. Raises
         nothing."""
         try:
-            self.settle()
+            self.complete()
         except Exception as error:
             with self._lock:
                 if not self._over:
@@ -170,7 +170,7 @@ class Work(dist.Work):
 
     def fire(self) -> None:
         """Complete the future: its callbacks run on this thread. Only threads of the pool call this, after
-        ``settle``."""
+        ``complete``."""
         with self._asking:
             promise, self._promise = self._promise, None
         if promise is not None:
@@ -179,10 +179,10 @@ class Work(dist.Work):
             promise.set_result((self._error, self._outputs))
 
     def _hand_to_pool(self) -> None:
-        POOL.run(self._settle_and_fire)
+        POOL.run(self._complete_and_fire)
 
-    def _settle_and_fire(self) -> None:
-        self.settle_whatever_comes()
+    def _complete_and_fire(self) -> None:
+        self.complete_or_fail()
         self.fire()
 
     # ---- torch.distributed.Work ------------------------------------------------------------------------
@@ -190,7 +190,7 @@ class Work(dist.Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return True when the outputs hold the result. Raises MismatchError, StallError (``timeout``, or the group's
         timeout, passed) or PeerLostError. CUDA: work queued later on the current stream sees the outputs."""
-        self.settle(limit_of(timeout) or None)
+        self.complete(timeout_s_of(timeout) or None)
         if self._error is not None:
             raise self._error.with_traceback(None)
         if self._event is not None:
@@ -255,10 +255,10 @@ class Work(dist.Work):
 
 
 class NotYetError(Exception):
-    """The deadline passed and the operation continues. Never leaves ``Work.settle``."""
+    """The deadline passed and the operation continues. Never leaves ``Work.complete``."""
 
 
-def limit_of(timeout: timedelta | float | None) -> float | None:
+def timeout_s_of(timeout: timedelta | float | None) -> float | None:
     """A timeout in seconds; None: none. torch's own backends also accept numbers of seconds, and a negative time for
     "unset"."""
     if timeout is None:
@@ -296,13 +296,13 @@ class NamedWork(Work):
 
     @property
     def is_done(self) -> bool:
-        """True if ``settle`` would not block."""
+        """True if ``complete`` would not block."""
         attempt = self._attempt
         return self._over or attempt is None or attempt.is_done()
 
     def deliver(self) -> Any:
         """Wait, and return the result. Raises the operation's error."""
-        self.settle()
+        self.complete()
         if self._error is not None:
             if self._on_mismatch is not None and isinstance(self._error, MismatchError):
                 self._on_mismatch()
@@ -350,10 +350,10 @@ class Handles:
         """Remove the handle. Returns its operation, or None."""
         return self._operations.pop(handle, None)
 
-    def settle(self) -> None:
+    def complete_all(self) -> None:
         """Wait for all operations. Their owners get the results, or errors, later."""
         for operation in list(self._operations.values()):
-            operation.settle()
+            operation.complete()
 
     def clear(self) -> None:
         """Forget all operations and names."""

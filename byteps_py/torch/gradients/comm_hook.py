@@ -86,7 +86,7 @@ class _BucketAverage:
         (self._slot_view,) = context.slot_views([TensorRequest(spec, dtype, (shape,), self._buffer.device)])
         self._slot_view.contribute([self._buffer])
 
-    def settle_whatever_comes(self) -> None:
+    def complete_or_fail(self) -> None:
         try:
             if self._slot_view is not None:
                 self._slot_view.wait()

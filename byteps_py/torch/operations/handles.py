@@ -62,7 +62,7 @@ def start_when_name_is_free(context: Context, full_name: str, name: str | None, 
                 f"Duplicate tensor name {name!r}: a tensor with the same name is currently being processed; use a "
                 "different tensor name, or call synchronize() on its handle first"
             )
-        earlier.settle()
+        earlier.complete()
 
 
 def poll(handle: int) -> bool:
@@ -71,7 +71,7 @@ def poll(handle: int) -> bool:
     context.session  # noqa: B018  raises NotInitializedError
     operation = context.handles.get(handle)
     if operation.is_done:
-        operation.settle()  # so that a tensor reduced in place holds its result
+        operation.complete()  # so that a tensor reduced in place holds its result
     return operation.is_over
 
 

@@ -105,7 +105,7 @@ def broadcast_parameters(
     operations = [context.handles.pop(handle) for handle in handles]
     for operation in operations:  # all of them before the first error is raised, so that none stays pending
         if operation is not None:
-            operation.settle()
+            operation.complete()
     for operation in operations:
         if operation is not None:
             operation.deliver()

@@ -38,7 +38,7 @@ from byteps_py.torch.collectives.completion import POOL
 from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.collectives.machine_memory import MachineMemory
 from byteps_py.torch.collectives.members import Members, prefix_of
-from byteps_py.torch.collectives.work import limit_of, not_traced
+from byteps_py.torch.collectives.work import not_traced, timeout_s_of
 from byteps_py.torch.process_group.group_metadata import Options
 from byteps_py.torch.process_group.reduction_collectives import ReductionCollectives
 from byteps_py.torch.process_group.transfer_collectives import TransferCollectives
@@ -87,7 +87,7 @@ class BytePSProcessGroup(ReductionCollectives, TransferCollectives):
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Like barrier, but the StallError names the missing members. timeout: by default that of the group."""
-        limit_s = limit_of(timeout)
+        limit_s = timeout_s_of(timeout)
         if limit_s is None:
             limit_s = self._group_context.timeout_s
         _monitored_barrier(self._store, self._members, limit_s, wait_all_ranks)

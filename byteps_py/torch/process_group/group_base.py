@@ -112,9 +112,9 @@ class GroupBase(GroupMetadata):
     def _combine(self, what: str, works: Sequence[Work], outputs: list[torch.Tensor], opts: Any) -> Work:
         if len(works) == 1:
             return works[0]
-        return CombinedWork(self._group_context, Call(what, outputs, self._limit(opts)), works)
+        return CombinedWork(self._group_context, Call(what, outputs, self._timeout_s(opts)), works)
 
-    def _limit(self, opts: Any) -> float:
+    def _timeout_s(self, opts: Any) -> float:
         return timeout_of(opts, self._group_context.timeout_s)
 
     def _check_count(self, what: str, tensors: Sequence[Any]) -> None:

@@ -18,7 +18,7 @@ from byteps_py.torch.collectives.group_work import CombinedWork
 from byteps_py.torch.collectives.integer_averages import is_summed_wider, mean, sparse_mean, summands
 from byteps_py.torch.collectives.members import Members
 from byteps_py.torch.collectives.tensor_bytes import check_writable
-from byteps_py.torch.collectives.work import Call, Work, limit_of
+from byteps_py.torch.collectives.work import Call, Work, timeout_s_of
 from byteps_py.torch.process_group.collective_arguments import Tensors, dense_tensors, only, reduction_of
 from byteps_py.torch.process_group.group_base import GroupBase, assign
 
@@ -91,11 +91,11 @@ class ReductionCollectives(GroupBase):
         """Copy the root's tensor to all members."""
         tensor = only(dense_tensors(tensors), "broadcast")
         source = root if root is not None else opts if isinstance(opts, int) else opts.rootRank if opts else 0
-        return self._record(self._collectives.broadcast(Call("broadcast", [tensor], self._limit(opts)), source))
+        return self._record(self._collectives.broadcast(Call("broadcast", [tensor], self._timeout_s(opts)), source))
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:
         """Done when every member has called it."""
-        limit_s = limit_of(timeout) or self._limit(opts)
+        limit_s = timeout_s_of(timeout) or self._timeout_s(opts)
         return self._record(self._collectives.barrier(limit_s))
 
     def _add_sparse(self, tensor: torch.Tensor, opts: Any, op: Any) -> Work:
@@ -105,7 +105,7 @@ class ReductionCollectives(GroupBase):
                 f"all_reduce of a sparse tensor of dtype {tensor.dtype}: only SUM and AVG of numbers; use to_dense()"
             )
         self._input_check.check("all_reduce of a sparse tensor", [tensor], how)
-        limit_s = self._limit(opts)
+        limit_s = self._timeout_s(opts)
         work = start_sparse_sum(
             self._collectives, self._members, "all_reduce of a sparse tensor", tensor, how.average, limit_s
         )
@@ -116,10 +116,10 @@ class ReductionCollectives(GroupBase):
     ) -> Work:
         how = self._reduction_of(opts, op, tensors[0].dtype)
         if how.fold is not None:
-            return self._fold(what, tensors, outputs, how, self._limit(opts))
+            return self._fold(what, tensors, outputs, how, self._timeout_s(opts))
         self._input_check.check(what, tensors, how)
         is_awaited = not getattr(opts, "asyncOp", True)
-        limit_s = self._limit(opts)
+        limit_s = self._timeout_s(opts)
         if not (how.average and is_summed_wider(tensors[0].dtype)):
             return self._record(self._collectives.reduce(Call(what, outputs, limit_s), tensors, how, is_awaited))
         for output in outputs:
@@ -149,7 +149,7 @@ class ReductionCollectives(GroupBase):
             )
         self._input_check.check(what, inputs, how)
         is_awaited = not getattr(opts, "asyncOp", True)
-        call = Call(what, [output], self._limit(opts))
+        call = Call(what, [output], self._timeout_s(opts))
         if not (how.average and is_summed_wider(output.dtype)):
             return self._record(self._collectives.reduce_scatter(call, inputs, how, is_awaited))
         check_writable(output)
@@ -165,7 +165,7 @@ class ReductionCollectives(GroupBase):
         first = sum(tensor.numel() for tensor in inputs[: self.rank()])
         work = self._reduce("reduce_scatter", [whole], [whole], opts)
         piece = whole[first : first + output.numel()].view(output.shape)
-        call = Call("reduce_scatter", [output], self._limit(opts))
+        call = Call("reduce_scatter", [output], self._timeout_s(opts))
         return self._then(work, call, lambda: assign(output, piece))
 
     def _fold(

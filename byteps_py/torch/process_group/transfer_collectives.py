@@ -33,7 +33,7 @@ class TransferCollectives(GroupBase):
         self._check_count("all_gather", outputs)
         pieces = [[output] for output in outputs]
         return self._record(
-            self._collectives.move("all_gather", GroupTransfer.gather([tensor], pieces), self._limit(opts))
+            self._collectives.move("all_gather", GroupTransfer.gather([tensor], pieces), self._timeout_s(opts))
         )
 
     def allgather_coalesced(self, output_lists: Any, input_list: Tensors, opts: Any = None) -> Work:
@@ -42,7 +42,9 @@ class TransferCollectives(GroupBase):
         by_member = [dense_tensors(outputs) for outputs in output_lists]
         self._check_count("all_gather_coalesced", by_member)
         return self._record(
-            self._collectives.move("all_gather_coalesced", GroupTransfer.gather(inputs, by_member), self._limit(opts))
+            self._collectives.move(
+                "all_gather_coalesced", GroupTransfer.gather(inputs, by_member), self._timeout_s(opts)
+            )
         )
 
     def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
@@ -50,7 +52,7 @@ class TransferCollectives(GroupBase):
         fits = output.dtype is input.dtype and output.nbytes == input.nbytes * self._members.count
         if fits and is_plain(output) and is_plain(input):
             what = "all_gather_into_tensor"
-            return self._record(self._collectives.move_evenly(Op.GATHER, what, input, output, self._limit(opts)))
+            return self._record(self._collectives.move_evenly(Op.GATHER, what, input, output, self._timeout_s(opts)))
         return self.allgather_into_tensor_coalesced([output], [input], opts)
 
     def allgather_into_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
@@ -65,7 +67,7 @@ class TransferCollectives(GroupBase):
         if len(targets) == 1 and _is_flat(targets[0]) and _is_flat(sources[0]):
             return self._record(
                 self._collectives.move_evenly(
-                    Op.GATHER, "all_gather_into_tensor", sources[0], targets[0], self._limit(opts)
+                    Op.GATHER, "all_gather_into_tensor", sources[0], targets[0], self._timeout_s(opts)
                 )
             )
         plain = [output if output.is_contiguous() else torch.empty_like(output).contiguous() for output in targets]
@@ -79,7 +81,7 @@ class TransferCollectives(GroupBase):
 
         nonempty = [tensor for tensor in sources if tensor.numel()]
         transfer = GroupTransfer.gather(nonempty, pieces, targets, copy_to_outputs)
-        return self._record(self._collectives.move("all_gather_into_tensor", transfer, self._limit(opts)))
+        return self._record(self._collectives.move("all_gather_into_tensor", transfer, self._timeout_s(opts)))
 
     def gather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:
         """Send each member's tensor to the root. Only the root passes outputs."""
@@ -88,7 +90,7 @@ class TransferCollectives(GroupBase):
         outputs = dense_tensors(only(output_tensors, "gather")) if self._members.position == root else []
         if self._members.position == root:
             self._check_count("gather", outputs)
-        return self._record(self._collectives.gather_to(root, tensor, outputs, self._limit(opts)))
+        return self._record(self._collectives.gather_to(root, tensor, outputs, self._timeout_s(opts)))
 
     def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:
         """Send a tensor from the root to each member. Only the root passes inputs."""
@@ -97,7 +99,7 @@ class TransferCollectives(GroupBase):
         inputs = dense_tensors(only(input_tensors, "scatter")) if self._members.position == root else []
         if self._members.position == root:
             self._check_count("scatter", inputs)
-        return self._record(self._collectives.scatter_from(root, inputs, output, self._limit(opts)))
+        return self._record(self._collectives.scatter_from(root, inputs, output, self._timeout_s(opts)))
 
     # ---- all to all ------------------------------------------------------------------------------------
 
@@ -108,7 +110,7 @@ class TransferCollectives(GroupBase):
         self._check_count("all_to_all", inputs)
         sends, receives = [[tensor] for tensor in inputs], [[tensor] for tensor in outputs]
         return self._record(
-            self._collectives.move("all_to_all", GroupTransfer.exchange(sends, receives), self._limit(opts))
+            self._collectives.move("all_to_all", GroupTransfer.exchange(sends, receives), self._timeout_s(opts))
         )
 
     def alltoall_base(
@@ -125,14 +127,14 @@ class TransferCollectives(GroupBase):
         is_even = not input_split_sizes and not output_split_sizes and output.shape == input.shape and output.dim()
         if is_even and not output.shape[0] % self.size() and _is_flat(output) and _is_flat(input):
             return self._record(
-                self._collectives.move_evenly(Op.EXCHANGE, "all_to_all_single", input, output, self._limit(opts))
+                self._collectives.move_evenly(Op.EXCHANGE, "all_to_all_single", input, output, self._timeout_s(opts))
             )
         plain = output if output.is_contiguous() else torch.empty_like(output).contiguous()
         sends = self._rows("all_to_all_single", input, input_split_sizes)
         receives = self._rows("all_to_all_single", plain, output_split_sizes)
         finish = None if plain is output else lambda: assign(output, plain)
         transfer = GroupTransfer.exchange(sends, receives, [output], finish)
-        return self._record(self._collectives.move("all_to_all_single", transfer, self._limit(opts)))
+        return self._record(self._collectives.move("all_to_all_single", transfer, self._timeout_s(opts)))
 
     def _root(self, opts: Any) -> int:
         root: int = opts.rootRank if opts is not None else 0

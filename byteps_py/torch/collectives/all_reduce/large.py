@@ -173,10 +173,10 @@ class LargeSumWork(GroupWork):
         for earlier in list(sums.queue.under_way):
             if earlier is self:
                 break
-            self._wait_in_slices(deadline, earlier.settle)
+            self._wait_in_slices(deadline, earlier.complete)
         agreement = self._agreement
         if agreement is not None:
-            self._wait_in_slices(deadline, agreement.settle)
+            self._wait_in_slices(deadline, agreement.complete)
             agreement.wait()
             self._agreement = None
         if sums.failure is not None:

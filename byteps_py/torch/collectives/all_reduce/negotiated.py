@@ -173,7 +173,7 @@ class _NegotiatedSums:
                 group.release()
         since_ns = time.perf_counter_ns()
 
-        def settle() -> bool:
+        def finish_sum() -> bool:
             try:
                 if not rounds.is_offered_by_all():
                     return False
@@ -189,7 +189,7 @@ class _NegotiatedSums:
                 if is_taken:
                     group.release()
 
-        return settle if is_under_way else None
+        return finish_sum if is_under_way else None
 
     def _report(self, spec: TensorSpec, since_ns: int) -> None:
         observer = self._group.session.observer
