@@ -1,4 +1,4 @@
-"""`bps checkpoint`: writes what summation servers hold of a training to disk, while the training goes on.
+"""`bps checkpoint`: writes the states of a training that summation servers hold to disk, while the training goes on.
 
     stored_state   the state_dict of a step; its tensors stay on the servers until they are written
     writer         one checkpoint, in the format of torch.distributed.checkpoint

@@ -1,4 +1,5 @@
-"""Writes checkpoints of a training from what servers hold, while the training goes on: the work of `bps checkpoint`.
+"""Writes checkpoints of a training from the states that servers hold, while the training goes on: the work of `bps
+checkpoint`.
 
 One thread. The training notices nothing but that servers apply steps later while they are read.
 """
@@ -36,7 +37,8 @@ class CheckpointOptions:
 
 
 class CheckpointProgram:
-    """Writes to ``folder`` what the servers of the job of ``settings`` hold. ``say``: takes sentences about it."""
+    """Writes to ``folder`` the states that the servers of the job of ``settings`` hold. ``say``: prints a sentence
+    about progress."""
 
     def __init__(
         self,

@@ -47,7 +47,7 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """Of all of it."""
+        """The number of bytes of the whole tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
@@ -62,7 +62,7 @@ class StoredTensor:
         return self.elements[start * row : stop * row].to(self.dtype).view(shape)
 
     def whole(self) -> torch.Tensor:
-        """All of it."""
+        """The whole tensor."""
         return self.elements[0 : math.prod(self.shape)].to(self.dtype).view(self.shape)
 
 
@@ -76,7 +76,7 @@ class StoredState:
 
     @property
     def nbytes(self) -> int:
-        """Of the tensors that are stored elsewhere."""
+        """The number of bytes of the tensors that are stored elsewhere."""
         return sum(tensor.nbytes for tensor in self.stored.values())
 
     def put(self, path: tuple[str, ...], tensor: StoredTensor) -> None:

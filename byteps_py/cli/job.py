@@ -294,7 +294,7 @@ def _settings_of(job: jobs.JobNote) -> Settings:
 
 
 def _job_name(job: jobs.JobNote) -> str:
-    """For messages."""
+    """The name of the job in messages."""
     name = f" (BYTEPS_JOB_ID={job.job_id})" if job.job_id else ""
     if not job.address:
         return f"a job of {count_text(job.ranks, 'rank')} on this machine alone, process {job.pid}{name}"
@@ -302,7 +302,7 @@ def _job_name(job: jobs.JobNote) -> str:
 
 
 def _job_start(job: jobs.JobNote) -> str:
-    """What was started, when and where, for messages; empty if it is not known."""
+    """The start of the job in messages: the command, the time and the folder; empty if it is not known."""
     if not job.started_s:
         return ""
     ago_s = max(0.0, time.time() - job.started_s)

@@ -105,7 +105,7 @@ def _as_json(timeline: ScheduleTimeline) -> dict[str, Any]:
 
 
 def _entry(program: Program, span: Span) -> dict[str, Any]:
-    """Of one action. ``micro_batches``: if there are several; ``half``: of a micro-batch, if it is one."""
+    """The entry of one action. ``micro_batches``: if there are several; ``half``: of a micro-batch, if it is one."""
     action, each = span.action, program.parts_of_micro_batch
     micro_batches = sorted({part // each for part in action.parts})
     entry: dict[str, Any] = {

@@ -57,7 +57,7 @@ def scheduler(environ: Environ) -> tuple[str, int] | None:
 
 @dataclass(frozen=True, slots=True)
 class TorchWorld:
-    """What RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say."""
+    """The world as RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe it."""
 
     rank: int
     size: int
@@ -66,8 +66,9 @@ class TorchWorld:
 
 
 def torch_world(environ: Environ) -> TorchWorld | None:
-    """What torch's variables say, if they are all that is known about this rank; None if this is the only rank, or if
-    a launcher or BYTEPS_LOCAL_SIZE describes the ranks. Raises ConfigurationError if they are incomplete.
+    """The world that torch's variables describe, if they are all that is known about this rank; None if this is the
+    only rank, or if a launcher or BYTEPS_LOCAL_SIZE describes the ranks. Raises ConfigurationError if they are
+    incomplete.
 
     >>> world = torch_world({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "gpu0", "MASTER_PORT": "29500"})
     >>> world.rank, world.host

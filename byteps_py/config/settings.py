@@ -187,7 +187,7 @@ class Settings:
 
     @property
     def patience_s(self) -> float:
-        """How long a process may be silent if it is probably slow rather than dead. That holds for a process whose
+        """The time that a process may be silent if it is probably slow rather than dead. That holds for a process whose
         heartbeats have been late, for one whose machine is alive, and for one that only the scheduler may declare dead
         sooner."""
         return self.heartbeat_timeout_max_s or SLOW_FACTOR * self.heartbeat_timeout_s

@@ -1,4 +1,4 @@
-"""Which values a setting may have, beyond its type: names of hosts and sockets, paths, sizes.
+"""The values that a setting may have, beyond its type: names of hosts and sockets, paths, sizes.
 
 Owns the table from a setting to its validator. Must not ask the system: whether a host exists or a file can be written
 is found out where it is used. Pure; any thread.

@@ -100,7 +100,7 @@ def _run(arguments: Sequence[str], outer_environ: Mapping[str, str]) -> int:
 
 
 def _scheduler_address(specs: Sequence[ProcessSpec]) -> str:
-    """That of a job with a scheduler; else empty. It names the job for ``bps``."""
+    """The scheduler's address, for a job with a scheduler; else empty. It names the job for ``bps``."""
     env = specs[0].env
     host, port = env.get("DMLC_PS_ROOT_URI", ""), env.get("DMLC_PS_ROOT_PORT", "")
     return f"{host}:{port}" if host else ""

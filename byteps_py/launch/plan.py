@@ -1,4 +1,5 @@
-"""Which processes a machine, or an emulated cluster, runs: the environment goes in, descriptions of processes come out.
+"""The processes that a machine, or an emulated cluster, runs: the environment goes in, descriptions of processes come
+out.
 
 ``role_plan``: one machine, by what DMLC_ROLE and its companion variables ask for. ``cluster_plan``: a whole cluster on
 this host's loopback, what ``bpslaunch -np RANKS --machines N --servers K`` starts. Each emulated machine has its own
@@ -41,7 +42,7 @@ _TRIES = 200
 
 
 class ProcessKind(enum.Enum):
-    """What the end of a process means for the job."""
+    """The kind of a process, which says what its end means for the job."""
 
     MAIN = "main"  # the job is over when all of these have ended; their exit codes decide the launcher's
     SERVICE = "service"  # serves the others; exits by itself when they have left
@@ -230,7 +231,7 @@ def cluster_plan(
 
 
 def _scheduler_restarts(environ: Mapping[str, str]) -> int:
-    """How often a killed scheduler is started again: only with a journal can it resume the job."""
+    """The number of times that a killed scheduler is started again: only with a journal can it resume the job."""
     return 0 if environ.get("BYTEPS_JOURNAL_DIR") == "none" else _SCHEDULER_RESTARTS
 
 

@@ -1,4 +1,4 @@
-"""What the launcher does when a process ends, a signal arrives or time passes.
+"""Decides what the launcher does when a process ends, a signal arrives or time passes.
 
 A pure state machine: events and the time go in, actions come out. It starts nothing and sends nothing. Only the
 supervisor's thread calls it.
@@ -295,7 +295,7 @@ class SupervisionPolicy:
 
     @property
     def _draining_s(self) -> float:
-        """How long services may take after the ranks: ranks of other machines may end later. But a machine that was
+        """The time that services have after the ranks: ranks of other machines may end later. But a machine that was
         asked to leave may have little time."""
         return self._drain_s if self._is_part and not self._is_leaving else self._grace_s
 

@@ -40,10 +40,10 @@ _MOST_GUARDS = 10
 
 @dataclass(frozen=True, slots=True)
 class Supervision:
-    """How a job is supervised. ``grace_s``: seconds from SIGTERM to SIGKILL; ``own_error_s``: seconds that ranks have
-    to end with their own error after a rank or a service failed; ``drain_s``: seconds that services have once all ranks
-    have ended; ``tag_output``: prefix every line (None: if there is more than one rank); ``folder``: for a file per
-    process and stream; ``elastic``, ``is_part``: see SupervisionPolicy."""
+    """Options of the supervision of a job. ``grace_s``: seconds from SIGTERM to SIGKILL; ``own_error_s``: seconds that
+    ranks have to end with their own error after a rank or a service failed; ``drain_s``: seconds that services have
+    once all ranks have ended; ``tag_output``: prefix every line (None: if there is more than one rank); ``folder``: for
+    a file per process and stream; ``elastic``, ``is_part``: see SupervisionPolicy."""
 
     grace_s: float = 5.0
     own_error_s: float = 15.0

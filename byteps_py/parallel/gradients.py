@@ -27,7 +27,7 @@ Copied = tuple[tuple[int, int, int], ...]
 def clip_grad_norm_(
     model: nn.Module, max_norm: float, norm_type: float = 2.0, groups: Sequence[dist.ProcessGroup] = ()
 ) -> torch.Tensor:
-    """As torch.nn.utils.clip_grad_norm_, for a model whose parameters may be cut by ``tensor.parallelize`` and FSDP2.
+    """Like torch.nn.utils.clip_grad_norm_, for a model whose parameters may be cut by ``tensor.parallelize`` and FSDP2.
     Returns the norm before clipping, a scalar that is the same on all ranks. A Pipeline has a method of this name.
 
         loss.backward()
@@ -104,7 +104,8 @@ def multiply_gradients(parameters: Iterable[nn.Parameter], factor: torch.Tensor)
 
 
 def _norms(local: torch.Tensor, first: int, copied: Copied, norm_type: float) -> list[torch.Tensor]:
-    """Of ``local``, the rows from ``first`` on of a rank's gradient; rows that several ranks hold count once in all."""
+    """The norms of ``local``, the rows from ``first`` on of a rank's gradient; rows that several ranks hold count once
+    in all."""
     found, place = [], 0
     for start, stop, number in copied:
         start, stop = (min(max(row - first, 0), len(local)) for row in (start, stop))

@@ -143,7 +143,7 @@ class Mesh:
         return self.layout.ranks(self._own, names)
 
     def coordinates(self, rank: int | None = None) -> dict[str, int]:
-        """Of a global rank (default: this one), from inner to outer. Raises UsageError."""
+        """The coordinates of a global rank (default: this one), from inner to outer. Raises UsageError."""
         return self.layout.coordinates(self._own if rank is None else rank)
 
     def describe(self) -> str:

@@ -57,11 +57,11 @@ class MeshLayout:
         return math.prod(self.sizes)
 
     def size(self, name: str) -> int:
-        """Of a dimension; 1 for "sharding" in an order without it. Raises UsageError for another name."""
+        """The size of a dimension; 1 for "sharding" in an order without it. Raises UsageError for another name."""
         return self.sizes[self.order.index(name)] if self._has(name) else 1
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Of a rank, from inner to outer. Raises UsageError for a rank that is not in the mesh."""
+        """The coordinates of a rank, from inner to outer. Raises UsageError for a rank that is not in the mesh."""
         if not 0 <= rank < self.world_size:
             raise UsageError(f"rank {rank} is not in a mesh of ranks 0 to {self.world_size - 1}")
         found = {}

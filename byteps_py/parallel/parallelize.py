@@ -37,7 +37,7 @@ _UNSYNCHRONOUS = ("pipedream", "pipedream-2bw")
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelOptions:
-    """How ``parallelize_model`` uses the mesh.
+    """The way in which ``parallelize_model`` uses the mesh.
 
     Attributes:
         plan: the tensor-parallel style of each layer, by name: see ``tensor.parallelize``.
@@ -203,7 +203,7 @@ class ParallelTraining:
         return mean.take(())
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """As torch.nn.utils.clip_grad_norm_, over the gradients of all ranks, each parameter once. Returns the norm
+        """Like torch.nn.utils.clip_grad_norm_, over the gradients of all ranks, each parameter once. Returns the norm
         before clipping, the same on all ranks."""
         if isinstance(self.module, Pipeline):
             return self.module.clip_grad_norm_(max_norm, norm_type)

@@ -1,4 +1,5 @@
-"""Who may call a gRPC server of this package: processes that know the cluster secret. Others cost little.
+"""Authenticates the callers of a gRPC server of this package: processes that know the cluster secret may call it, and
+others cost little.
 
 gRPC does not tell of a connection before it is authenticated. So the connections are found among the descriptors of the
 process, and are cut off by the limits of every listener (unauthenticated_connections.py). gRPC waits for a request as

@@ -1,4 +1,4 @@
-"""How a member connects to the scheduler: over gRPC, or to a core in its own process where a machine is alone.
+"""Connects a member to the scheduler: over gRPC, or to a core in its own process where a machine is alone.
 
 Trainers must not import this module: gRPC does not survive a fork.
 

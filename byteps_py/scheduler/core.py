@@ -230,8 +230,8 @@ class SchedulerCore:
         return self.job.reason
 
     def suspicions(self, now_s: float) -> Iterator[MemberLost | RanksContradict]:
-        """What heartbeats, and their absence, show: members that have been silent for too long, then ranks that wait in
-        vain. Handle each event before you take the next. Ask after a SchedulerAwake of this time."""
+        """The suspicions that heartbeats, and their absence, raise: members that have been silent for too long, then
+        ranks that wait in vain. Handle each event before you take the next. Ask after a SchedulerAwake of this time."""
         if self.state in (FORMING, RUNNING):
             present, is_forming = self._roster.present(), self.state == FORMING
             whys = [(m.connection, self._liveness.too_long(m, present, now_s, is_forming)) for m in present]
@@ -245,7 +245,7 @@ class SchedulerCore:
         return self._config.heartbeat_timeout_s if member is None else self._liveness.timeout_s(member)
 
     def finished(self, now_s: float) -> Finish | None:
-        """Not None once the scheduler may exit: its members have left, or have had the time to leave."""
+        """The outcome once the scheduler may exit, else None: its members have left, or have had the time to leave."""
         if self.job.over_s is None:
             return None
         # A frozen member may never close its connection.

@@ -130,7 +130,7 @@ class Reforming:
         self._ready[member] = waiting
 
     def waiting_ranks(self, member: int) -> int:
-        """How many ranks of a machine wait to be in the next group."""
+        """The number of ranks of a machine that wait to be in the next group."""
         return self._ready[member].ranks if member in self._ready else 0
 
     def has_nobody(self, member: int) -> bool:

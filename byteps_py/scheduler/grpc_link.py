@@ -122,7 +122,7 @@ class GrpcControlLink:
             attempt.sender.join(self.close_timeout_s)
 
     def _send(self, message: pb.MemberMessage) -> None:
-        """With the lock held."""
+        """Send a message. Called with the lock held."""
         stamped = self._end.stamp(message)
         if self._stream is not None:
             self._stream.outgoing.put(stamped)

@@ -310,7 +310,7 @@ class GroupWatch:
         self._compared_s = -_COMPARE_S
 
     def message_handlers(self) -> Mapping[str, MessageHandler]:
-        """By kind, for reports."""
+        """The handlers of reports, by kind."""
         return {"heartbeat": self._heartbeat, "sight": self._sight}
 
     def _heartbeat(self, member: MemberRecord, heartbeat: pb.Heartbeat, now_s: float) -> Outgoing:

@@ -62,7 +62,7 @@ class Job:
         return to_each(members, failure(error, text)) + self.dismiss_servers()
 
     def dismiss_servers(self) -> Outgoing:
-        """Of a job that is over: servers stay until the last worker has left."""
+        """Stop the servers of a job that is over; they stay until the last worker has left."""
         if self.roster.workers():
             return []
         stop = pb.Stop(reason=self.reason, keep_states=self.keep_states)
@@ -109,7 +109,8 @@ class Finish:
 
 
 def finish(has_failed: bool, over_for_s: float, has_connections: bool, late: str, reason: str) -> Finish | None:
-    """Not None once all members have left, or have had the time to. ``late``: those that have not, in words."""
+    """The outcome once all members have left, or have had the time to; else None. ``late``: those that have not, in
+    words."""
     if has_connections and over_for_s < (FAILED_LINGER_S if has_failed else END_LINGER_S):
         return None
     return Finish(int(has_failed), reason + (f" (still connected: {late})" if has_connections and late else ""))

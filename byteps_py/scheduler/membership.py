@@ -1,4 +1,4 @@
-"""How the membership of a job comes about and changes: links are measured, the first epoch opens, services come and go.
+"""Forms the membership of a job and changes it: links are measured, the first epoch opens, services come and go.
 
 Pure: time is an argument. How the ranks of an elastic job form groups: elastic.py.
 
@@ -107,8 +107,8 @@ class Survey:
 
 
 class Forming:
-    """From the first registration to the first epoch. ``rates``: Mbit/s of all links, CPU machines first; None until
-    all members have registered and no link is left to be measured."""
+    """The time from the first registration to the first epoch. ``rates``: Mbit/s of all links, CPU machines first; None
+    until all members have registered and no link is left to be measured."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -266,7 +266,7 @@ class SummationServices:
         return [message for member in chosen for message in self.drain(member, "bps scale", now_s)]
 
     def message_handlers(self) -> Mapping[str, MessageHandler]:
-        """By kind, for what a communication service says of its servers."""
+        """The handlers, by kind, of messages that a communication service sends of its servers."""
         return {"applied": self._applied}
 
     def _applied(self, member: MemberRecord, applied: pb.Applied, now_s: float) -> Outgoing:

@@ -53,7 +53,7 @@ class _Declaration:
 
 
 class Declarations:
-    """What a tensor is, as the ranks of one group agree on it: one object per name, one vote per rank and generation.
+    """The declarations on which the ranks of one group agree: one object per name, one vote per rank and generation.
     ``accepted_count``, ``accepted_bytes``: of the tensors that are accepted now.
 
     A name's life:   VOTING(1) ─► ACCEPTED(1) ─► VOTING(2) ─► REJECTED(2) ─► VOTING(3) ─► …
@@ -181,7 +181,7 @@ class Declarations:
 
 
 def _disagreement(name: str, votes: _Votes) -> str:
-    """Which ranks gave which specs, in words, if they do not agree; else empty."""
+    """A text with the specs that ranks gave, if they do not agree; else empty."""
     camps: dict[tuple[object, ...], tuple[TensorSpec, list[int]]] = {}
     for ranks, spec in votes:
         camps.setdefault(spec.signature(), (spec, []))[1].extend(ranks)
@@ -221,7 +221,7 @@ def _read_votes(ballot: pb.Ballot, ranks: range, size: int, joined: set[int]) ->
 
 
 class Barriers:
-    """Which machines have arrived at which barriers. Barrier numbers rise by one; a machine arrives at each at most
+    """The machines that have arrived at each barrier. Barrier numbers rise by one; a machine arrives at each at most
     once. Barriers do not wait for machines whose ranks have all joined."""
 
     def __init__(self, num_machines: int) -> None:
@@ -245,7 +245,7 @@ class Barriers:
         return [sequence for sequence in sorted(self._arrived) if self._end_if_complete(sequence)]
 
     def expect_all(self) -> None:
-        """From now on barriers wait for all machines again."""
+        """Let barriers wait for all machines again."""
         self._excused.clear()
 
     def _end_if_complete(self, sequence: int) -> bool:
@@ -301,8 +301,8 @@ class JoinTracker:
 
 
 class ShutdownTracker:
-    """Which machines may exit. A machine whose ranks have all shut down stays a while: others may need once more what
-    its ranks gave last.
+    """Decides which machines may exit. A machine whose ranks have all shut down stays a while: others may need once
+    more what its ranks gave last.
 
     The machine may exit once every other machine has said that it lacks no result of those ranks, or has shut down
     itself.
@@ -353,7 +353,7 @@ class RankGroup:
         self.keeps_states = False  # a rank has ended without saying that training is done
 
     def message_handlers(self) -> Mapping[str, MessageHandler]:
-        """By kind, for the messages that a communication service sends of its ranks."""
+        """The handlers, by kind, of messages that a communication service sends of its ranks."""
         return {
             "arrive": self._arrive,
             "declare": self._declare,

@@ -55,7 +55,7 @@ class ClusterConfig:
 
     @property
     def patience_s(self) -> float:
-        """As in ``Settings``."""
+        """See Settings.patience_s."""
         return self.heartbeat_timeout_max_s or SLOW_FACTOR * self.heartbeat_timeout_s
 
     @property
@@ -292,7 +292,7 @@ class Roster:
         return Refusal("RendezvousError", clash, later=self._has_left(register)) if clash else None
 
     def _contradiction(self, register: pb.Register) -> str:
-        """Which of the process's settings do not fit this cluster; empty if all fit."""
+        """The settings of the process that do not fit this cluster, in words; empty if all fit."""
         config = self._config
         if register.protocol != PROTOCOL_VERSION:
             return (

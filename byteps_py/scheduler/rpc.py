@@ -1,4 +1,4 @@
-"""How processes reach the scheduler over gRPC: options, credentials, TCP retransmission, and what errors mean.
+"""Settings of gRPC for connections to the scheduler: options, credentials, TCP retransmission, and what errors mean.
 
 Any thread. Only service processes and the command line import this: gRPC does not survive a fork, and trainers fork.
 """

@@ -1,4 +1,4 @@
-"""What ranks wait for, as their heartbeats show it: tensors that stall, and waits that would never end. Pure.
+"""Detects waits from the heartbeats of ranks: tensors that stall, and waits that would never end. Pure.
 
 Every CS reports with its heartbeat the tensors that its ranks have waited for. Together the reports show whose
 contribution is missing. A tensor is warned about once its oldest wait has reached ``warn_s``, and then again every
@@ -31,7 +31,7 @@ class Stall:
 
 
 class StallWatch:
-    """Which tensors and barriers have waited for ``warn_s`` seconds or longer."""
+    """Finds tensors and barriers that have waited for ``warn_s`` seconds or longer."""
 
     def __init__(self, warn_s: float) -> None:
         self._warn_s = warn_s
@@ -77,7 +77,7 @@ class StallWatch:
         return found
 
     def contradiction(self, size: int, what: Callable[[str], str]) -> str:
-        """Which ranks wait in different unnamed operations, in words; empty if none are known to.
+        """A text that names ranks that wait in different unnamed operations; empty if none are known to.
 
         Unnamed operations are matched in the order of the calls. If one rank waits in an operation that a second rank
         has not called, and the second waits in another one of the same kind that the first has not called, their calls
@@ -158,7 +158,7 @@ SURE_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """What a rank has reported of one sequence of steps, unchanged from ``since_s`` to ``until_s``."""
+    """The report of a rank on one sequence of steps, unchanged from ``since_s`` to ``until_s``."""
 
     steps: int
     optimizers: int
@@ -203,7 +203,7 @@ class StepSequences:
             self._by_member[member_id] = now
 
     def contradiction(self) -> str:
-        """Which optimizer does not step on all ranks, in words; empty if none is known to."""
+        """A text that names an optimizer that does not step on all ranks; empty if none is known."""
         sequences: dict[str, list[tuple[int, int, int]]] = {}
         for reports in self._by_member.values():
             for (sequence, rank), reported in reports.items():

@@ -1,1 +1,1 @@
-"""What is derived from the job's secret, and limits for strangers."""
+"""Keys and certificates that are derived from the job's secret, and limits for callers that have not authenticated."""

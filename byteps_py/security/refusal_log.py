@@ -27,7 +27,7 @@ class _Period:
 
 
 class RefusalLog:
-    """What one service has refused."""
+    """The connections that one service has refused."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

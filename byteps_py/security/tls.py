@@ -26,7 +26,7 @@ _VALID_TO = datetime.datetime(2999, 1, 1, tzinfo=datetime.UTC)
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Credentials:
-    """In PEM format: the authority's certificate, and this process's certificate and private key."""
+    """Certificates in PEM format: the authority's certificate, and this process's certificate and private key."""
 
     authority: bytes
     certificate: bytes

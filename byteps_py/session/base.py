@@ -1,4 +1,4 @@
-"""What a training process can ask of the service. Front ends are written against this module alone.
+"""The interface between a training process and the service. Front ends are written against this module alone.
 
 Owns no memory, socket or thread: see solo.py and service/remote.py for the two implementations.
 """
@@ -134,7 +134,8 @@ class Session(ABC):
 
     @property
     def state_host(self) -> StateHost:
-        """What keeps an optimizer's states and makes its steps. Raises UnsupportedError if nothing does here."""
+        """The interface to the service that keeps an optimizer's states and makes its steps. Raises UnsupportedError if
+        this session has none."""
         raise UnsupportedError("this session has no service that keeps an optimizer's states")
 
     @abstractmethod

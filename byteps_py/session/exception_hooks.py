@@ -100,7 +100,7 @@ class MainHook(ChainedHook):
 
 
 def shorten_tracebacks() -> None:
-    """From now on tracebacks of this package's errors end at the program's line, in a job or not."""
+    """Let tracebacks of this package's errors end at the program's line from now on, in a job or not."""
     global _lasting
     with _lock:
         failure_reports.whole_tracebacks = os.environ.get("BYTEPS_LOG_LEVEL", "").upper() in ("DEBUG", "TRACE")

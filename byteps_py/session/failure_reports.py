@@ -124,7 +124,7 @@ def traceback_of(error: BaseException) -> str:
 
 
 def blame_for(error: BaseException) -> Blame:
-    """Whose fault it is when ``error`` ends this process."""
+    """The party at fault when ``error`` ends this process."""
     if isinstance(error, KeyboardInterrupt):
         return Blame.NOBODY
     return Blame.OTHERS if isinstance(error, PeerLostError) else Blame.OWN
@@ -180,8 +180,8 @@ def _is_inside(module: object) -> bool:
 
 
 def news_of_the_end() -> Leave | None:
-    """What others have to hear of ``ending``. An error of the job that is in flight is nothing new: they have it too,
-    and the program may handle it and join again."""
+    """The message that tells other ranks of ``ending``; None if they need none. An error of the job that is in flight
+    needs none: the others have it too, and the program may handle it and join again."""
     error = ending()
     return None if isinstance(error, CommunicationError) and uncaught() is None else leave_because_of(error)
 

@@ -152,4 +152,4 @@ class SoloStateHost(StateHost):
         self._session.check_open()  # it is made already
 
     def release_part(self, part: HostedPart) -> None:
-        """Its memory is freed with it."""
+        """Does nothing: the memory of the part is freed with it."""

@@ -1,4 +1,4 @@
-"""What a training process asks of the service that keeps an optimizer's states and makes its steps."""
+"""The interface between a training process and the service that keeps an optimizer's states and makes its steps."""
 
 from __future__ import annotations
 
@@ -111,4 +111,4 @@ class StateHost(ABC):
 
     @abstractmethod
     def release_part(self, part: HostedPart) -> None:
-        """Its states are needed no more; the service learns that with the next ``host``. Raises nothing."""
+        """The states of the part are needed no more; the service learns that with the next ``host``. Raises nothing."""

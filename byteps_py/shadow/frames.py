@@ -18,7 +18,7 @@ MOST_BYTES = 64 << 20
 
 
 class FrameKind(enum.IntEnum):
-    """What a frame's payload is."""
+    """The kind of a frame's payload."""
 
     SETTINGS = 1  # to the subprocess, first: JSON
     DESCRIBE = 2  # to it: JSON of the seconds for which steps are held back, and of the deadline

@@ -58,8 +58,8 @@ class ShadowReader:
         self.close()
 
     def describe(self, hold_s: float = 0.0) -> list[ServerDescription]:
-        """What each server holds; servers that give no answer are listed with their error. For ``hold_s`` seconds (at
-        most 60) servers apply no steps, so that what they describe can be read while training goes on.
+        """The states that each server holds; servers that give no answer are listed with their error. For ``hold_s``
+        seconds (at most 60) servers apply no steps, so that what they describe can be read while training goes on.
 
         Empty without a scheduler: then there are no servers on other machines. Raises RendezvousError, StallError or
         CommunicationError if the scheduler can't be asked.
@@ -102,7 +102,8 @@ class ShadowReader:
         self._take_data(part.server, target, "READ")
 
     def read_attached(self, record: RestorableRecord) -> bytearray:
-        """What a rank has attached to its record. Raises CommunicationError if the server can't deliver it any more."""
+        """The bytes that a rank has attached to its record. Raises CommunicationError if the server can't deliver it
+        any more."""
         found = bytearray(record.attached_bytes)
         for start in range(0, len(found), _PIECE_BYTES):
             stop = min(start + _PIECE_BYTES, len(found))

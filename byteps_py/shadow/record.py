@@ -30,8 +30,8 @@ from byteps_py.errors import ProtocolError
 
 
 def read_common(data: bytes) -> dict[str, Any]:
-    """What ``common`` says, with a parameter's steps as the last entry of its list in ``params``. Raises ValueError,
-    TypeError or LookupError for anything else."""
+    """The contents of ``common``, with a parameter's steps as the last entry of its list in ``params``. Raises
+    ValueError, TypeError or LookupError for anything else."""
     common: dict[str, Any] = json.loads(data)
     steps, place = common.pop("steps"), dict.fromkeys(common["kinds"], 0)
     for entry in common["params"].values():

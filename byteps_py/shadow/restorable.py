@@ -1,4 +1,4 @@
-"""Which step can be restored from what servers hold. Pure; any thread.
+"""Finds the step that can be restored from the states that servers hold. Pure; any thread.
 
 A step can be restored if every rank's record of it is there, and of each tensor that rank 0's record names, servers can
 deliver all elements as they are after the tensor's last step. Servers need not agree about what they hold: each
@@ -19,7 +19,8 @@ from byteps_py.wire.data_link import HeldPart, HeldRun, ShadowDescription, Shado
 
 @dataclass(frozen=True, slots=True)
 class ServerDescription:
-    """What one server holds. ``address``: its port for readers, ``host:port``. ``error``: why it gave no answer."""
+    """The states that one server holds. ``address``: its port for readers, ``host:port``. ``error``: why it gave no
+    answer."""
 
     address: str
     description: ShadowDescription
@@ -65,7 +66,7 @@ class RestorableRecord:
 
     @classmethod
     def of(cls, server: str, said: ShadowRecord) -> RestorableRecord:
-        """As the server describes it."""
+        """The run as the server describes it."""
         return cls(server, said.run, said.step, said.rank, said.size, said.attached_bytes, said.common)
 
 
@@ -108,7 +109,7 @@ class _Held:
 
 
 class _MergedRun:
-    """What all servers hold of a run."""
+    """The states that all servers hold of a run."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -193,7 +194,7 @@ def _at(run: _MergedRun, step: int) -> Restorable | str:
 
 
 def _common(records: Mapping[int, RestorableRecord]) -> dict[str, Any] | None:
-    """What rank 0's record says that all ranks have alike; None if it has not come, or is damaged."""
+    """The contents of rank 0's record that are the same on all ranks; None if it has not arrived, or is damaged."""
     if (record := records.get(0)) is None:
         return None
     try:
@@ -244,7 +245,7 @@ def _end(held: _Held) -> int:
 
 
 def _some(items: Iterable[object]) -> str:
-    """At most four of them, in words.
+    """A list of at most four, in words.
 
     >>> _some([1, 2, 3, 4, 5, 6])
     '1, 2, 3, 4 and 2 more'

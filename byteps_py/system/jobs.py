@@ -1,4 +1,4 @@
-"""How `bps` finds the jobs on this machine: each service writes a note, and keeps it locked while it runs.
+"""Finds the jobs on this machine, for `bps`: each service writes a note, and keeps it locked while it runs.
 
 A note is a file in the user's runtime folder that only its owner can read. It does not contain the cluster secret. The
 system releases the lock when the service ends, even if it is killed. So a process that finds an unlocked note deletes
@@ -235,7 +235,7 @@ def _remove(path: Path) -> None:
 
 
 def _read(name: str, folder: int) -> JobNote | None:
-    """None if the file is gone, can be accessed by others, or is not a note."""
+    """Read a note. None if the file does not exist, can be accessed by others, or is not a note."""
     with contextlib.suppress(OSError, ValueError, TypeError), open(private_folder.open_own_file(name, folder)) as file:
         return JobNote(**json.loads(file.read(_MAX_BYTES)))
     return None

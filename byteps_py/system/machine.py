@@ -1,4 +1,4 @@
-"""Which machine this is, and the names and addresses under which others reach its processes.
+"""Identifies this machine, and gives the names and addresses under which others reach its processes.
 
 Reads settings and asks the system; opens no connection that lasts. Any thread.
 """

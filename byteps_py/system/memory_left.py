@@ -1,4 +1,4 @@
-"""How much memory this machine, or the container on it, has left. Any thread."""
+"""The memory that this machine, or the container on it, has left. Any thread."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def available_memory_bytes(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> float:
-    """What new memory may take without swapping; infinity where nothing tells. The container's limit counts."""
+    """The bytes that can be allocated without swapping; infinity where the system does not say. The container's limit
+    counts."""
     left = math.inf
     for line in _text(meminfo).splitlines():
         name, _, value = line.partition(":")

@@ -1,4 +1,4 @@
-"""Which user listens at a port of this machine, as the kernel says. Any thread; needs only the standard library."""
+"""The user that listens at a port of this machine, as the kernel says. Any thread; needs only the standard library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the communication service reads the Python stacks of a rank that keeps others waiting.
+"""Lets the communication service read the Python stacks of a rank that keeps others waiting.
 
 The service sends a signal. Python's fault handler, which needs neither the GIL nor memory, then writes the stacks of
 all threads to a file in memory that both processes have open. Until then it costs nothing. One per process; any thread.

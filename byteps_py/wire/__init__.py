@@ -1,1 +1,1 @@
-"""What travels on each link, one file for each: typed records and their encoding."""
+"""The messages of each link, one file for each: typed records and their encoding."""

@@ -18,7 +18,7 @@ CHUNK_BYTES = 2 << 20
 
 
 class TensorChunks:
-    """Of a tensor of this ``spec``, in a job of ``size`` ranks; none longer than ``chunk_bytes``.
+    """The chunks of a tensor of this ``spec``, in a job of ``size`` ranks; none longer than ``chunk_bytes``.
 
     >>> from byteps_py.tensors import DType
     >>> spec = TensorSpec("g", DType.FLOAT32, (6 << 18,), scatters=True)

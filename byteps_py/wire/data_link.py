@@ -365,7 +365,7 @@ class ShadowRecord(PayloadRecord):
 
     @property
     def nbytes(self) -> int:
-        """Its size as a payload."""
+        """The size of the message as a payload."""
         return _codec(ShadowRecord).header_bytes + len(self.common)
 
 
@@ -382,8 +382,8 @@ class HeldPart:
 
 @dataclass(frozen=True, slots=True)
 class HeldRun:
-    """What a server keeps of a run. ``age_s``: since the last message about it; ``records``: those of which all that is
-    attached is there."""
+    """The part of a run that a server keeps. ``age_s``: since the last message about it; ``records``: those of which
+    all that is attached is there."""
 
     run: U64
     durable: U64 = 0

@@ -1,4 +1,4 @@
-"""What processes tell the launcher that started them: exit statuses, and notices of why they fail.
+"""The messages of processes to the launcher that started them: exit statuses, and notices of failures.
 
 The launcher gives every process a pipe (``BYTEPS_LAUNCH_WORDS``). A failing rank writes its traceback there instead of
 to stderr. So the traceback stays in one piece, and the launcher can tell the cause from its consequences: it shows the
@@ -55,7 +55,7 @@ def handle_signals(signals: Sequence[int], handler: Callable[[int, object], obje
 
 
 class Blame(enum.StrEnum):
-    """Whose failure ended the process."""
+    """The party whose failure ended the process."""
 
     OWN = "own"  # its own, or all ranks failed in the same operation
     OTHERS = "others"  # another process's

@@ -113,7 +113,7 @@ _spec_codec = RecordCodec(SpecFields)
 
 
 def pack_spec(spec: TensorSpec) -> bytes:
-    """What a message of the scheduler has of ``spec``, beside its name."""
+    """The fields of ``spec``, beside its name, for a message of the scheduler."""
     return _spec_codec.pack_one(replace(SpecFields.of(spec), name=""))
 
 
@@ -220,7 +220,7 @@ class GiveStackFile:
 @_link.message(10)
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What others should know if this rank keeps them waiting."""
+    """A note for other ranks, shown if this rank keeps them waiting."""
 
     text: Text
 
@@ -249,7 +249,7 @@ class WaitBegun:
 @_link.message(25)
 @dataclass(frozen=True, slots=True)
 class WaitEnded:
-    """What the WaitBegun with this number was about has come."""
+    """The wait of the WaitBegun with this number has ended."""
 
     id: U64
 
@@ -266,7 +266,7 @@ class StepCount:
 @_link.message(39)
 @dataclass(frozen=True, slots=True)
 class StepsBegun:
-    """How far a rank is that has waited for a while. See Session.steps_begun."""
+    """The steps that a rank has begun, once it has waited for a while. See Session.steps_begun."""
 
     counts: tuple[StepCount, ...]
 
@@ -274,7 +274,7 @@ class StepsBegun:
 @_link.message(26)
 @dataclass(frozen=True, slots=True)
 class WantChunks:
-    """From the next round on, the rank wants to hear of each chunk of the slot's results."""
+    """Asks the service to report each chunk of the slot's results, from the next round on."""
 
     slot: U32
 
@@ -356,8 +356,8 @@ class MeasureNorm:
 @_link.message(36)
 @dataclass(frozen=True, slots=True)
 class BeginRecord:
-    """What the rank knows after a step: ``common_bytes`` and then ``attached_bytes`` bytes, in the RecordData messages
-    that follow. See ShadowRecord."""
+    """Begins the record of a step: ``common_bytes`` and then ``attached_bytes`` bytes, in the RecordData messages that
+    follow. See ShadowRecord."""
 
     run: U64
     step: U64

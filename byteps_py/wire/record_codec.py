@@ -191,7 +191,7 @@ class OneRecordCodec:
 
 
 def _kind_of(hint: Any) -> NumberFormat | FieldCodec:
-    """How a field with this annotation is packed."""
+    """The packing of a field with this annotation."""
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return OneRecordCodec(hint)
     if typing.get_origin(hint) is tuple:  # of records

@@ -1,4 +1,5 @@
-"""What a rank saves: of its model, parameters, buffers and other objects of the state dict; of its optimizer, states.
+"""The contents of a checkpoint that a rank saves: parameters, buffers and other objects of its model's state dict, and
+its optimizer's states.
 
 The optimizer is of whatever kind: torch's, a ZeroRedundancyOptimizer, a DistributedOptimizer, hosted or not, or that of
 ``sharding.shard``. One thread.
@@ -31,7 +32,7 @@ MODEL, OPTIMIZER = "model.", "optimizer."
 
 @dataclass(frozen=True, slots=True)
 class ModelContents:
-    """Of a model on this rank.
+    """The contents of a model on this rank.
 
     Attributes:
         values: its state dict. Tensors share the model's memory; others are what ``get_extra_state`` returns.
@@ -78,7 +79,7 @@ class ModelContents:
         return set(self.values) - set(self.parameters)
 
     def entries(self) -> dict[str, Any]:
-        """What this rank saves, by the names in a checkpoint."""
+        """The entries that this rank saves, by their names in a checkpoint."""
         found: dict[str, Any] = {}
         for name, value in self.values.items():
             found |= self.pieces(MODEL + name, name, value)
@@ -151,7 +152,8 @@ _NEEDED = {"amsgrad": "max_exp_avg", "centered": "grad_avg"}
 
 
 class OptimizerStates:
-    """Of one optimizer, whose parameters are ``contents``'s. Raises UsageError for one that has others."""
+    """The states of one optimizer, whose parameters are those of ``contents``. Raises UsageError for one that has
+    others."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, contents: ModelContents) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
@@ -201,7 +203,8 @@ class OptimizerStates:
             self._whole.offloaded.finish()
 
     def named(self) -> States:
-        """Of all parameters that have states here. Collective for a hosted optimizer, whose states are whole."""
+        """The states of all parameters that have some on this rank. Collective for a hosted optimizer, whose states are
+        whole."""
         if isinstance(self._whole, HostedOptimizerMixin):
             packed = self._whole.state_dict()["state"]
             return {
@@ -221,7 +224,8 @@ class OptimizerStates:
         }
 
     def entries(self, states: States) -> dict[str, Any]:
-        """What this rank saves, by the names in a checkpoint. Raises UsageError for states that it can't hold."""
+        """The entries that this rank saves, by their names in a checkpoint. Raises UsageError for states that it can't
+        hold."""
         found: dict[str, Any] = {}
         for name, own in states.items():
             for entry, value in own.items():
@@ -236,7 +240,7 @@ class OptimizerStates:
         return [name for one in self._parameters(self._own) if self._owns(one) for name in self._names[id(one)]]
 
     def device_of(self, name: str, entry: str, is_scalar: bool) -> torch.device:
-        """Where a state belongs."""
+        """The device of a state."""
         parameter = self._contents.parameters[name]
         if isinstance(self._whole, HostedOptimizerMixin):
             return torch.device("cpu")
@@ -301,7 +305,8 @@ class OptimizerStates:
 def contents_of(
     model: nn.Module | Pipeline, optimizer: torch.optim.Optimizer | None, ranks: Ranks
 ) -> tuple[ModelContents, OptimizerStates | None]:
-    """Of both, on this rank. Raises UsageError for a model or an optimizer that can't be saved or loaded."""
+    """The contents of the model and the optimizer on this rank. Raises UsageError for a model or an optimizer that
+    can't be saved or loaded."""
     contents = ModelContents.of(model)
     if optimizer is None:
         return contents, None

@@ -47,7 +47,8 @@ def check_copies(model: nn.Module | Pipeline, group: dist.ProcessGroup | None = 
 
 
 def check_saved(ranks: Ranks, contents: ModelContents) -> str | None:
-    """As ``check_copies``, of parameters. Returns what is said of the first buffer that differs; None: none does."""
+    """Check parameters as ``check_copies`` does. Returns a sentence about the first buffer that differs; None if none
+    does."""
     sums = ranks.together(lambda: _sums(contents, contents.parameters))
     if (text := _first_difference(ranks, sums)) is not None:
         raise MismatchError(
@@ -77,7 +78,7 @@ def _region_text(region: str) -> str:
 
 
 def _chunk_text(value: torch.Tensor) -> str:
-    """Which part of a DTensor this rank has."""
+    """The part of a DTensor that this rank has, in words."""
     if not isinstance(value, DTensor):
         return ""
     offsets = [list(one.offsets) for one in value.__create_chunk_list__()]

@@ -117,7 +117,8 @@ def _parts_of(
 
 @dataclass(slots=True)
 class _Staged:
-    """What is read, in host memory: ``tensors`` by (name in the checkpoint), as this rank has them; ``objects``."""
+    """The entries that were read, in host memory: ``tensors`` by (name in the checkpoint), as this rank has them;
+    ``objects``."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)

@@ -27,7 +27,7 @@ class Ranks:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> Ranks:
-        """Of a process group; None: all ranks."""
+        """The ranks of a process group; None: all ranks."""
         if dist.is_initialized():
             return cls(dist.get_rank(group), dist.get_process_group_ranks(group or dist.group.WORLD), group, True)
         if api.is_initialized():
@@ -36,7 +36,7 @@ class Ranks:
 
     @property
     def size(self) -> int:
-        """Their number."""
+        """The number of ranks."""
         return len(self.names)
 
     def gathered(self, own: _T) -> list[_T]:
@@ -81,7 +81,8 @@ class Ranks:
         return result
 
     def together(self, work: Callable[[], _T]) -> _T:
-        """What ``work`` returns on this rank. If it raises on some ranks, all raise the error of the first of these."""
+        """Call ``work`` and return its result. If it raises on some ranks, all raise the error of the first of
+        these."""
         own: Exception | None = None
         try:
             result = work()

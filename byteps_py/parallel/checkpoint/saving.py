@@ -101,7 +101,8 @@ def _entries(contents: ModelContents, states: OptimizerStates | None) -> dict[st
 def _planned(
     ranks: Ranks, files: CheckpointFiles, entries: dict[str, Any], buffers: set[str]
 ) -> tuple[SavePlan, DefaultSavePlanner, Metadata | None]:
-    """What this rank writes, and on the first rank what all write. Raises CheckpointError."""
+    """The plan of the entries that this rank writes, and on the first rank of those that all write. Raises
+    CheckpointError."""
     planner = DefaultSavePlanner(flatten_state_dict=False)
     planner.set_up_planner(entries, None, ranks.rank == 0)
     local = ranks.together(planner.create_local_plan)
@@ -167,7 +168,7 @@ class _StagedPlanner(DefaultSavePlanner):
 
 
 class SaveWork:
-    """What this rank writes. ``metadata``: on the first rank."""
+    """The entries that this rank writes. ``metadata``: on the first rank."""
 
     def __init__(
         self,
@@ -226,7 +227,7 @@ _LOOK_S = 0.05
 
 
 class SaveHandle:
-    """Of ``save(…, asynchronous=True)``. All ranks call ``result()``.
+    """The handle that ``save(…, asynchronous=True)`` returns. All ranks call ``result()``.
 
     >>> SaveHandle.done_already().done()
     True
@@ -240,7 +241,7 @@ class SaveHandle:
 
     @classmethod
     def done_already(cls) -> SaveHandle:
-        """Of a save that has ended."""
+        """A handle of a save that has ended."""
         return cls()
 
     @classmethod
@@ -296,7 +297,7 @@ class SaveHandle:
 
 
 def _parts(files: CheckpointFiles, ranks: Ranks) -> list[Any]:
-    """What each rank has written, once all have. Raises CheckpointError."""
+    """The results of each rank, once all have written. Raises CheckpointError."""
     found: dict[int, Any] = {}
     grown, since_s = -1, time.monotonic()
     while len(found) < ranks.size:

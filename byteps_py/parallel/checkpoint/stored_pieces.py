@@ -1,5 +1,5 @@
-"""Which parts of a checkpoint's tensors a rank reads, and where they go: the overlaps of what ranks had when they saved
-with what this one has now. Reads nothing. One thread."""
+"""The parts of a checkpoint's tensors that a rank reads, and their destinations: the overlaps of the pieces that ranks
+saved with those of this rank. Reads nothing. One thread."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class StoredNames:
         return isinstance(one, TensorStorageMetadata)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the whole tensor. Raises UsageError if there is no such tensor."""
+        """The shape of the whole tensor. Raises UsageError if there is no such tensor."""
         stored = self._of(name)
         _, one = stored[None] if None in stored else next(iter(stored.values()))
         shape = list(one.size)
@@ -67,7 +67,7 @@ class StoredNames:
         return tuple(shape)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of a tensor."""
+        """The dtype of a tensor."""
         _, one = next(iter(self._of(name).values()))
         dtype: torch.dtype = one.properties.dtype
         return dtype
@@ -141,8 +141,8 @@ class StoredNames:
 def _span_box(
     span: tuple[int, int, int], dim: int, chunk: ChunkStorageMetadata, target: torch.Tensor
 ) -> tuple[list[int], torch.Tensor] | None:
-    """What of a span (start and stop in the whole, place in the rank's tensor) lies in ``chunk`` of the rank's tensor:
-    where it begins in the whole, and the part of ``target``. None for nothing."""
+    """The overlap of a span (start and stop in the whole, place in the rank's tensor) with ``chunk`` of the rank's
+    tensor: its beginning in the whole, and the part of ``target``. None if there is none."""
     start, stop, place = span
     low = max(place, chunk.offsets[dim])
     high = min(place + stop - start, chunk.offsets[dim] + chunk.sizes[dim])

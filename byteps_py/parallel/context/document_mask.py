@@ -156,7 +156,7 @@ class DocumentMask:
             first = end
 
     def keys_of(self, queries: range, keys: range) -> range:
-        """Those of ``keys``, positions in the document of ``queries``, that any of the queries sees."""
+        """The ``keys``, positions in the document of ``queries``, that any of the queries sees."""
         start, stop = keys.start, keys.stop
         if self.is_causal:
             stop = min(stop, queries.stop)
@@ -166,7 +166,7 @@ class DocumentMask:
         return range(start, max(start, stop))
 
     def queries_of(self, keys: range, queries: range) -> range:
-        """Those of ``queries``, positions in the document of ``keys``, that see any of the keys."""
+        """The ``queries``, positions in the document of ``keys``, that see any of the keys."""
         start, stop = queries.start, queries.stop
         if self.is_causal:
             start = max(start, keys.start)
@@ -237,7 +237,7 @@ def tiles_of(mask: DocumentMask, span: AttentionSpan, size: int) -> list[Attenti
 
 
 def squares_of(mask: DocumentMask, span: AttentionSpan, size: int) -> list[AttentionSpan]:
-    """As ``tiles_of``, with at most ``size`` keys, too. Each query of a square sees one of its keys."""
+    """Like ``tiles_of``, with at most ``size`` keys, too. Each query of a square sees one of its keys."""
     parts = [seen_in(mask, tile, keys) for tile in tiles_of(mask, span, size) for keys in _pieces(tile.keys, size)]
     return [part for part in parts if part is not None]
 

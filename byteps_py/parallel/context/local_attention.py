@@ -43,7 +43,7 @@ class AttentionCall:
         group: dist.ProcessGroup | None,
         scale: float | None,
     ) -> AttentionCall:
-        """For this rank's (q, k, v). Raises UsageError if they, the mask and the group do not go together."""
+        """The call for this rank's (q, k, v). Raises UsageError if they, the mask and the group do not go together."""
         q, k, v = tensors
         rank, size = place_in(group)
         for name, tensor in zip("qkv", tensors, strict=True):
@@ -249,7 +249,7 @@ def packed_chunk(mask: DocumentMask, chunk: range, batch: int, device: torch.dev
 def attend_packed(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: AttentionCall, kernel: VarlenKernel
 ) -> torch.Tensor:
-    """As local_attention.attend, by ``kernel``."""
+    """Like local_attention.attend, by ``kernel``."""
     mask, batch, heads = call.mask, q.shape[0], q.shape[1]
     behind = -1 if mask.window is None else mask.window - 1
     outputs = []

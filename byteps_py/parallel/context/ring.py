@@ -65,13 +65,13 @@ class PartialAttention:
 
     @classmethod
     def of(cls, q: torch.Tensor, value_dim: int, call: AttentionCall) -> PartialAttention:
-        """To no block yet."""
+        """Attention to no block yet."""
         dtype = accumulating(q.dtype)
         o = q.new_zeros((*q.shape[:3], value_dim), dtype=dtype)
         return cls(call, q, o, q.new_full(q.shape[:3], -torch.inf, dtype=dtype))
 
     def add(self, block: KeyBlock) -> None:
-        """Meet another block."""
+        """Add the attention to another block."""
         for own, seen, tile in _tiles(self.call, block.rank):
             scores = _scores(self.q[own], block.k[seen], tile, self.call)
             lse = scores.logsumexp(-1)
@@ -97,7 +97,7 @@ class AttentionGradients:
 
     @classmethod
     def of(cls, parts: PartialAttention, gradient: torch.Tensor) -> AttentionGradients:
-        """Before the first block. ``parts``: of all blocks."""
+        """Gradients before the first block. ``parts``: the attention to all blocks."""
         gradient = gradient.to(parts.o.dtype)
         delta = (gradient * parts.o).sum(-1)
         return cls(parts.call, parts.q, parts.lse, gradient, delta, torch.zeros_like(parts.q, dtype=parts.o.dtype))
@@ -166,8 +166,8 @@ def ring_attention(
     *,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """As ``attention``, with the same arguments, result and errors, but for the way of the keys and values: cp - 1 hops
-    on a ring of ranks, and in the backward pass cp - 1 hops of them and cp of their gradients. Gradients travel in
+    """Like ``attention``, with the same arguments, result and errors, but for the way of the keys and values: cp - 1
+    hops on a ring of ranks, and in the backward pass cp - 1 hops of them and cp of their gradients. Gradients travel in
     float32 for half precision. Computed in plain torch: slower than ``attention``, where its memory suffices.
     """
     call = AttentionCall.of((q, k, v), mask, group, scale)

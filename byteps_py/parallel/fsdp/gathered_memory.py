@@ -60,7 +60,7 @@ class GatherPlan:
         return [self.receiver(self.position, machine) for machine in self.members if machine != own]
 
     def receives(self, owners: Collection[int]) -> Sequence[int]:
-        """Those of ``owners`` whose pieces this member receives."""
+        """The ``owners`` whose pieces this member receives."""
         own = self.machines[self.position]
         return [
             owner

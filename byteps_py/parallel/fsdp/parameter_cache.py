@@ -34,8 +34,8 @@ from byteps_py.torch.process_group.byteps_process_group import BytePSProcessGrou
 
 
 class CachedAllGather:
-    """For ``FSDPModule.set_custom_all_gather``. ``name``: of the module, for messages. ``memory_of``: the memory of a
-    process group."""
+    """An all-gather for ``FSDPModule.set_custom_all_gather``. ``name``: of the module, for messages. ``memory_of``: the
+    memory of a process group."""
 
     def __init__(self, name: str, memory_of: Callable[[dist.ProcessGroup], GatheredMemory]) -> None:
         self._name = name

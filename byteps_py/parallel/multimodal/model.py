@@ -200,8 +200,8 @@ class EncodedImages:
                 leaf.grad = gradient
 
     def tokens(self, part: int) -> torch.Tensor:
-        """Of the images of ``part``: (images of a part, ...), float32 or float64. Raises UsageError if there are
-        none."""
+        """The tokens of the images of ``part``: (images of a part, ...), float32 or float64. Raises UsageError if there
+        are none."""
         if not 0 <= part < len(self._leaves):
             held = f"those of {len(self._leaves)} parts are there" if self._leaves else "no images are encoded"
             raise UsageError(
@@ -217,7 +217,7 @@ class EncodedImages:
 
     @property
     def gradients(self) -> torch.Tensor:
-        """Those of this rank's layers: (images, ...). Raises UsageError without images that require any."""
+        """The gradients of this rank's layers: (images, ...). Raises UsageError without images that require any."""
         if self._gradients is None:
             raise UsageError(
                 "the gradients of image tokens are asked for, but no images are held that require them: encode the "

@@ -107,31 +107,31 @@ class MultimodalPipeline(Pipeline):
     # ---- training ------------------------------------------------------------------------------------------
 
     def evaluate(self, inputs: Any, targets: Any, loss_fn: LossFunction) -> torch.Tensor:
-        """As Pipeline.evaluate; ``inputs``: (images, text)."""
+        """Like Pipeline.evaluate; ``inputs``: (images, text)."""
         with torch.no_grad(), self._buffers.kept_if_it_fails(), self._encoded(inputs):
             return super().evaluate(inputs, targets, loss_fn)
 
     def outputs(self, inputs: Any) -> dict[int, Any]:
-        """As Pipeline.outputs; ``inputs``: (images, text)."""
+        """Like Pipeline.outputs; ``inputs``: (images, text)."""
         with torch.no_grad(), self._buffers.kept_if_it_fails(), self._encoded(inputs):
             return super().outputs(inputs)
 
     # ---- the module ----------------------------------------------------------------------------------------
 
     def named_parameters(self, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those of this rank by their names in the MultimodalModel: "encoder.…" and "text_model.…"."""
+        """The parameters of this rank by their names in the MultimodalModel: "encoder.…" and "text_model.…"."""
         yield from super().named_parameters(remove_duplicate)
         if (encoder := self._encoder) is not None:
             yield from encoder.named_parameters(_ENCODER[:-1], remove_duplicate=remove_duplicate)
 
     def named_stages(self) -> Iterator[tuple[str, nn.Module]]:
-        """As Pipeline.named_stages, and the image encoder if this rank has it outside of a stage."""
+        """Like Pipeline.named_stages, and the image encoder if this rank has it outside of a stage."""
         yield from super().named_stages()
         if (encoder := self._encoder) is not None:
             yield _ENCODER, encoder
 
     def sharded_parameters(self) -> dict[str, Shard]:
-        """As Pipeline.sharded_parameters."""
+        """Like Pipeline.sharded_parameters."""
         own = {} if self._encoder is None else sharded_parameters(self._encoder)
         return {**super().sharded_parameters(), **{_ENCODER + name: shard for name, shard in own.items()}}
 
@@ -141,13 +141,13 @@ class MultimodalPipeline(Pipeline):
         return {**super().state_dict(), **own}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """As Pipeline.load_state_dict."""
+        """Like Pipeline.load_state_dict."""
         super().load_state_dict(state)
         if (encoder := self._encoder) is not None:
             encoder.load_state_dict({name: state[_ENCODER + name] for name in encoder.state_dict()})
 
     def train(self, mode: bool = True) -> MultimodalPipeline:
-        """As nn.Module.train()."""
+        """Like nn.Module.train()."""
         super().train(mode)
         if self._encoder is not None:
             self._encoder.train(mode)
@@ -157,7 +157,7 @@ class MultimodalPipeline(Pipeline):
 
     @property
     def _encoder(self) -> nn.Module | None:
-        """Of this rank, outside the stages."""
+        """The image encoder of this rank, outside the stages."""
         return None if self._placed is None else self._placed.module
 
     @contextlib.contextmanager

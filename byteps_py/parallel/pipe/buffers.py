@@ -44,7 +44,7 @@ class SavedBuffer:
 
 
 def saved_buffers(modules: Iterable[nn.Module]) -> list[SavedBuffer]:
-    """Those of ``modules`` and of the modules in them."""
+    """The buffers of ``modules``, and of the modules in them, that are saved."""
     return [
         SavedBuffer(owner, name, buffer, buffer._version, buffer.clone() if buffer.nbytes <= _MOST_BYTES else None)
         for module in modules
@@ -97,7 +97,7 @@ class CopiedBuffers:
 
 @dataclass(slots=True)
 class PipelineBuffers:
-    """Those of all modules of this rank."""
+    """The buffers of all modules of this rank."""
 
     _modules: list[nn.Module] = field(default_factory=list)
     _copies: list[CopiedBuffers] = field(default_factory=list)

@@ -74,11 +74,11 @@ class PipelineLayout:
 
     @property
     def worker(self) -> int:
-        """Of this rank."""
+        """The worker of this rank."""
         return self.own[2]
 
     def device_of(self, module: nn.Module | Sequence[nn.Module]) -> torch.device:
-        """Of the parameters; of modules without any, that of the mesh."""
+        """The device of the parameters; of modules without any, that of the mesh."""
         modules = [module] if isinstance(module, nn.Module) else module
         found = (parameter.device for one in modules for parameter in one.parameters())
         if (device := next(found, None)) is not None:
@@ -123,8 +123,9 @@ Rows = list[list[int]]
 
 @dataclass(frozen=True, slots=True)
 class PipelineGroups:
-    """Of this rank. ``workers``: of its data-parallel copy. ``everyone``: of all copies. ``stages``: the ranks with the
-    same stage, if these are several. ``tied``: those of some workers, in all copies, which share parameters.
+    """The groups of this rank. ``workers``: of its data-parallel copy. ``everyone``: of all copies. ``stages``: the
+    ranks with the same stage, if these are several. ``tied``: those of some workers, in all copies, which share
+    parameters.
 
     A group for each stage, and for each set of shared parameters: workers may finish their stages in different orders,
     and the sums of one group never wait for those of another."""

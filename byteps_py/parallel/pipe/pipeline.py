@@ -211,8 +211,8 @@ class Pipeline:
     # ---- the module ----------------------------------------------------------------------------------------
 
     def named_parameters(self, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those of this rank's stages by their names in the model. If the stages were given as a list, the number of
-        the stage comes first: "2.weight". ``remove_duplicate``: each parameter once, by its first name."""
+        """The parameters of this rank's stages by their names in the model. If the stages were given as a list, the
+        number of the stage comes first: "2.weight". ``remove_duplicate``: each parameter once, by its first name."""
         seen: set[int] = set()
         for stage in sorted(self.stages):
             for name, parameter in self.stages[stage].named_parameters(remove_duplicate=remove_duplicate):
@@ -221,7 +221,7 @@ class Pipeline:
                     yield self._prefix(stage) + name, parameter
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Those of this rank's stages, each once: for an optimizer."""
+        """The parameters of this rank's stages, each once: for an optimizer."""
         return (parameter for _, parameter in self.named_parameters())
 
     def sharded_parameters(self) -> dict[str, Shard]:
@@ -253,13 +253,13 @@ class Pipeline:
             module.load_state_dict({name: state[prefix + name] for name in module.state_dict()})
 
     def train(self, mode: bool = True) -> Pipeline:
-        """As nn.Module.train()."""
+        """Like nn.Module.train()."""
         for module in self.stages.values():
             module.train(mode)
         return self
 
     def eval(self) -> Pipeline:
-        """As nn.Module.eval()."""
+        """Like nn.Module.eval()."""
         return self.train(False)
 
     @property
@@ -273,7 +273,7 @@ class Pipeline:
         return self._all
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """As torch.nn.utils.clip_grad_norm_, for the gradients of all stages, each parameter once. Returns the norm,
+        """Like torch.nn.utils.clip_grad_norm_, for the gradients of all stages, each parameter once. Returns the norm,
         the same on all ranks."""
         named = [
             (name, parameter.grad)
@@ -410,7 +410,7 @@ class Pipeline:
         return Outcome(loss, count, bool(counted))
 
     def _prefix(self, stage: int) -> str:
-        """Of the names of a stage's parameters."""
+        """The prefix of the names of a stage's parameters."""
         return "" if self._plan.is_split else f"{stage}."
 
     # ---- setting up ----------------------------------------------------------------------------------------

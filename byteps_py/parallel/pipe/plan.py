@@ -84,7 +84,7 @@ def make_plan(
     sync: str | SyncMode,
     options: Mapping[str, Any],
 ) -> PipelinePlan:
-    """For the arguments of Pipeline. Raises UsageError."""
+    """The plan for the arguments of Pipeline. Raises UsageError."""
     is_torchs = isinstance(schedule, str) and schedule in OF_TORCH
     if isinstance(schedule, str):
         making: Callable[..., Program] = torch_schedules.torch_program if is_torchs else make
@@ -119,7 +119,7 @@ def make_plan(
 
 
 class _Told(NamedTuple):
-    """What a rank tells the others. ``ranks``: of its pipelines."""
+    """The message of a rank to the others. ``ranks``: of its pipelines."""
 
     text: str
     problem: str

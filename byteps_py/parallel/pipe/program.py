@@ -42,7 +42,7 @@ class Action(NamedTuple):
 
 
 class WeightRule(enum.Enum):
-    """Which weights a part is computed with."""
+    """The weights with which a part is computed."""
 
     SYNCHRONOUS = "the same weights for all parts of a step"
     STASHED = "PipeDream: the newest weights at the forward pass, kept until the backward pass"
@@ -108,8 +108,8 @@ class Program:
                 yield worker, position, action
 
     def peak_in_flight(self) -> list[int]:
-        """For each worker the most micro-batches whose activations it holds at once. A micro-batch counts once for each
-        stage of the worker; half of one counts as a whole one until both halves are done."""
+        """The most micro-batches, for each worker, whose activations it holds at once. A micro-batch counts once for
+        each stage of the worker; half of one counts as a whole one until both halves are done."""
         return [_peak(actions, self.parts_of_micro_batch) for actions in self.workers]
 
 

@@ -211,7 +211,7 @@ class ProgramRunner:
             self._sent += channel.send(value)
 
     def _note(self, pipe: int, connection: Connection, part: int, value: Any) -> None:
-        """How many gradients come back for ``value``."""
+        """Record the number of gradients that come back for ``value``."""
         if torch.is_grad_enabled():
             is_there = not isinstance(value, WorkerFailed)
             count = sum(tensor.requires_grad for tensor in flatten(value)[0]) if is_there else 0

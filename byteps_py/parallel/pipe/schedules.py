@@ -43,7 +43,7 @@ def gpipe(workers: int, micro_batches: int) -> Program:
 
 
 class WarmUp(enum.Enum):
-    """How many forward passes worker r of p makes before its first backward pass, in DAPPLE."""
+    """The number of forward passes that worker r of p makes before its first backward pass, in DAPPLE."""
 
     A = "A"  # p - r
     B = "B"  # 2 (p - r) - 1
@@ -155,7 +155,7 @@ def _program(workers: int, chunks: int, rounds: list[int], warmups: list[int]) -
 
 
 class More(enum.Enum):
-    """How Chimera arranges more micro-batches than workers."""
+    """The arrangement of more micro-batches than workers in Chimera."""
 
     DIRECT = "direct"
     DOUBLING = "doubling"

@@ -1,4 +1,4 @@
-"""How long a program takes: each worker carries out its list in order, and begins each action as soon as its inputs
+"""The duration of a program: each worker carries out its list in order, and begins each action as soon as its inputs
 are there and the worker is free. Sends take no time of the worker. Pure; any thread.
 
 Idle time hides sums of gradients: ``reductions`` says when a worker may begin those of its stages, over their copies in
@@ -18,8 +18,8 @@ from byteps_py.parallel.pipe.program import Action, ActionKind, Program
 
 @dataclass(frozen=True, slots=True)
 class Durations:
-    """Of a whole micro-batch at one stage, in any unit. ``p2p``: from the end of an action on one worker until its
-    result is on another. ``input_gradient_share``: of a backward pass, where it is split in two."""
+    """The durations of a whole micro-batch at one stage, in any unit. ``p2p``: from the end of an action on one worker
+    until its result is on another. ``input_gradient_share``: of a backward pass, where it is split in two."""
 
     forward: float = 1.0
     backward: float = 2.0
@@ -129,7 +129,7 @@ class SyncMode(enum.Enum):
 
 
 def reductions(program: Program, durations: Durations | None, mode: SyncMode) -> list[list[Reduction]]:
-    """For each worker its reductions, in the order in which they begin; each of its stages is there once. A stage
+    """The reductions of each worker, in the order in which they begin; each of its stages is there once. A stage
     without actions (GEMS with one micro-batch) is reduced at the end. Only EAGER_OPT depends on ``durations``.
 
     >>> from byteps_py.parallel.pipe.schedules import chimera

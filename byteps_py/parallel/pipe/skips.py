@@ -66,9 +66,9 @@ def pop(name: str) -> torch.Tensor:
 
 @contextlib.contextmanager
 def forward_pass(incoming: dict[str, torch.Tensor], outgoing: Iterable[str]) -> Iterator[dict[str, torch.Tensor]]:
-    """For the forward pass of a stage: ``incoming`` comes from earlier stages; the dictionary receives the tensors for
-    later ones, named ``outgoing``. Raises UsageError at the end if one of these was not stashed, or if a tensor is
-    left."""
+    """Replace the tensors of skip connections in the forward pass of a stage: ``incoming`` comes from earlier stages;
+    the dictionary receives the tensors for later ones, named ``outgoing``. Raises UsageError at the end if one of these
+    was not stashed, or if a tensor is left."""
     before = _current.tensors, _current.outgoing
     _current.tensors, _current.outgoing = dict(incoming), {}
     taken = _current.outgoing

@@ -67,7 +67,7 @@ def copied(value: Any) -> Any:
 
 
 def cloned(value: Any) -> Any:
-    """As ``copied``, for autograd: gradients flow to ``value``."""
+    """Like ``copied``, for autograd: gradients flow to ``value``."""
     tensors, structure = flatten(value)
     return unflatten([tensor.clone() for tensor in tensors], structure)
 

@@ -33,8 +33,8 @@ _CLASSES: Mapping[str, Any] = {
 
 
 def torch_program(name: str, workers: int, micro_batches: int, **options: Any) -> Program:
-    """Which worker holds each stage; torch makes the lists of actions. Zero-bubble: stages r and p + r; the others:
-    r and 2 p - 1 - r. Raises UsageError."""
+    """The program of one of torch's schedules, and the workers of its stages; torch makes the lists of actions.
+    Zero-bubble: stages r and p + r; the others: r and 2 p - 1 - r. Raises UsageError."""
     if options:
         raise UsageError(f"the schedule {name} is torch's: it has no option {min(options)}")
     if micro_batches < 1:

@@ -41,7 +41,7 @@ class _Content(enum.IntEnum):
 
 
 class WorkerFailed:
-    """In place of a value: the worker that should have computed it, or one before it, has failed."""
+    """Stands in place of a value: the worker that should have computed it, or one before it, has failed."""
 
 
 FAILED = WorkerFailed()
@@ -207,7 +207,7 @@ class ReceivingChannel:
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """How often it was changed in place; of a tensor that was made in inference mode, that is not counted."""
+    """The number of changes in place; they are not counted for a tensor that was made in inference mode."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -238,13 +238,13 @@ def _expected_sizes(signature: Signature | None) -> list[int]:
 
 @functools.lru_cache(maxsize=256)
 def _header(content: _Content, following: int, device: torch.device) -> torch.Tensor:
-    """Not to be changed: it is kept for later messages."""
+    """The header of a message. Do not change it: it is kept for later messages."""
     numbers = torch.tensor([content, following, *(0,) * (_HEADER_BYTES // 8 - 2)], device="cpu")
     return numbers.view(torch.uint8).to(device)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Its memory, or a copy of it if it is not contiguous."""
+    """The memory of a tensor, or a copy if it is not contiguous."""
     return tensor.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
 
 

@@ -102,7 +102,7 @@ def described(structure: Any) -> Any:
 
 
 def encode(signature: Signature) -> bytes:
-    """For ``decode`` on another rank. Raises UsageError as ``described``."""
+    """Encode a value for ``decode`` on another rank. Raises UsageError as ``described`` does."""
     tensors = [[str(one.dtype).removeprefix("torch."), one.shape, one.requires_grad] for one in signature.tensors]
     return json.dumps([described(signature.structure), tensors]).encode()
 

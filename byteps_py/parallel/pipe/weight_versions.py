@@ -74,8 +74,8 @@ class WeightVersions:
     updates: int = 0
 
     def apply_for(self, part: int) -> Callable[[nn.Module, Any], Any]:
-        """How the forward pass of ``part`` calls the module: with the weights of its version. PipeDream: the newest
-        ones; 2BW: those of the batch before the last one, W(max(batch - 1, 0))."""
+        """The call of the module in the forward pass of ``part``, with the weights of its version. PipeDream: the
+        newest ones; 2BW: those of the batch before the last one, W(max(batch - 1, 0))."""
         if not self._versions:
             self._versions = [self._copy()]
         version = self._versions[-1]
@@ -117,7 +117,7 @@ class WeightVersions:
 
     @property
     def count(self) -> int:
-        """How many versions are kept."""
+        """The number of versions that are kept."""
         return len(self._versions)
 
     def _copy(self) -> _Version:
@@ -145,7 +145,7 @@ class StaleSteps:
     def of(
         cls, program: Program, worker: int, stage: int, module: nn.Module, replicas: ReplicatedParameters | None
     ) -> StaleSteps:
-        """Of ``worker``, which holds ``stage``."""
+        """The versions of ``worker``, which holds ``stage``."""
         workers = len(program.workers)
         batch = 1 if program.rule is WeightRule.STASHED else program.micro_batches
         versions = WeightVersions(module, program.rule, batch)
@@ -169,7 +169,7 @@ class StaleSteps:
         self._restart()
 
     def fail(self, runner: ProgramRunner, data: StepData) -> None:
-        """Some rank has failed: take what others send for parts under way, without computing."""
+        """A rank has failed: receive, without computing, the messages of others for parts under way."""
         data.has_failed = True
         self.flush(runner, data)
 

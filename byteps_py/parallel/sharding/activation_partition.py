@@ -20,8 +20,8 @@ from byteps_py.parallel.sharding.rank_memory import TensorArena
 def partitioned_checkpoint(
     function: Callable[..., Any], *arguments: Any, group: Group, arena: TensorArena | None = None
 ) -> Any:
-    """As torch.utils.checkpoint.checkpoint(function, *arguments, use_reentrant=False), with 1/t of each saved input on
-    each of the t ranks of ``group``.
+    """Like torch.utils.checkpoint.checkpoint(function, *arguments, use_reentrant=False), with 1/t of each saved input
+    on each of the t ranks of ``group``.
 
         hidden = partitioned_checkpoint(layer, hidden, group=mesh.group("tp"))
 
@@ -93,7 +93,7 @@ def _save(argument: Any, group: Group, arena: TensorArena | None) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class CallSurroundings:
-    """What a repeated forward pass finds as the first one did: random states and autocast."""
+    """The surroundings of a forward pass that a repetition restores: random states and autocast."""
 
     device: torch.device
     cpu_state: torch.Tensor

@@ -150,7 +150,7 @@ class GradientOwners:
             member.parameter.grad = None
 
     def sum_over_copies(self) -> None:
-        """For ``sums_copies_at_step``: sum own gradients over the copies now, once."""
+        """Sum own gradients over the copies now, once, as ``sums_copies_at_step`` asks."""
         if self._rules.sums_copies_at_step and self._groups.copies is not None and not self.is_summed_over_copies:
             for piece in self._pieces:
                 grads = [member.parameter.grad for member in piece.members if member.parameter.grad is not None]

@@ -110,7 +110,7 @@ class OffloadedStates:
 
     @property
     def host_bytes(self) -> int:
-        """Of the states in host memory."""
+        """The number of bytes of the states in host memory."""
         return sum(tensor.nbytes for tensor in self.host_tensors())
 
     def host_tensors(self) -> list[torch.Tensor]:

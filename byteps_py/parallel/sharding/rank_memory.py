@@ -51,7 +51,7 @@ class TensorArena:
 
     @staticmethod
     def bytes_for(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        """What ``take`` uses up: the tensor's bytes, up to a whole cache line."""
+        """The bytes that ``take`` uses for a tensor, rounded up to a whole cache line."""
         return -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -49,7 +49,7 @@ class SegmentPiece:
 
     @property
     def numel(self) -> int:
-        """Of all its parameters."""
+        """The number of elements of all its parameters."""
         return sum(member.numel for member in self.members)
 
 

@@ -29,7 +29,7 @@ READ_SUBMODULES: tuple[type[nn.Module], ...] = (nn.MultiheadAttention, nn.Transf
 
 @dataclass(frozen=True, slots=True)
 class ShardOptions:
-    """What a caller may choose beside Paddle's strategy. Raises UsageError for a value that makes no sense."""
+    """The options of ``shard`` beside Paddle's strategy. Raises UsageError for a value that makes no sense."""
 
     #: The ranks; default: ``Mesh(tp=mp_degree, sharding=…, pp=…, dp=…, order="paddle")``.
     mesh: Mesh | None = None
@@ -204,7 +204,7 @@ def _check_parameters(named: dict[str, nn.Parameter], optimizer: torch.optim.Opt
 
 
 def _is_fresh(state: Mapping[str, Any]) -> bool:
-    """As the optimizer's constructor makes it, before the first step: Adagrad's does."""
+    """True if the states are as the optimizer's constructor makes them, before the first step: Adagrad's makes some."""
     return not state or ("step" in state and float(state["step"]) == 0)
 
 

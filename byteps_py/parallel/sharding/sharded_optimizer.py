@@ -40,7 +40,7 @@ def sharded_with(parameter: torch.Tensor) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class ShardedParts:
-    """What ``shard`` has made of a model."""
+    """The parts that ``shard`` has made of a model."""
 
     model: nn.Module
     members: Sequence[NamedParameter]
@@ -111,10 +111,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             gradients.abandon()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """As torch.nn.utils.clip_grad_norm_, over the gradients of all ranks, each counted once. Returns the norm
-        before clipping, a scalar of float64 that is the same on all ranks. Call it before ``step``, behind
-        ``unscale_`` of a GradScaler. In the middle of a gradient merge it does nothing and returns 0. Raises UsageError
-        for a ``max_norm`` below 0."""
+        """Like torch.nn.utils.clip_grad_norm_, over the gradients of all ranks, each counted once. Returns the norm
+        before clipping, a scalar of float64 that is the same on all ranks. Call it before ``step``, behind ``unscale_``
+        of a GradScaler. In the middle of a gradient merge it does nothing and returns 0. Raises UsageError for a
+        ``max_norm`` below 0."""
         if not max_norm >= 0:
             raise UsageError(f"max_norm is {max_norm}: use a number from 0 on")
         parts = self._parts

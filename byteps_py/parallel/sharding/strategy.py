@@ -20,7 +20,7 @@ MEGABYTE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """How parameters, gradients and states are divided among ranks. Names and defaults are Paddle's, so
+    """The division of parameters, gradients and states among ranks. Names and defaults are Paddle's, so
     ``Strategy(**sharding_configs)`` reads its dictionary.
 
     Raises UsageError for a value that makes no sense.

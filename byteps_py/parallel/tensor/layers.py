@@ -56,7 +56,7 @@ class ParallelLayer(KeepsGroup, nn.Module):
         parameter_owners.announce_layer(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a copy."""
+        """Restore a copy."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         parameter_owners.announce_layer(self)
 
@@ -73,7 +73,8 @@ class ParallelLayer(KeepsGroup, nn.Module):
         raise NotImplementedError
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """As nn.Module's: ``to``, ``to_empty``. Memory that is not initialized may hold nan; no one sets padding."""
+        """See nn.Module: ``to`` and ``to_empty`` call it. Memory that is not initialized may hold nan; no one sets
+        padding."""
         result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.zero_padding()
         return result
@@ -285,7 +286,7 @@ def check_ids(ids: torch.Tensor, vocabulary: int) -> None:
 
 
 def local_part(tensor: torch.Tensor, dim: int) -> tuple[torch.Tensor, int]:
-    """Of a DTensor that FSDP2 has cut into chunks, the local part, and where it begins along ``dim``; other tensors are
+    """The local part of a DTensor that FSDP2 has cut into chunks, and its beginning along ``dim``; other tensors are
     local."""
     first, length = 0, tensor.shape[dim] if tensor.dim() else 0
     if not isinstance(tensor, DTensor):

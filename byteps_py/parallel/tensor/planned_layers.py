@@ -1,5 +1,5 @@
-"""What a plan makes of each linear layer and embedding: decided, and refused, for the whole model before anything
-changes.
+"""The changes that a plan makes to each linear layer and embedding: they are decided, or refused, for the whole model
+before anything changes.
 
 A fused linear layer (q, k and v in one, gate and up in one) has its parts one behind the other. Cut by rows like a
 plain one, the first rank gets all of the first part, and all shapes still fit: only numbers are wrong. One thread.
@@ -40,7 +40,7 @@ class PlannedLayer:
     is_inside: bool
 
     def shards(self) -> dict[str, Shard | None]:
-        """For each parameter, how it is cut; None: it stays whole."""
+        """The cut of each parameter; None: it stays whole."""
         is_row = isinstance(self.style, Row)
         return {
             own: None if is_row and own == "bias" else self.shard

@@ -1,4 +1,4 @@
-"""Which indices of a parameter a tensor-parallel rank has.
+"""The indices of a parameter that a tensor-parallel rank has.
 
 One thread, no communication.
 """
@@ -49,12 +49,12 @@ class Shard:
 
     @property
     def start(self) -> int:
-        """Where the first span starts."""
+        """The start of the first span."""
         return self.spans[0][0]
 
     @property
     def stop(self) -> int:
-        """Where the last span ends."""
+        """The end of the last span."""
         return self.spans[-1][1]
 
     @property
@@ -63,7 +63,7 @@ class Shard:
         return sum(stop - start for start, stop in self.spans)
 
     def pieces(self) -> Iterator[tuple[int, int, int]]:
-        """Of each span that is not empty: its start and stop in the whole, and its start in the rank's tensor."""
+        """For each span that is not empty, its start and stop in the whole, and its start in the rank's tensor."""
         place = 0
         for start, stop in self.spans:
             if start < stop:
@@ -71,7 +71,7 @@ class Shard:
             place += stop - start
 
     def copied(self) -> tuple[tuple[int, int, int], ...]:
-        """Of each span that several ranks hold: its start and stop in the rank's tensor, and their number."""
+        """For each span that several ranks hold, its start and stop in the rank's tensor, and their number."""
         found, place = [], 0
         for (start, stop), count in zip(self.spans, self.copies or (1,) * len(self.spans), strict=True):
             if count > 1:
@@ -126,8 +126,8 @@ class Blocks:
         return cls((count,) * number, length // count)
 
     def shard(self, dim: int, ranks: int, rank: int, heads: int) -> Shard:
-        """What ``rank`` has, of each part the same share. A part of fewer blocks than ranks is held by several ranks
-        each, if a part or another layer has more: ``heads`` blocks, those of the queries. Raises UsageError."""
+        """The shard of ``rank``: the same share of each part. A part of fewer blocks than ranks is held by several
+        ranks each, if a part or another layer has more: ``heads`` blocks, those of the queries. Raises UsageError."""
         spans, copies, first = [], [], 0
         for count in self.counts:
             own, copied = count // ranks, 1

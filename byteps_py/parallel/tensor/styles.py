@@ -1,4 +1,4 @@
-"""How a plan says what becomes of a layer: plan.py carries it out."""
+"""The styles by which a plan describes the change of a layer; plan.py carries them out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Which parameters that stay whole on each rank get partial gradients: their gradients are summed over the ranks.
+"""Finds the parameters that stay whole on each rank and get partial gradients: these gradients are summed over the
+ranks.
 
 Where all ranks compute the same, a whole parameter's gradient is right on each rank. Where each rank computes its own
 tokens (sequence parallelism), heads or features (between a Column and a Row), it is a part of the sum. A
@@ -113,7 +114,7 @@ def _check_forward(modules: Mapping[str, nn.Module], name: str, full: str, modul
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where in the model a whole parameter lies, beside the layers that are cut."""
+    """The place of a whole parameter in the model, beside the layers that are cut."""
 
     modules: Mapping[str, nn.Module]
     planned: list[PlannedLayer]

@@ -428,7 +428,7 @@ class MemberLinks:
         return self.core.job.roster.present_member(link.id) is not None
 
     def _home_of_worker(self, link: MemberLink) -> Home | None:
-        """Where a present worker is at home; None for what is no worker."""
+        """The home of a present worker; None for a member that is no worker."""
         member = self.core.job.roster.present_member(link.id)
         return member.home if member is not None and member.is_worker else None
 

@@ -88,7 +88,7 @@ class MemberEnd:
 
     @property
     def unconfirmed(self) -> int:
-        """How many messages the scheduler may not have received."""
+        """The number of messages that the scheduler may not have received."""
         return len(self._outbox)
 
     def register(self) -> pb.MemberMessage:

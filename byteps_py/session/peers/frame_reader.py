@@ -16,7 +16,7 @@ _MOST_TAG_BYTES = 16
 
 
 class FrameSink(Protocol):
-    """Where frames go."""
+    """Processes the frames of one connection."""
 
     def on_frame(self, header: FrameHeader) -> None:
         """The frame of ``header`` has come, as it was sent; then one of the calls below. Raises ProtocolError."""
@@ -25,10 +25,10 @@ class FrameSink(Protocol):
         """The next bytes of the stream."""
 
     def place(self) -> memoryview | None:
-        """Where the next bytes of the stream belong; None: nowhere in particular."""
+        """The memory to which the next bytes of the stream go; None: they go to ``feed``."""
 
     def placed(self, nbytes: int) -> None:
-        """So many bytes of the stream are in ``place``, as they were sent."""
+        """``nbytes`` more bytes of the stream are in ``place``, as they were sent."""
 
     def on_control_frame(self, kind: StreamFrameKind) -> None:
         """A frame without a body has come."""

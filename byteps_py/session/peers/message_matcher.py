@@ -59,7 +59,7 @@ class Flow:
 
 
 class Posted(NamedTuple):
-    """Where a payload of ``nbytes`` bytes goes. ``owner`` keeps the memory of ``spans``."""
+    """The destination of a payload of ``nbytes`` bytes. ``owner`` keeps the memory of ``spans``."""
 
     spans: Sequence[Span]
     nbytes: int
@@ -99,7 +99,7 @@ class Stream:
 
 @dataclass(slots=True, eq=False)
 class StreamReceipt:
-    """What one operation expects of a stream. The threads of one operation take turns.
+    """The payloads that one operation expects from a stream. The threads of one operation take turns.
 
     ``left``: (source, number, spans, bytes, bytes sent in return or -1), the next one last. ``error``: a difference
     between what came and what was expected. ``is_mutual``: every member expects a payload of every other, and no member

@@ -56,7 +56,7 @@ _CLOSED = "the other end has closed it"
 
 
 class Landing(Protocol):
-    """Where a payload belongs that did not fit in the buffer."""
+    """The destination of a payload that did not fit in the buffer."""
 
     @property
     def views(self) -> deque[memoryview]:
@@ -70,7 +70,7 @@ class Landing(Protocol):
         """The rest belongs elsewhere."""
 
     def complete(self) -> None:
-        """All of it has come."""
+        """The whole payload is here."""
 
 
 class Receiver(Protocol):
@@ -334,7 +334,7 @@ class PeerConnection:
                 return
 
     def _seal_next(self) -> None:
-        """Of what is to be sent, seal as much as is sent at once."""
+        """Seal as much of the unsent bytes as is sent at once."""
         sealed = 0
         while self._may_send and self._stream.has_unsent and sealed < _SEALED_AT_ONCE_BYTES:
             header, body = self._stream.take()
@@ -357,7 +357,7 @@ class PeerConnection:
             self._out.extend(((parts[0], 0), (parts[1], 0), (parts[2], frames)))
 
     def _try(self, views: Sequence[Data]) -> int:
-        """How many bytes the system has taken."""
+        """Send without waiting. Returns the number of bytes that the system has taken."""
         sock = self._sock
         if sock is None:
             return 0
@@ -432,11 +432,11 @@ class PeerConnection:
             self._send_or_wait()
 
     def place(self) -> memoryview | None:
-        """Where the next bytes of the stream belong; None: nowhere in particular."""
+        """The memory to which the next bytes of the stream go; None: they go to ``feed``."""
         return self._landing.views[0] if self._landing is not None else None
 
     def placed(self, nbytes: int) -> None:
-        """So many bytes of the stream are in ``place``."""
+        """``nbytes`` more bytes of the stream are in ``place``."""
         landing = self._landing
         if landing is not None:
             _skip(landing.views, nbytes)

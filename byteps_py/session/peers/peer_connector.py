@@ -52,8 +52,8 @@ class PeerConnector:
         self._is_closed = False
 
     def address(self) -> str:
-        """Where this rank listens: ``host:port``. It begins to listen with the first call. Raises ConfigurationError if
-        it can't."""
+        """The address at which this rank listens, ``host:port``. The rank begins to listen with the first call. Raises
+        ConfigurationError if it can't."""
         with self._changed:
             if self.listener is None:
                 host = machine.bindable_host(self._settings)
@@ -136,7 +136,7 @@ class PeerConnector:
             time.sleep(_RETRY_S)
 
     def _shake_hands(self, rank: int, address: str, sock: socket.socket) -> Seals:
-        """All of it within PATIENCE_S. Raises OSError and ProtocolError."""
+        """Complete the handshake within PATIENCE_S. Raises OSError and ProtocolError."""
         deadline = time.monotonic() + PATIENCE_S
         caller = CallerHandshake(self._settings, self._rank, peer_handshake.bound_to(rank, address), self._epoch)
         sock.sendall(peer_handshake.framed(peer_handshake.call(self._rank, rank, self._epoch, caller.hello)))
@@ -147,7 +147,7 @@ class PeerConnector:
         return sealing, opening
 
     def _add(self, rank: int, sock: socket.socket, seals: Seals) -> None:
-        """Of several connections of one rank the latest counts: it calls again once the one before has broken."""
+        """Add a connection. It replaces an earlier one of the same rank, which calls again once that one has broken."""
         if self._is_closed:
             sock.close()
             return

@@ -45,7 +45,7 @@ def call(caller: int, callee: int, epoch: int, hello: bytes) -> bytes:
 
 
 def accepted(answer: bytes, rank: int) -> bytes:
-    """What ``answer``, of rank ``rank``, carries. Raises ProtocolError if it is a refusal."""
+    """The contents of ``answer``, which rank ``rank`` sent. Raises ProtocolError if it is a refusal."""
     if answer[:1] != ACCEPTED:
         raise ProtocolError(f"rank {rank} turned it away: {answer[1:].decode(errors='replace')}")
     return answer[1:]

@@ -1,6 +1,6 @@
-"""Where a rank listens for ranks of other machines. One thread serves all callers until they have proven who they are,
-within the limits that all listeners of this package have (unauthenticated_connections.py): none of them blocks it, and
-a caller has only so long for all of its handshake, however it spreads its bytes.
+"""Listens for ranks of other machines. One thread serves all callers until they have proven who they are, within the
+limits that all listeners of this package have (unauthenticated_connections.py): none of them blocks it, and a caller
+has only so long for all of its handshake, however it spreads its bytes.
 
 Must not know what connections carry.
 """
@@ -92,12 +92,13 @@ class PeerListener:
 
     @property
     def cut_off(self) -> int:
-        """How many connections were ended because they had not proven in time, or with few bytes, who they are."""
+        """The number of connections that were ended because they did not authenticate in time, or sent too much
+        before."""
         return self._strangers.cut_off
 
     @property
     def callers(self) -> int:
-        """How many connections have yet to prove who they are."""
+        """The number of connections that have yet to authenticate."""
         return len(self._callers)
 
     def close(self, is_forked: bool = False) -> None:

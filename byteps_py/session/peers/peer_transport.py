@@ -478,7 +478,7 @@ class PeerTransport:
                 pass
 
     def joined_among(self, ranks: Iterable[int]) -> set[int]:
-        """Those of ``ranks`` that have no more data."""
+        """The members of ``ranks`` that have no more data."""
         return self._matcher.joined.intersection(ranks)
 
     def joined_error(self, stream: Stream, joined: Iterable[int]) -> JoinedError:
@@ -711,7 +711,7 @@ class PayloadLanding:
         self.views, self._posted = deque([own[done:]]), None
 
     def complete(self) -> None:
-        """All of it has come. Raises ProtocolError."""
+        """The whole payload is here. Raises ProtocolError."""
         payload = self.payload
         if payload is None:  # of another era
             self._peers.on_message(self._message, self._own)

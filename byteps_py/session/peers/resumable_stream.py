@@ -1,5 +1,5 @@
-"""What one rank has sent to another and has got from it, whatever becomes of the connections beneath; and whether a
-connection still carries bytes (``LinkWatch``). Pure.
+"""The frames that one rank has sent to another and received from it (``ResumableStream``), which outlive the
+connections beneath; and a check whether a connection still carries bytes (``LinkWatch``). Pure.
 
 Frames are numbered from 0 in each direction. A frame is kept until the other end has reported that it came, so a new
 connection goes on where the last one has ended, after a break or after a damaged frame. Not locked: PeerConnection
@@ -79,7 +79,7 @@ class ResumableStream:
         self._next = self.confirmed
 
     def bytes_to_copy(self, end: int) -> int:
-        """How many bytes ``release`` would copy."""
+        """The number of bytes that ``release`` would copy."""
         return sum(len(self._kept[at][0]) for at in self._shared(end) if self._kept[at][1] is not None)
 
     def release(self, end: int) -> None:
@@ -90,7 +90,7 @@ class ResumableStream:
         self._owned = max(self._owned, end)
 
     def _shared(self, end: int) -> range:
-        """Where frames before ``end`` are kept that are not in memory of their own."""
+        """The places of kept frames before ``end`` whose memory belongs to the caller."""
         return range(max(self.confirmed, self._owned) - self.confirmed, end - self.confirmed)
 
     # ---- receiving -------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ class ResumableStream:
 
 
 class LinkDue(enum.Enum):
-    """What a link needs."""
+    """The next step of a link's owner."""
 
     NOTHING = enum.auto()
     PING = enum.auto()
@@ -149,7 +149,7 @@ class LinkWatch:
 
     @property
     def interval_s(self) -> float:
-        """How often to call ``due``."""
+        """The time between two calls of ``due``."""
         return min(1.0, self.silence_s / 4)
 
     def on_receive(self, now_s: float) -> None:
@@ -167,7 +167,7 @@ class LinkWatch:
         self.on_receive(now_s)
 
     def due(self, now_s: float) -> LinkDue:
-        """What to do now."""
+        """The action that is due now."""
         if self._broken_s is not None:
             return LinkDue.GIVE_UP if now_s - self._broken_s >= self.give_up_s else LinkDue.NOTHING
         if now_s - self._heard_s < self.silence_s / 4:

@@ -168,7 +168,7 @@ class SharedSlots:
                 del flow.payloads[number]
 
     def spin_s(self) -> float:
-        """How long, in seconds, to poll for the others' first step before ``sleep`` is called."""
+        """The time, in seconds, to poll for the others' first step before ``sleep`` is called."""
         return self._waiter.spin_s()
 
     def spun(self, in_vain: bool) -> None:

@@ -1,4 +1,4 @@
-"""How a rank waits for its peers: it polls for a while, then sleeps, then tells the service which ranks it waits for.
+"""Waits for peers: a rank polls for a while, then sleeps, then tells the service which ranks it waits for.
 
 Owns no message; knows the session only as a Host. Any thread.
 """
@@ -67,7 +67,7 @@ class PeerWaiter:
         self._waits = 0
 
     def spin_s(self) -> float:
-        """How long, in seconds, to poll before the next wait, for a caller that polls by itself and then calls
+        """The time, in seconds, to poll before the next wait, for a caller that polls by itself and then calls
         ``spun``."""
         return LOOK_S if self._spin_policy.is_due() else 0.0
 

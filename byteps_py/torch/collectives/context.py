@@ -1,4 +1,4 @@
-"""What ``init`` creates and ``shutdown`` ends: the session, and everything that lives as long as it does.
+"""The session and everything that lives as long as it does: ``init`` creates it, ``shutdown`` ends it.
 
 One context serves the whole process. ``use`` replaces it for the current thread, so that several ranks can live in one
 process. Objects that run on other threads (autograd's) keep their context.
@@ -36,7 +36,7 @@ Opener = Callable[[Settings], Session]
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """Which rank this process is, and of how many."""
+    """The rank of this process, and the number of ranks."""
 
     rank: int
     size: int
@@ -332,8 +332,8 @@ class Context:
             return name if owners == 1 else f"{name}@{owners}"
 
     def number_of_next(self, kind: str) -> int:
-        """How often this was called for ``kind`` in this job since the latest join. Ranks that call it in the same
-        order get the same numbers."""
+        """The number of calls for ``kind`` in this job since the latest join. Ranks that call it in the same order get
+        the same numbers."""
         with self.lock:
             self._counts[kind] += 1
             return self._counts[kind]

@@ -52,7 +52,7 @@ _MOST_KINDS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """How to carry out a reduce operation on a dtype.
+    """A reduce operation on a dtype, as the service carries it out.
 
     ``fold``: the function that combines two tensors, for an operation that the service does not know: members gather
     all tensors and combine them. ``view``: the dtype as which the service sees the memory. ``factor``: what a
@@ -317,6 +317,6 @@ class GroupCollectives:
 
 
 def _one_sided(outputs: Sequence[torch.Tensor]) -> Sizes:
-    """How a member compares sizes in a transfer in which other members receive nothing: a member that only sends does
-    not wait for others."""
+    """The comparison of sizes in a transfer in which other members receive nothing: a member that only sends does not
+    wait for others."""
     return Sizes.PLAIN if all(output.numel() for output in outputs) else Sizes.CHECKED

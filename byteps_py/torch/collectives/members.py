@@ -88,7 +88,7 @@ class Members:
 
 
 def prefix_of(epoch: int, name: str, ranks: Sequence[int]) -> str:
-    """How the names of a group begin. ``epoch`` counts the worlds of this process: the names of groups start again with
+    """The prefix of a group's names. ``epoch`` counts the worlds of this process: the names of groups start again with
     each.
 
     Disjoint groups may have the same name, where not all ranks have created the same groups; so the prefix contains the

@@ -1,5 +1,5 @@
-"""How messages get from a rank to another one, or to itself: one ``MessageChannel`` for each member, tag and
-direction, with a queue before it.
+"""Messages from a rank to another one, or to itself: one ``MessageChannel`` for each member, tag and direction, with a
+queue before it.
 
     MessageQueue ─ MessageChannel ┬ OwnChannel      in this process: a pipeline's next stage may be on the same rank
                                   ├ PeerSends       to a member that is reached directly: a stream
@@ -416,7 +416,7 @@ class ServiceMessage(Message):
 
     @property
     def sizes(self) -> Sizes:
-        """Of a receive: how the service compares its size."""
+        """The comparison of a receive's size by the service."""
         return Sizes.PLAIN if self.tensor.numel() else Sizes.CHECKED
 
     def started(self, round_: ServiceWork) -> Work:

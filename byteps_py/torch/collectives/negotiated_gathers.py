@@ -39,7 +39,8 @@ class NegotiatedGathers:
 
     @classmethod
     def of(cls, context: Context) -> Self:
-        """That of ``context``. Called with the context's lock held. Raises StallError and what ends the session."""
+        """The instance of ``context``. Called with the context's lock held. Raises StallError and what ends the
+        session."""
         return cast(Self, context.belongings.get(cls) or context.belongings.setdefault(cls, cls(context)))
 
     def begin(
@@ -99,7 +100,7 @@ class NegotiatedRound:
         self._spec: TensorSpec | None = None
 
     def wait(self) -> torch.Tensor | None:
-        """What all ranks have said: uint8, [position in the group, byte]. None: the round goes through the service, as
+        """The messages of all ranks: uint8, [position in the group, byte]. None: the round goes through the service, as
         a rank has not offered. Raises StallError and what ends the session."""
         if not self._rounds.is_offered_by_all():
             return None

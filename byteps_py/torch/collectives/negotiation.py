@@ -108,7 +108,7 @@ class VotedRounds:
 
     @property
     def number(self) -> int:
-        """Of the latest round."""
+        """The number of the latest round."""
         return self._rounds.number
 
     def begin_elsewhere(self) -> None:

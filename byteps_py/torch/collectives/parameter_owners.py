@@ -1,4 +1,4 @@
-"""What else a parameter belongs to: whether it is a part of a larger one, whether it is in a Pipeline, and what else
+"""Everything that a parameter belongs to: a larger parameter of which it is a part, a Pipeline, and a wrapper that
 averages its gradient.
 
 DistributedOptimizer, DistributedDataParallel and broadcast_parameters take each parameter for a whole one, with one
@@ -102,7 +102,7 @@ def check_unowned(named: Iterable[tuple[str, torch.Tensor]], caller: str) -> Non
 
 
 def find_averaging(tensors: Sequence[torch.Tensor], besides: str = "") -> str | None:
-    """What averages the gradient of one of ``tensors``, except the one called ``besides``; None if nothing does."""
+    """The wrapper, other than ``besides``, that averages the gradient of one of ``tensors``; None if there is none."""
     wanted = set(map(id, tensors))
     for _, (name, references) in list(_averaging.items()):
         if name != besides and any((there := each()) is not None and id(there) in wanted for each in references):

@@ -212,7 +212,7 @@ class PeerStreams:
 
     @property
     def reach(self) -> Reach:
-        """How the members reach each other."""
+        """The way in which the members reach each other."""
         return Reach.MEMORY if self.machines is None else Reach.CONNECTIONS
 
     @property

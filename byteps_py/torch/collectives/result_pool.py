@@ -52,7 +52,7 @@ class ResultPool:
 
     @property
     def free_bytes(self) -> int:
-        """Of memory that no result uses."""
+        """The number of bytes in memory that no result uses."""
         with self._lock:
             self._take_back()
             return self._free_bytes()

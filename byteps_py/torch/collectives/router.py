@@ -1,4 +1,4 @@
-"""Which route an operation takes among a group of ranks, and why. Pure; any thread.
+"""Chooses the route of an operation among a group of ranks, and says why. Pure; any thread.
 
     ONE_SHOT       a small sum: each rank sends its tensor to all others, and adds all of them
     SHARED_MEMORY  a large sum on one machine: each rank adds a share, and gives all others the result
@@ -85,7 +85,7 @@ class ConnectedMachines(NamedTuple):
 
 
 class Reach(enum.Enum):
-    """How the members of a group reach each other."""
+    """The way in which the members of a group reach each other."""
 
     MEMORY = "all are ranks of this machine"
     CONNECTIONS = "they are on several machines, and connected"

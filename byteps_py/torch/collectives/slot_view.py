@@ -470,7 +470,7 @@ def pieces(memory: memoryview, dtype: torch.dtype, shapes: Sequence[Sequence[int
 
 
 def _elements(memory: memoryview, dtype: torch.dtype) -> torch.Tensor:
-    """All of ``memory``, as a flat tensor."""
+    """The whole of ``memory`` as a flat tensor."""
     if not memory.nbytes:
         return torch.empty(0, dtype=dtype, device="cpu")
     return torch.from_numpy(np.frombuffer(memory, np.uint8)).view(dtype)

@@ -119,7 +119,7 @@ class Work(dist.Work):
         """Drop what only an unfinished operation needs."""
 
     def _others(self) -> str:
-        """Which operations other members are in, for the message of a timeout."""
+        """The operations that other members are in, for the message of a timeout."""
         return ""
 
     # ---- completion ------------------------------------------------------------------------------------

@@ -185,7 +185,8 @@ def join(device: int = -1) -> int:
 
 
 def declare(name: str) -> None:
-    """For BytePS's scripts. Without effect: a tensor's key follows from its name, not from an order of declarations."""
+    """Accepted for BytePS's scripts, and without effect: a tensor's key follows from its name, not from an order of
+    declarations."""
     contexts.current().session  # noqa: B018  raises NotInitializedError
     if not name:
         raise UsageError("a tensor's name must not be empty")

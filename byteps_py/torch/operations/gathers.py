@@ -136,8 +136,8 @@ class TwoRoundOperation(ABC):
 
     @abstractmethod
     def _first_message(self) -> torch.Tensor | None:
-        """What the other ranks have to know, flat uint8, of a size that depends on the group only; None: it is too
-        much."""
+        """The bytes that the other ranks have to know, flat uint8, of a size that depends on the group only; None: they
+        are too many."""
 
     @abstractmethod
     def _complete_directly(self, direct: NegotiatedRound, every: torch.Tensor) -> Any:

@@ -95,7 +95,7 @@ def synchronize(handle: int) -> Any:
 
 
 def result_of(handle: int) -> Any:
-    """For synchronous functions: ``synchronize`` their own handle. Raises UsageError if a shutdown cleared it."""
+    """``synchronize`` for the handle of a synchronous function. Raises UsageError if a shutdown cleared it."""
     output = synchronize(handle)
     if output is None:
         raise UsageError(f"handle {handle} was cleared by a shutdown in another thread")

@@ -175,8 +175,8 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def add_initial_sets(context: Context, process_sets: Sequence[ProcessSet]) -> None:
-    """For ``init``: add ``process_sets``. Every rank passes the same sets in the same order, except that it passes its
-    own one of several sets made of communicators.
+    """Add ``process_sets``, those that ``init`` is given. Every rank passes the same sets in the same order, except
+    that it passes its own one of several sets made of communicators.
 
     Raises UsageError for a duplicate, and MismatchError on every rank if ranks pass different sets.
     """

@@ -1,4 +1,4 @@
-"""How tensors are reduced: the operation, the options, and the declarations that tensors of given shapes, dtypes and
+"""Plans of reductions: the operation, the options, and the declarations that tensors of given shapes, dtypes and
 devices need.
 
 A plan is computed once and used by every later call with equal arguments.
@@ -38,7 +38,7 @@ _MAX_KEPT = 4096
 
 
 class ReduceOp(enum.Enum):
-    """How an operation combines the ranks' tensors."""
+    """The operation that combines the ranks' tensors."""
 
     AVERAGE = "average"
     SUM = "sum"
@@ -65,8 +65,8 @@ Adasum = ReduceOp.ADASUM
 
 @dataclass(frozen=True, slots=True)
 class ReductionOptions:
-    """How to reduce tensors. kind: prefix of names, "" for push_pull. is_group: the tensors are one operation, whose
-    result is a tuple. before, after: scale factors. scatters: each rank gets its rows of the result only."""
+    """The options of a reduction. kind: prefix of names, "" for push_pull. is_group: the tensors are one operation,
+    whose result is a tuple. before, after: scale factors. scatters: each rank gets its rows of the result only."""
 
     op: ReduceOp
     kind: str = ""
@@ -177,7 +177,7 @@ class ReductionPlan:
         )
 
     def _make_parts(self) -> list[list[int]]:
-        """Which tensors travel together: those of one dtype on one device. Scattered tensors travel alone."""
+        """The tensors that travel together: those of one dtype on one device. Scattered tensors travel alone."""
         if self._options.scatters:
             return [[i] for i in range(len(self._inputs))]
         parts: dict[tuple[torch.dtype, torch.device], list[int]] = {}
@@ -238,7 +238,7 @@ def is_reduced_as_bytes(tensor: torch.Tensor, op: ReduceOp) -> bool:
 
 
 def _terms(tensors: Sequence[torch.Tensor], options: ReductionOptions) -> str:
-    """What ranks must agree on beside the other fields of the TensorSpec."""
+    """The terms that ranks must agree on beside the other fields of the TensorSpec."""
     found = []
     averages = [tensor.dtype for tensor in tensors if options.op is Average and is_summed_wider(tensor.dtype)]
     if averages:  # the terms of a group list its dtypes below

@@ -1,4 +1,5 @@
-"""What torch.distributed asks of a group beside collectives: names, device types, the backend, options. Any thread.
+"""The interface of a group to torch.distributed beside collectives: names, device types, the backend, options. Any
+thread.
 
 A group is its own backend: torch looks for a backend for each device type and asks what it supports.
 """

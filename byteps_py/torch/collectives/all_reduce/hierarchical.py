@@ -61,7 +61,7 @@ class HierarchicalAllReduce:
         return HierarchicalSum(self, name, source, target, average, scatters)
 
     def memory(self, like: torch.Tensor) -> torch.Tensor:
-        """Of the size and dtype of ``like``: for the sum on this machine."""
+        """Memory for the sum on this machine, of the size and dtype of ``like``."""
         if self._memory.numel() < like.nbytes:
             self._memory = torch.empty(like.nbytes, dtype=torch.uint8, device="cpu")
         return self._memory[: like.nbytes].view(like.dtype)

@@ -55,7 +55,7 @@ class LargeAllReduce(Protocol):
 
 
 class LargeSums:
-    """How the members of a group add large tensors, and the slots in shared memory that they use.
+    """Adds large tensors of a group, in slots in shared memory.
 
     Args:
         name: of the group, the same on all members.

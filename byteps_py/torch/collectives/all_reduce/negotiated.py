@@ -47,7 +47,8 @@ class NegotiatedAllReduce:
 
     @classmethod
     def of(cls, context: Context) -> Self:
-        """That of ``context``. Called with the context's lock held. Raises StallError and what ends the session."""
+        """The instance of ``context``. Called with the context's lock held. Raises StallError and what ends the
+        session."""
         return cast(Self, context.belongings.get(cls) or context.belongings.setdefault(cls, cls(context)))
 
     def begin(

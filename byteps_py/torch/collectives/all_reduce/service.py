@@ -88,8 +88,8 @@ class KindPlaces:
 
 
 def slots_for(nbytes: int) -> int:
-    """How many operations of this size may be under way at once; a further one waits until the first of them is
-    over."""
+    """The number of operations of this size that may be under way at once; a further one waits until the first of them
+    is over."""
     return 4 if nbytes <= 1 << 23 else 2
 
 
@@ -139,8 +139,8 @@ class ServiceAllReduce:
             return place.number if place.calls else None
 
     def agree(self, what: str, kind: OperationKind, timeout_s: float) -> tuple[int, GroupWork]:
-        """For the first call of a kind: (number of its place, a round of one element, in which members detect a
-        difference). A round of the kind itself would need memory of its size."""
+        """The agreement for the first call of a kind: (number of its place, a round of one element, in which members
+        detect a difference). A round of the kind itself would need memory of its size."""
         with self._lock:
             self._group_context.check()
             self._forget_failed()

@@ -1,4 +1,4 @@
-"""Which share of a tensor each member of a group adds, chunk by chunk, and how contributions are added.
+"""The share of a tensor that each member of a group adds, chunk by chunk, and the addition of contributions.
 
 ``Chunks``: in shared memory, chunk ``c`` of every share is *given* in step ``c`` (each member writes, for each other
 member, the part which that member adds), *added* in step ``c + 1``, and all members *take* the sums in step ``c + 2``:
