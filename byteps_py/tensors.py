@@ -82,7 +82,7 @@ class Op(enum.IntEnum):
         return self <= Op.PRODUCT
 
     @property
-    def is_direct(self) -> bool:
+    def bypasses_servers(self) -> bool:
         """True if data goes from machine to machine without a server, and nothing is combined."""
         return self >= Op.GATHER
 
@@ -191,12 +191,12 @@ class TensorSpec:
             raise UsageError(f"tensor {self.name!r}: only a sum for owners is shadowed, not a {self.describe()}")
         if _utf8_bytes(self.terms) > MAX_TERMS_BYTES:
             raise UsageError(f"tensor {self.name!r}: terms of more than {MAX_TERMS_BYTES} bytes: {self.terms[:40]!r}…")
-        if self.op.is_direct and not (self.dtype is DType.UINT8 and len(self.shape) == 2):
+        if self.op.bypasses_servers and not (self.dtype is DType.UINT8 and len(self.shape) == 2):
             raise UsageError(f"tensor {self.name!r}: a {self.op.name.lower()} is uint8, of shape (input, result)")
         # Computed once: every round uses them.
-        object.__setattr__(self, "count", self.shape[0] if self.op.is_direct else math.prod(self.shape))
+        object.__setattr__(self, "count", self.shape[0] if self.op.bypasses_servers else math.prod(self.shape))
         object.__setattr__(self, "nbytes", self.count * self.dtype.itemsize)
-        if max(self.nbytes, self.shape[1] if self.op.is_direct else 0) > MAX_TENSOR_BYTES:
+        if max(self.nbytes, self.shape[1] if self.op.bypasses_servers else 0) > MAX_TENSOR_BYTES:
             raise UsageError(f"tensor {self.name!r}: shape {list(self.shape)} is larger than any machine's memory")
 
     def _check_ownership(self) -> None:
@@ -239,7 +239,7 @@ class TensorSpec:
 
     def result_nbytes(self, rank: int, size: int) -> int:
         """The size in bytes of the result of ``rank``, in a job of ``size`` ranks."""
-        if self.op.is_direct:
+        if self.op.bypasses_servers:
             return self.shape[1]
         if self.ownership and self.op is Op.SUM:
             return 0
@@ -254,11 +254,13 @@ class TensorSpec:
 
     def fits_in(self, other: TensorSpec) -> bool:
         """True if a slot of ``other``, which agrees with this spec, has room for it."""
-        return not self.op.is_direct or all(mine <= there for mine, there in zip(self.shape, other.shape, strict=True))
+        return not self.op.bypasses_servers or all(
+            mine <= there for mine, there in zip(self.shape, other.shape, strict=True)
+        )
 
     def signature(self) -> tuple[object, ...]:
         """Everything that ranks must agree on, but the name."""
-        shape = () if self.op.is_direct else self.shape
+        shape = () if self.op.bypasses_servers else self.shape
         return (
             self.dtype, shape, self.op, self.average, self.root, self.group, self.scatters, self.terms, self.nonfinite,
             self.ownership, self.is_shadowed,
@@ -277,7 +279,7 @@ class TensorSpec:
             else root
         )
         group = f" among ranks {', '.join(map(str, self.group))}" if self.group else ""
-        what = "bytes" if self.op.is_direct else f"{self.dtype.name.lower()}{list(self.shape)}"
+        what = "bytes" if self.op.bypasses_servers else f"{self.dtype.name.lower()}{list(self.shape)}"
         terms = f" ({self.terms})" if self.terms else ""
         shadow = ", shadowed" if self.is_shadowed else ""
         guard = f", BYTEPS_NONFINITE={self.nonfinite.name.lower()}" if self.nonfinite else ""
@@ -292,7 +294,7 @@ FIRST_STEP = ", first step of optimizer "
 
 #: The priority of gradients that an optimizer waits for all together. They go in the order in which they become ready,
 #: which is the same on all machines, and behind tensors that are waited for singly.
-TOGETHER = -1
+PRIORITY_READY_ORDER = -1
 
 
 class Sizes(enum.IntEnum):

@@ -65,7 +65,7 @@ def test_garbage_in_a_launchers_variables(text: str) -> None:
     [((1 << 62, 4), Op.SUM), ((1 << 70,), Op.MAX), ((3, 1 << 60), Op.GATHER), ((1 << 49, 0), Op.EXCHANGE)],
 )
 def test_shapes_that_overflow_are_refused_before_memory_is_asked_for(shape: tuple[int, ...], op: Op) -> None:
-    dtype = DType.UINT8 if op.is_direct else DType.FLOAT32
+    dtype = DType.UINT8 if op.bypasses_servers else DType.FLOAT32
     with pytest.raises(UsageError, match="is larger than any machine's memory"):
         TensorSpec("w", dtype, shape, op)
 

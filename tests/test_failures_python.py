@@ -59,10 +59,10 @@ class _Speaker:
     def __init__(self) -> None:
         self.said: list[str] = []
 
-    def tell_failure(self, error: BaseException) -> None:
+    def report_failure(self, error: BaseException) -> None:
         self.said.append("failure")
 
-    def tell_note(self, text: str) -> None:
+    def report_note(self, text: str) -> None:
         self.said.append(text)
 
     def close(self) -> None:
@@ -170,7 +170,7 @@ def test_long_tracebacks_are_cut_at_the_front() -> None:
         text = failure_reports.traceback_of(error)
     assert len(text) < 8_100
     assert text.endswith("z" * 100)
-    assert failure_reports.leave_because_of(None) is None
+    assert failure_reports.leave_message_for(None) is None
 
 
 ENDS = {

@@ -24,7 +24,7 @@ from byteps_py.system import channel
 from byteps_py.session.service.remote import RemoteSession
 session = RemoteSession(channel.connect(sys.argv[1], 30), 1, 2, 30, 600)
 peers = session.peers
-peers.directory.ask("s", (0,))
+peers.directory.request_introduction("s", (0,))
 peers.directory.introduction_wait("s", (0,))(30)
 memory = ctypes.create_string_buffer(b"x" * 3_000_000, 3_000_000)
 peers.send(peers.stream("s", (0,)), (0,), [(ctypes.addressof(memory), 3_000_000)], True)
@@ -208,7 +208,7 @@ def test_a_killed_neighbour_is_named_and_what_it_sent_is_there() -> None:
     assert process.stdin is not None
     assert process.stdout is not None
     with contextlib.closing(session), process:
-        peers(session).directory.ask("s", (1,))
+        peers(session).directory.request_introduction("s", (1,))
         peers(session).directory.introduction_wait("s", (1,))(WAIT_S)
         stream = peers(session).stream("s", (1,))
         assert process.stdout.readline() == b"sent\n"
@@ -264,14 +264,14 @@ def test_the_service_hears_of_a_join_before_peers_do(
 ) -> None:
     """Else a neighbour that joins because of it could be heard first there, and this rank be taken for the last."""
     met(ranks)
-    tell, known = ranks[1].tell, []
+    tell, known = ranks[1].send, []
 
     def telling(message: bytes) -> None:
         peers(ranks[0]).take_messages()
         known.append(set(peers(ranks[0])._matcher.joined))
         tell(message)
 
-    monkeypatch.setattr(ranks[1], "tell", telling)
+    monkeypatch.setattr(ranks[1], "send", telling)
     thread = threading.Thread(target=ranks[1].join, args=(WAIT_S,))
     thread.start()
     assert ranks[0].join(WAIT_S) in (0, 1)

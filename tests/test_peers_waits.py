@@ -30,7 +30,7 @@ class Told:
         self.ended: list[int] = []
         self.ages: list[float] = []
         self.first = threading.Event()
-        tell = session.tell
+        tell = session.send
 
         def telling(message: object, fds: tuple[int, ...] = ()) -> None:
             tell(message, fds)
@@ -41,7 +41,7 @@ class Told:
             elif isinstance(message, protocol.WaitEnded):
                 self.ended.append(message.id)
 
-        monkeypatch.setattr(session, "tell", telling)
+        monkeypatch.setattr(session, "send", telling)
 
 
 @pytest.fixture
@@ -85,9 +85,9 @@ def test_room_for_a_payload_that_never_comes(ranks: list[RemoteSession], told: T
 
 
 def test_a_meeting_that_nobody_comes_to(ranks: list[RemoteSession], told: Told) -> None:
-    peers(ranks[0]).directory.ask("alone", (1,))
+    peers(ranks[0]).directory.request_introduction("alone", (1,))
     gives_up(meeting := peers(ranks[0]).directory.introduction_wait("alone", (1,)), told)
-    peers(ranks[1]).directory.ask("alone", (0,))
+    peers(ranks[1]).directory.request_introduction("alone", (0,))
     meeting(WAIT_S)
 
 

@@ -25,7 +25,7 @@ from torch_training import (
 )
 
 import byteps_py.torch as bps
-from byteps_py.tensors import TOGETHER
+from byteps_py.tensors import PRIORITY_READY_ORDER
 
 MACHINES = (2, 2)
 STEPS = 4
@@ -176,7 +176,7 @@ def rounds_of(crossing_at: int) -> list[tuple[str, int]]:
 
 
 def test_gradients_have_priorities_only_where_layers_wait_one_by_one() -> None:
-    assert {priority for _, priority in rounds_of(crossing_at=4)} == {TOGETHER}
+    assert {priority for _, priority in rounds_of(crossing_at=4)} == {PRIORITY_READY_ORDER}
     names = ["Gradient.0.weight", "Gradient.0.bias", "Gradient.1.weight", "Gradient.1.bias"]
     assert set(rounds_of(crossing_at=0)) == {(name, -number) for number, name in enumerate(names)}
 
@@ -199,7 +199,7 @@ def test_front_layers_are_most_urgent() -> None:
 def test_who_wraps_after_steps_is_told_that_there_are_no_priorities() -> None:
     with pytest.warns(UserWarning, match=r"made steps already.*Wrap it before the first step"):
         rounds = rounds_of(crossing_at=2)
-    assert {priority for _, priority in rounds} == {TOGETHER}
+    assert {priority for _, priority in rounds} == {PRIORITY_READY_ORDER}
 
 
 def test_step_returns_although_another_rank_is_not_there_yet() -> None:

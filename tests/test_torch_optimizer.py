@@ -11,7 +11,7 @@ from torch import nn
 from torch_training import MakeOptimizer, Net, assert_same, loss_of, reference, sgd, state_of, wrap
 
 import byteps_py.torch as bps
-from byteps_py.tensors import TOGETHER
+from byteps_py.tensors import PRIORITY_READY_ORDER
 from byteps_py.torch.collectives.context import current
 
 MACHINES = (2, 2)
@@ -156,7 +156,7 @@ def test_gradients_leave_during_backward() -> None:
 
     cluster.run(main)
     names = [f"Gradient.{name}" for name, _ in Net().named_parameters()]
-    assert sorted(cluster.rounds) == sorted((name, TOGETHER) for name in names)
+    assert sorted(cluster.rounds) == sorted((name, PRIORITY_READY_ORDER) for name in names)
 
 
 def test_all_gradients_are_declared_in_one_call() -> None:

@@ -118,7 +118,7 @@ class Ours:
         import numpy as np
 
         from byteps_py.config.settings import Settings
-        from byteps_py.tensors import TOGETHER, DType, TensorSpec
+        from byteps_py.tensors import PRIORITY_READY_ORDER, DType, TensorSpec
         from byteps_py.torch.collectives.context import current
         from byteps_py.torch.gradients.bucket import plan_buckets
 
@@ -130,7 +130,7 @@ class Ours:
         totals = {min(bucket): sum(counts[i] for i in bucket) for bucket in buckets}
         slots = session.declare(
             [
-                TensorSpec(f"slot {total} {first}", DType.FLOAT32, (total,), priority=TOGETHER)
+                TensorSpec(f"slot {total} {first}", DType.FLOAT32, (total,), priority=PRIORITY_READY_ORDER)
                 for first, total in totals.items()
             ]
         )

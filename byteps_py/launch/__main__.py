@@ -16,7 +16,7 @@ from byteps_py.errors import BytePSError, ConfigurationError
 from byteps_py.launch import command_line
 from byteps_py.launch.installation import visible_gpus
 from byteps_py.launch.plan import ClusterSize, ProcessKind, ProcessSpec, cluster_plan, free_port, role_plan
-from byteps_py.launch.process_output import say
+from byteps_py.launch.process_output import print_message
 from byteps_py.launch.supervision_policy import ENDING_SIGNALS
 from byteps_py.launch.supervisor import Supervisor
 from byteps_py.system import jobs
@@ -52,16 +52,16 @@ def _code(arguments: Sequence[str]) -> int:
     try:
         return _run(arguments, os.environ)
     except ConfigurationError as error:
-        say(str(error))
+        print_message(str(error))
         return 2
     except CommandError as error:
-        say(str(error))
+        print_message(str(error))
         return error.code
     except BytePSError as error:
-        say(str(error))
+        print_message(str(error))
         return 1
     except OSError as error:
-        say(f"the job can't be started: {error}")
+        print_message(f"the job can't be started: {error}")
         return 126
 
 
@@ -77,7 +77,7 @@ def _run(arguments: Sequence[str], outer_environ: Mapping[str, str]) -> int:
         environ = {"BYTEPS_LOCAL_SECRET": secrets.token_hex(32), **environ}
     command = resolve(given.command, environ)
     for sentence in ignored_variables(environ):
-        say(sentence)
+        print_message(sentence)
     jobs.prepare()
     environ = {**environ, COMMAND_VARIABLE: shlex.join(["bpslaunch", *arguments])}
     for start in range(1, _STARTS + 1):
@@ -86,16 +86,16 @@ def _run(arguments: Sequence[str], outer_environ: Mapping[str, str]) -> int:
         if given.is_verbose:
             for spec in specs:
                 settings = " ".join(f"{name}={value}" for name, value in spec.env.items())
-                say(f"{spec.name}: {settings} {' '.join(spec.argv)}")
+                print_message(f"{spec.name}: {settings} {' '.join(spec.argv)}")
         if given.ranks and (address := _scheduler_address(specs)):
-            say(f"job at {address}")
+            print_message(f"job at {address}")
         outcome = Supervisor(specs, environ, given.how, token).run()
         if not outcome.retry:
             break
         if start < _STARTS:
-            say("the scheduler could not use the port chosen for it; starting over with another one")
+            print_message("the scheduler could not use the port chosen for it; starting over with another one")
         else:
-            say(f"the scheduler did not start in {_STARTS} tries; its own message is above")
+            print_message(f"the scheduler did not start in {_STARTS} tries; its own message is above")
     return outcome.code
 
 

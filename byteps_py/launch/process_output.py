@@ -145,7 +145,7 @@ def show(text: str, prefix: str) -> None:
         _write_all(2, tagger.feed(text.encode(errors="replace")) + tagger.flush())
 
 
-def say(text: str) -> None:
+def print_message(text: str) -> None:
     """Write a message of the launcher to stderr, in one piece."""
     with contextlib.suppress(BrokenPipeError):  # the reader has ended
         _write_all(2, "".join(f"bpslaunch: {line}\n" for line in text.splitlines()).encode(errors="replace"))

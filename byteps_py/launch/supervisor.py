@@ -20,7 +20,7 @@ from pathlib import Path
 
 from byteps_py.launch.plan import ProcessKind, ProcessSpec
 from byteps_py.launch.process_guard import ProcessGuard, die_with, sweep
-from byteps_py.launch.process_output import OutputStream, open_streams, say, show
+from byteps_py.launch.process_output import OutputStream, open_streams, print_message, show
 from byteps_py.launch.supervision_policy import (
     ENDING_SIGNALS,
     USER_SIGNALS,
@@ -107,9 +107,9 @@ class Supervisor:
         self._guards += 1
         if self._guards < _MOST_GUARDS:
             self._set_guard()
-            say(f"{text}; it is started again")
+            print_message(f"{text}; it is started again")
         else:
-            say(f"{text} for the {_MOST_GUARDS}th time; it is not started again")
+            print_message(f"{text} for the {_MOST_GUARDS}th time; it is not started again")
             self._guard = None
 
     @contextlib.contextmanager
@@ -121,7 +121,7 @@ class Supervisor:
         taken = [s for s in (*ENDING_SIGNALS, *USER_SIGNALS) if signal.getsignal(s) is not signal.SIG_IGN]
         previous_fd = signal.set_wakeup_fd(writer.fileno())
         previous = {s: signal.signal(s, _noted) for s in taken}
-        self._watch(reader.fileno(), lambda: self._signals_came(reader))
+        self._watch(reader.fileno(), lambda: self._on_signals(reader))
         try:
             yield
         finally:
@@ -142,7 +142,7 @@ class Supervisor:
         self._streams[spec.name] = streams
         notices = self._notice_pipes[spec.name] = NoticePipe()
         env[NOTICE_VARIABLE] = notices.name
-        self._watch(notices.reader, functools.partial(self._notices_came, spec))
+        self._watch(notices.reader, functools.partial(self._on_notices, spec))
         try:
             process = subprocess.Popen(
                 spec.argv,
@@ -181,16 +181,16 @@ class Supervisor:
         if not stream.pump():
             self._selector.unregister(stream.pipe)
 
-    def _notices_came(self, spec: ProcessSpec) -> None:
+    def _on_notices(self, spec: ProcessSpec) -> None:
         notices = self._notice_pipes[spec.name]
         for notice in notices.read():
             self._report.add(spec.label, notice, time.monotonic())
             for stream in self._streams[spec.name]:
                 stream.keep(notice.text)
         if notices.is_over:
-            self._hear_no_more(spec.name)
+            self._close_notices(spec.name)
 
-    def _hear_no_more(self, name: str) -> None:
+    def _close_notices(self, name: str) -> None:
         notices = self._notice_pipes.pop(name)
         self._selector.unregister(notices.reader)
         notices.close()
@@ -208,9 +208,9 @@ class Supervisor:
             stream.pump()  # its output comes before the launcher's message about its end
         spec = next(spec for spec in self._specs if spec.name == name)
         if name in self._notice_pipes:
-            self._notices_came(spec)
+            self._on_notices(spec)
         if name in self._notice_pipes:  # a child of it still holds the other end
-            self._hear_no_more(name)
+            self._close_notices(name)
         self._do(self._policy.exited(name, status, time.monotonic()))
         if self._how.elastic and spec.kind is ProcessKind.MAIN:
             self._show_report()  # the others go on
@@ -223,7 +223,7 @@ class Supervisor:
             stream.close()
         self._start(next(spec for spec in self._specs if spec.name == name), again=True)
 
-    def _signals_came(self, reader: socket.socket) -> None:
+    def _on_signals(self, reader: socket.socket) -> None:
         for signum in reader.recv(64):
             if signum in ENDING_SIGNALS:
                 self._was_signalled = True
@@ -235,7 +235,7 @@ class Supervisor:
     def _do(self, actions: Sequence[Action]) -> None:
         for action in actions:
             if isinstance(action, Say):
-                say(action.text)
+                print_message(action.text)
                 continue
             if isinstance(action, Start):
                 self._start_again(action.name)
@@ -255,7 +255,7 @@ class Supervisor:
         left = sweep(self._token)
         jobs.clear()
         if left:
-            say(f"these processes could not be killed: {', '.join(map(str, left))}")
+            print_message(f"these processes could not be killed: {', '.join(map(str, left))}")
         for process in self._processes.values():
             with contextlib.suppress(subprocess.TimeoutExpired):  # reported above
                 process.wait(_REAP_LIMIT_S)
@@ -263,7 +263,7 @@ class Supervisor:
             os.close(pidfd)
         for spec in self._specs:
             if spec.name in self._notice_pipes:
-                self._notices_came(spec)
+                self._on_notices(spec)
         for notices in self._notice_pipes.values():
             notices.close()
         for streams in self._streams.values():

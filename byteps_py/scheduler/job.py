@@ -68,7 +68,7 @@ class Job:
         stop = pb.Stop(reason=self.reason, keep_states=self.keep_states)
         return to_each(self.roster.present(), pb.SchedulerMessage(stop=stop))
 
-    def takes(self, what: str) -> bool:
+    def accepts(self, what: str) -> bool:
         """True if messages that only members of a running job send are to be handled: after the end, nobody needs the
         answer. Raises ProtocolError before the first membership, when ranks have no numbers yet."""
         if self.state == FORMING:

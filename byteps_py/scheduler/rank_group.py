@@ -365,7 +365,7 @@ class RankGroup:
         }
 
     def _declare(self, member: MemberRecord, declare: pb.Declare, now_s: float) -> Outgoing:
-        if not self._job.takes("declare"):
+        if not self._job.accepts("declare"):
             return []
         verdicts: list[pb.Verdict] = []
         out: Outgoing = []
@@ -382,7 +382,7 @@ class RankGroup:
         return self._to_all(pb.SchedulerMessage(verdicts=pb.Verdicts(verdicts=verdicts))) if verdicts else []
 
     def _arrive(self, member: MemberRecord, arrive: pb.Arrive, now_s: float) -> Outgoing:
-        if not self._job.takes("arrive"):
+        if not self._job.accepts("arrive"):
             return []
         ranks_of(member)
         is_last = self._barriers.arrive(member.facts.machine_index, arrive.sequence)
@@ -395,7 +395,7 @@ class RankGroup:
         return out
 
     def _join(self, member: MemberRecord, join: pb.Join, now_s: float) -> Outgoing:
-        if not self._job.takes("join"):
+        if not self._job.accepts("join"):
             return []
         ranks = ranks_of(member)
         is_new = self.joining.join(ranks, join.rank)
@@ -407,7 +407,7 @@ class RankGroup:
         return out
 
     def _idle(self, member: MemberRecord, idle: pb.Idle, now_s: float) -> Outgoing:
-        if not self._job.takes("idle"):
+        if not self._job.accepts("idle"):
             return []
         over = self.joining.idle(member.facts.machine_index, ranks_of(member), idle.direct_round)
         if over is None:
@@ -418,7 +418,7 @@ class RankGroup:
 
     def _gone(self, member: MemberRecord, gone: pb.Gone, now_s: float) -> Outgoing:
         """Ranks of a machine have shut down for good. To others that is the same as a worker that has left."""
-        if not self._job.takes("gone"):
+        if not self._job.accepts("gone"):
             return []
         if not gone.ranks or not set(gone.ranks) <= set(ranks_of(member)):
             raise ProtocolError(f"it sent Gone for {ranks_text(gone.ranks)}, which are not all its own ranks")

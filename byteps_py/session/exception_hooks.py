@@ -25,12 +25,12 @@ from byteps_py.wire.launch_protocol import has_launcher, send_notice
 
 
 class FailureReporter(Protocol):
-    """The part of a session that this module calls. ``tell_failure`` and ``tell_note`` are quick and raise nothing."""
+    """The part of a session that this module calls. Its methods that report are quick and raise nothing."""
 
-    def tell_failure(self, error: BaseException) -> None:
+    def report_failure(self, error: BaseException) -> None:
         """The uncaught exception ``error`` ends this process."""
 
-    def tell_note(self, text: str) -> None:
+    def report_note(self, text: str) -> None:
         """Text for the messages of ranks that this rank keeps waiting."""
 
     def close(self) -> None:
@@ -145,7 +145,7 @@ def _is_the_end(error: BaseException) -> bool:
 def _report_exception(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
     if _is_the_end(error):
         for reporter in list(_reporters):
-            reporter.tell_failure(error)
+            reporter.report_failure(error)
 
 
 def _on_end_of_child() -> None:
@@ -157,7 +157,7 @@ def _on_end_of_child() -> None:
         if error is None:
             reporter.close()
         else:
-            reporter.tell_failure(error)
+            reporter.report_failure(error)
 
 
 def _report_exception_in_thread(args: threading.ExceptHookArgs) -> None:
@@ -165,4 +165,4 @@ def _report_exception_in_thread(args: threading.ExceptHookArgs) -> None:
         name = args.thread.name if args.thread is not None else "?"
         text = f"its thread {name!r} was ended by an exception: {failure_reports.summary(args.exc_value)}"
         for reporter in list(_reporters):
-            reporter.tell_note(f"{text}\n{failure_reports.traceback_of(args.exc_value)}")
+            reporter.report_note(f"{text}\n{failure_reports.traceback_of(args.exc_value)}")

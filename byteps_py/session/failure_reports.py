@@ -179,14 +179,14 @@ def _is_inside(module: object) -> bool:
     return isinstance(module, str) and module.partition(".")[0] in ("byteps_py", "torch")
 
 
-def news_of_the_end() -> Leave | None:
+def leave_message() -> Leave | None:
     """The message that tells other ranks of ``ending``; None if they need none. An error of the job that is in flight
     needs none: the others have it too, and the program may handle it and join again."""
     error = ending()
-    return None if isinstance(error, CommunicationError) and uncaught() is None else leave_because_of(error)
+    return None if isinstance(error, CommunicationError) and uncaught() is None else leave_message_for(error)
 
 
-def leave_because_of(error: BaseException | None) -> Leave | None:
+def leave_message_for(error: BaseException | None) -> Leave | None:
     """The message that tells others of ``error``, with which this rank ends; None if they need not hear of it."""
     # All ranks report non-finite gradients themselves, with more detail.
     if error is None or (isinstance(error, NonFiniteError) and not isinstance(error, NonFiniteInputError)):

@@ -50,13 +50,13 @@ class SoloSession(Session):
         slot = self._slots.get(spec.name)
         if slot is None or not slot.spec.agrees_with(spec) or not spec.fits_in(slot.spec):
             memory = memoryview(bytearray(spec.nbytes))
-            result = memoryview(bytearray(spec.result_nbytes(0, 1))) if spec.op.is_direct else memory
+            result = memoryview(bytearray(spec.result_nbytes(0, 1))) if spec.op.bypasses_servers else memory
             slot = self._slots[spec.name] = Slot(spec, (memory,), result, id=next(self._ids))
         return slot
 
     def hand_over(self, slot: Slot, nbytes: int | None = None, layout: Layout | None = None) -> None:
         self.check_open()
-        if slot.spec.op.is_direct:
+        if slot.spec.op.bypasses_servers:
             layout = layout or self._layouts[slot.id]
             layout.check(slot.spec, 1)
             self._layouts[slot.id] = layout

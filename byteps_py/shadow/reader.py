@@ -68,8 +68,8 @@ class ShadowReader:
             return []
         found: list[ServerDescription] = []
         address, problem = "", ""
-        self._say(FrameKind.DESCRIBE, {"hold_s": hold_s, "timeout_s": self._timeout_s})
-        while (frame := self._hear())[0] is not FrameKind.END:
+        self._send(FrameKind.DESCRIBE, {"hold_s": hold_s, "timeout_s": self._timeout_s})
+        while (frame := self._receive())[0] is not FrameKind.END:
             kind, payload = frame
             if kind is FrameKind.SERVER:
                 address, problem = json.loads(payload)
@@ -98,7 +98,7 @@ class ShadowReader:
             "run": part.run, "key": part.key, "index": part.index, "step": part.step, "state": state,
             "start": elements.start - part.first, "stop": elements.stop - part.first,
         }  # fmt: skip
-        self._say(FrameKind.READ, {"server": part.server, "timeout_s": self._timeout_s, "request": request})
+        self._send(FrameKind.READ, {"server": part.server, "timeout_s": self._timeout_s, "request": request})
         self._take_data(part.server, target, "READ")
 
     def read_attached(self, record: RestorableRecord) -> bytearray:
@@ -109,7 +109,7 @@ class ShadowReader:
             stop = min(start + _PIECE_BYTES, len(found))
             request = {"run": record.run, "step": record.step, "rank": record.rank, "start": start, "stop": stop}
             asked = {"server": record.server, "timeout_s": self._timeout_s, "request": request}
-            self._say(FrameKind.READ_ATTACHED, asked)
+            self._send(FrameKind.READ_ATTACHED, asked)
             self._take_data(record.server, memoryview(found)[start:stop], "READ_ATTACHED")
         return found
 
@@ -131,7 +131,7 @@ class ShadowReader:
 
     def _take_data(self, server: str, target: memoryview, what: str) -> None:
         at = 0
-        while (frame := self._hear())[0] is not FrameKind.END:
+        while (frame := self._receive())[0] is not FrameKind.END:
             kind, data = frame
             if kind is not FrameKind.DATA or at + len(data) > len(target):
                 raise self._broken(f"{kind.name} of {len(data)} bytes in the answer to {what}")
@@ -140,7 +140,7 @@ class ShadowReader:
         if at != len(target):
             raise CommunicationError(f"the server at {server} gave {at} bytes of {len(target)}")
 
-    def _say(self, kind: FrameKind, said: object) -> None:
+    def _send(self, kind: FrameKind, said: object) -> None:
         if self._process is None:
             command = [sys.executable, "-P", "-m", "byteps_py.shadow"]
             environ = {"GRPC_VERBOSITY": "ERROR", **os.environ}  # a server closes connections that are idle
@@ -157,7 +157,7 @@ class ShadowReader:
             raise self._broken("it has no standard input")
         write_frame(process.stdin.fileno(), kind, json.dumps(said).encode())
 
-    def _hear(self) -> tuple[FrameKind, bytes]:
+    def _receive(self) -> tuple[FrameKind, bytes]:
         """Raises the error that the subprocess reports. After any other error it is ended, and the next call starts a
         new one."""
         process = self._process

@@ -231,7 +231,7 @@ class Machines(Target):
         cluster.go_on()
         for slot in list(cluster.group.requests.memory.slots.values()):
             if slot.ready_bytes < 0 and (slot.id + self._turn) % 3:
-                if slot.spec.op.is_direct:
+                if slot.spec.op.bypasses_servers:
                     cluster.say(slot.local_rank, protocol.SetLayout.of(slot.id, _LAYOUTS[slot.spec.op]))
                 ready = protocol.Ready(((slot.id, slot.round + 1, slot.spec.nbytes),))
                 cluster.say(slot.local_rank, ready)

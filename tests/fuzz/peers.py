@@ -82,7 +82,7 @@ class _Host:
                 if not self.peers.take_message():
                     raise StallError(what())
 
-    def tell(self, message: object, fds: tuple[int, ...] = ()) -> None: ...
+    def send(self, message: object, fds: tuple[int, ...] = ()) -> None: ...
 
 
 class PeersHear(Target):

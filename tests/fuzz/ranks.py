@@ -197,7 +197,7 @@ class Ranks(Target):
             return said
         if slot.ready_bytes >= slot.spec.nbytes:  # it has been given, and others have not
             return protocol.encode(protocol.Ping())
-        if slot.spec.op.is_direct:
+        if slot.spec.op.bypasses_servers:
             layout = _GATHER if slot.spec.op is Op.GATHER else _EXCHANGE
             self._machine.say(slot.local_rank, protocol.SetLayout.of(number, layout))
         if nbytes != slot.spec.nbytes // 2:

@@ -55,7 +55,7 @@ class ConnectedRank:
                 with self.state:
                     self.transport.take_message()
 
-    def tell(self, message: object, fds: tuple[int, ...] = ()) -> None:
+    def send(self, message: object, fds: tuple[int, ...] = ()) -> None:
         self.told.append(message)
 
 

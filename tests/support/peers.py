@@ -46,7 +46,7 @@ def met(ranks: list[RemoteSession]) -> tuple[str, list[Stream]]:
     """A name, and what both ranks know it as."""
     name = f"stream-{uuid.uuid4()}"
     for session in ranks:
-        peers(session).directory.ask(name, (1 - session.rank,))
+        peers(session).directory.request_introduction(name, (1 - session.rank,))
     for session in ranks:
         peers(session).directory.introduction_wait(name, (1 - session.rank,))(WAIT_S)
         assert peers(session).directory.are_introduced(name)

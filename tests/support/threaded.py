@@ -167,7 +167,7 @@ class ThreadedCluster:
         members = slot.spec.members(self.size)
         if len(ready) == len(members):
             del self.waiting[name]
-            if slot.spec.op.is_direct:
+            if slot.spec.op.bypasses_servers:
                 self._exchange(name, [ready[rank] for rank in members])
             else:
                 self._complete(name, members, [ready[rank] for rank in members])
@@ -256,7 +256,7 @@ class ThreadedSession(Session):
         if self.rank not in spec.members(self.size):
             raise UsageError(f"tensor {spec.name!r}: rank {self.rank} is not in its group {spec.group}")
         lengths = [spec.nbytes, spec.nbytes, spec.result_nbytes(self.rank, self.size)]
-        if self.cluster.shared_memory and lengths[0] == lengths[2] and not spec.op.is_direct:
+        if self.cluster.shared_memory and lengths[0] == lengths[2] and not spec.op.bypasses_servers:
             lengths = lengths[:1]
         blocks = [memoryview(bytearray(b"\xff" * length)) for length in lengths]
         self._slots[spec.name] = Slot(spec, tuple(blocks[:2]), blocks[-1])
@@ -268,7 +268,7 @@ class ThreadedSession(Session):
                 raise UsageError(f"tensor {slot.spec.name!r} is pending")
             if nbytes is not None and nbytes < slot.spec.nbytes:
                 return
-            if slot.spec.op.is_direct:
+            if slot.spec.op.bypasses_servers:
                 layout = self._layouts[slot] = layout or self._layouts[slot]
                 layout.check(slot.spec, len(slot.spec.members(self.size)))
             data, memory = bytes(slot.input), slot.input

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from byteps_py.errors import BytePSError
 from byteps_py.system.shm import Block
-from byteps_py.tensors import TOGETHER, Op, TensorSpec, key_of
+from byteps_py.tensors import PRIORITY_READY_ORDER, Op, TensorSpec, key_of
 from byteps_py.wire.chunks import Arriving
 from byteps_py.worker.core.transitions import IllegalTransitionError
 
@@ -153,7 +153,7 @@ class Part:
     def priority(self) -> int:
         """Higher is pushed first. The front of a gradient goes as gradients become ready, see HEAD."""
         spec = self.tensor.spec
-        return max(spec.priority, TOGETHER) if self.offset < HEAD * spec.nbytes else spec.priority
+        return max(spec.priority, PRIORITY_READY_ORDER) if self.offset < HEAD * spec.nbytes else spec.priority
 
     @property
     def written_bytes(self) -> int:

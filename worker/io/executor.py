@@ -180,7 +180,7 @@ class Executor:
 
     def expect(self, specs: Iterable[TensorSpec]) -> None:
         """These tensors are being declared: their kernels will be needed."""
-        specs = [spec for spec in specs if not spec.op.is_direct]
+        specs = [spec for spec in specs if not spec.op.bypasses_servers]
         self._ready.expect((spec.op, spec.dtype) for spec in specs)
         self._ready.expect((spec.op, spec.dtype, Checks.FINITE) for spec in specs if spec.is_guarded)
 

@@ -53,7 +53,7 @@ class Memory:
         """A rank's memory for a tensor: inputs that must outlive their round have two, used in turn, and a
         result beside them; else one block is input and result."""
         slot_id, self._next_slot_id = self._next_slot_id, self._next_slot_id + 1
-        if spec.op.is_direct:
+        if spec.op.bypasses_servers:
             inputs: tuple[Block, ...] = (rank.allocate(spec.nbytes), rank.allocate(spec.nbytes))
             result = rank.allocate(spec.shape[1])
         elif spec.ownership and spec.op is Op.BROADCAST:  # owners' services write there

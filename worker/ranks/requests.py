@@ -64,7 +64,7 @@ class Requests:
         slots = [self.memory.new_slot(rank, fields.spec()) for fields in message.specs]
         actions: list[Action | DirectAction] = []
         for slot in slots:
-            if slot.spec.op.is_direct:  # before the answer, which says with which round it goes on
+            if slot.spec.op.bypasses_servers:  # before the answer, which says with which round it goes on
                 declared = PiecesDeclared(self.topology.first_rank + rank.local_rank, slot)
                 actions += self._direct.handle(declared, self.executor.time())
         places = [
@@ -81,7 +81,7 @@ class Requests:
         rank.send(protocol.Declared(message.request, tuple(places)))
         self.executor.expect(slot.spec for slot in slots)
         for slot in slots:
-            if not slot.spec.op.is_direct:
+            if not slot.spec.op.bypasses_servers:
                 actions += self._agreement.declare(slot)
         self.executor.run(actions)
 
@@ -115,7 +115,7 @@ class Requests:
             rank = self.executor.ranks.get(slot.local_rank)
             if rank is not None and not slot.is_void:  # else it has been told already that it waits for nothing
                 self.executor.pace.ready(slot.local_rank, rank.pid, slot_id, round_, now)
-            if slot.spec.op.is_direct:
+            if slot.spec.op.bypasses_servers:
                 layout = self._layouts.pop(slot_id, None)
                 if (error := self.joining.objection(slot.spec, round_)) is not None:
                     actions.append(Fail((slot,), error))

@@ -73,7 +73,7 @@ class GradientOwners:
         self._ready: set[NamedParameter] = set()
         self._next = 0
         self.passes = 0
-        self._looks = True  # for gradients of a loss that has read parameters which are not there
+        self._checks_for_nan = True  # for gradients of a loss that has read parameters which are not there
         self.is_summed_over_copies = False
 
     @property
@@ -95,19 +95,19 @@ class GradientOwners:
         """The gradient of ``member`` is there."""
         self._used.add(member)
         self._ready.add(member)
-        if self._looks:
-            self._look_at(member)
+        if self._checks_for_nan:
+            self._warn_of_nan(member)
         if self._sends():
             while self._next < len(self._pieces) and self._is_ready(self._pieces[self._next]):
                 self._send(self._pieces[self._next])
                 self._next += 1
 
-    def _look_at(self, member: NamedParameter) -> None:
+    def _warn_of_nan(self, member: NamedParameter) -> None:
         """Warn once, in the first backward pass, of a gradient that is NaN where its parameter reads as NaN."""
         gradient = member.parameter.grad
         if member.piece.is_own or gradient is None or not gradient.numel() or not bool(gradient.isnan().all()):
             return
-        self._looks = False
+        self._checks_for_nan = False
         logger.warning(
             "sharding: the gradient of %r is NaN on a rank that does not own it, where it reads as NaN while its "
             "module does not compute. If the loss uses it, as a penalty on weights does, compute that in the "
@@ -123,7 +123,7 @@ class GradientOwners:
             for buffer in self._buffers.values():
                 buffer.wait()
         self.passes += 1
-        self._looks = False
+        self._checks_for_nan = False
         if self.is_complete:
             self._deliver()
 

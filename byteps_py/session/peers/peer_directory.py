@@ -28,26 +28,26 @@ class PeerDirectory:
         self._local_ranks = local_ranks
         self._others = [rank for rank in local_ranks if rank != me]
         self._write_end = write_fd
-        self._has_told = False  # the service has ``write_fd``
+        self._has_sent_inbox = False  # the service has ``write_fd``
         self._introduced: set[int] = set()
         #: All ranks of the machine have been, or will be, introduced.
         self.includes_all = False
 
-    def ask(self, name: str, others: Sequence[int]) -> None:
+    def request_introduction(self, name: str, others: Sequence[int]) -> None:
         """Ask to be introduced to those of ``others`` that are on this machine, which ask the same under the same name.
         Returns at once."""
         members = sorted(rank - self._local_ranks[0] for rank in {self._me, *others} if rank in self._local_ranks)
         if len(members) == 1:
             self._introduced.add(key_of(name))
             return
-        fds = () if self._has_told else (self._write_end,)
-        self._has_told = True
-        self._host.tell(protocol.AskIntroduction(key_of(name), tuple(members)), fds)
+        fds = () if self._has_sent_inbox else (self._write_end,)
+        self._has_sent_inbox = True
+        self._host.send(protocol.AskIntroduction(key_of(name), tuple(members)), fds)
 
-    def ask_all(self) -> None:
+    def request_all_introductions(self) -> None:
         """Ask to be introduced to all ranks of the machine, which ask the same. Returns at once."""
         self.includes_all = True
-        self.ask(_ALL, self._others)
+        self.request_introduction(_ALL, self._others)
 
     def introduction_wait(self, name: str, others: Sequence[int]) -> Callable[[float], None]:
         """A function that waits, for at most the given number of seconds, until all members have asked under ``name``.
@@ -62,7 +62,8 @@ class PeerDirectory:
         return within
 
     def wait_for_all(self) -> None:
-        """Return when all ranks of the machine have called ``ask_all``. Raises StallError and what ends the session."""
+        """Return when all ranks of the machine have called ``request_all_introductions``. Raises StallError and what
+        ends the session."""
         self.introduction_wait(_ALL, self._others)(_ALL_WITHIN_S)
 
     def are_introduced(self, name: str) -> bool:

@@ -123,7 +123,7 @@ class PeerListener:
                     if key.fileobj is self._listener:
                         self._accept()
                     elif (caller := self._callers.get(key.fd)) is not None:
-                        self._hear(caller)
+                        self._receive(caller)
                 while self._timers and self._timers[0][0] <= time.monotonic():
                     heapq.heappop(self._timers)[-1]()
         finally:
@@ -147,7 +147,7 @@ class PeerListener:
         self._selector.register(sock, selectors.EVENT_READ)
         self._strangers.add(sock.fileno())  # if there are too many, the oldest or this one can be read, and is over
 
-    def _hear(self, caller: _Caller) -> None:
+    def _receive(self, caller: _Caller) -> None:
         handshake, sock = caller.handshake, caller.sock
         try:
             message = caller.receive()

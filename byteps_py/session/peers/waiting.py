@@ -38,7 +38,7 @@ class Host(Protocol):
         """Read messages until ``condition`` holds. Raises StallError with the text of ``what``, and what ends the
         session."""
 
-    def tell(self, message: object, fds: tuple[int, ...] = ()) -> None:
+    def send(self, message: object, fds: tuple[int, ...] = ()) -> None:
         """Send a message of rank_link.py to the communication service."""
 
 
@@ -106,7 +106,7 @@ class PeerWaiter:
         with contextlib.suppress(StallError):
             host.wait_until(condition, quiet_s, what)
             return
-        self._tell(wait)
+        self._report_wait(wait)
         try:
             host.wait_until(condition, timeout_s - quiet_s, what)
         except StallError as error:
@@ -131,16 +131,16 @@ class PeerWaiter:
                     os.sched_yield()  # in favour of a rank that shares this core, or the service
         return condition()
 
-    def _tell(self, wait: Wait) -> None:
+    def _report_wait(self, wait: Wait) -> None:
         self._waits += 1
         wait.id = self._waits
         group = sorted({self._me, *wait.missing()})
         age_s = time.monotonic() - wait.since
-        self._host.tell(protocol.WaitBegun(wait.id, wait.number, age_s, wait.name, tuple(group)))
+        self._host.send(protocol.WaitBegun(wait.id, wait.number, age_s, wait.name, tuple(group)))
 
     def ended(self, wait: Wait) -> None:
         """The wait is over, successful or not. The service ends the job for a wait whose end is never reported."""
         if wait.id:
             wait_id, wait.id = wait.id, 0
             with contextlib.suppress(BytePSError):  # the caller finds out what has ended the session
-                self._host.tell(protocol.WaitEnded(wait_id))
+                self._host.send(protocol.WaitEnded(wait_id))

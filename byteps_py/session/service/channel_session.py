@@ -94,7 +94,7 @@ class ChannelSession(Session):
         """True while a thread reads the channel. Called with ``state`` held."""
         return self._reading
 
-    def tell(self, message: object, fds: tuple[int, ...] = ()) -> None:
+    def send(self, message: object, fds: tuple[int, ...] = ()) -> None:
         """Send a message of rank_link.py to the service, with descriptors that stay the caller's. Raises what ends
         the session."""
         self.check_open()

@@ -216,7 +216,7 @@ class RemoteSession(ChannelSession):
         with self.state:
             self._asked[request] = specs
         sent = [self._of_incarnation(spec) if self.incarnation else spec for spec in specs]
-        self.tell(protocol.Declare.of(request, sent))
+        self.send(protocol.Declare.of(request, sent))
         self.wait_until(
             lambda: request in self._declared,
             PATIENCE_S,
@@ -243,7 +243,7 @@ class RemoteSession(ChannelSession):
             raise UsageError(
                 f"tensor {slot.spec.name!r}: {nbytes} bytes handed over, after {slot.begun_bytes} of {whole} bytes"
             )
-        if slot.spec.op.is_direct:
+        if slot.spec.op.bypasses_servers:
             self._send_layout(slot, layout)
         message = protocol.Ready(((slot.id, slot.round + 1, nbytes),))
         if not slot.begun_bytes:
@@ -253,7 +253,7 @@ class RemoteSession(ChannelSession):
             slot.round += 1  # before the message: its answer reads it
             if self.observer is not None:
                 self.observer.begun(slot)
-        self.tell(message)  # even if the slot is void: the service must know which ranks have yet to learn that
+        self.send(message)  # even if the slot is void: the service must know which ranks have yet to learn that
 
     def _send_layout(self, slot: Slot, layout: Layout | None) -> None:
         """Send the layout of a round to the service, if it differs from that of the previous round."""
@@ -262,7 +262,7 @@ class RemoteSession(ChannelSession):
             raise UsageError(f"tensor {slot.spec.name!r}: the first round of a {slot.spec.op.name} needs a layout")
         if layout is not None and layout != known:
             layout.check(slot.spec, len(slot.spec.members(self.size)))
-            self.tell(protocol.SetLayout.of(slot.id, layout))
+            self.send(protocol.SetLayout.of(slot.id, layout))
             self._layouts[slot] = layout
             self._has_given = True
 
@@ -289,7 +289,7 @@ class RemoteSession(ChannelSession):
     def take_in_chunks(self, slot: Slot) -> bool:
         if self.num_machines == 1 or len(slot.result) < 2 * self.chunk_bytes:
             return False
-        self.tell(protocol.WantChunks(slot.id))
+        self.send(protocol.WantChunks(slot.id))
         return True
 
     def wait_for_chunks(self, slot: Slot, timeout_s: float | None = None) -> list[int]:
@@ -309,7 +309,7 @@ class RemoteSession(ChannelSession):
     def barrier(self, timeout_s: float | None = None) -> None:
         self._barriers += 1
         sequence = self._barriers
-        self.tell(protocol.EnterBarrier(sequence))
+        self.send(protocol.EnterBarrier(sequence))
         self.wait_until(
             lambda: self._released >= sequence,
             self.time_limit(timeout_s),
@@ -322,9 +322,9 @@ class RemoteSession(ChannelSession):
                 raise UsageError(f"tensor {begun.spec.name!r} is handed over in part; hand over the rest before join()")
             self._last_joined = None
         if self._peers is not None:
-            self._peers.join(lambda: self.tell(protocol.Join()))
+            self._peers.join(lambda: self.send(protocol.Join()))
         else:
-            self.tell(protocol.Join())
+            self.send(protocol.Join())
         # Other ranks may have data for hours, so the stall limit does not apply.
         self.wait_until(lambda: self._last_joined is not None, timeout_s, lambda: "not all ranks have joined")
         with self.state:
@@ -341,7 +341,7 @@ class RemoteSession(ChannelSession):
         has_error = self._has_left or failure_reports.ending() is not None
         if not self._has_given or has_error or self.returning is not None or self._closed or self._fatal is not None:
             return
-        self.tell(protocol.Drain())
+        self.send(protocol.Drain())
         try:
             waiting = "not all have taken what they are given"
             self.wait_until(lambda: self._is_drained, self.drain_notice_s, lambda: waiting)
@@ -365,7 +365,7 @@ class RemoteSession(ChannelSession):
             with contextlib.suppress(BytePSError):
                 if not self._has_left:
                     again, planned = self.returning or ("", False)
-                    leave = protocol.Leave(again=again, planned=planned) if again else failure_reports.news_of_the_end()
+                    leave = protocol.Leave(again=again, planned=planned) if again else failure_reports.leave_message()
                     self._channel.send(protocol.encode(leave or protocol.Leave(unfinished=not self.is_finished)))
             self._channel.shutdown()  # wakes the reading thread, which needs the descriptor until then
             with self.state:
@@ -379,13 +379,13 @@ class RemoteSession(ChannelSession):
             self._stack.close()
             self._stack = None
 
-    def tell_failure(self, error: BaseException) -> None:
+    def report_failure(self, error: BaseException) -> None:
         """Send the uncaught exception ``error``, which ends this process. Raises nothing."""
-        if os.getpid() == self._pid and not self._closed and (leave := failure_reports.leave_because_of(error)):
+        if os.getpid() == self._pid and not self._closed and (leave := failure_reports.leave_message_for(error)):
             with contextlib.suppress(BytePSError):
                 self._has_left = self._channel.try_send(protocol.encode(leave))
 
-    def tell_note(self, text: str) -> None:
+    def report_note(self, text: str) -> None:
         """Send a text for the messages of ranks that this rank keeps waiting. Raises nothing."""
         if os.getpid() == self._pid and not self._closed:
             with contextlib.suppress(BytePSError):

@@ -53,7 +53,7 @@ class RemoteStateHost(StateHost):
         if run != self._run:
             self._run, self._held, self._refused = run, (0, False), 0
         before_id = before.id if before is not None else 0
-        session.tell(protocol.KeepStates(request, kind.code, source.id, target.id, before_id, run))
+        session.send(protocol.KeepStates(request, kind.code, source.id, target.id, before_id, run))
         session.wait_until(
             lambda: request not in self._asked or source.error is not None or target.error is not None,
             session.time_limit(None),
@@ -76,7 +76,7 @@ class RemoteStateHost(StateHost):
         numbers = tuple(
             SegmentNumbers(each.elements.start, each.elements.stop, tuple(each.scalars)) for each in segments
         )
-        self._session.tell(
+        self._session.send(
             protocol.BeginStep(part.id, part.source.round, is_last, made.step, made.durable, made.is_whole, numbers)
         )
 
@@ -94,7 +94,7 @@ class RemoteStateHost(StateHost):
             shadowed.run, shadowed.step, shadowed.durable, shadowed.is_whole, len(common), len(attached)
         )
         for message in protocol.record_messages(begin, common, attached):
-            session.tell(message)
+            session.send(message)
 
     @property
     def held(self) -> tuple[int, bool]:
@@ -109,12 +109,12 @@ class RemoteStateHost(StateHost):
         self.square_sum(part, (), timeout_s)  # there are sums again
 
     def skip_step(self, source: Slot) -> None:
-        self._session.tell(protocol.SkipStep(source.id, source.round))
+        self._session.send(protocol.SkipStep(source.id, source.round))
 
     def square_sum(self, part: HostedPart, ranges: Sequence[range], timeout_s: float | None = None) -> float:
         session, source = self._session, part.source
         request = session.next_request()
-        session.tell(protocol.MeasureNorm(request, part.id, tuple((each.start, each.stop) for each in ranges)))
+        session.send(protocol.MeasureNorm(request, part.id, tuple((each.start, each.stop) for each in ranges)))
         session.wait_until(
             lambda: request in self._norms or source.error is not None,
             session.time_limit(timeout_s),
@@ -137,7 +137,7 @@ class RemoteStateHost(StateHost):
                 is_known = part_id in self._parts
                 self._parts.discard(part_id)
             if is_known:
-                self._session.tell(protocol.DropStates(part_id))
+                self._session.send(protocol.DropStates(part_id))
 
     # ---- messages of the service -------------------------------------------------------------------------
 

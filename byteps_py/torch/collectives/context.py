@@ -144,7 +144,7 @@ class Context:
                 peers, may_share = session.peers, router.may_share(session.local_size)
                 may_connect = session.exchanges_addresses and session.size <= router.MOST_CONNECTED
                 if peers is not None and (may_share or may_connect):
-                    peers.directory.ask_all()
+                    peers.directory.request_all_introductions()
                 if peers is not None and may_share:
                     shared_memory.prepare()
                 if may_connect:

@@ -36,7 +36,7 @@ class MachineMemory:
         if self.others and session.peers is not None:
             name = f"{members.prefix}.memory.{number}"
             peers = self._peers = session.peers
-            peers.directory.ask(f"{name}#{session.incarnation}", self.others)
+            peers.directory.request_introduction(f"{name}#{session.incarnation}", self.others)
             group_context.wait_in_slices(
                 peers.directory.introduction_wait(f"{name}#{session.incarnation}", self.others)
             )

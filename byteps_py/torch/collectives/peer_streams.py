@@ -115,7 +115,7 @@ class PeerStreams:
         self._lines: dict[str, _Line] = {}
         self.fallbacks = FallbackQueue(group_context, completer)
         self._are_introduced = False
-        peers.directory.ask(self._introduction, self._all)
+        peers.directory.request_introduction(self._introduction, self._all)
 
     @property
     def _introduction(self) -> str:

@@ -34,7 +34,7 @@ def complete(settings: Settings) -> Settings:
 
     Raises ConfigurationError for variables that are incomplete or contradict each other, and RendezvousError.
     """
-    if not says_one_rank(settings):
+    if not is_single_rank(settings):
         return settings
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         store = dist.distributed_c10d._get_default_store()
@@ -45,7 +45,7 @@ def complete(settings: Settings) -> Settings:
     return discover_machines(settings, _store(world, settings.start_timeout_s), world.rank, world.size)
 
 
-def says_one_rank(settings: Settings) -> bool:
+def is_single_rank(settings: Settings) -> bool:
     """True if ``settings`` have no rank beside this one, so that torch may know more."""
     return settings.num_workers * settings.local_size == 1 and not settings.elastic
 

@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.utils.weak import WeakIdKeyDictionary
 
 from byteps_py.errors import UnsupportedError
-from byteps_py.tensors import TOGETHER, NonFinite, TensorSpec
+from byteps_py.tensors import PRIORITY_READY_ORDER, NonFinite, TensorSpec
 from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.collectives import nonfinite
 from byteps_py.torch.collectives.completion import Completer
@@ -82,7 +82,9 @@ class _BucketAverage:
                 "ddp_comm_hook can't leave out a step, which is your optimizer's: use BYTEPS_NONFINITE=raise or allow, "
                 "or a DistributedOptimizer"
             )
-        spec = TensorSpec(name, wire_dtype(dtype, name), shape, average=True, priority=TOGETHER, nonfinite=mode)
+        spec = TensorSpec(
+            name, wire_dtype(dtype, name), shape, average=True, priority=PRIORITY_READY_ORDER, nonfinite=mode
+        )
         (self._slot_view,) = context.slot_views([TensorRequest(spec, dtype, (shape,), self._buffer.device)])
         self._slot_view.contribute([self._buffer])
 

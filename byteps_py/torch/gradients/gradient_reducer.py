@@ -21,7 +21,7 @@ import torch
 
 from byteps_py.errors import CommunicationError, GradientOrderError, MismatchError, NonFiniteError
 from byteps_py.session import Session
-from byteps_py.tensors import TOGETHER, DType, NonFinite, Op, TensorSpec
+from byteps_py.tensors import PRIORITY_READY_ORDER, DType, NonFinite, Op, TensorSpec
 from byteps_py.torch.collectives import nonfinite
 from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.collectives.dtypes import wire_dtype
@@ -138,7 +138,7 @@ class GradientReducer:
             )
 
     def _priority(self, first: int) -> int:
-        return -first if self._is_prioritized else TOGETHER
+        return -first if self._is_prioritized else PRIORITY_READY_ORDER
 
     def _request(self, names: list[str], params: list[torch.nn.Parameter], first: int) -> TensorRequest:
         options = self._options

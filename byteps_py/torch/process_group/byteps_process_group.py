@@ -195,7 +195,7 @@ def _leave(context: Context) -> None:
 def _join_job(context: Context, store: Store, rank: int, size: int) -> None:
     if not context.is_open:
         settings = Settings.from_env()
-        if size > 1 and torch_rendezvous.says_one_rank(settings):
+        if size > 1 and torch_rendezvous.is_single_rank(settings):
             settings = torch_rendezvous.discover_machines(settings, store, rank, size)
         context.open(settings, holder=_HOLDER)
     else:
