@@ -14,7 +14,8 @@ per GB of tensor and machine. gloo spins while it waits, so its own varies.
 between namespaces no process listens without a secret, so it is there in place of "byteps".
 
 send_recv is one way: half of a message there and back between rank 0 and a rank of the last machine. push_pull goes
-through ``byteps_py``'s own interface, beside gloo's all_reduce.
+through ``byteps_py``'s own interface, beside gloo's all_reduce. tensor_layers are the same tensor-parallel layers over
+either backend, with their computation.
 """
 
 from __future__ import annotations
@@ -37,9 +38,11 @@ from benchmarks.cluster.hosts import Host, network
 from benchmarks.turns import Cost, Job, charged, new_cost, orders
 
 BACKENDS = ("byteps", "gloo")
-OPERATIONS = ("send_recv", "all_reduce", "all_gather", "push_pull")
+OPERATIONS = ("send_recv", "all_reduce", "all_gather", "push_pull", "tensor_layers")
 SIZES = [4, 1 << 10, 64 << 10, 1 << 20, 16 << 20]
 _WARM_UP = 5
+#: Features of the layers that tensor parallelism cuts.
+_WIDTH = 64
 _GB = 1e9
 
 Call = Callable[[], object]
@@ -83,6 +86,19 @@ def push_pull(backend: str, nbytes: int) -> Call:
 
     name = f"benchmark {nbytes}"
     return lambda: bps.push_pull_inplace(tensor, average=False, name=name)
+
+
+def tensor_layers(backend: str, nbytes: int) -> Call:
+    """A forward and a backward pass of a feed-forward block that tensor parallelism has cut for all ranks, of a batch
+    of ``nbytes``: one sum of that size in each pass."""
+    from byteps_py.parallel.tensor import Column, Row, parallelize
+
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    block = torch.nn.Sequential(torch.nn.Linear(_WIDTH, _WIDTH), torch.nn.ReLU(), torch.nn.Linear(_WIDTH, _WIDTH))
+    layers = parallelize(block, {"0": Column(), "2": Row()}, dist.group.WORLD)
+    batch = torch.ones(max(1, nbytes // (4 * _WIDTH)), _WIDTH, requires_grad=True)
+    return lambda: layers(batch).sum().backward()
 
 
 def measure(call: Call, count: int) -> float:
