@@ -253,23 +253,25 @@ class PeerConnection:
     def send(self, message: bytes, fd: int = -1) -> None:
         """Send, now or later; a message to a peer that has ended is dropped. ``fd``: descriptors can't be sent."""
         with self._lock:
-            self._send([memoryview(message)], None)
+            self._give([memoryview(message)], None)
+            if not self._out:
+                self._send_or_wait()
 
     def send_payload(self, record: bytes, spans: Sequence[Span], owner: object) -> PendingSend:
         """Send ``record`` and the bytes at ``spans``, which ``owner`` keeps in memory until all are sent."""
         with self._lock:
-            self._send([memoryview(record)], None)
-            self._send([_view(*span) for span in spans], owner if owner is not None else spans)
+            self._give([memoryview(record)], None)
+            self._give([_view(*span) for span in spans], owner if owner is not None else spans)
+            if not self._out:  # together: one system call here, and one wake-up there
+                self._send_or_wait()
             return PendingSend(self, self._stream.given)
 
-    def _send(self, views: Sequence[memoryview], owner: object) -> None:
-        if self.failure is not None:
-            return
-        for view in views:
-            for first in range(0, len(view), FRAME_BYTES):
-                self._stream.add(view[first : first + FRAME_BYTES], owner)
-        if not self._out:
-            self._send_or_wait()
+    def _give(self, views: Sequence[memoryview], owner: object) -> None:
+        """``owner`` keeps the memory of ``views``; None: nobody changes it."""
+        if self.failure is None:
+            for view in views:
+                for first in range(0, len(view), FRAME_BYTES):
+                    self._stream.add(view[first : first + FRAME_BYTES], owner)
 
     @property
     def reported(self) -> int:
