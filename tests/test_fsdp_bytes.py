@@ -47,7 +47,7 @@ def test_bytes_from_rank_to_rank(kind: str, carried: tuple[int, ...]) -> None:
     [
         # The services send a piece once to each machine, but for each gather.
         pytest.param("plain", 5 * ONCE, marks=pytest.mark.slow),
-        ("kept", 3 * ONCE),
+        pytest.param("kept", 3 * ONCE, marks=pytest.mark.slow),
     ],
 )
 def test_bytes_through_the_services(kind: str, carried: int, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ CASES = re.findall(r"^@case\ndef (\w+)\(", PROGRAM.read_text(), re.MULTILINE)
     "layout",
     [
         "-np 1",
-        "-np 2",
+        pytest.param("-np 2", marks=pytest.mark.slow),
         "-np 1 --machines 2 --servers 1",
         pytest.param("-np 1 --machines 2 --servers 2", marks=pytest.mark.slow),  # CPU machines add all sums
         pytest.param("-np 2 --machines 2", marks=pytest.mark.slow),

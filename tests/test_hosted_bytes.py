@@ -79,7 +79,7 @@ def test_bytes_of_a_step(machines: int, servers: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("machines", "servers"),
-    [(2, 1), *(pytest.param(n, k, marks=pytest.mark.slow) for n, k in ((2, 2), (3, 1), (3, 2)))],
+    [pytest.param(n, k, marks=pytest.mark.slow) for n, k in ((2, 1), (2, 2), (3, 1), (3, 2))],
 )
 def test_bytes_of_a_shadowed_step(machines: int, servers: int, tmp_path: Path) -> None:
     n, k = machines, servers

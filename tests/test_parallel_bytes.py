@@ -34,7 +34,9 @@ def bytes_sent(case: str, folder: Path) -> int:
     return sum(member["bytes_sent"] for member in json.loads(report.read_text())["members"])
 
 
-@pytest.mark.parametrize("case", CARRIED)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow) if case == "tensor" else case for case in CARRIED]
+)
 def test_bytes_of_a_machine(case: str, tmp_path: Path) -> None:
     assert bytes_sent(case, tmp_path) == RANKS * (CARRIED[case] + ADDRESSES)
 

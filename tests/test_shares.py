@@ -24,7 +24,7 @@ SCENARIOS = [
         pytest.param("-np 3", "small", marks=pytest.mark.slow),
         pytest.param("-np 3", "large", marks=pytest.mark.slow),
         pytest.param("-np 1 --machines 3", "small", marks=pytest.mark.slow),
-        ("-np 1 --machines 3", "large"),
+        pytest.param("-np 1 --machines 3", "large", marks=pytest.mark.slow),
         pytest.param("-np 2 --machines 2", "small", marks=pytest.mark.slow),
         pytest.param("-np 2 --machines 2", "large", marks=pytest.mark.slow),
         pytest.param("-np 1 --machines 2 --servers 1", "small", marks=pytest.mark.slow),
