@@ -10,7 +10,7 @@ from torch_training import Net, assert_same, gradients, loss_of, reference, sgd,
 
 import byteps_py.torch as bps
 from byteps_py.tensors import Op
-from byteps_py.torch.gradients.optimizer_arguments import which_groups
+from byteps_py.torch.gradients.optimizer import which_groups
 
 MACHINES = (2, 1)
 RANKS = sum(MACHINES)

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import state_dict_saver
 from byteps_py.checkpoint.stored_state import StoredState
 from byteps_py.checkpoint.writer import write_state
 from byteps_py.errors import CheckpointError
-from byteps_py.torch.gradients.hosted.stored_checkpoint import _StoredCheckpoint
+from byteps_py.torch.gradients.hosted.restore import _StoredCheckpoint
 
 FILES = (".metadata", "*.distcp", "manifest-*.json")
 GO_ON = r"Nothing was loaded\. .*Step 1 there is intact: move step-3 away"

@@ -6,7 +6,6 @@ import json
 import pickle
 import threading
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,8 +18,14 @@ from byteps_py.shadow import RestorablePart, RestorableRecord, ServerDescription
 from byteps_py.shadow.record import Attachment, StoredBuffer, read_common
 from byteps_py.tensors import DType
 from byteps_py.torch.collectives import context as contexts
-from byteps_py.torch.gradients.hosted.buffers import ModelBuffers, checksum_of, tensors_of
-from byteps_py.torch.gradients.hosted.replication import CommonRecord, ShadowedSteps
+from byteps_py.torch.gradients.hosted.replication import (
+    CommonRecord,
+    ModelBuffers,
+    ShadowedSteps,
+    ShadowedTensor,
+    checksum_of,
+    tensors_of,
+)
 from byteps_py.torch.gradients.hosted.states import StoredElements
 from byteps_py.wire.data_link import MAX_ATTACHED_BYTES, HeldPart, HeldRun, ShadowDescription, ShadowPart, ShadowRecord
 
@@ -380,19 +385,19 @@ def test_stored_elements_are_read_across_parts(servers: Servers) -> None:
 def test_a_record_says_what_has_changed_since_the_one_before() -> None:
     model = Model()
     params = list(model.parameters())
-    states = SimpleNamespace(sizes=[6, 2], last_step=1, names=("master_param", "exp_avg"), steps=[1, 1])
-    tensors: Any = [SimpleNamespace(name="g", param_names=["w", "b"], params=params, states=states)]
+    states = ("master_param", "exp_avg")
+    tensors = [ShadowedTensor("g", ["w", "b"], params, states, [1, 1], 1)]
     group: dict[str, Any] = {"lr": 0.5, "params": params}
     record = CommonRecord()
     first = read_common(record.pack(tensors, [group], None))
     assert first["params"] == {"w": ["g", 0, [2, 3], "torch.float32", 1], "b": ["g", 6, [2], "torch.float32", 1]}
     assert (first["parts"], first["members"], first["names"]) == ([["g", 8, 1]], [[0, 1]], {})
-    states.last_step, states.steps, group["lr"] = 2, [2, 1], 0.25
+    tensors, group["lr"] = [ShadowedTensor("g", ["w", "b"], params, states, [2, 1], 2)], 0.25
     second = read_common(record.pack(tensors, [group], model))
     assert [entry[-1] for entry in second["params"].values()] == [2, 1]
     assert (second["parts"], second["groups"]) == ([["g", 8, 2]], [{"lr": 0.25}])
     assert second["names"] == {"w": ["linear.weight"], "b": ["linear.bias"]}
     more = torch.nn.Parameter(torch.zeros(4))
-    other: Any = SimpleNamespace(name="h", param_names=["x"], params=[more], states=states)
+    other = ShadowedTensor("h", ["x"], [more], states, [2], 2)
     third = read_common(record.pack([*tensors, other], [group, {"params": [more]}], model))
     assert (list(third["params"]), third["members"]) == (["w", "b", "x"], [[0, 1], [2]])

@@ -27,7 +27,7 @@ from byteps_py.errors import ProtocolError
 from byteps_py.kernels.update_rules import Method
 from byteps_py.shadow import Restorable, ShadowReader
 from byteps_py.shadow.record import Attachment, StoredBuffer
-from byteps_py.torch.gradients.hosted.buffers import dtype_named, tensors_of
+from byteps_py.torch.gradients.hosted.replication import dtype_named, tensors_of
 from byteps_py.torch.gradients.hosted.rules import MASTER, counts_steps
 from byteps_py.torch.gradients.hosted.states import StoredElements
 

@@ -20,8 +20,7 @@ from byteps_py.torch.collectives.group_collectives import GroupCollectives
 from byteps_py.torch.collectives.group_work import CallLog, GroupContext
 from byteps_py.torch.collectives.members import Members
 from byteps_py.torch.collectives.slot_view import TensorRequest
-from byteps_py.torch.gradients.bucket import GradientOptions
-from byteps_py.torch.gradients.delivery import GradientDelivery
+from byteps_py.torch.gradients.bucket import GradientOptions, ToGradient
 from byteps_py.torch.gradients.sparse_bucket import SparseBucket
 from byteps_py.torch.operations import size_headers
 from byteps_py.torch.operations.gathers import AllgatherOperation, AlltoallOperation
@@ -232,7 +231,7 @@ class Collectives(Target):
         param.grad = self._gradient.clone() if self._turn % 8 else None
         spec = TensorSpec("rows", DType.FLOAT32, (36,))
         request = TensorRequest(spec, torch.float32, ((36,),), torch.device("cpu"))
-        bucket = SparseBucket(self._context, request, "rows", param, GradientOptions(), 0, GradientDelivery())
+        bucket = SparseBucket(self._context, request, "rows", param, GradientOptions(), 0, ToGradient())
         bucket.mark(0, param.grad)
         bucket.start()
         bucket.send_values()

@@ -1,11 +1,10 @@
 """Gradients: from autograd's hooks to the optimizer's step.
 
-optimizer ┬ optimizer_mixin ─ stepper ┬ backward_passes              which gradients a backward pass has computed
-          │                           └ gradient_reducer ─ bucket    which gradients travel together, and their exchange
-          │                                              ─ delivery  where sums go
+optimizer ┬ optimizer_mixin ─ stepper ┬ backward_passes            which gradients a backward pass has computed
+          │                           └ gradient_reducer ─ bucket  which gradients travel together, and where sums go
           ├ adasum_stepper ─ stepper
-          └ hosted/                                                  the communication services make the steps
-cross_barrier ─ pending_updates, stepper
+          └ hosted/                                                the communication services make the steps
+cross_barrier ─ stepper
 distributed_data_parallel ─ gradient_reducer
 comm_hook
 """

@@ -1,5 +1,8 @@
-"""A bucket: gradients that travel as one tensor, and their state in the current round. ``plan_buckets`` decides which
-gradients these are.
+"""A bucket: gradients that travel as one tensor, their state in the current round, and where their sum goes.
+``plan_buckets`` decides which gradients these are.
+
+    Bucket ─ Delivery ┬ ToGradient                         into ``param.grad``
+                      └ ToOwner (hosted/delivery.py)       to the owners of its elements
 
 Must not know other buckets, optimizers or hooks. The caller holds the lock of the GradientReducer
 (gradient_reducer.py), unless a method says otherwise.
@@ -9,14 +12,19 @@ from __future__ import annotations
 
 import abc
 import enum
+import functools
+import operator
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from byteps_py.errors import GradientOrderError, MismatchError
+from byteps_py import blame as blames
+from byteps_py.errors import GradientOrderError, MismatchError, NonFiniteError
+from byteps_py.session import Session
 from byteps_py.tensors import NonFinite
+from byteps_py.torch.collectives import nonfinite
 from byteps_py.torch.collectives.dtypes import check_dense
 from byteps_py.torch.collectives.parameter_owners import find_averaging
 from byteps_py.torch.collectives.slot_view import PieceView, TensorRequest
@@ -130,13 +138,24 @@ AFTER = {
 _OPEN = BucketState.OPEN  # hooks read it
 
 
-class BucketDelivery(abc.ABC):
-    """Where the sums of one bucket go. It has what is to be known of one bucket, and must not know others. See
-    delivery.py."""
+class Delivery(abc.ABC):
+    """Where the sums of a GradientReducer go."""
 
+    #: True if gradients travel even where no other rank combines them.
+    always_travels = False
     #: When a gradient was changed too early, and how to do it right.
     untouched_until: str
     touched_remedy: str
+
+    def kind_of(self, name: str, param: torch.nn.Parameter, dtype: torch.dtype) -> Hashable:
+        """Gradients of different kinds must not share a bucket. ``dtype``: on the wire. Raises UsageError for a
+        gradient that can't be delivered."""
+        return ()
+
+    def request(self, request: TensorRequest, is_sparse: bool) -> TensorRequest:
+        """What a bucket declares, from what it declares for sums that all ranks get. ``is_sparse``: of a
+        SparseBucket."""
+        return request
 
     @abc.abstractmethod
     def prepare(self, bucket: Bucket, gradients: Gradients, is_early: bool) -> Gradients:
@@ -155,7 +174,8 @@ class BucketDelivery(abc.ABC):
 class Bucket:
     """Gradients that travel as one tensor. Its state is that of the current round.
 
-    first: the position of its first parameter in the order of the forward pass. delivery: where sums go.
+    first: the position of its first parameter in the order of the forward pass. due: if owners have the sum, which
+    parameters take part in the step that is to be made with it; None: none is.
     """
 
     def __init__(
@@ -166,7 +186,7 @@ class Bucket:
         options: GradientOptions,
         first: int,
         scratch: Scratch,
-        delivery: BucketDelivery,
+        delivery: Delivery,
     ) -> None:
         self.request = request
         self.names = names
@@ -175,6 +195,7 @@ class Bucket:
         self.first = first
         self.delivery = delivery
         self.slot_view: PieceView | None = None
+        self.due: tuple[bool, ...] | None = None
         self._checksums = GradientChecksums(scratch, self._contribution)
         self.reset()
 
@@ -187,6 +208,7 @@ class Bucket:
         self.sparse_flags: PieceView | None = None  # ASKED: which gradients are sparse
         self.dispute: MismatchError | None = None  # UNCLEAR: ranks have sent different things
         self.participates = [False] * len(self.params)  # set by ``collect``: requires_grad may change later
+        self.gives = [False] * len(self.params)  # set by ``hand_over``: which of them have a gradient
         self.final: list[torch.Tensor | None] = [None] * len(self.params)  # gradients that must not change
         self.versions = [0] * len(self.params)  # of ``final``
         self._checksums.reset()
@@ -256,6 +278,7 @@ class Bucket:
         """
         if self.slot_view is None:
             return
+        self.gives = [grad is not None for grad in gradients]
         given = self.delivery.prepare(self, gradients, is_early)
         if is_early:
             self._checksums.send(self.slot_view, given)
@@ -348,3 +371,112 @@ class Bucket:
                 f"the gradient of {touched!r} was changed after backward() and before "
                 f"{self.delivery.untouched_until}: the change would be lost. {self.delivery.touched_remedy}"
             )
+
+
+class ToGradient(Delivery):
+    """Into ``param.grad`` of all ranks: a view of the slot's result, or a copy of it."""
+
+    untouched_until = "synchronize()"
+    touched_remedy = (
+        "Call optimizer.synchronize() first, then clip or unscale, then step() inside optimizer.skip_synchronize()"
+    )
+
+    def __init__(self) -> None:
+        self._own: dict[torch.nn.Parameter, torch.Tensor] = {}  # see ``prepare``
+
+    def prepare(self, bucket: Bucket, gradients: Gradients, is_early: bool) -> Gradients:
+        """Copies gradients that share memory with their results, as zero_grad(set_to_none=False) leaves them, if the
+        training goes on meanwhile. It could see either of the two otherwise, and a change of the gradient would change
+        the result."""
+        if not is_early or bucket.slot_view is None:
+            return gradients
+        given = list(gradients)
+        for position, (grad, address) in enumerate(zip(gradients, bucket.slot_view.result_addresses, strict=True)):
+            if grad is not None and grad.data_ptr() == address and grad.numel():
+                param = bucket.params[position]
+                own = self._own.get(param)
+                if own is None:
+                    own = self._own[param] = torch.empty_like(grad, requires_grad=False)
+                own.copy_(grad.detach())
+                bucket.replace_gradient(position, own)
+                given[position] = own
+        return given
+
+    def receive(self, bucket: Bucket) -> None:
+        touched = bucket.changed  # checked while the result is in flight
+        if bucket.slot_view is not None:
+            bucket.slot_view.wait()
+        bucket.refuse_change(touched)
+        deliver(bucket)
+
+    def receive_rows(self, bucket: Bucket, rows: torch.Tensor) -> None:
+        bucket.params[0].grad = rows
+
+
+def deliver(bucket: Bucket) -> None:
+    """Put the result, which has arrived, into ``param.grad``. Has no effect if the bucket did not travel."""
+    slot_view = bucket.slot_view
+    if slot_view is None:
+        return
+    copied: list[int] = []
+    outputs: list[torch.Tensor] = []
+    given: list[torch.Tensor] = []
+    for position, (param, participates) in enumerate(zip(bucket.params, bucket.participates, strict=True)):
+        if not participates:
+            continue  # frozen: must not get a gradient
+        grad = slot_view.results[position]
+        if param.dtype is slot_view.dtype and param.is_cpu:
+            param.grad = grad
+        else:
+            if param.grad is None or param.grad.layout is not torch.strided:
+                param.grad = torch.empty_like(param)
+            grad = param.grad
+            copied.append(position)
+            outputs.append(grad)
+        given.append(grad)
+    slot_view.fetch(outputs, copied)
+    after = bucket.options.after(slot_view.session.size)
+    if after != 1.0 and given:
+        with torch.no_grad():
+            torch._foreach_mul_(given, after)
+
+
+def release_results(bucket: Bucket) -> None:
+    """Copy gradients out of the slot's memory, which the service reuses when the name is declared again."""
+    if bucket.slot_view is not None:
+        for param, address in zip(bucket.params, bucket.slot_view.result_addresses, strict=True):
+            if param.grad is not None and param.grad.data_ptr() == address:
+                param.grad = param.grad.detach().clone()
+
+
+def find_nonfinite(session: Session, buckets: Sequence[Bucket], options: GradientOptions) -> NonFiniteError | None:
+    """The error for gradients of ``buckets`` that have arrived; None if they are finite or not checked. Reads gradients
+    only if the service has reported some, or if the rank is alone."""
+    if not options.nonfinite:
+        return None
+    alone = options.members(session.size) == 1
+    bad = {bucket: blame for bucket in buckets if (blame := _blame(bucket, session) if alone else bucket.blame)}
+    if not bad:
+        return None
+    places = [place for bucket in bad for place in _places(bucket)]
+    step = max(bucket.round for bucket in bad)
+    return nonfinite.explain(functools.reduce(operator.or_, bad.values()), session.size, step, places)
+
+
+def _blame(bucket: Bucket, session: Session) -> int:
+    """The blame of a rank that is alone. Its gradients need not travel, so the service may not check them."""
+    if bucket.slot_view is not None:
+        return bucket.blame
+    return blames.of_rank(session.rank, session.size) if any(True for _ in _places(bucket)) else 0
+
+
+def _places(bucket: Bucket) -> Iterator[str]:
+    for position, (name, param) in enumerate(zip(bucket.names, bucket.params, strict=True)):
+        if bucket.slot_view is not None:
+            found = nonfinite.where(name, bucket.slot_view.results[position], param.dtype)
+        elif param.grad is not None and bucket.participates[position]:
+            found = nonfinite.where(name, param.grad)
+        else:
+            found = None
+        if found is not None:
+            yield found

@@ -27,8 +27,18 @@ from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.collectives.dtypes import wire_dtype
 from byteps_py.torch.collectives.plan_comparison import PlanComparison
 from byteps_py.torch.collectives.slot_view import PieceView, TensorRequest
-from byteps_py.torch.gradients.bucket import Bucket, BucketState, GradientOptions, GradientPlace, plan_buckets
-from byteps_py.torch.gradients.delivery import Delivery, ToGradient, deliver, find_nonfinite, release_results
+from byteps_py.torch.gradients.bucket import (
+    Bucket,
+    BucketState,
+    Delivery,
+    GradientOptions,
+    GradientPlace,
+    ToGradient,
+    deliver,
+    find_nonfinite,
+    plan_buckets,
+    release_results,
+)
 from byteps_py.torch.gradients.gradient_checksums import Scratch
 from byteps_py.torch.gradients.sparse_bucket import SparseBucket
 
@@ -108,20 +118,18 @@ class GradientReducer:
         together = [[index_of[name] for name in group] for group in groups]
         for bucket_indices in plan_buckets(sizes, kinds, self._context.settings.fusion_bytes, together):
             indices = sorted(bucket_indices)
-            names = [named[i][0] for i in indices]
-            params = [named[i][1] for i in indices]
-            first = offset + min(indices)
-            bucket = self._new_bucket(names, params, first)
+            bucket = self._new_bucket([named[i] for i in indices], offset + indices[0])
             self.buckets.append(bucket)
-            self._places.update((param, GradientPlace(bucket, position)) for position, param in enumerate(params))
+            self._places.update((param, GradientPlace(bucket, place)) for place, param in enumerate(bucket.params))
 
-    def _new_bucket(self, names: list[str], params: list[torch.nn.Parameter], first: int) -> Bucket:
-        request = self._delivery.request(self._request(names, params, first), is_sparse=False)
-        return Bucket(request, names, params, self._options, first, self._scratch, self._delivery.of_bucket())
-
-    def _new_sparse_bucket(self, name: str, param: torch.nn.Parameter, first: int) -> SparseBucket:
-        request = self._delivery.request(self._request([name], [param], first), is_sparse=True)
-        return SparseBucket(self._context, request, name, param, self._options, first, self._delivery.of_bucket())
+    def _new_bucket(
+        self, named: Sequence[tuple[str, torch.nn.Parameter]], first: int, is_sparse: bool = False
+    ) -> Bucket:
+        names, params = [name for name, _ in named], [param for _, param in named]
+        request = self._delivery.request(self._request(names, params, first), is_sparse)
+        if is_sparse:
+            return SparseBucket(self._context, request, names[0], params[0], self._options, first, self._delivery)
+        return Bucket(request, names, params, self._options, first, self._scratch, self._delivery)
 
     def prioritize(self) -> None:
         """For CrossBarrier: send the gradients that the next forward pass needs first before the others. Has no effect
@@ -204,13 +212,13 @@ class GradientReducer:
             _attempt(errors, self._agree)
             if self._disagreement is not None:
                 self._abandon()
-            self._complete([bucket for bucket in self.buckets if bucket.sent], errors)
+            self._complete(self.buckets, errors)
             parts: list[Bucket] = []
             for bucket in [each for each in self.buckets if each.state is BucketState.UNCLEAR]:
                 _attempt(errors, self._split, bucket, parts)
             for part in parts:
                 _attempt(errors, self._send, part)
-            self._complete([part for part in parts if part.sent], errors)
+            self._complete(parts, errors)
             errors += [part.dispute for part in parts if part.dispute is not None]  # a part is not split again
             if not errors:
                 done = [bucket for bucket in self.buckets if bucket.state is BucketState.DONE]
@@ -313,8 +321,9 @@ class GradientReducer:
         """True if a gradient was sparse in an earlier round."""
         return any(isinstance(bucket, SparseBucket) for bucket in self.buckets)
 
-    def _complete(self, in_flight: Sequence[Bucket], errors: list[Exception]) -> None:
-        """Receive all buckets, even after an error, since none may stay pending. Some are UNCLEAR then."""
+    def _complete(self, buckets: Sequence[Bucket], errors: list[Exception]) -> None:
+        """Receive all that are in flight, even after an error, since none may stay pending. Some are UNCLEAR then."""
+        in_flight = [bucket for bucket in buckets if bucket.sent]
         for bucket in in_flight:
             _attempt(errors, bucket.send_values)
         for bucket in in_flight:
@@ -358,19 +367,14 @@ class GradientReducer:
         sparse = flags.results[0].tolist()
         if bucket.dispute is not None and not any(sparse):
             raise bucket.dispute
-        params, names = bucket.params, bucket.names
         split: list[Bucket] = []
         dense = [position for position, is_sparse in enumerate(sparse) if not is_sparse]
         kinds = [([position], True) for position, is_sparse in enumerate(sparse) if is_sparse]
         for positions, is_sparse in [*kinds, (dense, False)] if dense else kinds:
-            its_names, its_params = [names[i] for i in positions], [params[i] for i in positions]
-            if is_sparse:
-                part: Bucket = self._new_sparse_bucket(its_names[0], its_params[0], bucket.first)
-            else:
-                part = self._new_bucket(its_names, its_params, bucket.first)
+            part = self._new_bucket([(bucket.names[i], bucket.params[i]) for i in positions], bucket.first, is_sparse)
             part.take_over(bucket, positions)
             split.append(part)
-            for position, param in enumerate(its_params):
+            for position, param in enumerate(part.params):
                 self._places[param].bucket, self._places[param].position = part, position
         index = self.buckets.index(bucket)
         self.buckets[index : index + 1] = split
@@ -488,14 +492,13 @@ class GradientReducer:
         """In a new session, or after a rank has joined, ranks agree anew. Raises what Session.check_open raises."""
         session = self._context.session
         session.check_open()  # a rank that is alone does not use the session, which would raise
-        if session is not self._session:  # the first round, or the first one of another job
+        is_new = session is not self._session  # the first round, or the first one of another job
+        if is_new:
             self._session = session
-            self.is_agreed, self._disagreement = False, None
-            self._agreement.forget()
             self._forget_unused_averages()
             for bucket in self.buckets:
                 bucket.slot_view = None
-        if self._context.joins != self._joins:  # a rank that joined early may not have compared its plan before
+        if is_new or self._context.joins != self._joins:  # a rank that joined early may not have compared its plan
             self._joins = self._context.joins
             self.is_agreed, self._disagreement = False, None
             self._agreement.forget()

@@ -6,35 +6,29 @@ gradients were computed), gradient_reducer.py (their exchange). The training thr
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from byteps_py.errors import UsageError
 from byteps_py.torch.collectives import context as contexts
-from byteps_py.torch.collectives import nonfinite
+from byteps_py.torch.collectives import nonfinite, parameter_owners
 from byteps_py.torch.compression import Compression, Compressor
 from byteps_py.torch.gradients.adasum_stepper import AdasumStepper, DeltaExchange
 from byteps_py.torch.gradients.backward_passes import CountedPasses, ReducedPasses
 from byteps_py.torch.gradients.bucket import GradientOptions
 from byteps_py.torch.gradients.gradient_reducer import GradientReducer
-from byteps_py.torch.gradients.hosted.optimizer import host
+from byteps_py.torch.gradients.hosted.optimizer import HostedOptions, check_hosted, host
 from byteps_py.torch.gradients.hosted.replication import check_machines
-from byteps_py.torch.gradients.optimizer_arguments import (
-    Groups,
-    HostedOptions,
-    NamedParameters,
-    check_hosted,
-    check_names,
-    check_owners,
-    check_passes,
-    check_predivide,
-    which_groups,
-)
-from byteps_py.torch.gradients.optimizer_mixin import DistributedOptimizerMixin
+from byteps_py.torch.gradients.optimizer_mixin import DistributedOptimizerMixin, check_passes
 from byteps_py.torch.gradients.stepper import LocalStepper, WrappedOptimizer
 from byteps_py.torch.operations.process_sets import ProcessSet, global_process_set, prefix_of, ranks_of
 from byteps_py.torch.operations.reduction_plans import Adasum, Average, ReduceOp
+
+NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]
+Groups = int | list[list[torch.nn.Parameter]] | None
 
 
 def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and Horovod
@@ -96,11 +90,11 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
     >>> bps.shutdown()
     """
     check_passes(backward_passes_per_step)
-    check_predivide(gradient_predivide_factor, op)
+    _check_predivide(gradient_predivide_factor, op)
     if isinstance(optimizer, DistributedOptimizerMixin):
         raise UsageError("the optimizer is a DistributedOptimizer already")
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    names = check_names(optimizer, named_parameters)
+    names = _check_names(optimizer, named_parameters)
     mine = set(params)
     context = contexts.current()
     is_shadowed = context.settings.shadow if shadow is None else shadow
@@ -111,7 +105,7 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
     together = which_groups(num_groups, groups, params)
     ranks = ranks_of(process_set)
     if context.session.rank in (combining := ranks or range(context.session.size)):
-        check_owners([(name, param) for param, name in names.items() if param in mine], combining)
+        _check_owners([(name, param) for param, name in names.items() if param in mine], combining)
     if hosted:
         try:
             check_hosted(optimizer, op, gradient_predivide_factor, bool(ranks), bool(together))
@@ -144,3 +138,113 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
     wrapped = WrappedOptimizer(optimizer, names, ReducedPasses(reducer, backward_passes_per_step))
     wrapped.hook()
     return DistributedOptimizerMixin.wrap(optimizer, LocalStepper(wrapped, reducer))
+
+
+# ---- checks of the arguments; the errors have Horovod's words --------------------------------------------------------
+
+
+def _check_predivide(factor: float, op: ReduceOp) -> None:
+    """Raises UsageError for a gradient_predivide_factor that is not positive or does not apply to ``op``."""
+    if not isinstance(op, ReduceOp):
+        raise UsageError(f"op must be one of {', '.join(op.name.title() for op in ReduceOp)}, got {op!r}")
+    if factor != 1.0 and op is not Average:
+        raise UsageError(
+            f"gradient_predivide_factor not supported with op != Average: it splits an average, and op is "
+            f"{op.name.title()}"
+        )
+    if not (factor > 0 and math.isfinite(factor)):
+        raise UsageError(f"gradient_predivide_factor must be a positive number, got {factor}")
+
+
+def _check_owners(named: Iterable[tuple[str, torch.nn.Parameter]], ranks: Sequence[int]) -> None:
+    """Raises UsageError for a parameter that is a part of a larger one, other parts of which ``ranks`` have, and for
+    one whose gradient something else averages."""
+    named = list(named)
+    caller = "DistributedOptimizer"
+    parameter_owners.check_whole(
+        named,
+        ranks,
+        caller,
+        "Give process_set the ranks with the same parts, those of mesh.ranks('dp', 'cp'); a hosted optimizer takes no "
+        "process_set, and no model that is cut",
+    )
+    parameter_owners.check_unowned(named, caller)
+
+
+def which_groups(
+    num_groups: int, groups: Groups, params: Sequence[torch.nn.Parameter]
+) -> list[list[torch.nn.Parameter]]:
+    """The groups of the optimizer's ``params`` that the two arguments describe. Raises UsageError.
+
+    A number n splits the parameters that require gradients into n groups of neighbours, as evenly as possible.
+    """
+    if num_groups and groups is not None:
+        raise UsageError(
+            f"num_groups={num_groups} and groups were both given; give one of them (groups also takes a number)"
+        )
+    chosen: Groups = num_groups if groups is None else groups
+    if isinstance(chosen, int) and not isinstance(chosen, bool) and chosen >= 0:
+        return _split([param for param in params if param.requires_grad], chosen) if chosen else []
+    if not isinstance(chosen, list) or not all(isinstance(group, list | tuple) for group in chosen):
+        raise UsageError(
+            "groups should be a non-negative integer or a list of list of torch.nn.Parameter, got "
+            f"{type(chosen).__name__} {chosen!r}"[:300]
+        )
+    mine = set(params)
+    seen: set[torch.nn.Parameter] = set()
+    for number, group in enumerate(chosen):
+        for param in group:
+            if not isinstance(param, torch.nn.Parameter):
+                raise UsageError(
+                    f"groups must consist of torch.nn.parameter.Parameter, group {number} has a {type(param).__name__}"
+                )
+            what = f"a parameter of shape {list(param.shape)}, in group {number} of groups,"
+            if param in seen:
+                raise UsageError(f"A parameter can only appear once in groups: {what} appears twice")
+            if param not in mine:
+                raise UsageError(f"{what} is not one of the optimizer's")
+            seen.add(param)
+    return [list(group) for group in chosen if group]
+
+
+def _split(params: list[torch.nn.Parameter], parts: int) -> list[list[torch.nn.Parameter]]:
+    size, longer = divmod(len(params), parts)
+    ends = [(part + 1) * size + min(part + 1, longer) for part in range(parts)]
+    return [params[start:end] for start, end in zip([0, *ends], ends, strict=False) if end > start]
+
+
+def _check_names(
+    optimizer: torch.optim.Optimizer, named_parameters: NamedParameters | None
+) -> dict[torch.nn.Parameter, str]:
+    """The name of each parameter, in the given order; numbers if ``named_parameters`` is empty. Raises UsageError."""
+    named = list(named_parameters) if named_parameters is not None else []
+    if any(not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)) for pair in named):
+        raise UsageError(
+            "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
+            "model.named_parameters()."
+        )
+    seen: set[str] = set()
+    duplicates = {name for name, _ in named if name in seen or seen.add(name)}  # type: ignore[func-returns-value]
+    if duplicates:
+        raise UsageError(
+            "Parameter names in named_parameters must be unique. Found duplicates: " + ", ".join(sorted(duplicates))
+        )
+    if not named:
+        return {
+            param: f"push_pull.parameter.{g}.{i}"
+            for g, group in enumerate(optimizer.param_groups)
+            for i, param in enumerate(group["params"])
+        }
+    names = {param: name for name, param in reversed(named)}
+    unnamed = [
+        f"{tuple(param.shape)} at position {i} of group {g}"
+        for g, group in enumerate(optimizer.param_groups)
+        for i, param in enumerate(group["params"])
+        if param not in names
+    ]
+    if unnamed:
+        raise UsageError(
+            "named_parameters was specified, but one or more model parameters were not named. Parameters of shape: "
+            + ", ".join(unnamed)
+        )
+    return dict(reversed(names.items()))

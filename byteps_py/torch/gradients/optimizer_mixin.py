@@ -16,7 +16,6 @@ from typing import Any, Self
 import torch
 
 from byteps_py.errors import UsageError
-from byteps_py.torch.gradients.optimizer_arguments import check_passes
 from byteps_py.torch.gradients.stepper import Names, StepCall, Stepper
 from byteps_py.torch.operations.state_broadcast import StateListener
 
@@ -193,3 +192,9 @@ _SHARED = ("param_groups", "state")
 def _is_scaler(frame: FrameType) -> bool:
     """True if a GradScaler is the caller. It has no other way to announce that it is about to change gradients."""
     return frame.f_code.co_name == "_unscale_grads_" and isinstance(frame.f_locals.get("self"), torch.amp.GradScaler)
+
+
+def check_passes(passes: int) -> None:
+    """Raises UsageError for a number of passes below 1."""
+    if passes < 1:
+        raise UsageError(f"backward_passes_per_step must be > 0, got {passes}: it must be at least 1")

@@ -22,7 +22,7 @@ from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.collectives.dtypes import check_count, check_dimensions, check_indices
 from byteps_py.torch.collectives.nonfinite import is_finite
 from byteps_py.torch.collectives.slot_view import TensorRequest
-from byteps_py.torch.gradients.bucket import Bucket, BucketDelivery, GradientOptions
+from byteps_py.torch.gradients.bucket import Bucket, Delivery, GradientOptions
 from byteps_py.torch.gradients.gradient_checksums import PieceChecksums, Scratch, checksum_kernel
 from byteps_py.torch.operations.reduction_plans import Average, Sum
 
@@ -46,7 +46,7 @@ class SparseBucket(Bucket):
         param: torch.nn.Parameter,
         options: GradientOptions,
         first: int,
-        delivery: BucketDelivery,
+        delivery: Delivery,
     ) -> None:
         super().__init__(request, [name], [param], options, first, Scratch(), delivery)
         if options.op not in (Sum, Average):
@@ -63,9 +63,8 @@ class SparseBucket(Bucket):
         """Begin a round."""
         super().reset()
         self._rows: torch.Tensor | None = None
-        self._stored: tuple[torch.Tensor, PieceChecksums] | None = (
-            None  # the gradient's stored values, and their checksum
-        )
+        #: The gradient's stored values, and their checksum.
+        self._stored: tuple[torch.Tensor, PieceChecksums] | None = None
         self._headers: Slot | None = None
         self._payload: Slot | None = None
         self._blame = 0
@@ -133,7 +132,7 @@ class SparseBucket(Bucket):
         offsets = np.cumsum([0, *lengths]).tolist()
         self._pieces = [(offset, rows) for offset, (rows, _) in zip(offsets, found, strict=False)]
         mine = self._nbytes(0 if self._rows is None else self._rows.indices().shape[1])
-        payload = self._declare("values", _room(mine), _room(offsets[-1]))
+        payload = self._declare("values", room(mine), room(offsets[-1]))
         if self._rows is not None:
             self._pack(payload.input, self._rows)
         session.hand_over(payload, layout=Layout(((0, mine),), tuple(zip(offsets, lengths, strict=False))))
@@ -227,22 +226,14 @@ class SparseBucket(Bucket):
 
     def _declare(self, what: str, room_in: int, room_out: int) -> Slot:
         spec = self.request.spec
-        (slot,) = self._context.session.declare(
-            [
-                TensorSpec(
-                    f"{spec.name}.{what}",
-                    DType.UINT8,
-                    (room_in, room_out),
-                    Op.GATHER,
-                    priority=spec.priority,
-                    group=self.options.group,
-                )
-            ]
-        )
+        name, rooms, group = f"{spec.name}.{what}", (room_in, room_out), self.options.group
+        wanted = TensorSpec(name, DType.UINT8, rooms, Op.GATHER, priority=spec.priority, group=group)
+        (slot,) = self._context.session.declare([wanted])
         return slot
 
 
-def _room(nbytes: int) -> int:
+def room(nbytes: int) -> int:
+    """The size of a slot for ``nbytes``."""
     return max(_ROOM_BYTES, 1 << (nbytes - 1).bit_length() if nbytes else 0)
 
 

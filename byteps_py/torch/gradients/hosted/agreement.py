@@ -14,31 +14,28 @@ import torch
 
 from byteps_py import blame as blames
 from byteps_py.errors import MismatchError, NonFiniteError
-from byteps_py.kernels.update_rules import Hyperparameters, UpdateRule
 from byteps_py.tensors import DType, Op, TensorSpec
 from byteps_py.torch.collectives import nonfinite
 from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.collectives.slot_view import TensorRequest
-from byteps_py.torch.gradients.hosted.states import Factors
+from byteps_py.torch.gradients.hosted.rules import GroupNumbers
 from byteps_py.torch.operations.reduction_plans import Sum
 from byteps_py.torch.operations.reductions import reduced
 
 _BLAME_BITS = 64
 _INT, _FLOAT = struct.Struct("<q"), struct.Struct("<d")
 _ALL_BUT_SIGN = (1 << 63) - 1
-
-
 #: "rule" encodes the switches, such as amsgrad.
 _COMPARED = ("lr", "weight_decay", "momentum", "dampening", "beta1", "beta2", "eps", "lr_decay", "always_adapt", "rule")
 _FACTORS = ("the factor of a GradScaler, 1/scale,", "the factor of clipping")
 
 
 @dataclass(frozen=True, slots=True)
-class GroupNumbers:
-    """Of each param_group, what a step is made with."""
+class Factors:
+    """Factors of the averages, applied in this order: ``unscale`` of a GradScaler, ``clip``."""
 
-    numbers: list[Hyperparameters]
-    rules: list[UpdateRule]
+    unscale: float = 1.0
+    clip: float = 1.0
 
 
 def ordered(value: float) -> int:

@@ -1,7 +1,7 @@
 """Where the sums of a hosted optimizer go: to the services of their owners, which keep the states.
 
-Owns which sums a step is due with, and which optimizer has a parameter. Must not know states, for hooks of parameters
-hold buckets, and a model may outlive its optimizer. The training thread calls.
+Owns which sums a step is due with (Bucket.due), and which optimizer has a parameter. Must not know states, for hooks of
+parameters hold buckets, and a model may outlive its optimizer. The training thread calls.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
+import operator
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
@@ -21,8 +22,7 @@ from byteps_py.tensors import NonFinite
 from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.collectives.dtypes import wire_dtype
 from byteps_py.torch.collectives.slot_view import TensorRequest
-from byteps_py.torch.gradients.bucket import Bucket, BucketDelivery
-from byteps_py.torch.gradients.delivery import Delivery
+from byteps_py.torch.gradients.bucket import Bucket, Delivery
 from byteps_py.torch.gradients.gradient_checksums import Gradients
 from byteps_py.torch.gradients.hosted.rules import check_dtypes
 
@@ -52,21 +52,22 @@ def _other(param: torch.nn.Parameter, owner: object) -> bool:
 
 
 class ToOwner(Delivery):
-    """To the ranks' services, each of which gets the elements that its ranks own. ``group_of``: of each parameter, the
-    number of its param_group, whose numbers a step of a whole bucket takes. ``is_shadowed``: other machines get them,
-    too."""
+    """To the ranks' services, each of which gets the elements that its ranks own, and keeps them until a step.
+    ``group_of``: of each parameter, the number of its param_group, whose numbers a step of a whole bucket takes.
+    ``is_shadowed``: other machines get them, too."""
 
     always_travels = True
+    untouched_until = "step()"
+    touched_remedy = (
+        "A hosted optimizer's gradients stay on the rank as they are, and the services clip and unscale their "
+        "averages: call optimizer.clip_grad_norm_(max_norm) instead of torch.nn.utils.clip_grad_norm_, and "
+        "scaler.unscale_(optimizer) before it where there is a GradScaler"
+    )
 
     def __init__(self, context: Context, group_of: Mapping[torch.nn.Parameter, int], is_shadowed: bool) -> None:
         self._context, self._group_of, self._is_shadowed = context, group_of, is_shadowed
         #: Gradients are copied before the training goes on, which may change or replace them meanwhile.
         self.is_copied = False
-
-    @property
-    def is_alone(self) -> bool:
-        """True if no other rank adds to the sums."""
-        return self._context.session.size == 1 and not self._context.settings.force_distributed
 
     def kind_of(self, name: str, param: torch.nn.Parameter, dtype: torch.dtype) -> Hashable:
         if param.device.type not in ("cpu", "cuda"):
@@ -87,28 +88,6 @@ class ToOwner(Delivery):
             spec = replace(spec, shape=(count,), ownership=spec.name, is_shadowed=self._is_shadowed)
         return replace(request, spec=spec, result_shapes=())
 
-    def of_bucket(self) -> OwnerDelivery:
-        return OwnerDelivery(self)
-
-
-class OwnerDelivery(BucketDelivery):
-    """Of one bucket: its sum stays with its owners until a step takes it.
-
-    ``summed``: which parameters take part in the step that is due; None: none is.
-    """
-
-    untouched_until = "step()"
-    touched_remedy = (
-        "A hosted optimizer's gradients stay on the rank as they are, and the services clip and unscale their "
-        "averages: call optimizer.clip_grad_norm_(max_norm) instead of torch.nn.utils.clip_grad_norm_, and "
-        "scaler.unscale_(optimizer) before it where there is a GradScaler"
-    )
-
-    def __init__(self, owners: ToOwner) -> None:
-        self._owners = owners
-        self._gives: tuple[bool, ...] = ()  # which of them have a gradient
-        self.summed: tuple[bool, ...] | None = None
-
     def prepare(self, bucket: Bucket, gradients: Gradients, is_early: bool) -> Gradients:
         """No step is made with an earlier sum. Raises UsageError for a parameter that has another shape than its
         states."""
@@ -118,47 +97,38 @@ class OwnerDelivery(BucketDelivery):
                     f"hosted=True: parameter {name!r} has changed its shape from {list(shape)} to {list(param.shape)}, "
                     "and its service has states for the first one: make a new optimizer for the new parameter"
                 )
-        self._gives = tuple(grad is not None for grad in gradients)
-        self.skip(bucket)
+        self._skip(bucket)
         return gradients
-
-    def taking_part(self, bucket: Bucket) -> tuple[bool, ...]:
-        """Which parameters take part in the step of the round, which was handed over. Where no other rank adds to it, a
-        parameter without a gradient stays as it is; of several ranks, others may have one."""
-        is_alone = self._owners.is_alone
-        return tuple(
-            takes_part and not (is_alone and not gives)
-            for takes_part, gives in zip(bucket.participates, self._gives, strict=True)
-        )
 
     def receive(self, bucket: Bucket) -> None:
         """A step with the sum is due. It need not have arrived."""
-        bucket.refuse_change(None if self._owners.is_copied else bucket.changed)
-        self.summed = self.taking_part(bucket)
+        bucket.refuse_change(None if self.is_copied else bucket.changed)
+        bucket.due = self.taking_part(bucket)
 
     def receive_rows(self, bucket: Bucket, rows: torch.Tensor) -> None:
         """The rank makes the step of rows itself, and so has the sum."""
         bucket.params[0].grad = rows
-        self.summed = (True,)
+        bucket.due = (True,)
 
-    def skip(self, bucket: Bucket) -> None:
-        """Make no step with the sum, if one is due. All ranks do so, or none."""
-        is_due, self.summed = self.summed is not None, None
+    def taking_part(self, bucket: Bucket) -> tuple[bool, ...]:
+        """Which parameters take part in the step of the round, which was handed over. Where no other rank adds to the
+        sum, a parameter without a gradient stays as it is; of several ranks, others may have one."""
+        if self._context.session.size > 1 or self._context.settings.force_distributed:
+            return tuple(bucket.participates)
+        return tuple(map(operator.and_, bucket.participates, bucket.gives))
+
+    def skip(self, buckets: Sequence[Bucket]) -> None:
+        """Make no step with the sums of ``buckets``. All ranks do so, or none."""
+        for bucket in buckets:
+            if bucket.slot_view is not None and bucket.slot_view.session is self._context.session:
+                with contextlib.suppress(CommunicationError):  # a job that has ended makes no step either
+                    self._skip(bucket)
+            bucket.due = None
+
+    @staticmethod
+    def _skip(bucket: Bucket) -> None:
+        is_due, bucket.due = bucket.due is not None, None
         if is_due and bucket.slot_view is not None:
             bucket.slot_view.wait_for_departure()
             bucket.slot_view.session.state_host.skip_step(bucket.slot_view.slot)
             bucket.slot_view.wait()
-
-
-def owned(buckets: Sequence[Bucket]) -> list[tuple[Bucket, OwnerDelivery]]:
-    """``buckets`` of a GradientReducer with ToOwner, and their deliveries."""
-    return [(bucket, bucket.delivery) for bucket in buckets if isinstance(bucket.delivery, OwnerDelivery)]
-
-
-def skip_steps(context: Context, buckets: Sequence[Bucket]) -> None:
-    """Make no step with the sums of ``buckets``. All ranks do so, or none."""
-    for bucket, delivery in owned(buckets):
-        if bucket.slot_view is not None and bucket.slot_view.session is context.session:
-            with contextlib.suppress(CommunicationError):  # a job that has ended makes no step either
-                delivery.skip(bucket)
-        delivery.summed = None

@@ -8,27 +8,80 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from byteps_py.errors import UsageError
+from byteps_py.tensors import NonFinite
 from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.compression import Compression
 from byteps_py.torch.gradients.backward_passes import ReducedPasses
 from byteps_py.torch.gradients.bucket import GradientOptions
 from byteps_py.torch.gradients.gradient_reducer import GradientReducer
-from byteps_py.torch.gradients.hosted.bucket_states import BucketStates
-from byteps_py.torch.gradients.hosted.delay import DelayedTiming
 from byteps_py.torch.gradients.hosted.delivery import ToOwner, claim
-from byteps_py.torch.gradients.hosted.in_backward import InBackwardTiming
 from byteps_py.torch.gradients.hosted.replication import ShadowedSteps
-from byteps_py.torch.gradients.hosted.rules import HostedGroups
+from byteps_py.torch.gradients.hosted.rules import HostedGroups, check_class
+from byteps_py.torch.gradients.hosted.states import BucketStates
 from byteps_py.torch.gradients.hosted.stepper import HostedStepper, NextStep, StepTiming
-from byteps_py.torch.gradients.optimizer_arguments import HostedOptions
+from byteps_py.torch.gradients.hosted.steps import SumSteps
+from byteps_py.torch.gradients.hosted.timings import BackwardSteps, DelayedTiming, InBackwardTiming
 from byteps_py.torch.gradients.optimizer_mixin import DistributedOptimizerMixin
 from byteps_py.torch.gradients.stepper import Names, WrappedOptimizer
+from byteps_py.torch.operations.reduction_plans import Average, ReduceOp, Sum
+from byteps_py.torch.optim import LAMB
+
+
+def check_hosted(
+    optimizer: torch.optim.Optimizer, op: ReduceOp, factor: float, is_subset: bool, has_groups: bool
+) -> None:
+    """Raises UsageError for what ``hosted=True`` does not go together with. ``is_subset``: a process set is given;
+    ``has_groups``: gradients that travel together are."""
+    check_class(optimizer)
+    if op not in (Average, Sum):
+        raise UsageError(f"hosted=True: a step takes the average or the sum of gradients, and op is {op.name.title()}")
+    for is_given, what in (
+        (factor != 1.0, "gradient_predivide_factor"),
+        (is_subset, "process_set"),
+        (has_groups, "num_groups or groups"),
+    ):
+        if is_given:
+            raise UsageError(f"hosted=True does not go together with {what}")
+
+
+@dataclass(frozen=True, slots=True)
+class HostedOptions:
+    """When the services make the steps of a hosted optimizer, and whether others make them, too. See
+    DistributedOptimizer."""
+
+    delayed_update_after: int | None = None
+    step_in_backward: bool = False
+    shadow: bool = False
+
+    def check(self, optimizer: torch.optim.Optimizer, hosted: bool, nonfinite: NonFinite) -> None:
+        """Raises UsageError for what contradicts ``hosted``, the optimizer, BYTEPS_NONFINITE or one another."""
+        _check_delay(self.delayed_update_after, hosted, self.shadow)
+        if not self.step_in_backward:
+            return
+        if not hosted:
+            raise UsageError("step_in_backward needs hosted=True: an optimizer on the ranks steps in step()")
+        if self.delayed_update_after is not None:
+            raise UsageError(
+                "step_in_backward does not go together with delayed_update_after, which makes steps under the next "
+                "passes: give one of them"
+            )
+        if isinstance(optimizer, LAMB):
+            raise UsageError(
+                "step_in_backward: a step of LAMB needs norms of whole parameters, so all sums first: leave "
+                "step_in_backward out"
+            )
+        if nonfinite is not NonFinite.ALLOW:
+            raise UsageError(
+                f"step_in_backward does not go together with BYTEPS_NONFINITE={nonfinite.name.lower()}: parameters "
+                "step before it is known whether all gradients are finite. Set it to allow, or leave step_in_backward "
+                "out"
+            )
 
 
 class HostedOptimizerMixin(DistributedOptimizerMixin):
@@ -135,6 +188,22 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
         return self._stepper.states.are_lost
 
 
+def _check_delay(after: int | None, hosted: bool, shadow: bool) -> None:
+    """Raises UsageError for a ``delayed_update_after`` that is no number of steps, or not of a hosted optimizer, or of
+    one that is shadowed."""
+    if after is None:
+        return
+    if shadow:
+        raise UsageError(
+            "delayed_update_after does not go together with shadow=True: a restarted job would need the parameters of "
+            "two steps"
+        )
+    if not hosted:
+        raise UsageError("delayed_update_after needs hosted=True: a step on the ranks is made at once")
+    if isinstance(after, bool) or not isinstance(after, int) or after < 0:
+        raise UsageError(f"delayed_update_after is {after!r}: give the number of steps before it, from 0 up, or None")
+
+
 def host(
     context: Context,
     optimizer: torch.optim.Optimizer,
@@ -165,12 +234,12 @@ def host(
     if hosting.delayed_update_after is not None:
         timing = DelayedTiming(context, reducer, delivery, hosting.delayed_update_after)
     elif hosting.step_in_backward:
-        timing = InBackwardTiming(context, reducer, states, upcoming)
+        timing = InBackwardTiming(context, reducer, BackwardSteps(context, delivery, states, upcoming))
     wrapped.hook()
     if taken := taken_states(optimizer):
         states.load(taken)
-    stepper = HostedStepper(context, wrapped, reducer, states, upcoming, timing)
-    return HostedOptimizerMixin.wrap(optimizer, stepper)
+    steps = SumSteps(context, reducer, delivery, states)
+    return HostedOptimizerMixin.wrap(optimizer, HostedStepper(wrapped, reducer, steps, upcoming, timing))
 
 
 def taken_states(optimizer: torch.optim.Optimizer) -> dict[torch.nn.Parameter, Mapping[str, Any]]:

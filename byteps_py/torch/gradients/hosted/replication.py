@@ -1,12 +1,14 @@
 """The steps of a hosted optimizer that other machines make as well: what ranks say of each, beside the sums.
 
 A step's *record* has what a restarted job needs beside the states: of rank 0 the param_groups and where each
-parameter's states lie, of each rank what the user has attached. The training thread calls.
+parameter's states lie, of each rank what the user has attached, and the model's buffers. The training thread calls.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import secrets
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,15 +18,13 @@ from typing import Any
 import torch
 
 from byteps_py.config.settings import Settings
-from byteps_py.errors import UsageError
+from byteps_py.errors import ProtocolError, UsageError
 from byteps_py.session import Session, ShadowedStep
 from byteps_py.shadow import ShadowReader
-from byteps_py.shadow.record import Attachment
+from byteps_py.shadow.record import Attachment, StoredBuffer
 from byteps_py.system.log import logger
 from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.gradients.hosted.agreement import largest
-from byteps_py.torch.gradients.hosted.buffers import ModelBuffers
-from byteps_py.torch.gradients.hosted.states import HostedStates
 from byteps_py.torch.operations.objects import pickled
 from byteps_py.wire.data_link import MAX_ATTACHED_BYTES
 from byteps_py.wording import bytes_text
@@ -32,9 +32,10 @@ from byteps_py.wording import bytes_text
 #: Of what is attached, for each buffer beside its elements: its name, its shape, its digest.
 _BESIDE_BYTES = 4096
 _RUN_BITS = 63  # it travels as an int64
+#: Where buffers have more bytes than this together, those of at least so many are sent only once they change.
+MANY_BYTES = 512 << 10
+LARGE_BYTES = 16 << 10
 _of_session: weakref.WeakKeyDictionary[Session, Callable[[], ShadowedSteps | None]] = weakref.WeakKeyDictionary()
-
-
 _ALONE = (
     "shadow=True keeps copies of the optimizer's states on other machines, and this job has one GPU machine and no CPU "
     "machine"
@@ -56,6 +57,7 @@ class ShadowedSteps:
     """Counts the steps of an optimizer. ``name``: of what ranks exchange.
 
     Attributes:
+        run: see ShadowPart; 0 before ``start``.
         step: number of the latest step.
         calls: of step() so far, also of those that made no step, because gradients were not finite.
         extra: what the user attaches to the next steps.
@@ -69,7 +71,7 @@ class ShadowedSteps:
     def __init__(self, name: str) -> None:
         self._name = name
         self._session: Session | None = None
-        self._run = 0
+        self.run = 0
         self._durable, self._is_whole = 0, False
         self.step = self.calls = 0
         self.extra: object = None
@@ -93,7 +95,7 @@ class ShadowedSteps:
                 "optimizer's steps: give all parameters to one optimizer, in param_groups"
             )
         _of_session[context.session] = weakref.ref(self)
-        (self._run,) = largest(context, f"{self._name}.run", [secrets.randbits(_RUN_BITS) | 1])
+        (self.run,) = largest(context, f"{self._name}.run", [secrets.randbits(_RUN_BITS) | 1])
         self._durable, self._is_whole = 0, False
         self._session = context.session
 
@@ -102,12 +104,7 @@ class ShadowedSteps:
         if self._session is None:
             raise _alone_error()
         logger.warning("%s. There are no copies for now", _ALONE)
-        self._run, self._session = 0, session
-
-    @property
-    def run(self) -> int:
-        """See ShadowPart; 0 before ``start``."""
-        return self._run
+        self.run, self._session = 0, session
 
     @property
     def known(self) -> int:
@@ -135,9 +132,9 @@ class ShadowedSteps:
     @property
     def next(self) -> ShadowedStep | None:
         """The step that is about to be made; None if there are no copies."""
-        if not self._run:
+        if not self.run:
             return None
-        return ShadowedStep(self._run, self.step + 1, self._durable, self._is_whole)
+        return ShadowedStep(self.run, self.step + 1, self._durable, self._is_whole)
 
     def go_on(self, step: int, calls: int, reader: ShadowReader | None = None) -> None:
         """Go on from a step of an earlier run, whose states ``reader`` has until they are taken over."""
@@ -192,13 +189,11 @@ class ShadowedSteps:
     def record(self, tensors: Sequence[ShadowedTensor], groups: Sequence[Mapping[str, Any]]) -> None:
         """The step of all parts has begun. ``tensors``: all that have states. Raises UsageError for more
         parameters than a record has room for."""
-        session = self._session
+        session, shadowed = self._session, self.next
         self.calls += 1
-        if session is None or not self._run:
-            self.step += 1
+        self.step += 1
+        if session is None or shadowed is None:
             return
-        shadowed = ShadowedStep(self._run, self.step + 1, self._durable, self._is_whole)
-        self.step = shadowed.step
         common = b""
         if session.rank == 0:
             common = self._common.pack(tensors, groups, self.model, self.calls)
@@ -213,12 +208,15 @@ class ShadowedSteps:
 
 @dataclass(frozen=True, slots=True)
 class ShadowedTensor:
-    """A tensor of gradients, by its name: the parameters that it is of, with their names, and their states."""
+    """A tensor of gradients, by its name: the parameters that it is of, with their names, the names of their states,
+    the steps of each, and the number of the latest step."""
 
     name: str
     param_names: Sequence[str]
     params: Sequence[torch.nn.Parameter]
-    states: HostedStates
+    states: Sequence[str]
+    steps: Sequence[int]
+    last_step: int
 
 
 class CommonRecord:
@@ -242,8 +240,8 @@ class CommonRecord:
         if not self._known or not _is_same(known, self._known):
             self._known, self._layout = known, json.dumps(_layout(tensors, groups, model))[1:]
         said = {
-            "parts": [[each.name, sum(each.states.sizes), each.states.last_step] for each in tensors],
-            "steps": {each.name: _steps(each.states.steps) for each in tensors},
+            "parts": [[each.name, sum(param.numel() for param in each.params), each.last_step] for each in tensors],
+            "steps": {each.name: _steps(each.steps) for each in tensors},
             "groups": [_plain(group) for group in groups],
             "calls": calls,
         }
@@ -275,7 +273,7 @@ def _layout(
                 names[name] = all_names
     return {
         "params": params,
-        "kinds": {tensor.name: list(tensor.states.names) for tensor in tensors},
+        "kinds": {tensor.name: list(tensor.states) for tensor in tensors},
         "members": [[places[param] for param in group["params"] if param in places] for group in groups],
         "names": names,
     }
@@ -295,3 +293,89 @@ def _number(value: Any) -> Any:
     if isinstance(value, Iterable) and not isinstance(value, str):
         return [_number(each) for each in value]
     return value
+
+
+class ModelBuffers:
+    """The persistent buffers of a model, as they travel with each step.
+
+    A large one that has not changed since the model was made, such as a mask, does not travel: the restarted program
+    makes the same again, which its checksum shows. ``restored``: those that had changed before this process began.
+    """
+
+    def __init__(self, model: torch.nn.Module, restored: Iterable[str] = ()) -> None:
+        self._model = model
+        found, never = self._persistent(), set(restored)
+        is_much = sum(buffer.nbytes for buffer in found.values()) > MANY_BYTES
+        self._unchanged = {
+            name: (buffer.clone(), checksum_of(buffer))
+            for name, buffer in found.items()
+            if is_much and buffer.nbytes >= LARGE_BYTES and name not in never
+        }
+
+    def _persistent(self) -> dict[str, torch.Tensor]:
+        """By their names in the model's state_dict."""
+        mine = {id(buffer) for buffer in self._model.buffers()}
+        state = self._model.state_dict(keep_vars=True)
+        return {name: value.detach() for name, value in state.items() if id(value) in mine}
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of those that travel, as long as no other one changes."""
+        return {name: value.nbytes for name, value in self._persistent().items() if name not in self._unchanged}
+
+    def stored(self) -> tuple[dict[str, StoredBuffer], dict[str, str]]:
+        """Those that travel, and the checksums of those that do not."""
+        found = self._persistent()
+        for name, (first, _) in list(self._unchanged.items()):
+            if name not in found or not _is_equal(found[name], first):
+                del self._unchanged[name]
+        constants = {name: checksum for name, (_, checksum) in self._unchanged.items()}
+        return {name: _stored(value.cpu()) for name, value in found.items() if name not in constants}, constants
+
+    def check(self, constants: Mapping[str, str]) -> None:
+        """Raises UsageError if a buffer of the model is another one than that with this checksum."""
+        found = self._persistent()
+        for name, checksum in constants.items():
+            if name not in found or checksum_of(found[name]) != checksum:
+                raise UsageError(
+                    f"restore(): the model's buffer {name!r} is not the one that the job began with. It is large, and "
+                    "did not change, so it was not sent with the steps: make the model as in the first run"
+                )
+
+
+def checksum_of(buffer: torch.Tensor) -> str:
+    """Equal for buffers that are equal to the bit."""
+    stored = _stored(buffer.detach().cpu())
+    return hashlib.sha256(f"{stored.dtype} {stored.shape} ".encode() + stored.data).hexdigest()
+
+
+def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
+        return False
+    views = [each.contiguous().view(-1).view(torch.uint8) for each in (one, other)]  # NaN is equal to itself
+    return torch.equal(*views)
+
+
+def _stored(buffer: torch.Tensor) -> StoredBuffer:
+    data = buffer.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return StoredBuffer(str(buffer.dtype), tuple(buffer.shape), data)
+
+
+def tensors_of(buffers: Mapping[str, StoredBuffer]) -> dict[str, torch.Tensor]:
+    """The buffers as tensors on the CPU. Raises ProtocolError if one is damaged."""
+    found = {}
+    for name, each in buffers.items():
+        dtype = dtype_named(each.dtype)
+        if len(each.data) != math.prod(each.shape) * dtype.itemsize:
+            raise ProtocolError(f"buffer {name!r} of shape {list(each.shape)} has {len(each.data)} bytes")
+        flat = torch.empty(len(each.data), dtype=torch.uint8, device="cpu")
+        flat.numpy()[:] = memoryview(each.data)
+        found[name] = flat.view(dtype).view(each.shape)
+    return found
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The dtype that torch prints as ``name``. Raises ProtocolError if there is none."""
+    found = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise ProtocolError(f"{name!r} is no dtype")
+    return found

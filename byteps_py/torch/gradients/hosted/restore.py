@@ -1,4 +1,4 @@
-"""A restarted job goes on from the last step that other machines hold: ``bps.restore``.
+"""A restarted job goes on from the last step that other machines hold, or from the newest checkpoint: ``bps.restore``.
 
     rank 0: which step can be delivered ─► all ranks ─► parameters, param_groups, what the user has attached
     at the next step: each rank reads the states of the elements that it owns
@@ -10,29 +10,40 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from byteps_py.errors import BytePSError, CommunicationError, UsageError
+from byteps_py.checkpoint_files import METADATA, CheckpointFiles
+from byteps_py.checkpoint_folder import checkpoint_path, checkpoint_steps
+from byteps_py.errors import BytePSError, CheckpointError, CommunicationError, UsageError
 from byteps_py.shadow import NotRestorable, Restorable, ShadowReader, latest_step
 from byteps_py.shadow.record import Attachment
 from byteps_py.system.log import logger
 from byteps_py.torch.collectives import context as contexts
-from byteps_py.torch.gradients.hosted.buffers import ModelBuffers, tensors_of
 from byteps_py.torch.gradients.hosted.optimizer import HostedOptimizerMixin
-from byteps_py.torch.gradients.hosted.replication import ShadowedSteps
-from byteps_py.torch.gradients.hosted.rules import MASTER
-from byteps_py.torch.gradients.hosted.states import StoredElements
+from byteps_py.torch.gradients.hosted.replication import ModelBuffers, ShadowedSteps, tensors_of
+from byteps_py.torch.gradients.hosted.rules import MASTER, moment_names, rule_of
+from byteps_py.torch.gradients.hosted.states import StoredElements, check_state
 from byteps_py.torch.gradients.hosted.stepper import HostedStepper
-from byteps_py.torch.gradients.hosted.stored_checkpoint import load_newest, raise_together
-from byteps_py.torch.operations.objects import broadcast_object, unpickled
+from byteps_py.torch.gradients.stepper import WrappedOptimizer
+from byteps_py.torch.operations.objects import allgather_object, broadcast_object, unpickled
 
 #: Elements of a parameter that are read at once.
 _CHUNK = 1 << 20
 #: Servers apply no steps meanwhile. Those of a job that has ended get none.
 _HOLD_S = 10.0
+#: How names of a checkpoint's entries begin.
+_MODEL, _STATE, _GROUPS = "model.", "optimizer.state.", "optimizer.param_groups."
+_CONSTANTS = "constants."
 
 
 def restore(
@@ -80,7 +91,7 @@ def restore(
             raise found
         if found is None:
             reader.close()
-            return load_newest(model, optimizer, shadow, path) if path is not None else None
+            return _load_newest(model, optimizer, shadow, path) if path is not None else None
         _restore(model, stepper, shadow, reader, found)
     except BaseException:
         reader.close()
@@ -117,7 +128,7 @@ def _read_attached(
         ModelBuffers(model).check(attached.constants)
     except BytePSError as error:
         failure = error
-    raise_together(failure, f"{stepper.name}.attached")
+    _raise_together(failure, f"{stepper.name}.attached")
     return attached, buffers
 
 
@@ -145,7 +156,7 @@ def _restore(
         }
         if not steps:
             continue  # it has made no step: it is as the model's constructor has made it
-        _read(param, stored[MASTER])
+        _read_master(param, stored[MASTER])
         if param.dtype is stored[MASTER].dtype:
             del stored[MASTER]
         states[param] = {"step": torch.tensor(float(steps), device="cpu"), **stored}
@@ -174,7 +185,7 @@ def _check_same(params: Mapping[str, torch.nn.Parameter], common: Mapping[str, A
             )
 
 
-def _read(param: torch.nn.Parameter, master: StoredElements) -> None:
+def _read_master(param: torch.nn.Parameter, master: StoredElements) -> None:
     flat = torch.empty(param.shape, dtype=param.dtype, device="cpu").view(-1)
     count = math.prod(param.shape)
     for start in range(0, count, _CHUNK):
@@ -189,3 +200,235 @@ def _like(value: Any, saved: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return torch.full_like(value, saved)
     return tuple(saved) if isinstance(saved, list) else saved
+
+
+# ---- from a checkpoint that `bps checkpoint` has written: each rank reads all of it ---------------------------------
+
+
+def _load_newest(
+    model: torch.nn.Module, optimizer: HostedOptimizerMixin, shadow: ShadowedSteps, path: str | os.PathLike[str]
+) -> int | None:
+    """Load the newest checkpoint in the folder ``path``. Returns its step; None if there is none.
+
+    Raises UsageError if it is of another model or optimizer, CheckpointError if it can't be read here: the
+    same error on all ranks, and nothing has changed.
+    """
+    session, stepper = contexts.current().session, optimizer._stepper
+    newest: int | CheckpointError | None = None
+    if session.rank == 0:
+        try:
+            newest = max(checkpoint_steps(Path(path)), default=None)
+        except CheckpointError as error:
+            newest = error
+    newest = broadcast_object(newest, name=f"{stepper.name}.newest")
+    if newest is None:
+        return None
+    if isinstance(newest, CheckpointError):
+        raise newest
+    failure: BytePSError | None = None
+    try:
+        checkpoint = _StoredCheckpoint(Path(path), newest)
+        ModelBuffers(model).check(checkpoint.values(_CONSTANTS))
+        loaded = _read(checkpoint, model, stepper, session.rank)
+        calls = int(checkpoint.values("calls").get("", newest))
+    except BytePSError as error:
+        failure = error
+    _raise_together(failure, f"{stepper.name}.loaded")
+    optimizer.load_state_dict(loaded.optimizer)
+    model.load_state_dict(loaded.weights, strict=False)
+    if loaded.extra is not None:
+        shadow.extra = loaded.extra
+    if loaded.buffers:
+        model.load_state_dict(loaded.buffers, strict=False)
+    shadow.go_on(newest, calls)
+    shadow.buffers = ModelBuffers(model, checkpoint.names(_MODEL))
+    return calls
+
+
+def _raise_together(failure: BytePSError | None, name: str) -> None:
+    """All ranks call it: if one of them has failed, all raise. ``name``: of what they exchange."""
+    told = None if failure is None else (type(failure), str(failure))
+    for rank, found in enumerate(allgather_object(told, name=name)):
+        if found is not None:
+            raise failure or found[0](f"rank {rank}: {found[1]}")
+
+
+class _StepFiles(CheckpointFiles):
+    """Of a step in ``folder``. ``names_older``: errors name the newest older step that is intact."""
+
+    def __init__(self, folder: Path, step: int, names_older: bool = True) -> None:
+        super().__init__(checkpoint_path(folder, step))
+        self._folder, self._step, self._names_older = folder, step, names_older
+
+    def read_intact(self) -> Metadata:
+        """Raises CheckpointError if a file is not as it was written. Without a manifest, damage shows only where a file
+        is too short, or can't be read."""
+        _, manifest = self.read()
+        with self.explained("read"):
+            if manifest is not None:
+                self.verify(manifest.files, manifest)
+            elif self._names_older:
+                logger.warning("the checkpoint %s has no manifest: its files are not verified", self.path)
+            ends: dict[str, int] = {}
+            try:
+                metadata: Metadata = FileSystemReader(self.path).read_metadata()
+                for one in metadata.storage_data.values():
+                    ends[one.relative_path] = max(ends.get(one.relative_path, 0), one.offset + one.length)
+            except OSError:
+                raise
+            except Exception as error:  # of what is no pickle, anything
+                raise self.damaged(METADATA, f"it can't be read ({type(error).__name__}: {error})") from error
+            for name, end in ends.items():
+                size = (self.path / name).stat().st_size if (self.path / name).exists() else 0
+                if size < end:
+                    raise self.damaged(name, f"it has {size} bytes, and had at least {end}")
+        return metadata
+
+    def failure(self, error: OSError, what: str) -> CheckpointError:
+        """See CheckpointFiles."""
+        return CheckpointError(f"{super().failure(error, what)}{self._others()}")
+
+    def _others(self) -> str:
+        try:
+            older = [step for step in checkpoint_steps(self._folder) if step < self._step] if self._names_older else []
+        except CheckpointError:
+            return ""
+        intact = next((step for step in reversed(older) if _is_intact(self._folder, step)), None)
+        return "" if intact is None else f". Step {intact} there is intact: move {self.path.name} away to go on from it"
+
+
+def _is_intact(folder: Path, step: int) -> bool:
+    try:
+        _StepFiles(folder, step, names_older=False).read_intact()
+    except CheckpointError:
+        return False
+    return True
+
+
+class _StoredCheckpoint:
+    """The entries of a checkpoint, by name. Raises CheckpointError if it can't be read."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        self.path = checkpoint_path(folder, step)
+        self._files = _StepFiles(folder, step)
+        self._entries = self._files.read_intact().state_dict_metadata
+
+    def shape(self, name: str) -> torch.Size | None:
+        """Of a tensor; None if there is no such tensor."""
+        entry = self._entries.get(name)
+        return entry.size if isinstance(entry, TensorStorageMetadata) else None
+
+    def names(self, prefix: str) -> set[str]:
+        """The rest of the names that begin with ``prefix``."""
+        return {name.removeprefix(prefix) for name in self._entries if name.startswith(prefix)}
+
+    def values(self, prefix: str) -> dict[str, Any]:
+        """All entries whose names begin with ``prefix``, by the rest of their names."""
+        found: dict[str, Any] = {
+            name: torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
+            if isinstance(entry, TensorStorageMetadata)
+            else None
+            for name, entry in self._entries.items()
+            if name.startswith(prefix)
+        }
+        if found:
+            try:
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # no_dist=True says so, too
+                    state_dict_loader.load(found, storage_reader=FileSystemReader(self.path), no_dist=True)
+            except (CheckpointException, Exception) as error:  # of damaged data, anything
+                why = f"it can't be read ({type(error).__name__}: {error})"
+                raise self._files.damaged(f"the entry {min(found)!r}, or one beside it", why) from error
+        return {name.removeprefix(prefix): value for name, value in found.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """What a checkpoint has for this rank."""
+
+    weights: Mapping[str, Any]
+    buffers: Mapping[str, Any]
+    optimizer: dict[str, Any]
+    extra: Any
+
+
+def _read(checkpoint: _StoredCheckpoint, model: torch.nn.Module, stepper: HostedStepper, rank: int) -> _Loaded:
+    """Read and check all of it. Raises UsageError, CheckpointError."""
+    params, own_groups = stepper.wrapped.params, stepper.wrapped.groups
+    places = {param: place for place, param in enumerate(params)}
+    names = {param: name for name, param in model.named_parameters() if param in places}
+    for param, name in names.items():
+        shape = checkpoint.shape(_MODEL + name)
+        if shape is not None and shape != param.shape:
+            raise UsageError(
+                f"restore(): {checkpoint.path} is of another model: parameter {name!r} has shape {list(shape)} there, "
+                f"and {list(param.shape)} here"
+            )
+    groups = _groups(checkpoint.values(_GROUPS))
+    if len(groups) != len(own_groups):
+        raise UsageError(
+            f"restore(): {checkpoint.path} is of another optimizer, with {len(groups)} param_groups instead of "
+            f"{len(own_groups)}"
+        )
+    strangers = {name for group in groups for name in group["params"]} - set(names.values())
+    if strangers:
+        raise UsageError(
+            f"restore(): {checkpoint.path} is of another model: the optimizer here does not have its parameter "
+            f"{min(strangers)!r}"
+        )
+    weights = checkpoint.values(_MODEL)
+    buffers = checkpoint.values(f"buffers.{rank}.")
+    _check_values(checkpoint, model, {**weights, **buffers})
+    state = {}
+    for param, name in names.items():
+        if entries := checkpoint.values(f"{_STATE}{name}."):
+            number = stepper.groups.group_of[param]
+            _check_entries(checkpoint, stepper.wrapped, param, entries, {**own_groups[number], **groups[number]})
+            state[places[param]] = entries
+    numbers = [
+        {**saved, "params": [places[param] for param in group["params"]]}
+        for saved, group in zip(groups, own_groups, strict=True)
+    ]
+    extra = checkpoint.values(f"extra.{rank}").get("")
+    if extra is not None:
+        extra = unpickled(bytes(extra))  # who may write to the folder may change the weights, too
+    return _Loaded(weights, buffers, {"state": state, "param_groups": numbers}, extra)
+
+
+def _check_values(checkpoint: _StoredCheckpoint, model: torch.nn.Module, found: Mapping[str, Any]) -> None:
+    """Raises UsageError for a tensor that the model does not have, or has in another shape."""
+    own = model.state_dict(keep_vars=True)
+    for name, value in found.items():
+        there = own.get(name)
+        if not isinstance(there, torch.Tensor) or there.shape != value.shape:
+            has = f"has it in shape {list(there.shape)}" if isinstance(there, torch.Tensor) else "does not have it"
+            raise UsageError(
+                f"restore(): {checkpoint.path} is of another model: it has {name!r} of shape {list(value.shape)}, and "
+                f"the model here {has}"
+            )
+
+
+def _check_entries(
+    checkpoint: _StoredCheckpoint,
+    wrapped: WrappedOptimizer,
+    param: torch.nn.Parameter,
+    entries: Mapping[str, Any],
+    group: dict[str, Any],
+) -> None:
+    """Raises UsageError for states of another optimizer. ``group``: with the numbers that are about to be loaded."""
+    rule, name = rule_of(wrapped.optimizer, group), wrapped.names[param]
+    check_state(rule, param, entries, repr(name))
+    if strange := set(entries) - {*moment_names(rule), "step", MASTER}:
+        raise UsageError(
+            f"restore(): {checkpoint.path} is of another optimizer: the state of {name!r} has {min(strange)!r} there, "
+            f"which {type(wrapped.optimizer).__name__} does not have"
+        )
+
+
+def _groups(entries: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The param_groups, from entries such as "0.lr"."""
+    found: dict[int, dict[str, Any]] = {}
+    for name, value in entries.items():
+        number, _, key = name.partition(".")
+        found.setdefault(int(number), {})[key] = value
+    return [found[number] for number in sorted(found)]

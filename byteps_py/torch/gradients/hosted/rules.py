@@ -64,14 +64,6 @@ def rule_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> UpdateRu
     )
 
 
-def numbers_of(group: dict[str, Any]) -> Hyperparameters:
-    """The numbers of one of the param_groups."""
-    given = {name: float(group[name]) for name in _NUMBERS if name in group}
-    if "betas" in group:
-        given["beta1"], given["beta2"] = map(float, group["betas"])
-    return Hyperparameters(**given)
-
-
 def check_numbers(numbers: Sequence[Hyperparameters]) -> None:
     """Raises UsageError if one of the numbers, of each of the param_groups, is NaN or infinite."""
     for number, found in enumerate(numbers):
@@ -79,6 +71,14 @@ def check_numbers(numbers: Sequence[Hyperparameters]) -> None:
             value = getattr(found, field.name)
             if not math.isfinite(value):
                 raise UsageError(f"param_groups[{number}] has {field.name}={value}: a step needs a number")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GroupNumbers:
+    """Of each param_group, what a step is made with."""
+
+    numbers: list[Hyperparameters]
+    rules: list[UpdateRule]
 
 
 class HostedGroups:
@@ -103,15 +103,10 @@ class HostedGroups:
         """All parameters, in order."""
         return [param for group in self.optimizer.param_groups for param in group["params"]]
 
-    @property
-    def numbers(self) -> list[Hyperparameters]:
-        """Of each group."""
-        return [numbers_of(group) for group in self.optimizer.param_groups]
-
-    @property
-    def rules(self) -> list[UpdateRule]:
-        """Of each group."""
-        return [rule_of(self.optimizer, group) for group in self.optimizer.param_groups]
+    def numbers(self) -> GroupNumbers:
+        """For a step that is made now."""
+        groups = self.optimizer.param_groups
+        return GroupNumbers([_numbers_of(each) for each in groups], [rule_of(self.optimizer, each) for each in groups])
 
     def rule(self, param: torch.nn.Parameter) -> UpdateRule:
         """The rule of a parameter's group."""
@@ -144,3 +139,10 @@ def check_dtypes(name: str, gradient: DType, parameter: DType) -> None:
 def _class_of(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
     """The class that the user has chosen: a DistributedOptimizer derives from it."""
     return next(kind for kind in type(optimizer).__mro__ if kind in _METHODS)
+
+
+def _numbers_of(group: dict[str, Any]) -> Hyperparameters:
+    given = {name: float(group[name]) for name in _NUMBERS if name in group}
+    if "betas" in group:
+        given["beta1"], given["beta2"] = map(float, group["betas"])
+    return Hyperparameters(**given)

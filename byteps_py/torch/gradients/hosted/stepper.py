@@ -1,8 +1,8 @@
 """How a hosted optimizer makes its steps: sums go to the services, which step, and parameters come back.
 
-    sum() ─► numbers() ─► agree() ─► make(): begin, record, take
+    sum() ─► numbers ─► agree() ─► make(): begin, record, take
 
-Owns the factors of the next step. The order is that of a StepTiming: this one, or that of delay.py or in_backward.py.
+Owns the factors of the next step. The order is that of a StepTiming: this one, or one of timings.py.
 The training thread calls.
 """
 
@@ -19,19 +19,18 @@ from byteps_py.kernels.update_rules import Hyperparameters
 from byteps_py.tensors import NonFinite
 from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.collectives import nonfinite
-from byteps_py.torch.collectives.context import Context, Unfinished
+from byteps_py.torch.collectives.context import Unfinished
 from byteps_py.torch.gradients.gradient_reducer import GradientReducer
 from byteps_py.torch.gradients.hosted.agreement import (
-    GroupNumbers,
+    Factors,
     compare_numbers,
     explain_overflow,
     overflows,
     total_norm,
 )
-from byteps_py.torch.gradients.hosted.bucket_states import BucketStates, Loaded
 from byteps_py.torch.gradients.hosted.replication import ShadowedSteps
-from byteps_py.torch.gradients.hosted.rules import check_numbers
-from byteps_py.torch.gradients.hosted.states import Factors
+from byteps_py.torch.gradients.hosted.rules import GroupNumbers, check_numbers
+from byteps_py.torch.gradients.hosted.states import Loaded
 from byteps_py.torch.gradients.hosted.steps import BegunStep, SumSteps
 from byteps_py.torch.gradients.stepper import StepCall, Stepper, WrappedOptimizer
 
@@ -112,7 +111,7 @@ class StepTiming:
     def step(self, stepper: HostedStepper, call: StepCall) -> None:
         """Sum what backward() has computed, let the services step, and take the new parameters."""
         stepper.sum()  # first: a rank whose numbers are wrong must not leave the others waiting for its gradients
-        step = stepper.numbers()
+        step = stepper.groups.numbers()
         stepper.prepare(call)
         stepper.next.agree(step)
         stepper.make(step.numbers)
@@ -136,18 +135,16 @@ class HostedStepper(Stepper):
 
     def __init__(
         self,
-        context: Context,
         wrapped: WrappedOptimizer,
         reducer: GradientReducer,
-        states: BucketStates,
+        steps: SumSteps,
         upcoming: NextStep,
         timing: StepTiming,
     ) -> None:
         super().__init__(wrapped)
-        self.reducer, self.states, self.next, self.timing = reducer, states, upcoming, timing
-        self.groups, self.shadow = states.groups, states.shadow
+        self.reducer, self.steps, self.states, self.next, self.timing = reducer, steps, steps.states, upcoming, timing
+        self.groups, self.shadow = self.states.groups, self.states.shadow
         self.name = upcoming.name
-        self.steps = SumSteps(context, reducer, states)
         self.under_way = timing.under_way
 
     def refusal(self, call: str) -> Exception | None:
@@ -197,10 +194,6 @@ class HostedStepper(Stepper):
 
     def _find_overflow(self) -> bool:
         return overflows(contexts.current(), self.name, self.steps.square_sum())
-
-    def numbers(self) -> GroupNumbers:
-        """For a step that is made now."""
-        return GroupNumbers(self.groups.numbers, self.groups.rules)
 
     def prepare(self, call: StepCall) -> None:
         """What belongs to the step beside numbers."""

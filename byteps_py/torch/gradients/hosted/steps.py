@@ -2,31 +2,38 @@
 
     reducer.finish(): sums are on their way ─► begin(): each is stepped when it is there ─► take()
 
-Must not know when a step is made. The training thread calls, or that of a delayed step.
+Ranks make the steps of sparse gradients themselves (SummedRows), and find the trust ratios of LAMB
+(``begin_scaled_steps``). Must not know when a step is made. The training thread calls, or that of a delayed step.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from byteps_py.errors import UsageError
-from byteps_py.kernels.update_rules import Hyperparameters, Method
+from byteps_py.kernels.step_segments import StepSegment
+from byteps_py.kernels.update_rules import Hyperparameters, Method, UpdateRule, apply_scalars
+from byteps_py.session import Session
+from byteps_py.tensors import DType, Layout, Op, TensorSpec
 from byteps_py.torch.collectives import nonfinite
 from byteps_py.torch.collectives.context import Context
+from byteps_py.torch.collectives.slot_view import PieceView, TensorRequest
 from byteps_py.torch.gradients.bucket import Bucket
 from byteps_py.torch.gradients.gradient_reducer import GradientReducer
-from byteps_py.torch.gradients.hosted.bucket_states import BucketStates
-from byteps_py.torch.gradients.hosted.delivery import OwnerDelivery, owned, skip_steps
+from byteps_py.torch.gradients.hosted.agreement import Factors
+from byteps_py.torch.gradients.hosted.delivery import ToOwner
 from byteps_py.torch.gradients.hosted.replication import ShadowedTensor
-from byteps_py.torch.gradients.hosted.sparse_rows import SummedRows
-from byteps_py.torch.gradients.hosted.states import Factors, HostedStates, RowStates
-from byteps_py.torch.gradients.hosted.trust_ratios import UpdatePhase, begin_scaled_steps
-from byteps_py.torch.gradients.sparse_bucket import SparseBucket
+from byteps_py.torch.gradients.hosted.states import BucketStates, HostedStates, Overlap, RowStates
+from byteps_py.torch.gradients.sparse_bucket import SparseBucket, room
+from byteps_py.torch.optim import Node, adapts, node_sums, nodes, total, trust_ratio
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +47,14 @@ class BegunStep:
 class SumSteps:
     """Of one optimizer."""
 
-    def __init__(self, context: Context, reducer: GradientReducer, states: BucketStates) -> None:
-        self._context, self._reducer, self._states = context, reducer, states
-        self._groups, self._shadow = states.groups, states.shadow
+    def __init__(self, context: Context, reducer: GradientReducer, delivery: ToOwner, states: BucketStates) -> None:
+        self._context, self._reducer, self._delivery, self.states = context, reducer, delivery, states
 
     @property
-    def _due(self) -> list[tuple[Bucket, OwnerDelivery, tuple[bool, ...]]]:
+    def _due(self) -> list[tuple[Bucket, tuple[bool, ...]]]:
         """The buckets whose sums no step has taken, and which parameters take part. Sparse gradients are the last."""
-        found = sorted(owned(self._reducer.buckets), key=lambda each: isinstance(each[0], SparseBucket))
-        return [(bucket, delivery, delivery.summed) for bucket, delivery in found if delivery.summed is not None]
+        found = sorted(self._reducer.buckets, key=lambda bucket: isinstance(bucket, SparseBucket))
+        return [(bucket, bucket.due) for bucket in found if bucket.due is not None]
 
     @property
     def are_due(self) -> bool:
@@ -57,17 +63,17 @@ class SumSteps:
 
     def skip(self) -> None:
         """Make no step with the sums. All ranks do so, or none."""
-        skip_steps(self._context, self._reducer.buckets)
+        self._delivery.skip(self._reducer.buckets)
 
     def square_sum(self) -> float:
         """Of the averages that this rank owns: NaN or infinite if one of them is. Waits for them."""
         total = 0.0
-        for bucket, _, taking_part in self._due:
+        for bucket, taking_part in self._due:
             if isinstance(bucket, SparseBucket):
                 values = SummedRows(bucket).own(self._context.session)[1]
                 total += float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
             elif bucket.slot_view is not None:
-                total += self._states.hosted(bucket, self._reducer).square_sum(taking_part)
+                total += self.states.hosted(bucket, self._reducer).square_sum(taking_part)
         return total
 
     def begin(self, numbers: Sequence[Hyperparameters], factors: Factors) -> list[BegunStep]:
@@ -75,19 +81,19 @@ class SumSteps:
         begun: list[BegunStep] = []
         begins: list[Callable[[], None]] = []
         updates: list[UpdatePhase] = []
-        sparse: list[tuple[OwnerDelivery, SummedRows, RowStates, Hyperparameters]] = []
-        due = self._due
-        for bucket, delivery, taking_part in due:
-            group = self._groups.group_of[bucket.params[0]]
-            rule = self._groups.rule(bucket.params[0])
+        sparse: list[tuple[SummedRows, RowStates, Hyperparameters]] = []
+        groups, shadow, due = self.states.groups, self.states.shadow, self._due
+        for bucket, taking_part in due:
+            group = groups.group_of[bucket.params[0]]
+            rule = groups.rule(bucket.params[0])
             if isinstance(bucket, SparseBucket):
                 rows = SummedRows(bucket)
                 rows.check_rule(rule, numbers[group])
-                sparse.append((delivery, rows, self._states.rows(bucket, self._reducer), numbers[group]))
+                sparse.append((rows, self.states.rows(bucket, self._reducer), numbers[group]))
                 continue
             if bucket.slot_view is None:
                 continue  # of an earlier job
-            states = self._states.hosted(bucket, self._reducer)
+            states = self.states.hosted(bucket, self._reducer)
             if states.kind.rule != rule:
                 raise UsageError(
                     f"param_groups[{group}] has changed: a hosted optimizer keeps the momentum (or none), amsgrad, "
@@ -97,28 +103,30 @@ class SumSteps:
             begun.append(BegunStep(states, taking_part))
             if rule.method is Method.LAMB:
                 updates.append(UpdatePhase(bucket.request.spec.name, states, numbers[group], taking_part))
-        for bucket, delivery, _ in due:
+        for bucket, _ in due:
             if not isinstance(bucket, SparseBucket):
-                delivery.summed = None
+                bucket.due = None
         for each in begun:
-            each.states.shadowed = self._shadow.next if self._shadow is not None else None
+            each.states.shadowed = shadow.next if shadow is not None else None
         for begin in begins:  # once nothing is wrong with any of them
             begin()
         begin_scaled_steps(self._context, updates)
-        for delivery, rows, row_states, its_numbers in sparse:
+        for rows, row_states, its_numbers in sparse:
             rows.step(row_states, its_numbers, factors)
-            delivery.summed = None
+            rows.bucket.due = None
         return begun
 
     def record(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Have other machines hold what belongs to the step that has begun. Raises UsageError, see ShadowedSteps."""
-        if self._shadow is not None:
+        if self.states.shadow is not None:
             tensors = [
-                ShadowedTensor(bucket.request.spec.name, bucket.names, bucket.params, states)
+                ShadowedTensor(
+                    bucket.request.spec.name, bucket.names, bucket.params, states.names, states.steps, states.last_step
+                )
                 for bucket in self._reducer.buckets
-                if (states := self._states.in_services(bucket)) is not None
+                if (states := self.states.in_services(bucket)) is not None
             ]
-            self._shadow.record(tensors, groups)
+            self.states.shadow.record(tensors, groups)
 
     def take(self, begun: Sequence[BegunStep]) -> None:
         """Take the parameters of steps that have begun."""
@@ -132,3 +140,220 @@ class SumSteps:
             for bucket in self._reducer.buckets
             for param in bucket.params
         ]
+
+
+# ---- sparse gradients ----------------------------------------------------------------------------------------------
+#
+#    rows of all ranks, gathered and added (sparse_bucket.py) ─► own rows: states of the rank, step
+#                                                                    └─ GATHER new rows ─► parameters of all ranks
+#
+# The rank makes the step itself, with torch's operations, so that the bits are those of the optimizer on the ranks: it
+# is of few rows, and a pass over a whole piece would read far more.
+
+
+class SummedRows:
+    """The average of one sparse gradient, which its ``bucket`` has delivered, in a step."""
+
+    def __init__(self, bucket: SparseBucket) -> None:
+        self.bucket = bucket
+        (self._param,), (self._name,) = bucket.params, bucket.names
+
+    @property
+    def all(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(indices, values) of the average's rows, ascending, on the CPU."""
+        grad = self._param.grad
+        if grad is None or grad.layout is not torch.sparse_coo:
+            raise UsageError(
+                f"the gradient of {self._name!r} was replaced between synchronizing and step(): a hosted optimizer "
+                "steps with the average that it has put there"
+            )
+        return grad.indices()[0].cpu(), grad.values().cpu()
+
+    def own(self, session: Session) -> tuple[torch.Tensor, torch.Tensor]:
+        """``all`` of this rank's piece."""
+        first, last = self._bounds(session)[session.rank]
+        indices, values = self.all
+        return indices[first:last], values[first:last]
+
+    def _bounds(self, session: Session) -> list[tuple[int, int]]:
+        """Which of ``all`` each rank owns: from, to."""
+        indices, _ = self.all
+        width = math.prod(self._param.shape[1:]) or 1
+        pieces = [self.bucket.request.spec.piece(rank, session.size) for rank in range(session.size)]
+        edges = torch.tensor([*(start // width for start, _ in pieces), self._param.shape[0]], device="cpu")
+        found = torch.searchsorted(indices, edges).tolist()
+        return list(itertools.pairwise(found))
+
+    def check_rule(self, rule: UpdateRule, numbers: Hyperparameters) -> None:
+        """Raises UsageError if a step of single rows is not defined, as in torch."""
+        reason = ""
+        if rule.method not in (Method.SGD, Method.ADAGRAD):
+            reason = f"{rule.method.name} changes rows without a gradient, too"
+        elif rule.momentum:
+            reason = "momentum changes rows without a gradient, too"
+        elif numbers.weight_decay:
+            reason = "weight_decay changes rows without a gradient, too"
+        elif self.bucket.dimensions != 1:
+            reason = f"it has {self.bucket.dimensions} sparse dimensions, and a hosted one has 1"
+        if reason:
+            raise UsageError(
+                f"hosted=True: the gradient of {self._name!r} is sparse, and {reason}. SGD without momentum and "
+                "Adagrad step rows, both without weight_decay; or pass sparse_as_dense=True"
+            )
+
+    def step(self, states: RowStates, numbers: Hyperparameters, factors: Factors) -> None:
+        """Make the step of this rank's rows, and take those of all ranks. All ranks call it."""
+        session, param = states.session, self._param
+        indices, _ = self.all
+        bounds = self._bounds(session)
+        states.steps[0] += 1
+        updated = self._updated(states, numbers, factors)
+        row_nbytes = math.prod(param.shape[1:]) * param.dtype.itemsize
+        lengths = [(last - first) * row_nbytes for first, last in bounds]
+        offsets = np.cumsum([0, *lengths]).tolist()
+        shape = (room(lengths[session.rank]), room(offsets[-1]))
+        spec = TensorSpec(f"{self.bucket.request.spec.name}.new rows", DType.UINT8, shape, Op.GATHER)
+        (slot,) = session.declare([spec])
+        _rows(slot.input, updated.dtype, len(updated), param.shape[1:]).copy_(updated)
+        layout = Layout(((0, lengths[session.rank]),), tuple(zip(offsets, lengths, strict=False)))
+        session.hand_over(slot, layout=layout)
+        session.wait(slot)
+        with torch.no_grad():
+            rows = _rows(slot.result, param.dtype, len(indices), param.shape[1:])
+            param[indices.to(param.device)] = rows.to(param.device)
+
+    def _updated(self, states: RowStates, numbers: Hyperparameters, factors: Factors) -> torch.Tensor:
+        """This rank's rows after the step."""
+        session, param, rule = states.session, self._param, states.kind.rule
+        all_indices, values = self.own(session)
+        shape = (-1, *param.shape[1:])
+        if not len(all_indices):
+            return torch.empty((0, *param.shape[1:]), dtype=param.dtype, device="cpu")
+        width = math.prod(param.shape[1:]) or 1
+        indices = all_indices - self.bucket.request.spec.piece(session.rank, session.size)[0] // width
+        master = states.master.view(shape)
+        values = values.to(master.dtype)
+        for factor in (factors.unscale, factors.clip):
+            if factor != 1.0:
+                values = values * factor
+        if rule.maximize:
+            values = -values
+        own, kept = param.detach()[all_indices.to(param.device)].cpu(), master[indices]
+        master[indices] = torch.where(kept.to(own.dtype) == own, kept, own.to(kept.dtype))  # the training may change it
+
+        def rows(each: torch.Tensor) -> torch.Tensor:
+            return torch.sparse_coo_tensor(
+                indices.unsqueeze(0), each, master.shape, is_coalesced=True, check_invariants=False, device="cpu"
+            )
+
+        if rule.method is Method.SGD:
+            master.add_(rows(values), alpha=-numbers.lr)
+        else:  # as torch's Adagrad
+            rate = numbers.lr / (1 + (states.steps[0] - 1) * numbers.lr_decay)
+            squares = states.moment(0).view(shape)
+            squares.add_(rows(values.pow(2)))
+            scale = squares.sparse_mask(rows(values))._values().sqrt_().add_(numbers.eps)
+            master.add_(rows(values / scale), alpha=-rate)
+        return master[indices].to(param.dtype)
+
+
+def _rows(memory: memoryview, dtype: torch.dtype, count: int, shape: torch.Size) -> torch.Tensor:
+    elements = count * math.prod(shape)
+    if not elements:
+        return torch.empty((count, *shape), dtype=dtype, device="cpu")
+    octets = torch.from_numpy(np.frombuffer(memory, np.uint8, elements * dtype.itemsize))
+    return octets.view(dtype).view(count, *shape)
+
+
+# ---- LAMB's second phase -------------------------------------------------------------------------------------------
+#
+#    services: moments, updates ─► ranks: square sums of their parts ─ exchange ─► trust ratios ─► services: the step
+#
+# The same bits as bps.optim.LAMB, see torch/optim.py.
+
+
+@dataclass(frozen=True, slots=True)
+class UpdatePhase:
+    """A bucket whose updates the service computes."""
+
+    name: str
+    states: HostedStates
+    numbers: Hyperparameters
+    participates: Sequence[bool]
+
+    @property
+    def adapts(self) -> bool:
+        """True if ranks have to agree on norms."""
+        return adapts(self.numbers.weight_decay, self.numbers.always_adapt)
+
+
+def begin_scaled_steps(context: Context, due: Sequence[UpdatePhase]) -> None:
+    """Wait for the updates, and begin the steps with them. All ranks call it with the same buckets."""
+    exchanges: list[PieceView | None] = []
+    for phase in due:
+        phase.states.wait_for_update()
+        exchanges.append(_send(context, phase) if phase.adapts and context.session.size > 1 else None)
+    for phase, view in zip(due, exchanges, strict=True):
+        sums: list[float] | None = None
+        if view is not None:
+            view.wait()
+            sums = view.results[0].tolist()
+        elif phase.adapts:
+            sums = _own_sums(phase)
+        ratios = [1.0] * len(phase.participates) if sums is None else _ratios(phase, sums)
+        segments = [
+            StepSegment(
+                range(overlap.place.start, overlap.place.stop),
+                apply_scalars(phase.numbers.lr * ratios[overlap.position]),
+            )
+            for overlap in phase.states.overlaps
+            if phase.participates[overlap.position]
+        ]
+        phase.states.begin_segments(segments, is_last=True)
+
+
+def _send(context: Context, phase: UpdatePhase) -> PieceView:
+    own = torch.tensor(_own_sums(phase), dtype=torch.float64, device="cpu")
+    spec = TensorSpec(f"{phase.name}.norms", DType.FLOAT64, (len(own),), Op.SUM)
+    (view,) = context.slot_views([TensorRequest(spec, torch.float64, ((len(own),),), own.device)])
+    view.contribute([own])
+    return view
+
+
+def _places(states: HostedStates) -> list[tuple[int, Node]]:
+    """(position of a parameter, node), of all ranks in order. Each has a place for two sums in what ranks exchange."""
+    return [
+        (overlap.position, node)
+        for overlaps in states.overlaps_of_all
+        for overlap in overlaps
+        for node in nodes(overlap.inside.start, overlap.inside.stop)
+    ]
+
+
+def _own_sums(phase: UpdatePhase) -> list[float]:
+    """The sums of this rank's nodes in their places, of parameters and then of updates; 0 in those of others. So a
+    sum over ranks changes no bits."""
+    found: dict[tuple[int, Node], tuple[float, float]] = {}
+    for overlap in phase.states.overlaps:
+        if phase.participates[overlap.position]:
+            squares, updates = (_sums(phase.states.master, overlap), _sums(phase.states.update, overlap))
+            found |= {(overlap.position, node): (squares[node], updates[node]) for node in squares}
+    places = [found.get(place, (0.0, 0.0)) for place in _places(phase.states)]
+    return [both[which] for which in (0, 1) for both in places]
+
+
+def _sums(state: torch.Tensor, overlap: Overlap) -> dict[Node, float]:
+    return node_sums(state[overlap.place], overlap.inside.start)
+
+
+def _ratios(phase: UpdatePhase, sums: Sequence[float]) -> list[float]:
+    """The trust ratio of each parameter."""
+    places = _places(phase.states)
+    sizes = phase.states.sizes
+    wholes: list[list[float]] = []
+    for first in (0, len(places)):
+        by_position: list[dict[Node, float]] = [{} for _ in sizes]
+        for number, (position, node) in enumerate(places):
+            by_position[position][node] = sums[first + number]
+        wholes.append([total(found, size) for found, size in zip(by_position, sizes, strict=True)])
+    return [trust_ratio(param, update) for param, update in zip(*wholes, strict=True)]

@@ -1,19 +1,27 @@
-"""Steps of a hosted optimizer under the backward pass: each partition steps once its sum is there.
+"""When a hosted optimizer makes its steps, if not in step(): the other StepTimings.
+
+DelayedTiming: under the next forward and backward passes.
+
+    step k:  finish step k-1 ─► new parameters      hand over the gradients of k ─► thread: sums, steps ─┐
+    step k+1:  finish step k ◄──────────────────────────────────────────────────────────────────────────┘
+
+InBackwardTiming: under the backward pass, each partition once its sum is there.
 
     backward, a bucket's last gradient:  hand it over ─► the round's thread: compare numbers, once ─► begin its step
     step():  hand over the rest ─► wait for the thread ─► wait for the services ─► write the parameters
 
-A step begins only after all ranks have found their numbers equal. From then on the step is made on all ranks, for all
+There a step begins only after all ranks have found their numbers equal. From then on it is made on all ranks, for all
 buckets, whatever one of them finds out later: it is whole, or nobody has it. Parameters are written in step() alone,
 because the backward pass reads them until its end.
 
-Owns the thread of a round, which ends with the round, and which calls come too late. Autograd's threads call ``sent``
-with the reducer's lock held, the training thread everything else. The round's thread takes no lock of the reducer.
+Owns the thread of a step or a round, which ends with it, and which calls come too late. The training thread calls, and
+Autograd's threads call ``sent``, with the reducer's lock held. A round's thread takes no lock of the reducer.
 """
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import queue
 import threading
 import weakref
@@ -24,18 +32,162 @@ import torch
 
 from byteps_py.errors import BytePSError, GradientOrderError, UsageError
 from byteps_py.torch.collectives import context as contexts
+from byteps_py.torch.collectives import nonfinite
 from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.collectives.slot_view import PieceView
 from byteps_py.torch.gradients.bucket import Bucket
 from byteps_py.torch.gradients.gradient_reducer import GradientReducer
-from byteps_py.torch.gradients.hosted.agreement import GroupNumbers
-from byteps_py.torch.gradients.hosted.bucket_states import BucketStates
-from byteps_py.torch.gradients.hosted.delivery import OwnerDelivery
-from byteps_py.torch.gradients.hosted.rules import check_numbers
-from byteps_py.torch.gradients.hosted.states import Factors
+from byteps_py.torch.gradients.hosted.agreement import Factors
+from byteps_py.torch.gradients.hosted.delivery import ToOwner
+from byteps_py.torch.gradients.hosted.rules import GroupNumbers, check_numbers
+from byteps_py.torch.gradients.hosted.states import BucketStates
 from byteps_py.torch.gradients.hosted.stepper import HostedStepper, NextStep, StepTiming
 from byteps_py.torch.gradients.hosted.steps import BegunStep
+from byteps_py.torch.gradients.sparse_bucket import SparseBucket
 from byteps_py.torch.gradients.stepper import StepCall
+
+# ---- under the next passes -------------------------------------------------------------------------------------------
+
+#: Returns what was begun; None if the step is skipped.
+Work = Callable[[], list[BegunStep] | None]
+
+
+class DelayedStep:
+    """The step under way, if there is one."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._begun: list[BegunStep] | None = None
+        self._error: BaseException | None = None
+        self._take: Callable[[list[BegunStep]], None]
+
+    def start(self, work: Work, take: Callable[[list[BegunStep]], None]) -> None:
+        """Do ``work`` on a thread of its own, until ``finish``, which comes before the next ``start``. ``take``: takes
+        the parameters of what was begun."""
+
+        def run() -> None:
+            try:
+                self._begun = work()
+            except BaseException as error:  # raised by ``finish``
+                self._error = error
+
+        self._take = take
+        context = contextvars.copy_context()  # this rank's, of several in one process
+        self._thread = threading.Thread(target=context.run, args=(run,), name="byteps-delayed-step", daemon=True)
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait for the step under way, if there is one, and take its parameters. Raises its error."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        thread.join()  # its waits have limits of their own
+        (begun, self._begun), (error, self._error) = (self._begun, None), (self._error, None)
+        if error is not None:
+            raise error
+        self._take(begun or [])
+
+
+class DelayedTiming(StepTiming):
+    """Under the next passes, after ``after`` steps that are made at once."""
+
+    def __init__(self, context: Context, reducer: GradientReducer, delivery: ToOwner, after: int) -> None:
+        self._reducer, self._delivery, self._after, self._made = reducer, delivery, after, 0
+        self._delayed = self.under_way = DelayedStep()
+        self._limit: float | None = None  # of the norm, for the next step
+        self._norm = torch.tensor(float("nan"), dtype=torch.float64, device="cpu")  # the latest known one
+        context.unfinished.add(self._delayed)
+        self._begin_when_due()
+
+    @property
+    def _is_due(self) -> bool:
+        """True if the next step is delayed."""
+        return self._made >= self._after
+
+    def _begin_when_due(self) -> None:
+        self._reducer.is_early, self._delivery.is_copied = not self._is_due, self._is_due
+
+    def refusal(self, stepper: HostedStepper, call: str) -> Exception | None:
+        if call == "unscale_":
+            return UsageError(
+                "delayed_update_after does not go together with a GradScaler, which has to know in each step whether "
+                "gradients have overflowed: train in bfloat16, or leave delayed_update_after out"
+            )
+        return None
+
+    def step(self, stepper: HostedStepper, call: StepCall) -> None:
+        """Finish the step before this one, and begin this one, which the next one finishes."""
+        if not self._is_due:
+            super().step(stepper, call)
+            self._made += 1
+            self._begin_when_due()
+            return
+        self._delayed.finish()
+        stepper.wrapped.add_groups()
+        step = stepper.groups.numbers()
+        limit, self._limit = self._limit, None
+        bad = self._hand_over(stepper)
+
+        def make() -> list[BegunStep] | None:  # on a thread of its own
+            stepper.next.forget()
+            stepper.finish_sums(bad)
+            if limit is not None:
+                self._norm = stepper.find_clip(limit)
+            stepper.next.agree(step)
+            begun = stepper.begin(step.numbers)
+            if begun is not None:
+                stepper.states.note_step()
+            return begun
+
+        self._delayed.start(_on_this_stream(make, stepper.wrapped.params), stepper.steps.take)
+        stepper.wrapped.mark_stepped()
+
+    def _hand_over(self, stepper: HostedStepper) -> list[bool]:
+        """Copy all gradients. Returns which are not finite, if BYTEPS_NONFINITE wants to know. Raises as ``finish`` of
+        the reducer does, and UsageError for a sparse gradient."""
+        sparse = next((bucket for bucket in self._reducer.buckets if isinstance(bucket, SparseBucket)), None)
+        if sparse is not None:
+            raise UsageError(
+                f"delayed_update_after: the gradient of {sparse.names[0]!r} is sparse, and a delayed step "
+                "needs dense ones: pass sparse_as_dense=True"
+            )
+        self._reducer.accepts_sparse = False
+        for bucket in self._reducer.hand_over_rest():
+            if bucket.slot_view is not None:
+                bucket.slot_view.wait_for_departure()
+        return stepper.steps.bad_gradients() if nonfinite.wanted(contexts.current()) else []
+
+    def clip(self, stepper: HostedStepper, max_norm: float) -> torch.Tensor:
+        if not self._is_due:
+            return super().clip(stepper, max_norm)
+        self._limit = max_norm
+        return self._norm
+
+    def zero(self, stepper: HostedStepper) -> None:
+        if not self._is_due:  # otherwise the step under way has its sums
+            super().zero(stepper)
+
+    def drop(self, stepper: HostedStepper) -> None:
+        with contextlib.suppress(BytePSError):  # what it has made is about to be replaced
+            self._delayed.finish()
+        super().drop(stepper)
+
+
+def _on_this_stream(work: Work, params: Sequence[torch.nn.Parameter]) -> Work:
+    """``work``, which reads ``params``, as a function for a thread that sees them as this one does."""
+    device = next((param.device for param in params), None)
+    if device is None or device.type != "cuda":
+        return work
+    stream = torch.cuda.current_stream(device)
+
+    def run() -> list[BegunStep] | None:
+        with torch.cuda.stream(stream):
+            return work()
+
+    return run
+
+
+# ---- under the backward pass ----------------------------------------------------------------------------------------
 
 _REMEDY = "Leave step_in_backward out to have it"
 _REFUSED = {
@@ -56,7 +208,6 @@ class HandedOver:
     """A bucket whose gradients are on their way. ``taking_part``: which of its parameters take part in the step."""
 
     bucket: Bucket
-    delivery: OwnerDelivery
     slot_view: PieceView
     taking_part: tuple[bool, ...]
 
@@ -131,27 +282,23 @@ class BackwardSteps:
     """Begins steps while gradients are still computed. It must not hold the reducer or the stepper, which hold it, so
     that an optimizer that nobody holds is gone at once, and its round with it."""
 
-    def __init__(self, context: Context, states: BucketStates, upcoming: NextStep) -> None:
-        self._context, self._states, self._next = context, states, upcoming
-        self._groups, self._shadow = states.groups, states.shadow
+    def __init__(self, context: Context, delivery: ToOwner, states: BucketStates, upcoming: NextStep) -> None:
+        self._context, self._delivery, self._states, self._next = context, delivery, states, upcoming
         self._device_order = DeviceOrder()
         #: From its first hand-over to the end of its step; None as long as there are no states, in the first step.
         self.round: BackwardRound | None = None
 
     def sent(self, reducer: GradientReducer, bucket: Bucket) -> None:
         """``bucket`` was handed over."""
-        delivery, slot_view = bucket.delivery, bucket.slot_view
-        if not isinstance(delivery, OwnerDelivery) or slot_view is None:
-            return
-        if reducer.is_agreed and self._states.are_made:
+        if bucket.slot_view is not None and reducer.is_agreed and self._states.are_made:
             if self.round is None:
                 self.round = self._begin_round(list(reducer.buckets))
             if self.round is not None:
-                self.round.put(HandedOver(bucket, delivery, slot_view, delivery.taking_part(bucket)))
+                self.round.put(HandedOver(bucket, bucket.slot_view, self._delivery.taking_part(bucket)))
 
     def _begin_round(self, buckets: Sequence[Bucket]) -> BackwardRound | None:
         try:
-            numbers = GroupNumbers(self._groups.numbers, self._groups.rules)
+            numbers = self._states.groups.numbers()
         except (TypeError, ValueError, LookupError):
             return None  # step() reads them again, and says what is wrong
         params = [param for bucket in buckets for param in bucket.params]
@@ -185,7 +332,7 @@ class BackwardSteps:
                     or states.session is not self._context.session
                     or bucket.slot_view is None
                     or not states.follows(bucket.slot_view.slot)
-                    or states.kind.rule != numbers.rules[self._groups.group_of[bucket.params[0]]]
+                    or states.kind.rule != numbers.rules[self._states.groups.group_of[bucket.params[0]]]
                     or any(tuple(p.shape) != s for p, s in zip(bucket.params, bucket.request.shapes, strict=True))
                 ):
                     return False
@@ -195,8 +342,9 @@ class BackwardSteps:
         handed.slot_view.wait_for_departure()  # the service hears of the gradients before it hears of the step
         states = self._states.in_services(handed.bucket)
         if states is not None and states.follows(handed.slot_view.slot):  # otherwise step() begins it
-            numbers = round_.numbers.numbers[self._groups.group_of[handed.bucket.params[0]]]
-            states.shadowed = self._shadow.next if self._shadow is not None else None
+            numbers = round_.numbers.numbers[self._states.groups.group_of[handed.bucket.params[0]]]
+            shadow = self._states.shadow
+            states.shadowed = shadow.next if shadow is not None else None
             states.begin_step(numbers, Factors(), handed.taking_part)
             round_.begun.append((handed, BegunStep(states, handed.taking_part)))
 
@@ -207,7 +355,7 @@ class BackwardSteps:
             round_.end()
             round_.join()
             for handed, _ in round_.begun:
-                handed.delivery.summed = None
+                handed.bucket.due = None
         return round_
 
     def finish(self) -> None:
@@ -222,8 +370,8 @@ class BackwardSteps:
 class InBackwardTiming(StepTiming):
     """Under the backward pass, from the next one on that finds states. The others in step()."""
 
-    def __init__(self, context: Context, reducer: GradientReducer, states: BucketStates, upcoming: NextStep) -> None:
-        self.backward = BackwardSteps(context, states, upcoming)
+    def __init__(self, context: Context, reducer: GradientReducer, backward: BackwardSteps) -> None:
+        self.backward = backward
         reducer.accepts_sparse = False  # ranks step sparse rows themselves, after all gradients are there
         reducer.on_sent = self.backward.sent
         context.unfinished.add(self.backward)
@@ -261,7 +409,7 @@ class InBackwardTiming(StepTiming):
         round_ = self.backward.end_round()
         if late is not None and not (round_ is not None and round_.is_agreed):
             raise late
-        now = stepper.numbers()
+        now = stepper.groups.numbers()
         known = round_.numbers.numbers if round_ is not None and round_.is_agreed else []
         numbers = [*known, *now.numbers[len(known) :]]
         stepper.prepare(call)
