@@ -7,8 +7,18 @@ from support.worker_core import slot, spec
 
 from byteps_py.errors import MismatchError
 from byteps_py.tensors import TensorSpec
-from byteps_py.worker.core.actions import Action, Fail, Release, SendBallot
+from byteps_py.worker.core.actions import Action, BeginTensor, Fail, Release, SendBallot
 from byteps_py.worker.core.agreement import Agreement
+from byteps_py.worker.core.events import (
+    BytesReady,
+    NameAccepted,
+    NameDeclared,
+    NameRejected,
+    NameReopened,
+    RankLeft,
+    TensorVoid,
+    VerdictApplied,
+)
 from byteps_py.worker.core.tensor import RankSlot, SlotState, Tensor, TensorState
 
 OLD, NEW = spec(4), spec(5)
@@ -21,12 +31,14 @@ def ballot(generation: int, rounds: int, *votes: tuple[TensorSpec, tuple[int, ..
 
 def declare(agreement: Agreement, local_rank: int, what: TensorSpec = OLD) -> tuple[RankSlot, list[Action]]:
     made = slot(local_rank, what)
-    return made, agreement.declare(made)
+    return made, agreement.handle(NameDeclared(made))
 
 
 def accept(agreement: Agreement, generation: int, what: TensorSpec) -> tuple[Tensor, Tensor | None]:
-    made, old, _ = agreement.accepted("w", generation, what)
-    assert made is not None
+    """The new tensor, and the one that it replaces."""
+    actions = agreement.handle(NameAccepted("w", generation, what))
+    (made,) = [action.tensor for action in actions if isinstance(action, BeginTensor)]
+    old = next((action.tensor for action in actions if isinstance(action, TensorVoid)), None)
     if old is not None:
         old.move_to(TensorState.RETIRED)  # as the service does, by the pipeline
     return made, old
@@ -44,7 +56,7 @@ def agreed(ranks: int, rounds: int = 0) -> tuple[Agreement, Tensor]:
 
 def waits(agreement: Agreement, what: RankSlot) -> list[Action]:
     what.ready_bytes = what.spec.nbytes
-    return agreement.came(what)
+    return agreement.handle(BytesReady(what, 1, what.ready_bytes))
 
 
 # ---- voting ------------------------------------------------------------------------------------------------------
@@ -87,9 +99,9 @@ def test_a_verdict_makes_a_tensor_of_the_slots() -> None:
 
 def test_a_verdict_that_nobody_asked_for_changes_nothing() -> None:
     agreement, made = agreed(1)
-    assert agreement.accepted("w", 1, NEW) == (None, None, [])
-    assert agreement.accepted("w", 2, NEW) == (None, None, [])
-    assert agreement.rejected("w", 1, ERROR) == ([], None)
+    assert agreement.handle(NameAccepted("w", 1, NEW)) == []
+    assert agreement.handle(NameAccepted("w", 2, NEW)) == []
+    assert agreement.handle(NameRejected("w", 1, ERROR)) == []
     assert agreement.tensors() == [made]
 
 
@@ -111,7 +123,7 @@ def test_it_votes_also_if_it_comes_later() -> None:
 
 def test_another_machine_reopens_the_name() -> None:
     agreement, made = agreed(1, rounds=3)
-    assert agreement.reopened("w", 2, 3) == []  # the rank has not said anything yet
+    assert agreement.handle(NameReopened("w", 2, 3)) == []  # the rank has not said anything yet
     assert waits(agreement, made.slots[0]) == ballot(2, 3, (OLD, (0,)))
 
 
@@ -119,7 +131,7 @@ def test_a_rank_that_waits_for_a_round_on_its_way_has_not_voted() -> None:
     """The other machine has got round 3, of which this one only waits for the answer: no reason to disagree."""
     agreement, made = agreed(1, rounds=2)
     waits(agreement, made.slots[0])
-    assert agreement.reopened("w", 2, 3) == []
+    assert agreement.handle(NameReopened("w", 2, 3)) == []
     made.round, made.slots[0].ready_bytes = 4, -1
     assert declare(agreement, 0, NEW)[1] == ballot(2, 3, (NEW, (0,)))
 
@@ -127,7 +139,7 @@ def test_a_rank_that_waits_for_a_round_on_its_way_has_not_voted() -> None:
 def test_a_reopening_of_what_is_decided_already_is_old_news() -> None:
     agreement, made = agreed(1)
     waits(agreement, made.slots[0])
-    assert agreement.reopened("w", 1, 0) == []
+    assert agreement.handle(NameReopened("w", 1, 0)) == []
 
 
 def test_a_new_generation_replaces_the_tensor() -> None:
@@ -159,10 +171,10 @@ def test_declarations_that_come_too_early_wait_for_their_generation() -> None:
     late, actions = declare(agreement, 1, NEW)
     assert actions == []
     accept(agreement, 1, OLD)
-    assert agreement.decided("w") == ballot(2, 0, (NEW, (0, 1)))
+    assert agreement.handle(VerdictApplied("w")) == ballot(2, 0, (NEW, (0, 1)))
     renewed, _ = accept(agreement, 2, NEW)
     assert renewed.slots == (early, late)
-    assert agreement.decided("w") == []
+    assert agreement.handle(VerdictApplied("w")) == []
 
 
 # ---- disagreeing -------------------------------------------------------------------------------------------------
@@ -171,7 +183,7 @@ def test_declarations_that_come_too_early_wait_for_their_generation() -> None:
 def test_a_mismatch_fails_all_slots_and_the_name_may_be_used_again() -> None:
     agreement = Agreement(2)
     slots = (declare(agreement, 0, OLD)[0], declare(agreement, 1, NEW)[0])
-    assert agreement.rejected("w", 1, ERROR) == ([Fail(slots, ERROR)], None)
+    assert agreement.handle(NameRejected("w", 1, ERROR)) == [Fail(slots, ERROR)]
     assert agreement.tensors() == []
     _, actions = declare(agreement, 0, NEW)
     assert actions == [Release((slots[0],))]  # only now does its rank know for certain
@@ -183,9 +195,8 @@ def test_a_mismatch_fails_also_those_that_voted_by_waiting() -> None:
     agreement, made = agreed(2)
     waits(agreement, made.slots[0])
     newcomer, _ = declare(agreement, 1, NEW)
-    actions, old = agreement.rejected("w", 2, ERROR)
-    assert actions == [Fail((newcomer, made.slots[0]), ERROR)]
-    assert old is made
+    actions = agreement.handle(NameRejected("w", 2, ERROR))
+    assert actions == [Fail((newcomer, made.slots[0]), ERROR), TensorVoid(made, is_kept=True)]
     assert [each.state is SlotState.VOID for each in (newcomer, *made.slots)] == [True, True, False]
 
 
@@ -194,7 +205,7 @@ def test_memory_of_a_void_slot_stays_while_a_kernel_runs_there(running: int) -> 
     agreement, made = agreed(2)
     waits(agreement, made.slots[0])
     declare(agreement, 1, NEW)
-    agreement.rejected("w", 2, ERROR)
+    agreement.handle(NameRejected("w", 2, ERROR))
     made.state, made.running = TensorState.RETIRED, running
     _, actions = declare(agreement, 0, NEW)
     assert actions == ([] if running else [Release((made.slots[0],))])
@@ -208,7 +219,7 @@ def test_a_rank_that_leaves_takes_its_votes_back() -> None:
     agreement = Agreement(2)
     first, _ = declare(agreement, 0, OLD)
     second, _ = declare(agreement, 0, NEW)
-    assert agreement.forget_rank(0) == [Release((second,)), Release((first,))]
+    assert agreement.handle(RankLeft(0)) == [Release((second,)), Release((first,))]
     assert declare(agreement, 1, OLD)[1] == []
     assert declare(agreement, 0, OLD)[1] == ballot(1, 0, (OLD, (0, 1)))
 
@@ -216,14 +227,14 @@ def test_a_rank_that_leaves_takes_its_votes_back() -> None:
 def test_a_ballot_on_its_way_is_not_taken_back() -> None:
     agreement = Agreement(1)
     made, _ = declare(agreement, 0)
-    assert agreement.forget_rank(0) == []
+    assert agreement.handle(RankLeft(0)) == []
     assert accept(agreement, 1, OLD)[0].slots == (made,)
 
 
 def test_what_another_machine_asked_for_stays_asked() -> None:
     agreement, made = agreed(2)
-    agreement.reopened("w", 2, 0)
-    agreement.forget_rank(1)
+    agreement.handle(NameReopened("w", 2, 0))
+    agreement.handle(RankLeft(1))
     waits(agreement, made.slots[0])
     assert declare(agreement, 1, NEW)[1] == ballot(2, 0, (OLD, (0,)), (NEW, (1,)))
 
@@ -232,7 +243,7 @@ def test_a_rank_that_left_waits_for_nothing() -> None:
     """What it had handed over still counts for the others."""
     agreement, made = agreed(2)
     waits(agreement, made.slots[0])
-    agreement.forget_rank(0)
+    agreement.handle(RankLeft(0))
     assert (made.slots[0].waits, made.slots[0].ready_bytes) == (False, OLD.nbytes)
     assert declare(agreement, 1, NEW)[1] == []  # it does not vote for the old spec, either
     assert declare(agreement, 0, NEW)[1] == ballot(2, 0, (NEW, (0, 1)))
@@ -241,8 +252,8 @@ def test_a_rank_that_left_waits_for_nothing() -> None:
 def test_void_slots_of_a_rank_that_leaves_are_released() -> None:
     agreement = Agreement(2)
     slots = (declare(agreement, 0, OLD)[0], declare(agreement, 1, NEW)[0])
-    agreement.rejected("w", 1, ERROR)
-    assert agreement.forget_rank(1) == [Release((slots[1],))]
+    agreement.handle(NameRejected("w", 1, ERROR))
+    assert agreement.handle(RankLeft(1)) == [Release((slots[1],))]
 
 
 def test_who_waits_for_what_is_undecided() -> None:

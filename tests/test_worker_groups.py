@@ -9,10 +9,20 @@ from byteps_py.errors import MismatchError
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.tensors import DType, Op, TensorSpec
 from byteps_py.wire.chunks import CHUNK_BYTES
-from byteps_py.worker.core.actions import Fail, Push, SendBallot
+from byteps_py.worker.core.actions import BeginTensor, Fail, Push, SendBallot
 from byteps_py.worker.core.agreement import Agreement
 from byteps_py.worker.core.credit import PushQueue
-from byteps_py.worker.core.events import Answered, BytesReady, Computed, TensorAgreed
+from byteps_py.worker.core.events import (
+    Answered,
+    BytesReady,
+    Computed,
+    NameAccepted,
+    NameDeclared,
+    NameRejected,
+    TensorAgreed,
+    TensorEnded,
+    TensorVoid,
+)
 from byteps_py.worker.core.placing import NO_SERVER, Placing
 from byteps_py.worker.core.round_pipeline import RoundPipeline
 from byteps_py.worker.core.tensor import Compute, RankSlot, Tensor
@@ -32,16 +42,15 @@ def machine() -> Agreement:
 
 def agreed(agreement: Agreement, what: TensorSpec, *local_ranks: int, generation: int = 1) -> Tensor:
     for rank in local_ranks:
-        agreement.declare(slot(rank, what))
-    made, _, actions = agreement.accepted("w", generation, what)
-    assert made is not None
-    assert actions == []
-    return made
+        agreement.handle(NameDeclared(slot(rank, what)))
+    (begun,) = agreement.handle(NameAccepted("w", generation, what))
+    assert isinstance(begun, BeginTensor)
+    return begun.tensor
 
 
 def waits(agreement: Agreement, what: RankSlot) -> list[object]:
     what.ready_bytes = what.spec.nbytes
-    return list(agreement.came(what))
+    return list(agreement.handle(BytesReady(what, 1, what.ready_bytes)))
 
 
 # ---- votes -------------------------------------------------------------------------------------------------------
@@ -49,25 +58,23 @@ def waits(agreement: Agreement, what: RankSlot) -> list[object]:
 
 def test_only_local_ranks_of_the_group_vote() -> None:
     agreement, what = machine(), among(1, 4, 6, 9)
-    assert agreement.declare(slot(2, what)) == []
-    assert agreement.declare(slot(0, what)) == [SendBallot("w", 1, 0, ((what, (0, 2)),))]
-    made, _, _ = agreement.accepted("w", 1, what)
-    assert made is not None
-    assert [each.local_rank for each in made.slots] == [0, 2]
+    assert agreement.handle(NameDeclared(slot(2, what))) == []
+    assert agreement.handle(NameDeclared(slot(0, what))) == [SendBallot("w", 1, 0, ((what, (0, 2)),))]
+    assert [each.local_rank for each in agreed(agreement, what).slots] == [0, 2]
 
 
 def test_who_disagrees_about_the_group_is_not_waited_for() -> None:
     agreement, one, other = machine(), among(4, 5, 6), among(5, 6)
-    agreement.declare(slot(0, one))
-    assert agreement.declare(slot(1, other)) == [SendBallot("w", 1, 0, ((one, (0,)), (other, (1,))))]
+    agreement.handle(NameDeclared(slot(0, one)))
+    assert agreement.handle(NameDeclared(slot(1, other))) == [SendBallot("w", 1, 0, ((one, (0,)), (other, (1,))))]
 
 
 def test_a_machine_without_members_counts_generations_all_the_same() -> None:
     agreement, what = machine(), among(0, 1)
-    assert agreement.accepted("w", 1, what) == (None, None, [])
-    assert agreement.rejected("w", 2, ERROR) == ([], None)
+    assert agreement.handle(NameAccepted("w", 1, what)) == []
+    assert agreement.handle(NameRejected("w", 2, ERROR)) == []
     ours = among(4)
-    assert agreement.declare(slot(0, ours)) == [SendBallot("w", 3, 0, ((ours, (0,)),))]
+    assert agreement.handle(NameDeclared(slot(0, ours))) == [SendBallot("w", 3, 0, ((ours, (0,)),))]
 
 
 # ---- disagreement ------------------------------------------------------------------------------------------------
@@ -76,32 +83,34 @@ def test_a_machine_without_members_counts_generations_all_the_same() -> None:
 def test_who_is_late_gets_the_error_of_the_vote_that_it_missed() -> None:
     agreement, what = machine(), among(4, 5, 6)
     declared = slot(0, what)
-    agreement.declare(declared)
-    assert agreement.rejected("w", 1, ERROR, late=[4, 5, 6, 9]) == ([Fail((declared,), ERROR)], None)
+    agreement.handle(NameDeclared(declared))
+    assert agreement.handle(NameRejected("w", 1, ERROR, late=[4, 5, 6, 9])) == [Fail((declared,), ERROR)]
     late = slot(1, what)
-    assert agreement.declare(late) == [Fail((late,), ERROR)]
-    actions = [agreement.declare(slot(rank, what))[-1] for rank in (0, 1)]
+    assert agreement.handle(NameDeclared(late)) == [Fail((late,), ERROR)]
+    actions = [agreement.handle(NameDeclared(slot(rank, what)))[-1] for rank in (0, 1)]
     assert not any(isinstance(action, SendBallot) for action in actions)  # rank 6 has yet to hear of it
     also_late = slot(2, what)
-    assert agreement.declare(also_late) == [Fail((also_late,), ERROR)]
-    assert agreement.declare(slot(2, what))[-1] == SendBallot("w", 2, 0, ((what, (0, 1, 2)),))
+    assert agreement.handle(NameDeclared(also_late)) == [Fail((also_late,), ERROR)]
+    assert agreement.handle(NameDeclared(slot(2, what)))[-1] == SendBallot("w", 2, 0, ((what, (0, 1, 2)),))
 
 
 def test_who_is_late_twice_gets_both_errors() -> None:
     agreement, what, again = machine(), among(4, 5), MismatchError("again")
-    agreement.rejected("w", 1, ERROR, late=[4, 5])
-    agreement.rejected("w", 2, again, late=[4, 5])
+    agreement.handle(NameRejected("w", 1, ERROR, late=[4, 5]))
+    agreement.handle(NameRejected("w", 2, again, late=[4, 5]))
     slots = [slot(0, what), slot(0, what)]
-    assert [agreement.declare(each)[-1] for each in slots] == [Fail((slots[0],), ERROR), Fail((slots[1],), again)]
+    assert [agreement.handle(NameDeclared(each))[-1] for each in slots] == [
+        Fail((slots[0],), ERROR),
+        Fail((slots[1],), again),
+    ]
 
 
 def test_what_was_declared_after_the_ballot_was_a_vote_on_it_too() -> None:
     agreement, one, other = machine(), among(4, 5, 6), among(5, 6)
     slots = [slot(0, one), slot(1, other), slot(2, one)]
     for each in slots:
-        agreement.declare(each)
-    actions, _ = agreement.rejected("w", 1, ERROR)
-    (fail,) = actions
+        agreement.handle(NameDeclared(each))
+    (fail,) = agreement.handle(NameRejected("w", 1, ERROR))
     assert isinstance(fail, Fail)
     assert set(fail.slots) == set(slots)
 
@@ -112,23 +121,22 @@ def test_a_rank_that_did_not_wait_learns_it_from_its_next_round(uses_it_first: b
     agreement, what = machine(), among(4, 5)
     made = agreed(agreement, what, 0, 1)
     waits(agreement, made.slots[0])
-    agreement.rejected("w", 2, ERROR, late=[4, 5])
+    agreement.handle(NameRejected("w", 2, ERROR, late=[4, 5]))
     anew = slot(1, what)
     if uses_it_first:
-        assert agreement.came(made.slots[1]) == []
-        assert Fail((anew,), ERROR) not in agreement.declare(anew)
+        assert agreement.handle(BytesReady(made.slots[1], 1, 0)) == []
+        assert Fail((anew,), ERROR) not in agreement.handle(NameDeclared(anew))
     else:
-        assert Fail((anew,), ERROR) in agreement.declare(anew)
+        assert Fail((anew,), ERROR) in agreement.handle(NameDeclared(anew))
 
 
 def test_others_agree_without_a_rank_that_uses_the_name() -> None:
     agreement = machine()
     made = agreed(agreement, among(4, 5), 0, 1)
-    agreement.declare(slot(2, among(2, 6)))
-    new, old, actions = agreement.accepted("w", 2, among(2, 6))
-    assert new is not None
-    assert old is made
-    (fail,) = actions
+    agreement.handle(NameDeclared(slot(2, among(2, 6))))
+    fail, begun, void = agreement.handle(NameAccepted("w", 2, among(2, 6)))
+    assert isinstance(begun, BeginTensor)
+    assert void == TensorVoid(made, is_kept=True)  # other machines may lack a result
     assert isinstance(fail, Fail)
     assert fail.slots == made.slots
     assert "other ranks agree on sum of float32[4] among ranks 2, 6, without" in str(fail.error)
@@ -140,12 +148,12 @@ def test_a_round_that_others_have_got_is_delivered_before_the_tensor_is_void(acc
     made = agreed(agreement, among(1, 4), 0)
     waits(agreement, made.slots[0])
     if accepted:
-        assert agreement.accepted("w", 2, among(1, 2), rounds=1) == (None, None, [])
+        assert agreement.handle(NameAccepted("w", 2, among(1, 2), rounds=1)) == []
     else:
-        assert agreement.rejected("w", 2, ERROR, rounds=1) == ([], None)
+        assert agreement.handle(NameRejected("w", 2, ERROR, rounds=1)) == []
     assert made.ending is not None
     assert agreement.tensors() == []
-    assert agreement.ended(made) == [Fail(made.slots, made.ending)]
+    assert agreement.handle(TensorEnded(made)) == [Fail(made.slots, made.ending), TensorVoid(made, is_kept=True)]
 
 
 # ---- rounds ------------------------------------------------------------------------------------------------------

@@ -6,10 +6,23 @@ from support.worker_core import slot, spec, tensor
 
 from byteps_py.errors import UsageError
 from byteps_py.tensors import Op, TensorSpec
-from byteps_py.worker.core.actions import Fail, Push, Release, RoundDone, SendBallot
+from byteps_py.worker.core.actions import BeginTensor, Fail, Push, Release, RoundDone, SendBallot
 from byteps_py.worker.core.agreement import Agreement
 from byteps_py.worker.core.credit import PushQueue
-from byteps_py.worker.core.events import Answered, BytesReady, Computed, SlotJoined, TensorAgreed, TensorVoid
+from byteps_py.worker.core.events import (
+    AllRanksJoined,
+    Answered,
+    BytesReady,
+    Computed,
+    LocalRankJoined,
+    NameAccepted,
+    NameDeclared,
+    RankJoined,
+    SlotJoined,
+    TensorAgreed,
+    TensorEnded,
+    TensorVoid,
+)
 from byteps_py.worker.core.round_pipeline import RoundPipeline
 from byteps_py.worker.core.tensor import Compute, RankSlot, Tensor
 from byteps_py.worker.ranks.joining import Joining
@@ -21,10 +34,14 @@ ERROR = UsageError("tensor 'w': …")
 def agreed(local_size: int, what: TensorSpec = OLD) -> tuple[Agreement, Tensor]:
     agreement = Agreement(local_size)
     for rank in range(local_size):
-        agreement.declare(slot(rank, what))
-    made, _, _ = agreement.accepted("w", 1, what)
-    assert made is not None
-    return agreement, made
+        agreement.handle(NameDeclared(slot(rank, what)))
+    return agreement, accept(agreement, what)
+
+
+def accept(agreement: Agreement, what: TensorSpec) -> Tensor:
+    (begun,) = agreement.handle(NameAccepted("w", 1, what))
+    assert isinstance(begun, BeginTensor)
+    return begun.tensor
 
 
 # ---- votes -------------------------------------------------------------------------------------------------------
@@ -32,28 +49,26 @@ def agreed(local_size: int, what: TensorSpec = OLD) -> tuple[Agreement, Tensor]:
 
 def test_nobody_waits_for_the_vote_of_a_rank_that_has_joined() -> None:
     agreement = Agreement(2)
-    assert agreement.declare(slot(0, OLD)) == []
-    assert agreement.join(1) == [SendBallot("w", 1, 0, ((OLD, (0,)),))]
-    made, _, _ = agreement.accepted("w", 1, OLD)
-    assert made is not None
-    assert [each.local_rank for each in made.slots] == [0]
+    assert agreement.handle(NameDeclared(slot(0, OLD))) == []
+    assert agreement.handle(LocalRankJoined(1)) == [SendBallot("w", 1, 0, ((OLD, (0,)),))]
+    assert [each.local_rank for each in accept(agreement, OLD).slots] == [0]
 
 
 def test_a_vote_that_was_cast_counts() -> None:
     agreement = Agreement(2)
-    agreement.declare(slot(1, OLD))
-    assert agreement.join(1) == []
-    assert agreement.declare(slot(0, OLD)) == [SendBallot("w", 1, 0, ((OLD, (0, 1)),))]
+    agreement.handle(NameDeclared(slot(1, OLD)))
+    assert agreement.handle(LocalRankJoined(1)) == []
+    assert agreement.handle(NameDeclared(slot(0, OLD))) == [SendBallot("w", 1, 0, ((OLD, (0, 1)),))]
 
 
 def test_a_machine_whose_ranks_have_all_joined_takes_part_without_any() -> None:
     agreement, made = agreed(1)
-    agreement.join(0)
+    agreement.handle(LocalRankJoined(0))
     made.joined, made.slots = made.slots, ()
-    new, old, (fail,) = agreement.accepted("w", 2, NEW)
-    assert new is not None
-    assert new.slots == ()
-    assert old is made
+    fail, begun, void = agreement.handle(NameAccepted("w", 2, NEW))
+    assert isinstance(begun, BeginTensor)
+    assert begun.tensor.slots == ()
+    assert void == TensorVoid(made)
     assert isinstance(fail, Fail)
     assert fail.slots == made.joined  # its rank would have to declare it again
 
@@ -61,17 +76,16 @@ def test_a_machine_whose_ranks_have_all_joined_takes_part_without_any() -> None:
 def test_once_all_have_joined_everything_is_void_and_generations_go_on() -> None:
     agreement, made = agreed(2)
     later = slot(0, NEW)
-    agreement.declare(later)
+    agreement.handle(NameDeclared(later))
     for rank in range(2):
-        agreement.join(rank)
-    actions, tensors = agreement.start_anew(ERROR)
-    (fail,) = actions
+        agreement.handle(LocalRankJoined(rank))
+    fail, void = agreement.handle(AllRanksJoined(ERROR))
     assert isinstance(fail, Fail)
     assert set(fail.slots) == {*made.slots, later}
-    assert tensors == [made]
+    assert void == TensorVoid(made)
     assert agreement.tensors() == []
-    agreement.declare(slot(0, OLD))
-    assert agreement.declare(slot(1, OLD))[-1] == SendBallot("w", 2, 0, ((OLD, (0, 1)),))
+    agreement.handle(NameDeclared(slot(0, OLD)))
+    assert agreement.handle(NameDeclared(slot(1, OLD)))[-1] == SendBallot("w", 2, 0, ((OLD, (0, 1)),))
 
 
 # ---- what can't do without a rank --------------------------------------------------------------------------------
@@ -79,14 +93,20 @@ def test_once_all_have_joined_everything_is_void_and_generations_go_on() -> None
 
 def test_a_tensor_ends_after_the_last_round_that_the_rank_takes_part_in() -> None:
     agreement, made = agreed(2)
-    assert not agreement.end_after(made, 1, ERROR)
+    assert agreement.handle(RankJoined(7, {("w", 1): 1})) == []
     made.round = 2  # delivered
-    assert agreement.ended(made) == [Fail(made.slots, ERROR)]
+    fail, void = agreement.handle(TensorEnded(made))
+    assert isinstance(fail, Fail)
+    assert (fail.slots, void) == (made.slots, TensorVoid(made, is_kept=True))
     assert agreement.tensors() == []
     again = slot(0, OLD)
-    assert Fail((again,), ERROR) in agreement.declare(again)  # what others learn from the round that they wait for
+    assert Fail((again,), fail.error) in agreement.handle(
+        NameDeclared(again)
+    )  # what others learn from the round that they wait for
     other = slot(1, NEW)
-    assert not any(isinstance(action, Fail) for action in agreement.declare(other))  # it never wanted that round
+    assert not any(
+        isinstance(action, Fail) for action in agreement.handle(NameDeclared(other))
+    )  # it never wanted that round
 
 
 # ---- rounds ------------------------------------------------------------------------------------------------------

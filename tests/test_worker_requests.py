@@ -47,7 +47,7 @@ def test_a_rank_does_not_wait_for_what_it_handed_over_before_it_heard_that_it_is
         ranks={0: SimpleNamespace(pid=7)}, pace=pace, time=lambda: now_s, kernels=kernels, run=list
     )
     memory: Any = SimpleNamespace(slots={each.id: each for each in (void, good)})
-    agreement: Any = SimpleNamespace(came=lambda slot: [])
+    agreement: Any = SimpleNamespace(handle=lambda event: [])
     machine = pb.Member(machine_index=0, machine_id="m0", local_size=1)
     topology = Topology(1, 0, (machine,), (), 4096, 1)
     heard = Requests(topology, memory, agreement, pipeline, nothing, executor, nothing)

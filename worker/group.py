@@ -22,7 +22,15 @@ from byteps_py.wording import count_text
 from byteps_py.worker.core import credit, pieces
 from byteps_py.worker.core.agreement import Agreement
 from byteps_py.worker.core.credit import PushQueue
-from byteps_py.worker.core.events import MachineLost, TimePassed
+from byteps_py.worker.core.events import (
+    AgreementEvent,
+    MachineLost,
+    NameAccepted,
+    NameRejected,
+    NameReopened,
+    TimePassed,
+    VerdictApplied,
+)
 from byteps_py.worker.core.hosted_steps import HostedSteps
 from byteps_py.worker.core.owners import OwnedPiece
 from byteps_py.worker.core.piece_exchange import PieceExchange
@@ -114,7 +122,7 @@ class Group:
         executor = self.executor = self.executor_class(
             runtime, around.ready, memory, cores, topology.first_rank, send, fail
         )
-        executor.on_end = self._end_tensor
+        executor.on_begin = self._begin
         executor.piece_executor.peers = around.peers
         if around.peers is not None:
             memory.when_left = around.peers.when_left
@@ -200,7 +208,7 @@ class Group:
                 self._decide(message.verdicts)
             case "reopen":  # a name is voted on again
                 reopen = message.reopen
-                self.executor.run(self.agreement.reopened(reopen.name, reopen.generation, reopen.rounds))
+                self._agree(NameReopened(reopen.name, reopen.generation, reopen.rounds))
             case "release":
                 self.requests.release_barrier(message.release.sequence)
             case "joined":
@@ -215,39 +223,26 @@ class Group:
         }
         self._placing.add(accepted.values())
         for verdict in verdicts.verdicts:
+            name, generation, rounds = verdict.name, verdict.generation, verdict.rounds
             if verdict.error:
-                self._reject(verdict)
+                error = from_name("JoinedError" if verdict.unsupported else "MismatchError", verdict.error)
+                self._agree(NameRejected(name, generation, error, verdict.late, rounds))
             else:
-                self._accept(verdict, accepted[verdict.name])
-            self.executor.run(self.agreement.decided(verdict.name))
+                self._agree(NameAccepted(name, generation, accepted[name], rounds))
+            self._agree(VerdictApplied(name))
 
-    def _accept(self, verdict: pb.Verdict, spec: TensorSpec) -> None:
-        tensor, old, actions = self.agreement.accepted(verdict.name, verdict.generation, spec, verdict.rounds)
-        self.executor.run(actions)
-        if tensor is not None:
-            pieces = self._placing.pieces(spec)
-            here = self.topology.ranks_of(self.topology.machine_index)
-            owned = sum(each.length for each in pieces if isinstance(each, OwnedPiece) and each.owner in here)
-            self.requests.memory.equip(tensor, self.topology, owned)
-            self.executor.start(tensor, pieces)
-            self.joining.agreed(tensor)
-            if spec.ownership:
-                self.requests.hosting.agreed()
-        self.executor.forget(verdict.name)
-        if old is not None:  # all of this group have voted, and so have all results; others may not
-            self.executor.retire(old, may_be_wanted=old.spec.group != spec.group)
+    def _agree(self, event: AgreementEvent) -> None:
+        self.executor.run(self.agreement.handle(event))
 
-    def _reject(self, verdict: pb.Verdict) -> None:
-        error = from_name("JoinedError" if verdict.unsupported else "MismatchError", verdict.error)
-        actions, old = self.agreement.rejected(verdict.name, verdict.generation, error, verdict.late, verdict.rounds)
-        self.executor.run(actions)
-        if old is not None:
-            self.executor.retire(old, may_be_wanted=True)
-
-    def _end_tensor(self, tensor: Tensor) -> None:
-        """Its name is void, or other ranks', since a while, and now nothing of it is under way."""
-        self.executor.run(self.agreement.ended(tensor))
-        self.executor.retire(tensor, may_be_wanted=True)
+    def _begin(self, tensor: Tensor) -> None:
+        pieces = self._placing.pieces(tensor.spec)
+        here = self.topology.ranks_of(self.topology.machine_index)
+        owned = sum(each.length for each in pieces if isinstance(each, OwnedPiece) and each.owner in here)
+        self.requests.memory.equip(tensor, self.topology, owned)
+        self.executor.start(tensor, pieces)
+        self.joining.agreed(tensor)
+        if tensor.spec.ownership:
+            self.requests.hosting.agreed()
 
     # ---- other machines ----------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from byteps_py.tensors import TensorSpec
 from byteps_py.wire.data_link import Header, name_of
 from byteps_py.worker.core.actions import Release
 from byteps_py.worker.core.agreement import Agreement
+from byteps_py.worker.core.events import BytesReady, NameDeclared, NameRejected, NameReopened
 from byteps_py.worker.core.placing import Placing
 from byteps_py.worker.core.round_pipeline import RoundPipeline
 from byteps_py.worker.core.scatter import Scatter
@@ -132,14 +133,14 @@ class ForgetWhoWaits(Mutation):
     """Ranks that wait in a round of the old spec are not asked: then those who disagree wait for ever."""
 
     class agreement(Agreement):
-        def came(self, slot: RankSlot) -> Any:
+        def _ready(self, event: BytesReady) -> Any:
             return []
 
 
 class VoteInRoundsOnTheirWay(Mutation):
     class agreement(Agreement):
-        def reopened(self, name: str, generation: int, rounds: int) -> Any:
-            return super().reopened(name, generation, 0)
+        def _reopen(self, event: NameReopened) -> Any:
+            return super()._reopen(NameReopened(event.name, event.generation, 0))
 
 
 class DeadWithoutLastWords(Mutation):
@@ -160,26 +161,27 @@ class ReuseMemoryOfVoidSlots(Mutation):
     """Before their rank can know that they are void."""
 
     class agreement(Agreement):
-        def rejected(self, name: str, generation: int, *more: Any) -> Any:
-            actions, old = super().rejected(name, generation, *more)
-            failed = [slot for slots in self._names[name].failed.values() for slot in slots]
-            self._names[name].failed.clear()
+        def _reject(self, event: NameRejected) -> Any:
+            actions = super()._reject(event)
+            failed = [slot for slots in self._names[event.name].failed.values() for slot in slots]
+            self._names[event.name].failed.clear()
             for slot in failed:
                 slot.move_to(SlotState.RELEASED)
-            return [*actions, Release(tuple(slot for slot in failed if slot.tensor is None))], old
+            return [*actions, Release(tuple(slot for slot in failed if slot.tensor is None))]
 
 
 class LastDeclarationCounts(Mutation):
     """A rank that declares a name twice before others do votes with the second declaration only."""
 
     class agreement(Agreement):
-        def declare(self, slot: RankSlot) -> Any:
+        def _declare(self, event: NameDeclared) -> Any:
+            slot = event.slot
             name = self._names.get(slot.spec.name)
             if name is not None and name.proposal is not None and slot.local_rank in name.proposal.slots:
                 name.proposal.slots[slot.local_rank] = slot
                 name.proposal.votes[slot.local_rank] = slot.spec
                 return self._poll(name)
-            return super().declare(slot)
+            return super()._declare(event)
 
 
 class WaitForEverAtBarriers(Mutation):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from byteps_py.errors import BytePSError
 from byteps_py.tensors import TensorSpec
+from byteps_py.worker.core.events import TensorForgotten, TensorVoid
 from byteps_py.worker.core.hosted_steps import HostedAction
 from byteps_py.worker.core.pieces import Copy, CopyHere, Delivered, FetchPiece, Outgrown, RefusePiece, Serve
 from byteps_py.worker.core.tensor import Compute, Part, RankSlot, ScatterPart, SumRequest, Tensor
@@ -14,7 +15,7 @@ from byteps_py.worker.core.tensor import Compute, Part, RankSlot, ScatterPart, S
 @dataclass(slots=True)
 class Push:
     """Send the machine's contribution to the partition's server (only ask for the result, if the tensor is
-    broadcast from elsewhere); its answer goes to ``RoundPipeline.answered``."""
+    broadcast from elsewhere); its answer is an Answered."""
 
     part: Part
     round: int
@@ -40,7 +41,7 @@ class Supply:
 
 @dataclass(slots=True)
 class Lend:
-    """Send this machine's sum of a part, from where it lies; once it may change, call ``RoundPipeline.lent``."""
+    """Send this machine's sum of a part, from where it lies; once it may change, it is a SumTaken."""
 
     part: ScatterPart
     request: SumRequest
@@ -82,6 +83,13 @@ class SendBallot:
 
 
 @dataclass(slots=True)
+class BeginTensor:
+    """All ranks agree on a tensor: give it memory, place its partitions, and tell the pipeline (TensorAgreed)."""
+
+    tensor: Tensor
+
+
+@dataclass(slots=True)
 class Release:
     """Nothing uses this memory any more."""
 
@@ -89,6 +97,7 @@ class Release:
     tensor: Tensor | None = None  # also its contributions
 
 
+#: TensorVoid and TensorForgotten are events for the pipeline, which the agreement asks to be passed on.
 Action = (
     Compute
     | Push
@@ -100,6 +109,9 @@ Action = (
     | RoundDone
     | Fail
     | SendBallot
+    | BeginTensor
+    | TensorVoid
+    | TensorForgotten
     | Release
     | HostedAction
 )

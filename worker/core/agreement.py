@@ -17,12 +17,29 @@ What is known of a name lies in its TensorName; what joining ranks and kept tens
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
-from byteps_py.errors import BytePSError, MismatchError
-from byteps_py.tensors import TensorSpec
-from byteps_py.worker.core.actions import Action, Fail
-from byteps_py.worker.core.tensor import RankSlot, SlotState, Tensor
+from byteps_py.errors import BytePSError, JoinedError, MismatchError
+from byteps_py.tensors import TensorSpec, unsupported
+from byteps_py.worker.core.actions import Action, BeginTensor, Fail
+from byteps_py.worker.core.events import (
+    AgreementEvent,
+    AllRanksJoined,
+    BytesReady,
+    LocalRankJoined,
+    NameAccepted,
+    NameDeclared,
+    NameRejected,
+    NameReopened,
+    RankJoined,
+    RankLeft,
+    TensorEnded,
+    TensorForgotten,
+    TensorVoid,
+    VerdictApplied,
+)
+from byteps_py.worker.core.tensor import RankSlot, SlotState, Tensor, TensorState
 from byteps_py.worker.core.tensor_name import MissedError, TensorName
 
 #: Void slots that ranks are told of in one message.
@@ -36,7 +53,8 @@ def fail_all(slots: Sequence[RankSlot], error: BytePSError) -> list[Action]:
 
 class Agreement:
     """All names of one machine. ``local_size``: number of its ranks; ``first_rank``: the global number of the first
-    one. ``joined``: local ranks that have joined; they vote no more."""
+    one. ``joined``: local ranks that have joined; they vote no more. ``handle`` is the only method that changes
+    anything; no deadline is kept here, so it takes no time."""
 
     tensor_class: type[Tensor] = Tensor
 
@@ -49,14 +67,31 @@ class Agreement:
         # a tensor, in the order in which they began to.
         self._undecided: dict[str, TensorName] = {}
         self._keeping: dict[str, TensorName] = {}
+        self._handlers: Mapping[type, Callable[[Any], list[Action]]] = {
+            NameDeclared: self._declare,
+            BytesReady: self._ready,
+            NameReopened: self._reopen,
+            NameAccepted: self._accept,
+            NameRejected: self._reject,
+            VerdictApplied: lambda event: self._poll(self._names[event.name]),
+            TensorEnded: lambda event: self._end(event.tensor),
+            LocalRankJoined: self._join,
+            RankJoined: self._rank_joined,
+            AllRanksJoined: self._start_anew,
+            RankLeft: self._forget_rank,
+        }
+
+    def handle(self, event: AgreementEvent) -> list[Action]:
+        """What is due after ``event``."""
+        return self._handlers[type(event)](event)
 
     def _name(self, name: str) -> TensorName:
         return self._names.setdefault(name, TensorName(name))
 
     # ---- votes -----------------------------------------------------------------------------------------
 
-    def declare(self, slot: RankSlot) -> list[Action]:
-        """A rank declares a name; ``slot`` is its memory."""
+    def _declare(self, event: NameDeclared) -> list[Action]:
+        slot = event.slot
         name = self._name(slot.spec.name)
         actions = name.declare(slot)
         if slot.state is SlotState.VOID:
@@ -64,17 +99,14 @@ class Agreement:
         self._undecided[name.name] = name
         return actions + self._poll(name)
 
-    def came(self, slot: RankSlot) -> list[Action]:
-        """A rank handed over a round of ``slot``."""
-        name = self._names[slot.spec.name]
-        name.came(slot)
+    def _ready(self, event: BytesReady) -> list[Action]:
+        name = self._names[event.slot.spec.name]
+        name.ready(event.slot)
         return self._poll(name)
 
-    def reopened(self, name_: str, generation: int, rounds: int) -> list[Action]:
-        """Another machine, which had got ``rounds`` rounds of it, votes on the next generation of a name that
-        is agreed here. This machine will get them too, so a rank that waits in one of them does not vote by that."""
-        name = self._name(name_)
-        name.reopen(generation, rounds)
+    def _reopen(self, event: NameReopened) -> list[Action]:
+        name = self._name(event.name)
+        name.reopen(event.generation, event.rounds)
         return self._poll(name)
 
     def _poll(self, name: TensorName) -> list[Action]:
@@ -96,6 +128,109 @@ class Agreement:
         here = range(self._local_size)
         return [rank - self._first_rank for rank in group if rank - self._first_rank in here] if group else here
 
+    # ---- verdicts --------------------------------------------------------------------------------------
+
+    def _accept(self, event: NameAccepted) -> list[Action]:
+        """A rank that was waiting in the old generation keeps its slot, and its place, in the new one."""
+        name, spec = self._name(event.name), event.spec
+        forgotten = self._forget_kept([event.name])  # all of the group have voted, and so have all results
+        members = self._local(spec.group)
+        proposal = name.current_proposal(event.generation)
+        if proposal is None or not self._has_all(proposal.votes, members):
+            return forgotten  # without this machine's ballot, the scheduler would be wrong
+        old = name.finished(event.rounds)
+        slots = {slot.local_rank: slot for slot in (*old.slots, *old.joined)} if old else {}
+        slots |= proposal.slots
+        voters = [rank for rank in members if rank in proposal.votes]
+        tensor = None
+        if members:
+            tensor = self.tensor_class(event.name, event.generation, spec, tuple(slots.pop(rank) for rank in voters))
+        error = MismatchError(
+            f"tensor {event.name!r}: other ranks agree on {spec.describe()}, without a rank that used it as another; "
+            "let all ranks of a group name the same group, and give each group a name of its own"
+        )
+        name.decide(event.generation, tensor, event.rounds, error)
+        name.late.clear()
+        begun = [BeginTensor(tensor)] if tensor is not None else []
+        retired = self._retire(old, may_be_wanted=old.spec.group != spec.group) if old is not None else []
+        return [*name.void(slots.values(), error), *begun, *forgotten, *retired]
+
+    def _reject(self, event: NameRejected) -> list[Action]:
+        name, error, late = self._name(event.name), event.error, tuple(event.late)
+        proposal = name.current_proposal(event.generation)
+        if proposal is None:
+            return []
+        known, old = name.tensor, name.finished(event.rounds)
+        declared = {**name.undecided_votes(proposal), **proposal.slots}
+        name.decide(event.generation, None, event.rounds, error)
+        in_old = (*old.slots, *old.joined) if old else ()
+        failed = [*declared.values(), *(slot for slot in in_old if slot.local_rank not in declared)]
+        voted = {slot.local_rank for slot in failed if slot.local_rank in declared or slot.waits}
+        for rank in self._local(late) if late else ():
+            if rank not in voted:
+                before = next((slot for slot in (known.slots if known else ()) if slot.local_rank == rank), None)
+                name.expect_late(rank, MissedError(error, before))
+        return [*name.void(failed, error), *(self._retire(old) if old is not None else ())]
+
+    def _end(self, tensor: Tensor) -> list[Action]:
+        """The last round of a tensor that is ENDING has been delivered."""
+        return [*self._names[tensor.name].end(tensor, self.joined), *self._retire(tensor)]
+
+    def _retire(self, tensor: Tensor, may_be_wanted: bool = True) -> list[Action]:
+        """A tensor is void. ``may_be_wanted``: another machine may lack its last result, and what was given here, be it
+        nothing, is kept for it. No machine lacks what was kept of that name before."""
+        if not may_be_wanted or tensor.is_alone:
+            return [TensorVoid(tensor)]
+        forgotten = self._forget_kept([tensor.name])
+        name = self._keeping[tensor.name] = self._name(tensor.name)
+        name.keep(tensor)
+        return [*forgotten, TensorVoid(tensor, is_kept=True)]
+
+    def _forget_kept(self, names: Iterable[str]) -> list[Action]:
+        """No machine lacks a result of a tensor that had one of these names before."""
+        kept = [self._keeping.pop(name).forget_kept() for name in names if name in self._keeping]
+        return [TensorForgotten(tensor) for tensor in kept if tensor is not None]
+
+    # ---- ranks that join, or leave ---------------------------------------------------------------------
+
+    def _join(self, event: LocalRankJoined) -> list[Action]:
+        self.joined.add(event.local_rank)
+        return [action for name in self._names.values() for action in self._poll(name)]
+
+    def _rank_joined(self, event: RankJoined) -> list[Action]:
+        """Tensors that can't do without the rank end after the last round that it takes part in."""
+        actions: list[Action] = []
+        for (name_, generation), round_ in event.last_rounds.items():
+            name = self._name(name_)
+            tensor = name.tensor
+            if not generation:
+                name.rank_joined(event.rank, round_)
+            elif tensor and tensor.generation == generation and tensor.state is TensorState.ACTIVE:
+                name.end_after(tensor, round_, JoinedError(unsupported(tensor.spec, [event.rank])))
+                actions += self._end(tensor) if tensor.is_past(round_) else ()
+        return actions
+
+    def _start_anew(self, event: AllRanksJoined) -> list[Action]:
+        """Generations go on, so that what servers still hold is not mistaken for something new."""
+        self.joined.clear()
+        void = [TensorVoid(tensor) for tensor in self.tensors()]
+        failed = [slot for name in self._names.values() for slot in name.start_anew(event.error)]
+        self._names = {each: name for each, name in self._names.items() if name.was_declared}
+        return [*fail_all(failed, event.error), *self._forget_kept([*self._keeping]), *void]
+
+    def _forget_rank(self, event: RankLeft) -> list[Action]:
+        return [action for name in self._names.values() for action in name.forget_rank(event.local_rank)]
+
+    # ---- what is known ---------------------------------------------------------------------------------
+
+    def tensors(self) -> list[Tensor]:
+        """What the names stand for."""
+        return [name.tensor for name in self._names.values() if name.tensor is not None]
+
+    def kept(self) -> list[Tensor]:
+        """Void ones of which another machine may lack a result."""
+        return [name.kept for name in self._keeping.values() if name.kept is not None]
+
     def undecided(self) -> list[tuple[str, list[RankSlot]]]:
         """Names that local ranks wait for though not all ranks have declared them, and these ranks' slots."""
         waiting = []
@@ -107,105 +242,6 @@ class Agreement:
                 waiting.append((name.name, slots))
         return waiting
 
-    def tensors(self) -> list[Tensor]:
-        return [name.tensor for name in self._names.values() if name.tensor is not None]
-
-    # ---- verdicts --------------------------------------------------------------------------------------
-
-    def accepted(
-        self, name_: str, generation: int, spec: TensorSpec, rounds: int = 0
-    ) -> tuple[Tensor | None, Tensor | None, list[Action]]:
-        """All ranks of its group agree on ``spec``. Returns the new tensor, if a local rank is in the group, and the
-        one that it replaces, which is to be retired. ``rounds``: of that one, which will be delivered.
-
-        A rank that was waiting in the old generation keeps its slot, and its place, in the new one.
-        """
-        name = self._name(name_)
-        members = self._local(spec.group)
-        proposal = name.current_proposal(generation)
-        if proposal is None or not self._has_all(proposal.votes, members):
-            return None, None, []  # without this machine's ballot, the scheduler would be wrong
-        old = name.finished(rounds)
-        slots = {slot.local_rank: slot for slot in (*old.slots, *old.joined)} if old else {}
-        slots |= proposal.slots
-        voters = [rank for rank in members if rank in proposal.votes]
-        tensor = (
-            self.tensor_class(name_, generation, spec, tuple(slots.pop(rank) for rank in voters)) if members else None
-        )
-        error = MismatchError(
-            f"tensor {name_!r}: other ranks agree on {spec.describe()}, without a rank that used it as another; let "
-            "all ranks of a group name the same group, and give each group a name of its own"
-        )
-        name.decide(generation, tensor, rounds, error)
-        name.late.clear()
-        return tensor, old, name.void(slots.values(), error)
-
-    def rejected(
-        self, name_: str, generation: int, error: BytePSError, late: Iterable[int] = (), rounds: int = 0
-    ) -> tuple[list[Action], Tensor | None]:
-        """The ranks disagree: the name is undeclared. Returns the tensor to be retired, if there was one. ``late``:
-        global ranks that should have voted, and whose votes the scheduler does not know. ``rounds``: as for
-        ``accepted``."""
-        name = self._name(name_)
-        proposal = name.current_proposal(generation)
-        if proposal is None:
-            return [], None
-        known, old = name.tensor, name.finished(rounds)
-        declared = {**name.undecided_votes(proposal), **proposal.slots}
-        name.decide(generation, None, rounds, error)
-        in_old = (*old.slots, *old.joined) if old else ()
-        failed = [*declared.values(), *(slot for slot in in_old if slot.local_rank not in declared)]
-        voted = {slot.local_rank for slot in failed if slot.local_rank in declared or slot.waits}
-        for rank in self._local(tuple(late)) if late else ():
-            if rank not in voted:
-                before = next((slot for slot in (known.slots if known else ()) if slot.local_rank == rank), None)
-                name.expect_late(rank, MissedError(error, before))
-        return name.void(failed, error), old
-
-    def decided(self, name_: str) -> list[Action]:
-        """The decision is carried out: continue with the declarations that local ranks made meanwhile."""
-        return self._poll(self._names[name_])
-
-    def end_after(self, tensor: Tensor, round_: int, error: BytePSError) -> bool:
-        """A tensor is void after ``round_``. True if that is over."""
-        self._names[tensor.name].end_after(tensor, round_, error)
-        return tensor.is_past(round_)
-
-    def ended(self, tensor: Tensor) -> list[Action]:
-        """The last round of a tensor that is ENDING has been delivered; it is to be retired."""
-        return self._names[tensor.name].end(tensor, self.joined)
-
-    # ---- tensors that are kept -------------------------------------------------------------------------
-
-    def keep(self, tensor: Tensor) -> Tensor | None:
-        """A tensor is void, and another machine may lack its last result. Returns what was kept of that name before:
-        no machine lacks that any more."""
-        self._keeping.pop(tensor.name, None)
-        name = self._keeping[tensor.name] = self._name(tensor.name)
-        before = name.forget_kept()
-        name.keep(tensor)
-        return before
-
-    def forget_kept(self, name_: str | None = None) -> list[Tensor]:
-        """No machine lacks a result of a tensor that had this name, or any, before. Returns those that were kept."""
-        names = [self._keeping.pop(each, None) for each in ([*self._keeping] if name_ is None else [name_])]
-        return [kept for name in names if name is not None and (kept := name.forget_kept()) is not None]
-
-    def kept(self) -> list[Tensor]:
-        return [name.kept for name in self._keeping.values() if name.kept is not None]
-
-    # ---- ranks that join, or leave ---------------------------------------------------------------------
-
-    def join(self, local_rank: int) -> list[Action]:
-        """A rank votes no more, unless it has already."""
-        self.joined.add(local_rank)
-        return [action for name in self._names.values() for action in self._poll(name)]
-
-    def rank_joined(self, rank: int, last_rounds: Iterable[tuple[str, int]]) -> None:
-        """Global ``rank`` has joined; ``last_rounds``: its last ones of gathers and exchanges, by name."""
-        for name, round_ in last_rounds:
-            self._name(name).rank_joined(rank, round_)
-
     def last_round(self, name_: str, rank: int) -> int:
         """Of a gather or an exchange, in which global ``rank``, which has joined, took part; 0 if in none."""
         name = self._names.get(name_)
@@ -215,16 +251,3 @@ class Agreement:
         """A local rank waits for a round."""
         tensors = [*self.tensors(), *(tensor for name in self._names.values() for tensor in name.ending)]
         return bool(self.undecided()) or any(slot.waits for tensor in tensors for slot in tensor.slots)
-
-    def start_anew(self, error: BytePSError) -> tuple[list[Action], list[Tensor]]:
-        """All ranks have joined, and none waits: all declarations are void. Returns the tensors, which are to be
-        retired. Generations go on, so that what servers still hold is not mistaken for something new."""
-        self.joined.clear()
-        tensors = self.tensors()
-        failed = [slot for name in self._names.values() for slot in name.start_anew(error)]
-        self._names = {each: name for each, name in self._names.items() if name.was_declared}
-        return fail_all(failed, error), tensors
-
-    def forget_rank(self, local_rank: int) -> list[Action]:
-        """A rank has left: what it declared and is not agreed on yet is no vote any more."""
-        return [action for name in self._names.values() for action in name.forget_rank(local_rank)]

@@ -1,12 +1,12 @@
-"""What happens to the pure cores: ``RoundPipeline.handle`` and ``PieceExchange.handle`` take these. Data only."""
+"""What happens to the pure cores: ``handle`` of RoundPipeline, Agreement and PieceExchange takes these. Data only."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from byteps_py.errors import MismatchError
-from byteps_py.tensors import Layout
+from byteps_py.errors import BytePSError, MismatchError
+from byteps_py.tensors import Layout, TensorSpec
 from byteps_py.worker.core.hosted_steps import MakeStep
 from byteps_py.worker.core.owners import OwnedPiece
 from byteps_py.worker.core.pieces import Pair, PieceRequest, Receipt, Transfer
@@ -169,6 +169,98 @@ RoundEvent = (
     | MessagesLost
     | TimePassed
 )
+
+# ---- to Agreement ----------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class NameDeclared:
+    """A rank declares a name; ``slot`` is its memory."""
+
+    slot: RankSlot
+
+
+@dataclass(slots=True)
+class NameReopened:
+    """Another machine, which had got ``rounds`` rounds of it, votes on the next generation of a name that is agreed
+    here. This machine will get them too, so a rank that waits in one of them does not vote by that."""
+
+    name: str
+    generation: int
+    rounds: int
+
+
+@dataclass(slots=True)
+class NameAccepted:
+    """All ranks of its group agree on ``spec``. ``rounds``: of the tensor before, which will be delivered."""
+
+    name: str
+    generation: int
+    spec: TensorSpec
+    rounds: int = 0
+
+
+@dataclass(slots=True)
+class NameRejected:
+    """The ranks disagree: the name is undeclared. ``late``: global ranks that should have voted, and whose votes the
+    scheduler does not know. ``rounds``: as in NameAccepted."""
+
+    name: str
+    generation: int
+    error: BytePSError
+    late: Iterable[int] = ()
+    rounds: int = 0
+
+
+@dataclass(slots=True)
+class VerdictApplied:
+    """What followed from a verdict is done: go on with the declarations that local ranks made meanwhile."""
+
+    name: str
+
+
+@dataclass(slots=True)
+class TensorEnded:
+    """The last round of a tensor that is ENDING has been delivered."""
+
+    tensor: Tensor
+
+
+@dataclass(slots=True)
+class LocalRankJoined:
+    """A rank votes no more, unless it has already."""
+
+    local_rank: int
+
+
+@dataclass(slots=True)
+class RankJoined:
+    """Global ``rank`` takes part in no round after ``last_rounds``, which are by name and generation; the generation
+    of a gather or an exchange is 0."""
+
+    rank: int
+    last_rounds: Mapping[tuple[str, int], int]
+
+
+@dataclass(slots=True)
+class AllRanksJoined:
+    """All ranks have joined, and none waits: all declarations are void, with ``error``."""
+
+    error: BytePSError
+
+
+@dataclass(slots=True)
+class RankLeft:
+    """A rank has left: what it declared and is not agreed on yet is no vote any more."""
+
+    local_rank: int
+
+
+#: BytesReady may be a vote, too.
+AgreementEvent = (
+    NameDeclared | BytesReady | NameReopened | NameAccepted | NameRejected | VerdictApplied | TensorEnded
+    | LocalRankJoined | RankJoined | AllRanksJoined | RankLeft
+)  # fmt: skip
 
 # ---- to PieceExchange ------------------------------------------------------------------------------------------
 

@@ -78,7 +78,7 @@ class TensorName:
         self.later.setdefault(slot.local_rank, deque()).append(slot)
         return actions
 
-    def came(self, slot: RankSlot) -> None:
+    def ready(self, slot: RankSlot) -> None:
         """A rank handed over a round of ``slot``: of a void one, it gets the error for that round."""
         if slot.state is SlotState.VOID and (late := self.late.get(slot.local_rank)) and late[0].slot is slot:
             late.popleft()

@@ -24,6 +24,7 @@ from byteps_py.wire import rank_link as protocol
 from byteps_py.wire.data_link import Header, Kind, unpack_names
 from byteps_py.worker.core.actions import (
     Action,
+    BeginTensor,
     DirectAction,
     Fail,
     Lend,
@@ -45,6 +46,7 @@ from byteps_py.worker.core.events import (
     ServersChanged,
     StepEnded,
     TensorAgreed,
+    TensorEnded,
     TensorForgotten,
     TensorVoid,
 )
@@ -99,11 +101,11 @@ class StepMaker(Protocol):
 
 
 class Executor:
-    """``send``: to the scheduler. ``fail`` is called with an error that ends the job, ``on_end`` with a tensor whose
-    last round is delivered, ``after_run``, if set, when all that followed from an event has been done."""
+    """``send``: to the scheduler. ``fail`` is called with an error that ends the job, ``on_begin`` with a tensor that
+    all ranks agree on, ``after_run``, if set, when all that followed from an event has been done."""
 
     piece_executor_class: type[PieceExecutor] = PieceExecutor
-    on_end: Callable[[Tensor], None]
+    on_begin: Callable[[Tensor], None]
     steps: StepMaker
 
     def __init__(
@@ -155,6 +157,9 @@ class Executor:
             RoundDone: self._round_done,
             Fail: self._tell_failed,
             SendBallot: self._send_ballot,
+            BeginTensor: self._begin,
+            TensorVoid: self._retire,
+            TensorForgotten: self._forget,
             Release: self._release,
             MakeStep: self._make_step,
             SumForOwner: self._sum_for_owner,
@@ -191,30 +196,23 @@ class Executor:
             self._parts[tensor.key, tensor.generation, part.index] = part
         self.run(actions)
 
-    def retire(self, tensor: Tensor, may_be_wanted: bool = False) -> None:
-        """End it. ``may_be_wanted``: another machine may lack its last result, and what was given here, be it
-        nothing, is kept for it until ``forget``."""
+    def _begin(self, action: BeginTensor) -> None:
+        self.on_begin(action.tensor)
+
+    def _retire(self, action: TensorVoid) -> None:
+        tensor = action.tensor
         for part in tensor.parts:
             if self.network is not None:
                 self.network.pace.forget(part)
-        keep = may_be_wanted and not tensor.is_alone
-        if keep:
-            if before := self._agreement.keep(tensor):
-                self._forget(before)
-        else:
+        if not action.is_kept:
             self._drop_parts(tensor)
-        self.handle(TensorVoid(tensor, keep))
+        self.handle(action)
         for part in tensor.parts:
             self.catch_up(part)
 
-    def forget(self, name: str | None = None) -> None:
-        """No machine lacks a result of a tensor that had this name, or any, before."""
-        for tensor in self._agreement.forget_kept(name):
-            self._forget(tensor)
-
-    def _forget(self, tensor: Tensor) -> None:
-        self._drop_parts(tensor)
-        self.handle(TensorForgotten(tensor))
+    def _forget(self, action: TensorForgotten) -> None:
+        self._drop_parts(action.tensor)
+        self.handle(action)
 
     def _drop_parts(self, tensor: Tensor) -> None:
         for part in tensor.parts:
@@ -272,7 +270,7 @@ class Executor:
         for local_rank, slot_id, round_ in action.slots:
             self._owe(local_rank, slot_id, round_, blame)
         if action.tensor.state is _ENDING and action.tensor.round > action.tensor.last_round:
-            self.on_end(action.tensor)
+            self.run(self._agreement.handle(TensorEnded(action.tensor)))
 
     def _show(self, action: Show) -> None:
         if rank := self.ranks.get(action.slot.local_rank):

@@ -22,9 +22,9 @@ from byteps_py.tensors import TensorSpec, unsupported
 from byteps_py.wire import rank_link as protocol
 from byteps_py.worker.core.actions import Fail, Release
 from byteps_py.worker.core.agreement import Agreement, fail_all
-from byteps_py.worker.core.events import SlotJoined
+from byteps_py.worker.core.events import AllRanksJoined, LocalRankJoined, RankJoined, SlotJoined
 from byteps_py.worker.core.piece_exchange import PieceExchange
-from byteps_py.worker.core.tensor import RankSlot, Tensor, TensorState
+from byteps_py.worker.core.tensor import RankSlot, Tensor
 from byteps_py.worker.core.topology import Topology
 from byteps_py.worker.io.executor import Executor
 from byteps_py.worker.io.rank_connection import RankConnection
@@ -63,13 +63,13 @@ class Joining:
         """A local rank has no more data. Raises ProtocolError if it said so before."""
         if rank.local_rank in self.here:
             raise ProtocolError(f"local rank {rank.local_rank} joined twice")
-        self.here.add(rank.local_rank)
+        ballots = self._agreement.handle(LocalRankJoined(rank.local_rank))
         if self._lost is not None:
             self.scheduler_lost(self._lost)
             return
         slots = [s for t in self._agreement.tensors() for s in t.slots if s.local_rank == rank.local_rank]
         self._tell(rank.local_rank, slots)  # before any ballot that lacks its vote
-        self._executor.run(self._agreement.join(rank.local_rank))
+        self._executor.run(ballots)
         if len(self.here) == self._topology.local_size:
             self._executor.after_run = self._check_idle
             self._check_idle()
@@ -114,19 +114,13 @@ class Joining:
     def told(self, join: pb.Join) -> None:
         """A rank of any machine has joined."""
         last = {(each.name, each.generation): each.round for each in join.last}
-        self._agreement.rank_joined(join.rank, [(each.name, each.round) for each in join.last if not each.generation])
+        self._executor.run(self._agreement.handle(RankJoined(join.rank, last)))
         if join.rank not in self._everywhere:
             self._everywhere.append(join.rank)
         for channel, member in self._direct.members():
             if member.is_open and (error := self.objection(channel.spec, member.round)) is not None:
                 self._direct.abandon(member)
                 self._executor.run([Fail((member.slot,), error)])
-        for tensor in self._agreement.tensors():
-            round_ = last.get((tensor.name, tensor.generation))
-            if round_ is not None and tensor.state is TensorState.ACTIVE:
-                error = JoinedError(unsupported(tensor.spec, [join.rank]))
-                if self._agreement.end_after(tensor, round_, error):
-                    self._executor.on_end(tensor)
         new = self.here.intersection([join.rank - self._topology.first_rank]) - self._out
         self._out |= new
         self._leave_out(new, self._agreement.tensors())
@@ -152,14 +146,11 @@ class Joining:
         """Every rank has joined, rank ``last`` as the last one: all goes on, with nothing declared."""
         self._out.clear()
         self._everywhere.clear()
-        error = "tensor declared before all ranks joined (join()): declare it again"
+        error = UsageError("tensor declared before all ranks joined (join()): declare it again")
         void = self._direct.start_anew(direct_round)
-        actions, tensors = self._agreement.start_anew(UsageError(error))
-        self._executor.run([*actions, Release(self._idle_since_before()), *fail_all(void, UsageError(error))])
+        actions = self._agreement.handle(AllRanksJoined(error))
+        self._executor.run([*actions, Release(self._idle_since_before()), *fail_all(void, error)])
         self._void += void
-        self._executor.forget()
-        for tensor in tensors:
-            self._executor.retire(tensor)
         for rank in self._executor.ranks.values():
             with contextlib.suppress(PeerLostError):  # it is found out by its own connection
                 rank.send(protocol.AllJoined(last))

@@ -12,7 +12,7 @@ from byteps_py.wire import rank_link as protocol
 from byteps_py.wire.chunks import Arriving
 from byteps_py.worker.core.actions import Action, DirectAction, Fail
 from byteps_py.worker.core.agreement import Agreement
-from byteps_py.worker.core.events import BytesReady, PiecesDeclared, PiecesReady
+from byteps_py.worker.core.events import BytesReady, NameDeclared, PiecesDeclared, PiecesReady, RankLeft
 from byteps_py.worker.core.peer_introductions import Introduce, PeerIntroductions
 from byteps_py.worker.core.piece_exchange import PieceExchange
 from byteps_py.worker.core.round_pipeline import RoundPipeline
@@ -82,7 +82,7 @@ class Requests:
         self.executor.expect(slot.spec for slot in slots)
         for slot in slots:
             if not slot.spec.op.bypasses_servers:
-                actions += self._agreement.declare(slot)
+                actions += self._agreement.handle(NameDeclared(slot))
         self.executor.run(actions)
 
     def lay_out(self, message: protocol.SetLayout) -> None:
@@ -122,8 +122,9 @@ class Requests:
                 else:
                     actions += self._direct.handle(PiecesReady(slot, round_, layout), now)
             else:
-                actions += self._pipeline.handle(BytesReady(slot, round_, nbytes), now)
-                actions += self._agreement.came(slot)
+                ready = BytesReady(slot, round_, nbytes)
+                actions += self._pipeline.handle(ready, now)
+                actions += self._agreement.handle(ready)
         self.executor.run(actions)
 
     def meet(self, rank: RankConnection, message: protocol.AskIntroduction) -> None:
@@ -189,6 +190,6 @@ class Requests:
     def forget(self, local_rank: int) -> None:
         self._meetings.forget(local_rank)
         self.hosting.forget(local_rank)
-        self.executor.run(self._agreement.forget_rank(local_rank))
+        self.executor.run(self._agreement.handle(RankLeft(local_rank)))
         for _, member in self._direct.members(local_rank):
             member.slot.rank_left()
