@@ -29,7 +29,7 @@ from pathlib import Path
 
 from byteps_py.config.settings import Settings
 from byteps_py.errors import BytePSError
-from byteps_py.launch.plan import free_port
+from byteps_py.launch.process_plan import free_port
 from byteps_py.scheduler import query
 
 TARGET_S = {"init, 1 process": 1.5, "init, 2 ranks": 1.5, "init, no torch": 1.5, "server ready": 2.0}

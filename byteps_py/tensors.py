@@ -204,8 +204,8 @@ class TensorSpec:
         is_broadcast = self.op is Op.BROADCAST and self.ownership != self.name
         if not (is_sum or is_broadcast) or self.group or self.scatters or self.nonfinite:
             raise UsageError(
-                f"tensor {self.name!r}: owners have partitions of a sum, or of a broadcast that names a sum, of all "
-                f"ranks and without checks, not of a {self.describe()}"
+                f"tensor {self.name!r}: ownership needs a SUM, or a BROADCAST that names one, over all ranks, with "
+                f"nonfinite='allow', not a {self.describe()}"
             )
         if _utf8_bytes(self.ownership) > MAX_NAME_BYTES:
             raise UsageError(

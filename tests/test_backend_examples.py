@@ -11,7 +11,7 @@ import pytest
 from support.breaking import Job, command, launch
 from support.clusters import ROOT, bpslaunch
 
-from byteps_py.launch.plan import free_port
+from byteps_py.launch.process_plan import free_port
 
 QUIET = {"PYTHONWARNINGS": "ignore"}
 

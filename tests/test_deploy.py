@@ -28,7 +28,7 @@ from packaging.requirements import Requirement
 
 from byteps_py.kernels import __main__ as compile_kernels
 from byteps_py.kernels.jit import numba_kernels
-from byteps_py.launch.plan import free_port
+from byteps_py.launch.process_plan import free_port
 from byteps_py.tensors import DType, Op
 
 ROOT = Path(__file__).parent.parent

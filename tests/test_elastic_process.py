@@ -20,7 +20,7 @@ from support.clusters import ROOT
 from support.threaded import contract
 from torch_training import Net, gradients, loss_of, sgd
 
-from byteps_py.launch.plan import free_port
+from byteps_py.launch.process_plan import free_port
 
 pytestmark = pytest.mark.timeout(300)  # seconds
 

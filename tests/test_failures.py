@@ -18,7 +18,7 @@ from support.breaking import ERROR_STATUS as ERROR
 from support.breaking import Job, alone, launch, service
 from support.clusters import ROOT
 
-from byteps_py.launch.plan import free_port
+from byteps_py.launch.process_plan import free_port
 
 CLUSTER = "-np 1 --machines 2 --servers 1"  # every kind of process, and few of them
 

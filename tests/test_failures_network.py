@@ -9,7 +9,7 @@ import pytest
 from support.breaking import command, launch
 from support.clusters import ROOT
 
-from byteps_py.launch.plan import free_port
+from byteps_py.launch.process_plan import free_port
 
 
 def reduce_under(*faults: str) -> tuple[str, str]:

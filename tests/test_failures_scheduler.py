@@ -10,7 +10,7 @@ from pathlib import Path
 from programs.rank import first_weights, gradients_of
 from support.breaking import launch, service
 
-from byteps_py.launch.plan import free_port
+from byteps_py.launch.process_plan import free_port
 
 
 def test_the_launcher_starts_a_killed_scheduler_again_and_again() -> None:

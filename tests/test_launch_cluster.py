@@ -14,7 +14,7 @@ import pytest
 from support.launching import launched
 
 from byteps_py.launch import supervisor
-from byteps_py.launch.plan import free_port
+from byteps_py.launch.process_plan import free_port
 
 TRAIN = """
 import torch, byteps_py as bps
@@ -75,7 +75,7 @@ def test_role_by_role(train: Path) -> None:
 def test_taken_port_asks_to_start_over() -> None:
     program = """
 import os, sys
-from byteps_py.launch.plan import ClusterSize, cluster_plan
+from byteps_py.launch.process_plan import ClusterSize, cluster_plan
 from byteps_py.launch.supervisor import Supervision, Supervisor
 command = (sys.executable, '-S', '-c', 'import signal; signal.pause()')
 port = int(sys.argv[1])

@@ -7,7 +7,7 @@ import signal
 from test_launch_policy import sends, words
 
 from byteps_py.launch import command_line
-from byteps_py.launch.plan import ProcessKind, ProcessSpec
+from byteps_py.launch.process_plan import ProcessKind, ProcessSpec
 from byteps_py.launch.supervision_policy import Phase, SupervisionPolicy
 
 

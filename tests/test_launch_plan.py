@@ -13,8 +13,8 @@ from byteps_py.errors import ConfigurationError
 from byteps_py.launch.__main__ import CommandError, resolve
 from byteps_py.launch.command_line import parse
 from byteps_py.launch.installation import visible_gpus
-from byteps_py.launch.plan import ClusterSize, ProcessKind, ProcessSpec, cluster_plan, free_port, role_plan
 from byteps_py.launch.process_output import MAX_LINE_BYTES, LineTagger
+from byteps_py.launch.process_plan import ClusterSize, ProcessKind, ProcessSpec, cluster_plan, free_port, role_plan
 
 ROOT = {"DMLC_PS_ROOT_URI": "10.0.0.1", "DMLC_PS_ROOT_PORT": "9000"}
 COMMAND = ("python", "train.py")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from byteps_py.launch.plan import ProcessKind, ProcessSpec
+from byteps_py.launch.process_plan import ProcessKind, ProcessSpec
 from byteps_py.launch.supervision_policy import Action, Phase, Say, Send, Start, SupervisionPolicy
 
 

@@ -12,7 +12,7 @@ from support.breaking import ERROR_STATUS, RANK, Job, command, launch
 from support.clusters import ROOT
 from support.open_mpi import OPEN_MPI_ANYWHERE, as_machines, require_open_mpi
 
-from byteps_py.launch.plan import free_port
+from byteps_py.launch.process_plan import free_port
 
 Started = contextlib.AbstractContextManager[Job]
 

@@ -22,7 +22,7 @@ from support.breaking import Job, command
 from test_recovery import DIGEST, OPTIONS, train
 
 from benchmarks.cluster.hosts import Host, cluster, lost
-from byteps_py.launch.plan import free_port
+from byteps_py.launch.process_plan import free_port
 
 RATE_MBIT = 1000.0
 

@@ -16,7 +16,7 @@ from test_elastic_process import PROGRAM, Training
 from test_partitions import RATE_MBIT, has_namespaces
 
 from benchmarks.cluster.hosts import Host, cluster, lost
-from byteps_py.launch.plan import free_port
+from byteps_py.launch.process_plan import free_port
 
 pytestmark = [
     pytest.mark.skipif(not has_namespaces(), reason="needs root and iproute2 (network namespaces)"),

@@ -17,7 +17,7 @@ from chaos.run import ENVIRON, PROGRAM, STEPS, calm
 from support.breaking import Job, launch
 from support.clusters import clean_environment
 
-from byteps_py.launch.plan import free_port
+from byteps_py.launch.process_plan import free_port
 
 OPTIONS = "-np 1 --machines 2 --servers 1"
 STRETCHES = 6

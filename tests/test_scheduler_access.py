@@ -20,7 +20,7 @@ from support.schedulers import TIMEOUT_S, Attend, Factory, Member, Scheduler, as
 from byteps_py import errors
 from byteps_py.cli import __main__ as cli
 from byteps_py.config.settings import Settings
-from byteps_py.launch.plan import free_port
+from byteps_py.launch.process_plan import free_port
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler import call_authenticator, client, query, rpc
 from byteps_py.system.loop import EventLoop

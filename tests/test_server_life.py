@@ -18,7 +18,7 @@ from support.summation import SETTINGS, assert_works
 
 from byteps_py.config.settings import Settings
 from byteps_py.errors import ConfigurationError, PeerLostError, ProtocolError, RendezvousError, StallError
-from byteps_py.launch.plan import free_port
+from byteps_py.launch.process_plan import free_port
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.runtime import Runtime
 from byteps_py.scheduler.client import connect

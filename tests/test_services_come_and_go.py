@@ -11,7 +11,7 @@ from support.breaking import ERROR_STATUS as ERROR
 from support.breaking import alone, arguments_of, launch
 from support.processes import wait_gone
 
-from byteps_py.launch.plan import free_port
+from byteps_py.launch.process_plan import free_port
 
 
 @pytest.mark.parametrize("options", ["-np 2", "-np 1 --machines 2 --servers 1"])

@@ -433,5 +433,5 @@ def test_what_can_have_owners(op: Op, changed: dict[str, object]) -> None:
         "ownership": "g",
         **changed,
     }
-    with pytest.raises(UsageError, match="owners have partitions of a sum"):
+    with pytest.raises(UsageError, match="ownership needs a SUM"):
         TensorSpec(**fields)  # type: ignore[arg-type]

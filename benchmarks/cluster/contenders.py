@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.cluster.hosts import Host
 from benchmarks.turns import Command, Job
-from byteps_py.launch.plan import free_port
+from byteps_py.launch.process_plan import free_port
 from byteps_py.placement.models import load_model
 
 SECRET = "secret of the benchmark"

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from benchmarks.recovery.launcher import POLL_S, Launcher, Line, UnforeseenError
-from byteps_py.launch.plan import free_port
+from byteps_py.launch.process_plan import free_port
 
 T = TypeVar("T")
 

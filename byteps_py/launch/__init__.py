@@ -1,13 +1,13 @@
 """``bpslaunch``: starts, watches and ends the processes that this machine runs.
 
     command_line        the options of ``bpslaunch``
-    plan                pure: the environment, or -np, --machines and --servers → the processes of this machine
+    process_plan        pure: the environment, or -np, --machines and --servers → the processes of this machine
     supervision_policy  pure: what to do when a process ends, a signal arrives or time passes
     supervisor          the only part that starts processes and waits for them
     process_output      prefixed lines, and files per process
     process_guard       no process outlives the launcher, not even after SIGKILL
     installation        what this machine and this installation can do
 
-What processes tell the launcher: launch_protocol.py. All of it imports only the standard library and modules that do so
+The messages of processes to the launcher: launch_protocol.py. All modules import only the standard library and modules that do so
 too: the launcher starts at once.
 """

@@ -15,8 +15,8 @@ from byteps_py.config.settings import Settings, ignored_variables
 from byteps_py.errors import BytePSError, ConfigurationError
 from byteps_py.launch import command_line
 from byteps_py.launch.installation import visible_gpus
-from byteps_py.launch.plan import ClusterSize, ProcessKind, ProcessSpec, cluster_plan, free_port, role_plan
 from byteps_py.launch.process_output import print_message
+from byteps_py.launch.process_plan import ClusterSize, ProcessKind, ProcessSpec, cluster_plan, free_port, role_plan
 from byteps_py.launch.supervision_policy import ENDING_SIGNALS
 from byteps_py.launch.supervisor import Supervisor
 from byteps_py.system import jobs

@@ -23,7 +23,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from byteps_py.launch.plan import ProcessKind, ProcessSpec
+from byteps_py.launch.process_plan import ProcessKind, ProcessSpec
 from byteps_py.wire.launch_protocol import UNUSABLE_STATUS
 
 #: Signals that end the job; passed on to the ranks.

@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from byteps_py.launch.plan import ProcessKind, ProcessSpec
 from byteps_py.launch.process_guard import ProcessGuard, die_with, sweep
 from byteps_py.launch.process_output import OutputStream, open_streams, print_message, show
+from byteps_py.launch.process_plan import ProcessKind, ProcessSpec
 from byteps_py.launch.supervision_policy import (
     ENDING_SIGNALS,
     USER_SIGNALS,

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from byteps_py.errors import UsageError
 from byteps_py.parallel.collectives import size_of
 from byteps_py.parallel.tensor.layers import local_part
-from byteps_py.parallel.tensor.plan import sharded_parameters, tensor_parallel_group
+from byteps_py.parallel.tensor.parallel_plan import sharded_parameters, tensor_parallel_group
 from byteps_py.parallel.tensor.shard import Shard
 
 _Groups = tuple[dist.ProcessGroup, ...]

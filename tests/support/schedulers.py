@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from byteps_py import errors
 from byteps_py.config.settings import Settings
-from byteps_py.launch.plan import free_port
+from byteps_py.launch.process_plan import free_port
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler import client
 from byteps_py.system.loop import EventLoop

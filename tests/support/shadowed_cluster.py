@@ -9,7 +9,7 @@ import sys
 import time
 
 from byteps_py.config.settings import Settings
-from byteps_py.launch.plan import free_port
+from byteps_py.launch.process_plan import free_port
 from byteps_py.shadow import Restorable, ShadowReader, latest_step
 from support.breaking import Job, command
 from support.clusters import ROOT, clean_environment

@@ -11,7 +11,7 @@ import signal
 import sys
 from pathlib import Path
 
-from byteps_py.launch.plan import ProcessKind, ProcessSpec
+from byteps_py.launch.process_plan import ProcessKind, ProcessSpec
 from byteps_py.launch.supervision_policy import ENDING_SIGNALS
 from byteps_py.launch.supervisor import Supervision, Supervisor
 

@@ -19,7 +19,7 @@ from byteps_py.errors import UnsupportedError, UsageError
 from byteps_py.parallel.checkpoint.ranks import Ranks
 from byteps_py.parallel.pipe.pipeline import Pipeline
 from byteps_py.parallel.sharding.sharded_optimizer import ShardedOptimizer
-from byteps_py.parallel.tensor.plan import sharded_parameters
+from byteps_py.parallel.tensor.parallel_plan import sharded_parameters
 from byteps_py.parallel.tensor.shard import Shard
 from byteps_py.torch.gradients.distributed_data_parallel import DistributedDataParallel
 from byteps_py.torch.gradients.hosted.optimizer import HostedOptimizerMixin

@@ -18,12 +18,12 @@ from byteps_py.parallel.multimodal.placed_encoder import PlacedEncoder, images_o
 from byteps_py.parallel.multimodal.placement import EncoderPlacement
 from byteps_py.parallel.pipe.buffers import normalizes_batches
 from byteps_py.parallel.pipe.pipeline import Pipeline
-from byteps_py.parallel.pipe.plan import check_modules
+from byteps_py.parallel.pipe.pipeline_plan import check_modules
 from byteps_py.parallel.pipe.program import Program
 from byteps_py.parallel.pipe.simulator import SyncMode
 from byteps_py.parallel.pipe.split import SplitModel
 from byteps_py.parallel.pipe.step_data import Losses, LossFunction, Outcome, parts_of
-from byteps_py.parallel.tensor.plan import sharded_parameters
+from byteps_py.parallel.tensor.parallel_plan import sharded_parameters
 from byteps_py.parallel.tensor.shard import Shard
 
 _ENCODER = "encoder."  # of the names of the encoder's parameters, as in MultimodalModel

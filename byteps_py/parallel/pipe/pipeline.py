@@ -24,7 +24,7 @@ from byteps_py.parallel.pipe.groups import (
     holders_of,
     raise_failures,
 )
-from byteps_py.parallel.pipe.plan import PipelinePlan, StagesFunction, agree, make_plan
+from byteps_py.parallel.pipe.pipeline_plan import PipelinePlan, StagesFunction, agree, make_plan
 from byteps_py.parallel.pipe.program import Action, ActionKind, Program, WeightRule
 from byteps_py.parallel.pipe.program_runner import ProgramRunner, new_channels
 from byteps_py.parallel.pipe.simulator import SyncMode
@@ -40,7 +40,7 @@ from byteps_py.parallel.pipe.step_data import (
 )
 from byteps_py.parallel.pipe.torch_schedules import TorchSchedule
 from byteps_py.parallel.pipe.weight_versions import StaleSteps
-from byteps_py.parallel.tensor.plan import sharded_parameters, tensor_parallel_group
+from byteps_py.parallel.tensor.parallel_plan import sharded_parameters, tensor_parallel_group
 from byteps_py.parallel.tensor.shard import Shard
 from byteps_py.torch.collectives import parameter_owners
 

@@ -20,7 +20,7 @@ from byteps_py.parallel.sharding.gathering import SegmentGathering
 from byteps_py.parallel.sharding.gradient_owners import GradientOwners
 from byteps_py.parallel.sharding.offload import OffloadedStates
 from byteps_py.parallel.sharding.segments import NamedParameter
-from byteps_py.parallel.tensor.plan import sharded_parameters, tensor_parallel_group
+from byteps_py.parallel.tensor.parallel_plan import sharded_parameters, tensor_parallel_group
 
 #: The names of their optimizers' classes.
 _SHARDED: WeakIdKeyDictionary = WeakIdKeyDictionary()

@@ -1,14 +1,14 @@
 """Tensor and sequence parallelism: each layer of a model is computed by several ranks.
 
-regions         f, g and their forms for sequence parallelism: communication that autograd knows
-shard           which indices of a parameter a rank has
-layers          linear layers, embeddings and norms whose parameters or inputs lie on several ranks
-styles          how a plan says what becomes of a layer
-plan            parallelize: the style of each layer of a model, by name; SharedInput
-planned_layers  what becomes of each layer, decided before anything changes; layers with additions are refused, and
-                fused ones that would be cut in the wrong places
-whole_parameters which parameters that stay whole have partial gradients
-cross_entropy   the loss of logits whose columns lie on several ranks
+regions           f, g and their forms for sequence parallelism: communication that autograd knows
+shard             the indices of a parameter that a rank has
+layers            linear layers, embeddings and norms whose parameters or inputs lie on several ranks
+styles            the styles by which a plan describes the change of a layer
+parallel_plan     parallelize: the style of each layer of a model, by name; SharedInput
+planned_layers    the change of each layer, decided before anything changes; layers with additions are refused, and
+                  fused ones that would be cut in the wrong places
+whole_parameters  the parameters that stay whole and have partial gradients
+cross_entropy     the loss of logits whose columns lie on several ranks
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from byteps_py.parallel.tensor.layers import RowParallelLinear as RowParallelLinear
     from byteps_py.parallel.tensor.layers import VocabularyParallelEmbedding as VocabularyParallelEmbedding
     from byteps_py.parallel.tensor.layers import sequence_parallel as sequence_parallel
-    from byteps_py.parallel.tensor.plan import parallelize as parallelize
-    from byteps_py.parallel.tensor.plan import sharded_parameters as sharded_parameters
-    from byteps_py.parallel.tensor.plan import tensor_parallel_group as tensor_parallel_group
+    from byteps_py.parallel.tensor.parallel_plan import parallelize as parallelize
+    from byteps_py.parallel.tensor.parallel_plan import sharded_parameters as sharded_parameters
+    from byteps_py.parallel.tensor.parallel_plan import tensor_parallel_group as tensor_parallel_group
     from byteps_py.parallel.tensor.regions import collect_along as collect_along
     from byteps_py.parallel.tensor.regions import copy_to_ranks as copy_to_ranks
     from byteps_py.parallel.tensor.regions import gather_along as gather_along

@@ -1,5 +1,5 @@
 """Layers whose parameters lie on several ranks: column- and row-parallel linear layers, a vocabulary-parallel
-embedding, and norms of a part of the sequence. plan.py makes them from the layers of a model.
+embedding, and norms of a part of the sequence. parallel_plan.py makes them from the layers of a model.
 
 A column-parallel layer computes some of the output features on each rank, a row-parallel layer adds up what ranks
 compute from some of the input features each: in a pair of both, only f and g communicate (regions.py).
@@ -102,7 +102,7 @@ class ColumnParallelLinear(ParallelLayer):
         group: the ranks.
         sequence_dim: the dimension along which ranks have parts of the input (sequence parallelism); None: they have
             all of it.
-        shares_input: the input is that of a region (SharedInput in plan.py), which has communicated already.
+        shares_input: the input is that of a region (SharedInput in parallel_plan.py), which has communicated already.
         vocabulary: the output features are tokens: they are padded, see ``padded_vocabulary``.
         gather_output: all ranks get all output features.
         shard: the output features of this rank; default: as many on each rank, one rank's behind the other's.

@@ -1,4 +1,4 @@
-"""The styles by which a plan describes the change of a layer; plan.py carries them out."""
+"""The styles by which a plan describes the change of a layer; parallel_plan.py carries them out."""
 
 from __future__ import annotations
 

@@ -6,12 +6,12 @@ straight to where it belongs: two passes over memory and one wake-up. A small pa
 
 Ranks of different machines have one TCP connection for each pair. Every payload follows its message.
 
-    PeerTransport (I/O) ─┬─ MessageMatcher, StreamReceipt (pure: what came, what is still needed, and where it goes)
+    PeerTransport (I/O) ─┬─ MessageMatcher, StreamReceipt (pure: received and expected payloads, and their destinations)
                          ├─ SharedSlots (a large tensor, step by step)
                          ├─ SharedSegment (memory for several ranks)
                          ├─ Votes (one number of each rank about each round of an operation)
-                         ├─ PeerDirectory (which ranks are introduced)
-                         ├─ PeerWaiter (how long to poll, when to sleep, when to report)
+                         ├─ PeerDirectory (the ranks that are introduced)
+                         ├─ PeerWaiter (polls, sleeps, and reports waits)
                          ├─ peer_protocol (the messages)
                          ├─ OutgoingMemory, IncomingMemory, Inbox, PeerOutbox (ranks of this machine)
                          └─ PeerConnector, PeerListener, PeerConnection, ResumableStream (ranks of other machines)

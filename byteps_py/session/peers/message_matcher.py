@@ -304,4 +304,4 @@ class MessageMatcher:
 
 def joined_error(name: str, rank: int) -> JoinedError:
     """The error of an operation that needs ``rank`` after ``rank`` has joined."""
-    return JoinedError(f"tensor {name!r}: what needs all of its ranks is not supported while rank {rank} has joined")
+    return JoinedError(f"tensor {name!r}: this operation needs all ranks, but rank {rank} has called join()")

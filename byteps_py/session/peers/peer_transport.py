@@ -33,7 +33,6 @@ from byteps_py.errors import (
 from byteps_py.kernels.jit import streaming
 from byteps_py.session.peers import peer_protocol
 from byteps_py.session.peers.background_sender import BackgroundSender, LinkKeeper
-from byteps_py.session.peers.memory import IncomingMemory, OutgoingMemory
 from byteps_py.session.peers.message_matcher import (
     Memory,
     MessageMatcher,
@@ -48,6 +47,7 @@ from byteps_py.session.peers.peer_connection import PeerConnection, PendingSend,
 from byteps_py.session.peers.peer_connector import PeerConnector
 from byteps_py.session.peers.peer_directory import PeerDirectory
 from byteps_py.session.peers.peer_handshake import Seals
+from byteps_py.session.peers.peer_memory import IncomingMemory, OutgoingMemory
 from byteps_py.session.peers.peer_protocol import RECORD_BYTES, PeerMessage, PeerMessageKind
 from byteps_py.session.peers.peer_sockets import Inbox, PeerOutbox
 from byteps_py.session.peers.shared_slots import MemoryHost, SharedSegment, SharedSlots

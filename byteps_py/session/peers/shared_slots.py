@@ -24,9 +24,9 @@ from typing import NamedTuple, cast
 from byteps_py.errors import JoinedError, MismatchError, ProtocolError
 from byteps_py.kernels.all_reduce_table import AHEAD, ASLEEP, ERA_BIT, RECORDS, SLOTS, WORD
 from byteps_py.session.peers import peer_protocol
-from byteps_py.session.peers.memory import IncomingMemory, OutgoingMemory
 from byteps_py.session.peers.message_matcher import MessageMatcher, Stream, joined_error
 from byteps_py.session.peers.peer_connection import PeerConnection
+from byteps_py.session.peers.peer_memory import IncomingMemory, OutgoingMemory
 from byteps_py.session.peers.peer_protocol import PeerMessageKind
 from byteps_py.session.peers.peer_sockets import PeerOutbox
 from byteps_py.session.peers.waiting import PeerWaiter, Wait

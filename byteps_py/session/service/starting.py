@@ -67,7 +67,7 @@ def open_session(settings: Settings | None = None) -> Session:
     try:
         link = _connect(settings, services)
         try:
-            session = _Owner(link, settings, services)
+            session = ServiceOwningSession(link, settings, services)
             _opened[settings.job] = _opened.get(settings.job, 0) + 1
             return session
         except BaseException:
@@ -78,8 +78,8 @@ def open_session(settings: Settings | None = None) -> Session:
         raise
 
 
-class _Owner(RemoteSession):
-    """A session that also waits for the services that it has started to end."""
+class ServiceOwningSession(RemoteSession):
+    """A session that also waits for the end of the services that this process has started, if any."""
 
     def __init__(self, link: channel.Channel, settings: Settings, services: list[subprocess.Popen[bytes]]) -> None:
         self._services = services
