@@ -8,6 +8,6 @@
     process_guard       no process outlives the launcher, not even after SIGKILL
     installation        what this machine and this installation can do
 
-The messages of processes to the launcher: launch_protocol.py. All modules import only the standard library and modules that do so
-too: the launcher starts at once.
+The messages of processes to the launcher: launch_protocol.py. All modules import only the standard library and modules
+that do so too: the launcher starts at once.
 """
