@@ -57,11 +57,11 @@ from byteps_py.tensors import DType
 from byteps_py.wire.data_link import (
     MAX_ATTACHED_BYTES,
     Header,
-    HeldPart,
+    HeldPartition,
     HeldRun,
     Kind,
     ShadowDescription,
-    ShadowPart,
+    ShadowPartition,
     ShadowRecord,
     ShadowStep,
 )
@@ -100,7 +100,7 @@ class ShadowStore:
 
     # ---- from the owners -----------------------------------------------------------------------------------
 
-    def begin(self, header: Header, origin: object, said: ShadowPart, now: float) -> list[ShadowAction]:
+    def begin(self, header: Header, origin: object, said: ShadowPartition, now: float) -> list[ShadowAction]:
         """SHADOW_BEGIN: the states of a partition follow."""
         try:
             facts = self._facts(header, said)
@@ -410,10 +410,10 @@ class ShadowStore:
     @staticmethod
     def _described(run: ShadowRun, now: float) -> HeldRun:
         parts = [
-            HeldPart(
+            HeldPartition(
                 key,
                 index,
-                ShadowPart(
+                ShadowPartition(
                     run=copy.facts.run, name=copy.facts.name, first=copy.facts.first, count=copy.facts.count,
                     step_kind=copy.facts.kind.code, step=copy.base,
                 ),
@@ -463,7 +463,7 @@ class ShadowStore:
 
     # ---- inside --------------------------------------------------------------------------------------------------
 
-    def _facts(self, header: Header, said: ShadowPart) -> PartFacts:
+    def _facts(self, header: Header, said: ShadowPartition) -> PartFacts:
         """Raises UsageError for what no correct peer sends."""
         kind = StepKind.from_code(said.step_kind)
         facts = PartFacts(said.run, said.name, header.key, header.index, said.first, said.count, kind)

@@ -45,7 +45,7 @@ from byteps_py.wire.data_link import (
     Header,
     Kind,
     ShadowDescription,
-    ShadowPart,
+    ShadowPartition,
     ShadowRecord,
     ShadowStep,
     name_of,
@@ -147,7 +147,7 @@ class ShadowKeeper:
             payload = whole
         match header.kind:
             case Kind.SHADOW_BEGIN:
-                return self.store.begin(header, origin, ShadowPart.unpack(payload.message().bytes), now)
+                return self.store.begin(header, origin, ShadowPartition.unpack(payload.message().bytes), now)
             case Kind.SHADOW_STATE:
                 return self.store.state(header, origin, payload, now)
             case Kind.SHADOW_SUM:

@@ -56,7 +56,7 @@ class PartFacts:
     """A partition of gradients whose states are kept. Sizes are bytes.
 
     Attributes:
-        run: of an optimizer, see ShadowPart.
+        run: of an optimizer, see ShadowPartition.
         name: of the tensor.
         key: of the tensor.
         index: of the partition.

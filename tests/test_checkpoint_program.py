@@ -15,9 +15,9 @@ from byteps_py.checkpoint_folder import CheckpointFolder, checkpoint_steps
 from byteps_py.config.settings import Settings
 from byteps_py.errors import BytePSError, CommunicationError, ProtocolError, RendezvousError, UsageError
 from byteps_py.kernels.update_rules import Method, StepKind, UpdateRule
-from byteps_py.shadow import RestorablePart, ServerDescription, ShadowReader
+from byteps_py.shadow import RestorablePartition, ServerDescription, ShadowReader
 from byteps_py.tensors import DType
-from byteps_py.wire.data_link import HeldPart, HeldRun, ShadowDescription, ShadowPart, ShadowRecord
+from byteps_py.wire.data_link import HeldPartition, HeldRun, ShadowDescription, ShadowPartition, ShadowRecord
 
 SGD = StepKind(UpdateRule(Method.SGD, momentum=True), DType.FLOAT32, DType.FLOAT32)
 COUNT = 6
@@ -47,11 +47,11 @@ class Training(ShadowReader):
                 "members": [[0]], "names": {}, "steps": {"g": found}, **self.record_changes,
             }  # fmt: skip
             record = ShadowRecord(run=1, step=found, rank=0, size=1, common=json.dumps(common).encode())
-            part = HeldPart(1, 0, ShadowPart(1, 0, COUNT, SGD.code, found, "g"))
-            description = ShadowDescription((HeldRun(1, found, parts=(part,), records=(record,)),))
+            part = HeldPartition(1, 0, ShadowPartition(1, 0, COUNT, SGD.code, found, "g"))
+            description = ShadowDescription((HeldRun(1, found, partitions=(part,), records=(record,)),))
         return [ServerDescription("server:1", description)]
 
-    def read_into(self, part: RestorablePart, state: int, elements: range, view: memoryview) -> None:
+    def read_into(self, part: RestorablePartition, state: int, elements: range, view: memoryview) -> None:
         if part.step in self.broken:
             raise CommunicationError(f"elements {elements.start} to {elements.stop}: they are at another step")
         values = torch.arange(elements.start, elements.stop, dtype=torch.float32) + part.step * (100 if state else 1)

@@ -28,7 +28,7 @@ from byteps_py.proto import control_pb2 as pb
 from byteps_py.proto import control_pb2_grpc, shadow_pb2, shadow_pb2_grpc
 from byteps_py.scheduler import query
 from byteps_py.security import auth, tls
-from byteps_py.shadow import RestorablePart, ShadowReader
+from byteps_py.shadow import RestorablePartition, ShadowReader
 from byteps_py.system import port_owner
 from byteps_py.tensors import DType
 from byteps_py.wire.data_link import HeldRun, ShadowDescription, ShadowRecord
@@ -240,7 +240,7 @@ def test_who_takes_the_port_of_shadowed_states_gets_nothing_and_is_not_read(secr
         assert described.address == address
         assert not described.description.runs
         assert "is not a server of this job" in described.error or "could not prove that" in described.error
-        part = RestorablePart(address, 1, 0, 0, KIND, range(2), 0, 1)
+        part = RestorablePartition(address, 1, 0, 0, KIND, range(2), 0, 1)
         with pytest.raises(errors.RendezvousError):
             reader.read_into(part, 0, range(2), memoryview(bytearray(2 * part.kind.state_itemsize)))
         assert he.seen == []

@@ -29,7 +29,7 @@ from byteps_py.server.shadow_state import (
     StatesRead,
 )
 from byteps_py.tensors import DType
-from byteps_py.wire.data_link import Header, Kind, SegmentNumbers, ShadowPart, ShadowRecord, ShadowStep
+from byteps_py.wire.data_link import Header, Kind, SegmentNumbers, ShadowPartition, ShadowRecord, ShadowStep
 
 KIND = StepKind(UpdateRule(Method.SGD, momentum=True), DType.FLOAT32, DType.FLOAT32)
 COUNT = 8
@@ -100,7 +100,7 @@ class Shell:
         return Header(kind, 1, key=KEY, generation=generation, index=index, round=round_, dtype=DType.FLOAT32, **facts)
 
     def begin(self, step: int, run: int = RUN, **facts: Any) -> None:
-        part = ShadowPart(run=run, name="grads", first=0, count=COUNT, step_kind=KIND.code, step=step)
+        part = ShadowPartition(run=run, name="grads", first=0, count=COUNT, step_kind=KIND.code, step=step)
         self.do(self.store.begin(self.header(Kind.SHADOW_BEGIN, step, **facts), "peer", part, self.now))
 
     def fill(
@@ -145,7 +145,7 @@ class Shell:
     def parts(self, run: int = RUN) -> list[tuple[int, list[int]]]:
         """(step of the states, steps that can follow) of all copies."""
         runs = [each for each in self.store.describe(self.now).runs if each.run == run]
-        return [(part.part.step, list(part.steps)) for each in runs for part in each.parts]
+        return [(held.partition.step, list(held.steps)) for each in runs for held in each.partitions]
 
     def steps(self) -> list[tuple[int, int]]:
         """(step, rank) of records."""
@@ -220,7 +220,7 @@ def test_bytes_outside_of_states_are_refused(shell: Shell, facts: dict[str, int]
 )
 def test_a_part_that_can_t_be_is_refused(shell: Shell, change: dict[str, int]) -> None:
     facts = {"run": RUN, "name": "g", "first": 0, "count": COUNT, "step_kind": KIND.code, "step": 3, **change}
-    shell.do(shell.store.begin(shell.header(Kind.SHADOW_BEGIN, 3), "peer", ShadowPart(**facts), 0.0))  # type: ignore[arg-type]
+    shell.do(shell.store.begin(shell.header(Kind.SHADOW_BEGIN, 3), "peer", ShadowPartition(**facts), 0.0))  # type: ignore[arg-type]
     assert len(shell.refused) == 1
     assert shell.parts() == []
 
@@ -620,7 +620,7 @@ def test_what_is_not_here_is_not_found(shell: Shell) -> None:
 
 
 def test_a_state_has_its_followers() -> None:
-    facts = ShadowStore(4096)._facts(Header(Kind.SHADOW_BEGIN, 1), ShadowPart(RUN, 0, 1, KIND.code, 0, "g"))
+    facts = ShadowStore(4096)._facts(Header(Kind.SHADOW_BEGIN, 1), ShadowPartition(RUN, 0, 1, KIND.code, 0, "g"))
     it = StatesCopy(facts, 1, 0, None, Header(Kind.SHADOW_BEGIN, 1))
     with pytest.raises(ShadowTransitionError, match="FILLING: STEPPING can't follow"):
         it.step_to(CopyState.STEPPING)

@@ -120,7 +120,7 @@ def test_steps_with_the_server_s_own_sums_and_with_others_are_the_owner_s(
         assert held(shadows.owner) == round_
     [run] = shadows.describe().runs
     assert (run.run, run.durable) == (RUN, 4)
-    assert [part.part.step + len(part.steps) for part in run.parts] == [6, 6]
+    assert [held.partition.step + len(held.steps) for held in run.partitions] == [6, 6]
     for states in (own, foreign):
         shadows.assert_same(states)
     assert shadows.read(own, 3) == (
@@ -138,8 +138,8 @@ def test_a_step_before_the_last_can_be_read_while_steps_are_held_back(shadows: S
         assert held(shadows.owner) == round_
         if round_ == 2:
             then = [state.tobytes() for state in states.states]
-    [part] = shadows.describe().runs[0].parts
-    assert (part.part.step, list(part.steps)) == (0, [1, 2, 3, 4])
+    [partition] = shadows.describe().runs[0].partitions
+    assert (partition.partition.step, list(partition.steps)) == (0, [1, 2, 3, 4])
     assert shadows.read(states, 2) == then
     shadows.assert_same(states)
 
@@ -207,7 +207,7 @@ def test_shadows_outlive_a_change_of_the_machines(shadows: Shadows) -> None:
     states.record(shadows.owner)
     assert held(shadows.owner) == 0
     [run] = shadows.describe().runs
-    assert (len(run.parts), len(run.records)) == (0, 1)
+    assert (len(run.partitions), len(run.records)) == (0, 1)
 
 
 @pytest.mark.parametrize(

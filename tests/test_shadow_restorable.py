@@ -11,17 +11,19 @@ import pytest
 from byteps_py.kernels.update_rules import Method, StepKind, UpdateRule
 from byteps_py.shadow import NotRestorable, Restorable, ServerDescription, latest_step, restorable
 from byteps_py.tensors import DType
-from byteps_py.wire.data_link import HeldPart, HeldRun, ShadowDescription, ShadowPart, ShadowRecord
+from byteps_py.wire.data_link import HeldPartition, HeldRun, ShadowDescription, ShadowPartition, ShadowRecord
 
 SGD = StepKind(UpdateRule(Method.SGD), DType.FLOAT32, DType.FLOAT32)
 ADAM = StepKind(UpdateRule(Method.ADAM), DType.FLOAT32, DType.FLOAT32)
 RUN = 5
 
 
-def part(name: str, first: int, count: int, steps: Sequence[int], *, index: int = 0, kind: StepKind = SGD) -> HeldPart:
+def part(
+    name: str, first: int, count: int, steps: Sequence[int], *, index: int = 0, kind: StepKind = SGD
+) -> HeldPartition:
     """``steps``: that it can deliver; the first is that of its states."""
-    said = ShadowPart(run=RUN, name=name, first=first, count=count, step_kind=kind.code, step=steps[0])
-    return HeldPart(key=hash(name) & 0xFF, index=index or first, part=said, steps=tuple(steps[1:]))
+    said = ShadowPartition(run=RUN, name=name, first=first, count=count, step_kind=kind.code, step=steps[0])
+    return HeldPartition(key=hash(name) & 0xFF, index=index or first, partition=said, steps=tuple(steps[1:]))
 
 
 def record(step: int, parts: object, *, rank: int = 0, size: int = 1, run: int = RUN) -> ShadowRecord:
@@ -32,11 +34,11 @@ def record(step: int, parts: object, *, rank: int = 0, size: int = 1, run: int =
 
 
 def server(
-    name: str, *said: HeldPart | ShadowRecord, run: int = RUN, age_s: float = 1.0, error: str = ""
+    name: str, *said: HeldPartition | ShadowRecord, run: int = RUN, age_s: float = 1.0, error: str = ""
 ) -> ServerDescription:
-    parts = tuple(each for each in said if isinstance(each, HeldPart))
+    parts = tuple(each for each in said if isinstance(each, HeldPartition))
     records = tuple(each for each in said if isinstance(each, ShadowRecord))
-    held = HeldRun(run=run, age_s=age_s, parts=parts, records=records)
+    held = HeldRun(run=run, age_s=age_s, partitions=parts, records=records)
     return ServerDescription(name, ShadowDescription((held,) if said else ()), error)
 
 
@@ -114,7 +116,7 @@ def test_every_rank_has_a_record() -> None:
         ),
     ],
 )
-def test_why_a_step_can_t_be_restored(parts: list[HeldPart], sentence: str) -> None:
+def test_why_a_step_can_t_be_restored(parts: list[HeldPartition], sentence: str) -> None:
     assert reason(server("a", *parts, record(8, [["w", 8, 8]]))) == f"step 8: {sentence}"
 
 

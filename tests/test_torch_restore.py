@@ -14,7 +14,7 @@ import torch
 import byteps_py as bps
 from byteps_py.errors import BytePSError, CommunicationError, GradientOrderError, RendezvousError, UsageError
 from byteps_py.kernels.update_rules import Decay, Method, StepKind, UpdateRule
-from byteps_py.shadow import RestorablePart, RestorableRecord, ServerDescription
+from byteps_py.shadow import RestorablePartition, RestorableRecord, ServerDescription
 from byteps_py.shadow.record import Attachment, StoredBuffer, read_common
 from byteps_py.tensors import DType
 from byteps_py.torch.collectives import context as contexts
@@ -27,7 +27,14 @@ from byteps_py.torch.gradients.hosted.replication import (
     tensors_of,
 )
 from byteps_py.torch.gradients.hosted.states import StoredElements
-from byteps_py.wire.data_link import MAX_ATTACHED_BYTES, HeldPart, HeldRun, ShadowDescription, ShadowPart, ShadowRecord
+from byteps_py.wire.data_link import (
+    MAX_ATTACHED_BYTES,
+    HeldPartition,
+    HeldRun,
+    ShadowDescription,
+    ShadowPartition,
+    ShadowRecord,
+)
 
 ADAMW = StepKind(UpdateRule(Method.ADAM, Decay.DECOUPLED), DType.FLOAT32, DType.FLOAT32)
 STEP = 7
@@ -73,12 +80,12 @@ class Servers:
         record = ShadowRecord(run=1, step=STEP, rank=0, size=1, attached_bytes=len(self.extra), common=common)
         found = []
         for index, (first, end) in enumerate(self.cuts):
-            part = ShadowPart(run=1, name="g", first=first, count=end - first, step_kind=ADAMW.code, step=STEP)
-            run = HeldRun(1, STEP, parts=(HeldPart(5, index, part),), records=(record,))
+            part = ShadowPartition(run=1, name="g", first=first, count=end - first, step_kind=ADAMW.code, step=STEP)
+            run = HeldRun(1, STEP, partitions=(HeldPartition(5, index, part),), records=(record,))
             found.append(ServerDescription(f"server {index}", ShadowDescription((run,))))
         return found
 
-    def read_into(self, part: RestorablePart, state: int, elements: range, view: memoryview) -> None:
+    def read_into(self, part: RestorablePartition, state: int, elements: range, view: memoryview) -> None:
         self.asked.append((part.server, elements))
         view[:] = STATES[state, elements.start : elements.stop].numpy().tobytes()
 
@@ -373,7 +380,9 @@ def test_the_environment_asks_for_a_shadow(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_stored_elements_are_read_across_parts(servers: Servers) -> None:
-    parts = [RestorablePart(f"server {i}", 1, 5, i, ADAMW, range(*cut), cut[0], STEP) for i, cut in enumerate(CUTS)]
+    parts = [
+        RestorablePartition(f"server {i}", 1, 5, i, ADAMW, range(*cut), cut[0], STEP) for i, cut in enumerate(CUTS)
+    ]
     reader: Any = servers
     stored = StoredElements(reader, parts, 2, 1, (2, 3))
     assert torch.equal(stored[2:6], STATES[2, 3:7])

@@ -16,7 +16,7 @@ from byteps_py.kernels.update_rules import StepKind
 from byteps_py.session import forks
 from byteps_py.session.base import Session
 from byteps_py.session.slot import Slot
-from byteps_py.session.state_host import HostedPart, ShadowedStep, StateHost
+from byteps_py.session.state_host import HostedShard, ShadowedStep, StateHost
 from byteps_py.tensors import Layout, Op, TensorSpec, differing
 
 
@@ -109,33 +109,33 @@ class SoloStateHost(StateHost):
         self._session = session
 
     def host(
-        self, kind: StepKind, source: Slot, target: Slot, before: HostedPart | None = None, run: int = 0
-    ) -> HostedPart:
+        self, kind: StepKind, source: Slot, target: Slot, before: HostedShard | None = None, run: int = 0
+    ) -> HostedShard:
         self._session.check_open()
         if before is not None:
             return replace(before, source=source, target=target)
         prepare_step(kind)
         nbytes = source.spec.count * kind.state_itemsize
         states = tuple(memoryview(bytearray(nbytes)) for _ in range(kind.states))
-        return HostedPart(kind, source, target, states, ((0, source.spec.count, 0),))
+        return HostedShard(kind, source, target, states, ((0, source.spec.count, 0),))
 
     def begin_step(
         self,
-        part: HostedPart,
+        shard: HostedShard,
         segments: Sequence[StepSegment],
         is_last: bool = True,
         shadowed: ShadowedStep | None = None,
     ) -> None:
         self._session.check_open()
-        states = [_address(state) for state in part.states]
-        run_segments(part.kind, states, _address(part.source.input), _address(part.target.result), segments)
+        states = [_address(state) for state in shard.states]
+        run_segments(shard.kind, states, _address(shard.source.input), _address(shard.target.result), segments)
 
     def skip_step(self, source: Slot) -> None:
         self._session.check_open()
 
-    def square_sum(self, part: HostedPart, ranges: Sequence[range], timeout_s: float | None = None) -> float:
+    def square_sum(self, shard: HostedShard, ranges: Sequence[range], timeout_s: float | None = None) -> float:
         self._session.check_open()
-        return sum(square_sum(part.kind.gradient, [_address(part.source.input)], each) for each in ranges)
+        return sum(square_sum(shard.kind.gradient, [_address(shard.source.input)], each) for each in ranges)
 
     def record_step(self, shadowed: ShadowedStep, common: bytes, attached: bytes) -> None:
         raise UnsupportedError("a job of one rank has no machine that keeps copies of an optimizer's states")
@@ -148,8 +148,8 @@ class SoloStateHost(StateHost):
     def refused_step(self) -> int:
         return 0
 
-    def wait_for_step(self, part: HostedPart, timeout_s: float | None = None) -> None:
+    def wait_for_step(self, shard: HostedShard, timeout_s: float | None = None) -> None:
         self._session.check_open()  # it is made already
 
-    def release_part(self, part: HostedPart) -> None:
-        """Does nothing: the memory of the part is freed with it."""
+    def release_shard(self, shard: HostedShard) -> None:
+        """Does nothing: the memory of the shard is freed with it."""

@@ -12,7 +12,7 @@ from byteps_py.session.slot import Slot
 
 
 @dataclass(eq=False, slots=True)
-class HostedPart:
+class HostedShard:
     """The states of an optimizer for the elements of a tensor that this rank owns, kept by the service. Between steps
     this rank may read and write them.
 
@@ -21,7 +21,7 @@ class HostedPart:
         source: the slot of the gradients.
         target: the slot of the parameters.
         states: the memory of the master and of each moment; the elements that this rank owns, one after the other.
-        owners: (first element, number of elements, rank) of each part of the tensor, in order.
+        owners: (first element, number of elements, rank) of each shard of the tensor, in order.
         error: why the states can't be kept.
     """
 
@@ -39,8 +39,8 @@ class ShadowedStep:
     """A step that other machines make as well, with their copies of the states.
 
     Attributes:
-        run: of one optimizer in one incarnation of the job, see ShadowPart.
-        step: its number, the same for all parts that step together.
+        run: of one optimizer in one incarnation of the job, see ShadowPartition.
+        step: its number, the same for all shards that step together.
         durable: a step for which all copies, and all ranks' records, are held by other machines.
         is_whole: all states of the run have been held: what is held of earlier runs is needed no more.
     """
@@ -61,8 +61,8 @@ class StateHost(ABC):
 
     @abstractmethod
     def host(
-        self, kind: StepKind, source: Slot, target: Slot, before: HostedPart | None = None, run: int = 0
-    ) -> HostedPart:
+        self, kind: StepKind, source: Slot, target: Slot, before: HostedShard | None = None, run: int = 0
+    ) -> HostedShard:
         """Have states kept, with any content, for the steps from the gradients of ``source`` to the parameters of
         ``target`` (see TensorSpec.ownership). Returns once all ranks have declared both. Raises what ``wait`` raises
         for either. ``before``: the states to go on with, whose slots were declared again."""
@@ -70,7 +70,7 @@ class StateHost(ABC):
     @abstractmethod
     def begin_step(
         self,
-        part: HostedPart,
+        shard: HostedShard,
         segments: Sequence[StepSegment],
         is_last: bool = True,
         shadowed: ShadowedStep | None = None,
@@ -81,7 +81,7 @@ class StateHost(ABC):
 
     @abstractmethod
     def record_step(self, shadowed: ShadowedStep, common: bytes, attached: bytes) -> None:
-        """Have other machines hold what this rank knows after a step whose parts have all begun: what all ranks have
+        """Have other machines hold what this rank knows after a step that all shards have begun: what all ranks have
         alike (of rank 0; at most ``max_record_bytes``), and what is its own (at most MAX_ATTACHED_BYTES). Of much that
         is its own, waits until they have that of the step before. Raises what ``wait`` raises."""
 
@@ -97,7 +97,7 @@ class StateHost(ABC):
         """The latest step whose record of this rank no machine has taken; 0: none. Known once ``held`` is beyond it."""
 
     @abstractmethod
-    def wait_for_step(self, part: HostedPart, timeout_s: float | None = None) -> None:
+    def wait_for_step(self, shard: HostedShard, timeout_s: float | None = None) -> None:
         """Return when a step that is not the last of its round is made. Raises what ``wait`` raises."""
 
     @abstractmethod
@@ -105,10 +105,10 @@ class StateHost(ABC):
         """Make no step with the sums of the latest round of ``source``. All ranks do so, and wait for the round."""
 
     @abstractmethod
-    def square_sum(self, part: HostedPart, ranges: Sequence[range], timeout_s: float | None = None) -> float:
+    def square_sum(self, shard: HostedShard, ranges: Sequence[range], timeout_s: float | None = None) -> float:
         """The sum of the squares of this rank's averages in the latest round of the source, before its step is begun.
         ``ranges``: of the elements of the states. Raises what ``wait`` raises."""
 
     @abstractmethod
-    def release_part(self, part: HostedPart) -> None:
-        """The states of the part are needed no more; the service learns that with the next ``host``. Raises nothing."""
+    def release_shard(self, shard: HostedShard) -> None:
+        """Drop the states of the shard. The service learns of it with the next ``host``. Raises nothing."""

@@ -11,7 +11,7 @@ from byteps_py.shadow.reader import ShadowReader
 from byteps_py.shadow.restorable import (
     NotRestorable,
     Restorable,
-    RestorablePart,
+    RestorablePartition,
     RestorableRecord,
     ServerDescription,
     latest_step,
@@ -20,7 +20,7 @@ from byteps_py.shadow.restorable import (
 __all__ = [
     "NotRestorable",
     "Restorable",
-    "RestorablePart",
+    "RestorablePartition",
     "RestorableRecord",
     "ServerDescription",
     "ShadowReader",

@@ -16,7 +16,7 @@ from types import TracebackType
 from byteps_py.config.settings import Settings
 from byteps_py.errors import BytePSError, CommunicationError, PeerLostError, ProtocolError, UsageError, from_name
 from byteps_py.shadow.frames import FrameKind, read_frame, write_frame
-from byteps_py.shadow.restorable import RestorablePart, RestorableRecord, ServerDescription
+from byteps_py.shadow.restorable import RestorablePartition, RestorableRecord, ServerDescription
 from byteps_py.wire.data_link import ShadowDescription
 
 _CLOSE_S = 5.0
@@ -79,27 +79,29 @@ class ShadowReader:
                 raise self._broken(f"{kind.name} in the answer to DESCRIBE")
         return found
 
-    def read_into(self, part: RestorablePart, state: int, elements: range, view: memoryview) -> None:
+    def read_into(self, partition: RestorablePartition, state: int, elements: range, view: memoryview) -> None:
         """Read a state's elements into ``view``.
 
-        part: of a Restorable. state: 0 is the master, the others are moments. elements: of the tensor, among
-        ``part.elements``. view: writable bytes, ``part.kind.state_itemsize`` for each element.
+        partition: of a Restorable. state: 0 is the master, the others are moments. elements: of the tensor, among
+        ``partition.elements``. view: writable bytes, ``partition.kind.state_itemsize`` for each element.
 
         Raises UsageError for other elements or sizes, CommunicationError if the server can't deliver them any more.
         """
-        size = part.kind.state_itemsize
-        is_inside = part.elements.start <= elements.start <= elements.stop <= part.elements.stop
-        if not is_inside or elements.step != 1 or not 0 <= state < part.kind.states:
-            raise UsageError(f"{elements} of state {state} are not among {part.elements} of {part.kind.states} states")
+        size = partition.kind.state_itemsize
+        is_inside = partition.elements.start <= elements.start <= elements.stop <= partition.elements.stop
+        if not is_inside or elements.step != 1 or not 0 <= state < partition.kind.states:
+            raise UsageError(
+                f"{elements} of state {state} are not among {partition.elements} of {partition.kind.states} states"
+            )
         target = view.cast("B")
         if len(target) != len(elements) * size or target.readonly:
             raise UsageError(f"{len(elements)} elements take {len(elements) * size} writable bytes, not {len(target)}")
         request = {
-            "run": part.run, "key": part.key, "index": part.index, "step": part.step, "state": state,
-            "start": elements.start - part.first, "stop": elements.stop - part.first,
+            "run": partition.run, "key": partition.key, "index": partition.index, "step": partition.step,
+            "state": state, "start": elements.start - partition.first, "stop": elements.stop - partition.first,
         }  # fmt: skip
-        self._send(FrameKind.READ, {"server": part.server, "timeout_s": self._timeout_s, "request": request})
-        self._take_data(part.server, target, "READ")
+        self._send(FrameKind.READ, {"server": partition.server, "timeout_s": self._timeout_s, "request": request})
+        self._take_data(partition.server, target, "READ")
 
     def read_attached(self, record: RestorableRecord) -> bytearray:
         """The bytes that a rank has attached to its record. Raises CommunicationError if the server can't deliver it

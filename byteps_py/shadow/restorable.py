@@ -14,7 +14,7 @@ from typing import Any
 from byteps_py.errors import UsageError
 from byteps_py.kernels.update_rules import StepKind
 from byteps_py.shadow.record import read_common
-from byteps_py.wire.data_link import HeldPart, HeldRun, ShadowDescription, ShadowRecord
+from byteps_py.wire.data_link import HeldPartition, HeldRun, ShadowDescription, ShadowRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +28,12 @@ class ServerDescription:
 
 
 @dataclass(frozen=True, slots=True)
-class RestorablePart:
+class RestorablePartition:
     """Elements of a tensor's states that a server can deliver.
 
     Attributes:
         server: its address.
-        run: see ShadowPart, also key and index.
+        run: see ShadowPartition, also key and index.
         key: of the tensor.
         index: of the partition.
         kind: of its steps: how many states there are, and of which dtype.
@@ -79,14 +79,14 @@ class Restorable:
         step: the number of the step.
         records: by rank.
         common: rank 0's ``common``.
-        tensors: of each tensor of gradients, its parts in order; together they have all its elements.
+        tensors: of each tensor of gradients, its partitions in order; together they have all its elements.
     """
 
     run: int
     step: int
     records: Mapping[int, RestorableRecord]
     common: Mapping[str, Any]
-    tensors: Mapping[str, Sequence[RestorablePart]]
+    tensors: Mapping[str, Sequence[RestorablePartition]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +98,14 @@ class NotRestorable:
 
 @dataclass(slots=True)
 class _Held:
-    """A part that a server can deliver as of some steps."""
+    """A partition that a server can deliver as of some steps."""
 
     server: str
     run: int
-    part: HeldPart
+    held: HeldPartition
 
     def delivers(self, step: int) -> bool:
-        return step == self.part.part.step or step in self.part.steps
+        return step == self.held.partition.step or step in self.held.steps
 
 
 class _MergedRun:
@@ -114,13 +114,13 @@ class _MergedRun:
     def __init__(self, number: int) -> None:
         self.number = number
         self.age_s = float("inf")
-        self.parts: dict[str, list[_Held]] = {}  # by tensor
+        self.held: dict[str, list[_Held]] = {}  # by tensor
         self.records: dict[int, dict[int, RestorableRecord]] = {}  # by step and rank
 
     def add(self, server: str, run: HeldRun) -> None:
         self.age_s = min(self.age_s, run.age_s)
-        for part in run.parts:
-            self.parts.setdefault(part.part.name, []).append(_Held(server, run.run, part))
+        for held in run.partitions:
+            self.held.setdefault(held.partition.name, []).append(_Held(server, run.run, held))
         for record in run.records:
             self.records.setdefault(record.step, {})[record.rank] = RestorableRecord.of(server, record)
 
@@ -160,7 +160,7 @@ def _is_about(run: _MergedRun, names: set[str]) -> bool:
     for records in run.records.values():
         if (common := _common(records)) is not None:
             return {name for name, _, _ in common["parts"]} == names
-    return bool(run.parts) and run.parts.keys() <= names
+    return bool(run.held) and run.held.keys() <= names
 
 
 def _restorable(run: _MergedRun) -> Restorable | str:
@@ -171,7 +171,7 @@ def _restorable(run: _MergedRun) -> Restorable | str:
         if isinstance(found, Restorable):
             return found
         reason = reason or found
-    held = sorted(name for name in run.parts)
+    held = sorted(name for name in run.held)
     return reason or f"there is no record of a step, but states of {_some(held)}"
 
 
@@ -184,9 +184,9 @@ def _at(run: _MergedRun, step: int) -> Restorable | str:
     common = _common(records)
     if common is None:
         return f"step {step}: the record of rank 0 is damaged"
-    tensors: dict[str, Sequence[RestorablePart]] = {}
+    tensors: dict[str, Sequence[RestorablePartition]] = {}
     for name, count, last in common["parts"]:
-        cover = _cover(run.parts.get(name, []), name, count, last)
+        cover = _cover(run.held.get(name, []), name, count, last)
         if isinstance(cover, str):
             return f"step {step}: {cover}"
         tensors[name] = cover
@@ -207,33 +207,33 @@ def _common(records: Mapping[int, RestorableRecord]) -> dict[str, Any] | None:
     return common
 
 
-def _cover(held: list[_Held], name: str, count: int, last: int) -> list[RestorablePart] | str:
+def _cover(held: list[_Held], name: str, count: int, last: int) -> list[RestorablePartition] | str:
     """Parts that have all elements of a tensor as of step ``last``; or which elements are missing."""
-    found: list[RestorablePart] = []
+    found: list[RestorablePartition] = []
     able = [each for each in held if each.delivers(last)]
     at = 0
     while at < count:
-        here = [each for each in able if each.part.part.first <= at < _end(each)]
+        here = [each for each in able if each.held.partition.first <= at < _end(each)]
         best = max(here, key=_end, default=None)
         if best is None:
-            next_ = min((each.part.part.first for each in able if each.part.part.first > at), default=count)
-            others = [each for each in held if each.part.part.first <= at < _end(each)]
+            next_ = min((each.held.partition.first for each in able if each.held.partition.first > at), default=count)
+            others = [each for each in held if each.held.partition.first <= at < _end(each)]
             why = "no server has them"
             if others:
-                steps = sorted({step for each in others for step in (each.part.part.step, *each.part.steps)})
+                steps = sorted({step for each in others for step in (each.held.partition.step, *each.held.steps)})
                 why = f"servers have them as of step {_some(steps)}"
             return f"elements {at} to {next_} of {name!r} are missing as of step {last}: {why}"
-        part = best.part.part
+        partition = best.held.partition
         try:
-            kind = StepKind.from_code(part.step_kind)
+            kind = StepKind.from_code(partition.step_kind)
         except UsageError as error:
             return f"{name!r}: {error}"
         if found and found[0].kind != kind:
             return f"the parts of {name!r} are of different kinds of steps, {found[0].kind} and {kind}"
         end = min(_end(best), count)
         found.append(
-            RestorablePart(
-                best.server, best.run, best.part.key, best.part.index, kind, range(at, end), part.first, last
+            RestorablePartition(
+                best.server, best.run, best.held.key, best.held.index, kind, range(at, end), partition.first, last
             )
         )
         at = end
@@ -241,7 +241,7 @@ def _cover(held: list[_Held], name: str, count: int, last: int) -> list[Restorab
 
 
 def _end(held: _Held) -> int:
-    return int(held.part.part.first + held.part.part.count)
+    return int(held.held.partition.first + held.held.partition.count)
 
 
 def _some(items: Iterable[object]) -> str:

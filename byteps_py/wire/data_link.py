@@ -51,7 +51,7 @@ class Kind(enum.IntEnum):
     AWAITED = 14  # SS → CS: other machines wait for the receiver in these rounds; payload: names of rounds; no answer
     # The states of hosted optimizers that servers keep in step (server/shadow.py). Their header names a partition of
     # gradients; ``round`` is one of its sum, or the number of a step. Long payloads come in pieces (MAX_PIECES_BYTES).
-    SHADOW_BEGIN = 30  # CS → SS: keep a partition's states, as they are after step ``round``; payload: a ShadowPart
+    SHADOW_BEGIN = 30  # CS → SS: keep a partition's states as of step ``round``; payload: a ShadowPartition
     SHADOW_STATE = 31  # CS → SS: ``length`` bytes at ``offset`` of state number ``segment`` of what was begun last
     SHADOW_SUM = 32  # CS → SS: the sum of round ``round``, which another server has added
     SHADOW_STEP = 33  # CS → SS: the owner steps with the sum of round ``round``; payload: a ShadowStep
@@ -288,7 +288,7 @@ class Fetch(PayloadRecord):
 
 
 @dataclass(frozen=True, slots=True)
-class ShadowPart(PayloadRecord):
+class ShadowPartition(PayloadRecord):
     """The payload of a SHADOW_BEGIN: a partition of gradients whose states the server is to keep. SHADOW_STATE messages
     with all elements of its states follow.
 
@@ -325,7 +325,7 @@ class ShadowStep(PayloadRecord):
     server has added it itself, or a SHADOW_SUM has brought it.
 
     Attributes:
-        run: see ShadowPart.
+        run: see ShadowPartition.
         step: its number; all partitions that step together have the same.
         before: the partition's step before this one, or that of its states.
         divisor: divisor of the sum.
@@ -348,7 +348,7 @@ class ShadowRecord(PayloadRecord):
     """The payload of a SHADOW_RECORD: what one rank knows after a step beside the states.
 
     Attributes:
-        run: see ShadowPart, and ShadowStep for ``step``, ``durable`` and ``whole``.
+        run: see ShadowPartition, and ShadowStep for ``step``, ``durable`` and ``whole``.
         rank: whose record it is, of ``size`` ranks.
         attached_bytes: of the buffers and of what the user attaches; SHADOW_ATTACHED messages bring them.
         common: of rank 0: JSON of what all ranks have alike (shadow/record.py).
@@ -370,13 +370,13 @@ class ShadowRecord(PayloadRecord):
 
 
 @dataclass(frozen=True, slots=True)
-class HeldPart:
-    """A partition that a server keeps. ``part.step``: of the states as they are; ``steps``: those that can be applied
-    to them, in order."""
+class HeldPartition:
+    """A partition that a server keeps. ``partition.step``: of the states as they are; ``steps``: those that can be
+    applied to them, in order."""
 
     key: U64
     index: U32
-    part: ShadowPart
+    partition: ShadowPartition
     steps: U64s = ()
 
 
@@ -388,7 +388,7 @@ class HeldRun:
     run: U64
     durable: U64 = 0
     age_s: F64 = 0.0
-    parts: tuple[HeldPart, ...] = ()
+    partitions: tuple[HeldPartition, ...] = ()
     records: tuple[ShadowRecord, ...] = ()
 
 

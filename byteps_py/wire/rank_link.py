@@ -298,7 +298,7 @@ class KeepStates:
         source: the slot of the gradients.
         target: the slot of the parameters.
         before: number of the states to go on with; 0 for new ones.
-        run: see ShadowPart; 0 if no other machine keeps copies.
+        run: see ShadowPartition; 0 if no other machine keeps copies.
     """
 
     request: U32
@@ -317,7 +317,7 @@ class BeginStep:
     ``step``, ``durable``, ``is_whole``: see ShadowedStep; 0 if no other machine makes the step.
     """
 
-    part: U32
+    shard: U32
     round: U64
     is_last: Flag
     step: U64
@@ -340,7 +340,7 @@ class SkipStep:
 class DropStates:
     """The states are no longer needed."""
 
-    part: U32
+    shard: U32
 
 
 @_link.message(35)
@@ -349,7 +349,7 @@ class MeasureNorm:
     """Requests the sum of squares of the averages that the rank owns. A NormMeasured answers."""
 
     request: U32
-    part: U32
+    shard: U32
     ranges: Pairs
 
 

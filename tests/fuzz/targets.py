@@ -23,12 +23,12 @@ from byteps_py.wire import rank_link as protocol
 from byteps_py.wire.data_link import (
     Fetch,
     Header,
-    HeldPart,
+    HeldPartition,
     HeldRun,
     Kind,
     SegmentNumbers,
     ShadowDescription,
-    ShadowPart,
+    ShadowPartition,
     ShadowRecord,
     ShadowStep,
 )
@@ -263,18 +263,18 @@ class LocalProtocol(Target):
 class ShadowPayloads(Target):
     """What owners of states say to servers, and what servers say that they keep."""
 
-    _part = ShadowPart(7, 0, 12, 1, 3, "layer.weight")
+    _part = ShadowPartition(7, 0, 12, 1, 3, "layer.weight")
     _record = ShadowRecord(7, 3, 1, 2, 2, False, 5, b"{}")
     seeds = (
         _part.pack(),
         _record.pack(),
         ShadowStep(7, 4, 3, 2, 3, True, (SegmentNumbers(0, 12, (0.5, 0.25)),)).pack(),
-        ShadowDescription((HeldRun(7, 3, 1.5, (HeldPart(1, 0, _part, (4, 5)),), (_record,)),)).pack(),
+        ShadowDescription((HeldRun(7, 3, 1.5, (HeldPartition(1, 0, _part, (4, 5)),), (_record,)),)).pack(),
         Fetch(1, 2, 64, True, 3).pack(),
     )
 
     def feed(self, data: bytes) -> None:
-        for kind in (ShadowPart, ShadowStep, ShadowRecord, ShadowDescription, Fetch):
+        for kind in (ShadowPartition, ShadowStep, ShadowRecord, ShadowDescription, Fetch):
             with contextlib.suppress(ProtocolError):
                 found = kind.unpack(data)  # type: ignore[attr-defined]
                 assert kind.unpack(found.pack()) == found or "nan" in repr(found)  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ import numpy as np
 
 from byteps_py.kernels.step_segments import StepSegment
 from byteps_py.session import Slot
-from byteps_py.session.state_host import HostedPart, ShadowedStep
+from byteps_py.session.state_host import HostedShard, ShadowedStep
 from byteps_py.wire import rank_link as protocol
 
 from .hosted_uses import HostedUse, Model
@@ -33,7 +33,7 @@ class HostedRank(Rank):
 
     def _go(self, step: list[Use]) -> Life:
         if not hasattr(self, "hosted"):
-            self.hosted: dict[str, HostedPart] = {}  # by name of the gradients
+            self.hosted: dict[str, HostedShard] = {}  # by name of the gradients
         rng = self.random
         hosted = [HostedTurn(self, use) for use in step if isinstance(use, HostedUse)]
         rng.shuffle(hosted)
@@ -54,20 +54,20 @@ class HostedRank(Rank):
         """All steps of a step of the program."""
         yield from ()
 
-    def host_states(self, model: Model, source: Slot, target: Slot, before: HostedPart | None) -> Life:
+    def host_states(self, model: Model, source: Slot, target: Slot, before: HostedShard | None) -> Life:
         session = self.session
         session.state_host.tell_released()
         before_id, request = before.id if before is not None else 0, session._requests + 1
         message = protocol.KeepStates(request, model.kind.code, source.id, target.id, before_id, self.run)
         yield from self._ask(message, protocol.StatesKept, lambda: not (source.error is target.error is None))
-        part = self.hosted[model.name] = session.state_host.host(model.kind, source, target, before, self.run)
-        self.ledger.owns(model.name, part.owners)
+        shard = self.hosted[model.name] = session.state_host.host(model.kind, source, target, before, self.run)
+        self.ledger.owns(model.name, shard.owners)
 
-    def measure(self, part: HostedPart, ranges: list[range]) -> Life:
+    def measure(self, shard: HostedShard, ranges: list[range]) -> Life:
         said = tuple((each.start, each.stop) for each in ranges)
-        message = protocol.MeasureNorm(self.session._requests + 1, part.id, said)
+        message = protocol.MeasureNorm(self.session._requests + 1, shard.id, said)
         yield from self._ask(message, protocol.NormMeasured)
-        self.measured = self.session.state_host.square_sum(part, ranges, 1.0)
+        self.measured = self.session.state_host.square_sum(shard, ranges, 1.0)
 
 
 class HostedTurn:
@@ -81,15 +81,15 @@ class HostedTurn:
         self._norms: Slot
 
     @property
-    def _part(self) -> HostedPart | None:
+    def _shard(self) -> HostedShard | None:
         return self._rank.hosted.get(self._model.name)
 
     @property
     def _is_hosted(self) -> bool:
         """There are states, for these very slots."""
-        part = self._part
+        shard = self._shard
         is_due = self._use.begins and not self._has_hosted
-        return part is not None and not is_due and part.source is self._source and part.target is self._target
+        return shard is not None and not is_due and shard.source is self._source and shard.target is self._target
 
     # ---- giving ------------------------------------------------------------------------------------------
 
@@ -114,19 +114,19 @@ class HostedTurn:
             return
         if not (self._is_hosted or use.skips):  # a skip needs no states
             yield from self._host()
-        part = self._part
-        if use.measures and part is not None and self._is_hosted and self._places(part):
-            yield from self._measure(part)
+        shard = self._shard
+        if use.measures and shard is not None and self._is_hosted and self._places(shard):
+            yield from self._measure(shard)
         yield rank.pause()
         self._step()
 
-    def _measure(self, part: HostedPart) -> Life:
+    def _measure(self, shard: HostedShard) -> Life:
         """Of what is there of a sum, also between two phases."""
         rank, use, model = self._rank, self._use, self._model
-        ranges = [each.elements for each in self._segments(part)] or [range(sum(map(len, self._places(part))))]
+        ranges = [each.elements for each in self._segments(shard)] or [range(sum(map(len, self._places(shard))))]
         rank.doing = f"waiting for a norm of {use.name} (use {use.id})"
-        yield from rank.measure(part, ranges)
-        average = np.concatenate([self._of_average(place) for place in self._places(part)])
+        yield from rank.measure(shard, ranges)
+        average = np.concatenate([self._of_average(place) for place in self._places(shard)])
         itemsize = model.kind.gradient.itemsize
         due = sum(square_sum(model.kind.gradient, average[r.start * itemsize : r.stop * itemsize]) for r in ranges)
         if not math.isclose(rank.measured, due, rel_tol=1e-9):
@@ -134,15 +134,15 @@ class HostedTurn:
 
     def measure_update(self) -> Life:
         """Between two phases: the states are this rank's to read, and say what it gives to the norms."""
-        rank, use, part = self._rank, self._use, self._part
-        if not use.has_phases or part is None:
+        rank, use, shard = self._rank, self._use, self._shard
+        if not use.has_phases or shard is None:
             return
-        if self._places(part):
+        if self._places(shard):
             if rank.random.random() < 0.5:
-                yield from self._measure(part)
+                yield from self._measure(shard)
             else:
                 rank.doing = f"waiting for an update of {use.name} (use {use.id})"
-                yield from rank.measure(part, [])
+                yield from rank.measure(shard, [])
             self._check_states(use.middle)
         if use.norms is not None:
             (self._norms,) = yield from rank._declare([use.norms.spec(rank.number)])
@@ -150,8 +150,8 @@ class HostedTurn:
 
     def apply(self) -> Life:
         """The second phase, once the norms are known."""
-        rank, use, part = self._rank, self._use, self._part
-        if not use.has_phases or part is None:
+        rank, use, shard = self._rank, self._use, self._shard
+        if not use.has_phases or shard is None:
             return
         if use.norms is not None:
             yield from Turn(rank, use.norms, self._norms).wait()
@@ -160,68 +160,68 @@ class HostedTurn:
             rank.session.state_host.skip_step(self._source)
             rank.say(f"gives {use.name} (use {use.id}) up")
             return
-        if self._places(part):
-            self._begin_step(part, use.applied, is_last=True)
+        if self._places(shard):
+            self._begin_step(shard, use.applied, is_last=True)
         rank.session.hand_over(self._target)
         rank.say(f"applies {use.name} (use {use.id})")
 
     def _host(self) -> Life:
         rank, use, model = self._rank, self._use, self._model
-        before = self._part
+        before = self._shard
         if use.begins and before is not None:
-            rank.session.state_host.release_part(before)
+            rank.session.state_host.release_shard(before)
             before = None
         rank.doing = f"waiting for the states of {model.name}"
         yield from rank.host_states(model, self._source, self._target, before)
-        part, self._has_hosted = self._part, True
-        if use.begins and part is not None:
-            for number, state in enumerate(self._states(part)):
-                self._set(part, state, model.fresh(use.id) if number == 0 else np.zeros_like(model.fresh(use.id)))
+        shard, self._has_hosted = self._shard, True
+        if use.begins and shard is not None:
+            for number, state in enumerate(self._states(shard)):
+                self._set(shard, state, model.fresh(use.id) if number == 0 else np.zeros_like(model.fresh(use.id)))
 
     def _step(self) -> None:
-        rank, use, part = self._rank, self._use, self._part
+        rank, use, shard = self._rank, self._use, self._shard
         self._has_begun = True
         if use.skips:
             rank.session.state_host.skip_step(self._source)
             rank.say(f"skips {use.name} (use {use.id})")
             return
-        if part is not None and self._places(part):
+        if shard is not None and self._places(shard):
             if use.changes:
-                self._set(part, self._states(part)[0], self._model.fresh(use.id))
-            self._begin_step(part, use.segments, is_last=not use.has_phases)
+                self._set(shard, self._states(shard)[0], self._model.fresh(use.id))
+            self._begin_step(shard, use.segments, is_last=not use.has_phases)
         if not use.has_phases:
             rank.session.hand_over(self._target)
         rank.say(f"steps {use.name} (use {use.id})")
 
-    def _begin_step(self, part: HostedPart, segments: tuple[StepSegment, ...], is_last: bool) -> None:
+    def _begin_step(self, shard: HostedShard, segments: tuple[StepSegment, ...], is_last: bool) -> None:
         self._rank.ledger.arms(self._rank.number, self._source.id, self._source.round, is_last)
         rank = self._rank
-        rank.session.state_host.begin_step(part, list(self._own_segments(part, segments)), is_last, rank.shadowed)
+        rank.session.state_host.begin_step(shard, list(self._own_segments(shard, segments)), is_last, rank.shadowed)
 
     # ---- elements ----------------------------------------------------------------------------------------
 
-    def _places(self, part: HostedPart) -> list[range]:
+    def _places(self, shard: HostedShard) -> list[range]:
         """The elements that this rank owns, in the order of its states."""
-        return [range(first, first + count) for first, count, rank in part.owners if rank == self._rank.number]
+        return [range(first, first + count) for first, count, rank in shard.owners if rank == self._rank.number]
 
-    def _segments(self, part: HostedPart) -> list[StepSegment]:
-        return list(self._own_segments(part, self._use.segments))
+    def _segments(self, shard: HostedShard) -> list[StepSegment]:
+        return list(self._own_segments(shard, self._use.segments))
 
-    def _own_segments(self, part: HostedPart, segments: tuple[StepSegment, ...]) -> Iterator[StepSegment]:
+    def _own_segments(self, shard: HostedShard, segments: tuple[StepSegment, ...]) -> Iterator[StepSegment]:
         at = 0
-        for place in self._places(part):
+        for place in self._places(shard):
             for segment in segments:
                 start, stop = max(place.start, segment.elements.start), min(place.stop, segment.elements.stop)
                 if start < stop:
                     yield StepSegment(range(at + start - place.start, at + stop - place.start), segment.scalars)
             at += len(place)
 
-    def _states(self, part: HostedPart) -> list[Wide]:
+    def _states(self, shard: HostedShard) -> list[Wide]:
         dtype = self._model.fresh(0).dtype
-        return [np.frombuffer(state, dtype) for state in part.states]
+        return [np.frombuffer(state, dtype) for state in shard.states]
 
-    def _set(self, part: HostedPart, state: Wide, values: Wide) -> None:
-        if places := self._places(part):
+    def _set(self, shard: HostedShard, state: Wide, values: Wide) -> None:
+        if places := self._places(shard):
             state[:] = np.concatenate([values[place.start : place.stop] for place in places])
 
     def _of_average(self, place: range) -> Wide:
@@ -246,12 +246,12 @@ class HostedTurn:
         yield rank.pause()
 
     def _check_states(self, expected: list[bytes]) -> None:
-        part = self._part
-        if part is None:
+        shard = self._shard
+        if shard is None:
             raise AssertionError("nothing is hosted")
-        for number, state in enumerate(self._states(part)):
+        for number, state in enumerate(self._states(shard)):
             whole = np.frombuffer(expected[number], state.dtype)
-            due = [whole[place.start : place.stop].tobytes() for place in self._places(part)]
+            due = [whole[place.start : place.stop].tobytes() for place in self._places(shard)]
             if state.tobytes() != b"".join(due):
                 raise InvariantError(f"{self._rank.name} has other states after use {self._use.id} than it should")
 

@@ -19,7 +19,7 @@ from byteps_py.server.shadow_state import (
     StatesCopy,
 )
 from byteps_py.tensors import Op
-from byteps_py.wire.data_link import Header, Kind, ShadowPart
+from byteps_py.wire.data_link import Header, Kind, ShadowPartition
 from byteps_py.worker.core.hosted_steps import MakeStep, OwnedPart
 from byteps_py.worker.core.shadowing import (
     ReleaseMemory,
@@ -62,7 +62,7 @@ class BeginStatesThatAreThereAnew(Mutation):
     """Though nobody sends them a second time."""
 
     class shadow_store(ShadowStore):
-        def begin(self, header: Header, origin: object, said: ShadowPart, now: float) -> list[ShadowAction]:
+        def begin(self, header: Header, origin: object, said: ShadowPartition, now: float) -> list[ShadowAction]:
             part = self._places.get((header.key, header.index))
             if part is not None and part.latest is not None:
                 part.latest.seeded = -1

@@ -10,7 +10,7 @@ import numpy as np
 from byteps_py.kernels.step_segments import StepSegment, bind_segments
 from byteps_py.kernels.update_rules import Hyperparameters, StepKind, step_scalars
 from byteps_py.tensors import DType
-from byteps_py.wire.data_link import Header, Kind, SegmentNumbers, ShadowPart, ShadowRecord, ShadowStep
+from byteps_py.wire.data_link import Header, Kind, SegmentNumbers, ShadowPartition, ShadowRecord, ShadowStep
 from support.data_plane import Machine, random_values
 
 RUN = 0xFEEDBEEF12345678
@@ -34,7 +34,7 @@ class ShadowedStates:
 
     def begin(self, machine: Machine, run: int = RUN, chunk: int = 64 << 10) -> None:
         """Send the states as they are."""
-        part = ShadowPart(
+        part = ShadowPartition(
             run=run, name=f"gradients {self.key}", first=self.index * self.count, count=self.count,
             step_kind=self.kind.code, step=self.step,
         )  # fmt: skip

@@ -58,7 +58,7 @@ class _HostRequest:
 @dataclass(slots=True, eq=False)
 class _KeptStates:
     """``segments``: of the latest step; ``norms``: requests that wait for sums, and the ranges of elements that each is
-    about; ``running``: kernels at work on the states. ``run``: see ShadowPart, 0 if no other machine keeps copies;
+    about; ``running``: kernels at work on the states. ``run``: see ShadowPartition, 0 if no other machine keeps copies;
     ``parts``: the partitions; ``numbers``: of the latest step."""
 
     id: int
@@ -192,7 +192,7 @@ class Hosting:
 
     def release(self, rank: RankConnection, message: protocol.DropStates) -> None:
         """A rank needs its states no more. Raises ProtocolError."""
-        part = self._part(rank, message.part)
+        part = self._part(rank, message.shard)
         self.shadows.end(part.parts)
         self._end(part)
 
@@ -219,7 +219,7 @@ class Hosting:
 
     def step(self, rank: RankConnection, message: protocol.BeginStep) -> None:
         """A rank wants the steps of a round made. Raises ProtocolError."""
-        part = self._part(rank, message.part)
+        part = self._part(rank, message.shard)
         segments = [StepSegment(range(each.start, each.stop), each.scalars) for each in message.segments]
         check_order(segments, SCALARS)
         if segments and segments[-1].elements.stop > part.count:
@@ -278,7 +278,7 @@ class Hosting:
 
     def norm(self, rank: RankConnection, message: protocol.MeasureNorm) -> None:
         """A rank wants to know the squares' sum of the averages that it owns. Raises ProtocolError."""
-        part = self._part(rank, message.part)
+        part = self._part(rank, message.shard)
         ranges = [range(start, stop) for start, stop in message.ranges]
         if any(not 0 <= each.start <= each.stop <= part.count for each in ranges):
             raise ProtocolError(f"a norm of other elements than the {part.count} of a rank")

@@ -25,7 +25,7 @@ from byteps_py.system.log import logger
 from byteps_py.system.shm import Block
 from byteps_py.tensors import DType
 from byteps_py.wire import rank_link as protocol
-from byteps_py.wire.data_link import Header, Kind, SegmentNumbers, ShadowPart, ShadowRecord, ShadowStep
+from byteps_py.wire.data_link import Header, Kind, SegmentNumbers, ShadowPartition, ShadowRecord, ShadowStep
 from byteps_py.worker.core.hosted_steps import MakeStep, OwnedPart
 from byteps_py.worker.core.shadowing import (
     CatchUp,
@@ -73,7 +73,7 @@ class Shadows:
         self._has_warned = self._has_warned_of_place = self._has_warned_of_record = False
 
     def watch(self, rank: int, run: int, kind: StepKind, parts: Sequence[OwnedPart]) -> None:
-        """Keep copies of the states of a rank's partitions. ``run``: see ShadowPart."""
+        """Keep copies of the states of a rank's partitions. ``run``: see ShadowPartition."""
         if not (self._core.is_safe or self._has_warned_of_place):
             self._has_warned_of_place = True
             logger.warning(
@@ -246,7 +246,7 @@ class Shadows:
 
     def _send_states(self, action: SendStates[Held]) -> None:
         part, kind = action.copy.part.part, self._kinds[action.copy.part.place]
-        begin = ShadowPart(
+        begin = ShadowPartition(
             run=action.copy.part.run, name=part.tensor.name, first=part.first, count=part.count, step_kind=kind.code,
             step=action.step,
         )  # fmt: skip

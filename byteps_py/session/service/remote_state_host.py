@@ -11,7 +11,7 @@ from byteps_py.kernels.step_segments import StepSegment
 from byteps_py.kernels.update_rules import StepKind
 from byteps_py.session.service.channel_session import ChannelSession
 from byteps_py.session.slot import Slot
-from byteps_py.session.state_host import HostedPart, ShadowedStep, StateHost
+from byteps_py.session.state_host import HostedShard, ShadowedStep, StateHost
 from byteps_py.wire import rank_link as protocol
 from byteps_py.wire.data_link import MAX_PIECES_BYTES, SegmentNumbers
 
@@ -28,9 +28,9 @@ class RemoteStateHost(StateHost):
 
     def __init__(self, session: ChannelSession, view: Callable[[protocol.Place, int], memoryview]) -> None:
         self._session, self._view = session, view
-        self._asked: dict[int, HostedPart] = {}  # by request
+        self._asked: dict[int, HostedShard] = {}  # by request
         self._norms: dict[int, float] = {}  # by request
-        self._parts: set[int] = set()  # states that are kept
+        self._shards: set[int] = set()  # states that are kept
         self._released: deque[int] = deque()
         self._run, self._held, self._refused = 0, (0, False), 0
         self._recording: set[tuple[int, int]] = set()  # run and step of large records that no server has yet
@@ -42,14 +42,14 @@ class RemoteStateHost(StateHost):
         }
 
     def host(
-        self, kind: StepKind, source: Slot, target: Slot, before: HostedPart | None = None, run: int = 0
-    ) -> HostedPart:
+        self, kind: StepKind, source: Slot, target: Slot, before: HostedShard | None = None, run: int = 0
+    ) -> HostedShard:
         session = self._session
         self.tell_released()
         request = session.next_request()
-        part = HostedPart(kind, source, target)
+        shard = HostedShard(kind, source, target)
         with session.state:
-            self._asked[request] = part
+            self._asked[request] = shard
         if run != self._run:
             self._run, self._held, self._refused = run, (0, False), 0
         before_id = before.id if before is not None else 0
@@ -60,14 +60,14 @@ class RemoteStateHost(StateHost):
             lambda: f"the states of {source.spec.name!r}: not all ranks have declared it",
         )
         session.check_open()
-        for error in (source.error, target.error, part.error):
+        for error in (source.error, target.error, shard.error):
             if error is not None:
                 raise error.with_traceback(None)
-        return part
+        return shard
 
     def begin_step(
         self,
-        part: HostedPart,
+        shard: HostedShard,
         segments: Sequence[StepSegment],
         is_last: bool = True,
         shadowed: ShadowedStep | None = None,
@@ -77,7 +77,7 @@ class RemoteStateHost(StateHost):
             SegmentNumbers(each.elements.start, each.elements.stop, tuple(each.scalars)) for each in segments
         )
         self._session.send(
-            protocol.BeginStep(part.id, part.source.round, is_last, made.step, made.durable, made.is_whole, numbers)
+            protocol.BeginStep(shard.id, shard.source.round, is_last, made.step, made.durable, made.is_whole, numbers)
         )
 
     def record_step(self, shadowed: ShadowedStep, common: bytes, attached: bytes) -> None:
@@ -105,16 +105,16 @@ class RemoteStateHost(StateHost):
     def refused_step(self) -> int:
         return self._refused
 
-    def wait_for_step(self, part: HostedPart, timeout_s: float | None = None) -> None:
-        self.square_sum(part, (), timeout_s)  # there are sums again
+    def wait_for_step(self, shard: HostedShard, timeout_s: float | None = None) -> None:
+        self.square_sum(shard, (), timeout_s)  # there are sums again
 
     def skip_step(self, source: Slot) -> None:
         self._session.send(protocol.SkipStep(source.id, source.round))
 
-    def square_sum(self, part: HostedPart, ranges: Sequence[range], timeout_s: float | None = None) -> float:
-        session, source = self._session, part.source
+    def square_sum(self, shard: HostedShard, ranges: Sequence[range], timeout_s: float | None = None) -> float:
+        session, source = self._session, shard.source
         request = session.next_request()
-        session.send(protocol.MeasureNorm(request, part.id, tuple((each.start, each.stop) for each in ranges)))
+        session.send(protocol.MeasureNorm(request, shard.id, tuple((each.start, each.stop) for each in ranges)))
         session.wait_until(
             lambda: request in self._norms or source.error is not None,
             session.time_limit(timeout_s),
@@ -126,30 +126,30 @@ class RemoteStateHost(StateHost):
         with session.state:
             return self._norms.pop(request)
 
-    def release_part(self, part: HostedPart) -> None:
-        self._released.append(part.id)  # told by the next ``host``: a garbage collection may call this anywhere
+    def release_shard(self, shard: HostedShard) -> None:
+        self._released.append(shard.id)  # told by the next ``host``: a garbage collection may call this anywhere
 
     def tell_released(self) -> None:
         """Tell the service which states are needed no more."""
         while self._released:
-            part_id = self._released.popleft()
+            shard_id = self._released.popleft()
             with self._session.state:
-                is_known = part_id in self._parts
-                self._parts.discard(part_id)
+                is_known = shard_id in self._shards
+                self._shards.discard(shard_id)
             if is_known:
-                self._session.send(protocol.DropStates(part_id))
+                self._session.send(protocol.DropStates(shard_id))
 
     # ---- messages of the service -------------------------------------------------------------------------
 
     def _states_kept(self, message: protocol.StatesKept, fds: list[int]) -> None:
-        part = self._asked.pop(message.request)
-        part.id = message.id
-        self._parts.add(part.id)
-        nbytes = message.count * part.kind.state_itemsize
-        part.states = tuple(self._view(place, nbytes) for place in message.states)
-        part.owners = message.owners
+        shard = self._asked.pop(message.request)
+        shard.id = message.id
+        self._shards.add(shard.id)
+        nbytes = message.count * shard.kind.state_itemsize
+        shard.states = tuple(self._view(place, nbytes) for place in message.states)
+        shard.owners = message.owners
         if message.error:
-            part.error = from_name(message.error, message.message)
+            shard.error = from_name(message.error, message.message)
 
     def _norm_measured(self, message: protocol.NormMeasured, fds: list[int]) -> None:
         self._norms[message.request] = message.sum

@@ -57,7 +57,7 @@ class ShadowedSteps:
     """Counts the steps of an optimizer. ``name``: of what ranks exchange.
 
     Attributes:
-        run: see ShadowPart; 0 before ``start``.
+        run: see ShadowPartition; 0 before ``start``.
         step: number of the latest step.
         calls: of step() so far, also of those that made no step, because gradients were not finite.
         extra: what the user attaches to the next steps.

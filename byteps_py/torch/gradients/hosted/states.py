@@ -21,8 +21,8 @@ import torch
 from byteps_py.errors import UsageError
 from byteps_py.kernels.step_segments import StepSegment
 from byteps_py.kernels.update_rules import Hyperparameters, Method, StepKind, UpdateRule, step_scalars
-from byteps_py.session import HostedPart, Session, ShadowedStep, Slot
-from byteps_py.shadow import RestorablePart, ShadowReader
+from byteps_py.session import HostedShard, Session, ShadowedStep, Slot
+from byteps_py.shadow import RestorablePartition, ShadowReader
 from byteps_py.system.memory_left import available_memory_bytes
 from byteps_py.tensors import DType, Op, TensorSpec
 from byteps_py.torch.collectives.context import Context
@@ -64,7 +64,7 @@ class StoredElements:
     """
 
     def __init__(
-        self, reader: ShadowReader, parts: Sequence[RestorablePart], state: int, first: int, shape: tuple[int, ...]
+        self, reader: ShadowReader, parts: Sequence[RestorablePartition], state: int, first: int, shape: tuple[int, ...]
     ) -> None:
         self._reader, self._parts, self._state, self._first = reader, parts, state, first
         self.shape = torch.Size(shape)
@@ -222,14 +222,16 @@ class HostedStates(OwnedStates):
     ) -> None:
         self.run = run
         self._part = self._host(session, source, kind, run)
-        self._release = weakref.finalize(self, session.state_host.release_part, self._part)
+        self._release = weakref.finalize(self, session.state_host.release_shard, self._part)
         count = owned_by(session.rank, self._part.owners)
         states = [pieces(state, _wide(kind), [(count,)])[0] for state in self._part.states]
         super().__init__(session, kind, params, self._part.owners, states, initial_sum)
         self._view_results()
 
     @staticmethod
-    def _host(session: Session, source: Slot, kind: StepKind, run: int, before: HostedPart | None = None) -> HostedPart:
+    def _host(
+        session: Session, source: Slot, kind: StepKind, run: int, before: HostedShard | None = None
+    ) -> HostedShard:
         spec = source.spec
         name = f"{spec.name}.parameters"
         wanted = TensorSpec(
