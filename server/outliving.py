@@ -18,6 +18,7 @@ from byteps_py.config.settings import Settings
 from byteps_py.errors import BytePSError
 from byteps_py.server.service import SummationService
 from byteps_py.server.shadow import ShadowStore
+from byteps_py.server.shadow_state import JobReplaced
 from byteps_py.system.log import logger
 from byteps_py.wording import count_text
 
@@ -73,7 +74,7 @@ class OutlivingServer:
         """Serve the next job that is complete. Returns its exit status; None if there is none until ``until_s``, or if
         this server is to stop. ``is_once``: or if one does not want it."""
         while not self._stopped.is_set() and (left_s := until_s - time.monotonic()) > 0:
-            store.new_job()
+            store.handle(JobReplaced(), time.monotonic())
             start_s = max(0.1, min(self._settings.start_timeout_s, left_s))
             try:
                 settings = dataclasses.replace(self._settings, start_timeout_s=start_s)

@@ -27,10 +27,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from byteps_py.errors import UsageError
+from byteps_py.errors import ProtocolError, UsageError
 from byteps_py.kernels.step_segments import StepSegment
 from byteps_py.kernels.update_rules import SCALARS, StepKind
 from byteps_py.server.shadow_records import AttachedPieces, SizedMemory, StepRecord
@@ -41,17 +41,28 @@ from byteps_py.server.shadow_state import (
     DeliverStates,
     FillStates,
     HeldStep,
+    HoldAsked,
+    HoldOver,
+    JobReplaced,
+    NoMemory,
+    OwnerMessage,
     PartFacts,
     Place,
+    PoolStarted,
+    ReadAsked,
     RefuseRead,
     RefuseShadow,
     ReplacedRun,
+    RoundSummed,
     ShadowAction,
     ShadowedPart,
+    ShadowEvent,
     ShadowReply,
     ShadowRun,
     StatesCopy,
     StatesRead,
+    StepApplied,
+    StepNotBegun,
 )
 from byteps_py.tensors import DType
 from byteps_py.wire.data_link import (
@@ -73,7 +84,7 @@ _MOST_DIVISOR = 1 << 31
 
 
 class ShadowStore:
-    """All runs of one server. Events are methods; each returns the actions to perform, in order.
+    """All runs of one server. ``handle`` is the only method that changes anything.
 
     ``partition_bytes``: the most bytes of a partition of gradients. ``most_waiting_bytes``: limit for sums that wait to
     be applied, and for records that wait to be dropped: a step or a record beyond it is not held. A rank's first record
@@ -97,10 +108,41 @@ class ShadowStore:
         self._job = 0
         self._hold_until_s = -math.inf
         self._is_holding = False
+        self._handlers: Mapping[type, Callable[[Any, float], list[ShadowAction]]] = {
+            OwnerMessage: self._on_message,
+            RoundSummed: lambda event, now: self._summed(event.header, None, event.total, now),
+            NoMemory: lambda event, now: self._refuse(event.copy, event.reason),
+            StepApplied: self._applied,
+            StepNotBegun: self._not_applied,
+            PoolStarted: lambda event, now: self._go_on(),
+            JobReplaced: self._replace_job,
+            HoldAsked: self._hold,
+            HoldOver: self._end_of_hold,
+            ReadAsked: lambda event, now: self._read(event.read),
+        }
+        self._messages: Mapping[Kind, Callable[[Header, Any, Any, float], list[ShadowAction]]] = {
+            Kind.SHADOW_BEGIN: self._begin,
+            Kind.SHADOW_STATE: self._state,
+            Kind.SHADOW_SUM: self._summed,
+            Kind.SHADOW_STEP: self._step,
+            Kind.SHADOW_RECORD: self._record,
+            Kind.SHADOW_ATTACHED: self._attached,
+            Kind.SHADOW_END: self._end,
+        }
+
+    def handle(self, event: ShadowEvent, now: float) -> list[ShadowAction]:
+        """What is due after ``event``, in order. Raises ProtocolError for a message of another kind."""
+        return self._handlers[type(event)](event, now)
+
+    def _on_message(self, event: OwnerMessage, now: float) -> list[ShadowAction]:
+        header = event.header
+        if header.kind not in self._messages:
+            raise ProtocolError(f"{header.kind.name} is no message to a server")
+        return self._messages[header.kind](header, event.origin, event.said, now)
 
     # ---- from the owners -----------------------------------------------------------------------------------
 
-    def begin(self, header: Header, origin: object, said: ShadowPartition, now: float) -> list[ShadowAction]:
+    def _begin(self, header: Header, origin: object, said: ShadowPartition, now: float) -> list[ShadowAction]:
         """SHADOW_BEGIN: the states of a partition follow."""
         try:
             facts = self._facts(header, said)
@@ -126,8 +168,7 @@ class ShadowStore:
         part.latest = copy
         return [AllocateStates(copy, spare)]
 
-    def refused(self, copy: StatesCopy, reason: str) -> list[ShadowAction]:
-        """There is no memory for ``copy``."""
+    def _refuse(self, copy: StatesCopy, reason: str) -> list[ShadowAction]:
         part = self._part_of(copy)
         self._drop(copy)
         if part is not None and part.latest is copy:
@@ -135,7 +176,7 @@ class ShadowStore:
             self._tidy(copy.facts)
         return [_lacks(copy.origin, copy.header, reason)]
 
-    def state(self, header: Header, origin: object, data: SizedMemory, now: float) -> list[ShadowAction]:
+    def _state(self, header: Header, origin: object, data: SizedMemory, now: float) -> list[ShadowAction]:
         """SHADOW_STATE: bytes of a state."""
         part = self._places.get((header.key, header.index))
         copy = part.latest if part is not None else None
@@ -151,7 +192,7 @@ class ShadowStore:
             return [RefuseShadow(origin, header, text)]
         if header.offset > copy.filled[number]:
             text = f"state {number} of {copy.facts}: bytes {copy.filled[number]} to {header.offset} did not come"
-            return self.refused(copy, text)
+            return self._refuse(copy, text)
         copy.filled[number] = max(copy.filled[number], end)
         copy.origin = origin
         actions: list[ShadowAction] = [FillStates(copy, number, header.offset, data)]
@@ -160,26 +201,27 @@ class ShadowStore:
         return actions
 
     def is_awaited(self, header: Header) -> bool:
-        """The sum of this round is to be kept: see ``summed``."""
+        """The sum of this round is to be kept: see RoundSummed."""
         return (header.key, header.index) in self._places
 
-    def summed(self, header: Header, total: SizedMemory) -> None:
-        """SHADOW_SUM, or a sum that this server has taken itself: ``total``, which nobody may change from now on."""
+    def _summed(self, header: Header, origin: object, total: SizedMemory, now: float) -> list[ShadowAction]:
+        """SHADOW_SUM, or a sum that this server has taken itself."""
         part = self._places.get((header.key, header.index))
         if part is None or header.dtype is not part.facts.kind.gradient or total.nbytes != part.facts.sum_nbytes:
-            return  # a step that needs it will be told that it is missing
+            return []  # a step that needs it will be told that it is missing
         newest = max(part.sums, default=(0, 0))
         name = (header.generation, header.round)
         if name[0] < newest[0]:
-            return
+            return []
         if name[0] > newest[0]:
             part.sums.clear()
         part.sums.pop(name, None)
         part.sums[name] = total
         while len(part.sums) > _MOST_SUMS:
             del part.sums[next(iter(part.sums))]  # that came first: sums that are sent again are older than others
+        return []
 
-    def step(self, header: Header, origin: object, said: ShadowStep, now: float) -> list[ShadowAction]:
+    def _step(self, header: Header, origin: object, said: ShadowStep, now: float) -> list[ShadowAction]:
         """SHADOW_STEP: the owner makes a step."""
         run = self._runs.get(said.run)
         part = run.parts.get((header.key, header.index)) if run is not None else None
@@ -231,7 +273,7 @@ class ShadowStore:
             del part.sums[older]
         return [] if copy.state is CopyState.FILLING else [ShadowReply(origin, reply)]
 
-    def record(self, header: Header, origin: object, said: ShadowRecord, now: float) -> list[ShadowAction]:
+    def _record(self, header: Header, origin: object, said: ShadowRecord, now: float) -> list[ShadowAction]:
         """SHADOW_RECORD: what a rank knows beside the states."""
         if (header.key, header.index, header.round) != (said.run, said.rank, said.step) or said.rank >= said.size:
             text = f"a record of rank {said.rank} of {said.size} as message {header.index} of step {header.round}"
@@ -250,7 +292,7 @@ class ShadowStore:
         run = self._runs[said.run]
         return [*actions, *self._hold_record(run, found), *self._heard(run, said, now)]
 
-    def attached(self, header: Header, origin: object, data: SizedMemory, now: float) -> list[ShadowAction]:
+    def _attached(self, header: Header, origin: object, data: SizedMemory, now: float) -> list[ShadowAction]:
         """SHADOW_ATTACHED: a piece of what is attached to a record, which may come later."""
         total, end = header.segment_offset, header.offset + data.nbytes
         if not data.nbytes or not end <= total <= MAX_ATTACHED_BYTES:
@@ -329,20 +371,21 @@ class ShadowStore:
         found = self._runs[run].records.find(rank, step) if run in self._runs else None
         return found.pieces if found is not None and found.is_held else None
 
-    def end(self, header: Header) -> None:
+    def _end(self, header: Header, origin: object, said: object, now: float) -> list[ShadowAction]:
         """SHADOW_END: another server keeps the partition."""
         place = (header.key, header.index)
         part = self._places.get(place)
         if part is None or part.job != self._job:
-            return  # of an earlier job, which did not say this
+            return []  # of an earlier job, which did not say this
         newest = part.latest or part.kept
         if newest is None or newest.generation <= header.generation:
             self._forget(self._runs[part.facts.run], place)
+        return []
 
     # ---- from the shell --------------------------------------------------------------------------------------
 
-    def applied(self, copy: StatesCopy, error: BaseException | None = None) -> list[ShadowAction]:
-        """The thread pool has made the step of an ApplyStep, or failed and may have made half of it."""
+    def _applied(self, event: StepApplied, now: float) -> list[ShadowAction]:
+        copy, error = event.copy, event.error
         if copy.state is CopyState.DROPPED:
             return self._refuse_reads(copy)
         run = self._runs[copy.facts.run]
@@ -355,21 +398,20 @@ class ShadowStore:
         copy.step_to(CopyState.READY)
         return [*self._serve_reads(copy), *self._advance(run, copy)]
 
-    def not_applied(self, copy: StatesCopy, step: HeldStep) -> None:
-        """The thread pool has not begun with an ApplyStep, and will not: the states are still those of before."""
+    def _not_applied(self, event: StepNotBegun, now: float) -> list[ShadowAction]:
+        copy, step = event.copy, event.step
         if copy.state is CopyState.STEPPING:
             copy.step_to(CopyState.READY)
             copy.base = step.before
             copy.steps.appendleft(step)
             self.waiting_bytes += step.total.nbytes
+        return []
 
-    def go_on(self) -> list[ShadowAction]:
-        """Apply what may be applied: after ``not_applied``, when there is a thread pool again."""
+    def _go_on(self) -> list[ShadowAction]:
+        """Apply what may be applied."""
         return [action for run in list(self._runs.values()) for action in self._settle(run)]
 
-    def new_job(self) -> None:
-        """From now on messages are of another job than before. Its runs replace those that are here, once all states
-        of one of them are held. Copies that are incomplete will stay so."""
+    def _replace_job(self, event: JobReplaced, now: float) -> list[ShadowAction]:
         self._job += 1
         self._places.clear()
         for run in list(self._runs.values()):
@@ -385,23 +427,22 @@ class ShadowStore:
                     part.latest, part.kept = part.kept, None
                 if part.latest is None:
                     del run.parts[place]
+        return []
 
     # ---- readers -----------------------------------------------------------------------------------------------
 
-    def hold(self, hold_s: float, now: float) -> None:
-        """Apply no durable steps, and drop no copies that newer ones replace, for so long, at most LONGEST_HOLD_S; call
-        ``tick`` then."""
-        until_s = now + min(hold_s, LONGEST_HOLD_S)
-        if hold_s > 0 and until_s > self._hold_until_s:
+    def _hold(self, event: HoldAsked, now: float) -> list[ShadowAction]:
+        until_s = now + min(event.hold_s, LONGEST_HOLD_S)
+        if event.hold_s > 0 and until_s > self._hold_until_s:
             self._hold_until_s, self._is_holding = until_s, True
             self._end_hold()
+        return []
 
-    def tick(self, now: float) -> list[ShadowAction]:
-        """The end of a hold may have come."""
+    def _end_of_hold(self, event: HoldOver, now: float) -> list[ShadowAction]:
         if not self._is_holding or now < self._hold_until_s:
             return []
         self._is_holding = False
-        return self.go_on()
+        return self._go_on()
 
     def describe(self, now: float) -> ShadowDescription:
         """All that can be read."""
@@ -425,8 +466,7 @@ class ShadowStore:
         records = tuple(record.said for record in run.records if record.said is not None and record.is_held)
         return HeldRun(run.number, run.durable, max(0.0, now - run.heard_s), tuple(parts), records)
 
-    def read(self, read: StatesRead) -> list[ShadowAction]:
-        """A reader wants states, as they are after a step that is held. Steps before are applied first."""
+    def _read(self, read: StatesRead) -> list[ShadowAction]:
         run = self._runs.get(read.run)
         part = run.parts.get((read.key, read.index)) if run is not None else None
         if run is None or part is None or not part.copies:

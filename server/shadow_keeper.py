@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,14 +30,23 @@ from byteps_py.server.shadow_state import (
     DeliverStates,
     FillStates,
     HeldStep,
+    HoldAsked,
+    HoldOver,
+    NoMemory,
+    OwnerMessage,
     PartFacts,
+    PoolStarted,
+    ReadAsked,
     RefuseRead,
     RefuseShadow,
     ReplacedRun,
-    ShadowAction,
+    RoundSummed,
+    ShadowEvent,
     ShadowReply,
     StatesCopy,
     StatesRead,
+    StepApplied,
+    StepNotBegun,
 )
 from byteps_py.system.log import logger
 from byteps_py.wire.data_link import (
@@ -55,7 +64,12 @@ from byteps_py.wording import count_text
 _LINE = 64
 #: Of a peer, at the same time.
 _MOST_IN_PIECES = 16
-_IN_PIECES = (Kind.SHADOW_BEGIN, Kind.SHADOW_STEP, Kind.SHADOW_RECORD)
+#: What messages are packed as. They may come in pieces.
+_PACKED: Mapping[Kind, type[ShadowPartition | ShadowStep | ShadowRecord]] = {
+    Kind.SHADOW_BEGIN: ShadowPartition,
+    Kind.SHADOW_STEP: ShadowStep,
+    Kind.SHADOW_RECORD: ShadowRecord,
+}
 #: Steps are applied when no sum waits for a thread.
 _PRIORITY = -1
 #: What new states leave of the memory that is available: for sums in flight, and for other programs.
@@ -126,43 +140,27 @@ class ShadowKeeper:
 
     def start(self) -> None:
         """Go on with what was kept before."""
-        self._perform(self.store.go_on())
+        self._handle(PoolStarted())
 
     # ---- messages --------------------------------------------------------------------------------------------
 
     def on_message(self, header: Header, origin: Peer, payload: FrameMemory) -> None:
         """A SHADOW_… message of a CS. Raises ProtocolError for one that no correct peer sends."""
         try:
-            self._perform(self._actions(header, origin, payload))
+            said = self._said(header, origin, payload)
+            if said is not None:
+                self._handle(OwnerMessage(header, origin, said))
         except ProtocolError as error:
             origin.refuse(header, f"{ProtocolError.__name__}\n{error}")
             raise
 
-    def _actions(self, header: Header, origin: Peer, payload: FrameMemory) -> list[ShadowAction]:
-        now = self._loop.time()
-        if header.kind in _IN_PIECES and header.segment_offset:
-            whole = self._assembled(header, origin, payload)
-            if whole is None:
-                return []
-            payload = whole
-        match header.kind:
-            case Kind.SHADOW_BEGIN:
-                return self.store.begin(header, origin, ShadowPartition.unpack(payload.message().bytes), now)
-            case Kind.SHADOW_STATE:
-                return self.store.state(header, origin, payload, now)
-            case Kind.SHADOW_SUM:
-                self.store.summed(header, payload)
-                return []
-            case Kind.SHADOW_STEP:
-                return self.store.step(header, origin, ShadowStep.unpack(payload.message().bytes), now)
-            case Kind.SHADOW_RECORD:
-                return self.store.record(header, origin, ShadowRecord.unpack(payload.message().bytes), now)
-            case Kind.SHADOW_ATTACHED:
-                return self.store.attached(header, origin, payload, now)
-            case Kind.SHADOW_END:
-                self.store.end(header)
-                return []
-        raise ProtocolError(f"{header.kind.name} is no message to a server")
+    def _said(self, header: Header, origin: Peer, payload: FrameMemory) -> Any:
+        """What a message says, or its bytes. None if more of it has to come."""
+        packed = _PACKED.get(header.kind)
+        if packed is None:
+            return payload
+        whole = self._assembled(header, origin, payload) if header.segment_offset else payload
+        return packed.unpack(whole.message().bytes) if whole is not None else None
 
     def _assembled(self, header: Header, origin: Peer, payload: FrameMemory) -> FrameMemory | None:
         """A message that is longer than a partition comes in pieces, in any order. None if more have to come."""
@@ -188,24 +186,20 @@ class ShadowKeeper:
         and nobody writes to it any more. A sum in shared memory belongs to this machine's CS, whose states are kept
         elsewhere."""
         if isinstance(result, FrameMemory) and self.store.is_awaited(header):
-            self.store.summed(header, result)
+            self._handle(RoundSummed(header, result))
 
     # ---- readers ---------------------------------------------------------------------------------------------
 
     def describe(self, hold_s: float) -> ShadowDescription:
         """What can be read. For ``hold_s`` from now on it stays so."""
-        now = self._loop.time()
-        self.store.hold(hold_s, now)
+        self._handle(HoldAsked(hold_s))
         if hold_s > 0:
-            self._loop.call_later(min(hold_s, LONGEST_HOLD_S), self._tick)
-        return self.store.describe(now)
-
-    def _tick(self) -> None:
-        self._perform(self.store.tick(self._loop.time()))
+            self._loop.call_later(min(hold_s, LONGEST_HOLD_S), lambda: self._handle(HoldOver()))
+        return self.store.describe(self._loop.time())
 
     def read(self, request: StatesRequest) -> None:
         """Answer ``request``, at once or when steps are applied."""
-        self._perform(self.store.read(request))
+        self._handle(ReadAsked(request))
 
     def attached(self, run: int, rank: int, step: int, places: range) -> bytes | None:
         """These bytes of what is attached to a record, as far as there are that many; None if it is not
@@ -218,8 +212,8 @@ class ShadowKeeper:
 
     # ---- actions ---------------------------------------------------------------------------------------------
 
-    def _perform(self, actions: list[ShadowAction]) -> None:
-        for action in actions:
+    def _handle(self, event: ShadowEvent) -> None:
+        for action in self.store.handle(event, self._loop.time()):
             match action:
                 case AllocateStates(copy, spare):
                     self._allocate(copy, spare)
@@ -261,7 +255,7 @@ class ShadowKeeper:
                 if not self._has_warned:
                     self._has_warned = True
                     logger.warning("%s, beside %d in reserve (logged once)", text, _RESERVE_BYTES)
-                self._perform(self.store.refused(copy, text))
+                self._handle(NoMemory(copy, text))
                 return
             copy.memory = StatesMemory(facts, self._runtime.new_buffer(needed))
         if facts.kind not in self._prepared:
@@ -298,7 +292,7 @@ class ShadowKeeper:
         step, outcome = self._under_way.pop(copy)
         if outcome[0] is not None:
             logger.error("step %d of the states of %s failed: %r", step.number, copy.facts, outcome[0])
-        self._perform(self.store.applied(copy, outcome[0]))
+        self._handle(StepApplied(copy, outcome[0]))
         self._apply_next()
 
     def _deliver(self, read: StatesRequest, copy: StatesCopy) -> None:
@@ -312,14 +306,15 @@ class ShadowKeeper:
 
     def close(self) -> None:
         """After the pool's end, by the loop's thread, which runs no more. The store can go on with another pool."""
+        now = self._loop.time()
         for copy, (step, outcome) in self._under_way.items():
             error = outcome[0] if outcome else CommunicationError("the thread pool ended")
             if isinstance(error, CommunicationError):  # of the thread pool: it has not begun
-                self.store.not_applied(copy, step)
+                self.store.handle(StepNotBegun(copy, step), now)
             else:
-                self.store.applied(copy, error)
+                self.store.handle(StepApplied(copy, error), now)
         for action in self._waiting:
-            self.store.not_applied(action.copy, action.step)
+            self.store.handle(StepNotBegun(action.copy, action.step), now)
         self._under_way.clear()
         self._waiting.clear()
         if self.store.applied_steps:

@@ -1,4 +1,4 @@
-"""What a summation server knows of the states that it keeps in step, and what it asks the shell to do with them.
+"""What a summation server knows of the states that it keeps in step: what happens to them, and what is to be done.
 
 Pure data. The rules are in shadow.py.
 """
@@ -174,7 +174,7 @@ class ShadowedPart:
         latest: the copy that was begun last; None if there is none.
         kept: a complete copy from before, which stays until the run is durable with the latest one.
         sums: the two that came last, by generation and round.
-        job: when it was begun, see ShadowStore.new_job.
+        job: when it was begun, see JobReplaced.
     """
 
     facts: PartFacts
@@ -217,13 +217,94 @@ class StatesRead:
     step: int
 
 
+# ---- events ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerMessage:
+    """A SHADOW_… message. ``said``: what it says; or bytes of states, of a sum, or of what is attached to a record.
+    Nobody may change these from now on."""
+
+    header: Header
+    origin: object
+    said: Any
+
+
+@dataclass(frozen=True, slots=True)
+class RoundSummed:
+    """This server has taken a sum itself, which nobody may change from now on."""
+
+    header: Header
+    total: SizedMemory
+
+
+@dataclass(frozen=True, slots=True)
+class NoMemory:
+    """There is none for ``copy``."""
+
+    copy: StatesCopy
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepApplied:
+    """The thread pool has made the step of an ApplyStep, or failed and may have made half of it."""
+
+    copy: StatesCopy
+    error: BaseException | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepNotBegun:
+    """The thread pool has not begun with an ApplyStep, and will not: the states are still those of before."""
+
+    copy: StatesCopy
+    step: HeldStep
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStarted:
+    """There is a thread pool again, after StepNotBegun."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobReplaced:
+    """From now on messages are of another job than before. Its runs replace those that are here, once all states of one
+    of them are held. Copies that are incomplete will stay so."""
+
+
+@dataclass(frozen=True, slots=True)
+class HoldAsked:
+    """A reader asks that no durable steps are applied, and no copies dropped that newer ones replace, for so long, at
+    most LONGEST_HOLD_S; HoldOver is due then."""
+
+    hold_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class HoldOver:
+    """The end of a hold may have come."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadAsked:
+    """A reader wants states, as they are after a step that is held. Steps before are applied first."""
+
+    read: StatesRead
+
+
+ShadowEvent = (
+    OwnerMessage | RoundSummed | NoMemory | StepApplied | StepNotBegun | PoolStarted | JobReplaced | HoldAsked
+    | HoldOver | ReadAsked
+)  # fmt: skip
+
 # ---- actions -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class AllocateStates:
-    """Set ``copy.memory`` to ``copy.facts.nbytes`` of memory, or call ``ShadowStore.refused``. Before that, the memory
-    of ``spare`` may be used again: nobody else has it."""
+    """Set ``copy.memory`` to ``copy.facts.nbytes`` of memory, or say NoMemory. Before that, the memory of ``spare``
+    may be used again: nobody else has it."""
 
     copy: StatesCopy
     spare: Any = None
@@ -241,7 +322,7 @@ class FillStates:
 
 @dataclass(frozen=True, slots=True)
 class ApplyStep:
-    """Step the states of ``copy``, then call ``ShadowStore.applied``; or ``not_applied`` if no byte was written."""
+    """Step the states of ``copy``, then say StepApplied; or StepNotBegun if no byte was written."""
 
     copy: StatesCopy
     step: HeldStep

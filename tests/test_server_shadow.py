@@ -19,14 +19,23 @@ from byteps_py.server.shadow_state import (
     CopyState,
     DeliverStates,
     FillStates,
+    HoldAsked,
+    HoldOver,
+    JobReplaced,
+    NoMemory,
+    OwnerMessage,
+    PoolStarted,
+    ReadAsked,
     RefuseRead,
     RefuseShadow,
     ReplacedRun,
-    ShadowAction,
+    ShadowEvent,
     ShadowReply,
     ShadowTransitionError,
     StatesCopy,
     StatesRead,
+    StepApplied,
+    StepNotBegun,
 )
 from byteps_py.tensors import DType
 from byteps_py.wire.data_link import Header, Kind, SegmentNumbers, ShadowPartition, ShadowRecord, ShadowStep
@@ -55,12 +64,12 @@ class Shell:
     spares: list[object] = field(default_factory=list)
     now: float = 0.0
 
-    def do(self, actions: list[ShadowAction]) -> None:
-        for action in actions:
+    def handle(self, event: ShadowEvent) -> None:
+        for action in self.store.handle(event, self.now):
             match action:
                 case AllocateStates(it, spare):
                     if not self.has_memory:
-                        self.do(self.store.refused(it, "no memory"))
+                        self.handle(NoMemory(it, "no memory"))
                     else:
                         self.spares.append(spare)
                         it.memory = [[None] * it.facts.state_nbytes for _ in range(it.facts.kind.states)]
@@ -92,7 +101,14 @@ class Shell:
         if error is None:
             for state in action.copy.memory:
                 state.append(action.step.total.value)  # type: ignore[attr-defined]
-        self.do(self.store.applied(action.copy, error))
+        self.handle(StepApplied(action.copy, error))
+
+    def tell(self, header: Header, said: object = None) -> None:
+        self.handle(OwnerMessage(header, "peer", said))
+
+    def end_hold(self, now: float) -> None:
+        self.now = now
+        self.handle(HoldOver())
 
     # ---- an owner -------------------------------------------------------------------------------------------
 
@@ -101,14 +117,14 @@ class Shell:
 
     def begin(self, step: int, run: int = RUN, **facts: Any) -> None:
         part = ShadowPartition(run=run, name="grads", first=0, count=COUNT, step_kind=KIND.code, step=step)
-        self.do(self.store.begin(self.header(Kind.SHADOW_BEGIN, step, **facts), "peer", part, self.now))
+        self.tell(self.header(Kind.SHADOW_BEGIN, step, **facts), part)
 
     def fill(
         self, step: int, state: int, offset: int = 0, nbytes: int = NBYTES, value: object = "", **facts: Any
     ) -> None:
         header = self.header(Kind.SHADOW_STATE, step, segment=state, offset=offset, length=nbytes, **facts)
         data = SimpleNamespace(nbytes=nbytes, value=value or f"seed {step}")
-        self.do(self.store.state(header, "peer", data, self.now))
+        self.tell(header, data)
 
     def seed(self, step: int, **facts: Any) -> None:
         self.begin(step, **facts)
@@ -119,22 +135,22 @@ class Shell:
 
     def sum(self, round_: int, nbytes: int = NBYTES, **facts: Any) -> None:
         total = SimpleNamespace(nbytes=nbytes, value=f"sum {round_}")
-        self.store.summed(self.header(Kind.SHADOW_SUM, round_, **facts), total)
+        self.tell(self.header(Kind.SHADOW_SUM, round_, **facts), total)
 
     def step(self, step: int, round_: int, durable: int = 0, before: int = -1, run: int = RUN, **facts: Any) -> None:
         whole = facts.pop("whole", False)
         segments = (SegmentNumbers(0, COUNT, (0.0,) * SCALARS),)
         before = step - 1 if before < 0 else before
         said = ShadowStep(run, step, before, divisor=1, durable=durable, whole=whole, segments=segments)
-        self.do(self.store.step(self.header(Kind.SHADOW_STEP, round_, **facts), "peer", said, self.now))
+        self.tell(self.header(Kind.SHADOW_STEP, round_, **facts), said)
 
     def record(self, step: int, durable: int = 0, rank: int = 0, run: int = RUN, whole: bool = False) -> None:
         header = Header(Kind.SHADOW_RECORD, 1, key=run, index=rank, round=step)
         said = ShadowRecord(run=run, step=step, durable=durable, rank=rank, size=2, whole=whole)
-        self.do(self.store.record(header, "peer", said, self.now))
+        self.tell(header, said)
 
     def read(self, step: int, run: int = RUN, index: int = 0) -> None:
-        self.do(self.store.read(StatesRead(run, KEY, index, step)))
+        self.handle(ReadAsked(StatesRead(run, KEY, index, step)))
 
     def heard(self) -> list[tuple[str, int]]:
         said, self.said = self.said, []
@@ -220,7 +236,7 @@ def test_bytes_outside_of_states_are_refused(shell: Shell, facts: dict[str, int]
 )
 def test_a_part_that_can_t_be_is_refused(shell: Shell, change: dict[str, int]) -> None:
     facts = {"run": RUN, "name": "g", "first": 0, "count": COUNT, "step_kind": KIND.code, "step": 3, **change}
-    shell.do(shell.store.begin(shell.header(Kind.SHADOW_BEGIN, 3), "peer", ShadowPartition(**facts), 0.0))  # type: ignore[arg-type]
+    shell.tell(shell.header(Kind.SHADOW_BEGIN, 3), ShadowPartition(**facts))  # type: ignore[arg-type]
     assert len(shell.refused) == 1
     assert shell.parts() == []
 
@@ -349,7 +365,7 @@ def test_segments_that_can_t_be_are_refused(shell: Shell, segment: SegmentNumber
     shell.seed(1)
     shell.sum(2)
     said = ShadowStep(run=RUN, step=2, before=1, divisor=1, segments=(segment,))
-    shell.do(shell.store.step(shell.header(Kind.SHADOW_STEP, 2), "peer", said, 0.0))
+    shell.tell(shell.header(Kind.SHADOW_STEP, 2), said)
     assert len(shell.refused) == 1
     assert shell.parts() == [(1, [])]
 
@@ -463,10 +479,10 @@ def test_a_tensor_that_is_declared_again_is_another_generation(shell: Shell) -> 
 def test_the_end_of_a_part(shell: Shell, generation: int, is_forgotten: bool) -> None:
     shell.seed(1, generation=2)
     shell.sum(2, generation=2)
-    shell.store.end(shell.header(Kind.SHADOW_END, 0, generation=generation))
+    shell.tell(shell.header(Kind.SHADOW_END, 0, generation=generation))
     assert (shell.parts() == []) == is_forgotten
     assert shell.store.is_awaited(shell.header(Kind.PUSH, 2)) != is_forgotten
-    shell.store.end(shell.header(Kind.SHADOW_END, 0, generation=3, index=9))
+    shell.tell(shell.header(Kind.SHADOW_END, 0, generation=3, index=9))
 
 
 def test_a_part_may_end_while_it_is_stepped(shell: Shell) -> None:
@@ -475,7 +491,7 @@ def test_a_part_may_end_while_it_is_stepped(shell: Shell) -> None:
     shell.sum(2)
     shell.step(2, 2, durable=2)
     shell.read(2)
-    shell.store.end(shell.header(Kind.SHADOW_END, 0))
+    shell.tell(shell.header(Kind.SHADOW_END, 0))
     shell.finish()
     assert shell.turned_away == ["elements 0 to 8 of 'grads' is not kept here any more"]
 
@@ -498,7 +514,7 @@ def test_a_record_that_contradicts_its_header_is_refused(shell: Shell, change: d
     facts = {"key": RUN, "index": 0, "round": 5, "rank": 0, **change}
     rank = facts.pop("rank")
     header = Header(Kind.SHADOW_RECORD, 1, **facts)  # type: ignore[arg-type]
-    shell.do(shell.store.record(header, "peer", ShadowRecord(run=RUN, step=5, rank=rank, size=2), 0.0))
+    shell.tell(header, ShadowRecord(run=RUN, step=5, rank=rank, size=2))
     assert len(shell.refused) == 1
 
 
@@ -528,9 +544,9 @@ def test_a_new_job_replaces_runs_when_all_its_states_are_held(shell: Shell) -> N
     shell.seed(8)
     shell.begin(8, index=1)
     shell.record(8, durable=8)
-    shell.store.new_job()
+    shell.handle(JobReplaced())
     assert shell.parts() == [(8, [])]
-    shell.store.end(shell.header(Kind.SHADOW_END, 0))
+    shell.tell(shell.header(Kind.SHADOW_END, 0))
     shell.sum(9)
     assert not shell.store.is_awaited(shell.header(Kind.PUSH, 9))
     assert shell.store.durable() == (1, 8)
@@ -549,10 +565,10 @@ def test_what_was_not_applied_goes_on_with_another_engine(shell: Shell) -> None:
     shell.sum(2)
     shell.step(2, 2, durable=2)
     action = shell.under_way.pop()
-    shell.store.not_applied(action.copy, action.step)
+    shell.handle(StepNotBegun(action.copy, action.step))
     assert shell.parts() == [(1, [2])]
-    shell.store.new_job()
-    shell.do(shell.store.go_on())
+    shell.handle(JobReplaced())
+    shell.handle(PoolStarted())
     shell.finish()
     shell.read(2)
     assert seeded_with(shell.given[0][1], "seed 1", "sum 2")
@@ -563,14 +579,14 @@ def test_what_was_not_applied_goes_on_with_another_engine(shell: Shell) -> None:
 
 def test_steps_are_held_back_for_a_reader(shell: Shell) -> None:
     shell.seed(1)
-    shell.store.hold(1000.0, 0.0)
+    shell.handle(HoldAsked(1000.0))
     for step in (2, 3):
         shell.sum(step)
         shell.step(step, step, durable=step)
     shell.read(2)
-    shell.do(shell.store.tick(LONGEST_HOLD_S / 2))
+    shell.end_hold(LONGEST_HOLD_S / 2)
     assert shell.parts() == [(2, [3])]
-    shell.do(shell.store.tick(LONGEST_HOLD_S))
+    shell.end_hold(LONGEST_HOLD_S)
     assert shell.parts() == [(3, [])]
     shell.read(2)
     assert shell.turned_away == ["elements 0 to 8 of 'grads' can't be read as of step 2: it is at step 3"]
@@ -579,17 +595,17 @@ def test_steps_are_held_back_for_a_reader(shell: Shell) -> None:
 def test_a_copy_that_was_described_stays_while_steps_are_held_back(shell: Shell) -> None:
     shell.seed(1)
     shell.seed(5)
-    shell.store.hold(10.0, 0.0)
+    shell.handle(HoldAsked(10.0))
     shell.record(5, durable=5)
     assert shell.parts() == [(1, []), (5, [])]
-    shell.do(shell.store.tick(10.0))
+    shell.end_hold(10.0)
     assert shell.parts() == [(5, [])]
 
 
 def test_a_hold_ends_before_memory_does() -> None:
     shell = Shell(ShadowStore(4096, most_waiting_bytes=2 * NBYTES))
     shell.seed(1)
-    shell.store.hold(10.0, 0.0)
+    shell.handle(HoldAsked(10.0))
     for step in (2, 3):
         shell.sum(step)
         shell.step(step, step, durable=step)
@@ -655,9 +671,9 @@ def test_whatever_is_lost_and_sent_again_no_states_mix(data: st.DataObject) -> N
             for base, more in shell.parts():
                 shell.read(data.draw(st.sampled_from([base, *(number for number in more if number <= durable)])))
         elif event == "hold":
-            shell.store.hold(data.draw(st.floats(0, 9)), shell.now)
+            shell.handle(HoldAsked(data.draw(st.floats(0, 9))))
         shell.now += 1.0
-        shell.do(shell.store.tick(shell.now))
+        shell.handle(HoldOver())
         for what, number in saying:
             if what == "begin":
                 shell.seed(number)

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from byteps_py.server.shadow import LONGEST_HOLD_S, ShadowStore
 from byteps_py.server.shadow_records import AttachedPieces
-from byteps_py.server.shadow_state import RefuseShadow, ShadowAction, ShadowReply
+from byteps_py.server.shadow_state import (
+    HoldAsked,
+    HoldOver,
+    JobReplaced,
+    OwnerMessage,
+    RefuseShadow,
+    ShadowEvent,
+    ShadowReply,
+)
 from byteps_py.wire.data_link import MAX_ATTACHED_BYTES, Header, Kind, ShadowRecord
 
 RUN = 7
@@ -41,8 +49,8 @@ class Ranks:
     texts: list[str] = field(default_factory=list)
     now: float = 0.0
 
-    def do(self, actions: list[ShadowAction]) -> None:
-        for action in actions:
+    def handle(self, event: ShadowEvent) -> None:
+        for action in self.store.handle(event, self.now):
             if isinstance(action, ShadowReply):
                 self.heard.append(
                     (action.header.kind.name.removeprefix("SHADOW_"), action.header.index, action.header.round)
@@ -54,11 +62,11 @@ class Ranks:
     def record(self, step: int, nbytes: int = len(DATA), rank: int = 0, durable: int = 0) -> None:
         said = ShadowRecord(run=RUN, step=step, rank=rank, size=2, durable=durable, attached_bytes=nbytes)
         header = Header(Kind.SHADOW_RECORD, 1, key=RUN, index=rank, round=step)
-        self.do(self.store.record(header, "peer", said, self.now))
+        self.handle(OwnerMessage(header, "peer", said))
 
     def attach(self, step: int, start: int = 0, stop: int = len(DATA), rank: int = 0, total: int = len(DATA)) -> None:
         header = Header(Kind.SHADOW_ATTACHED, 1, key=RUN, index=rank, round=step, offset=start, segment_offset=total)
-        self.do(self.store.attached(header, "peer", Bytes(DATA[start:stop]), self.now))
+        self.handle(OwnerMessage(header, "peer", Bytes(DATA[start:stop])))
 
     def held(self) -> list[tuple[int, int]]:
         """(rank, step) of what a restarted job finds. All of it is there."""
@@ -208,7 +216,7 @@ def test_a_new_job_forgets_what_has_come_in_part(ranks: Ranks) -> None:
     ranks.attach(3)
     ranks.record(4)
     ranks.attach(4, 0, 50)
-    ranks.store.new_job()
+    ranks.handle(JobReplaced())
     assert ranks.held() == [(0, 3)]
     assert ranks.store.record_bytes == 100 + ranks.store.describe(0.0).runs[0].records[0].nbytes
 
@@ -217,14 +225,14 @@ def test_a_reader_may_read_what_it_has_found(ranks: Ranks) -> None:
     """While it holds steps back, no record is dropped, though a later one is durable."""
     ranks.record(3)
     ranks.attach(3)
-    ranks.store.hold(5.0, ranks.now)
+    ranks.handle(HoldAsked(5.0))
     for step in (4, 5):
         ranks.record(step, durable=step - 1)
         ranks.attach(step)
     ranks.record(6, nbytes=0, durable=5)
     assert ranks.held() == [(0, 3), (0, 4), (0, 5), (0, 6)]
     ranks.now = LONGEST_HOLD_S
-    ranks.do(ranks.store.tick(ranks.now))
+    ranks.handle(HoldOver())
     assert ranks.held() == [(0, 5), (0, 6)]
 
 
@@ -232,7 +240,7 @@ def test_records_that_fill_the_memory_end_a_hold() -> None:
     ranks = Ranks(ShadowStore(4096, most_waiting_bytes=300))
     ranks.record(3)
     ranks.attach(3)
-    ranks.store.hold(5.0, ranks.now)
+    ranks.handle(HoldAsked(5.0))
     ranks.record(4, durable=3)
     ranks.attach(4)
     assert ranks.held() == [(0, 3), (0, 4)]

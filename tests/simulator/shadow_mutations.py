@@ -49,8 +49,8 @@ class ApplyStepsThatAreNotDurable(Mutation):
 
 class CompleteWithTheFirstBytes(Mutation):
     class shadow_store(ShadowStore):
-        def state(self, header: Header, origin: object, data: SizedMemory, now: float) -> list[ShadowAction]:
-            actions = super().state(header, origin, data, now)
+        def _state(self, header: Header, origin: object, data: SizedMemory, now: float) -> list[ShadowAction]:
+            actions = super()._state(header, origin, data, now)
             part = self._places.get((header.key, header.index))
             copy = part.latest if part is not None else None
             if copy is not None and part is not None and copy.state is CopyState.FILLING:
@@ -62,11 +62,11 @@ class BeginStatesThatAreThereAnew(Mutation):
     """Though nobody sends them a second time."""
 
     class shadow_store(ShadowStore):
-        def begin(self, header: Header, origin: object, said: ShadowPartition, now: float) -> list[ShadowAction]:
+        def _begin(self, header: Header, origin: object, said: ShadowPartition, now: float) -> list[ShadowAction]:
             part = self._places.get((header.key, header.index))
             if part is not None and part.latest is not None:
                 part.latest.seeded = -1
-            return super().begin(header, origin, said, now)
+            return super()._begin(header, origin, said, now)
 
 
 class DropRecordsOfTheDurableStep(Mutation):
@@ -98,8 +98,8 @@ class StepTwiceWhatIsSaidTwice(Mutation):
 
 class HoldRecordsWithTheirFirstPiece(Mutation):
     class shadow_store(ShadowStore):
-        def attached(self, header: Header, origin: object, data: SizedMemory, now: float) -> list[ShadowAction]:
-            actions = super().attached(header, origin, data, now)
+        def _attached(self, header: Header, origin: object, data: SizedMemory, now: float) -> list[ShadowAction]:
+            actions = super()._attached(header, origin, data, now)
             run = self._runs.get(header.key)
             record = run.records.find(header.index, header.round) if run is not None else None
             if run is not None and record is not None and record.said is not None and not record.is_held:
@@ -111,12 +111,12 @@ class HoldRecordsWithTheirFirstPiece(Mutation):
 
 class CountPiecesThatComeTwice(Mutation):
     class shadow_store(ShadowStore):
-        def attached(self, header: Header, origin: object, data: SizedMemory, now: float) -> list[ShadowAction]:
+        def _attached(self, header: Header, origin: object, data: SizedMemory, now: float) -> list[ShadowAction]:
             run = self._runs.get(header.key)
             record = run.records.find(header.index, header.round) if run is not None else None
             if record is not None and not record.is_held and header.offset in record.pieces._starts:
                 record.pieces._arrived = min(record.pieces._arrived + data.nbytes, record.pieces.nbytes)
-            return super().attached(header, origin, data, now)
+            return super()._attached(header, origin, data, now)
 
 
 class TakeNewContributionsWithLateWithdrawals(Mutation):

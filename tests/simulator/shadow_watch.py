@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from byteps_py.kernels.update_rules import Scalar
-from byteps_py.server.shadow_state import HeldStep, PartFacts, StatesCopy
+from byteps_py.server.shadow_state import HeldStep, OwnerMessage, PartFacts, StatesCopy
 from byteps_py.shadow import Restorable, RestorableRecord, ServerDescription, latest_step
 from byteps_py.shadow.restorable import _at, _MergedRun
 from byteps_py.tensors import Op
-from byteps_py.wire.data_link import Header
+from byteps_py.wire.data_link import Kind
 from byteps_py.worker.core.shadowing import CopyProgress, SendStep, Shadowing
 from byteps_py.worker.core.topology import Topology
 
@@ -98,15 +98,16 @@ class ShadowWatch:
             self._agreed, self.is_due = agreed, True
         for server in self._cluster.servers:
             store = _store(server)
-            if "end" not in vars(store):
-                store.end = functools.partial(self._end, store.end)
+            if "handle" not in vars(store):
+                store.handle = functools.partial(self._handle, store.handle)
         for worker in self._cluster.workers:
             if worker.is_alive:
                 self._watch(worker)
 
-    def _end(self, end: Callable[[Header], None], header: Header) -> None:
-        end(header)
-        self.is_due = True
+    def _handle(self, handle: Callable[[Any, float], list[Any]], event: Any, now: float) -> list[Any]:
+        actions = handle(event, now)
+        self.is_due |= isinstance(event, OwnerMessage) and event.header.kind is Kind.SHADOW_END
+        return actions
 
     def _watch(self, worker: Worker) -> None:
         core = _core(worker)
