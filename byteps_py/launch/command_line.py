@@ -57,7 +57,8 @@ started ends with the job.
 
 @dataclass(frozen=True, slots=True)
 class LaunchOptions:
-    """The parsed command line. ``ranks``: 0 if DMLC_ROLE says what to start; ``variables``: to set in every process."""
+    """The parsed command line. ``ranks``: 0 if DMLC_ROLE selects the processes; ``variables``: to set in every
+    process."""
 
     command: tuple[str, ...]
     ranks: int

@@ -1,8 +1,8 @@
 """The processes that a machine, or an emulated cluster, runs: the environment goes in, descriptions of processes come
 out.
 
-``role_plan``: one machine, by what DMLC_ROLE and its companion variables ask for. ``cluster_plan``: a whole cluster on
-this host's loopback, what ``bpslaunch -np RANKS --machines N --servers K`` starts. Each emulated machine has its own
+``role_plan``: one machine, as DMLC_ROLE and its companion variables describe it. ``cluster_plan``: a whole cluster on
+this host's loopback, which ``bpslaunch -np RANKS --machines N --servers K`` starts. Each emulated machine has its own
 BYTEPS_MACHINE_ID, and otherwise the variables that a user who starts it by hand would set.
 
 Pure, except ``free_port``. Any thread.
@@ -50,8 +50,8 @@ class ProcessKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """One process to start. ``env`` holds only what differs from the launcher's own environment; an empty
-    value counts as unset. ``label`` is short, for prefixes and file names."""
+    """One process to start. ``env`` holds only the differences from the launcher's own environment; an empty value
+    counts as unset. ``label`` is short, for prefixes and file names."""
 
     name: str
     kind: ProcessKind

@@ -10,10 +10,10 @@ supervisor's thread calls it.
                                                                              └──grace over──► KILLING ──► OVER
 
 RUNNING: nothing has failed, or only processes that could be started again. LOSING: a rank or a service has failed; the
-other ranks notice it by themselves and report what they miss. LEAVING (elastic jobs, SIGTERM): the communication
+other ranks notice it by themselves and report the missing rank. LEAVING (elastic jobs, SIGTERM): the communication
 service knows that the ranks are to leave at their next commit. DRAINING: services that stay for the ranks' sake get
 SIGTERM. The others exit by themselves, once the ranks of other machines have ended, too, which may take longer. After
-LEAVING all get SIGTERM. ENDING: all get SIGTERM, whatever they do. OVER: processes that survived SIGKILL are left.
+LEAVING all get SIGTERM. ENDING: all get SIGTERM, in any state. OVER: processes that survived SIGKILL are left.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class SupervisionPolicy:
     ) -> None:
         self.code = 0
         self._phase_ends: float | None = None
-        self._starts_again: dict[str, float] = {}  # what is to be started again after a pause: when
+        self._starts_again: dict[str, float] = {}  # processes to start again after a pause: the time
         self.retry = False
         self.phase = Phase.RUNNING
         self._grace_s, self._own_error_s, self._drain_s = grace_s, own_error_s, drain_s
@@ -124,7 +124,7 @@ class SupervisionPolicy:
         self._signalled_at: float | None = None
         self._stop_signals: set[int] = set()
         self._restarted: dict[str, int] = {}  # how often, by name
-        self._last: dict[str, int] = {}  # the last status of what was started again, by name
+        self._last: dict[str, int] = {}  # the last status of processes that were started again, by name
         self._is_headless = False  # the scheduler has ended: the services do not hear from it that the job is over
         self._reason_code = 0  # the exit code for ranks that end by a signal of this launcher
 
@@ -166,7 +166,7 @@ class SupervisionPolicy:
 
     @property
     def _is_well(self) -> bool:
-        """All ranks have ended: True if the job succeeded whatever their exit codes."""
+        """All ranks have ended: True if the job succeeded regardless of their exit codes."""
         if not self._elastic or self._is_leaving:
             return self._is_leaving
         return self._one_ended_well and self._signalled_at is None

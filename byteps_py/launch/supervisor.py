@@ -1,4 +1,4 @@
-"""Starts processes, waits for them and for signals, and carries out what the policy decides.
+"""Starts processes, waits for them and for signals, and carries out the policy's decisions.
 
 Waits on descriptors only: one per process, one for signals, one per pipe. Runs in the program's main thread.
 """

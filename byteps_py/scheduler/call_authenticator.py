@@ -56,7 +56,7 @@ class GrpcConnections:
         self._lock = threading.Lock()
         self._clock = clock
         self._scanned_s = clock()
-        self._debt_s = 0.0  # time that scans have taken, less what they may take
+        self._debt_s = 0.0  # time that scans have taken, less the time that they may take
         self._waiting = UnauthenticatedConnections(clock)
         self._waiting.port = port
         self._port = port
@@ -209,7 +209,7 @@ class CallAuthenticator:
             await asyncio.sleep(self._connections.scan())
 
     def unwatch(self) -> None:
-        """End what ``watch`` began."""
+        """End the task that ``watch`` began."""
         if self._watching is not None:
             self._watching.cancel()
 

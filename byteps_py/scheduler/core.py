@@ -226,7 +226,7 @@ class SchedulerCore:
 
     @property
     def reason(self) -> str:
-        """One sentence on why the state is what it is."""
+        """One sentence with the reason of the state."""
         return self.job.reason
 
     def suspicions(self, now_s: float) -> Iterator[MemberLost | RanksContradict]:

@@ -1,4 +1,4 @@
-"""Elastic jobs on the scheduler: when the ranks form the next group, who is in it, and what the members hear. Pure.
+"""Elastic jobs on the scheduler: when the ranks form the next group, its members, and the messages to them. Pure.
 
     AT_WORK ──all ranks leave together, to let others join or leave──► PLANNED ──a machine is lost or late──► BROKEN
        │ └────────────a machine, or a rank, is lost──────────────────────────────────────────────────────────►│

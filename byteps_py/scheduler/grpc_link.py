@@ -42,7 +42,7 @@ class _Stream:
 @dataclass(slots=True, eq=False)
 class _Absence:
     """The time since the connection to the scheduler broke. ``is_reported``: ``on_away`` has been called. ``denial``:
-    what somebody else at its address has said."""
+    answers of another process at its address."""
 
     since_s: float
     why: str = ""

@@ -1,4 +1,4 @@
-"""The members' health, as heartbeats show it: who is dead, who is slow, and what a group waits for. Pure.
+"""The members' health, as heartbeats show it: dead members, slow members, and the waits of a group. Pure.
 
 Time is an argument. How stalls are found: stalls.py.
 """
@@ -300,7 +300,7 @@ def _times(times: float) -> str:
 
 
 class GroupWatch:
-    """The heartbeats of one group's members: what they wait for, who is slow. Decides nothing about members."""
+    """The heartbeats of one group's members: their waits, and slow ranks. Decides nothing about members."""
 
     def __init__(self, job: Job, group: RankGroup) -> None:
         self._job, self._group = job, group

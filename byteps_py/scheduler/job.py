@@ -1,4 +1,5 @@
-"""The state of the whole job on the scheduler, what its parts say to members, and when the scheduler may exit. Pure.
+"""The state of the whole job on the scheduler, the messages of its parts to members, and the time at which the
+scheduler may exit. Pure.
 
     FORMING ──all have registered──► RUNNING ──all workers left, or stop──► ENDED
        │                                │
@@ -25,7 +26,8 @@ ENDED = pb.StatusReply.STATE_ENDED
 
 #: In order of sending. After a Refused the connection is to be closed.
 Outgoing = list[tuple[int, pb.SchedulerMessage]]
-#: Takes a member, the body of its message, and the time. Raises ProtocolError for what no correct member sends.
+#: Takes a member, the body of its message, and the time. Raises ProtocolError for messages that no correct member
+#: sends.
 MessageHandler = Callable[[MemberRecord, Any, float], Outgoing]
 END_LINGER_S = 10.0  # how long members may take to leave a job that has ended
 FAILED_LINGER_S = 30.0  # … and one that has failed: trainers notice it at their next operation

@@ -284,8 +284,8 @@ class SummationServices:
         return to_each(drained, pb.SchedulerMessage(stop=pb.Stop(reason="its keys have moved")))
 
     def accused(self, member: MemberRecord, unreachable: pb.Unreachable) -> tuple[MemberRecord | None, Outgoing]:
-        """A machine can't reach a service. Returns the service if that is sure and the service is a member; else what
-        to ask the machine, which may be cut off itself."""
+        """A machine can't reach a service. Returns the service if that is sure and the service is a member; else the
+        question for the machine, which may be cut off itself."""
         ranks_of(member)
         servers = (m for m in self._roster.present() if not m.is_worker and m.id == unreachable.member_id)
         server = next(servers, None) if self._job.is_running else None

@@ -1,6 +1,6 @@
 """Requests to a running scheduler from outside its job: `bps status`, `stop` and `scale`, health checks. Any thread.
 
-``to_dict`` gives a status as plain values: what ``bps status --json`` prints, and ``BYTEPS_REPORT`` holds at the end.
+``to_dict`` gives a status as plain values: ``bps status --json`` prints it, and ``BYTEPS_REPORT`` holds it at the end.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STATE_WORDS = {1: "forming", 2: "running", 3: "failed", 4: "ended"}
 
 
 def status(settings: Settings, timeout_s: float = 5.0) -> pb.StatusReply:
-    """The job's members, their traffic and what they wait for, as the scheduler of ``settings`` knows it.
+    """The job's members, their traffic and their waits, as the scheduler of ``settings`` knows them.
 
     Raises RendezvousError (no scheduler there, or another secret), StallError (no answer in ``timeout_s``),
     ConfigurationError (no address).

@@ -301,14 +301,14 @@ class JoinTracker:
 
 
 class ShutdownTracker:
-    """Decides which machines may exit. A machine whose ranks have all shut down stays a while: others may need once
-    more what its ranks gave last.
+    """Decides which machines may exit. A machine whose ranks have all shut down stays a while: others may need the last
+    contributions of its ranks once more.
 
     The machine may exit once every other machine has said that it lacks no result of those ranks, or has shut down
     itself.
 
-    An answer that is in flight when a server dies, or a connection breaks, is lost. Then the sum is taken again from
-    what each machine has kept. Only the machine that lacks the result knows that it does.
+    An answer that is in flight when a server dies, or a connection breaks, is lost. Then the sum is made again from the
+    contributions that each machine has kept. Only the machine that lacks the result knows that it does.
     """
 
     def __init__(self) -> None:
@@ -449,7 +449,8 @@ class RankGroup:
         return self._dismiss()
 
     def _dismiss(self) -> Outgoing:
-        """Let machines exit whose ranks have shut down, once no other machine needs what they have kept."""
+        """Let machines exit whose ranks have shut down, once no other machine needs the contributions that they have
+        kept."""
         free = self._shutdown_tracker.dismiss(self._job.roster.workers())
         return to_each(free, pb.SchedulerMessage(dismissed=pb.Dismissed()))
 

@@ -1,4 +1,4 @@
-"""The cluster: what is configured, one record for each member, and the rules for admitting members and opening epochs.
+"""The cluster: its configured size, one record for each member, and the rules for admitting members and opening epochs.
 
 Pure. Every decision comes with a sentence that explains it.
 """
@@ -32,7 +32,7 @@ class ClusterConfig:
 
     num_workers: int
     num_servers: int = 0
-    servers_only: bool = False  # GPU machines sum nothing, whatever share the formula gives them
+    servers_only: bool = False  # GPU machines sum nothing, regardless of the formula's share
     job: str = ""
     start_timeout_s: float = 60.0
     heartbeat_interval_s: float = 0.2
@@ -109,7 +109,7 @@ class MemberRecord:
     detector: FailureDetector | None = None  # of its heartbeats; see health.py
     statistics: pb.Statistics = field(default_factory=pb.Statistics)
     shadow: pb.ShadowProtection = field(default_factory=pb.ShadowProtection)
-    home: tuple[str, int] = ("", -1)  # of a GPU machine: what its processes have in common, as they registered
+    home: tuple[str, int] = ("", -1)  # of a GPU machine: the common facts of its processes, as they registered
 
     def __post_init__(self) -> None:
         facts, self.facts = self.facts, pb.Register()

@@ -1,4 +1,5 @@
-"""Settings of gRPC for connections to the scheduler: options, credentials, TCP retransmission, and what errors mean.
+"""Settings of gRPC for connections to the scheduler: options, credentials, TCP retransmission, and the meaning of
+errors.
 
 Any thread. Only service processes and the command line import this: gRPC does not survive a fork, and trainers fork.
 """

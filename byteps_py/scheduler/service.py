@@ -163,8 +163,8 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
                 pass
 
     def _begin_new_job(self) -> None:
-        """No worker of the journal's job came back. Processes that are connected have been put off, and try again; what
-        is left of the old job hears that it is over."""
+        """No worker of the journal's job came back. Processes that are connected have been put off, and try again; the
+        remaining members of the old job learn that it is over."""
         old = self._links
         logger.warning("no worker of the journal's job came back (%s): beginning a new job", old.core.reason)
         self._held.clear()

@@ -11,7 +11,7 @@ import hmac
 
 from byteps_py.config.settings import Settings
 
-# A stranger who connects sees proofs, and can guess secrets offline. Each guess costs 16 MB for some 50 ms, and it is
+# A stranger that connects sees proofs, and can guess secrets offline. Each guess costs 16 MB for some 50 ms, and it is
 # about one job's secret only: the job's name is in the salt, so there can be no table of guesses for all jobs.
 _SCRYPT_N, _SCRYPT_R = 1 << 14, 8
 KEY_BYTES = 32
@@ -34,7 +34,7 @@ def membership_key(settings: Settings) -> bytes:
 
 def token(settings: Settings, *parts: str) -> str:
     """The token, in hexadecimal, that a member of ``settings.job`` shows. It is valid for ``parts`` only: the purpose,
-    and who the member is. Empty without a secret."""
+    and the identity of the member. Empty without a secret."""
     key = membership_key(settings)
     if not key:
         return ""

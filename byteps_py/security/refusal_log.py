@@ -34,8 +34,8 @@ class RefusalLog:
         self._periods: dict[tuple[str, str], _Period] = {}  # by host, and reason without its numbers
 
     def note(self, whom: str, host: str, reason: str) -> None:
-        """``whom``, of ``host``, was refused. Reasons that differ only in their numbers, such as process ids, are
-        alike."""
+        """A connection of ``whom``, on ``host``, was refused. Reasons that differ only in their numbers, such as
+        process ids, are alike."""
         self.tick()
         key = (host, re.sub(r"\d+", "", reason))
         if key not in self._periods and len(self._periods) >= _MOST:

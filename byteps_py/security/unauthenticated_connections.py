@@ -135,7 +135,7 @@ T = TypeVar("T")
 
 
 class LocalStrangers(Generic[T]):
-    """The connections of one local listener that have yet to say who they are, within the same limits. Not
+    """The connections of one local listener that have yet to identify themselves, within the same limits. Not
     thread-safe. ``call_later(delay_s, callback)`` sets a timer; ``cut_off`` ends a connection."""
 
     def __init__(self, call_later: Callable[[float, Callable[[], None]], object], cut_off: Callable[[T], None]) -> None:
@@ -154,7 +154,7 @@ class LocalStrangers(Generic[T]):
         self._call_later(PATIENCE_S, functools.partial(self._expire, connection))
 
     def discard(self, connection: T) -> None:
-        """Forget a connection that has said who it is, or has ended."""
+        """Forget a connection that has identified itself, or has ended."""
         self._waiting.pop(connection, None)
 
     def _expire(self, connection: T) -> None:

@@ -65,8 +65,8 @@ class Session(ABC):
         state come first, because all ranks take the state of rank 0."""
 
     def check_open(self) -> None:  # noqa: B027  the default is open
-        """Raises what every method would raise: NotInitializedError if the session is closed, UsageError in a forked
-        child of the rank, or the error that has ended the session."""
+        """Raises the error that every method would raise: NotInitializedError if the session is closed, UsageError in a
+        forked child of the rank, or the error that has ended the session."""
 
     @property
     def peers(self) -> PeerTransport | None:
@@ -140,7 +140,8 @@ class Session(ABC):
 
     @abstractmethod
     def barrier(self, timeout_s: float | None = None) -> None:
-        """Return when every rank has called it. Raises StallError and what ends the session. One thread at a time."""
+        """Return when every rank has called it. Raises StallError and the error that ends the session. One thread at a
+        time."""
 
     @abstractmethod
     def join(self, timeout_s: float | None = None) -> int:

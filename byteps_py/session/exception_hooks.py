@@ -151,7 +151,7 @@ def _report_exception(kind: type[BaseException], error: BaseException, traceback
 def _on_end_of_child() -> None:
     """A finalizer of multiprocessing. It runs while an exception, if any, is being raised."""
     error = sys.exc_info()[1]
-    if isinstance(error, SystemExit):  # torch's spawn raises it for what the program has raised
+    if isinstance(error, SystemExit):  # torch's spawn raises it for an error of the program
         error = (error.__context__ or error) if error.code else None
     for reporter in list(_reporters):
         if error is None:

@@ -1,4 +1,4 @@
-"""Errors of a session and reports of what ends this process: messages, causes, tracebacks. Any thread."""
+"""Errors of a session and reports of the exception that ends this process: messages, causes, tracebacks. Any thread."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ def is_interactive() -> bool:
 
 
 def while_waiting(error: BytePSError, what: str) -> BytePSError:
-    """``error``, which ended the session, with ``what`` this rank was waiting for. A MismatchError stays as it is: it
-    names what the ranks disagree about, in the same words on all of them.
+    """``error``, which ended the session, with ``what``, the operation that this rank was waiting for. A MismatchError
+    stays as it is: it names the disagreement in the same words on all ranks.
 
     >>> while_waiting(PeerLostError("rank 3 died"), "tensor 'w', round 5: no result")
     PeerLostError("rank 3 died; tensor 'w', round 5: no result")
@@ -109,7 +109,8 @@ def summary(error: BaseException) -> str:
 
 
 def cause(error: BaseException) -> str:
-    """A summary that is the same on all ranks that end for the same reason: without what each of them waited for."""
+    """A summary that is the same on all ranks that end for the same reason: without the operation that each of them
+    waited for."""
     text = summary(error)
     return text.partition("; ")[0] if isinstance(error, PeerLostError) else text
 
@@ -131,8 +132,8 @@ def blame_for(error: BaseException) -> Blame:
 
 
 def shorten(error: BytePSError) -> None:
-    """Leave of its traceback what a user can act on: see ``without_inside``. An error that it was made from, and that
-    says the same, is left out."""
+    """Shorten its traceback to the frames that a user can act on: see ``without_inside``. An error that it was made
+    from, and that says the same, is left out."""
     if whole_tracebacks:
         return
     error.__traceback__ = without_inside(error.__traceback__)
@@ -159,8 +160,8 @@ def _outside(traceback: TracebackType | None) -> TracebackType | None:
 
 
 def without_inside(traceback: TracebackType | None) -> TracebackType | None:
-    """A traceback without its innermost frames in this package or in torch. The message of the error says what happened
-    there; the frames before show where the program was. BYTEPS_LOG_LEVEL=DEBUG keeps the whole traceback."""
+    """A traceback without its innermost frames in this package or in torch. The message of the error describes the
+    failure; the frames before show where the program was. BYTEPS_LOG_LEVEL=DEBUG keeps the whole traceback."""
     entries = []
     entry = traceback
     while entry is not None:

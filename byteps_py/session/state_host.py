@@ -42,7 +42,7 @@ class ShadowedStep:
         run: of one optimizer in one incarnation of the job, see ShadowPartition.
         step: its number, the same for all shards that step together.
         durable: a step for which all copies, and all ranks' records, are held by other machines.
-        is_whole: all states of the run have been held: what is held of earlier runs is needed no more.
+        is_whole: all states of the run have been held: data of earlier runs is not needed any more.
     """
 
     run: int
@@ -64,7 +64,7 @@ class StateHost(ABC):
         self, kind: StepKind, source: Slot, target: Slot, before: HostedShard | None = None, run: int = 0
     ) -> HostedShard:
         """Have states kept, with any content, for the steps from the gradients of ``source`` to the parameters of
-        ``target`` (see TensorSpec.ownership). Returns once all ranks have declared both. Raises what ``wait`` raises
+        ``target`` (see TensorSpec.ownership). Returns once all ranks have declared both. Raises the errors of ``wait``
         for either. ``before``: the states to go on with, whose slots were declared again."""
 
     @abstractmethod
@@ -81,9 +81,10 @@ class StateHost(ABC):
 
     @abstractmethod
     def record_step(self, shadowed: ShadowedStep, common: bytes, attached: bytes) -> None:
-        """Have other machines hold what this rank knows after a step that all shards have begun: what all ranks have
-        alike (of rank 0; at most ``max_record_bytes``), and what is its own (at most MAX_ATTACHED_BYTES). Of much that
-        is its own, waits until they have that of the step before. Raises what ``wait`` raises."""
+        """Have other machines hold the record of this rank after a step that all shards have begun: the data that is
+        the same on all ranks (of rank 0; at most ``max_record_bytes``), and the rank's own data (at most
+        MAX_ATTACHED_BYTES). Of much that is its own, waits until they have that of the step before. Raises the errors
+        of ``wait``."""
 
     @property
     @abstractmethod
@@ -98,7 +99,7 @@ class StateHost(ABC):
 
     @abstractmethod
     def wait_for_step(self, shard: HostedShard, timeout_s: float | None = None) -> None:
-        """Return when a step that is not the last of its round is made. Raises what ``wait`` raises."""
+        """Return when a step that is not the last of its round is made. Raises the errors of ``wait``."""
 
     @abstractmethod
     def skip_step(self, source: Slot) -> None:
@@ -107,7 +108,7 @@ class StateHost(ABC):
     @abstractmethod
     def square_sum(self, shard: HostedShard, ranges: Sequence[range], timeout_s: float | None = None) -> float:
         """The sum of the squares of this rank's averages in the latest round of the source, before its step is begun.
-        ``ranges``: of the elements of the states. Raises what ``wait`` raises."""
+        ``ranges``: of the elements of the states. Raises the errors of ``wait``."""
 
     @abstractmethod
     def release_shard(self, shard: HostedShard) -> None:

@@ -29,7 +29,7 @@ _TRUNCATED = int(socket.MSG_TRUNC) | int(socket.MSG_CTRUNC)
 
 
 class _Kept(threading.local):
-    """One receive buffer per thread. A new buffer for each message would cost ten times what receiving does, and one
+    """One receive buffer per thread. A new buffer for each message would cost ten times as much as receiving, and one
     per connection would let strangers make the process allocate memory."""
 
     def __init__(self) -> None:
@@ -145,8 +145,8 @@ class Channel:
         return buffer[:nbytes].tobytes(), fds
 
     def shutdown(self) -> None:
-        """End the connection, also for other processes that hold this socket. Each end still receives what was sent
-        before, and then its end."""
+        """End the connection, also for other processes that hold this socket. Each end still receives the messages that
+        were sent before, and then the end of the connection."""
         with contextlib.suppress(OSError):  # the peer has ended it already
             self._sock.shutdown(socket.SHUT_RDWR)
 

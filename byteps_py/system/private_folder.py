@@ -88,7 +88,8 @@ def others() -> list[Path]:
 
 
 def another() -> Path:
-    """A new private folder in the temporary folder, for what can't be kept where it belongs. Raises OSError."""
+    """A new private folder in the temporary folder, for files that can't be kept in their own folder. Raises
+    OSError."""
     return Path(tempfile.mkdtemp(prefix=_prefix()))
 
 

@@ -32,6 +32,6 @@ class SpinPolicy:
         return self._vain < _MOST_VAIN or self._waits >= _WAITS_PER_TRY
 
     def ended(self, paid: bool) -> None:
-        """Record an attempt. ``paid``: what was waited for came while the thread polled."""
+        """Record an attempt. ``paid``: the wait ended while the thread polled."""
         self._waits = 0
         self._vain = 0 if paid else self._vain + 1

@@ -1,10 +1,11 @@
-"""A large tensor is written, and its result taken, piece by piece: nobody waits until all of it is there. Pure.
+"""Chunks of a large tensor: they are written, and the chunks of its result are taken, one by one, so that nobody waits
+for the whole tensor. Pure.
 
 TensorChunks say in which order a rank writes. A reduction begins at the front, and goes on as the front moves. One that
 scatters has a front for each owner, and chunks of all owners take turns: no machine has to wait until the pieces of
 those before it are written.
 
-Arriving says which chunks of a result, now simply one after the other, are there: in whatever order they come.
+Arriving says which chunks of a result, now simply one after the other, are there: in any order of arrival.
 """
 
 from __future__ import annotations

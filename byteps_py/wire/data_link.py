@@ -28,7 +28,7 @@ MAX_WAITED_US = (1 << 32) - 1
 #: Of a message about shadowed states, which is sent in pieces if it is longer than a partition: at ``offset`` of
 #: ``segment_offset`` bytes.
 MAX_PIECES_BYTES = 4 << 20
-#: Of what a rank attaches to the record of a step: buffers, and what the user has attached.
+#: The limit of the bytes that a rank attaches to the record of a step: buffers, and the user's attachments.
 MAX_ATTACHED_BYTES = 256 << 20
 
 
@@ -52,17 +52,17 @@ class Kind(enum.IntEnum):
     # The states of hosted optimizers that servers keep in step (server/shadow.py). Their header names a partition of
     # gradients; ``round`` is one of its sum, or the number of a step. Long payloads come in pieces (MAX_PIECES_BYTES).
     SHADOW_BEGIN = 30  # CS → SS: keep a partition's states as of step ``round``; payload: a ShadowPartition
-    SHADOW_STATE = 31  # CS → SS: ``length`` bytes at ``offset`` of state number ``segment`` of what was begun last
+    SHADOW_STATE = 31  # CS → SS: ``length`` bytes at ``offset`` of state ``segment`` of the partition begun last
     SHADOW_SUM = 32  # CS → SS: the sum of round ``round``, which another server has added
     SHADOW_STEP = 33  # CS → SS: the owner steps with the sum of round ``round``; payload: a ShadowStep
-    SHADOW_RECORD = (
-        34  # CS → SS: what rank ``index`` knows after step ``round``; ``key``: the run; payload: a ShadowRecord
-    )
+    SHADOW_RECORD = 34  # CS → SS: rank ``index``'s record of step ``round``; ``key``: the run; payload: a ShadowRecord
     SHADOW_END = 35  # CS → SS: another server keeps the partition's states; no answer
-    SHADOW_HELD = 36  # SS → CS: what the header names is held as of step ``round``: states, a step or a record
-    SHADOW_LACKS = 37  # SS → CS: states, a sum or a step before is missing: begin again; payload: what, in words
-    SHADOW_ATTACHED = 38  # CS → SS: a piece of what rank ``index`` attaches to its record of step ``round``; ``key``:
-    # the run; the piece is at ``offset`` of ``segment_offset`` bytes. The record is held once all pieces are there
+    SHADOW_HELD = 36  # SS → CS: the server holds, as of step ``round``, the header's states, step or record
+    SHADOW_LACKS = 37  # SS → CS: states, a sum or a step before is missing: begin again; payload: the reason
+    SHADOW_ATTACHED = (
+        38  # CS → SS: a piece of the attachment to rank ``index``'s record of step ``round``; ``key``: the
+    )
+    # run; the piece is at ``offset`` of ``segment_offset`` bytes. The record is held once all pieces are there
     CHALLENGE = 20  # the answer to a HELLO: asks for proof that the peer knows the secret, and proves the same
     PROOF = 21  # CS → SS or CS: the answer to a CHALLENGE
     DAMAGED = 22  # to the sender of message number ``round`` of this connection, which can't be opened: send it again
@@ -311,7 +311,7 @@ class ShadowPartition(PayloadRecord):
 
 @dataclass(frozen=True, slots=True)
 class SegmentNumbers:
-    """Elements from ``start`` to ``stop``, of a partition or of what a rank owns, that step with the same ``scalars``:
+    """Elements from ``start`` to ``stop``, of a partition or of a rank's elements, that step with the same ``scalars``:
     see StepSegment."""
 
     start: U64
@@ -345,13 +345,13 @@ class ShadowStep(PayloadRecord):
 
 @dataclass(frozen=True, slots=True)
 class ShadowRecord(PayloadRecord):
-    """The payload of a SHADOW_RECORD: what one rank knows after a step beside the states.
+    """The payload of a SHADOW_RECORD: the data of one rank after a step, beside the states.
 
     Attributes:
         run: see ShadowPartition, and ShadowStep for ``step``, ``durable`` and ``whole``.
         rank: whose record it is, of ``size`` ranks.
-        attached_bytes: of the buffers and of what the user attaches; SHADOW_ATTACHED messages bring them.
-        common: of rank 0: JSON of what all ranks have alike (shadow/record.py).
+        attached_bytes: of the buffers and the user's attachments; SHADOW_ATTACHED messages bring them.
+        common: of rank 0: JSON of the data that is the same on all ranks (shadow/record.py).
     """
 
     run: U64

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
-# Exit statuses by which a service tells its launcher what to do, beyond 0 (it ended in order) and 1 (it failed):
+# Exit statuses by which a service instructs its launcher, beyond 0 (it ended in order) and 1 (it failed):
 
 #: The configuration is unusable, for instance because the port is taken.
 UNUSABLE_STATUS = 2
@@ -70,7 +70,7 @@ class FailureNotice:
     Attributes:
         blame: whose failure it was.
         error: type and message; equal on ranks that failed in the same way.
-        text: what the launcher shows, a traceback for instance.
+        text: the text that the launcher shows, a traceback for instance.
 
     >>> notice = FailureNotice(Blame.OWN, "ValueError: 3", "Traceback …")
     >>> FailureNotice.unpack(notice.pack()) == notice

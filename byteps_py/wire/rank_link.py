@@ -39,7 +39,7 @@ MAX_ROUNDS = 4096
 MAX_SPECS = 100
 #: Of a RecordData.
 MAX_DATA_BYTES = 128 << 10
-#: A rank that attaches so much to a step waits until a server has what it attached to the step before.
+#: A rank that attaches so much to a step waits until a server has the attachment of the step before.
 PACED_BYTES = 1 << 20
 
 _link = MessageCodec("local message")
@@ -282,7 +282,7 @@ class WantChunks:
 @_link.message(28)
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """The rank is about to leave, once others have taken what it has given them. A Drained answers."""
+    """The rank is about to leave, once others have fetched its pieces. A Drained answers."""
 
 
 # Optimizers whose states the service keeps: see worker/ranks/hosting.py.
@@ -370,7 +370,7 @@ class BeginRecord:
 @_link.message(37)
 @dataclass(frozen=True, slots=True)
 class RecordData:
-    """The next bytes of what the last BeginRecord announced."""
+    """The next bytes of the record that the last BeginRecord announced."""
 
     data: Data
 
@@ -515,7 +515,7 @@ class Introduced:
 @_link.message(29)
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """Other ranks have taken what this rank gave them, or are gone."""
+    """Other ranks have fetched this rank's pieces, or have left."""
 
 
 @_link.message(31)

@@ -204,7 +204,7 @@ M = TypeVar("M")
 
 
 class MessageCodec:
-    """The messages of a link, each of which is a dataclass with a code. ``noun``: what errors call a message."""
+    """The messages of a link, each of which is a dataclass with a code. ``noun``: the name of a message in errors."""
 
     def __init__(self, noun: str) -> None:
         self._noun = noun

@@ -137,7 +137,7 @@ class ParameterCache:
         """Give the memory back; the model gathers as torch does from now on. All ranks call it, outside of a step.
 
         It raises nothing if the process group or the session has ended: then the memory is given back when all ranks of
-        the machine have left the session. Raises StallError, and what ends the session meanwhile.
+        the machine have left the session. Raises StallError, and the error that ends the session meanwhile.
         """
         memories, self._memories = self._memories, {}
         for gather in self._gathers:

@@ -81,7 +81,7 @@ class StreamOpened:
 
 @dataclass(frozen=True, slots=True)
 class StreamMessage:
-    """A message has arrived on a stream, whatever it is."""
+    """A message of any kind has arrived on a stream."""
 
     stream: int
     message: pb.MemberMessage
@@ -89,7 +89,7 @@ class StreamMessage:
 
 @dataclass(frozen=True, slots=True)
 class StreamClosed:
-    """The stream has ended, or was cut off, for whatever reason."""
+    """The stream has ended, or was cut off, for any reason."""
 
     stream: int
 
@@ -149,7 +149,7 @@ class MemberLink:
 
 
 def check(out: Outgoing) -> int:
-    """A checksum of what the core says."""
+    """A checksum of the core's messages."""
     value = 0
     texts: dict[int, bytes] = {}
     for connection, message in out:
@@ -173,8 +173,8 @@ class RestartWait:
 
     A new job may have the name and the address of one whose processes were killed, all of them or all but the servers
     of CPU machines. Then no worker comes back, and processes that register are strangers. The scheduler puts strangers
-    off until it knows which of the two it is. It waits for workers: what is left of a job without any can't go on. (A
-    job that had no worker yet waits for any member.)
+    off until it knows which of the two it is. It waits for workers: a job without any can't go on. (A job that had no
+    worker yet waits for any member.)
 
         NOT_WAITING ──restart──► WAITING ──a worker is back──► NOT_WAITING  the job goes on; members that are still
                                     │                                       away have until the limit
@@ -245,7 +245,7 @@ class RestartWait:
 
 
 class MemberLinks:
-    """All links of one scheduler, and the core behind them. ``handle`` takes what happens; ``replay``, ``state`` and
+    """All links of one scheduler, and the core behind them. ``handle`` takes events; ``replay``, ``state`` and
     ``adopt`` serve the journal.
 
     ``core_class``: the class of the core; tests name another one in a subclass.
@@ -265,7 +265,7 @@ class MemberLinks:
         self._on_stream: dict[int, MemberLink] = {}
         self._by_digest: dict[bytes, MemberLink] = {}
         self._restart_wait = RestartWait(config.heartbeat_timeout_s)
-        self._predecessors: dict[bytes, str] = {}  # members of the job before this one, by digest: who, in words
+        self._predecessors: dict[bytes, str] = {}  # members of the job before this one, by digest: their descriptions
         self._next_id = 1
         self._handlers: Mapping[type, Callable[[Any, float], list[Sent]]] = {
             StreamOpened: self._opened,
@@ -535,7 +535,7 @@ class MemberLinks:
         return self._number(out)
 
     def _to_members(self, out: Outgoing) -> Outgoing:
-        """Without messages to strangers, about whom nothing is logged."""
+        """Without messages to strangers, which are not logged."""
         return [(connection, message) for connection, message in out if self._links[connection].digest]
 
     def _run(self, record: JournalRecord) -> Outgoing:
@@ -597,7 +597,7 @@ class MemberLinks:
         return sent
 
     def _confirm(self, link: MemberLink) -> list[Sent]:
-        """Confirm what has arrived of a member's messages, if the member does not know it yet."""
+        """Confirm the messages of a member that have arrived, if the member does not know yet."""
         if link.confirmed == link.received or link.stream is None:
             return []
         link.confirmed = link.received

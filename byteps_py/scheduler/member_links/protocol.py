@@ -1,8 +1,9 @@
 """The protocol of a member's link: messages survive broken connections and restarted schedulers. And a member's end.
 
-Each side numbers what it says and keeps it until the other side confirms it; a message that arrives twice is dropped.
-How much a member keeps while there is no scheduler is bounded by what ranks do without its answers: each rank waits, up
-to the stall limit. The scheduler's end is links.py. Pure: knows no connection. One thread at a time may call.
+Each side numbers its messages and keeps them until the other side confirms them; a message that arrives twice is
+dropped. The messages that a member keeps while there is no scheduler are limited, because ranks wait for its answers:
+each rank waits, up to the stall limit. The scheduler's end is links.py. Pure: knows no connection. One thread at a time
+may call.
 
     connection 1:  Register ─►   ◄─ Welcome   Declare 1 ─►   ◄─ Membership 1   Arrive 2 ─►  ✂
     connection 2:  Register, received 1 ─►   ◄─ Welcome, received 1   Arrive 2 ─►   ◄─ Verdicts 2

@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-#: A thread that waits for messages sends what waits. Another one does so only if there is none after this time.
+#: A thread that waits for messages sends waiting bytes. The background thread does so only if there is none after this
+#: time.
 _GRACE_S = 0.002
 _IDLE_S = 5.0
 _POLL_MS = 250
@@ -27,8 +28,8 @@ class Sending(Protocol):
 
 
 class BackgroundSender:
-    """A thread that sends what waits while no thread waits for messages; it ends when nothing is left for a while.
-    ``is_read``: whether a thread waits, which then sends. ``wake`` makes that thread check_links again."""
+    """A thread that sends waiting bytes while no thread waits for messages; it ends when nothing is left for a while.
+    ``is_read``: true if a thread waits, which then sends. ``wake`` makes that thread check again."""
 
     def __init__(self, is_read: Callable[[], bool], wake: Callable[[], None]) -> None:
         self._is_read = is_read

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 from byteps_py.dataplane.stream_seal import FRAME_BYTES, HEADER_BYTES, FrameHeader, StreamFrameKind, StreamSeal
 from byteps_py.session.peers.resumable_stream import ResumableStream
 
-#: So much is read at most before it is known what it is: bodies that come with it have to be copied.
+#: The most bytes that are read before the headers in them are known: bodies that come with them have to be copied.
 _AHEAD_BYTES = 16 << 10
 _MOST_TAG_BYTES = 16
 
@@ -19,7 +19,7 @@ class FrameSink(Protocol):
     """Processes the frames of one connection."""
 
     def on_frame(self, header: FrameHeader) -> None:
-        """The frame of ``header`` has come, as it was sent; then one of the calls below. Raises ProtocolError."""
+        """The frame of ``header`` has arrived undamaged; one of the calls below follows. Raises ProtocolError."""
 
     def feed(self, body: memoryview) -> None:
         """The next bytes of the stream."""
@@ -49,15 +49,15 @@ class FrameReader:
     def __init__(self, opening: StreamSeal, stream: ResumableStream, sink: FrameSink) -> None:
         self._opening, self._stream, self._sink = opening, stream, sink
         self._buffer = memoryview(bytearray(HEADER_BYTES + FRAME_BYTES + _MOST_TAG_BYTES + _AHEAD_BYTES))
-        self._first = self._last = 0  # of the buffer: what has come and was not processed
+        self._first = self._last = 0  # in the buffer: the bytes that have arrived and were not processed
         self._placing: _Placing | None = None
         self._due = HEADER_BYTES  # bytes of the frame at ``_first``, as far as is known
         #: The last read took all that there was.
         self.is_drained = False
 
     def read(self, sock: socket.socket) -> int:
-        """Take what one system call brings. Returns how many bytes came; 0: the connection has ended. Raises OSError,
-        BlockingIOError among them, and ProtocolError, DamagedFrameError among them."""
+        """Receive with one system call. Returns the number of bytes received; 0: the connection has ended. Raises
+        OSError, BlockingIOError among them, and ProtocolError, DamagedFrameError among them."""
         placing = self._placing
         if placing is not None:
             rest = placing.view[placing.got :]

@@ -102,9 +102,9 @@ class StreamReceipt:
     """The payloads that one operation expects from a stream. The threads of one operation take turns.
 
     ``left``: (source, number, spans, bytes, bytes sent in return or -1), the next one last. ``error``: a difference
-    between what came and what was expected. ``is_mutual``: every member expects a payload of every other, and no member
-    begins without one that has joined. ``dependents``: further ranks, which can't complete the operation before this
-    receipt is complete. ``owner`` keeps the memory of all spans.
+    between the received and the expected size. ``is_mutual``: every member expects a payload of every other, and no
+    member begins without one that has joined. ``dependents``: further ranks, which can't complete the operation before
+    this receipt is complete. ``owner`` keeps the memory of all spans.
     """
 
     stream: Stream
@@ -236,8 +236,8 @@ class MessageMatcher:
 
     def land(self, message: PeerMessage) -> tuple[Payload, Posted | None] | None:
         """The payload of an INLINE message has begun to come. Returns it, and its receipt if that expects as many
-        bytes; whoever receives it sets ``ready``. None: it is of another era, and is for ``on_message`` once all of
-        it is here. Raises ProtocolError."""
+        bytes; the receiver sets ``ready``. None: it is of another era, and is for ``on_message`` once all of it is
+        here. Raises ProtocolError."""
         if message.era != self.era:
             return None
         payload = self._add(message, None, 0, is_coming=False)

@@ -1,9 +1,9 @@
 """The link to a rank of another machine. It carries the messages of peer_protocol.py, each followed by its payload, in
 frames over a TCP connection; and over the next one, if that breaks or a frame comes damaged (resumable_stream.py).
 
-Neither end blocks. The system takes what it has room for; the rest waits here, and is sent by the thread that waits for
-messages (``send_waiting``). A large payload goes from the tensor's memory into the tensor's memory: a receiver that
-knows where it belongs has the system write it there.
+Neither end blocks. The system takes the bytes that it has room for; the rest waits here, and is sent by the thread that
+waits for messages (``send_waiting``). A large payload goes from the tensor's memory into the tensor's memory: a
+receiver that knows where it belongs has the system write it there.
 
 Any thread may send; one thread at a time receives.
 """
@@ -84,20 +84,20 @@ class Receiver(Protocol):
 
 
 class PendingSend(NamedTuple):
-    """Something that was sent, perhaps not all of it yet. ``mark``: frames of the link up to its end."""
+    """A payload that is being sent. ``mark``: the number of the link's frames up to its end."""
 
     connection: PeerConnection
     mark: int
 
     @property
     def is_done(self) -> bool:
-        """True if the memory that it was sent from is not needed any more: all has come, or the little that may not
-        have come is kept elsewhere from now on."""
+        """True if its memory is not needed any more: all of it has arrived, or the few bytes that may not have arrived
+        have been copied."""
         return self.is_little and self.connection.release(self.mark)
 
     @property
     def is_little(self) -> bool:
-        """True unless so much of it may not have come that it is better to wait for a report than to copy it."""
+        """True unless so many bytes may not have arrived that waiting for a report costs less than copying them."""
         return self.connection.is_little(self.mark)
 
     @property
@@ -144,18 +144,18 @@ class PeerConnection:
         self._connections = 0  # so far
         self._sealing: StreamSeal | None = None
         self._reader: FrameReader | None = None
-        self._may_send = False  # it is known where to go on
+        self._may_send = False  # the next frame is known
         self._tells: list[StreamFrameKind] = []  # frames without bodies that are to be sent
-        self._must_report = False  # the other end should know what came
+        self._must_report = False  # a report is due
         self._out: deque[tuple[Data, int]] = deque()  # sealed, with how many frames have left once it has
         self._left = 0  # frames that the system has taken
-        self._is_cut = False  # nothing can be sent any more; what was sent from there still comes
+        self._is_cut = False  # nothing can be sent any more; bytes that the other end has sent still arrive
         #: Why nothing can come any more; None while something may.
         self.failure: CommunicationError | None = None
         self.failed_at_s = 0.0
         self._why = ""  # the connection has ended
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
-        self._first = self._last = 0  # of the buffer: what has come and was not processed
+        self._first = self._last = 0  # in the buffer: the bytes that have arrived and were not processed
         self._landing: Landing | None = None
         self._has_landed = False  # since ``receive`` was called
 
@@ -180,7 +180,7 @@ class PeerConnection:
             self._sock, self._sealing = sock, seals[0]
             self._reader = FrameReader(seals[1], self._stream, self)
             self._is_cut = False
-            self._may_send = not self._connections  # otherwise the other end says first where to go on
+            self._may_send = not self._connections  # otherwise the other end says first with which frame to go on
             self._connections += 1
             self._must_report = self._connections > 1
             self._watch.resumed(time.monotonic())
@@ -287,13 +287,14 @@ class PeerConnection:
         return self._left >= mark or self.has_come(mark)
 
     def is_little(self, mark: int) -> bool:
-        """True unless ``release`` would copy so much that it is better to wait for a report, which comes once the other
-        end has read so much."""
+        """True unless ``release`` would copy so much that waiting for a report costs less; the other end sends one once
+        it has read so much."""
         with self._lock:
             return self.has_come(mark) or self._stream.bytes_to_copy(mark) <= _COPIED_BYTES
 
     def release(self, mark: int) -> bool:
-        """Need the memory of the frames before ``mark`` no more: True. False if they have not left."""
+        """Copy the frames before ``mark`` that may have to be sent again, so that their memory may change. False,
+        without a copy, if they have not left."""
         if self.has_come(mark):
             return True
         with self._lock:
@@ -310,7 +311,7 @@ class PeerConnection:
             self._background_sender.add(self)
 
     def send_waiting(self) -> None:
-        """Send what waits, as far as the system has room for it."""
+        """Send waiting bytes, as far as the system has room."""
         with self._lock:
             if self.has_waiting:
                 self._send_first()
@@ -346,7 +347,7 @@ class PeerConnection:
             for kind in self._tells or [StreamFrameKind.REPORT]:
                 self._seal(self._stream.control(kind), b"")
             self._tells.clear()
-        self._must_report = False  # every frame says what came
+        self._must_report = False  # every frame is a report as well
 
     def _seal(self, header: FrameHeader, body: Data) -> None:
         if self._sealing is None:
@@ -367,7 +368,7 @@ class PeerConnection:
             return sock.sendmsg(views) if len(views) > 1 else sock.send(views[0])
         except BlockingIOError:
             return 0
-        except OSError:  # whoever receives finds out
+        except OSError:  # the receiving thread finds out
             self._is_cut = True
             self._out.clear()
             return 0
@@ -375,7 +376,7 @@ class PeerConnection:
     # ---- receiving -------------------------------------------------------------------------------------
 
     def receive(self) -> None:
-        """Process what has arrived. Does not block. Raises ProtocolError."""
+        """Process the bytes that have arrived. Does not block. Raises ProtocolError."""
         budget, self._has_landed = _AT_ONCE_BYTES, False
         try:
             while budget > 0 and (reader := self._reader) is not None and (sock := self._sock) is not None:
@@ -427,7 +428,7 @@ class PeerConnection:
             return
         self._has_landed = True  # a sender that waits for it goes on first, too
         with self._lock:
-            if not self._may_send:  # the first report over a new connection says where to go on
+            if not self._may_send:  # the first report over a new connection says with which frame to go on
                 self._stream.rewind()
                 self._may_send = True
             self._must_report = self._must_report or kind is StreamFrameKind.PING
@@ -507,7 +508,7 @@ class PeerConnection:
     # ---- the end ---------------------------------------------------------------------------------------
 
     def close(self, is_forked: bool = False) -> None:
-        """Send what waits and let the peer's machine have it, within a time limit; then close the socket.
+        """Send waiting bytes and let them reach the peer's machine, within a time limit; then close the socket.
         ``is_forked``: in a forked child, only close it."""
         sock = self._sock
         if sock is None:
@@ -521,7 +522,7 @@ class PeerConnection:
             self._hang_up()
 
     def _deliver(self, sock: socket.socket) -> None:
-        """A socket that is closed while something for it arrives drops what it has not delivered."""
+        """A socket that is closed while bytes for it arrive drops bytes that it has not delivered."""
         deadline = time.monotonic() + _FLUSH_LIMIT_S
         writable = select.poll()
         writable.register(sock, select.POLLOUT)

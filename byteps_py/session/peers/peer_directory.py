@@ -2,7 +2,7 @@
 descriptors of the others' inboxes once all of them have asked (worker/core/peer_introductions.py). Ranks of other
 machines need no introduction: peer_connector.py connects to them.
 
-Must not know what ranks send each other. Any thread.
+Must not know the messages of ranks to each other. Any thread.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class PeerDirectory:
 
     def introduction_wait(self, name: str, others: Sequence[int]) -> Callable[[float], None]:
         """A function that waits, for at most the given number of seconds, until all members have asked under ``name``.
-        It raises StallError, after which it may be called again, and what ends the session."""
+        It raises StallError, after which it may be called again, and the error that ends the session."""
         key, wait = key_of(name), Wait(f"{name}: introduction", 0, lambda: others)
 
         def within(timeout_s: float) -> None:
@@ -62,8 +62,8 @@ class PeerDirectory:
         return within
 
     def wait_for_all(self) -> None:
-        """Return when all ranks of the machine have called ``request_all_introductions``. Raises StallError and what
-        ends the session."""
+        """Return when all ranks of the machine have called ``request_all_introductions``. Raises StallError and the
+        error that ends the session."""
         self.introduction_wait(_ALL, self._others)(_ALL_WITHIN_S)
 
     def are_introduced(self, name: str) -> bool:

@@ -14,7 +14,7 @@ from byteps_py.dataplane.handshake import Challenge, ListenerHandshake
 from byteps_py.dataplane.stream_seal import StreamSeal
 from byteps_py.errors import ProtocolError
 
-_CALL = struct.Struct("<8sIII")  # what this is, the caller's rank, the listener's, the epoch of their group of ranks
+_CALL = struct.Struct("<8sIII")  # kind, the caller's rank, the listener's rank, epoch of their group
 _MAGIC = b"bps-rank"
 _LENGTH = struct.Struct("<I")
 LENGTH_BYTES = _LENGTH.size

@@ -1,8 +1,8 @@
-"""Listens for ranks of other machines. One thread serves all callers until they have proven who they are, within the
-limits that all listeners of this package have (unauthenticated_connections.py): none of them blocks it, and a caller
-has only so long for all of its handshake, however it spreads its bytes.
+"""Listens for ranks of other machines. One thread serves all callers until they have authenticated, within the limits
+that all listeners of this package have (unauthenticated_connections.py): none of them blocks it, and a caller has only
+so long for all of its handshake, however it spreads its bytes.
 
-Must not know what connections carry.
+Must not know the messages on connections.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class _Caller:
 class PeerListener:
     """Listens at ``host``, any port, for rank ``me`` of the group of ranks of ``epoch``. Raises OSError if it can't.
 
-    ``on_called(rank, sock, seals)``: a rank has proven who it is. ``on_refused(rank, why)``: a connection that said it
-    was of ``rank`` was turned away; anybody may say so. The listener's thread calls both.
+    ``on_called(rank, sock, seals)``: a rank has authenticated. ``on_refused(rank, why)``: a connection that said it was
+    of ``rank`` was turned away; anybody may say so. The listener's thread calls both.
     """
 
     def __init__(

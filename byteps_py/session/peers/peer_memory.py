@@ -1,4 +1,5 @@
-"""Shared memory between the ranks of one machine: what a rank writes for its peers, and what it maps of theirs.
+"""Shared memory between the ranks of one machine: the memory that a rank writes for its peers, and its mappings of
+theirs.
 
 Segments are sealed memfds whose descriptors go from rank to rank. No other process can open them, and they are freed
 with the last process that maps them. Not locked: PeerTransport calls with its lock held.

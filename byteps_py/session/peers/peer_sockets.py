@@ -133,7 +133,7 @@ class PeerOutbox:
                     return
 
     def close(self, is_forked: bool = False) -> None:
-        """Send what is waiting, within a time limit, then close the socket. ``is_forked``: in a forked child, only
+        """Send waiting messages, within a time limit, then close the socket. ``is_forked``: in a forked child, only
         close it."""
         flusher = self._flusher
         if flusher is not None and not is_forked:

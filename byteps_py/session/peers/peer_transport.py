@@ -66,7 +66,7 @@ WINDOW = 4
 #: keeps those that have come too early.
 _ACKNOWLEDGED = 8
 _MOST_UNACKNOWLEDGED_BYTES = 256 << 10
-#: To wait for the next report of a large payload costs less than to copy what may not have come.
+#: Waiting for the next report of a large payload costs less than copying the bytes that may not have arrived.
 _REPORT_WAIT_S = 0.002
 _INLINE, _SHARED, _MORE, _TAKEN, _SEGMENT, _JOINED, _WAKE = map(int, PeerMessageKind)
 _BETWEEN_MACHINES = frozenset((_INLINE, _TAKEN, _JOINED))
@@ -97,7 +97,7 @@ class PeerTransport:
         self._error: ProtocolError | None = None  # found while no thread was waiting for messages
         #: Connects to ranks of other machines; None if that is not possible.
         self.connector: PeerConnector | None = None
-        #: After a connection has ended, the services have this long, in seconds, to say what has happened to its rank.
+        #: After a connection has ended, the services have this long, in seconds, to report the fate of its rank.
         self.lost_after_s = 0.0
         self._poller: select.epoll | None = None
         self._has_joined = self._is_closed = False
@@ -139,7 +139,7 @@ class PeerTransport:
         self._link_keeper.start()
         if is_new and self._has_joined:
             self._tell_joined(link)
-        self._wake()  # what came before the poller knew of it
+        self._wake()  # for messages that arrived before the poller knew of it
 
     def _link_broke(self, link: PeerConnection) -> None:
         if self.connector is not None:
@@ -181,7 +181,7 @@ class PeerTransport:
         """A function that waits, for at most the given number of seconds, until the stream's next payload may be sent.
 
         It raises StallError, after which it may be called again, JoinedError (a rank that has not taken earlier
-        payloads has no more data) and what ends the session.
+        payloads has no more data) and the error that ends the session.
         """
         wait = Wait(stream.name, 0, lambda: self._matcher.takers(stream))
 
@@ -206,12 +206,13 @@ class PeerTransport:
         dues: Sequence[int] = (),
         owner: object = None,
     ) -> list[PendingSend]:
-        """Send the concatenation of ``spans`` as the stream's next payload to each rank of ``targets``. Returns what is
-        not sent yet: ``owner`` keeps its memory, and nobody may change it until it is (``wait_until_sent``).
+        """Send the concatenation of ``spans`` as the stream's next payload to each rank of ``targets``. Returns the
+        sends that are not complete: ``owner`` keeps its memory, and nobody may change it until it is
+        (``wait_until_sent``).
 
         ``is_led``: the targets send nothing in return, so that a small payload, too, has to be acknowledged. ``dues``:
         for each target the number of bytes that this rank expects of it in return, so that both sides detect a
-        difference; empty if there is nothing to compare. Raises CommunicationError and what ends the session.
+        difference; empty if there is nothing to compare. Raises CommunicationError and the error that ends the session.
         """
         self._host.check_open()
         nbytes = spans[0][1] if len(spans) == 1 else sum(length for _, length in spans)
@@ -233,7 +234,7 @@ class PeerTransport:
         return [part for part in sent if not part.has_come]
 
     def wait_until_sent(self, sent: Sequence[PendingSend], timeout_s: float) -> None:
-        """Return when all of ``sent`` is sent. Raises StallError and what ends the session."""
+        """Return when all of ``sent`` is sent. Raises StallError and the error that ends the session."""
 
         def have_left() -> bool:
             return all(part.has_left for part in sent)
@@ -409,11 +410,11 @@ class PeerTransport:
     # ---- receiving -------------------------------------------------------------------------------------
 
     def collect(self, receipt: StreamReceipt, timeout_s: float) -> None:
-        """Copy what the receipt expects to its memory; return when all of it is copied. If the call fails, what was
-        copied is kept, and the next call continues.
+        """Copy the expected payloads to the memory of the receipt; return when all of it is copied. If the call fails,
+        the next call continues after the bytes that were copied.
 
         Raises StallError, MismatchError (once everything has come; a payload of another size is dropped), JoinedError
-        and what ends the session.
+        and the error that ends the session.
         """
         try:
             self._collect(receipt, time.monotonic() + timeout_s)
@@ -454,8 +455,8 @@ class PeerTransport:
         receipt.close()
 
     def await_next(self, streams: Sequence[tuple[Stream, int]], timeout_s: float) -> None:
-        """Return when one of the (stream, source) pairs has a payload without a receipt. Raises StallError and what
-        ends the session."""
+        """Return when one of the (stream, source) pairs has a payload without a receipt. Raises StallError and the
+        error that ends the session."""
 
         def has_come() -> bool:
             return any(stream.has_next(source) for stream, source in streams)
@@ -471,7 +472,7 @@ class PeerTransport:
         return receipt.is_there
 
     def take_messages(self) -> None:
-        """Process the messages that have arrived. Does not block. Raises what ends the session."""
+        """Process the messages that have arrived. Does not block. Raises the error that ends the session."""
         with self._host.state:
             self._host.check_open()
             while not self._host.is_being_read and self.take_message():
@@ -506,8 +507,8 @@ class PeerTransport:
             self._lose(source, wait, timeout_s)
 
     def _lose(self, source: int, wait: Wait, timeout_s: float) -> NoReturn:
-        """The connection to ``source`` has ended, and something is still to come. Raises what the services know of it,
-        if they find out in time; otherwise PeerLostError."""
+        """The connection to ``source`` has ended, and something is still to come. Raises the error that the services
+        report, if they find out in time; otherwise PeerLostError."""
         link = cast(PeerConnection, self._outboxes[source])
         failure = cast(CommunicationError, link.failure)
         patience_s = link.failed_at_s + self.lost_after_s - time.monotonic()
@@ -533,7 +534,7 @@ class PeerTransport:
         return MismatchError(differing(stream.name, own, sent, other, payload.due))
 
     def _take(self, source: int, payload: Payload, spans: Sequence[Span]) -> bool:
-        """Copy what has been written of a payload to ``spans``. True if that completes it."""
+        """Copy the written bytes of a payload to ``spans``. True if that completes it."""
         if payload.has_landed:
             pass
         elif payload.data is not None:

@@ -3,7 +3,7 @@ connections beneath; and a check whether a connection still carries bytes (``Lin
 
 Frames are numbered from 0 in each direction. A frame is kept until the other end has reported that it came, so a new
 connection goes on where the last one has ended, after a break or after a damaged frame. Not locked: PeerConnection
-calls with its lock held, except for ``check`` and ``damaged``, of what comes, which one thread at a time receives.
+calls with its lock held, except for ``check`` and ``damaged``, which one thread at a time calls as it receives.
 
     added ──take──► sent ──confirm──► forgotten          rewind: a new connection; what is not confirmed is sent again
 """
@@ -17,7 +17,8 @@ from byteps_py.dataplane.seal import Data
 from byteps_py.dataplane.stream_seal import FrameHeader, StreamFrameKind
 from byteps_py.errors import ProtocolError
 
-#: A receiver reports what it has got after so many bytes or frames, unless a frame that it sends anyway does so before.
+#: A receiver reports the frames that it has received after so many bytes or frames, unless a frame that it sends anyway
+#: does so before.
 REPORT_BYTES = 1 << 20
 REPORT_FRAMES = 64
 _LAST_KIND = max(StreamFrameKind)
@@ -27,14 +28,14 @@ class ResumableStream:
     """One rank's end. ``given``: frames to be sent so far. ``confirmed``: those of them that have come."""
 
     def __init__(self) -> None:
-        self._kept: deque[tuple[Data, object]] = deque()  # from ``confirmed`` on: bodies, and what keeps their memory
+        self._kept: deque[tuple[Data, object]] = deque()  # from ``confirmed`` on: bodies, and their owners
         self._next = 0  # number of the next frame to be sent
         self.given = 0
         self.confirmed = 0
         self._owned = 0  # frames up to here are in memory of their own
         #: The number of the frame that comes next.
         self.expected = 0
-        #: Bytes that have come and that the other end does not know of.
+        #: Bytes that have arrived and that were not reported.
         self.unreported_bytes = 0
         self._reported = 0
         self._damaged_at = -1
@@ -67,7 +68,7 @@ class ResumableStream:
         return FrameHeader(nbytes, self._next, self.expected, kind)
 
     def confirm(self, expected: int) -> None:
-        """The other end has got all frames before ``expected``. Raises ProtocolError if they were not sent."""
+        """The other end has received all frames before ``expected``. Raises ProtocolError if they were not sent."""
         if expected > self._next:
             raise ProtocolError(f"frame {expected - 1} of a stream was confirmed, which has sent {self._next}")
         while self.confirmed < expected:
@@ -75,7 +76,7 @@ class ResumableStream:
             self.confirmed += 1
 
     def rewind(self) -> None:
-        """There is a new connection: all that is not confirmed is sent again."""
+        """There is a new connection: send all frames again that are not confirmed."""
         self._next = self.confirmed
 
     def bytes_to_copy(self, end: int) -> int:
@@ -102,20 +103,20 @@ class ResumableStream:
             raise ProtocolError(f"frame {header.number} of a stream came instead of frame {self.expected}")
 
     def on_frame(self, header: FrameHeader) -> None:
-        """The frame of ``header`` has come, as it was sent. Raises ProtocolError."""
+        """The frame of ``header`` has arrived undamaged. Raises ProtocolError."""
         if header.kind == StreamFrameKind.DATA:
             self.expected += 1
             self.unreported_bytes += header.nbytes
         self.confirm(header.expected)
 
     def damaged(self) -> bool:
-        """The next frame came damaged. True if it did so before."""
+        """The next frame arrived damaged. Returns True if that has happened before."""
         was_before, self._damaged_at = self._damaged_at == self.expected, self.expected
         return was_before
 
     @property
     def is_report_due(self) -> bool:
-        """True if so much came that the other end should know."""
+        """True if so much has arrived that a report is due."""
         return self.unreported_bytes >= REPORT_BYTES or self.expected - self._reported >= REPORT_FRAMES
 
 
@@ -153,7 +154,7 @@ class LinkWatch:
         return min(1.0, self.silence_s / 4)
 
     def on_receive(self, now_s: float) -> None:
-        """Something came, or a new connection was made."""
+        """Bytes have arrived, or a new connection was made."""
         self._heard_s, self._pinged_s = now_s, None
 
     def broke(self, now_s: float) -> None:

@@ -1,4 +1,4 @@
-"""``SharedSlots``: shared memory in which each rank of a group writes, step by step, what the others read, while they
+"""``SharedSlots``: shared memory in which each rank of a group writes, step by step, for the others to read, while they
 do the same: a few slots of each rank, and a few control lines that say how many steps it has published.
 
 So a tensor of any size needs no more shared memory than that, and bytes are read while they are in the caches. No
@@ -9,8 +9,8 @@ acknowledgement is needed: a rank that publishes a step has read all earlier ste
 
 The number of published steps is a word in memory: a rank publishes by writing its word, and waits by polling the words
 of the others. A rank that has polled for long enough records that it sleeps, and a rank that publishes a step then
-sends it a message. Compiled instructions take the steps (kernels/jit/all_reduce_kernels.py); this module does
-what comes before, between and after them.
+sends it a message. Compiled instructions take the steps (kernels/jit/all_reduce_kernels.py); this module does the work
+before, between and after them.
 """
 
 from __future__ import annotations
@@ -137,9 +137,9 @@ class SharedSlots:
         self._wait = Wait(name, self._operations + 1, self._missing)
 
     def await_addresses(self, timeout_s: float, absent_elsewhere: Callable[[], list[int]] = list) -> None:
-        """Return when this rank ``knows_addresses``. ``absent_elsewhere``: for slots that serve a part of an
-        operation: returns the ranks without them that have joined instead. Members that know of one do not begin.
-        Raises StallError, JoinedError (a member, or such a rank, has no more data), ProtocolError and what ends the
+        """Return when this rank ``knows_addresses``. ``absent_elsewhere``: for slots that serve a part of an operation:
+        returns the ranks without them that have joined instead. Members that know of one do not begin. Raises
+        StallError, JoinedError (a member, or such a rank, has no more data), ProtocolError and the error that ends the
         session."""
         flows = self._stream.flows
         if self._wait is None:
@@ -178,8 +178,8 @@ class SharedSlots:
     def sleep(self, step: int, timeout_s: float, absent_elsewhere: Callable[[], list[int]] = list) -> None:
         """Return when all other members have published ``step`` steps of this operation; this rank has recorded that it
         sleeps. ``absent_elsewhere``: see ``await_addresses``. Raises StallError, JoinedError (a member has no more
-        data, and no member has published more than the first step; or a rank without slots has none) and what ends
-        the session."""
+        data, and no member has published more than the first step; or a rank without slots has none) and the error that
+        ends the session."""
         if self._wait is None:
             raise ValueError("sleep() without begin()")
         word = self.base + step
@@ -203,7 +203,7 @@ class SharedSlots:
     def differ(self, timeout_s: float) -> None:
         """Another member is in another operation. Raises MismatchError if it adds the same tensor with another size.
         Otherwise raises StallError after ``timeout_s``, as the other operation's name means little to users, and
-        callers can find out more meanwhile; and what ends the session."""
+        callers can find out more meanwhile; and the error that ends the session."""
         for source in self.others:
             key, nbytes = _RECORD.unpack_from(self._lines(source), self.record)
             if key == self.key and nbytes != self._nbytes:
@@ -255,14 +255,14 @@ class SharedSlots:
 
 class SharedSegment:
     """A segment of memory that some ranks of a machine share: one of them makes it, the others map it. All may read and
-    write it; who does what when is for their callers to agree on. One thread at a time.
+    write it; their callers agree on the order of accesses. One thread at a time.
 
         the maker:   memory ──SEGMENT, with its descriptor──► the others      SHARED: its number
         the others:  wait for SHARED, then find the segment among those that are mapped already
 
     ``stream``: to the other ranks, all of this machine; it has no other use. ``maker``: the rank that makes the
-    segment, the same on all of them, like ``nbytes``. Raises OSError if the system can't provide as much, and what ends
-    the session."""
+    segment, the same on all of them, like ``nbytes``. Raises OSError if the system can't provide as much, and the error
+    that ends the session."""
 
     def __init__(self, host: MemoryHost, stream: Stream, maker: int, nbytes: int) -> None:
         self._host, self._stream, self._maker, self._nbytes = host, stream, maker, nbytes
@@ -285,7 +285,7 @@ class SharedSegment:
 
     def map(self, timeout_s: float) -> None:
         """Return when the segment is mapped here. Raises StallError, after which it may be called again, ProtocolError,
-        and what ends the session."""
+        and the error that ends the session."""
         if self._segment is not None:
             return
         host, payloads = self._host, self._stream.flows[self._maker].payloads

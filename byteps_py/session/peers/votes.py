@@ -67,7 +67,7 @@ class Votes:
 
     def wait_until_known(self, number: int, is_enough: Callable[[], bool], name: str, timeout_s: float) -> None:
         """Return when ``is_enough`` returns True; it is called after each message. ``name``: of the operation, for
-        error messages. Raises StallError and what ends the session."""
+        error messages. Raises StallError and the error that ends the session."""
         if not is_enough():
             wait = Wait(name, number, lambda: self._missing(number))
 

@@ -32,11 +32,11 @@ class Host(Protocol):
         """True if another thread is reading messages. Called with ``state`` held."""
 
     def check_open(self) -> None:
-        """Raises what has ended the session."""
+        """Raises the error that has ended the session."""
 
     def wait_until(self, condition: Callable[[], bool], timeout_s: float | None, what: Callable[[], str]) -> None:
-        """Read messages until ``condition`` holds. Raises StallError with the text of ``what``, and what ends the
-        session."""
+        """Read messages until ``condition`` holds. Raises StallError with the text of ``what``, and the error that ends
+        the session."""
 
     def send(self, message: object, fds: tuple[int, ...] = ()) -> None:
         """Send a message of rank_link.py to the communication service."""
@@ -76,8 +76,8 @@ class PeerWaiter:
         self._spin_policy.ended(paid=not in_vain)
 
     def until(self, condition: Callable[[], bool], wait: Wait, timeout_s: float, has_spun: bool = False) -> None:
-        """Return when ``condition`` holds. ``has_spun``: the caller has polled already. Raises StallError and what ends
-        the session; then the wait is reported as over until the next call."""
+        """Return when ``condition`` holds. ``has_spun``: the caller has polled already. Raises StallError and the error
+        that ends the session; then the wait is reported as over until the next call."""
         try:
             self._until(condition, wait, timeout_s, has_spun)
         except BaseException:  # even an interrupt may end the wait

@@ -42,7 +42,7 @@ class ChannelSession(Session):
         self._forks = forks.count
         self._is_welcome = False  # until then, the service does not answer a Ping
         self._has_pinged = False  # the service was asked whether it is alive
-        self._told_steps = self.steps_begun  # what the service knows of them
+        self._told_steps = self.steps_begun  # as last reported to the service
         self._fatal: BytePSError | None = None
         self._closed = False
         self._reading = False
@@ -95,8 +95,8 @@ class ChannelSession(Session):
         return self._reading
 
     def send(self, message: object, fds: tuple[int, ...] = ()) -> None:
-        """Send a message of rank_link.py to the service, with descriptors that stay the caller's. Raises what ends
-        the session."""
+        """Send a message of rank_link.py to the service, with descriptors that stay the caller's. Raises the error that
+        ends the session."""
         self.check_open()
         data = protocol.encode(message)
         try:
@@ -125,8 +125,8 @@ class ChannelSession(Session):
         """Return when ``condition`` holds; meanwhile read messages, or let another thread read them. ``condition`` is
         called with ``state`` held.
 
-        Raises StallError after ``timeout_s`` seconds (None: no limit), and what ends the session. Both messages contain
-        the text of ``waiting_for``.
+        Raises StallError after ``timeout_s`` seconds (None: no limit), and the error that ends the session. Both
+        messages contain the text of ``waiting_for``.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self.state:

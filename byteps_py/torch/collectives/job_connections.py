@@ -50,7 +50,7 @@ class JobConnections:
     @property
     def machines(self) -> ConnectedMachines | None:
         """The machines of the job, if all ranks are connected; otherwise None. The same on all ranks. Waits until that
-        is known. Raises StallError and what has ended the session."""
+        is known. Raises StallError and the error that has ended the session."""
         if not self._is_done.wait(self._settings.start_timeout_s + 2 * _CONNECT_S):
             raise StallError("not all ranks have connected to each other: some have not begun, or can't go on")
         self._session.check_open()

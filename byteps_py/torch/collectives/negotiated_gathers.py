@@ -39,8 +39,8 @@ class NegotiatedGathers:
 
     @classmethod
     def of(cls, context: Context) -> Self:
-        """The instance of ``context``. Called with the context's lock held. Raises StallError and what ends the
-        session."""
+        """The instance of ``context``. Called with the context's lock held. Raises StallError and the error that ends
+        the session."""
         return cast(Self, context.belongings.get(cls) or context.belongings.setdefault(cls, cls(context)))
 
     def begin(
@@ -101,7 +101,7 @@ class NegotiatedRound:
 
     def wait(self) -> torch.Tensor | None:
         """The messages of all ranks: uint8, [position in the group, byte]. None: the round goes through the service, as
-        a rank has not offered. Raises StallError and what ends the session."""
+        a rank has not offered. Raises StallError and the error that ends the session."""
         if not self._rounds.is_offered_by_all():
             return None
         group, mine = self.group, self._mine
@@ -118,7 +118,8 @@ class NegotiatedRound:
 
     def exchange(self, sends: Sequence[tuple[Positions, Spans]], receives: Mapping[int, Spans], owner: object) -> None:
         """Send spans to the members at these positions, and receive them. All members know what is due: nothing is sent
-        for spans without bytes. ``owner`` keeps the memory of all. Raises StallError and what ends the session."""
+        for spans without bytes. ``owner`` keeps the memory of all. Raises StallError and the error that ends the
+        session."""
         group, deadline = self.group, time.monotonic() + self.group.timeout_s
         peers = group.peers
         stream = peers.stream(f"data of {self._name} {group.suffix}", tuple(group.others.values()))

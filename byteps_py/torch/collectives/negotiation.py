@@ -75,7 +75,7 @@ class OfferVotes:
 
 
 class VotingGroup:
-    """The ``ranks`` that vote, () for all. Raises StallError and what ends the session."""
+    """The ``ranks`` that vote, () for all. Raises StallError and the error that ends the session."""
 
     def __init__(self, context: Context, ranks: Sequence[int]) -> None:
         self.session = session = context.session
@@ -127,8 +127,8 @@ class VotedRounds:
         self._votes.forget(self._rounds.number - 1)
 
     def is_offered_by_all(self) -> bool:
-        """Wait for the result of the vote on this round, in which this rank has offered. Raises StallError and what
-        ends the session."""
+        """Wait for the result of the vote on this round, in which this rank has offered. Raises StallError and the
+        error that ends the session."""
         votes, number = self._votes, self._rounds.number
 
         found: bool | None = None

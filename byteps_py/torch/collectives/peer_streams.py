@@ -207,7 +207,7 @@ class PeerStreams:
 
     def introduction_wait(self) -> Callable[[float], None]:
         """A function that waits, for at most the given number of seconds, until all members are introduced. It raises
-        StallError, after which it may be called again, and what ends the session."""
+        StallError, after which it may be called again, and the error that ends the session."""
         return self.peers.directory.introduction_wait(self._introduction, self._all)
 
     @property

@@ -129,9 +129,9 @@ def assign(target: torch.Tensor, source: torch.Tensor) -> None:
 
 def _connect(members: Members, group_context: GroupContext, completer: Completer) -> ConnectedMachines | None:
     """The machines of the group, once all members of other machines are connected to this one: they exchange addresses
-    through the communication service, and connect in pairs (session/peers/peer_connector.py). job_connections.py
-    does the same for all ranks of a job. None if the settings of a member do not allow that. Raises RendezvousError,
-    StallError and what ends the session."""
+    through the communication service, and connect in pairs (session/peers/peer_connector.py). job_connections.py does
+    the same for all ranks of a job. None if the settings of a member do not allow that. Raises RendezvousError,
+    StallError and the error that ends the session."""
     session, settings, count = members.session, members.context.settings, members.count
     # A group whose operations may take a moment only still has time to be made.
     limit_s = max(group_context.timeout_s, settings.start_timeout_s)

@@ -90,7 +90,7 @@ class DirectSum:
 
     def run(self, deadline: float) -> None:
         """Complete the sum. If a wait ends early, a further call continues. ``deadline``: of time.monotonic(). Raises
-        StallError, JoinedError (no member completes it) and what ends the session."""
+        StallError, JoinedError (no member completes it) and the error that ends the session."""
         transport = self._transport
         if not self.has_begun:
             self._begin()

@@ -39,7 +39,7 @@ class LargeSum(Protocol):
 
     def run(self, deadline: float) -> None:
         """Complete the sum; if a wait ends early, a further call continues. ``deadline``: of time.monotonic(). Raises
-        StallError, JoinedError (no member completes it) and what ends the session."""
+        StallError, JoinedError (no member completes it) and the error that ends the session."""
 
 
 class LargeAllReduce(Protocol):

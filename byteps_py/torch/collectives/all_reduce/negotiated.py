@@ -47,8 +47,8 @@ class NegotiatedAllReduce:
 
     @classmethod
     def of(cls, context: Context) -> Self:
-        """The instance of ``context``. Called with the context's lock held. Raises StallError and what ends the
-        session."""
+        """The instance of ``context``. Called with the context's lock held. Raises StallError and the error that ends
+        the session."""
         return cast(Self, context.belongings.get(cls) or context.belongings.setdefault(cls, cls(context)))
 
     def begin(
@@ -131,7 +131,7 @@ class NegotiatedGroup(VotingGroup):
         return large_sum
 
     def finish(self, large_sum: LargeSum) -> None:
-        """Complete a sum that all other ranks complete, too. Raises StallError, JoinedError and what ends the
+        """Complete a sum that all other ranks complete, too. Raises StallError, JoinedError and the error that ends the
         session."""
         try:
             large_sum.run(time.monotonic() + self.timeout_s)
