@@ -140,6 +140,8 @@ class SummationService:
         self._reducer = Reducer(runtime, settings.server_threads, self._network.digest, self._prepared)
         self._endpoint: Endpoint | None = None
         self.shadows = ShadowKeeper(shadows or new_store(settings, runtime), runtime, self._reducer)
+        #: Gets the sums that are taken here: none, until states are kept that are stepped with them.
+        self._take_sum: Callable[[Header, PayloadMemory | None], None] | None = None
         if open_endpoint is not None:
             self._endpoint = open_endpoint(self.shadows, settings, self._loop)
         self._checkpoints = checkpoints
@@ -252,6 +254,7 @@ class SummationService:
         self._tick_while_needed()
 
     def _on_shadow(self, header: Header, peer: Peer, payload: FrameMemory) -> None:
+        self._take_sum = self.shadows.summed  # from the first SHADOW_BEGIN on
         self.shadows.on_message(header, peer, payload)
 
     def _tick_while_needed(self) -> None:
@@ -314,8 +317,8 @@ class SummationService:
             actions = self._rounds.reduced(round_, error)
             for answer in actions:
                 if isinstance(answer, Answer):
-                    if header.op is Op.SUM:
-                        self.shadows.summed(header, todo.result)
+                    if self._take_sum is not None and header.op is Op.SUM:
+                        self._take_sum(header, todo.result)
                     hand_on(self._runtime, arrivals, answer.contributions, todo.result)
             self._perform(actions, todo.result, blame, complete_s)
 

@@ -33,7 +33,6 @@ ANSWER_S = 30.0
 _START_S = 10.0
 _STOP_GRACE_S = 0.5
 _CLOSE_S = 5.0
-_NOTE_S = 1.0
 
 
 class ShadowEndpoint(shadow_pb2_grpc.ShadowServicer):
@@ -91,13 +90,7 @@ class ShadowEndpoint(shadow_pb2_grpc.ShadowServicer):
         self._authenticator.watch()
         self._is_bound.set()
         try:
-            while not self._ended.is_set():
-                self._authenticator.note_refused()
-                try:
-                    async with asyncio.timeout(_NOTE_S):
-                        await self._ended.wait()
-                except TimeoutError:
-                    pass
+            await self._ended.wait()
         finally:
             self._authenticator.unwatch()
             await server.stop(_STOP_GRACE_S)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Callable
 
 import pytest
 from support.strangers import local
@@ -61,6 +62,25 @@ def test_the_last_ones_are_counted_too(caplog: pytest.LogCaptureFixture) -> None
     clock.now_s = 3 * PERIOD_S
     log.tick()
     assert lines(caplog)[1:] == [f"turned away a 2 more times in the last 60 s: {WRONG}"]
+
+
+def test_a_timer_runs_while_there_are_minutes_to_count(caplog: pytest.LogCaptureFixture) -> None:
+    clock, timers = Clock(), list[tuple[float, Callable[[], None]]]()
+    log = RefusalLog(clock, lambda delay_s, then: timers.append((delay_s, then)))
+    assert not timers
+    log.note("a", "a", WRONG)
+    log.note("a", "a", WRONG)
+    clock.now_s = 10
+    log.note("b", "b", WRONG)
+    ((delay_s, then),) = timers
+    assert delay_s == PERIOD_S
+    for now_s, following_s in ((60.0, 10.0), (70.0, 50.0), (120.0, None)):
+        clock.now_s = now_s
+        timers.clear()
+        then()
+        assert [each for each, _ in timers] == ([] if following_s is None else [following_s])
+        then = timers[0][1] if timers else then
+    assert lines(caplog)[2:] == [f"turned away a 1 more times in the last 60 s: {WRONG}"]
 
 
 def test_many_hosts_and_many_process_ids_are_few_lines(caplog: pytest.LogCaptureFixture) -> None:

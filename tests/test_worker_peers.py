@@ -120,7 +120,7 @@ def test_large_answers_leave_from_where_they_lie_and_then_it_is_told(service: Se
     assert fetch(machine, 1, b"", Kind.FETCH_SUM)[1] == LARGE
     assert service.served.acquire(timeout=10)
     assert isinstance(service.requests[0], SumRequest)
-    assert service.peers.bytes_sent == len(LARGE)
+    assert service.peers.traffic.bytes_sent == len(LARGE)
 
 
 @pytest.mark.parametrize("nbytes", [3, len(LARGE)])

@@ -260,11 +260,16 @@ class Group:
         """See PieceExchange."""
         return self._direct.owes(gone)
 
-    def settle(self, gone: set[int]) -> None:
-        """Tell local ranks that wait for it that others, but for those that are ``gone``, have what these gave."""
-        for local_rank in self._around.rank_server.settling():
-            if not self._direct.owes(gone, local_rank):
-                self._around.rank_server.settled(local_rank)
+    def settle(self, gone: set[int]) -> bool:
+        """Tell local ranks that wait for it that others, but for those that are ``gone``, have what these gave. True if
+        some wait on."""
+        rank_server, waits = self._around.rank_server, False
+        for local_rank in rank_server.settling():
+            if self._direct.owes(gone, local_rank):
+                waits = True
+            else:
+                rank_server.settled(local_rank)
+        return waits
 
     def lacks(self, gone: set[int]) -> bool:
         """Something of rounds that these ranks, which have shut down, took part in is not over here: a result, or their
@@ -281,6 +286,18 @@ class Group:
         return bool(len(self.queue) or len(self._fetches))
 
     # ---- what is to be seen ------------------------------------------------------------------------------
+
+    def waiting(self, age_s: float) -> list[pb.Waiting]:
+        """What local ranks have waited for longer than ``age_s``. Mostly nothing, as is seen at a glance."""
+        now = self._loop.time()
+        ranks = self.executor.ranks.values()
+        if (
+            self.requests.barrier_since is None
+            and not self.executor.pace.is_pending_since(now - age_s)
+            and not any(rank.direct_waits for rank in ranks)
+        ):
+            return []
+        return self.waits.longer_than(age_s, now)
 
     def count(self, statistics: pb.Statistics) -> None:
         """Add what it has done."""

@@ -93,7 +93,7 @@ def statistics(past: pb.Statistics, group: Group | None, peers: PeerMachines | N
     if group is not None:
         group.count(counted)
     if peers is not None:
-        counted.bytes_sent += peers.bytes_sent
+        counted.bytes_sent += peers.traffic.bytes_sent
         counted.bytes_received += peers.bytes_received
     return counted
 
@@ -103,12 +103,13 @@ def heartbeat(
 ) -> pb.Heartbeat:
     """``waiting``: what local ranks have waited for long enough to be told."""
     network = group.network if group is not None else None
+    hosting = group.requests.hosting if group is not None else None
     return pb.Heartbeat(
         statistics=statistics(past, group, peers),
         waiting=waiting,
         ranks=group.executor.pace.report(group.executor.ranks) if group is not None else (),
         servers=network.pace.report() if network is not None else (),
-        shadow=group.requests.hosting.shadows.protection if group is not None else None,
+        shadow=hosting.shadows.protection if hosting is not None and hosting.has_shadows else None,
         steps=_steps(group) if group is not None and waiting else (),
         calls=_calls(group) if group is not None and any(UNNAMED in each.name for each in waiting) else (),
     )

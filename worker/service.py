@@ -61,7 +61,6 @@ class CommunicationService:
         self._exit_code = 0
         self._runtime = runtime
         self._loop = runtime.loop
-        self._started = self._loop.time()
         self._listener = runtime.local_listener(local_socket(settings, "cs"))
         self._pool = runtime.thread_pool(default_threads(settings.worker_threads), "byteps-worker")
         self._prefaulter = runtime.thread_pool(1, "byteps-prefault")
@@ -77,6 +76,7 @@ class CommunicationService:
         self._member_id = 0
         self._past = pb.Statistics()  # of groups that are over
         self._told_left: set[int] = set()  # local ranks that have left, as the scheduler knows
+        self._is_settling = self._looks_for_vain_waits = False  # timers run
         self._unfinished_since = 0  # the epoch of the group in which a rank has not finished, as the scheduler knows
         self._since = 0  # the epoch of the latest group
         self._starting = Starting(settings.local_size, lambda: self._send(pb.MemberMessage(ready=pb.Ready())))
@@ -110,6 +110,8 @@ class CommunicationService:
         self._ready.when_done(self._starting.loaded)
         self._loop.call_later(_TICK_S, self._tick)
         self._loop.call_later(_PUMP_S[1], self._pump)
+        if not self._stay:
+            self._loop.call_later(self._settings.start_timeout_s, self._expect_rank)
 
     def run(self) -> int:
         self.begin()
@@ -225,6 +227,7 @@ class CommunicationService:
                 self._group.waits.departed(self._loop.time(), answer.message, set(message.failure.ranks))
                 self._shutdown_drain.departed(message.failure.ranks)
                 self._settle()
+                self._look_for_vain_waits()
             else:
                 self._fail(error, report=False)
         elif body == "dismissed":
@@ -279,6 +282,7 @@ class CommunicationService:
         if self._shutdown_drain.is_going:
             self._loop.stop()  # no machine wants any more what it stays for
         self._told_left.clear()
+        self._shutdown_drain.end()
         self._shutdown_drain = self._new_shutdown_drain()
 
     def _new_shutdown_drain(self) -> ShutdownDrain:
@@ -310,23 +314,38 @@ class CommunicationService:
     # ---- waiting too long ------------------------------------------------------------------------------
 
     def _waiting(self, age_s: float) -> list[pb.Waiting]:
-        return self._group.waits.longer_than(age_s, self._loop.time()) if self._group is not None else []
+        return self._group.waiting(age_s) if self._group is not None else []
+
+    def _look_for_vain_waits(self) -> None:
+        """Once ranks have shut down, again and again."""
+        group = self._group
+        if group is None or self._looks_for_vain_waits or not group.waits.may_be_vain:
+            return
+
+        def look() -> None:
+            self._looks_for_vain_waits = False
+            if self._group is group:
+                why, is_news = group.waits.vain(self._loop.time())
+                if why:
+                    self._group_lost(PeerLostError(why), report=is_news)
+            self._look_for_vain_waits()
+
+        self._looks_for_vain_waits = True
+        self._loop.call_later(_TICK_S, look)
 
     def _tick(self) -> None:
         self._loop.call_later(_TICK_S, self._tick)
-        self._settle()
-        now = self._loop.time()
-        why, is_news = self._group.waits.vain(now) if self._group is not None else ("", False)
-        if why:
-            self._group_lost(PeerLostError(why), report=is_news)
-        limit, is_alone = self._stall_deadline.limit_s, self._stall_deadline.is_alone(now)
+        limit = self._stall_deadline.limit_s
+        is_alone = self._is_headless and self._stall_deadline.is_alone(self._loop.time())
         if is_alone and self._group is not None:
             self._group.joining.scheduler_lost(PeerLostError(f"it has been away for {limit:g} s"))
         if limit and (waiting := self._waiting(limit)):
             self._fail(self._stall_deadline.wait(waiting[0]))
         if is_alone and self._group is not None and self._group.joining.here:
             self._fail(self._stall_deadline.join())
-        if not self._stay and not self._starting.has_had_ranks and now - self._started > self._settings.start_timeout_s:
+
+    def _expect_rank(self) -> None:
+        if not self._starting.has_had_ranks:
             logger.error("no rank came within %g s", self._settings.start_timeout_s)
             self._exit_code = 1
             self._loop.stop()
@@ -389,13 +408,22 @@ class CommunicationService:
         if self._group is not None:  # not before its machine knows of the group
             self._group.requested(request)
             if isinstance(request, Receipt):
-                self._settle()
+                if self._shutdown_drain.is_waiting:
+                    self._shutdown_drain.settle()
+                if self._is_settling:
+                    self._settle()
 
     def _settle(self) -> None:
-        """Tell machines and ranks that nothing of theirs is needed here any more, as far as is known."""
-        self._shutdown_drain.settle()
-        if self._group is not None:
-            self._group.settle(self._shutdown_drain.gone)
+        """Tell ranks that nothing of theirs is needed here any more, as far as is known; while some wait to hear it,
+        again and again."""
+        waits = self._group is not None and self._group.settle(self._shutdown_drain.gone)
+        if waits and not self._is_settling:
+            self._is_settling = True
+            self._loop.call_later(_TICK_S, self._settle_again)
+
+    def _settle_again(self) -> None:
+        self._is_settling = False
+        self._settle()
 
     def _machine_gone(self, machine: int) -> None:
         if self._group is not None:
@@ -426,8 +454,8 @@ class CommunicationService:
     def _ranks_changed(self) -> None:
         if self._rejoining is not None:
             self._rejoining.check()
-        if self._group is not None:
-            self._group.settle(self._shutdown_drain.gone)
+        self._settle()
+        self._look_for_vain_waits()
         if self._rank_server.has_unfinished and self._unfinished_since != self._since:
             self._unfinished_since = self._since
             self._send(pb.MemberMessage(keep_states=pb.KeepStates(epoch=self._since)))

@@ -19,6 +19,8 @@ LIMIT_S = 10.0
 _LIMIT_TIMEOUTS = 6
 #: Time for what was asked for last to leave.
 _LEAVING_S = 0.5
+#: Time between two looks whether something is still lacking or owed.
+_AGAIN_S = 0.25
 
 
 class ShutdownDrain:
@@ -45,6 +47,8 @@ class ShutdownDrain:
         self._departed: list[set[int]] = []  # ranks of other machines, which have given to what lacks here
         self._is_dismissed = False
         self.is_going = False
+        #: Something lacks here, or is owed to others: it looks again and again.
+        self.is_waiting = False
         self._has_owed = False
 
     def open(self, group: int, lacks: Callable[[set[int]], bool], owes: Callable[[set[int]], bool]) -> None:
@@ -70,6 +74,7 @@ class ShutdownDrain:
             return
         if self.owes(self.gone):
             self._has_owed = True
+            self._look_later()
         elif self._has_owed:
             self._has_owed = False  # from now on only this timer asks
             self._loop.call_later(_LEAVING_S, self._end)
@@ -86,8 +91,22 @@ class ShutdownDrain:
         self.gone.update(ranks)
         self.settle()
 
+    def end(self) -> None:
+        """The group is over: nobody waits to hear anything."""
+        self._departed.clear()
+        self._has_owed = False
+
+    def _look_later(self) -> None:
+        if not self.is_waiting and (self._departed or self._has_owed):
+            self.is_waiting = True
+            self._loop.call_later(_AGAIN_S, self._look_again)
+
+    def _look_again(self) -> None:
+        self.is_waiting = False
+        self.settle()
+
     def settle(self) -> None:
-        """Say so where it is true by now; to be called from time to time."""
+        """Say so where it is true by now."""
         lacking = []
         for ranks in self._departed:
             if self.lacks(ranks):
@@ -97,3 +116,4 @@ class ShutdownDrain:
         self._departed = lacking
         if self._has_owed:
             self._end()
+        self._look_later()

@@ -308,6 +308,7 @@ class GroupWatch:
         self._steps = StepSequences()
         self._pace = PaceWatch(job.config.straggler, job.config.stall_warn_s)
         self._compared_s = -_COMPARE_S
+        self._waiting: set[int] = set()  # members whose ranks have waited for long, as they reported last
 
     def message_handlers(self) -> Mapping[str, MessageHandler]:
         """The handlers of reports, by kind."""
@@ -318,14 +319,18 @@ class GroupWatch:
         if heartbeat.bare:
             return []
         member.statistics, member.shadow = heartbeat.statistics, heartbeat.shadow
-        self._stalls.report(member.id, heartbeat.waiting, heartbeat.calls)
         if not all(pace.rank in member.ranks for pace in heartbeat.ranks):
             raise ProtocolError("its heartbeat has the pace of ranks that are not its own")
         if not all(each.rank in member.ranks for each in heartbeat.steps):
             raise ProtocolError("its heartbeat has the steps of ranks that are not its own")
         if not all(call.rank in member.ranks for call in heartbeat.calls):
             raise ProtocolError("its heartbeat has the calls of ranks that are not its own")
-        self._steps.report(member.id, heartbeat.steps, now_s)
+        if heartbeat.waiting or heartbeat.steps:
+            self._waiting.add(member.id)
+            self._report(member.id, heartbeat, now_s)
+        elif member.id in self._waiting:
+            self._waiting.discard(member.id)
+            self._report(member.id, heartbeat, now_s)
         self._pace.report(member.id, heartbeat.ranks, heartbeat.servers)
         roster, out = self._job.roster, Outgoing()
         if now_s - self._compared_s >= _COMPARE_S:
@@ -340,6 +345,10 @@ class GroupWatch:
             out += to_each(roster.present(), pb.SchedulerMessage(stalled=stalled))
         return out
 
+    def _report(self, member_id: int, heartbeat: pb.Heartbeat, now_s: float) -> None:
+        self._stalls.report(member_id, heartbeat.waiting, heartbeat.calls)
+        self._steps.report(member_id, heartbeat.steps, now_s)
+
     def _sight(self, member: MemberRecord, sight: pb.Sight, now_s: float) -> Outgoing:
         """The activity of a rank for which others wait."""
         if sight.rank not in ranks_of(member):
@@ -348,12 +357,12 @@ class GroupWatch:
 
     def on_member_left(self, member: MemberRecord) -> None:
         """The member has left or is lost: it waits for nothing."""
-        self._stalls.report(member.id, [])
-        self._steps.report(member.id, [], 0.0)
+        self._waiting.discard(member.id)
+        self._report(member.id, pb.Heartbeat(), 0.0)
 
     def contradiction(self) -> str:
         """Why ranks wait in vain, as far as heartbeats show it; empty if they do not."""
-        if not self._job.is_running:
+        if not (self._waiting and self._job.is_running):
             return ""
         unnamed = self._stalls.contradiction(self._job.roster.size, self._group.declarations.describe)
         return unnamed or self._steps.contradiction()

@@ -146,7 +146,6 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
         while True:
             now_s = self._now_s()
             self._deliver(self._links.handle(ClockTicked(), now_s))
-            self._authenticator.note_refused()
             if self._bug is not None:
                 raise self._bug
             if self._links.is_abandoned:

@@ -27,10 +27,17 @@ class _Period:
 
 
 class RefusalLog:
-    """The connections that one service has refused."""
+    """The connections that one service has refused. ``call_later(delay_s, callback)``: sets a timer, while there are
+    minutes to count; None: ``note`` counts those that are over."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        call_later: Callable[[float, Callable[[], None]], object] | None = None,
+    ) -> None:
         self._clock = clock
+        self._call_later = call_later
+        self._is_timed = False
         self._periods: dict[tuple[str, str], _Period] = {}  # by host, and reason without its numbers
 
     def note(self, whom: str, host: str, reason: str) -> None:
@@ -45,6 +52,7 @@ class RefusalLog:
             return
         self._periods[key] = _Period(self._clock(), reason)
         logger.warning("turned away %s: %s", whom, reason)
+        self._tick_later()
 
     def tick(self) -> None:
         """Log the counts of minutes that are over."""
@@ -56,3 +64,14 @@ class RefusalLog:
                     text = "turned away %s %d more times in the last %.0f s: %s"
                     logger.warning(text, key[0], period.unlogged, now_s - period.since_s, period.reason)
                     self._periods[key] = _Period(now_s, period.reason)
+
+    def _tick_later(self) -> None:
+        if self._call_later is not None and self._periods and not self._is_timed:
+            self._is_timed = True
+            first_s = min(period.since_s for period in self._periods.values())
+            self._call_later(max(0.0, first_s + PERIOD_S - self._clock()), self._timed)
+
+    def _timed(self) -> None:
+        self._is_timed = False
+        self.tick()
+        self._tick_later()

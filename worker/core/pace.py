@@ -14,6 +14,7 @@ Whether it is much slower than the others is decided where all of them are known
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
@@ -121,6 +122,7 @@ class _Rank:
     def __init__(self) -> None:
         self.pid = 0
         self.pending: set[int] = set()  # slots
+        self.pending_since = math.inf  # since then there have been some
         self.step = 0  # rounds of the tensor that has most
         self.since = 0.0  # when this step began
         self.mark = 0.0  # of the last hand-over, or of the last delivery if nothing is pending
@@ -150,6 +152,8 @@ class RankPace:
             rank.pid, rank.mark = pid, now
         rank.own_s += now - rank.mark
         rank.mark = now
+        if not rank.pending:
+            rank.pending_since = now
         rank.pending.add(slot)
         if round_ > rank.step:
             if rank.step:
@@ -165,7 +169,11 @@ class RankPace:
             rank.pending.remove(slot)
             if not rank.pending:
                 rank.wait_s += now - rank.mark
-                rank.mark = now
+                rank.mark, rank.pending_since = now, math.inf
+
+    def is_pending_since(self, time: float) -> bool:
+        """A rank has had something to wait for all the time since then, if not the same."""
+        return any(rank.pending_since <= time for rank in self._ranks.values())
 
     def report(self, here: Iterable[int]) -> list[pb.RankPace]:
         """Those of the local ranks ``here`` that have made steps."""

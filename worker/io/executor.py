@@ -339,7 +339,8 @@ class Executor:
         if error is not None:
             raise error
         part = compute.part
-        self._guard.note(compute)
+        if compute.report is not None:
+            self._guard.note(compute)
         self._at_work -= 1
         self._moved_at = self._loop.time()
         if self._is_abandoned:

@@ -71,11 +71,12 @@ class PeerMachines:
         self._settings = settings
         self._on_request = on_request
         self._on_gone = on_gone
-        self._traffic = Traffic()
+        self.traffic = Traffic()
+        self.bytes_received = 0  # as answers
         self._listener = runtime.data_listener(
             machine.offered_host(settings),
             settings,
-            self._traffic,
+            self.traffic,
             frozenset((Kind.FETCH, Kind.FETCH_SUM, Kind.TAKEN)),
             self._requested,
             self._gone,
@@ -86,7 +87,6 @@ class PeerMachines:
         self._on_lost: Callable[[str, int], None] | None = None
         self._links: dict[int, TcpLink] = {}
         self._epoch = 0  # that the group began with
-        self._received = 0  # by links that are gone
         self._numbers = itertools.count()
         self._fetched: dict[int, _Asked] = {}  # by number of the request
         self._receipts = self.receipts_class()
@@ -100,14 +100,6 @@ class PeerMachines:
         """``tcp://host:port``."""
         return self._listener.address
 
-    @property
-    def bytes_sent(self) -> int:
-        return self._traffic.bytes_sent
-
-    @property
-    def bytes_received(self) -> int:
-        return self._received + sum(link.bytes_received for link in self._links.values())
-
     def open(self, topology: Topology, on_lost: Callable[[str, int], None]) -> None:
         """Ask and answer from now on. ``on_lost(sentence, machine)``: its machine can't be reached."""
         self._topology, self._on_lost = topology, on_lost
@@ -120,7 +112,6 @@ class PeerMachines:
         """The group is over: what it asked for is not wanted any more, nor given."""
         self._topology = None
         for link in self._links.values():
-            self._received += link.bytes_received
             link.close()
         self._links.clear()
         self._fetched.clear()
@@ -198,6 +189,7 @@ class PeerMachines:
     def _answered(self, header: Header, frame: zmq.Frame | None) -> None:
         if header.kind not in (Kind.ANSWER, Kind.REFUSED) or frame is None:
             raise ProtocolError(f"a communication service sent a {header.kind.name} message for an answer")
+        self.bytes_received += len(frame)
         asked = self._fetched.pop(header.index, None)
         if asked is None:
             return  # it says again what an earlier answer has said
@@ -226,7 +218,7 @@ class PeerMachines:
             for event in events_of(header, peer, frame.bytes):
                 self._on_request(event)
         except BytePSError as error:
-            self._traffic.note("refused a request of", f"machine {peer.machine}", error)
+            self.traffic.note("refused a request of", f"machine {peer.machine}", error)
             if header.kind is not Kind.TAKEN:  # the machine that asked ends the job: its ranks can't go on
                 peer.refuse(header, f"{type(error).__name__}\n{error}")
 

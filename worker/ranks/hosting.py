@@ -122,6 +122,7 @@ class Hosting:
         self._pipeline = pipeline
         self._steps = pipeline.hosted
         self.shadows = self.shadows_class(topology, memory, executor)
+        self.has_shadows = False  # until states are kept of which other machines keep copies
         self._records: dict[int, _ArrivingRecord] = {}  # by local rank: what has come of a record so far
         self._earlier: dict[OwnedPart, list[StepSegment]] = {}  # of steps of the round before its last one
         self._requests: list[_HostRequest] = []
@@ -178,6 +179,7 @@ class Hosting:
         self._of_slot[source.id] = kept
         kept.run, kept.parts = request.run, own
         if kept.run:
+            self.has_shadows = True
             self.shadows.watch(self._first_rank + rank.local_rank, kept.run, kind, own)
         places = tuple((block.segment, block.offset) for block in kept.states)
         owners = tuple((part.first, part.count, part.owner) for part in parts)
@@ -262,7 +264,7 @@ class Hosting:
         self.shadows.record(number, packed, record.attached)
 
     def is_behind(self, part: OwnedPart) -> bool:
-        return self.shadows.is_behind(part)
+        return self.has_shadows and self.shadows.is_behind(part)
 
     def told_of_shadow(self, header: Header, text: str, server: int) -> None:
         self.shadows.answered(header, text, server)

@@ -32,7 +32,7 @@ from byteps_py.worker.io.rank_connection import RankConnection
 
 class Joining:
     """``_out``: those of the local ranks that have joined of which the scheduler has told all machines.
-    ``_everywhere``: global ranks of all machines that have joined, as it has told."""
+    ``everywhere``: global ranks of all machines that have joined, as it has told."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Joining:
         fail: Callable[[BytePSError], None],
     ) -> None:
         self._out: set[int] = set()
-        self._everywhere: list[int] = []
+        self.everywhere: list[int] = []
         self._topology = topology
         self._agreement = agreement
         self._direct = direct
@@ -115,8 +115,8 @@ class Joining:
         """A rank of any machine has joined."""
         last = {(each.name, each.generation): each.round for each in join.last}
         self._executor.run(self._agreement.handle(RankJoined(join.rank, last)))
-        if join.rank not in self._everywhere:
-            self._everywhere.append(join.rank)
+        if join.rank not in self.everywhere:
+            self.everywhere.append(join.rank)
         for channel, member in self._direct.members():
             if member.is_open and (error := self.objection(channel.spec, member.round)) is not None:
                 self._direct.abandon(member)
@@ -127,10 +127,8 @@ class Joining:
 
     def objection(self, spec: TensorSpec, round_: int) -> JoinedError | None:
         """Why a round of a gather or an exchange can't be; None if it can."""
-        if not self._everywhere:
-            return None
         members = spec.members(self._topology.size)
-        joined = [rank for rank in self._everywhere if rank in members]
+        joined = [rank for rank in self.everywhere if rank in members]
         absent = [rank for rank in joined if round_ > self._agreement.last_round(spec.name, rank)]
         return JoinedError(unsupported(spec, absent)) if absent else None
 
@@ -145,7 +143,7 @@ class Joining:
     def all_joined(self, last: int, direct_round: int) -> None:
         """Every rank has joined, rank ``last`` as the last one: all goes on, with nothing declared."""
         self._out.clear()
-        self._everywhere.clear()
+        self.everywhere.clear()
         error = UsageError("tensor declared before all ranks joined (join()): declare it again")
         void = self._direct.start_anew(direct_round)
         actions = self._agreement.handle(AllRanksJoined(error))

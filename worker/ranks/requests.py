@@ -48,7 +48,7 @@ class Requests:
         self.released = 0  # barriers passed
         self._meetings = PeerIntroductions()
         self._arrived = 0
-        self._barrier_since: float | None = None
+        self.barrier_since: float | None = None  # since then a local rank has waited at a barrier
         self._agreement = agreement
         self._pipeline = pipeline
         self._direct = direct
@@ -117,7 +117,7 @@ class Requests:
                 self.executor.pace.ready(slot.local_rank, rank.pid, slot_id, round_, now)
             if slot.spec.op.bypasses_servers:
                 layout = self._layouts.pop(slot_id, None)
-                if (error := self.joining.objection(slot.spec, round_)) is not None:
+                if self.joining.everywhere and (error := self.joining.objection(slot.spec, round_)) is not None:
                     actions.append(Fail((slot,), error))
                 else:
                     actions += self._direct.handle(PiecesReady(slot, round_, layout), now)
@@ -162,7 +162,7 @@ class Requests:
         ranks = self.executor.ranks.values()
         active = [rank.barriers for rank in ranks if rank.local_rank not in self.joining.here]
         if max(active, default=0) > self.released:
-            self._barrier_since = self._barrier_since or self.executor.time()
+            self.barrier_since = self.barrier_since or self.executor.time()
         if len(ranks) == self.topology.local_size and min(active, default=0) > self._arrived:
             self._arrived += 1
             self.executor.send(pb.MemberMessage(arrive=pb.Arrive(sequence=self._arrived)))
@@ -170,7 +170,7 @@ class Requests:
     def release_barrier(self, sequence: int) -> None:
         self.released = sequence
         self._arrived = max(self._arrived, sequence)  # if all local ranks have joined, it did not wait for them
-        self._barrier_since = None
+        self.barrier_since = None
         for rank in self.executor.ranks.values():
             if sequence <= rank.barriers_before:  # before this rank came
                 continue
@@ -184,7 +184,7 @@ class Requests:
     def at_barrier(self) -> tuple[list[int], float]:
         """The local ranks that wait at a barrier, and for how long the first has."""
         waiting = [rank.local_rank for rank in self.executor.ranks.values() if rank.barriers > self.released]
-        age_s = self.executor.time() - self._barrier_since if waiting and self._barrier_since else 0.0
+        age_s = self.executor.time() - self.barrier_since if waiting and self.barrier_since else 0.0
         return waiting, age_s
 
     def forget(self, local_rank: int) -> None:

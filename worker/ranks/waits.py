@@ -94,6 +94,11 @@ class Waits:
             found.append((pb.Waiting(ready_ranks=[first_rank + rank for rank in there], age_s=waited_s), all_ranks))
         return found
 
+    @property
+    def may_be_vain(self) -> bool:
+        """Ranks have shut down, so others may wait for them in vain."""
+        return bool(self._departed or self._left)
+
     def vain(self, now: float) -> tuple[str, bool]:
         """Why ranks wait for others that have shut down, when what these gave before has come to its end; else empty.
         Also whether the other machines may not know. To be called more often than every DEPARTURE_GRACE_S."""
