@@ -32,10 +32,10 @@ from typing import Generic
 
 from byteps_py.errors import BytePSError, CommunicationError, PeerLostError, ProtocolError
 from byteps_py.server.admission import AdmissionLimit, Facts, belated, difference, not_among, objection, rootless
-from byteps_py.server.awaited_rounds import AwaitedRounds
 from byteps_py.server.round_state import (
     Action,
     Answer,
+    AwaitedRounds,
     C,
     Contribution,
     Counters,

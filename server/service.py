@@ -41,11 +41,19 @@ from byteps_py.errors import (
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.runtime import Runtime
 from byteps_py.server.arrival import Arrival, FrameMemory, PayloadMemory
-from byteps_py.server.awaited_rounds import AWAITED_AFTER_S
 from byteps_py.server.checkpoint_starter import CheckpointStarter
 from byteps_py.server.contribution_listeners import ContributionListener, LocalListener
 from byteps_py.server.reducer import Reducer, hand_on, plan
-from byteps_py.server.round_state import Action, Answer, Counters, Reduce, RefuseContributions, Round, Want
+from byteps_py.server.round_state import (
+    AWAITED_AFTER_S,
+    Action,
+    Answer,
+    Counters,
+    Reduce,
+    RefuseContributions,
+    Round,
+    Want,
+)
 from byteps_py.server.rounds import Rounds
 from byteps_py.server.shadow import ShadowStore
 from byteps_py.server.shadow_keeper import ShadowKeeper, new_store

@@ -26,7 +26,7 @@ def written(path: Path, frames: int = 3) -> bytes:
     for number in range(frames):
         for _ in range(number + 1):
             journal.append(JournalRecord(at_s=number, stop="x" * 50))
-        assert journal.is_behind
+        assert journal.unwritten
         journal.flush()
     journal.close()
     return path.read_bytes()

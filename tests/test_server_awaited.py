@@ -8,7 +8,7 @@ from support.summation import SETTINGS
 from test_server_rounds import given, started
 
 from byteps_py.errors import ProtocolError
-from byteps_py.server.awaited_rounds import AwaitedRounds
+from byteps_py.server.round_state import AwaitedRounds
 from byteps_py.tensors import Op
 from byteps_py.wire.data_link import MAX_NAMES, Header, Kind, RoundName, pack_names, unpack_names
 

@@ -11,8 +11,8 @@ import torch
 import byteps_py.torch as bps
 from byteps_py.config.settings import Settings
 from byteps_py.errors import ConfigurationError
+from byteps_py.session import ResultRate
 from byteps_py.session.solo import SoloSession
-from byteps_py.torch import timeline as timelines
 from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.collectives.context import Context
 
@@ -121,7 +121,7 @@ def test_the_speed(alone) -> None:
     with pytest.raises(bps.NotInitializedError):
         bps.get_pushpull_speed()
     bps.init(settings=Settings())
-    contexts.current().session.observer = timelines.TimelineObserver(lambda: now[0])
+    contexts.current().session.observer = ResultRate(lambda: now[0])
     assert bps.get_pushpull_speed()[1] == 0.0
     push("a", 500)
     now[0] += 2

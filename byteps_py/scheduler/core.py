@@ -321,9 +321,13 @@ class SchedulerCore:
             if now_s - since_s >= REGISTER_TIMEOUT_S:
                 del self._strangers[connection]
                 out.append(refused(connection, "ProtocolError", f"it did not register within {REGISTER_TIMEOUT_S:g} s"))
-        if self.job.is_running:
-            out += self._services.on_deadlines(now_s) + self._regroup(now_s)
-        return out + self._form(self._forming.on_deadlines(now_s))
+        if self.state == FORMING:
+            return out + self._form(self._forming.on_deadlines(now_s))
+        if self.state == RUNNING:
+            if self._services.none_since_s is not None:
+                out += self._services.on_deadlines(now_s)
+            out += self._regroup(now_s)
+        return out
 
     def _epoch_seen(self, event: EpochSeen, now_s: float) -> Outgoing:
         self._roster.first_epoch = max(self._roster.first_epoch, event.last + 1)

@@ -180,7 +180,8 @@ SUCCESSOR_S = 20.0
 
 class SummationServices:
     """The summation services of a running job: they join, leave and die, and the others take over their keys.
-    ``membership``: that of the latest epoch. SchedulerCore calls a method for each step of a service's life.
+    ``membership``: that of the latest epoch; ``none_since_s``: since then none is left, None if there is one.
+    SchedulerCore calls a method for each step of a service's life.
 
         registers (late) ──ready──► holds keys ──drain──► holds none ──all machines have applied a later epoch──► exits
                                          └──dies──► the others take over its keys; the job waits for one if none is left
@@ -189,13 +190,13 @@ class SummationServices:
     def __init__(self, job: Job, elastic: Elastic | None) -> None:
         self._job, self._elastic = job, elastic
         self._roster = job.roster
-        self._none_since_s: float | None = None
+        self.none_since_s: float | None = None
         self._why_none = ""
         self.membership = pb.Membership()
 
     def opened(self, membership: pb.Membership) -> None:
         """An epoch is open, with these services."""
-        self.membership, self._none_since_s = membership, None
+        self.membership, self.none_since_s = membership, None
 
     def reassign(self, why: str, now_s: float) -> Outgoing:
         """The services have changed: open an epoch in which the present ones share the keys."""
@@ -213,18 +214,18 @@ class SummationServices:
 
     def await_one(self, why: str, now_s: float) -> Outgoing:
         """The ranks need a service and none is left: wait for one that is started again, then fail."""
-        if self._none_since_s is None:
-            self._none_since_s, self._why_none = now_s, f"{why}; no summation service is left"
+        if self.none_since_s is None:
+            self.none_since_s, self._why_none = now_s, f"{why}; no summation service is left"
             self._job.reason = f"{self._why_none}: waiting up to {SUCCESSOR_S:g} s for one"
             slow = pb.SchedulerMessage(slow=pb.Slow(message=self._job.reason, unserved=True))
             return to_each(self._roster.workers(), slow)
-        if now_s - self._none_since_s < SUCCESSOR_S:
+        if now_s - self.none_since_s < SUCCESSOR_S:
             return []
         return self._job.fail("PeerLostError", f"{self._why_none}, and none registered within {SUCCESSOR_S:g} s", now_s)
 
     def on_deadlines(self, now_s: float) -> Outgoing:
         """Fail the job if no summation service has registered in time."""
-        return [] if self._none_since_s is None else self.await_one(self._why_none, now_s)
+        return [] if self.none_since_s is None else self.await_one(self._why_none, now_s)
 
     def ready(self, member: MemberRecord, now_s: float) -> Outgoing:
         """The member has started. A service that registered while the job runs can sum from now on."""

@@ -190,7 +190,7 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
 
     def _deliver(self, sent: list[Sent]) -> None:
         self._held += sent
-        if not self._is_flushing and (self._held or (self._journal is not None and self._journal.is_behind)):
+        if not self._is_flushing and (self._held or (self._journal is not None and self._journal.unwritten)):
             self._is_flushing = True
             asyncio.get_running_loop().call_soon(self._flush)
         core = self._links.core

@@ -1,10 +1,16 @@
-"""A declared tensor in a training process."""
+"""A declared tensor in a training process, and how fast results come."""
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from byteps_py.tensors import TensorSpec
+
+#: The length of the intervals of ``ResultRate``.
+SPAN_S = 10.0
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -36,3 +42,45 @@ class Slot:
     def pending(self) -> bool:
         """True if a round was handed over and is neither delivered nor failed."""
         return self.error is None and self.done_round < self.round
+
+
+class ResultRate:
+    """The observer of every session: how many bytes of results come in a second. Any thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._bytes = 0
+        self._since = clock()
+        self._last: tuple[int, float] | None = None
+
+    def begun(self, slot: Slot, at_ns: int | None = None) -> None:
+        """See Observer."""
+
+    def delivered(self, slot: Slot) -> None:
+        """See Observer."""
+        with self._lock:
+            now = self._clock()
+            if now - self._since >= SPAN_S:
+                self._end_span(now)
+            self._bytes += slot.spec.nbytes
+
+    def closed(self) -> None:
+        """See Observer."""
+
+    def speed(self) -> tuple[int, float]:
+        """(time in ms since the epoch, MB/s) of the last interval of ``SPAN_S`` that is over; before, of the present
+        one."""
+        with self._lock:
+            now = self._clock()
+            if now - self._since >= SPAN_S:
+                self._end_span(now)
+            return self._last or self._measured(now)
+
+    def _measured(self, now: float) -> tuple[int, float]:
+        elapsed = now - self._since
+        return int(time.time() * 1e3), self._bytes / elapsed / 1e6 if elapsed > 0 else 0.0
+
+    def _end_span(self, now: float) -> None:
+        self._last = self._measured(now)
+        self._bytes, self._since = 0, now

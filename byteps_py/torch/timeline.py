@@ -1,10 +1,11 @@
 """The timeline of a rank's tensors (a Chrome trace), and the speed of its results.
 
-Owns the observer of a session. Must not know what tensors are for. The session calls it on any of its threads; any
-thread may call the public functions. A tensor's time goes from its hand-over to the moment when this rank learns of its
-result, which happens whenever the rank waits or polls.
+Owns the observer of a session, which is another one while a timeline is recorded. Must not know what tensors are for.
+The session calls it on any of its threads; any thread may call the public functions. A tensor's time goes from its
+hand-over to the moment when this rank learns of its result, which happens whenever the rank waits or polls.
 
-    Session ─ TimelineObserver ┬ bytes ─► get_pushpull_speed
+    Session ─ ResultRate ─► get_pushpull_speed
+    Session ─ TimelineObserver ┬ ResultRate
                                └ Timeline ─► file of this rank
 """
 
@@ -13,13 +14,12 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from byteps_py.config.settings import Settings
 from byteps_py.errors import UsageError
-from byteps_py.session import Observer, Slot
+from byteps_py.session import Observer, ResultRate, Slot
 from byteps_py.tensors import Op, TensorSpec
 from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.collectives.context import Context
@@ -30,8 +30,6 @@ __all__ = ["get_pushpull_speed", "start_timeline", "stop_timeline"]
 _BUFFERED = 512
 #: Horovod's names, which programs for its timelines look for. Other operations are an ALLREDUCE.
 _KINDS = {Op.BROADCAST: "BROADCAST", Op.GATHER: "ALLGATHER", Op.EXCHANGE: "ALLTOALL"}
-#: The length of the intervals whose speed get_pushpull_speed returns.
-_SPAN_S = 10.0
 
 
 class Timeline:
@@ -129,67 +127,33 @@ def _kind(spec: TensorSpec) -> str:
 
 
 class TimelineObserver(Observer):
-    """The observer of a rank's session: counts bytes, and writes the timeline if one is recorded."""
+    """The observer of a session whose timeline is recorded. ``rate``: the one that it has otherwise."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self.timeline: Timeline | None = None
-        self._lock = threading.Lock()
-        self._bytes = 0
-        self._since = clock()
-        self._speed: tuple[int, float] | None = None
+    def __init__(self, timeline: Timeline, rate: ResultRate) -> None:
+        self.timeline, self.rate = timeline, rate
 
     def begun(self, slot: Slot, at_ns: int | None = None) -> None:
         """See Observer."""
-        timeline = self.timeline
-        if timeline is not None:
-            timeline.begun(slot, time.perf_counter_ns() if at_ns is None else at_ns)
+        self.timeline.begun(slot, time.perf_counter_ns() if at_ns is None else at_ns)
 
     def delivered(self, slot: Slot) -> None:
         """See Observer."""
-        with self._lock:
-            now = self._clock()
-            if now - self._since >= _SPAN_S:
-                self._end_span(now)
-            self._bytes += slot.spec.nbytes
-        timeline = self.timeline
-        if timeline is not None:
-            timeline.delivered(slot)
-
-    def speed(self) -> tuple[int, float]:
-        """See get_pushpull_speed."""
-        with self._lock:
-            now = self._clock()
-            if now - self._since >= _SPAN_S:
-                self._end_span(now)
-            return self._speed or self._measured(now)
-
-    def _measured(self, now: float) -> tuple[int, float]:
-        elapsed = now - self._since
-        return int(time.time() * 1e3), self._bytes / elapsed / 1e6 if elapsed > 0 else 0.0
-
-    def _end_span(self, now: float) -> None:
-        self._speed = self._measured(now)
-        self._bytes, self._since = 0, now
-
-    def stop_timeline(self) -> None:
-        timeline, self.timeline = self.timeline, None
-        if timeline is not None:
-            timeline.close()
+        self.rate.delivered(slot)
+        self.timeline.delivered(slot)
 
     def closed(self) -> None:
         """See Observer."""
-        self.stop_timeline()
+        self.timeline.close()
 
 
 def set_up(context: Context) -> None:
     """For ``init``: observe the session, with a timeline if the settings name one."""
-    observer = _observer_of(context)
+    _rate_of(context)
     settings, rank = context.settings, context.session.rank
     if settings.timeline and settings.timeline.upper() != "DYNAMIC":
-        observer.timeline = Timeline(_file_of(settings.timeline, rank), rank, settings.timeline_mark_cycles)
+        _record(context, Timeline(_file_of(settings.timeline, rank), rank, settings.timeline_mark_cycles))
     elif settings.trace_on:
-        observer.timeline = _trace(settings, rank)
+        _record(context, _trace(settings, rank))
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
@@ -210,11 +174,10 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     >>> bps.shutdown()
     """
     context = contexts.current()
-    observer = _observer_of(context)
-    rank = context.session.rank
+    observer, rank = context.session.observer, context.session.rank
     path = _file_of(file_path, rank)
-    if observer.timeline is None:
-        observer.timeline = Timeline(path, rank, mark_cycles)
+    if not isinstance(observer, TimelineObserver):
+        _record(context, Timeline(path, rank, mark_cycles))
     elif observer.timeline.path != path:
         raise UsageError(
             f"a timeline is being recorded already, to {observer.timeline.path}; call stop_timeline() before {path}"
@@ -223,7 +186,11 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
 def stop_timeline() -> None:
     """Complete the timeline. Has no effect if none is recorded. Raises NotInitializedError."""
-    _observer_of(contexts.current()).stop_timeline()
+    session = contexts.current().session
+    observer = session.observer
+    if isinstance(observer, TimelineObserver):
+        session.observer = observer.rate
+        observer.timeline.close()
 
 
 def get_pushpull_speed() -> tuple[int, float]:
@@ -232,14 +199,19 @@ def get_pushpull_speed() -> tuple[int, float]:
     The average over the last complete interval of ten seconds; before that, since ``init``. Any thread may call it.
     Raises NotInitializedError.
     """
-    return _observer_of(contexts.current()).speed()
+    return _rate_of(contexts.current()).speed()
 
 
-def _observer_of(context: Context) -> TimelineObserver:
-    session = context.session
-    observer = session.observer
-    if not isinstance(observer, TimelineObserver):
-        observer = session.observer = TimelineObserver()
+def _record(context: Context, timeline: Timeline) -> None:
+    context.session.observer = TimelineObserver(timeline, _rate_of(context))
+
+
+def _rate_of(context: Context) -> ResultRate:
+    observer = context.session.observer
+    if isinstance(observer, TimelineObserver):
+        return observer.rate
+    if not isinstance(observer, ResultRate):
+        observer = context.session.observer = ResultRate()
     return observer
 
 

@@ -2,7 +2,7 @@
 
 Servers take turns in proportion to their weights (start-time fair queueing), so that at every moment all links
 carry what the placement gives them. Within a server's turn first goes what other machines have given already, and
-wait for (server/awaited_rounds.py), else the highest priority. All machines follow the same rule, and so push in nearly
+wait for (server/round_state.py), else the highest priority. All machines follow the same rule, and so push in nearly
 the same order.
 
 When a machine begins, with nothing in flight, some servers have a head start (``tuning.head_start_bytes``): so many

@@ -159,14 +159,14 @@ def _unusable(path: Path, error: OSError) -> JournalError:
 
 
 class Journal:
-    """One journal file, locked. ``frames``: those that it had when it was opened. ``compact_bytes``: the length from
-    which it may be replaced by a snapshot."""
+    """One journal file, locked. ``frames``: those that it had when it was opened; ``unwritten``: the records that
+    ``flush`` has to write. ``compact_bytes``: the length from which it may be replaced by a snapshot."""
 
     def __init__(self, path: Path, compact_bytes: int = COMPACT_BYTES) -> None:
         """Open or create it. Raises JournalError if it is damaged, another user's, or in use by another scheduler."""
         self.path = path
         self._compact_bytes = compact_bytes
-        self._waiting: list[JournalRecord] = []
+        self.unwritten: list[JournalRecord] = []
         self._size = self._first_size = 0
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -233,16 +233,11 @@ class Journal:
         self._fd, self._size, self._first_size = fd, len(data), len(data)
         self._sync_folder()
 
-    @property
-    def is_behind(self) -> bool:
-        """True if there are records that ``flush`` has to write."""
-        return bool(self._waiting)
-
     def begin(self, first: JournalFrame) -> None:
         """Empty the journal and begin it with ``first``. Raises OSError."""
         os.ftruncate(self._fd, 0)
         os.lseek(self._fd, 0, os.SEEK_SET)
-        self._waiting.clear()
+        self.unwritten.clear()
         data = _MAGIC + encode(first)
         _write(self._fd, data)
         self._size = self._first_size = len(data)
@@ -258,15 +253,15 @@ class Journal:
 
     def append(self, record: JournalRecord) -> None:
         """Keep a record until ``flush``."""
-        self._waiting.append(record)
+        self.unwritten.append(record)
 
     def flush(self) -> None:
         """Write all appended records to the disk, and wait for it. Raises OSError."""
-        if self._waiting:
-            data = encode(JournalFrame(records=self._waiting))
+        if self.unwritten:
+            data = encode(JournalFrame(records=self.unwritten))
             _write(self._fd, data)
             self._size += len(data)
-            self._waiting.clear()
+            self.unwritten.clear()
 
     def delete(self) -> None:
         """The job is over: delete the file. It still has to be closed."""

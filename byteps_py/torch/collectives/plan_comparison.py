@@ -46,20 +46,19 @@ class PlanComparison:
         self.kind = f"{subject}{among}"
         self._name = ""  # known with the first exchange
         self._under_way: PieceView | None = None
-
-    @property
-    def is_under_way(self) -> bool:
-        """True between ``begin`` and ``finish``."""
-        return self._under_way is not None
+        #: True between ``begin`` and ``finish``.
+        self.is_under_way = False
 
     def begin(self, plan: Plan) -> None:
         """Send a digest of this rank's plan. Has no effect if called again before ``finish``."""
         if self._under_way is None:
+            self.is_under_way = True
             number = _number("\n".join(map(_entry, plan)))
             self._under_way = self._start("plan", torch.tensor([number, -number], device="cpu"))
 
     def finish(self, plan: Plan) -> None:
         """Wait for the other ranks' digests. Raises MismatchError, with the first difference, if plans differ."""
+        self.is_under_way = False
         slot_view, self._under_way = self._under_way, None
         if slot_view is None:
             return
@@ -76,6 +75,7 @@ class PlanComparison:
     def forget(self) -> None:
         """Discard a comparison that began in another job."""
         self._under_way, self._name = None, ""
+        self.is_under_way = False
 
     def check_closure_calls(self, evaluations: int | None) -> None:
         """Check that all ranks have called their closure ``evaluations`` times in this step; None: have ended the step.
