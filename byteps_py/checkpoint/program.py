@@ -29,7 +29,7 @@ _BESIDE_BYTES = 2048
 @dataclass(frozen=True, slots=True)
 class CheckpointOptions:
     """``every_s``: from the beginning of one checkpoint to that of the next one; None: one is written. ``keep``: how
-    many are kept; None: all. ``piece_bytes``: of what is read at once."""
+    many are kept; None: all. ``piece_bytes``: of the pieces that are read at once."""
 
     every_s: float | None = None
     keep: int | None = None
@@ -61,7 +61,7 @@ class CheckpointProgram:
         """Write one checkpoint, or one after another until the scheduler ends.
 
         Raises RendezvousError if there is no scheduler, CommunicationError if servers hold no complete step (with
-        ``every_s``, that is a warning), ProtocolError if what ranks have said of it is damaged, CheckpointError if the
+        ``every_s``, that is a warning), ProtocolError if the ranks' records of it are damaged, CheckpointError if the
         folder can't be written, UsageError if it has checkpoints of another training.
         """
         with self._new_reader(self._settings) as reader:

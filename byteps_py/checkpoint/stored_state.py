@@ -5,7 +5,7 @@
                    "param_groups": [{"lr": …, "params": [name, …]}]},
      "step": N,
      "calls": of step(), which makes no step if gradients are not finite,
-     "extra": {rank: what the user has attached, pickled},
+     "extra": {rank: the user's attachment, pickled},
      "buffers": {rank: {name: buffer}},     of ranks whose buffers differ from rank 0's
      "constants": {name: digest}}           of large buffers that are as the program has made them, and not in "model"
 
@@ -31,7 +31,7 @@ from byteps_py.torch.gradients.hosted.replication import dtype_named, tensors_of
 from byteps_py.torch.gradients.hosted.rules import MASTER, counts_steps
 from byteps_py.torch.gradients.hosted.states import StoredElements
 
-#: Of what is attached to the checkpoint by each rank.
+#: The keys of each rank's attachment in the checkpoint.
 EXTRA, BUFFERS = "extra", "buffers"
 CONSTANTS = "constants"
 
@@ -91,8 +91,8 @@ class StoredState:
 def stored_state(
     reader: ShadowReader, found: Restorable, before_read: Callable[[], None] = lambda: None
 ) -> StoredState:
-    """The state_dict of a step. ``before_read``: called before what each rank has attached is read. Raises
-    ProtocolError if its records are damaged, and as ShadowReader.read_attached does."""
+    """The state_dict of a step. ``before_read``: called before the attachments of ranks are read. Raises ProtocolError
+    if its records are damaged, and as ShadowReader.read_attached does."""
     try:
         made = _stored_state(reader, found)
         _add_attachments(made.state, reader, found, before_read)

@@ -78,7 +78,7 @@ class PiecewisePlanner(DefaultSavePlanner):
 
 
 class ManifestWriter(FileSystemWriter):
-    """Adds a manifest to what it writes. The checksums are those of the files, which are read once more."""
+    """Adds a manifest to the files that it writes. The checksums are those of the files, which are read once more."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, single_file_per_rank=True, sync_files=True, per_thread_copy_ahead=0)

@@ -1,8 +1,8 @@
 """`bps COMMAND …`, also `python -m byteps_py.cli`.
 
 Each module of ``COMMANDS`` has ``add_parser(subparsers)``. It adds the parsers of one or more commands, and sets
-``handler=``: a function of the parsed arguments that returns the exit code. A module imports what it needs inside its
-handler: `bps --help` loads neither torch nor gRPC.
+``handler=``: a function of the parsed arguments that returns the exit code. A module imports its dependencies inside
+its handler: `bps --help` loads neither torch nor gRPC.
 
 Exit codes: 0 success; 2 the command line, a variable or a file is wrong; 1 any other failure, or a job that has failed.
 """

@@ -1,4 +1,4 @@
-"""`bps env`: the environment variables that are read, their defaults and what they mean."""
+"""`bps env`: the environment variables that are read, their defaults and meanings."""
 
 from __future__ import annotations
 

@@ -201,8 +201,8 @@ def _mb(nbytes: int) -> str:
 
 
 def run_checkpoint(arguments: argparse.Namespace) -> int:
-    """Write checkpoints. Returns 0; raises what CheckpointProgram.run and CheckpointFolder do, and ConfigurationError
-    without PyTorch."""
+    """Write checkpoints. Returns 0; raises the errors of CheckpointProgram.run and CheckpointFolder, and
+    ConfigurationError without PyTorch."""
     if arguments.every is not None and not 0 < arguments.every < 1e9:
         raise UsageError(f"--every={arguments.every:g}: give the seconds from one checkpoint to the next")
     if arguments.keep is not None and arguments.keep < 1:
@@ -238,7 +238,7 @@ def _print(sentence: str) -> None:
 
 
 def _end(signum: int, frame: object) -> NoReturn:
-    sys.exit(128 + signum)  # what is half written is removed
+    sys.exit(128 + signum)  # incomplete files are removed
 
 
 # ---- which job -------------------------------------------------------------------------------------------------

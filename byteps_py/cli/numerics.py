@@ -1,4 +1,5 @@
-"""`bps numerics`: where a recorded run differs from a reference, and what sums lose in bfloat16. Starts nothing."""
+"""`bps numerics`: the first difference of a recorded run from a reference, and the rounding errors of sums in bfloat16.
+Starts nothing."""
 
 from __future__ import annotations
 

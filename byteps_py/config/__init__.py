@@ -1,4 +1,4 @@
-"""Settings of a process: what it reads from its environment, and what it chooses by itself.
+"""Settings of a process: those that it reads from its environment, and those that it chooses by itself.
 
 The only modules that read the environment.
 """

@@ -1,5 +1,5 @@
 """The variables that torchrun, Open MPI's mpirun and SLURM's srun set for their processes, and those that
-torch.distributed reads, whoever sets them. Pure; any thread.
+torch.distributed reads. Pure; any thread.
 
 Each launcher has its own variables for the same facts: the number of machines, the index of this one, the number of
 ranks on it, the index of this rank. Launchers may be nested (torchrun in a step of srun); then a process has the

@@ -1,8 +1,8 @@
 """The settings of a process, read from the environment. No other module reads these variables.
 
 ``Settings.from_env`` reads and validates every variable once, and returns a frozen object that the program passes on.
-``variables`` has the table of variables, which `bps env` and docs/reference/variables.md print; ``validators`` says
-what a text must look like to be a host, a path or a name. Any thread.
+``variables`` has the table of variables, which `bps env` and docs/reference/variables.md print; ``validators`` checks
+the form of hosts, paths and names. Any thread.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ def ignored_variables(environ: Mapping[str, str]) -> list[str]:
     ['DMLC_NUM_WORKERS has no effect: no such variable is known; did you mean DMLC_NUM_WORKER?']
     """
     known = {name for variable in VARIABLES for name in variable.names}
-    # 0 asks for what this package does in any case.
+    # 0 asks for the behaviour that this package always has.
     asked_for = [name for name in IGNORED if environ.get(name, "0").strip() not in ("", "0")]
     sentences = [f"{name} has no effect: {IGNORED[name]}" for name in asked_for]
     for name in (name for name, text in environ.items() if text.strip()):

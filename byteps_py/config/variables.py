@@ -21,7 +21,7 @@ class Variable:
         field: the field of Settings.
         names: the variables; the first that is set is used.
         kind: the type of the value.
-        meaning: what the setting does, in a few words.
+        meaning: the effect of the setting, in a few words.
         low: least value; None without a limit.
         high: largest value; None without a limit.
         choices: the allowed values, if they are a list.

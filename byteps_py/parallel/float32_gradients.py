@@ -62,7 +62,7 @@ class GradientSum:
 
 
 def gradient_dtype(parameter: nn.Parameter) -> torch.dtype:
-    """The type in which autograd accumulates: that of the parameter, or what StepGradients has chosen."""
+    """The type in which autograd accumulates: that of the parameter, or StepGradients's choice."""
     chosen: torch.dtype | None = getattr(parameter, "grad_dtype", None)
     return parameter.dtype if chosen is None else chosen
 
@@ -83,13 +83,13 @@ class StepGradients:
             parameter.grad_dtype = torch.float32
 
     def multiply(self, factor: float) -> None:
-        """Multiply what has been accumulated."""
+        """Multiply the accumulated gradients."""
         for parameter, _ in self._earlier:
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
 
     def add(self) -> None:
-        """Round what has been accumulated to the parameters' types, and add it to the earlier gradients."""
+        """Round the accumulated gradients to the parameters' types, and add them to the earlier gradients."""
         for parameter in self._wide:
             gradient = parameter.grad
             _narrow(parameter)
@@ -100,7 +100,7 @@ class StepGradients:
                 parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
 
     def discard(self) -> None:
-        """Forget what has been accumulated: parameters have their earlier gradients."""
+        """Forget the accumulated gradients: parameters have their earlier gradients."""
         for parameter in self._wide:
             _narrow(parameter)
         for parameter, earlier in self._earlier:

@@ -21,7 +21,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 _Ranks = tuple[int, ...]
 #: The ranks that decide about each parameter, once for each dimension of the mesh.
 _RANKS: WeakIdKeyDictionary = WeakIdKeyDictionary()
-#: The group of these ranks that was given last: all of them know the same one, whatever parameters each has.
+#: The group of these ranks that was given last: all of them know the same one, independent of the parameters that each
+#: has.
 _GROUPS: dict[_Ranks, dist.ProcessGroup] = {}
 _METHOD = "_unscale_grads_"
 

@@ -160,8 +160,8 @@ class MeshLayout:
 
 
 def span_warning(group: Sequence[int], machines: Sequence[int]) -> str:
-    """The text for a tensor-parallel group that spans machines: what that costs, and the remedy. ``machines``: the
-    machine of each rank of the job."""
+    """The text for a tensor-parallel group that spans machines: the cost, and the remedy. ``machines``: the machine of
+    each rank of the job."""
     t = len(group)
     count = len({machines[rank] for rank in group})
     return (

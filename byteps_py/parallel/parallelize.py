@@ -42,9 +42,9 @@ class ParallelOptions:
     Attributes:
         plan: the tensor-parallel style of each layer, by name: see ``tensor.parallelize``.
         sequence_dim: of hidden states; the norms of the plan see parts of it (sequence parallelism). None: all of it.
-        data: what the ranks of "dp" and "cp", which are copies of the model, share: nothing ("ddp"), optimizer states
-            ("zero1"), also gradients ("zero2"), also parameters ("zero3"); or as "zero3" among the ranks of "cp"
-            only, with copies along "dp" ("hsdp").
+        data: the states that are divided among the ranks of "dp" and "cp", which are copies of the model: none ("ddp"),
+            optimizer states ("zero1"), also gradients ("zero2"), also parameters ("zero3"); or as "zero3" among the
+            ranks of "cp" only, with copies along "dp" ("hsdp").
         schedule: of the pipeline: a name of `bps schedule`, of those that change no weights themselves.
         micro_batches: of a step. Without a pipeline, their gradients are accumulated.
         recompute: a pipeline's stages keep their inputs only, and repeat forward passes before backward passes.
@@ -124,7 +124,7 @@ def _check(mesh: Mesh, options: ParallelOptions) -> None:
 
 
 def _fully_shard(stage: nn.Module, mesh: Mesh, data: str) -> None:
-    """FSDP2, for each layer and for what is left. "hsdp": parts lie along "cp", copies of them along "dp"."""
+    """FSDP2, for each layer and for the rest. "hsdp": parts lie along "cp", copies of them along "dp"."""
     ranks = mesh.submesh("dp", "cp", flat=data != "hsdp")
     for layer in [*stage.children(), stage]:
         fully_shard(layer, mesh=ranks, reshard_after_forward=data != "zero2")
@@ -132,8 +132,8 @@ def _fully_shard(stage: nn.Module, mesh: Mesh, data: str) -> None:
 
 @dataclass(frozen=True)
 class _Parts:
-    """``forward``: ``module``, with what sums its gradients over ``mesh.gradient_group``. ``is_summed_by_pipeline``: a
-    pipeline does, and takes the mean of ``loss``; else ``mean`` does."""
+    """``forward``: ``module``, with the wrapper that sums its gradients over ``mesh.gradient_group``.
+    ``is_summed_by_pipeline``: a pipeline does, and takes the mean of ``loss``; else ``mean`` does."""
 
     module: Module
     forward: nn.Module
@@ -245,7 +245,7 @@ class _MeanLoss:
         self._groups = [self._copies, *([mesh.group("pp")] if mesh.pp > 1 else [])]
         self._weight = 0.0  # of a micro-batch's sum in its backward pass: copies / expected
         self._expected = 0.0
-        self._sums = torch.zeros(2, device="cpu")  # of the losses, and of what counts
+        self._sums = torch.zeros(2, device="cpu")  # of the losses, and of their weights
 
     def begin(self, targets: Any, device: torch.device) -> None:
         """Before the passes of a batch. All ranks call it."""

@@ -1,6 +1,6 @@
 """Reading the states of hosted optimizers that summation servers keep in step.
 
-    restorable   which step of what servers hold can be restored, and from whom; pure
+    restorable   the step of the servers' states that can be restored, and the servers to read from; pure
     reader       a trainer's end: a subprocess makes the calls, because gRPC does not survive a fork
     __main__     that subprocess
 

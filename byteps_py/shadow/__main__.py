@@ -1,7 +1,7 @@
 """``python -m byteps_py.shadow``: reads states for a trainer, which talks with it over standard input and output.
 
-The trainer unpickles what it gets, so it comes only from servers that have proven who they are: in TLS, or, in a job
-without any secret, by running as the same user on this machine. One thread. It ends when its standard input ends.
+The trainer unpickles the data, so it comes only from servers that have authenticated: in TLS, or, in a job without any
+secret, by running as the same user on this machine. One thread. It ends when its standard input ends.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def main() -> int:
     """Answer requests until standard input ends. Exit status 0."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, whose end this process notices
     source, out = sys.stdin.fileno(), os.dup(sys.stdout.fileno())
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints must not come between frames
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # output of a library must not come between frames
     with contextlib.suppress(PeerLostError):
         _, payload = read_frame(source)
         caller = StatesCaller(jobs.with_local_secret(Settings(**json.loads(payload))), out)

@@ -25,7 +25,7 @@ class FrameKind(enum.IntEnum):
     READ = 3  # to it: JSON of the server, the deadline and the fields of a ShadowRead
     SERVER = 4  # from it: JSON of address and error
     DESCRIPTION = 5  # from it, after SERVER: a ShadowDescription
-    DATA = 6  # from it: bytes of states, or of what is attached to a record
+    DATA = 6  # from it: bytes of states, or of an attachment
     END = 7  # from it: all has been said
     ERROR = 8  # from it: the error's type, a line break, a sentence
     READ_ATTACHED = 9  # to it: JSON of the server, the deadline and the fields of an AttachedRead
@@ -43,7 +43,7 @@ def write_frame(fd: int, kind: FrameKind, payload: bytes = b"") -> None:
 
 def read_frame(fd: int, until_s: float | None = None) -> tuple[FrameKind, bytes]:
     """The next frame. Raises StallError at ``until_s`` on the monotonic clock, PeerLostError at the pipe's end,
-    ProtocolError for what is no frame."""
+    ProtocolError for bytes that are no frame."""
     kind, nbytes = _HEAD.unpack(_exactly(fd, _HEAD.size, until_s))
     if nbytes > MOST_BYTES or kind not in frozenset(FrameKind):
         raise ProtocolError(f"a frame of kind {kind} with {nbytes} bytes")

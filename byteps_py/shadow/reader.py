@@ -22,12 +22,12 @@ from byteps_py.wire.data_link import ShadowDescription
 _CLOSE_S = 5.0
 #: The subprocess has its own deadlines; this is for one that is stuck, or has much to load.
 _MORE_S = 20.0
-#: Of what is attached to a record, in one call: each has its own deadline.
+#: The bytes of an attachment that one call reads: each call has its own deadline.
 _PIECE_BYTES = 16 << 20
 
 
 class ShadowReader:
-    """Reads what the servers of the job of ``settings`` hold.
+    """Reads the states that the servers of the job of ``settings`` hold.
 
     Args:
         settings: say where the job's scheduler is.
@@ -59,7 +59,7 @@ class ShadowReader:
 
     def describe(self, hold_s: float = 0.0) -> list[ServerDescription]:
         """The states that each server holds; servers that give no answer are listed with their error. For ``hold_s``
-        seconds (at most 60) servers apply no steps, so that what they describe can be read while training goes on.
+        seconds (at most 60) servers apply no steps, so that the described states can be read while training goes on.
 
         Empty without a scheduler: then there are no servers on other machines. Raises RendezvousError, StallError or
         CommunicationError if the scheduler can't be asked.

@@ -1,6 +1,6 @@
 """The contents of a step's record. Pure; any thread.
 
-``common``, of rank 0, is JSON of what all ranks have alike:
+``common``, of rank 0, is JSON of the data that is the same on all ranks:
 
     parts     [tensor of gradients, its elements, its latest step]
     params    by name, [tensor, first element in it, shape, dtype]; in the order of the elements
@@ -11,10 +11,10 @@
     calls     of step() so far, which may have made fewer steps
     names     by name, the names in the model, where they differ
 
-An Attachment is what each rank attaches: the user's object, pickled, and the model's buffers.
+An Attachment is the data that each rank attaches: the user's object, pickled, and the model's buffers.
 
 A program that writes checkpoints has to read the buffers, and must not unpickle the user's object, whose classes it may
-not have. So what it reads consists of plain types, and nothing else is accepted.
+not have. So a record consists of plain types, and nothing else is accepted.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Attachment:
 
     @classmethod
     def unpack(cls, packed: bytes | bytearray) -> Attachment:
-        """Raises ProtocolError for what ``pack`` does not make."""
+        """Raises ProtocolError for bytes that ``pack`` does not make."""
         if not packed:
             return cls(b"", {})
         try:

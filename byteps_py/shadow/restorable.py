@@ -1,7 +1,7 @@
 """Finds the step that can be restored from the states that servers hold. Pure; any thread.
 
 A step can be restored if every rank's record of it is there, and of each tensor that rank 0's record names, servers can
-deliver all elements as they are after the tensor's last step. Servers need not agree about what they hold: each
+deliver all elements as they are after the tensor's last step. The states of different servers need not agree: each
 partition is taken from any server that can deliver it.
 """
 
@@ -54,7 +54,7 @@ class RestorablePartition:
 
 @dataclass(frozen=True, slots=True)
 class RestorableRecord:
-    """A rank's record, which lies at ``server``, its address, with what is attached to it. See ShadowRecord."""
+    """A rank's record, at the server with address ``server``, with its attachment. See ShadowRecord."""
 
     server: str
     run: int

@@ -59,10 +59,9 @@ class Kind(enum.IntEnum):
     SHADOW_END = 35  # CS → SS: another server keeps the partition's states; no answer
     SHADOW_HELD = 36  # SS → CS: the server holds, as of step ``round``, the header's states, step or record
     SHADOW_LACKS = 37  # SS → CS: states, a sum or a step before is missing: begin again; payload: the reason
-    SHADOW_ATTACHED = (
-        38  # CS → SS: a piece of the attachment to rank ``index``'s record of step ``round``; ``key``: the
-    )
-    # run; the piece is at ``offset`` of ``segment_offset`` bytes. The record is held once all pieces are there
+    # CS → SS: a piece of the attachment to rank ``index``'s record of step ``round``; ``key``: the run; the piece is at
+    # ``offset`` of ``segment_offset`` bytes. The record is held once all pieces are there
+    SHADOW_ATTACHED = 38
     CHALLENGE = 20  # the answer to a HELLO: asks for proof that the peer knows the secret, and proves the same
     PROOF = 21  # CS → SS or CS: the answer to a CHALLENGE
     DAMAGED = 22  # to the sender of message number ``round`` of this connection, which can't be opened: send it again

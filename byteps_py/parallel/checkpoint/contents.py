@@ -1,7 +1,7 @@
 """The contents of a checkpoint that a rank saves: parameters, buffers and other objects of its model's state dict, and
 its optimizer's states.
 
-The optimizer is of whatever kind: torch's, a ZeroRedundancyOptimizer, a DistributedOptimizer, hosted or not, or that of
+The optimizer may be of any kind: torch's, a ZeroRedundancyOptimizer, a DistributedOptimizer, hosted or not, or that of
 ``sharding.shard``. One thread.
 """
 
@@ -35,7 +35,7 @@ class ModelContents:
     """The contents of a model on this rank.
 
     Attributes:
-        values: its state dict. Tensors share the model's memory; others are what ``get_extra_state`` returns.
+        values: its state dict. Tensors share the model's memory; others come from ``get_extra_state``.
         parameters: by all their names.
         shards: of the parameters that tensor-parallel ranks have cut.
         modules: the modules whose state dicts these are, each with the prefix of its names.
@@ -48,7 +48,7 @@ class ModelContents:
 
     @classmethod
     def of(cls, model: nn.Module | Pipeline) -> ModelContents:
-        """Raises UsageError for what is no model, or has no values yet."""
+        """Raises UsageError for an object that is no model, or has no values yet."""
         if isinstance(model, Pipeline):
             modules: tuple[tuple[str, nn.Module], ...] = tuple(model.named_stages())
             shards: Mapping[str, Shard] = model.sharded_parameters()
@@ -68,7 +68,7 @@ class ModelContents:
 
     @property
     def tensor_names(self) -> set[str]:
-        """The names of parameters and buffers: other values of a state dict are what modules make of it."""
+        """The names of parameters and buffers: modules may make other values for a state dict."""
         return set(self.parameters) | {
             prefix + name for prefix, module in self.modules for name, _ in module.named_buffers(remove_duplicate=False)
         }

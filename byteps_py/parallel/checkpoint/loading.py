@@ -90,7 +90,7 @@ class _Found:
         try:
             metadata = pickle.loads(packed)
             entries = metadata.state_dict_metadata
-        except Exception as error:  # of what is no pickle, anything
+        except Exception as error:  # any error, for bytes that are no pickle
             raise files.damaged(METADATA, f"it can't be read ({type(error).__name__})") from error
         if manifest is None:
             logger.warning("the checkpoint %s has no manifest: its files are not verified", path)
@@ -292,7 +292,7 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _check_all_used(ranks: Ranks, found: _Found, used: set[str], with_optimizer: bool) -> None:
-    """Raise UsageError, on all ranks, if the checkpoint has what no rank has a place for."""
+    """Raise UsageError, on all ranks, if the checkpoint has entries for which no rank has a place."""
     wanted = sorted(name for name in found.names.names if with_optimizer or not name.startswith(OPTIMIZER))
     own = sum(1 << place for place, name in enumerate(wanted) if name in used)
     union = 0

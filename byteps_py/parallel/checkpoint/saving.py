@@ -1,4 +1,4 @@
-"""``save``: all ranks plan together, each writes what it has, and the first completes the checkpoint.
+"""``save``: all ranks plan together, each writes its entries, and the first completes the checkpoint.
 
 In the background, a thread writes this rank's files, and then says so in a file; that of the first rank completes the
 checkpoint when all have. So ranks meet in the folder, not in a collective, which would get between those of the
@@ -141,7 +141,7 @@ def _first_buffers(told: Sequence[tuple[SavePlan, set[str]]]) -> list[SavePlan]:
 
 
 def _check_room(files: CheckpointFiles, plans: Sequence[SavePlan]) -> None:
-    """Raise CheckpointError if the disk has no room for what the ranks are about to write."""
+    """Raise CheckpointError if the disk has no room for the entries that the ranks are about to write."""
     needed = 0
     for item in (item for plan in plans for item in plan.items):
         if (data := item.tensor_data) is not None:
@@ -183,7 +183,7 @@ class SaveWork:
         self._plan, self._planner, self._metadata, self._family = plan, planner, metadata, family
 
     def stage(self) -> None:
-        """Copy what is to be written, so that training may go on."""
+        """Copy the entries to be written, so that training may go on."""
         staged: dict[MetadataIndex, torch.Tensor | io.BytesIO] = {}
         for item in self._plan.items:
             data = self._planner.resolve_data(item)

@@ -92,8 +92,8 @@ class StoredNames:
     def pieces(
         self, name: str, target: torch.Tensor, chunk: ChunkStorageMetadata, shard: Shard | None = None
     ) -> list[StoredPiece]:
-        """The pieces that cover ``target``: the part ``chunk`` of this tensor-parallel rank's tensor, of which
-        ``shard`` says what it is of the whole. Raises CheckpointError if they are not all there."""
+        """The pieces that cover ``target``: the part ``chunk`` of this tensor-parallel rank's tensor, whose place in
+        the whole ``shard`` gives. Raises CheckpointError if they are not all there."""
         stored = self._of(name)
         if not chunk.sizes:  # a scalar
             return [StoredPiece(self._whole(name), chunk, target)]

@@ -1,5 +1,5 @@
 """The tokens of a sequence that each rank of a context-parallel group holds (Llama 3, section 4), and how even their
-work is: for planning, and to see what a mask does to the balance.
+work is: for planning, and to see the effect of a mask on the balance.
 
 A sequence is cut into 2 * cp chunks of one length, cp being the number of ranks. Rank i holds the chunks i and
 2 * cp - 1 - i: one early, one late chunk, so that all ranks have equal work under a causal mask. Pure; any thread.

@@ -1,9 +1,9 @@
 """Attention of one rank's queries to whole sequences of keys and values: no communication.
 
 On a CPU, spans are computed in tiles of queries by scaled_dot_product_attention. A mask is as large as a tile and its
-keys, and tiles with as many keys as queries need none. On CUDA, torch.nn.attention.varlen (FlashAttention) takes what
-it can: one call for each chunk, whose spans, of all rows, are the kernel's sequences. The packing is also tested on a
-CPU, with a plain kernel of the same signature. Any thread.
+keys, and tiles with as many keys as queries need none. On CUDA, torch.nn.attention.varlen (FlashAttention) takes the
+cases that it supports: one call for each chunk, whose spans, of all rows, are the kernel's sequences. The packing is
+also tested on a CPU, with a plain kernel of the same signature. Any thread.
 """
 
 from __future__ import annotations

@@ -228,6 +228,6 @@ def _flat(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def _pair(flat: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
-    """Two tensors, shaped as ``k`` and ``v``, from what ``_flat`` made."""
+    """Two tensors, shaped as ``k`` and ``v``, from the result of ``_flat``."""
     parts = flat.split([k.numel(), v.numel()])
     return [part.view(like.shape) for part, like in zip(parts, (k, v), strict=True)]

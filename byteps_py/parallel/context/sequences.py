@@ -1,4 +1,4 @@
-"""Sequences and their shards: what a rank of a context-parallel group holds, and the whole (Llama 3, section 4).
+"""Sequences and their shards: the share of a rank of a context-parallel group, and the whole (Llama 3, section 4).
 
 All ranks of a group call these functions alike; with no group, or a group of one rank, a shard is the whole. Targets
 must be shifted before they are sharded, because the token after the last of a chunk is on another rank:

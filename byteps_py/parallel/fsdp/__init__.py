@@ -1,4 +1,4 @@
-"""FSDP2 on several machines: what the ranks of a machine have gathered stays in memory that they share.
+"""FSDP2 on several machines: gathered parameters of a machine's ranks stay in memory that they share.
 
 cache_parameters   for a model, after ``fully_shard`` (parameter_cache.py)
 CachedAllGather    the all-gather of one FSDP module (parameter_cache.py)

@@ -84,7 +84,7 @@ def are_same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
 class GatheredMemory:
     """``capacity_bytes``: how much of it there is for all layers of ``group``. Creating it is a collective.
 
-    Raises MismatchError, on all members, if they give different capacities, and what ``share_memory`` raises.
+    Raises MismatchError, on all members, if they give different capacities, and the errors of ``share_memory``.
     """
 
     def __init__(self, group: BytePSProcessGroup, capacity_bytes: int) -> None:
@@ -117,12 +117,12 @@ class GatheredMemory:
         return self._memory.octets[first : first + nbytes]
 
     def check(self) -> None:
-        """Raises what has ended the group or the session."""
+        """Raises the error that has ended the group or the session."""
         self._memory.check()
 
     def agree(self, flag: int) -> list[int]:
         """The members whose pieces have to travel: those that say CHANGED, or all if one says NOTHING_KEPT. When it
-        returns, all members have called it, so none reads what was gathered before."""
+        returns, all members have called it, so none reads the parameters that were gathered before."""
         self._own_flag.fill_(flag)
         all_gather_single(self._flags, self._own_flag, self._group)
         flags = self._flags.tolist()

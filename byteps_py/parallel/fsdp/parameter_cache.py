@@ -8,8 +8,8 @@ is compared, byte by byte, with the one that is kept, so a change is noticed how
     in a forward pass    all ranks tell each other whether their pieces have changed; only those that have travel
     in a backward pass   nothing is said and nothing travels: what the forward pass has gathered is still there
 
-A rank overwrites what is kept only after all ranks have said something about this gather. By then they have copied what
-they needed of the last one, because FSDP2 copies a gather's output before it begins the module's next gather.
+A rank overwrites what is kept only after all ranks have said something about this gather. By then they have copied the
+result of the last one, because FSDP2 copies a gather's output before it begins the module's next gather.
 
 The thread that runs the model calls everything here.
 """
@@ -42,7 +42,7 @@ class CachedAllGather:
         self._memory_of = memory_of
         self._memory: GatheredMemory | None = None
         self._group: dist.ProcessGroup | None = None  # over which the module is sharded
-        self._place: torch.Tensor | None = None  # what is kept; None: this layer is not
+        self._place: torch.Tensor | None = None  # the parameters that are kept; None: this layer's are not
         self._is_whole = False  # all ranks have gathered all pieces, and agree on them
         self.is_closed = False
 
@@ -91,7 +91,7 @@ class CachedAllGather:
                 )
         else:
             self._update(memory, place, piece, is_same)
-        # FSDP2 goes on with the object that it gave, so what it copies to the parameters next is this memory.
+        # FSDP2 goes on with the object that it gave, so it copies this memory to the parameters next.
         whole = place.view(output_tensor.dtype)
         output_tensor.set_(whole.untyped_storage(), whole.storage_offset(), whole.shape, whole.stride())
         return None
@@ -182,7 +182,7 @@ def cache_parameters(
             all are kept. A model needs the bytes of all its parameters, in the ``param_dtype`` of its
             MixedPrecisionPolicy, for each group over which it is sharded that has a rank on the machine. That there is
             as much is checked for one group.
-        available_bytes: what the machine has left.
+        available_bytes: the memory that the machine has left.
 
     Returns:
         The cache. ``close`` gives the memory back, as the end of all ranks does.

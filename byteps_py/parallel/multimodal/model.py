@@ -36,7 +36,7 @@ class MultimodalModel(nn.Module):
         encoder: images -> image tokens, a floating-point tensor whose first dimension is that of the images.
         text_model: an nn.Sequential, perhaps with others inside, between whose modules the model can be cut.
         costs, cuts: of the text model's layers, by their names in it, for the cut into stages: see ``split``. Frozen
-            layers compute no gradients of weights, so they cost 2/3 of what they would; layers that attend to images
+            layers compute no gradients of weights, so they cost 2/3 of the usual time; layers that attend to images
             cost the more, the longer these are.
 
     Raises UsageError if no layer attends to images.
@@ -88,7 +88,7 @@ class MultimodalStage(nn.Module):
     attends to images.
 
     ``images`` are: raw ones for an ``encoder``, in the first stage; their tokens, if ``encoded`` is None; else the
-    number of the part whose tokens are in ``encoded``, a scalar. A stage returns what the next one is called with; the
+    number of the part whose tokens are in ``encoded``, a scalar. A stage returns the arguments of the next one; the
     last one the output. ``gives_images``: a later layer attends to images.
     """
 

@@ -139,7 +139,7 @@ class PlacedEncoder:
         if work is None:
             raise RuntimeError("this rank is not in its own group")
         if self._replicas is not None:
-            self._replicas.launch()  # at the same time: a failed step takes back what it has added
+            self._replicas.launch()  # at the same time: a failed step takes back its additions
             self._replicas.finish()
         work.wait()
         if has_failed.item():

@@ -37,7 +37,7 @@ class SavedBuffer:
         return norm or self.owner._buffers.get(self.name) is not self.tensor or self.tensor._version != self.version
 
     def restore(self) -> None:
-        """Take back what has changed."""
+        """Take back the changes."""
         if self.value is not None:
             self.tensor.data.copy_(self.value)
             self.owner._buffers[self.name] = self.tensor
@@ -56,7 +56,7 @@ def saved_buffers(modules: Iterable[nn.Module]) -> list[SavedBuffer]:
 
 @contextlib.contextmanager
 def as_before(saved: Sequence[SavedBuffer]) -> Iterator[None]:
-    """A forward pass that is repeated sees these buffers, and what it changes does not last."""
+    """A forward pass that is repeated sees these buffers, and its changes do not last."""
     present = [(one.owner._buffers, one.name, one.owner._buffers[one.name]) for one in saved if one.value is not None]
     try:
         for one in saved:
@@ -91,7 +91,7 @@ class CopiedBuffers:
         dist.broadcast(whole, self.source, group=self.group)
         if dist.get_rank() != self.source:
             for buffer, piece in zip(buffers, whole.split(sizes), strict=True):
-                # Autograd may still need what it has kept of other steps: so no change that tensors count.
+                # Autograd may still need tensors that it has kept from other steps: so no change that tensors count.
                 buffer.data.copy_(piece.clone().view(buffer.dtype).view(buffer.shape))
 
 

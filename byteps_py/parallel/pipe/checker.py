@@ -52,9 +52,9 @@ def results_of(action: Action) -> Iterator[Result]:
 
 
 def check(program: Program) -> None:
-    """Raises ScheduleError, which names a worker, its action and what is wrong with it, if a worker does not hold the
-    stage of an action, if an action is missing or there twice, or if workers wait for each other (or for themselves)
-    for ever: each carries out its list in order, and a receive ends when its data has come."""
+    """Raises ScheduleError, which names a worker, its action and the mistake, if a worker does not hold the stage of an
+    action, if an action is missing or there twice, or if workers wait for each other (or for themselves) for ever: each
+    carries out its list in order, and a receive ends when its data has come."""
     _check_once(program)
     _check_order(program)
 

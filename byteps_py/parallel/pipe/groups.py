@@ -1,5 +1,5 @@
-"""The ranks of a pipeline: where each worker and each data-parallel copy is, their process groups, and what they tell
-each other in these: errors, and sums of gradients.
+"""The ranks of a pipeline: the places of workers and data-parallel copies, their process groups, and their messages in
+these: errors, and sums of gradients.
 
 All ranks of the job make the groups together, also those of the other pipelines on other parts of a mesh. One thread.
 """
@@ -160,8 +160,8 @@ def holders_of(program: Program) -> list[frozenset[int]]:
 
 def new_groups(wanted: Sequence[Rows]) -> list[dist.ProcessGroup | None]:
     """A group for each entry of ``wanted``: that of the row with this rank; None if there is none. torch wants all
-    ranks of the job to make all groups in the same order, so each one is told what others want. All ranks of the job
-    call it. Raises UsageError on all of them if those of a row want different groups."""
+    ranks of the job to make all groups in the same order, so each one is told the groups that others want. All ranks of
+    the job call it. Raises UsageError on all of them if those of a row want different groups."""
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, list(wanted))
     for rank, theirs in enumerate(told):

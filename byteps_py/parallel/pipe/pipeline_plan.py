@@ -209,7 +209,7 @@ def check_stages(layout: PipelineLayout, program: Program, modules: Sequence[nn.
 
 
 def check_modules(layout: PipelineLayout, modules: Mapping[str, nn.Module]) -> None:
-    """Raises UsageError for a module of this worker, by what it is."""
+    """Raises UsageError for a module of an unsupported class on this worker."""
     for what, module in modules.items():
         for name, parameter in module.named_parameters():
             if (optimizer := sharded_with(parameter)) is not None:

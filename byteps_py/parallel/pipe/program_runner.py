@@ -3,8 +3,8 @@
 A receive is posted before the action before it begins, so that data comes while the worker computes, and after the
 sends of earlier actions, for which others wait. A send never makes a stage wait.
 
-If a stage raises, its worker goes on without computing: it takes what others send it, and sends FAILED in place of its
-own values, as do those that receive FAILED. So no message is left over, nobody waits for ever, and all workers end the
+If a stage raises, its worker goes on without computing: it receives the values of others, and sends FAILED in place of
+its own, as do workers that receive FAILED. So no message is left over, nobody waits for ever, and all workers end the
 step together. One thread.
 """
 
@@ -200,7 +200,7 @@ class ProgramRunner:
         if channel is not None:
             return channel.receive()
         value = self._handed_over.pop((key, part))
-        # The stage before may need what it has given; the next one may change what it gets.
+        # The stage before may still need its output; the next one may change its input.
         return copied(value) if torch.is_grad_enabled() else value
 
     def _give(self, key: ChannelKey, part: int, value: Any) -> None:

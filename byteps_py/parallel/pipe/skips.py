@@ -13,8 +13,9 @@
         def forward(self, x):
             return self.conv(x) + pop("edges")
 
-The attributes say what a module stashes and pops, so that all workers know it beforehand, and which stages exchange
-values. Without a pipeline, or where both are in one stage, the tensor does not move. One thread for each model.
+The attributes name the tensors that a module stashes and pops, so that all workers know it beforehand, and which stages
+exchange values. Without a pipeline, or where both are in one stage, the tensor does not move. One thread for each
+model.
 """
 
 from __future__ import annotations

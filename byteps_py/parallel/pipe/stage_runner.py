@@ -169,8 +169,8 @@ class StageRunner:
 
 def _checkpointed(run: Callable[..., Values], *arguments: Any) -> Values:
     """torch's checkpoint of ``run``, which ends before an exception of ``run`` is raised. In torch 2.11 and before, an
-    exception leaves a checkpoint open: it also takes what later forward passes of this thread save, and their backward
-    passes repeat ``run``."""
+    exception leaves a checkpoint open: it also takes tensors that later forward passes of this thread save, and their
+    backward passes repeat ``run``."""
     failed: list[BaseException] = []
     has_run = False
 

@@ -78,7 +78,7 @@ class TorchSchedule:
             losses=found,
             return_outputs=False,
         )
-        # torch calls the loss function for other purposes, too: what it has called for parts counts.
+        # torch calls the loss function for other purposes, too: only calls for parts count.
         losses.total += sum(float(one.detach()) for one in found) / losses.weight
         losses.count += len(found)
 

@@ -106,7 +106,7 @@ class SendingChannel:
     history: _History = field(default_factory=_History)
 
     def send(self, value: Any) -> list[ValueSent]:
-        """Send ``value``, or FAILED. Returns at once, with what is to be waited for."""
+        """Send ``value``, or FAILED. Returns at once, with the sends to wait for."""
         expected = self.history.expected
         if isinstance(value, WorkerFailed):
             return [self._instead(_Content.FAILED, 0, expected)]

@@ -110,7 +110,8 @@ def _surroundings(arguments: Sequence[Any]) -> CallSurroundings:
 
 
 class _SavedCall:
-    """One call: numbers in place of what autograd would keep, until the backward pass asks for the first of it."""
+    """One call: numbers in place of the tensors that autograd would keep, until the backward pass asks for the first of
+    it."""
 
     def __init__(self, function: Callable[..., Any], arguments: Sequence[Any], around: CallSurroundings) -> None:
         self._function, self._arguments, self._around = function, arguments, around

@@ -46,7 +46,7 @@ class SegmentGathering:
         self.own = memory.own
         self.on_forward: Callable[[], None] = _nothing
         self.on_backward: Callable[[], None] = _nothing
-        #: Counts the optimizer's steps: what autograd has kept from before is not of these parameters.
+        #: Counts the optimizer's steps: tensors that autograd has kept from earlier steps are not of these parameters.
         self.version = 0
         self._reshards = reshard_after_forward
         self._depth = 0
@@ -87,7 +87,7 @@ class SegmentGathering:
         self.free_all()
 
     def free_all(self) -> None:
-        """Free what nobody uses now."""
+        """Free parameters that no pass uses now."""
         self._trim(())
 
     # ---- forward ---------------------------------------------------------------------------------------------

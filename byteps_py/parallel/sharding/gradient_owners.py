@@ -1,8 +1,8 @@
 """Gradients on their way to the owners: reduced over the sharding group in backward passes, segment by segment from the
 last one on, summed over the copies, and accumulated in one block of memory.
 
-All ranks send in the same order, whatever order gradients come in; a gradient that does not come counts as zeros. One
-thread at a time.
+All ranks send in the same order, regardless of the order in which gradients arrive; a gradient that does not come
+counts as zeros. One thread at a time.
 """
 
 from __future__ import annotations

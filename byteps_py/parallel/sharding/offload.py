@@ -26,7 +26,7 @@ class SideStream(Protocol):
     """Runs copies in the order in which they are submitted."""
 
     def submit(self, copies: Callable[[], None]) -> Any:
-        """Run ``copies`` after what has been computed so far. Returns a mark for ``wait``."""
+        """Run ``copies`` after the computations so far. Returns a mark for ``wait``."""
 
     def wait(self, mark: Any) -> None:
         """Let later work of the caller's stream wait for the copies of ``mark``."""

@@ -1,4 +1,5 @@
-"""The memory of a rank: what is taken once, as in ZeRO-R (Rajbhandari et al., 2020), and a tally of what is held.
+"""The memory of a rank: memory that is allocated once, as in ZeRO-R (Rajbhandari et al., 2020), and a tally of the
+memory that is held.
 
     TensorArena     one contiguous block for tensors that live long (section 6.3). An allocator that holds them between
                     short-lived ones ends up with much free memory in pieces that are too small
@@ -150,7 +151,7 @@ class FusedBuffer:
         receive: Callable[[torch.Tensor, Sequence[ChunkPart]], None],
     ) -> None:
         """Copy ``tensors`` (None: zeros) of ``sizes`` elements into chunks and ``start`` each. ``receive`` gets a chunk
-        and what is in it, when its work is done: in a later call, or in ``wait``."""
+        and its contents, when its work is done: in a later call, or in ``wait``."""
         capacity = self._halves[0].numel() // dtype.itemsize
         for parts in cut_chunks(sizes, capacity):
             place = self._next
@@ -172,7 +173,7 @@ class FusedBuffer:
             self._finish((self._next + step) % _HALVES)
 
     def forget(self) -> None:
-        """Drop what is under way, after an error."""
+        """Drop the transfers under way, after an error."""
         self._under_way = [None] * _HALVES
 
     def _finish(self, place: int) -> None:

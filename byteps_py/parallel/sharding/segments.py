@@ -1,9 +1,9 @@
 """The memory of parameters: for each segment and owner one flat tensor, of which the parameters are views.
 
 An owner keeps its flat tensors. Other ranks have them only while they are gathered. In between, their parameters are
-views of one element (NaN), with the parameter's shape. To free a flat tensor is to drop our reference to it: whoever
-still computes with it keeps it, so freeing is never wrong, only early. One thread at a time: the trainer's, or that of
-its backward pass.
+views of one element (NaN), with the parameter's shape. To free a flat tensor is to drop our reference to it: a
+computation that still uses it keeps it, so freeing is never wrong, only early. One thread at a time: the trainer's, or
+that of its backward pass.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class SegmentMemory:
                     self._attach(segment, piece)
 
     def free(self, segment: ParameterSegment) -> None:
-        """Drop what other ranks own of ``segment``."""
+        """Drop the parameters of ``segment`` that other ranks own."""
         if not segment.is_started or self._group is None:
             return
         for piece in segment.pieces:
@@ -133,7 +133,7 @@ class SegmentMemory:
         segment.is_started = segment.is_attached = False
 
     def resident(self) -> list[ParameterSegment]:
-        """Gathered segments. They are the same on all ranks of the group, whoever owns them."""
+        """Gathered segments. They are the same on all ranks of the group, whichever ranks own them."""
         return [segment for segment in self.segments if segment.is_started and self._group is not None]
 
     def is_placeholder(self, tensor: torch.Tensor) -> bool:

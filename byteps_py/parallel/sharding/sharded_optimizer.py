@@ -1,5 +1,5 @@
-"""The optimizer that ``shard`` returns: each rank steps what it owns. Its state dict has the states of all parameters,
-from their owners: it is interchangeable with that of the optimizer on one rank. One thread."""
+"""The optimizer that ``shard`` returns: each rank steps the parameters that it owns. Its state dict has the states of
+all parameters, from their owners: it is interchangeable with that of the optimizer on one rank. One thread."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return whole
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict`` of this or of the optimizer on one rank has returned, in a job of any size. Raises
+        """Load a ``state_dict`` of this optimizer, or of the optimizer on one rank, in a job of any size. Raises
         UsageError if it is of another model; then nothing is loaded."""
         names = {id(member.parameter): member.name for member in self._parts.members}
         check_states(state_dict, self.param_groups, names)

@@ -101,9 +101,9 @@ class Strategy:
 def assign_owners(sizes: Sequence[int], ranks: int) -> list[int]:
     """The owner of each parameter: an index in its sharding group.
 
-    Paddle's rule (``fleet`` sharding, ``Shard._split_params``): go through the parameters in order and sum up what has
-    been given away; when that is more than the next share of the total, go on to the next rank. So owners never
-    decrease, and a rank may own nothing.
+    Paddle's rule (``fleet`` sharding, ``Shard._split_params``): go through the parameters in order and sum up the
+    elements that have been given away; when that is more than the next share of the total, go on to the next rank. So
+    owners never decrease, and a rank may own nothing.
 
     Args:
         sizes: of the parameters, in elements or bytes.

@@ -1,8 +1,8 @@
 """Layers whose parameters lie on several ranks: column- and row-parallel linear layers, a vocabulary-parallel
 embedding, and norms of a part of the sequence. parallel_plan.py makes them from the layers of a model.
 
-A column-parallel layer computes some of the output features on each rank, a row-parallel layer adds up what ranks
-compute from some of the input features each: in a pair of both, only f and g communicate (regions.py).
+A column-parallel layer computes some of the output features on each rank, a row-parallel layer adds up the results of
+ranks, each from some of the input features: in a pair of both, only f and g communicate (regions.py).
 
 Each layer has ``sharded_parameters``: for each parameter that lies in parts on the ranks, its dimension of the parts.
 One thread.

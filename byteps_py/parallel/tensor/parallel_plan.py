@@ -146,8 +146,8 @@ def _replace(model: nn.Module, name: str, layer: nn.Module) -> None:
 # ---- the style SharedInput -----------------------------------------------------------------------------------------
 
 
-#: Nodes of autograd of operations on each element, and on shapes: what they do is the same on all ranks if their inputs
-#: are.
+#: Nodes of autograd of operations on each element, and on shapes: their results are the same on all ranks if their
+#: inputs are.
 _SAME_ON_ALL_RANKS = re.compile(
     "(Add|Sub|Rsub|Mul|Div|Neg|Pow|Rsqrt|Sqrt|Exp|Mean|Sum|Abs|Where|MaskedFill|Silu|Gelu|Relu|Sigmoid|Tanh|Softplus|"
     "NativeDropout|NativeLayerNorm|FusedRmsNorm|View|UnsafeView|ReshapeAlias|Alias|AsStrided|Transpose|T|Permute|Clone|"

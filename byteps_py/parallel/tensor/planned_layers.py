@@ -199,8 +199,8 @@ def _check_ties(modules: Mapping[str, nn.Module], planned: list[PlannedLayer]) -
 
 
 def check_plain(name: str, module: nn.Module) -> None:
-    """Raises UsageError if the layer ``name`` does more than nn.Linear or nn.Embedding: what subclasses, hooks and
-    decorations add would be lost without a word."""
+    """Raises UsageError if the layer ``name`` does more than nn.Linear or nn.Embedding: additions of subclasses, hooks
+    and decorations would be lost without a word."""
     kind = next(one for one in _OWN_PARAMETERS if isinstance(module, one))
     added = _added(module, kind)
     if added is not None:

@@ -34,7 +34,7 @@ class Column:
 @dataclass(frozen=True, slots=True)
 class Row:
     """A linear layer for which each rank has some of the input features, as behind a Column. ``parts``: as those of a
-    Column, if the input is what several Columns computed, one behind the other."""
+    Column, if the input is the output of several Columns, one behind the other."""
 
     parts: int | Counts[int] | None = None
 

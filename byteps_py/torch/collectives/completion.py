@@ -45,7 +45,7 @@ class Pool:
             inbox.put(task)
             thread = threading.Thread(target=self._serve, args=(inbox,), name=self._name, daemon=True)
             self._threads.add(thread)
-            thread.start()  # here: ``close`` joins what is in the set
+            thread.start()  # here: ``close`` joins the threads of the set
 
     def close(self) -> None:
         """Wait, within a time limit, for the running threads to end. Tasks may still be added afterwards."""

@@ -132,7 +132,7 @@ class Context:
 
     def open(self, settings: Settings | None = None, holder: str = "init") -> None:
         """Join the job; does nothing if it has already joined. ``settings``: None: from the environment. ``holder``:
-        the user of the session, until its ``release``. Raises what open_session raises."""
+        the user of the session, until its ``release``. Raises the errors of open_session."""
         with self.lock:
             if self._session is None:
                 self._settings = settings or Settings.from_env()
@@ -273,8 +273,8 @@ class Context:
     # ---- tensors ---------------------------------------------------------------------------------------
 
     def slot_views(self, requests: Sequence[TensorRequest]) -> list[PieceView]:
-        """The view of each request's slot. Requests that are not declared yet are declared in one call. Raises what
-        Session.declare raises."""
+        """The view of each request's slot. Requests that are not declared yet are declared in one call. Raises the
+        errors of Session.declare."""
         session = self.session
         with self.lock:
             missing = [request for request in requests if not self._fits(request)]

@@ -1,5 +1,5 @@
-"""torch's dtypes and those of the wire: which correspond, and checks of tensors: of the user's, and of what other ranks
-send about sparse ones (COO), before it is used. Any thread."""
+"""torch's dtypes and those of the wire: which correspond, and checks of tensors: of the user's, and of other ranks'
+messages about sparse ones (COO), before they are used. Any thread."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def wire_dtype(dtype: torch.dtype, name: str | None) -> DType:
 
 
 def check_are_tensors(tensors: Iterable[object], name: str | None) -> None:
-    """Raises UsageError for what is no tensor."""
+    """Raises UsageError for an object that is no tensor."""
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
             who = f"tensor {name!r}" if name else "the tensor"
@@ -47,7 +47,8 @@ def check_are_tensors(tensors: Iterable[object], name: str | None) -> None:
 
 
 def check_dense(tensor: torch.Tensor, name: str | None) -> None:
-    """Raises UsageError for what is no tensor, for a sparse one, and for one on a device other than cpu and cuda."""
+    """Raises UsageError for an object that is no tensor, for a sparse one, and for one on a device other than cpu and
+    cuda."""
     check_are_tensors((tensor,), name)
     who = f"tensor {name!r}" if name else "the tensor"
     if tensor.layout is not torch.strided:

@@ -55,8 +55,8 @@ class Reduction:
     """A reduce operation on a dtype, as the service carries it out.
 
     ``fold``: the function that combines two tensors, for an operation that the service does not know: members gather
-    all tensors and combine them. ``view``: the dtype as which the service sees the memory. ``factor``: what a
-    contribution is multiplied by. ``terms``: further facts on which members must agree.
+    all tensors and combine them. ``view``: the dtype as which the service sees the memory. ``factor``: the factor of a
+    contribution. ``terms``: further facts on which members must agree.
     """
 
     op: Op = Op.SUM

@@ -1,9 +1,9 @@
 """Operations of a process group, whose waits end when the group does: their shared state, rounds of slots, and
 operations made of others.
 
-``FallbackWork`` is the only class that knows what happens to an operation of a process group among the ranks themselves
-when a member has joined (``byteps_py.join()``): it goes through the service. Sums by name need no class for that: ranks
-vote before each round whether they add it themselves (all_reduce/negotiated.py). Any thread may call.
+``FallbackWork`` is the only class that knows the course of an operation of a process group among the ranks themselves
+after a member has joined (``byteps_py.join()``): it goes through the service. Sums by name need no class for that:
+ranks vote before each round whether they add it themselves (all_reduce/negotiated.py). Any thread may call.
 """
 
 from __future__ import annotations
@@ -123,15 +123,15 @@ class GroupContext:
         self.aborted: Exception | None = None
 
     def check(self) -> None:
-        """Raises what every operation of the group would raise."""
+        """Raises the error that every operation of the group would raise."""
         if self.aborted is not None:
             raise type(self.aborted)(*self.aborted.args)
         self._session.check_open()  # a StallError that ends the session must not look like that of a single wait
 
     def wait_in_slices(self, wait: Callable[[float], None]) -> None:
         """Call ``wait(seconds)`` repeatedly before an operation begins, until it returns without StallError. Raises
-        StallError after the group's timeout, or what has ended the group; then the group is unusable, because the other
-        members do not know that this one has left a call out."""
+        StallError after the group's timeout, or the error that has ended the group; then the group is unusable, because
+        the other members do not know that this one has left a call out."""
         deadline = time.monotonic() + self.timeout_s
         for interval_s in itertools.chain(_FIRST_CHECKS_S, itertools.repeat(self.check_interval_s)):
             self.check()

@@ -54,7 +54,7 @@ class JobConnections:
         if not self._is_done.wait(self._settings.start_timeout_s + 2 * _CONNECT_S):
             raise StallError("not all ranks have connected to each other: some have not begun, or can't go on")
         self._session.check_open()
-        if self._error is not None:  # this rank does not know what the others know
+        if self._error is not None:  # this rank lacks the addresses that the others have
             raise type(self._error)(*self._error.args)
         if self._why_not:
             why_not, self._why_not = self._why_not, ""

@@ -1,7 +1,7 @@
 """Memory that the members of a process group on one machine share, and how they wait for each other.
 
-Who writes what when is for the callers to agree on: nothing is locked here. The calling thread does everything; one
-thread at a time.
+The callers agree on the order of writes: nothing is locked here. The calling thread does everything; one thread at a
+time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ class MachineMemory:
     memory once it is touched, and reads as zeros before.
 
     All members of a machine create it together. ``number``: of such memories of the group, from 0. Raises OSError on
-    the member that makes it, if the system can't provide as much; StallError and what ends the group or the session.
+    the member that makes it, if the system can't provide as much; StallError and the error that ends the group or the
+    session.
     """
 
     def __init__(self, members: Members, group_context: GroupContext, number: int, nbytes: int) -> None:
@@ -51,13 +52,13 @@ class MachineMemory:
         self.octets = torch.frombuffer(self._segment.view, dtype=torch.uint8, count=nbytes)
 
     def check(self) -> None:
-        """Raises what every operation of the group would raise: UsageError if it was destroyed, NotInitializedError
-        after the session, or what has ended either."""
+        """Raises the error that every operation of the group would raise: UsageError if it was destroyed,
+        NotInitializedError after the session, or the error that has ended either."""
         self._group_context.check()
 
     def wait_for_others(self) -> None:
-        """Return when all members of this machine have called it. What they have written before is visible then.
-        Raises StallError, JoinedError and what ends the group or the session."""
+        """Return when all members of this machine have called it. What they have written before is visible then. Raises
+        StallError, JoinedError and the error that ends the group or the session."""
         self._group_context.check()
         peers, turns = self._peers, self._turns
         if peers is None or turns is None:

@@ -128,7 +128,7 @@ class MessageQueue(Generic[M]):
 
     def post(self, message: M) -> M:
         """Begin ``message`` now if no other message waits, otherwise in its turn. Never blocks for other ranks. Raises
-        what has ended the group."""
+        the error that has ended the group."""
         channel = self.channel
         with channel.lock:
             channel.group_context.check()
@@ -180,7 +180,7 @@ class MessageQueue(Generic[M]):
 
 
 class _SentCopy:
-    """A copy of what was sent."""
+    """A copy of a tensor that was sent."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor.detach().clone(memory_format=torch.contiguous_format)

@@ -1,7 +1,7 @@
 """Gathers and exchanges by name that all ranks wait for: from rank to rank, without the communication service.
 
 Votes decide for each round whether all ranks wait for it (negotiation.py). What the ranks have to know of each other's
-tensors travels with the votes; what is larger follows from rank to rank once all know it. All other gathers and
+tensors travels with the votes; larger tensors follow from rank to rank once all know the sizes. All other gathers and
 exchanges go through the service. Any thread.
 """
 
@@ -52,9 +52,9 @@ class NegotiatedGathers:
             is_named: the user has given the ``name``. Between machines, the services find out if ranks call different
                 operations without names.
             ranks: of the group, () for all.
-            first_message: returns what the others have to know, flat uint8, of a size that depends on the group only;
-                None, of the function or in its place: this rank does not wait, or its tensors are not in the host's
-                memory.
+            first_message: returns the bytes that the others have to know, flat uint8, of a size that depends on the
+                group only; None, of the function or in its place: this rank does not wait, or its tensors are not in
+                the host's memory.
 
         Returns None if the round goes through the service.
         """
@@ -117,9 +117,9 @@ class NegotiatedRound:
         return self._router.move(self._op, nbytes, is_on_host=True).route is Route.PEERS
 
     def exchange(self, sends: Sequence[tuple[Positions, Spans]], receives: Mapping[int, Spans], owner: object) -> None:
-        """Send spans to the members at these positions, and receive them. All members know what is due: nothing is sent
-        for spans without bytes. ``owner`` keeps the memory of all. Raises StallError and the error that ends the
-        session."""
+        """Send spans to the members at these positions, and receive them. All members know the next transfer: nothing
+        is sent for spans without bytes. ``owner`` keeps the memory of all. Raises StallError and the error that ends
+        the session."""
         group, deadline = self.group, time.monotonic() + self.group.timeout_s
         peers = group.peers
         stream = peers.stream(f"data of {self._name} {group.suffix}", tuple(group.others.values()))

@@ -1,10 +1,10 @@
 """Whether the ranks carry out a round of a named operation themselves: votes, and their result.
 
-Names may be called in any order, and need not be waited for, so no rank knows what the others do next. But most ranks
-do what they did in the previous round. So a rank tells the others that it waits for a round. If all have waited for a
-round, each offers to add the next one, and every rank that has waited votes on the next one in any case. All ranks
-count as having waited before the first round. A rank that has not waited, and does not wait now, casts no vote: a round
-for which no rank waits costs no message.
+Names may be called in any order, and need not be waited for, so no rank knows the next operation of the others. But
+most ranks repeat the operation of the previous round. So a rank tells the others that it waits for a round. If all have
+waited for a round, each offers to add the next one, and every rank that has waited votes on the next one in any case.
+All ranks count as having waited before the first round. A rank that has not waited, and does not wait now, casts no
+vote: a round for which no rank waits costs no message.
 
     in the previous round                   in this round           vote
     -------------------------------------   ---------------------   ---------------

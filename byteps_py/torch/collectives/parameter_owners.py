@@ -31,7 +31,7 @@ class LayerInParts(Protocol):
 
 
 _layers: weakref.WeakSet[LayerInParts] = weakref.WeakSet()
-#: The wrappers that average gradients, what they are called, and of which parameters.
+#: The wrappers that average gradients, their names, and their parameters.
 _averaging: weakref.WeakKeyDictionary[object, tuple[str, tuple[weakref.ref[torch.Tensor], ...]]] = (
     weakref.WeakKeyDictionary()
 )
@@ -58,8 +58,8 @@ def announce_pipeline(pipeline: object, parameters: Iterable[torch.Tensor]) -> N
 
 def check_whole(named: Iterable[tuple[str, torch.Tensor]], ranks: Sequence[int], caller: str, remedy: str) -> None:
     """Raises UsageError that names the first of these tensors that is a part: a DTensor, a flat parameter of FSDP, or
-    one whose other parts some of ``ranks`` have. ``caller``: who takes them for whole ones. ``remedy``: what to do
-    instead."""
+    one whose other parts some of ``ranks`` have. ``caller``: the function that takes them for whole ones. ``remedy``:
+    the advice in the message."""
     wanted = set(ranks)
     parts: dict[int, list[int]] = {}
     for layer in list(_layers):
@@ -118,7 +118,7 @@ def find_averaging(tensors: Sequence[torch.Tensor], besides: str = "") -> str | 
 
 
 def _memory_of(tensor: torch.Tensor) -> int:
-    """Equal for a parameter and what ``state_dict`` has of it."""
+    """Equal for a parameter and its tensor in ``state_dict``."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # no memory of its own, such as a sparse tensor's

@@ -1,8 +1,8 @@
 """The payloads that members of a group send each other without the communication service, in the order of the calls.
 
 Members of one machine share memory; those of different machines have a connection each (byteps_py/session/peers). The
-calling thread writes this member's payloads and tells the others; the waiting thread copies what arrives to where it
-belongs. Host memory only. Gathers, exchanges and broadcasts are in peer_collectives.py, sums in all_reduce/.
+calling thread writes this member's payloads and tells the others; the waiting thread copies arriving payloads to their
+destination. Host memory only. Gathers, exchanges and broadcasts are in peer_collectives.py, sums in all_reduce/.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _AT_ONCE_S = 0.2
 
 #: The spans for, or from, members of a group, by position. Members without a payload are left out.
 Parts = Mapping[int, Sequence[Span]]
-#: (spans, spans): what this member sends to itself, and where it goes.
+#: (spans, spans): the data that this member sends to itself, and its destination.
 Own = tuple[Sequence[Span], Sequence[Span]]
 
 
@@ -134,9 +134,9 @@ class PeerStreams:
         """Begin one operation. ``name``: of the stream, the same on all members. ``call.inputs`` keeps the memory of
         ``sends``, the rest of ``call`` that of ``receives``.
 
-        ``is_led``: not all members send. ``own``: what this member sends to itself. ``together``: all members send to
-        all, and a sender also detects differing sizes; the operation does not begin if a member has joined. Without
-        ``together``, nothing is sent if a member for which it is has joined.
+        ``is_led``: not all members send. ``own``: the data that this member sends to itself. ``together``: all members
+        send to all, and a sender also detects differing sizes; the operation does not begin if a member has joined.
+        Without ``together``, nothing is sent if a member for which it is has joined.
         """
         with self._lock:
             line = self._begin(name)
@@ -261,14 +261,14 @@ class PeerStreams:
     def _receipt(
         self, line: _Line, call: Call, receives: Parts, sent: Mapping[int, int], is_mutual: bool
     ) -> StreamReceipt:
-        """Before anything is sent, so that what comes goes where it belongs at once."""
+        """Call it before anything is sent, so that payloads go to their destination at once."""
         receipt = StreamReceipt(line.stream, is_mutual=is_mutual, owner=call)
         for position, spans in receives.items():
             receipt.expect(self.others[position], spans, total(spans), sent.get(position, -1))
         return receipt
 
     def _fail(self, line: _Line, call: Call, receives: Parts, error: JoinedError) -> PeerWork:
-        """An operation that has sent nothing, and raises ``error`` once it has received what others have sent."""
+        """An operation that has sent nothing, and raises ``error`` once it has received the payloads of others."""
         call = call._replace(finish=None)
         receipt = self._receipt(line, call, receives, {}, False)
         receipt.error = error

@@ -3,7 +3,7 @@ equally often.
 
 Tensors are matched by name, so ranks that group gradients differently, or have other parameters, would wait for each
 other until the stall limit. Therefore ranks compare plans by two numbers first, and entry by entry if those differ.
-Does not own what it compares. The caller holds a lock; ``begin`` does not wait for other ranks.
+Does not own the plans that it compares. The caller holds a lock; ``begin`` does not wait for other ranks.
 
     backward: gradients are sent
     step → begin → finish: plans are equal, or MismatchError on every rank

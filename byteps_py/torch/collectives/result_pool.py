@@ -31,7 +31,7 @@ _KEPT_BYTES = 64 << 20
 class _Lease(np.ndarray[tuple[int], np.dtype[np.uint8]]):
     """The memory of one result: torch's storage keeps it, and lets it go with the last tensor."""
 
-    give_back: Callable[[], None] | None = None  # none for what numpy derives from it
+    give_back: Callable[[], None] | None = None  # none for arrays that numpy derives from it
 
     def __del__(self) -> None:
         if self.give_back is not None:

@@ -8,9 +8,9 @@
     SERVICE        the communication service, and the summation servers behind it
 
 All but SERVICE need a group whose members are all on this machine, or a connection between each two machines' members.
-Members must choose alike without asking each other, so a choice depends only on what all of them know: the operation,
-sizes, the number of ranks, the machine. It also depends on where a member's tensors lie (host or device), so all
-members of a group must use the same kind of device.
+Members must choose alike without asking each other, so a choice depends only on facts that all of them know: the
+operation, sizes, the number of ranks, the machine. It also depends on where a member's tensors lie (host or device), so
+all members of a group must use the same kind of device.
 """
 
 from __future__ import annotations

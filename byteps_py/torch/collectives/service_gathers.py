@@ -29,8 +29,8 @@ Octets = list[list[torch.Tensor]]
 @dataclass(frozen=True, slots=True)
 class _Round:
     """The bytes that a round moves. ``outgoing``, ``incoming``: tensors of bytes and their offsets in the slot's input
-    and result. ``layout``: how the pieces lie there. ``kept``: copies (to, from) of what a member sends to itself.
-    ``capacity``: bytes that the slot needs, in and out."""
+    and result. ``layout``: how the pieces lie there. ``kept``: copies (to, from) of the data that a member sends to
+    itself. ``capacity``: bytes that the slot needs, in and out."""
 
     outgoing: list[Place]
     incoming: list[Place]
@@ -120,7 +120,8 @@ class ServiceGathers:
         return work
 
     def _keep_own(self, op: Op, outgoing: Octets, incoming: Octets) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Remove what a member sends to itself, which need not travel. Returns the copies (to, from) to be made."""
+        """Remove the data that a member sends to itself, which need not travel. Returns the copies (to, from) to be
+        made."""
         own = self._members.position
         source = outgoing[0 if op is Op.GATHER else own]
         target = incoming[own]

@@ -49,7 +49,7 @@ class Mover(Protocol):
         """Copy views to outputs, converting dtypes, ordered before later work of the caller on the outputs."""
 
     def close(self) -> None:
-        """Release what ``adopt`` has acquired. No call follows."""
+        """Release the memory that ``adopt`` has acquired. No call follows."""
 
 
 class HostMover:
@@ -153,7 +153,7 @@ class SlotView:
     # ---- declaration -----------------------------------------------------------------------------------
 
     def declare(self, spec: TensorSpec) -> None:
-        """Make the slot fit ``spec``. It must be vacant. Raises what Session.declare raises."""
+        """Make the slot fit ``spec``. It must be vacant. Raises the errors of Session.declare."""
         before = self._slot
         if before is not None and before.error is None and before.spec.agrees_with(spec) and spec.fits_in(before.spec):
             return
@@ -239,7 +239,7 @@ class SlotView:
         """Copy tensors in and hand the round over. CUDA: both happen later, ordered after the caller's stream.
 
         ``due``: where ``fetch_places`` will copy the result; ``wait`` copies the parts that are delivered early. Raises
-        what Session.hand_over raises.
+        the errors of Session.hand_over.
         """
         self._taken.clear()
         self._due = due if self._may_come_in_chunks(device, due) else ()
@@ -290,7 +290,7 @@ class SlotView:
         return (self._departure is None or self._departure.done()) and self.session.is_done(self.slot)
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Return when the result of the round is delivered. Raises what Session.wait raises."""
+        """Return when the result of the round is delivered. Raises the errors of Session.wait."""
         self.wait_for_departure(timeout_s)
         slot = self.slot
         if self._due and timeout_s is not None:

@@ -29,7 +29,7 @@ _rounds = 0  # jobs that this process has formed so far: all ranks form as many,
 
 
 def complete(settings: Settings) -> Settings:
-    """``settings``, which the environment has given, with what torch says about ranks, if nothing else does: a process
+    """``settings``, which the environment has given, with torch's facts about ranks, if there are no others: a process
     group that exists, or RANK and WORLD_SIZE. All ranks call it. Blocks until all have come.
 
     Raises ConfigurationError for variables that are incomplete or contradict each other, and RendezvousError.

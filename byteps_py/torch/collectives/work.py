@@ -78,8 +78,8 @@ class OperationKind:
 
 class Call(NamedTuple):
     """A description of an operation, the same on every route. ``what``: its description in messages. ``outputs``: the
-    tensors that it fills. ``finish`` is called once their bytes have arrived. ``kind``: the facts on which members
-    must agree, for the log of calls. ``inputs`` keeps the memory of what this member gives until it is sent."""
+    tensors that it fills. ``finish`` is called once their bytes have arrived. ``kind``: the facts on which members must
+    agree, for the log of calls. ``inputs`` keeps the memory of this member's contributions until they are sent."""
 
     what: str
     outputs: list[torch.Tensor]
@@ -116,7 +116,7 @@ class Work(dist.Work):
         raise NotImplementedError
 
     def _release(self) -> None:
-        """Drop what only an unfinished operation needs."""
+        """Drop references that only an unfinished operation needs."""
 
     def _others(self) -> str:
         """The operations that other members are in, for the message of a timeout."""
@@ -276,7 +276,7 @@ def _unwrap(future: Future) -> list[torch.Tensor]:
 
 class Attempt(NamedTuple):
     """An operation that has begun on one route. ``is_done``: True if ``complete`` would not block. ``complete`` waits,
-    writes the results to the outputs, and returns what ``synchronize`` returns."""
+    writes the results to the outputs, and returns the result of ``synchronize``."""
 
     is_done: Callable[[], bool]
     complete: Callable[[], Any]

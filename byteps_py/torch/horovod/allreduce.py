@@ -294,8 +294,8 @@ def compressed(
 
 
 def tensor_list(tensors: Any) -> list[torch.Tensor]:
-    """The tensors of a group. Raises UsageError for a single tensor, whose rows are not a group, and for what is no
-    tensor."""
+    """The tensors of a group. Raises UsageError for a single tensor, whose rows are not a group, and for an object that
+    is no tensor."""
     if isinstance(tensors, torch.Tensor):
         raise UsageError("a group is a list of tensors, got one tensor")
     check_are_tensors(tensors, None)

@@ -1,4 +1,5 @@
-"""The job of this process, as BytePS and Horovod name it: init, rank, size, join; and what scripts ask about the build.
+"""The job of this process, as BytePS and Horovod name it: init, rank, size, join; and scripts' questions about the
+build.
 
 Any thread may call. All functions raise NotInitializedError outside init() … shutdown() and UsageError (a ValueError)
 for misuse.

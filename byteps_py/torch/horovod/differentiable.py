@@ -1,4 +1,4 @@
-"""The gradients of collectives. Each function here runs a collective, and says what its adjoint is:
+"""The gradients of collectives. Each function here runs a collective, and names its adjoint:
 
     collective      the gradient of a rank's input
     ----------      ------------------------------

@@ -231,8 +231,8 @@ class AllgatherOperation(TwoRoundOperation):
         return None if max(lengths) <= self._inline_bytes else self._send_pieces(lengths)
 
     def _lay_out(self, first: torch.Tensor) -> list[int]:
-        """Check and read the headers. Returns the number of bytes of each member. ``first``: int64, what each member
-        has sent in the first round."""
+        """Check and read the headers. Returns the number of bytes of each member. ``first``: int64, the message of each
+        member in the first round."""
         size_headers.check_numbers(self._name, self._members, _words(first, 1)[:, 0])
         words = _words(first, len(self._tensors)) if self._at_once else self._more_headers()
         size_headers.check("allgather", self._name, self._members, words)
@@ -343,7 +343,7 @@ class AllgatherOperation(TwoRoundOperation):
 
 
 def _words(first: torch.Tensor, count: int) -> size_headers.Words:
-    """[position in members, tensor, word], of what each member has sent, int64: its headers come first."""
+    """[position in members, tensor, word], of each member's message, int64: its headers come first."""
     every: size_headers.Words = first.numpy()[:, : count * size_headers.WORDS]
     return every.reshape(len(every), count, size_headers.WORDS)
 
@@ -461,7 +461,7 @@ class AlltoallOperation(TwoRoundOperation):
         return view
 
     def _read(self, headers: torch.Tensor) -> None:
-        """Check and read what all members have sent to this one: int64, [position in members, word]."""
+        """Check and read the messages of all members to this one: int64, [position in members, word]."""
         words = headers.numpy()[:, np.newaxis]
         size_headers.check("alltoall", self._name, self._members, words)
         self._received = [rows[0] for rows in size_headers.rows_of(words)]

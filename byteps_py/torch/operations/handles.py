@@ -1,7 +1,7 @@
 """Names and handles of operations: how an operation gets a name that all its ranks agree on, waits until the
 name is free, and is waited for.
 
-Must not know what the operations do. Any thread.
+Must not know the kinds of operations. Any thread.
 """
 
 from __future__ import annotations

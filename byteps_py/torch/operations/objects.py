@@ -1,7 +1,7 @@
 """Python objects between ranks: broadcast_object and allgather_object, with Horovod's names and arguments.
 
 A rank pickles its object with cloudpickle if that is installed, as in Horovod (cloudpickle takes lambdas and classes of
-the main program), else with pickle. A rank unpickles only what ranks of its job sent: these are authenticated and run
+the main program), else with pickle. A rank unpickles only messages of ranks of its job: these are authenticated and run
 the same program anyway.
 
 ``broadcast_object``: one thread at a time, the same order on all ranks. The other functions: any thread.
@@ -131,7 +131,7 @@ def unpacked(data: bytes) -> Any:
 
 
 def pickled(obj: Any) -> bytes:
-    """``obj`` as bytes. Raises what the pickler raises."""
+    """``obj`` as bytes. Raises the errors of the pickler."""
     data: bytes = _pickler().dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)
     return data
 

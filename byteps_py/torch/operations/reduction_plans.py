@@ -200,7 +200,7 @@ class ReductionPlan:
             terms=self._terms,
         )
         results = None
-        if options.scatters:  # this rank's rows of what is sent
+        if options.scatters:  # this rank's rows of the message
             results = tuple((*self.shapes[i][:1], *self._sent[i][1:]) for i in part)
         return TensorRequest(spec, self._dtypes[part[0]], shapes, self._devices[part[0]], results)
 

@@ -1,6 +1,6 @@
 """Starts reductions: copy in and hand over, later wait and copy out. Any thread.
 
-The public functions are in torch/horovod, which knows what is synchronous or in place. The declarations are in
+The public functions are in torch/horovod, which knows the synchronous and in-place forms. The declarations are in
 reduction_plans.py. Scale factors are applied while tensors are copied to the service and back: float16 and bfloat16 are
 multiplied in float32 and rounded once, integers in float64 and rounded towards zero, so the result is deterministic.
 """

@@ -150,7 +150,7 @@ class BytePSProcessGroup(ReductionCollectives, TransferCollectives):
 
     def share_memory(self, nbytes: int) -> MachineMemory:
         """Memory that the members on this machine share. They call it together, as they call a collective; members on
-        other machines need not. Raises OSError, StallError and what ends the group or the session."""
+        other machines need not. Raises OSError, StallError and the error that ends the group or the session."""
         return MachineMemory(self._members, self._group_context, next(self._memories), nbytes)
 
     # ---- other names, from torch 2.13 on ----------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The interface of a group to torch.distributed beside collectives: names, device types, the backend, options. Any
 thread.
 
-A group is its own backend: torch looks for a backend for each device type and asks what it supports.
+A group is its own backend: torch looks for a backend for each device type and asks for its features.
 """
 
 from __future__ import annotations

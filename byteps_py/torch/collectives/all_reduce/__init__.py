@@ -46,7 +46,7 @@ class AllReduce(Protocol):
     """One way to add, for one group. Any thread; sums run in the order of the calls."""
 
     def begin(self, what: GroupSum) -> Work:
-        """Begin a sum. Raises UsageError and what has ended the group."""
+        """Begin a sum. Raises UsageError and the error that has ended the group."""
 
     def finish(self) -> None:
         """Complete all sums under way. Raises StallError."""

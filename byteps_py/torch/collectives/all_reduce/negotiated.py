@@ -213,5 +213,5 @@ class _NegotiatedSums:
 
 
 def _offer_of(spec: TensorSpec) -> int:
-    """A vote that identifies the sum, whatever its name."""
+    """A vote that identifies the sum, independent of its name."""
     return key_of(repr(spec.signature())) >> 1

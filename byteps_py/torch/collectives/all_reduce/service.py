@@ -113,7 +113,7 @@ class ServiceAllReduce:
         self, call: Call, kind: OperationKind, sends: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
     ) -> ServiceWork:
         """Begin a reduction or a broadcast of ``sends`` to ``targets``, both concatenated, in the wire's dtype. Raises
-        UsageError and what has ended the group."""
+        UsageError and the error that has ended the group."""
         device = device_of([*sends, *targets])
         for target in targets:
             check_writable(target)

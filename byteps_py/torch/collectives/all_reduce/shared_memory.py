@@ -141,7 +141,7 @@ class SharedMemorySum:
 
     def run(self, deadline: float, absent_elsewhere: Callable[[], list[int]] = list) -> None:
         """Complete the sum. All members are introduced. ``deadline``: of time.monotonic(). ``absent_elsewhere``: see
-        SharedSlots.await_addresses. Raises what the waits of SharedSlots raise."""
+        SharedSlots.await_addresses. Raises the errors of the waits of SharedSlots."""
         try:
             self._run(deadline, absent_elsewhere)
         except BaseException:
