@@ -12,16 +12,28 @@ from byteps_py.worker.core.hosted_steps import OwnedPart, SumForOwner
 from byteps_py.worker.core.shadowing import (
     CatchUp,
     CopyProgress,
+    CopyServers,
+    CopyStates,
+    PartitionStepped,
+    RecordPacked,
     ReleaseMemory,
     SendEnd,
     SendRecord,
     SendStates,
     SendStep,
+    ServerHolds,
+    ServerLacks,
+    ServerReconnected,
     Shadowing,
+    StatesEnded,
+    StatesWatched,
+    StepBegun,
+    StepDue,
     StepMade,
     StepNumbers,
     TellHeld,
     TellRecorded,
+    TopologyChanged,
 )
 from byteps_py.worker.core.tensor import Tensor
 from byteps_py.worker.core.topology import Topology
@@ -57,7 +69,7 @@ class Machine:
         self.gradients = self._gradients(1)
         self.parts = self._parts(self.gradients, adds)
         self.step = 0
-        assert self.core.watch(0, RUN, [(part, 100) for part in self.parts]) == []
+        assert self.core.handle(StatesWatched(0, RUN, [(part, 100) for part in self.parts])) == []
 
     @staticmethod
     def _gradients(generation: int) -> Tensor:
@@ -72,17 +84,18 @@ class Machine:
             for i, server in enumerate(adds)
         ]
 
-    def make_step(self, record: bool = True, durable: int = 0) -> list[object]:
+    def make_step(self, with_record: bool = True, durable: int = 0) -> list[object]:
         """Both partitions step; the names of memory tell what it is of."""
         self.step += 1
-        self.core.begin(0, self.step, self.parts)
-        found: list[object] = self.core.record(0, RUN, self.step, f"record {self.step}") if record else []
+        self.core.handle(StepBegun(0, self.step, self.parts))
+        record = RecordPacked(0, RUN, self.step, f"record {self.step}")
+        found: list[object] = list(self.core.handle(record)) if with_record else []
         for part in self.parts:
-            states = f"states {part.index} {self.step}" if self.core.wants_states(part) else None
+            states = f"states {part.index} {self.step}" if self.core.handle(StepDue(part)) else None
             total = f"sum {part.index} {self.step}" if self.core.needs_sum(part) else None
             segments = (StepSegment(range(8), (float(self.step),)),)
             made = StepMade(StepNumbers(self.step, durable), 10 * self.step, 2, segments)
-            found += self.core.stepped(part, made, states, total)
+            found += self.core.handle(PartitionStepped(part, made, states, total))
         return found
 
     def hold(self, actions: list[object]) -> list[object]:
@@ -90,9 +103,9 @@ class Machine:
         found: list[object] = []
         for action in actions:
             if isinstance(action, SendRecord):
-                found += self.core.held(action.server, (action.run, action.rank), action.step)
+                found += self.core.handle(ServerHolds(action.server, (action.run, action.rank), action.step))
             elif isinstance(action, (SendStates, SendStep)):
-                found += self.core.held(action.server, action.copy.part.place, action.step)
+                found += self.core.handle(ServerHolds(action.server, action.copy.part.place, action.step))
         return found
 
     def follow(self) -> None:
@@ -150,21 +163,21 @@ def test_a_step_can_be_restored_once_all_states_have_a_copy() -> None:
     assert machine.core.restorable_step == 1
     machine.hold(machine.make_step())
     assert machine.core.restorable_step == 2
-    machine.core.change(topology(machines=2, epoch=2))  # its server is gone
+    machine.core.handle(TopologyChanged(topology(machines=2, epoch=2)))  # its server is gone
     assert machine.core.restorable_step == 0
-    machine.core.end(machine.parts)
+    machine.core.handle(StatesEnded(machine.parts))
     assert machine.core.restorable_step is None
 
 
 def test_a_step_is_held_only_once_all_its_partitions_have_made_it() -> None:
     machine = Machine()
     machine.follow()
-    machine.core.begin(0, 2, machine.parts)
-    record = machine.core.record(0, RUN, 2, "record")
+    machine.core.handle(StepBegun(0, 2, machine.parts))
+    record = machine.core.handle(RecordPacked(0, RUN, 2, "record"))
     assert held(machine.hold(record)) == []
     made = StepMade(StepNumbers(2, 0), 20, 2, ())
     for part, is_last in zip(machine.parts, (False, True), strict=True):
-        sent = machine.core.stepped(part, made, None, "sum" if machine.core.needs_sum(part) else None)
+        sent = machine.core.handle(PartitionStepped(part, made, None, "sum" if machine.core.needs_sum(part) else None))
         assert held(machine.hold(sent)) == ([2] if is_last else [])
 
 
@@ -202,11 +215,11 @@ def test_one_partition_is_copied_whatever_the_credit() -> None:
 def test_what_is_not_acknowledged_is_sent_again_in_order() -> None:
     machine = Machine()
     first, second = machine.make_step(), machine.make_step()
-    assert machine.core.again(3) == [*first, *second]
+    assert machine.core.handle(ServerReconnected(3)) == [*first, *second]
     machine.hold(first)
-    assert machine.core.again(3) == second
+    assert machine.core.handle(ServerReconnected(3)) == second
     machine.hold(second)
-    assert machine.core.again(3) == []
+    assert machine.core.handle(ServerReconnected(3)) == []
 
 
 def test_a_sum_waits_until_the_server_has_the_one_before() -> None:
@@ -224,7 +237,7 @@ def test_steps_behind_the_states_are_waited_for_once_the_states_are_there() -> N
     machine = Machine()
     machine.follow()
     machine.hold(machine.make_step())
-    machine.core.lacks(3, machine.place(1), 2)
+    machine.core.handle(ServerLacks(3, machine.place(1), 2))
     states = machine.make_step()  # of partition 1, and a step of the other one
     behind = machine.make_step()
     assert held(machine.hold(behind[:2])) == []
@@ -240,21 +253,21 @@ def recorded(actions: list[object]) -> list[tuple[int, int]]:
 def test_a_rank_hears_when_a_server_has_a_large_record_or_none_takes_it() -> None:
     machine = Machine(*GPU, *CPU)
     for step in range(2, 6):
-        assert recorded(machine.core.record(0, RUN, step, f"record {step}", is_paced=step != 5)) == []
-    assert recorded(machine.core.held(3, (RUN, 0), 2)) == [(RUN, 2)]
-    assert recorded(machine.core.held(3, (RUN, 0), 2)) == []
-    assert recorded(machine.core.lacks(3, (RUN, 0), 3)) == [(RUN, 3)]
-    assert recorded(machine.core.held(3, (RUN, 0), 5)) == []
-    moved = machine.core.change(topology(*GPU, 4, epoch=2))
+        assert recorded(machine.core.handle(RecordPacked(0, RUN, step, f"record {step}", is_paced=step != 5))) == []
+    assert recorded(machine.core.handle(ServerHolds(3, (RUN, 0), 2))) == [(RUN, 2)]
+    assert recorded(machine.core.handle(ServerHolds(3, (RUN, 0), 2))) == []
+    assert recorded(machine.core.handle(ServerLacks(3, (RUN, 0), 3))) == [(RUN, 3)]
+    assert recorded(machine.core.handle(ServerHolds(3, (RUN, 0), 5))) == []
+    moved = machine.core.handle(TopologyChanged(topology(*GPU, 4, epoch=2)))
     assert [(each.server, each.step) for each in moved if isinstance(each, SendRecord)] == [(4, 4)]
     assert recorded(moved) == []
     assert machine.core.awaits_record(4, (RUN, 0), 4)
-    assert recorded(machine.core.held(4, (RUN, 0), 4)) == [(RUN, 4)]
+    assert recorded(machine.core.handle(ServerHolds(4, (RUN, 0), 4))) == [(RUN, 4)]
     assert not machine.core.awaits_record(4, (RUN, 0), 4)
-    machine.core.record(0, RUN, 6, "record 6", is_paced=True)
-    assert recorded(machine.core.change(topology(1, machines=1, epoch=3))) == [(RUN, 6)]
-    assert recorded(machine.core.record(0, RUN, 7, "record 7", is_paced=True)) == [(RUN, 7)]
-    assert recorded(machine.core.record(0, RUN, 8, "record 8")) == []
+    machine.core.handle(RecordPacked(0, RUN, 6, "record 6", is_paced=True))
+    assert recorded(machine.core.handle(TopologyChanged(topology(1, machines=1, epoch=3)))) == [(RUN, 6)]
+    assert recorded(machine.core.handle(RecordPacked(0, RUN, 7, "record 7", is_paced=True))) == [(RUN, 7)]
+    assert recorded(machine.core.handle(RecordPacked(0, RUN, 8, "record 8"))) == []
 
 
 def test_a_rank_hears_which_record_was_refused_before_a_later_step_is_held() -> None:
@@ -262,14 +275,14 @@ def test_a_rank_hears_which_record_was_refused_before_a_later_step_is_held() -> 
     machine = Machine()
     machine.follow()
     second, third = machine.make_step(), machine.make_step()
-    found = [*machine.core.lacks(3, (RUN, 0), 2), *machine.hold(second[1:]), *machine.hold(third)]
+    found = [*machine.core.handle(ServerLacks(3, (RUN, 0), 2)), *machine.hold(second[1:]), *machine.hold(third)]
     told = [(each.step, each.refused) for each in found if isinstance(each, TellHeld)]
     assert told == [(3, 2)]
-    machine.core.record(0, RUN, 4, "record 4")
+    machine.core.handle(RecordPacked(0, RUN, 4, "record 4"))
     assert machine.core._refused == {0: 2}
-    machine.core.change(topology(1, machines=1, epoch=2))
+    machine.core.handle(TopologyChanged(topology(1, machines=1, epoch=2)))
     assert machine.core._refused == {0: 4}, "no server is left"
-    machine.core.record(0, RUN, 5, "record 5")
+    machine.core.handle(RecordPacked(0, RUN, 5, "record 5"))
     assert machine.core._refused == {0: 5}
 
 
@@ -277,7 +290,7 @@ def test_an_old_copy_stays_until_the_new_one_has_the_durable_step() -> None:
     machine = Machine(*GPU, 3)
     machine.follow()
     machine.parts[0].server = 4
-    machine.core.change(topology(*GPU, 3, 4, epoch=2))
+    machine.core.handle(TopologyChanged(topology(*GPU, 3, 4, epoch=2)))
     machine.hold(machine.make_step())  # states as of step 2 at server 4
     third = machine.make_step(durable=1)
     assert ended(machine.make_step(durable=3)) == []
@@ -290,11 +303,11 @@ def test_a_server_that_lacks_something_gets_the_states_again() -> None:
     machine.follow()
     sent = machine.make_step()
     machine.hold(sent[:2])  # the record, and the first partition's step
-    lost = machine.core.lacks(3, machine.place(1), 2)
+    lost = machine.core.handle(ServerLacks(3, machine.place(1), 2))
     assert kinds(lost) == ["TellHeld", "ReleaseMemory"]  # it is waited for no more
     third = machine.make_step()
     assert kinds(third) == ["SendRecord", "SendStep", "SendStates"]
-    assert machine.core.lacks(3, machine.place(1), 2) == []  # that was said of the states before
+    assert machine.core.handle(ServerLacks(3, machine.place(1), 2)) == []  # that was said of the states before
     assert kinds(machine.hold(third[2:])) == ["ReleaseMemory"]
     assert kinds(machine.make_step()) == ["SendRecord", "SendStep", "SendStep"]
 
@@ -307,23 +320,23 @@ def test_what_is_on_its_way_keeps_its_memory_though_it_is_void(breaks: bool) -> 
     machine.make_step()
     sent = [each for each in machine.make_step() if isinstance(each, SendStep) and each.held is not None]
     assert [each.copy.part.part.index for each in sent] == [1]
-    assert kinds(machine.core.lacks(3, machine.place(1), 2)) == ["ReleaseMemory"]  # of step 2 alone
+    assert kinds(machine.core.handle(ServerLacks(3, machine.place(1), 2))) == ["ReleaseMemory"]  # of step 2 alone
     if breaks:
-        again = machine.core.again(3)
+        again = machine.core.handle(ServerReconnected(3))
         assert kinds(again).count("ReleaseMemory") == 1
         assert not [each for each in again if isinstance(each, SendStep) and each.copy.part.part.index == 1]
     else:
-        assert kinds(machine.core.lacks(3, machine.place(1), 3)) == ["ReleaseMemory"]
+        assert kinds(machine.core.handle(ServerLacks(3, machine.place(1), 3))) == ["ReleaseMemory"]
 
 
 def test_a_server_that_does_not_take_states_is_asked_less_and_less_often() -> None:
     machine = Machine()
     asked = []
     for _ in range(40):
-        sent = machine.make_step(record=False)
+        sent = machine.make_step(with_record=False)
         if any(isinstance(each, SendStates) and each.copy.part.part.index == 0 for each in sent):
             asked.append(machine.step)
-            machine.core.lacks(3, machine.place(0), machine.step)
+            machine.core.handle(ServerLacks(3, machine.place(0), machine.step))
     assert asked == [1, 3, 7, 15, 31]
 
 
@@ -332,7 +345,7 @@ def test_a_dead_server_is_replaced() -> None:
     machine.follow()
     sent = machine.make_step()
     machine.parts[0].server = 4
-    changed = machine.core.change(topology(*GPU, 4, epoch=2))
+    changed = machine.core.handle(TopologyChanged(topology(*GPU, 4, epoch=2)))
     assert [(each.server, each.step) for each in changed if isinstance(each, SendRecord)] == [(4, 2)]
     assert held(changed) == []  # its record is not there
     again = machine.make_step()
@@ -346,7 +359,7 @@ def test_a_partition_that_moves_is_followed_at_both_servers_until_the_new_one_ha
     machine = Machine(*GPU, 3)
     machine.follow()
     machine.parts[0].server = 4
-    assert machine.core.change(topology(*GPU, 3, 4, epoch=2)) == []
+    assert machine.core.handle(TopologyChanged(topology(*GPU, 3, 4, epoch=2))) == []
     second = machine.make_step()
     first_parts = [
         each for each in second if isinstance(each, (SendStates, SendStep)) and each.copy.part.part.index == 0
@@ -367,12 +380,12 @@ def test_without_cpu_machines_the_next_two_gpu_machines_have_copies() -> None:
         member.kind, member.machine_index = pb.MACHINE_KIND_GPU, member.member_id - 3
         member.machine_id = f"m{member.machine_index}"
     core: Shadowing[str] = Shadowing(around)
-    assert (core.servers, core.is_safe) == ([2, 5], True)
+    assert (core.servers.members, core.servers.is_safe) == ([2, 5], True)
     machine = Machine(adds=(1, 5))
     machine.core = core
-    core.watch(0, RUN, [(part, 100) for part in machine.parts])
+    core.handle(StatesWatched(0, RUN, [(part, 100) for part in machine.parts]))
     assert kinds(machine.make_step()).count("SendStates") == 2  # to one server with each step
-    machine.hold(core.again(2))
+    machine.hold(core.handle(ServerReconnected(2)))
     second = machine.make_step()
     assert {each.server for each in second if isinstance(each, SendStates)} == {5}
     machine.hold(second)
@@ -383,13 +396,13 @@ def test_without_cpu_machines_the_next_two_gpu_machines_have_copies() -> None:
     assert held(machine.hold(first_answers)) == []  # both copies count
     assert held(machine.hold(third)) == [3]
     for few in (topology(1, machines=1), topology(*GPU)):
-        assert not Shadowing[str](few).is_safe
+        assert not CopyServers.of(few).is_safe
 
 
 def test_a_server_on_the_owners_machine_keeps_no_copies() -> None:
     around = topology(*GPU, *CPU)
     around.servers[2].machine_id = "m0"  # a CPU machine's server that was started beside the trainer
-    assert Shadowing[str](around).servers == [4]
+    assert CopyServers.of(around).members == [4]
 
 
 def test_a_new_generation_goes_on_with_its_copies() -> None:
@@ -397,7 +410,7 @@ def test_a_new_generation_goes_on_with_its_copies() -> None:
     machine.follow()
     machine.gradients = machine._gradients(2)
     machine.parts = machine._parts(machine.gradients, (3, 1))
-    assert machine.core.watch(0, RUN, [(part, 100) for part in machine.parts]) == []
+    assert machine.core.handle(StatesWatched(0, RUN, [(part, 100) for part in machine.parts])) == []
     assert kinds(machine.make_step()) == ["SendRecord", "SendStep", "SendStep"]
 
 
@@ -406,7 +419,7 @@ def test_a_partition_that_is_cut_anew_keeps_its_old_copy_until_there_is_a_new_on
     machine.follow()
     machine.gradients = machine._gradients(2)
     whole = OwnedPart(machine.gradients, 0, 0, 64, 3, owner=0, is_own=True, first=0)
-    assert "SendEnd" not in kinds(machine.core.watch(0, RUN, [(whole, 200)]))
+    assert "SendEnd" not in kinds(machine.core.handle(StatesWatched(0, RUN, [(whole, 200)])))
     machine.parts = [whole]
     assert kinds(machine.make_step()) == ["SendRecord", "SendStates"]
 
@@ -416,7 +429,7 @@ def test_a_new_generation_that_another_server_adds_keeps_its_copy_until_there_is
     machine.follow()
     machine.gradients = machine._gradients(2)
     machine.parts = machine._parts(machine.gradients, (4, 3))
-    assert machine.core.watch(0, RUN, [(part, 100) for part in machine.parts]) == []
+    assert machine.core.handle(StatesWatched(0, RUN, [(part, 100) for part in machine.parts])) == []
     second = machine.make_step()
     assert "SendEnd" not in kinds(second)
     machine.hold(second)
@@ -428,24 +441,24 @@ def test_states_that_are_given_up_are_forgotten_by_their_server() -> None:
     machine = Machine()
     machine.follow()
     machine.make_step()
-    assert kinds(machine.core.end(machine.parts)).count("SendEnd") == 2
+    assert kinds(machine.core.handle(StatesEnded(machine.parts))).count("SendEnd") == 2
     assert kinds(machine.make_step()) == ["SendRecord"]
 
 
 def test_a_new_run_begins_anew() -> None:
     machine = Machine()
     machine.follow()
-    assert "SendEnd" in kinds(machine.core.watch(0, RUN + 1, [(part, 100) for part in machine.parts]))
+    assert "SendEnd" in kinds(machine.core.handle(StatesWatched(0, RUN + 1, [(part, 100) for part in machine.parts])))
     assert kinds(machine.make_step()) == ["SendRecord", "SendStates", "SendStates"]
 
 
 def test_states_that_were_copied_for_a_server_that_is_gone_are_released() -> None:
     machine = Machine(*GPU, 3)
-    machine.core.begin(0, 1, machine.parts)
-    assert machine.core.wants_states(machine.parts[0])
-    machine.core.change(topology(*GPU, 4, epoch=2))
+    machine.core.handle(StepBegun(0, 1, machine.parts))
+    assert machine.core.handle(StepDue(machine.parts[0])) == [CopyStates()]
+    machine.core.handle(TopologyChanged(topology(*GPU, 4, epoch=2)))
     made = StepMade(StepNumbers(1, 0), 10, 2, ())
-    assert released(machine.core.stepped(machine.parts[0], made, "states", None)) == ["states"]
+    assert released(machine.core.handle(PartitionStepped(machine.parts[0], made, "states", None))) == ["states"]
 
 
 def test_copies_keep_to_their_transitions() -> None:

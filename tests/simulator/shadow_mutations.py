@@ -22,15 +22,17 @@ from byteps_py.tensors import Op
 from byteps_py.wire.data_link import Header, Kind, ShadowPartition
 from byteps_py.worker.core.hosted_steps import MakeStep, OwnedPart
 from byteps_py.worker.core.shadowing import (
+    PartitionStepped,
     ReleaseMemory,
     SendStates,
+    ServerReconnected,
     Shadowing,
     ShadowingAction,
-    StepMade,
+    StepDue,
     TellRecorded,
+    TopologyChanged,
 )
 from byteps_py.worker.core.tensor import Part
-from byteps_py.worker.core.topology import Topology
 from byteps_py.worker.io.executor import Executor
 from byteps_py.worker.ranks.shadows import Shadows
 
@@ -149,14 +151,14 @@ class SayNothingAgain(Mutation):
     """On a new connection."""
 
     class shadowing(Shadowing[Any]):
-        def again(self, server: int) -> list[ShadowingAction[Any]]:
-            return [each for each in super().again(server) if isinstance(each, ReleaseMemory)]
+        def _again(self, event: ServerReconnected) -> list[ShadowingAction[Any]]:
+            return [each for each in super()._again(event) if isinstance(each, ReleaseMemory)]
 
 
 class SeedWithTheStatesOfTheStepAfter(Mutation):
     class shadowing(Shadowing[Any]):
-        def stepped(self, part: OwnedPart, made: StepMade, states: Any, total: Any) -> list[ShadowingAction[Any]]:
-            actions = super().stepped(part, made, states, total)
+        def _stepped(self, event: PartitionStepped[Any]) -> list[ShadowingAction[Any]]:
+            actions = super()._stepped(event)
             for action in actions:
                 if isinstance(action, SendStates):
                     action.step -= 1
@@ -168,10 +170,10 @@ class EndTheOldCopyBeforeTheNewOneIsComplete(Mutation):
     """When the sums of a partition go to another server."""
 
     class shadowing(Shadowing[Any]):
-        def change(self, topology: Topology) -> list[ShadowingAction[Any]]:
-            actions = super().change(topology)
+        def _change(self, event: TopologyChanged) -> list[ShadowingAction[Any]]:
+            actions = super()._change(event)
             for piece in self._pieces.values():
-                wanted = self.servers_of(piece.part)
+                wanted = self.servers.of_part(piece.part)
                 for copy in [copy for copy in piece.copies if copy.server not in wanted]:
                     actions += self._discard(copy)
             return actions
@@ -241,9 +243,9 @@ class NeverSeedAgain(Mutation):
     """After a server was lost, or lacked something."""
 
     class shadowing(Shadowing[Any]):
-        def wants_states(self, part: OwnedPart) -> bool:
-            piece = self._pieces.get((part.tensor.key, part.index))
-            return (piece is None or not piece.has_followed) and super().wants_states(part)
+        def _due(self, event: StepDue) -> list[ShadowingAction[Any]]:
+            piece = self._piece(event.part)
+            return super()._due(event) if piece is None or not piece.has_followed else []
 
 
 class ForgetTheEarlierPhase(Mutation):

@@ -18,7 +18,7 @@ from byteps_py.shadow import Restorable, RestorableRecord, ServerDescription, la
 from byteps_py.shadow.restorable import _at, _MergedRun
 from byteps_py.tensors import Op
 from byteps_py.wire.data_link import Kind
-from byteps_py.worker.core.shadowing import CopyProgress, SendStep, Shadowing
+from byteps_py.worker.core.shadowing import CopyProgress, PartitionStepped, SendStep, ServerLacks, Shadowing
 from byteps_py.worker.core.topology import Topology
 
 from .memory import Memory, Wide, combine, update, wide_values
@@ -120,32 +120,37 @@ class ShadowWatch:
             if self._known.setdefault(worker.machine, set()) - now:
                 self._lose()
             self._known[worker.machine] = now
-        if not core.servers:  # nobody holds what its ranks have
+        if not core.servers.members:  # nobody holds what its ranks have
             self._lose()
             for rank in self._ranks:
                 rank.may_hang = rank.may_hang or rank.machine == worker.machine
-        if "lacks" in vars(core):
+        if "handle" in vars(core):
             return
         core._credit_bytes = self.credit_bytes or core._credit_bytes
-        lacks, stepped = core.lacks, core.stepped
+        handle = core.handle
 
-        def note(server: int, place: tuple[int, int], step: int) -> Any:
-            if core.awaits_record(server, place, step):  # without memory for it, the last step may not be held
-                for rank in self._ranks:
-                    rank.may_hang = rank.may_hang or rank.number == place[1]
-                return lacks(server, place, step)
-            self._lacks[place] = self._lacks.get(place, 0) + 1
-            if self._is_quiet and not self._program.joins:  # after a join, tensors are of other generations
-                raise InvariantError(f"server {server} lacks something of {place} before step {step}")
-            return lacks(server, place, step)
-
-        def count(part: Any, made: Any, *memory: Any) -> Any:
-            actions = stepped(part, made, *memory)
-            if (tracked := self._parts.get((part.tensor.key, part.index))) is not None:
-                tracked.unfollowed += 1
+        def note(event: Any) -> Any:
+            if isinstance(event, ServerLacks):
+                self._note(core, event)
+            actions = handle(event)
+            if isinstance(event, PartitionStepped):
+                place = event.part.tensor.key, event.part.index
+                if place in core._pieces and (tracked := self._parts.get(place)) is not None:
+                    tracked.unfollowed += 1
             return actions
 
-        core.lacks, core.stepped = note, count  # type: ignore[method-assign]
+        core.handle = note  # type: ignore[method-assign]
+
+    def _note(self, core: Shadowing[Any], said: ServerLacks) -> None:
+        """A server lacks something."""
+        if core.awaits_record(said.server, said.place, said.step):
+            # Without memory for it, the last step may not be held.
+            for rank in self._ranks:
+                rank.may_hang = rank.may_hang or rank.number == said.place[1]
+            return
+        self._lacks[said.place] = self._lacks.get(said.place, 0) + 1
+        if self._is_quiet and not self._program.joins:  # after a join, tensors are of other generations
+            raise InvariantError(f"server {said.server} lacks something of {said.place} before step {said.step}")
 
     def _look(self) -> None:
         """At the owners, as things are."""
@@ -155,7 +160,7 @@ class ShadowWatch:
             if worker.is_alive and core is not None:
                 servers = _servers(worker)
                 network = worker._service._group.network  # type: ignore[union-attr]
-                is_reached = network is not None and all(network._links[each].is_open for each in core.servers)
+                is_reached = network is not None and all(network._links[each].is_open for each in core.servers.members)
                 for place, piece in core._pieces.items():
                     self._look_at(core, place, piece, servers, holders & {*servers.values()}, is_reached)
         for tracked in self._parts.values():
@@ -189,7 +194,7 @@ class ShadowWatch:
         if not is_reached:
             tracked.unfollowed = 0
         limit = 6 + (len(core._pieces) if self.credit_bytes else 0) + (1 << min(lacks + 1, 5) if lacks else 0)
-        if tracked.unfollowed > limit and core.servers and self._is_at_rest:
+        if tracked.unfollowed > limit and core.servers.members and self._is_at_rest:
             raise InvariantError(f"{piece} does not follow after {tracked.unfollowed} steps")
 
     @property

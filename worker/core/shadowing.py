@@ -26,9 +26,9 @@ from __future__ import annotations
 
 import enum
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from byteps_py.kernels.step_segments import StepSegment
 from byteps_py.proto import control_pb2 as pb
@@ -154,9 +154,14 @@ class ReleaseMemory(Generic[M]):
 
 @dataclass(slots=True)
 class CatchUp:
-    """A partition whose next sum had to wait, see ``is_behind``, is not behind any more."""
+    """A partition whose next sum had to wait, see ``Shadowing.is_behind``, is not behind any more."""
 
     part: OwnedPart
+
+
+@dataclass(slots=True)
+class CopyStates:
+    """Copy the states of the partition of a StepDue right after its step."""
 
 
 @dataclass(slots=True)
@@ -181,8 +186,9 @@ class TellRecorded:
 
 _Message = SendStates[M] | SendStep[M] | SendRecord[M]
 ShadowingAction = (
-    SendStates[M] | SendStep[M] | SendRecord[M] | SendEnd | ReleaseMemory[M] | CatchUp | TellHeld | TellRecorded
-)
+    SendStates[M] | SendStep[M] | SendRecord[M] | SendEnd | ReleaseMemory[M] | CatchUp | CopyStates | TellHeld
+    | TellRecorded
+)  # fmt: skip
 
 
 @dataclass(slots=True, eq=False)
@@ -228,10 +234,147 @@ class ShadowedPiece(Generic[M]):
         return f"partition {self.part.index} of {self.part.tensor.name!r}"
 
 
+# ---- events ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class StatesWatched:
+    """A rank's partitions, and the bytes of their states, are to be copied. Those that have been before, in an earlier
+    generation of the tensor, go on. A new run takes the place of the one before."""
+
+    rank: int
+    run: int
+    parts: Iterable[tuple[OwnedPart, int]]
+
+
+@dataclass(slots=True)
+class StatesEnded:
+    """The states of these partitions are given up."""
+
+    parts: Iterable[OwnedPart]
+
+
+@dataclass(slots=True)
+class StepBegun:
+    """A rank steps with these partitions, each once its sum is there."""
+
+    rank: int
+    step: int
+    parts: Iterable[OwnedPart]
+
+
+@dataclass(slots=True)
+class StepDue:
+    """A partition is about to step. What follows is a CopyStates, or nothing."""
+
+    part: OwnedPart
+
+
+@dataclass(slots=True)
+class PartitionStepped(Generic[M]):
+    """A partition's step is made. ``states``: their copy, after a CopyStates; ``total``: the sum, if ``needs_sum`` said
+    so."""
+
+    part: OwnedPart
+    made: StepMade
+    states: M | None
+    total: M | None
+
+
+@dataclass(slots=True)
+class RecordPacked(Generic[M]):
+    """What a rank knows after a step, once it has begun the step of all of its partitions. ``is_paced``: see
+    SendRecord."""
+
+    rank: int
+    run: int
+    step: int
+    packed: M
+    is_paced: bool = False
+
+
+@dataclass(slots=True)
+class ServerHolds:
+    """A server holds the states of a partition after a step, or a step, or a record. ``place``: key and index of the
+    partition, or run and rank of the record."""
+
+    server: int
+    place: tuple[int, int]
+    step: int
+
+
+@dataclass(slots=True)
+class ServerLacks:
+    """A server can't go on with a partition: its states will be copied once more. Or it does not take a record: a later
+    one will do. ``place``: as in ServerHolds."""
+
+    server: int
+    place: tuple[int, int]
+    step: int
+
+
+@dataclass(slots=True)
+class ServerReconnected:
+    """There is a new connection to a server: what it has not acknowledged may be lost."""
+
+    server: int
+
+
+@dataclass(slots=True)
+class TopologyChanged:
+    """Other servers, or other servers of partitions, which know them by now."""
+
+    topology: Topology
+
+
+ShadowingEvent = (
+    StatesWatched | StatesEnded | StepBegun | StepDue | PartitionStepped[M] | RecordPacked[M] | ServerHolds
+    | ServerLacks | ServerReconnected | TopologyChanged
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class CopyServers:
+    """The servers that keep copies. ``members``: by member id; of CPU machines, or if there are none of the next GPU
+    machines."""
+
+    members: Sequence[int]
+    has_spare: bool
+
+    @classmethod
+    def of(cls, topology: Topology) -> CopyServers:
+        """Those for the states of this machine."""
+        others = [server for server in topology.servers if server.machine_id != topology.me.machine_id]
+        spare = sorted(server.member_id for server in others if server.kind != pb.MACHINE_KIND_GPU)
+        others.sort(key=lambda server: (server.machine_index - topology.machine_index) % topology.machines)
+        return cls(spare or [server.member_id for server in others[:GPU_MACHINES_COPIES]], bool(spare))
+
+    @property
+    def survives(self) -> str:
+        """What the copies survive where they are, in words."""
+        if self.has_spare:
+            return "the loss of all GPU machines"
+        return "the loss of one GPU machine of an elastic job" if self.is_safe else "nothing"
+
+    @property
+    def is_safe(self) -> bool:
+        """There are enough for copies to be of use."""
+        return self.has_spare or len(self.members) == GPU_MACHINES_COPIES
+
+    def of_part(self, part: OwnedPart) -> Sequence[int]:
+        """Where the copies of a partition belong: among CPU machines, at the server that adds it, if that is one."""
+        if not self.has_spare:
+            return self.members
+        if part.server in self.members:
+            return (part.server,)
+        return (self.members[(part.tensor.key + part.index) % len(self.members)],)
+
+
 class Shadowing(Generic[M]):
     """The copies of all partitions that ranks of this machine own.
 
-    ``credit_bytes``: see CREDIT_BYTES. Events are methods, which return the actions that follow.
+    ``credit_bytes``: see CREDIT_BYTES. ``handle`` is the only method that changes anything; no deadline is kept here,
+    so it takes no time.
     """
 
     def __init__(self, topology: Topology, credit_bytes: int = CREDIT_BYTES) -> None:
@@ -245,28 +388,23 @@ class Shadowing(Generic[M]):
         self._recorded: dict[int, deque[int]] = {}  # by rank: steps with a record that are not held
         self._held: dict[int, int] = {}  # by rank: the latest step that is
         self._refused: dict[int, int] = {}  # by rank: the latest step whose record no server has taken
-        self._set(topology)
+        self.servers = CopyServers.of(topology)
+        self._handlers: Mapping[type, Callable[[Any], list[ShadowingAction[M]]]] = {
+            StatesWatched: self._watch,
+            StatesEnded: lambda event: self._give_up(event.parts),
+            StepBegun: self._begin,
+            StepDue: self._due,
+            PartitionStepped: self._stepped,
+            RecordPacked: self._record,
+            ServerHolds: self._holds,
+            ServerLacks: self._lacks,
+            ServerReconnected: self._again,
+            TopologyChanged: self._change,
+        }
 
-    def _set(self, topology: Topology) -> None:
-        others = [server for server in topology.servers if server.machine_id != topology.me.machine_id]
-        spare = sorted(server.member_id for server in others if server.kind != pb.MACHINE_KIND_GPU)
-        others.sort(key=lambda server: (server.machine_index - topology.machine_index) % topology.machines)
-        self._has_spare = bool(spare)
-        self._servers = spare or [server.member_id for server in others[:GPU_MACHINES_COPIES]]
-
-    @property
-    def servers(self) -> Sequence[int]:
-        """Those that keep copies, by member id: of CPU machines, or if there are none of the next GPU machines."""
-        return self._servers
-
-    @property
-    def survives(self) -> str:
-        """What the copies survive where they are, in words."""
-        if self._has_spare:
-            return "the loss of all GPU machines"
-        if len(self._servers) == GPU_MACHINES_COPIES:
-            return "the loss of one GPU machine of an elastic job"
-        return "nothing"
+    def handle(self, event: ShadowingEvent[M]) -> list[ShadowingAction[M]]:
+        """What is due after ``event``."""
+        return self._handlers[type(event)](event)
 
     @property
     def restorable_step(self) -> int | None:
@@ -278,31 +416,39 @@ class Shadowing(Generic[M]):
             return 0
         return min((self._held.get(piece.part.owner, 0) for piece in self._pieces.values()), default=0)
 
-    @property
-    def is_safe(self) -> bool:
-        """There are enough servers for copies to be of use."""
-        return self._has_spare or len(self._servers) == GPU_MACHINES_COPIES
+    def is_behind(self, part: OwnedPart) -> bool:
+        """A server has not acknowledged an earlier sum of the partition. On a machine alone nothing else keeps its
+        ranks from being faster than the link."""
+        piece = self._piece(part)
+        return piece is not None and piece.sums > 0
 
-    def servers_of(self, part: OwnedPart) -> Sequence[int]:
-        """Where the copies of a partition belong: among CPU machines, at the server that adds it, if that is one."""
-        if not self._has_spare:
-            return self._servers
-        if part.server in self._servers:
-            return (part.server,)
-        return (self._servers[(part.tensor.key + part.index) % len(self._servers)],)
+    def needs_sum(self, part: OwnedPart) -> bool:
+        """A copy follows at a server that has not added the partition's sum."""
+        piece = self._piece(part)
+        return piece is not None and any(
+            copy.server != part.server for copy in piece.copies if copy.state in (SEEDING, FOLLOWING)
+        )
+
+    def awaits_record(self, server: int, place: tuple[int, int], step: int) -> bool:
+        """The record of this step and ``place``, its run and rank, was sent to a server that has not said that it holds
+        it."""
+        sent = (each for each in self._unacknowledged.get(server, ()) if isinstance(each, SendRecord))
+        return any(each.step == step and _place_of(each) == place for each in sent)
+
+    def _piece(self, part: OwnedPart) -> ShadowedPiece[M] | None:
+        return self._pieces.get((part.tensor.key, part.index))
 
     # ---- partitions --------------------------------------------------------------------------------------------
 
-    def watch(self, rank: int, run: int, parts: Iterable[tuple[OwnedPart, int]]) -> list[ShadowingAction[M]]:
-        """A rank's partitions, and the bytes of their states, are to be copied. Those that have been before, in an
-        earlier generation of the tensor, go on. A new run takes the place of the one before."""
+    def _watch(self, event: StatesWatched) -> list[ShadowingAction[M]]:
+        run = event.run
         actions: list[ShadowingAction[M]] = []
         if run != self._run:
-            actions += self.end([piece.part for piece in self._pieces.values()])
+            actions += self._give_up([piece.part for piece in self._pieces.values()])
             self._run, self._durable = run, 0
             self._awaited, self._recorded, self._held, self._refused = {}, {}, {}, {}
-        for part, state_bytes in parts:
-            piece = self._pieces.get((part.tensor.key, part.index))
+        for part, state_bytes in event.parts:
+            piece = self._piece(part)
             if piece is not None and piece.run == run and _is_same(piece.part, part):
                 piece.part = part
                 actions += [*self._settle_due(piece), *self._place(piece)]
@@ -310,16 +456,15 @@ class Shadowing(Generic[M]):
             if piece is not None:  # it is cut anew: servers keep the old states until they have the new ones
                 actions += [each for each in self._end(piece) if not isinstance(each, SendEnd)]
             piece = ShadowedPiece(part, run, state_bytes)
-            piece.copies += [ShadowCopy(piece, server) for server in self.servers_of(part)]
+            piece.copies += [ShadowCopy(piece, server) for server in self.servers.of_part(part)]
             self._pieces[piece.place] = piece
-        self._awaited.setdefault(rank, Counter())
+        self._awaited.setdefault(event.rank, Counter())
         return actions
 
-    def end(self, parts: Iterable[OwnedPart]) -> list[ShadowingAction[M]]:
-        """The states of these partitions are given up."""
+    def _give_up(self, parts: Iterable[OwnedPart]) -> list[ShadowingAction[M]]:
         actions: list[ShadowingAction[M]] = []
         for part in parts:
-            piece = self._pieces.get((part.tensor.key, part.index))
+            piece = self._piece(part)
             if piece is not None and piece.part is part:
                 del self._pieces[piece.place]
                 actions += self._end(piece)
@@ -331,55 +476,38 @@ class Shadowing(Generic[M]):
             actions += self._discard(copy)
         return actions
 
-    def is_copied(self, part: OwnedPart) -> bool:
-        """The partition has copies."""
-        return (part.tensor.key, part.index) in self._pieces
-
     # ---- steps -------------------------------------------------------------------------------------------------
 
-    def begin(self, rank: int, step: int, parts: Iterable[OwnedPart]) -> None:
-        """A rank steps with these partitions, each once its sum is there."""
-        awaited = self._awaited.setdefault(rank, Counter())
-        for part in parts:
-            piece = self._pieces.get((part.tensor.key, part.index))
+    def _begin(self, event: StepBegun) -> list[ShadowingAction[M]]:
+        awaited = self._awaited.setdefault(event.rank, Counter())
+        for part in event.parts:
+            piece = self._piece(part)
             if piece is not None and not piece.due:
-                piece.due = step
-                awaited[step] += 1
+                piece.due = event.step
+                awaited[event.step] += 1
+        return []
 
-    def wants_states(self, part: OwnedPart) -> bool:
-        """A partition is about to step: its states are to be copied right after that."""
-        piece = self._pieces.get((part.tensor.key, part.index))
+    def _due(self, event: StepDue) -> list[ShadowingAction[M]]:
+        piece = self._piece(event.part)
         if piece is None:
-            return False
+            return []
         empty = next((copy for copy in piece.copies if copy.state is EMPTY and copy.not_before <= piece.due), None)
         if empty is None or (self._seeding_bytes and self._seeding_bytes + piece.state_bytes > self._credit_bytes):
-            return False
+            return []
         self._seeding_bytes += piece.state_bytes
         empty.move_to(COPYING)
-        return True
+        return [CopyStates()]
 
-    def is_behind(self, part: OwnedPart) -> bool:
-        """A server has not acknowledged an earlier sum of the partition. On a machine alone nothing else keeps its
-        ranks from being faster than the link."""
-        piece = self._pieces.get((part.tensor.key, part.index))
-        return piece is not None and piece.sums > 0
-
-    def needs_sum(self, part: OwnedPart) -> bool:
-        """A copy follows at a server that has not added the partition's sum."""
-        piece = self._pieces.get((part.tensor.key, part.index))
-        return piece is not None and any(
-            copy.server != part.server for copy in piece.copies if copy.state in (SEEDING, FOLLOWING)
-        )
-
-    def stepped(self, part: OwnedPart, made: StepMade, states: M | None, total: M | None) -> list[ShadowingAction[M]]:
-        """A partition's step is made. ``states``: their copy, if ``wants_states`` said so; ``total``: the sum, if
-        ``needs_sum`` said so."""
-        piece = self._pieces.get((part.tensor.key, part.index))
+    def _stepped(self, event: PartitionStepped[M]) -> list[ShadowingAction[M]]:
+        part, made, states, total = event.part, event.made, event.states, event.total
+        piece = self._piece(part)
+        if piece is None:
+            return [ReleaseMemory(unused) for unused in (states, total) if unused is not None]
         actions: list[ShadowingAction[M]] = []
         kept_states = None if states is None else ShadowMemory(states)
         kept_sum = None if total is None else ShadowMemory(total)
         awaited = 0
-        for copy in piece.copies if piece is not None else ():
+        for copy in piece.copies:
             rank = copy.part.part.owner
             if copy.state is COPYING:
                 if kept_states is None or kept_states.users:
@@ -402,30 +530,29 @@ class Shadowing(Generic[M]):
                 actions.append(self._send(message))
         kept = [each for each in (kept_states, kept_sum) if each is not None and not each.users]
         actions += [ReleaseMemory(unused.memory) for unused in kept]
-        if piece is not None and awaited:
+        if awaited:
             self._awaited[piece.part.owner][piece.due] += awaited - 1  # the messages count in its place
             piece.due = 0
-        elif piece is not None:
+        else:
             actions += self._settle_due(piece)
         self._durable = max(self._durable, made.numbers.durable)
-        return [*actions, *(self._moved(piece) if piece is not None else ())]
+        return [*actions, *self._moved(piece)]
 
-    def record(self, rank: int, run: int, step: int, packed: M, is_paced: bool = False) -> list[ShadowingAction[M]]:
-        """What a rank knows after a step, once it has begun the step of all of its partitions. ``is_paced``: see
-        SendRecord."""
+    def _record(self, event: RecordPacked[M]) -> list[ShadowingAction[M]]:
+        rank, run, step, packed, is_paced = event.rank, event.run, event.step, event.packed, event.is_paced
+        servers = self.servers.members
         self._recorded.setdefault(rank, deque()).append(step)
-        if not self._servers:
+        if not servers:
             self._refused[rank] = step
             return [ReleaseMemory(packed), *((TellRecorded(rank, run, step),) if is_paced else ())]
         self._awaited.setdefault(rank, Counter())[step] += 1
-        server = self._servers[rank % len(self._servers)]
+        server = servers[rank % len(servers)]
         return [self._send(SendRecord(server, rank, step, True, ShadowMemory(packed, 1), run, is_paced))]
 
     # ---- servers -----------------------------------------------------------------------------------------------
 
-    def held(self, server: int, place: tuple[int, int], step: int) -> list[ShadowingAction[M]]:
-        """A server holds the states of a partition after a step, or a step, or a record. ``place``: key and index of
-        the partition, or run and rank of the record."""
+    def _holds(self, event: ServerHolds) -> list[ShadowingAction[M]]:
+        server, place, step = event.server, event.place, event.step
         queue = self._unacknowledged.get(server, deque())
         found = next((each for each in queue if each.step == step and _place_of(each) == place), None)
         if found is None:
@@ -457,15 +584,8 @@ class Shadowing(Generic[M]):
     def _counts(self, message: _Message[M], copy: ShadowCopy[M]) -> bool:
         return self._is_of(message, copy) and not message.is_void
 
-    def awaits_record(self, server: int, place: tuple[int, int], step: int) -> bool:
-        """The record of this step and ``place``, its run and rank, was sent to a server that has not said that it holds
-        it."""
-        sent = (each for each in self._unacknowledged.get(server, ()) if isinstance(each, SendRecord))
-        return any(each.step == step and _place_of(each) == place for each in sent)
-
-    def lacks(self, server: int, place: tuple[int, int], step: int) -> list[ShadowingAction[M]]:
-        """A server can't go on with a partition: its states will be copied once more. Or it does not take a record: a
-        later one will do."""
+    def _lacks(self, event: ServerLacks) -> list[ShadowingAction[M]]:
+        server, place, step = event.server, event.place, event.step
         for record in [each for each in self._unacknowledged.get(server, ()) if isinstance(each, SendRecord)]:
             if _place_of(record) == place and record.step == step:
                 self._recorded[record.rank].remove(step)
@@ -495,21 +615,20 @@ class Shadowing(Generic[M]):
         queue.remove(message)
         return self._acknowledged(message)
 
-    def again(self, server: int) -> list[ShadowingAction[M]]:
-        """There is a new connection to a server: what it has not acknowledged may be lost."""
-        queue = self._unacknowledged.get(server, deque())
+    def _again(self, event: ServerReconnected) -> list[ShadowingAction[M]]:
+        queue = self._unacknowledged.get(event.server, deque())
         released = [action for each in list(queue) if each.is_void for action in self._remove(queue, each)]
         return [*released, *queue]
 
-    def change(self, topology: Topology) -> list[ShadowingAction[M]]:
-        """Other servers, or other servers of partitions, which know them by now."""
-        self._set(topology)
+    def _change(self, event: TopologyChanged) -> list[ShadowingAction[M]]:
+        self.servers = CopyServers.of(event.topology)
+        servers = self.servers.members
         actions: list[ShadowingAction[M]] = []
-        members = {server.member_id for server in topology.servers}
+        members = {server.member_id for server in event.topology.servers}
         for server in [known for known in self._unacknowledged if known not in members]:
             for message in self._unacknowledged.pop(server):
-                if isinstance(message, SendRecord) and self._servers and message.held is not None:
-                    message.server = self._servers[message.rank % len(self._servers)]
+                if isinstance(message, SendRecord) and servers and message.held is not None:
+                    message.server = servers[message.rank % len(servers)]
                     actions.append(self._send(message))
                 else:
                     if isinstance(message, SendRecord):
@@ -525,7 +644,7 @@ class Shadowing(Generic[M]):
     def _place(self, piece: ShadowedPiece[M]) -> list[ShadowingAction[M]]:
         """Copies belong to other servers, perhaps."""
         actions: list[ShadowingAction[M]] = []
-        wanted = self.servers_of(piece.part)
+        wanted = self.servers.of_part(piece.part)
         for copy in [copy for copy in piece.copies if copy.server not in wanted and copy.state is not FOLLOWING]:
             actions += self._discard(copy)
         missing = [server for server in wanted if all(copy.server != server for copy in piece.copies)]
@@ -535,7 +654,7 @@ class Shadowing(Generic[M]):
     def _moved(self, piece: ShadowedPiece[M]) -> list[ShadowingAction[M]]:
         """End the copies beside those that belong where they are, once these have the durable step: until then it may
         be there alone."""
-        servers = self.servers_of(piece.part)
+        servers = self.servers.of_part(piece.part)
         wanted = [copy for copy in piece.copies if copy.server in servers]
         is_there = len(wanted) == len(servers)
         if len(piece.copies) == len(wanted) or not (is_there and all(self._has_durable(copy) for copy in wanted)):

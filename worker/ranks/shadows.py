@@ -29,17 +29,28 @@ from byteps_py.wire.data_link import Header, Kind, SegmentNumbers, ShadowPartiti
 from byteps_py.worker.core.hosted_steps import MakeStep, OwnedPart
 from byteps_py.worker.core.shadowing import (
     CatchUp,
+    PartitionStepped,
+    RecordPacked,
     ReleaseMemory,
     SendEnd,
     SendRecord,
     SendStates,
     SendStep,
+    ServerHolds,
+    ServerLacks,
+    ServerReconnected,
     Shadowing,
     ShadowingAction,
+    ShadowingEvent,
+    StatesEnded,
+    StatesWatched,
+    StepBegun,
+    StepDue,
     StepMade,
     StepNumbers,
     TellHeld,
     TellRecorded,
+    TopologyChanged,
 )
 from byteps_py.worker.core.topology import Topology
 from byteps_py.worker.io.executor import Executor
@@ -74,7 +85,7 @@ class Shadows:
 
     def watch(self, rank: int, run: int, kind: StepKind, parts: Sequence[OwnedPart]) -> None:
         """Keep copies of the states of a rank's partitions. ``run``: see ShadowPartition."""
-        if not (self._core.is_safe or self._has_warned_of_place):
+        if not (self._core.servers.is_safe or self._has_warned_of_place):
             self._has_warned_of_place = True
             logger.warning(
                 "copies of an optimizer's states, which shadow=True asks for, need a CPU machine, or three GPU "
@@ -84,21 +95,21 @@ class Shadows:
         for part in parts:
             self._kinds[part.tensor.key, part.index] = kind
         sizes = [(part, part.count * kind.state_itemsize * kind.states) for part in parts]
-        self._perform(self._core.watch(rank, run, sizes))
+        self._handle(StatesWatched(rank, run, sizes))
 
     def end(self, parts: Iterable[OwnedPart]) -> None:
         """Their states are given up."""
-        self._perform(self._core.end(parts))
+        self._handle(StatesEnded(parts))
 
     def abandon(self, parts: Iterable[OwnedPart]) -> None:
         """Their rank is gone: the copies stay, for a restarted job."""
-        self._perform(action for action in self._core.end(parts) if not isinstance(action, SendEnd))
+        self._perform(action for action in self._core.handle(StatesEnded(parts)) if not isinstance(action, SendEnd))
 
     # ---- steps -------------------------------------------------------------------------------------------------
 
     def begin(self, rank: int, step: int, parts: Iterable[OwnedPart]) -> None:
         """A rank steps with these partitions."""
-        self._core.begin(rank, step, parts)
+        self._handle(StepBegun(rank, step, parts))
 
     def is_behind(self, part: OwnedPart) -> bool:
         """The partition's next sum is to wait until servers have the one before."""
@@ -108,7 +119,7 @@ class Shadows:
         """If the states of a partition, at these addresses, are to be copied after its step: where to, and the work,
         for any thread."""
         part = step.part
-        if not step.is_last or not self._core.wants_states(part):
+        if not step.is_last or not self._core.handle(StepDue(part)):
             return None
         kind = self._kinds[part.tensor.key, part.index]
         nbytes = part.count * kind.state_itemsize
@@ -126,19 +137,15 @@ class Shadows:
     ) -> None:
         """A partition's step is made, and its sum is still there. ``states``: their copy."""
         part = step.part
-        if not self._core.is_copied(part):
-            if states is not None:
-                self._memory.machine.free(states)
-            return
         total = self._executor.detach_sum(part) if self._core.needs_sum(part) else None
         made = StepMade(numbers, part.tensor.round, step.divisor, tuple(segments))
-        self._perform(self._core.stepped(part, made, states, total))
+        self._handle(PartitionStepped(part, made, states, total))
 
     def record(self, rank: int, record: ShadowRecord, attached: bytearray) -> None:
         """What a rank knows after a step, and what it attaches. ``attached`` is this object's from now on."""
         packed = PackedRecord(record.pack(), attached)
         is_paced = len(attached) >= self.paced_bytes
-        self._perform(self._core.record(rank, record.run, record.step, packed, is_paced))
+        self._handle(RecordPacked(rank, record.run, record.step, packed, is_paced))
 
     # ---- servers -----------------------------------------------------------------------------------------------
 
@@ -146,7 +153,7 @@ class Shadows:
         """A server has said what it holds, or lacks."""
         place = header.key, header.index
         if header.kind is Kind.SHADOW_HELD:
-            self._perform(self._core.held(server, place, header.round))
+            self._handle(ServerHolds(server, place, header.round))
             return
         is_record = self._core.awaits_record(server, place, header.round)
         if is_record and not self._has_warned_of_record:
@@ -161,24 +168,24 @@ class Shadows:
             logger.warning(
                 "server %d can't go on with its copy of an optimizer's states, which are sent again: %s", server, text
             )
-        self._perform(self._core.lacks(server, place, header.round))
+        self._handle(ServerLacks(server, place, header.round))
 
     def again(self, server: int) -> None:
         """There is a new connection to a server."""
-        self._perform(self._core.again(server))
+        self._handle(ServerReconnected(server))
 
     def change(self, topology: Topology) -> None:
         """Other servers."""
         self._topology = topology
-        had_servers, survived = bool(self._core.servers), self._core.survives
-        self._perform(self._core.change(topology))
-        survives = self._core.survives
-        if self._kinds and survives != survived and self._core.servers:
+        before = self._core.servers
+        self._handle(TopologyChanged(topology))
+        now = self._core.servers
+        if self._kinds and now.survives != before.survives and now.members:
             logger.warning(
                 "the servers of the job have changed: once states are copied there, the copies that shadow=True asks "
-                "for survive %s (they survived %s)", survives, survived,
+                "for survive %s (they survived %s)", now.survives, before.survives,
             )  # fmt: skip
-        elif self._kinds and had_servers and not self._core.servers:
+        elif self._kinds and before.members and not now.members:
             logger.warning(
                 "no server of another machine is left: until there is one again, nothing keeps copies of this "
                 "machine's optimizer states, and no later step can be restored"
@@ -187,12 +194,15 @@ class Shadows:
     @property
     def protection(self) -> control.ShadowProtection:
         """For the scheduler."""
-        step = self._core.restorable_step
+        step, servers = self._core.restorable_step, self._core.servers
         if step is None:
             return control.ShadowProtection()
-        return control.ShadowProtection(step=step if self._core.servers else 0, survives=self._core.survives)
+        return control.ShadowProtection(step=step if servers.members else 0, survives=servers.survives)
 
     # ---- inside ------------------------------------------------------------------------------------------------
+
+    def _handle(self, event: ShadowingEvent[Held]) -> None:
+        self._perform(self._core.handle(event))
 
     def _perform(self, actions: Iterable[ShadowingAction[Held]]) -> None:
         for action in actions:
