@@ -29,7 +29,7 @@ from byteps_py.shadow import Restorable, ShadowReader
 from byteps_py.shadow.record import Attachment, StoredBuffer
 from byteps_py.torch.gradients.hosted.replication import dtype_named, tensors_of
 from byteps_py.torch.gradients.hosted.rules import MASTER, counts_steps
-from byteps_py.torch.gradients.hosted.states import StoredElements
+from byteps_py.torch.gradients.hosted.states import StoredElements, stored_states
 
 #: The keys of each rank's attachment in the checkpoint.
 EXTRA, BUFFERS = "extra", "buffers"
@@ -108,12 +108,8 @@ def _stored_state(reader: ShadowReader, found: Restorable) -> StoredState:
     made = StoredState({"model": {}, "optimizer": {"state": {}, "param_groups": []}, "step": found.step})
     made.state["calls"] = common.get("calls", found.step)
     names: dict[str, list[str]] = common["names"]  # of those that the model knows by another name, or by several
-    for given, (tensor, first, shape, dtype_name, steps) in common["params"].items():
-        parts, dtype = found.tensors[tensor], dtype_named(dtype_name)
-        kinds = {
-            kind: StoredElements(reader, parts, number, first, tuple(shape))
-            for number, kind in enumerate(common["kinds"][tensor])
-        }
+    for given, (tensor, _, shape, dtype_name, steps) in common["params"].items():
+        parts, dtype, kinds = found.tensors[tensor], dtype_named(dtype_name), stored_states(reader, found, given)
         known_as = names.get(given, [given])
         for name in known_as:
             made.put(("model", name), StoredTensor(tuple(shape), dtype, kinds[MASTER]))

@@ -21,7 +21,9 @@ import torch
 
 from byteps_py import blame as blames
 from byteps_py.errors import GradientOrderError, NonFiniteError
+from byteps_py.session import Slot
 from byteps_py.tensors import DType, NonFinite, Op, TensorSpec
+from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.collectives import nonfinite
 from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.compression import Compressor
@@ -66,10 +68,7 @@ class DeltaExchange:
             blame = blames.of_rank(session.rank, session.size) if np.isnan(found).any() else 0
         else:
             spec = TensorSpec(f"{self._name}.nonfinite", DType.FLOAT32, found.shape, nonfinite=mode, group=self._group)
-            (slot,) = session.declare([spec])
-            np.frombuffer(slot.input, np.float32)[:] = found
-            session.hand_over(slot)
-            session.wait(slot)
+            slot = self._exchanged(spec, found)
             found, blame, step = np.frombuffer(slot.result, np.float32), slot.blame, slot.round
         bad = [repr(names[param]) for param, value in zip(params, found, strict=True) if math.isnan(value)]
         return nonfinite.explain(blame, session.size, step, bad) if bad else None
@@ -79,15 +78,15 @@ class DeltaExchange:
         if self.alone:
             return flag
         spec = TensorSpec(f"{self._name}.anyone", DType.UINT8, (1,), Op.MAX, group=self._group)
-        (slot,) = self._context.session.declare([spec])
-        slot.input[0] = flag
-        self._context.session.hand_over(slot)
-        self._context.session.wait(slot)
-        return bool(slot.result[0])
+        return bool(self._exchanged(spec, np.array([flag], np.uint8)).result[0])
 
-    def log_skipped_step(self, error: NonFiniteError) -> None:
-        """Log that the step is skipped, and why."""
-        nonfinite.tell(error, self._context.session)
+    def _exchanged(self, spec: TensorSpec, own: np.ndarray) -> Slot:
+        session = self._context.session
+        (slot,) = session.declare([spec])
+        np.frombuffer(slot.input, own.dtype)[:] = own
+        session.hand_over(slot)
+        session.wait(slot)
+        return slot
 
     def combine(self, deltas: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The Adasum of each of ``deltas``, in its own dtype. Those with one dtype on the wire travel together."""
@@ -155,7 +154,7 @@ class AdasumStepper(Stepper):
         if nonfinite_error is not None and self._deltas.nonfinite is NonFinite.RAISE:
             raise nonfinite_error
         if nonfinite_error is not None:
-            self._deltas.log_skipped_step(nonfinite_error)
+            nonfinite.tell(nonfinite_error, contexts.current().session)
             return loss
         if self._deltas.alone:
             call.on_rank()

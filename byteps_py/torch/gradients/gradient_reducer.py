@@ -213,13 +213,7 @@ class GradientReducer:
             if self._disagreement is not None:
                 self._abandon()
             self._complete(self.buckets, errors)
-            parts: list[Bucket] = []
-            for bucket in [each for each in self.buckets if each.state is BucketState.UNCLEAR]:
-                _attempt(errors, self._split, bucket, parts)
-            for part in parts:
-                _attempt(errors, self._send, part)
-            self._complete(parts, errors)
-            errors += [part.dispute for part in parts if part.dispute is not None]  # a part is not split again
+            self._complete_split(errors)
             if not errors:
                 done = [bucket for bucket in self.buckets if bucket.state is BucketState.DONE]
                 self.nonfinite_error = find_nonfinite(self._context.session, done, self._options)
@@ -330,6 +324,16 @@ class GradientReducer:
             _attempt(errors, self._receive, bucket)
         for bucket in in_flight:  # now, because the host waits for the device here
             _attempt(errors, bucket.check_untouched_on_device)
+
+    def _complete_split(self, errors: list[Exception]) -> None:
+        """Split the buckets that are UNCLEAR, and go on with their rounds in their parts, which are not split again."""
+        parts: list[Bucket] = []
+        for bucket in [each for each in self.buckets if each.state is BucketState.UNCLEAR]:
+            _attempt(errors, self._split, bucket, parts)
+        for part in parts:
+            _attempt(errors, self._send, part)
+        self._complete(parts, errors)
+        errors += [part.dispute for part in parts if part.dispute is not None]
 
     def _receive(self, bucket: Bucket) -> None:
         try:

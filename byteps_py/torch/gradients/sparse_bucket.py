@@ -21,7 +21,7 @@ from byteps_py.tensors import DType, Layout, Op, TensorSpec
 from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.collectives.dtypes import check_count, check_dimensions, check_indices
 from byteps_py.torch.collectives.nonfinite import is_finite
-from byteps_py.torch.collectives.slot_view import TensorRequest
+from byteps_py.torch.collectives.slot_view import TensorRequest, pieces
 from byteps_py.torch.gradients.bucket import Bucket, Delivery, GradientOptions
 from byteps_py.torch.gradients.gradient_checksums import PieceChecksums, Scratch, checksum_kernel
 from byteps_py.torch.operations.reduction_plans import Average, Sum
@@ -213,16 +213,9 @@ class SparseBucket(Bucket):
 
     def _views(self, memory: memoryview, offset: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The data at ``offset``: indices int64[dimensions, rows], values [rows, ...]."""
-        count = rows * self.dimensions
-        if not rows:
-            shape = (0, *self._row_shape)
-            indices = torch.empty((self.dimensions, 0), dtype=torch.int64, device="cpu")
-            return indices, torch.empty(shape, dtype=self.request.dtype, device="cpu")
-        octets = torch.from_numpy(np.frombuffer(memory, np.uint8, self._nbytes(rows), offset))
-        indices = octets[: count * _INDEX_BYTES].view(torch.int64).view(self.dimensions, rows)
-        nbytes = rows * math.prod(self._row_shape) * self.request.dtype.itemsize
-        values = octets[count * _INDEX_BYTES :][:nbytes].view(self.request.dtype)
-        return indices, values.view(rows, *self._row_shape)
+        (indices,) = pieces(memory[offset:], torch.int64, [(self.dimensions, rows)])
+        (values,) = pieces(memory[offset + indices.nbytes :], self.request.dtype, [(rows, *self._row_shape)])
+        return indices, values
 
     def _declare(self, what: str, room_in: int, room_out: int) -> Slot:
         spec = self.request.spec

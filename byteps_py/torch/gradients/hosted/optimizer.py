@@ -61,12 +61,24 @@ class HostedOptions:
 
     def check(self, optimizer: torch.optim.Optimizer, hosted: bool, nonfinite: NonFinite) -> None:
         """Raises UsageError for what contradicts ``hosted``, the optimizer, BYTEPS_NONFINITE or one another."""
-        _check_delay(self.delayed_update_after, hosted, self.shadow)
+        after = self.delayed_update_after
+        if after is not None:
+            if self.shadow:
+                raise UsageError(
+                    "delayed_update_after does not go together with shadow=True: a restarted job would need the "
+                    "parameters of two steps"
+                )
+            if not hosted:
+                raise UsageError("delayed_update_after needs hosted=True: a step on the ranks is made at once")
+            if isinstance(after, bool) or not isinstance(after, int) or after < 0:
+                raise UsageError(
+                    f"delayed_update_after is {after!r}: give the number of steps before it, from 0 up, or None"
+                )
         if not self.step_in_backward:
             return
         if not hosted:
             raise UsageError("step_in_backward needs hosted=True: an optimizer on the ranks steps in step()")
-        if self.delayed_update_after is not None:
+        if after is not None:
             raise UsageError(
                 "step_in_backward does not go together with delayed_update_after, which makes steps under the next "
                 "passes: give one of them"
@@ -188,22 +200,6 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
         return self._stepper.states.are_lost
 
 
-def _check_delay(after: int | None, hosted: bool, shadow: bool) -> None:
-    """Raises UsageError for a ``delayed_update_after`` that is no number of steps, or not of a hosted optimizer, or of
-    one that is shadowed."""
-    if after is None:
-        return
-    if shadow:
-        raise UsageError(
-            "delayed_update_after does not go together with shadow=True: a restarted job would need the parameters of "
-            "two steps"
-        )
-    if not hosted:
-        raise UsageError("delayed_update_after needs hosted=True: a step on the ranks is made at once")
-    if isinstance(after, bool) or not isinstance(after, int) or after < 0:
-        raise UsageError(f"delayed_update_after is {after!r}: give the number of steps before it, from 0 up, or None")
-
-
 def host(
     context: Context,
     optimizer: torch.optim.Optimizer,
@@ -236,16 +232,9 @@ def host(
     elif hosting.step_in_backward:
         timing = InBackwardTiming(context, reducer, BackwardSteps(context, delivery, states, upcoming))
     wrapped.hook()
-    if taken := taken_states(optimizer):
+    own: dict[Any, Mapping[str, Any]] = optimizer.state
+    if taken := {param: copy.deepcopy(dict(state)) for param, state in own.items() if state}:
         states.load(taken)
+    own.clear()
     steps = SumSteps(context, reducer, delivery, states)
     return HostedOptimizerMixin.wrap(optimizer, HostedStepper(wrapped, reducer, steps, upcoming, timing))
-
-
-def taken_states(optimizer: torch.optim.Optimizer) -> dict[torch.nn.Parameter, Mapping[str, Any]]:
-    """Copies of the states that the optimizer has made or loaded, which are the services' from now on."""
-    state: dict[Any, Mapping[str, Any]] = optimizer.state
-    found: dict[torch.nn.Parameter, Mapping[str, Any]]
-    found = {param: copy.deepcopy(dict(its_own)) for param, its_own in state.items() if its_own}
-    optimizer.state.clear()
-    return found

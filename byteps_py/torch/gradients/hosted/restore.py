@@ -32,7 +32,7 @@ from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.gradients.hosted.optimizer import HostedOptimizerMixin
 from byteps_py.torch.gradients.hosted.replication import ModelBuffers, ShadowedSteps, tensors_of
 from byteps_py.torch.gradients.hosted.rules import MASTER, moment_names, rule_of
-from byteps_py.torch.gradients.hosted.states import StoredElements, check_state
+from byteps_py.torch.gradients.hosted.states import StoredElements, check_state, stored_states
 from byteps_py.torch.gradients.hosted.stepper import HostedStepper
 from byteps_py.torch.gradients.stepper import WrappedOptimizer
 from byteps_py.torch.operations.objects import allgather_object, broadcast_object, unpickled
@@ -148,12 +148,8 @@ def _restore(
     params = {stepper.wrapped.names[param]: param for param in stepper.wrapped.params}
     _check_same(params, common)
     states: dict[torch.nn.Parameter, Mapping[str, Any]] = {}
-    for name, (tensor, first, shape, _, steps) in common["params"].items():
-        param, kinds = params[name], common["kinds"][tensor]
-        stored = {
-            kind: StoredElements(reader, found.tensors[tensor], number, first, tuple(shape))
-            for number, kind in enumerate(kinds)
-        }
+    for name, (*_, steps) in common["params"].items():
+        param, stored = params[name], stored_states(reader, found, name)
         if not steps:
             continue  # it has made no step: it is as the model's constructor has made it
         _read_master(param, stored[MASTER])

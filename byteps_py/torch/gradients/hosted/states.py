@@ -22,7 +22,7 @@ from byteps_py.errors import UsageError
 from byteps_py.kernels.step_segments import StepSegment
 from byteps_py.kernels.update_rules import Hyperparameters, Method, StepKind, UpdateRule, step_scalars
 from byteps_py.session import HostedShard, Session, ShadowedStep, Slot
-from byteps_py.shadow import RestorablePartition, ShadowReader
+from byteps_py.shadow import Restorable, RestorablePartition, ShadowReader
 from byteps_py.system.memory_left import available_memory_bytes
 from byteps_py.tensors import DType, Op, TensorSpec
 from byteps_py.torch.collectives.context import Context
@@ -84,6 +84,15 @@ class StoredElements:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         return self[0 : self.shape.numel()].view(self.shape)
+
+
+def stored_states(reader: ShadowReader, found: Restorable, name: str) -> dict[str, StoredElements]:
+    """The states of a parameter in a step that other machines hold, by their names, the master first."""
+    tensor, first, shape, *_ = found.common["params"][name]
+    return {
+        state: StoredElements(reader, found.tensors[tensor], number, first, tuple(shape))
+        for number, state in enumerate(found.common["kinds"][tensor])
+    }
 
 
 def elements_of(state: torch.Tensor | StoredElements, elements: slice) -> torch.Tensor:
@@ -220,25 +229,21 @@ class HostedStates(OwnedStates):
         initial_sum: float = 0.0,
         run: int = 0,
     ) -> None:
-        self.run = run
-        self._part = self._host(session, source, kind, run)
+        self.session, self.kind, self.run = session, kind, run
+        self._part = self._host(source)
         self._release = weakref.finalize(self, session.state_host.release_shard, self._part)
         count = owned_by(session.rank, self._part.owners)
         states = [pieces(state, _wide(kind), [(count,)])[0] for state in self._part.states]
         super().__init__(session, kind, params, self._part.owners, states, initial_sum)
         self._view_results()
 
-    @staticmethod
-    def _host(
-        session: Session, source: Slot, kind: StepKind, run: int, before: HostedShard | None = None
-    ) -> HostedShard:
-        spec = source.spec
-        name = f"{spec.name}.parameters"
+    def _host(self, source: Slot, before: HostedShard | None = None) -> HostedShard:
+        name, count, priority = source.spec.name, source.spec.count, source.spec.priority
         wanted = TensorSpec(
-            name, kind.parameter, (spec.count,), Op.BROADCAST, priority=spec.priority, ownership=spec.name
+            f"{name}.parameters", self.kind.parameter, (count,), Op.BROADCAST, priority=priority, ownership=name
         )
-        (target,) = session.declare([wanted])
-        return session.state_host.host(kind, source, target, before, run)
+        (target,) = self.session.declare([wanted])
+        return self.session.state_host.host(self.kind, source, target, before, self.run)
 
     def _view_results(self) -> None:
         shapes = [tuple(param.shape) for param in self._params]
@@ -251,7 +256,7 @@ class HostedStates(OwnedStates):
     def follow(self, source: Slot) -> None:
         """Go on with the slot of the gradients, which may have been declared again. All ranks do so."""
         if not self.follows(source):
-            self._part = self._host(self.session, source, self.kind, self.run, self._part)
+            self._part = self._host(source, self._part)
             self._view_results()
 
     @property

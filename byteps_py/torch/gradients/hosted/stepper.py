@@ -31,7 +31,7 @@ from byteps_py.torch.gradients.hosted.agreement import (
 from byteps_py.torch.gradients.hosted.replication import ShadowedSteps
 from byteps_py.torch.gradients.hosted.rules import GroupNumbers, check_numbers
 from byteps_py.torch.gradients.hosted.states import Loaded
-from byteps_py.torch.gradients.hosted.steps import BegunStep, SumSteps
+from byteps_py.torch.gradients.hosted.steps import BucketStep, SumSteps
 from byteps_py.torch.gradients.stepper import StepCall, Stepper, WrappedOptimizer
 
 #: Begins the error of a step that needs a rank that has joined.
@@ -202,7 +202,7 @@ class HostedStepper(Stepper):
         if self.shadow is not None:
             self.shadow.pack_extra()
 
-    def make(self, numbers: Sequence[Hyperparameters], begun: Sequence[BegunStep] = ()) -> None:
+    def make(self, numbers: Sequence[Hyperparameters], begun: Sequence[BucketStep] = ()) -> None:
         """Make the step that ranks have agreed on. ``begun``: already."""
         new = self.begin(numbers)
         if new is not None:
@@ -217,7 +217,7 @@ class HostedStepper(Stepper):
         self.wrapped.mark_stepped()
         self.wrapped.hook()
 
-    def begin(self, numbers: Sequence[Hyperparameters]) -> list[BegunStep] | None:
+    def begin(self, numbers: Sequence[Hyperparameters]) -> list[BucketStep] | None:
         """Begin the step; None if it is skipped."""
         check_numbers(numbers)
         if self.next.nonfinite_error is not None:

@@ -3,16 +3,15 @@
     reducer.finish(): sums are on their way ─► begin(): each is stepped when it is there ─► take()
 
 Ranks make the steps of sparse gradients themselves (SummedRows), and find the trust ratios of LAMB
-(``begin_scaled_steps``). Must not know when a step is made. The training thread calls, or that of a delayed step.
+(``_begin_scaled_steps``). Must not know when a step is made. The training thread calls, or that of a delayed step.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,23 +24,30 @@ from byteps_py.session import Session
 from byteps_py.tensors import DType, Layout, Op, TensorSpec
 from byteps_py.torch.collectives import nonfinite
 from byteps_py.torch.collectives.context import Context
-from byteps_py.torch.collectives.slot_view import PieceView, TensorRequest
+from byteps_py.torch.collectives.slot_view import PieceView, TensorRequest, pieces
 from byteps_py.torch.gradients.bucket import Bucket
 from byteps_py.torch.gradients.gradient_reducer import GradientReducer
 from byteps_py.torch.gradients.hosted.agreement import Factors
 from byteps_py.torch.gradients.hosted.delivery import ToOwner
-from byteps_py.torch.gradients.hosted.replication import ShadowedTensor
+from byteps_py.torch.gradients.hosted.replication import ShadowedSteps, ShadowedTensor
 from byteps_py.torch.gradients.hosted.states import BucketStates, HostedStates, Overlap, RowStates
 from byteps_py.torch.gradients.sparse_bucket import SparseBucket, room
 from byteps_py.torch.optim import Node, adapts, node_sums, nodes, total, trust_ratio
 
 
 @dataclass(frozen=True, slots=True)
-class BegunStep:
-    """Of one bucket, whose parameters are to be taken. ``taking_part``: which of them."""
+class BucketStep:
+    """The step of one bucket. ``taking_part``: which of its parameters. Once it has begun, they are to be taken."""
 
+    bucket: Bucket
     states: HostedStates
+    numbers: Hyperparameters
     taking_part: tuple[bool, ...]
+
+    def begin(self, factors: Factors, shadow: ShadowedSteps | None) -> None:
+        """Have the service begin it. Of LAMB, its first phase. ``shadow``: copies make it, too."""
+        self.states.shadowed = shadow.next if shadow is not None else None
+        self.states.begin_step(self.numbers, factors, self.taking_part)
 
 
 class SumSteps:
@@ -76,13 +82,11 @@ class SumSteps:
                 total += self.states.hosted(bucket, self._reducer).square_sum(taking_part)
         return total
 
-    def begin(self, numbers: Sequence[Hyperparameters], factors: Factors) -> list[BegunStep]:
+    def begin(self, numbers: Sequence[Hyperparameters], factors: Factors) -> list[BucketStep]:
         """Step with the sums: ``numbers`` of each param_group. Returns when the services know all about the steps."""
-        begun: list[BegunStep] = []
-        begins: list[Callable[[], None]] = []
-        updates: list[UpdatePhase] = []
+        dense: list[BucketStep] = []
         sparse: list[tuple[SummedRows, RowStates, Hyperparameters]] = []
-        groups, shadow, due = self.states.groups, self.states.shadow, self._due
+        groups, due = self.states.groups, self._due
         for bucket, taking_part in due:
             group = groups.group_of[bucket.params[0]]
             rule = groups.rule(bucket.params[0])
@@ -99,22 +103,17 @@ class SumSteps:
                     f"param_groups[{group}] has changed: a hosted optimizer keeps the momentum (or none), amsgrad, "
                     "maximize and nesterov of its first step, and the side of 0.5 on which beta1 was"
                 )
-            begins.append(partial(states.begin_step, numbers[group], factors, taking_part))
-            begun.append(BegunStep(states, taking_part))
-            if rule.method is Method.LAMB:
-                updates.append(UpdatePhase(bucket.request.spec.name, states, numbers[group], taking_part))
+            dense.append(BucketStep(bucket, states, numbers[group], taking_part))
         for bucket, _ in due:
             if not isinstance(bucket, SparseBucket):
                 bucket.due = None
-        for each in begun:
-            each.states.shadowed = shadow.next if shadow is not None else None
-        for begin in begins:  # once nothing is wrong with any of them
-            begin()
-        begin_scaled_steps(self._context, updates)
+        for step in dense:  # once nothing is wrong with any of them
+            step.begin(factors, self.states.shadow)
+        _begin_scaled_steps(self._context, [step for step in dense if step.states.kind.rule.method is Method.LAMB])
         for rows, row_states, its_numbers in sparse:
             rows.step(row_states, its_numbers, factors)
             rows.bucket.due = None
-        return begun
+        return dense
 
     def record(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Have other machines hold what belongs to the step that has begun. Raises UsageError, see ShadowedSteps."""
@@ -128,7 +127,7 @@ class SumSteps:
             ]
             self.states.shadow.record(tensors, groups)
 
-    def take(self, begun: Sequence[BegunStep]) -> None:
+    def take(self, begun: Sequence[BucketStep]) -> None:
         """Take the parameters of steps that have begun."""
         for each in begun:
             each.states.take_parameters(each.taking_part, self._context.mover(each.states.device))
@@ -214,12 +213,12 @@ class SummedRows:
         shape = (room(lengths[session.rank]), room(offsets[-1]))
         spec = TensorSpec(f"{self.bucket.request.spec.name}.new rows", DType.UINT8, shape, Op.GATHER)
         (slot,) = session.declare([spec])
-        _rows(slot.input, updated.dtype, len(updated), param.shape[1:]).copy_(updated)
+        pieces(slot.input, updated.dtype, [updated.shape])[0].copy_(updated)
         layout = Layout(((0, lengths[session.rank]),), tuple(zip(offsets, lengths, strict=False)))
         session.hand_over(slot, layout=layout)
         session.wait(slot)
         with torch.no_grad():
-            rows = _rows(slot.result, param.dtype, len(indices), param.shape[1:])
+            (rows,) = pieces(slot.result, param.dtype, [(len(indices), *param.shape[1:])])
             param[indices.to(param.device)] = rows.to(param.device)
 
     def _updated(self, states: RowStates, numbers: Hyperparameters, factors: Factors) -> torch.Tensor:
@@ -257,14 +256,6 @@ class SummedRows:
         return master[indices].to(param.dtype)
 
 
-def _rows(memory: memoryview, dtype: torch.dtype, count: int, shape: torch.Size) -> torch.Tensor:
-    elements = count * math.prod(shape)
-    if not elements:
-        return torch.empty((count, *shape), dtype=dtype, device="cpu")
-    octets = torch.from_numpy(np.frombuffer(memory, np.uint8, elements * dtype.itemsize))
-    return octets.view(dtype).view(count, *shape)
-
-
 # ---- LAMB's second phase -------------------------------------------------------------------------------------------
 #
 #    services: moments, updates ─► ranks: square sums of their parts ─ exchange ─► trust ratios ─► services: the step
@@ -272,49 +263,39 @@ def _rows(memory: memoryview, dtype: torch.dtype, count: int, shape: torch.Size)
 # The same bits as bps.optim.LAMB, see torch/optim.py.
 
 
-@dataclass(frozen=True, slots=True)
-class UpdatePhase:
-    """A bucket whose updates the service computes."""
-
-    name: str
-    states: HostedStates
-    numbers: Hyperparameters
-    participates: Sequence[bool]
-
-    @property
-    def adapts(self) -> bool:
-        """True if ranks have to agree on norms."""
-        return adapts(self.numbers.weight_decay, self.numbers.always_adapt)
-
-
-def begin_scaled_steps(context: Context, due: Sequence[UpdatePhase]) -> None:
+def _begin_scaled_steps(context: Context, due: Sequence[BucketStep]) -> None:
     """Wait for the updates, and begin the steps with them. All ranks call it with the same buckets."""
     exchanges: list[PieceView | None] = []
-    for phase in due:
-        phase.states.wait_for_update()
-        exchanges.append(_send(context, phase) if phase.adapts and context.session.size > 1 else None)
-    for phase, view in zip(due, exchanges, strict=True):
+    for step in due:
+        step.states.wait_for_update()
+        exchanges.append(_send(context, step) if _adapts(step) and context.session.size > 1 else None)
+    for step, view in zip(due, exchanges, strict=True):
         sums: list[float] | None = None
         if view is not None:
             view.wait()
             sums = view.results[0].tolist()
-        elif phase.adapts:
-            sums = _own_sums(phase)
-        ratios = [1.0] * len(phase.participates) if sums is None else _ratios(phase, sums)
+        elif _adapts(step):
+            sums = _own_sums(step)
+        ratios = [1.0] * len(step.taking_part) if sums is None else _ratios(step, sums)
         segments = [
             StepSegment(
                 range(overlap.place.start, overlap.place.stop),
-                apply_scalars(phase.numbers.lr * ratios[overlap.position]),
+                apply_scalars(step.numbers.lr * ratios[overlap.position]),
             )
-            for overlap in phase.states.overlaps
-            if phase.participates[overlap.position]
+            for overlap in step.states.overlaps
+            if step.taking_part[overlap.position]
         ]
-        phase.states.begin_segments(segments, is_last=True)
+        step.states.begin_segments(segments, is_last=True)
 
 
-def _send(context: Context, phase: UpdatePhase) -> PieceView:
-    own = torch.tensor(_own_sums(phase), dtype=torch.float64, device="cpu")
-    spec = TensorSpec(f"{phase.name}.norms", DType.FLOAT64, (len(own),), Op.SUM)
+def _adapts(step: BucketStep) -> bool:
+    """True if ranks have to agree on norms."""
+    return adapts(step.numbers.weight_decay, step.numbers.always_adapt)
+
+
+def _send(context: Context, step: BucketStep) -> PieceView:
+    own = torch.tensor(_own_sums(step), dtype=torch.float64, device="cpu")
+    spec = TensorSpec(f"{step.bucket.request.spec.name}.norms", DType.FLOAT64, (len(own),), Op.SUM)
     (view,) = context.slot_views([TensorRequest(spec, torch.float64, ((len(own),),), own.device)])
     view.contribute([own])
     return view
@@ -330,15 +311,15 @@ def _places(states: HostedStates) -> list[tuple[int, Node]]:
     ]
 
 
-def _own_sums(phase: UpdatePhase) -> list[float]:
+def _own_sums(step: BucketStep) -> list[float]:
     """The sums of this rank's nodes in their places, of parameters and then of updates; 0 in those of others. So a
     sum over ranks changes no bits."""
     found: dict[tuple[int, Node], tuple[float, float]] = {}
-    for overlap in phase.states.overlaps:
-        if phase.participates[overlap.position]:
-            squares, updates = (_sums(phase.states.master, overlap), _sums(phase.states.update, overlap))
+    for overlap in step.states.overlaps:
+        if step.taking_part[overlap.position]:
+            squares, updates = (_sums(step.states.master, overlap), _sums(step.states.update, overlap))
             found |= {(overlap.position, node): (squares[node], updates[node]) for node in squares}
-    places = [found.get(place, (0.0, 0.0)) for place in _places(phase.states)]
+    places = [found.get(place, (0.0, 0.0)) for place in _places(step.states)]
     return [both[which] for which in (0, 1) for both in places]
 
 
@@ -346,10 +327,10 @@ def _sums(state: torch.Tensor, overlap: Overlap) -> dict[Node, float]:
     return node_sums(state[overlap.place], overlap.inside.start)
 
 
-def _ratios(phase: UpdatePhase, sums: Sequence[float]) -> list[float]:
+def _ratios(step: BucketStep, sums: Sequence[float]) -> list[float]:
     """The trust ratio of each parameter."""
-    places = _places(phase.states)
-    sizes = phase.states.sizes
+    places = _places(step.states)
+    sizes = step.states.sizes
     wholes: list[list[float]] = []
     for first in (0, len(places)):
         by_position: list[dict[Node, float]] = [{} for _ in sizes]

@@ -26,7 +26,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -42,14 +42,14 @@ from byteps_py.torch.gradients.hosted.delivery import ToOwner
 from byteps_py.torch.gradients.hosted.rules import GroupNumbers, check_numbers
 from byteps_py.torch.gradients.hosted.states import BucketStates
 from byteps_py.torch.gradients.hosted.stepper import HostedStepper, NextStep, StepTiming
-from byteps_py.torch.gradients.hosted.steps import BegunStep
+from byteps_py.torch.gradients.hosted.steps import BucketStep
 from byteps_py.torch.gradients.sparse_bucket import SparseBucket
 from byteps_py.torch.gradients.stepper import StepCall
 
 # ---- under the next passes -------------------------------------------------------------------------------------------
 
 #: Returns what was begun; None if the step is skipped.
-Work = Callable[[], list[BegunStep] | None]
+Work = Callable[[], list[BucketStep] | None]
 
 
 class DelayedStep:
@@ -57,11 +57,11 @@ class DelayedStep:
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
-        self._begun: list[BegunStep] | None = None
+        self._begun: list[BucketStep] | None = None
         self._error: BaseException | None = None
-        self._take: Callable[[list[BegunStep]], None]
+        self._take: Callable[[list[BucketStep]], None]
 
-    def start(self, work: Work, take: Callable[[list[BegunStep]], None]) -> None:
+    def start(self, work: Work, take: Callable[[list[BucketStep]], None]) -> None:
         """Do ``work`` on a thread of its own, until ``finish``, which comes before the next ``start``. ``take``: takes
         the parameters of what was begun."""
 
@@ -128,7 +128,7 @@ class DelayedTiming(StepTiming):
         limit, self._limit = self._limit, None
         bad = self._hand_over(stepper)
 
-        def make() -> list[BegunStep] | None:  # on a thread of its own
+        def make() -> list[BucketStep] | None:  # on a thread of its own
             stepper.next.forget()
             stepper.finish_sums(bad)
             if limit is not None:
@@ -180,7 +180,7 @@ def _on_this_stream(work: Work, params: Sequence[torch.nn.Parameter]) -> Work:
         return work
     stream = torch.cuda.current_stream(device)
 
-    def run() -> list[BegunStep] | None:
+    def run() -> list[BucketStep] | None:
         with torch.cuda.stream(stream):
             return work()
 
@@ -224,7 +224,7 @@ class BackwardRound:
         self.numbers, self.params = numbers, params
         self.versions = [param._version for param in params]
         self.is_agreed = self.is_abandoned = False
-        self.begun: list[tuple[HandedOver, BegunStep]] = []
+        self.begun: list[BucketStep] = []
         self.error: BaseException | None = None
         self._handed: queue.SimpleQueue[HandedOver | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -258,33 +258,13 @@ class BackwardRound:
             self._thread.join()  # its waits have limits of their own
 
 
-class DeviceOrder:
-    """Lets a round's thread read parameters on CUDA as they are when the round begins, without waiting for the rest of
-    the backward pass: on streams of its own, behind events. Parameters on the CPU need none."""
-
-    def __init__(self) -> None:
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
-
-    def streams_from_now(self, devices: set[torch.device]) -> list[torch.cuda.Stream]:
-        """The streams on which the thread reads the parameters of ``devices``."""
-        streams = []
-        for device in devices:
-            if device.type == "cuda":
-                if device not in self._streams:
-                    self._streams[device] = torch.cuda.Stream(device)
-                stream = self._streams[device]
-                stream.wait_event(torch.cuda.current_stream(device).record_event())
-                streams.append(stream)
-        return streams
-
-
 class BackwardSteps:
     """Begins steps while gradients are still computed. It must not hold the reducer or the stepper, which hold it, so
     that an optimizer that nobody holds is gone at once, and its round with it."""
 
     def __init__(self, context: Context, delivery: ToOwner, states: BucketStates, upcoming: NextStep) -> None:
         self._context, self._delivery, self._states, self._next = context, delivery, states, upcoming
-        self._device_order = DeviceOrder()
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
         #: From its first hand-over to the end of its step; None as long as there are no states, in the first step.
         self.round: BackwardRound | None = None
 
@@ -302,7 +282,7 @@ class BackwardSteps:
         except (TypeError, ValueError, LookupError):
             return None  # step() reads them again, and says what is wrong
         params = [param for bucket in buckets for param in bucket.params]
-        streams = self._device_order.streams_from_now({param.device for param in params})
+        streams = self._streams_from_now({param.device for param in params})
         new = BackwardRound(numbers, params)
 
         def agree() -> bool:
@@ -321,6 +301,19 @@ class BackwardSteps:
 
         new.start(agree, begin)
         return new
+
+    def _streams_from_now(self, devices: set[torch.device]) -> list[torch.cuda.Stream]:
+        """Streams on which the round's thread reads parameters on CUDA as they are when the round begins, without
+        waiting for the rest of the backward pass. Parameters on the CPU need none."""
+        streams = []
+        for device in devices:
+            if device.type == "cuda":
+                if device not in self._streams:
+                    self._streams[device] = torch.cuda.Stream(device)
+                stream = self._streams[device]
+                stream.wait_event(torch.cuda.current_stream(device).record_event())
+                streams.append(stream)
+        return streams
 
     def _may_begin(self, numbers: GroupNumbers, buckets: Sequence[Bucket]) -> bool:
         """False if something has to be made, or is wrong, that step() finds before any step is begun."""
@@ -343,10 +336,9 @@ class BackwardSteps:
         states = self._states.in_services(handed.bucket)
         if states is not None and states.follows(handed.slot_view.slot):  # otherwise step() begins it
             numbers = round_.numbers.numbers[self._states.groups.group_of[handed.bucket.params[0]]]
-            shadow = self._states.shadow
-            states.shadowed = shadow.next if shadow is not None else None
-            states.begin_step(numbers, Factors(), handed.taking_part)
-            round_.begun.append((handed, BegunStep(states, handed.taking_part)))
+            step = BucketStep(handed.bucket, states, numbers, handed.taking_part)
+            step.begin(Factors(), self._states.shadow)
+            round_.begun.append(step)
 
     def end_round(self) -> BackwardRound | None:
         """After ``finish`` of the reducer: wait until the steps of what was handed over are begun. Raises nothing."""
@@ -354,8 +346,8 @@ class BackwardSteps:
         if round_ is not None:
             round_.end()
             round_.join()
-            for handed, _ in round_.begun:
-                handed.bucket.due = None
+            for step in round_.begun:
+                step.bucket.due = None
         return round_
 
     def finish(self) -> None:
@@ -420,7 +412,7 @@ class InBackwardTiming(StepTiming):
                 raise round_.error
         if not known or len(numbers) > len(known):
             stepper.next.agree(GroupNumbers(numbers, now.rules))
-        stepper.make(numbers, [begun for _, begun in round_.begun] if round_ is not None else [])
+        stepper.make(numbers, round_.begun if round_ is not None else [])
         return late
 
     def drop(self, stepper: HostedStepper) -> None:
@@ -432,8 +424,8 @@ class InBackwardTiming(StepTiming):
                 rest = stepper.steps.begin(round_.numbers.numbers, Factors())
                 if stepper.shadow is not None:
                     stepper.shadow.step += 1  # copies have made it, though it is of no use without a record
-                untaken = [*(begun for _, begun in round_.begun), *rest]
-                stepper.steps.take([BegunStep(one.states, (False,) * len(one.taking_part)) for one in untaken])
+                untaken = [replace(each, taking_part=(False,) * len(each.taking_part)) for each in round_.begun + rest]
+                stepper.steps.take(untaken)
         self.backward.finish()
 
 
