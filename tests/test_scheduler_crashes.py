@@ -22,7 +22,7 @@ def scenario(plane: Plane, rng: random.Random, steps: int) -> None:
             what = spec((3 + (step % 3 == 0 and place),))
             member.say(**declare(ballot(ranks, what, name=f"t{step}")))
             if rng.random() < 0.3:
-                member.say(sight=pb.Sight(rank=place, text="here"))
+                member.say(stack_report=pb.StackReport(rank=place, text="here"))
 
 
 def check(plane: Plane, steps: int) -> None:

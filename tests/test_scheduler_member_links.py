@@ -170,9 +170,9 @@ def test_news_have_no_number_and_are_not_written_down() -> None:
     written = len(plane.disk)
     waiting = [pb.Waiting(name="w", ready_ranks=[0, 1], age_s=99)]
     one.say(heartbeat=pb.Heartbeat(waiting=waiting))
-    two.say(sight=pb.Sight(rank=2, text="it sleeps"))
+    two.say(stack_report=pb.StackReport(rank=2, text="it sleeps"))
     plane.settle()
-    assert one.bodies()[2:] == ["stalled", "sight"]
+    assert one.bodies()[2:] == ["stalled", "stack_report"]
     assert all(message.number == 0 for message in one.heard[2:])
     assert len(plane.disk) == written
 

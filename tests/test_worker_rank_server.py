@@ -69,7 +69,7 @@ def test_a_note_of_what_is_no_letter(machine: Machine) -> None:
     machine.say(0, protocol.Note(_NO_LETTER))
     machine.go_on()
     assert machine.deaths == []
-    assert any(r"data\udcff" in message.sight.text for message in machine.sent)
+    assert any(r"data\udcff" in message.stack_report.text for message in machine.sent)
 
 
 def test_an_error_of_what_is_no_letter_is_told(machine: Machine) -> None:

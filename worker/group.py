@@ -314,4 +314,4 @@ class Group:
 
     def _saw(self, local_rank: int, text: str) -> None:
         rank = self.topology.first_rank + local_rank
-        self._around.send(pb.MemberMessage(sight=pb.Sight(rank=rank, text=text)))
+        self._around.send(pb.MemberMessage(stack_report=pb.StackReport(rank=rank, text=text)))

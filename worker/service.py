@@ -215,8 +215,8 @@ class CommunicationService:
             logger.warning("%s", message.slow.message)
             if self._group is not None and message.slow.unserved:
                 self._group.waits.is_unserved = True
-        elif body == "sight":
-            logger.warning("rank %d, which is waited for: %s", message.sight.rank, message.sight.text)
+        elif body == "stack_report":
+            logger.warning("rank %d, which is waited for: %s", message.stack_report.rank, message.stack_report.text)
         elif body in ("refused", "failure"):
             answer = message.refused if body == "refused" else message.failure
             error = from_name(answer.error, answer.message)

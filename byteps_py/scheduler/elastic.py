@@ -31,7 +31,18 @@ PLANNED_S = 10.0
 SHUT_DOWN_S = 10.0
 
 #: What a communication service says of its group. It says nothing of the next group before that is open.
-_OF_A_GROUP = ("declare", "arrive", "join", "idle", "gone", "sight", "applied", "unreachable", "settled", "reform")
+_OF_A_GROUP = (
+    "declare",
+    "arrive",
+    "join",
+    "idle",
+    "gone",
+    "stack_report",
+    "applied",
+    "unreachable",
+    "settled",
+    "reform",
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -312,7 +312,7 @@ class GroupWatch:
 
     def message_handlers(self) -> Mapping[str, MessageHandler]:
         """The handlers of reports, by kind."""
-        return {"heartbeat": self._heartbeat, "sight": self._sight}
+        return {"heartbeat": self._heartbeat, "stack_report": self._stack_report}
 
     def _heartbeat(self, member: MemberRecord, heartbeat: pb.Heartbeat, now_s: float) -> Outgoing:
         """Returns the warnings that are due."""
@@ -349,11 +349,11 @@ class GroupWatch:
         self._stalls.report(member_id, heartbeat.waiting, heartbeat.calls)
         self._steps.report(member_id, heartbeat.steps, now_s)
 
-    def _sight(self, member: MemberRecord, sight: pb.Sight, now_s: float) -> Outgoing:
+    def _stack_report(self, member: MemberRecord, report: pb.StackReport, now_s: float) -> Outgoing:
         """The activity of a rank for which others wait."""
-        if sight.rank not in ranks_of(member):
-            raise ProtocolError(f"it sent Sight of rank {sight.rank}, which is not one of its ranks")
-        return to_each(self._job.roster.workers(), pb.SchedulerMessage(sight=sight))
+        if report.rank not in ranks_of(member):
+            raise ProtocolError(f"it sent a StackReport of rank {report.rank}, which is not one of its ranks")
+        return to_each(self._job.roster.workers(), pb.SchedulerMessage(stack_report=report))
 
     def on_member_left(self, member: MemberRecord) -> None:
         """The member has left or is lost: it waits for nothing."""

@@ -33,7 +33,7 @@ def _messages() -> list[pb.MemberMessage]:
         pb.MemberMessage(arrive=pb.Arrive(sequence=1)),
         pb.MemberMessage(leave=pb.Leave(reason="done")),
         pb.MemberMessage(report=pb.Report(error="PeerLostError", message="a rank died")),
-        pb.MemberMessage(sight=pb.Sight(rank=1, text="stack")),
+        pb.MemberMessage(stack_report=pb.StackReport(rank=1, text="stack")),
         pb.MemberMessage(gone=pb.Gone(ranks=[0])),
         pb.MemberMessage(join=pb.Join(rank=0, last=[pb.LastRound(name="w", generation=1, round=2)])),
         pb.MemberMessage(idle=pb.Idle(direct_round=3)),

@@ -97,7 +97,7 @@ _SAID = (
     pb.SchedulerMessage(still=pb.Still(member_id=20)),
     *[pb.SchedulerMessage(stalled=pb.Stalled(message="slow", missing=[rank, 1, 9])) for rank in (0, 2)],
     *[pb.SchedulerMessage(slow=pb.Slow(message="slow", unserved=unserved)) for unserved in (False, True)],
-    pb.SchedulerMessage(sight=pb.Sight(rank=1, text="asleep")),
+    pb.SchedulerMessage(stack_report=pb.StackReport(rank=1, text="asleep")),
     pb.SchedulerMessage(refused=pb.Refused(error="RendezvousError", message="no")),
     *[
         pb.SchedulerMessage(failure=pb.Failure(error="PeerLostError", message="died", ranks=[2, 3], **how))

@@ -57,7 +57,7 @@ STRANGERS_WAIT = 2
 Home = tuple[str, int]
 
 #: What the scheduler may say because of messages without a number: it may be lost with a connection, as they may.
-_FLEETING = ("stalled", "sight", "slow")
+_FLEETING = ("stalled", "stack_report", "slow")
 
 #: The event that a record is of, by the kind of its body.
 _EVENTS: Mapping[str, Callable[[JournalRecord], Event]] = {
