@@ -63,7 +63,7 @@ test: install
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(JOBS)
 
 test-slow: install
-	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(JOBS) -m slow
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(JOBS) -m "slow and not long"
 
 test-long: install
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(JOBS) -m long

@@ -28,9 +28,9 @@ LAUNCH = (sys.executable, "-m", "byteps_py.launch")
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param("-np 2 --machines 2", marks=pytest.mark.slow),
+        pytest.param("-np 2 --machines 2", marks=pytest.mark.long),
         pytest.param("-np 2", marks=pytest.mark.slow),
-        pytest.param("-np 1 --machines 3", marks=pytest.mark.slow),
+        pytest.param("-np 1 --machines 3", marks=pytest.mark.long),
         pytest.param("-np 2 --machines 2 --servers 1", marks=pytest.mark.slow),
     ],
 )

@@ -25,9 +25,9 @@ CASES = re.findall(r"^@case\ndef (\w+)\(", PROGRAM.read_text(), re.MULTILINE)
         "-np 1 --machines 2 --servers 1",
         pytest.param("-np 1 --machines 2 --servers 2", marks=pytest.mark.slow),  # CPU machines add all sums
         pytest.param("-np 2 --machines 2", marks=pytest.mark.slow),
-        pytest.param("-np 1 --machines 3 --servers 3", marks=pytest.mark.slow),
-        pytest.param("-np 3", marks=pytest.mark.slow),
-        pytest.param("-np 2 --servers 1", marks=pytest.mark.slow),  # which adds nothing
+        pytest.param("-np 1 --machines 3 --servers 3", marks=pytest.mark.long),
+        pytest.param("-np 3", marks=pytest.mark.long),
+        pytest.param("-np 2 --servers 1", marks=pytest.mark.long),  # which adds nothing
         pytest.param("-np 1 --machines 2 --servers 3", marks=pytest.mark.slow),
     ],
 )

@@ -79,7 +79,12 @@ def test_bytes_of_a_step(machines: int, servers: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("machines", "servers"),
-    [pytest.param(n, k, marks=pytest.mark.slow) for n, k in ((2, 1), (2, 2), (3, 1), (3, 2))],
+    [
+        pytest.param(2, 1, marks=pytest.mark.slow),
+        pytest.param(3, 2, marks=pytest.mark.slow),
+        pytest.param(2, 2, marks=pytest.mark.long),
+        pytest.param(3, 1, marks=pytest.mark.long),
+    ],
 )
 def test_bytes_of_a_shadowed_step(machines: int, servers: int, tmp_path: Path) -> None:
     n, k = machines, servers

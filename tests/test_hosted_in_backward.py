@@ -32,9 +32,9 @@ def run(layout: str, *cases: str, **settings: str) -> None:
         "-np 1",
         "-np 2",
         pytest.param("-np 1 --machines 2 --servers 1", marks=pytest.mark.slow),
-        pytest.param("-np 1 --machines 2", marks=pytest.mark.slow),
+        pytest.param("-np 1 --machines 2", marks=pytest.mark.long),
         pytest.param("-np 2 --machines 2 --servers 1", marks=pytest.mark.slow),
-        pytest.param("-np 1 --machines 3 --servers 2", marks=pytest.mark.slow),
+        pytest.param("-np 1 --machines 3 --servers 2", marks=pytest.mark.long),
     ],
 )
 def test_beside_the_optimizer_on_the_ranks(layout: str) -> None:
@@ -43,7 +43,7 @@ def test_beside_the_optimizer_on_the_ranks(layout: str) -> None:
 
 @pytest.mark.timeout(180)
 @pytest.mark.slow
-@pytest.mark.parametrize("partition", ["4096", "65536"])
+@pytest.mark.parametrize("partition", ["4096", pytest.param("65536", marks=pytest.mark.long)])
 @pytest.mark.parametrize("layout", ["-np 2", "-np 2 --machines 2 --servers 1"])
 def test_partitions_do_not_matter(layout: str, partition: str) -> None:
     cases = ["equal_under_backward", "steps_while_backward_runs", "ranks_with_other_numbers", "parts_of_the_model"]
