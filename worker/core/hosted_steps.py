@@ -174,7 +174,10 @@ HostedAction = SumForOwner | MakeStep | Forget | AllSummed
 
 
 class HostedSteps:
-    """``first_rank``, ``local_size``: of this machine; ``machine_of``: of each rank."""
+    """``first_rank``, ``local_size``: of this machine; ``machine_of``: of each rank.
+
+    A part of RoundPipeline, which calls a method for each event that is about partitions with owners.
+    """
 
     def __init__(self, first_rank: int, local_size: int, machine_of: Sequence[int]) -> None:
         self._first_rank = first_rank

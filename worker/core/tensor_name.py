@@ -49,10 +49,13 @@ class MissedError:
 
 @dataclass(slots=True)
 class TensorName:
-    """By local rank: ``later``, declarations that came before the generation ahead of theirs was decided;
+    """A part of Agreement, whose handlers ask it and write to it by many small methods.
+
+    By local rank: ``later``, declarations that came before the generation ahead of theirs was decided;
     ``failed``, slots that are void, but whose memory the rank may write to until it declares the name again;
     ``late``, what becomes of the next declarations, which are votes on generations that are rejected already.
-    ``ending``: tensors that are ENDING. ``last_rounds``: of a gather or an exchange, by global rank that has joined."""
+    ``ending``: tensors that are ENDING. ``last_rounds``: of a gather or an exchange, by global rank that has joined.
+    """
 
     name: str
     generation: int = 0  # the last one decided, either way

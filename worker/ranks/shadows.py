@@ -13,7 +13,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import zmq
 
@@ -82,6 +83,17 @@ class Shadows:
         self._core = self.shadowing_class(topology)
         self._kinds: dict[tuple[int, int], StepKind] = {}  # by key and index of a partition
         self._has_warned = self._has_warned_of_place = self._has_warned_of_record = False
+        tell_rank = self._tell_rank
+        self._handlers: Mapping[type, Callable[[Any], None]] = {
+            SendStep: self._send_step,
+            SendStates: self._send_states,
+            SendRecord: self._send_record,
+            SendEnd: lambda it: self._tell(it.server, _header(Kind.SHADOW_END, it.part, 0), b""),
+            ReleaseMemory: self._release,
+            TellHeld: lambda it: tell_rank(it.rank, protocol.StepsHeld(it.step, it.is_whole, it.refused)),
+            TellRecorded: lambda it: tell_rank(it.rank, protocol.RecordTaken(it.run, it.step)),
+            CatchUp: lambda it: self._executor.catch_up(it.part),
+        }
 
     def watch(self, rank: int, run: int, kind: StepKind, parts: Sequence[OwnedPart]) -> None:
         """Keep copies of the states of a rank's partitions. ``run``: see ShadowPartition."""
@@ -206,23 +218,11 @@ class Shadows:
 
     def _perform(self, actions: Iterable[ShadowingAction[Held]]) -> None:
         for action in actions:
-            if isinstance(action, SendStep):
-                self._send_step(action)
-            elif isinstance(action, SendStates):
-                self._send_states(action)
-            elif isinstance(action, SendRecord):
-                self._send_record(action)
-            elif isinstance(action, SendEnd):
-                self._tell(action.server, _header(Kind.SHADOW_END, action.part, 0), b"")
-            elif isinstance(action, ReleaseMemory):
-                if isinstance(action.memory, Block):
-                    self._memory.machine.free(action.memory)
-            elif isinstance(action, TellHeld):
-                self._tell_rank(action.rank, protocol.StepsHeld(action.step, action.is_whole, action.refused))
-            elif isinstance(action, TellRecorded):
-                self._tell_rank(action.rank, protocol.RecordTaken(action.run, action.step))
-            elif isinstance(action, CatchUp):
-                self._executor.catch_up(action.part)
+            self._handlers[type(action)](action)
+
+    def _release(self, action: ReleaseMemory[Held]) -> None:
+        if isinstance(action.memory, Block):
+            self._memory.machine.free(action.memory)
 
     def _tell(self, server: int, header: Header, payload: Held | bytes, offset: int = 0) -> None:
         if isinstance(payload, bytes) and len(payload) > self._topology.partition_bytes:
