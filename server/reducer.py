@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from byteps_py.blame import OVERFLOW
 from byteps_py.dataplane.seal import Digester
 from byteps_py.kernels.readiness import Pair, Readiness
 from byteps_py.kernels.thread_pool import Work, default_threads
+from byteps_py.rank_bits import OVERFLOW
 from byteps_py.runtime import Kernels, Runtime
 from byteps_py.server.arrival import Arrival, FrameMemory, PayloadMemory
 from byteps_py.system.log import logger
 from byteps_py.tensors import Checks, DType, Op
 
-#: Gets the error, if there was one, and the machines to blame for a result that is not finite (see blame.py).
+#: Gets the error, if there was one, and the machines to blame for a result that is not finite (see rank_bits.py).
 Done = Callable[[BaseException | None, int], None]
 
 # A server does not hear of declarations, so it prepares the sums of these likely types. Other kernels are prepared when
@@ -65,7 +65,7 @@ def plan(op: Op, arrivals: Sequence[Arrival]) -> KernelCall:
     # Where a result is sent from: not written if only a machine that has it in its own memory needs it.
     is_sent = any(a.answer is None and a.header.wants_result for a in arrivals) or not outputs
     result = next((payload for payload in payloads if is_sent and isinstance(payload, FrameMemory)), None)
-    blames = tuple(a.header.blame for a in givers) if all(a.header.blame for a in givers) else ()
+    blames = tuple(a.header.nonfinite_ranks for a in givers) if all(a.header.nonfinite_ranks for a in givers) else ()
     if result is not None and (len(inputs) > 1 or blames):
         outputs.append(result.address)
     return KernelCall(inputs, tuple(outputs), result, blames)

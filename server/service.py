@@ -308,7 +308,7 @@ class SummationService:
                         header = arrival.header
                         is_needed = arrival.answer is None and header.wants_result
                         waited_s = max(0.0, complete_s - arrival.arrived_s)
-                        header.blame, header.waited_us = blame, min(int(waited_s * 1e6), MAX_WAITED_US)
+                        header.nonfinite_ranks, header.waited_us = blame, min(int(waited_s * 1e6), MAX_WAITED_US)
                         arrival.origin.answer(header, message if is_needed else None, digest)
                 case RefuseContributions(contributions, error, text):
                     self._traffic.note("refused a message of machine", [c.header.sender for c in contributions], text)

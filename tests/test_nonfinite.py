@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.clusters import bpslaunch
 
-from byteps_py import blame, kernels
+from byteps_py import kernels, rank_bits
 from byteps_py.config.settings import Settings
 from byteps_py.errors import ConfigurationError, NonFiniteError
 from byteps_py.server.reducer import KernelCall
@@ -65,7 +65,7 @@ def test_the_backend_looks_at_what_is_added(layout: str) -> None:
         ([[1.0, 2.0], [np.nan, 4.0]], 0b100),
         ([[1.0, -np.inf], [np.nan, 4.0]], 0b110),
         ([[1.0, np.inf], [1.0, -np.inf]], 0b110),
-        ([[3e38, 1.0], [3e38, 1.0]], blame.OVERFLOW),
+        ([[3e38, 1.0], [3e38, 1.0]], rank_bits.OVERFLOW),
         ([[1.0, np.nan]], 0b010),  # all others have joined: there is nothing to add
     ],
 )
@@ -77,14 +77,14 @@ def test_a_server_blames_whom_its_contributions_name(values: list[list[float]], 
 
 
 def test_blame_of_many_ranks() -> None:
-    assert blame.ranks_of(blame.of_rank(62, 63), 63) == [62]
-    assert blame.ranks_of(blame.OVERFLOW, 63) == []
+    assert rank_bits.ranks_of(rank_bits.of_rank(62, 63), 63) == [62]
+    assert rank_bits.ranks_of(rank_bits.OVERFLOW, 63) == []
     for size in (64, 100, 1000):
         for rank in (0, 1, size // 2, size - 1):
-            bit = blame.of_rank(rank, size)
-            assert bit < blame.OVERFLOW
-            assert rank in blame.ranks_of(bit, size)
-            assert len(blame.ranks_of(bit, size)) <= size // 63 + 1
+            bit = rank_bits.of_rank(rank, size)
+            assert bit < rank_bits.OVERFLOW
+            assert rank in rank_bits.ranks_of(bit, size)
+            assert len(rank_bits.ranks_of(bit, size)) <= size // 63 + 1
 
 
 def test_only_dense_floating_reductions_are_guarded() -> None:
@@ -101,7 +101,7 @@ def test_the_sentence() -> None:
     grad[1, 2] = torch.inf
     place = nonfinite.where("w", grad, torch.float32)
     assert place == "'w' (1 of 6 values as float16, the first at [1, 2])"
-    error = nonfinite.explain(blame.of_rank(0, 4) | blame.of_rank(2, 4), 4, 9, [place, "a", "b", "c", "d"])
+    error = nonfinite.explain(rank_bits.of_rank(0, 4) | rank_bits.of_rank(2, 4), 4, 9, [place, "a", "b", "c", "d"])
     assert isinstance(error, FloatingPointError)
     assert str(error).startswith(
         f"NaN or infinity from ranks 0, 2, step 9: in the gradients of {place}, a, b and 2 more;"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from byteps_py import kernels
-from byteps_py.blame import OVERFLOW, of_rank
+from byteps_py.rank_bits import OVERFLOW, of_rank
 from byteps_py.system.shm import Block
 from byteps_py.tensors import DType, NonFinite, Op, TensorSpec
 from byteps_py.worker.core.tensor import Compute, Part, RankSlot, Tensor

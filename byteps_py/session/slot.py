@@ -30,7 +30,7 @@ class Slot:
     done_round: int = 0  # rounds delivered so far
     begun_bytes: int = 0  # of the next round: handed over in part so far
     chunks: list[int] = field(default_factory=list)  # of the current result: delivered, not yet taken by the caller
-    blame: int = 0  # the ranks that made the latest result NaN or infinite, if the spec asks: see blame.py
+    nonfinite_ranks: int = 0  # that made the latest result NaN or infinite, if the spec asks: see rank_bits.py
     error: Exception | None = None
 
     @property

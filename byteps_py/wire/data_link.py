@@ -21,7 +21,7 @@ MAGIC = 0x31535042  # "BPS1", little endian
 VERSION = 10
 
 # magic, version, kind, dtype, op | epoch, sender, root, machines | key | generation, index | round | offset | length
-# | payload segment, payload offset, answer segment, answer offset | flags | blame | waited
+# | payload segment, payload offset, answer segment, answer offset | flags | nonfinite_ranks | waited
 _LAYOUT = struct.Struct("<IBBBB IHHH Q II Q Q Q IQIQ B Q I")
 HEADER_BYTES = _LAYOUT.size
 MAX_WAITED_US = (1 << 32) - 1
@@ -99,8 +99,8 @@ class Header:
         answer_offset: offset of the answer in it.
         machines: number of machines that contribute; 0 for all.
         flags: RESENT, SUPPLY, NO_RESULT.
-        blame: see blame.py. In a PUSH, the ranks to blame if its payload is NaN or infinite; 0 if the round is not
-            checked. In its ANSWER, the ranks that are to blame.
+        nonfinite_ranks: see rank_bits.py. In a PUSH, the ranks that would make its payload NaN or infinite; 0 if
+            the round is not checked. In its ANSWER, the ranks that made the result so.
         waited_us: in an ANSWER, how long the PUSH had waited for other machines, in microseconds.
 
     >>> header = Header(Kind.PUSH, sender=1, dtype=DType.FLOAT32, key=7, round=2, length=4096)
@@ -126,7 +126,7 @@ class Header:
     answer_offset: int = 0
     machines: int = 0
     flags: int = 0
-    blame: int = 0
+    nonfinite_ranks: int = 0
     waited_us: int = 0
 
     @property
@@ -172,7 +172,7 @@ class Header:
             self.answer_segment,
             self.answer_offset,
             self.flags,
-            self.blame,
+            self.nonfinite_ranks,
             self.waited_us,
         )
 
@@ -182,7 +182,7 @@ class Header:
         if len(data) != HEADER_BYTES:
             raise ProtocolError(f"a header has {HEADER_BYTES} bytes, got {len(data)}")
         (magic, version, kind, dtype, op, epoch, sender, root, machines, key, generation, index, round_, offset, length,
-         segment, segment_offset, answer_segment, answer_offset, flags, blame, waited_us) = _LAYOUT.unpack(
+         segment, segment_offset, answer_segment, answer_offset, flags, nonfinite_ranks, waited_us) = _LAYOUT.unpack(
             data
         )  # fmt: skip
         if magic != MAGIC:
@@ -192,8 +192,8 @@ class Header:
         try:
             return cls(
                 _KINDS[kind], sender, epoch, _DTYPES[dtype], _OPS[op], root, key, generation, index, round_,
-                offset, length, segment, segment_offset, answer_segment, answer_offset, machines, flags, blame,
-                waited_us,
+                offset, length, segment, segment_offset, answer_segment, answer_offset, machines, flags,
+                nonfinite_ranks, waited_us,
             )  # fmt: skip
         except KeyError:
             raise ProtocolError(f"unknown code in header: kind {kind}, dtype {dtype}, op {op}") from None

@@ -45,7 +45,7 @@ PACED_BYTES = 1 << 20
 _link = MessageCodec("local message")
 encode, decode = _link.encode, _link.decode
 
-#: (slot, round, a number): the bytes handed over so far, the ranks to blame (see blame.py), or the chunk.
+#: (slot, round, a number): the bytes handed over so far, nonfinite ranks (see rank_bits.py), or the chunk.
 RoundRows = Annotated[tuple[tuple[int, int, int], ...], RowsCodec("IIQ")]
 #: (segment, offset) of memory.
 Place = tuple[int, int]

@@ -6,14 +6,14 @@ import os
 
 import numpy as np
 
-from byteps_py import blame
+from byteps_py import rank_bits
 from byteps_py.session import open_session
 from byteps_py.tensors import DType, NonFinite, Op, TensorSpec
 
 COUNT = 50_000  # several partitions
 session = open_session()
 last = session.size - 1
-#: What each of these ranks gives somewhere, in each round, and who is to blame.
+#: What each of these ranks gives somewhere, in each round, and who is to rank_bits.
 ROUNDS: list[tuple[dict[int, float], list[int]]] = [
     ({}, []),
     ({last: np.nan}, [last]),
@@ -41,9 +41,9 @@ def check(name: str, dtype: DType, op: Op, nonfinite: NonFinite = NonFinite.RAIS
                 memory[at] = value
         session.hand_over(slot)
         session.wait(slot)
-        found = blame.ranks_of(slot.blame, session.size)
+        found = rank_bits.ranks_of(slot.nonfinite_ranks, session.size)
         assert found == (guilty if nonfinite else []), (name, number, found)
-        assert not slot.blame & blame.OVERFLOW, (name, number)
+        assert not slot.nonfinite_ranks & rank_bits.OVERFLOW, (name, number)
 
 
 for dtype in (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16):
@@ -53,6 +53,6 @@ check("not guarded", DType.FLOAT32, Op.SUM, NonFinite.ALLOW)
 np.frombuffer(slot.input, np.float32)[:] = 3e38
 session.hand_over(slot)
 session.wait(slot)
-assert slot.blame == blame.OVERFLOW
+assert slot.nonfinite_ranks == rank_bits.OVERFLOW
 session.close()
 os.write(1, b"all is well\n")

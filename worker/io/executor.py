@@ -450,7 +450,7 @@ class Executor:
         self._moved_at = self._loop.time()
         if self.network is not None:
             self.network.pace.answered(part, header.waited_us / 1e6, self.pace.step, self._moved_at)
-        part.tensor.blame |= header.blame
+        part.tensor.blame |= header.nonfinite_ranks
         self.handle(Answered(part, header.round, source))
 
     def lacks(self, ranks: set[int]) -> bool:

@@ -511,7 +511,7 @@ class Network:
             part.offset,
             part.length,
             machines=tensor.machines,
-            blame=self._guard.of_push(part, round_) if is_guarded else 0,
+            nonfinite_ranks=self._guard.of_push(part, round_) if is_guarded else 0,
         )
 
     @property

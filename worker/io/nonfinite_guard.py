@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from byteps_py.blame import OVERFLOW, of_rank
+from byteps_py.rank_bits import OVERFLOW, of_rank
 from byteps_py.runtime import Kernels
 from byteps_py.tensors import Checks
 from byteps_py.worker.core.tensor import Compute, Part

@@ -75,10 +75,10 @@ class Slots:
         return view[offset : offset + nbytes]
 
     def done(self, records: Iterable[tuple[int, int, int]], observer: Observer | None = None) -> None:
-        """Record delivered rounds: (slot id, round, blame)."""
-        for slot_id, round_, blame in records:
+        """Record delivered rounds: (slot id, round, nonfinite_ranks)."""
+        for slot_id, round_, nonfinite_ranks in records:
             if (slot := self._by_id.get(slot_id)) is not None:
-                slot.done_round, slot.blame = round_, blame
+                slot.done_round, slot.nonfinite_ranks = round_, nonfinite_ranks
                 if observer is not None:
                     observer.delivered(slot)
 

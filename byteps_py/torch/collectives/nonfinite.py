@@ -1,7 +1,7 @@
 """NaN and infinity in tensors: detection, places, messages. Any thread.
 
-The service reports which ranks contributed them (blame.py). The places are searched in the result, which is the same on
-all ranks, so that all ranks raise the same message.
+The service reports which ranks contributed them (rank_bits.py). The places are searched in the result, which is the
+same on all ranks, so that all ranks raise the same message.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from byteps_py import blame as blames
+from byteps_py import rank_bits
 from byteps_py.errors import NonFiniteError
 from byteps_py.session import Session
 from byteps_py.system.log import logger
@@ -25,13 +25,13 @@ def wanted(context: Context) -> NonFinite:
     return NonFinite[context.settings.nonfinite.upper()]
 
 
-def explain(blame: int, size: int, step: int, places: Sequence[str]) -> NonFiniteError:
-    """The error about a non-finite result. ``blame``: as in Slot. ``step``: 0: unknown. ``places``: descriptions, see
-    ``where``."""
+def explain(nonfinite_ranks: int, size: int, step: int, places: Sequence[str]) -> NonFiniteError:
+    """The error about a non-finite result. ``nonfinite_ranks``: as in Slot. ``step``: 0: unknown. ``places``:
+    descriptions, see ``where``."""
     more = f" and {len(places) - _MAX_NAMES} more" if len(places) > _MAX_NAMES else ""
     when = f", step {step}" if step else ""
     return NonFiniteError(
-        f"NaN or infinity from {blames.text(blame, size)}{when}: in the gradients of "
+        f"NaN or infinity from {rank_bits.text(nonfinite_ranks, size)}{when}: in the gradients of "
         f"{', '.join(places[:_MAX_NAMES])}{more}; look at the batch and the loss there. BYTEPS_NONFINITE=skip leaves "
         "such steps out, allow lets the values pass, which a GradScaler needs"
     )

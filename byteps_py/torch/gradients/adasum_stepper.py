@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from byteps_py import blame as blames
+from byteps_py import rank_bits
 from byteps_py.errors import GradientOrderError, NonFiniteError
 from byteps_py.session import Slot
 from byteps_py.tensors import DType, NonFinite, Op, TensorSpec
@@ -65,11 +65,11 @@ class DeltaExchange:
         found = np.array([0.0 if p.grad is None or nonfinite.is_finite(p.grad) else math.nan for p in params], "f4")
         blame, step = 0, 0
         if self.alone:
-            blame = blames.of_rank(session.rank, session.size) if np.isnan(found).any() else 0
+            blame = rank_bits.of_rank(session.rank, session.size) if np.isnan(found).any() else 0
         else:
             spec = TensorSpec(f"{self._name}.nonfinite", DType.FLOAT32, found.shape, nonfinite=mode, group=self._group)
             slot = self._exchanged(spec, found)
-            found, blame, step = np.frombuffer(slot.result, np.float32), slot.blame, slot.round
+            found, blame, step = np.frombuffer(slot.result, np.float32), slot.nonfinite_ranks, slot.round
         bad = [repr(names[param]) for param, value in zip(params, found, strict=True) if math.isnan(value)]
         return nonfinite.explain(blame, session.size, step, bad) if bad else None
 

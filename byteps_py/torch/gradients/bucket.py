@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from byteps_py import blame as blames
+from byteps_py import rank_bits
 from byteps_py.errors import GradientOrderError, MismatchError, NonFiniteError
 from byteps_py.session import Session
 from byteps_py.tensors import NonFinite
@@ -338,8 +338,8 @@ class Bucket:
 
     @property
     def blame(self) -> int:
-        """The ranks that made the result NaN or infinite (see blame.py); 0 if there are none, or without a check."""
-        return self.slot_view.slot.blame if self.slot_view is not None else 0
+        """The ranks that made the result NaN or infinite (rank_bits.py); 0 if there are none, or without a check."""
+        return self.slot_view.slot.nonfinite_ranks if self.slot_view is not None else 0
 
     def send_values(self) -> None:
         """Send values whose size depends on the other ranks. Has no effect for dense gradients."""
@@ -467,7 +467,7 @@ def _blame(bucket: Bucket, session: Session) -> int:
     """The blame of a rank that is alone. Its gradients need not travel, so the service may not check them."""
     if bucket.slot_view is not None:
         return bucket.blame
-    return blames.of_rank(session.rank, session.size) if any(True for _ in _places(bucket)) else 0
+    return rank_bits.of_rank(session.rank, session.size) if any(True for _ in _places(bucket)) else 0
 
 
 def _places(bucket: Bucket) -> Iterator[str]:

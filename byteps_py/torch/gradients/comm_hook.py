@@ -92,7 +92,7 @@ class _BucketAverage:
         try:
             if self._slot_view is not None:
                 self._slot_view.wait()
-                if blame := self._slot_view.slot.blame:
+                if blame := self._slot_view.slot.nonfinite_ranks:
                     step = self._slot_view.slot.round
                     place = nonfinite.where(
                         self._slot_view.slot.spec.name, self._slot_view.results[0], self._buffer.dtype

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from byteps_py import blame as blames
+from byteps_py import rank_bits
 from byteps_py.errors import MismatchError, UsageError
 from byteps_py.session import Slot
 from byteps_py.tensors import DType, Layout, Op, TensorSpec
@@ -177,7 +177,7 @@ class SparseBucket(Bucket):
         """The ranks whose values, in rank order, are not finite. OVERFLOW if only the sum is not finite."""
         size = self._context.session.size
         culprits = [rank for rank, values in zip(self._ranks, given, strict=True) if not is_finite(values)]
-        return sum(blames.of_rank(rank, size) for rank in culprits) or blames.OVERFLOW
+        return sum(rank_bits.of_rank(rank, size) for rank in culprits) or rank_bits.OVERFLOW
 
     # ---- memory ----------------------------------------------------------------------------------------
 

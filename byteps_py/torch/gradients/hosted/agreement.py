@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from byteps_py import blame as blames
+from byteps_py import rank_bits
 from byteps_py.errors import MismatchError, NonFiniteError
 from byteps_py.tensors import DType, Op, TensorSpec
 from byteps_py.torch.collectives import nonfinite
@@ -86,12 +86,12 @@ def explain_overflow(
     rank's ``gradients`` are."""
     session = context.session
     # Bit by bit, because the largest of two numbers is not what both have in common.
-    mine = blames.of_rank(session.rank, session.size) if any(bad) else 0
+    mine = rank_bits.of_rank(session.rank, session.size) if any(bad) else 0
     bits = [mine >> bit & 1 for bit in range(_BLAME_BITS)]
     found = largest(context, f"{name}.blame", [*bits, *map(int, bad)])
     blame = sum(1 << bit for bit, is_set in enumerate(found[: len(bits)]) if is_set)
     places = [repr(each) for each, is_bad in zip(gradients, found[len(bits) :], strict=True) if is_bad]
-    return nonfinite.explain(blame or blames.OVERFLOW, session.size, step, places or ["a sum"])
+    return nonfinite.explain(blame or rank_bits.OVERFLOW, session.size, step, places or ["a sum"])
 
 
 def total_norm(name: str, square_sum: float) -> torch.Tensor:

@@ -17,24 +17,24 @@ def of_rank(rank: int, size: int) -> int:
     return 1 << (rank if size <= _BITS else rank * _BITS // size)
 
 
-def ranks_of(blame: int, size: int) -> list[int]:
-    """The ranks that ``blame`` may mean, ascending.
+def ranks_of(bits: int, size: int) -> list[int]:
+    """The ranks that ``bits`` may mean, ascending.
 
     >>> ranks_of(of_rank(1, 4) | of_rank(3, 4) | OVERFLOW, 4)
     [1, 3]
     """
-    return [rank for rank in range(size) if blame & of_rank(rank, size)]
+    return [rank for rank in range(size) if bits & of_rank(rank, size)]
 
 
-def text(blame: int, size: int) -> str:
-    """``blame`` in words, for messages.
+def text(bits: int, size: int) -> str:
+    """``bits`` in words, for messages.
 
     >>> text(of_rank(1, 4), 4), text(OVERFLOW, 4)
     ('rank 1', 'no rank alone: their values are finite, and their sum is not')
     >>> text(of_rank(64, 128), 128)
     'one or more of ranks 63-65'
     """
-    ranks = ranks_of(blame, size)
+    ranks = ranks_of(bits, size)
     if not ranks:
         return "no rank alone: their values are finite, and their sum is not"
     return f"one or more of {ranks_text(ranks)}" if size > _BITS else ranks_text(ranks)
