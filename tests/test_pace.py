@@ -136,6 +136,23 @@ def test_ranks_that_nobody_waits_for_may_take_their_time() -> None:
     assert not slow_ranks([*alone, *busy])
 
 
+def test_it_is_seen_at_a_glance_that_no_rank_has_waited_for_long() -> None:
+    pace = RankPace(0)
+    assert not pace.is_pending_since(1e9)
+    pace.ready(0, 1, 7, 1, 10.0)
+    pace.ready(0, 1, 8, 1, 11.0)
+    pace.ready(1, 2, 7, 1, 12.0)
+    assert [pace.is_pending_since(time) for time in (9.0, 10.0)] == [False, True]
+    pace.done(0, 7, 13.0)
+    assert pace.is_pending_since(11.0)  # for the other slot
+    pace.done(0, 8, 13.0)
+    assert [pace.is_pending_since(time) for time in (11.0, 12.0)] == [False, True]
+    pace.done(1, 7, 13.0)
+    assert not pace.is_pending_since(1e9)
+    pace.ready(0, 1, 7, 2, 14.0)
+    assert [pace.is_pending_since(time) for time in (13.0, 14.0)] == [False, True]
+
+
 def test_a_rank_that_comes_back_begins_anew() -> None:
     pace = RankPace(0)
     for step in range(1, 10):

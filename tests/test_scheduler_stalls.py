@@ -5,6 +5,7 @@ from __future__ import annotations
 from support.scheduler_core import ballot, declare, running, spec
 
 from byteps_py.proto import control_pb2 as pb
+from byteps_py.scheduler.health import GroupWatch
 from byteps_py.tensors import FIRST_STEP
 
 
@@ -131,3 +132,29 @@ def test_ranks_at_different_unnamed_operations_get_an_error() -> None:
         "float32[3] ('sum.noname.1') as the same call; make the same calls in the same order on every rank, or name "
         "the operations"
     )
+
+
+class Counted(GroupWatch):
+    """``reports``: how many have been passed on."""
+
+    reports = 0
+
+    def _report(self, member_id: int, heartbeat: pb.Heartbeat, now_s: float) -> None:
+        self.reports += 1
+        super()._report(member_id, heartbeat, now_s)
+
+
+def test_heartbeats_that_report_no_wait_change_nothing() -> None:
+    cluster, (a, _), _ = running(stall_warn_s=5.0)
+    core = cluster.core
+    watch = core._watch = Counted(core.job, core._group)
+    core._set_handlers()
+    cluster.say(a, heartbeat=pb.Heartbeat())
+    assert watch.reports == 0
+    cluster.say(a, **wait_for("w", [0, 1], 5.0))
+    assert watch.stalled()
+    cluster.say(a, heartbeat=pb.Heartbeat())
+    assert not watch.stalled()
+    assert watch.reports == 2
+    cluster.say(a, heartbeat=pb.Heartbeat())
+    assert watch.reports == 2

@@ -94,6 +94,52 @@ def test_others_hear_when_it_lacks_nothing_of_theirs() -> None:
     assert [list(message.settled.ranks) for message in machine.sent] == [[2, 3]]
 
 
+def test_it_looks_again_while_it_lacks_something() -> None:
+    machine = Machine()
+    assert not machine.loop.timers
+    machine.is_lacking = True
+    for _ in range(2):
+        machine.shutdown_drain.departed([2])
+    for _ in range(3):
+        ((_, look),) = machine.loop.timers
+        machine.loop.timers.clear()
+        look()
+    assert machine.shutdown_drain.is_waiting
+    assert not machine.sent
+    machine.is_lacking = False
+    machine.loop.timers.pop()[1]()
+    assert [list(message.settled.ranks) for message in machine.sent] == [[2], [2]]
+    assert not machine.loop.timers
+    assert not machine.shutdown_drain.is_waiting
+
+
+def test_it_looks_again_while_it_owes_something() -> None:
+    machine = Machine()
+    machine.is_owing = True
+    machine.shutdown_drain.go()
+    machine.loop.timers.clear()  # its limits
+    machine.shutdown_drain.dismissed()
+    machine.loop.timers.pop()[1]()
+    assert machine.shutdown_drain.is_waiting
+    machine.is_owing = False
+    machine.loop.timers.pop()[1]()
+    ((_, end),) = machine.loop.timers
+    assert not machine.shutdown_drain.is_waiting
+    end()
+    assert machine.stops == 1
+
+
+def test_of_a_group_that_is_over_it_says_nothing() -> None:
+    machine = Machine()
+    machine.is_lacking = True
+    machine.shutdown_drain.departed([2])
+    machine.shutdown_drain.end()
+    machine.is_lacking = False
+    machine.loop.timers.pop()[1]()
+    assert not machine.sent
+    assert not machine.loop.timers
+
+
 # ---- what it gives, and to whom --------------------------------------------------------------------------
 
 
