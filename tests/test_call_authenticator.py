@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
+import os
 import queue
 import socket
 import time
@@ -67,6 +69,18 @@ def test_each_arrival_is_told_even_if_it_is_accepted_at_once() -> None:
         arrivals.close()
         with socket.create_connection(listener.getsockname()):
             assert told.empty()
+
+
+class Deaf(Arrivals):
+    def _want_signals(self, fd: int) -> None:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+
+def test_where_the_kernel_tells_of_no_arrival_there_may_always_be_one() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        arrivals = Deaf(listener.getsockname()[1], lambda: None)
+        assert arrivals.are_waiting
+        arrivals.close()
 
 
 def test_a_port_where_nobody_listens_is_an_error() -> None:

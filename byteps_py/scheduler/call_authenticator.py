@@ -38,6 +38,7 @@ from byteps_py.scheduler import rpc
 from byteps_py.security import auth
 from byteps_py.security.refusal_log import RefusalLog
 from byteps_py.security.unauthenticated_connections import MOST, UnauthenticatedConnections, duplicate
+from byteps_py.system.log import logger
 
 _OF_THIS_CLUSTER = "knows the cluster secret (BYTEPS_SECRET or BYTEPS_SECRET_FILE, the same everywhere)"
 _DESCRIPTORS = "/proc/self/fd"
@@ -65,7 +66,8 @@ class Arrivals:
     """Calls ``told``, on a thread of its own, when connections have arrived at ``port``, where a library listens.
 
     Whoever polls the library's socket misses connections that the library accepts at once. So the kernel sends a signal
-    for each, which this thread alone gets, and waits for. Raises CommunicationError if no socket listens there.
+    for each, which this thread alone gets, and waits for. If the kernel can't, there may always be some that wait.
+    Raises CommunicationError if no socket listens there.
     """
 
     def __init__(self, port: int, told: Callable[[], object]) -> None:
@@ -77,7 +79,7 @@ class Arrivals:
         for fd in self._listening:
             self._unaccepted.register(fd, select.POLLIN)
         self._has_begun = threading.Event()
-        self._is_closed = False
+        self._gets_signals = self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="byteps-arrivals", daemon=True)
         self._thread.start()
         if not self._has_begun.wait(_START_S):
@@ -85,18 +87,25 @@ class Arrivals:
 
     def _run(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGIO})
-        this_thread = struct.pack("ii", _F_OWNER_TID, threading.get_native_id())
-        for fd in self._listening:
-            fcntl.fcntl(fd, _F_SETOWN_EX, this_thread)
-            fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
+        try:
+            for fd in self._listening:
+                self._want_signals(fd)
+            self._gets_signals = True
+        except OSError as error:
+            logger.info("connections have to be looked for all the time: the kernel does not tell of them: %s", error)
         self._has_begun.set()
         while signal.sigwait({signal.SIGIO}) and not self._is_closed:
             self._told()
 
+    def _want_signals(self, fd: int) -> None:
+        """Of this thread, for arrivals at ``fd``. Raises OSError."""
+        fcntl.fcntl(fd, _F_SETOWN_EX, struct.pack("ii", _F_OWNER_TID, threading.get_native_id()))
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
+
     @property
     def are_waiting(self) -> bool:
-        """The library has yet to accept a connection."""
-        return any(event & select.POLLIN for _, event in self._unaccepted.poll(0))
+        """There may be a connection that the library has yet to accept."""
+        return not self._gets_signals or any(event & select.POLLIN for _, event in self._unaccepted.poll(0))
 
     def close(self) -> None:
         """``told`` is not called any more."""
