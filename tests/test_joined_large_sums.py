@@ -114,7 +114,7 @@ def test_nobody_goes_on_without_a_rank_that_has_joined(
                 assert not go_on(works[rank])
             group.join(joined)
             for rank in sorted(others, key=lambda rank: rank in begun):
-                with pytest.raises(JoinedError, match=f"while rank {joined} has joined"):
+                with pytest.raises(JoinedError, match=rf"rank {joined} has called join\(\)"):
                     works[rank].run(time.monotonic() + WAIT_S)
                 source = group.sources[rank]
                 assert torch.equal(source, torch.full_like(source, rank + 1.0))

@@ -250,7 +250,7 @@ def test_nothing_comes_of_a_neighbour_that_has_joined(ranks: list[RemoteSession]
     assert Expected(ranks[0], streams[0], 4).get() == b"last"
     error = failure(Expected(ranks[0], streams[0], 4).get)
     assert isinstance(error, JoinedError)
-    assert "while rank 1 has joined" in str(error)
+    assert "rank 1 has called join()" in str(error)
     assert ranks[0].join(WAIT_S) == 0
     thread.join(WAIT_S)
     assert lasts == [0]

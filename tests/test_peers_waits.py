@@ -125,7 +125,7 @@ def ends_by_a_join(ranks: list[RemoteSession], told: Told, wait: Callable[[float
     joining.start()
     waiting.join(WAIT_S)
     assert [type(error) for error in errors] == [JoinedError]
-    assert "while rank 1 has joined" in str(errors[0])
+    assert "rank 1 has called join()" in str(errors[0])
     assert told.begun == told.ended
     ranks[0].join(WAIT_S)
     joining.join(WAIT_S)

@@ -38,7 +38,7 @@ def session_of(service: Channel) -> RemoteSession:
 def test_a_rank_that_waits_tells_how_far_it_is(service: Channel) -> None:
     """Once, and again when it has gone on."""
     session = session_of(service)
-    session.tell_after_s = 0.01
+    session.report_after_s = 0.01
     told = []
     for steps in (1, 2):
         session.steps_begun = {"all": (steps, 1)}

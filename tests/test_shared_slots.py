@@ -265,7 +265,7 @@ def test_nothing_begins_without_a_member_that_has_joined() -> None:
             for target in (0, 1):
                 ranks[target].matcher.on_message(PeerMessage(PeerMessageKind.JOINED, 2, turn), None)
             for work in late[:2]:
-                with pytest.raises(JoinedError, match="while rank 2 has joined"):
+                with pytest.raises(JoinedError, match=r"rank 2 has called join\(\)"):
                     work.run(0.0)
             for rank in ranks:
                 rank.matcher.begin_era()
@@ -276,7 +276,7 @@ def test_who_knows_nobody_yet_is_told_that_one_has_joined() -> None:
         work = ranks[0].add_up(torch.ones(1000))
         assert not go_on(work)
         ranks[0].matcher.on_message(PeerMessage(PeerMessageKind.JOINED, 1, 0), None)
-        with pytest.raises(JoinedError, match="while rank 1 has joined"):
+        with pytest.raises(JoinedError, match=r"rank 1 has called join\(\)"):
             work.run(0.0)
 
 

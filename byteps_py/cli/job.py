@@ -83,7 +83,7 @@ def run_status(arguments: argparse.Namespace) -> int:
     answer."""
     from byteps_py.scheduler import query  # not above: protobuf is slow to load, and `bps` has other commands
 
-    found = [] if _is_told(arguments) else jobs.find()
+    found = [] if _names_scheduler(arguments) else jobs.find()
     if len(found) > 1 and not arguments.json:
         return max([_print_one(job, arguments) for job in found])
     reply = query.status(_chosen_settings(arguments), arguments.timeout)
@@ -244,14 +244,14 @@ def _end(signum: int, frame: object) -> NoReturn:
 # ---- which job -------------------------------------------------------------------------------------------------
 
 
-def _is_told(arguments: argparse.Namespace) -> bool:
+def _names_scheduler(arguments: argparse.Namespace) -> bool:
     """The command line or the environment names a scheduler."""
     return bool(arguments.scheduler or Settings.from_env().scheduler_host)
 
 
 def _chosen_settings(arguments: argparse.Namespace) -> Settings:
     """The settings of the job that the command line or the environment names, else of the only one on this machine."""
-    if not _is_told(arguments):
+    if not _names_scheduler(arguments):
         found = jobs.find()
         if not found:
             raise RendezvousError(

@@ -140,7 +140,7 @@ class SupervisionPolicy:
 
     def exited(self, name: str, status: int, now: float) -> list[Action]:
         """A process has ended; ``status`` as ``subprocess`` gives it."""
-        if self._goes_on(self._alive[name], status):
+        if self._is_restarted(self._alive[name], status):
             again = self._restarted[name] = self._restarted.get(name, 0) + 1
             count = f"{again} of at most {self._alive[name].restarts} times"
             if status == UNUSABLE_STATUS:
@@ -228,7 +228,7 @@ class SupervisionPolicy:
                 self.code = self.code or 1
                 return [Say(f"{late} could not be killed: the system holds it in an uninterruptible wait")]
 
-    def _goes_on(self, spec: ProcessSpec, status: int) -> bool:
+    def _is_restarted(self, spec: ProcessSpec, status: int) -> bool:
         """True if it is to be started again: it was killed or given up, and had not been asked to end; or it has been
         started again, and its address is in use: whoever has it may go."""
         was_killed = (status < 0 and -status not in ENDING_SIGNALS) or status == spec.again_status

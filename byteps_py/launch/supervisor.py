@@ -216,7 +216,7 @@ class Supervisor:
             self._show_report()  # the others go on
             self._report.begin_anew()
 
-    def _start_again(self, name: str) -> None:
+    def _restart(self, name: str) -> None:
         for stream in self._streams.pop(name):
             with contextlib.suppress(KeyError):  # it was at its end already
                 self._selector.unregister(stream.pipe)
@@ -238,7 +238,7 @@ class Supervisor:
                 print_message(action.text)
                 continue
             if isinstance(action, Start):
-                self._start_again(action.name)
+                self._restart(action.name)
                 continue
             for name in action.names:
                 # A process keeps its id until it is reaped, and is in this table until then.

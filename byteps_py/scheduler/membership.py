@@ -129,7 +129,7 @@ class Forming:
             self.rates = rates
             return []
         self._survey = Survey(config.num_workers, config.num_servers, config.needs_gpu_machine_servers)
-        return self._go_on(self._survey, now_s)
+        return self._advance(self._survey, now_s)
 
     def left(self, member: MemberRecord, reason: str) -> None:
         """A member has left; its place is free again."""
@@ -145,21 +145,21 @@ class Forming:
             return []
         ranks_of(member)
         self._survey.measured(member.facts.machine_index, measured.turn, measured.mbit)
-        return self._go_on(self._survey, now_s)
+        return self._advance(self._survey, now_s)
 
     def on_deadlines(self, now_s: float) -> Outgoing:
         """Fail the job if the cluster is not complete in time; begin the next turn if one has lasted too long."""
         if self._job.state != FORMING or self._began_s is None:
             return []
         if self._survey is not None:
-            return self._go_on(self._survey, now_s)
+            return self._advance(self._survey, now_s)
         limit_s = self._job.config.start_timeout_s
         if now_s - self._began_s < limit_s:
             return []
         text = f"the cluster is not complete after {limit_s:g} s (BYTEPS_START_TIMEOUT_S): {self._job.reason}"
         return self._job.fail("RendezvousError", text, now_s)
 
-    def _go_on(self, survey: Survey, now_s: float) -> Outgoing:
+    def _advance(self, survey: Survey, now_s: float) -> Outgoing:
         """Begin the next turn once the one before is over; after the last one the job can start."""
         out: Outgoing = []
         workers, servers = self._roster.workers(), [*self._roster.cpu_servers(), *self._roster.gpu_servers()]

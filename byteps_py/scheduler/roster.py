@@ -393,7 +393,9 @@ class Roster:
         there = {m.facts.machine_index for m in present if m.is_worker}
         absent = [i for i in range(n) if i not in there]
         if absent:
-            waiting.append(f"{count_text(len(absent), 'worker')} (DMLC_ROLE=worker, DMLC_WORKER_ID={_some(absent)})")
+            waiting.append(
+                f"{count_text(len(absent), 'worker')} (DMLC_ROLE=worker, DMLC_WORKER_ID={_ids_text(absent)})"
+            )
         cpu_servers = sum(m.is_cpu_server for m in present)
         if cpu_servers < k:
             waiting.append(f"{count_text(k - cpu_servers, 'server')} (DMLC_ROLE=server)")
@@ -401,7 +403,7 @@ class Roster:
         unserved = [i for i in range(n) if i not in served]
         if config.needs_gpu_machine_servers and unserved:
             services = count_text(len(unserved), "summation service")
-            where = f"GPU machine{'s' if len(unserved) > 1 else ''} {_some(unserved)}"
+            where = f"GPU machine{'s' if len(unserved) > 1 else ''} {_ids_text(unserved)}"
             waiting.append(f"{services} (of {where}; bpslaunch starts {'them' if len(unserved) > 1 else 'it'})")
         if not waiting:
             return ""
@@ -505,7 +507,7 @@ class Roster:
         )
 
 
-def _some(ids: list[int]) -> str:
+def _ids_text(ids: list[int]) -> str:
     return ", ".join(map(str, ids[:8])) + (", …" if len(ids) > 8 else "")
 
 

@@ -98,7 +98,7 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
 
     async def _serve(self, host: str, port: int) -> Finish:
         restored = journals.restore(self._config, self._journal)
-        self._go_on_with(restored)
+        self._adopt(restored)
         if self._links.restarts and self._journal is not None:
             logger.warning(
                 "resuming the job of the journal %s (%d records): waiting for its members to come back",
@@ -135,7 +135,7 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
             if rest := asyncio.all_tasks() - {asyncio.current_task()}:
                 await asyncio.wait(rest, timeout=STOP_GRACE_S)
 
-    def _go_on_with(self, restored: Restored) -> None:
+    def _adopt(self, restored: Restored) -> None:
         self._links, self._config = restored.links, restored.config
         self._clock_s = restored.at_s - time.monotonic()
 
@@ -173,7 +173,7 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
         config = ClusterConfig.from_settings(self._settings)
         restored = journals.begin(config, self._journal, old.core.job.roster.latest_epoch, self._now_s())
         restored.links.take_place_of(old)
-        self._go_on_with(restored)
+        self._adopt(restored)
 
     def status(self) -> pb.StatusReply:
         """The job's status, also after its end. Call it in the server's thread."""

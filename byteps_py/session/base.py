@@ -120,7 +120,7 @@ class Session(ABC):
         (``timeout_s`` or the job's stall limit passed) or PeerLostError.
         """
 
-    def take_in_chunks(self, slot: Slot) -> bool:
+    def request_chunks(self, slot: Slot) -> bool:
         """Ask the service to deliver results of ``slot`` chunk by chunk, from the next round on: see
         ``wait_for_chunks``. Call it before that round begins. False: results are delivered whole, as chunks would gain
         nothing."""

@@ -172,7 +172,7 @@ def _restorable(run: _MergedRun) -> Restorable | str:
             return found
         reason = reason or found
     held = sorted(name for name in run.held)
-    return reason or f"there is no record of a step, but states of {_some(held)}"
+    return reason or f"there is no record of a step, but states of {_list_text(held)}"
 
 
 def _at(run: _MergedRun, step: int) -> Restorable | str:
@@ -180,7 +180,7 @@ def _at(run: _MergedRun, step: int) -> Restorable | str:
     size = max(record.size for record in records.values())
     missing = [rank for rank in range(size) if rank not in records]
     if missing:
-        return f"step {step}: the records of ranks {_some(missing)} of {size} are missing"
+        return f"step {step}: the records of ranks {_list_text(missing)} of {size} are missing"
     common = _common(records)
     if common is None:
         return f"step {step}: the record of rank 0 is damaged"
@@ -221,7 +221,7 @@ def _cover(held: list[_Held], name: str, count: int, last: int) -> list[Restorab
             why = "no server has them"
             if others:
                 steps = sorted({step for each in others for step in (each.held.partition.step, *each.held.steps)})
-                why = f"servers have them as of step {_some(steps)}"
+                why = f"servers have them as of step {_list_text(steps)}"
             return f"elements {at} to {next_} of {name!r} are missing as of step {last}: {why}"
         partition = best.held.partition
         try:
@@ -244,10 +244,10 @@ def _end(held: _Held) -> int:
     return int(held.held.partition.first + held.held.partition.count)
 
 
-def _some(items: Iterable[object]) -> str:
+def _list_text(items: Iterable[object]) -> str:
     """A list of at most four, in words.
 
-    >>> _some([1, 2, 3, 4, 5, 6])
+    >>> _list_text([1, 2, 3, 4, 5, 6])
     '1, 2, 3, 4 and 2 more'
     """
     texts = [str(item) for item in items]

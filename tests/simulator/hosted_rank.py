@@ -56,7 +56,7 @@ class HostedRank(Rank):
 
     def host_states(self, model: Model, source: Slot, target: Slot, before: HostedShard | None) -> Life:
         session = self.session
-        session.state_host.tell_released()
+        session.state_host.report_released()
         before_id, request = before.id if before is not None else 0, session._requests + 1
         message = protocol.KeepStates(request, model.kind.code, source.id, target.id, before_id, self.run)
         yield from self._ask(message, protocol.StatesKept, lambda: not (source.error is target.error is None))

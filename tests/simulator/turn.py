@@ -56,7 +56,7 @@ class Turn:
     def hand_over(self) -> Life:
         rank, use, slot = self._rank, self._use, self._slot
         rank.doing = f"handing over {self._what}"
-        if rank.random.random() < 0.3 and slot.error is None and rank.session.take_in_chunks(slot):
+        if rank.random.random() < 0.3 and slot.error is None and rank.session.request_chunks(slot):
             rank.in_chunks.add(slot.id)
         data = use.contribution(rank.number)
         target = np.frombuffer(slot.input, np.uint8)

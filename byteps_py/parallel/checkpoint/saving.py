@@ -91,7 +91,7 @@ def save(
     except BaseException:
         files.discard()
         raise
-    return SaveHandle.done_already()
+    return SaveHandle.completed()
 
 
 def _entries(contents: ModelContents, states: OptimizerStates | None) -> dict[str, Any]:
@@ -229,7 +229,7 @@ _LOOK_S = 0.05
 class SaveHandle:
     """The handle that ``save(…, asynchronous=True)`` returns. All ranks call ``result()``.
 
-    >>> SaveHandle.done_already().done()
+    >>> SaveHandle.completed().done()
     True
     """
 
@@ -240,7 +240,7 @@ class SaveHandle:
         self.save_id = ""
 
     @classmethod
-    def done_already(cls) -> SaveHandle:
+    def completed(cls) -> SaveHandle:
         """A handle of a save that has ended."""
         return cls()
 

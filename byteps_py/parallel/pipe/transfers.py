@@ -177,7 +177,7 @@ class ReceivingChannel:
         """Wait for the next value. Floating tensors that required gradients at the sender do so here. Returns FAILED if
         its worker has failed. Raises the errors of the backend."""
         self.post()
-        first, *data = self._taken().wait()
+        first, *data = self._take_posted().wait()
         content, following = first[:16].view(torch.int64).tolist()
         if content == _Content.FAILED:
             return FAILED
@@ -193,7 +193,7 @@ class ReceivingChannel:
         self.history.add(signature)
         return unflatten(_tensors(data, signature, self.ends.device), signature.structure)
 
-    def _taken(self) -> _PostedReceives:
+    def _take_posted(self) -> _PostedReceives:
         posted, self._posted = self._posted, None
         if posted is None:
             raise RuntimeError("receive() without post()")

@@ -232,7 +232,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             parameter = member.parameter
             if parameter.requires_grad and id(parameter) not in self._hooked:
                 self._hooked.add(id(parameter))
-                parameter.register_post_accumulate_grad_hook(self._gradient_is_there)
+                parameter.register_post_accumulate_grad_hook(self._on_gradient)
 
     def _in_backward(self) -> None:
         """An event of a backward pass: the first one begins it."""
@@ -247,7 +247,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "use_reentrant=False; after an exception, call zero_grad()"
             )
 
-    def _gradient_is_there(self, parameter: torch.Tensor) -> None:
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
         self._in_backward()
         self._parts.gradients.add(self._by_id[id(parameter)])
 

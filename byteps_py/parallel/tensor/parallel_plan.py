@@ -118,7 +118,9 @@ def _choose(plan: Mapping[str, Style], modules: Mapping[str, nn.Module]) -> dict
             )
         names = [*modules, *(parameters if isinstance(style, (Sequence, Replicated)) else ())]
         if not fnmatch.filter(names, pattern):
-            raise UsageError(f"the plan names {pattern!r}, but the model has no such layer; it has {_some(modules)}")
+            raise UsageError(
+                f"the plan names {pattern!r}, but the model has no such layer; it has {_names_text(modules)}"
+            )
     chosen: dict[str, Style] = {}
     for name, module in modules.items():
         matching = [pattern for pattern in plan if fnmatch.fnmatchcase(name, pattern)]
@@ -133,7 +135,7 @@ def _choose(plan: Mapping[str, Style], modules: Mapping[str, nn.Module]) -> dict
     return chosen
 
 
-def _some(names: Iterable[str]) -> str:
+def _names_text(names: Iterable[str]) -> str:
     listed = [repr(name) for name in names if name]
     return ", ".join(listed[:8]) + (f" and {len(listed) - 8} more" if len(listed) > 8 else "")
 

@@ -213,13 +213,13 @@ class RestartWait:
             self._limit_s = self._strangers_wait_s
         return self._limit_s
 
-    def member_is_back(self, is_worker: bool) -> None:
+    def on_member_back(self, is_worker: bool) -> None:
         """A member of the journal has resumed its link."""
         self._is_anyone_back = True
         if self.state is WaitState.WAITING and (is_worker or not self._workers):
             self.state = WaitState.NOT_WAITING
 
-    def stranger_asks(self, worker: Home | None) -> None:
+    def on_stranger(self, worker: Home | None) -> None:
         """A process that is no member wants to become one. ``worker``: where it is at home, if it is a worker."""
         if self._began_s is None:
             return
@@ -454,7 +454,7 @@ class MemberLinks:
             )
         is_worker = register.role == pb.ROLE_COMMUNICATION
         home = (register.machine_id, register.machine_index) if is_worker else None
-        self._restart_wait.stranger_asks(home)
+        self._restart_wait.on_stranger(home)
         if self._restart_wait.state is not WaitState.NOT_WAITING:
             return self._refuse(link, now_s, "RendezvousError", self._waiting_for(), later=True)
         stated = pb.Register()
@@ -492,7 +492,7 @@ class MemberLinks:
             out.append(Sent(known.stream, None))
         known.stream, self._on_stream[stream] = stream, known
         known.away = None
-        self._restart_wait.member_is_back(self._home_of_worker(known) is not None)
+        self._restart_wait.on_member_back(self._home_of_worker(known) is not None)
         self.core.handle(MemberReturned(known.id), now_s)
         known.outbox.drop(register.received)
         known.confirmed = known.received

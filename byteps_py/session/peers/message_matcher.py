@@ -215,7 +215,7 @@ class MessageMatcher:
                 raise ProtocolError(f"rank {source} is in era {message.era}, this one in {self.era}")
             return None
         if kind == PeerMessageKind.TAKEN:
-            return self._taken(message.id, source)
+            return self._on_taken(message.id, source)
         if kind == PeerMessageKind.MORE:
             payload = self._coming.get((source, message.id))
             if payload is None:
@@ -290,7 +290,7 @@ class MessageMatcher:
             flow = self._unclaimed[key, source] = Flow()
         return flow
 
-    def _taken(self, id_: int, source: int) -> object:
+    def _on_taken(self, id_: int, source: int) -> object:
         sent = self._sent.get(id_)
         if sent is None or source not in sent.takers:
             raise ProtocolError(f"rank {source} acknowledged a payload that was not for it")

@@ -101,9 +101,9 @@ class PendingSend(NamedTuple):
         return self.connection.is_little(self.mark)
 
     @property
-    def has_come(self) -> bool:
+    def has_arrived(self) -> bool:
         """True if the other end has reported all of it."""
-        return self.connection.has_come(self.mark)
+        return self.connection.has_arrived(self.mark)
 
     @property
     def has_left(self) -> bool:
@@ -145,7 +145,7 @@ class PeerConnection:
         self._sealing: StreamSeal | None = None
         self._reader: FrameReader | None = None
         self._may_send = False  # the next frame is known
-        self._tells: list[StreamFrameKind] = []  # frames without bodies that are to be sent
+        self._control_frames: list[StreamFrameKind] = []  # frames without bodies that are to be sent
         self._must_report = False  # a report is due
         self._out: deque[tuple[Data, int]] = deque()  # sealed, with how many frames have left once it has
         self._left = 0  # frames that the system has taken
@@ -224,7 +224,7 @@ class PeerConnection:
         due = self._watch.due(now_s) if self.failure is None else LinkDue.NOTHING
         if due is LinkDue.PING:
             with self._lock:
-                self._tells.append(StreamFrameKind.PING)
+                self._control_frames.append(StreamFrameKind.PING)
                 self._send_or_wait()
         elif due is LinkDue.BREAK:
             self._broke(f"nothing has come over it for {self._watch.silence_s:g} s, not even an answer to a heartbeat")
@@ -248,25 +248,25 @@ class PeerConnection:
         """True if something is to be sealed and sent."""
         if self._sock is None or self._is_cut:
             return False
-        return self._must_report or bool(self._tells) or (self._may_send and self._stream.has_unsent)
+        return self._must_report or bool(self._control_frames) or (self._may_send and self._stream.has_unsent)
 
     def send(self, message: bytes, fd: int = -1) -> None:
         """Send, now or later; a message to a peer that has ended is dropped. ``fd``: descriptors can't be sent."""
         with self._lock:
-            self._give([memoryview(message)], None)
+            self._queue([memoryview(message)], None)
             if not self._out:
                 self._send_or_wait()
 
     def send_payload(self, record: bytes, spans: Sequence[Span], owner: object) -> PendingSend:
         """Send ``record`` and the bytes at ``spans``, which ``owner`` keeps in memory until all are sent."""
         with self._lock:
-            self._give([memoryview(record)], None)
-            self._give([_view(*span) for span in spans], owner if owner is not None else spans)
+            self._queue([memoryview(record)], None)
+            self._queue([_view(*span) for span in spans], owner if owner is not None else spans)
             if not self._out:  # together: one system call here, and one wake-up there
                 self._send_or_wait()
             return PendingSend(self, self._stream.given)
 
-    def _give(self, views: Sequence[memoryview], owner: object) -> None:
+    def _queue(self, views: Sequence[memoryview], owner: object) -> None:
         """``owner`` keeps the memory of ``views``; None: nobody changes it."""
         if self.failure is None:
             for view in views:
@@ -278,24 +278,24 @@ class PeerConnection:
         """Frames that the other end has reported."""
         return self._stream.confirmed
 
-    def has_come(self, mark: int) -> bool:
+    def has_arrived(self, mark: int) -> bool:
         """True if the other end has reported all frames before ``mark``."""
         return self._stream.confirmed >= mark or self.failure is not None
 
     def has_left(self, mark: int) -> bool:
         """True if the system has taken all frames before ``mark``."""
-        return self._left >= mark or self.has_come(mark)
+        return self._left >= mark or self.has_arrived(mark)
 
     def is_little(self, mark: int) -> bool:
         """True unless ``release`` would copy so much that waiting for a report costs less; the other end sends one once
         it has read so much."""
         with self._lock:
-            return self.has_come(mark) or self._stream.bytes_to_copy(mark) <= _COPIED_BYTES
+            return self.has_arrived(mark) or self._stream.bytes_to_copy(mark) <= _COPIED_BYTES
 
     def release(self, mark: int) -> bool:
         """Copy the frames before ``mark`` that may have to be sent again, so that their memory may change. False,
         without a copy, if they have not left."""
-        if self.has_come(mark):
+        if self.has_arrived(mark):
             return True
         with self._lock:
             if self._left < mark:
@@ -344,9 +344,9 @@ class PeerConnection:
             self._seal(header, body)
             sealed += len(body)
         if not sealed:
-            for kind in self._tells or [StreamFrameKind.REPORT]:
+            for kind in self._control_frames or [StreamFrameKind.REPORT]:
                 self._seal(self._stream.control(kind), b"")
-            self._tells.clear()
+            self._control_frames.clear()
         self._must_report = False  # every frame is a report as well
 
     def _seal(self, header: FrameHeader, body: Data) -> None:
@@ -527,7 +527,7 @@ class PeerConnection:
         writable = select.poll()
         writable.register(sock, select.POLLOUT)
         with self._lock:
-            self._tells.append(StreamFrameKind.BYE)
+            self._control_frames.append(StreamFrameKind.BYE)
             self._send_first()
         while self.has_waiting and time.monotonic() < deadline:
             writable.poll(_POLL_MS)

@@ -138,7 +138,7 @@ class PeerTransport:
             self._outboxes[rank] = link
         self._link_keeper.start()
         if is_new and self._has_joined:
-            self._tell_joined(link)
+            self._send_joined(link)
         self._wake()  # for messages that arrived before the poller knew of it
 
     def _link_broke(self, link: PeerConnection) -> None:
@@ -231,7 +231,7 @@ class PeerTransport:
             self._send_shared(
                 stream, [targets[at] for at in near], spans, nbytes, [dues[at] for at in near] if dues else dues
             )
-        return [part for part in sent if not part.has_come]
+        return [part for part in sent if not part.has_arrived]
 
     def wait_until_sent(self, sent: Sequence[PendingSend], timeout_s: float) -> None:
         """Return when all of ``sent`` is sent. Raises StallError and the error that ends the session."""
@@ -458,12 +458,12 @@ class PeerTransport:
         """Return when one of the (stream, source) pairs has a payload without a receipt. Raises StallError and the
         error that ends the session."""
 
-        def has_come() -> bool:
+        def has_arrived() -> bool:
             return any(stream.has_next(source) for stream, source in streams)
 
         self.take_messages()
-        if not has_come():
-            self._host.wait_until(has_come, timeout_s, lambda: "no message from any rank")
+        if not has_arrived():
+            self._host.wait_until(has_arrived, timeout_s, lambda: "no message from any rank")
 
     def poll(self, receipt: StreamReceipt) -> bool:
         """True if ``collect`` would not block. Processes the messages that have arrived."""
@@ -493,13 +493,13 @@ class PeerTransport:
     def _await_payload(self, receipt: StreamReceipt, wait: Wait, source: int, number: int, timeout_s: float) -> None:
         payloads = receipt.stream.flows[source].payloads
 
-        def has_come() -> bool:
+        def has_arrived() -> bool:
             payload = payloads.get(number)
             if payload is not None and payload.has_news:
                 return True
             return bool(payload is None and self.absent(receipt)) or self._outboxes[source].failure is not None
 
-        self._waiter.until(has_come, wait, timeout_s)
+        self._waiter.until(has_arrived, wait, timeout_s)
         payload = payloads.get(number)
         if payload is None and (gone := self.absent(receipt)):
             raise joined_error(receipt.stream.name, gone[0])
@@ -577,7 +577,7 @@ class PeerTransport:
         if self._error is not None:
             error, self._error = self._error, None
             raise error
-        has_come = False
+        has_arrived = False
         for fd, events in self._poller.poll(0):
             connection = self._connections.get(fd)
             if connection is None:
@@ -590,8 +590,8 @@ class PeerTransport:
                     connection.send_waiting()
                 if events & ~select.EPOLLOUT:
                     connection.receive()
-            has_come = True
-        return has_come
+            has_arrived = True
+        return has_arrived
 
     def _take_local_message(self) -> bool:
         nbytes, fd = self._inbox.receive()
@@ -644,9 +644,9 @@ class PeerTransport:
         tell()
         self._has_joined = True
         for outbox in list(self._outboxes.values()):
-            self._tell_joined(outbox)
+            self._send_joined(outbox)
 
-    def _tell_joined(self, outbox: PeerOutbox | PeerConnection) -> None:
+    def _send_joined(self, outbox: PeerOutbox | PeerConnection) -> None:
         outbox.send(peer_protocol.pack(_JOINED, self._me, self._matcher.era, 0, 0, 0, 0, 0, 0, 0, -1))
 
     def begin_era(self) -> None:

@@ -151,11 +151,11 @@ class SharedSlots:
         def absent() -> list[int]:
             return [*self._matcher.joined.intersection(unknown()), *absent_elsewhere()]
 
-        def has_come() -> bool:
+        def has_arrived() -> bool:
             return not unknown() or bool(absent())
 
-        if not has_come():
-            self._waiter.until(has_come, self._wait, timeout_s)
+        if not has_arrived():
+            self._waiter.until(has_arrived, self._wait, timeout_s)
         if gone := absent():
             raise self._joined(min(gone))
         for source, flow in flows.items():
@@ -187,10 +187,10 @@ class SharedSlots:
         def absent() -> list[int]:
             return self._absent() or absent_elsewhere()
 
-        def has_come() -> bool:
+        def has_arrived() -> bool:
             return all(self._has_published(source, word) for source in self.others) or bool(absent())
 
-        self._waiter.until(has_come, self._wait, timeout_s, has_spun=True)
+        self._waiter.until(has_arrived, self._wait, timeout_s, has_spun=True)
         if gone := absent():
             raise self._joined(gone[0])
 

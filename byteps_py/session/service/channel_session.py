@@ -32,7 +32,7 @@ class ChannelSession(Session):
     #: With this, this rank connects to ranks of other machines.
     connects: Settings | None = None
     #: After this time without a message, a rank that waits tells how far it is.
-    tell_after_s = 1.0
+    report_after_s = 1.0
 
     def __init__(self, channel: Channel, silence_s: float, stall_limit_s: float = 0.0) -> None:
         self._channel = channel
@@ -42,7 +42,7 @@ class ChannelSession(Session):
         self._forks = forks.count
         self._is_welcome = False  # until then, the service does not answer a Ping
         self._has_pinged = False  # the service was asked whether it is alive
-        self._told_steps = self.steps_begun  # as last reported to the service
+        self._reported_steps = self.steps_begun  # as last reported to the service
         self._fatal: BytePSError | None = None
         self._closed = False
         self._reading = False
@@ -83,7 +83,7 @@ class ChannelSession(Session):
         service gives up."""
         return self._stall_limit_s + PATIENCE_S if timeout_s is None and self._stall_limit_s else timeout_s
 
-    def read_what_is_there(self) -> None:
+    def read_available(self) -> None:
         """Take the messages that have come. Never blocks."""
         with self.state:
             while not self._reading and self._fatal is None and self._read(0):
@@ -152,10 +152,10 @@ class ChannelSession(Session):
         closes the channel, but a frozen one does nothing."""
         patience_s = self._silence_s / 2
         quiet_s = min(timeout_s, patience_s)
-        came = self._read(min(quiet_s, self.tell_after_s))
-        if not came and quiet_s > self.tell_after_s and self._fatal is None and not self._closed:
-            self._tell_steps()
-            came = self._read(quiet_s - self.tell_after_s)
+        came = self._read(min(quiet_s, self.report_after_s))
+        if not came and quiet_s > self.report_after_s and self._fatal is None and not self._closed:
+            self._report_steps()
+            came = self._read(quiet_s - self.report_after_s)
         if came:
             self._has_pinged = False
         elif timeout_s > patience_s and self._fatal is None and not self._closed:
@@ -165,13 +165,13 @@ class ChannelSession(Session):
             with contextlib.suppress(PeerLostError):  # the next read reports it
                 self._channel.try_send(protocol.encode(protocol.Ping()))
 
-    def _tell_steps(self) -> None:
+    def _report_steps(self) -> None:
         begun = self.steps_begun
-        if begun is not self._told_steps:
+        if begun is not self._reported_steps:
             counts = [protocol.StepCount(steps, optimizers, name) for name, (steps, optimizers) in begun.items()]
             with contextlib.suppress(PeerLostError):  # the next read reports it
                 if self._channel.try_send(protocol.encode(protocol.StepsBegun(tuple(counts)))):
-                    self._told_steps = begun
+                    self._reported_steps = begun
 
     def _read(self, timeout_s: float) -> bool:
         """Read one message. True if one came. Called with ``state`` held, which is released while the channel is

@@ -155,13 +155,13 @@ class RemoteSession(ChannelSession):
             protocol.RoundsDone: self._rounds_done,
             protocol.ChunksArrived: self._chunks_arrived,
             protocol.Welcome: self._welcomed,
-            protocol.GiveSegment: self._given_segment,
+            protocol.GiveSegment: self._on_segment,
             protocol.Declared: self._slots_declared,
             protocol.DeclarationsFailed: self._declarations_failed,
             protocol.BarrierReleased: self._barrier_released,
             protocol.AllJoined: self._all_joined,
             protocol.HostsChanged: self._hosts_changed,
-            protocol.PeerInbox: self._given_peer,
+            protocol.PeerInbox: self._on_peer_inbox,
             protocol.Introduced: self._introduced,
             protocol.Drained: self._drained,
             protocol.Fatal: self._failed,
@@ -286,7 +286,7 @@ class RemoteSession(ChannelSession):
         if slot.error is not None and slot.done_round < slot.round:  # otherwise it became void after its last round
             raise slot.error.with_traceback(None)
 
-    def take_in_chunks(self, slot: Slot) -> bool:
+    def request_chunks(self, slot: Slot) -> bool:
         if self.num_machines == 1 or len(slot.result) < 2 * self.chunk_bytes:
             return False
         self.send(protocol.WantChunks(slot.id))
@@ -331,7 +331,7 @@ class RemoteSession(ChannelSession):
             return -1 if self._last_joined is None else self._last_joined
 
     def hosts_changed(self) -> tuple[bool, bool]:
-        self.read_what_is_there()
+        self.read_available()
         return self._hosts
 
     def _drain(self) -> None:
@@ -423,7 +423,7 @@ class RemoteSession(ChannelSession):
         self.is_homogeneous, self.has_shadow_servers = message.is_homogeneous, message.has_shadow_servers
         self._is_welcome = True
 
-    def _given_segment(self, message: protocol.GiveSegment, fds: list[int]) -> None:
+    def _on_segment(self, message: protocol.GiveSegment, fds: list[int]) -> None:
         self._slots.add_segment(message.id, fds[0], message.nbytes)
         del fds[0]
 
@@ -452,7 +452,7 @@ class RemoteSession(ChannelSession):
     def _hosts_changed(self, message: protocol.HostsChanged, fds: list[int]) -> None:
         self._hosts = (self._hosts[0] or message.added, self._hosts[1] or message.removed)
 
-    def _given_peer(self, message: protocol.PeerInbox, fds: list[int]) -> None:
+    def _on_peer_inbox(self, message: protocol.PeerInbox, fds: list[int]) -> None:
         if self._peers is None:
             raise ProtocolError("the communication service introduces a rank that has asked for none")
         self._peers.introduce(message.local_rank, fds[0])

@@ -45,7 +45,7 @@ class RemoteStateHost(StateHost):
         self, kind: StepKind, source: Slot, target: Slot, before: HostedShard | None = None, run: int = 0
     ) -> HostedShard:
         session = self._session
-        self.tell_released()
+        self.report_released()
         request = session.next_request()
         shard = HostedShard(kind, source, target)
         with session.state:
@@ -98,7 +98,7 @@ class RemoteStateHost(StateHost):
 
     @property
     def held(self) -> tuple[int, bool]:
-        self._session.read_what_is_there()
+        self._session.read_available()
         return self._held
 
     @property
@@ -129,7 +129,7 @@ class RemoteStateHost(StateHost):
     def release_shard(self, shard: HostedShard) -> None:
         self._released.append(shard.id)  # told by the next ``host``: a garbage collection may call this anywhere
 
-    def tell_released(self) -> None:
+    def report_released(self) -> None:
         """Tell the service which states are needed no more."""
         while self._released:
             shard_id = self._released.popleft()

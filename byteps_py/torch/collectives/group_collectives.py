@@ -186,7 +186,7 @@ class GroupCollectives:
         kind, choice = self._kind(how, contributions, scatters)
         if choice.route is Route.SERVICE:
             return service.start(call, kind, contributions, targets)
-        place, agreement = service.known_place(kind), None
+        place, agreement = service.agreed_place(kind), None
         if place is None and choice.route is Route.ONE_SHOT:
             # Members do not know yet whether they agree about the kind.
             logger.debug("%s: %s goes by %s", self._members.prefix, kind, FIRST_OF_ITS_KIND)
@@ -231,7 +231,7 @@ class GroupCollectives:
         view = bits_of(tensor)
         kind = OperationKind(Op.BROADCAST, wire_dtype(view.dtype, None), (view.numel(),), root=self._members.root(root))
         if (peers := self._peers_for(Op.BROADCAST, tensor.nbytes, tensor.is_cpu)) is not None:
-            place = self._service.known_place(kind)
+            place = self._service.agreed_place(kind)
             if place is not None:
                 return peers.broadcast(place, tensor, root, call.timeout_s)
         sends = [view] if root == self._members.position else []

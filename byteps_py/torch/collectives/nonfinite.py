@@ -20,7 +20,7 @@ from byteps_py.torch.collectives.context import Context
 _MAX_NAMES = 3
 
 
-def wanted(context: Context) -> NonFinite:
+def mode_of(context: Context) -> NonFinite:
     """The value of BYTEPS_NONFINITE."""
     return NonFinite[context.settings.nonfinite.upper()]
 
@@ -69,7 +69,7 @@ def _stored(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     return rows.values(), rows.indices()
 
 
-def tell(poison: NonFiniteError, session: Session) -> None:
+def report(poison: NonFiniteError, session: Session) -> None:
     """Log, once for each machine, that all ranks skip a step."""
     if session.local_rank == 0:
         logger.warning("a step is left out on every rank. %s", poison)

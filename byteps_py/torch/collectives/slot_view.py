@@ -66,7 +66,7 @@ class HostMover:
         tensors: Tensors,
         layout: Layout | None = None,
     ) -> None:
-        if _may_go_in_chunks(session, slot, views, tensors):
+        if _can_contribute_in_chunks(session, slot, views, tensors):
             self._send_chunks(session, slot, views[0], tensors[0])
         else:
             copy_in(views, tensors)
@@ -93,7 +93,7 @@ class HostMover:
         pass
 
 
-def _may_go_in_chunks(session: Session, slot: Slot, views: Sequence[torch.Tensor], tensors: Tensors) -> bool:
+def _can_contribute_in_chunks(session: Session, slot: Slot, views: Sequence[torch.Tensor], tensors: Tensors) -> bool:
     """True if chunks gain something: other machines wait for the first of them, and all bytes are copied unchanged."""
     if session.num_machines == 1 or slot.spec.nbytes < 2 * CHUNK_BYTES or len(views) != 1:
         return False
@@ -146,7 +146,7 @@ class SlotView:
         self._fetched_on: torch.device | None = None  # the CUDA device to which the last result was copied
         self._due: Sequence[Place] = ()  # where the result goes, if it is delivered in chunks
         self._taken: list[tuple[int, int]] = []  # (offset, length) in bytes: copied parts of the result
-        self._comes_in_chunks: bool | None = None  # None: the session was not asked yet
+        self._receives_in_chunks: bool | None = None  # None: the session was not asked yet
         self._inputs: list[torch.Tensor] = []
         self._result = torch.empty(0, device="cpu")
 
@@ -174,7 +174,7 @@ class SlotView:
         if slot is not self._slot:
             self._slot = slot
             self._adopted.clear()
-            self._comes_in_chunks = None
+            self._receives_in_chunks = None
             self._view_memory(slot)
 
     def _view_memory(self, slot: Slot) -> None:
@@ -242,7 +242,7 @@ class SlotView:
         the errors of Session.hand_over.
         """
         self._taken.clear()
-        self._due = due if self._may_come_in_chunks(device, due) else ()
+        self._due = due if self._can_receive_in_chunks(device, due) else ()
         buffer = self._input
         if self._is_small_copy(device, places, buffer):
             for offset, tensor in places:
@@ -339,15 +339,15 @@ class SlotView:
                 mover.adopt(memory)
         return mover
 
-    def _may_come_in_chunks(self, device: torch.device, due: Sequence[Place]) -> bool:
+    def _can_receive_in_chunks(self, device: torch.device, due: Sequence[Place]) -> bool:
         """True if chunks gain something, and all bytes are copied unchanged."""
         if device.type != "cpu" or len(self.slot.result) < 2 * CHUNK_BYTES or not due:
             return False
         if not all(tensor.dtype is self._result.dtype and tensor.is_contiguous() for _, tensor in due):
             return False
-        if self._comes_in_chunks is None:
-            self._comes_in_chunks = self.session.take_in_chunks(self.slot)
-        return self._comes_in_chunks
+        if self._receives_in_chunks is None:
+            self._receives_in_chunks = self.session.request_chunks(self.slot)
+        return self._receives_in_chunks
 
     def _take(self, offset: int, nbytes: int) -> None:
         """Copy a range of the result, in bytes, to where it is due."""

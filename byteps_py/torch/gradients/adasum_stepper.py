@@ -50,7 +50,7 @@ class DeltaExchange:
     @property
     def nonfinite(self) -> NonFinite:
         """The value of BYTEPS_NONFINITE."""
-        return nonfinite.wanted(self._context)
+        return nonfinite.mode_of(self._context)
 
     def find_nonfinite(
         self, names: Mapping[torch.nn.Parameter, str], params: Sequence[torch.nn.Parameter]
@@ -154,7 +154,7 @@ class AdasumStepper(Stepper):
         if nonfinite_error is not None and self._deltas.nonfinite is NonFinite.RAISE:
             raise nonfinite_error
         if nonfinite_error is not None:
-            nonfinite.tell(nonfinite_error, contexts.current().session)
+            nonfinite.report(nonfinite_error, contexts.current().session)
             return loss
         if self._deltas.alone:
             call.on_rank()

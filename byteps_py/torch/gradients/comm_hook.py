@@ -76,7 +76,7 @@ class _BucketAverage:
     def begin(self, context: Context, name: str, compression: type[Compressor]) -> None:
         dtype = compression.wire_dtype(self._buffer.dtype)
         shape = tuple(self._buffer.shape)
-        mode = nonfinite.wanted(context)
+        mode = nonfinite.mode_of(context)
         if mode is NonFinite.SKIP:
             raise UnsupportedError(
                 "ddp_comm_hook can't leave out a step, which is your optimizer's: use BYTEPS_NONFINITE=raise or allow, "

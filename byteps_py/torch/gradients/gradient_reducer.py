@@ -68,7 +68,7 @@ class GradientReducer:
     ) -> None:
         self._context = context
         self._delivery = delivery or ToGradient()
-        self._options = replace(options or GradientOptions(), nonfinite=nonfinite.wanted(context))
+        self._options = replace(options or GradientOptions(), nonfinite=nonfinite.mode_of(context))
         #: In the order in which they were planned.
         self.buckets: list[Bucket] = []
         self._places: dict[torch.nn.Parameter, GradientPlace] = {}
@@ -228,7 +228,7 @@ class GradientReducer:
     def skip_step(self) -> None:
         """If the last round's gradients are not finite, set them to None and log why."""
         if self.nonfinite_error is not None:
-            nonfinite.tell(self.nonfinite_error, self._context.session)
+            nonfinite.report(self.nonfinite_error, self._context.session)
             for param in self._places:
                 param.grad = None
 
@@ -305,7 +305,7 @@ class GradientReducer:
                 bucket.reset()
         self._raise_if_nonfinite()
         if self.nonfinite_error is not None:
-            nonfinite.tell(self.nonfinite_error, self._context.session)
+            nonfinite.report(self.nonfinite_error, self._context.session)
         return self.nonfinite_error is None
 
     # ---- sparse gradients: found only when they are computed, while others may be in flight ------------------

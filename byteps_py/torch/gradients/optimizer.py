@@ -101,7 +101,7 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
     is_hosted_for_shadow = is_shadowed and not hosted
     hosted = hosted or is_shadowed
     hosting = HostedOptions(delayed_update_after, step_in_backward, is_shadowed)
-    hosting.check(optimizer, hosted, nonfinite.wanted(context))
+    hosting.check(optimizer, hosted, nonfinite.mode_of(context))
     together = which_groups(num_groups, groups, params)
     ranks = ranks_of(process_set)
     if context.session.rank in (combining := ranks or range(context.session.size)):

@@ -243,7 +243,7 @@ class LocalStepper(Stepper):
         nonfinite_error = averages.use()
         self.wrapped.mark_stepped()
         if nonfinite_error is not None and closure is None:
-            nonfinite.tell(nonfinite_error, contexts.current().session)
+            nonfinite.report(nonfinite_error, contexts.current().session)
             return None
         try:
             loss = call.on_rank(closure)
@@ -262,7 +262,7 @@ class LocalStepper(Stepper):
             self.averages.synchronize()
             nonfinite_error = self.averages.use()  # the optimizer uses them at once
             if nonfinite_error is not None:
-                nonfinite.tell(nonfinite_error, contexts.current().session)
+                nonfinite.report(nonfinite_error, contexts.current().session)
                 raise _SkipStepError(loss)
             return loss
 

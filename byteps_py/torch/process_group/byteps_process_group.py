@@ -201,7 +201,7 @@ def _join_job(context: Context, store: Store, rank: int, size: int) -> None:
     else:
         context.open(holder=_HOLDER)
     try:
-        _check_mode(nonfinite.wanted(context))
+        _check_mode(nonfinite.mode_of(context))
     except UnsupportedError:
         context.release(_HOLDER)
         raise

@@ -164,7 +164,7 @@ class InputCheck:
 
     def __init__(self, members: Members) -> None:
         self._members = members
-        self._wanted = nonfinite.wanted(members.context) is NonFinite.RAISE
+        self._wanted = nonfinite.mode_of(members.context) is NonFinite.RAISE
         self._sums = itertools.count(1)
 
     def check(self, what: str, tensors: Sequence[torch.Tensor], how: Reduction) -> None:

@@ -136,9 +136,9 @@ class ReductionCollectives(GroupBase):
             for output, total in zip(call.outputs, sums, strict=False):  # reduce: outputs only on the root
                 assign(output, mean(total, self.size(), output.dtype, "floor"))
 
-        return self._then(work, call, divide)
+        return self._with_finish(work, call, divide)
 
-    def _then(self, work: Work, call: Call, finish: Callable[[], None]) -> Work:
+    def _with_finish(self, work: Work, call: Call, finish: Callable[[], None]) -> Work:
         return self._record(CombinedWork(self._group_context, call._replace(finish=finish), [work]))
 
     def _reduce_scatter(self, what: str, inputs: list[torch.Tensor], output: torch.Tensor, opts: Any) -> Work:
@@ -166,7 +166,7 @@ class ReductionCollectives(GroupBase):
         work = self._reduce("reduce_scatter", [whole], [whole], opts)
         piece = whole[first : first + output.numel()].view(output.shape)
         call = Call("reduce_scatter", [output], self._timeout_s(opts))
-        return self._then(work, call, lambda: assign(output, piece))
+        return self._with_finish(work, call, lambda: assign(output, piece))
 
     def _fold(
         self, what: str, tensors: list[torch.Tensor], outputs: list[torch.Tensor], how: Reduction, timeout_s: float

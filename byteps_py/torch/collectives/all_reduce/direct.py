@@ -171,5 +171,5 @@ class DirectSum:
             self._expect_parts(chunk + _SLOTS)
         if not self._scatters:
             span = total.data_ptr(), total.nbytes
-            self._unsent = [part for part in self._unsent if not part.has_come]
+            self._unsent = [part for part in self._unsent if not part.has_arrived]
             self._unsent += self._transport.send(self._taken, tuple(sums.others.values()), (span,), False, owner=self)

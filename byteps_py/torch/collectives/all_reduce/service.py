@@ -130,7 +130,7 @@ class ServiceAllReduce:
             view.occupant = work
             return work
 
-    def known_place(self, kind: OperationKind) -> int | None:
+    def agreed_place(self, kind: OperationKind) -> int | None:
         """The number of the place of ``kind``, if it was used before, so that members have agreed on it; otherwise
         None."""
         with self._lock:

@@ -181,7 +181,7 @@ class HostedStepper(Stepper):
         self.states.follow(self.reducer)
         if self.shadow is not None:
             self.shadow.start(contexts.current())
-        if (wanted := nonfinite.wanted(contexts.current())) is not NonFinite.ALLOW and self._find_overflow():
+        if (wanted := nonfinite.mode_of(contexts.current())) is not NonFinite.ALLOW and self._find_overflow():
             buckets = self.reducer.buckets
             names = [name for bucket in buckets for name in bucket.names]
             latest = max((bucket.round for bucket in buckets), default=0)
@@ -221,7 +221,7 @@ class HostedStepper(Stepper):
         """Begin the step; None if it is skipped."""
         check_numbers(numbers)
         if self.next.nonfinite_error is not None:
-            nonfinite.tell(self.next.nonfinite_error, contexts.current().session)
+            nonfinite.report(self.next.nonfinite_error, contexts.current().session)
             self.next.overflows = True
         if self.next.overflows:
             self.steps.skip()

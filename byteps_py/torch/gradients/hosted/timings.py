@@ -155,7 +155,7 @@ class DelayedTiming(StepTiming):
         for bucket in self._reducer.hand_over_rest():
             if bucket.slot_view is not None:
                 bucket.slot_view.wait_for_departure()
-        return stepper.steps.bad_gradients() if nonfinite.wanted(contexts.current()) else []
+        return stepper.steps.bad_gradients() if nonfinite.mode_of(contexts.current()) else []
 
     def clip(self, stepper: HostedStepper, max_norm: float) -> torch.Tensor:
         if not self._is_due:
