@@ -200,14 +200,15 @@ class Agreement:
     def _rank_joined(self, event: RankJoined) -> list[Action]:
         """Tensors that can't do without the rank end after the last round that it takes part in."""
         actions: list[Action] = []
-        for (name_, generation), round_ in event.last_rounds.items():
-            name = self._name(name_)
-            tensor = name.tensor
+        for (name, generation), round_ in event.last_rounds.items():
             if not generation:
-                name.rank_joined(event.rank, round_)
-            elif tensor and tensor.generation == generation and tensor.state is TensorState.ACTIVE:
-                name.end_after(tensor, round_, JoinedError(unsupported(tensor.spec, [event.rank])))
-                actions += self._end(tensor) if tensor.is_past(round_) else ()
+                self._name(name).rank_joined(event.rank, round_)
+        for tensor in self.tensors():
+            last = event.last_rounds.get((tensor.name, tensor.generation))
+            if last is not None and tensor.state is TensorState.ACTIVE:
+                error = JoinedError(unsupported(tensor.spec, [event.rank]))
+                self._names[tensor.name].end_after(tensor, last, error)
+                actions += self._end(tensor) if tensor.is_past(last) else ()
         return actions
 
     def _start_anew(self, event: AllRanksJoined) -> list[Action]:

@@ -114,13 +114,14 @@ class Joining:
     def told(self, join: pb.Join) -> None:
         """A rank of any machine has joined."""
         last = {(each.name, each.generation): each.round for each in join.last}
-        self._executor.run(self._agreement.handle(RankJoined(join.rank, last)))
+        ended = self._agreement.handle(RankJoined(join.rank, last))
         if join.rank not in self.everywhere:
             self.everywhere.append(join.rank)
         for channel, member in self._direct.members():
             if member.is_open and (error := self.objection(channel.spec, member.round)) is not None:
                 self._direct.abandon(member)
                 self._executor.run([Fail((member.slot,), error)])
+        self._executor.run(ended)
         new = self.here.intersection([join.rank - self._topology.first_rank]) - self._out
         self._out |= new
         self._leave_out(new, self._agreement.tensors())
