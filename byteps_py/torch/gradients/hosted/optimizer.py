@@ -171,7 +171,7 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
         unless there was no step since the beginning or since ``load_state_dict``. Finishes a delayed step. With
         ``step_in_backward``, raises GradientOrderError between backward() and step()."""
         packed = super().state_dict()
-        packed["state"] = self._stepper.states.saved(self._stepper.reducer)
+        packed["state"] = self._stepper.states.saved()
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -225,7 +225,7 @@ def host(
     wrapped.on_new = take_new
     name = context.claim(f"hosted.{min(names.values(), default='')}")
     shadow = ShadowedSteps(name) if hosting.shadow else None
-    states = BucketStates(context, groups, shadow)
+    states = BucketStates(context, groups, reducer.buckets, shadow)
     upcoming, timing = NextStep(name, shadow), StepTiming()
     if hosting.delayed_update_after is not None:
         timing = DelayedTiming(context, reducer, delivery, hosting.delayed_update_after)
@@ -236,5 +236,5 @@ def host(
     if taken := {param: copy.deepcopy(dict(state)) for param, state in own.items() if state}:
         states.load(taken)
     own.clear()
-    steps = SumSteps(context, reducer, delivery, states)
+    steps = SumSteps(context, delivery, states)
     return HostedOptimizerMixin.wrap(optimizer, HostedStepper(wrapped, reducer, steps, upcoming, timing))

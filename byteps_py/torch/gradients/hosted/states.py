@@ -29,7 +29,6 @@ from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.collectives.dtypes import WIRE
 from byteps_py.torch.collectives.slot_view import TORCH, Mover, pieces
 from byteps_py.torch.gradients.bucket import Bucket
-from byteps_py.torch.gradients.gradient_reducer import GradientReducer
 from byteps_py.torch.gradients.hosted.agreement import Factors
 from byteps_py.torch.gradients.hosted.replication import ShadowedSteps
 from byteps_py.torch.gradients.hosted.rules import MASTER, HostedGroups, counts_steps, moment_names
@@ -379,12 +378,15 @@ States = TypeVar("States", bound=OwnedStates)
 
 
 class BucketStates:
-    """``groups``: the optimizer's. ``shadow``: the steps that other machines make as well; None: they make none."""
+    """``groups``: the optimizer's. ``buckets``: of its reducer. ``shadow``: the steps that other machines make as well;
+    None: they make none."""
 
     available_bytes: Callable[[], float] = staticmethod(available_memory_bytes)
 
-    def __init__(self, context: Context, groups: HostedGroups, shadow: ShadowedSteps | None) -> None:
-        self._context, self.groups, self.shadow = context, groups, shadow
+    def __init__(
+        self, context: Context, groups: HostedGroups, buckets: Sequence[Bucket], shadow: ShadowedSteps | None
+    ) -> None:
+        self._context, self.groups, self.buckets, self.shadow = context, groups, buckets, shadow
         self._of: dict[Bucket, OwnedStates] = {}
         self._waiting: dict[torch.nn.Parameter, Mapping[str, Any]] = {}  # states that no service has yet
         self._loaded: Loaded | None = None  # all states, if there was no step since they were loaded
@@ -406,7 +408,7 @@ class BucketStates:
 
     # ---- of one bucket -----------------------------------------------------------------------------------------
 
-    def hosted(self, bucket: Bucket, reducer: GradientReducer) -> HostedStates:
+    def hosted(self, bucket: Bucket) -> HostedStates:
         """The states of a bucket, which has been handed over. Raises UsageError if they were lost with an earlier job,
         and what Session.host raises. All ranks call it."""
         if bucket.slot_view is None:
@@ -418,11 +420,11 @@ class BucketStates:
             run = self.shadow.run if self.shadow is not None else 0
             return HostedStates(self._context.session, slot, kind, bucket.params, initial_sum, run)
 
-        states = self._known_or_made(bucket, reducer, HostedStates, make)
+        states = self._known_or_made(bucket, HostedStates, make)
         states.follow(slot)
         return states
 
-    def rows(self, bucket: SparseBucket, reducer: GradientReducer) -> RowStates:
+    def rows(self, bucket: SparseBucket) -> RowStates:
         """The states of a parameter whose gradient is sparse. Raises UsageError if they were lost with an earlier
         job."""
 
@@ -434,15 +436,13 @@ class BucketStates:
                 )
             return RowStates(self._context.session, bucket.request.spec, kind, bucket.params, initial_sum)
 
-        return self._known_or_made(bucket, reducer, RowStates, make)
+        return self._known_or_made(bucket, RowStates, make)
 
-    def _known_or_made(
-        self, bucket: Bucket, reducer: GradientReducer, kind: type[States], make: Callable[[StepKind, float], States]
-    ) -> States:
+    def _known_or_made(self, bucket: Bucket, kind: type[States], make: Callable[[StepKind, float], States]) -> States:
         states = self.known(bucket)
         if states is None:
             if not self._of:
-                self._check_memory(reducer.buckets)
+                self._check_memory()
             made = make(self._step_kind(bucket), self.groups.initial_sum(bucket.params[0]))
             states = self._of[bucket] = made
             for position, param in enumerate(bucket.params):
@@ -472,11 +472,11 @@ class BucketStates:
         param = bucket.params[0]
         return StepKind(self.groups.rule(param), bucket.request.spec.dtype, WIRE[param.dtype])
 
-    def _check_memory(self, buckets: Sequence[Bucket]) -> None:
+    def _check_memory(self) -> None:
         """Raises UsageError if this machine has too little memory for the states of its ranks."""
         session = self._context.session
         needed = 0
-        for bucket in buckets:
+        for bucket in self.buckets:
             kind = self._step_kind(bucket)
             needed += bucket.request.spec.count * kind.states * kind.state_itemsize
         needed = needed * session.local_size // session.size
@@ -488,10 +488,10 @@ class BucketStates:
 
     # ---- of all ------------------------------------------------------------------------------------------------
 
-    def follow(self, reducer: GradientReducer) -> None:
+    def follow(self) -> None:
         """Buckets that had sparse gradients were split: their states, which were loaded, or are of steps whose
         gradients were all dense, wait for the new ones. All ranks call it."""
-        present = set(reducer.buckets)
+        present = set(self.buckets)
         for bucket in [each for each in self._of if each not in present]:  # in the same order on all ranks
             if (states := self.known(bucket)) is not None:
                 for param, state in zip(bucket.params, self._gathered(bucket, states), strict=True):
@@ -508,16 +508,16 @@ class BucketStates:
         }
         return states.by_parameter(wholes)
 
-    def saved(self, reducer: GradientReducer) -> dict[int, Mapping[str, Any]]:
+    def saved(self) -> dict[int, Mapping[str, Any]]:
         """As in a state_dict: by number of the parameter, those that have states. All ranks call it, unless there was
         no step since the beginning, or since they were loaded."""
         given = self._loaded
         if given is not None:
             places = {place: given[param] for place, param in enumerate(self.groups.params) if param in given}
             return copy.deepcopy(places)
-        self.follow(reducer)
+        self.follow()
         by_param: dict[torch.nn.Parameter, ParameterState] = {}
-        for bucket in reducer.buckets:
+        for bucket in self.buckets:
             if (states := self.known(bucket)) is not None:
                 by_param.update(zip(bucket.params, self._gathered(bucket, states), strict=True))
         return {place: state for place, param in enumerate(self.groups.params) if (state := by_param.get(param))}

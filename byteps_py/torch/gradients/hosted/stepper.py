@@ -178,7 +178,7 @@ class HostedStepper(Stepper):
     def finish_sums(self, bad: Sequence[bool] | None = None) -> None:
         """Hand over the rest of the gradients. ``bad``: which of them are not finite; None: to be found out."""
         self.reducer.finish()
-        self.states.follow(self.reducer)
+        self.states.follow()
         if self.shadow is not None:
             self.shadow.start(contexts.current())
         if (wanted := nonfinite.mode_of(contexts.current())) is not NonFinite.ALLOW and self._find_overflow():

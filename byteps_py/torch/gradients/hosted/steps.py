@@ -26,7 +26,6 @@ from byteps_py.torch.collectives import nonfinite
 from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.collectives.slot_view import PieceView, TensorRequest, pieces
 from byteps_py.torch.gradients.bucket import Bucket
-from byteps_py.torch.gradients.gradient_reducer import GradientReducer
 from byteps_py.torch.gradients.hosted.agreement import Factors
 from byteps_py.torch.gradients.hosted.delivery import ToOwner
 from byteps_py.torch.gradients.hosted.replication import ShadowedSteps, ShadowedTensor
@@ -53,13 +52,13 @@ class BucketStep:
 class SumSteps:
     """Of one optimizer."""
 
-    def __init__(self, context: Context, reducer: GradientReducer, delivery: ToOwner, states: BucketStates) -> None:
-        self._context, self._reducer, self._delivery, self.states = context, reducer, delivery, states
+    def __init__(self, context: Context, delivery: ToOwner, states: BucketStates) -> None:
+        self._context, self._delivery, self.states = context, delivery, states
 
     @property
     def _due(self) -> list[tuple[Bucket, tuple[bool, ...]]]:
         """The buckets whose sums no step has taken, and which parameters take part. Sparse gradients are the last."""
-        found = sorted(self._reducer.buckets, key=lambda bucket: isinstance(bucket, SparseBucket))
+        found = sorted(self.states.buckets, key=lambda bucket: isinstance(bucket, SparseBucket))
         return [(bucket, bucket.due) for bucket in found if bucket.due is not None]
 
     @property
@@ -69,7 +68,7 @@ class SumSteps:
 
     def skip(self) -> None:
         """Make no step with the sums. All ranks do so, or none."""
-        self._delivery.skip(self._reducer.buckets)
+        self._delivery.skip(self.states.buckets)
 
     def square_sum(self) -> float:
         """Of the averages that this rank owns: NaN or infinite if one of them is. Waits for them."""
@@ -79,7 +78,7 @@ class SumSteps:
                 values = SummedRows(bucket).own(self._context.session)[1]
                 total += float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
             elif bucket.slot_view is not None:
-                total += self.states.hosted(bucket, self._reducer).square_sum(taking_part)
+                total += self.states.hosted(bucket).square_sum(taking_part)
         return total
 
     def begin(self, numbers: Sequence[Hyperparameters], factors: Factors) -> list[BucketStep]:
@@ -93,11 +92,11 @@ class SumSteps:
             if isinstance(bucket, SparseBucket):
                 rows = SummedRows(bucket)
                 rows.check_rule(rule, numbers[group])
-                sparse.append((rows, self.states.rows(bucket, self._reducer), numbers[group]))
+                sparse.append((rows, self.states.rows(bucket), numbers[group]))
                 continue
             if bucket.slot_view is None:
                 continue  # of an earlier job
-            states = self.states.hosted(bucket, self._reducer)
+            states = self.states.hosted(bucket)
             if states.kind.rule != rule:
                 raise UsageError(
                     f"param_groups[{group}] has changed: a hosted optimizer keeps the momentum (or none), amsgrad, "
@@ -122,7 +121,7 @@ class SumSteps:
                 ShadowedTensor(
                     bucket.request.spec.name, bucket.names, bucket.params, states.names, states.steps, states.last_step
                 )
-                for bucket in self._reducer.buckets
+                for bucket in self.states.buckets
                 if (states := self.states.in_services(bucket)) is not None
             ]
             self.states.shadow.record(tensors, groups)
@@ -136,7 +135,7 @@ class SumSteps:
         """Of each parameter, bucket by bucket: whether this rank's gradient is NaN or infinite."""
         return [
             param.grad is not None and not nonfinite.is_finite(param.grad)
-            for bucket in self._reducer.buckets
+            for bucket in self.states.buckets
             for param in bucket.params
         ]
 

@@ -272,7 +272,7 @@ class BackwardSteps:
         """``bucket`` was handed over."""
         if bucket.slot_view is not None and reducer.is_agreed and self._states.are_made:
             if self.round is None:
-                self.round = self._begin_round(list(reducer.buckets))
+                self.round = self._begin_round(list(self._states.buckets))
             if self.round is not None:
                 self.round.put(HandedOver(bucket, bucket.slot_view, self._delivery.taking_part(bucket)))
 
