@@ -689,7 +689,7 @@ def is_forgotten() -> None:
     """States of an optimizer that is gone are given back: at the latest when the next one asks for states."""
     if bps.size() == 1:
         return
-    kept, previous = contexts.current().session.state_host._parts, set()  # type: ignore[attr-defined]
+    kept, previous = contexts.current().session.state_host._shards, set()  # type: ignore[attr-defined]
     for number in range(4):
         before = set(kept)
         model = new_model()
