@@ -125,7 +125,7 @@ class SupervisionPolicy:
         self._stop_signals: set[int] = set()
         self._restarted: dict[str, int] = {}  # how often, by name
         self._last: dict[str, int] = {}  # the last status of processes that were started again, by name
-        self._is_headless = False  # the scheduler has ended: the services do not hear from it that the job is over
+        self._is_headless = False  # the scheduler has ended: it does not tell the services that the job is over
         self._reason_code = 0  # the exit code for ranks that end by a signal of this launcher
 
     @property
@@ -303,7 +303,7 @@ class SupervisionPolicy:
         orderly = (Phase.RUNNING, Phase.LEAVING, Phase.LOSING)
         if self.code == 0 and self.phase in orderly and not self._is_headless:
             self._enter(Phase.DRAINING, now, self._draining_s)
-            # On a machine that leaves while others go on, services do not hear that the job is over: the job is not.
+            # On a machine that leaves while others go on, nothing tells services that the job is over: the job goes on.
             return self._send(tuple(self._alive) if self._is_leaving else self._dismissed(), signal.SIGTERM)
         return self._end_services(now)
 

@@ -272,7 +272,7 @@ class Supervisor:
 
 
 def _signal_group(group: int, signum: int) -> None:
-    """Send a signal to a process and those of its group. While the process ends there may be nobody to get it."""
+    """Send a signal to a process and those of its group. While the process ends, no reader may be left."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signum)
 

@@ -110,7 +110,7 @@ class EpochSeen:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerAwake:
-    """The scheduler runs. A few times per second: a late one shows that it did not run, and heard no member."""
+    """The scheduler runs. A few times per second: a late one shows that it did not run, and received no message."""
 
 
 @dataclass(frozen=True, slots=True)

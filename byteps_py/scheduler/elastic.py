@@ -9,7 +9,7 @@ many they are. Machines with the latest state come first in the next group, so t
 has the committed state if any rank has it. Among equals, machines of the previous group come first, in their order,
 then newcomers. A machine that is not ready by the deadline is left behind; a machine whose ranks have shut down, and
 may be done, is left behind much earlier. In PLANNED the group still works, for ranks that have yet to get the last
-result. In BROKEN nothing that it says counts.
+result. In BROKEN its messages do not count.
 
 Reforming decides, and knows neither members nor messages. Elastic applies it to the members of the roster.
 """
@@ -30,7 +30,7 @@ PLANNED_S = 10.0
 #: Ranks that shut down and initialize again do so within moments, too. A rank that does not is done.
 SHUT_DOWN_S = 10.0
 
-#: What a communication service says of its group. It says nothing of the next group before that is open.
+#: The messages of a communication service about its group. It sends none about the next group before that is open.
 _OF_A_GROUP = (
     "declare",
     "arrive",
@@ -75,7 +75,7 @@ class KeepWaiting:
 
 @dataclass(frozen=True, slots=True)
 class Break:
-    """The group can't go on, and all its machines must hear it."""
+    """The group can't go on, and all its machines must learn of it."""
 
     sentence: str
 
@@ -123,7 +123,7 @@ class Reforming:
     _ready: dict[int, Waiting] = field(default_factory=dict)  # by member
 
     def begin(self, reason: str, planned: bool, now_s: float) -> bool:
-        """Something happened to the group. True if its members have to hear that it can't go on."""
+        """Something happened to the group. True if its members have to learn that it can't go on."""
         was = self.state
         breaks = not planned and was is not GroupState.BROKEN
         if was is GroupState.AT_WORK:
@@ -210,7 +210,8 @@ class Reforming:
 class Elastic:
     """The group of an elastic job, and the machines that wait to join it.
 
-    A part of SchedulerCore, which calls a method for each step of a group's life and carries out what ``decide`` says.
+    A part of SchedulerCore, which calls a method for each step of a group's life and carries out the decision of
+    ``decide``.
     """
 
     reforming_class: type[Reforming] = Reforming
@@ -232,7 +233,7 @@ class Elastic:
         return self._reforming.reason
 
     def is_void(self, member: MemberRecord) -> bool:
-        """True if nothing that it says of its group counts: the group is broken, or it is in none."""
+        """True if its messages about its group do not count: the group is broken, or it is in none."""
         return member.is_worker and (self.state is GroupState.BROKEN or not member.ranks)
 
     def is_stale(self, member: MemberRecord, message: pb.MemberMessage) -> bool:
@@ -257,7 +258,7 @@ class Elastic:
     def gathered(self, member: MemberRecord, ready: pb.Gathered) -> Outgoing:
         """A machine's ranks wait to be in the next group."""
         if member.ranks and ready.epoch != self._roster.workers_since:
-            return []  # said before it heard that it is in this group
+            return []  # sent before it learned that it is in this group
         if not ready.others:
             waiting = Waiting(ready.ranks, ready.newcomers, ready.synced_in, ready.shut_down)
             self._reforming.ready(member.id, waiting)

@@ -252,7 +252,7 @@ class GrpcControlLink:
                 logger.info(text, self._address, away_s)
 
     def _wait_for_scheduler(self, details: str) -> BytePSError | None:
-        """The scheduler is away, or somebody else answers at its address. Returns the error that ends the link; None
+        """The scheduler is away, or another process answers at its address. Returns the error that ends the link; None
         while the link waits for it."""
         now_s = time.monotonic()
         with self._lock:

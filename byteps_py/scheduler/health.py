@@ -41,8 +41,9 @@ class LivenessMonitor:
 
     A member's timeout follows from its own heartbeats so far (failure_detector.py). Two kinds of silence are forgiven
     for longer. A worker that gets no processor time on a loaded machine is alive, and losing it would end the job,
-    whereas others replace a summation service: so a worker has more time while another process of its machine is heard.
-    And processes that start together (ranks import torch, services load kernels) hold each other up for seconds.
+    whereas others replace a summation service: so a worker has more time while another process of its machine sends
+    messages. And processes that start together (ranks import torch, services load kernels) hold each other up for
+    seconds.
     """
 
     detector_class: type[FailureDetector] = FailureDetector
@@ -57,9 +58,9 @@ class LivenessMonitor:
 
     def tick(self, now_s: float) -> None:
         """Call a few times per second. A late tick shows that the scheduler itself did not run (it was suspended, or
-        got no processor time) and heard no member. Such a pause counts for no member's silence, and no member is dead
-        before the scheduler has listened for a whole timeout again. (Silences are not counted from zero after a pause:
-        on a busy machine they would never reach ten timeouts.)"""
+        got no processor time) and received no message. Such a pause counts for no member's silence, and no member is
+        dead before the scheduler has listened for a whole timeout again. (Silences are not counted from zero after a
+        pause: on a busy machine they would never reach ten timeouts.)"""
         if self._last_tick_s is not None and now_s - self._last_tick_s > self._timeout_s / 2:
             self._awake_since_s = now_s
             self._pauses = [*self._pauses[1 - _KEPT :], (now_s, now_s - self._last_tick_s)]

@@ -44,7 +44,7 @@ class Job:
         self.state: pb.StatusReply.State = FORMING
         self.reason = self.roster.missing()
         self.over_s: float | None = None
-        self.keep_states = False  # training was not said to be done: servers keep states for a restarted job
+        self.keep_states = False  # no rank has reported the end of training: servers keep states for a restarted job
 
     @property
     def is_running(self) -> bool:
@@ -56,7 +56,7 @@ class Job:
             self.state, self.reason, self.over_s = ENDED, reason, now_s
 
     def fail(self, error: str, text: str, now_s: float, silent_for: MemberRecord | None = None) -> Outgoing:
-        """End with an error, a type name of byteps_py/errors.py; all members but ``silent_for`` hear it."""
+        """End with an error, a type name of byteps_py/errors.py; all members but ``silent_for`` are told."""
         if self.over_s is not None:
             return []  # the first failure explains the later ones
         self.state, self.reason, self.over_s = FAILED, text, now_s

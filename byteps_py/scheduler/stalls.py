@@ -152,7 +152,7 @@ def stall_warnings(stalls: Iterable[Stall], who: Callable[[Iterable[int]], str])
     return lines
 
 
-#: So long both ranks have reported the same: neither goes on.
+#: Both ranks have reported the same for so long: neither goes on.
 SURE_S = 2.0
 
 

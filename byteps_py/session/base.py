@@ -56,8 +56,8 @@ class Session(ABC):
     since_epoch: int = 0
 
     #: How far this rank is in sequences of optimizer steps that are the same on all ranks: (steps begun, optimizers
-    #: that have stepped), by sequence. A rank that waits tells it, so that ranks with other optimizers are found out.
-    #: It is replaced, never changed.
+    #: that have stepped), by sequence. A rank that waits reports it, so that a rank with other optimizers is found. It
+    #: is replaced, never changed.
     steps_begun: Mapping[str, tuple[int, int]] = MappingProxyType({})
 
     def note_synced(self) -> None:  # noqa: B027  most sessions have no next group

@@ -133,7 +133,7 @@ def blame_for(error: BaseException) -> Blame:
 
 def shorten(error: BytePSError) -> None:
     """Shorten its traceback to the frames that a user can act on: see ``without_inside``. An error that it was made
-    from, and that says the same, is left out."""
+    from, with the same message, is left out."""
     if whole_tracebacks:
         return
     error.__traceback__ = without_inside(error.__traceback__)
@@ -188,7 +188,7 @@ def leave_message() -> Leave | None:
 
 
 def leave_message_for(error: BaseException | None) -> Leave | None:
-    """The message that tells others of ``error``, with which this rank ends; None if they need not hear of it."""
+    """The message that tells others of ``error``, with which this rank ends; None if they need not know."""
     # All ranks report non-finite gradients themselves, with more detail.
     if error is None or (isinstance(error, NonFiniteError) and not isinstance(error, NonFiniteInputError)):
         return None

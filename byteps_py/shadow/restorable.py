@@ -128,7 +128,7 @@ class _MergedRun:
 def latest_step(
     descriptions: Sequence[ServerDescription], tensors: Collection[str] | None = None
 ) -> Restorable | NotRestorable | None:
-    """The newest step that can be restored, of the run that was heard of last. None if no server holds anything.
+    """The newest step that can be restored, of the run with the latest message. None if no server holds anything.
 
     tensors: the names of an optimizer's tensors of gradients; runs with others are left out, where a job has several
     optimizers.

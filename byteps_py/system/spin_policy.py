@@ -1,4 +1,4 @@
-"""Whether a waiting thread should poll for a while before it sleeps. Pure.
+"""Decides whether a waiting thread polls for a while before it sleeps. Pure.
 
 A wake-up takes some 50 µs, polling a socket 2 µs. A thread that polls yields the processor each time, so that others
 can use its core.

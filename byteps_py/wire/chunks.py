@@ -5,7 +5,7 @@ TensorChunks say in which order a rank writes. A reduction begins at the front, 
 scatters has a front for each owner, and chunks of all owners take turns: no machine has to wait until the pieces of
 those before it are written.
 
-Arriving says which chunks of a result, now simply one after the other, are there: in any order of arrival.
+Arriving tracks which chunks of a result, now simply one after the other, have arrived: in any order of arrival.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class TensorChunks:
 
 
 class Arriving:
-    """A result of ``nbytes`` bytes, as its ranges come.
+    """A result of ``nbytes`` bytes, as its ranges arrive.
 
     >>> result = Arriving(5 << 20)
     >>> result.add(1 << 20, 2 << 20), result.add(0, 1 << 20), result.add(4 << 20, 1 << 20)

@@ -159,7 +159,7 @@ class EnterBarrier:
 @_link.message(5)
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """The rank ends, in order unless ``error`` tells the exception that ends it.
+    """The rank ends, in order unless ``error`` names the exception that ends it.
 
     Attributes:
         unfinished: the user has not said that training is done.
@@ -249,7 +249,7 @@ class WaitBegun:
 @_link.message(25)
 @dataclass(frozen=True, slots=True)
 class WaitEnded:
-    """The wait of the WaitBegun with this number has ended."""
+    """Ends the wait of the WaitBegun with this number."""
 
     id: U64
 
@@ -469,7 +469,7 @@ class Fatal:
 
     @classmethod
     def of(cls, error: Exception) -> Fatal:
-        """The message that tells ``error``."""
+        """The message that reports ``error``."""
         return cls(type(error).__name__, str(error))
 
 

@@ -105,7 +105,7 @@ class ModelContents:
         return tuple(shape)
 
     def is_cut(self, name: str) -> bool:
-        """Whether this rank has only a part of a parameter."""
+        """True if this rank has only a part of a parameter."""
         return name in self.shards or isinstance(self.parameters[name], DTensor)
 
     def check_state(self, name: str, entry: str, value: Any) -> None:
@@ -292,7 +292,7 @@ class OptimizerStates:
             self._whole.offloaded.rest()
 
     def _owns(self, parameter: nn.Parameter) -> bool:
-        """Whether this rank steps ``parameter``: a ShardedOptimizer has parameters that other ranks own."""
+        """True if this rank steps ``parameter``: a ShardedOptimizer has parameters that other ranks own."""
         return not isinstance(self._whole, ShardedOptimizer) or self._whole.owns(parameter)
 
     def _parameters(self, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:

@@ -1,4 +1,4 @@
-"""Whether the ranks' copies of a model are still equal, by checksums. One thread."""
+"""Checks, by checksums, that the ranks' copies of a model are still equal. One thread."""
 
 from __future__ import annotations
 

@@ -255,7 +255,7 @@ class SaveHandle:
         return handle
 
     def done(self) -> bool:
-        """Whether this rank has done its part; on the first rank: whether the checkpoint is complete."""
+        """True if this rank has done its part; on the first rank: if the checkpoint is complete."""
         return self._thread is None or not self._thread.is_alive()
 
     def result(self, timeout: float | None = None) -> None:

@@ -52,7 +52,7 @@ class StoredNames:
         return [one.removeprefix(prefix) for one in self.names if one.startswith(prefix)]
 
     def is_tensor(self, name: str) -> bool:
-        """Whether the entry is a tensor, and no other object."""
+        """True if the entry is a tensor, and no other object."""
         _, one = next(iter(self._of(name).values()))
         return isinstance(one, TensorStorageMetadata)
 

@@ -176,7 +176,7 @@ class DocumentMask:
         return range(start, max(start, stop))
 
     def hides_none(self, queries: range, keys: range) -> bool:
-        """Whether each of the queries sees each of the keys of its document."""
+        """True if each of the queries sees each of the keys of its document."""
         latest, earliest = keys.stop - 1 - queries.start, keys.start - (queries.stop - 1)
         if self.is_causal and latest > 0:
             return False

@@ -123,7 +123,7 @@ class MultimodalStage(nn.Module):
 
 
 def attends_to_images(layer: nn.Module) -> bool:
-    """Whether ``layer`` is called with the image tokens, too."""
+    """True if ``layer`` is called with the image tokens, too."""
     return bool(getattr(layer, "attends_to_images", False))
 
 
@@ -212,7 +212,7 @@ class EncodedImages:
 
     @property
     def requires_grad(self) -> bool:
-        """Whether the tokens require gradients."""
+        """True if the tokens require gradients."""
         return self._gradients is not None
 
     @property

@@ -32,7 +32,7 @@ class SavedBuffer:
 
     @property
     def has_changed(self) -> bool:
-        """Whether the forward pass has changed it. Norms change theirs in a way that tensors do not count."""
+        """True if the forward pass has changed the buffer. Norms change theirs in a way that tensors do not count."""
         norm = isinstance(self.owner, _NormBase) and self.owner.training
         return norm or self.owner._buffers.get(self.name) is not self.tensor or self.tensor._version != self.version
 
@@ -69,7 +69,7 @@ def as_before(saved: Sequence[SavedBuffer]) -> Iterator[None]:
 
 
 def normalizes_batches(module: nn.Module) -> bool:
-    """Whether results of ``module`` depend on which samples are in one batch."""
+    """True if results of ``module`` depend on which samples are in one batch."""
     return any(isinstance(one, _BatchNorm) and (one.training or one.running_mean is None) for one in module.modules())
 
 

@@ -154,7 +154,7 @@ def _of_worker(timeline: ScheduleTimeline, worker: int, mode: SyncMode) -> list[
 
 
 def _is_idle_after(spans: tuple[Span, ...], position: int, makespan: float) -> bool:
-    """Whether the worker waits between the action at ``position`` and its last action."""
+    """True if the worker waits between the action at ``position`` and its last action."""
     rounding_error = 1e-9 * makespan
     return any(
         following.start - span.end > rounding_error

@@ -215,7 +215,7 @@ class _AfterForward:
 
 
 def in_backward() -> bool:
-    """Whether autograd calls from a backward pass, as when an activation checkpoint repeats a forward pass."""
+    """True if autograd calls from a backward pass, as when an activation checkpoint repeats a forward pass."""
     return bool(torch._C._current_graph_task_id() != -1)  # torch.utils.checkpoint asks in the same way
 
 

@@ -78,7 +78,7 @@ class GradientOwners:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all backward passes of a step are done."""
+        """True if all backward passes of a step are done."""
         return self.passes == self._rules.backward_passes
 
     def begin_backward(self) -> None:

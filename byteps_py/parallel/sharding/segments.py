@@ -137,7 +137,7 @@ class SegmentMemory:
         return [segment for segment in self.segments if segment.is_started and self._group is not None]
 
     def is_placeholder(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` lies in the element that stands for freed parameters."""
+        """True if ``tensor`` lies in the element that stands for freed parameters."""
         one = self._placeholders.get((tensor.dtype, tensor.device))
         return one is not None and one.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
 

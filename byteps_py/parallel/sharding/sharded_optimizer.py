@@ -151,7 +151,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._by_id[id(parameter)].owner
 
     def owns(self, parameter: torch.Tensor) -> bool:
-        """Whether this rank owns ``parameter``. Raises UsageError."""
+        """True if this rank owns ``parameter``. Raises UsageError."""
         return self.owner_of(parameter) == self._parts_own()
 
     def state_dict(self) -> dict[str, Any]:
@@ -321,7 +321,7 @@ def check_states(loaded: dict[str, Any], groups: Sequence[dict[str, Any]], names
 
 
 def _is_like(name: str) -> bool:
-    """Whether a state has its parameter's shape in torch's element-wise optimizers."""
+    """True if a state has its parameter's shape in torch's element-wise optimizers."""
     return name.startswith(("exp_avg", "max_exp_avg", "momentum_buffer", "square_avg", "grad_avg", "sum", "acc_delta"))
 
 

@@ -184,7 +184,8 @@ class _Place:
                 yield one
 
     def is_over_all_heads(self, name: str, parameter: nn.Parameter) -> bool:
-        """Whether it is of a norm of queries or keys, as that of OLMo 2, over features of which each rank has some."""
+        """True if the parameter is of a norm of queries or keys, as that of OLMo 2, over features of which each rank
+        has some."""
         parent, _, own = name.rpartition(".")
         if not parameter.dim() or not _QUERY_OR_KEY.search(own.lower()):
             return False
@@ -197,7 +198,7 @@ class _Place:
         )
 
     def _is_beside_logits(self, name: str) -> bool:
-        """Whether an output layer, of whose logits each rank has some, is in the module ``name`` or beside it."""
+        """True if an output layer, of whose logits each rank has some, is in the module ``name`` or beside it."""
         outputs = (one for one in self.planned if isinstance(one.style, Column) and one.style.vocabulary)
         return any(
             one.name.rpartition(".")[0] in (name, name.rpartition(".")[0])
@@ -206,7 +207,7 @@ class _Place:
         )
 
     def _is_open(self, scope: str, name: str) -> bool:
-        """Whether ``name`` lies behind a Column and before its Row in the nn.Sequential ``scope``."""
+        """True if ``name`` lies behind a Column and before its Row in the nn.Sequential ``scope``."""
         before = list(self.modules).index(name)
         order = {one: index for index, one in enumerate(self.modules)}
         earlier = [one for one in self._below(scope) if order[one.name] < before]

@@ -144,7 +144,7 @@ class MemberLink:
     received: int = 0  # the number of its last message that has arrived
     confirmed: int = 0  # the number up to which the scheduler has confirmed its messages
     away: Away | None = None
-    over: str = ""  # why nobody can resume it; empty: it is not over
+    over: str = ""  # the reason why it can't be resumed; empty: it is not over
     is_ended: bool = False  # the core knows that no connection is left
 
 
@@ -586,7 +586,7 @@ class MemberLinks:
         return sent
 
     def _pass(self, link: MemberLink, out: Outgoing) -> list[Sent]:
-        """Send messages without a number: nobody has to know whether they arrived."""
+        """Send messages without a number: no one has to know whether they arrived."""
         sent: list[Sent] = []
         if link.stream is None:
             return sent

@@ -1,5 +1,5 @@
-"""Reads the frames of one connection between two ranks. The body of a large frame goes from the socket to the memory
-where it belongs, if that is known, and is checked there. One thread at a time.
+"""Reads the frames of one connection between two ranks. The body of a large frame goes from the socket straight to its
+destination, if that is known, and is checked there. One thread at a time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class FrameSink(Protocol):
         """``nbytes`` more bytes of the stream are in ``place``, as they were sent."""
 
     def on_control_frame(self, kind: StreamFrameKind) -> None:
-        """A frame without a body has come."""
+        """A frame without a body has arrived."""
 
 
 class _Placing(NamedTuple):
@@ -128,7 +128,7 @@ class FrameReader:
         return True
 
     def move(self, place: memoryview) -> None:
-        """The payload that is being placed goes to ``place`` instead."""
+        """Place the rest of the current payload, and move the first bytes, to ``place``."""
         placing = self._placing
         if placing is not None:
             place[: placing.got] = placing.view[: placing.got]

@@ -24,7 +24,7 @@ from byteps_py.tensors import key_of
 Span = tuple[int, int]
 #: Memory for a payload that has no receipt.
 Memory = ctypes.Array[ctypes.c_char]
-#: Larger payloads from another machine go where they belong as they come, if their receipt is there first.
+#: Larger payloads from another machine go straight to their destination, if their receipt is there first.
 LANDING_BYTES = 8 << 10
 
 
@@ -47,13 +47,13 @@ class Payload:
 
     @property
     def has_news(self) -> bool:
-        """True if there are bytes to copy, or if nothing more will come."""
+        """True if there are bytes to copy, or if no more will arrive."""
         return self.done < self.ready or self.ready == self.total
 
 
 @dataclass(slots=True, eq=False)
 class Flow:
-    """The payloads of one stream from one rank that have come and have not been taken, by number."""
+    """The payloads of one stream from one rank that have arrived and have not been taken, by number."""
 
     payloads: dict[int, Payload] = field(default_factory=dict)
 
@@ -129,13 +129,13 @@ class StreamReceipt:
 
     @property
     def is_there(self) -> bool:
-        """True if everything has come."""
+        """True if everything has arrived."""
         flows = self.stream.flows
         payloads = (flows[source].payloads.get(number) for source, number, _, _, _ in self.left)
         return all(payload is not None and payload.ready == payload.total for payload in payloads)
 
     def missing(self) -> list[int]:
-        """The ranks of which nothing has come yet."""
+        """The ranks from which nothing has arrived yet."""
         flows = self.stream.flows
         return [source for source, number, _, _, _ in self.left if number not in flows[source].payloads]
 
@@ -235,7 +235,7 @@ class MessageMatcher:
         return None
 
     def land(self, message: PeerMessage) -> tuple[Payload, Posted | None] | None:
-        """The payload of an INLINE message has begun to come. Returns it, and its receipt if that expects as many
+        """The payload of an INLINE message has begun to arrive. Returns it, and its receipt if that expects as many
         bytes; the receiver sets ``ready``. None: it is of another era, and is for ``on_message`` once all of it is
         here. Raises ProtocolError."""
         if message.era != self.era:
@@ -246,7 +246,8 @@ class MessageMatcher:
         return payload, posted if posted is not None and posted.nbytes == message.total else None
 
     def _add(self, message: PeerMessage, data: bytes | Memory | None, ready: int, is_coming: bool = True) -> Payload:
-        """A payload has come, or its first ``ready`` bytes. ``is_coming``: MORE messages follow if it is incomplete."""
+        """A payload has arrived, or its first ``ready`` bytes. ``is_coming``: MORE messages follow if it is
+        incomplete."""
         source = message.source
         payload = Payload(message.total, data, ready, message.id, message.segment, message.offset, message.due)
         flow = self._flow(message.stream, source)

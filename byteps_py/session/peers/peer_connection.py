@@ -1,5 +1,5 @@
 """The link to a rank of another machine. It carries the messages of peer_protocol.py, each followed by its payload, in
-frames over a TCP connection; and over the next one, if that breaks or a frame comes damaged (resumable_stream.py).
+frames over a TCP connection; and over the next one, if that breaks or a frame arrives damaged (resumable_stream.py).
 
 Neither end blocks. The system takes the bytes that it has room for; the rest waits here, and is sent by the thread that
 waits for messages (``send_waiting``). A large payload goes from the tensor's memory into the tensor's memory: a
@@ -44,7 +44,7 @@ _SEALED_AT_ONCE_BYTES = 1 << 20
 _MOST_VIEWS = 64  # of one system call
 #: Smaller frames are sent in one piece.
 _JOINED_BYTES = 64 << 10
-#: The sender of fewer bytes copies them, if it needs their memory before it knows that they have come.
+#: The sender of fewer bytes copies them, if it needs their memory before they are reported.
 _COPIED_BYTES = 256 << 10
 _FLUSH_LIMIT_S = 30.0
 _DELIVERY_LIMIT_S = 2.0
@@ -150,7 +150,7 @@ class PeerConnection:
         self._out: deque[tuple[Data, int]] = deque()  # sealed, with how many frames have left once it has
         self._left = 0  # frames that the system has taken
         self._is_cut = False  # nothing can be sent any more; bytes that the other end has sent still arrive
-        #: Why nothing can come any more; None while something may.
+        #: The reason why nothing can arrive any more; None while something may.
         self.failure: CommunicationError | None = None
         self.failed_at_s = 0.0
         self._why = ""  # the connection has ended
@@ -209,7 +209,7 @@ class PeerConnection:
         self._on_broken(self)
 
     def _fail(self, error: CommunicationError) -> None:
-        """Nothing can come any more."""
+        """Nothing can arrive any more."""
         self._hang_up()
         with self._lock:
             self.failure, self.failed_at_s = error, time.monotonic()
@@ -417,12 +417,12 @@ class PeerConnection:
             self._broke(str(error))
 
     def on_frame(self, header: FrameHeader) -> None:
-        """A frame has come as it was sent."""
+        """A frame has arrived undamaged."""
         with self._lock:
             self._stream.on_frame(header)
 
     def on_control_frame(self, kind: StreamFrameKind) -> None:
-        """A frame without a body has come."""
+        """A frame without a body has arrived."""
         if kind is StreamFrameKind.BYE:
             self._fail(PeerLostError(f"{self._name} has ended ({_CLOSED})"))
             return

@@ -36,7 +36,8 @@ class _Caller:
     data: bytearray = field(default_factory=bytearray)  # of the message that is coming
 
     def receive(self) -> bytes | None:
-        """The next message, if all of it has come; never more than that is read. Raises OSError and ProtocolError."""
+        """The next message, if all of it has arrived; never more than that is read. Raises OSError and
+        ProtocolError."""
         part = self.sock.recv(self._due - len(self.data))
         if not part:
             raise ProtocolError("the other end closed the connection in the middle of the handshake")

@@ -63,7 +63,7 @@ CHUNK_BYTES = 1 << 20
 #: Payloads of a stream that not all receivers have acknowledged; a further one has to wait.
 WINDOW = 4
 #: Of the payloads to other machines up to a size, one in this many is acknowledged. Of larger ones each is: a receiver
-#: keeps those that have come too early.
+#: keeps those that have arrived too early.
 _ACKNOWLEDGED = 8
 _MOST_UNACKNOWLEDGED_BYTES = 256 << 10
 #: Waiting for the next report of a large payload costs less than copying the bytes that may not have arrived.
@@ -248,7 +248,7 @@ class PeerTransport:
             part.connection.release(part.mark)
 
     def _await_reports(self, sent: Sequence[PendingSend]) -> None:
-        """Wait, while reports come, until little of ``sent`` may not have come."""
+        """Wait, while reports arrive, until all but a few bytes of ``sent`` are reported."""
         reported = -1
 
         def is_enough() -> bool:
@@ -413,8 +413,8 @@ class PeerTransport:
         """Copy the expected payloads to the memory of the receipt; return when all of it is copied. If the call fails,
         the next call continues after the bytes that were copied.
 
-        Raises StallError, MismatchError (once everything has come; a payload of another size is dropped), JoinedError
-        and the error that ends the session.
+        Raises StallError, MismatchError (once everything has arrived; a payload of another size is dropped),
+        JoinedError and the error that ends the session.
         """
         try:
             self._collect(receipt, time.monotonic() + timeout_s)
@@ -507,7 +507,7 @@ class PeerTransport:
             self._lose(source, wait, timeout_s)
 
     def _lose(self, source: int, wait: Wait, timeout_s: float) -> NoReturn:
-        """The connection to ``source`` has ended, and something is still to come. Raises the error that the services
+        """The connection to ``source`` has ended before everything has arrived. Raises the error that the services
         report, if they find out in time; otherwise PeerLostError."""
         link = cast(PeerConnection, self._outboxes[source])
         failure = cast(CommunicationError, link.failure)
@@ -683,8 +683,8 @@ class PeerTransport:
 
 
 class PayloadLanding:
-    """A large payload that comes from another machine: to the memory of its receipt, if that is there by then and
-    expects as many bytes; otherwise to memory of its own, from which it is copied."""
+    """A large payload from another machine: to the memory of its receipt, if that is there by then and expects as many
+    bytes; otherwise to memory of its own, from which it is copied."""
 
     def __init__(
         self, peers: PeerTransport, message: PeerMessage, payload: Payload | None, posted: Posted | None

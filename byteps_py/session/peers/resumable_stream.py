@@ -1,9 +1,9 @@
 """The frames that one rank has sent to another and received from it (``ResumableStream``), which outlive the
 connections beneath; and a check whether a connection still carries bytes (``LinkWatch``). Pure.
 
-Frames are numbered from 0 in each direction. A frame is kept until the other end has reported that it came, so a new
-connection goes on where the last one has ended, after a break or after a damaged frame. Not locked: PeerConnection
-calls with its lock held, except for ``check`` and ``damaged``, which one thread at a time calls as it receives.
+Frames are numbered from 0 in each direction. A frame is kept until the other end has reported it, so a new connection
+goes on where the last one has ended, after a break or after a damaged frame. Not locked: PeerConnection calls with its
+lock held, except for ``check`` and ``damaged``, which one thread at a time calls as it receives.
 
     added ──take──► sent ──confirm──► forgotten          rewind: a new connection; what is not confirmed is sent again
 """
@@ -25,7 +25,8 @@ _LAST_KIND = max(StreamFrameKind)
 
 
 class ResumableStream:
-    """One rank's end. ``given``: frames to be sent so far. ``confirmed``: those of them that have come."""
+    """One rank's end. ``given``: frames to be sent so far. ``confirmed``: the number that the other end has
+    reported."""
 
     def __init__(self) -> None:
         self._kept: deque[tuple[Data, object]] = deque()  # from ``confirmed`` on: bodies, and their owners
@@ -33,7 +34,7 @@ class ResumableStream:
         self.given = 0
         self.confirmed = 0
         self._owned = 0  # frames up to here are in memory of their own
-        #: The number of the frame that comes next.
+        #: The number of the next frame to arrive.
         self.expected = 0
         #: Bytes that have arrived and that were not reported.
         self.unreported_bytes = 0
@@ -130,7 +131,8 @@ class LinkDue(enum.Enum):
 
 
 class LinkWatch:
-    """Whether a connection between two ranks still carries bytes, and for how long a broken one may be made again.
+    """Watches whether a connection between two ranks still carries bytes, and for how long a broken one may be made
+    again.
 
         up ──nothing came for a while──► a PING ──nothing came for ``silence_s``──► broken ──``give_up_s``──► lost
          ▲                                                                            │
@@ -176,5 +178,5 @@ class LinkWatch:
         if self._pinged_s is None:
             self._pinged_s = now_s
             return LinkDue.PING
-        # From the PING on: before, nobody had to say anything.
+        # From the PING on: before, the other end had nothing to send.
         return LinkDue.BREAK if now_s - self._pinged_s >= 0.75 * self.silence_s else LinkDue.NOTHING

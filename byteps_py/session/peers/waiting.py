@@ -17,8 +17,8 @@ from byteps_py.errors import BytePSError, StallError
 from byteps_py.system.spin_policy import LOOK_S, SpinPolicy
 from byteps_py.wire import rank_link as protocol
 
-#: After this time the communication service is told. It knows which ranks are alive, and reports those that keep others
-#: waiting.
+#: After this time the rank reports the wait to the communication service, which knows which ranks are alive, and
+#: reports those that keep others waiting.
 _TELL_AFTER_S = 0.3
 
 

@@ -31,7 +31,7 @@ class ChannelSession(Session):
 
     #: With this, this rank connects to ranks of other machines.
     connects: Settings | None = None
-    #: After this time without a message, a rank that waits tells how far it is.
+    #: After this time without a message, a rank that waits reports its steps.
     report_after_s = 1.0
 
     def __init__(self, channel: Channel, silence_s: float, stall_limit_s: float = 0.0) -> None:
@@ -84,7 +84,7 @@ class ChannelSession(Session):
         return self._stall_limit_s + PATIENCE_S if timeout_s is None and self._stall_limit_s else timeout_s
 
     def read_available(self) -> None:
-        """Take the messages that have come. Never blocks."""
+        """Process the messages that have arrived. Never blocks."""
         with self.state:
             while not self._reading and self._fatal is None and self._read(0):
                 pass
@@ -136,7 +136,8 @@ class ChannelSession(Session):
                 self.check_open()
                 left = 3600.0 if deadline is None else deadline - time.monotonic()
                 if left <= 0:
-                    # It may have come in time while this process did not have the processor, or the reason why not.
+                    # The message, or the reason for its absence, may have arrived in time while this process did not
+                    # have the processor.
                     if not self._reading and (self._read(0.0) or (self._fatal is not None and self._is_welcome)):
                         continue
                     raise StallError(f"{waiting_for()} within {timeout_s:g} s")
@@ -174,7 +175,7 @@ class ChannelSession(Session):
                     self._reported_steps = begun
 
     def _read(self, timeout_s: float) -> bool:
-        """Read one message. True if one came. Called with ``state`` held, which is released while the channel is
+        """Read one message. True if one arrived. Called with ``state`` held, which is released while the channel is
         polled."""
         self._reading = True
         try:

@@ -1,4 +1,4 @@
-"""Whether the ranks carry out a round of a named operation themselves: votes, and their result.
+"""Decides whether the ranks carry out a round of a named operation themselves: votes, and their result.
 
 Names may be called in any order, and need not be waited for, so no rank knows the next operation of the others. But
 most ranks repeat the operation of the previous round. So a rank tells the others that it waits for a round. If all have
