@@ -27,7 +27,7 @@ from byteps_py.checkpoint.stored_state import StoredState
 from byteps_py.checkpoint_files import CheckpointFiles
 from byteps_py.checkpoint_folder import os_error_in
 
-#: What is read, and written, at once; one row of a tensor may be longer.
+#: The bytes that are read, and written, at once; one row of a tensor may be longer.
 PIECE_BYTES = 16 << 20
 
 

@@ -12,7 +12,7 @@ from byteps_py.wording import shown
 
 _MAX_SECRET = 1 << 20  # characters to read; the file may be a device that has no end
 _MOUNTS = Path("/proc/self/mountinfo")
-#: Where Docker and Podman put secrets, readable by every user of the container.
+#: The folder where Docker and Podman put secrets, readable by every user of the container.
 _CONTAINER_SECRETS = Path("/run/secrets")
 
 

@@ -22,7 +22,7 @@ from byteps_py.wording import shown
 MIN_SECRET_BYTES = 16
 #: A command that prints a good secret.
 MAKE_SECRET = "head -c 32 /dev/urandom | base64"
-#: By default, a process that is slow but not dead may be silent for this many heartbeat timeouts.
+#: The number of heartbeat timeouts for which a process that is slow but not dead may be silent, by default.
 SLOW_FACTOR = 10
 _ALIKE = 0.8  # similarity from 0 to 1; names that share only their prefix are about half as alike
 

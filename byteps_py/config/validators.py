@@ -90,7 +90,8 @@ _IDENTIFIER = Validator(f"printable characters, at most {_MAX_IDENTIFIER}", _is_
 _PATH = Validator(f"a path of at most {_MAX_PATH_BYTES} bytes, {_MAX_PART_BYTES} in each of its parts", _is_path)
 _COUNT = Validator("a whole number from 0 to 2^62 - 1", lambda number: number < _MAX_COUNT)
 
-#: By field of Settings. Secrets may be any text; VARIABLES has the range or the choices of fields that are not here.
+#: The validators of fields of Settings. Secrets may be any text; VARIABLES has the range or the choices of fields that
+#: are not here.
 VALIDATORS: dict[str, Validator] = {
     "scheduler_host": Validator(f"{_HOST.takes}; so do MASTER_ADDR and --scheduler", is_host),
     "node_host": _HOST,

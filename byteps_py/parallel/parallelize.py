@@ -29,7 +29,7 @@ Module = nn.Module | Pipeline
 DataParallelism = Literal["ddp", "zero1", "zero2", "zero3", "hsdp"]
 NewOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
-#: What copies of the model share through FSDP2, which sums their gradients itself.
+#: The values of ``data`` with which FSDP2 divides states among copies of the model, and sums their gradients itself.
 _FULLY_SHARDED = ("zero2", "zero3", "hsdp")
 #: Schedules that take the optimizer.
 _UNSYNCHRONOUS = ("pipedream", "pipedream-2bw")

@@ -48,7 +48,7 @@ _MANY = MOST // 4
 #: A scan reads the state of every descriptor of the process. Scans for handshakes take at most this part of the time,
 #: beyond so many seconds at once.
 _SCANNING, _AT_ONCE_S = 0.1, 0.02
-#: How many connections that ended without a token are remembered until ``take_refused``.
+#: The most connections that ended without a token and are remembered until ``take_refused``.
 _MOST_REFUSED = 100
 
 
@@ -98,7 +98,7 @@ class Arrivals:
             self._told()
 
     def _want_signals(self, fd: int) -> None:
-        """Of this thread, for arrivals at ``fd``. Raises OSError."""
+        """Let the kernel send signals to this thread for arrivals at ``fd``. Raises OSError."""
         fcntl.fcntl(fd, _F_SETOWN_EX, struct.pack("ii", _F_OWNER_TID, threading.get_native_id()))
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
 
@@ -312,7 +312,7 @@ class CallAuthenticator:
 
     def _scan(self) -> None:
         self._next_scan = None
-        # What is accepted during the scan shows as waiting here.
+        # A connection that is accepted during the scan shows as waiting here.
         are_waiting = self._arrivals is not None and self._arrivals.are_waiting
         after_s = self._connections.scan()
         for address in self._connections.take_refused():

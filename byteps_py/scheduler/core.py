@@ -1,6 +1,6 @@
 """The scheduler as a state machine: events and the time go in, messages to connections come out.
 
-Routes each event to the part that decides: the roster, the group of ranks, the summation services, the watch over
+Routes each event to the component that decides: the roster, the group of ranks, the summation services, the watch over
 heartbeats. Knows no sockets, clocks or threads: time is an argument, in seconds of any steady clock. One thread at a
 time may call. The states are those of job.py.
 """
@@ -144,7 +144,8 @@ class SchedulerCore:
     """One job. ``handle`` and ``tick`` are the only methods that change anything; the messages that they return are to
     be sent in order. ``job``: its state, for questions.
 
-    ``job_class``, ``elastic_class``, ``liveness_class``: the classes of the parts; tests name others in a subclass.
+    ``job_class``, ``elastic_class``, ``liveness_class``: the classes of the components; tests name others in a
+    subclass.
     """
 
     job_class: type[Job] = Job
@@ -268,7 +269,7 @@ class SchedulerCore:
             num_servers=self._config.num_servers,
             stalled=self._watch.stalled(),
             slow=self._watch.slow(),
-            # Of the machine that is behind all others.
+            # The report of the machine that is behind all others.
             shadow=min(protected, key=lambda each: each.step, default=pb.ShadowProtection()),
         )
 

@@ -210,7 +210,7 @@ class Reforming:
 class Elastic:
     """The group of an elastic job, and the machines that wait to join it.
 
-    A part of SchedulerCore, which calls a method for each step of a group's life and carries out the decision of
+    A component of SchedulerCore, which calls a method for each step of a group's life and carries out the decision of
     ``decide``.
     """
 

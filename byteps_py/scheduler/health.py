@@ -31,7 +31,8 @@ LEAST_ROW_ANSWER_S = 0.01
 _LATELY = 1.5
 #: Others must spend this part of the time that a slow rank takes longer waiting.
 _WAITING = 0.5
-#: How often slow members are looked for. It takes time: each of many machines reports on as many servers.
+#: The time between two searches for slow members. A search takes time: each of many machines reports on as many
+#: servers.
 _COMPARE_S = 0.5
 
 

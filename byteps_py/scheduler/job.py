@@ -1,4 +1,4 @@
-"""The state of the whole job on the scheduler, the messages of its parts to members, and the time at which the
+"""The state of the whole job on the scheduler, the messages of its components to members, and the time at which the
 scheduler may exit. Pure.
 
     FORMING ──all have registered──► RUNNING ──all workers left, or stop──► ENDED
@@ -34,7 +34,8 @@ FAILED_LINGER_S = 30.0  # … and one that has failed: trainers notice it at the
 
 
 class Job:
-    """The state that the parts of the scheduler share. ``over_s``: when it ended or failed; None while it goes on."""
+    """The state that the components of the scheduler share. ``over_s``: when it ended or failed; None while it goes
+    on."""
 
     roster_class: type[Roster] = Roster
 

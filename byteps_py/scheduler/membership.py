@@ -174,7 +174,7 @@ class Forming:
         return out
 
 
-#: How long the job waits for a service: one that is started again needs seconds, many on a busy machine.
+#: The time that the job waits for a service: one that is started again needs seconds, many on a busy machine.
 SUCCESSOR_S = 20.0
 
 

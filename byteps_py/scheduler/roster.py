@@ -199,7 +199,7 @@ class Roster:
     """All members of the job, and its epochs. ``epoch``: the latest; 0 before the cluster is complete.
 
     A table: ``admit``, ``remove``, ``complete``, ``regroup`` and ``reassign`` change it. The other methods are
-    questions of all parts of the scheduler.
+    questions of all components of the scheduler.
     """
 
     def __init__(self, config: ClusterConfig) -> None:

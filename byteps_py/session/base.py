@@ -55,9 +55,9 @@ class Session(ABC):
     #: Elastic jobs: the epoch with which this group of ranks began. Later groups have greater epochs.
     since_epoch: int = 0
 
-    #: How far this rank is in sequences of optimizer steps that are the same on all ranks: (steps begun, optimizers
-    #: that have stepped), by sequence. A rank that waits reports it, so that a rank with other optimizers is found. It
-    #: is replaced, never changed.
+    #: The progress of this rank in sequences of optimizer steps that are the same on all ranks: (steps begun,
+    #: optimizers that have stepped), by sequence. A rank that waits reports it, so that a rank with other optimizers is
+    #: found. It is replaced, never changed.
     steps_begun: Mapping[str, tuple[int, int]] = MappingProxyType({})
 
     def note_synced(self) -> None:  # noqa: B027  most sessions have no next group

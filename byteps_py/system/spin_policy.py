@@ -6,7 +6,7 @@ can use its core.
 
 from __future__ import annotations
 
-#: How long to poll: as long as two wake-ups take.
+#: The time to poll: as long as two wake-ups take.
 LOOK_S = 100e-6
 #: Where cores are scarce or other processes late, polling is in vain. After this many vain attempts in a row, only one
 #: of this many waits begins with polling, until polling succeeds again.

@@ -25,8 +25,8 @@ VERSION = 10
 _LAYOUT = struct.Struct("<IBBBB IHHH Q II Q Q Q IQIQ B Q I")
 HEADER_BYTES = _LAYOUT.size
 MAX_WAITED_US = (1 << 32) - 1
-#: Of a message about shadowed states, which is sent in pieces if it is longer than a partition: at ``offset`` of
-#: ``segment_offset`` bytes.
+#: The limit of a message about shadowed states, which is sent in pieces if it is longer than a partition: at ``offset``
+#: of ``segment_offset`` bytes.
 MAX_PIECES_BYTES = 4 << 20
 #: The limit of the bytes that a rank attaches to the record of a step: buffers, and the user's attachments.
 MAX_ATTACHED_BYTES = 256 << 20

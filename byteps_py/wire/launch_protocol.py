@@ -28,7 +28,7 @@ NO_JOURNAL_STATUS = 78
 #: Holds ``descriptor:inode`` of the pipe. The inode shows whether another file has that descriptor by now.
 NOTICE_VARIABLE = "BYTEPS_LAUNCH_WORDS"
 _MAX_CHARS = 30_000  # less than a pipe's buffer, so that a sender never waits for the launcher
-#: How many different errors are shown; there may be as many as ranks.
+#: The most different errors that are shown; there may be as many as ranks.
 _MOST = 4
 #: If a process has not ended so many seconds after its notice, the notice is shown: something keeps the process.
 SHOW_AFTER_S = 15.0

@@ -33,11 +33,11 @@ from byteps_py.wire.record_codec import (
 
 VERSION = 10
 
-#: Of a message about rounds: more are spread over several messages.
+#: The most entries of a message about rounds: more are spread over several messages.
 MAX_ROUNDS = 4096
-#: Of a Declare: with names at their longest it stays below the channel's limit.
+#: The most specs of a Declare: with names at their longest it stays below the channel's limit.
 MAX_SPECS = 100
-#: Of a RecordData.
+#: The most bytes of a RecordData.
 MAX_DATA_BYTES = 128 << 10
 #: A rank that attaches so much to a step waits until a server has the attachment of the step before.
 PACED_BYTES = 1 << 20

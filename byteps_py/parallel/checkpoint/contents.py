@@ -145,9 +145,9 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 # ---- the optimizer -------------------------------------------------------------------------------------------------
 
 
-#: By names of parameters, then of entries.
+#: The states, by names of parameters, then of entries.
 States = dict[str, dict[str, Any]]
-#: Of torch's optimizers: an option of a group, and the first letters of the state that it needs.
+#: Options of groups of torch's optimizers, and the first letters of the state that each needs.
 _NEEDED = {"amsgrad": "max_exp_avg", "centered": "grad_avg"}
 
 
@@ -160,7 +160,7 @@ class OptimizerStates:
             raise UsageError(f"the optimizer is a {type(optimizer).__name__}: give the torch.optim.Optimizer")
         self._whole, self._contents = optimizer, contents
         inner = getattr(optimizer, "optim", None)
-        #: That of this rank's own parameters: inside a ZeroRedundancyOptimizer.
+        #: The optimizer of this rank's own parameters: inside a ZeroRedundancyOptimizer.
         self._own = inner if isinstance(inner, torch.optim.Optimizer) else optimizer
         names: dict[int, list[str]] = {}
         for name, parameter in contents.parameters.items():

@@ -176,7 +176,7 @@ class _Slices(torch.autograd.Function):
 # ---- by torch's kernel for sequences of different lengths ----------------------------------------------------------
 
 
-#: As torch.nn.attention.varlen.varlen_attn.
+#: A function like torch.nn.attention.varlen.varlen_attn.
 VarlenKernel = Callable[..., Any]
 _LARGEST_HEAD = 256  # FlashAttention's
 

@@ -71,7 +71,7 @@ class GatherPlan:
 
 _libc = ctypes.CDLL(None)  # its calls release the GIL
 _libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-#: What a member says of its piece.
+#: A member's message about its piece.
 SAME, CHANGED, NOTHING_KEPT = 0, 1, 2
 
 

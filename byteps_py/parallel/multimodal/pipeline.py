@@ -89,7 +89,7 @@ class MultimodalPipeline(Pipeline):
                 f"the schedule {self.program.name} {whose}: it has no image encoder; choose dapple, interleaved, "
                 "chimera, gpipe or gems"
             )
-        #: Where the encoder runs.
+        #: The place of the encoder.
         self.placement = EncoderPlacement.of(placement)
         if self.placement is not EncoderPlacement.FIRST_STAGE:
             check_modules(self._layout, {"the image encoder": model.encoder})

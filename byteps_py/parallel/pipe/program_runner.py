@@ -29,7 +29,7 @@ from byteps_py.parallel.pipe.trees import flatten
 #: Actions whose receives are posted while an earlier one computes.
 _AHEAD = 2
 
-#: How to call the module for a part.
+#: The call of the module for a part.
 ApplyFor = Callable[[int], Apply]
 Place = tuple[int, int]  # (pipe, stage)
 #: (pipe, connection, whether it is for gradients)
@@ -79,7 +79,7 @@ class ProgramRunner:
         self._to = {stage: [one for one in connections if one.target == stage] for stage in range(last_stage + 1)}
         self._from = {stage: [one for one in connections if one.source == stage] for stage in range(last_stage + 1)}
         self._handed_over: dict[tuple[ChannelKey, int], Any] = {}  # between stages of this worker
-        #: How many gradients come back on a connection for a part.
+        #: The number of gradients that come back on a connection for a part.
         self._due: dict[tuple[int, Connection, int], int] = {}
         self._sent: list[ValueSent] = []  # since the last ``finish``
         self._earlier: list[list[ValueSent]] = []  # before it, oldest first

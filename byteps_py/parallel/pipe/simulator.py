@@ -124,7 +124,7 @@ class SyncMode(enum.Enum):
     AT_END = "at-end"
     #: After the last backward pass of the stage on the worker.
     EAGER = "eager"
-    #: As EAGER if idle time follows, which hides the sum; otherwise as AT_END.
+    #: Like EAGER if idle time follows, which hides the sum; otherwise like AT_END.
     EAGER_OPT = "eager-opt"
 
 

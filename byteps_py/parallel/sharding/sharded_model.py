@@ -36,8 +36,8 @@ class ShardOptions:
     #: True: a segment is freed after its forward pass, and broadcast again for its backward pass. False: it stays until
     #: its backward pass is done. Same meaning as FSDP2's argument of this name.
     reshard_after_forward: bool = True
-    #: Where gradient merge accumulates. "owner": every backward pass reduces; gradients take Ψ/N elements of memory.
-    #: "rank": the last backward pass of a step reduces; gradients take Ψ elements, and 1/k of the traffic.
+    #: The place where gradient merge accumulates. "owner": every backward pass reduces; gradients take Ψ/N elements of
+    #: memory. "rank": the last backward pass of a step reduces; gradients take Ψ elements, and 1/k of the traffic.
     accumulate: Literal["owner", "rank"] = "owner"
     #: More classes of modules whose forward pass reads parameters of their submodules without calling these.
     whole_modules: tuple[type[nn.Module], ...] = ()

@@ -46,7 +46,7 @@ class Strategy:
     optimize_offload: bool = False
     #: A segment closes once it has so many MB (2^20 bytes) of parameters.
     segment_broadcast_MB: float = 32.0  # noqa: N815  Paddle's name
-    #: What cuts segments: their size, or ``segment_anchors``.
+    #: The rule that cuts segments: their size, or ``segment_anchors``.
     sharding_segment_strategy: Literal["segment_broadcast_MB", "segment_anchors"] = "segment_broadcast_MB"
     #: Names of modules or parameters with which segments begin.
     segment_anchors: Sequence[str] = ()

@@ -53,10 +53,10 @@ from byteps_py.scheduler.roster import ClusterConfig, describe
 LIMIT = 5
 STRANGERS_WAIT = 2
 
-#: Where a worker is at home: its machine's id, and its index.
+#: The home of a worker: its machine's id, and its index.
 Home = tuple[str, int]
 
-#: What the scheduler may say because of messages without a number: it may be lost with a connection, as they may.
+#: The answers of the scheduler to messages without a number: they may be lost with a connection, as those may.
 _FLEETING = ("stalled", "stack_report", "slow")
 
 #: The event that a record is of, by the kind of its body.
@@ -239,7 +239,7 @@ class RestartWait:
         if waited_s >= self._strangers_wait_s and (self._has_heir if self._is_anyone_back else self._has_stranger):
             self.state = WaitState.ABANDONED
         elif waited_s >= self._limit_s:
-            # Of a job that was over, all may have left, as they should.
+            # All members of a job that was over may have left, as they should.
             ends = self._is_anyone_back or (job_is_over and not self._has_stranger)
             self.state = WaitState.NOT_WAITING if ends else WaitState.ABANDONED
 

@@ -18,7 +18,7 @@ _CALL = struct.Struct("<8sIII")  # kind, the caller's rank, the listener's rank,
 _MAGIC = b"bps-rank"
 _LENGTH = struct.Struct("<I")
 LENGTH_BYTES = _LENGTH.size
-#: Of a message.
+#: The longest message.
 MOST_BYTES = 4096
 ACCEPTED, REFUSED = b"+", b"-"
 

@@ -62,8 +62,8 @@ INLINE_BYTES = 32 << 10
 CHUNK_BYTES = 1 << 20
 #: Payloads of a stream that not all receivers have acknowledged; a further one has to wait.
 WINDOW = 4
-#: Of the payloads to other machines up to a size, one in this many is acknowledged. Of larger ones each is: a receiver
-#: keeps those that have arrived too early.
+#: One in this many of the payloads to other machines up to a size is acknowledged. Each larger one is: a receiver keeps
+#: those that have arrived too early.
 _ACKNOWLEDGED = 8
 _MOST_UNACKNOWLEDGED_BYTES = 256 << 10
 #: Waiting for the next report of a large payload costs less than copying the bytes that may not have arrived.

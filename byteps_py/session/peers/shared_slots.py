@@ -65,12 +65,12 @@ class SharedSlots:
         self._outboxes, self._waiter, self._announce = host.outboxes, host.waiter, host.announce
         self.block: Block | None = None  # this rank's control lines and slots
         self._segments: dict[int, Segment] = {}  # by rank: those that hold the members' lines and slots
-        #: By rank: the address of the control lines, once it is known.
+        #: The address of the control lines by rank, once it is known.
         self.controls: dict[int, int] = {}
         self._era = -1
         self._first = 0  # steps of earlier operations of this era
         self._operations = 0  # earlier ones, of this era
-        # Of the operation under way:
+        # The operation under way:
         self.key = self._nbytes = self._steps = 0
         self._name = ""
         self._wait: Wait | None = None

@@ -35,7 +35,7 @@ _OF_OTHER_SERVICES = ("BYTEPS_SOCKET_NAME", "DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PO
 #: Sessions of this process so far, by job. All ranks of a job open and close sessions alike, so the services of each
 #: session have a name of their own: a rank that reopens early must not connect to services that others still use.
 _opened: dict[str, int] = {}
-#: By job: the epoch with which the latest group began whose state this process has.
+#: The epoch, by job, with which the latest group began whose state this process has.
 _synced_in: dict[str, int] = {}
 
 

@@ -122,7 +122,7 @@ class Context:
         self.process_sets_added = 0
         self.belongings: dict[type, Closable] = {}  # by type: objects of modules that this one must not know
         self.unfinished: weakref.WeakSet[Unfinished] = weakref.WeakSet()
-        #: What ``join`` completes and ``close`` does not.
+        #: Functions that ``join`` completes and ``close`` does not.
         self.until_join: weakref.WeakSet[Unfinished] = weakref.WeakSet()
         #: Between ranks of different machines; None if there are none, or too many.
         self.connections: JobConnections | None = None

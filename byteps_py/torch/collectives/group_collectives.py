@@ -148,7 +148,7 @@ class GroupCollectives:
         self._gathers = ServiceGathers(members, group_context, completer)
         self.point_to_point = PointToPoint(members, group_context, self.router, streams)
         self._peers = PeerCollectives(members, streams) if streams is not None else None
-        #: How sums are added, by the router's choice.
+        #: The all-reduces, by the router's choice.
         self._all_reduces: dict[Route, AllReduce] = {Route.SERVICE: self._service}
         if streams is not None:
             self._all_reduces[Route.ONE_SHOT] = OneShotAllReduce(members, streams)

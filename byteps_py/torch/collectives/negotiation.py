@@ -82,7 +82,7 @@ class VotingGroup:
         self.peers = cast(PeerTransport, session.peers)
         self.peers.directory.wait_for_all()
         limit_s = context.settings.stall_limit_s
-        #: How long to wait for the others.
+        #: The time to wait for the others.
         self.timeout_s = limit_s + _PATIENCE_S if limit_s else _FOREVER_S
         self.ranks = ranks or range(session.size)
         machines = context.connections.machines if context.connections is not None else None
@@ -92,7 +92,7 @@ class VotingGroup:
         self.count = len(self.ranks)
         #: The ranks of the other members, by position.
         self.others = {p: rank for p, rank in enumerate(self.ranks) if p != self.own}
-        #: How the names of the group's streams end.
+        #: The suffix of the names of the group's streams.
         self.suffix = f"among ranks {', '.join(map(str, self.ranks))}#{session.incarnation}"
 
 

@@ -24,7 +24,7 @@ from byteps_py.torch.collectives.work import Call
 
 #: Operations of a stream that may be under way at once; a further one waits until the first of them is over.
 LANES = 2
-#: How long a call of ``swap`` waits itself. An operation that takes longer becomes a Work like any other.
+#: The time that a call of ``swap`` waits itself. An operation that takes longer becomes a Work like any other.
 _AT_ONCE_S = 0.2
 
 #: The spans for, or from, members of a group, by position. Members without a payload are left out.

@@ -42,7 +42,7 @@ class PlanComparison:
         self._context, self._subject, self._advice, self._group = context, subject, advice, group
         self._is_numbered = is_numbered
         among = f" among {hashlib.blake2b(repr(group).encode(), digest_size=8).hexdigest()}" if group else ""
-        #: What is compared with each other, in order: comparisons of one subject among the same ranks.
+        #: The values that are compared with each other, in order: comparisons of one subject among the same ranks.
         self.kind = f"{subject}{among}"
         self._name = ""  # known with the first exchange
         self._under_way: PieceView | None = None

@@ -32,7 +32,7 @@ from byteps_py.torch.collectives.peer_streams import PeerStreams
 from byteps_py.torch.collectives.router import Route, Router
 from byteps_py.torch.collectives.work import Call, Work
 
-#: How long a receive from any member polls one sender before it polls the next.
+#: The time that a receive from any member polls one sender before it polls the next.
 _POLL_S = 0.002
 
 

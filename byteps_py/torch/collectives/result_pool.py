@@ -44,7 +44,8 @@ class ResultPool:
     def __init__(self, kept_bytes: int = _KEPT_BYTES) -> None:
         self._kept_bytes = kept_bytes
         self._lock = threading.Lock()
-        # Of results that have died. A finalizer may interrupt the thread that holds the lock, so it takes none.
+        # The memory of results that have died. A finalizer may interrupt the thread that holds the lock, so it takes
+        # none.
         self._returned: deque[mmap.mmap] = deque()
         self._free: OrderedDict[int, list[mmap.mmap]] = OrderedDict()  # by size, that used longest ago first
         self._leased_bytes = 0
@@ -109,7 +110,7 @@ def _new(size: int) -> mmap.mmap:
     return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
-#: That of this process.
+#: The pool of this process.
 RESULTS = ResultPool()
 
 

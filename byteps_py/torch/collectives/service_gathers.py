@@ -22,7 +22,7 @@ from byteps_py.torch.collectives.work import Call
 
 #: Operations of a group that may be under way at once; a further one waits until the first of them is over.
 SLOTS = 2
-#: By member: flat tensors of bytes, concatenated.
+#: Flat tensors of bytes by member, concatenated.
 Octets = list[list[torch.Tensor]]
 
 

@@ -11,7 +11,7 @@ from byteps_py.errors import UsageError
 from byteps_py.session.peers import Span
 from byteps_py.torch.collectives.dtypes import as_bytes, check_result, is_plain
 
-#: By member: the tensors sent to it, or received from it, concatenated.
+#: The tensors sent to each member, or received from it, concatenated.
 Pieces = Sequence[Sequence[torch.Tensor]]
 
 

@@ -101,7 +101,7 @@ class ReductionPlan:
         )
         self.has_bool_as_bytes = any(is_reduced_as_bytes(tensor, options.op) for tensor in tensors)
         seen = [torch.uint8 if is_reduced_as_bytes(tensor, options.op) else tensor.dtype for tensor in tensors]
-        #: By tensor: whether it is summed in a wider dtype and divided by this rank.
+        #: For each tensor, whether it is summed in a wider dtype and divided by this rank.
         self.are_summed_wider = [options.op is Average and is_summed_wider(dtype) for dtype in seen]
         self._dtypes = [
             sum_dtype(dtype) if is_wider else options.compression.wire_dtype(dtype)
@@ -128,7 +128,7 @@ class ReductionPlan:
             ]
         #: The number of ranks that contribute.
         self.count = len(options.group) or context.session.size
-        #: How averages of integers are rounded: towards zero in Horovod's operations, down in push_pull.
+        #: The rounding of averages of integers: towards zero in Horovod's operations, down in push_pull.
         self.rounding = "trunc" if options.kind else "floor"
         self._requests: dict[str, list[TensorRequest]] = {}
         #: Decides whether ranks that wait for the sum may add it themselves (all_reduce/negotiated.py).

@@ -27,7 +27,7 @@ from byteps_py.torch.operations import adasum
 from byteps_py.torch.operations.handles import kind_in_group, named_work, result_of, start_when_name_is_free
 from byteps_py.torch.operations.reduction_plans import Adasum, ReduceOp, ReductionOptions, ReductionPlans
 
-#: How long to wait for the other parts of a group after one has failed. Ranks may disagree about the number of parts.
+#: The time to wait for the other parts of a group after one has failed. Ranks may disagree about the number of parts.
 _OTHER_PARTS_S = 10.0
 
 Tensors = Sequence[torch.Tensor]

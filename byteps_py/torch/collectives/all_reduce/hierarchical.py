@@ -108,7 +108,7 @@ class HierarchicalSum:
         self._machine_sum = sums.shared_memory.start(source, share, False, f"{name}.machine", scatters=True)
         self._direct_sum = sums.direct.start(share, self._result, average, name, scatters)
         self._scatters = scatters
-        # Those that add the same share need this member's part of it, which it sends once it has heard from all others.
+        # Those that add the same share need this member's part of it, which it sends once all others have sent.
         self._receipt = StreamReceipt(
             self._begun, is_mutual=True, owner=self, dependents=tuple(sums.direct.others.values())
         )

@@ -30,8 +30,8 @@ from byteps_py.torch.collectives.all_reduce.shares import Chunks, add_to_both, k
 from byteps_py.torch.collectives.dtypes import WIRE
 from byteps_py.torch.collectives.router import Route
 
-#: What a member writes in a step. Half as much takes 1.07 to 1.15 times as long; twice as much 0.93 times, on another
-#: processor 1.1 times.
+#: The bytes that a member writes in a step. Half as much takes 1.07 to 1.15 times as long; twice as much 0.93 times, on
+#: another processor 1.1 times.
 SLOT_BYTES = 256 << 10
 
 
@@ -63,7 +63,7 @@ class SharedMemoryAllReduce:
 
     route = Route.SHARED_MEMORY
 
-    #: How long to poll for a step once all members have begun: they have nothing else to do before the end. A rank that
+    #: The time to poll for a step once all members have begun: they have nothing else to do before the end. A rank that
     #: shares its core with another one also waits for that rank's steps.
     step_spin_s = 1e-3
 
