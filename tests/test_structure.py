@@ -229,6 +229,32 @@ def test_functions_have_few_parameters() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+#: Where state machines live.
+CORES = (
+    "worker/core/*.py",
+    "server/*.py",
+    "byteps_py/scheduler/**/*.py",
+    "byteps_py/session/peers/resumable_stream.py",
+)
+MOST_METHODS = 8
+
+
+def test_a_core_with_many_methods_says_why() -> None:
+    """A state machine has one door, ``handle``, and a few questions; a part of one, or a table, says that it is one."""
+    wrong = []
+    for path in sorted(path for pattern in CORES for path in ROOT.glob(pattern)):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                public = [
+                    each.name
+                    for each in node.body
+                    if isinstance(each, ast.FunctionDef) and each.name[0] != "_" and not each.decorator_list
+                ]
+                if len(public) > MOST_METHODS and "method" not in (ast.get_docstring(node) or ""):
+                    wrong.append(f"{path.relative_to(ROOT)}: {node.name} has {', '.join(public)}")
+    assert not wrong, "\n".join(wrong)
+
+
 #: What LLVM compiles for a processor that this one is not, and where nothing can be kept.
 MAY_REPLACE = {"test_kernels_process.py", "test_deploy.py"}
 

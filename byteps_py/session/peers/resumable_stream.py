@@ -25,8 +25,11 @@ _LAST_KIND = max(StreamFrameKind)
 
 
 class ResumableStream:
-    """One rank's end. ``given``: frames to be sent so far. ``confirmed``: the number that the other end has
-    reported."""
+    """One rank's end, a part of PeerConnection, which calls a method for each step of a frame's way.
+
+    ``given``: frames to be sent so far. ``confirmed``: the number that the other end has
+    reported.
+    """
 
     def __init__(self) -> None:
         self._kept: deque[tuple[Data, object]] = deque()  # from ``confirmed`` on: bodies, and their owners
