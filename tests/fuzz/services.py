@@ -10,6 +10,7 @@ from typing import Any, cast
 from google.protobuf.message import DecodeError
 
 from byteps_py.config.settings import Settings
+from byteps_py.dataplane.traffic import Traffic
 from byteps_py.errors import BytePSError, PeerLostError
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.runtime import Runtime
@@ -114,7 +115,8 @@ class _Link:
     is_open, is_local, address = True, False, "tcp://node0:7000"
     bytes_sent = bytes_received = 0
 
-    def __init__(self, *_: object, **__: object) -> None: ...
+    def __init__(self, *_: object, **__: object) -> None:
+        self.traffic = Traffic()
 
     def push(self, header: Header, payload: Block | None, offset: int, answer: Block | None) -> None:
         header.pack()
