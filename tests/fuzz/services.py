@@ -114,6 +114,7 @@ class _Link:
 
     is_open, is_local, address = True, False, "tcp://node0:7000"
     bytes_sent = bytes_received = 0
+    traffic = Traffic()
 
     def __init__(self, *_: object, **__: object) -> None:
         self.traffic = Traffic()
@@ -256,6 +257,9 @@ class ServiceHears(Target):
                     self._groups += slot.tensor is not None
             self._read()
             service._tick()
+            service._settle()
+            if group is not None:
+                group.waits.vain(service._loop.time())
             service._pump()
         except PeerLostError:
             pass  # a rank's end, here
