@@ -162,7 +162,7 @@ class EventLoop:
             heapq.heappop(self._timers)[2]()
 
     def _run_posted(self) -> None:
-        # Only what was posted before: a callback that posts again must not starve the sockets.
+        # Only callbacks that were posted before: a callback that posts again must not starve the sockets.
         for _ in range(len(self._posted)):
             self._posted.popleft()()
 

@@ -322,7 +322,7 @@ class _Unpickler(pickle.Unpickler):
             return super().find_class(module, name)
         if module.startswith(_PACKAGES):
             found = super().find_class(module, name)
-            # Only classes that the module defines: its namespace also holds what it imports.
+            # Only classes that the module defines: its namespace also holds its imports.
             if found is message or (isinstance(found, type) and found.__module__ == module):
                 return found
         raise JournalError(

@@ -470,7 +470,7 @@ class MemberLinks:
 
     def _resume(self, known: MemberLink, newcomer: MemberLink, register: pb.Register, now_s: float) -> list[Sent]:
         stream = newcomer.stream
-        is_older = register.received > known.outbox.last  # this journal, than what the member knows
+        is_older = register.received > known.outbox.last  # this journal, than the member knows
         if not is_older and (stream is None or not self._is_member(known)):
             newcomer.received = known.received  # the member sees whether this is the journal that it knows
             why = known.over or self.core.reason

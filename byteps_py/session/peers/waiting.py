@@ -142,5 +142,5 @@ class PeerWaiter:
         """The wait is over, successful or not. The service ends the job for a wait whose end is never reported."""
         if wait.id:
             wait_id, wait.id = wait.id, 0
-            with contextlib.suppress(BytePSError):  # the caller finds out what has ended the session
+            with contextlib.suppress(BytePSError):  # the caller finds the error that has ended the session
                 self._host.send(protocol.WaitEnded(wait_id))
