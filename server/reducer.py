@@ -71,7 +71,7 @@ def plan(op: Op, arrivals: Sequence[Arrival]) -> KernelCall:
     return KernelCall(inputs, tuple(outputs), result, blames)
 
 
-def hand_on(
+def copy_to_moved(
     runtime: Runtime, arrivals: Sequence[Arrival], waiting: Sequence[Arrival], result: PayloadMemory | None
 ) -> None:
     """Copy a result for local machines that connected again while their round was being reduced: they want it in

@@ -167,7 +167,7 @@ class Rounds(Generic[C]):
             self._take_back(round_, header.sender)
             self._tidy(partition)
 
-    def gone(self, origin: object) -> None:
+    def on_origin_lost(self, origin: object) -> None:
         """The peer ``origin`` has disconnected: it can't be answered. Rounds that are being reduced go on, for the
         others."""
         self._release([c for c in self._held if c.origin is origin])

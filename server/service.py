@@ -43,7 +43,7 @@ from byteps_py.runtime import Runtime
 from byteps_py.server.arrival import Arrival, FrameMemory, PayloadMemory
 from byteps_py.server.checkpoint_starter import CheckpointStarter
 from byteps_py.server.contribution_listeners import ContributionListener, LocalListener
-from byteps_py.server.reducer import Reducer, hand_on, plan
+from byteps_py.server.reducer import Reducer, copy_to_moved, plan
 from byteps_py.server.round_state import (
     AWAITED_AFTER_S,
     Action,
@@ -287,7 +287,7 @@ class SummationService:
             peer.tell(header, payload)
 
     def _on_gone(self, peer: Peer) -> None:
-        self._rounds.gone(peer)
+        self._rounds.on_origin_lost(peer)
 
     def _perform(
         self, actions: list[Action[Arrival]], result: PayloadMemory | None, blame: int = 0, complete_s: float = 0.0
@@ -327,7 +327,7 @@ class SummationService:
                 if isinstance(answer, Answer):
                     if self._take_sum is not None and header.op is Op.SUM:
                         self._take_sum(header, todo.result)
-                    hand_on(self._runtime, arrivals, answer.contributions, todo.result)
+                    copy_to_moved(self._runtime, arrivals, answer.contributions, todo.result)
             self._perform(actions, todo.result, blame, complete_s)
 
         self._reducer.start(header.op, header.dtype, header.length, todo, done)

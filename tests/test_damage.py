@@ -166,7 +166,7 @@ def test_after_many_that_came_damaged_in_a_row_there_is_a_new_connection(
             header = header_for(0, line._data, round=2, index=index, flags=flags)
             line.link.push(header, Block(0, 0, len(line._data), 0), 0, None)
 
-    monkeypatch.setattr(line.link, "_on_again", lambda: push(RESENT))
+    monkeypatch.setattr(line.link, "_on_reconnected", lambda: push(RESENT))
     line.loop.post(lambda: push(0))
     for index in range(_MOST_DAMAGED):
         line.other.push(both[1].tobytes(), round=2, index=index)

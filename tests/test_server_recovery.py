@@ -120,7 +120,7 @@ def test_what_comes_late_from_a_closed_connection_replaces_nothing(is_reducing: 
     rounds.contribution(now, 0.0)
     if not is_reducing:
         assert rounds.contribution(late, 0.0) == []
-        rounds.gone("closed")
+        rounds.on_origin_lost("closed")
     round_ = reduction(rounds.contribution(other, 0.0))
     if is_reducing:
         assert rounds.contribution(late, 0.0) == []

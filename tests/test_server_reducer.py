@@ -12,7 +12,7 @@ import zmq
 from byteps_py.runtime import Runtime
 from byteps_py.server.arrival import Arrival, FrameMemory
 from byteps_py.server.contribution_listeners import LocalPeer
-from byteps_py.server.reducer import hand_on, plan
+from byteps_py.server.reducer import copy_to_moved, plan
 from byteps_py.tensors import Op
 from byteps_py.wire.data_link import NO_RESULT, SUPPLY, Header, Kind
 
@@ -31,14 +31,14 @@ def memory(data: bytes) -> FrameMemory:
 def test_a_machine_that_connects_again_meanwhile_finds_the_result_where_it_looks(is_in_shared_memory: bool) -> None:
     result, before, now = memory(b"result"), memory(b"result"), memory(b"......")
     first, other = arrival(0, before if is_in_shared_memory else None), arrival(1, None)
-    hand_on(REAL, [first, other], [arrival(0, now), other], None if is_in_shared_memory else result)
+    copy_to_moved(REAL, [first, other], [arrival(0, now), other], None if is_in_shared_memory else result)
     assert ctypes.string_at(now.address, now.nbytes) == b"result"
 
 
 def test_a_machine_that_did_not_reconnect_has_the_result_already() -> None:
     answer = memory(b"......")
     one = arrival(0, answer)
-    hand_on(REAL, [one], [one], memory(b"result"))
+    copy_to_moved(REAL, [one], [one], memory(b"result"))
     assert ctypes.string_at(answer.address, answer.nbytes) == b"......"
 
 

@@ -209,7 +209,7 @@ def test_a_repetition_on_a_new_connection_takes_the_place_of_the_first() -> None
     rounds.contribution(given(0), 0.0)
     again = given(0, origin="a new connection")
     rounds.contribution(again, 0.0)
-    rounds.gone(ORIGINS[0])  # the old connection's end takes nothing with it
+    rounds.on_origin_lost(ORIGINS[0])  # the old connection's end takes nothing with it
     round_ = reduction(rounds.contribution(given(1), 0.0))
     assert round_.in_order()[0] is again
     assert rounds.counters.bytes_in_flight == 128
@@ -268,7 +268,7 @@ def test_contributions_that_wait_for_an_epoch_are_bounded() -> None:
     for index in range(HELD_COUNT):
         assert rounds.contribution(given(0, index=index), 0.0) == []
     assert "too much waits for it" in refusal(rounds.contribution(given(0, index=HELD_COUNT), 0.0))[1]
-    rounds.gone(ORIGINS[0])
+    rounds.on_origin_lost(ORIGINS[0])
     assert rounds.counters.bytes_in_flight == 0
     assert "too much waits for it" in refusal(rounds.contribution(given(0, nbytes=1 << 40), 0.0))[1]
 
@@ -293,7 +293,7 @@ def test_keys_that_one_machine_alone_gives_to_are_bounded() -> None:
     assert give(0, 4) == []
     assert give(0, 4, generation=2) == []  # in the place of the first
     assert "already holds 3 other tensors" in refusal(give(0, 5))[1]
-    rounds.gone(ORIGINS[0])
+    rounds.on_origin_lost(ORIGINS[0])
     for key in (5, 6, 7):
         assert give(0, key) == []
     assert rounds.membership(2, 3, now=0.0, since_epoch=2) == []
@@ -325,11 +325,11 @@ def test_rounds_outlive_an_epoch_of_the_same_machines_and_no_other() -> None:
 def test_a_machine_that_goes_takes_its_part_along() -> None:
     rounds = started(2)
     rounds.contribution(given(0), 0.0)
-    rounds.gone(ORIGINS[0])
+    rounds.on_origin_lost(ORIGINS[0])
     assert (rounds.counters.bytes_in_flight, rounds.stalled(9.0)) == (0, [])
     rounds.contribution(given(1), 0.0)
     round_ = reduction(rounds.contribution(given(0, origin="back again"), 0.0))
-    rounds.gone(ORIGINS[1])  # too late: the others get their answer
+    rounds.on_origin_lost(ORIGINS[1])  # too late: the others get their answer
     assert len(answered(rounds.reduced(round_))) == 2
 
 

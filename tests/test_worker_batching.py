@@ -52,7 +52,7 @@ def linked() -> tuple[BatchingLink, Link, Loop]:
 def test_a_declaration_with_none_before_it_goes_at_once() -> None:
     batching, link, loop = linked()
     batching.send(declare("a", "b"))
-    batching.heard(verdicts("a", "b"))
+    batching.on_message(verdicts("a", "b"))
     batching.send(declare("c"))
     assert link.sent == ["a,b", "c"]
     assert loop.timers == []
@@ -63,12 +63,12 @@ def test_those_that_follow_wait_for_its_verdict_and_go_together() -> None:
     for name in "abcd":
         batching.send(declare(name))
     assert link.sent == ["a"]
-    batching.heard(verdicts("a"))
+    batching.on_message(verdicts("a"))
     assert link.sent == ["a", "b,c,d"]
     batching.send(declare("e"))
-    batching.heard(verdicts("b", "d"))  # c is not decided
+    batching.on_message(verdicts("b", "d"))  # c is not decided
     assert link.sent == ["a", "b,c,d"]
-    batching.heard(verdicts("c"))
+    batching.on_message(verdicts("c"))
     assert link.sent == ["a", "b,c,d", "e"]
 
 
@@ -82,7 +82,7 @@ def test_they_do_not_wait_long_for_a_verdict_that_needs_others() -> None:
     batching.send(declare("d"))
     loop.expire()
     assert link.sent == ["a", "b,c", "d"]
-    batching.heard(verdicts("a", "b", "c", "d"))
+    batching.on_message(verdicts("a", "b", "c", "d"))
     loop.expire()
     assert link.sent == ["a", "b,c", "d"]
 

@@ -32,7 +32,7 @@ def test_what_an_ended_server_may_have_written_is_free() -> None:
     assert not memory.take_abandoned(answer(parts[0], made.round, blocks[0]), HERE)
     assert memory.give_answer_block(parts[0]) == blocks[0]
     assert memory.take_abandoned(answer(parts[1], made.round, blocks[1]), THERE)
-    memory.let_go()
+    memory.release()
 
 
 def test_a_partition_that_comes_back_in_the_same_round_is_answered_in_another_block() -> None:
@@ -50,4 +50,4 @@ def test_a_partition_that_comes_back_in_the_same_round_is_answered_in_another_bl
     assert not memory.take_abandoned(answer(part, made.round, before[0]), HERE)
     memory.free_abandoned(HERE)
     assert {memory.machine.allocate(4096).offset for _ in before} == {block.offset for block in before}
-    memory.let_go()
+    memory.release()

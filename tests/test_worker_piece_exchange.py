@@ -165,7 +165,7 @@ class Machine:
             data = bytes(self.world.memory[start : start + serve.request.length])
             place = self.world.block(len(data))
             self.world.memory[place.address : place.address + len(data)] = data
-            asker.receipts.came(asker.way(transfer), transfer.round, len(data), transfer.total)
+            asker.receipts.arrived(asker.way(transfer), transfer.round, len(data), transfer.total)
             self.world.due.append(asker.say_due)
             asker.run(asker.direct.handle(PieceArrived(transfer, place.address), self.world.now))
 

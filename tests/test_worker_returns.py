@@ -73,7 +73,7 @@ class Machine:
             runtime, cast(Any, _All()), self.memory, Cores(nothing, pipeline, nothing, nothing), 0, nothing, self._fail
         )
         self.network = self.executor.network = _Network(
-            runtime, Settings(), topology(), self.memory, self.executor.answered, self.executor.again, nothing
+            runtime, Settings(), topology(), self.memory, self.executor.answered, self.executor.on_reconnected, nothing
         )
         self.line = cast(Line, self.network._links[HERE])
         slots = [slot(0), slot(1)]

@@ -87,7 +87,7 @@ def test_what_is_attached_is_sent_in_pieces_and_once_more_on_a_new_connection() 
         assert (server, header.key, header.index, header.round) == (10, 5, 0, 2)
         assert (header.offset, header.length, header.segment_offset) == (start, len(data), len(attached))
         assert data == attached[start : start + 4096]
-    shadows.again(10)
+    shadows.on_reconnected(10)
     assert sent.sent == first
 
 

@@ -62,14 +62,14 @@ def test_it_stays_for_pieces_that_nobody_has_asked_for_and_until_they_have_left(
     machine.is_owing = True
     machine.shutdown_drain.dismissed()
     machine.shutdown_drain.go()
-    machine.shutdown_drain.settle()
+    machine.shutdown_drain.drain()
     assert not machine.stops
     machine.is_owing = False
-    machine.shutdown_drain.settle()
+    machine.shutdown_drain.drain()
     assert not machine.stops
     delay_s, end = machine.loop.timers[-1]
     assert delay_s < 1
-    machine.shutdown_drain.settle()
+    machine.shutdown_drain.drain()
     assert not machine.stops
     end()
     assert machine.stops == 1
@@ -90,7 +90,7 @@ def test_others_hear_when_it_lacks_nothing_of_theirs() -> None:
     assert machine.shutdown_drain.are_gone([2, 3])
     assert not machine.shutdown_drain.are_gone([1, 2])
     machine.is_lacking = False
-    machine.shutdown_drain.settle()
+    machine.shutdown_drain.drain()
     assert [list(message.settled.ranks) for message in machine.sent] == [[2, 3]]
 
 
@@ -230,7 +230,7 @@ def test_other_machines_may_ask_once_whoever_answers_knows_the_group() -> None:
     assert opened == []
     group.open()
     assert opened == [0, -1]
-    group.requests.memory.let_go()
+    group.requests.memory.release()
 
 
 @pytest.mark.parametrize(("gone", "timers"), [([], 1), ([1], 1), ([1, 2], 0)])

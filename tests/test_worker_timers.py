@@ -87,7 +87,7 @@ def test_of_a_group_that_is_over_no_wait_is_in_vain() -> None:
 
 def test_ranks_that_wait_to_leave_are_looked_at_until_all_have_heard() -> None:
     answers = [True, True, False]
-    service = Service(SimpleNamespace(settle=lambda gone: answers.pop(0), requested=lambda request: None))
+    service = Service(SimpleNamespace(drain=lambda gone: answers.pop(0), requested=lambda request: None))
     service._settle()
     service._requested(Receipt(1, 7, 1, 0, 1))  # it may be what they wait for
     assert len(service.loop.timers) == 1

@@ -129,7 +129,7 @@ class Group:
         self.network: Network | None = None
         if topology.machines > 1 or topology.cpu_servers:  # these can keep copies of a machine's states
             self.network = executor.network = self.network_class(
-                runtime, settings, topology, memory, executor.answered, executor.again, around.server_lost
+                runtime, settings, topology, memory, executor.answered, executor.on_reconnected, around.server_lost
             )
         self.joining = self.joining_class(topology, self.agreement, direct, executor, send, fail)
         self.requests = self.requests_class(topology, memory, self.agreement, pipeline, direct, executor, self.joining)
@@ -168,7 +168,7 @@ class Group:
     def end(self) -> None:
         """The ranks are a group no more. Another may follow, with nothing of this one."""
         self.executor.abandon()
-        self.requests.memory.let_go()
+        self.requests.memory.release()
         if self.network is not None:
             self.network.close()
         if self._around.peers is not None:
@@ -202,7 +202,7 @@ class Group:
 
     # ---- what the scheduler has decided ------------------------------------------------------------------
 
-    def heard(self, message: pb.SchedulerMessage) -> None:
+    def on_message(self, message: pb.SchedulerMessage) -> None:
         match message.WhichOneof("body"):
             case "verdicts":
                 self._decide(message.verdicts)
@@ -212,7 +212,7 @@ class Group:
             case "release":
                 self.requests.release_barrier(message.release.sequence)
             case "joined":
-                self.joining.told(message.joined)
+                self.joining.on_join(message.joined)
             case "all_joined":
                 self.joining.all_joined(message.all_joined.last, message.all_joined.direct_round)
 
@@ -260,15 +260,15 @@ class Group:
         """See PieceExchange."""
         return self._direct.owes(gone)
 
-    def settle(self, gone: set[int]) -> bool:
+    def drain(self, gone: set[int]) -> bool:
         """Tell local ranks that wait for it that others, but for those that are ``gone``, have what these gave. True if
         some wait on."""
         rank_server, waits = self._around.rank_server, False
-        for local_rank in rank_server.settling():
+        for local_rank in rank_server.draining():
             if self._direct.owes(gone, local_rank):
                 waits = True
             else:
-                rank_server.settled(local_rank)
+                rank_server.drained(local_rank)
         return waits
 
     def lacks(self, gone: set[int]) -> bool:
@@ -307,10 +307,10 @@ class Group:
             statistics.bytes_received += self.network.bytes_received
             statistics.bytes_local += self.network.bytes_local
 
-    def look_at(self, ranks: Iterable[int]) -> None:
+    def sample_stacks(self, ranks: Iterable[int]) -> None:
         """Others wait for these ranks: what are those of this machine doing?"""
         found = (self.topology.local_rank_of(rank) for rank in ranks)
-        self._stack_sampler.look(local_rank for local_rank in found if local_rank is not None)
+        self._stack_sampler.sample(local_rank for local_rank in found if local_rank is not None)
 
     def _saw(self, local_rank: int, text: str) -> None:
         rank = self.topology.first_rank + local_rank

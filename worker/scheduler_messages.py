@@ -54,7 +54,7 @@ class BatchingLink:
             self._is_timed = True
             self._loop.call_later(INTERVAL_S, self._expire)
 
-    def heard(self, message: pb.SchedulerMessage) -> None:
+    def on_message(self, message: pb.SchedulerMessage) -> None:
         """The scheduler said this; to be called once it has been acted on."""
         if message.HasField("verdicts"):
             self._undecided.difference_update(verdict.name for verdict in message.verdicts.verdicts)

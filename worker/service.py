@@ -131,7 +131,7 @@ class CommunicationService:
         self._loop.post(self._told_to_end)
 
     def _told_to_end(self) -> None:
-        staying = self._rank_server.hear()
+        staying = self._rank_server.receive_all()
         if self._rejoining is not None and self._rejoining.leave():
             return
         if staying and self._group is not None:
@@ -207,10 +207,10 @@ class CommunicationService:
             valid_s = 2 * silence_s(self._settings, self._loop)
             self._suspicions.asked(message.still.member_id, self._loop.time(), valid_s)
         elif body == "stalled":
-            self._stall_deadline.said(message.stalled.message)
+            self._stall_deadline.explained(message.stalled.message)
             logger.warning("%s", message.stalled.message)
             if self._group is not None:
-                self._group.look_at(message.stalled.missing)
+                self._group.sample_stacks(message.stalled.missing)
         elif body == "slow":
             logger.warning("%s", message.slow.message)
             if self._group is not None and message.slow.unserved:
@@ -236,8 +236,8 @@ class CommunicationService:
             logger.info("the scheduler ends the job: %s", message.stop.reason)
             self._stopped(message.stop.reason)
         elif self._group is not None:
-            self._group.heard(message)
-            self._link.heard(message)
+            self._group.on_message(message)
+            self._link.on_message(message)
 
     def _stopped(self, reason: str) -> None:
         """The scheduler ends the job. Ranks that are at work, or wait for a group of an elastic job, hear why."""
@@ -409,19 +409,19 @@ class CommunicationService:
             self._group.requested(request)
             if isinstance(request, Receipt):
                 if self._shutdown_drain.is_waiting:
-                    self._shutdown_drain.settle()
+                    self._shutdown_drain.drain()
                 if self._is_settling:
                     self._settle()
 
     def _settle(self) -> None:
         """Tell ranks that nothing of theirs is needed here any more, as far as is known; while some wait to hear it,
         again and again."""
-        waits = self._group is not None and self._group.settle(self._shutdown_drain.gone)
+        waits = self._group is not None and self._group.drain(self._shutdown_drain.gone)
         if waits and not self._is_settling:
             self._is_settling = True
-            self._loop.call_later(_TICK_S, self._settle_again)
+            self._loop.call_later(_TICK_S, self._drain_again)
 
-    def _settle_again(self) -> None:
+    def _drain_again(self) -> None:
         self._is_settling = False
         self._settle()
 

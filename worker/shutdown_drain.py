@@ -89,7 +89,7 @@ class ShutdownDrain:
         """These ranks of another machine are gone, which waits to hear that this one lacks nothing of theirs."""
         self._departed.append(set(ranks))
         self.gone.update(ranks)
-        self.settle()
+        self.drain()
 
     def end(self) -> None:
         """The group is over: nobody waits to hear anything."""
@@ -99,13 +99,13 @@ class ShutdownDrain:
     def _look_later(self) -> None:
         if not self.is_waiting and (self._departed or self._has_owed):
             self.is_waiting = True
-            self._loop.call_later(_AGAIN_S, self._look_again)
+            self._loop.call_later(_AGAIN_S, self._check_again)
 
-    def _look_again(self) -> None:
+    def _check_again(self) -> None:
         self.is_waiting = False
-        self.settle()
+        self.drain()
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Say so where it is true by now."""
         lacking = []
         for ranks in self._departed:

@@ -217,11 +217,11 @@ class Machine:
         for message in sent:
             message.SerializeToString()
             for answer in self._answers(message):
-                self.group.heard(answer)
+                self.group.on_message(answer)
         self.loop.run_posted()
         # Who gave a way to show its stack would get a signal.
         ranks = self.group.executor.ranks.values()
-        self.group.look_at([rank.local_rank for rank in ranks if rank.stack_fd < 0])
+        self.group.sample_stacks([rank.local_rank for rank in ranks if rank.stack_fd < 0])
         pb.Heartbeat(waiting=self.group.waits.longer_than(0.0, time.monotonic())).SerializeToString()
 
     def _answers(self, message: pb.MemberMessage) -> Iterable[pb.SchedulerMessage]:

@@ -83,7 +83,7 @@ class Orders(Target):
             if message.HasField("membership"):
                 machine.group.change(message.membership)
             else:
-                machine.group.heard(message)
+                machine.group.on_message(message)
         except ProtocolError as error:
             str(error).encode()
             is_over = True

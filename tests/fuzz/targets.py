@@ -179,7 +179,7 @@ class ServerRounds(Target):
         if header.kind is Kind.WITHDRAW:
             rounds.withdraw(header)
         elif header.kind is Kind.HELLO:
-            rounds.gone(self._origins[header.sender % 2])
+            rounds.on_origin_lost(self._origins[header.sender % 2])
         elif header.kind is Kind.PROBE:
             self._end_reductions()
         elif header.kind in (Kind.PUSH, Kind.PULL, Kind.PASS):

@@ -141,7 +141,7 @@ class WorkOnAfterTheEnd(Mutation):
     class group(Group):
         def end(self) -> None:
             self.executor.abandon()
-            self.requests.memory.let_go()
+            self.requests.memory.release()
 
 
 class _Unplanned(Elastic):

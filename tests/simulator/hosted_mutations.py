@@ -174,9 +174,9 @@ class TellOfUpdatesWhileTheyAreMade(Mutation):
 
 class EndAPhaseWithItsFirstPartition(Mutation):
     class hosted_steps(HostedSteps):
-        def kept(self, part: OwnedPart) -> Iterable[HostedAction]:
+        def on_kept(self, part: OwnedPart) -> Iterable[HostedAction]:
             self._open[self._slot_of(part).id] = 1
-            return super().kept(part)
+            return super().on_kept(part)
 
 
 class GoOnWithAnEndedGroup(Mutation):

@@ -42,7 +42,7 @@ class Unbatched:
     def __init__(self, link: Any, _: object) -> None:
         self.send, self.close = link.send, link.close
 
-    def heard(self, _: object) -> None:
+    def on_message(self, _: object) -> None:
         pass
 
     def forget(self) -> None:
@@ -294,7 +294,7 @@ class LoseWhatWasOnTheWire(Mutation):
     """Nothing is sent again when a connection breaks."""
 
     class executor(Executor):
-        def again(self, server: int) -> None:
+        def on_reconnected(self, server: int) -> None:
             pass
 
 

@@ -131,7 +131,7 @@ class TcpLink(ServerLink):
         self._machine = sender
         self._group = target.group
         self._patience_s = settings.heartbeat_timeout_s
-        self._on_again = events.on_again
+        self._on_reconnected = events.on_reconnected
         self._on_lost = events.on_lost
         self._is_up = False
         self._peer: TcpPeer
@@ -252,7 +252,7 @@ class TcpLink(ServerLink):
         self._open()
         fresh = self.connection
         self._loop.call_later(self._patience_s, lambda: self._give_up(fresh))
-        self._on_again()
+        self._on_reconnected()
 
     def _give_up(self, connection: Connection) -> None:
         if self.is_current(connection) and not self._is_up:

@@ -59,7 +59,7 @@ class ForgetWhatWasSaidOfPieces(Mutation):
 
     class peers(PeerMachines):
         class receipts_class(Receipts):
-            def said(self, machine: int) -> Any:
+            def sent_to(self, machine: int) -> Any:
                 return []
 
 

@@ -217,9 +217,9 @@ class SendTheRecordAgainWithoutItsPieces(Mutation):
     class shadows(Shadows):
         is_again = False
 
-        def again(self, server: int) -> None:
+        def on_reconnected(self, server: int) -> None:
             self.is_again = True
-            super().again(server)
+            super().on_reconnected(server)
             self.is_again = False
 
         def _tell_pieces(self, server: int, header: Header, payload: Any) -> None:

@@ -85,7 +85,7 @@ class StallDeadline:
         self.away_since_s: float | None = None  # of the scheduler; None while it is here
         self._said: list[str] = []  # by the scheduler about stalls, the latest first
 
-    def said(self, sentence: str) -> None:
+    def explained(self, sentence: str) -> None:
         """The scheduler has named ranks that others wait for."""
         self._said = [sentence, *self._said[:_SAID_KEPT]]
 

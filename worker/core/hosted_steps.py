@@ -271,7 +271,7 @@ class HostedSteps:
         self._open.pop(slot.id, None)
         self._watching.pop(slot.id, None)
 
-    def kept(self, part: OwnedPart) -> Iterable[HostedAction]:
+    def on_kept(self, part: OwnedPart) -> Iterable[HostedAction]:
         """A partition's step that is not the last of its round is made."""
         slot = self._move(part, SUMMED)
         if slot.id not in self._open:
@@ -307,7 +307,7 @@ class HostedSteps:
         self._move(part, STEPPING)
         return MakeStep(part, part.inputs, divisor, parameters.tensor, parameters.by_source[part.index], is_last)
 
-    def over(self, part: OwnedPart) -> None:
+    def on_over(self, part: OwnedPart) -> None:
         """A partition's step is made, or given up."""
         self._move(part, SUMMING)
         part.inputs = ()

@@ -39,8 +39,8 @@ from byteps_py.worker.core.piece_rounds import (
     drop_if_taken,
     end,
     finish,
-    let_go,
     parties,
+    release,
     serve,
     taken,
     takers,
@@ -134,7 +134,7 @@ class PieceExchange:
         self._by_slot[slot.id] = self._by_slot.pop(old.id)
         slot.round = old.round
         member.outgrown.append((old.round, old))
-        return let_go(member)
+        return release(member)
 
     def _ready(self, event: PiecesReady, now: float) -> list[DirectAction]:
         slot, round_, layout = event.slot, event.round, event.layout
@@ -215,7 +215,7 @@ class PieceExchange:
             del source.offers[round_].left[target.position]
             if drop_if_taken(source, round_):
                 if source.outgrown:
-                    actions += let_go(source)
+                    actions += release(source)
                 if source is not target:
                     actions += finish(source)
             actions += finish(target)
@@ -231,7 +231,7 @@ class PieceExchange:
             slot.copies -= 1
         for member in transfer.targets:
             if member.outgrown:
-                actions += let_go(member)
+                actions += release(member)
             if not member.awaits(transfer.source, transfer.round):
                 continue  # it was abandoned
             member.due[transfer.source] -= transfer.length

@@ -55,7 +55,7 @@ def arrived(member: Member, transfer: Transfer) -> list[DirectAction]:
     return [Show(member.slot, chunks)] if chunks else []
 
 
-def let_go(member: Member) -> list[DirectAction]:
+def release(member: Member) -> list[DirectAction]:
     """Slots it has outgrown, whose rounds are all over, and to which nothing is copied any more: a round may have been
     abandoned in the middle."""
     over = [
@@ -135,7 +135,7 @@ def compare(channel: ExchangedTensor, source: Member, sent: int, target: Member,
 def end(member: Member, round_: int) -> list[DirectAction]:
     """All that may have come to its end: what was offered in a round, the current one, memory."""
     drop_if_taken(member, round_)
-    return [*finish(member), *let_go(member)]
+    return [*finish(member), *release(member)]
 
 
 def agreeing(

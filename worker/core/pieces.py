@@ -263,7 +263,7 @@ class Receipts:
         self._whole: dict[Way, list[int]] = {}  # the last two rounds
         self._unsaid: dict[Way, list[int]] = {}
 
-    def came(self, way: Way, round_: int, nbytes: int, total: int) -> None:
+    def arrived(self, way: Way, round_: int, nbytes: int, total: int) -> None:
         """``nbytes`` more of the piece of a round, which has ``total``."""
         if not total:
             return  # no machine keeps anything
@@ -295,7 +295,7 @@ class Receipts:
         self._unsaid.clear()
         return due
 
-    def said(self, machine: int) -> Iterable[tuple[Way, int]]:
+    def sent_to(self, machine: int) -> Iterable[tuple[Way, int]]:
         """The messages to a machine that it may not have received, sent or not."""
         return [(way, round_) for way, rounds in self._whole.items() if way.machine == machine for round_ in rounds]
 

@@ -251,7 +251,7 @@ class RoundPipeline:
         return [*self.hosted.watch(event.slot)]
 
     def _give_up(self, part: OwnedPart) -> list[Action]:
-        self.hosted.over(part)
+        self.hosted.on_over(part)
         return [Forget(part), *self._finish(part)]
 
     def _stepped(self, event: StepEnded, now: float) -> list[Action]:
@@ -264,8 +264,8 @@ class RoundPipeline:
         if part.tensor.state.is_void:
             return actions
         if not step.is_last:
-            return [*actions, *self.hosted.kept(part)]
-        self.hosted.over(part)
+            return [*actions, *self.hosted.on_kept(part)]
+        self.hosted.on_over(part)
         for target in () if parameters.state.is_void else step.targets:
             target.stepped_round = parameters.round
             if target.index < parameters.begun:

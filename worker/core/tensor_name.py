@@ -73,7 +73,7 @@ class TensorName:
 
     def declare(self, slot: RankSlot) -> list[Action]:
         """A rank votes, unless its declaration has failed already: then ``slot`` is void by now."""
-        actions = self.let_go(slot.local_rank)
+        actions = self.release(slot.local_rank)
         if late := self.late.get(slot.local_rank):
             missed = late.popleft()
             if missed.spec is None or missed.spec.agrees_with(slot.spec):
@@ -204,7 +204,7 @@ class TensorName:
 
     # ---- ranks -----------------------------------------------------------------------------------------
 
-    def let_go(self, local_rank: int) -> list[Action]:
+    def release(self, local_rank: int) -> list[Action]:
         """The rank does not write to its void slots any more; nor does the service, if no kernel runs there."""
         slots = self.failed.pop(local_rank, [])
         for slot in slots:
@@ -214,7 +214,7 @@ class TensorName:
 
     def forget_rank(self, local_rank: int) -> list[Action]:
         """A rank has left: what it declared and is not agreed on yet is no vote any more."""
-        actions = self.let_go(local_rank)
+        actions = self.release(local_rank)
         self.late.pop(local_rank, None)
         slots = [*(self.tensor.slots if self.tensor else ()), *(self.proposal.slots.values() if self.proposal else ())]
         for slot in slots:

@@ -93,10 +93,10 @@ class StepMaker(Protocol):
     def is_behind(self, part: OwnedPart) -> bool:
         """A sum for an owner is to wait until ``Executor.catch_up``."""
 
-    def told_of_shadow(self, header: Header, text: str, server: int) -> None:
+    def on_shadow_message(self, header: Header, text: str, server: int) -> None:
         """A server has said what it holds, or lacks, of the states that it keeps in step."""
 
-    def again(self, server: int) -> None:
+    def on_reconnected(self, server: int) -> None:
         """There is a new connection to a server."""
 
 
@@ -407,7 +407,7 @@ class Executor:
         """A summation service has sent a message."""
         if header.kind in _OF_SHADOWS:
             text = (frame.bytes if frame is not None else b"").decode(errors="replace")
-            self.steps.told_of_shadow(header, text, server)
+            self.steps.on_shadow_message(header, text, server)
             return
         if header.kind not in _FROM_SERVERS:
             raise ProtocolError(f"a summation service sent a {header.kind.name} message, which only workers send")
@@ -479,10 +479,10 @@ class Executor:
         self.handle(ServersChanged(moves))
         return len(moves)
 
-    def again(self, server: int) -> None:
+    def on_reconnected(self, server: int) -> None:
         """Messages to a server that it has not answered are lost, or may be."""
         self.handle(MessagesLost([part for part in self._sent if part.server == server]))
-        self.steps.again(server)
+        self.steps.on_reconnected(server)
 
     @property
     def _sent(self) -> list[Part]:

@@ -119,7 +119,7 @@ class Memory:
         for key in [key for key in self._abandoned if key[0] == server]:
             self.machine.free(self._abandoned.pop(key))
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Nothing is allocated any more. The memory itself goes with its last user: a kernel, a message."""
         for arena in dict.fromkeys((*self._ranks, self.machine)):
             arena.close_descriptors()

@@ -106,7 +106,7 @@ class LinkEvents:
     can't be reached."""
 
     on_answer: OnAnswer
-    on_again: Callable[[], None]
+    on_reconnected: Callable[[], None]
     on_lost: OnLost
 
 
@@ -114,8 +114,8 @@ class TcpLink(ServerLink, Owner):
     """Payloads are sent from, and answers read in, the memory where they lie.
 
     When a connection breaks, what was on its way is lost, or is not: neither end can tell. So a new one takes its
-    place, with nothing in its queues, and ``on_again`` sends once more what has no answer. As long as there is none,
-    ``on_lost`` is told every ``silence_s``, and this link goes on trying. The first one may take longer:
+    place, with nothing in its queues, and ``on_reconnected`` sends once more what has no answer. As long as there is
+    none, ``on_lost`` is told every ``silence_s``, and this link goes on trying. The first one may take longer:
     ``BYTEPS_START_TIMEOUT_S`` while the cluster starts, ``Settings.patience_s`` if it ``is_late``, as all others are at
     work.
 
@@ -138,7 +138,7 @@ class TcpLink(ServerLink, Owner):
         self._silence_s = functools.partial(silence_s, settings, loop)
         self._view = contributions
         self._on_answer = events.on_answer
-        self._on_again = events.on_again
+        self._on_reconnected = events.on_reconnected
         self._on_lost = events.on_lost
         self._unsent: list[_Request] = []  # while there is no connection
         self._requests: dict[RoundName, _Request] = {}  # sent, and not answered
@@ -241,7 +241,7 @@ class TcpLink(ServerLink, Owner):
         self._requests.clear()
         opened, after_s = self._opened, self._silence_s()
         self._loop.call_later(after_s, lambda: self._give_up(opened, after_s))
-        self._on_again()
+        self._on_reconnected()
 
     def _give_up(self, opened: int, after_s: float) -> None:
         if not (self._is_closed or self._dialer.is_open) and opened == self._opened:
@@ -364,7 +364,7 @@ class _Bytes:
 
 
 class Network:
-    """``on_answer(header, frame, server)``: server, by member id, has sent a message. ``on_again(server)``: the
+    """``on_answer(header, frame, server)``: server, by member id, has sent a message. ``on_reconnected(server)``: the
     connection to it was made anew, and what was not answered on the one before is lost. ``on_lost(sentence, server,
     has_ended)``: it can't be reached, or its process has ended, as only that of this machine's own server shows."""
 
@@ -378,7 +378,7 @@ class Network:
         topology: Topology,
         memory: Memory,
         on_answer: Callable[[Header, zmq.Frame | None, int], None],
-        on_again: Callable[[int], None],
+        on_reconnected: Callable[[int], None],
         on_lost: Callable[[str, int, bool], None],
     ) -> None:
         self._runtime = runtime
@@ -387,7 +387,7 @@ class Network:
         self._memory = memory
         self._guard = NonFiniteGuard(topology.first_rank, topology.size)
         self._on_answer = on_answer
-        self._on_again = on_again
+        self._on_reconnected = on_reconnected
         self._on_lost = on_lost
         self._context = runtime.zmq_context()
         self._links: dict[int, ServerLink] = {}
@@ -443,7 +443,7 @@ class Network:
             self._me,
             self._settings,
             self._memory.view,
-            LinkEvents(on_answer, lambda: self._on_again(number), on_lost),
+            LinkEvents(on_answer, lambda: self._on_reconnected(number), on_lost),
         )
 
     def push(self, part: Part, round_: int) -> None:

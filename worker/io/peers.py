@@ -147,7 +147,7 @@ class PeerMachines:
         """The connection was made anew: what was asked may be lost, or its answer. Asking twice does no harm."""
         for asked in [each for each in self._fetched.values() if each.machine == machine_index]:
             self._link(machine_index).ask(asked.header, asked.body)
-        for way, round_ in self._receipts.said(machine_index):
+        for way, round_ in self._receipts.sent_to(machine_index):
             self._say(way, round_)
 
     def _say(self, way: Way, round_: int) -> None:
@@ -198,7 +198,7 @@ class PeerMachines:
             asked.refused(from_name(error, text))
             return
         if asked.way is not None:
-            self._receipts.came(asked.way, asked.header.round, len(frame), asked.total)
+            self._receipts.arrived(asked.way, asked.header.round, len(frame), asked.total)
             if self._receipts.are_due and not self._is_saying:
                 self._is_saying = True
                 self._loop.call_later(_SAY_S, self._say_due)

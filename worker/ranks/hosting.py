@@ -266,11 +266,11 @@ class Hosting:
     def is_behind(self, part: OwnedPart) -> bool:
         return self.has_shadows and self.shadows.is_behind(part)
 
-    def told_of_shadow(self, header: Header, text: str, server: int) -> None:
+    def on_shadow_message(self, header: Header, text: str, server: int) -> None:
         self.shadows.answered(header, text, server)
 
-    def again(self, server: int) -> None:
-        self.shadows.again(server)
+    def on_reconnected(self, server: int) -> None:
+        self.shadows.on_reconnected(server)
 
     def skip(self, rank: RankConnection, message: protocol.SkipStep) -> None:
         """A rank gives the sums of a round up. Raises ProtocolError."""

@@ -111,7 +111,7 @@ class Joining:
         last += [pb.LastRound(name=channel.spec.name, round=member.round) for channel, member in members]
         self._send(pb.MemberMessage(join=pb.Join(rank=self._topology.first_rank + local_rank, last=last)))
 
-    def told(self, join: pb.Join) -> None:
+    def on_join(self, join: pb.Join) -> None:
         """A rank of any machine has joined."""
         last = {(each.name, each.generation): each.round for each in join.last}
         ended = self._agreement.handle(RankJoined(join.rank, last))

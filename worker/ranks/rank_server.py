@@ -45,7 +45,7 @@ _HANDLERS: dict[type, _Handler] = {
     protocol.GiveStackFile: lambda here, connection, message: None,  # the connection has its descriptor
     protocol.EnterBarrier: lambda here, connection, message: here.enter_barrier(connection, message),
     protocol.Join: lambda here, connection, message: here.join(connection),
-    protocol.AskIntroduction: lambda here, connection, message: here.meet(connection, message),
+    protocol.AskIntroduction: lambda here, connection, message: here.introduce(connection, message),
     protocol.WaitBegun: lambda here, connection, message: here.wait_begun(connection, message),
     protocol.WaitEnded: lambda here, connection, message: connection.end_wait(message),
     protocol.StepsBegun: lambda here, connection, message: connection.tell_steps(message),
@@ -340,18 +340,18 @@ class RankServer:
             self._on_death(f"{here.describe(rank.local_rank, connection.pid)} asked for what can't be had: {error}")
         return False
 
-    def settling(self) -> list[int]:
+    def draining(self) -> list[int]:
         """Local ranks that are about to leave, once others have taken what these gave them."""
         return [rank.local_rank for rank in self.ranks.in_state(RankState.SETTLING)]
 
-    def settled(self, local_rank: int) -> None:
+    def drained(self, local_rank: int) -> None:
         """No other rank needs this one any more."""
         rank = self.ranks.group[local_rank]
         if rank.state is RankState.SETTLING and (connection := rank.connection) is not None:
             rank.happens(RankEvent.IS_SETTLED)
             self._guard(rank, connection, functools.partial(connection.send, protocol.Drained()))
 
-    def hear(self) -> list[int]:
+    def receive_all(self) -> list[int]:
         """Take all that the ranks have said so far. Returns the local ranks that are still here."""
         if self._open is None:
             return []

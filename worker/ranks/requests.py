@@ -127,7 +127,7 @@ class Requests:
                 actions += self._agreement.handle(ready)
         self.executor.run(actions)
 
-    def meet(self, rank: RankConnection, message: protocol.AskIntroduction) -> None:
+    def introduce(self, rank: RankConnection, message: protocol.AskIntroduction) -> None:
         """A rank wants to deal with others of this machine directly. Raises ProtocolError."""
         if rank.door < 0:
             raise ProtocolError(f"local rank {rank.local_rank} wants to meet others and gave no way to it")

@@ -182,7 +182,7 @@ class Shadows:
             )
         self._handle(ServerLacks(server, place, header.round))
 
-    def again(self, server: int) -> None:
+    def on_reconnected(self, server: int) -> None:
         """There is a new connection to a server."""
         self._handle(ServerReconnected(server))
 

@@ -38,7 +38,7 @@ class StackSampler:
         self._name_of = name_of
         self._tell = tell
 
-    def look(self, local_ranks: Iterable[int]) -> None:
+    def sample(self, local_ranks: Iterable[int]) -> None:
         """See to these of the local ranks."""
         for local_rank in local_ranks:
             rank = self._ranks.get(local_rank)
