@@ -74,8 +74,8 @@ torch-%: pyproject.toml
 	test -x .venv-torch-$*/bin/pytest || { $(PYTHON) -m venv .venv-torch-$* \
 		&& { $(call install_torch,.venv-torch-$*/bin,torch==$*); } \
 		&& .venv-torch-$*/bin/$(PIP_INSTALL) torch==$* -e '.[dev]'; }
-	.venv-torch-$*/bin/python -m pytest tests/test_backend_matrix.py tests/test_backend_examples.py \
-		tests/test_fsdp_cache.py
+	.venv-torch-$*/bin/python -m pytest tests/torch/process_group/test_backend_matrix.py tests/torch/process_group/test_backend_examples.py \
+		tests/parallel/test_fsdp_cache.py
 
 # Ten million seeded inputs, shared among all parsers and cores: minutes.
 fuzz: install

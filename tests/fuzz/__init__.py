@@ -1,6 +1,6 @@
 """Seeded fuzzing of everything that reads bytes or words which somebody else wrote.
 
-``python -m tests.fuzz --inputs 10000000`` takes minutes; tests/test_fuzz.py runs a few thousand inputs of each target.
+``python -m tests.fuzz --inputs 10000000`` takes minutes; test_fuzz.py runs a few thousand inputs of each target.
 The same seed gives the same inputs. A target is a class: ``seeds`` are well-formed inputs, ``feed`` takes one input and
 raises only what no input may cause.
 """

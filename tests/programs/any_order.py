@@ -1,4 +1,4 @@
-"""Operations of all kinds, as a seed decides, for tests/test_any_order.py: ``python any_order.py SEED COUNT``.
+"""Operations of all kinds, as a seed decides, for tests/jobs/test_any_order.py: ``python any_order.py SEED COUNT``.
 
 All ranks make the same calls. Each decides by itself which of them it waits for at once; those by name that it does not
 wait for it may make earlier, and wait for later. No such program may hang, whatever the ranks decide: nobody waits for

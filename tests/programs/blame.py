@@ -1,4 +1,4 @@
-"""A rank (without torch) that gives NaN and infinity to guarded reductions. Run by tests/test_nonfinite.py."""
+"""A rank (without torch) that gives NaN and infinity to guarded reductions. Run by tests/jobs/test_nonfinite.py."""
 
 from __future__ import annotations
 

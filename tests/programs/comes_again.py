@@ -1,6 +1,6 @@
 """A rank with torch that joins and leaves again and again, mostly with nothing to do, each rank at its own pace.
 
-``comes_again.py SEED TURNS``; run under bpslaunch by tests/test_failures_machine.py.
+``comes_again.py SEED TURNS``; run under bpslaunch by tests/jobs/test_failures_machine.py.
 """
 
 from __future__ import annotations

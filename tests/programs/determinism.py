@@ -1,6 +1,6 @@
 """Reduces everything there is to reduce, and compares with a reference computed in this process alone.
 
-Run by tests/test_determinism.py under bpslaunch; prints one digest of all results on rank 0. Ranks come in a
+Run by tests/jobs/test_determinism.py under bpslaunch; prints one digest of all results on rank 0. Ranks come in a
 random order, different in every run: the results must not depend on it.
 """
 

@@ -1,4 +1,4 @@
-"""Ranks that do not come to the end of a sum by name, for tests/test_shares.py.
+"""Ranks that do not come to the end of a sum by name, for tests/torch/collectives/test_shares.py.
 
 ``python ends_in_shares.py SCENARIO``; for the rest see in_shares.py.
 """

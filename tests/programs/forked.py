@@ -1,5 +1,5 @@
 """A rank whose forked child communicates: what the child is told, and that the rank goes on. Run under bpslaunch by
-tests/test_failures.py, whose job has one rank, or several.
+tests/jobs/test_failures.py, whose job has one rank, or several.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A rank with torch: what the front end says when it is used wrongly, and that it goes on. Then a real DataLoader.
 
-Every line it prints begins with the rank; run under bpslaunch by tests/test_failures.py.
+Every line it prints begins with the rank; run under bpslaunch by tests/jobs/test_failures.py.
 """
 
 from __future__ import annotations

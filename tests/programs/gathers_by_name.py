@@ -1,4 +1,4 @@
-"""Gathers and exchanges by name, from rank to rank where all wait for them, for tests/test_gathers_by_name.py."""
+"""Gathers and exchanges by name, from rank to rank where all wait for them, for test_gathers_by_name.py."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A rank of 2 machines with 2 ranks each (without torch) that reduces and broadcasts among groups.
 
-Run by tests/test_groups.py under bpslaunch. Every result is compared, bit for bit, with the one that this process
+Run by test_groups.py under bpslaunch. Every result is compared, bit for bit, with the one that this process
 computes by itself.
 """
 

@@ -1,6 +1,6 @@
 """Every collective of Horovod's interface once, with real services; each rank knows what must come out.
 
-Run by tests/test_horovod_process.py under bpslaunch. The same checks are called on threads by other tests.
+Run by test_horovod_process.py under bpslaunch. The same checks are called on threads by other tests.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ranks that add tensors by name, for tests/test_shares.py: ``python in_shares.py SCENARIO``.
+"""Ranks that add tensors by name, for tests/torch/collectives/test_shares.py: ``python in_shares.py SCENARIO``.
 
 There is a core for every rank, on one machine or several. Every result is compared, bit for bit, with the one that this
 process computes by itself. TEST_SIZE: whether tensors are "small" or "large". TEST_FILE: where a scenario may write.

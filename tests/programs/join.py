@@ -1,4 +1,4 @@
-"""A rank (without torch) with uneven data: two epochs, each ended by join(). Run by tests/test_join.py under bpslaunch.
+"""A rank (without torch) with uneven data: two epochs, each ended by join(). Run by test_join.py under bpslaunch.
 
 Every result is compared, bit for bit, with the one that this process computes by itself.
 """

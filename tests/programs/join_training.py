@@ -1,4 +1,4 @@
-"""Two epochs of uneven training data with DistributedOptimizer. Run by tests/test_join.py under bpslaunch."""
+"""Two epochs of uneven training data with DistributedOptimizer. Run by test_join.py under bpslaunch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank that gets NaN or infinity in its gradients, in every mode. Run by tests/test_nonfinite.py under bpslaunch.
+"""A rank that gets NaN or infinity in its gradients, in every mode. Run by test_nonfinite.py under bpslaunch.
 
 Each scenario is a job of its own under one launcher: init, a few steps, shutdown. Step 3 is poisoned on one rank. What
 comes of it must be the same on all ranks, in that step, bit for bit.

@@ -1,4 +1,4 @@
-"""NaN given to the collectives of torch.distributed by the last rank. Run by tests/test_nonfinite.py under bpslaunch.
+"""NaN given to the collectives of torch.distributed by the last rank. Run by test_nonfinite.py under bpslaunch.
 
 First what passes, then a training step that does not: the last rank's own error ends it, the others raise its words.
 """

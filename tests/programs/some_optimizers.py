@@ -1,4 +1,4 @@
-"""Optimizers of which ranks have different numbers. Run by tests/test_some_optimizers.py under bpslaunch.
+"""Optimizers of which ranks have different numbers. Run by test_some_optimizers.py under bpslaunch.
 
 Argument: which ranks have a second one, and what the others do meanwhile.
 """

@@ -1,5 +1,5 @@
 """Ranks that multiprocessing starts, twice: first they end without shutdown(), then one raises. By
-tests/test_failures_python.py."""
+tests/jobs/test_failures_python.py."""
 
 from __future__ import annotations
 

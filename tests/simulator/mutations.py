@@ -378,7 +378,7 @@ class WaitForSumsThatAnotherWasFasterWith(Mutation):
             return "the round before is not delivered yet" if is_slow else super()._out_of_step(partition, new)
 
 
-#: With the seed that shows it first, as `tests/test_simulator.py` found it last.
+#: With the seed that shows it first, as `tests/jobs/test_simulator.py` found it last.
 MUTATIONS: dict[type[Parts], int] = {
     CountADuplicate: 7,
     DeliverEarly: 3,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -34,3 +35,13 @@ def bpslaunch(
     """Run ``bpslaunch OPTIONS python PROGRAM`` to its end."""
     command = [sys.executable, "-m", "byteps_py.launch", *options, sys.executable, *map(str, program)]
     return warm.run(command, timeout_s, env=clean_environment(**variables))
+
+
+def has_namespaces() -> bool:
+    """True if this process may make network namespaces, with links of their own."""
+    if os.geteuid() or not shutil.which("ip") or not shutil.which("tc"):
+        return False
+    name = f"bps{os.getpid()}try"
+    added = subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode == 0
+    subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+    return added
