@@ -108,7 +108,7 @@ def test_each_size_has_a_table_beside_theory(tmp_path: Path) -> None:
 def test_operations_of_a_group_are_measured_with_a_secret_and_without(tmp_path: Path) -> None:
     options = ["--layouts", "2x2", "--sizes", "4", "1048576", "--rounds", "1", "--seconds", "0.01", "--secret"]
     rows, lines = run(tmp_path, "point_to_point", *options)
-    operations = ["send_recv", "all_reduce", "all_gather", "push_pull"]
+    operations = ["send_recv", "all_reduce", "all_gather", "push_pull", "tensor_layers"]
     assert [(row["operation"], row["bytes"]) for row in rows] == [(o, n) for o in operations for n in (4, 1 << 20)]
     for row in rows:
         assert row["delay_ms"] is None

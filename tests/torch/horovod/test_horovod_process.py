@@ -28,7 +28,7 @@ def test_alone() -> None:
         hvd.shutdown()
 
 
-@pytest.mark.parametrize("machines", [(2,), (3,), (4,), (2, 2)], ids=str)
+@pytest.mark.parametrize("machines", [(2,), (3,), pytest.param((4,), marks=pytest.mark.slow), (2, 2)], ids=str)
 def test_on_threads(machines) -> None:
     ThreadedCluster(machines).run(lambda rank: horovod.everything())
 

@@ -47,6 +47,7 @@ def test_the_entry_points_are_the_project_s() -> None:
             assert f'[project.entry-points."{line[1:-1]}"]\nbyteps = "byteps_py.torch_backend:register"\n' in project
 
 
+@pytest.mark.slow
 def test_ranks_by_torch_multiprocessing(tmp_path: Path) -> None:
     with command(sys.executable, str(PROGRAMS / "backend_spawn.py"), str(tmp_path / "store")) as job:
         assert job.end() == 0, job.text
