@@ -79,6 +79,7 @@ class Arrivals:
         for fd in self._listening:
             self._unaccepted.register(fd, select.POLLIN)
         self._has_begun = threading.Event()
+        self._may_end = threading.Event()
         self._gets_signals = self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="byteps-arrivals", daemon=True)
         self._thread.start()
@@ -96,6 +97,7 @@ class Arrivals:
         self._has_begun.set()
         while signal.sigwait({signal.SIGIO}) and not self._is_closed:
             self._told()
+        self._may_end.wait(_START_S)  # a thread that has ended must not be sent the signal of ``close``
 
     def _want_signals(self, fd: int) -> None:
         """Let the kernel send signals to this thread for arrivals at ``fd``. Raises OSError."""
@@ -112,6 +114,7 @@ class Arrivals:
         self._is_closed = True
         if self._thread.ident is not None and self._thread.is_alive():
             signal.pthread_kill(self._thread.ident, signal.SIGIO)
+        self._may_end.set()
         self._thread.join(_START_S)
 
 

@@ -18,7 +18,7 @@ def run(*command: str) -> str:
     return ran.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_start_is_measured_cold_and_warm(tmp_path: Path) -> None:
     result = tmp_path / "result.json"
     run(str(BENCHMARKS / "startup.py"), "--rounds", "1", "--json", str(result))

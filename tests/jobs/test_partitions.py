@@ -64,7 +64,7 @@ def hosts() -> Iterator[list[Host]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_all", [False, True], ids=["few", "all"])
+@pytest.mark.parametrize("is_all", [pytest.param(False, marks=pytest.mark.long), True], ids=["few", "all"])
 def test_machines_lose_each_other_for_a_while_and_the_weights_are_the_same(hosts: list[Host], is_all: bool) -> None:
     first, other, spare = hosts
 
