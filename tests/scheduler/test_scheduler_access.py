@@ -11,11 +11,9 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 
-import grpc
 import pytest
-from support.schedulers import TIMEOUT_S, Attend, Factory, Member, Scheduler, as_server, as_worker, environment
+from support.schedulers import TIMEOUT_S, Attend, Factory, Scheduler, as_server, as_worker, environment
 
 from byteps_py import errors
 from byteps_py.cli import __main__ as cli
@@ -28,40 +26,7 @@ from byteps_py.tensors import DType, TensorSpec
 from byteps_py.wire.control_link import ControlEvents
 from byteps_py.wire.rank_link import pack_spec
 
-
-@pytest.fixture(autouse=True, scope="module")
-def grpc_library() -> Iterator[None]:
-    """gRPC's own descriptors live as long as any channel does: keep one, so that no test seems to leak them."""
-    with grpc.insecure_channel("127.0.0.1:1") as channel:
-        call = channel.unary_unary("/warm/up")
-        with contextlib.suppress(grpc.RpcError):
-            call(b"", timeout=0.05)
-        yield
-
-
-@pytest.fixture
-def start() -> Iterator[Factory]:
-    with contextlib.ExitStack() as stack:
-
-        def factory(**changes: object) -> Scheduler:
-            scheduler = Scheduler(**changes)
-            stack.callback(scheduler.close)
-            return scheduler
-
-        yield factory
-
-
-@pytest.fixture
-def attend() -> Iterator[Callable[..., Member]]:
-    members: list[Member] = []
-
-    def factory(settings: Settings, register: pb.Register) -> Member:
-        members.append(Member(settings, register))
-        return members[-1]
-
-    yield factory
-    for member in members:
-        member.close()
+pytestmark = pytest.mark.usefixtures("grpc_library")
 
 
 # ---- refusals ----------------------------------------------------------------------------------------------

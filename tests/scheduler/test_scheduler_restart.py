@@ -38,15 +38,7 @@ from byteps_py.scheduler import query
 from byteps_py.scheduler.grpc_link import GrpcControlLink
 from byteps_py.wire.launch_protocol import NO_JOURNAL_STATUS
 
-
-@pytest.fixture(autouse=True, scope="module")
-def grpc_library() -> Iterator[None]:
-    """gRPC's own descriptors live as long as any channel does: keep one, so that no test seems to leak them."""
-    with grpc.insecure_channel("127.0.0.1:1") as channel:
-        call = channel.unary_unary("/warm/up")
-        with contextlib.suppress(grpc.RpcError):
-            call(b"", timeout=0.05)
-        yield
+pytestmark = pytest.mark.usefixtures("grpc_library")
 
 
 @pytest.fixture
@@ -59,19 +51,6 @@ def start(tmp_path: Path) -> Iterator[Factory]:
             return scheduler
 
         yield factory
-
-
-@pytest.fixture
-def attend() -> Iterator[Callable[..., Member]]:
-    members: list[Member] = []
-
-    def factory(settings: Settings, register: pb.Register) -> Member:
-        members.append(Member(settings, register))
-        return members[-1]
-
-    yield factory
-    for member in members:
-        member.close()
 
 
 def cluster(settings: Settings, attend: Attend) -> list[Member]:

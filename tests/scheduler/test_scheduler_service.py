@@ -7,19 +7,15 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import cast
 
-import grpc
 import pytest
 from support.schedulers import (
     CHILD,
     TIMEOUT_S,
     Attend,
     Factory,
-    Member,
-    Scheduler,
     as_server,
     as_worker,
     ballot,
@@ -35,40 +31,7 @@ from byteps_py.scheduler.grpc_link import GrpcControlLink
 from byteps_py.scheduler.member_links.links import Sent
 from byteps_py.scheduler.service import UNREGISTERED, SchedulerService
 
-
-@pytest.fixture(autouse=True, scope="module")
-def grpc_library() -> Iterator[None]:
-    """gRPC's own descriptors live as long as any channel does: keep one, so that no test seems to leak them."""
-    with grpc.insecure_channel("127.0.0.1:1") as channel:
-        call = channel.unary_unary("/warm/up")
-        with contextlib.suppress(grpc.RpcError):
-            call(b"", timeout=0.05)
-        yield
-
-
-@pytest.fixture
-def start() -> Iterator[Factory]:
-    with contextlib.ExitStack() as stack:
-
-        def factory(**changes: object) -> Scheduler:
-            scheduler = Scheduler(**changes)
-            stack.callback(scheduler.close)
-            return scheduler
-
-        yield factory
-
-
-@pytest.fixture
-def attend() -> Iterator[Callable[..., Member]]:
-    members: list[Member] = []
-
-    def factory(settings: Settings, register: pb.Register) -> Member:
-        members.append(Member(settings, register))
-        return members[-1]
-
-    yield factory
-    for member in members:
-        member.close()
+pytestmark = pytest.mark.usefixtures("grpc_library")
 
 
 def test_a_members_connection_says_again_at_a_steady_pace(start: Factory, attend: Attend) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
 
-import pytest
-from support.sessions import WAIT_S, Service, declare, end, failure, start, sum_once_more
+from support.sessions import WAIT_S, declare, failure, sum_once_more
 
 from byteps_py.errors import MismatchError, StallError, UsageError
 from byteps_py.session import Slot
@@ -14,22 +12,6 @@ from byteps_py.session.service.remote import RemoteSession
 from byteps_py.tensors import DType, Layout, Op, Sizes, TensorSpec
 
 EMPTY = (0, 0)
-
-
-@pytest.fixture(scope="module")
-def lasting() -> Iterator[Service]:
-    service = start("--stay")
-    yield service
-    end(service)
-    assert service.process.returncode == 0
-
-
-@pytest.fixture
-def ranks(lasting: Service) -> Iterator[list[RemoteSession]]:
-    sessions = [lasting.rank(0), lasting.rank(1)]
-    yield sessions
-    for session in sessions:
-        session.close()
 
 
 def spec(op: Op, room_in: int, room_out: int, name: str = "", **facts: object) -> TensorSpec:

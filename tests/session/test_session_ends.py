@@ -24,29 +24,12 @@ from byteps_py.session.service.remote import RemoteSession
 from byteps_py.system import channel
 
 
-@pytest.fixture(scope="module")
-def lasting() -> Iterator[Service]:
-    """One service for all tests that leave the job well."""
-    service = start("--stay")
-    yield service
-    end(service)
-    assert service.process.returncode == 0
-
-
 @pytest.fixture
 def service() -> Iterator[Service]:
     """A service of one's own."""
     service = start()
     yield service
     end(service)
-
-
-@pytest.fixture
-def ranks(lasting: Service) -> Iterator[list[RemoteSession]]:
-    sessions = [lasting.rank(0), lasting.rank(1)]
-    yield sessions
-    for session in sessions:
-        session.close()
 
 
 @pytest.fixture

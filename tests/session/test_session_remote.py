@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from support.sessions import WAIT_S, Service, declare, end, failure, give, got, spec, start, sum_once_more
+from support.sessions import WAIT_S, declare, failure, give, got, spec, sum_once_more
 
 from byteps_py.errors import (
     MismatchError,
@@ -18,23 +18,6 @@ from byteps_py.errors import (
 )
 from byteps_py.session.service.remote import RemoteSession
 from byteps_py.tensors import DType, Op
-
-
-@pytest.fixture(scope="module")
-def lasting() -> Iterator[Service]:
-    """One service for all tests that leave the job well."""
-    service = start("--stay")
-    yield service
-    end(service)
-    assert service.process.returncode == 0
-
-
-@pytest.fixture
-def ranks(lasting: Service) -> Iterator[list[RemoteSession]]:
-    sessions = [lasting.rank(0), lasting.rank(1)]
-    yield sessions
-    for session in sessions:
-        session.close()
 
 
 @pytest.fixture
