@@ -131,7 +131,7 @@ class ShadowStore:
         }
 
     def handle(self, event: ShadowEvent, now: float) -> list[ShadowAction]:
-        """What is due after ``event``, in order. Raises ProtocolError for a message of another kind."""
+        """Return the actions that ``event`` requires, in order. Raises ProtocolError for a message of another kind."""
         return self._handlers[type(event)](event, now)
 
     def _on_message(self, event: OwnerMessage, now: float) -> list[ShadowAction]:

@@ -82,7 +82,7 @@ class Agreement:
         }
 
     def handle(self, event: AgreementEvent) -> list[Action]:
-        """What is due after ``event``."""
+        """Return the actions that ``event`` requires."""
         return self._handlers[type(event)](event)
 
     def _name(self, name: str) -> TensorName:

@@ -1,4 +1,4 @@
-"""What happens to the pure cores: ``handle`` of RoundPipeline, Agreement and PieceExchange takes these. Data only."""
+"""The events of the pure cores: arguments of ``handle`` of RoundPipeline, Agreement and PieceExchange. Data only."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class PieceExchange:
         }
 
     def handle(self, event: PieceEvent, now: float) -> list[DirectAction]:
-        """What is due after ``event``. Raises ProtocolError for what no correct rank or machine does."""
+        """Return the actions that ``event`` requires. Raises ProtocolError for what no correct rank or machine does."""
         return self._handlers[type(event)](event, now)
 
     # ---- events ----------------------------------------------------------------------------------------

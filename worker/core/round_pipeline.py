@@ -88,7 +88,7 @@ class RoundPipeline:
         self._handlers = handlers
 
     def handle(self, event: RoundEvent, now: float) -> list[Action]:
-        """What is due after ``event``. Raises ProtocolError for what a rank can't do."""
+        """Return the actions that ``event`` requires. Raises ProtocolError for what a rank can't do."""
         return self._handlers[type(event)](event, now)
 
     def _start(self, event: TensorAgreed, now: float) -> list[Action]:

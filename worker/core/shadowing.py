@@ -265,7 +265,7 @@ class StepBegun:
 
 @dataclass(slots=True)
 class StepDue:
-    """A partition is about to step. What follows is a CopyStates, or nothing."""
+    """A partition is about to step. A CopyStates answers if its states are to be copied then."""
 
     part: OwnedPart
 
@@ -403,7 +403,7 @@ class Shadowing(Generic[M]):
         }
 
     def handle(self, event: ShadowingEvent[M]) -> list[ShadowingAction[M]]:
-        """What is due after ``event``."""
+        """Return the actions that ``event`` requires."""
         return self._handlers[type(event)](event)
 
     @property
