@@ -162,7 +162,7 @@ class CheckpointFiles:
         self._write(f".part-{self.save_id}-{rank}.tmp", f".part-{self.save_id}-{rank}", pickle.dumps(part))
 
     def read_part(self, rank: int) -> Any:
-        """What a rank has said with ``write_part``; None if it has said nothing yet. Raises OSError."""
+        """The record that a rank has written with ``write_part``; None if it has written none yet. Raises OSError."""
         try:
             return pickle.loads((self.path / f".part-{self.save_id}-{rank}").read_bytes())
         except FileNotFoundError:

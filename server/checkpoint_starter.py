@@ -30,7 +30,7 @@ StartProgram = Callable[[Sequence[str]], "subprocess.Popen[Any]"]
 
 
 def start_program(command: Sequence[str]) -> subprocess.Popen[Any]:
-    """What it logs is this server's log."""
+    """Its output goes to this server's log."""
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
 
 

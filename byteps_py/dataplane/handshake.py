@@ -48,7 +48,7 @@ _LISTENER, _CALLER = b"listener", b"communication service"
 
 
 def protection_of(settings: Settings) -> Protection:
-    """What every connection of this process must have."""
+    """The protection that every connection of this process must have."""
     if not settings.secret:
         return Protection.OPEN
     return Protection.ENCRYPTED if settings.encrypt else Protection.SIGNED

@@ -39,7 +39,7 @@ _NONCE_BYTES = 12
 
 
 class StreamFrameKind(enum.IntEnum):
-    """What a frame is. Only DATA has a body and uses up a number."""
+    """The kind of a frame. Only DATA has a body and uses up a number."""
 
     DATA = 0
     REPORT = 1  # its header says which frame is expected next

@@ -1,4 +1,4 @@
-"""What a listener has carried, and what it has refused. Owned by the loop's thread."""
+"""Counters of the bytes that a listener carries, and of the messages that it refuses. Owned by the loop's thread."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class Method(IntEnum):
 
 
 class Decay(IntEnum):
-    """What weight decay does: nothing, it adds to the gradient, or it shrinks the parameter."""
+    """The effect of weight decay: none, a term of the gradient, or a smaller parameter."""
 
     NONE = 0
     COUPLED = auto()

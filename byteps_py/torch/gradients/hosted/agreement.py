@@ -1,4 +1,4 @@
-"""What the ranks of a hosted optimizer agree on before a step: numbers, the norm, whether sums are finite.
+"""The agreement of the ranks of a hosted optimizer before a step: on numbers, the norm, whether sums are finite.
 
 All ranks call each function. Must not know states or steps. The thread that makes the step calls.
 """

@@ -147,7 +147,7 @@ class ShadowedSteps:
             reader.close()
 
     def check_extra(self) -> bytes:
-        """What the user attaches, pickled. Raises UsageError if it can't be, or is too much."""
+        """The objects that the user attaches, pickled. Raises UsageError if it can't be, or is too much."""
         try:
             extra = pickled(self.extra) if self.extra is not None else b""
         except Exception as error:  # classes of the user may raise anything

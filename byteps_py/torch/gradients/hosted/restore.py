@@ -340,7 +340,7 @@ class _StoredCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """What a checkpoint has for this rank."""
+    """The part of a checkpoint that belongs to this rank."""
 
     weights: Mapping[str, Any]
     buffers: Mapping[str, Any]

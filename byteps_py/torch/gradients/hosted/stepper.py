@@ -196,7 +196,7 @@ class HostedStepper(Stepper):
         return overflows(contexts.current(), self.name, self.steps.square_sum())
 
     def prepare(self, call: StepCall) -> None:
-        """What belongs to the step beside numbers."""
+        """Note what belongs to the step of ``call`` beside numbers."""
         if call.grad_scale is not None:  # otherwise the scaler has unscaled already
             self.next.unscale = float(call.grad_scale.double().reciprocal().float())
         if self.shadow is not None:
