@@ -33,7 +33,7 @@ from byteps_py.dataplane.handshake import CallerHandshake
 from byteps_py.dataplane.seal import Seal
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.system.loop import EventLoop
-from byteps_py.system.malloc import keep_freed_memory
+from byteps_py.system.process_memory import keep_freed_memory
 from byteps_py.tensors import DType, Op
 from byteps_py.wire.data_link import Header, Kind
 

@@ -24,7 +24,7 @@ from byteps_py.kernels.thread_pool import ThreadPool
 from byteps_py.kernels.update_rules import StepKind
 from byteps_py.system import channel
 from byteps_py.system.loop import EventLoop
-from byteps_py.system.memory_left import available_memory_bytes
+from byteps_py.system.process_memory import available_memory_bytes
 from byteps_py.system.shm import Arena, Segment
 from byteps_py.tensors import Checks, DType, Op
 from byteps_py.wire.chunks import CHUNK_BYTES

@@ -11,7 +11,7 @@ from byteps_py.errors import BytePSError, ConfigurationError
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.system import jobs
 from byteps_py.system.log import configure, logger
-from byteps_py.system.malloc import keep_freed_memory
+from byteps_py.system.process_memory import keep_freed_memory
 from byteps_py.wire.launch_protocol import handle_signals
 
 # How much freed memory the allocator keeps for the next messages, beyond what is in flight.

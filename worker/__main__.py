@@ -12,7 +12,7 @@ from byteps_py.config.settings import Settings, ignored_variables
 from byteps_py.errors import BytePSError, ConfigurationError
 from byteps_py.system import jobs, log
 from byteps_py.system.jobs import TOKEN_VARIABLE
-from byteps_py.system.malloc import keep_freed_memory
+from byteps_py.system.process_memory import keep_freed_memory
 from byteps_py.wire.launch_protocol import handle_signals
 
 

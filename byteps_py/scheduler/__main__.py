@@ -11,7 +11,7 @@ from byteps_py.config.settings import Settings
 from byteps_py.errors import BytePSError, JournalError
 from byteps_py.scheduler.job import Finish
 from byteps_py.system import jobs, log
-from byteps_py.system.malloc import use_one_heap
+from byteps_py.system.process_memory import use_one_heap
 from byteps_py.wire.launch_protocol import NO_JOURNAL_STATUS, UNUSABLE_STATUS
 
 

@@ -1,20 +1,225 @@
 """The interface between a training process and the service. Front ends are written against this module alone.
 
-Owns no memory, socket or thread: see solo.py and service/remote.py for the two implementations.
+``Session`` declares and sums tensors, each of which is a ``Slot``. ``StateHost`` keeps an optimizer's states and makes
+its steps. Owns no socket or thread: see solo.py and service/remote.py for the two implementations. ``fork_count``
+detects that this process was forked: a child is a copy of its rank, and only the rank may communicate. Any thread.
 """
 
 from __future__ import annotations
 
+import os
+import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Protocol
 
-from byteps_py.errors import UnsupportedError
+from byteps_py.errors import UnsupportedError, UsageError
+from byteps_py.kernels.step_segments import StepSegment
+from byteps_py.kernels.update_rules import StepKind
 from byteps_py.session.peers import PeerTransport
-from byteps_py.session.slot import Slot
-from byteps_py.session.state_host import StateHost
 from byteps_py.tensors import Layout, TensorSpec
+
+fork_count = 0  # forks in this process's ancestry since the import of this module; cheaper to read than the pid
+
+
+def _count_fork() -> None:
+    global fork_count
+    fork_count += 1
+
+
+os.register_at_fork(after_in_child=_count_fork)
+
+
+def forked_error(rank: object) -> UsageError:
+    """The error of every session method in a forked child of ``rank``."""
+    return UsageError(
+        f"process {os.getpid()} was forked from rank {rank}, which alone may communicate; start new ranks with "
+        "bpslaunch or spawn"
+    )
+
+
+#: The length of the intervals of ``ResultRate``.
+SPAN_S = 10.0
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Slot:
+    """The memory of a declared tensor in this process, and the state of its current round.
+
+    ``inputs``: the buffers for contributions, used in turn; each is a writable view of ``spec.nbytes`` bytes.
+    ``result``: a writable view of the result, valid once ``wait`` has returned. ``result`` may be the same memory as an
+    input.
+    """
+
+    spec: TensorSpec
+    inputs: tuple[memoryview, ...]
+    result: memoryview
+    id: int = 0
+    round: int = 0  # rounds handed over so far
+    done_round: int = 0  # rounds delivered so far
+    begun_bytes: int = 0  # of the next round: handed over in part so far
+    chunks: list[int] = field(default_factory=list)  # of the current result: delivered, not yet taken by the caller
+    nonfinite_ranks: int = 0  # that made the latest result NaN or infinite, if the spec asks: see rank_bits.py
+    error: Exception | None = None
+
+    @property
+    def input(self) -> memoryview:
+        """The buffer for the next contribution, of ``spec.nbytes`` bytes."""
+        return self.inputs[self.round % len(self.inputs)]
+
+    @property
+    def pending(self) -> bool:
+        """True if a round was handed over and is neither delivered nor failed."""
+        return self.error is None and self.done_round < self.round
+
+
+class ResultRate:
+    """The observer of every session: how many bytes of results come in a second. Any thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._bytes = 0
+        self._since = clock()
+        self._last: tuple[int, float] | None = None
+
+    def begun(self, slot: Slot, at_ns: int | None = None) -> None:
+        """See Observer."""
+
+    def delivered(self, slot: Slot) -> None:
+        """See Observer."""
+        with self._lock:
+            now = self._clock()
+            if now - self._since >= SPAN_S:
+                self._end_span(now)
+            self._bytes += slot.spec.nbytes
+
+    def closed(self) -> None:
+        """See Observer."""
+
+    def speed(self) -> tuple[int, float]:
+        """(time in ms since the epoch, MB/s) of the last interval of ``SPAN_S`` that is over; before, of the present
+        one."""
+        with self._lock:
+            now = self._clock()
+            if now - self._since >= SPAN_S:
+                self._end_span(now)
+            return self._last or self._measured(now)
+
+    def _measured(self, now: float) -> tuple[int, float]:
+        elapsed = now - self._since
+        return int(time.time() * 1e3), self._bytes / elapsed / 1e6 if elapsed > 0 else 0.0
+
+    def _end_span(self, now: float) -> None:
+        self._last = self._measured(now)
+        self._bytes, self._since = 0, now
+
+
+@dataclass(eq=False, slots=True)
+class HostedShard:
+    """The states of an optimizer for the elements of a tensor that this rank owns, kept by the service. Between steps
+    this rank may read and write them.
+
+    Attributes:
+        kind: of its steps.
+        source: the slot of the gradients.
+        target: the slot of the parameters.
+        states: the memory of the master and of each moment; the elements that this rank owns, one after the other.
+        owners: (first element, number of elements, rank) of each shard of the tensor, in order.
+        error: why the states can't be kept.
+    """
+
+    kind: StepKind
+    source: Slot
+    target: Slot
+    states: tuple[memoryview, ...] = ()
+    owners: tuple[tuple[int, int, int], ...] = ()
+    id: int = 0
+    error: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ShadowedStep:
+    """A step that other machines make as well, with their copies of the states.
+
+    Attributes:
+        run: of one optimizer in one incarnation of the job, see ShadowPartition.
+        step: its number, the same for all shards that step together.
+        durable: a step for which all copies, and all ranks' records, are held by other machines.
+        is_whole: all states of the run have been held: data of earlier runs is not needed any more.
+    """
+
+    run: int
+    step: int
+    durable: int
+    is_whole: bool = False
+
+
+class StateHost(ABC):
+    """The states of hosted optimizers, of one session. Any thread may call a method; ``wait`` is that of Session.
+
+    ``max_record_bytes``: how much all ranks may have alike in a record.
+    """
+
+    max_record_bytes: int = 0
+
+    @abstractmethod
+    def host(
+        self, kind: StepKind, source: Slot, target: Slot, before: HostedShard | None = None, run: int = 0
+    ) -> HostedShard:
+        """Have states kept, with any content, for the steps from the gradients of ``source`` to the parameters of
+        ``target`` (see TensorSpec.ownership). Returns once all ranks have declared both. Raises the errors of ``wait``
+        for either. ``before``: the states to go on with, whose slots were declared again."""
+
+    @abstractmethod
+    def begin_step(
+        self,
+        shard: HostedShard,
+        segments: Sequence[StepSegment],
+        is_last: bool = True,
+        shadowed: ShadowedStep | None = None,
+    ) -> None:
+        """Let each sum of the source's latest round, once it is there, change the states. ``target`` is handed over
+        afterwards, on all ranks; its result are the parameters. The states must not be used until both rounds are
+        delivered; or, if more steps with the same sums follow (not ``is_last``), until ``wait_for_step`` returns."""
+
+    @abstractmethod
+    def record_step(self, shadowed: ShadowedStep, common: bytes, attached: bytes) -> None:
+        """Have other machines hold the record of this rank after a step that all shards have begun: the data that is
+        the same on all ranks (of rank 0; at most ``max_record_bytes``), and the rank's own data (at most
+        MAX_ATTACHED_BYTES). Of much that is its own, waits until they have that of the step before. Raises the errors
+        of ``wait``."""
+
+    @property
+    @abstractmethod
+    def held(self) -> tuple[int, bool]:
+        """Other machines hold the states and the records of this rank after all steps up to this one, 0 for none; and
+        whether they have held all states of this rank. Never blocks."""
+
+    @property
+    @abstractmethod
+    def refused_step(self) -> int:
+        """The latest step whose record of this rank no machine has taken; 0: none. Known once ``held`` is beyond it."""
+
+    @abstractmethod
+    def wait_for_step(self, shard: HostedShard, timeout_s: float | None = None) -> None:
+        """Return when a step that is not the last of its round is made. Raises the errors of ``wait``."""
+
+    @abstractmethod
+    def skip_step(self, source: Slot) -> None:
+        """Make no step with the sums of the latest round of ``source``. All ranks do so, and wait for the round."""
+
+    @abstractmethod
+    def square_sum(self, shard: HostedShard, ranges: Sequence[range], timeout_s: float | None = None) -> float:
+        """The sum of the squares of this rank's averages in the latest round of the source, before its step is begun.
+        ``ranges``: of the elements of the states. Raises the errors of ``wait``."""
+
+    @abstractmethod
+    def release_shard(self, shard: HostedShard) -> None:
+        """Drop the states of the shard. The service learns of it with the next ``host``. Raises nothing."""
 
 
 class Observer(Protocol):

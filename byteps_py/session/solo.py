@@ -13,10 +13,8 @@ from byteps_py.kernels.square_sums import square_sum
 from byteps_py.kernels.step_segments import StepSegment, run_segments
 from byteps_py.kernels.steps import prepare_step
 from byteps_py.kernels.update_rules import StepKind
-from byteps_py.session import forks
-from byteps_py.session.base import Session
-from byteps_py.session.slot import Slot
-from byteps_py.session.state_host import HostedShard, ShadowedStep, StateHost
+from byteps_py.session import base
+from byteps_py.session.base import HostedShard, Session, ShadowedStep, Slot, StateHost
 from byteps_py.tensors import Layout, Op, TensorSpec, differing
 
 
@@ -35,7 +33,7 @@ class SoloSession(Session):
         self._ids = itertools.count()
         self._layouts: dict[int, Layout] = {}  # by id of the slot
         self._closed = False
-        self._forks = forks.count
+        self._forks = base.fork_count
         self._state_host = SoloStateHost(self)
 
     def declare(self, specs: Sequence[TensorSpec]) -> list[Slot]:
@@ -98,8 +96,8 @@ class SoloSession(Session):
     def check_open(self) -> None:
         if self._closed:
             raise NotInitializedError("the session is closed; call byteps_py.init() first")
-        if self._forks != forks.count:  # as in a job of several ranks
-            raise forks.forked_error(self.rank)
+        if self._forks != base.fork_count:  # as in a job of several ranks
+            raise base.forked_error(self.rank)
 
 
 class SoloStateHost(StateHost):

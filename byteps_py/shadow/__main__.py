@@ -25,7 +25,7 @@ from byteps_py.scheduler import query, rpc
 from byteps_py.security import auth
 from byteps_py.shadow.frames import FrameKind, read_frame, write_frame
 from byteps_py.system import jobs
-from byteps_py.system.port_owner import belongs_to_this_user
+from byteps_py.system.machine import belongs_to_this_user
 from byteps_py.wire.data_link import ShadowDescription
 
 #: A server that takes longer is described as silent.

@@ -2,8 +2,12 @@
 
 A note is a file in the user's runtime folder that only its owner can read. It does not contain the cluster secret. The
 system releases the lock when the service ends, even if it is killed. So a process that finds an unlocked note deletes
-it. If another user has taken the runtime folder's name, notes are in a folder made instead (private_folder.py). Any
-thread; needs only the standard library.
+it. If another user has taken the runtime folder's name, notes are in a folder made instead.
+
+Only this user can change the folder, although it may lie below /tmp, where another user may have made one of that name
+first. Nothing here follows a symbolic link, or waits for the other end of a FIFO. A folder is checked through its
+descriptor, and its files are reached through that descriptor, so nobody can exchange the folder between the check and
+the use. Any thread; needs only the standard library.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import functools
 import json
 import os
 import secrets
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
@@ -21,8 +26,90 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from byteps_py.config.settings import Settings
-from byteps_py.system import private_folder
 from byteps_py.system.log import logger
+
+_LOOK = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+def folder_refusal(folder: Path) -> str:
+    """Why files of this user can't be kept in ``folder``, as a clause. Empty if they can, or if there is no folder yet.
+
+    >>> folder_refusal(Path("/etc/passwd"))
+    'is no folder'
+    """
+    try:
+        with opened_folder(folder):
+            return ""
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        return f"can't be opened ({error.strerror})" if error.errno else str(error.strerror)
+
+
+@contextlib.contextmanager
+def opened_folder(folder: Path) -> Iterator[int]:
+    """The folder's descriptor, during the ``with`` block.
+
+    Raises FileNotFoundError, or PermissionError if the folder is not one that only this user can access.
+    """
+    try:
+        fd = os.open(folder, _LOOK | os.O_DIRECTORY)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        if fault := _folder_fault(folder.lstat()):
+            raise PermissionError(0, fault, str(folder)) from None
+        raise
+    try:
+        if fault := _folder_fault(os.fstat(fd)):
+            raise PermissionError(0, fault, str(folder))
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _folder_fault(about: os.stat_result) -> str:
+    if stat.S_ISLNK(about.st_mode):
+        return "is a symbolic link"
+    if not stat.S_ISDIR(about.st_mode):
+        return "is no folder"
+    if about.st_uid != os.getuid():
+        return f"belongs to another user (uid {about.st_uid})"
+    if about.st_mode & 0o077:
+        return f"can be accessed by others (mode {stat.S_IMODE(about.st_mode):04o}; chmod 700 makes it private)"
+    return ""
+
+
+def open_own_file(name: str, folder: int) -> int:
+    """A descriptor, to read, of a regular file in the folder with the descriptor ``folder``.
+
+    Raises OSError; PermissionError if the file is something else, or not one that only this user can access.
+    """
+    fd = os.open(name, _LOOK, dir_fd=folder)
+    about = os.fstat(fd)
+    if stat.S_ISREG(about.st_mode) and about.st_uid == os.getuid() and not about.st_mode & 0o077:
+        return fd
+    os.close(fd)
+    raise PermissionError(0, "is not a file that only this user can access", name)
+
+
+def other_folders() -> list[Path]:
+    """The folders that ``another`` has made and that are still there, by name."""
+    found = []
+    with contextlib.suppress(OSError), os.scandir(tempfile.gettempdir()) as entries:
+        found = [Path(entry) for entry in entries if entry.name.startswith(_folder_prefix())]
+    return sorted(path for path in found if not folder_refusal(path))
+
+
+def another_folder() -> Path:
+    """A new private folder in the temporary folder, for files that can't be kept in their own folder. Raises
+    OSError."""
+    return Path(tempfile.mkdtemp(prefix=_folder_prefix()))
+
+
+def _folder_prefix() -> str:
+    return f"byteps-{os.getuid()}-"
+
 
 #: A launcher sets this variable in the environment of its processes, which inherit it to theirs.
 TOKEN_VARIABLE = "BYTEPS_LAUNCH_TOKEN"
@@ -120,14 +207,14 @@ def prepare() -> None:
 def find() -> list[JobNote]:
     """The jobs of this user on this machine, each once, ordered by their schedulers' addresses."""
     clear()
-    folders = private_folder.others()
-    if not (why := private_folder.refusal(runtime_folder())):
+    folders = other_folders()
+    if not (why := folder_refusal(runtime_folder())):
         folders.append(runtime_folder())
     elif not folders:
         _warn_once(f"{runtime_folder()} {why}: notes of jobs are not looked for there")
     found: dict[tuple[str, str], JobNote] = {}
     for folder in folders:
-        with contextlib.suppress(OSError), private_folder.opened(folder) as fd:
+        with contextlib.suppress(OSError), opened_folder(folder) as fd:
             for name in sorted(_notes(fd)):
                 if (job := _read(name, fd)) is not None:
                     found.setdefault((job.address, job.job_id), job)
@@ -150,9 +237,9 @@ def with_local_secret(settings: Settings) -> Settings:
 
 def clear(folder: Path | None = None) -> None:
     """Delete the notes of services that were killed. ``folder``: by default all that have notes of this user."""
-    for each in (runtime_folder(), *private_folder.others()) if folder is None else (folder,):
+    for each in (runtime_folder(), *other_folders()) if folder is None else (folder,):
         with contextlib.suppress(OSError):  # there is none, or it is another user's
-            with private_folder.opened(each) as fd:
+            with opened_folder(each) as fd:
                 cleared = [name for name in _notes(fd) if _clear(name, fd)]
             if cleared:
                 each.rmdir()  # unless notes are left
@@ -164,7 +251,7 @@ def _notes(folder: int) -> list[str]:
 
 def _clear(name: str, folder: int) -> bool:
     with contextlib.suppress(OSError):  # locked by its service, or gone, or not a note
-        fd = private_folder.open_own_file(name, folder)
+        fd = open_own_file(name, folder)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.unlink(name, dir_fd=folder)
@@ -181,14 +268,14 @@ def _usable_folder() -> Path:
         folder.mkdir(mode=0o700)
         why = ""
     except FileExistsError:
-        why = private_folder.refusal(folder)
+        why = folder_refusal(folder)
     except OSError as error:
         why = f"can't be made ({error.strerror})"
     if not why:
         return folder
-    if made := private_folder.others():
+    if made := other_folders():
         return made[0]
-    instead = private_folder.another()
+    instead = another_folder()
     _warn_once(f"{folder} {why}: the notes by which `bps` finds this job are in {instead}")
     return instead
 
@@ -204,7 +291,7 @@ def _leave(job: JobNote) -> tuple[Path, int]:
         folder = _usable_folder()
         name = f"{job.pid}-{secrets.token_hex(4)}{_SUFFIX}"
         try:
-            with private_folder.opened(folder) as there:
+            with opened_folder(folder) as there:
                 return folder / name, _write(name, there, job)
         except FileNotFoundError:
             continue  # another job has ended meanwhile, and deleted the empty folder
@@ -229,13 +316,13 @@ def _write(name: str, folder: int, job: JobNote) -> int:
 
 def _remove(path: Path) -> None:
     with contextlib.suppress(OSError):  # other notes are there, or the folder is gone
-        with private_folder.opened(path.parent) as folder:
+        with opened_folder(path.parent) as folder:
             os.unlink(path.name, dir_fd=folder)
         path.parent.rmdir()
 
 
 def _read(name: str, folder: int) -> JobNote | None:
     """Read a note. None if the file does not exist, can be accessed by others, or is not a note."""
-    with contextlib.suppress(OSError, ValueError, TypeError), open(private_folder.open_own_file(name, folder)) as file:
+    with contextlib.suppress(OSError, ValueError, TypeError), open(open_own_file(name, folder)) as file:
         return JobNote(**json.loads(file.read(_MAX_BYTES)))
     return None

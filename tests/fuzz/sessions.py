@@ -6,8 +6,8 @@ import gc
 import os
 import socket
 
+from byteps_py.session.base import Slot
 from byteps_py.session.service.remote import RemoteSession
-from byteps_py.session.slot import Slot
 from byteps_py.system.channel import Channel
 from byteps_py.system.shm import Segment
 from byteps_py.tensors import DType, TensorSpec

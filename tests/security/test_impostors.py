@@ -29,7 +29,7 @@ from byteps_py.proto import control_pb2_grpc, shadow_pb2, shadow_pb2_grpc
 from byteps_py.scheduler import query
 from byteps_py.security import auth, tls
 from byteps_py.shadow import RestorablePartition, ShadowReader
-from byteps_py.system import port_owner
+from byteps_py.system import machine
 from byteps_py.tensors import DType
 from byteps_py.wire.data_link import HeldRun, ShadowDescription, ShadowRecord
 
@@ -261,8 +261,8 @@ def test_a_server_of_this_user_is_read_without_a_secret() -> None:
     assert described.description.runs
 
 
-def test_the_doctest_of_port_owner() -> None:
-    assert doctest.testmod(port_owner).failed == 0
+def test_the_doctest_of_machine() -> None:
+    assert doctest.testmod(machine).failed == 0
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "::1", "::"])
@@ -270,6 +270,6 @@ def test_the_owner_of_a_port_is_found_at_any_address(host: str) -> None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family) as server:
         port = server.getsockname()[1]
-        assert port_owner.belongs_to_this_user(f"[::1]:{port}" if ":" in host else f"127.0.0.1:{port}")
-    assert not port_owner.belongs_to_this_user(f"127.0.0.1:{port}")
-    assert not port_owner.belongs_to_this_user("nobody.invalid:1")
+        assert machine.belongs_to_this_user(f"[::1]:{port}" if ":" in host else f"127.0.0.1:{port}")
+    assert not machine.belongs_to_this_user(f"127.0.0.1:{port}")
+    assert not machine.belongs_to_this_user("nobody.invalid:1")

@@ -12,7 +12,7 @@ import numpy as np
 
 from byteps_py.kernels.step_segments import StepSegment
 from byteps_py.session import Slot
-from byteps_py.session.state_host import HostedShard, ShadowedStep
+from byteps_py.session.base import HostedShard, ShadowedStep
 from byteps_py.wire import rank_link as protocol
 
 from .hosted_uses import HostedUse, Model

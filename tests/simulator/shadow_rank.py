@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 
-from byteps_py.session.state_host import ShadowedStep
+from byteps_py.session.base import ShadowedStep
 from byteps_py.tensors import DType, Op, TensorSpec
 
 from .hosted_rank import HostedRank

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import FSDPModule
 from byteps_py.errors import BytePSError, UnsupportedError, UsageError
 from byteps_py.parallel.collectives import ALL_GATHER
 from byteps_py.parallel.fsdp.gathered_memory import CHANGED, NOTHING_KEPT, SAME, GatheredMemory, are_same_bytes
-from byteps_py.system.memory_left import available_memory_bytes
+from byteps_py.system.process_memory import available_memory_bytes
 from byteps_py.system.shm import PAGE
 from byteps_py.torch.process_group.byteps_process_group import BytePSProcessGroup
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 
 from byteps_py.config.settings import Settings
 from byteps_py.errors import BytePSError, NotInitializedError, PeerLostError, ProtocolError, StallError
-from byteps_py.session import failure_reports, forks
+from byteps_py.session import base, failure_reports
 from byteps_py.session.base import Session
 from byteps_py.session.peers import PeerTransport
 from byteps_py.system.channel import Channel
@@ -39,7 +39,7 @@ class ChannelSession(Session):
         self._stall_limit_s = stall_limit_s
         self._requests = 0
         self._silence_s = silence_s
-        self._forks = forks.count
+        self._forks = base.fork_count
         self._is_welcome = False  # until then, the service does not answer a Ping
         self._has_pinged = False  # the service was asked whether it is alive
         self._reported_steps = self.steps_begun  # as last reported to the service
@@ -57,7 +57,7 @@ class ChannelSession(Session):
     @property
     def is_forked(self) -> bool:
         """True in a child of the process that is the rank."""
-        return self._forks != forks.count
+        return self._forks != base.fork_count
 
     @property
     def peers(self) -> PeerTransport | None:
@@ -117,7 +117,7 @@ class ChannelSession(Session):
         if self._closed:
             raise NotInitializedError("the session is closed; call byteps_py.init() first")
         if self.is_forked:
-            raise forks.forked_error(getattr(self, "rank", "?"))
+            raise base.forked_error(getattr(self, "rank", "?"))
 
     def wait_until(
         self, condition: Callable[[], bool], timeout_s: float | None, waiting_for: Callable[[], str]

@@ -9,9 +9,8 @@ from typing import Any
 from byteps_py.errors import from_name
 from byteps_py.kernels.step_segments import StepSegment
 from byteps_py.kernels.update_rules import StepKind
+from byteps_py.session.base import HostedShard, ShadowedStep, Slot, StateHost
 from byteps_py.session.service.channel_session import ChannelSession
-from byteps_py.session.slot import Slot
-from byteps_py.session.state_host import HostedShard, ShadowedStep, StateHost
 from byteps_py.wire import rank_link as protocol
 from byteps_py.wire.data_link import MAX_PIECES_BYTES, SegmentNumbers
 

@@ -23,7 +23,7 @@ from byteps_py.kernels.step_segments import StepSegment
 from byteps_py.kernels.update_rules import Hyperparameters, Method, StepKind, UpdateRule, step_scalars
 from byteps_py.session import HostedShard, Session, ShadowedStep, Slot
 from byteps_py.shadow import Restorable, RestorablePartition, ShadowReader
-from byteps_py.system.memory_left import available_memory_bytes
+from byteps_py.system.process_memory import available_memory_bytes
 from byteps_py.tensors import DType, Op, TensorSpec
 from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.collectives.dtypes import WIRE

@@ -1,12 +1,15 @@
-"""Settings of the process's allocator. Call these functions once, before threads start.
+"""The memory of a process: how its allocator keeps it, and how much the machine or the container has left. Any thread.
 
-libzmq allocates every large message separately. By default glibc maps fresh memory for each, and unmaps it at once. So
-every page of every message is faulted in again, and the faults cost as much as moving the data.
+Call the functions that set the allocator once, before threads start. libzmq allocates every large message separately.
+By default glibc maps fresh memory for each, and unmaps it at once. So every page of every message is faulted in again,
+and the faults cost as much as moving the data.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
+from pathlib import Path
 
 # From glibc's malloc.h; they never change.
 _M_TRIM_THRESHOLD = -1
@@ -44,3 +47,28 @@ def keep_freed_memory(retained_bytes: int) -> bool:
     )
     refused = [option for option, value in settings if mallopt(option, value) != 1]
     return not refused
+
+
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def available_memory_bytes(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> float:
+    """The bytes that can be allocated without swapping; infinity where the system does not say. The container's limit
+    counts."""
+    left = math.inf
+    for line in _text(meminfo).splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            left = float(value.split()[0]) * 1024
+    limit, used = _text(cgroup / "memory.max").strip(), _text(cgroup / "memory.current").strip()
+    if limit.isdigit() and used.isdigit():
+        left = min(left, max(0, int(limit) - int(used)))
+    return left
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from byteps_py.system.memory_left import available_memory_bytes
+from byteps_py.system.process_memory import available_memory_bytes
 
 MEMINFO = "MemTotal:  2000 kB\nMemFree: 100 kB\nMemAvailable:   1000 kB\n"
 
