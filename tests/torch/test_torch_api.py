@@ -14,9 +14,8 @@ from torch_values import same, values
 import byteps_py
 import byteps_py.torch as bps
 from byteps_py.config.settings import Settings
-from byteps_py.torch.collectives.context import Context, use
+from byteps_py.torch.collectives.context import Context, NameSource, use
 from byteps_py.torch.collectives.dtypes import WIRE
-from byteps_py.torch.collectives.names import NameSource
 
 MACHINES = (2, 1)
 SIZE = sum(MACHINES)

@@ -31,7 +31,7 @@ from byteps_py.session.peers import peer_protocol
 from byteps_py.session.peers.background_sender import BackgroundSender
 from byteps_py.session.peers.frame_reader import FrameReader
 from byteps_py.session.peers.message_matcher import LANDING_BYTES, Span
-from byteps_py.session.peers.peer_handshake import Seals
+from byteps_py.session.peers.peer_connector import Seals
 from byteps_py.session.peers.peer_protocol import RECORD_BYTES, PeerMessage, PeerMessageKind
 from byteps_py.session.peers.resumable_stream import LinkDue, LinkWatch, ResumableStream
 from byteps_py.system.log import logger

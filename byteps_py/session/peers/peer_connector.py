@@ -1,28 +1,270 @@
 """Makes the connections between this rank and ranks of other machines: it listens, connects, and has both ends prove
 that they belong to the job (byteps_py/dataplane/handshake.py).
 
-Of two ranks the one with the greater number connects. A connection serves all groups of both. Any thread may call.
+caller ──who it is, HELLO────────────────────► listener      each message is preceded by its length;
+       ◄─"+" CHALLENGE, or "-" and why not ───               the four in the middle: dataplane/handshake.py
+       ──PROOF ──────────────────────────────►
+       ◄─"+", or "-" and why not ─────────────
+
+Of two ranks the one with the greater number connects. A connection serves all groups of both. One thread serves all
+callers until they have authenticated, within the limits that all listeners of this package have
+(unauthenticated_connections.py): none of them blocks it, and a caller has only so long for all of its handshake,
+however it spreads its bytes. Must not know the messages on connections. Any thread may call.
 """
 
 from __future__ import annotations
 
 import contextlib
+import heapq
+import itertools
+import selectors
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 
 from byteps_py.config.settings import Settings
-from byteps_py.dataplane.handshake import CallerHandshake
-from byteps_py.errors import ConfigurationError, NotInitializedError, ProtocolError, RendezvousError
-from byteps_py.security.unauthenticated_connections import PATIENCE_S
-from byteps_py.session.peers import peer_handshake
-from byteps_py.session.peers.peer_handshake import LENGTH_BYTES, Seals
-from byteps_py.session.peers.peer_listener import PeerListener
+from byteps_py.dataplane.handshake import CallerHandshake, Challenge, ListenerHandshake
+from byteps_py.dataplane.stream_seal import StreamSeal
+from byteps_py.errors import BytePSError, ConfigurationError, NotInitializedError, ProtocolError, RendezvousError
+from byteps_py.security.unauthenticated_connections import PATIENCE_S, UnauthenticatedConnections
 from byteps_py.system import machine
+from byteps_py.system.log import logger
+
+_CALL = struct.Struct("<8sIII")  # kind, the caller's rank, the listener's rank, epoch of their group
+_MAGIC = b"bps-rank"
+_LENGTH = struct.Struct("<I")
+LENGTH_BYTES = _LENGTH.size
+#: The longest message.
+MOST_BYTES = 4096
+ACCEPTED, REFUSED = b"+", b"-"
+
+#: The seals of a new connection, for sending and for receiving.
+Seals = tuple[StreamSeal, StreamSeal]
+
+
+def framed(message: bytes) -> bytes:
+    """``message`` as it is sent."""
+    return _LENGTH.pack(len(message)) + message
+
+
+def length_of(prefix: bytes) -> int:
+    """The length of the message that follows ``prefix``. Raises ProtocolError if it is too long."""
+    (nbytes,) = _LENGTH.unpack(prefix)
+    if nbytes > MOST_BYTES:
+        raise ProtocolError(f"a message of {nbytes} bytes in a handshake; at most {MOST_BYTES} are allowed")
+    return int(nbytes)
+
+
+def call(caller: int, callee: int, epoch: int, hello: bytes) -> bytes:
+    """The first message of rank ``caller`` to rank ``callee``, both in the group of ranks of ``epoch``."""
+    return _CALL.pack(_MAGIC, caller, callee, epoch) + hello
+
+
+def accepted(answer: bytes, rank: int) -> bytes:
+    """The contents of ``answer``, which rank ``rank`` sent. Raises ProtocolError if it is a refusal."""
+    if answer[:1] != ACCEPTED:
+        raise ProtocolError(f"rank {rank} turned it away: {answer[1:].decode(errors='replace')}")
+    return answer[1:]
+
+
+def refusal(why: object) -> bytes:
+    """An answer that ends the handshake."""
+    return REFUSED + str(why).encode()[: MOST_BYTES - 1]
+
+
+def bound_to(rank: int, address: str) -> str:
+    """A text that both proofs cover beside the secret: a proof for one rank is worth nothing at another."""
+    return f"rank {rank} at {address}"
+
+
+class CalledHandshake:
+    """The end of rank ``me``, which listens at ``address``, in the group of ranks of ``epoch``.
+
+    ``rank``: who calls, or says so; -1: not known yet. ``seals``: of the connection, once its caller has proven that
+    it is of the job.
+    """
+
+    def __init__(self, listener: ListenerHandshake, me: int, address: str, epoch: int) -> None:
+        self._listener, self._me, self._address, self._epoch = listener, me, address, epoch
+        self._challenge: Challenge | None = None
+        self.rank = -1
+        self.seals: Seals | None = None
+
+    def process(self, message: bytes) -> bytes:
+        """The answer to the next message of the caller. Raises ProtocolError if the connection is to end."""
+        if self._challenge is not None:
+            opening, sealing = self._challenge.accept_for_stream(message)
+            self.seals = sealing, opening
+            return ACCEPTED
+        if len(message) < _CALL.size:
+            raise ProtocolError("it is no rank of this job")
+        magic, rank, callee, epoch = _CALL.unpack_from(message)
+        if magic != _MAGIC or callee != self._me or rank <= self._me:
+            raise ProtocolError("it is no rank of this job that connects to this one")
+        self.rank = rank
+        if epoch != self._epoch:
+            raise ProtocolError(f"it belongs to the group of ranks of epoch {epoch}, this one to {self._epoch}")
+        place = bound_to(self._me, self._address)
+        text, self._challenge = self._listener.challenge(message[_CALL.size :], rank, place, epoch)
+        return ACCEPTED + text
+
 
 _RETRY_S = 0.05
+_IDLE_S = 60.0
+
+
+@dataclass(slots=True, eq=False)
+class _Caller:
+    sock: socket.socket
+    handshake: CalledHandshake
+    data: bytearray = field(default_factory=bytearray)  # of the message that is coming
+
+    def receive(self) -> bytes | None:
+        """The next message, if all of it has arrived; never more than that is read. Raises OSError and
+        ProtocolError."""
+        part = self.sock.recv(self._due - len(self.data))
+        if not part:
+            raise ProtocolError("the other end closed the connection in the middle of the handshake")
+        self.data += part
+        if len(self.data) < self._due:
+            return None
+        message = bytes(self.data[LENGTH_BYTES:])
+        self.data.clear()
+        return message
+
+    @property
+    def _due(self) -> int:
+        """The bytes of the message, as far as is known."""
+        known = len(self.data) >= LENGTH_BYTES
+        return LENGTH_BYTES + (length_of(bytes(self.data[:LENGTH_BYTES])) if known else 0)
+
+
+class PeerListener:
+    """Listens at ``host``, any port, for rank ``me`` of the group of ranks of ``epoch``. Raises OSError if it can't.
+
+    ``on_called(rank, sock, seals)``: a rank has authenticated. ``on_refused(rank, why)``: a connection that said it was
+    of ``rank`` was turned away; anybody may say so. The listener's thread calls both.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        settings: Settings,
+        me: int,
+        epoch: int,
+        on_called: Callable[[int, socket.socket, Seals], None],
+        on_refused: Callable[[int, str], None],
+    ) -> None:
+        self._me, self._epoch = me, epoch
+        self._on_called, self._on_refused = on_called, on_refused
+        family, _, _, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        self._listener = socket.create_server(place[:2], family=family, backlog=1024)
+        self._listener.setblocking(False)
+        port = self._listener.getsockname()[1]
+        #: ``host:port``.
+        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self._handshake = ListenerHandshake(settings)
+        self._callers: dict[int, _Caller] = {}  # by descriptor
+        self._strangers = UnauthenticatedConnections()
+        self._strangers.port = port
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._timer_numbers = itertools.count()
+        self._strangers.watch(self._call_later)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._is_closed = False
+        threading.Thread(target=self._serve, name="byteps-accept", daemon=True).start()
+
+    @property
+    def cut_off(self) -> int:
+        """The number of connections that were ended because they did not authenticate in time, or sent too much
+        before."""
+        return self._strangers.cut_off
+
+    @property
+    def callers(self) -> int:
+        """The number of connections that have yet to authenticate."""
+        return len(self._callers)
+
+    def close(self, is_forked: bool = False) -> None:
+        """Stop listening. Connections stay."""
+        self._is_closed = True
+        if is_forked:
+            self._listener.close()
+        else:
+            with contextlib.suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread, which closes everything
+
+    # ---- the thread ------------------------------------------------------------------------------------
+
+    def _call_later(self, delay_s: float, callback: Callable[[], None]) -> None:
+        heapq.heappush(self._timers, (time.monotonic() + delay_s, next(self._timer_numbers), callback))
+
+    def _serve(self) -> None:
+        try:
+            while not self._is_closed:
+                due_s = self._timers[0][0] - time.monotonic() if self._timers else _IDLE_S
+                for key, _ in self._selector.select(max(0.0, due_s)):
+                    if key.fileobj is self._listener:
+                        self._accept()
+                    elif (caller := self._callers.get(key.fd)) is not None:
+                        self._receive(caller)
+                while self._timers and self._timers[0][0] <= time.monotonic():
+                    heapq.heappop(self._timers)[-1]()
+        finally:
+            for caller in self._callers.values():
+                caller.sock.close()
+            self._listener.close()
+            self._selector.close()
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError:
+            if not self._is_closed:
+                time.sleep(_RETRY_S)  # no descriptors left, for example
+            return
+        sock.setblocking(False)
+        handshake = CalledHandshake(self._handshake, self._me, self.address, self._epoch)
+        self._callers[sock.fileno()] = _Caller(sock, handshake)
+        self._selector.register(sock, selectors.EVENT_READ)
+        self._strangers.add(sock.fileno())  # if there are too many, the oldest or this one can be read, and is over
+
+    def _receive(self, caller: _Caller) -> None:
+        handshake, sock = caller.handshake, caller.sock
+        try:
+            message = caller.receive()
+            if message is None:
+                return
+            answer = handshake.process(message)
+            sock.send(framed(answer))
+        except BlockingIOError:  # it was nobody's turn
+            return
+        except (OSError, BytePSError) as error:
+            with contextlib.suppress(OSError):
+                sock.send(framed(refusal(error)))
+            self._forget(caller)
+            sock.close()
+            logger.debug("rank %d: a connection to it was refused: %s", self._me, error)
+            self._on_refused(handshake.rank, str(error))
+            return
+        if handshake.seals is not None:
+            self._forget(caller)
+            self._on_called(handshake.rank, sock, handshake.seals)
+
+    def _forget(self, caller: _Caller) -> None:
+        fd = caller.sock.fileno()
+        self._strangers.discard(fd)
+        self._selector.unregister(caller.sock)
+        del self._callers[fd]
+
+
 _RETRY_AGAIN_S = 0.2
 _LEAST_S = 1.0  # for an attempt
 _SWITCH_OFF = (
@@ -138,12 +380,12 @@ class PeerConnector:
     def _shake_hands(self, rank: int, address: str, sock: socket.socket) -> Seals:
         """Complete the handshake within PATIENCE_S. Raises OSError and ProtocolError."""
         deadline = time.monotonic() + PATIENCE_S
-        caller = CallerHandshake(self._settings, self._rank, peer_handshake.bound_to(rank, address), self._epoch)
-        sock.sendall(peer_handshake.framed(peer_handshake.call(self._rank, rank, self._epoch, caller.hello)))
-        challenge = peer_handshake.accepted(_receive(sock, deadline), rank)
+        caller = CallerHandshake(self._settings, self._rank, bound_to(rank, address), self._epoch)
+        sock.sendall(framed(call(self._rank, rank, self._epoch, caller.hello)))
+        challenge = accepted(_receive(sock, deadline), rank)
         proof, sealing, opening = caller.answer_for_stream(challenge)
-        sock.sendall(peer_handshake.framed(proof))
-        peer_handshake.accepted(_receive(sock, deadline), rank)
+        sock.sendall(framed(proof))
+        accepted(_receive(sock, deadline), rank)
         return sealing, opening
 
     def _add(self, rank: int, sock: socket.socket, seals: Seals) -> None:
@@ -202,7 +444,7 @@ def _place(address: str) -> tuple[str, int]:
 
 
 def _receive(sock: socket.socket, deadline: float) -> bytes:
-    return _exactly(sock, peer_handshake.length_of(_exactly(sock, LENGTH_BYTES, deadline)), deadline)
+    return _exactly(sock, length_of(_exactly(sock, LENGTH_BYTES, deadline)), deadline)
 
 
 def _exactly(sock: socket.socket, nbytes: int, deadline: float) -> bytes:

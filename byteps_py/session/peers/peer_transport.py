@@ -44,12 +44,10 @@ from byteps_py.session.peers.message_matcher import (
     joined_error,
 )
 from byteps_py.session.peers.peer_connection import PeerConnection, PendingSend, views_of
-from byteps_py.session.peers.peer_connector import PeerConnector
-from byteps_py.session.peers.peer_directory import PeerDirectory
-from byteps_py.session.peers.peer_handshake import Seals
+from byteps_py.session.peers.peer_connector import PeerConnector, Seals
 from byteps_py.session.peers.peer_memory import IncomingMemory, OutgoingMemory
 from byteps_py.session.peers.peer_protocol import RECORD_BYTES, PeerMessage, PeerMessageKind
-from byteps_py.session.peers.peer_sockets import Inbox, PeerOutbox
+from byteps_py.session.peers.peer_sockets import Inbox, PeerDirectory, PeerOutbox
 from byteps_py.session.peers.shared_slots import MemoryHost, SharedSegment, SharedSlots
 from byteps_py.session.peers.votes import Votes
 from byteps_py.session.peers.waiting import Host, PeerWaiter, Wait

@@ -2,7 +2,7 @@
 
 Members of one machine share memory; those of different machines have a connection each (byteps_py/session/peers). The
 calling thread writes this member's payloads and tells the others; the waiting thread copies arriving payloads to their
-destination. Host memory only. Gathers, exchanges and broadcasts are in peer_collectives.py, sums in all_reduce/.
+destination. Host memory only. Gathers, exchanges and broadcasts are in group_collectives.py, sums in all_reduce/.
 """
 
 from __future__ import annotations

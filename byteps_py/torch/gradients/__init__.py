@@ -2,7 +2,6 @@
 
 optimizer ┬ optimizer_mixin ─ stepper ┬ backward_passes            which gradients a backward pass has computed
           │                           └ gradient_reducer ─ bucket  which gradients travel together, and where sums go
-          ├ adasum_stepper ─ stepper
           └ hosted/                                                the communication services make the steps
 cross_barrier ─ stepper
 distributed_data_parallel ─ gradient_reducer

@@ -32,13 +32,12 @@ from torch.optim import optimizer as torch_optimizer
 from byteps_py.errors import GradientOrderError, UsageError
 from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.compression import Compression, Compressor
-from byteps_py.torch.gradients.adasum_stepper import AdasumStepper
 from byteps_py.torch.gradients.bucket import Bucket
 from byteps_py.torch.gradients.gradient_reducer import GradientReducer
 from byteps_py.torch.gradients.hosted.optimizer import HostedOptimizerMixin
 from byteps_py.torch.gradients.optimizer import DistributedOptimizer, NamedParameters
 from byteps_py.torch.gradients.optimizer_mixin import DistributedOptimizerMixin
-from byteps_py.torch.gradients.stepper import LocalStepper, StepCall, Stepper
+from byteps_py.torch.gradients.stepper import AdasumStepper, LocalStepper, StepCall, Stepper
 
 #: Modules that use their children's parameters without calling the children.
 _USE_CHILD_PARAMETERS = (torch.nn.MultiheadAttention,)

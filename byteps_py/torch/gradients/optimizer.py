@@ -16,14 +16,13 @@ from byteps_py.errors import UsageError
 from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.collectives import nonfinite, parameter_owners
 from byteps_py.torch.compression import Compression, Compressor
-from byteps_py.torch.gradients.adasum_stepper import AdasumStepper, DeltaExchange
 from byteps_py.torch.gradients.backward_passes import CountedPasses, ReducedPasses
 from byteps_py.torch.gradients.bucket import GradientOptions
 from byteps_py.torch.gradients.gradient_reducer import GradientReducer
 from byteps_py.torch.gradients.hosted.optimizer import HostedOptions, check_hosted, host
 from byteps_py.torch.gradients.hosted.replication import check_machines
 from byteps_py.torch.gradients.optimizer_mixin import DistributedOptimizerMixin, check_passes
-from byteps_py.torch.gradients.stepper import LocalStepper, WrappedOptimizer
+from byteps_py.torch.gradients.stepper import AdasumStepper, DeltaExchange, LocalStepper, WrappedOptimizer
 from byteps_py.torch.operations.process_sets import ProcessSet, global_process_set, prefix_of, ranks_of
 from byteps_py.torch.operations.reduction_plans import Adasum, Average, ReduceOp
 

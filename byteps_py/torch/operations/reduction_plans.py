@@ -24,8 +24,7 @@ from byteps_py.tensors import MAX_TERMS_BYTES, Op, TensorSpec
 from byteps_py.torch.collectives.all_reduce import shared_memory
 from byteps_py.torch.collectives.all_reduce.negotiated import SumOffer
 from byteps_py.torch.collectives.context import Context
-from byteps_py.torch.collectives.dtypes import check_dense, wire_dtype
-from byteps_py.torch.collectives.integer_averages import is_summed_wider, sum_dtype, sum_shape
+from byteps_py.torch.collectives.dtypes import check_dense, is_summed_wider, sum_dtype, sum_shape, wire_dtype
 from byteps_py.torch.collectives.router import Route, Router, SumFacts
 from byteps_py.torch.collectives.slot_view import TensorRequest
 from byteps_py.torch.compression import Compression, Compressor

@@ -17,8 +17,7 @@ from byteps_py.errors import CommunicationError, UsageError
 from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.collectives.all_reduce.negotiated import NegotiatedAllReduce
 from byteps_py.torch.collectives.context import Context
-from byteps_py.torch.collectives.dtypes import bits_of, check_are_tensors, check_dense, check_result
-from byteps_py.torch.collectives.integer_averages import mean, summands
+from byteps_py.torch.collectives.dtypes import bits_of, check_are_tensors, check_dense, check_result, mean, summands
 from byteps_py.torch.collectives.result_pool import empty_result
 from byteps_py.torch.collectives.router import Reach
 from byteps_py.torch.collectives.slot_view import PieceView

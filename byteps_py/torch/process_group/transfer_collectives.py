@@ -12,8 +12,7 @@ from byteps_py.tensors import Op
 from byteps_py.torch.collectives.dtypes import is_plain
 from byteps_py.torch.collectives.group_collectives import GroupTransfer
 from byteps_py.torch.collectives.work import Work
-from byteps_py.torch.process_group.collective_arguments import Tensors, dense_tensors, only
-from byteps_py.torch.process_group.group_base import GroupBase, assign
+from byteps_py.torch.process_group.group_base import GroupBase, Tensors, assign, dense_tensors, only
 
 
 def _is_flat(tensor: torch.Tensor) -> bool:

@@ -17,7 +17,7 @@ from byteps_py.torch.collectives.completion import Pool
 from byteps_py.torch.collectives.slot_view import capacity_for
 from byteps_py.torch.collectives.tensor_bytes import ResultBuffer, octets
 from byteps_py.torch.collectives.work import OperationKind
-from byteps_py.torch.process_group.collective_arguments import kind_of, reduction_of, timeout_of
+from byteps_py.torch.process_group.group_base import kind_of, reduction_of, timeout_of
 
 WAIT_S = 30.0
 
