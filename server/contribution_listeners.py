@@ -19,7 +19,7 @@ from byteps_py.errors import PeerLostError, ProtocolError
 from byteps_py.runtime import Runtime
 from byteps_py.security import auth
 from byteps_py.security.unauthenticated_connections import PATIENCE_S, LocalStrangers
-from byteps_py.server.arrival import Arrival, FrameMemory, SharedMemory
+from byteps_py.server.reducer import Arrival, FrameMemory, SharedMemory
 from byteps_py.system.channel import Channel
 from byteps_py.system.log import logger
 from byteps_py.system.shm import Segment

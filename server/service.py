@@ -40,10 +40,9 @@ from byteps_py.errors import (
 )
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.runtime import Runtime
-from byteps_py.server.arrival import Arrival, FrameMemory, PayloadMemory
 from byteps_py.server.checkpoint_starter import CheckpointStarter
 from byteps_py.server.contribution_listeners import ContributionListener, LocalListener
-from byteps_py.server.reducer import Reducer, copy_to_moved, plan
+from byteps_py.server.reducer import Arrival, FrameMemory, PayloadMemory, Reducer, copy_to_moved, plan
 from byteps_py.server.round_state import (
     AWAITED_AFTER_S,
     Action,

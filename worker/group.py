@@ -32,14 +32,13 @@ from byteps_py.worker.core.events import (
     VerdictApplied,
 )
 from byteps_py.worker.core.hosted_steps import HostedSteps
-from byteps_py.worker.core.owners import OwnedPiece
 from byteps_py.worker.core.piece_exchange import PieceExchange
 from byteps_py.worker.core.pieces import PieceRequest, Receipt, Transfer, due
 from byteps_py.worker.core.placing import Placing
 from byteps_py.worker.core.round_pipeline import RoundPipeline
 from byteps_py.worker.core.scatter import Scatter
 from byteps_py.worker.core.tensor import AskSum, Part, SumRequest, Tensor
-from byteps_py.worker.core.topology import Topology
+from byteps_py.worker.core.topology import OwnedPiece, Topology
 from byteps_py.worker.io.executor import Executor
 from byteps_py.worker.io.memory import Memory
 from byteps_py.worker.io.network import Network, silence_s
@@ -48,8 +47,7 @@ from byteps_py.worker.io.piece_executor import Cores
 from byteps_py.worker.ranks.joining import Joining
 from byteps_py.worker.ranks.rank_server import RankServer
 from byteps_py.worker.ranks.requests import Requests
-from byteps_py.worker.ranks.stack_sampler import StackSampler
-from byteps_py.worker.ranks.waits import Waits
+from byteps_py.worker.ranks.stall_monitor import StackSampler, StallMonitor
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +89,7 @@ class Group:
     network_class: type[Network] = Network
     joining_class: type[Joining] = Joining
     requests_class: type[Requests] = Requests
-    waits_class: type[Waits] = Waits
+    waits_class: type[StallMonitor] = StallMonitor
 
     def __init__(self, around: GroupRuntime, membership: pb.Membership, place: int) -> None:
         settings, send, fail = around.settings, around.send, around.fail

@@ -4,5 +4,5 @@
     writer         one checkpoint, in the format of torch.distributed.checkpoint
     program        when one is written, and which are kept
 
-Needs torch. The folder of checkpoints is byteps_py/checkpoint_folder.py, which needs none.
+Needs torch. The folder of checkpoints is byteps_py/checkpoint_files.py, which needs none.
 """

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from byteps_py.checkpoint.stored_state import stored_state
 from byteps_py.checkpoint.writer import PIECE_BYTES, write_state
-from byteps_py.checkpoint_folder import CheckpointFolder, checkpoint_path
+from byteps_py.checkpoint_files import CheckpointFolder, checkpoint_path
 from byteps_py.config.settings import Settings
 from byteps_py.errors import CommunicationError, ProtocolError, RendezvousError, UsageError
 from byteps_py.shadow import NotRestorable, Restorable, ShadowReader, latest_step

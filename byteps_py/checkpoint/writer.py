@@ -24,8 +24,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from torch.distributed.checkpoint.storage import WriteResult
 
 from byteps_py.checkpoint.stored_state import StoredState
-from byteps_py.checkpoint_files import CheckpointFiles
-from byteps_py.checkpoint_folder import os_error_in
+from byteps_py.checkpoint_files import CheckpointFiles, os_error_in
 
 #: The bytes that are read, and written, at once; one row of a tensor may be longer.
 PIECE_BYTES = 16 << 20

@@ -226,7 +226,7 @@ def run_checkpoint(arguments: argparse.Namespace) -> int:
             "bps checkpoint needs PyTorch, and it is not installed here: pip install '.[torch]' (a build for "
             "the CPU is enough)"
         ) from None
-    from byteps_py.checkpoint_folder import CheckpointFolder
+    from byteps_py.checkpoint_files import CheckpointFolder
 
     with handle_signals((signal.SIGTERM, signal.SIGINT), _end), CheckpointFolder(arguments.folder) as folder:
         CheckpointProgram(settings, folder, CheckpointOptions(arguments.every, arguments.keep), say).run()

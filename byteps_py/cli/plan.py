@@ -94,7 +94,7 @@ def _add_memory(plans: Any) -> None:
 
 def run_memory(arguments: argparse.Namespace) -> int:
     """Print the table. Raises UsageError for numbers that make no sense."""
-    from byteps_py.tools.plan.state_memory import stage_table
+    from byteps_py.tools.plan.formulas import stage_table
 
     rows = stage_table(_parameter_count(arguments.parameters), arguments.sharding)
     if arguments.json:

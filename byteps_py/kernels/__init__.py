@@ -1,7 +1,6 @@
 """Arithmetic on memory: ``reduce`` sums contributions in one pass, ``ThreadPool`` runs such work."""
 
-from byteps_py.kernels.reduction import Report, bind, prepare, reduce, reduce_checked
-from byteps_py.kernels.square_sums import square_sum
+from byteps_py.kernels.reduction import Report, bind, prepare, reduce, reduce_checked, square_sum
 from byteps_py.kernels.steps import bind_step, prepare_step
 
 __all__ = [

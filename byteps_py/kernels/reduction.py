@@ -2,6 +2,10 @@
 
 Knows addresses, operation and dtype; must not know tensors' names, ranks or sockets. Any thread; the GIL is released
 while a kernel runs. The caller guarantees that the addresses stay valid and that nobody writes there meanwhile.
+
+``square_sum``: the sum of the squares of averaged contributions, for norms. The average is rounded as
+``make_step`` rounds it, so a norm is of what a step uses. Squares are added in float64, block by block, which can't
+overflow for contributions of 32 bits or fewer.
 """
 
 from __future__ import annotations
@@ -14,6 +18,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
+
 from byteps_py.errors import UsageError
 from byteps_py.kernels.jit import streaming
 from byteps_py.tensors import Checks, DType, Op
@@ -21,6 +28,7 @@ from byteps_py.wording import count_text
 
 if TYPE_CHECKING:
     from byteps_py.kernels.jit.numba_kernels import Kernel
+
 
 _kernels: dict[tuple[Op, DType, Checks], Kernel] = {}
 _build_lock = threading.Lock()
@@ -186,3 +194,39 @@ def _copy_past_caches(source: int, outputs: Sequence[int], nbytes: int) -> None:
     for output in outputs:
         if output != source:
             streaming.copy_past_caches(output, source, nbytes)
+
+
+#: Elements at a time: they stay in the processor's caches.
+_BLOCK = 1 << 14
+
+
+def square_sum(dtype: DType, inputs: Sequence[int], elements: range, divisor: int = 1) -> float:
+    """Of ``elements`` of the sum of ``inputs``, addresses of contributions of a floating dtype, divided by ``divisor``.
+
+    >>> values = np.array([1.0, 2.0, 3.0], dtype=np.float32)
+    >>> square_sum(DType.FLOAT32, [values.ctypes.data] * 2, range(1, 3), divisor=2)
+    13.0
+    """
+    average = np.empty(_BLOCK * dtype.itemsize, np.uint8)
+    wide = np.empty(_BLOCK, np.float64)
+    total = 0.0
+    for start in range(elements.start, elements.stop, _BLOCK):
+        count = min(_BLOCK, elements.stop - start)
+        addresses = [address + start * dtype.itemsize for address in inputs]
+        if len(inputs) == 1 and divisor == 1:
+            memory = (ctypes.c_uint8 * (count * dtype.itemsize)).from_address(addresses[0])
+            found = np.ctypeslib.as_array(memory)
+        else:
+            reduce(Op.SUM, dtype, addresses, [average.ctypes.data], count, divisor)
+            found = average[: count * dtype.itemsize]
+        values = wide[:count]
+        values[:] = _numbers(dtype, found)
+        total += float(values @ values)
+    return total
+
+
+def _numbers(dtype: DType, memory: npt.NDArray[np.uint8]) -> npt.NDArray[np.generic]:
+    if dtype is DType.BFLOAT16:
+        return (memory.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    kinds = {DType.FLOAT16: np.float16, DType.FLOAT32: np.float32, DType.FLOAT64: np.float64}
+    return memory.view(kinds[dtype])

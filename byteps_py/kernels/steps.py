@@ -3,6 +3,8 @@
 Knows addresses, a rule and dtypes; must not know tensors' names, ranks or sockets. Any thread; the GIL is released
 while a kernel runs. The caller guarantees that the addresses stay valid and that nobody else uses what lies there
 meanwhile.
+
+``StepSegment``: a range of elements that make a step with the same numbers. A rank sends the segments to its service.
 """
 
 from __future__ import annotations
@@ -10,14 +12,16 @@ from __future__ import annotations
 import threading
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from byteps_py.errors import UsageError
-from byteps_py.kernels.update_rules import SCALARS, STATES, StepKind
+from byteps_py.errors import ProtocolError, UsageError
+from byteps_py.kernels.update_rules import SCALARS, STATES, Method, Scalar, StepKind, UpdateRule
 from byteps_py.tensors import DType
 
 if TYPE_CHECKING:
-    from byteps_py.kernels.jit.step_kernels import StepKernel
+    from byteps_py.kernels.jit.numba_kernels import StepKernel
+
 
 _kernels: dict[StepKind, StepKernel] = {}
 _build_lock = threading.Lock()
@@ -93,9 +97,59 @@ def _kernel_of(kind: StepKind) -> StepKernel:
     if gradient is DType.FLOAT64 and parameter in (DType.FLOAT16, DType.BFLOAT16):
         raise UsageError(f"gradients of FLOAT64 belong to parameters of FLOAT64 or FLOAT32, not {parameter.name}")
     # Imported here, so that importing this package does not load a compiler.
-    from byteps_py.kernels.jit import step_kernels
+    from byteps_py.kernels.jit import numba_kernels
 
     with _build_lock:
         if kind not in _kernels:
-            _kernels[kind] = step_kernels.build(kind)
+            _kernels[kind] = numba_kernels.build_step(kind)
         return _kernels[kind]
+
+
+@dataclass(frozen=True, slots=True)
+class StepSegment:
+    """Elements of a part that make a step with the same numbers. ``scalars``: see step_scalars."""
+
+    elements: range
+    scalars: tuple[float, ...]
+
+
+def check_order(segments: Sequence[StepSegment], scalars: int) -> None:
+    """Raises ProtocolError unless the segments are ascending and have so many scalars."""
+    at = 0
+    for each in segments:
+        if not at <= each.elements.start <= each.elements.stop or len(each.scalars) != scalars:
+            raise ProtocolError("segments of a step that are not in order")
+        at = each.elements.stop
+
+
+def bind_segments(
+    kind: StepKind,
+    states: Sequence[int],
+    inputs: Sequence[int],
+    outputs: Sequence[int],
+    divisor: int = 1,
+    bind: Callable[..., Callable[[Sequence[float], range], None]] = bind_step,
+) -> Callable[[Sequence[StepSegment]], None]:
+    """A function that makes the step of segments. The arguments are those of ``bind_step``, which ``bind`` stands for.
+    Of LAMB, segments of the first phase change the moments, and those of the second one the parameters; only these
+    write to ``outputs``."""
+    if kind.rule.method is not Method.LAMB:
+        update = apply = bind(kind, states, inputs, outputs, divisor)
+    else:
+        wide = DType.FLOAT64 if kind.gradient is DType.FLOAT64 else DType.FLOAT32
+        update = bind(kind, states, inputs, [], divisor)
+        # With the update in place of the gradient, what is left is SGD.
+        apply = bind(StepKind(UpdateRule(Method.SGD), wide, kind.parameter), states[:1], states[3:], outputs)
+
+    def run(segments: Sequence[StepSegment]) -> None:
+        for segment in segments:
+            (apply if segment.scalars[Scalar.PHASE] else update)(segment.scalars, segment.elements)
+
+    return run
+
+
+def run_segments(
+    kind: StepKind, states: Sequence[int], source: int, target: int, segments: Sequence[StepSegment]
+) -> None:
+    """Make the step. ``states``, ``source``, ``target``: addresses, see ``make_step``."""
+    bind_segments(kind, states, [source], [target])(segments)

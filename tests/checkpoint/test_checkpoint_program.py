@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from byteps_py.checkpoint.program import HOLD_S, CheckpointOptions, CheckpointProgram
-from byteps_py.checkpoint_folder import CheckpointFolder, checkpoint_steps
+from byteps_py.checkpoint_files import CheckpointFolder, checkpoint_steps
 from byteps_py.config.settings import Settings
 from byteps_py.errors import BytePSError, CommunicationError, ProtocolError, RendezvousError, UsageError
 from byteps_py.kernels.update_rules import Method, StepKind, UpdateRule

@@ -14,8 +14,8 @@ from byteps_py.dataplane.traffic import Limiter, Traffic
 from byteps_py.errors import PeerLostError
 from byteps_py.runtime import Runtime
 from byteps_py.security import auth
-from byteps_py.server.arrival import Arrival, SharedMemory
 from byteps_py.server.contribution_listeners import LocalListener, LocalPeer
+from byteps_py.server.reducer import Arrival, SharedMemory
 from byteps_py.system import channel
 from byteps_py.system.channel import Channel
 from byteps_py.system.shm import Segment

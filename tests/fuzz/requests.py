@@ -14,9 +14,16 @@ from byteps_py.errors import ProtocolError
 from byteps_py.session.peers import peer_protocol
 from byteps_py.tensors import DType, Layout, Op, TensorSpec, key_of
 from byteps_py.wire.data_link import HEADER_BYTES, Fetch, Header, Kind
-from byteps_py.worker.core.actions import Action, DirectAction, Lend
 from byteps_py.worker.core.credit import PushQueue
-from byteps_py.worker.core.events import MachineLost, PiecesDeclared, PiecesReady, TensorAgreed
+from byteps_py.worker.core.events import (
+    Action,
+    DirectAction,
+    Lend,
+    MachineLost,
+    PiecesDeclared,
+    PiecesReady,
+    TensorAgreed,
+)
 from byteps_py.worker.core.piece_exchange import PieceExchange
 from byteps_py.worker.core.pieces import ALL, MAX_EARLY, Receipt, RefusePiece, Serve, Transfer
 from byteps_py.worker.core.round_pipeline import RoundPipeline

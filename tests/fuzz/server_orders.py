@@ -11,7 +11,7 @@ from byteps_py.dataplane.listener import Peer
 from byteps_py.errors import BytePSError
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.runtime import Runtime
-from byteps_py.server.arrival import Arrival
+from byteps_py.server.reducer import Arrival
 from byteps_py.server.service import SummationService
 from byteps_py.wire.data_link import Header
 

@@ -13,7 +13,7 @@ from numba.core.caching import CacheImpl
 from support.arithmetic import assert_same, moderate_values, reference, run
 
 from byteps_py.kernels import prepare, reduce
-from byteps_py.kernels.jit import half_precision, numba_kernels
+from byteps_py.kernels.jit import numba_kernels, vector
 from byteps_py.tensors import DType, Op
 
 
@@ -114,7 +114,7 @@ def test_kernels_work_where_nothing_can_be_written(monkeypatch, caplog):
 @pytest.mark.parametrize("op", [Op.SUM, Op.PRODUCT], ids=lambda op: op.name)
 def test_float16_without_the_processor_s_help(monkeypatch, op):
     """The conversions by integer arithmetic, which processors without F16C use, give the same bits."""
-    monkeypatch.setattr(half_precision, "_has_float16", lambda: False)
+    monkeypatch.setattr(vector, "_has_float16", lambda: False)
     monkeypatch.setattr(CacheImpl, "_locator_classes", [])  # the cache must not hold what this test compiles
     monkeypatch.setattr(numba_kernels, "version_of", lambda *_: "test_float16")
     kernel = numba_kernels.build(op, DType.FLOAT16)

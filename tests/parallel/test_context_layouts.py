@@ -14,11 +14,17 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from byteps_py.parallel.context import local_attention, ring
+from byteps_py.parallel.context import distributed_attention, local_attention
+from byteps_py.parallel.context.distributed_attention import (
+    AttentionGradients,
+    KeyBlock,
+    PartialAttention,
+    attention,
+    merge,
+    ring_attention,
+)
 from byteps_py.parallel.context.document_mask import DocumentMask, spans_of, squares_of
-from byteps_py.parallel.context.gathered import attention
 from byteps_py.parallel.context.local_attention import AttentionCall, attend_packed, varlen_kernel, with_repeated_heads
-from byteps_py.parallel.context.ring import AttentionGradients, KeyBlock, PartialAttention, merge, ring_attention
 from byteps_py.parallel.context.sequences import by_rank, in_order
 
 CLOSE = 1e-12
@@ -206,7 +212,7 @@ def test_the_kernel_of_variable_lengths_is_for_cuda() -> None:
 @pytest.mark.parametrize("function", [attention, ring_attention])
 def test_more_queries_than_a_tile(function: Callable[..., torch.Tensor]) -> None:
     """Alone, without a group."""
-    length = 2 * max(local_attention.TILE, ring.TILE) + 3
+    length = 2 * max(local_attention.TILE, distributed_attention.TILE) + 3
     torch_rng = torch.Generator().manual_seed(0)
     q, k, v, gradient = (torch.randn(1, 1, length, 4, generator=torch_rng, dtype=torch.float64) for _ in range(4))
     row = [EOS if place in (0, 700) else 7 for place in range(length)]

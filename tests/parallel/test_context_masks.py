@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from byteps_py.errors import UsageError
+from byteps_py.parallel.context.distributed_attention import attention
 from byteps_py.parallel.context.document_mask import DocumentMask, cumulative_lengths, spans_of
-from byteps_py.parallel.context.gathered import attention
 from byteps_py.parallel.context.head_tail import (
     ContextBalance,
     balance,

@@ -16,10 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from byteps_py.errors import UsageError
+from byteps_py.parallel.context.distributed_attention import attention, ring_attention
 from byteps_py.parallel.context.document_mask import DocumentMask
-from byteps_py.parallel.context.gathered import attention
 from byteps_py.parallel.context.head_tail import gathered_bytes
-from byteps_py.parallel.context.ring import ring_attention
 from byteps_py.parallel.context.sequences import positions, shard_sequence, token_mean_loss, unshard_sequence
 
 CLOSE = 1e-12

@@ -28,8 +28,7 @@ from byteps_py.parallel import Mesh, checkpoint
 from byteps_py.parallel.sharding import ShardedOptimizer, ShardOptions, Strategy, partitioned_checkpoint, shard
 from byteps_py.parallel.sharding.rank_memory import tally_memory
 from byteps_py.parallel.tensor import Column, Row, copy_to_ranks, parallelize
-from byteps_py.tools.plan.formulas import state_bytes
-from byteps_py.tools.plan.state_memory import whole_owner_bytes
+from byteps_py.tools.plan.formulas import state_bytes, whole_owner_bytes
 
 CLOSE = 1e-12
 WIDTH, ROWS = 6, 24

@@ -10,9 +10,8 @@ import pytest
 import zmq
 
 from byteps_py.runtime import Runtime
-from byteps_py.server.arrival import Arrival, FrameMemory
 from byteps_py.server.contribution_listeners import LocalPeer
-from byteps_py.server.reducer import copy_to_moved, plan
+from byteps_py.server.reducer import Arrival, FrameMemory, copy_to_moved, plan
 from byteps_py.tensors import Op
 from byteps_py.wire.data_link import NO_RESULT, SUPPLY, Header, Kind
 

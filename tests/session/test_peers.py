@@ -23,7 +23,7 @@ from byteps_py.session.peers.peer_transport import PeerTransport
 from byteps_py.system.shm import Segment
 from byteps_py.system.spin_policy import SpinPolicy
 from byteps_py.tensors import key_of
-from byteps_py.worker.core.peer_introductions import Introduce, PeerIntroductions, Tell
+from byteps_py.worker.core.local_ranks import Introduce, PeerIntroductions, Tell
 
 # ---- the ledger ----------------------------------------------------------------------------------------------------
 

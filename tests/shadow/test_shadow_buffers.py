@@ -12,7 +12,7 @@ from support.clusters import ROOT
 from support.shadowed_cluster import ShadowedCluster
 
 from byteps_py.checkpoint.program import CheckpointOptions, CheckpointProgram
-from byteps_py.checkpoint_folder import CheckpointFolder, checkpoint_steps
+from byteps_py.checkpoint_files import CheckpointFolder, checkpoint_steps
 
 PROGRAM = ROOT / "tests" / "programs" / "shadowed_buffers.py"
 RANKS, STEPS, MORE = 2, 8, 3

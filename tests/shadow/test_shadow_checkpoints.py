@@ -18,7 +18,7 @@ from support.launching import Running, launched
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from byteps_py.checkpoint.program import CheckpointOptions, CheckpointProgram
-from byteps_py.checkpoint_folder import CheckpointFolder
+from byteps_py.checkpoint_files import CheckpointFolder
 from byteps_py.config.settings import Settings
 from byteps_py.system import jobs
 

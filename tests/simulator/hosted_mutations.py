@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from byteps_py.tensors import TensorSpec
-from byteps_py.worker.core.actions import Action
-from byteps_py.worker.core.events import Answered, ResultWanted, RoundEvent, StepArmed, StepEnded, StepSkipped
+from byteps_py.worker.core.events import Action, Answered, ResultWanted, RoundEvent, StepArmed, StepEnded, StepSkipped
 from byteps_py.worker.core.hosted_steps import (
     AllSummed,
     Forget,

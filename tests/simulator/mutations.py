@@ -17,9 +17,8 @@ from byteps_py.server.round_state import Reduce, Round, RoundState
 from byteps_py.server.rounds import Rounds
 from byteps_py.tensors import TensorSpec
 from byteps_py.wire.data_link import Header, name_of
-from byteps_py.worker.core.actions import Release
 from byteps_py.worker.core.agreement import Agreement
-from byteps_py.worker.core.events import BytesReady, NameDeclared, NameRejected, NameReopened
+from byteps_py.worker.core.events import BytesReady, NameDeclared, NameRejected, NameReopened, Release
 from byteps_py.worker.core.placing import Placing
 from byteps_py.worker.core.round_pipeline import RoundPipeline
 from byteps_py.worker.core.scatter import Scatter

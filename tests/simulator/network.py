@@ -19,8 +19,8 @@ import numpy as np
 
 from byteps_py.config.settings import SLOW_FACTOR, Settings
 from byteps_py.dataplane.listener import Peer, reply
-from byteps_py.server.arrival import Arrival, FrameMemory
 from byteps_py.server.contribution_listeners import SHADOW_KINDS
+from byteps_py.server.reducer import Arrival, FrameMemory
 from byteps_py.system.shm import Block
 from byteps_py.tensors import Op
 from byteps_py.wire.data_link import Header, Kind

@@ -14,7 +14,7 @@ from byteps_py.worker.core.scatter import ScatterPart
 from byteps_py.worker.core.tensor import Part, Stage
 from byteps_py.worker.io.executor import Executor
 from byteps_py.worker.ranks.rank_server import RankServer
-from byteps_py.worker.ranks.waits import Waits
+from byteps_py.worker.ranks.stall_monitor import StallMonitor
 
 from .mutations import Mutation
 from .parts import Parts
@@ -34,7 +34,7 @@ class CountOnNobodyWhoHasYetToAsk(Mutation):
 class BlameWhoeverHasLeft(Mutation):
     """For what others have yet to take."""
 
-    class waits(Waits):
+    class waits(StallMonitor):
         @staticmethod
         def needs(channel: Any, member: Any) -> set[int]:
             return set(channel.ranks)

@@ -11,7 +11,7 @@ from typing import Any
 
 from byteps_py.placement.placement_table import PlacementTable
 from byteps_py.scheduler.member_links.links import MemberLinks
-from byteps_py.server.arrival import Arrival
+from byteps_py.server.reducer import Arrival
 from byteps_py.server.rounds import Rounds
 from byteps_py.server.service import SummationService
 from byteps_py.server.shadow import ShadowStore
@@ -35,7 +35,7 @@ from byteps_py.worker.ranks.joining import Joining
 from byteps_py.worker.ranks.rank_server import RankServer
 from byteps_py.worker.ranks.requests import Requests
 from byteps_py.worker.ranks.shadows import Shadows
-from byteps_py.worker.ranks.waits import Waits
+from byteps_py.worker.ranks.stall_monitor import StallMonitor
 from byteps_py.worker.scheduler_messages import BatchingLink, Rejoining
 from byteps_py.worker.service import CommunicationService
 
@@ -79,7 +79,7 @@ class Parts:
     hosting: type[Hosting] = Hosting
     shadows: type[Shadows] = Shadows
     shadowing: type[Shadowing[Any]] = Shadowing
-    waits: type[Waits] = Waits
+    waits: type[StallMonitor] = StallMonitor
 
     held_op: Op = Op.MIN  # of ranks, on the step that is held for all
 

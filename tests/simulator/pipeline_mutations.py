@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from byteps_py.worker.core.actions import Action, Push
-from byteps_py.worker.core.events import BytesReady, RoundEvent, RoundsAwaited
+from byteps_py.worker.core.events import Action, BytesReady, Push, RoundEvent, RoundsAwaited
 from byteps_py.worker.core.round_pipeline import RoundPipeline
 from byteps_py.worker.core.tensor import Part, SlotState, Tensor, TensorState
 

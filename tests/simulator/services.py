@@ -14,8 +14,7 @@ from byteps_py.server.round_state import Action as ServerAction
 from byteps_py.server.round_state import Round, RoundState
 from byteps_py.server.service import SummationService
 from byteps_py.tensors import Op
-from byteps_py.worker.core.actions import Action, RoundDone
-from byteps_py.worker.core.events import Answered, RoundEvent, StepEnded
+from byteps_py.worker.core.events import Action, Answered, RoundDone, RoundEvent, StepEnded
 from byteps_py.worker.core.hosted_steps import MakeStep, OwnedPart, StepState
 from byteps_py.worker.core.pieces import Transfer
 from byteps_py.worker.core.tensor import AskSum, Part, Stage, Tensor

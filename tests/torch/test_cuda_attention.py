@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from byteps_py.parallel.context.distributed_attention import attention, ring_attention
 from byteps_py.parallel.context.document_mask import DocumentMask
-from byteps_py.parallel.context.gathered import attention
 from byteps_py.parallel.context.local_attention import varlen_kernel
-from byteps_py.parallel.context.ring import ring_attention
 
 pytestmark = [
     pytest.mark.cuda,

@@ -7,15 +7,19 @@ from support.worker_core import slot, spec
 
 from byteps_py.errors import MismatchError
 from byteps_py.tensors import TensorSpec
-from byteps_py.worker.core.actions import Action, BeginTensor, Fail, Release, SendBallot
 from byteps_py.worker.core.agreement import Agreement
 from byteps_py.worker.core.events import (
+    Action,
+    BeginTensor,
     BytesReady,
+    Fail,
     NameAccepted,
     NameDeclared,
     NameRejected,
     NameReopened,
     RankLeft,
+    Release,
+    SendBallot,
     TensorVoid,
     VerdictApplied,
 )

@@ -9,16 +9,19 @@ from byteps_py.errors import MismatchError
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.tensors import DType, Op, TensorSpec
 from byteps_py.wire.chunks import CHUNK_BYTES
-from byteps_py.worker.core.actions import BeginTensor, Fail, Push, SendBallot
 from byteps_py.worker.core.agreement import Agreement
 from byteps_py.worker.core.credit import PushQueue
 from byteps_py.worker.core.events import (
     Answered,
+    BeginTensor,
     BytesReady,
     Computed,
+    Fail,
     NameAccepted,
     NameDeclared,
     NameRejected,
+    Push,
+    SendBallot,
     TensorAgreed,
     TensorEnded,
     TensorVoid,

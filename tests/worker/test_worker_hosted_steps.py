@@ -12,17 +12,20 @@ from byteps_py.placement.shares import Optimum
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.tensors import DType, Op, TensorSpec
 from byteps_py.wire.chunks import CHUNK_BYTES
-from byteps_py.worker.core.actions import Push, Release, RoundDone, Supply
 from byteps_py.worker.core.credit import PushQueue
 from byteps_py.worker.core.events import (
     Answered,
     BytesReady,
     Computed,
+    Push,
+    Release,
     ResultWanted,
+    RoundDone,
     StepArmed,
     StepEnded,
     StepSkipped,
     SumsAwaited,
+    Supply,
     TensorAgreed,
     TensorVoid,
 )
@@ -36,11 +39,10 @@ from byteps_py.worker.core.hosted_steps import (
     StepState,
     SumForOwner,
 )
-from byteps_py.worker.core.owners import OwnedPiece, Owners
 from byteps_py.worker.core.placing import Placing
 from byteps_py.worker.core.round_pipeline import RoundPipeline
 from byteps_py.worker.core.tensor import Compute, RankSlot, Stage, Tensor
-from byteps_py.worker.core.topology import Topology
+from byteps_py.worker.core.topology import OwnedPiece, Owners, Topology
 from byteps_py.worker.core.transitions import IllegalTransitionError
 
 GRADIENTS = TensorSpec("g", DType.FLOAT32, (8,), average=True, ownership="g")

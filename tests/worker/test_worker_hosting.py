@@ -13,21 +13,19 @@ import pytest
 
 from byteps_py import kernels
 from byteps_py.errors import ProtocolError
-from byteps_py.kernels.step_segments import StepSegment, check_order
+from byteps_py.kernels.steps import StepSegment, check_order
 from byteps_py.kernels.update_rules import SCALARS, Hyperparameters, Method, StepKind, UpdateRule, step_scalars
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.system.shm import Arena, Block
 from byteps_py.tensors import DType, Op, TensorSpec
 from byteps_py.wire import rank_link as protocol
 from byteps_py.wire.data_link import SegmentNumbers
-from byteps_py.worker.core.actions import Action
 from byteps_py.worker.core.credit import PushQueue
-from byteps_py.worker.core.events import BytesReady, StepEnded, TensorAgreed
+from byteps_py.worker.core.events import Action, BytesReady, StepEnded, TensorAgreed
 from byteps_py.worker.core.hosted_steps import AllSummed, HostedSteps, MakeStep
-from byteps_py.worker.core.owners import OwnedPiece
 from byteps_py.worker.core.round_pipeline import RoundPipeline
 from byteps_py.worker.core.tensor import RankSlot, Tensor
-from byteps_py.worker.core.topology import Topology
+from byteps_py.worker.core.topology import OwnedPiece, Topology
 from byteps_py.worker.io.executor import Executor
 from byteps_py.worker.io.memory import Memory
 from byteps_py.worker.io.rank_connection import RankConnection

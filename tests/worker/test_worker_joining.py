@@ -6,18 +6,23 @@ from support.worker_core import slot, spec, tensor
 
 from byteps_py.errors import UsageError
 from byteps_py.tensors import Op, TensorSpec
-from byteps_py.worker.core.actions import BeginTensor, Fail, Push, Release, RoundDone, SendBallot
 from byteps_py.worker.core.agreement import Agreement
 from byteps_py.worker.core.credit import PushQueue
 from byteps_py.worker.core.events import (
     AllRanksJoined,
     Answered,
+    BeginTensor,
     BytesReady,
     Computed,
+    Fail,
     LocalRankJoined,
     NameAccepted,
     NameDeclared,
+    Push,
     RankJoined,
+    Release,
+    RoundDone,
+    SendBallot,
     SlotJoined,
     TensorAgreed,
     TensorEnded,

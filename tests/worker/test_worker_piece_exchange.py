@@ -14,15 +14,17 @@ from byteps_py.errors import ProtocolError
 from byteps_py.system.shm import Block
 from byteps_py.tensors import DType, Layout, Op, Sizes, TensorSpec
 from byteps_py.wire.chunks import Arriving, chunk_at
-from byteps_py.worker.core.actions import DirectAction, Fail, Show
 from byteps_py.worker.core.credit import PushQueue
 from byteps_py.worker.core.events import (
     CopiedHere,
+    DirectAction,
+    Fail,
     PieceArrived,
     PieceCopied,
     PieceRefused,
     PiecesDeclared,
     PiecesReady,
+    Show,
 )
 from byteps_py.worker.core.piece_exchange import PieceExchange
 from byteps_py.worker.core.pieces import (

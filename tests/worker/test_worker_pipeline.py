@@ -9,14 +9,18 @@ from support.worker_core import slot, spec, tensor
 
 from byteps_py.errors import ProtocolError
 from byteps_py.tensors import Op
-from byteps_py.worker.core.actions import Action, Push, Release, RoundDone, Supply
 from byteps_py.worker.core.credit import PATIENCE_S, PushQueue
 from byteps_py.worker.core.events import (
+    Action,
     Answered,
     BytesReady,
     Computed,
+    Push,
+    Release,
     ResultWanted,
+    RoundDone,
     RoundsAwaited,
+    Supply,
     TensorAgreed,
     TensorForgotten,
     TensorVoid,

@@ -15,9 +15,19 @@ from support.worker_core import slot as make_slot
 from byteps_py.errors import ProtocolError
 from byteps_py.tensors import DType, Op, TensorSpec
 from byteps_py.wire.chunks import Arriving, chunk_at
-from byteps_py.worker.core.actions import Action, Lend, RoundDone, Show
 from byteps_py.worker.core.credit import PushQueue
-from byteps_py.worker.core.events import BytesReady, Computed, SumTaken, TensorAgreed, TensorForgotten, TensorVoid
+from byteps_py.worker.core.events import (
+    Action,
+    BytesReady,
+    Computed,
+    Lend,
+    RoundDone,
+    Show,
+    SumTaken,
+    TensorAgreed,
+    TensorForgotten,
+    TensorVoid,
+)
 from byteps_py.worker.core.pieces import FetchPiece, Transfer, due
 from byteps_py.worker.core.round_pipeline import RoundPipeline
 from byteps_py.worker.core.scatter import Scatter, pieces

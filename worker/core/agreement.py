@@ -22,11 +22,13 @@ from typing import Any
 
 from byteps_py.errors import BytePSError, JoinedError, MismatchError
 from byteps_py.tensors import TensorSpec, unsupported
-from byteps_py.worker.core.actions import Action, BeginTensor, Fail
 from byteps_py.worker.core.events import (
+    Action,
     AgreementEvent,
     AllRanksJoined,
+    BeginTensor,
     BytesReady,
+    Fail,
     LocalRankJoined,
     NameAccepted,
     NameDeclared,

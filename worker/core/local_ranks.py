@@ -10,13 +10,20 @@ nothing is known of a rank any more it is ABSENT. A job that is not elastic has 
 
 Pure: it knows neither sockets nor processes. The rank server carries out what follows from a transition, and is the
 only one that causes any.
+
+``PeerIntroductions``: local ranks that want to deal with each other directly ask for it under the key of their group.
+Once all have asked, each is given the ways to the others (byteps_py/session/peers).
 """
 
 from __future__ import annotations
 
 import enum
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from byteps_py.errors import ProtocolError
 from byteps_py.worker.core.transitions import IllegalTransitionError
 
 
@@ -222,3 +229,52 @@ class LocalRanks(Generic[C]):
         for rank in late:
             rank.happens(RankEvent.IS_FORGOTTEN)
         return late
+
+
+@dataclass(frozen=True, slots=True)
+class Introduce:
+    """Give ``rank`` the way to ``other``."""
+
+    rank: int
+    other: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Tell ``rank`` that all members have asked for ``key``."""
+
+    rank: int
+    key: int
+
+
+class PeerIntroductions:
+    """All by local rank. A rank that leaves may come back, while others have yet to leave: a rank that is here for the
+    nth time meets those that are, too."""
+
+    def __init__(self) -> None:
+        #: By key, and how often those who ask have been here before: the members, and those who have asked.
+        self._asked: dict[tuple[int, int], tuple[tuple[int, ...], set[int]]] = {}
+        self._stays: Counter[int] = Counter()  # that are over
+        self._known: set[tuple[int, int]] = set()  # (rank, other rank that it has the way to)
+
+    def ask(self, rank: int, key: int, members: Sequence[int]) -> list[Introduce | Tell]:
+        """``rank`` wants to deal with the other ``members``. Raises ProtocolError if they don't ask for the same."""
+        stay = (key, self._stays[rank])
+        wanted, asked = self._asked.setdefault(stay, (tuple(members), set()))
+        if rank not in members or tuple(members) != wanted:
+            raise ProtocolError(f"local rank {rank} asks to meet {list(members)}, others under that key {list(wanted)}")
+        asked.add(rank)
+        if len(asked) < len(wanted):
+            return []
+        del self._asked[stay]
+        new = [(one, other) for one in wanted for other in wanted if one != other and (one, other) not in self._known]
+        self._known.update(new)
+        return [*(Introduce(one, other) for one, other in new), *(Tell(one, key) for one in wanted)]
+
+    def forget(self, rank: int) -> None:
+        """It has left. A rank that comes in its place is another one."""
+        self._stays[rank] += 1
+        self._known = {pair for pair in self._known if rank not in pair}
+        for _, asked in self._asked.values():
+            asked.discard(rank)
+        self._asked = {stay: entry for stay, entry in self._asked.items() if entry[1]}

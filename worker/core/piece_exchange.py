@@ -20,10 +20,10 @@ from typing import Any
 
 from byteps_py.errors import ProtocolError
 from byteps_py.tensors import Sizes, key_of
-from byteps_py.worker.core.actions import DirectAction
 from byteps_py.worker.core.credit import PushQueue
 from byteps_py.worker.core.events import (
     CopiedHere,
+    DirectAction,
     MachineLost,
     PieceArrived,
     PieceCopied,

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 
 from byteps_py.errors import MismatchError, ProtocolError
 from byteps_py.tensors import Sizes, differing
-from byteps_py.worker.core.actions import DirectAction, Fail, Show
+from byteps_py.worker.core.events import DirectAction, Fail, Show
 from byteps_py.worker.core.pieces import (
     ALL,
     Delivered,

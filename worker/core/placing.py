@@ -7,7 +7,7 @@ not what they would hand on as well. The others share in proportion to their lin
 every other machine's M inwards and, with n machines, at most (n-2)/(n-1) · M outwards: the least time there can be,
 M/B.
 
-Sums with owners (owners.py) are placed in a table of their own. For each byte that it adds, a CPU machine receives
+Sums with owners (topology.py) are placed in a table of their own. For each byte that it adds, a CPU machine receives
 n + 1 bytes there instead of n. So GPU machines' servers have n + 1, and CPU machines' servers n times their weight. For
 equal links that is the optimum: a CPU machine adds 2(n−1) / (n² + n + kn − 3k) of these sums. For n = 2 GPU machines
 add them all, and their links carry M each: of a sum that a CPU machine adds, its owner would only have more to send.
@@ -27,10 +27,9 @@ from byteps_py.placement.placement_table import PlacementTable
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.tensors import Op, TensorSpec, key_of, split
 from byteps_py.worker.core.hosted_steps import OwnedPart
-from byteps_py.worker.core.owners import OwnedPiece, Owners
 from byteps_py.worker.core.scatter import pieces as scattered_pieces
 from byteps_py.worker.core.tensor import Part
-from byteps_py.worker.core.topology import Topology
+from byteps_py.worker.core.topology import OwnedPiece, Owners, Topology
 
 NO_SERVER = -1
 #: Of all tensors: those of other ranks, too, take room in the table here.

@@ -14,30 +14,35 @@ from typing import Any
 
 from byteps_py.errors import ProtocolError
 from byteps_py.tensors import Op, TensorSpec
-from byteps_py.worker.core.actions import Action, Push, Release, RoundDone, Show, Supply, Withdraw
 from byteps_py.worker.core.credit import PushQueue
 from byteps_py.worker.core.events import (
+    Action,
     Answered,
     BytesReady,
     Computed,
     MessagesLost,
+    Push,
+    Release,
     ResultWanted,
+    RoundDone,
     RoundEvent,
     RoundsAwaited,
     ServersChanged,
+    Show,
     SlotJoined,
     StepArmed,
     StepEnded,
     StepSkipped,
     SumsAwaited,
     SumTaken,
+    Supply,
     TensorAgreed,
     TensorForgotten,
     TensorVoid,
     TimePassed,
+    Withdraw,
 )
 from byteps_py.worker.core.hosted_steps import Forget, HostedAction, HostedSteps, MakeStep, OwnedPart, SumForOwner
-from byteps_py.worker.core.owners import OwnedPiece
 from byteps_py.worker.core.scatter import Scatter
 from byteps_py.worker.core.tensor import (
     DELIVERING,
@@ -53,6 +58,7 @@ from byteps_py.worker.core.tensor import (
     Tensor,
     TensorState,
 )
+from byteps_py.worker.core.topology import OwnedPiece
 
 
 class RoundPipeline:

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from byteps_py.errors import ProtocolError
 from byteps_py.tensors import TensorSpec, split
 from byteps_py.wire.chunks import CHUNK_BYTES, TensorChunks
-from byteps_py.worker.core.actions import Action, Lend
 from byteps_py.worker.core.credit import PushQueue
+from byteps_py.worker.core.events import Action, Lend
 from byteps_py.worker.core.pieces import Transfer, due
 from byteps_py.worker.core.tensor import (
     DELIVERING,

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from byteps_py.errors import BytePSError
 from byteps_py.tensors import TensorSpec
-from byteps_py.worker.core.actions import Action, Fail, Release, SendBallot
+from byteps_py.worker.core.events import Action, Fail, Release, SendBallot
 from byteps_py.worker.core.tensor import RankSlot, SlotState, Tensor
 
 

@@ -22,36 +22,33 @@ from byteps_py.system.shm import Block
 from byteps_py.tensors import Checks, TensorSpec
 from byteps_py.wire import rank_link as protocol
 from byteps_py.wire.data_link import Header, Kind, unpack_names
-from byteps_py.worker.core.actions import (
+from byteps_py.worker.core.events import (
     Action,
+    Answered,
     BeginTensor,
+    Computed,
     DirectAction,
     Fail,
     Lend,
+    MessagesLost,
     Push,
     Release,
-    RoundDone,
-    SendBallot,
-    Show,
-    Supply,
-    Withdraw,
-)
-from byteps_py.worker.core.events import (
-    Answered,
-    Computed,
-    MessagesLost,
     ResultWanted,
+    RoundDone,
     RoundEvent,
     RoundsAwaited,
+    SendBallot,
     ServersChanged,
+    Show,
     StepEnded,
+    Supply,
     TensorAgreed,
     TensorEnded,
     TensorForgotten,
     TensorVoid,
+    Withdraw,
 )
 from byteps_py.worker.core.hosted_steps import AllSummed, Forget, MakeStep, OwnedPart, SumForOwner
-from byteps_py.worker.core.owners import OwnedPiece
 from byteps_py.worker.core.pace import RankPace
 from byteps_py.worker.core.tensor import (
     DELIVERING,
@@ -65,6 +62,7 @@ from byteps_py.worker.core.tensor import (
     Tensor,
     TensorState,
 )
+from byteps_py.worker.core.topology import OwnedPiece
 from byteps_py.worker.io.memory import Memory
 from byteps_py.worker.io.network import Network
 from byteps_py.worker.io.nonfinite_guard import NonFiniteGuard

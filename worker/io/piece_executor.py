@@ -17,9 +17,18 @@ from byteps_py.errors import BytePSError, MismatchError, ProtocolError
 from byteps_py.kernels.readiness import Readiness
 from byteps_py.runtime import Runtime
 from byteps_py.tensors import DType, Op
-from byteps_py.worker.core.actions import Action, DirectAction, Lend
 from byteps_py.worker.core.agreement import Agreement
-from byteps_py.worker.core.events import CopiedHere, PieceArrived, PieceCopied, PieceEvent, PieceRefused, SumTaken
+from byteps_py.worker.core.events import (
+    Action,
+    CopiedHere,
+    DirectAction,
+    Lend,
+    PieceArrived,
+    PieceCopied,
+    PieceEvent,
+    PieceRefused,
+    SumTaken,
+)
 from byteps_py.worker.core.piece_exchange import PieceExchange
 from byteps_py.worker.core.pieces import Copy, CopyHere, Delivered, FetchPiece, Outgrown, RefusePiece, Serve, Transfer
 from byteps_py.worker.core.round_pipeline import RoundPipeline

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from byteps_py.errors import BytePSError, PeerLostError, ProtocolError, UsageError
-from byteps_py.kernels.step_segments import StepSegment, bind_segments, check_order
+from byteps_py.kernels.steps import StepSegment, bind_segments, check_order
 from byteps_py.kernels.update_rules import SCALARS, StepKind
 from byteps_py.system.shm import Block
 from byteps_py.wire import rank_link as protocol

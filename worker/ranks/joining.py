@@ -20,9 +20,8 @@ from byteps_py.errors import BytePSError, JoinedError, PeerLostError, ProtocolEr
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.tensors import TensorSpec, unsupported
 from byteps_py.wire import rank_link as protocol
-from byteps_py.worker.core.actions import Fail, Release
 from byteps_py.worker.core.agreement import Agreement, fail_all
-from byteps_py.worker.core.events import AllRanksJoined, LocalRankJoined, RankJoined, SlotJoined
+from byteps_py.worker.core.events import AllRanksJoined, Fail, LocalRankJoined, RankJoined, Release, SlotJoined
 from byteps_py.worker.core.piece_exchange import PieceExchange
 from byteps_py.worker.core.tensor import RankSlot, Tensor
 from byteps_py.worker.core.topology import Topology

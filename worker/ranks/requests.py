@@ -10,10 +10,18 @@ from byteps_py.proto import control_pb2 as pb
 from byteps_py.tensors import Layout
 from byteps_py.wire import rank_link as protocol
 from byteps_py.wire.chunks import Arriving
-from byteps_py.worker.core.actions import Action, DirectAction, Fail
 from byteps_py.worker.core.agreement import Agreement
-from byteps_py.worker.core.events import BytesReady, NameDeclared, PiecesDeclared, PiecesReady, RankLeft
-from byteps_py.worker.core.peer_introductions import Introduce, PeerIntroductions
+from byteps_py.worker.core.events import (
+    Action,
+    BytesReady,
+    DirectAction,
+    Fail,
+    NameDeclared,
+    PiecesDeclared,
+    PiecesReady,
+    RankLeft,
+)
+from byteps_py.worker.core.local_ranks import Introduce, PeerIntroductions
 from byteps_py.worker.core.piece_exchange import PieceExchange
 from byteps_py.worker.core.round_pipeline import RoundPipeline
 from byteps_py.worker.core.topology import Topology

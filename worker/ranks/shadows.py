@@ -19,7 +19,7 @@ from typing import Any
 import zmq
 
 from byteps_py.errors import PeerLostError
-from byteps_py.kernels.step_segments import StepSegment
+from byteps_py.kernels.steps import StepSegment
 from byteps_py.kernels.update_rules import StepKind
 from byteps_py.proto import control_pb2 as control
 from byteps_py.system.log import logger

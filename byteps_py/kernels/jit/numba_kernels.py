@@ -1,4 +1,5 @@
-"""A kernel for one operation and dtype: the instructions of ``reduction_loops``, compiled by numba and cached on disk.
+"""Kernels that numba compiles and caches on disk: for one operation and dtype, the instructions of ``reduction_loops``;
+for one update rule and two dtypes, those of ``step_loops``.
 
 Owns numba's set-up. Any thread. Compiling takes numba's global lock; a compiled kernel holds no lock and no GIL while
 it runs. Importing this module loads numba, so it is imported late.
@@ -18,7 +19,9 @@ from numba.core import types
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
-from byteps_py.kernels.jit import half_precision, llvm, reduction_loops, result_checks, vector
+from byteps_py.kernels import update_rules
+from byteps_py.kernels.jit import llvm, reduction_loops, result_checks, step_loops, vector
+from byteps_py.kernels.update_rules import StepKind
 from byteps_py.system.log import logger
 from byteps_py.tensors import Checks, DType, Op
 
@@ -60,7 +63,7 @@ def build(op: Op, dtype: DType, wanted: Checks = Checks.NONE) -> Kernel:
     def kernel(table: int, inputs: int, outputs: int, end: int, divisor: int) -> None:
         reduction(op_code, dtype_code, checks_code, table, inputs, outputs, end, divisor)
 
-    version = version_of(reduction_loops, result_checks, vector, half_precision, llvm)
+    version = version_of(reduction_loops, result_checks, vector, llvm)
     kernel.__qualname__ = f"{op.name}_{dtype.name}_{wanted:d}_{version}".lower()
     found: Kernel = compiled(kernel, _SIGNATURE)
     return found
@@ -95,3 +98,38 @@ def version_of(*emitters: ModuleType) -> str:
     processor = repr(cpu_target.target_context.codegen().magic_tuple())
     sources = "".join(map(inspect.getsource, emitters))
     return hashlib.blake2b((sources + processor).encode(), digest_size=6).hexdigest()
+
+
+#: (address of a table, number of inputs, number of outputs, first element, end, divisor); see ``StepLoops``.
+StepKernel = Callable[[int, int, int, int, int, int], None]
+
+_STEP_SIGNATURE = types.void(*[types.int64] * 6)
+
+
+def _optimizer_step(
+    typingctx: Any, kind: Any, table: Any, inputs: Any, outputs: Any, begin: Any, end: Any, divisor: Any
+) -> Any:
+    """The whole body of a kernel, as in ``numba_kernels``. ``kind`` is a constant: the code of a StepKind."""
+    constant = StepKind.from_code(kind.literal_value)
+
+    def emit(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        step_loops.StepLoops(builder, constant, args[1:]).emit()
+        return context.get_dummy_value()
+
+    return types.void(kind, *[types.int64] * 6), emit
+
+
+optimizer_step: Any = intrinsic(prefer_literal=True)(_optimizer_step)
+
+
+def build_step(kind: StepKind) -> StepKernel:
+    """Compile the kernel, or load it from the cache."""
+    code = kind.code  # numba hashes the kernel's constants into its cache key, so it is a plain integer
+
+    def kernel(table: int, inputs: int, outputs: int, begin: int, end: int, divisor: int) -> None:
+        optimizer_step(code, table, inputs, outputs, begin, end, divisor)
+
+    version = version_of(step_loops, update_rules, vector, llvm)
+    kernel.__qualname__ = f"step_{code}_{version}"
+    found: StepKernel = compiled(kernel, _STEP_SIGNATURE)
+    return found

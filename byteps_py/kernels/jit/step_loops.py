@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from llvmlite import ir
 from numba.core import cgutils
 
-from byteps_py.kernels.jit import half_precision, vector
-from byteps_py.kernels.jit.half_precision import filled
+from byteps_py.kernels.jit import vector
 from byteps_py.kernels.jit.llvm import call
+from byteps_py.kernels.jit.vector import filled
 from byteps_py.kernels.update_rules import SCALARS, STATES, Decay, Method, Scalar, StepKind, UpdateRule
 from byteps_py.tensors import DType
 
@@ -237,7 +237,7 @@ _METHODS: dict[Method, Callable[[Arithmetic, UpdateRule, ir.Value, ir.Value, _Va
 def _widened(builder: ir.IRBuilder, dtype: DType, stored: ir.Value) -> ir.Value:
     """To the type of the step, in the order of memory."""
     if dtype is DType.FLOAT16:
-        return half_precision.widen_float16(builder, stored)
+        return vector.widen_float16(builder, stored)
     if dtype is DType.BFLOAT16:
         bits = builder.zext(stored, ir.VectorType(_BITS, stored.type.count))
         return builder.bitcast(builder.shl(bits, filled(bits, 16)), ir.VectorType(ir.FloatType(), stored.type.count))
@@ -247,7 +247,7 @@ def _widened(builder: ir.IRBuilder, dtype: DType, stored: ir.Value) -> ir.Value:
 def _narrowed(builder: ir.IRBuilder, dtype: DType, wide: ir.Value) -> ir.Value:
     """To the form in memory, rounded to nearest even, in the order of memory. Any NaN stays one."""
     if dtype is DType.FLOAT16:
-        return half_precision.round_float16(builder, wide)
+        return vector.round_float16(builder, wide)
     if dtype is DType.BFLOAT16:
         bits = builder.bitcast(wide, ir.VectorType(_BITS, wide.type.count))
         odd = builder.and_(builder.lshr(bits, filled(bits, 16)), filled(bits, 1))

@@ -1,6 +1,6 @@
 """A rank and the other ranks: bytes from rank to rank without the communication service.
 
-On one machine the service only introduces ranks to each other (worker/core/peer_introductions.py). A sender writes a
+On one machine the service only introduces ranks to each other (worker/core/local_ranks.py). A sender writes a
 payload to memory of its own that the receivers map, and sends a message over a socket. Each receiver copies the payload
 straight to where it belongs: two passes over memory and one wake-up. A small payload travels in the message itself.
 

@@ -5,7 +5,7 @@ of one sender in order. A sender never blocks: messages that the socket of a bus
 thread that lives only until then sends them.
 
 ``PeerDirectory`` introduces the ranks to each other. Each asks the communication service, which gives every rank the
-descriptors of the others' inboxes once all of them have asked (worker/core/peer_introductions.py). Ranks of other
+descriptors of the others' inboxes once all of them have asked (worker/core/local_ranks.py). Ranks of other
 machines need no introduction: peer_connector.py connects to them. Must not know the messages of ranks. Any thread.
 """
 

@@ -3,6 +3,5 @@
 sizing          the sizes of a mesh, each with its reason
 sizing_job      the job, the ways to divide it, and the memory that a division needs on its fullest GPU
 model_shape     shapes of transformers
-state_memory    the memory of sharded states
 formulas        closed formulas of models and pipelines
 """

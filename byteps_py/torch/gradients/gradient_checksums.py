@@ -78,7 +78,7 @@ def checksum_kernel() -> Compiled[Kernel]:
     """The process's checksum kernel. Any thread."""
 
     def build() -> Kernel:
-        from byteps_py.kernels.jit.checksum import compile_checksums
+        from byteps_py.kernels.jit.result_checks import compile_checksums
 
         return compile_checksums()
 

@@ -1,5 +1,5 @@
 """The bytes that a hosted optimizer's steps carry between machines, by the services' counters: the formula of
-worker/core/owners.py. Of M bytes of gradients and as many of parameters, GPU machines add g and CPU machines c:
+worker/core/topology.py. Of M bytes of gradients and as many of parameters, GPU machines add g and CPU machines c:
 
     gradients to other machines' servers (n-1) g + n c, sums to their owners c, parameters (n-1) g + c + (n-1) c
 

@@ -22,8 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from byteps_py.checkpoint_files import METADATA, CheckpointFiles
-from byteps_py.checkpoint_folder import checkpoint_path, checkpoint_steps
+from byteps_py.checkpoint_files import METADATA, CheckpointFiles, checkpoint_path, checkpoint_steps
 from byteps_py.errors import BytePSError, CheckpointError, CommunicationError, UsageError
 from byteps_py.shadow import NotRestorable, Restorable, ShadowReader, latest_step
 from byteps_py.shadow.record import Attachment

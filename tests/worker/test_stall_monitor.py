@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from byteps_py.worker.ranks.waits import DEPARTURE_GRACE_S, Waits
+from byteps_py.worker.ranks.stall_monitor import DEPARTURE_GRACE_S, StallMonitor
 
 TICK_S, SILENCE_S = 0.25, 2.0
 
@@ -27,13 +27,13 @@ class IdleExecutor:
 
 
 @pytest.fixture
-def waits() -> Waits:
+def waits() -> StallMonitor:
     topology = SimpleNamespace(first_rank=0, size=2, describe_ranks=str)
     slot = SimpleNamespace(ready_since=0.0, spec=SimpleNamespace(group=()), local_rank=0)
     requests = SimpleNamespace(
         topology=topology, executor=IdleExecutor(), joining=SimpleNamespace(here=[]), at_barrier=lambda: ([], 0.0)
     )
-    made: Any = Waits(
+    made: Any = StallMonitor(
         requests,  # type: ignore[arg-type]
         SimpleNamespace(undecided=lambda: [("t", [slot])], tensors=list),  # type: ignore[arg-type]
         SimpleNamespace(members=list, keeps_for=lambda ranks: False),  # type: ignore[arg-type]
@@ -46,7 +46,7 @@ def waits() -> Waits:
     return made
 
 
-def first_refusal(waits: Waits, start: float, stop: float) -> float | None:
+def first_refusal(waits: StallMonitor, start: float, stop: float) -> float | None:
     now = start
     while now < stop:
         why, _ = waits.vain(now)
@@ -57,13 +57,13 @@ def first_refusal(waits: Waits, start: float, stop: float) -> float | None:
     return None
 
 
-def test_a_service_gives_up_after_the_grace_and_the_silence(waits: Waits) -> None:
+def test_a_service_gives_up_after_the_grace_and_the_silence(waits: StallMonitor) -> None:
     found = first_refusal(waits, 0.0, 20.0)
     assert found is not None
     assert DEPARTURE_GRACE_S + SILENCE_S <= found <= DEPARTURE_GRACE_S + SILENCE_S + 2 * TICK_S
 
 
-def test_time_without_the_processor_does_not_count(waits: Waits) -> None:
+def test_time_without_the_processor_does_not_count(waits: StallMonitor) -> None:
     """Answers that came meanwhile are handled after the first tick."""
     assert first_refusal(waits, 0.0, 1.0) is None
     woken = 9.0
