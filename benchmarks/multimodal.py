@@ -11,7 +11,7 @@ its encoder was replicated (Chu et al., 2025, section 3.2.1: 33 %, then 8 %).
 
 One job has all contenders, which take turns, round after round; "none" is the text model's pipeline alone. All ranks
 begin a step at a moment that they are told beforehand; the step ends with the last rank. The share is
-(step - step of "none" in the same round) / step. "predicted" is that of byteps_py/parallel/multimodal/placement.py with
+(step - step of "none" in the same round) / step. "predicted" is that of byteps_py/parallel/multimodal/model.py with
 the mean waits of the same steps, and without transfers.
 """
 
@@ -33,7 +33,7 @@ from torch import nn
 from benchmarks.cluster.contenders import Layout, our_job
 from benchmarks.cluster.hosts import LoopbackHost
 from benchmarks.turns import Job, orders
-from byteps_py.parallel.multimodal.placement import EncoderPlacement, step_time
+from byteps_py.parallel.multimodal.model import EncoderPlacement, step_time
 from byteps_py.parallel.pipe.schedules import make
 from byteps_py.parallel.pipe.simulator import Durations
 

@@ -42,7 +42,7 @@ def _serve(is_gpu_machine: bool) -> int:
     from byteps_py.runtime import Runtime
     from byteps_py.scheduler.client import connect
     from byteps_py.server.checkpoint_starter import CheckpointStarter
-    from byteps_py.server.outliving import OutlivingServer
+    from byteps_py.server.persistent_server import PersistentServer
     from byteps_py.server.service import SummationService
     from byteps_py.server.shadow import ShadowStore
     from byteps_py.server.shadow_endpoint import ShadowEndpoint
@@ -55,7 +55,7 @@ def _serve(is_gpu_machine: bool) -> int:
         return SummationService(settings, kind, connect, runtime, shadows, ShadowEndpoint, checkpoints)
 
     # A GPU machine's server ends with the machine's other processes: they are started together.
-    server = OutlivingServer(settings, 0.0 if is_gpu_machine else settings.shadow_keep_s, new_service)
+    server = PersistentServer(settings, 0.0 if is_gpu_machine else settings.shadow_keep_s, new_service)
     signals = (signal.SIGTERM, signal.SIGINT)
     with (
         handle_signals(signals, lambda number, _: server.stop(f"the server got {signal.Signals(number).name}")),

@@ -10,7 +10,7 @@ exit status:
                                                                       if the scheduler is away and stays away
     Failure from the scheduler: the job can't go on                   1
     Refused by the scheduler, which had counted it as dead            75: it may be started again
-    Refused by the scheduler, which has begun a new job               0, unless it joins that one (outliving.py)
+    Refused by the scheduler, which has begun a new job               0, unless it joins that one (persistent_server.py)
     Refused, or the scheduler lost before the cluster was complete    the error is raised
     the scheduler away later, and no worker connected any more        0; until then it goes on summing
     (the launcher that started it died: the kernel's parent-death signal, set by the launcher)

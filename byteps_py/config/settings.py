@@ -2,7 +2,7 @@
 
 ``Settings.from_env`` reads and validates every variable once, and returns a frozen object that the program passes on.
 It also reads the file with the cluster secret (BYTEPS_SECRET_FILE). ``variables`` has the table of variables, which
-`bps env` and docs/reference/variables.md print; ``validators`` checks the form of hosts, paths and names. Any thread.
+`bps env` and docs/reference/variables.md print, and checks the form of hosts, paths and names. Any thread.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from byteps_py.config import launchers, validators
+from byteps_py.config import launchers, variables
 from byteps_py.config.tuning import MAX_PARTITION_BYTES
 from byteps_py.config.variables import IGNORED, INTERNAL, VARIABLES
 from byteps_py.errors import ConfigurationError
@@ -98,7 +98,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         for variable in VARIABLES:
-            if why := validators.refusal(variable.field, variable.names[0], getattr(self, variable.field)):
+            if why := variables.refusal(variable.field, variable.names[0], getattr(self, variable.field)):
                 raise ConfigurationError(why)
         if self.local_rank >= self.local_size:
             raise ConfigurationError(

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from byteps_py.security.refusal_log import RefusalLog
+from byteps_py.security.unauthenticated_connections import RefusalLog
 from byteps_py.system.log import logger
 
 

@@ -36,8 +36,7 @@ from byteps_py.config.settings import Settings
 from byteps_py.errors import CommunicationError
 from byteps_py.scheduler import rpc
 from byteps_py.security import auth
-from byteps_py.security.refusal_log import RefusalLog
-from byteps_py.security.unauthenticated_connections import MOST, UnauthenticatedConnections, duplicate
+from byteps_py.security.unauthenticated_connections import MOST, RefusalLog, UnauthenticatedConnections, duplicate
 from byteps_py.system.log import logger
 
 _OF_THIS_CLUSTER = "knows the cluster secret (BYTEPS_SECRET or BYTEPS_SECRET_FILE, the same everywhere)"

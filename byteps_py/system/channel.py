@@ -16,7 +16,7 @@ import struct
 import threading
 import time
 
-from byteps_py.config.validators import MAX_SOCKET_NAME_BYTES
+from byteps_py.config.variables import MAX_SOCKET_NAME_BYTES
 from byteps_py.errors import ConfigurationError, PeerLostError, ProtocolError, RendezvousError
 from byteps_py.wording import shown
 

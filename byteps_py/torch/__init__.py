@@ -24,7 +24,7 @@ except ModuleNotFoundError as error:
 from byteps_py import errors as _errors
 from byteps_py import module_aliases as _aliases
 from byteps_py.errors import *
-from byteps_py.session.exception_hooks import shorten_tracebacks as _shorten_tracebacks
+from byteps_py.session.failure_reports import shorten_tracebacks as _shorten_tracebacks
 from byteps_py.torch import elastic, optim
 from byteps_py.torch import timeline as _timeline
 from byteps_py.torch.compression import Compression
@@ -40,13 +40,13 @@ from byteps_py.torch.horovod.allreduce import *
 from byteps_py.torch.horovod.api import *
 from byteps_py.torch.horovod.collectives import *
 from byteps_py.torch.horovod.sync_batch_norm import SyncBatchNorm
+from byteps_py.torch.operations import broadcasts as _objects
 from byteps_py.torch.operations import handles as _handles
-from byteps_py.torch.operations import objects as _objects
 from byteps_py.torch.operations import process_sets as _process_sets
 from byteps_py.torch.operations import reduction_plans as _reduction_plans
 from byteps_py.torch.operations import state_broadcast as _state_broadcast
+from byteps_py.torch.operations.broadcasts import *
 from byteps_py.torch.operations.handles import *
-from byteps_py.torch.operations.objects import *
 from byteps_py.torch.operations.process_sets import *
 from byteps_py.torch.operations.reduction_plans import *
 from byteps_py.torch.operations.state_broadcast import *

@@ -17,7 +17,7 @@ from support.clusters import clean_environment
 import byteps_py.scheduler.__main__ as scheduler
 import byteps_py.server.__main__ as server
 import byteps_py.worker.__main__ as worker
-from byteps_py.config import validators
+from byteps_py.config import variables
 from byteps_py.config.settings import Settings, ignored_variables
 from byteps_py.config.variables import IGNORED, VARIABLES, Variable
 from byteps_py.errors import ConfigurationError
@@ -108,20 +108,20 @@ def test_whatever_counts_as_a_host_can_be_asked_for() -> None:
     """``getaddrinfo`` raises OSError for what nobody knows; for what it can't encode it raises UnicodeError."""
     pieces = ["", ".", "a", "-", "_", "%", ":", "::", "1", "[", "]", "x" * 62, "fe80::1", "☃", " ", "\0", "/"]
     texts = [first + second + third for first in pieces for second in pieces for third in pieces]
-    hosts = [text for text in texts if validators.is_host(text)]
+    hosts = [text for text in texts if variables.is_host(text)]
     assert len(hosts) > 50
     for text in hosts:
         text.encode("idna")
 
 
-def test_the_doctests_of_validators() -> None:
-    result = doctest.testmod(validators)
+def test_the_doctests_of_variables() -> None:
+    result = doctest.testmod(variables)
     assert result.attempted
     assert not result.failed
 
 
 def test_the_longest_local_socket_name_is_one() -> None:
-    name = uuid.uuid4().hex.ljust(validators.MAX_SOCKET_NAME_BYTES, "x")
+    name = uuid.uuid4().hex.ljust(variables.MAX_SOCKET_NAME_BYTES, "x")
     listener = channel.Listener(name)
     try:
         channel.connect(name, 0).close()

@@ -12,7 +12,7 @@ from byteps_py.errors import BytePSError, ConfigurationError, ProtocolError
 from byteps_py.launch.installation import visible_gpus
 from byteps_py.placement.models import entries, load_model, read_shapes
 from byteps_py.placement.placement_table import PlacementTable
-from byteps_py.torch.operations.objects import NotPickledError, check_lengths, packed, unpacked
+from byteps_py.torch.operations.broadcasts import NotPickledError, check_lengths, packed, unpacked
 
 from .base import Target
 

@@ -15,7 +15,7 @@ from support.breaking import ERROR_STATUS, command, launch
 from support.clusters import ROOT
 
 from byteps_py.errors import StallError
-from byteps_py.session import exception_hooks, failure_reports
+from byteps_py.session import failure_reports
 
 SPAWNED = ROOT / "tests" / "programs" / "spawned.py"
 
@@ -72,9 +72,9 @@ class _Speaker:
 @pytest.fixture
 def speaker() -> Iterator[_Speaker]:
     speaker = _Speaker()
-    exception_hooks.register(speaker)
+    failure_reports.register(speaker)
     yield speaker
-    exception_hooks.unregister(speaker)
+    failure_reports.unregister(speaker)
 
 
 def test_hooks_of_others_are_called_and_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +84,7 @@ def test_hooks_of_others_are_called_and_come_back(monkeypatch: pytest.MonkeyPatc
     before = sys.excepthook, threading.excepthook
     speakers = [_Speaker(), _Speaker()]
     for speaker in speakers:
-        exception_hooks.register(speaker)
+        failure_reports.register(speaker)
     error = ValueError("x")
     sys.excepthook(ValueError, error, None)  # by a program, which goes on
     assert speakers[0].said == []
@@ -102,7 +102,7 @@ def test_hooks_of_others_are_called_and_come_back(monkeypatch: pytest.MonkeyPatc
         assert speaker.said[1].startswith("its thread 'loader' was ended by an exception: ValueError: x\nTraceback")
     assert called == [error] * 3
     for speaker in speakers:
-        exception_hooks.unregister(speaker)
+        failure_reports.unregister(speaker)
     assert (sys.excepthook, threading.excepthook) == before
 
 
@@ -117,7 +117,7 @@ def test_hooks_that_keep_ours_and_are_kept_by_ours_end(monkeypatch: pytest.Monke
     speakers = [_Speaker() for _ in range(3)]
     passed: list[str] = []
     for speaker in speakers:
-        exception_hooks.register(speaker)
+        failure_reports.register(speaker)
         beneath, beneath_in_threads = sys.excepthook, threading.excepthook
 
         def others(*args: Any, kept: Any = beneath) -> None:
@@ -131,7 +131,7 @@ def test_hooks_that_keep_ours_and_are_kept_by_ours_end(monkeypatch: pytest.Monke
         monkeypatch.setattr(sys, "excepthook", others)
         monkeypatch.setattr(threading, "excepthook", others_in_threads)
         if speaker is not speakers[-1]:
-            exception_hooks.unregister(speaker)
+            failure_reports.unregister(speaker)
 
     def fail() -> None:
         raise error
@@ -143,7 +143,7 @@ def test_hooks_that_keep_ours_and_are_kept_by_ours_end(monkeypatch: pytest.Monke
     assert printed == [error, error]
     assert passed == ["thread"] * 3 + ["main"] * 3
     assert [len(speaker.said) for speaker in speakers] == [0, 0, 2]
-    exception_hooks.unregister(speakers[-1])
+    failure_reports.unregister(speakers[-1])
     sys.excepthook(ValueError, error, None)  # ours are still beneath the others', and only pass it on
     assert printed == [error] * 3
     assert speakers[-1].said[1:] == ["failure"]

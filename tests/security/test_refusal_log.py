@@ -13,7 +13,7 @@ from support.strangers import local
 from byteps_py.dataplane.traffic import Traffic
 from byteps_py.runtime import Runtime
 from byteps_py.scheduler.call_authenticator import GrpcConnections
-from byteps_py.security.refusal_log import PERIOD_S, RefusalLog
+from byteps_py.security.unauthenticated_connections import PERIOD_S, RefusalLog
 from byteps_py.system.channel import Listener
 from byteps_py.system.loop import EventLoop
 from byteps_py.worker.ranks.rank_server import RankServer

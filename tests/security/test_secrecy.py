@@ -46,7 +46,7 @@ def test_only_broadcast_objects_are_unpickled() -> None:
     # The scheduler's snapshot is read from its own file, and makes objects of its own classes only: see below. What a
     # rank attaches to its record makes none of any class: see test_checkpoint_folder.py.
     assert users == {
-        "byteps_py/torch/operations/objects.py", "byteps_py/scheduler/member_links/journal.py",
+        "byteps_py/torch/operations/broadcasts.py", "byteps_py/scheduler/member_links/journal.py",
         "byteps_py/shadow/record.py",
         # torch.distributed.checkpoint's format, of a file whose path the user gives: docs/explanation/security.md.
         "byteps_py/checkpoint_files.py", "byteps_py/parallel/checkpoint/loading.py",

@@ -46,7 +46,7 @@ class RestartedCluster(Cluster):
         return started
 
     def _goes_on_as(self, server: Server) -> None:
-        """As outliving.py does it."""
+        """As persistent_server.py does it."""
         if server.machine < 0:
             self._killed.add(server)
             self.start_server(f"{server.name} again", -1)

@@ -11,9 +11,16 @@ from typing import Any
 import pytest
 
 from byteps_py.errors import UsageError
-from byteps_py.tools.plan.model_shape import MODELS, ModelShape, known_model, load_model
 from byteps_py.tools.plan.sizing import SizeOptions, SizePlan, parse_count, plan_size
-from byteps_py.tools.plan.sizing_job import MeshSizes, memory_need, stage_layers
+from byteps_py.tools.plan.sizing_job import (
+    MODELS,
+    MeshSizes,
+    ModelShape,
+    known_model,
+    load_model,
+    memory_need,
+    stage_layers,
+)
 
 BATCH = 2**24
 SHAPE = {"layers": 4, "hidden": 256, "heads": 4, "kv_heads": 2, "ffn": 512, "vocabulary": 1000}

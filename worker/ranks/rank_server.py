@@ -15,8 +15,7 @@ from typing import Any
 
 from byteps_py.errors import BytePSError, DismissedError, PeerLostError, ProtocolError, UsageError
 from byteps_py.runtime import Runtime
-from byteps_py.security.refusal_log import RefusalLog
-from byteps_py.security.unauthenticated_connections import LocalStrangers
+from byteps_py.security.unauthenticated_connections import LocalStrangers, RefusalLog
 from byteps_py.system.channel import Channel, Listener
 from byteps_py.wire import rank_link as protocol
 from byteps_py.wording import count_text, ranks_text

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from byteps_py.errors import BytePSError, CheckpointError
 from byteps_py.torch.horovod import api
-from byteps_py.torch.operations.objects import allgather_object
+from byteps_py.torch.operations.broadcasts import allgather_object
 
 _T = TypeVar("_T")
 

@@ -1,7 +1,7 @@
 """Multimodal training (Llama 3): a text model in a pipeline, some of whose layers attend to the tokens of images.
 
-model            the image encoder and the text model; their stages; image tokens on a rank, and their gradients
-placement        where the encoder runs, and which share of a step it takes
+model            the image encoder and the text model; their stages; image tokens on a rank, and their gradients;
+                 where the encoder runs, and which share of a step it takes
 placed_encoder   the encoder before and after the pipeline's passes
 pipeline         the training
 """
@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 from byteps_py.lazy_imports import import_lazily
 
 if TYPE_CHECKING:
+    from byteps_py.parallel.multimodal.model import EncoderPlacement as EncoderPlacement
     from byteps_py.parallel.multimodal.model import MultimodalModel as MultimodalModel
+    from byteps_py.parallel.multimodal.model import encoder_share as encoder_share
+    from byteps_py.parallel.multimodal.model import step_time as step_time
     from byteps_py.parallel.multimodal.pipeline import MultimodalPipeline as MultimodalPipeline
-    from byteps_py.parallel.multimodal.placement import EncoderPlacement as EncoderPlacement
-    from byteps_py.parallel.multimodal.placement import encoder_share as encoder_share
-    from byteps_py.parallel.multimodal.placement import step_time as step_time
 
 import_lazily(__name__)

@@ -13,9 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from byteps_py.errors import UnsupportedError, UsageError
 from byteps_py.parallel.mesh import Mesh
-from byteps_py.parallel.multimodal.model import EncodedImages, MultimodalModel
+from byteps_py.parallel.multimodal.model import EncodedImages, EncoderPlacement, MultimodalModel
 from byteps_py.parallel.multimodal.placed_encoder import PlacedEncoder, images_of
-from byteps_py.parallel.multimodal.placement import EncoderPlacement
 from byteps_py.parallel.pipe.buffers import normalizes_batches
 from byteps_py.parallel.pipe.pipeline import Pipeline
 from byteps_py.parallel.pipe.pipeline_plan import check_modules

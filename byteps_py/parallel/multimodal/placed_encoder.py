@@ -15,8 +15,7 @@ from torch import nn
 
 from byteps_py.errors import UsageError
 from byteps_py.parallel.collectives import all_gathered, rank_in, reduce_scattered
-from byteps_py.parallel.multimodal.model import EncodedImages, checked_tokens, count_images
-from byteps_py.parallel.multimodal.placement import EncoderPlacement
+from byteps_py.parallel.multimodal.model import EncodedImages, EncoderPlacement, checked_tokens, count_images
 from byteps_py.parallel.pipe.buffers import PipelineBuffers, normalizes_batches
 from byteps_py.parallel.pipe.groups import PipelineLayout, ReplicatedParameters, new_groups, raise_failures
 from byteps_py.parallel.pipe.step_data import cut

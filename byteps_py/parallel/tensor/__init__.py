@@ -27,6 +27,13 @@ if TYPE_CHECKING:
     from byteps_py.parallel.tensor.parallel_plan import parallelize as parallelize
     from byteps_py.parallel.tensor.parallel_plan import sharded_parameters as sharded_parameters
     from byteps_py.parallel.tensor.parallel_plan import tensor_parallel_group as tensor_parallel_group
+    from byteps_py.parallel.tensor.planned_layers import Column as Column
+    from byteps_py.parallel.tensor.planned_layers import Embedding as Embedding
+    from byteps_py.parallel.tensor.planned_layers import Replicated as Replicated
+    from byteps_py.parallel.tensor.planned_layers import Row as Row
+    from byteps_py.parallel.tensor.planned_layers import Sequence as Sequence
+    from byteps_py.parallel.tensor.planned_layers import SharedInput as SharedInput
+    from byteps_py.parallel.tensor.planned_layers import Style as Style
     from byteps_py.parallel.tensor.regions import collect_along as collect_along
     from byteps_py.parallel.tensor.regions import copy_to_ranks as copy_to_ranks
     from byteps_py.parallel.tensor.regions import gather_along as gather_along
@@ -35,12 +42,5 @@ if TYPE_CHECKING:
     from byteps_py.parallel.tensor.regions import split_along as split_along
     from byteps_py.parallel.tensor.shard import Shard as Shard
     from byteps_py.parallel.tensor.shard import padded_vocabulary as padded_vocabulary
-    from byteps_py.parallel.tensor.styles import Column as Column
-    from byteps_py.parallel.tensor.styles import Embedding as Embedding
-    from byteps_py.parallel.tensor.styles import Replicated as Replicated
-    from byteps_py.parallel.tensor.styles import Row as Row
-    from byteps_py.parallel.tensor.styles import Sequence as Sequence
-    from byteps_py.parallel.tensor.styles import SharedInput as SharedInput
-    from byteps_py.parallel.tensor.styles import Style as Style
 
 import_lazily(__name__)

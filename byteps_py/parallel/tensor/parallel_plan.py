@@ -31,9 +31,17 @@ from byteps_py.errors import UsageError
 from byteps_py.parallel.collectives import Group, size_of
 from byteps_py.parallel.gradient_scaling import decide_together
 from byteps_py.parallel.tensor.layers import KeepsGroup, ParallelLayer, enter, sum_gradients
-from byteps_py.parallel.tensor.planned_layers import plan_layers
+from byteps_py.parallel.tensor.planned_layers import (
+    Column,
+    Embedding,
+    Replicated,
+    Row,
+    Sequence,
+    SharedInput,
+    Style,
+    plan_layers,
+)
 from byteps_py.parallel.tensor.shard import Shard
-from byteps_py.parallel.tensor.styles import Column, Embedding, Replicated, Row, Sequence, SharedInput, Style
 from byteps_py.parallel.tensor.whole_parameters import summed_parameters
 
 

@@ -102,7 +102,7 @@ class Blocks:
 
     @classmethod
     def of(cls, features: int, units: int | None, parts: int | Sequence[int] | None) -> Blocks:
-        """See Column in styles.py. Raises UsageError if they don't fit ``features``."""
+        """See Column in planned_layers.py. Raises UsageError if they don't fit ``features``."""
         if isinstance(parts, Sequence):
             if units is not None:
                 raise UsageError(

@@ -19,9 +19,8 @@ from torch.nn.utils import parametrize
 
 from byteps_py.errors import UsageError
 from byteps_py.parallel.tensor.layers import ParallelLayer, SummedGradients
-from byteps_py.parallel.tensor.planned_layers import PlannedLayer
+from byteps_py.parallel.tensor.planned_layers import Column, PlannedLayer, Replicated, Row, Sequence, SharedInput, Style
 from byteps_py.parallel.tensor.shard import Blocks
-from byteps_py.parallel.tensor.styles import Column, Replicated, Row, Sequence, SharedInput, Style
 
 #: Names of norms of queries and keys.
 _QUERY_OR_KEY = re.compile(r"(^|_)(q|k|query|key)(_|$)|^[qk](norm|_?ln|_?layernorm)")

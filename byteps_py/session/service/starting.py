@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from byteps_py.config import launchers
 from byteps_py.config.settings import Settings, ignored_variables
 from byteps_py.errors import ConfigurationError, RendezvousError
-from byteps_py.session import exception_hooks, failure_reports
+from byteps_py.session import failure_reports
 from byteps_py.session.base import Session
 from byteps_py.session.service.remote import RemoteSession
 from byteps_py.session.solo import SoloSession
@@ -96,13 +96,13 @@ class ServiceOwningSession(RemoteSession):
         self.exchanges_addresses = self.num_machines > 1
         if settings.direct_connections:
             self.connects = settings
-        exception_hooks.register(self)
+        failure_reports.register(self)
 
     def note_synced(self) -> None:
         _synced_in[self._job] = self.since_epoch
 
     def close(self) -> None:
-        exception_hooks.unregister(self)
+        failure_reports.unregister(self)
         super().close()
         if os.getpid() == self._pid:
             _end(self._services, terminate=False)

@@ -19,15 +19,16 @@ from decimal import Decimal
 from typing import Any
 
 from byteps_py.errors import UsageError
-from byteps_py.tools.plan.model_shape import ModelShape, load_model
 from byteps_py.tools.plan.sizing_job import (
     MemoryNeed,
     MeshSizes,
+    ModelShape,
     Recomputation,
     SizeOptions,
     SizingJob,
     divisors,
     gigabytes,
+    load_model,
     memory_need,
 )
 from byteps_py.wording import count_text, shown

@@ -17,8 +17,7 @@ from byteps_py.torch.collectives import parameter_owners
 from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.collectives.dtypes import as_bytes, check_result
 from byteps_py.torch.collectives.plan_comparison import PlanComparison
-from byteps_py.torch.operations.broadcasts import broadcast_request, broadcast_stream, start_broadcast
-from byteps_py.torch.operations.objects import broadcast_object
+from byteps_py.torch.operations.broadcasts import broadcast_object, broadcast_request, broadcast_stream, start_broadcast
 from byteps_py.torch.operations.process_sets import ProcessSet, global_process_set, group_of, members_of
 
 __all__ = ["broadcast_optimizer_state", "broadcast_parameters"]

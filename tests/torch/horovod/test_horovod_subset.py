@@ -14,8 +14,8 @@ from support.clusters import bpslaunch, clean_environment
 
 import byteps_py.torch as hvd
 from byteps_py.config.settings import Settings
-from byteps_py.session import subset
-from byteps_py.session.subset import among
+from byteps_py.torch.horovod import api
+from byteps_py.torch.horovod.api import among
 
 PROGRAM = Path(__file__).parents[2] / "programs" / "subset.py"
 
@@ -38,7 +38,7 @@ def test_settings_of_some_of_the_ranks() -> None:
 
 
 def test_the_example() -> None:
-    assert doctest.testmod(subset).failed == 0
+    assert doctest.testmod(api).failed == 0
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from support.clusters import ROOT
 
 import byteps_py.torch as bps
 from byteps_py import torch_backend
-from byteps_py.torch.process_group.group_metadata import Options
+from byteps_py.torch.process_group.group_base import Options
 
 PROGRAMS = ROOT / "tests" / "programs"
 ENTRY_POINTS = """\

@@ -25,7 +25,7 @@ from byteps_py.shadow.record import Attachment, StoredBuffer
 from byteps_py.system.log import logger
 from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.gradients.hosted.agreement import largest
-from byteps_py.torch.operations.objects import pickled
+from byteps_py.torch.operations.broadcasts import pickled
 from byteps_py.wire.data_link import MAX_ATTACHED_BYTES
 from byteps_py.wording import bytes_text
 

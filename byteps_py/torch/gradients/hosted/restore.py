@@ -34,7 +34,7 @@ from byteps_py.torch.gradients.hosted.rules import MASTER, moment_names, rule_of
 from byteps_py.torch.gradients.hosted.states import StoredElements, check_state, stored_states
 from byteps_py.torch.gradients.hosted.stepper import HostedStepper
 from byteps_py.torch.gradients.stepper import WrappedOptimizer
-from byteps_py.torch.operations.objects import allgather_object, broadcast_object, unpickled
+from byteps_py.torch.operations.broadcasts import allgather_object, broadcast_object, unpickled
 
 #: Elements of a parameter that are read at once.
 _CHUNK = 1 << 20

@@ -27,7 +27,7 @@ NewService = Callable[[Settings, ShadowStore | None], SummationService]
 _RETRY_S = 0.5
 
 
-class OutlivingServer:
+class PersistentServer:
     """``keep_s``: how long states are kept after a job has failed; 0: the server ends with its job."""
 
     def __init__(self, settings: Settings, keep_s: float, new_service: NewService) -> None:
