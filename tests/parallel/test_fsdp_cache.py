@@ -12,8 +12,7 @@ from support.clusters import ROOT
 from torch.distributed.fsdp import FSDPModule
 
 from byteps_py.errors import UnsupportedError
-from byteps_py.parallel.fsdp.gathered_memory import GatherPlan, are_same_bytes
-from byteps_py.parallel.fsdp.parameter_cache import CachedAllGather, cache_parameters
+from byteps_py.parallel.fsdp import CachedAllGather, GatherPlan, are_same_bytes, cache_parameters
 
 PROGRAM = ROOT / "tests" / "programs" / "fsdp_cache.py"
 has_custom_gathers = pytest.mark.skipif(
