@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -93,15 +93,14 @@ class _Direct:
         self._session = session
         self._mine = operation._first_message()
 
-    def wait(self) -> torch.Tensor:
-        assert self._mine is not None
+    def carry_out(self, complete: Callable[[torch.Tensor], None]) -> None:
         every = torch.zeros(_RANKS, self._mine.numel(), dtype=torch.uint8)
         every[1] = self._mine
         for rank in self.group.others:
             data = bytearray(self._session.said.pop(0)[: self._mine.numel()])
             if data:
                 every[rank, : len(data)] = torch.frombuffer(data, dtype=torch.uint8)
-        return every
+        complete(every)
 
     def is_direct(self, nbytes: int) -> bool:
         return nbytes % 8 != 0
@@ -221,7 +220,7 @@ class Collectives(Target):
     def _completed(self, operation: AllgatherOperation | AlltoallOperation) -> Any:
         """Through the service, or from rank to rank."""
         if self._turn % 2:
-            operation.begin(True, False)
+            operation.begin(background=False)
         else:
             operation._direct = cast(Any, _Direct(self._session, operation))
         return operation.complete()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import torch
@@ -16,7 +17,8 @@ def main(kind: str) -> None:
     hvd.init()
     connections = contexts.current().connections
     assert connections is not None
-    assert connections.machines is not None  # all bytes for that have been carried
+    is_connected = os.environ.get("BYTEPS_DIRECT_CONNECTIONS") != "0"
+    assert (connections.machines is not None) == is_connected  # all bytes for that have been carried
     x = torch.ones(ROWS, 4)
     if kind == "allgather":
         hvd.allgather(x)

@@ -1,4 +1,4 @@
-"""Gathers and exchanges by name, from rank to rank where all wait for them, for test_gathers_by_name.py."""
+"""Gathers and exchanges from rank to rank, whoever waits for them, for test_gathers_by_name.py."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ import torch
 
 import byteps_py.torch as hvd
 from byteps_py.errors import JoinedError, MismatchError
-from byteps_py.torch.collectives.negotiated_gathers import NegotiatedRound
+from byteps_py.torch.collectives.peer_gathers import PeerRound
+from byteps_py.torch.operations.gathers import TwoRoundOperation
 
 #: One for each round that has gone from rank to rank, since the last look.
 direct: list[None] = []
 
 
 def count_direct() -> None:
-    report = NegotiatedRound.report
+    report = PeerRound.report
 
     def counted(*arguments: Any) -> None:
         report(*arguments)
         direct.append(None)
 
-    NegotiatedRound.report = counted  # type: ignore[method-assign]
+    PeerRound.report = counted  # type: ignore[method-assign]
 
 
 def expect_direct(count: int) -> None:
@@ -50,11 +51,10 @@ def sizes() -> None:
         received, splits = hvd.alltoall(given, [rows] * size, f"{rows}")
         assert torch.equal(received, torch.cat([torch.arange(rows) + rows * rank + 1000 * r for r in range(size)]))
         assert splits.tolist() == [rows] * size
-        # Between machines, those without a name go through the service, and those of which each byte would go to a
-        # machine more than once, if there are many.
-        is_on_machine = hvd.local_size() == size
-        is_copied = not is_on_machine and hvd.local_size() > 1 and rows == 100_000
-        expect_direct(1 if is_copied else 5 if is_on_machine else 4)
+        # Between machines, those of which each byte would go to a machine more than once go through the service, if
+        # there are many.
+        is_copied = 1 < hvd.local_size() < size and rows == 100_000
+        expect_direct(1 if is_copied else 5)
 
 
 def different_splits() -> None:
@@ -67,15 +67,51 @@ def different_splits() -> None:
 
 
 def not_all_wait() -> None:
-    """One rank does not: all go through the service, and offer again once all have waited."""
-    expected = torch.cat([mine(9, other) for other in range(hvd.size())])
-    for waits, count in ((True, 1), (False, 0), (True, 0), (True, 1)):
-        if waits or hvd.rank():
-            found = hvd.allgather(mine(9, hvd.rank()), name="late")
+    """Some ranks wait at once, others later, for as many as they like."""
+    rank, size = hvd.rank(), hvd.size()
+    for rows in (9, 3000):
+        expected = torch.cat([mine(rows, other) for other in range(size)])
+        if rank:
+            handles = [hvd.allgather_async(mine(rows, rank), name=f"late {number}") for number in range(12)]
+            found = [hvd.synchronize(handle) for handle in reversed(handles)]
         else:
-            found = hvd.synchronize(hvd.allgather_async(mine(9, 0), name="late"))
-        assert torch.equal(found, expected)
-        expect_direct(count)
+            found = [hvd.allgather(mine(rows, rank), name=f"late {number}") for number in range(12)]
+        assert all(torch.equal(each, expected) for each in found)
+        expect_direct(12)
+    handles = [hvd.alltoall_async(torch.arange(size) + rank + number) for number in range(20)]  # more than names
+    for number, handle in enumerate(handles):
+        received, _ = hvd.synchronize(handle)
+        assert received.tolist() == [rank + other + number for other in range(size)]
+    expect_direct(20)
+
+
+def many_tensors() -> None:
+    """Their headers do not fit in the first message."""
+    rank, size = hvd.rank(), hvd.size()
+    given = [mine(number % 3, rank, torch.int32) for number in range(20)]
+    for number, found in enumerate(hvd.grouped_allgather(given, "many")):
+        assert torch.equal(found, torch.cat([mine(number % 3, other, torch.int32) for other in range(size)]))
+    expect_direct(1)
+
+
+def on_a_device() -> None:
+    """As if the tensors of rank 0 were not in the host's memory: only the headers go from rank to rank."""
+    rank, size = hvd.rank(), hvd.size()
+    begin = TwoRoundOperation.begin
+
+    def begun(operation: TwoRoundOperation, background: bool) -> None:
+        operation._is_on_host = bool(rank)
+        begin(operation, background)
+
+    TwoRoundOperation.begin = begun  # type: ignore[method-assign]
+    for rows in (0, 5, 1000):
+        expected = torch.cat([mine(rows, other) for other in range(size)])
+        assert torch.equal(hvd.allgather(mine(rows, rank), name="device"), expected)
+        assert torch.equal(hvd.synchronize(hvd.allgather_async(mine(rows, rank))), expected)
+        received, _ = hvd.alltoall(torch.arange(rows * size), [rows] * size, "device")
+        assert torch.equal(received, torch.arange(rows).add(rows * rank).repeat(size))
+    TwoRoundOperation.begin = begin  # type: ignore[method-assign]
+    expect_direct(0)
 
 
 def mistakes() -> None:
@@ -93,8 +129,10 @@ def mistakes() -> None:
 def who_joins() -> None:
     """A gather needs every rank."""
     if hvd.rank():
-        with pytest.raises(JoinedError):
+        with pytest.raises(JoinedError, match="rank 0"):
             hvd.allgather(torch.ones(4), name="x5")
+        with pytest.raises(JoinedError, match="rank 0"):
+            hvd.synchronize(hvd.alltoall_async(torch.ones(hvd.size())))
     hvd.join()
     direct.clear()
     assert torch.equal(hvd.allgather(torch.ones(4), name="x5"), torch.ones(4 * hvd.size()))
@@ -105,7 +143,7 @@ def main() -> None:
     torch.set_num_threads(1)
     hvd.init()
     count_direct()
-    for run in (sizes, different_splits, not_all_wait, mistakes, who_joins):
+    for run in (sizes, different_splits, not_all_wait, many_tensors, on_a_device, mistakes, who_joins):
         run()
         print(f"{hvd.rank()}: {run.__name__}: all is well\n", end="", flush=True)
     hvd.shutdown()

@@ -17,10 +17,20 @@ Ranks of different machines have one TCP connection for each pair. Every payload
                          └─ PeerConnector, PeerListener, PeerConnection, ResumableStream (ranks of other machines)
 """
 
-from byteps_py.session.peers.message_matcher import Span, Stream, StreamReceipt
+from byteps_py.session.peers.message_matcher import Span, Stream, StreamReceipt, joined_error
 from byteps_py.session.peers.peer_connection import PendingSend
 from byteps_py.session.peers.peer_transport import WINDOW, PeerTransport
 from byteps_py.session.peers.shared_slots import SharedSlots
 from byteps_py.session.peers.votes import Votes
 
-__all__ = ["WINDOW", "PeerTransport", "PendingSend", "SharedSlots", "Span", "Stream", "StreamReceipt", "Votes"]
+__all__ = [
+    "WINDOW",
+    "PeerTransport",
+    "PendingSend",
+    "SharedSlots",
+    "Span",
+    "Stream",
+    "StreamReceipt",
+    "Votes",
+    "joined_error",
+]

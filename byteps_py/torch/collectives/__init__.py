@@ -5,7 +5,7 @@
                                               ├ PeerCollectives, PointToPoint ─────────────────────┘
                                               │                         └ ServiceAllReduce ┐
                                               └ ServiceGathers, PointToPoint ──────────────┴ SlotView ─ Session
-    horovod ┬ NegotiatedAllReduce (all_reduce/negotiated.py) ─ PeerTransport
+    horovod ┬ NegotiatedAllReduce (all_reduce/negotiated.py), PeerGathers ─ PeerTransport
             └ PieceView ─┐
     gradients ───────────┴ Context ─ SlotView ─ Mover (slot_view.py, cuda.py)
 

@@ -1,7 +1,7 @@
 """Connects all ranks of a job that are on different machines, in the background when the job begins: for sums by name
-(negotiated.py).
+(negotiated.py) and for gathers (peer_gathers.py).
 
-Any rank may be late or absent at a sum by name, so ranks must know beforehand whether all of them are connected. They
+Any rank may be late or absent at these, so ranks must know beforehand whether all of them are connected. They
 exchange addresses, connect, and then tell each other whether that has succeeded. ``record_of`` and the functions after
 it are for process groups, too.
 """

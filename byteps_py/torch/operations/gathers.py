@@ -1,10 +1,10 @@
 """allgather and alltoall: their sizes are not known in advance, so a first round exchanges headers, a second the data.
 
-    start ─ headers to all ─► wait ─ lay out the data, or find that ranks disagree ─ send data ─► wait ─ deliver
-    └ caller's thread ────┘   └ caller of a synchronous function, or a thread of the pool ────┘   └ synchronize ┘
+    start ─ headers to all ─► wait ─ lay out the data, or find that ranks disagree ─ exchange data ─► deliver
+    └ caller's thread ────┘   └ caller of a synchronous function, or a thread of the pool ──────┘     └ synchronize ┘
 
-If all ranks call the synchronous function, reach each other and have their tensors in the host's memory, both rounds go
-from rank to rank (collectives/negotiated_gathers.py). Otherwise both go through the communication service.
+If the ranks reach each other, the headers go from rank to rank, and so do the data of tensors in the host's memory
+(collectives/peer_gathers.py). Otherwise they go through the communication service.
 
 Tensors are dense, on cpu or cuda, of any dtype but quantized ones, of 1 to 13 dimensions. Ranks may differ in the first
 dimension. Input tensors must not change before the operation is done: they are copied when the sizes are known.
@@ -25,7 +25,7 @@ import itertools
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,7 @@ from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.collectives.completion import POOL
 from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.collectives.dtypes import check_dense
-from byteps_py.torch.collectives.negotiated_gathers import NegotiatedGathers, NegotiatedRound
+from byteps_py.torch.collectives.peer_gathers import PeerGathers, PeerRound
 from byteps_py.torch.collectives.slot_view import SlotView
 from byteps_py.torch.collectives.tensor_bytes import octets, span
 from byteps_py.torch.collectives.work import Attempt, NamedWork
@@ -65,84 +65,97 @@ class TwoRoundOperation(ABC):
         self._members = group or range(context.session.size)
         self._me = self._members.index(context.session.rank)
         self._device = device
+        self._is_on_host = device.type == "cpu"
         is_cuda = device.type == "cuda"
         self._stream = torch.cuda.stream(torch.cuda.current_stream(device)) if is_cuda else contextlib.nullcontext()
-        self._is_data_sent = threading.Event()
-        self._sending = threading.Lock()
+        self._have_headers_come = threading.Event()
+        self._continuing = threading.Lock()
         self._error: Exception | None = None
-        self._direct: NegotiatedRound | None = None
-        self._headers: SlotView | None = None
-        self._data: SlotView | None = None
+        self._direct: PeerRound | None = None
+        self._result: Any = None  # of a round whose data went from rank to rank
+        self._view: SlotView | None = None  # of the round of the service that is under way, or was the last one
 
-    def begin(self, is_named: bool, background: bool) -> None:
-        """Send the headers. Called with the context's lock held. ``is_named``: by the user. ``background``: a thread of
-        the pool sends the data as soon as the headers of all have arrived; otherwise the caller is about to wait."""
-        mine = None if background or self._device.type != "cpu" else self._first_message
-        self._direct = NegotiatedGathers.of(self._context).begin(self._op, self._name, is_named, self._group, mine)
+    def begin(self, background: bool) -> None:
+        """Send the headers. Called with the context's lock held. ``background``: a thread of the pool continues as soon
+        as the headers of all have arrived; otherwise the caller is about to wait."""
+        peers = PeerGathers.of(self._context)
+        self._direct = peers.begin(self._op, self._name, self._group, self._first_message, self._is_on_host)
         if self._direct is None:
-            self._headers = self._send_headers()
-            if background:
-                POOL.run(self._send_data_once)
+            self._view = self._send_headers()
+        if background:
+            POOL.run(self._continue_once)
 
     @property
     def done(self) -> bool:
         """True if ``complete`` would not block."""
-        return self._is_data_sent.is_set() and (self._data is None or self._data.is_done)
+        return self._have_headers_come.is_set() and (self._view is None or self._view.is_done)
 
     def complete(self) -> Any:
         """Wait, deliver and return the result. Raises as Session.wait does."""
-        direct, self._direct = self._direct, None
-        if direct is not None:
-            every = direct.wait()
-            if every is not None:
-                with torch.no_grad():
-                    return self._complete_directly(direct, every)
-            with self._context.lock:
-                self._headers = self._send_headers()
-        self._send_data_once()
+        self._continue_once()
         if self._error is not None:
             raise self._error
-        if self._data is not None:
-            self._data.wait()
-        view = self._data or self._headers
-        if view is None:
-            raise RuntimeError(f"{self._name}: complete() before begin()")
-        return self._deliver(view)
+        if self._view is None:
+            return self._result
+        self._view.wait()
+        return self._deliver(self._view)
 
-    def _send_data_once(self) -> None:
-        with self._sending:
-            if self._is_data_sent.is_set():
+    def _continue_once(self) -> None:
+        """Wait for the headers of all. Carry out the rest if it goes from rank to rank; otherwise begin it."""
+        with self._continuing:
+            if self._have_headers_come.is_set():
                 return
             try:
-                if self._headers is not None:
-                    self._headers.wait()
-                    with self._stream:  # the stream that was current when the operation was started
-                        self._data = self._send_data(self._headers)
+                with self._stream:  # the stream that was current when the operation was started
+                    if self._direct is not None:
+                        self._direct.carry_out(self._continue_directly)
+                    elif self._view is not None:
+                        self._view.wait()
+                        self._view = self._send_data(self._view) or self._view
             except Exception as error:
                 self._error = error
-            self._is_data_sent.set()
+            self._direct = None
+            self._have_headers_come.set()
+
+    def _continue_directly(self, every: torch.Tensor) -> None:
+        direct = self._direct
+        if direct is None:
+            raise RuntimeError(f"{self._name}: no round from rank to rank")
+        nbytes = self._read_messages(direct, every)
+        if direct.is_direct(nbytes):
+            self._result = self._exchange_data(direct, every)
+            direct.report()
+        else:
+            self._view = self._send_pieces()
+
+    @abstractmethod
+    def _first_message(self) -> torch.Tensor:
+        """What the other ranks have to know, flat uint8, of a size that depends on the operation and the group only."""
+
+    @abstractmethod
+    def _read_messages(self, direct: PeerRound, every: torch.Tensor) -> int:
+        """Check and read the first messages of all ranks: uint8, [position in members, byte]. Returns the number of
+        bytes that each rank receives, the same on all."""
+
+    @abstractmethod
+    def _exchange_data(self, direct: PeerRound, every: torch.Tensor) -> Any:
+        """Exchange the data with the other ranks. Returns the result. ``every``: see ``_read_messages``."""
 
     @abstractmethod
     def _send_headers(self) -> SlotView:
-        """Hand over the first round."""
+        """Hand over the first round to the service."""
 
     @abstractmethod
     def _send_data(self, headers: SlotView) -> SlotView | None:
-        """Read the other ranks' headers and hand over the second round; None if it is not needed."""
+        """Read the other ranks' headers and hand over the second round to the service; None if it is not needed."""
+
+    @abstractmethod
+    def _send_pieces(self) -> SlotView:
+        """Hand over the second round. The headers are read."""
 
     @abstractmethod
     def _deliver(self, view: SlotView) -> Any:
         """The result, read from ``view``: the second round's, or the first's if there was no second."""
-
-    @abstractmethod
-    def _first_message(self) -> torch.Tensor | None:
-        """The bytes that the other ranks have to know, flat uint8, of a size that depends on the group only; None: they
-        are too many."""
-
-    @abstractmethod
-    def _complete_directly(self, direct: NegotiatedRound, every: torch.Tensor) -> Any:
-        """Exchange the data with the other ranks. Returns the result. ``every``: the first messages of all,
-        [position in members, byte]."""
 
 
 # ---- allgather ---------------------------------------------------------------------------------------------
@@ -180,7 +193,7 @@ def start_gather(
 
     def begin() -> NamedWork:
         gather = AllgatherOperation(context, full_name, found, words, group)
-        gather.begin(name is not None, background)
+        gather.begin(background)
 
         def complete() -> torch.Tensor | tuple[torch.Tensor, ...]:
             outputs = gather.complete()
@@ -212,10 +225,11 @@ class AllgatherOperation(TwoRoundOperation):
         self._inline_bytes = FIRST_BYTES - self._header_bytes if self._at_once else -1
         self._row_bytes = [math.prod(tensor.shape[1:]) * tensor.dtype.itemsize for tensor in tensors]
         self._rows: list[list[int]] = []  # [position in members][tensor], once known
+        self._lengths: list[int] = []  # of each member's piece, in bytes, once known
         self._starts: list[int] = []  # of each member's data in the result
 
     def _send_headers(self) -> SlotView:
-        view = self._view("sizes.", FIRST_BYTES, FIRST_BYTES * len(self._members))
+        view = self._service_view("sizes.", FIRST_BYTES, FIRST_BYTES * len(self._members))
         layout = self._equal_pieces(FIRST_BYTES)
         view.input(0, torch.int64, (size_headers.WORDS,)).zero_()  # the header of a group without tensors
         self._write(view, self._words[:MOST_AT_ONCE])
@@ -226,34 +240,38 @@ class AllgatherOperation(TwoRoundOperation):
             view.send(self._device, self._inputs(view, self._header_bytes, mine), self._tensors, layout)
         return view
 
-    def _send_data(self, header_view: SlotView) -> SlotView | None:
-        lengths = self._lay_out(header_view.result(0, torch.int64, (len(self._members), FIRST_BYTES // 8)))
-        return None if max(lengths) <= self._inline_bytes else self._send_pieces(lengths)
+    def _send_data(self, headers: SlotView) -> SlotView | None:
+        self._read(headers.result(0, torch.int64, (len(self._members), FIRST_BYTES // 8)), self._more_headers)
+        if max(self._lengths) > self._inline_bytes:
+            return self._send_pieces()
+        self._starts = self._inline_starts
+        return None
 
-    def _lay_out(self, first: torch.Tensor) -> list[int]:
-        """Check and read the headers. Returns the number of bytes of each member. ``first``: int64, the message of each
-        member in the first round."""
+    def _read(self, first: torch.Tensor, more_headers: Callable[[], size_headers.Words]) -> None:
+        """Check and read the headers. ``first``: int64, the message of each member in the first round.
+        ``more_headers`` returns those of a large group of tensors."""
         size_headers.check_numbers(self._name, self._members, _words(first, 1)[:, 0])
-        words = _words(first, len(self._tensors)) if self._at_once else self._more_headers()
+        words = _words(first, len(self._tensors)) if self._at_once else more_headers()
         size_headers.check("allgather", self._name, self._members, words)
         self._rows = size_headers.rows_of(words)
-        lengths = [self._offsets(rows)[-1] for rows in self._rows]
-        if max(lengths) <= self._inline_bytes:
-            self._starts = [i * FIRST_BYTES + self._header_bytes for i in range(len(self._members))]
-        else:
-            self._starts = [0, *itertools.accumulate(lengths[:-1])]
-        return lengths
+        self._lengths = [self._offsets(rows)[-1] for rows in self._rows]
 
-    def _send_pieces(self, lengths: Sequence[int]) -> SlotView:
-        me = self._me
-        view = self._view("", lengths[me], sum(lengths))
+    @property
+    def _inline_starts(self) -> list[int]:
+        """Where each member's data lie in the messages of the first round."""
+        return [i * FIRST_BYTES + self._header_bytes for i in range(len(self._members))]
+
+    def _send_pieces(self) -> SlotView:
+        me, lengths = self._me, self._lengths
+        self._starts = [0, *itertools.accumulate(lengths[:-1])]
+        view = self._service_view("", lengths[me], sum(lengths))
         layout = Layout(((0, lengths[me]),), tuple(zip(self._starts, lengths, strict=True)))
         view.send(self._device, self._inputs(view, 0, self._offsets(self._rows[me])), self._tensors, layout)
         return view
 
     def _more_headers(self) -> size_headers.Words:
         """[position in members, tensor, word]"""
-        view = self._view("more sizes.", self._header_bytes, self._header_bytes * len(self._members))
+        view = self._service_view("more sizes.", self._header_bytes, self._header_bytes * len(self._members))
         self._write(view, self._words)
         view.hand_over(self._equal_pieces(self._header_bytes))
         view.wait()
@@ -281,30 +299,36 @@ class AllgatherOperation(TwoRoundOperation):
             firsts = [first + count for first, count in zip(firsts, rows, strict=True)]
         return outputs, targets
 
-    def _first_message(self) -> torch.Tensor | None:
-        if not self._at_once:
-            return None
+    def _first_message(self) -> torch.Tensor:
         message = torch.zeros(FIRST_BYTES, dtype=torch.uint8, device="cpu")
         if self._words:
-            words = torch.tensor(self._words, dtype=torch.int64, device="cpu")
-            message[: self._header_bytes] = words.view(-1).view(torch.uint8)
+            words = octets(torch.tensor(self._words[:MOST_AT_ONCE], dtype=torch.int64, device="cpu"))
+            message[: words.numel()] = words
         offsets = self._offsets([tensor.shape[0] for tensor in self._tensors])
-        if offsets[-1] <= self._inline_bytes:
+        if self._is_on_host and offsets[-1] <= self._inline_bytes:
             for offset, tensor in zip(offsets, self._tensors, strict=False):
                 data = octets(tensor)
                 message[self._header_bytes + offset :][: data.numel()] = data
         return message
 
-    def _complete_directly(self, direct: NegotiatedRound, every: torch.Tensor) -> list[torch.Tensor]:
-        lengths = self._lay_out(every.view(torch.int64))
-        if max(lengths) > self._inline_bytes and not direct.is_direct(sum(lengths)):
-            with self._context.lock:
-                view = self._send_pieces(lengths)
-            view.wait()
-            return self._deliver(view)
-        direct.check(lengths[self._me], sum(lengths))
+    def _read_messages(self, direct: PeerRound, every: torch.Tensor) -> int:
+        self._read(every.view(torch.int64), lambda: self._more_headers_of(direct))
+        return sum(self._lengths)
+
+    def _more_headers_of(self, direct: PeerRound) -> size_headers.Words:
+        """[position in members, tensor, word]"""
+        mine = torch.tensor(self._words, dtype=torch.int64, device="cpu").view(-1)
+        every = mine.new_empty((len(self._members), mine.numel()))
+        every[self._me] = mine
+        receives = {p: [span(every[p])] for p in direct.group.others}
+        direct.exchange([(tuple(direct.group.others), [span(mine)])], receives, (mine, every))
+        return _words(every, len(self._tensors))
+
+    def _exchange_data(self, direct: PeerRound, every: torch.Tensor) -> list[torch.Tensor]:
+        direct.check(self._lengths[self._me], sum(self._lengths))
+        self._starts = self._inline_starts
         outputs, targets = self._outputs()
-        if max(lengths) <= self._inline_bytes:
+        if max(self._lengths) <= self._inline_bytes:
             whole = every.view(-1)
             for place, target in itertools.chain.from_iterable(targets):
                 octets(target).copy_(whole[place : place + target.nbytes])
@@ -315,10 +339,9 @@ class AllgatherOperation(TwoRoundOperation):
             receives = {p: [span(target) for _, target in targets[p]] for p in direct.group.others if targets[p]}
             sends = [(tuple(direct.group.others), [span(data) for data in given])] if given else []
             direct.exchange(sends, receives, (given, outputs))
-        direct.report()
         return outputs
 
-    def _view(self, prefix: str, nbytes_in: int, nbytes_out: int) -> SlotView:
+    def _service_view(self, prefix: str, nbytes_in: int, nbytes_out: int) -> SlotView:
         return self._context.byte_view(f"{prefix}{self._name}", Op.GATHER, self._group, nbytes_in, nbytes_out)
 
     def _equal_pieces(self, piece: int) -> Layout:
@@ -374,7 +397,7 @@ def start_alltoall(
 
     def begin() -> NamedWork:
         exchange = AlltoallOperation(context, full_name, found, rows, group, device)
-        exchange.begin(name is not None, background)
+        exchange.begin(background)
         return named_work(context, full_name, name is None, Attempt(lambda: exchange.done, exchange.complete))
 
     return start_when_name_is_free(context, full_name, name, begin)
@@ -448,8 +471,11 @@ class AlltoallOperation(TwoRoundOperation):
         words = [size_headers.header("alltoall", self._tensor, self._name, rows) for rows in self._sent]
         return torch.tensor(words, dtype=torch.int64, device="cpu")
 
-    def _send_data(self, header_view: SlotView) -> SlotView:
-        self._read(header_view.result(0, torch.int64, (len(self._members), size_headers.WORDS)))
+    def _send_data(self, headers: SlotView) -> SlotView:
+        self._read(headers.result(0, torch.int64, (len(self._members), size_headers.WORDS)))
+        return self._send_pieces()
+
+    def _send_pieces(self) -> SlotView:
         sends, receives = self._pieces(self._sent), self._pieces(self._received)
         view = self._context.byte_view(self._name, Op.EXCHANGE, self._group, _end(sends), _end(receives))
         whole = self._tensor[: sum(self._sent)]
@@ -481,11 +507,15 @@ class AlltoallOperation(TwoRoundOperation):
         words = [*size_headers.header("alltoall", self._tensor, self._name), *self._sent]
         return torch.tensor(words, dtype=torch.int64, device="cpu").view(torch.uint8)
 
-    def _complete_directly(self, direct: NegotiatedRound, every: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        me, words = self._me, every.view(torch.int64)
+    def _read_messages(self, direct: PeerRound, every: torch.Tensor) -> int:
+        words = every.view(torch.int64)
         headers = words[:, : size_headers.WORDS].clone()
-        headers[:, size_headers.ROWS] = words[:, size_headers.WORDS + me]
+        headers[:, size_headers.ROWS] = words[:, size_headers.WORDS + self._me]
         self._read(headers)
+        return _end(self._pieces(self._received))
+
+    def _exchange_data(self, direct: PeerRound, every: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        me, others = self._me, direct.group.others
         sends, receives = self._pieces(self._sent), self._pieces(self._received)
         direct.check(_end(sends), _end(receives))
         output, received = self._results()
@@ -493,11 +523,10 @@ class AlltoallOperation(TwoRoundOperation):
         (first, count), (target, _) = sends[me], receives[me]
         taken[target : target + count].copy_(given[first : first + count])
         direct.exchange(
-            [((p,), [(given.data_ptr() + sends[p][0], sends[p][1])]) for p in direct.group.others],
-            {p: [(taken.data_ptr() + receives[p][0], receives[p][1])] for p in direct.group.others},
+            [((p,), [(given.data_ptr() + sends[p][0], sends[p][1])]) for p in others],
+            {p: [(taken.data_ptr() + receives[p][0], receives[p][1])] for p in others},
             (given, output),
         )
-        direct.report()
         return output, received
 
     def _pieces(self, rows: Sequence[int]) -> tuple[tuple[int, int], ...]:
