@@ -26,7 +26,7 @@ MACHINE_KIND_GPU: MachineKind
 MACHINE_KIND_CPU: MachineKind
 
 class MemberMessage(_message.Message):
-    __slots__ = ("number", "received", "register", "heartbeat", "declare", "arrive", "leave", "report", "gone", "measured", "join", "idle", "stack_report", "drain", "applied", "unreachable", "ready", "settled", "reform", "gathered", "keep_states")
+    __slots__ = ("number", "received", "register", "heartbeat", "declare", "arrive", "leave", "report", "ranks_shut_down", "measured", "join", "idle", "stack_report", "drain", "applied", "unreachable", "ready", "shutdown_confirmed", "reform", "gathered", "keep_states")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_FIELD_NUMBER: _ClassVar[int]
     REGISTER_FIELD_NUMBER: _ClassVar[int]
@@ -35,7 +35,7 @@ class MemberMessage(_message.Message):
     ARRIVE_FIELD_NUMBER: _ClassVar[int]
     LEAVE_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
-    GONE_FIELD_NUMBER: _ClassVar[int]
+    RANKS_SHUT_DOWN_FIELD_NUMBER: _ClassVar[int]
     MEASURED_FIELD_NUMBER: _ClassVar[int]
     JOIN_FIELD_NUMBER: _ClassVar[int]
     IDLE_FIELD_NUMBER: _ClassVar[int]
@@ -44,7 +44,7 @@ class MemberMessage(_message.Message):
     APPLIED_FIELD_NUMBER: _ClassVar[int]
     UNREACHABLE_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
-    SETTLED_FIELD_NUMBER: _ClassVar[int]
+    SHUTDOWN_CONFIRMED_FIELD_NUMBER: _ClassVar[int]
     REFORM_FIELD_NUMBER: _ClassVar[int]
     GATHERED_FIELD_NUMBER: _ClassVar[int]
     KEEP_STATES_FIELD_NUMBER: _ClassVar[int]
@@ -56,7 +56,7 @@ class MemberMessage(_message.Message):
     arrive: Arrive
     leave: Leave
     report: Report
-    gone: Gone
+    ranks_shut_down: RanksShutDown
     measured: Measured
     join: Join
     idle: Idle
@@ -65,11 +65,11 @@ class MemberMessage(_message.Message):
     applied: Applied
     unreachable: Unreachable
     ready: Ready
-    settled: Gone
+    shutdown_confirmed: RanksShutDown
     reform: Reform
     gathered: Gathered
     keep_states: KeepStates
-    def __init__(self, number: _Optional[int] = ..., received: _Optional[int] = ..., register: _Optional[_Union[Register, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., declare: _Optional[_Union[Declare, _Mapping]] = ..., arrive: _Optional[_Union[Arrive, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., gone: _Optional[_Union[Gone, _Mapping]] = ..., measured: _Optional[_Union[Measured, _Mapping]] = ..., join: _Optional[_Union[Join, _Mapping]] = ..., idle: _Optional[_Union[Idle, _Mapping]] = ..., stack_report: _Optional[_Union[StackReport, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., applied: _Optional[_Union[Applied, _Mapping]] = ..., unreachable: _Optional[_Union[Unreachable, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., settled: _Optional[_Union[Gone, _Mapping]] = ..., reform: _Optional[_Union[Reform, _Mapping]] = ..., gathered: _Optional[_Union[Gathered, _Mapping]] = ..., keep_states: _Optional[_Union[KeepStates, _Mapping]] = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ..., received: _Optional[int] = ..., register: _Optional[_Union[Register, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., declare: _Optional[_Union[Declare, _Mapping]] = ..., arrive: _Optional[_Union[Arrive, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., ranks_shut_down: _Optional[_Union[RanksShutDown, _Mapping]] = ..., measured: _Optional[_Union[Measured, _Mapping]] = ..., join: _Optional[_Union[Join, _Mapping]] = ..., idle: _Optional[_Union[Idle, _Mapping]] = ..., stack_report: _Optional[_Union[StackReport, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., applied: _Optional[_Union[Applied, _Mapping]] = ..., unreachable: _Optional[_Union[Unreachable, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., shutdown_confirmed: _Optional[_Union[RanksShutDown, _Mapping]] = ..., reform: _Optional[_Union[Reform, _Mapping]] = ..., gathered: _Optional[_Union[Gathered, _Mapping]] = ..., keep_states: _Optional[_Union[KeepStates, _Mapping]] = ...) -> None: ...
 
 class Register(_message.Message):
     __slots__ = ("protocol", "job", "role", "kind", "machine_id", "machine_index", "address", "local_address", "local_size", "num_workers", "num_servers", "partition_bytes", "host", "pid", "link_mbit", "token", "received", "member_id", "epoch", "elastic", "shadow_address")
@@ -349,7 +349,7 @@ class StackReport(_message.Message):
     text: str
     def __init__(self, rank: _Optional[int] = ..., text: _Optional[str] = ...) -> None: ...
 
-class Gone(_message.Message):
+class RanksShutDown(_message.Message):
     __slots__ = ("ranks", "epoch")
     RANKS_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -572,18 +572,18 @@ class Stalled(_message.Message):
     def __init__(self, message: _Optional[str] = ..., missing: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Failure(_message.Message):
-    __slots__ = ("error", "message", "orderly", "ranks", "again")
+    __slots__ = ("error", "message", "orderly", "ranks", "group_only")
     ERROR_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     ORDERLY_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
-    AGAIN_FIELD_NUMBER: _ClassVar[int]
+    GROUP_ONLY_FIELD_NUMBER: _ClassVar[int]
     error: str
     message: str
     orderly: bool
     ranks: _containers.RepeatedScalarFieldContainer[int]
-    again: bool
-    def __init__(self, error: _Optional[str] = ..., message: _Optional[str] = ..., orderly: bool = ..., ranks: _Optional[_Iterable[int]] = ..., again: bool = ...) -> None: ...
+    group_only: bool
+    def __init__(self, error: _Optional[str] = ..., message: _Optional[str] = ..., orderly: bool = ..., ranks: _Optional[_Iterable[int]] = ..., group_only: bool = ...) -> None: ...
 
 class Hosts(_message.Message):
     __slots__ = ("added", "removed")

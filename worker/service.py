@@ -220,7 +220,7 @@ class CommunicationService:
         elif body in ("refused", "failure"):
             answer = message.refused if body == "refused" else message.failure
             error = from_name(answer.error, answer.message)
-            if body == "failure" and message.failure.again and self._rejoining is not None:
+            if body == "failure" and message.failure.group_only and self._rejoining is not None:
                 self._rejoining.dissolve(error)
                 self._end_group()
             elif body == "failure" and message.failure.orderly and self._group is not None:
@@ -469,8 +469,8 @@ class CommunicationService:
         ):
             self._told_left.update(news)
             topology = self._group.topology
-            gone = pb.Gone(ranks=[topology.first_rank + rank for rank in news], epoch=topology.group)
-            self._link.send(pb.MemberMessage(gone=gone))
+            shut_down = pb.RanksShutDown(ranks=[topology.first_rank + rank for rank in news], epoch=topology.group)
+            self._link.send(pb.MemberMessage(ranks_shut_down=shut_down))
         if here or self._stay:
             if not here and self._rejoining is not None and self._rejoining.is_leaving:
                 self._go()

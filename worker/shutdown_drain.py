@@ -112,7 +112,7 @@ class ShutdownDrain:
             if self.lacks(ranks):
                 lacking.append(ranks)
             else:
-                self._send(pb.MemberMessage(settled=pb.Gone(ranks=sorted(ranks), epoch=self.group)))
+                self._send(pb.MemberMessage(shutdown_confirmed=pb.RanksShutDown(ranks=sorted(ranks), epoch=self.group)))
         self._departed = lacking
         if self._has_owed:
             self._end()

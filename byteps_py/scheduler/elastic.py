@@ -36,11 +36,11 @@ _OF_A_GROUP = (
     "arrive",
     "join",
     "idle",
-    "gone",
+    "ranks_shut_down",
     "stack_report",
     "applied",
     "unreachable",
-    "settled",
+    "shutdown_confirmed",
     "reform",
 )
 
@@ -242,8 +242,8 @@ class Elastic:
         kind = message.WhichOneof("body")
         if kind == "keep_states":
             return message.keep_states.epoch != self._roster.workers_since
-        if kind in ("gone", "settled"):
-            said = message.gone if kind == "gone" else message.settled
+        if kind in ("ranks_shut_down", "shutdown_confirmed"):
+            said = message.ranks_shut_down if kind == "ranks_shut_down" else message.shutdown_confirmed
             return said.epoch != self._roster.workers_since or self.is_void(member)
         return kind in _OF_A_GROUP and self.is_void(member)
 
@@ -252,7 +252,7 @@ class Elastic:
         if not self._reforming.begin(reason, planned, now_s):
             return []
         message = failure("PeerLostError", reason)
-        message.failure.again = True
+        message.failure.group_only = True
         return to_each(self._roster.workers(), message)
 
     def gathered(self, member: MemberRecord, ready: pb.Gathered) -> Outgoing:

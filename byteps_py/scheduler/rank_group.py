@@ -312,27 +312,27 @@ class ShutdownTracker:
     """
 
     def __init__(self) -> None:
-        self._gone: set[int] = set()  # ranks that have shut down
-        self._settled: dict[int, set[int]] = {}  # by member id: ranks that have shut down and of which it lacks nothing
+        self._shut_down: set[int] = set()  # ranks that have shut down
+        self._confirmed: dict[int, set[int]] = {}  # by member id: ranks that have shut down, of which it lacks nothing
         self._dismissed: set[int] = set()  # member ids
 
     def on_shutdown(self, ranks: Iterable[int]) -> None:
         """These ranks have shut down."""
-        self._gone.update(ranks)
+        self._shut_down.update(ranks)
 
     def on_receipts(self, member: MemberRecord, ranks: Iterable[int]) -> None:
         """A machine lacks no result of the rounds in which these ranks, which have shut down, took part."""
-        self._settled.setdefault(member.id, set()).update(ranks)
+        self._confirmed.setdefault(member.id, set()).update(ranks)
 
     def dismiss(self, workers: Sequence[MemberRecord]) -> list[MemberRecord]:
         """Dismiss those of the ``workers``, all that are connected, that may exit. Returns them, each only once."""
-        leaving = [worker for worker in workers if self._gone.issuperset(worker.ranks)]
+        leaving = [worker for worker in workers if self._shut_down.issuperset(worker.ranks)]
         others = [worker for worker in workers if worker not in leaving]
         free = [
             worker
             for worker in leaving
             if worker.id not in self._dismissed
-            and all(self._settled.get(other.id, set()).issuperset(worker.ranks) for other in others)
+            and all(self._confirmed.get(other.id, set()).issuperset(worker.ranks) for other in others)
         ]
         self._dismissed.update(worker.id for worker in free)
         return free
@@ -357,11 +357,11 @@ class RankGroup:
         return {
             "arrive": self._arrive,
             "declare": self._declare,
-            "gone": self._gone,
             "idle": self._idle,
             "join": self._join,
             "keep_states": self._keep_states,
-            "settled": self._settled,
+            "ranks_shut_down": self._ranks_shut_down,
+            "shutdown_confirmed": self._shutdown_confirmed,
         }
 
     def _declare(self, member: MemberRecord, declare: pb.Declare, now_s: float) -> Outgoing:
@@ -416,20 +416,22 @@ class RankGroup:
         self._barriers.expect_all()
         return self._to_all(pb.SchedulerMessage(all_joined=over))
 
-    def _gone(self, member: MemberRecord, gone: pb.Gone, now_s: float) -> Outgoing:
+    def _ranks_shut_down(self, member: MemberRecord, shut_down: pb.RanksShutDown, now_s: float) -> Outgoing:
         """Ranks of a machine have shut down for good. To others that is the same as a worker that has left."""
-        if not self._job.accepts("gone"):
+        if not self._job.accepts("ranks_shut_down"):
             return []
-        if not gone.ranks or not set(gone.ranks) <= set(ranks_of(member)):
-            raise ProtocolError(f"it sent Gone for {ranks_text(gone.ranks)}, which are not all its own ranks")
-        if set(gone.ranks) == set(member.ranks):
-            count = len(gone.ranks)
+        if not shut_down.ranks or not set(shut_down.ranks) <= set(ranks_of(member)):
+            raise ProtocolError(
+                f"it reported a shutdown of {ranks_text(shut_down.ranks)}, which are not all its own ranks"
+            )
+        if set(shut_down.ranks) == set(member.ranks):
+            count = len(shut_down.ranks)
             text = f"{member.describe()} has shut down: its {'rank has' if count == 1 else 'ranks have'} ended"
         else:
-            text = f"{ranks_text(gone.ranks)} of {member.describe()} has shut down"
+            text = f"{ranks_text(shut_down.ranks)} of {member.describe()} has shut down"
         others = [m for m in self._job.roster.workers() if m is not member]
-        self._shutdown_tracker.on_shutdown(gone.ranks)
-        return to_each(others, failure("PeerLostError", text, gone.ranks)) + self._dismiss()
+        self._shutdown_tracker.on_shutdown(shut_down.ranks)
+        return to_each(others, failure("PeerLostError", text, shut_down.ranks)) + self._dismiss()
 
     def left(self, member: MemberRecord, text: str) -> Outgoing:
         """The machine has left in order. Others raise ``text`` as an error only if they still wait for its ranks, so
@@ -442,10 +444,10 @@ class RankGroup:
         self.keeps_states = True
         return []
 
-    def _settled(self, member: MemberRecord, settled: pb.Gone, now_s: float) -> Outgoing:
+    def _shutdown_confirmed(self, member: MemberRecord, confirmed: pb.RanksShutDown, now_s: float) -> Outgoing:
         """The machine lacks no result of the rounds of these ranks, which have shut down."""
         ranks_of(member)
-        self._shutdown_tracker.on_receipts(member, settled.ranks)
+        self._shutdown_tracker.on_receipts(member, confirmed.ranks)
         return self._dismiss()
 
     def _dismiss(self) -> Outgoing:

@@ -166,14 +166,14 @@ class Leave:
         planned: all other ranks come back as well.
         error: the exception, in one line.
         traceback: its traceback.
-        again: why the rank is about to come back; empty if it is not.
+        return_reason: why the rank is about to come back; empty if it is not.
     """
 
     unfinished: Flag = False
     planned: Flag = False
     error: Text = ""
     traceback: Text = ""
-    again: Text = ""
+    return_reason: Text = ""
 
 
 @_link.message(6)

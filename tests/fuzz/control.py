@@ -34,7 +34,7 @@ def _messages() -> list[pb.MemberMessage]:
         pb.MemberMessage(leave=pb.Leave(reason="done")),
         pb.MemberMessage(report=pb.Report(error="PeerLostError", message="a rank died")),
         pb.MemberMessage(stack_report=pb.StackReport(rank=1, text="stack")),
-        pb.MemberMessage(gone=pb.Gone(ranks=[0])),
+        pb.MemberMessage(ranks_shut_down=pb.RanksShutDown(ranks=[0])),
         pb.MemberMessage(join=pb.Join(rank=0, last=[pb.LastRound(name="w", generation=1, round=2)])),
         pb.MemberMessage(idle=pb.Idle(direct_round=3)),
         pb.MemberMessage(measured=pb.Measured(turn=1, mbit=100.0)),

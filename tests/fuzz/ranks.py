@@ -62,7 +62,7 @@ def _all_said() -> list[object]:
         protocol.Drain(),
         protocol.Leave(),
         protocol.Leave(error="ValueError: no", traceback="line 1"),
-        protocol.Leave(again="HostsUpdatedInterrupt", planned=True),
+        protocol.Leave(return_reason="HostsUpdatedInterrupt", planned=True),
         protocol.KeepStates(1, 1, 1, 2, 0, 7),
         protocol.BeginStep(1, 1, True, 1, 0, False, (SegmentNumbers(0, 3, (0.5, 0.25)),)),
         protocol.SkipStep(1, 1),

@@ -102,7 +102,7 @@ _SAID = (
     pb.SchedulerMessage(refused=pb.Refused(error="RendezvousError", message="no")),
     *[
         pb.SchedulerMessage(failure=pb.Failure(error="PeerLostError", message="died", ranks=[2, 3], **how))
-        for how in ({}, {"again": True}, {"orderly": True})
+        for how in ({}, {"group_only": True}, {"orderly": True})
     ],
     pb.SchedulerMessage(dismissed=pb.Dismissed()),
     pb.SchedulerMessage(stop=pb.Stop(reason="done")),

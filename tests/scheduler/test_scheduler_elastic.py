@@ -195,7 +195,7 @@ def test_the_job_goes_on_without_a_lost_machine() -> None:
     cluster.drop(b)
     for connection in (a, c):
         told = cluster.last(connection).failure
-        assert told.again
+        assert told.group_only
         assert told.message.startswith("lost worker 1 (ranks 2-3, host gpu1, pid 101)")
     assert cluster.say(c, declare=declare_of([4, 5])) == []  # said to a group that is no more
     back(cluster, a)
@@ -252,7 +252,7 @@ def test_a_machine_that_leaves_between_groups_ends_no_other() -> None:
     cluster, (a, b, c) = elastic()
     cluster.drop(b)
     assert cluster.say(c, leave=pb.Leave(reason="told to")) == []
-    assert cluster.last(a).failure.again
+    assert cluster.last(a).failure.group_only
     back(cluster, a)
     assert [w.host for w in memberships(cluster, a)[-1].workers] == ["gpu0"]
     assert cluster.core.state == states.RUNNING
@@ -296,10 +296,11 @@ def test_messages_about_a_group_that_is_over_are_ignored() -> None:
     back(cluster, a)
     back(cluster, b, 1)
     assert len(memberships(cluster, b)) == 2
-    assert cluster.say(b, gone=pb.Gone(ranks=[3], epoch=old)) == []
-    assert cluster.say(a, settled=pb.Gone(ranks=[3], epoch=old)) == []
+    assert cluster.say(b, ranks_shut_down=pb.RanksShutDown(ranks=[3], epoch=old)) == []
+    assert cluster.say(a, shutdown_confirmed=pb.RanksShutDown(ranks=[3], epoch=old)) == []
     assert cluster.core.state == states.RUNNING
-    assert cluster.say(b, gone=pb.Gone(ranks=[2], epoch=memberships(cluster, b)[-1].workers_since)) != []
+    new = memberships(cluster, b)[-1].workers_since
+    assert cluster.say(b, ranks_shut_down=pb.RanksShutDown(ranks=[2], epoch=new)) != []
 
 
 def test_a_job_whose_ranks_have_all_ended_is_over_though_others_wait() -> None:
@@ -338,8 +339,8 @@ def test_after_any_faults_a_group_is_what_its_members_said(seed: int) -> None:
             if len(groups) > seen.get(connection, 0):
                 seen[connection] = len(groups)
                 returning.discard(connection)
-            after = [m for m in told if m.HasField("membership") or m.failure.again or m.HasField("hosts")]
-            if after and (after[-1].failure.again or after[-1].HasField("hosts")):
+            after = [m for m in told if m.HasField("membership") or m.failure.group_only or m.HasField("hosts")]
+            if after and (after[-1].failure.group_only or after[-1].HasField("hosts")):
                 returning.add(connection)
         event = rng.choice(["back", "back", "back", "back", "lose", "rank", "join", "tick"])
         group = in_group(cluster, alive)
@@ -378,8 +379,8 @@ def test_after_any_faults_a_group_is_what_its_members_said(seed: int) -> None:
     for _ in range(10):  # all come back: there is a group of all
         cluster.tick(0.5, tuple(cluster.told))
         for connection in alive:
-            after = [m for m in cluster.told[connection] if m.HasField("membership") or m.failure.again]
-            if after and after[-1].failure.again:
+            after = [m for m in cluster.told[connection] if m.HasField("membership") or m.failure.group_only]
+            if after and after[-1].failure.group_only:
                 back(cluster, connection, ranks[connection])
     newest = max((memberships(cluster, c)[-1] for c in alive if memberships(cluster, c)), key=lambda m: m.epoch)
     assert sum(w.local_size for w in newest.workers) > 0

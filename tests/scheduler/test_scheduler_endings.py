@@ -34,12 +34,12 @@ def test_a_job_ends_when_its_workers_leave_one_after_another() -> None:
 
 def test_ranks_that_ended_are_reported_like_a_worker_that_left() -> None:
     cluster, (a, b), (s, _) = running()
-    out = cluster.say(a, gone=pb.Gone(ranks=[0, 1]))
+    out = cluster.say(a, ranks_shut_down=pb.RanksShutDown(ranks=[0, 1]))
     assert [(connection, m.failure.orderly) for connection, m in out] == [(b, True)]
     text = "worker 0 (ranks 0-1, host gpu0, pid 100) has shut down: its ranks have ended"
     assert cluster.last(b).failure.message == text
     assert cluster.core.state == states.RUNNING
-    cluster.say(s, gone=pb.Gone(ranks=[0, 1]))
+    cluster.say(s, ranks_shut_down=pb.RanksShutDown(ranks=[0, 1]))
     assert "only a communication service" in cluster.last(s).refused.message
 
 

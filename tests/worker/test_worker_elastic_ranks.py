@@ -111,7 +111,7 @@ def test_nobody_waits_for_ranks_of_a_machine_that_was_told_to_leave() -> None:
 def test_what_a_rank_said_before_it_hung_up_counts_though_a_word_to_it_finds_that_out() -> None:
     one = Alone()
     one.open()
-    said = [protocol.Leave(again="HostsUpdatedInterrupt", planned=True)]
+    said = [protocol.Leave(return_reason="HostsUpdatedInterrupt", planned=True)]
     ends: list[str] = []
 
     def send(message: object) -> None:

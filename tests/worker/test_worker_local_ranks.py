@@ -13,25 +13,25 @@ from byteps_py.worker.core.local_ranks import (
 )
 from byteps_py.worker.core.transitions import IllegalTransitionError
 
-A, L, W, P, S, R, T, G = (
-    RankState.ABSENT, RankState.LATE, RankState.WAITING, RankState.PRESENT, RankState.SETTLING, RankState.RETURNING,
+A, L, W, P, D, R, T, G = (
+    RankState.ABSENT, RankState.LATE, RankState.WAITING, RankState.PRESENT, RankState.DRAINING, RankState.RETURNING,
     RankState.LEFT, RankState.GONE,
 )  # fmt: skip
 #: A row for each event, a column for each state; None: it can't happen.
 EXPECTED: dict[RankEvent, tuple[RankState | None, ...]] = {
-    #                          A     L     W     P     S     R     T     G
+    #                          A     L     W     P     D     R     T     G
     RankEvent.COMES:          (W,    W,    None, None, None, W,    W,    W),
     RankEvent.IS_EXPECTED:    (L,    L,    None, None, None, None, None, None),
     RankEvent.IS_WELCOMED:    (None, None, P,    None, None, None, None, None),
     RankEvent.IS_TURNED_AWAY: (None, None, A,    A,    None, None, None, None),
-    RankEvent.SETTLES:        (None, None, None, S,    S,    None, None, None),
-    RankEvent.IS_SETTLED:     (None, None, None, None, P,    None, None, None),
+    RankEvent.DRAINS:         (None, None, None, D,    D,    None, None, None),
+    RankEvent.IS_DRAINED:     (None, None, None, None, P,    None, None, None),
     RankEvent.GOES_BACK:      (None, None, None, R,    R,    None, None, None),
     RankEvent.SHUTS_DOWN:     (None, None, None, T,    T,    T,    None, None),
     RankEvent.ENDS:           (None, None, A,    A,    A,    A,    G,    None),
     RankEvent.IS_FORGOTTEN:   (A,    A,    None, None, None, None, A,    A),
 }  # fmt: skip
-STATES = (A, L, W, P, S, R, T, G)
+STATES = (A, L, W, P, D, R, T, G)
 
 
 @pytest.mark.parametrize("event", RankEvent)

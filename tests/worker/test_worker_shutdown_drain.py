@@ -91,7 +91,7 @@ def test_others_hear_when_it_lacks_nothing_of_theirs() -> None:
     assert not machine.shutdown_drain.are_gone([1, 2])
     machine.is_lacking = False
     machine.shutdown_drain.drain()
-    assert [list(message.settled.ranks) for message in machine.sent] == [[2, 3]]
+    assert [list(message.shutdown_confirmed.ranks) for message in machine.sent] == [[2, 3]]
 
 
 def test_it_looks_again_while_it_lacks_something() -> None:
@@ -108,7 +108,7 @@ def test_it_looks_again_while_it_lacks_something() -> None:
     assert not machine.sent
     machine.is_lacking = False
     machine.loop.timers.pop()[1]()
-    assert [list(message.settled.ranks) for message in machine.sent] == [[2], [2]]
+    assert [list(message.shutdown_confirmed.ranks) for message in machine.sent] == [[2], [2]]
     assert not machine.loop.timers
     assert not machine.shutdown_drain.is_waiting
 

@@ -2,7 +2,7 @@
 
     ABSENT ─comes─► WAITING ─is welcomed─► PRESENT ─shuts down─► LEFT ─its process ends─► GONE
       │                ▲                   ▲     │
-      └─is expected─► LATE          settles└──►SETTLING
+      └─is expected─► LATE           drains└──►DRAINING
                        RETURNING ◄─goes back, or the group ends─┘
 
 ``TRANSITIONS`` is the whole table. A rank that is RETURNING, LEFT or GONE may come again, on another connection; where
@@ -34,7 +34,7 @@ class RankState(enum.Enum):
     LATE = "belongs to the group, which has begun, and has yet to come"
     WAITING = "has sent a Hello, and waits for the group to begin"
     PRESENT = "takes part in the group"
-    SETTLING = "takes part in the group, and leaves once other ranks have taken what it gave them"
+    DRAINING = "takes part in the group, and leaves once other ranks have taken what it gave them"
     RETURNING = "is out of the group, and is expected to come again"
     LEFT = "has shut down; its process lives, and may come again"
     GONE = "has shut down, and its process has ended"
@@ -47,8 +47,8 @@ class RankEvent(enum.Enum):
     IS_EXPECTED = "a group begins that the rank belongs to, before it has come"
     IS_WELCOMED = "the group takes it in"
     IS_TURNED_AWAY = "it is told why it can't take part"
-    SETTLES = "it is about to leave, once other ranks have taken what it gave them"
-    IS_SETTLED = "they have, or are gone"
+    DRAINS = "it is about to leave, once other ranks have taken what it gave them"
+    IS_DRAINED = "they have, or are gone"
     GOES_BACK = "it leaves the group to come again, or the group can't go on"
     SHUTS_DOWN = "it leaves in order"
     ENDS = "its process or its connection ends, or it says that an exception ends it"
@@ -57,7 +57,7 @@ class RankEvent(enum.Enum):
 
 _STATE, _EVENT = RankState, RankEvent
 _IN_GROUP = {
-    _EVENT.SETTLES: _STATE.SETTLING,
+    _EVENT.DRAINS: _STATE.DRAINING,
     _EVENT.GOES_BACK: _STATE.RETURNING,
     _EVENT.SHUTS_DOWN: _STATE.LEFT,
     _EVENT.ENDS: _STATE.ABSENT,
@@ -79,7 +79,7 @@ TRANSITIONS: dict[RankState, dict[RankEvent, RankState]] = {
         _EVENT.ENDS: _STATE.ABSENT,
     },
     _STATE.PRESENT: {**_IN_GROUP, _EVENT.IS_TURNED_AWAY: _STATE.ABSENT},
-    _STATE.SETTLING: {**_IN_GROUP, _EVENT.IS_SETTLED: _STATE.PRESENT},
+    _STATE.DRAINING: {**_IN_GROUP, _EVENT.IS_DRAINED: _STATE.PRESENT},
     _STATE.RETURNING: {
         _EVENT.COMES: _STATE.WAITING,
         _EVENT.SHUTS_DOWN: _STATE.LEFT,
@@ -92,7 +92,7 @@ TRANSITIONS: dict[RankState, dict[RankEvent, RankState]] = {
     },
     _STATE.GONE: {_EVENT.COMES: _STATE.WAITING, _EVENT.IS_FORGOTTEN: _STATE.ABSENT},
 }
-IN_GROUP = (RankState.PRESENT, RankState.SETTLING)
+IN_GROUP = (RankState.PRESENT, RankState.DRAINING)
 _WITHOUT_PROCESS = (RankState.ABSENT, RankState.LATE, RankState.GONE)
 
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 #: alone, machines turn to a more urgent gradient when it is ready, which is not the same moment for all: they have
 #: begun different partitions of the one before, an answer needs all machines, and links run dry. There is time for a
 #: quarter of all gradients in any backward pass that takes at least a quarter of what the links need for all.
-HEAD = 1 / 4
+HEAD_FRACTION = 1 / 4
 
 
 class Stage(enum.Enum):
@@ -151,9 +151,9 @@ class Part:
 
     @property
     def priority(self) -> int:
-        """Higher is pushed first. The front of a gradient goes as gradients become ready, see HEAD."""
+        """Higher is pushed first. The front of a gradient goes as gradients become ready, see HEAD_FRACTION."""
         spec = self.tensor.spec
-        return max(spec.priority, PRIORITY_READY_ORDER) if self.offset < HEAD * spec.nbytes else spec.priority
+        return max(spec.priority, PRIORITY_READY_ORDER) if self.offset < HEAD_FRACTION * spec.nbytes else spec.priority
 
     @property
     def written_bytes(self) -> int:

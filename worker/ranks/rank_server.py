@@ -325,7 +325,7 @@ class RankServer:
                     self._leave(rank, connection, here, message)
                     return False
                 elif isinstance(message, protocol.Drain):
-                    rank.happens(RankEvent.SETTLES)
+                    rank.happens(RankEvent.DRAINS)
                     self._on_change()
                 else:
                     kind = type(message).__name__
@@ -341,13 +341,13 @@ class RankServer:
 
     def draining(self) -> list[int]:
         """Local ranks that are about to leave, once others have taken what these gave them."""
-        return [rank.local_rank for rank in self.ranks.in_state(RankState.SETTLING)]
+        return [rank.local_rank for rank in self.ranks.in_state(RankState.DRAINING)]
 
     def drained(self, local_rank: int) -> None:
         """No other rank needs this one any more."""
         rank = self.ranks.group[local_rank]
-        if rank.state is RankState.SETTLING and (connection := rank.connection) is not None:
-            rank.happens(RankEvent.IS_SETTLED)
+        if rank.state is RankState.DRAINING and (connection := rank.connection) is not None:
+            rank.happens(RankEvent.IS_DRAINED)
             self._guard(rank, connection, functools.partial(connection.send, protocol.Drained()))
 
     def receive_all(self) -> list[int]:
@@ -377,13 +377,13 @@ class RankServer:
         self._on_death(f"{here.describe(rank.local_rank, connection.pid)} died: its process ended without shutdown()")
 
     def _leave(self, rank: Rank, connection: RankConnection, here: Requests, message: protocol.Leave) -> None:
-        if self._on_return is not None and message.again:
+        if self._on_return is not None and message.return_reason:
             del here.executor.ranks[rank.local_rank]
             here.forget(rank.local_rank)
             self._expect_again(rank, connection)
             connection.hang_up()
             who = here.describe(rank.local_rank, connection.pid)
-            self._on_return(f"{who} goes back to its last commit after {message.again}", message.planned)
+            self._on_return(f"{who} goes back to its last commit after {message.return_reason}", message.planned)
             self._on_change()
         elif message.error:
             self._is_unfinished()
@@ -429,7 +429,7 @@ class RankServer:
                 if isinstance(message, protocol.Ping):
                     connection.send(protocol.Pong())
                 elif isinstance(message, protocol.Leave):
-                    if message.again:
+                    if message.return_reason:
                         connection.hang_up()  # it comes again, on another connection
                     elif message.error:
                         self._returning_ended(rank, connection)

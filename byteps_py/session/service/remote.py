@@ -363,8 +363,9 @@ class RemoteSession(ChannelSession):
                 self.state.notify_all()
             with contextlib.suppress(BytePSError):
                 if not self._has_left:
-                    again, planned = self.returning or ("", False)
-                    leave = protocol.Leave(again=again, planned=planned) if again else failure_reports.leave_message()
+                    reason, planned = self.returning or ("", False)
+                    returns = protocol.Leave(return_reason=reason, planned=planned)
+                    leave = returns if reason else failure_reports.leave_message()
                     self._channel.send(protocol.encode(leave or protocol.Leave(unfinished=not self.is_finished)))
             self._channel.shutdown()  # wakes the reading thread, which needs the descriptor until then
             with self.state:
