@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from byteps_py.checkpoint.stored_state import stored_state
+from byteps_py.checkpoint.stored_state import stored_state, whole_tensors
 from byteps_py.checkpoint.writer import PIECE_BYTES, write_state
 from byteps_py.checkpoint_files import CheckpointFolder, checkpoint_path
 from byteps_py.config.settings import Settings
@@ -135,12 +135,13 @@ class CheckpointProgram:
                 reader.describe(HOLD_S)
                 self._renewed_s = time.monotonic()
 
-        stored = stored_state(reader, found, hold)
+        state = stored_state(reader, found, hold)
+        sizes = [tensor.nbytes for tensor in whole_tensors(state)]
         attached = sum(record.attached_bytes for record in found.records.values())
-        self._folder.check_room(stored.nbytes + attached + _BESIDE_BYTES * len(stored.stored))
+        self._folder.check_room(sum(sizes) + attached + _BESIDE_BYTES * len(sizes))
         with self._folder.new(found.step) as draft:
-            write_state(stored, draft, hold, self._options.piece_bytes)
+            write_state(state, draft, hold, self._options.piece_bytes)
         self._say(
-            f"{checkpoint_path(self._folder.path, found.step)}: {stored.nbytes / 1e6:.1f} MB in "
+            f"{checkpoint_path(self._folder.path, found.step)}: {sum(sizes) / 1e6:.1f} MB in "
             f"{time.monotonic() - begun_s:.1f} s"
         )

@@ -19,28 +19,36 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from byteps_py.checkpoint.stored_state import StoredState
 from byteps_py.checkpoint_files import CheckpointFiles, os_error_in
+from byteps_py.torch.gradients.whole_state import WholeTensor
 
 #: The bytes that are read, and written, at once; one row of a tensor may be longer.
 PIECE_BYTES = 16 << 20
 
 
 class PiecewisePlanner(DefaultSavePlanner):
-    """Cuts stored tensors into pieces along their first dimension, and reads a piece when it is written.
+    """Cuts the WholeTensors of a state_dict into pieces along their first dimension, and reads a piece when it is
+    written.
 
     ``before_read``: called before each piece is read.
     """
 
-    def __init__(self, stored: StoredState, before_read: Callable[[], None], piece_bytes: int) -> None:
+    def __init__(self, before_read: Callable[[], None], piece_bytes: int) -> None:
         super().__init__()
-        self._stored = stored
-        self._before_read = before_read
-        self._piece_bytes = piece_bytes
+        self._before_read, self._piece_bytes = before_read, piece_bytes
+        self._whole: dict[str, WholeTensor] = {}
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        """See DefaultSavePlanner."""
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        self._whole = {path: value for path, value in self.state_dict.items() if isinstance(value, WholeTensor)}
+        self.state_dict = {**self.state_dict, **{path: one.placeholder for path, one in self._whole.items()}}
 
     def create_local_plan(self) -> SavePlan:
         """See DefaultSavePlanner."""
@@ -50,30 +58,30 @@ class PiecewisePlanner(DefaultSavePlanner):
         return self.plan
 
     def _pieces(self, item: WriteItem) -> Iterator[WriteItem]:
-        stored, data = self._stored.stored.get(item.index.fqn), item.tensor_data
-        if stored is None or data is None or stored.nbytes <= self._piece_bytes or not stored.shape:
+        whole, data = self._whole.get(item.index.fqn), item.tensor_data
+        if whole is None or data is None or whole.nbytes <= self._piece_bytes or not whole.shape:
             yield item
             return
-        row_bytes = stored.nbytes // stored.shape[0]
+        row_bytes = whole.nbytes // whole.shape[0]
         rows = max(1, self._piece_bytes // row_bytes)
-        for start in range(0, stored.shape[0], rows):
-            sizes = torch.Size([min(rows, stored.shape[0] - start), *stored.shape[1:]])
-            offsets = torch.Size([start, *(0 for _ in stored.shape[1:])])
+        for start in range(0, whole.shape[0], rows):
+            sizes = torch.Size([min(rows, whole.shape[0] - start), *whole.shape[1:]])
+            offsets = torch.Size([start, *(0 for _ in whole.shape[1:])])
             chunk = ChunkStorageMetadata(offsets=offsets, sizes=sizes)
             index = MetadataIndex(item.index.fqn, offsets)
             yield WriteItem(index, WriteItemType.SHARD, tensor_data=dataclasses.replace(data, chunk=chunk))
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """See DefaultSavePlanner."""
-        stored, data = self._stored.stored.get(write_item.index.fqn), write_item.tensor_data
-        if stored is None or data is None:
+        whole, data = self._whole.get(write_item.index.fqn), write_item.tensor_data
+        if whole is None or data is None:
             found: torch.Tensor | io.BytesIO = super().resolve_data(write_item)
             return found
         self._before_read()
-        if not stored.shape:
-            return stored.whole()
+        if not whole.shape:
+            return whole.read()
         start = data.chunk.offsets[0]
-        return stored.rows(start, start + data.chunk.sizes[0])
+        return whole.rows(start, start + data.chunk.sizes[0])
 
 
 class ManifestWriter(FileSystemWriter):
@@ -97,22 +105,23 @@ class ManifestWriter(FileSystemWriter):
 
 
 def write_state(
-    stored: StoredState,
+    state: dict[str, Any],
     folder: Path,
     before_read: Callable[[], None] = lambda: None,
     piece_bytes: int = PIECE_BYTES,
 ) -> None:
-    """Write the state_dict to ``folder``, which is empty; its files are on the disk afterwards.
+    """Write a state_dict to ``folder``, which is empty; its files are on the disk afterwards. WholeTensors in it are
+    read then.
 
     before_read: called before each piece is read. piece_bytes: the most that is read at once, but for a longer row.
     Raises OSError if the disk refuses, and as ShadowReader.read_into does.
     """
     writer = ManifestWriter(folder)
-    planner = PiecewisePlanner(stored, before_read, piece_bytes)
+    planner = PiecewisePlanner(before_read, piece_bytes)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # no_dist=True says so, too
-            state_dict_saver.save(stored.state, storage_writer=writer, planner=planner, no_dist=True)
+            state_dict_saver.save(state, storage_writer=writer, planner=planner, no_dist=True)
     except CheckpointException as error:
         raise _cause(error) from error
 

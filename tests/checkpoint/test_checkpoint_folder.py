@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import pickle
 import signal
@@ -10,41 +11,43 @@ import subprocess
 import sys
 from collections import namedtuple
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from byteps_py.checkpoint.stored_state import StoredState, StoredTensor
 from byteps_py.checkpoint.writer import write_state
 from byteps_py.checkpoint_files import CheckpointFolder, checkpoint_steps
 from byteps_py.errors import CheckpointError, PeerLostError, ProtocolError, UsageError
 from byteps_py.shadow.record import Attachment, StoredBuffer
+from byteps_py.torch.gradients.whole_state import StatePiece, WholeTensor
 
 Element = namedtuple("Element", "index")
 
 
 class Elements:
-    """Stands for StoredElements: element i is i. ``fails_at``: reading from there on raises PeerLostError."""
-
-    dtype = torch.float32
+    """A source of tensors: element i is i. ``fails_at``: reading from there on raises PeerLostError."""
 
     def __init__(self, fails_at: int = 1 << 62) -> None:
         self.fails_at = fails_at
         self.longest = 0
 
-    def __getitem__(self, elements: slice) -> torch.Tensor:
+    def read_into(self, elements: range, target: torch.Tensor) -> None:
         if elements.stop > self.fails_at:
             raise PeerLostError("the server is gone")
-        self.longest = max(self.longest, elements.stop - elements.start)
-        return torch.arange(elements.start, elements.stop, dtype=torch.float32)
+        self.longest = max(self.longest, len(elements))
+        target.copy_(torch.arange(elements.start, elements.stop))
 
 
-def stored_of(elements: Elements, *shapes: tuple[int, ...]) -> StoredState:
-    stored = StoredState({"model": {}, "step": 3})
-    for number, shape in enumerate(shapes):
-        stored.put(("model", str(number)), StoredTensor(shape, torch.bfloat16, elements))  # type: ignore[arg-type]
-    return stored
+def state_of(source: Elements, *shapes: tuple[int, ...]) -> dict[str, Any]:
+    tensors = {
+        str(number): WholeTensor(
+            str(number), shape, torch.bfloat16, [StatePiece(range(math.prod(shape)), source.read_into)]
+        )
+        for number, shape in enumerate(shapes)
+    }
+    return {"model": tensors, "step": 3}
 
 
 def write(folder: CheckpointFolder, step: int) -> None:
@@ -58,14 +61,14 @@ def names(path: Path) -> list[str]:
 
 def test_tensors_are_read_in_pieces(tmp_path: Path) -> None:
     elements = Elements()
-    stored = stored_of(elements, (7, 10), (33,), (), (0, 4), (2, 3, 4))
+    state = state_of(elements, (7, 10), (33,), (), (0, 4), (2, 3, 4))
     with CheckpointFolder(tmp_path / "folder") as folder, folder.new(3) as draft:
-        write_state(stored, draft, piece_bytes=40)
+        write_state(state, draft, piece_bytes=40)
     dcp_to_torch_save(tmp_path / "folder" / "step-3", tmp_path / "found")
     found = torch.load(tmp_path / "found", weights_only=True)
     assert elements.longest == 20
     for name, tensor in found["model"].items():
-        shape = stored.stored[f"model.{name}"].shape
+        shape = state["model"][name].shape
         assert torch.equal(tensor, torch.arange(tensor.numel()).view(shape).to(torch.bfloat16))
 
 
@@ -73,7 +76,7 @@ def test_what_fails_leaves_nothing(tmp_path: Path) -> None:
     with CheckpointFolder(tmp_path) as folder:
         write(folder, 1)
         with pytest.raises(PeerLostError), folder.new(2) as draft:
-            write_state(stored_of(Elements(fails_at=30), (20,), (40,)), draft, piece_bytes=40)
+            write_state(state_of(Elements(fails_at=30), (20,), (40,)), draft, piece_bytes=40)
     assert names(tmp_path) == [".lock", "step-1"]
 
 
@@ -85,16 +88,16 @@ import os, signal, sys
 sys.path[:0] = {tests!r}
 from test_checkpoint_folder import *
 class Crashing(Elements):
-    def __getitem__(self, elements):
+    def read_into(self, elements, target):
         if elements.start >= 20:
             os.kill(os.getpid(), signal.SIGKILL)
-        return super().__getitem__(elements)
+        super().read_into(elements, target)
 folder = CheckpointFolder({folder!r})
 write(folder, 1)
 os.rename(folder.path / "step-1", folder.path / ".removing-step-1")
 write(folder, 2)
 with folder.new(3) as draft:
-    write_state(stored_of(Crashing(), (20,), (40,)), draft, piece_bytes=40)
+    write_state(state_of(Crashing(), (20,), (40,)), draft, piece_bytes=40)
 """
 
 
@@ -137,7 +140,7 @@ with CheckpointFolder({folder!r}) as folder:
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
     try:
         with folder.new(2) as draft:
-            write_state(stored_of(Elements(), (2000,), (4000,)), draft)
+            write_state(state_of(Elements(), (2000,), (4000,)), draft)
     except CheckpointError as error:
         print(error)
 """

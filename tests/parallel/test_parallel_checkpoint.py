@@ -258,9 +258,30 @@ def test_pieces_of_fused_parameters_go_into_other_cuts() -> None:
                 part = part.narrow(dim, start, length)
             one.target.copy_(part)
         assert torch.equal(target, expected), shard
-    del stored["model.w@0:4:6"]
-    with pytest.raises(CheckpointError, match="the indices 4 to 11 of dimension 0 are missing"):
-        StoredNames.of(stored, "here").pieces("model.w", whole, ChunkStorageMetadata(torch.Size((0, 0)), whole.shape))
+    broken = [
+        ({**stored, "model.w@0:5:6": stored["model.w@0:4:6"]}, "the indices 5 to 5 of dimension 0 are there twice"),
+        ({**stored, "model.w@1:1:3": stored["model.w@0:4:6"]}, "cut along dimension 0 and along dimension 1"),
+        (
+            {key: one for key, one in stored.items() if key != "model.w@0:4:6"},
+            "the indices 4 to 5 of dimension 0 are missing",
+        ),
+    ]
+    for entries, text in broken:
+        with pytest.raises(CheckpointError, match=f"'w'.*{text}"):
+            StoredNames.of(entries, "here").pieces("model.w", whole, _chunk_of(whole))
+
+
+def test_a_tensor_without_all_of_its_chunks_is_refused() -> None:
+    """What torch reads of it would be a tensor in part."""
+    size = torch.Size((4, 3))
+    chunks = [ChunkStorageMetadata(torch.Size((0, 0)), torch.Size((3, 3)))]
+    entry = TensorStorageMetadata(TensorProperties(dtype=torch.float32), size, chunks)
+    with pytest.raises(CheckpointError, match="'w' is damaged: the files have 9 of its 12 elements"):
+        StoredNames.of({"model.w": entry}, "here")
+
+
+def _chunk_of(whole: torch.Tensor) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size((0, 0)), whole.shape)
 
 
 @pytest.mark.timeout(180)

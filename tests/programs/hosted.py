@@ -451,6 +451,33 @@ def half_precision() -> None:
 
 
 @case
+def loads_masters() -> None:
+    """SGD without momentum has no states but the masters of bfloat16 parameters."""
+
+    def new(name: str) -> tuple[nn.Module, Any]:
+        model = new_model(torch.bfloat16)
+        named = [(f"{name}.{each}", param) for each, param in model.named_parameters()]
+        return model, bps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e-4), named, hosted=True)
+
+    def advance(model: nn.Module, optimizer: Any, number: int) -> None:
+        optimizer.zero_grad()
+        model(batch(number, torch.bfloat16)).square().sum().backward()
+        optimizer.step()
+
+    (model, optimizer), (again, loaded) = new("kept"), new("loaded")
+    for number in range(3):
+        advance(model, optimizer, number)
+    again.load_state_dict(model.state_dict())
+    loaded.load_state_dict(optimizer.state_dict())
+    for each in (model, optimizer), (again, loaded):
+        advance(*each, 3)
+    states = [each.state_dict()["state"] for each in (optimizer, loaded)]
+    assert states[0].keys() == states[1].keys() != set()
+    for place, state in states[0].items():
+        assert torch.equal(state["master_param"], states[1][place]["master_param"])
+
+
+@case
 def compresses() -> None:
     (one, on_ranks), (other, hosted) = two(OPTIMIZERS["sgd"], compression=bps.Compression.bf16)
     for number in range(3):

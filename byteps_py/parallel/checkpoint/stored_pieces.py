@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorSt
 from byteps_py.errors import CheckpointError, UsageError
 from byteps_py.parallel.checkpoint.contents import MODEL, OPTIMIZER
 from byteps_py.parallel.tensor.shard import Shard
+from byteps_py.torch.gradients.whole_state import chunks_fault, cover_fault
 
 _REGION = re.compile(r"(.*)@(\d+):(\d+):(\d+)", re.DOTALL)
 
@@ -36,9 +37,12 @@ class StoredNames:
 
     @classmethod
     def of(cls, metadata: Mapping[str, Any], path: str) -> StoredNames:
-        """``metadata``: of torch.distributed.checkpoint, by key."""
+        """``metadata``: of torch.distributed.checkpoint, by key. Raises CheckpointError for a tensor that is not
+        whole."""
         names: dict[str, dict[tuple[int, int, int] | None, tuple[str, Any]]] = {}
         for key, one in metadata.items():
+            if isinstance(one, TensorStorageMetadata) and (fault := chunks_fault(one)):
+                raise CheckpointError(f"{path}: {bare(key)!r} is damaged: {fault}")
             found = _REGION.fullmatch(key)
             if found is not None:
                 names.setdefault(found[1], {})[int(found[2]), int(found[3]), int(found[4])] = key, one
@@ -94,37 +98,38 @@ class StoredNames:
     ) -> list[StoredPiece]:
         """The pieces that cover ``target``: the part ``chunk`` of this tensor-parallel rank's tensor, whose place in
         the whole ``shard`` gives. Raises CheckpointError if they are not all there."""
-        stored = self._of(name)
         if not chunk.sizes:  # a scalar
             return [StoredPiece(self._whole(name), chunk, target)]
         if shard is None:
             boxes = [(list(chunk.offsets), target)]
         else:
             boxes = [box for span in shard.pieces() if (box := _span_box(span, shard.dim, chunk, target)) is not None]
+        dim, regions = self._regions(name)
         found: list[StoredPiece] = []
         for offsets, part in boxes:
-            if not part.numel():
-                continue
-            if None in stored:
-                found.append(StoredPiece(self._whole(name), _chunk(offsets, part.shape), part))
-                continue
-            regions = sorted((*region, key) for region, (key, _) in stored.items() if region is not None)
-            dim = regions[0][0]
-            covered, last = offsets[dim], offsets[dim] + part.shape[dim]
-            for _, low, high, key in regions:
-                begin, end = max(low, covered), min(high, last)
-                if low <= covered < end:
+            for low, high, key in regions if part.numel() else ():
+                begin, end = max(low, offsets[dim]), min(high, offsets[dim] + part.shape[dim])
+                if begin < end:
                     piece = part.narrow(dim, begin - offsets[dim], end - begin)
                     inside = list(offsets)
                     inside[dim] = begin - low
                     found.append(StoredPiece(key, _chunk(inside, piece.shape), piece))
-                    covered = end
-            if covered < last:
-                raise CheckpointError(
-                    f"{self.path}: of {bare(name)!r}, the indices {covered} to {last - 1} of dimension {dim} are "
-                    "missing"
-                )
         return found
+
+    def _regions(self, name: str) -> tuple[int, list[tuple[int, int, str]]]:
+        """The dimension along which a tensor is cut, and (start, stop, key) of its parts. Raises CheckpointError unless
+        they have each index once."""
+        shape = self.shape(name)
+        parts = [(*(region or (0, 0, shape[0])), key) for region, (key, _) in self._of(name).items()]
+        dim, other = min(parts)[0], max(parts)[0]
+        if dim != other:
+            raise CheckpointError(
+                f"{self.path}: {bare(name)!r} is there twice, cut along dimension {dim} and along dimension {other}"
+            )
+        indices = f"the indices {{}} to {{}} of dimension {dim}"
+        if fault := cover_fault(range(shape[dim]), (range(start, stop) for _, start, stop, _ in parts), indices):
+            raise CheckpointError(f"{self.path}: of {bare(name)!r}, {fault}")
+        return dim, [part[1:] for part in sorted(parts)]
 
     def _of(self, name: str) -> Mapping[tuple[int, int, int] | None, tuple[str, Any]]:
         if name not in self.names:

@@ -14,13 +14,14 @@ from torch import nn
 from torch.autograd import Variable
 from torch.utils.weak import WeakIdKeyDictionary
 
-from byteps_py.errors import UsageError
+from byteps_py.errors import MismatchError, UsageError
 from byteps_py.parallel.gradients import partial_norms, scale_gradients, total_norm
 from byteps_py.parallel.sharding.gathering import SegmentGathering
 from byteps_py.parallel.sharding.gradient_owners import GradientOwners
 from byteps_py.parallel.sharding.offload import OffloadedStates
 from byteps_py.parallel.sharding.segments import NamedParameter
 from byteps_py.parallel.tensor.parallel_plan import sharded_parameters, tensor_parallel_group
+from byteps_py.wording import ranks_text
 
 #: The names of their optimizers' classes.
 _SHARDED: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -268,21 +269,28 @@ def gather_states(
 ) -> list[dict[str, Any]]:
     """The states of each of ``members``, whole and on the CPU where an owner's are not this rank's own. ``ranks``: the
     global ranks of ``group``."""
-    own: list[dict[str, Any] | None] = [
-        {name: _described(value) for name, value in state.get(member.parameter, {}).items()}
+    if group is None:
+        return [dict(state.get(member.parameter, {})) for member in members]
+    own = [
+        {name: value.to("meta") if isinstance(value, torch.Tensor) else value for name, value in entries.items()}
         if member.piece.is_own
         else None
         for member in members
+        for entries in [state.get(member.parameter, {})]
     ]
-    if group is None:
-        return [dict(state.get(member.parameter, {})) for member in members]
     described: list[Any] = [None] * len(ranks)
     dist.all_gather_object(described, own, group=group)
     result = []
     for place, member in enumerate(members):
+        holders = [ranks[index] for index, entries in enumerate(described) if entries[place] is not None]
+        if holders != [ranks[member.owner]]:
+            raise MismatchError(
+                f"the states of {member.name} should lie with rank {ranks[member.owner]} alone, and lie with "
+                f"{ranks_text(holders) if holders else 'no rank'}: shard() equal models on all ranks"
+            )
         entries: dict[str, Any] = {}
         for name, value in described[member.owner][place].items():
-            if not isinstance(value, _Described):
+            if not isinstance(value, torch.Tensor):
                 entries[name] = value
                 continue
             device = member.parameter.device
@@ -323,14 +331,3 @@ def check_states(loaded: dict[str, Any], groups: Sequence[dict[str, Any]], names
 def _is_like(name: str) -> bool:
     """True if a state has its parameter's shape in torch's element-wise optimizers."""
     return name.startswith(("exp_avg", "max_exp_avg", "momentum_buffer", "square_avg", "grad_avg", "sum", "acc_delta"))
-
-
-class _Described:
-    """The shape and dtype of a tensor that is sent."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
-
-
-def _described(value: Any) -> Any:
-    return _Described(value) if isinstance(value, torch.Tensor) else value

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch.distributed.checkpoint import state_dict_saver
 
-from byteps_py.checkpoint.stored_state import StoredState
 from byteps_py.checkpoint.writer import write_state
 from byteps_py.errors import CheckpointError
 from byteps_py.torch.gradients.hosted.restore import _StoredCheckpoint
@@ -22,7 +21,7 @@ GO_ON = r"Nothing was loaded\. .*Step 1 there is intact: move step-3 away"
 def write(folder: Path, *steps: int) -> None:
     for step in steps:
         (folder / f"step-{step}").mkdir(parents=True)
-        write_state(StoredState({"model": {"w": torch.arange(3.0) + step}}), folder / f"step-{step}")
+        write_state({"model": {"w": torch.arange(3.0) + step}}, folder / f"step-{step}")
 
 
 def write_without_manifest(folder: Path, *steps: int) -> None:

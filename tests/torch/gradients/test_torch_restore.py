@@ -12,9 +12,16 @@ import pytest
 import torch
 
 import byteps_py as bps
-from byteps_py.errors import BytePSError, CommunicationError, GradientOrderError, RendezvousError, UsageError
+from byteps_py.errors import (
+    BytePSError,
+    CommunicationError,
+    GradientOrderError,
+    ProtocolError,
+    RendezvousError,
+    UsageError,
+)
 from byteps_py.kernels.update_rules import Decay, Method, StepKind, UpdateRule
-from byteps_py.shadow import RestorablePartition, RestorableRecord, ServerDescription
+from byteps_py.shadow import Restorable, RestorablePartition, RestorableRecord, ServerDescription, latest_step
 from byteps_py.shadow.record import Attachment, StoredBuffer, read_common
 from byteps_py.tensors import DType
 from byteps_py.torch.collectives import context as contexts
@@ -26,7 +33,7 @@ from byteps_py.torch.gradients.hosted.replication import (
     checksum_of,
     tensors_of,
 )
-from byteps_py.torch.gradients.hosted.states import StoredElements
+from byteps_py.torch.gradients.whole_state import held_state
 from byteps_py.wire.data_link import (
     MAX_ATTACHED_BYTES,
     HeldPartition,
@@ -37,6 +44,7 @@ from byteps_py.wire.data_link import (
 )
 
 ADAMW = StepKind(UpdateRule(Method.ADAM, Decay.DECOUPLED), DType.FLOAT32, DType.FLOAT32)
+SGD = StepKind(UpdateRule(Method.SGD), DType.FLOAT32, DType.FLOAT32)
 STEP = 7
 #: Elements 0 to 5 of the tensor are the weight, 6 and 7 the bias. One server has the first five, another the rest.
 CUTS = ((0, 5), (5, 8))
@@ -68,6 +76,7 @@ class Servers:
         mean = StoredBuffer("torch.float32", (2,), torch.tensor([1.0, 2.0]).numpy().tobytes())
         self.extra = Attachment(pickle.dumps({"batch": 3}), {"mean": mean}).pack()
         self.cuts: tuple[tuple[int, int], ...] = CUTS
+        self.kind = ADAMW
         self.error: BytePSError | None = None
         self.closed = 0
         self.asked: list[tuple[str, range]] = []
@@ -80,7 +89,7 @@ class Servers:
         record = ShadowRecord(run=1, step=STEP, rank=0, size=1, attached_bytes=len(self.extra), common=common)
         found = []
         for index, (first, end) in enumerate(self.cuts):
-            part = ShadowPartition(run=1, name="g", first=first, count=end - first, step_kind=ADAMW.code, step=STEP)
+            part = ShadowPartition(run=1, name="g", first=first, count=end - first, step_kind=self.kind.code, step=STEP)
             run = HeldRun(1, STEP, partitions=(HeldPartition(5, index, part),), records=(record,))
             found.append(ServerDescription(f"server {index}", ShadowDescription((run,))))
         return found
@@ -379,16 +388,64 @@ def test_the_environment_asks_for_a_shadow(monkeypatch: pytest.MonkeyPatch) -> N
         bps.shutdown()
 
 
-def test_stored_elements_are_read_across_parts(servers: Servers) -> None:
-    parts = [
-        RestorablePartition(f"server {i}", 1, 5, i, ADAMW, range(*cut), cut[0], STEP) for i, cut in enumerate(CUTS)
-    ]
+def test_steps_of_parameters_without_states_come_back(servers: Servers) -> None:
+    """A later record says of a parameter with 0 steps that it is as the model's constructor has made it."""
+    servers.kind = SGD
+    servers.common["kinds"] = {"g": ["master_param"]}
+    model = Model()
+    optimizer = bps.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), shadow=True
+    )
     reader: Any = servers
-    stored = StoredElements(reader, parts, 2, 1, (2, 3))
-    assert torch.equal(stored[2:6], STATES[2, 3:7])
-    assert servers.asked == [("server 0", range(3, 5)), ("server 1", range(5, 7))]
-    assert stored[3:3].shape == (0,)
-    assert (stored.shape, stored.dtype) == (torch.Size([2, 3]), torch.float32)
+    optimizer._stepper.shadow.open_reader = lambda settings: reader
+    assert bps.restore(model, optimizer) == STEP
+    model.linear.weight.sum().backward()  # the bias makes no step
+    with pytest.raises(UsageError, match="go to another machine"):  # the record, behind the step: there is none
+        optimizer.step()
+    made = {
+        name: steps
+        for bucket, states in optimizer._stepper.states._of.items()
+        for name, steps in zip(bucket.names, states.steps, strict=True)
+    }
+    assert made == {"linear.weight": 7, "linear.bias": 4}
+
+
+def test_elements_are_read_across_parts(servers: Servers) -> None:
+    reader: Any = servers
+    found = latest_step(servers.describe())
+    assert isinstance(found, Restorable)
+    moment = held_state(reader, found, "linear.weight").tensors["exp_avg_sq"]
+    assert torch.equal(moment[3:6], STATES[2, 3:6])
+    assert servers.asked == [("server 0", range(3, 5)), ("server 1", range(5, 6))]
+    bias = held_state(reader, found, "linear.bias").tensors["exp_avg_sq"]
+    assert torch.equal(bias.to(torch.float64).read(), STATES[2, 6:8].double())
+    assert bias[1:1].shape == (0,)
+    assert (moment.shape, moment.dtype) == (torch.Size([2, 3]), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (
+            {"kinds": {"g": ["master_param", "exp_avg"]}},
+            r"'linear.weight' has the states \['master_param', 'exp_avg'\]",
+        ),
+        (
+            {"params": {"linear.weight": ["g", 4, [2, 3], "torch.float32"]}},
+            r"'linear.weight'.*elements 4 to 5 are miss",
+        ),
+    ],
+    ids=["a state less", "beyond the tensor"],
+)
+def test_a_record_without_all_of_a_parameter_is_refused(servers: Servers, changes: dict[str, Any], text: str) -> None:
+    """Memory that nobody has written would be taken for states."""
+    servers.common |= changes
+    found = latest_step(servers.describe())
+    reader: Any = servers
+    assert isinstance(found, Restorable)
+    with pytest.raises(ProtocolError, match=text):
+        held_state(reader, found, "linear.weight")
+    assert servers.asked == []
 
 
 def test_a_record_says_what_has_changed_since_the_one_before() -> None:

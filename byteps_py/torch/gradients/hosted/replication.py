@@ -25,6 +25,7 @@ from byteps_py.shadow.record import Attachment, StoredBuffer
 from byteps_py.system.log import logger
 from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.gradients.hosted.agreement import largest
+from byteps_py.torch.gradients.whole_state import dtype_named
 from byteps_py.torch.operations.broadcasts import pickled
 from byteps_py.wire.data_link import MAX_ATTACHED_BYTES
 from byteps_py.wording import bytes_text
@@ -370,12 +371,4 @@ def tensors_of(buffers: Mapping[str, StoredBuffer]) -> dict[str, torch.Tensor]:
         flat = torch.empty(len(each.data), dtype=torch.uint8, device="cpu")
         flat.numpy()[:] = memoryview(each.data)
         found[name] = flat.view(dtype).view(each.shape)
-    return found
-
-
-def dtype_named(name: str) -> torch.dtype:
-    """The dtype that torch prints as ``name``. Raises ProtocolError if there is none."""
-    found = getattr(torch, name.removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
-        raise ProtocolError(f"{name!r} is no dtype")
     return found

@@ -8,7 +8,6 @@ States are read late, and in part, since no rank may have room for all of them. 
 
 from __future__ import annotations
 
-import math
 import os
 import warnings
 from collections.abc import Mapping
@@ -31,13 +30,12 @@ from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.gradients.hosted.optimizer import HostedOptimizerMixin
 from byteps_py.torch.gradients.hosted.replication import ModelBuffers, ShadowedSteps, tensors_of
 from byteps_py.torch.gradients.hosted.rules import MASTER, moment_names, rule_of
-from byteps_py.torch.gradients.hosted.states import StoredElements, check_state, stored_states
+from byteps_py.torch.gradients.hosted.states import check_state
 from byteps_py.torch.gradients.hosted.stepper import HostedStepper
 from byteps_py.torch.gradients.stepper import WrappedOptimizer
+from byteps_py.torch.gradients.whole_state import chunks_fault, held_state
 from byteps_py.torch.operations.broadcasts import allgather_object, broadcast_object, unpickled
 
-#: Elements of a parameter that are read at once.
-_CHUNK = 1 << 20
 #: Servers apply no steps meanwhile. Those of a job that has ended get none.
 _HOLD_S = 10.0
 #: How names of a checkpoint's entries begin.
@@ -146,19 +144,15 @@ def _restore(
     groups = stepper.wrapped.groups
     params = {stepper.wrapped.names[param]: param for param in stepper.wrapped.params}
     _check_same(params, common)
-    states: dict[torch.nn.Parameter, Mapping[str, Any]] = {}
-    for name, (*_, steps) in common["params"].items():
-        param, stored = params[name], stored_states(reader, found, name)
-        if not steps:
-            continue  # it has made no step: it is as the model's constructor has made it
-        _read_master(param, stored[MASTER])
-        if param.dtype is stored[MASTER].dtype:
-            del stored[MASTER]
-        states[param] = {"step": torch.tensor(float(steps), device="cpu"), **stored}
+    # A parameter that has made no step is as the model's constructor has made it.
+    held = {name: held_state(reader, found, name) for name, (*_, steps) in common["params"].items() if steps}
+    for name, state in held.items():
+        with torch.no_grad():
+            params[name].copy_(state.parameter.read())
     for group, saved in zip(groups, common["groups"], strict=True):
         for key, value in saved.items():
             group[key] = _like(group.get(key), value)
-    stepper.load(states)
+    stepper.load({params[name]: {"step": state.steps, **state.entries} for name, state in held.items()})
     shadow.go_on(found.step, common.get("calls", found.step), reader)
     if attached.extra:  # only this job's ranks, which are authenticated, have written it
         shadow.extra = unpickled(attached.extra)
@@ -178,16 +172,6 @@ def _check_same(params: Mapping[str, torch.nn.Parameter], common: Mapping[str, A
                 f"restore(): servers hold states of another model: parameter {name!r} of shape {shape} and {dtype}, "
                 f"and the optimizer {has}"
             )
-
-
-def _read_master(param: torch.nn.Parameter, master: StoredElements) -> None:
-    flat = torch.empty(param.shape, dtype=param.dtype, device="cpu").view(-1)
-    count = math.prod(param.shape)
-    for start in range(0, count, _CHUNK):
-        end = min(start + _CHUNK, count)
-        flat[start:end] = master[start:end]
-    with torch.no_grad():
-        param.copy_(flat.view(param.shape))
 
 
 def _like(value: Any, saved: Any) -> Any:
@@ -307,6 +291,9 @@ class _StoredCheckpoint:
         self.path = checkpoint_path(folder, step)
         self._files = _StepFiles(folder, step)
         self._entries = self._files.read_intact().state_dict_metadata
+        for name, entry in self._entries.items():
+            if isinstance(entry, TensorStorageMetadata) and (fault := chunks_fault(entry)):
+                raise self._files.damaged(f"the entry {name!r}", fault)
 
     def shape(self, name: str) -> torch.Size | None:
         """Of a tensor; None if there is no such tensor."""

@@ -22,7 +22,6 @@ from byteps_py.errors import UsageError
 from byteps_py.kernels.steps import StepSegment
 from byteps_py.kernels.update_rules import Hyperparameters, Method, StepKind, UpdateRule, step_scalars
 from byteps_py.session import HostedShard, Session, ShadowedStep, Slot
-from byteps_py.shadow import Restorable, RestorablePartition, ShadowReader
 from byteps_py.system.process_memory import available_memory_bytes
 from byteps_py.tensors import DType, Op, TensorSpec
 from byteps_py.torch.collectives.context import Context
@@ -33,10 +32,11 @@ from byteps_py.torch.gradients.hosted.agreement import Factors
 from byteps_py.torch.gradients.hosted.replication import ShadowedSteps
 from byteps_py.torch.gradients.hosted.rules import MASTER, HostedGroups, counts_steps, moment_names
 from byteps_py.torch.gradients.sparse_bucket import SparseBucket
+from byteps_py.torch.gradients.whole_state import StatePiece, WholeState, WholeTensor
 from byteps_py.torch.operations.gathers import gathered
 
 #: States of one parameter, as in a state_dict.
-ParameterState = dict[str, torch.Tensor]
+ParameterState = dict[str, Any]
 #: Given states of some parameters.
 Loaded = Mapping[torch.nn.Parameter, Mapping[str, Any]]
 
@@ -55,48 +55,9 @@ class Overlap:
 Owned = Sequence[tuple[int, int, int]]
 
 
-class StoredElements:
-    """One state of one parameter that other machines hold, read when it is asked for.
-
-    ``parts``: of the tensor of gradients, in order. ``state``: the state's number; ``first``: the parameter's first
-    element in the tensor. ``elements[a:b]`` is a tensor of these elements. A deep copy is a tensor of all.
-    """
-
-    def __init__(
-        self, reader: ShadowReader, parts: Sequence[RestorablePartition], state: int, first: int, shape: tuple[int, ...]
-    ) -> None:
-        self._reader, self._parts, self._state, self._first = reader, parts, state, first
-        self.shape = torch.Size(shape)
-        self.dtype = torch.float64 if parts and parts[0].kind.state_itemsize == 8 else torch.float32
-
-    def __getitem__(self, elements: slice) -> torch.Tensor:
-        wanted = range(self._first + elements.start, self._first + elements.stop)
-        found = torch.empty(len(wanted), dtype=self.dtype, device="cpu")
-        view = found.numpy().data.cast("B") if len(wanted) else memoryview(b"")
-        for part in self._parts:
-            here = range(max(wanted.start, part.elements.start), min(wanted.stop, part.elements.stop))
-            if here:
-                size = found.element_size()
-                place = slice((here.start - wanted.start) * size, (here.stop - wanted.start) * size)
-                self._reader.read_into(part, self._state, here, view[place])
-        return found
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        return self[0 : self.shape.numel()].view(self.shape)
-
-
-def stored_states(reader: ShadowReader, found: Restorable, name: str) -> dict[str, StoredElements]:
-    """The states of a parameter in a step that other machines hold, by their names, the master first."""
-    tensor, first, shape, *_ = found.common["params"][name]
-    return {
-        state: StoredElements(reader, found.tensors[tensor], number, first, tuple(shape))
-        for number, state in enumerate(found.common["kinds"][tensor])
-    }
-
-
-def elements_of(state: torch.Tensor | StoredElements, elements: slice) -> torch.Tensor:
-    """Elements of a parameter's state, which may be stored elsewhere."""
-    return state[elements] if isinstance(state, StoredElements) else state.detach().reshape(-1)[elements]
+def elements_of(state: torch.Tensor | WholeTensor, elements: slice) -> torch.Tensor:
+    """Elements of a parameter's state, which may lie elsewhere."""
+    return state[elements] if isinstance(state, WholeTensor) else state.detach().reshape(-1)[elements]
 
 
 class OwnedStates:
@@ -165,39 +126,35 @@ class OwnedStates:
             self._take_changed_parameters()
         return self._state(number)
 
-    def by_parameter(self, gathered: Mapping[str, torch.Tensor]) -> list[ParameterState]:
-        """The states of each parameter, from all ranks' pieces, by rank. Empty before its first step."""
-        wholes = {name: self._in_order(state) for name, state in gathered.items()}
-        found: list[ParameterState] = []
+    def whole(self, names: Sequence[str], gathered: Mapping[str, torch.Tensor]) -> list[WholeState]:
+        """The state of each parameter, from the pieces of all ranks, rank by rank. ``names``: of the parameters."""
+        found: list[dict[str, list[StatePiece]]] = [{kind: [] for kind in gathered} for _ in self._params]
         start = 0
-        for param, steps in zip(self._params, self.steps, strict=True):
-            end = start + param.numel()
-            state: ParameterState = {}
-            if steps or self.kind.rule.method is Method.ADAGRAD:  # which has states from the beginning
-                if counts_steps(self.kind.rule):
-                    state["step"] = torch.tensor(float(steps), device="cpu")
-                for name, whole in wholes.items():
-                    if name != MASTER or whole.dtype is not param.dtype:
-                        state[name] = whole[start:end].view(param.shape).clone()
-            found.append(state)
-            start = end
-        return found
-
-    def _in_order(self, gathered: torch.Tensor) -> torch.Tensor:
-        """A whole state, from the pieces of all ranks."""
-        whole = torch.empty_like(gathered)
-        start = 0
-        for first, count, _ in sorted(self._owners, key=lambda owned: (owned[2], owned[0])):
-            whole[first : first + count] = gathered[start : start + count]
-            start += count
-        return whole
+        for rank, overlaps in enumerate(self.overlaps_of_all):
+            for each in overlaps:
+                place = slice(start + each.place.start, start + each.place.stop)
+                for kind, values in gathered.items():
+                    found[each.position][kind].append(StatePiece.of(each.inside.start, values[place]))
+            start += owned_by(rank, self._owners)
+        return [
+            WholeState(
+                self.kind.rule,
+                steps,
+                param.dtype,
+                {
+                    kind: WholeTensor(f"{kind} of {name!r}", param.shape, gathered[kind].dtype, pieces)
+                    for kind, pieces in of_param.items()
+                },
+            )
+            for name, param, steps, of_param in zip(names, self._params, self.steps, found, strict=True)
+        ]
 
     def load(self, position: int, state: Mapping[str, Any]) -> None:
         """Take over the states of the parameter at ``position``, which ``check_state`` has found right."""
-        if all(state.get(name) is None for name in moment_names(self.kind.rule)):
+        if "step" not in state and all(state.get(name) is None for name in self.names):
             self.steps[position] = 0
             return
-        self.steps[position] = int(state["step"]) if counts_steps(self.kind.rule) else 1
+        self.steps[position] = int(state.get("step", 1))
         for overlap in self.overlaps:
             if overlap.position == position:
                 for number, name in enumerate(self.names):
@@ -346,12 +303,13 @@ def _wide(kind: StepKind) -> torch.dtype:
 def check_state(rule: UpdateRule, param: torch.nn.Parameter, state: Mapping[str, Any], what: str) -> None:
     """Raises UsageError if a parameter's ``state``, of a state_dict, lacks what ``rule`` needs."""
     names = moment_names(rule)
-    if all(state.get(name) is None for name in names) and "step" not in state:
+    if all(state.get(name) is None for name in (MASTER, *names)) and "step" not in state:
         return  # before its first step
-    for name in (*names, *(["step"] if counts_steps(rule) else [])):
+    has_master = state.get(MASTER) is not None
+    for name in (*names, *([MASTER] if has_master else []), *(["step"] if counts_steps(rule) else [])):
         value = state.get(name)
         shape = torch.Size() if name == "step" else param.shape
-        found = value.shape if isinstance(value, (torch.Tensor, StoredElements)) else torch.Size()  # a number
+        found = value.shape if isinstance(value, (torch.Tensor, WholeTensor)) else torch.Size()  # a number
         if value is None or found != shape:
             has = "none" if value is None else f"one of shape {list(found)}"
             raise UsageError(
@@ -503,10 +461,10 @@ class BucketStates:
     def _gathered(self, bucket: Bucket, states: OwnedStates) -> list[ParameterState]:
         """The whole states of a bucket's parameters. All ranks call it."""
         name = bucket.request.spec.name
-        wholes = {
+        pieces = {
             each: gathered(states.piece(place), f"{name}.state.{place}") for place, each in enumerate(states.names)
         }
-        return states.by_parameter(wholes)
+        return [copy.deepcopy(whole.entries) for whole in states.whole(bucket.names, pieces)]
 
     def saved(self) -> dict[int, Mapping[str, Any]]:
         """As in a state_dict: by number of the parameter, those that have states. All ranks call it, unless there was
