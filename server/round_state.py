@@ -99,8 +99,8 @@ class AwaitedRounds(Generic[C]):
     ``after_s``: seconds from the first contribution until the others are told.
     """
 
-    def __init__(self, after_s: float = AWAITED_AFTER_S) -> None:
-        self.after_s = after_s
+    def __init__(self) -> None:
+        self.after_s = AWAITED_AFTER_S
         self._begun: dict[Round[C], None] = {}  # oldest first
 
     def __bool__(self) -> bool:

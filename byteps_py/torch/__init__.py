@@ -43,12 +43,12 @@ from byteps_py.torch.horovod.sync_batch_norm import SyncBatchNorm
 from byteps_py.torch.operations import broadcasts as _objects
 from byteps_py.torch.operations import handles as _handles
 from byteps_py.torch.operations import process_sets as _process_sets
-from byteps_py.torch.operations import reduction_plans as _reduction_plans
+from byteps_py.torch.operations import reductions as _reductions
 from byteps_py.torch.operations import state_broadcast as _state_broadcast
 from byteps_py.torch.operations.broadcasts import *
 from byteps_py.torch.operations.handles import *
 from byteps_py.torch.operations.process_sets import *
-from byteps_py.torch.operations.reduction_plans import *
+from byteps_py.torch.operations.reductions import *
 from byteps_py.torch.operations.state_broadcast import *
 from byteps_py.torch.timeline import *
 from byteps_py.torch_backend import register as _register_backend
@@ -76,7 +76,7 @@ __all__ += _collectives.__all__
 __all__ += _handles.__all__
 __all__ += _objects.__all__
 __all__ += _process_sets.__all__
-__all__ += _reduction_plans.__all__
+__all__ += _reductions.__all__
 __all__ += _state_broadcast.__all__
 
 

@@ -85,7 +85,7 @@ def test_alone_the_sum_goes_straight_to_all_results(average: bool) -> None:
     assert made.running == 2
     assert pipeline.handle(Computed(made.parts[1]), 0.0) == []
     assert pipeline.handle(Computed(made.parts[0]), 0.0) == done(made)
-    assert (made.round, made.running, made.is_pending) == (2, 0, False)
+    assert (made.round, made.running, made.ready_bytes) == (2, 0, -1)
     assert len(ready(pipeline, *slots)) == 2
 
 

@@ -379,11 +379,6 @@ class Tensor:
         return self.round > round_ or not self.slots
 
     @property
-    def is_pending(self) -> bool:
-        """Some local rank has come to the current round."""
-        return any(slot.ready_bytes >= 0 for slot in self.slots)
-
-    @property
     def ready_bytes(self) -> int:
         """Bytes that all local ranks have handed over; -1 before all have come."""
         return min(slot.ready_bytes for slot in self.slots)

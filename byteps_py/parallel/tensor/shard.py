@@ -16,13 +16,13 @@ from byteps_py.errors import UsageError
 VOCABULARY_MULTIPLE = 128
 
 
-def padded_vocabulary(vocabulary: int, ranks: int, multiple: int = VOCABULARY_MULTIPLE) -> int:
-    """The smallest size from ``vocabulary`` on that is a multiple of ``multiple`` · ``ranks``.
+def padded_vocabulary(vocabulary: int, ranks: int) -> int:
+    """The smallest size from ``vocabulary`` on that is a multiple of ``VOCABULARY_MULTIPLE`` · ``ranks``.
 
     >>> padded_vocabulary(50257, 8)
     51200
     """
-    unit = multiple * ranks
+    unit = VOCABULARY_MULTIPLE * ranks
     return -(-vocabulary // unit) * unit
 
 

@@ -19,7 +19,7 @@ from byteps_py.torch.elastic.sampler import ElasticSampler
 from byteps_py.torch.horovod.allreduce import push_pull
 from byteps_py.torch.horovod.api import rank
 from byteps_py.torch.operations.broadcasts import broadcast_object
-from byteps_py.torch.operations.reduction_plans import Max
+from byteps_py.torch.operations.reductions import Max
 from byteps_py.torch.operations.state_broadcast import StateListener, broadcast_optimizer_state, broadcast_parameters
 
 

@@ -2,7 +2,7 @@
 ``plan_buckets`` decides which gradients these are.
 
     Bucket ─ Delivery ┬ ToGradient                         into ``param.grad``
-                      └ ToOwner (hosted/delivery.py)       to the owners of its elements
+                      └ ToOwner (hosted/steps.py)       to the owners of its elements
 
 Must not know other buckets, optimizers or hooks. The caller holds the lock of the GradientReducer
 (gradient_reducer.py), unless a method says otherwise.
@@ -30,7 +30,7 @@ from byteps_py.torch.collectives.parameter_owners import find_averaging
 from byteps_py.torch.collectives.slot_view import PieceView, TensorRequest
 from byteps_py.torch.compression import Compression, Compressor
 from byteps_py.torch.gradients.gradient_checksums import GradientChecksums, Gradients, Scratch
-from byteps_py.torch.operations.reduction_plans import Average, ReduceOp
+from byteps_py.torch.operations.reductions import Average, ReduceOp
 
 
 def plan_buckets(

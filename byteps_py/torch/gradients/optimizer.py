@@ -24,7 +24,7 @@ from byteps_py.torch.gradients.hosted.replication import check_machines
 from byteps_py.torch.gradients.optimizer_mixin import DistributedOptimizerMixin, check_passes
 from byteps_py.torch.gradients.stepper import AdasumStepper, DeltaExchange, LocalStepper, WrappedOptimizer
 from byteps_py.torch.operations.process_sets import ProcessSet, global_process_set, prefix_of, ranks_of
-from byteps_py.torch.operations.reduction_plans import Adasum, Average, ReduceOp
+from byteps_py.torch.operations.reductions import Adasum, Average, ReduceOp
 
 NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]
 Groups = int | list[list[torch.nn.Parameter]] | None

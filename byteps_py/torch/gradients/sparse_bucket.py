@@ -24,7 +24,7 @@ from byteps_py.torch.collectives.nonfinite import is_finite
 from byteps_py.torch.collectives.slot_view import TensorRequest, pieces
 from byteps_py.torch.gradients.bucket import Bucket, Delivery, GradientOptions
 from byteps_py.torch.gradients.gradient_checksums import PieceChecksums, Scratch, checksum_kernel
-from byteps_py.torch.operations.reduction_plans import Average, Sum
+from byteps_py.torch.operations.reductions import Average, Sum
 
 _HEADER_BYTES = 16  # rows and sparse dimensions, int64 each
 _INDEX_BYTES = 8

@@ -28,8 +28,7 @@ from byteps_py.torch.horovod.differentiable import reduce
 from byteps_py.torch.operations.gathers import start_gather
 from byteps_py.torch.operations.handles import result_of, synchronize
 from byteps_py.torch.operations.process_sets import ProcessSet, global_process_set, group_of, members_of
-from byteps_py.torch.operations.reduction_plans import Average, ReduceOp, ReductionOptions, Sum
-from byteps_py.torch.operations.reductions import start_reduction
+from byteps_py.torch.operations.reductions import Average, ReduceOp, ReductionOptions, Sum, start_reduction
 
 __all__ = [
     "allreduce",

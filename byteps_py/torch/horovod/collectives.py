@@ -27,8 +27,7 @@ from byteps_py.torch.horovod.differentiable import broadcast_from, exchange, gat
 from byteps_py.torch.operations.gathers import Splits, start_alltoall, start_gather
 from byteps_py.torch.operations.handles import result_of
 from byteps_py.torch.operations.process_sets import ProcessSet, global_process_set, group_of
-from byteps_py.torch.operations.reduction_plans import Average, ReduceOp, ReductionOptions, Sum
-from byteps_py.torch.operations.reductions import start_reduction
+from byteps_py.torch.operations.reductions import Average, ReduceOp, ReductionOptions, Sum, start_reduction
 
 __all__ = [
     "allgather",

@@ -25,8 +25,7 @@ from byteps_py.torch.operations.broadcasts import broadcast_request, start_broad
 from byteps_py.torch.operations.gathers import Splits, start_alltoall, start_gather
 from byteps_py.torch.operations.handles import result_of
 from byteps_py.torch.operations.process_sets import ProcessSet, group_of, members_of
-from byteps_py.torch.operations.reduction_plans import Adasum, Average, ReductionOptions, Sum
-from byteps_py.torch.operations.reductions import scaled, start_reduction
+from byteps_py.torch.operations.reductions import Adasum, Average, ReductionOptions, Sum, scaled, start_reduction
 
 Tensors = Sequence[torch.Tensor]
 #: From the gradients of the results to those of the inputs.

@@ -129,8 +129,8 @@ class TransferCollectives(GroupBase):
                 self._collectives.move_evenly(Op.EXCHANGE, "all_to_all_single", input, output, self._timeout_s(opts))
             )
         plain = output if output.is_contiguous() else torch.empty_like(output).contiguous()
-        sends = self._rows("all_to_all_single", input, input_split_sizes)
-        receives = self._rows("all_to_all_single", plain, output_split_sizes)
+        sends = self._rows(input, input_split_sizes)
+        receives = self._rows(plain, output_split_sizes)
         finish = None if plain is output else lambda: assign(output, plain)
         transfer = GroupTransfer.exchange(sends, receives, [output], finish)
         return self._record(self._collectives.move("all_to_all_single", transfer, self._timeout_s(opts)))
@@ -140,16 +140,16 @@ class TransferCollectives(GroupBase):
         self._members.check_root(root)
         return root
 
-    def _rows(self, what: str, tensor: torch.Tensor, sizes: Sequence[int] | None) -> list[list[torch.Tensor]]:
+    def _rows(self, tensor: torch.Tensor, sizes: Sequence[int] | None) -> list[list[torch.Tensor]]:
         rows = tensor.shape[0] if tensor.dim() else 0
         if not sizes:
             if rows % self.size():
                 raise UsageError(
-                    f"{what}: {rows} rows can't be split evenly among {self.size()} ranks; give split sizes"
+                    f"all_to_all_single: {rows} rows can't be split evenly among {self.size()} ranks; give split sizes"
                 )
             sizes = [rows // self.size()] * self.size()
         if len(sizes) != self.size() or sum(sizes) != rows:
-            raise UsageError(f"{what}: split sizes {list(sizes)} for {self.size()} ranks and {rows} rows")
+            raise UsageError(f"all_to_all_single: split sizes {list(sizes)} for {self.size()} ranks and {rows} rows")
         return [[piece] for piece in tensor.detach().split(list(sizes))]
 
     # ---- two members -----------------------------------------------------------------------------------

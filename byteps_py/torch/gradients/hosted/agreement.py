@@ -19,8 +19,7 @@ from byteps_py.torch.collectives import nonfinite
 from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.collectives.slot_view import TensorRequest
 from byteps_py.torch.gradients.hosted.rules import GroupNumbers
-from byteps_py.torch.operations.reduction_plans import Sum
-from byteps_py.torch.operations.reductions import reduced
+from byteps_py.torch.operations.reductions import Sum, reduced
 
 _BLAME_BITS = 64
 _INT, _FLOAT = struct.Struct("<q"), struct.Struct("<d")

@@ -29,7 +29,7 @@ from byteps_py.torch.gradients.hosted.steps import SumSteps
 from byteps_py.torch.gradients.hosted.timings import BackwardSteps, DelayedTiming, InBackwardTiming
 from byteps_py.torch.gradients.optimizer_mixin import DistributedOptimizerMixin
 from byteps_py.torch.gradients.stepper import Names, WrappedOptimizer
-from byteps_py.torch.operations.reduction_plans import Average, ReduceOp, Sum
+from byteps_py.torch.operations.reductions import Average, ReduceOp, Sum
 from byteps_py.torch.optim import LAMB
 
 
