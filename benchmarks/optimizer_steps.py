@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from byteps_py.kernels.steps import bind_step
+from byteps_py.kernels.optimizer_steps import bind_step
 from byteps_py.kernels.update_rules import Decay, Hyperparameters, Method, StepKind, UpdateRule, step_scalars
 from byteps_py.tensors import DType
 

@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from byteps_py.errors import ProtocolError, UsageError
-from byteps_py.kernels.steps import StepSegment
+from byteps_py.kernels.optimizer_steps import StepSegment
 from byteps_py.kernels.update_rules import SCALARS, StepKind
 from byteps_py.server.shadow_records import AttachedPieces, SizedMemory, StepRecord
 from byteps_py.server.shadow_state import (

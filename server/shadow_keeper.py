@@ -18,7 +18,7 @@ import zmq
 from byteps_py.config.settings import Settings
 from byteps_py.dataplane.listener import Peer
 from byteps_py.errors import CommunicationError, ProtocolError
-from byteps_py.kernels.steps import StepSegment, bind_segments
+from byteps_py.kernels.optimizer_steps import StepSegment, bind_segments
 from byteps_py.kernels.update_rules import StepKind
 from byteps_py.runtime import Kernels, Runtime
 from byteps_py.server.reducer import FrameMemory, PayloadMemory, Reducer

@@ -40,10 +40,10 @@ from byteps_py.worker.core.scatter import Scatter
 from byteps_py.worker.core.tensor import AskSum, Part, SumRequest, Tensor
 from byteps_py.worker.core.topology import OwnedPiece, Topology
 from byteps_py.worker.io.executor import Executor
-from byteps_py.worker.io.memory import Memory
 from byteps_py.worker.io.network import Network, silence_s
 from byteps_py.worker.io.peers import PeerMachines
 from byteps_py.worker.io.piece_executor import Cores
+from byteps_py.worker.io.slot_memory import SlotMemory
 from byteps_py.worker.ranks.joining import Joining
 from byteps_py.worker.ranks.rank_server import RankServer
 from byteps_py.worker.ranks.requests import Requests
@@ -77,7 +77,7 @@ class Group:
     there can't be one like that. The classes are those that a group makes; a subclass may name others."""
 
     topology_class: type[Topology] = Topology
-    memory_class: type[Memory] = Memory
+    memory_class: type[SlotMemory] = SlotMemory
     queue_class: type[PushQueue[Part]] = PushQueue
     scatter_class: type[Scatter] = Scatter
     pipeline_class: type[RoundPipeline] = RoundPipeline

@@ -1,7 +1,7 @@
 """Arithmetic on memory: ``reduce`` sums contributions in one pass, ``ThreadPool`` runs such work."""
 
+from byteps_py.kernels.optimizer_steps import bind_step, prepare_step
 from byteps_py.kernels.reduction import Report, bind, prepare, reduce, reduce_checked, square_sum
-from byteps_py.kernels.steps import bind_step, prepare_step
 
 __all__ = [
     "Report",

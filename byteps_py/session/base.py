@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from byteps_py.errors import UnsupportedError, UsageError
-from byteps_py.kernels.steps import StepSegment
+from byteps_py.kernels.optimizer_steps import StepSegment
 from byteps_py.kernels.update_rules import StepKind
 from byteps_py.session.peers import PeerTransport
 from byteps_py.tensors import Layout, TensorSpec

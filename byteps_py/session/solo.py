@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from byteps_py.errors import MismatchError, NotInitializedError, UnsupportedError, UsageError
+from byteps_py.kernels.optimizer_steps import StepSegment, prepare_step, run_segments
 from byteps_py.kernels.reduction import square_sum
-from byteps_py.kernels.steps import StepSegment, prepare_step, run_segments
 from byteps_py.kernels.update_rules import StepKind
 from byteps_py.session import base
 from byteps_py.session.base import HostedShard, Session, ShadowedStep, Slot, StateHost

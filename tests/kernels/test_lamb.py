@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import byteps_py as bps
-from byteps_py.kernels.steps import StepSegment, run_segments
+from byteps_py.kernels.optimizer_steps import StepSegment, run_segments
 from byteps_py.kernels.update_rules import (
     Decay,
     Hyperparameters,

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from byteps_py.errors import UsageError
+from byteps_py.kernels.optimizer_steps import bind_step, make_step, prepare_step
 from byteps_py.kernels.reduction import reduce
-from byteps_py.kernels.steps import bind_step, make_step, prepare_step
 from byteps_py.kernels.update_rules import Decay, Hyperparameters, Method, Scalar, StepKind, UpdateRule, step_scalars
 from byteps_py.tensors import DType, Op
 

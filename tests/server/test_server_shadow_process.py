@@ -159,7 +159,7 @@ def test_states_are_sent_anew_after_a_sum_was_missing(shadows: Shadows) -> None:
 
 
 def test_both_phases_of_lamb_are_made_with_one_sum(shadows: Shadows) -> None:
-    from byteps_py.kernels.steps import StepSegment, bind_segments
+    from byteps_py.kernels.optimizer_steps import StepSegment, bind_segments
     from byteps_py.kernels.update_rules import Hyperparameters, apply_scalars, step_scalars
 
     count = 3000

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from byteps_py.kernels.steps import StepSegment
+from byteps_py.kernels.optimizer_steps import StepSegment
 from byteps_py.session import Slot
 from byteps_py.session.base import HostedShard, ShadowedStep
 from byteps_py.wire import rank_link as protocol

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from byteps_py.kernels.steps import StepSegment
+from byteps_py.kernels.optimizer_steps import StepSegment
 from byteps_py.kernels.update_rules import (
     Hyperparameters,
     Method,

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from byteps_py.kernels.steps import StepSegment, bind_segments
+from byteps_py.kernels.optimizer_steps import StepSegment, bind_segments
 from byteps_py.kernels.update_rules import Scalar, StepKind
 from byteps_py.server.reducer import KernelCall
 from byteps_py.server.shadow_keeper import apply_step

@@ -25,7 +25,7 @@ from byteps_py.worker.core.scatter import Scatter
 from byteps_py.worker.core.tensor import Part, RankSlot, SlotState, Tensor
 from byteps_py.worker.core.topology import Topology
 from byteps_py.worker.io.executor import Executor
-from byteps_py.worker.io.memory import Memory
+from byteps_py.worker.io.slot_memory import SlotMemory
 from byteps_py.worker.ranks.joining import Joining
 from byteps_py.worker.ranks.rank_server import RankServer
 from byteps_py.worker.ranks.requests import Requests
@@ -121,7 +121,7 @@ class DivideByThoseWhoGive(Mutation):
 class OneContributionBuffer(Mutation):
     """A rank's contribution lies where its next one goes."""
 
-    class memory(Memory):
+    class memory(SlotMemory):
         class slot_class(RankSlot):
             @property
             def input(self) -> Any:
@@ -350,7 +350,7 @@ class BeLateWithADeadline(Mutation):
 class KnowAnswersByTheirRounds(Mutation):
     """Not by their places, though a partition may come back to a server in the same round."""
 
-    class memory(Memory):
+    class memory(SlotMemory):
         def take_abandoned(self, header: Header, server: int) -> bool:
             found = next((key for key in self._abandoned if key[:2] == (server, name_of(header))), None)
             if found is not None:

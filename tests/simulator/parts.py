@@ -27,9 +27,9 @@ from byteps_py.worker.core.shadowing import Shadowing
 from byteps_py.worker.core.topology import Topology
 from byteps_py.worker.group import Group
 from byteps_py.worker.io.executor import Executor
-from byteps_py.worker.io.memory import Memory
 from byteps_py.worker.io.peers import PeerMachines
 from byteps_py.worker.io.piece_executor import PieceExecutor
+from byteps_py.worker.io.slot_memory import SlotMemory
 from byteps_py.worker.ranks.hosting import Hosting
 from byteps_py.worker.ranks.joining import Joining
 from byteps_py.worker.ranks.rank_server import RankServer
@@ -63,7 +63,7 @@ class Parts:
 
     group: type[Group] = Group
     topology: type[Topology] = Topology
-    memory: type[Memory] = Memory
+    memory: type[SlotMemory] = SlotMemory
     queue: type[Queue] = Queue
     scatter: type[Scatter] = Scatter
     pipeline: type[RoundPipeline] = RoundPipeline

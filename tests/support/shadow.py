@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from byteps_py.kernels.steps import StepSegment, bind_segments
+from byteps_py.kernels.optimizer_steps import StepSegment, bind_segments
 from byteps_py.kernels.update_rules import Hyperparameters, StepKind, step_scalars
 from byteps_py.tensors import DType
 from byteps_py.wire.data_link import Header, Kind, SegmentNumbers, ShadowPartition, ShadowRecord, ShadowStep

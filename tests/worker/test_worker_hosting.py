@@ -13,7 +13,7 @@ import pytest
 
 from byteps_py import kernels
 from byteps_py.errors import ProtocolError
-from byteps_py.kernels.steps import StepSegment, check_order
+from byteps_py.kernels.optimizer_steps import StepSegment, check_order
 from byteps_py.kernels.update_rules import SCALARS, Hyperparameters, Method, StepKind, UpdateRule, step_scalars
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.system.shm import Arena, Block
@@ -27,8 +27,8 @@ from byteps_py.worker.core.round_pipeline import RoundPipeline
 from byteps_py.worker.core.tensor import RankSlot, Tensor
 from byteps_py.worker.core.topology import OwnedPiece, Topology
 from byteps_py.worker.io.executor import Executor
-from byteps_py.worker.io.memory import Memory
 from byteps_py.worker.io.rank_connection import RankConnection
+from byteps_py.worker.io.slot_memory import SlotMemory
 from byteps_py.worker.ranks.hosting import Hosting
 
 KIND = StepKind(UpdateRule(Method.SGD, momentum=True), DType.FLOAT32, DType.FLOAT32)
@@ -78,7 +78,7 @@ class Service:
             ranks=self.ranks,
             kernels=kernels,
         )
-        self.hosting = Hosting(topology, cast(Memory, memory), cast(Executor, executor), self.pipeline)
+        self.hosting = Hosting(topology, cast(SlotMemory, memory), cast(Executor, executor), self.pipeline)
 
     def _slot(self, number: int, spec: TensorSpec) -> RankSlot:
         """Slots 0 and 1 are rank 0's, 2 and 3 rank 1's."""

@@ -12,8 +12,8 @@ from byteps_py.proto import control_pb2 as pb
 from byteps_py.runtime import Runtime
 from byteps_py.wire.data_link import Header, Kind
 from byteps_py.worker.core.topology import Topology
-from byteps_py.worker.io.memory import Memory
 from byteps_py.worker.io.network import Network, OnAnswer
+from byteps_py.worker.io.slot_memory import SlotMemory
 
 GROUP = 5  # the epoch with which it began
 
@@ -51,7 +51,7 @@ def test_a_server_that_wakes_in_an_older_group_is_not_heard(kind: Kind) -> None:
     heard: list[tuple[int, int]] = []
     runtime = Runtime(loop=cast(Any, None))
     net = Heard(
-        runtime, Settings(), topology(GROUP), Memory(runtime, 2, 1, lambda work: None, (0, 2)),
+        runtime, Settings(), topology(GROUP), SlotMemory(runtime, 2, 1, lambda work: None, (0, 2)),
         lambda header, frame, server: heard.append((header.epoch, server)), lambda server: None,
         lambda sentence, server: None,
     )  # fmt: skip

@@ -23,9 +23,9 @@ from byteps_py.worker.core.round_pipeline import RoundPipeline
 from byteps_py.worker.core.tensor import Part
 from byteps_py.worker.core.topology import Topology
 from byteps_py.worker.io.executor import Executor
-from byteps_py.worker.io.memory import Memory
 from byteps_py.worker.io.network import Network
 from byteps_py.worker.io.piece_executor import Cores
+from byteps_py.worker.io.slot_memory import SlotMemory
 
 HERE, THERE = 7, 8  # the servers
 
@@ -65,7 +65,7 @@ class Machine:
         self.read: list[int] = []  # addresses of answers that were delivered
         loop = SimpleNamespace(time=time.monotonic)
         runtime = Runtime(loop=cast(Any, loop), kernels=cast(Any, SimpleNamespace(bind=self._bind)))
-        self.memory = Memory(runtime, 2, 2)
+        self.memory = SlotMemory(runtime, 2, 2)
         queue: PushQueue[Part] = PushQueue()
         pipeline = RoundPipeline(4, queue)
         nothing: Any = None

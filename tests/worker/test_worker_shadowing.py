@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.worker_core import slot, tensor
 
-from byteps_py.kernels.steps import StepSegment
+from byteps_py.kernels.optimizer_steps import StepSegment
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.tensors import DType, TensorSpec
 from byteps_py.worker.core.hosted_steps import OwnedPart, SumForOwner

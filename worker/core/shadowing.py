@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from byteps_py.kernels.steps import StepSegment
+from byteps_py.kernels.optimizer_steps import StepSegment
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.worker.core.hosted_steps import OwnedPart
 from byteps_py.worker.core.topology import Topology

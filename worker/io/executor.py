@@ -63,11 +63,11 @@ from byteps_py.worker.core.tensor import (
     TensorState,
 )
 from byteps_py.worker.core.topology import OwnedPiece
-from byteps_py.worker.io.memory import Memory
 from byteps_py.worker.io.network import Network
 from byteps_py.worker.io.nonfinite_guard import NonFiniteGuard
 from byteps_py.worker.io.piece_executor import Cores, PieceExecutor
 from byteps_py.worker.io.rank_connection import RankConnection
+from byteps_py.worker.io.slot_memory import SlotMemory
 
 _ENDING = TensorState.ENDING
 #: What a summation service sends. Globals: see transitions.py.
@@ -110,7 +110,7 @@ class Executor:
         self,
         runtime: Runtime,
         ready: Readiness,
-        memory: Memory,
+        memory: SlotMemory,
         cores: Cores,
         first_rank: int,
         send: Callable[[pb.MemberMessage], None],

@@ -26,8 +26,8 @@ from byteps_py.wire.data_link import HEADER_BYTES, NO_RESULT, RESENT, SUPPLY, He
 from byteps_py.worker.core.pace import ServerPace
 from byteps_py.worker.core.tensor import Part
 from byteps_py.worker.core.topology import Topology
-from byteps_py.worker.io.memory import Memory
 from byteps_py.worker.io.nonfinite_guard import NonFiniteGuard
+from byteps_py.worker.io.slot_memory import SlotMemory
 
 #: header, payload (None if the answer lies in shared memory)
 OnAnswer = Callable[[Header, zmq.Frame | None], None]
@@ -376,7 +376,7 @@ class Network:
         runtime: Runtime,
         settings: Settings,
         topology: Topology,
-        memory: Memory,
+        memory: SlotMemory,
         on_answer: Callable[[Header, zmq.Frame | None, int], None],
         on_reconnected: Callable[[int], None],
         on_lost: Callable[[str, int, bool], None],

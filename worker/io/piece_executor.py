@@ -34,7 +34,7 @@ from byteps_py.worker.core.pieces import Copy, CopyHere, Delivered, FetchPiece, 
 from byteps_py.worker.core.round_pipeline import RoundPipeline
 from byteps_py.worker.core.scatter import Scatter
 from byteps_py.worker.core.tensor import AskSum, ScatterPart
-from byteps_py.worker.io.memory import Memory
+from byteps_py.worker.io.slot_memory import SlotMemory
 
 _COPY = (Op.BROADCAST, DType.UINT8)
 
@@ -71,7 +71,7 @@ class PieceExecutor:
         self,
         runtime: Runtime,
         ready: Readiness,
-        memory: Memory,
+        memory: SlotMemory,
         cores: Cores,
         run: Callable[[Sequence[Action | DirectAction]], None],
         deliver: Callable[[int, int, int], None],

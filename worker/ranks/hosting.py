@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from byteps_py.errors import BytePSError, PeerLostError, ProtocolError, UsageError
-from byteps_py.kernels.steps import StepSegment, bind_segments, check_order
+from byteps_py.kernels.optimizer_steps import StepSegment, bind_segments, check_order
 from byteps_py.kernels.update_rules import SCALARS, StepKind
 from byteps_py.system.shm import Block
 from byteps_py.wire import rank_link as protocol
@@ -35,8 +35,8 @@ from byteps_py.worker.core.shadowing import StepNumbers
 from byteps_py.worker.core.tensor import RankSlot
 from byteps_py.worker.core.topology import Topology
 from byteps_py.worker.io.executor import Executor
-from byteps_py.worker.io.memory import Memory
 from byteps_py.worker.io.rank_connection import RankConnection
+from byteps_py.worker.io.slot_memory import SlotMemory
 from byteps_py.worker.ranks.shadows import Shadows
 
 _NO_NUMBERS = StepNumbers(0, 0)
@@ -114,7 +114,7 @@ class Hosting:
 
     shadows_class: type[Shadows] = Shadows
 
-    def __init__(self, topology: Topology, memory: Memory, executor: Executor, pipeline: RoundPipeline) -> None:
+    def __init__(self, topology: Topology, memory: SlotMemory, executor: Executor, pipeline: RoundPipeline) -> None:
         self._first_rank, self._size = topology.first_rank, topology.size
         self._memory = memory
         self._executor = executor
@@ -384,7 +384,7 @@ class Hosting:
 
 
 def _make_step(
-    memory: Memory,
+    memory: SlotMemory,
     run: Callable[[Sequence[StepSegment]], None],
     segments: Sequence[StepSegment],
     copy_states: Callable[[], None] | None,

@@ -26,8 +26,8 @@ from byteps_py.worker.core.piece_exchange import PieceExchange
 from byteps_py.worker.core.round_pipeline import RoundPipeline
 from byteps_py.worker.core.topology import Topology
 from byteps_py.worker.io.executor import Executor
-from byteps_py.worker.io.memory import Memory
 from byteps_py.worker.io.rank_connection import DirectWait, RankConnection
+from byteps_py.worker.io.slot_memory import SlotMemory
 from byteps_py.worker.ranks.hosting import Hosting
 from byteps_py.worker.ranks.joining import Joining
 
@@ -41,7 +41,7 @@ class Requests:
     def __init__(
         self,
         topology: Topology,
-        memory: Memory,
+        memory: SlotMemory,
         agreement: Agreement,
         pipeline: RoundPipeline,
         direct: PieceExchange,

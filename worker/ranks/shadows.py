@@ -19,7 +19,7 @@ from typing import Any
 import zmq
 
 from byteps_py.errors import PeerLostError
-from byteps_py.kernels.steps import StepSegment
+from byteps_py.kernels.optimizer_steps import StepSegment
 from byteps_py.kernels.update_rules import StepKind
 from byteps_py.proto import control_pb2 as control
 from byteps_py.system.log import logger
@@ -55,7 +55,7 @@ from byteps_py.worker.core.shadowing import (
 )
 from byteps_py.worker.core.topology import Topology
 from byteps_py.worker.io.executor import Executor
-from byteps_py.worker.io.memory import Memory
+from byteps_py.worker.io.slot_memory import SlotMemory
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Shadows:
     shadowing_class: type[Shadowing[Held]] = Shadowing
     paced_bytes = protocol.PACED_BYTES
 
-    def __init__(self, topology: Topology, memory: Memory, executor: Executor) -> None:
+    def __init__(self, topology: Topology, memory: SlotMemory, executor: Executor) -> None:
         self._topology = topology
         self._memory = memory
         self._executor = executor

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from byteps_py.errors import from_name
-from byteps_py.kernels.steps import StepSegment
+from byteps_py.kernels.optimizer_steps import StepSegment
 from byteps_py.kernels.update_rules import StepKind
 from byteps_py.session.base import HostedShard, ShadowedStep, Slot, StateHost
 from byteps_py.session.service.channel_session import ChannelSession

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from byteps_py.errors import UsageError
-from byteps_py.kernels.steps import StepSegment
+from byteps_py.kernels.optimizer_steps import StepSegment
 from byteps_py.kernels.update_rules import Hyperparameters, Method, StepKind, UpdateRule, step_scalars
 from byteps_py.session import HostedShard, Session, ShadowedStep, Slot
 from byteps_py.system.process_memory import available_memory_bytes

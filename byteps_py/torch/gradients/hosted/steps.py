@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from byteps_py.errors import UsageError
-from byteps_py.kernels.steps import StepSegment
+from byteps_py.kernels.optimizer_steps import StepSegment
 from byteps_py.kernels.update_rules import Hyperparameters, Method, UpdateRule, apply_scalars
 from byteps_py.session import Session
 from byteps_py.tensors import DType, Layout, Op, TensorSpec

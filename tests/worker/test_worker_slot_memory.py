@@ -10,7 +10,7 @@ from byteps_py.runtime import Runtime
 from byteps_py.system.shm import Block
 from byteps_py.wire.data_link import Header, Kind
 from byteps_py.worker.core.tensor import Part
-from byteps_py.worker.io.memory import Memory
+from byteps_py.worker.io.slot_memory import SlotMemory
 
 HERE, THERE = 3, 4
 
@@ -22,7 +22,7 @@ def answer(part: Part, round_: int, block: Block) -> Header:
 
 
 def test_what_an_ended_server_may_have_written_is_free() -> None:
-    memory = Memory(Runtime(loop=cast(Any, None)), 2, 2)
+    memory = SlotMemory(Runtime(loop=cast(Any, None)), 2, 2)
     made = tensor([slot(0), slot(1)])
     parts = [Part(made, index, 0, 4096, HERE) for index in range(2)]
     blocks = [memory.give_answer_block(part) for part in parts]
@@ -36,7 +36,7 @@ def test_what_an_ended_server_may_have_written_is_free() -> None:
 
 
 def test_a_partition_that_comes_back_in_the_same_round_is_answered_in_another_block() -> None:
-    memory = Memory(Runtime(loop=cast(Any, None)), 2, 2)
+    memory = SlotMemory(Runtime(loop=cast(Any, None)), 2, 2)
     made = tensor([slot(0), slot(1)])
     part = Part(made, 0, 0, 4096, HERE)
     before = [memory.give_answer_block(part)]

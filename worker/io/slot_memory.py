@@ -18,7 +18,7 @@ from byteps_py.worker.core.topology import Topology
 from byteps_py.worker.io.rank_connection import RankConnection
 
 
-class Memory:
+class SlotMemory:
     """``machines``, ``local_size``: as the topology says; they decide what needs memory of its own. ``elsewhere``:
     see Arena. ``ranks``: the global rank of the machine's first, and the number of ranks of the job."""
 
