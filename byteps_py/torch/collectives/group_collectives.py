@@ -28,7 +28,8 @@ from byteps_py.torch.collectives.all_reduce.one_shot import OneShotAllReduce
 from byteps_py.torch.collectives.all_reduce.service import ServiceAllReduce
 from byteps_py.torch.collectives.completion import Completer
 from byteps_py.torch.collectives.dtypes import bits_of, is_plain, wire_dtype
-from byteps_py.torch.collectives.group_work import FallbackWork, GroupContext
+from byteps_py.torch.collectives.fallback_work import FallbackWork
+from byteps_py.torch.collectives.group_work import GroupContext
 from byteps_py.torch.collectives.members import Members
 from byteps_py.torch.collectives.peer_streams import Own, PeerStreams, PeerWork
 from byteps_py.torch.collectives.point_to_point import PointToPoint

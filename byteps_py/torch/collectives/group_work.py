@@ -1,9 +1,5 @@
 """Operations of a process group, whose waits end when the group does: their shared state, rounds of slots, and
-operations made of others.
-
-``FallbackWork`` is the only class that knows the course of an operation of a process group among the ranks themselves
-after a member has joined (``byteps_py.join()``): it goes through the service. Sums by name need no class for that:
-ranks vote before each round whether they add it themselves (all_reduce/negotiated.py). Any thread may call.
+operations made of others. Any thread may call.
 """
 
 from __future__ import annotations
@@ -19,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch._C._distributed_c10d import Store
 
-from byteps_py.errors import JoinedError, MismatchError, StallError
+from byteps_py.errors import MismatchError, StallError
 from byteps_py.session import Session
 from byteps_py.torch.collectives.completion import Completer
 from byteps_py.torch.collectives.members import Members
@@ -279,89 +275,3 @@ class CombinedWork(GroupWork):
 
     def _is_ready(self) -> bool:
         return all(work.is_completed() for work in self._works)
-
-
-class FallbackQueue:
-    """The operations of one group that may have to fall back to the service, in the order of the calls. Any thread."""
-
-    def __init__(self, group_context: GroupContext, completer: Completer) -> None:
-        self.group_context = group_context
-        self.completer = completer
-        self.under_way: deque[FallbackWork] = deque()
-        self.switch_lock = threading.RLock()
-
-
-class FallbackWork(GroupWork):
-    """An operation that goes from rank to rank on one machine, and through the service if a member has joined.
-
-    The service continues without ranks that have joined. If a member has joined, all other members detect that, because
-    each of them needs a message of it, and all repeat their calls through the service in one order, whichever they wait
-    for first. They detect it at different times: a rank that a member waits for may know already, and then it does not
-    begin. So whichever rank a member waits for, it must detect that any other one has joined.
-
-    ``direct``: the operation from rank to rank, begun. ``fallback`` begins the same operation through the service.
-    """
-
-    def __init__(self, queue: FallbackQueue, call: Call, direct: GroupWork, fallback: Callable[[], Work]) -> None:
-        super().__init__(queue.group_context, call)
-        self._finish = None  # ``direct`` and ``fallback`` call it
-        self.number = direct.number
-        self._queue = queue
-        self._work: Work = direct
-        self._fallback: Callable[[], Work] | None = fallback
-        self._is_in_background = False
-        for earlier in list(queue.under_way):  # polling removes the finished ones from the queue
-            if not earlier.is_completed():
-                break
-        queue.under_way.append(self)
-
-    def complete_in_background(self) -> None:
-        """Let the pool complete it: the caller does not wait at once, and the operation needs this rank's thread."""
-        self._is_in_background = True
-        self._queue.completer.add(self)
-
-    def _hand_to_pool(self) -> None:
-        if not self._is_in_background:  # otherwise the pool has it already
-            super()._hand_to_pool()
-
-    def _complete(self, deadline: float) -> None:
-        self._wait_in_slices(deadline, self._complete_work)
-        if self._lacks_a_member:
-            for earlier in self._up_to_this:
-                self._wait_in_slices(deadline, earlier._complete_work)
-            self._fall_back()
-            self._wait_in_slices(deadline, self._complete_work)
-        self._work.wait()
-
-    def _is_ready(self) -> bool:
-        if self._work.is_completed() and self._lacks_a_member:
-            if not all(earlier._work.is_completed() for earlier in self._up_to_this):
-                return False
-            self._fall_back()
-        return self._work.is_completed()
-
-    def _release(self) -> None:
-        self._fallback = None
-        with contextlib.suppress(ValueError):  # it has been removed
-            self._queue.under_way.remove(self)
-
-    def _complete_work(self, timeout_s: float) -> None:
-        self._work.complete(timeout_s)
-
-    @property
-    def _lacks_a_member(self) -> bool:
-        return isinstance(self._work.exception(), JoinedError)
-
-    @property
-    def _up_to_this(self) -> list[FallbackWork]:
-        under_way = list(self._queue.under_way)
-        return [*itertools.takewhile(lambda other: other is not self, under_way), self]
-
-    def _fall_back(self) -> None:
-        """The direct operations up to this one are over: begin those through the service that lack a member, unless
-        another thread has."""
-        with self._queue.switch_lock:
-            for work in self._up_to_this:
-                fallback = work._fallback
-                if fallback is not None and work._lacks_a_member:
-                    work._work, work._fallback = fallback(), None

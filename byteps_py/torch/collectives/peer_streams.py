@@ -16,7 +16,8 @@ from byteps_py.errors import CommunicationError, JoinedError, MismatchError
 from byteps_py.session.peers import PeerTransport, PendingSend, Span, Stream, StreamReceipt
 from byteps_py.tensors import differing
 from byteps_py.torch.collectives.completion import Completer
-from byteps_py.torch.collectives.group_work import FallbackQueue, GroupContext, GroupWork
+from byteps_py.torch.collectives.fallback_work import FallbackQueue
+from byteps_py.torch.collectives.group_work import GroupContext, GroupWork
 from byteps_py.torch.collectives.members import Members
 from byteps_py.torch.collectives.router import ConnectedMachines, Reach
 from byteps_py.torch.collectives.tensor_bytes import total
@@ -113,7 +114,7 @@ class PeerStreams:
         self.completer = completer
         self._lock = threading.Lock()
         self._lines: dict[str, _Line] = {}
-        self.fallbacks = FallbackQueue(group_context, completer)
+        self.fallbacks = FallbackQueue(threading.RLock(), is_ordered=True)
         self._are_introduced = False
         peers.directory.request_introduction(self._introduction, self._all)
 

@@ -6,8 +6,8 @@
         ServiceWork   a round in a slot of the communication service (group_work.py)
         PeerWork      messages between ranks (peer_streams.py)
         LargeSumWork  a large sum, of which each member adds a share (all_reduce/large.py)
-        FallbackWork  one of the last two or, once a member has joined, the same operation through the service
         CombinedWork  several operations as one
+      FallbackWork    an operation among the ranks or, if not all take part, through the service (fallback_work.py)
 
 The thread that waits for an operation delivers its result. A thread of the pool waits only for an operation whose
 future was requested. Any thread may call.

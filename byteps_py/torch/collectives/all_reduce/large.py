@@ -22,7 +22,8 @@ from byteps_py.torch.collectives.all_reduce.direct import DirectAllReduce
 from byteps_py.torch.collectives.all_reduce.hierarchical import HierarchicalAllReduce
 from byteps_py.torch.collectives.all_reduce.shared_memory import SLOT_BYTES, SharedMemoryAllReduce
 from byteps_py.torch.collectives.dtypes import is_plain
-from byteps_py.torch.collectives.group_work import FallbackWork, GroupWork
+from byteps_py.torch.collectives.fallback_work import FallbackWork
+from byteps_py.torch.collectives.group_work import GroupWork
 from byteps_py.torch.collectives.members import Members
 from byteps_py.torch.collectives.peer_streams import PeerStreams
 from byteps_py.torch.collectives.router import Route
@@ -149,7 +150,7 @@ class QueuedAllReduce:
             self.queue.under_way.append(work)
         fallback = FallbackWork(self.queue.streams.fallbacks, call, work, what.fallback)
         if not what.is_awaited:
-            fallback.complete_in_background()
+            fallback.complete_in_background(self.queue.streams.completer)
         return fallback
 
     def finish(self) -> None:

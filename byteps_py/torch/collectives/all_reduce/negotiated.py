@@ -10,6 +10,7 @@ Any thread.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Self, cast
@@ -24,9 +25,10 @@ from byteps_py.torch.collectives.all_reduce.shared_memory import SharedMemorySum
 from byteps_py.torch.collectives.all_reduce.shares import add_by_machine
 from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.collectives.dtypes import is_plain
+from byteps_py.torch.collectives.fallback_work import DeclinedError, FallbackQueue, FallbackWork
 from byteps_py.torch.collectives.negotiation import VotedRounds, VotingGroup
 from byteps_py.torch.collectives.router import Route
-from byteps_py.torch.collectives.work import Attempt
+from byteps_py.torch.collectives.work import Attempt, Call, NamedWork, Work
 
 
 class SumOffer(NamedTuple):
@@ -42,6 +44,7 @@ class NegotiatedAllReduce:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._session = context.session
+        self._fallbacks = FallbackQueue(context.lock, is_ordered=False)
         self._groups: dict[Sequence[int], NegotiatedGroup] = {}
         self._names: dict[tuple[str, Sequence[int]], _NegotiatedSums] = {}
 
@@ -63,8 +66,8 @@ class NegotiatedAllReduce:
         """Begin the sum of all ranks' ``sources`` into ``targets``, which may be the same tensors.
 
         ``offer``: the sum, if there is only one, the router lets ranks add it, and the caller is about to wait;
-        otherwise None. ``fallback`` begins the sum through the service; it is called here or by
-        ``complete``. Called with the context's lock held.
+        otherwise None. ``fallback`` begins the sum through the service, here or once a rank has
+        declined. Called with the context's lock held.
         """
         self._session.check_open()  # before any vote is cast
         sum_group = self._groups.get(group)
@@ -76,17 +79,12 @@ class NegotiatedAllReduce:
         if offer is None or not (is_plain(sources[0]) and is_plain(targets[0])):
             entry.rounds.begin_elsewhere()
             return fallback()
-        add_up = entry.begin(offer, sources[0], targets[0])
-        if add_up is None:
+        direct = entry.begin(offer, sources[0], targets[0])
+        if direct is None:
             return fallback()
-
-        def complete() -> None:
-            if not add_up():
-                with self._context.lock:
-                    rest = fallback()
-                rest.complete()
-
-        return Attempt(lambda: False, complete)
+        call = Call(name, [], threading.TIMEOUT_MAX)
+        work = FallbackWork(self._fallbacks, call, direct, lambda: NamedWork(name, fallback()))
+        return Attempt(work.is_completed, work.wait)
 
     def close(self) -> None:
         """See Closable. After a join the session stays open."""
@@ -153,9 +151,8 @@ class _NegotiatedSums:
         self._offer = 0  # the vote that offers it
         self._buffers: dict[int, torch.Tensor] = {}  # for the others' tensors, by position
 
-    def begin(self, offer: SumOffer, source: torch.Tensor, target: torch.Tensor) -> Callable[[], bool] | None:
-        """Begin the next round, for which the caller is about to wait. Returns a function that completes the sum; it
-        returns False if the sum has to go through the service. None: that is known already."""
+    def begin(self, offer: SumOffer, source: torch.Tensor, target: torch.Tensor) -> NegotiatedSum | None:
+        """Begin the next round, for which the caller is about to wait. None: the sum has to go through the service."""
         group, rounds, spec = self._group, self.rounds, offer.spec
         is_small = offer.route is Route.ONE_SHOT
         is_taken = not is_small and group.acquire()
@@ -172,31 +169,28 @@ class _NegotiatedSums:
         finally:
             if is_taken and not is_under_way:
                 group.release()
-        since_ns = time.perf_counter_ns()
+        return NegotiatedSum(self, spec, mine, total, large_sum) if is_under_way else None
 
-        def finish_sum() -> bool:
-            try:
-                if not rounds.is_offered_by_all():
-                    return False
-                if large_sum is None:
-                    with torch.no_grad():
-                        self._add_all(mine, total, spec.average)
-                else:
-                    group.finish(large_sum)
-                torch.autograd.graph.increment_version(target)
-                self._report(spec, since_ns)
-                return True
-            finally:
-                if is_taken:
-                    group.release()
-
-        return finish_sum if is_under_way else None
-
-    def _report(self, spec: TensorSpec, since_ns: int) -> None:
-        observer = self._group.session.observer
+    def finish(self, direct: NegotiatedSum) -> None:
+        """Complete a sum that this rank has offered. Raises DeclinedError if a rank has not, StallError and the error
+        that ends the session."""
+        group, spec = self._group, direct.spec
+        try:
+            if not self.rounds.is_offered_by_all():
+                raise DeclinedError
+            if direct.large_sum is None:
+                with torch.no_grad():
+                    self._add_all(direct.mine, direct.total, spec.average)
+            else:
+                group.finish(direct.large_sum)
+        finally:
+            if direct.large_sum is not None:
+                group.release()
+        torch.autograd.graph.increment_version(direct.total)
+        observer = group.session.observer
         if observer is not None:
             slot = Slot(spec, (), memoryview(b""), round=self.rounds.number)
-            observer.begun(slot, since_ns)
+            observer.begun(slot, direct.since_ns)
             observer.delivered(slot)
 
     def _add_all(self, mine: torch.Tensor, total: torch.Tensor, average: bool) -> None:
@@ -210,6 +204,29 @@ class _NegotiatedSums:
         # The result may overwrite the own tensor only if it is one of the first two rows, read before a write.
         own = mine if group.own < 2 else mine.clone()
         add_by_machine([buffers.get(position, own) for position in range(group.count)], group.machines, total, average)
+
+
+class NegotiatedSum(Work):
+    """A sum that this rank has offered: of ``mine`` into ``total``, flat. ``large_sum``: None: it is a small one."""
+
+    def __init__(
+        self,
+        sums: _NegotiatedSums,
+        spec: TensorSpec,
+        mine: torch.Tensor,
+        total: torch.Tensor,
+        large_sum: LargeSum | None,
+    ) -> None:
+        super().__init__(Call(spec.name, [], threading.TIMEOUT_MAX))
+        self._sums = sums
+        self.spec, self.mine, self.total, self.large_sum = spec, mine, total, large_sum
+        self.since_ns = time.perf_counter_ns()
+
+    def _complete(self, deadline: float) -> None:
+        self._sums.finish(self)
+
+    def _is_ready(self) -> bool:
+        return False  # nobody polls it: the caller is about to wait
 
 
 def _offer_of(spec: TensorSpec) -> int:

@@ -16,7 +16,8 @@ import torch
 from byteps_py.torch.collectives.all_reduce import GroupSum
 from byteps_py.torch.collectives.all_reduce.shares import add_by_machine
 from byteps_py.torch.collectives.dtypes import is_plain
-from byteps_py.torch.collectives.group_work import CompletedWork, FallbackWork
+from byteps_py.torch.collectives.fallback_work import FallbackWork
+from byteps_py.torch.collectives.group_work import CompletedWork
 from byteps_py.torch.collectives.members import Members
 from byteps_py.torch.collectives.peer_streams import PeerStreams
 from byteps_py.torch.collectives.tensor_bytes import check_writable, concatenated, contiguous, span, spans, split_into
