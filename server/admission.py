@@ -53,12 +53,12 @@ def difference(gave: list[tuple[int, Facts]]) -> str:
     return f"machines disagree about {' and '.join(names)}: {said}"
 
 
-def not_among(header: Header, partition: object) -> str:
+def not_a_member_reason(header: Header, partition: object) -> str:
     """Why a machine's contribution is refused when all machines that take part in the round are known already."""
     return f"machine {header.sender} is not among the machines that take part in round {header.round} of {partition}"
 
 
-def rootless(header: Header, machines: Collection[int]) -> str:
+def missing_root_reason(header: Header, machines: Collection[int]) -> str:
     """Why ``machines``, which are all that take part, can't complete the round of ``header``; empty if they can."""
     if header.op is not Op.BROADCAST or header.root in machines:
         return ""
@@ -69,7 +69,7 @@ def rootless(header: Header, machines: Collection[int]) -> str:
     )
 
 
-def belated(header: Header, since_epoch: int) -> str:
+def stale_epoch_reason(header: Header, since_epoch: int) -> str:
     """Why a contribution is too old: the present machines work together since ``since_epoch``; empty if it is not."""
     if header.epoch >= max(since_epoch, 1):
         return ""

@@ -31,7 +31,15 @@ from collections.abc import Iterator
 from typing import Generic
 
 from byteps_py.errors import BytePSError, CommunicationError, PeerLostError, ProtocolError
-from byteps_py.server.admission import AdmissionLimit, Facts, belated, difference, not_among, objection, rootless
+from byteps_py.server.admission import (
+    AdmissionLimit,
+    Facts,
+    difference,
+    missing_root_reason,
+    not_a_member_reason,
+    objection,
+    stale_epoch_reason,
+)
 from byteps_py.server.round_state import (
     Action,
     Answer,
@@ -104,7 +112,7 @@ class Rounds(Generic[C]):
         header = new.header
         if header.epoch > self.epoch:
             return self._hold(new)
-        if text := belated(header, self._since_epoch):
+        if text := stale_epoch_reason(header, self._since_epoch):
             return self._refuse([new], PeerLostError, text)
         if text := objection(header, new.nbytes, self.num_machines, self._partition_bytes):
             return self._refuse([new], ProtocolError, text)
@@ -257,8 +265,8 @@ class Rounds(Generic[C]):
             self.counters.bytes_in_flight -= known.nbytes
         count = new.header.machines or self.num_machines
         if known is None and len(others) == count:  # they all pass: there is no sum to add to
-            return self._refuse([new], ProtocolError, not_among(new.header, round_.partition))
-        if known is None and len(others) == count - 1 and (text := rootless(new.header, {*others, machine})):
+            return self._refuse([new], ProtocolError, not_a_member_reason(new.header, round_.partition))
+        if known is None and len(others) == count - 1 and (text := missing_root_reason(new.header, {*others, machine})):
             return self._break(round_.partition, new, text)
         others[machine] = new
         self.counters.bytes_in_flight += new.nbytes
@@ -281,7 +289,7 @@ class Rounds(Generic[C]):
         """A contribution to a round that is being reduced: all machines have contributed, so it is a repetition."""
         known = round_.contributions.get(new.header.sender)
         if known is None:
-            return self._refuse([new], ProtocolError, not_among(new.header, round_.partition))
+            return self._refuse([new], ProtocolError, not_a_member_reason(new.header, round_.partition))
         self.counters.duplicates += 1
         if self._wants_another_answer(round_.redirected.get(new.header.sender, known), new):
             round_.redirected[new.header.sender] = new

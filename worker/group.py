@@ -34,7 +34,7 @@ from byteps_py.worker.core.events import (
 from byteps_py.worker.core.hosted_steps import HostedSteps
 from byteps_py.worker.core.piece_exchange import PieceExchange
 from byteps_py.worker.core.pieces import PieceRequest, Receipt, Transfer, due
-from byteps_py.worker.core.placing import Placing
+from byteps_py.worker.core.placement_view import PlacementView
 from byteps_py.worker.core.round_pipeline import RoundPipeline
 from byteps_py.worker.core.scatter import Scatter
 from byteps_py.worker.core.tensor import AskSum, Part, SumRequest, Tensor
@@ -44,14 +44,14 @@ from byteps_py.worker.io.network import Network, silence_s
 from byteps_py.worker.io.peers import PeerMachines
 from byteps_py.worker.io.piece_executor import Cores
 from byteps_py.worker.io.slot_memory import SlotMemory
-from byteps_py.worker.ranks.joining import Joining
+from byteps_py.worker.ranks.join_handler import JoinHandler
 from byteps_py.worker.ranks.rank_server import RankServer
-from byteps_py.worker.ranks.requests import Requests
+from byteps_py.worker.ranks.request_handler import RequestHandler
 from byteps_py.worker.ranks.stall_monitor import StackSampler, StallMonitor
 
 
 @dataclass(frozen=True, slots=True)
-class GroupRuntime:
+class GroupServices:
     """The parts of the communication service that a group uses.
 
     ``stay``: the service waits for ranks that come back. ``prefault``: does its argument on another thread.
@@ -83,24 +83,24 @@ class Group:
     pipeline_class: type[RoundPipeline] = RoundPipeline
     hosted_steps_class: type[HostedSteps] = HostedSteps
     agreement_class: type[Agreement] = Agreement
-    placing_class: type[Placing] = Placing
+    placing_class: type[PlacementView] = PlacementView
     direct_class: type[PieceExchange] = PieceExchange
     executor_class: type[Executor] = Executor
     network_class: type[Network] = Network
-    joining_class: type[Joining] = Joining
-    requests_class: type[Requests] = Requests
+    joining_class: type[JoinHandler] = JoinHandler
+    requests_class: type[RequestHandler] = RequestHandler
     waits_class: type[StallMonitor] = StallMonitor
 
-    def __init__(self, around: GroupRuntime, membership: pb.Membership, place: int) -> None:
-        settings, send, fail = around.settings, around.send, around.fail
-        runtime, thresholds = around.runtime, around.runtime.thresholds
-        self._around = around
+    def __init__(self, services: GroupServices, membership: pb.Membership, place: int) -> None:
+        settings, send, fail = services.settings, services.send, services.fail
+        runtime, thresholds = services.runtime, services.runtime.thresholds
+        self._services = services
         self._loop = runtime.loop
         topology = self.topology = self.topology_class.of(membership, place)
         topology.check()
         self._epoch = topology  # the present one; ``topology`` is the first
         ranks = (topology.first_rank, topology.size)
-        memory = self.memory_class(runtime, topology.machines, topology.local_size, around.prefault, ranks)
+        memory = self.memory_class(runtime, topology.machines, topology.local_size, services.prefault, ranks)
         machine_of = [worker.machine_index for worker in topology.workers for _ in range(worker.local_size)]
         self.queue = self.queue_class()
         self._fetches: PushQueue[Transfer | AskSum] = PushQueue()
@@ -118,33 +118,33 @@ class Group:
         )  # fmt: skip
         cores = Cores(self.agreement, pipeline, direct, scatter)
         executor = self.executor = self.executor_class(
-            runtime, around.ready, memory, cores, topology.first_rank, send, fail
+            runtime, services.ready, memory, cores, topology.first_rank, send, fail
         )
         executor.on_begin = self._begin
-        executor.piece_executor.peers = around.peers
-        if around.peers is not None:
-            memory.when_left = around.peers.when_left
+        executor.piece_executor.peers = services.peers
+        if services.peers is not None:
+            memory.when_left = services.peers.when_left
         self.network: Network | None = None
         if topology.machines > 1 or topology.cpu_servers:  # these can keep copies of a machine's states
             self.network = executor.network = self.network_class(
-                runtime, settings, topology, memory, executor.answered, executor.on_reconnected, around.server_lost
+                runtime, settings, topology, memory, executor.answered, executor.on_reconnected, services.server_lost
             )
         self.joining = self.joining_class(topology, self.agreement, direct, executor, send, fail)
         self.requests = self.requests_class(topology, memory, self.agreement, pipeline, direct, executor, self.joining)
         self.waits = self.waits_class(
-            self.requests, self.agreement, direct, self.network, around.rank_server, around.stay,
+            self.requests, self.agreement, direct, self.network, services.rank_server, services.stay,
             lambda: silence_s(settings, runtime.loop),
         )  # fmt: skip
         self._stack_sampler = StackSampler(
-            runtime.loop, executor.ranks, self.requests.describe, memory.name_of, self._saw
+            runtime.loop, executor.ranks, self.requests.describe, memory.name_of, self._on_stack_sample
         )
 
     def open(self) -> None:
         """Let its ranks in, and other machines ask. The caller knows this group by now."""
-        topology, peers = self.topology, self._around.peers
+        topology, peers = self.topology, self._services.peers
         if peers is not None:  # now that they can be answered: other machines may have asked already
-            peers.open(topology, self._around.machine_lost)
-        self._around.rank_server.open(self.requests)
+            peers.open(topology, self._services.machine_lost)
+        self._services.rank_server.open(self.requests)
         logger.info(
             "epoch %d: %d machines, %d ranks; partitions of at most %d bytes, %d bytes in flight; links of %s Mbit/s",
             topology.epoch, topology.machines, topology.size, topology.partition_bytes, self.queue.credit_bytes,
@@ -153,7 +153,7 @@ class Group:
 
     def _limit(self, topology: Topology) -> None:
         """How much may be in flight at once, and for how long it counts."""
-        configured = self._around.settings.credit_bytes
+        configured = self._services.settings.credit_bytes
         is_shared = topology.gpu_machines_sum
         usual = tuning.credit_bytes(topology.partition_bytes, topology.machines, is_shared)
         self.queue.credit_bytes = usual if configured is None else configured
@@ -169,8 +169,8 @@ class Group:
         self.requests.memory.release()
         if self.network is not None:
             self.network.close()
-        if self._around.peers is not None:
-            self._around.peers.leave()
+        if self._services.peers is not None:
+            self._services.peers.leave()
 
     def change(self, membership: pb.Membership) -> None:
         """Other servers, the same ranks, in the middle of rounds. Raises ProtocolError for servers that can't be.
@@ -191,7 +191,7 @@ class Group:
         self.queue.set_weights(topology.weights, topology.head_starts(self.queue.credit_bytes))
         moved = self.executor.move(self._placing.server_of)
         self.requests.hosting.shadows.change(topology)
-        self._around.send(pb.MemberMessage(applied=pb.Applied(epoch=membership.epoch, moved=moved)))
+        self._services.send(pb.MemberMessage(applied=pb.Applied(epoch=membership.epoch, moved=moved)))
         logger.warning(
             "epoch %d: moved %s to %s: %s",
             membership.epoch, count_text(moved, "partition"), count_text(len(topology.servers), "summation service"),
@@ -261,7 +261,7 @@ class Group:
     def drain(self, gone: set[int]) -> bool:
         """Tell local ranks that wait for it that others, but for those that are ``gone``, have what these gave. True if
         some wait on."""
-        rank_server, waits = self._around.rank_server, False
+        rank_server, waits = self._services.rank_server, False
         for local_rank in rank_server.draining():
             if self._direct.owes(gone, local_rank):
                 waits = True
@@ -310,6 +310,6 @@ class Group:
         found = (self.topology.local_rank_of(rank) for rank in ranks)
         self._stack_sampler.sample(local_rank for local_rank in found if local_rank is not None)
 
-    def _saw(self, local_rank: int, text: str) -> None:
+    def _on_stack_sample(self, local_rank: int, text: str) -> None:
         rank = self.topology.first_rank + local_rank
-        self._around.send(pb.MemberMessage(stack_report=pb.StackReport(rank=rank, text=text)))
+        self._services.send(pb.MemberMessage(stack_report=pb.StackReport(rank=rank, text=text)))

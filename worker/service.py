@@ -25,7 +25,7 @@ from byteps_py.wording import STOPPED
 from byteps_py.worker.core.deadlines import FailureSuspicions, StallDeadline, Starting
 from byteps_py.worker.core.pieces import PieceRequest, Receipt
 from byteps_py.worker.core.tensor import SumRequest
-from byteps_py.worker.group import Group, GroupRuntime
+from byteps_py.worker.group import Group, GroupServices
 from byteps_py.worker.io.network import silence_s
 from byteps_py.worker.io.peers import PeerMachines
 from byteps_py.worker.io.probe import Probe
@@ -262,12 +262,12 @@ class CommunicationService:
         ids = [worker.member_id for worker in membership.workers]
         if self._member_id not in ids:
             return  # an elastic job goes on without this machine
-        around = GroupRuntime(
+        services = GroupServices(
             self._runtime, self._settings, self._stay, self._ready, self._rank_server, self._peers, self._send,
             self._fail, self._prefault, self._server_lost, self._machine_lost,
         )  # fmt: skip
         self._since = membership.workers_since
-        self._group = self.group_class(around, membership, ids.index(self._member_id))
+        self._group = self.group_class(services, membership, ids.index(self._member_id))
         self._shutdown_drain.open(membership.workers_since, self._group.lacks, self._group.owes)
         self._group.open()
 

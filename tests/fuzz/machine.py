@@ -23,7 +23,7 @@ from byteps_py.tensors import DType
 from byteps_py.wire import rank_link as protocol
 from byteps_py.worker.core.local_ranks import IN_GROUP, RankState
 from byteps_py.worker.core.tensor import Compute
-from byteps_py.worker.group import Group, GroupRuntime
+from byteps_py.worker.group import Group, GroupServices
 from byteps_py.worker.ranks.rank_server import RankServer
 
 RANKS = 2
@@ -144,11 +144,11 @@ class Machine:
         membership = pb.Membership(
             epoch=self._epoch, workers=[worker], servers=[server], partition_bytes=4096, workers_since=self._epoch
         )
-        around = GroupRuntime(
+        services = GroupServices(
             self.runtime, _SETTINGS, False, cast(Any, self._kernels), self.rank_server, None, self._send, self._failed,
             lambda work: None, self._lost, self._lost,
         )  # fmt: skip
-        self.group = self._kernels.group = Group(around, membership, 0)
+        self.group = self._kernels.group = Group(services, membership, 0)
         self._declarations = Declarations(1, RANKS)
         self.group.open()
         assert not self.deaths, self.deaths

@@ -16,7 +16,7 @@ from byteps_py.system.shm import Block
 from byteps_py.tensors import DType, Layout, NonFinite, Op, TensorSpec, key_of
 from byteps_py.wire import rank_link as protocol
 from byteps_py.wire.data_link import HEADER_BYTES, Fetch, Header, Kind, pack_names
-from byteps_py.worker.group import Group, GroupRuntime
+from byteps_py.worker.group import Group, GroupServices
 from byteps_py.worker.io import network
 from byteps_py.worker.io.network import LinkTarget
 from byteps_py.worker.io.peers import PeerMachines
@@ -171,11 +171,11 @@ class Cluster(Machine):
         )
         runtime = replace(self.runtime, data_listener=cast(Any, _Listener))
         self.peers = Others(runtime, _SETTINGS, self._requested, lambda machine: None)
-        around = GroupRuntime(
+        services = GroupServices(
             runtime, _SETTINGS, False, cast(Any, self._kernels), self.rank_server, self.peers, self._send,
             self._failed, lambda work: None, self._lost, self._lost,
         )  # fmt: skip
-        self.group = self._kernels.group = Linked(around, membership, _ME)
+        self.group = self._kernels.group = Linked(services, membership, _ME)
         self.others = {machine: _Peer(machine) for machine in (0, 2)}
         self.group.open()
         self.ranks = [self.knock(protocol.Hello.of(rank, RANKS, 1, 0)) for rank in range(RANKS)]

@@ -16,7 +16,7 @@ from byteps_py.worker.core.hosted_steps import (
     OwnedPart,
     StepState,
 )
-from byteps_py.worker.core.placing import Placing
+from byteps_py.worker.core.placement_view import PlacementView
 from byteps_py.worker.core.round_pipeline import RoundPipeline
 from byteps_py.worker.core.tensor import Part, RankSlot, Stage
 from byteps_py.worker.io.executor import Executor
@@ -80,7 +80,7 @@ class StepInsteadOfASkip(Mutation):
 class MoveTheOwner(Mutation):
     """With its partition, to the machine of the server that adds it from now on."""
 
-    class placing(Placing):
+    class placing(PlacementView):
         def server_of(self, part: Part) -> int:
             server = super().server_of(part)
             if isinstance(part, OwnedPart) and server != part.server:
@@ -134,7 +134,7 @@ class OneBlockOfParameters(Mutation):
 class LeaveParametersWithTheirFirstServers(Mutation):
     """Of the time when their sum was agreed."""
 
-    class placing(Placing):
+    class placing(PlacementView):
         def pieces(self, spec: TensorSpec) -> Sequence[Any]:
             if spec.ownership:
                 return self._owners.pieces(spec, self._topology.partition_bytes)

@@ -19,16 +19,16 @@ from byteps_py.tensors import TensorSpec
 from byteps_py.wire.data_link import Header, name_of
 from byteps_py.worker.core.agreement import Agreement
 from byteps_py.worker.core.events import BytesReady, NameDeclared, NameRejected, NameReopened, Release
-from byteps_py.worker.core.placing import Placing
+from byteps_py.worker.core.placement_view import PlacementView
 from byteps_py.worker.core.round_pipeline import RoundPipeline
 from byteps_py.worker.core.scatter import Scatter
 from byteps_py.worker.core.tensor import Part, RankSlot, SlotState, Tensor
 from byteps_py.worker.core.topology import Topology
 from byteps_py.worker.io.executor import Executor
 from byteps_py.worker.io.slot_memory import SlotMemory
-from byteps_py.worker.ranks.joining import Joining
+from byteps_py.worker.ranks.join_handler import JoinHandler
 from byteps_py.worker.ranks.rank_server import RankServer
-from byteps_py.worker.ranks.requests import Requests
+from byteps_py.worker.ranks.request_handler import RequestHandler
 from byteps_py.worker.service import CommunicationService
 
 from .ledger import LedgerNetwork
@@ -112,7 +112,7 @@ class DivideByAllRanks(Mutation):
 class DivideByThoseWhoGive(Mutation):
     """As far as a machine knows: without its own ranks that have joined."""
 
-    class joining(Joining):
+    class joining(JoinHandler):
         def join(self, rank: Any) -> None:
             super().join(rank)
             self._executor._pipeline.size -= 1
@@ -184,7 +184,7 @@ class LastDeclarationCounts(Mutation):
 
 
 class WaitForEverAtBarriers(Mutation):
-    class requests(Requests):
+    class requests(RequestHandler):
         def at_barrier(self) -> tuple[list[int], float]:
             return [], 0.0
 
@@ -235,7 +235,7 @@ class CountWhatIsResentTwice(Mutation):
 class PlaceOtherwiseAfterAnEpoch(Mutation):
     """On one machine."""
 
-    class placing(Placing):
+    class placing(PlacementView):
         def change(self, topology: Topology) -> None:
             if topology.machine_index == 1:
                 servers = tuple(reversed(topology.servers))
@@ -325,7 +325,7 @@ class WelcomeToAFailedJob(Mutation):
 class GoOnBeforeTheSchedulerKnows(Mutation):
     """A machine that does without a rank as soon as it has joined, so that others may overtake it and join as well."""
 
-    class joining(Joining):
+    class joining(JoinHandler):
         def join(self, rank: Any) -> None:
             super().join(rank)
             self._out.add(rank.local_rank)

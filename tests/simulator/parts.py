@@ -20,7 +20,7 @@ from byteps_py.worker.core.agreement import Agreement
 from byteps_py.worker.core.deadlines import FailureSuspicions
 from byteps_py.worker.core.hosted_steps import HostedSteps
 from byteps_py.worker.core.piece_exchange import PieceExchange
-from byteps_py.worker.core.placing import Placing
+from byteps_py.worker.core.placement_view import PlacementView
 from byteps_py.worker.core.round_pipeline import RoundPipeline
 from byteps_py.worker.core.scatter import Scatter
 from byteps_py.worker.core.shadowing import Shadowing
@@ -31,9 +31,9 @@ from byteps_py.worker.io.peers import PeerMachines
 from byteps_py.worker.io.piece_executor import PieceExecutor
 from byteps_py.worker.io.slot_memory import SlotMemory
 from byteps_py.worker.ranks.hosting import Hosting
-from byteps_py.worker.ranks.joining import Joining
+from byteps_py.worker.ranks.join_handler import JoinHandler
 from byteps_py.worker.ranks.rank_server import RankServer
-from byteps_py.worker.ranks.requests import Requests
+from byteps_py.worker.ranks.request_handler import RequestHandler
 from byteps_py.worker.ranks.shadows import Shadows
 from byteps_py.worker.ranks.stall_monitor import StallMonitor
 from byteps_py.worker.scheduler_messages import BatchingLink, Rejoining
@@ -69,13 +69,13 @@ class Parts:
     pipeline: type[RoundPipeline] = RoundPipeline
     hosted_steps: type[HostedSteps] = HostedSteps
     agreement: type[Agreement] = Agreement
-    placing: type[Placing] = Placing
+    placing: type[PlacementView] = PlacementView
     direct: type[PieceExchange] = PieceExchange
     executor: type[Executor] = Executor
     piece_executor: type[PieceExecutor] = PieceExecutor
     network: type[LedgerNetwork] = LedgerNetwork
-    joining: type[Joining] = Joining
-    requests: type[Requests] = Requests
+    joining: type[JoinHandler] = JoinHandler
+    requests: type[RequestHandler] = RequestHandler
     hosting: type[Hosting] = Hosting
     shadows: type[Shadows] = Shadows
     shadowing: type[Shadowing[Any]] = Shadowing

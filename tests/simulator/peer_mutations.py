@@ -14,7 +14,7 @@ from byteps_py.worker.core.tensor import ScatterPart
 from byteps_py.worker.io import peers as product
 from byteps_py.worker.io.peers import PeerMachines
 from byteps_py.worker.io.piece_executor import PieceExecutor
-from byteps_py.worker.ranks.requests import Requests
+from byteps_py.worker.ranks.request_handler import RequestHandler
 
 from .mutations import Mutation
 from .parts import Parts
@@ -76,7 +76,7 @@ class CountAnswersTwice(Mutation):
 class ShowChunksThatAreBegun(Mutation):
     """As soon as there is a byte of them."""
 
-    class requests(Requests):
+    class requests(RequestHandler):
         class arriving_class(Arriving):
             def begin(self) -> None:
                 super().begin()

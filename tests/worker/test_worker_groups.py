@@ -26,7 +26,7 @@ from byteps_py.worker.core.events import (
     TensorEnded,
     TensorVoid,
 )
-from byteps_py.worker.core.placing import NO_SERVER, Placing
+from byteps_py.worker.core.placement_view import NO_SERVER, PlacementView
 from byteps_py.worker.core.round_pipeline import RoundPipeline
 from byteps_py.worker.core.tensor import Compute, RankSlot, Tensor
 from byteps_py.worker.core.topology import Topology
@@ -227,7 +227,7 @@ def test_how_many_machines_take_part(local_sizes: tuple[int, ...], group: tuple[
 
 
 def test_what_stays_on_one_machine_is_no_servers_load() -> None:
-    placing = Placing(topology(2, 2), 1 << 20, CHUNK_BYTES)
+    placing = PlacementView(topology(2, 2), 1 << 20, CHUNK_BYTES)
     wide, narrow = among(0, 2), TensorSpec("v", DType.FLOAT32, (4,), group=(0, 1))
     placing.add([wide, narrow])
     assert [tuple(piece) for piece in placing.pieces(wide)] == [(0, 16, 9)]

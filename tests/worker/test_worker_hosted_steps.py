@@ -39,7 +39,7 @@ from byteps_py.worker.core.hosted_steps import (
     StepState,
     SumForOwner,
 )
-from byteps_py.worker.core.placing import Placing
+from byteps_py.worker.core.placement_view import PlacementView
 from byteps_py.worker.core.round_pipeline import RoundPipeline
 from byteps_py.worker.core.tensor import Compute, RankSlot, Stage, Tensor
 from byteps_py.worker.core.topology import OwnedPiece, Owners, Topology
@@ -306,7 +306,7 @@ def owned(owners: Owners, spec: TensorSpec, servers: list[int]) -> list[int]:
     return [piece.owner for piece in owners.pieces(spec, 64)]
 
 
-def owned_pieces(placing: Placing, spec: TensorSpec) -> list[OwnedPiece]:
+def owned_pieces(placing: PlacementView, spec: TensorSpec) -> list[OwnedPiece]:
     return [piece for piece in placing.pieces(spec) if isinstance(piece, OwnedPiece)]
 
 
@@ -340,7 +340,7 @@ def test_parameters_have_the_owners_of_their_gradients_and_may_be_cut_smaller() 
 def test_parameters_go_to_the_servers_that_add_their_gradients_by_now() -> None:
     """Servers may come and go between the two verdicts."""
     before = topology(2, 1, ("m0", "m1"))
-    placing = Placing(before, 1 << 20, CHUNK_BYTES)
+    placing = PlacementView(before, 1 << 20, CHUNK_BYTES)
     gradients = TensorSpec("g", DType.FLOAT32, (64,), ownership="g")
     placing.add([gradients])
     assert {piece[2] for piece in placing.pieces(gradients)} == {10, 11}
@@ -366,7 +366,7 @@ def test_parameters_without_their_gradients_are_refused() -> None:
 def test_links_carry_what_the_optimum_for_owned_sums_says(n: int, k: int, shadow: bool) -> None:
     """No link carries more than (n+1) · 2(n-1) / (n² + n + kn - 3k) of the gradients, up to a few partitions; of two
     GPU machines that add them, as much as the gradients. If CPU machines are sent the sums that GPU machines add, too:
-    see placing.py."""
+    see placement_view.py."""
     best, count, nbytes = Optimum(n, k), 4096, 64
     kinds = [pb.MACHINE_KIND_CPU] * k + [pb.MACHINE_KIND_GPU] * (n if n > k else 0)
     names = [f"c{i}" for i in range(k)] + [f"m{i}" for i in range(n if n > k else 0)]
@@ -375,7 +375,7 @@ def test_links_carry_what_the_optimum_for_owned_sums_says(n: int, k: int, shadow
         for i, (name, kind, weight) in enumerate(zip(names, kinds, best.server_weights, strict=True))
     ]
     around = replace(topology(n, 1, ()), servers=tuple(members), partition_bytes=nbytes)
-    placing = Placing(around, 1 << 20, CHUNK_BYTES)
+    placing = PlacementView(around, 1 << 20, CHUNK_BYTES)
     spec = TensorSpec("g", DType.FLOAT32, (count * nbytes // 4,), ownership="g", is_shadowed=shadow)
     placing.add([spec])
     taken: dict[str, int] = {}  # partitions by machine that adds them
@@ -404,7 +404,7 @@ def test_links_carry_what_the_optimum_for_owned_sums_says(n: int, k: int, shadow
 
 def test_parameters_go_to_the_servers_that_have_their_sums_now() -> None:
     around = topology(2, 1, ("m0", "m1", "c0"))
-    placing = Placing(around, 1 << 20, CHUNK_BYTES)
+    placing = PlacementView(around, 1 << 20, CHUNK_BYTES)
     sums = TensorSpec("g", DType.FLOAT32, (64,), ownership="g")
     parameters = TensorSpec("p", DType.FLOAT32, (64,), Op.BROADCAST, ownership="g")
     placing.add([sums])

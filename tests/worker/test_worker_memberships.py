@@ -15,7 +15,7 @@ from byteps_py.proto import control_pb2 as pb
 from byteps_py.system.loop import EventLoop
 from byteps_py.tensors import DType, TensorSpec
 from byteps_py.wire.chunks import CHUNK_BYTES
-from byteps_py.worker.core.placing import MAX_PARTITIONS, Placing
+from byteps_py.worker.core.placement_view import MAX_PARTITIONS, PlacementView
 from byteps_py.worker.core.topology import Topology
 
 
@@ -52,7 +52,7 @@ def test_ranks_are_not_as_many_as_a_message_can_say() -> None:
 
 
 def test_tensors_of_others_take_no_more_room_than_there_is() -> None:
-    placing = Placing(Topology.of(membership(), 0), 1 << 20, CHUNK_BYTES)
+    placing = PlacementView(Topology.of(membership(), 0), 1 << 20, CHUNK_BYTES)
     placing.add([TensorSpec("some", DType.UINT8, (8192,))])
     placing.add([TensorSpec("some", DType.UINT8, (8192,))])
     for name, count in (("vast", MAX_PARTITIONS + 1), ("some", MAX_PARTITIONS - 1)):  # a new one, and one anew

@@ -8,7 +8,7 @@ import pytest
 
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.tensors import DType, Op, TensorSpec
-from byteps_py.worker.core.placing import broadcast_pieces
+from byteps_py.worker.core.placement_view import broadcast_pieces
 from byteps_py.worker.core.topology import Topology
 
 PARTITION = 4096

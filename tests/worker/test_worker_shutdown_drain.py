@@ -21,7 +21,7 @@ from byteps_py.worker.core.events import PiecesDeclared, PiecesReady
 from byteps_py.worker.core.piece_exchange import PieceExchange
 from byteps_py.worker.core.pieces import PieceRequest, Receipt, Serve
 from byteps_py.worker.core.tensor import RankSlot
-from byteps_py.worker.group import Group, GroupRuntime
+from byteps_py.worker.group import Group, GroupServices
 from byteps_py.worker.service import CommunicationService
 from byteps_py.worker.shutdown_drain import ShutdownDrain
 
@@ -207,7 +207,7 @@ def test_other_machines_may_ask_once_whoever_answers_knows_the_group() -> None:
         open=lambda topology, on_lost: opened.append(topology.machine_index), when_left=lambda then: then()
     )
     rank_server = SimpleNamespace(open=lambda requests: opened.append(-1))
-    around = GroupRuntime(
+    services = GroupServices(
         *cast(
             Any,
             (
@@ -226,7 +226,7 @@ def test_other_machines_may_ask_once_whoever_answers_knows_the_group() -> None:
         )
     )
     membership = pb.Membership(epoch=1, workers=[pb.Member(local_size=1)], partition_bytes=4096)
-    group = Group(around, membership, 0)
+    group = Group(services, membership, 0)
     assert opened == []
     group.open()
     assert opened == [0, -1]

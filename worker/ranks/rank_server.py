@@ -21,14 +21,14 @@ from byteps_py.wire import rank_link as protocol
 from byteps_py.wording import count_text, ranks_text
 from byteps_py.worker.core.local_ranks import IN_GROUP, LocalRank, LocalRanks, RankEvent, RankState
 from byteps_py.worker.io.rank_connection import RankConnection
-from byteps_py.worker.ranks.requests import Requests
+from byteps_py.worker.ranks.request_handler import RequestHandler
 
 MAX_TRACEBACK_CHARS = 9000
 _DRAIN = 256  # messages taken from a rank before others get their turn
 
 Rank = LocalRank[RankConnection]
 #: What a rank in the group may send, but for Leave, and what is done.
-_Handler = Callable[[Requests, RankConnection, Any], None]
+_Handler = Callable[[RequestHandler, RankConnection, Any], None]
 _HANDLERS: dict[type, _Handler] = {
     protocol.Ready: lambda here, connection, message: here.ready(message),
     protocol.Declare: lambda here, connection, message: here.declare(connection, message),
@@ -82,7 +82,7 @@ class RankServer:
         self._refusals = RefusalLog()
         self._strangers = LocalStrangers(runtime.loop.call_later, self._cut_off)  # channels without a Hello
         self.ranks = self.ranks_class(local_size, on_return is not None)
-        self._open: Requests | None = None  # of the present group
+        self._open: RequestHandler | None = None  # of the present group
         self.failure: BytePSError | None = None
         self.is_dismissed = False  # this machine's ranks are to leave the elastic job
         #: A rank of the latest group has ended without saying that training is done.
@@ -100,7 +100,7 @@ class RankServer:
 
     # ---- groups ----------------------------------------------------------------------------------------
 
-    def open(self, requests: Requests) -> None:
+    def open(self, requests: RequestHandler) -> None:
         """The group is complete: take in those of its ranks that wait."""
         self._open = requests
         self.has_unfinished = False
@@ -117,7 +117,7 @@ class RankServer:
             self._on_death(f"{missing or 'some'} ranks of {topology.me.host} ended as a group was formed")
         self._on_change()
 
-    def _give_up(self, requests: Requests) -> None:
+    def _give_up(self, requests: RequestHandler) -> None:
         """Its other ranks have begun, and some have yet to come: they may have died before they sent a Hello."""
         late = self.ranks.forget_late() if self._open is requests else ()
         if late:
@@ -376,7 +376,7 @@ class RankServer:
         connection.forget()
         self._on_death(f"{here.describe(rank.local_rank, connection.pid)} died: its process ended without shutdown()")
 
-    def _leave(self, rank: Rank, connection: RankConnection, here: Requests, message: protocol.Leave) -> None:
+    def _leave(self, rank: Rank, connection: RankConnection, here: RequestHandler, message: protocol.Leave) -> None:
         if self._on_return is not None and message.return_reason:
             del here.executor.ranks[rank.local_rank]
             here.forget(rank.local_rank)
@@ -401,7 +401,7 @@ class RankServer:
         """A rank ends without leaving in order. Where that does not fail the job, others may do the rest."""
         self.has_unfinished |= self._is_elastic
 
-    def _remove(self, rank: Rank, connection: RankConnection, here: Requests, event: RankEvent) -> None:
+    def _remove(self, rank: Rank, connection: RankConnection, here: RequestHandler, event: RankEvent) -> None:
         """The rank leaves the group, and is not expected to come again."""
         rank.happens(event)
         rank.left_s = self._loop.time()

@@ -24,7 +24,7 @@ from byteps_py.worker.core.tensor import RankSlot
 from byteps_py.worker.io.network import Network
 from byteps_py.worker.io.rank_connection import RankConnection
 from byteps_py.worker.ranks.rank_server import RankServer
-from byteps_py.worker.ranks.requests import Requests
+from byteps_py.worker.ranks.request_handler import RequestHandler
 
 #: A rank that left may have contributed to rounds still under way: others wait this long before they give up.
 DEPARTURE_GRACE_S = 1.0
@@ -40,7 +40,7 @@ class StallMonitor:
 
     def __init__(
         self,
-        requests: Requests,
+        requests: RequestHandler,
         agreement: Agreement,
         direct: PieceExchange,
         network: Network | None,

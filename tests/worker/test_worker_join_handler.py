@@ -30,7 +30,7 @@ from byteps_py.worker.core.events import (
 )
 from byteps_py.worker.core.round_pipeline import RoundPipeline
 from byteps_py.worker.core.tensor import Compute, RankSlot, Tensor
-from byteps_py.worker.ranks.joining import Joining
+from byteps_py.worker.ranks.join_handler import JoinHandler
 
 OLD, NEW = spec(4), spec(5)
 ERROR = UsageError("tensor 'w': …")
@@ -173,7 +173,7 @@ def test_a_machine_without_data_says_so_round_by_round() -> None:
 
 
 def test_slots_from_before_are_given_back_once_nothing_is_copied_there() -> None:
-    joining = object.__new__(Joining)
+    joining = object.__new__(JoinHandler)
     void = [slot(0), slot(1)]
     joining._void = list(void)
     void[1].copies = 1

@@ -29,10 +29,10 @@ from byteps_py.worker.io.executor import Executor
 from byteps_py.worker.io.rank_connection import DirectWait, RankConnection
 from byteps_py.worker.io.slot_memory import SlotMemory
 from byteps_py.worker.ranks.hosting import Hosting
-from byteps_py.worker.ranks.joining import Joining
+from byteps_py.worker.ranks.join_handler import JoinHandler
 
 
-class Requests:
+class RequestHandler:
     """``released``: barriers passed so far."""
 
     arriving_class: type[Arriving] = Arriving
@@ -46,7 +46,7 @@ class Requests:
         pipeline: RoundPipeline,
         direct: PieceExchange,
         executor: Executor,
-        joining: Joining,
+        joining: JoinHandler,
     ) -> None:
         self.topology = topology
         self.memory = memory
@@ -54,7 +54,7 @@ class Requests:
         self.joining = joining
         self.hosting = self.hosting_class(topology, memory, executor, pipeline)
         self.released = 0  # barriers passed
-        self._meetings = PeerIntroductions()
+        self._introductions = PeerIntroductions()
         self._arrived = 0
         self.barrier_since: float | None = None  # since then a local rank has waited at a barrier
         self._agreement = agreement
@@ -137,14 +137,14 @@ class Requests:
 
     def introduce(self, rank: RankConnection, message: protocol.AskIntroduction) -> None:
         """A rank wants to deal with others of this machine directly. Raises ProtocolError."""
-        if rank.door < 0:
+        if rank.inbox_fd < 0:
             raise ProtocolError(f"local rank {rank.local_rank} wants to meet others and gave no way to it")
         ranks = self.executor.ranks
-        for action in self._meetings.ask(rank.local_rank, message.key, message.members):
+        for action in self._introductions.ask(rank.local_rank, message.key, message.members):
             told = ranks[action.rank]
             with contextlib.suppress(PeerLostError):  # it is found out by its own connection
                 if isinstance(action, Introduce):
-                    told.send(protocol.PeerInbox(action.other), (ranks[action.other].door,))
+                    told.send(protocol.PeerInbox(action.other), (ranks[action.other].inbox_fd,))
                 else:
                     told.send(protocol.Introduced(action.key))
 
@@ -196,7 +196,7 @@ class Requests:
         return waiting, age_s
 
     def forget(self, local_rank: int) -> None:
-        self._meetings.forget(local_rank)
+        self._introductions.forget(local_rank)
         self.hosting.forget(local_rank)
         self.executor.run(self._agreement.handle(RankLeft(local_rank)))
         for _, member in self._direct.members(local_rank):

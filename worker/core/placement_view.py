@@ -36,7 +36,7 @@ NO_SERVER = -1
 MAX_PARTITIONS = 1 << 22
 
 
-class Placing:
+class PlacementView:
     """The servers and their weights are those of ``topology``. ``local_sum_bytes``: a partition of a tensor that stays
     on one machine has at most so many; ``chunk_bytes``: see TensorChunks. Raises ProtocolError for weights that can't
     be."""

@@ -17,7 +17,7 @@ from byteps_py.worker.core.pace import RankPace
 from byteps_py.worker.core.round_pipeline import RoundPipeline
 from byteps_py.worker.core.tensor import RankSlot, SlotState, TensorState
 from byteps_py.worker.core.topology import Topology
-from byteps_py.worker.ranks.requests import Requests
+from byteps_py.worker.ranks.request_handler import RequestHandler
 
 
 def kept() -> RankSlot:
@@ -50,7 +50,7 @@ def test_a_rank_does_not_wait_for_what_it_handed_over_before_it_heard_that_it_is
     agreement: Any = SimpleNamespace(handle=lambda event: [])
     machine = pb.Member(machine_index=0, machine_id="m0", local_size=1)
     topology = Topology(1, 0, (machine,), (), 4096, 1)
-    heard = Requests(topology, memory, agreement, pipeline, nothing, executor, nothing)
+    heard = RequestHandler(topology, memory, agreement, pipeline, nothing, executor, nothing)
     heard.ready(protocol.Ready(((void.id, 1, void.spec.nbytes),)))
     for step in range(1, 10):
         now_s = 10.0 * step

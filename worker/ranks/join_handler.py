@@ -29,7 +29,7 @@ from byteps_py.worker.io.executor import Executor
 from byteps_py.worker.io.rank_connection import RankConnection
 
 
-class Joining:
+class JoinHandler:
     """``_out``: those of the local ranks that have joined of which the scheduler has told all machines.
     ``everywhere``: global ranks of all machines that have joined, as it has told."""
 
