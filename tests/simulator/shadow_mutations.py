@@ -21,17 +21,17 @@ from byteps_py.server.shadow_state import (
 from byteps_py.tensors import Op
 from byteps_py.wire.data_link import Header, Kind, ShadowPartition
 from byteps_py.worker.core.hosted_steps import MakeStep, OwnedPart
-from byteps_py.worker.core.shadowing import (
+from byteps_py.worker.core.shadow_copies import (
     PartitionStepped,
     ReleaseMemory,
     SendStates,
     ServerReconnected,
-    Shadowing,
     ShadowingAction,
     StepDue,
     TellRecorded,
     TopologyChanged,
 )
+from byteps_py.worker.core.shadowing import Shadowing
 from byteps_py.worker.core.tensor import Part
 from byteps_py.worker.io.executor import Executor
 from byteps_py.worker.ranks.shadows import Shadows
@@ -206,9 +206,8 @@ class ReleaseWhatIsOnItsWay(Mutation):
     class shadowing(Shadowing[Any]):
         def _drop(self, copy: Any) -> list[ShadowingAction[Any]]:
             actions = super()._drop(copy)
-            queue = self._unacknowledged.get(copy.server, ())
-            void = [each for each in queue if each.is_void]
-            return [*actions, *(action for each in void for action in self._remove(queue, each))]  # type: ignore[arg-type]
+            void = [each for each in self._unacknowledged.get(copy.server, ()) if each.is_void]
+            return [*actions, *(action for each in void for action in self._remove(each))]
 
 
 class SendTheRecordAgainWithoutItsPieces(Mutation):

@@ -18,7 +18,8 @@ from byteps_py.shadow import Restorable, RestorableRecord, ServerDescription, la
 from byteps_py.shadow.restorable import _at, _MergedRun
 from byteps_py.tensors import Op
 from byteps_py.wire.data_link import Kind
-from byteps_py.worker.core.shadowing import CopyProgress, PartitionStepped, SendStep, ServerLacks, Shadowing
+from byteps_py.worker.core.shadow_copies import CopyProgress, PartitionStepped, SendStep, ServerLacks
+from byteps_py.worker.core.shadowing import Shadowing
 from byteps_py.worker.core.topology import Topology
 
 from .memory import Memory, Wide, combine, update, wide_values

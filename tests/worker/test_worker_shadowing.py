@@ -9,10 +9,9 @@ from byteps_py.kernels.optimizer_steps import StepSegment
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.tensors import DType, TensorSpec
 from byteps_py.worker.core.hosted_steps import OwnedPart, SumForOwner
-from byteps_py.worker.core.shadowing import (
+from byteps_py.worker.core.shadow_copies import (
     CatchUp,
     CopyProgress,
-    CopyServers,
     CopyStates,
     PartitionStepped,
     RecordPacked,
@@ -24,7 +23,6 @@ from byteps_py.worker.core.shadowing import (
     ServerHolds,
     ServerLacks,
     ServerReconnected,
-    Shadowing,
     StatesEnded,
     StatesWatched,
     StepBegun,
@@ -35,6 +33,7 @@ from byteps_py.worker.core.shadowing import (
     TellRecorded,
     TopologyChanged,
 )
+from byteps_py.worker.core.shadowing import CopyServers, Shadowing
 from byteps_py.worker.core.tensor import Tensor
 from byteps_py.worker.core.topology import Topology
 from byteps_py.worker.core.transitions import IllegalTransitionError

@@ -1,10 +1,7 @@
 """The copies of this machine's optimizer states that servers on other machines keep in step (*shadows*). Pure.
 
 A shadow makes the same steps with the same sums as the owner's service. It is told of each step, and needs the sum only
-if another server has added it. A partition's copy on a server is in one of these states:
-
-    EMPTY ─a step ends, and the credit allows─► COPYING ─the states are copied─► SEEDING ─held─► FOLLOWING
-      ▲ └──────────────── the server lacks something, or is no member any more ────┴───────────────┘
+if another server has added it. The life of one copy is in shadow_copies.py.
 
 What a server has not acknowledged is kept, with its memory, and is sent again in the same order on a new connection.
 
@@ -24,17 +21,46 @@ machine of the job is lost, there is still a copy of every partition on those th
 
 from __future__ import annotations
 
-import enum
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic
 
-from byteps_py.kernels.optimizer_steps import StepSegment
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.worker.core.hosted_steps import OwnedPart
+from byteps_py.worker.core.shadow_copies import (
+    COPYING,
+    EMPTY,
+    FOLLOWING,
+    SEEDING,
+    CatchUp,
+    CopyStates,
+    M,
+    PartitionStepped,
+    RecordPacked,
+    ReleaseMemory,
+    SendEnd,
+    SendRecord,
+    SendStates,
+    SendStep,
+    SentMessage,
+    ServerHolds,
+    ServerLacks,
+    ServerReconnected,
+    ShadowCopy,
+    ShadowedPiece,
+    ShadowingAction,
+    ShadowingEvent,
+    ShadowMemory,
+    StatesEnded,
+    StatesWatched,
+    StepBegun,
+    StepDue,
+    TellHeld,
+    TellRecorded,
+    TopologyChanged,
+)
 from byteps_py.worker.core.topology import Topology
-from byteps_py.worker.core.transitions import IllegalTransitionError
 
 #: Bytes of states that may be on their way to servers at once; one partition always may.
 CREDIT_BYTES = 64 << 20
@@ -42,295 +68,6 @@ CREDIT_BYTES = 64 << 20
 GPU_MACHINES_COPIES = 2
 #: States that a server has not taken are sent again after 2, 4, 8 … steps, at most after so many.
 MOST_STEPS_BETWEEN = 1024
-
-#: Memory of the shell: of copied states, or of a sum.
-M = TypeVar("M")
-
-
-class CopyProgress(enum.Enum):
-    """Where a copy of a partition's states stands."""
-
-    EMPTY = "the server has no states"
-    COPYING = "states are being copied"
-    SEEDING = "states are on their way"
-    FOLLOWING = "in step"
-
-    after: tuple[CopyProgress, ...]
-
-
-EMPTY, COPYING, SEEDING, FOLLOWING = CopyProgress
-_COPY_STATES: dict[CopyProgress, tuple[CopyProgress, ...]] = {
-    EMPTY: (COPYING,),
-    COPYING: (SEEDING, EMPTY),
-    SEEDING: (FOLLOWING, EMPTY),
-    FOLLOWING: (EMPTY,),
-}
-for _state, _after in _COPY_STATES.items():
-    _state.after = _after
-
-
-@dataclass(slots=True, eq=False)
-class ShadowMemory(Generic[M]):
-    """Memory of unacknowledged messages. ``users``: how many."""
-
-    memory: M
-    users: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class ShadowMessage(Generic[M]):
-    """What a server has not acknowledged. ``step``: it will name this one. ``is_awaited``: until then the step is not
-    held for rank ``rank``. ``is_void``: it is of no use any more, and not sent again; its memory stays until the server
-    has read it, because it is sent from where it lies."""
-
-    server: int
-    rank: int
-    step: int
-    is_awaited: bool
-    held: ShadowMemory[M] | None
-    is_void: bool = field(default=False, init=False)
-
-
-@dataclass(slots=True, eq=False)
-class SendStates(ShadowMessage[M]):
-    """The states of a partition after ``step``; the memory has them one after the other."""
-
-    copy: ShadowCopy[M]
-
-
-@dataclass(frozen=True, slots=True)
-class StepNumbers:
-    """What a rank says of a step. ``step``: its number; ``durable``: see above; ``is_whole``: all partitions of all
-    ranks have been FOLLOWING."""
-
-    step: int
-    durable: int
-    is_whole: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class StepMade:
-    """A step of a partition. ``round``: of the sum, which was divided by ``divisor``; ``segments``: of elements of the
-    partition."""
-
-    numbers: StepNumbers
-    round: int
-    divisor: int
-    segments: tuple[StepSegment, ...]
-
-
-@dataclass(slots=True, eq=False)
-class SendStep(ShadowMessage[M]):
-    """A step, and its sum if there is memory. ``before``: the step before it that the server has been told of."""
-
-    copy: ShadowCopy[M]
-    made: StepMade
-    before: int
-
-
-@dataclass(slots=True, eq=False)
-class SendRecord(ShadowMessage[M]):
-    """What a rank knows after a step. The memory has the packed record, and what is attached to it. ``is_paced``: the
-    rank waits with the next one until ``TellRecorded``."""
-
-    run: int
-    is_paced: bool = False
-
-
-@dataclass(slots=True)
-class SendEnd:
-    """The server is to forget a partition."""
-
-    server: int
-    part: OwnedPart
-
-
-@dataclass(slots=True)
-class ReleaseMemory(Generic[M]):
-    """No message needs it any more."""
-
-    memory: M
-
-
-@dataclass(slots=True)
-class CatchUp:
-    """A partition whose next sum had to wait, see ``Shadowing.is_behind``, is not behind any more."""
-
-    part: OwnedPart
-
-
-@dataclass(slots=True)
-class CopyStates:
-    """Copy the states of the partition of a StepDue right after its step."""
-
-
-@dataclass(slots=True)
-class TellHeld:
-    """Tell a rank that steps up to this one are held, and whether all of its partitions have been FOLLOWING.
-    ``refused``: the latest step whose record no server has taken; 0: there is none."""
-
-    rank: int
-    step: int
-    is_whole: bool
-    refused: int = 0
-
-
-@dataclass(slots=True)
-class TellRecorded:
-    """Tell a rank that a server has its record of this step, or that none takes it."""
-
-    rank: int
-    run: int
-    step: int
-
-
-_Message = SendStates[M] | SendStep[M] | SendRecord[M]
-ShadowingAction = (
-    SendStates[M] | SendStep[M] | SendRecord[M] | SendEnd | ReleaseMemory[M] | CatchUp | CopyStates | TellHeld
-    | TellRecorded
-)  # fmt: skip
-
-
-@dataclass(slots=True, eq=False)
-class ShadowCopy(Generic[M]):
-    """The states of a partition at one server. ``last``: the step that it was told of last; ``seed``: that of its
-    states; ``refusals``: how often the server has not taken them, which are not sent again before step
-    ``not_before``."""
-
-    part: ShadowedPiece[M]
-    server: int
-    state: CopyProgress = EMPTY
-    seed: int = 0
-    last: int = 0
-    refusals: int = 0
-    not_before: int = 0
-
-    def move_to(self, state: CopyProgress) -> None:
-        """Raises IllegalTransitionError."""
-        if state not in self.state.after:
-            raise IllegalTransitionError.of(f"the copy of {self.part} at server {self.server}", self.state, state)
-        self.state = state
-
-
-@dataclass(slots=True, eq=False)
-class ShadowedPiece(Generic[M]):
-    """A partition of gradients whose states are copied. ``copies``: while it moves, the old ones and the new ones.
-    ``due``: a step that its rank has begun and this partition has yet to make; 0: none. ``state_bytes``: of all.
-    ``sums``: messages with its sums that are unacknowledged."""
-
-    part: OwnedPart
-    run: int
-    state_bytes: int
-    copies: list[ShadowCopy[M]] = field(default_factory=list)
-    due: int = 0
-    sums: int = 0
-    has_followed: bool = False  # with all steps that it was told of
-
-    @property
-    def place(self) -> tuple[int, int]:
-        return self.part.tensor.key, self.part.index
-
-    def __str__(self) -> str:
-        return f"partition {self.part.index} of {self.part.tensor.name!r}"
-
-
-# ---- events ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class StatesWatched:
-    """A rank's partitions, and the bytes of their states, are to be copied. Those that have been before, in an earlier
-    generation of the tensor, go on. A new run takes the place of the one before."""
-
-    rank: int
-    run: int
-    parts: Iterable[tuple[OwnedPart, int]]
-
-
-@dataclass(slots=True)
-class StatesEnded:
-    """The states of these partitions are given up."""
-
-    parts: Iterable[OwnedPart]
-
-
-@dataclass(slots=True)
-class StepBegun:
-    """A rank steps with these partitions, each once its sum is there."""
-
-    rank: int
-    step: int
-    parts: Iterable[OwnedPart]
-
-
-@dataclass(slots=True)
-class StepDue:
-    """A partition is about to step. A CopyStates answers if its states are to be copied then."""
-
-    part: OwnedPart
-
-
-@dataclass(slots=True)
-class PartitionStepped(Generic[M]):
-    """A partition's step is made. ``states``: their copy, after a CopyStates; ``total``: the sum, if ``needs_sum`` said
-    so."""
-
-    part: OwnedPart
-    made: StepMade
-    states: M | None
-    total: M | None
-
-
-@dataclass(slots=True)
-class RecordPacked(Generic[M]):
-    """What a rank knows after a step, once it has begun the step of all of its partitions. ``is_paced``: see
-    SendRecord."""
-
-    rank: int
-    run: int
-    step: int
-    packed: M
-    is_paced: bool = False
-
-
-@dataclass(slots=True)
-class ServerHolds:
-    """A server holds the states of a partition after a step, or a step, or a record. ``place``: key and index of the
-    partition, or run and rank of the record."""
-
-    server: int
-    place: tuple[int, int]
-    step: int
-
-
-@dataclass(slots=True)
-class ServerLacks:
-    """A server can't go on with a partition: its states will be copied once more. Or it does not take a record: a later
-    one will do. ``place``: as in ServerHolds."""
-
-    server: int
-    place: tuple[int, int]
-    step: int
-
-
-@dataclass(slots=True)
-class ServerReconnected:
-    """There is a new connection to a server: what it has not acknowledged may be lost."""
-
-    server: int
-
-
-@dataclass(slots=True)
-class TopologyChanged:
-    """Other servers, or other servers of partitions, which know them by now."""
-
-    topology: Topology
-
-
-ShadowingEvent = (
-    StatesWatched | StatesEnded | StepBegun | StepDue | PartitionStepped[M] | RecordPacked[M] | ServerHolds
-    | ServerLacks | ServerReconnected | TopologyChanged
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,7 +80,7 @@ class CopyServers:
 
     @classmethod
     def of(cls, topology: Topology) -> CopyServers:
-        """Those for the states of this machine."""
+        """The servers for the states of this machine."""
         others = [server for server in topology.servers if server.machine_id != topology.me.machine_id]
         spare = sorted(server.member_id for server in others if server.kind != pb.MACHINE_KIND_GPU)
         others.sort(key=lambda server: (server.machine_index - topology.machine_index) % topology.machines)
@@ -351,7 +88,7 @@ class CopyServers:
 
     @property
     def survives(self) -> str:
-        """What the copies survive where they are, in words."""
+        """The loss that the copies survive where they are, in words."""
         if self.has_spare:
             return "the loss of all GPU machines"
         return "the loss of one GPU machine of an elastic job" if self.is_safe else "nothing"
@@ -362,7 +99,7 @@ class CopyServers:
         return self.has_spare or len(self.members) == GPU_MACHINES_COPIES
 
     def of_part(self, part: OwnedPart) -> Sequence[int]:
-        """Where the copies of a partition belong: among CPU machines, at the server that adds it, if that is one."""
+        """The servers of a partition's copies: among CPU machines, the one that adds it, if it is there."""
         if not self.has_spare:
             return self.members
         if part.server in self.members:
@@ -382,7 +119,7 @@ class Shadowing(Generic[M]):
         self._run = 0
         self._durable = 0  # step of the run
         self._pieces: dict[tuple[int, int], ShadowedPiece[M]] = {}
-        self._unacknowledged: dict[int, deque[_Message[M]]] = {}  # by server
+        self._unacknowledged: dict[int, deque[SentMessage[M]]] = {}  # by server
         self._seeding_bytes = 0
         self._awaited: dict[int, Counter[int]] = {}  # by rank: messages and due partitions of each step
         self._recorded: dict[int, deque[int]] = {}  # by rank: steps with a record that are not held
@@ -414,7 +151,7 @@ class Shadowing(Generic[M]):
             return None
         if not all(any(copy.state is FOLLOWING for copy in piece.copies) for piece in self._pieces.values()):
             return 0
-        return min((self._held.get(piece.part.owner, 0) for piece in self._pieces.values()), default=0)
+        return min(self._held.get(piece.part.owner, 0) for piece in self._pieces.values())
 
     def is_behind(self, part: OwnedPart) -> bool:
         """A server has not acknowledged an earlier sum of the partition. On a machine alone nothing else keeps its
@@ -432,8 +169,7 @@ class Shadowing(Generic[M]):
     def awaits_record(self, server: int, place: tuple[int, int], step: int) -> bool:
         """The record of this step and ``place``, its run and rank, was sent to a server that has not said that it holds
         it."""
-        sent = (each for each in self._unacknowledged.get(server, ()) if isinstance(each, SendRecord))
-        return any(each.step == step and _place_of(each) == place for each in sent)
+        return any(isinstance(each, SendRecord) for each in self._sent(server, place, step))
 
     def _piece(self, part: OwnedPart) -> ShadowedPiece[M] | None:
         return self._pieces.get((part.tensor.key, part.index))
@@ -552,13 +288,10 @@ class Shadowing(Generic[M]):
     # ---- servers -----------------------------------------------------------------------------------------------
 
     def _holds(self, event: ServerHolds) -> list[ShadowingAction[M]]:
-        server, place, step = event.server, event.place, event.step
-        queue = self._unacknowledged.get(server, deque())
-        found = next((each for each in queue if each.step == step and _place_of(each) == place), None)
+        found = next(self._sent(event.server, event.place, event.step), None)
         if found is None:
             return []  # it says again what it has said before
-        queue.remove(found)
-        actions = self._acknowledged(found)
+        actions = self._remove(found)
         if isinstance(found, SendStates) and not found.is_void and found.copy.state is SEEDING:
             self._give_back(found.copy)
             found.copy.move_to(FOLLOWING)
@@ -578,19 +311,16 @@ class Shadowing(Generic[M]):
                 self._awaited.setdefault(message.rank, Counter())[message.step] += 1
 
     @staticmethod
-    def _is_of(message: _Message[M], copy: ShadowCopy[M]) -> bool:
-        return not isinstance(message, SendRecord) and message.copy is copy
-
-    def _counts(self, message: _Message[M], copy: ShadowCopy[M]) -> bool:
-        return self._is_of(message, copy) and not message.is_void
+    def _counts(message: SentMessage[M], copy: ShadowCopy[M]) -> bool:
+        return not isinstance(message, SendRecord) and message.copy is copy and not message.is_void
 
     def _lacks(self, event: ServerLacks) -> list[ShadowingAction[M]]:
         server, place, step = event.server, event.place, event.step
-        for record in [each for each in self._unacknowledged.get(server, ()) if isinstance(each, SendRecord)]:
-            if _place_of(record) == place and record.step == step:
+        for record in self._sent(server, place, step):
+            if isinstance(record, SendRecord):
                 self._recorded[record.rank].remove(step)
                 self._refuse(record)
-                return self._remove(self._unacknowledged[server], record)
+                return self._remove(record)
         piece = self._pieces.get(place)
         copy = next((each for each in piece.copies if each.server == server), None) if piece is not None else None
         if copy is None or copy.state in (EMPTY, COPYING) or step < copy.seed:
@@ -607,17 +337,16 @@ class Shadowing(Generic[M]):
 
     def _read(self, server: int, place: tuple[int, int], step: int) -> list[ShadowingAction[M]]:
         """A server has read a message, of which it makes nothing."""
-        queue = self._unacknowledged.get(server, deque())
-        read = [each for each in queue if each.is_void and each.step == step and _place_of(each) == place]
-        return [action for each in read for action in self._remove(queue, each)]
+        read = [each for each in self._sent(server, place, step) if each.is_void]
+        return [action for each in read for action in self._remove(each)]
 
-    def _remove(self, queue: deque[_Message[M]], message: _Message[M]) -> list[ShadowingAction[M]]:
-        queue.remove(message)
+    def _remove(self, message: SentMessage[M]) -> list[ShadowingAction[M]]:
+        self._unacknowledged[message.server].remove(message)
         return self._acknowledged(message)
 
     def _again(self, event: ServerReconnected) -> list[ShadowingAction[M]]:
         queue = self._unacknowledged.get(event.server, deque())
-        released = [action for each in list(queue) if each.is_void for action in self._remove(queue, each)]
+        released = [action for each in list(queue) if each.is_void for action in self._remove(each)]
         return [*released, *queue]
 
     def _change(self, event: TopologyChanged) -> list[ShadowingAction[M]]:
@@ -677,7 +406,14 @@ class Shadowing(Generic[M]):
 
     # ---- inside ------------------------------------------------------------------------------------------------
 
-    def _send(self, message: _Message[M]) -> _Message[M]:
+    def _sent(self, server: int, place: tuple[int, int], step: int) -> Iterator[SentMessage[M]]:
+        """Unacknowledged messages about a step of a partition, or of a rank's record. ``place``: as in ServerHolds."""
+        for each in self._unacknowledged.get(server, ()):
+            its_place = (each.run, each.rank) if isinstance(each, SendRecord) else each.copy.part.place
+            if each.step == step and its_place == place:
+                yield each
+
+    def _send(self, message: SentMessage[M]) -> SentMessage[M]:
         self._unacknowledged.setdefault(message.server, deque()).append(message)
         return message
 
@@ -685,12 +421,11 @@ class Shadowing(Generic[M]):
         """The server's copy is void. One that is being copied stays so until the step is made."""
         actions: list[ShadowingAction[M]] = []
         queue = self._unacknowledged.get(copy.server, deque())
-        for message in [each for each in queue if self._is_of(each, copy)]:
+        for message in [each for each in queue if self._counts(each, copy)]:
             if message.held is None:
-                actions += self._remove(queue, message)
-            elif not message.is_void:
-                message.is_void, was_awaited = True, message.is_awaited
-                message.is_awaited = False
+                actions += self._remove(message)
+            else:
+                was_awaited, message.is_awaited, message.is_void = message.is_awaited, False, True
                 actions += self._settle(message.rank, message.step) if was_awaited else ()
         if copy.state in (SEEDING, COPYING):
             self._give_back(copy)
@@ -701,7 +436,7 @@ class Shadowing(Generic[M]):
     def _give_back(self, copy: ShadowCopy[M]) -> None:
         self._seeding_bytes -= copy.part.state_bytes
 
-    def _acknowledged(self, message: _Message[M]) -> list[ShadowingAction[M]]:
+    def _acknowledged(self, message: SentMessage[M]) -> list[ShadowingAction[M]]:
         """It is not waited for any more."""
         actions: list[ShadowingAction[M]] = []
         if message.held is not None:
@@ -740,7 +475,3 @@ class Shadowing(Generic[M]):
 
 def _is_same(one: OwnedPart, other: OwnedPart) -> bool:
     return (one.owner, one.first, one.count) == (other.owner, other.first, other.count)
-
-
-def _place_of(message: _Message[M]) -> tuple[int, int]:
-    return (message.run, message.rank) if isinstance(message, SendRecord) else message.copy.part.place

@@ -31,7 +31,7 @@ from byteps_py.wire.data_link import MAX_ATTACHED_BYTES, MAX_PIECES_BYTES, Heade
 from byteps_py.worker.core.events import StepArmed, StepSkipped, SumsAwaited
 from byteps_py.worker.core.hosted_steps import MakeStep, OwnedPart
 from byteps_py.worker.core.round_pipeline import RoundPipeline
-from byteps_py.worker.core.shadowing import StepNumbers
+from byteps_py.worker.core.shadow_copies import StepNumbers
 from byteps_py.worker.core.tensor import RankSlot
 from byteps_py.worker.core.topology import Topology
 from byteps_py.worker.io.executor import Executor

@@ -28,7 +28,7 @@ from byteps_py.tensors import DType
 from byteps_py.wire import rank_link as protocol
 from byteps_py.wire.data_link import Header, Kind, SegmentNumbers, ShadowPartition, ShadowRecord, ShadowStep
 from byteps_py.worker.core.hosted_steps import MakeStep, OwnedPart
-from byteps_py.worker.core.shadowing import (
+from byteps_py.worker.core.shadow_copies import (
     CatchUp,
     PartitionStepped,
     RecordPacked,
@@ -40,7 +40,6 @@ from byteps_py.worker.core.shadowing import (
     ServerHolds,
     ServerLacks,
     ServerReconnected,
-    Shadowing,
     ShadowingAction,
     ShadowingEvent,
     StatesEnded,
@@ -53,6 +52,7 @@ from byteps_py.worker.core.shadowing import (
     TellRecorded,
     TopologyChanged,
 )
+from byteps_py.worker.core.shadowing import Shadowing
 from byteps_py.worker.core.topology import Topology
 from byteps_py.worker.io.executor import Executor
 from byteps_py.worker.io.slot_memory import SlotMemory
@@ -71,7 +71,7 @@ Held = Block | zmq.Frame | PackedRecord
 
 
 class Shadows:
-    """Of the ranks of one group."""
+    """The shadows of the ranks of one group."""
 
     shadowing_class: type[Shadowing[Held]] = Shadowing
     paced_bytes = protocol.PACED_BYTES
@@ -154,7 +154,7 @@ class Shadows:
         self._handle(PartitionStepped(part, made, states, total))
 
     def record(self, rank: int, record: ShadowRecord, attached: bytearray) -> None:
-        """What a rank knows after a step, and what it attaches. ``attached`` is this object's from now on."""
+        """Take a rank's record of a step, and its attachment. ``attached`` is this object's from now on."""
         packed = PackedRecord(record.pack(), attached)
         is_paced = len(attached) >= self.paced_bytes
         self._handle(RecordPacked(rank, record.run, record.step, packed, is_paced))
