@@ -136,6 +136,16 @@ class ShadowKeeper:
         self._pieces: weakref.WeakKeyDictionary[Peer, dict[tuple[int, ...], dict[int, bytes]]]
         self._pieces = weakref.WeakKeyDictionary()
         self._has_warned = False
+        self._action_handlers: Mapping[type, Callable[[Any], None]] = {
+            AllocateStates: self._allocate,
+            FillStates: self._fill,
+            ApplyStep: self._apply,
+            ShadowReply: _reply,
+            RefuseShadow: _refuse,
+            DeliverStates: self._deliver,
+            RefuseRead: lambda action: action.read.refuse(action.text, action.is_unknown),
+            ReplacedRun: _log_replaced,
+        }
 
     def start(self) -> None:
         """Go on with what was kept before."""
@@ -154,7 +164,7 @@ class ShadowKeeper:
             raise
 
     def _said(self, header: Header, origin: Peer, payload: FrameMemory) -> Any:
-        """What a message says, or its bytes. None if more of it has to come."""
+        """The contents of a message, or its bytes. None if more of it has to come."""
         packed = _PACKED.get(header.kind)
         if packed is None:
             return payload
@@ -213,34 +223,18 @@ class ShadowKeeper:
 
     def _handle(self, event: ShadowEvent) -> None:
         for action in self.store.handle(event, self._loop.time()):
-            match action:
-                case AllocateStates(copy, spare):
-                    self._allocate(copy, spare)
-                case FillStates(copy, state, offset, data):
-                    self._runtime.move(copy.memory.address_of(state) + offset, data.address, data.nbytes)
-                case ApplyStep():
-                    self._waiting.append(action)
-                    self._apply_next()
-                case ShadowReply(origin, header, text) if isinstance(origin, Peer):
-                    if text:
-                        logger.debug("shadow: %s", text)
-                    origin.tell(header, text.encode())
-                case RefuseShadow(origin, header, text) if isinstance(origin, Peer):
-                    logger.warning("refused a message of machine %d: %s", origin.machine, text)
-                    origin.refuse(header, f"{ProtocolError.__name__}\n{text}")
-                case DeliverStates(read, copy) if isinstance(read, StatesRequest):
-                    self._deliver(read, copy)
-                case RefuseRead(read, text, is_unknown) if isinstance(read, StatesRequest):
-                    read.refuse(text, is_unknown)
-                case ReplacedRun(run, by):
-                    logger.info(
-                        "the states of run %#018x (%s here, as of step %d) are dropped: run %#018x is "
-                        "whole",
-                        run.number, count_text(len(run.parts), "partition"), run.durable, by.number,
-                    )  # fmt: skip
+            self._action_handlers[type(action)](action)
 
-    def _allocate(self, copy: StatesCopy, spare: StatesMemory | None) -> None:
-        facts = copy.facts
+    def _fill(self, action: FillStates) -> None:
+        target = action.copy.memory.address_of(action.state) + action.offset
+        self._runtime.move(target, action.data.address, action.data.nbytes)
+
+    def _apply(self, action: ApplyStep) -> None:
+        self._waiting.append(action)
+        self._apply_next()
+
+    def _allocate(self, action: AllocateStates) -> None:
+        copy, spare, facts = action.copy, action.spare, action.copy.facts
         needed = StatesMemory.needed_bytes(facts)
         if spare is not None and len(spare.buffer) == needed:
             copy.memory = StatesMemory(facts, spare.buffer)
@@ -294,8 +288,9 @@ class ShadowKeeper:
         self._handle(StepApplied(copy, outcome[0]))
         self._apply_next()
 
-    def _deliver(self, read: StatesRequest, copy: StatesCopy) -> None:
-        facts = copy.facts
+    def _deliver(self, action: DeliverStates) -> None:
+        read: StatesRequest = action.read  # type: ignore[assignment]  # only these are asked for
+        copy, facts = action.copy, action.copy.facts
         if not (read.state < facts.kind.states and read.start <= read.stop <= facts.count):
             text = f"{facts} has {facts.kind.states} states of {facts.count} elements"
             read.refuse(f"elements {read.start} to {read.stop} of state {read.state}: {text}", False)
@@ -318,6 +313,25 @@ class ShadowKeeper:
         self._waiting.clear()
         if self.store.applied_steps:
             logger.debug("%d steps of shadowed states were applied here", self.store.applied_steps)
+
+
+def _reply(action: ShadowReply) -> None:
+    origin: Peer = action.origin  # type: ignore[assignment]  # the core passes it through
+    if action.text:
+        logger.debug("shadow: %s", action.text)
+    origin.tell(action.header, action.text.encode())
+
+
+def _refuse(action: RefuseShadow) -> None:
+    origin: Peer = action.origin  # type: ignore[assignment]  # the core passes it through
+    logger.warning("refused a message of machine %d: %s", origin.machine, action.text)
+    origin.refuse(action.header, f"{ProtocolError.__name__}\n{action.text}")
+
+
+def _log_replaced(action: ReplacedRun) -> None:
+    run, count = action.run, count_text(len(action.run.parts), "partition")
+    text = "the states of run %#018x (%s here, as of step %d) are dropped: run %#018x is whole"
+    logger.info(text, run.number, count, run.durable, action.by.number)
 
 
 def new_store(settings: Settings, runtime: Runtime) -> ShadowStore:
