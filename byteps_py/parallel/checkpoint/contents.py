@@ -205,21 +205,16 @@ class OptimizerStates:
     def named(self) -> States:
         """The states of all parameters that have some on this rank. Collective for a hosted optimizer, whose states are
         whole."""
-        if isinstance(self._whole, HostedOptimizerMixin):
-            packed = self._whole.state_dict()["state"]
-            return {
-                name: dict(packed[place])
-                for place, parameter in enumerate(self._parameters(self._whole))
-                if packed.get(place)
-                for name in self._names[id(parameter)]
-            }
-        for key in self._own.state:
+        own: Mapping[Any, Any] = self._own.state
+        if is_hosted := isinstance(self._whole, HostedOptimizerMixin):
+            own = self._whole.state_dict()["state"]
+        for key in () if is_hosted else own:
             if not isinstance(key, torch.Tensor):
                 raise UsageError(f"the optimizer has a state {key!r} that belongs to no parameter, and would be lost")
         return {
-            name: dict(self._own.state[parameter])
-            for parameter in self._parameters(self._own)
-            if self._own.state.get(parameter)
+            name: dict(state)
+            for place, parameter in enumerate(self._parameters(self._own))
+            if (state := own.get(place if is_hosted else parameter))
             for name in self._names[id(parameter)]
         }
 

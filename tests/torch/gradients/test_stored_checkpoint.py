@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from byteps_py.checkpoint.writer import write_state
-from byteps_py.errors import CheckpointError
-from byteps_py.torch.gradients.hosted.restore import _StoredCheckpoint
+from byteps_py.errors import CheckpointError, UsageError
+from byteps_py.torch.gradients.hosted.restore import _check_shapes, _StoredCheckpoint
 
 FILES = (".metadata", "*.distcp", "manifest-*.json")
 GO_ON = r"Nothing was loaded\. .*Step 1 there is intact: move step-3 away"
@@ -109,3 +111,28 @@ def test_a_folder_with_what_does_not_belong_together(tmp_path: Path, damage: Cal
     damage(tmp_path)
     with pytest.raises(CheckpointError, match=r"Step 1 there is intact"):
         _StoredCheckpoint(tmp_path, 3)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_tensor_without_all_of_its_chunks_is_refused(tmp_path: Path) -> None:
+    """torch would leave the rest of it as the memory was."""
+    write_without_manifest(tmp_path, 3)
+    path = tmp_path / "step-3" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    entry = metadata.state_dict_metadata["model.w"]
+    entry.chunks = [ChunkStorageMetadata(torch.Size((0,)), torch.Size((2,)))]
+    path.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"the entry 'model.w': the files have 2 of its 3 elements\. Nothing"):
+        _StoredCheckpoint(tmp_path, 3)
+
+
+@pytest.mark.parametrize(("size", "text"), [(4, "has it in shape"), (None, "does not have it")])
+def test_tensors_of_another_model_are_refused_before_they_are_read(tmp_path: Path, size: int | None, text: str) -> None:
+    write(tmp_path, 3)
+    model = torch.nn.Module()
+    if size is not None:
+        model.register_parameter("w", torch.nn.Parameter(torch.zeros(size)))
+    with pytest.raises(UsageError, match=rf"it has 'w' of shape \[3\], and the model here {text}"):
+        _check_shapes(_StoredCheckpoint(tmp_path, 3), model, ("model.", "buffers.0."))
+    model.register_parameter("w", torch.nn.Parameter(torch.zeros(3)))
+    _check_shapes(_StoredCheckpoint(tmp_path, 3), model, ("model.", "buffers.0."))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -225,7 +225,7 @@ def _load_newest(
 
 
 def _raise_together(failure: BytePSError | None, name: str) -> None:
-    """All ranks call it: if one of them has failed, all raise. ``name``: of what they exchange."""
+    """All ranks call it: if one of them has failed, all raise. ``name``: the exchange's."""
     told = None if failure is None else (type(failure), str(failure))
     for rank, found in enumerate(allgather_object(told, name=name)):
         if found is not None:
@@ -233,7 +233,7 @@ def _raise_together(failure: BytePSError | None, name: str) -> None:
 
 
 class _StepFiles(CheckpointFiles):
-    """Of a step in ``folder``. ``names_older``: errors name the newest older step that is intact."""
+    """The files of a step in ``folder``. ``names_older``: errors name the newest older step that is intact."""
 
     def __init__(self, folder: Path, step: int, names_older: bool = True) -> None:
         super().__init__(checkpoint_path(folder, step))
@@ -296,7 +296,7 @@ class _StoredCheckpoint:
                 raise self._files.damaged(f"the entry {name!r}", fault)
 
     def shape(self, name: str) -> torch.Size | None:
-        """Of a tensor; None if there is no such tensor."""
+        """The shape of a tensor; None if there is no such tensor."""
         entry = self._entries.get(name)
         return entry.size if isinstance(entry, TensorStorageMetadata) else None
 
@@ -339,13 +339,7 @@ def _read(checkpoint: _StoredCheckpoint, model: torch.nn.Module, stepper: Hosted
     params, own_groups = stepper.wrapped.params, stepper.wrapped.groups
     places = {param: place for place, param in enumerate(params)}
     names = {param: name for name, param in model.named_parameters() if param in places}
-    for param, name in names.items():
-        shape = checkpoint.shape(_MODEL + name)
-        if shape is not None and shape != param.shape:
-            raise UsageError(
-                f"restore(): {checkpoint.path} is of another model: parameter {name!r} has shape {list(shape)} there, "
-                f"and {list(param.shape)} here"
-            )
+    _check_shapes(checkpoint, model, (_MODEL, buffers_prefix := f"buffers.{rank}."))
     groups = _groups(checkpoint.values(_GROUPS))
     if len(groups) != len(own_groups):
         raise UsageError(
@@ -358,9 +352,7 @@ def _read(checkpoint: _StoredCheckpoint, model: torch.nn.Module, stepper: Hosted
             f"restore(): {checkpoint.path} is of another model: the optimizer here does not have its parameter "
             f"{min(strangers)!r}"
         )
-    weights = checkpoint.values(_MODEL)
-    buffers = checkpoint.values(f"buffers.{rank}.")
-    _check_values(checkpoint, model, {**weights, **buffers})
+    weights, buffers = checkpoint.values(_MODEL), checkpoint.values(buffers_prefix)
     state = {}
     for param, name in names.items():
         if entries := checkpoint.values(f"{_STATE}{name}."):
@@ -377,17 +369,18 @@ def _read(checkpoint: _StoredCheckpoint, model: torch.nn.Module, stepper: Hosted
     return _Loaded(weights, buffers, {"state": state, "param_groups": numbers}, extra)
 
 
-def _check_values(checkpoint: _StoredCheckpoint, model: torch.nn.Module, found: Mapping[str, Any]) -> None:
+def _check_shapes(checkpoint: _StoredCheckpoint, model: torch.nn.Module, prefixes: Sequence[str]) -> None:
     """Raises UsageError for a tensor that the model does not have, or has in another shape."""
     own = model.state_dict(keep_vars=True)
-    for name, value in found.items():
-        there = own.get(name)
-        if not isinstance(there, torch.Tensor) or there.shape != value.shape:
-            has = f"has it in shape {list(there.shape)}" if isinstance(there, torch.Tensor) else "does not have it"
-            raise UsageError(
-                f"restore(): {checkpoint.path} is of another model: it has {name!r} of shape {list(value.shape)}, and "
-                f"the model here {has}"
-            )
+    for prefix in prefixes:
+        for name in sorted(checkpoint.names(prefix)):
+            shape, there = checkpoint.shape(prefix + name), own.get(name)
+            if not isinstance(there, torch.Tensor) or there.shape != shape:
+                has = f"has it in shape {list(there.shape)}" if isinstance(there, torch.Tensor) else "does not have it"
+                raise UsageError(
+                    f"restore(): {checkpoint.path} is of another model: it has {name!r} of shape {list(shape or ())}, "
+                    f"and the model here {has}"
+                )
 
 
 def _check_entries(
