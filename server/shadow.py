@@ -92,9 +92,9 @@ class ShadowStore:
     reader holds steps back.
 
     Attributes:
-        applied_steps: how many.
-        waiting_bytes: of sums.
-        record_bytes: of records, with what is attached and has yet to come.
+        applied_steps: the number of steps that were applied.
+        waiting_bytes: the bytes of sums that wait to be applied.
+        record_bytes: the bytes of records, including attachments that have yet to come.
     """
 
     def __init__(self, partition_bytes: int, most_waiting_bytes: float = math.inf) -> None:

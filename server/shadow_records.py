@@ -73,7 +73,7 @@ class AttachedPieces:
 
 @dataclass(slots=True, eq=False)
 class StepRecord:
-    """What rank ``rank`` knows after ``step``. ``said``: None if only pieces have come. ``origin``, ``header``: to
+    """The record of rank ``rank`` after ``step``. ``said``: None if only pieces have come. ``origin``, ``header``: to
     answer."""
 
     rank: int
@@ -97,7 +97,7 @@ class StepRecord:
 
 @dataclass(slots=True, eq=False)
 class RunRecords:
-    """Of one run, by rank and step."""
+    """The records of one run, by rank and step."""
 
     _of_rank: dict[int, dict[int, StepRecord]] = field(default_factory=dict)
 
@@ -112,7 +112,7 @@ class RunRecords:
 
     @property
     def nbytes(self) -> int:
-        """Of all of them."""
+        """The bytes of all records."""
         return sum(record.nbytes for record in self)
 
     def find(self, rank: int, step: int) -> StepRecord | None:
@@ -133,7 +133,7 @@ class RunRecords:
         return max((step for step, record in found if step <= until and record.is_held), default=0)
 
     def outdated(self, durable: int) -> list[StepRecord]:
-        """Those that nobody needs once a step is durable: before the newest one of the rank up to that step."""
+        """The records that nobody needs once a step is durable: before the newest one of the rank up to that step."""
         newest = {rank: self.newest_held(rank, durable) for rank in self._of_rank}
         return [record for record in self if record.step < newest[record.rank]]
 

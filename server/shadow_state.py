@@ -1,4 +1,4 @@
-"""What a summation server knows of the states that it keeps in step: what happens to them, and what is to be done.
+"""The states that a summation server keeps in step: facts about them, events, and actions.
 
 Pure data. The rules are in shadow.py.
 """
@@ -56,13 +56,13 @@ class PartFacts:
     """A partition of gradients whose states are kept. Sizes are bytes.
 
     Attributes:
-        run: of an optimizer, see ShadowPartition.
-        name: of the tensor.
-        key: of the tensor.
-        index: of the partition.
+        run: the optimizer's, see ShadowPartition.
+        name: the tensor's.
+        key: the tensor's.
+        index: the partition's.
         first: its first element in the tensor.
         count: its elements.
-        kind: of its steps.
+        kind: the kind of its steps.
     """
 
     run: int
@@ -78,17 +78,17 @@ class PartFacts:
 
     @property
     def state_nbytes(self) -> int:
-        """Of one state."""
+        """The bytes of one state."""
         return self.count * self.kind.state_itemsize
 
     @property
     def nbytes(self) -> int:
-        """Of all states."""
+        """The bytes of all states."""
         return self.kind.states * self.state_nbytes
 
     @property
     def sum_nbytes(self) -> int:
-        """Of a sum of gradients."""
+        """The bytes of a sum of gradients."""
         return self.count * self.kind.gradient.itemsize
 
 
@@ -112,13 +112,13 @@ class StatesCopy:
 
     Attributes:
         facts: the partition.
-        generation: of the tensor when the copy was begun.
+        generation: the tensor's when the copy was begun.
         seeded: the step of the states that were sent.
         base: the step of the states as they are; while it is STEPPING, as they will be.
-        origin: of the BEGIN, to answer; ``header``: its header.
+        origin: the sender of the BEGIN, to answer; ``header``: its header.
         memory: given by the shell; all states, one after another.
-        filled: of each state, how many bytes have come.
-        steps: those not applied yet, in order; not the one that is being applied.
+        filled: for each state, the number of bytes that have come.
+        steps: the steps that are not applied yet, in order; without the one that is being applied.
         wanted: the last step that a reader waits for.
         reads: the readers that wait.
     """
@@ -174,7 +174,7 @@ class ShadowedPart:
         latest: the copy that was begun last; None if there is none.
         kept: a complete copy from before, which stays until the run is durable with the latest one.
         sums: the two that came last, by generation and round.
-        job: when it was begun, see JobReplaced.
+        job: the job in which it was begun, see JobReplaced.
     """
 
     facts: PartFacts
@@ -185,7 +185,7 @@ class ShadowedPart:
 
     @property
     def copies(self) -> list[StatesCopy]:
-        """Of which states can be read."""
+        """The copies whose states can be read."""
         return [copy for copy in (self.kept, self.latest) if copy is not None and copy.state.is_whole]
 
 
@@ -222,7 +222,7 @@ class StatesRead:
 
 @dataclass(frozen=True, slots=True)
 class OwnerMessage:
-    """A SHADOW_… message. ``said``: what it says; or bytes of states, of a sum, or of what is attached to a record.
+    """A SHADOW_… message. ``said``: its contents; or bytes of states, of a sum, or of a record's attachment.
     Nobody may change these from now on."""
 
     header: Header

@@ -1,4 +1,4 @@
-"""Where the sums of a hosted optimizer go: to the services of their owners, which keep the states.
+"""Sums of a hosted optimizer go to the services of their owners, which keep the states.
 
 Owns which sums a step is due with (Bucket.due), and which optimizer has a parameter. Must not know states, for hooks of
 parameters hold buckets, and a model may outlive its optimizer. The training thread calls.
@@ -111,8 +111,8 @@ class ToOwner(Delivery):
         bucket.due = (True,)
 
     def taking_part(self, bucket: Bucket) -> tuple[bool, ...]:
-        """Which parameters take part in the step of the round, which was handed over. Where no other rank adds to the
-        sum, a parameter without a gradient stays as it is; of several ranks, others may have one."""
+        """The parameters that take part in the step of the round, which was handed over. Where no other rank adds to
+        the sum, a parameter without a gradient stays as it is; of several ranks, others may have one."""
         if self._context.session.size > 1 or self._context.settings.force_distributed:
             return tuple(bucket.participates)
         return tuple(map(operator.and_, bucket.participates, bucket.gives))

@@ -52,7 +52,7 @@ def check_hosted(
 
 @dataclass(frozen=True, slots=True)
 class HostedOptions:
-    """When the services make the steps of a hosted optimizer, and whether others make them, too. See
+    """The time at which services make the steps of a hosted optimizer, and if other machines make them, too. See
     DistributedOptimizer."""
 
     delayed_update_after: int | None = None
@@ -131,9 +131,9 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
 
     @property
     def shadow_extra(self) -> Any:
-        """With ``shadow=True``: what travels with each step from now on, and comes back with ``bps.restore``: random
-        states, the position of the data loader, a scheduler's state. Any object that can be pickled, small, each rank's
-        own; step() pickles it as it is then. None for nothing.
+        """With ``shadow=True``: the object that travels with each step from now on, and comes back with
+        ``bps.restore``: random states, the position of the data loader, a scheduler's state. Any object that can be
+        pickled, small, each rank's own; step() pickles it as it is then. None for nothing.
 
         Raises UsageError without ``shadow=True``, and for what can't be pickled or is too large.
         """

@@ -55,15 +55,15 @@ def check_machines(context: Context) -> None:
 
 
 class ShadowedSteps:
-    """Counts the steps of an optimizer. ``name``: of what ranks exchange.
+    """Counts the steps of an optimizer. ``name``: begins the names of the tensors that ranks exchange.
 
     Attributes:
         run: see ShadowPartition; 0 before ``start``.
         step: number of the latest step.
-        calls: of step() so far, also of those that made no step, because gradients were not finite.
-        extra: what the user attaches to the next steps.
-        model: where parameters have their names; None: unknown.
-        buffers: of the model, attached as well; None: there are none.
+        calls: the number of calls of step() so far, also of those that made no step, because gradients were not finite.
+        extra: the object that the user attaches to the next steps.
+        model: the module that gives parameters their names; None: unknown.
+        buffers: the model's buffers, attached as well; None: there are none.
         open_reader: reads what servers hold.
     """
 
@@ -114,9 +114,9 @@ class ShadowedSteps:
 
     @property
     def own_record(self) -> tuple[int, int, int]:
-        """What ``agree`` takes of this rank: the latest step whose states and record of it are held by other machines,
-        negative; whether these have held all of its states, negative; the latest step whose record of it no machine has
-        taken. The largest of all ranks' numbers is what all have."""
+        """The numbers that ``agree`` takes: this rank's latest step whose states and record of it are held by other
+        machines, negative; whether these have held all of its states, negative; the latest step whose record of it no
+        machine has taken. The largest of all ranks' numbers is what all have."""
         if self._session is None:
             return 0, 0, 0
         held, is_whole = self._session.state_host.held
@@ -221,8 +221,8 @@ class ShadowedTensor:
 
 
 class CommonRecord:
-    """What all ranks have alike after a step of one optimizer, as JSON for rank 0's record (see shadow/record.py). Most
-    of it is the same in every step, and is made once."""
+    """The facts that are the same on all ranks after a step of one optimizer, as JSON for rank 0's record (see
+    shadow/record.py). Most of it is the same in every step, and is made once."""
 
     def __init__(self) -> None:
         self._known: tuple[object, ...] = ()
@@ -235,8 +235,8 @@ class CommonRecord:
         model: torch.nn.Module | None,
         calls: int = 0,
     ) -> bytes:
-        """``calls``: of step(). ``model``: where parameters that share their memory have several names; None: they have
-        one."""
+        """``calls``: the number of calls of step(). ``model``: gives parameters that share memory several names; None:
+        they have one."""
         known = (model, [tensor.params for tensor in tensors], [len(group["params"]) for group in groups])
         if not self._known or not _is_same(known, self._known):
             self._known, self._layout = known, json.dumps(_layout(tensors, groups, model))[1:]
@@ -324,7 +324,7 @@ class ModelBuffers:
         return {name: value.nbytes for name, value in self._persistent().items() if name not in self._unchanged}
 
     def stored(self) -> tuple[dict[str, StoredBuffer], dict[str, str]]:
-        """Those that travel, and the checksums of those that do not."""
+        """The buffers that travel, and the checksums of the others."""
         found = self._persistent()
         for name, (first, _) in list(self._unchanged.items()):
             if name not in found or not _is_equal(found[name], first):

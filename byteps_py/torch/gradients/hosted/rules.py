@@ -1,4 +1,4 @@
-"""Which steps of torch's optimizers a service makes, with which numbers, and the names of their states. Pure; any
+"""The steps of torch's optimizers that a service makes, their numbers, and the names of their states. Pure; any
 thread."""
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def check_numbers(numbers: Sequence[Hyperparameters]) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GroupNumbers:
-    """Of each param_group, what a step is made with."""
+    """The numbers and the rule of a step, of each param_group."""
 
     numbers: list[Hyperparameters]
     rules: list[UpdateRule]

@@ -11,6 +11,7 @@ Owns the states and the parameters' slots. Must not know steps or hooks. The tra
 from __future__ import annotations
 
 import copy
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,16 +36,14 @@ from byteps_py.torch.gradients.sparse_bucket import SparseBucket
 from byteps_py.torch.gradients.whole_state import StatePiece, WholeState, WholeTensor
 from byteps_py.torch.operations.gathers import gathered
 
-#: States of one parameter, as in a state_dict.
-ParameterState = dict[str, Any]
 #: Given states of some parameters.
 Loaded = Mapping[torch.nn.Parameter, Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """Elements of a parameter that a rank owns. ``position``: of the parameter; ``inside``: elements of it; ``place``:
-    elements of the rank's states."""
+    """Elements of a parameter that a rank owns. ``position``: the parameter's; ``inside``: the elements in the
+    parameter; ``place``: the same elements in the rank's states."""
 
     position: int
     inside: slice
@@ -61,8 +60,8 @@ def elements_of(state: torch.Tensor | WholeTensor, elements: slice) -> torch.Ten
 
 
 class OwnedStates:
-    """Of the elements that this rank owns. ``params``: the bucket's, in order. ``initial_sum``: Adagrad's first
-    state."""
+    """The states of the elements that this rank owns, of one bucket. ``params``: the bucket's, in order.
+    ``initial_sum``: Adagrad's first state."""
 
     def __init__(
         self,
@@ -117,7 +116,7 @@ class OwnedStates:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the states in a state_dict, the master first."""
+        """The names of the states in a state_dict, the master first."""
         return (MASTER, *moment_names(self.kind.rule))
 
     def piece(self, number: int) -> torch.Tensor:
@@ -128,26 +127,21 @@ class OwnedStates:
 
     def whole(self, names: Sequence[str], gathered: Mapping[str, torch.Tensor]) -> list[WholeState]:
         """The state of each parameter, from the pieces of all ranks, rank by rank. ``names``: of the parameters."""
-        found: list[dict[str, list[StatePiece]]] = [{kind: [] for kind in gathered} for _ in self._params]
+        parts = sorted(self._owners, key=lambda owned: (owned[2], owned[0]))
+        ends = list(itertools.accumulate(count for _, count, _ in parts))
+        found: list[WholeState] = []
         start = 0
-        for rank, overlaps in enumerate(self.overlaps_of_all):
-            for each in overlaps:
-                place = slice(start + each.place.start, start + each.place.stop)
-                for kind, values in gathered.items():
-                    found[each.position][kind].append(StatePiece.of(each.inside.start, values[place]))
-            start += owned_by(rank, self._owners)
-        return [
-            WholeState(
-                self.kind.rule,
-                steps,
-                param.dtype,
-                {
-                    kind: WholeTensor(f"{kind} of {name!r}", param.shape, gathered[kind].dtype, pieces)
-                    for kind, pieces in of_param.items()
-                },
-            )
-            for name, param, steps, of_param in zip(names, self._params, self.steps, found, strict=True)
-        ]
+        for name, param, steps in zip(names, self._params, self.steps, strict=True):
+            tensors = {}
+            for kind, values in gathered.items():
+                pieces = [
+                    StatePiece.of(first - start, values[end - count : end])
+                    for (first, count, _), end in zip(parts, ends, strict=True)
+                ]
+                tensors[kind] = WholeTensor(f"{kind} of {name!r}", param.shape, values.dtype, pieces)
+            found.append(WholeState(self.kind.rule, steps, param.dtype, tensors))
+            start += param.numel()
+        return found
 
     def load(self, position: int, state: Mapping[str, Any]) -> None:
         """Take over the states of the parameter at ``position``, which ``check_state`` has found right."""
@@ -167,8 +161,8 @@ class OwnedStates:
 
 
 class HostedStates(OwnedStates):
-    """In the service, which makes the steps. ``source``: the slot of the gradients. ``run``: of the copies on other
-    machines, 0 for none. Made by all ranks.
+    """States in the service, which makes the steps. ``source``: the slot of the gradients. ``run``: the number of the
+    run that has copies on other machines; 0: it has none. All ranks make them.
 
     ``shadowed``: the step that is about to begin, for the copies; ``last_step``: the number of the latest one.
     """
@@ -217,11 +211,12 @@ class HostedStates(OwnedStates):
 
     @property
     def device(self) -> torch.device:
-        """Of the parameters."""
+        """The device of the parameters."""
         return self._params[0].device
 
     def square_sum(self, participates: Sequence[bool]) -> float:
-        """Of the averages that this rank owns, of the parameters that take part. Waits for them."""
+        """The sum of the squares of the averages that this rank owns, of the parameters that take part. Waits for
+        them."""
         if not self.count:
             return 0.0
         taken = [overlap.place for overlap in self.overlaps if participates[overlap.position]]
@@ -275,7 +270,7 @@ class HostedStates(OwnedStates):
 
 
 class RowStates(OwnedStates):
-    """On this rank, which steps the rows of its piece itself (see SummedRows). ``spec``: of a parameter."""
+    """States on this rank, which steps the rows of its piece itself (see SummedRows). ``spec``: a parameter's."""
 
     def __init__(
         self,
@@ -336,8 +331,8 @@ States = TypeVar("States", bound=OwnedStates)
 
 
 class BucketStates:
-    """``groups``: the optimizer's. ``buckets``: of its reducer. ``shadow``: the steps that other machines make as well;
-    None: they make none."""
+    """The states of all buckets of one optimizer. ``groups``: its param_groups. ``buckets``: its reducer's. ``shadow``:
+    the steps that other machines make as well; None: they make none."""
 
     available_bytes: Callable[[], float] = staticmethod(available_memory_bytes)
 
@@ -422,7 +417,7 @@ class BucketStates:
         return states
 
     def in_services(self, bucket: Bucket) -> HostedStates | None:
-        """Those of a bucket that its services have."""
+        """The states of a bucket, if its services have them."""
         states = self._of.get(bucket)
         return states if isinstance(states, HostedStates) else None
 
@@ -458,7 +453,7 @@ class BucketStates:
                 del self._of[bucket]
                 states.release()
 
-    def _gathered(self, bucket: Bucket, states: OwnedStates) -> list[ParameterState]:
+    def _gathered(self, bucket: Bucket, states: OwnedStates) -> list[dict[str, Any]]:
         """The whole states of a bucket's parameters. All ranks call it."""
         name = bucket.request.spec.name
         pieces = {
@@ -474,7 +469,7 @@ class BucketStates:
             places = {place: given[param] for place, param in enumerate(self.groups.params) if param in given}
             return copy.deepcopy(places)
         self.follow()
-        by_param: dict[torch.nn.Parameter, ParameterState] = {}
+        by_param: dict[torch.nn.Parameter, dict[str, Any]] = {}
         for bucket in self.buckets:
             if (states := self.known(bucket)) is not None:
                 by_param.update(zip(bucket.params, self._gathered(bucket, states), strict=True))

@@ -1,4 +1,4 @@
-"""How a hosted optimizer makes its steps: sums go to the services, which step, and parameters come back.
+"""A hosted optimizer makes its steps: sums go to the services, which step, and parameters come back.
 
     sum() ─► numbers ─► agree() ─► make(): begin, record, take
 
@@ -47,7 +47,8 @@ _REFUSED = {"synchronize": _NO_AVERAGES, "skip_synchronize": _NO_AVERAGES}
 
 
 class NextStep:
-    """What the next step has beside sums and numbers. ``name``: of what ranks exchange. ``shadow``: travels along.
+    """The facts of the next step beside sums and numbers. ``name``: begins the names of the tensors that ranks
+    exchange. ``shadow``: travels along.
 
     unscale, clip: factors of the averages, until a step has taken the sums that they belong to. overflows: the step
     must be skipped. nonfinite_error: why, if BYTEPS_NONFINITE wants to know.
@@ -99,7 +100,7 @@ class NextStep:
 
 
 class StepTiming:
-    """When a hosted optimizer makes its steps: in step(). The stepper, which holds it, calls it with itself."""
+    """The time of a hosted optimizer's steps: in step(). The stepper, which holds it, calls it with itself."""
 
     #: Where steps may be under way when step() has returned: these.
     under_way: Unfinished | None = None

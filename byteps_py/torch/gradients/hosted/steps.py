@@ -50,7 +50,7 @@ class BucketStep:
 
 
 class SumSteps:
-    """Of one optimizer."""
+    """The steps of one optimizer."""
 
     def __init__(self, context: Context, delivery: ToOwner, states: BucketStates) -> None:
         self._context, self._delivery, self.states = context, delivery, states
@@ -71,7 +71,8 @@ class SumSteps:
         self._delivery.skip(self.states.buckets)
 
     def square_sum(self) -> float:
-        """Of the averages that this rank owns: NaN or infinite if one of them is. Waits for them."""
+        """The sum of the squares of the averages that this rank owns: NaN or infinite if one of them is. Waits for
+        them."""
         total = 0.0
         for bucket, taking_part in self._due:
             if isinstance(bucket, SparseBucket):
@@ -132,7 +133,7 @@ class SumSteps:
             each.states.take_parameters(each.taking_part, self._context.mover(each.states.device))
 
     def bad_gradients(self) -> list[bool]:
-        """Of each parameter, bucket by bucket: whether this rank's gradient is NaN or infinite."""
+        """True for each parameter, bucket by bucket, whose gradient on this rank is NaN or infinite."""
         return [
             param.grad is not None and not nonfinite.is_finite(param.grad)
             for bucket in self.states.buckets
@@ -174,7 +175,7 @@ class SummedRows:
         return indices[first:last], values[first:last]
 
     def _bounds(self, session: Session) -> list[tuple[int, int]]:
-        """Which of ``all`` each rank owns: from, to."""
+        """The rows of ``all`` that each rank owns: from, to."""
         indices, _ = self.all
         width = math.prod(self._param.shape[1:]) or 1
         pieces = [self.bucket.request.spec.piece(rank, session.size) for rank in range(session.size)]

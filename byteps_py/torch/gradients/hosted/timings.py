@@ -1,4 +1,4 @@
-"""When a hosted optimizer makes its steps, if not in step(): the other StepTimings.
+"""The times of a hosted optimizer's steps, if not in step(): the other StepTimings.
 
 DelayedTiming: under the next forward and backward passes.
 
