@@ -27,23 +27,11 @@ from byteps_py.lazy_imports import import_lazily
 if TYPE_CHECKING:
     from byteps_py.parallel import (
         checkpoint as checkpoint,
-    )
-    from byteps_py.parallel import (
         context as context,
-    )
-    from byteps_py.parallel import (
         fsdp as fsdp,
-    )
-    from byteps_py.parallel import (
         mesh as mesh,
-    )
-    from byteps_py.parallel import (
         multimodal as multimodal,
-    )
-    from byteps_py.parallel import (
         sharding as sharding,
-    )
-    from byteps_py.parallel import (
         tensor as tensor,
     )
     from byteps_py.parallel.checkpoint.copies import check_copies as check_copies
@@ -51,16 +39,11 @@ if TYPE_CHECKING:
     from byteps_py.parallel.mesh import Mesh as Mesh
     from byteps_py.parallel.parallelize import (
         ParallelOptions as ParallelOptions,
-    )
-    from byteps_py.parallel.parallelize import (
         ParallelTraining as ParallelTraining,
-    )
-    from byteps_py.parallel.parallelize import (
         parallelize_model as parallelize_model,
     )
     from byteps_py.parallel.pipe.pipeline import Pipeline as Pipeline
-    from byteps_py.parallel.pipe.skips import pop as pop
-    from byteps_py.parallel.pipe.skips import stash as stash
+    from byteps_py.parallel.pipe.skips import pop as pop, stash as stash
     from byteps_py.parallel.pipe.split import split as split
     from byteps_py.parallel.pipe.step_data import MicroBatches as MicroBatches
     from byteps_py.tools import numerics as numerics

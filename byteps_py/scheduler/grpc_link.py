@@ -17,8 +17,7 @@ import grpc
 
 from byteps_py.config.settings import Settings
 from byteps_py.errors import BytePSError, CommunicationError, ProtocolError, from_name
-from byteps_py.proto import control_pb2 as pb
-from byteps_py.proto import control_pb2_grpc
+from byteps_py.proto import control_pb2 as pb, control_pb2_grpc
 from byteps_py.scheduler import rpc
 from byteps_py.scheduler.member_links.protocol import MemberEnd
 from byteps_py.scheduler.rpc import retry_steadily

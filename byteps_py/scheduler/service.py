@@ -20,8 +20,7 @@ import grpc.aio
 from byteps_py.config.settings import Settings
 from byteps_py.dataplane.traffic import Traffic
 from byteps_py.errors import ConfigurationError, UsageError
-from byteps_py.proto import control_pb2 as pb
-from byteps_py.proto import control_pb2_grpc
+from byteps_py.proto import control_pb2 as pb, control_pb2_grpc
 from byteps_py.scheduler import job as states
 from byteps_py.scheduler.call_authenticator import CallAuthenticator
 from byteps_py.scheduler.core import ClockTicked, ScaleRequested, StopRequested

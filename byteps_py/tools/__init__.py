@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 from byteps_py.lazy_imports import import_lazily
 
 if TYPE_CHECKING:
-    from byteps_py.tools import numerics as numerics
-    from byteps_py.tools import plan as plan
-    from byteps_py.tools import schedule_chart as schedule_chart
+    from byteps_py.tools import numerics as numerics, plan as plan, schedule_chart as schedule_chart
 
 import_lazily(__name__)

@@ -21,30 +21,28 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError(_NO_TORCH, name="torch") from None
 
 # ruff: noqa: F403, F405  names and type checkers come from the lists of these modules, whichever has a name defines it
-from byteps_py import errors as _errors
-from byteps_py import module_aliases as _aliases
+from byteps_py import errors as _errors, module_aliases as _aliases
 from byteps_py.errors import *
 from byteps_py.session.failure_reports import shorten_tracebacks as _shorten_tracebacks
-from byteps_py.torch import elastic, optim
-from byteps_py.torch import timeline as _timeline
+from byteps_py.torch import elastic, optim, timeline as _timeline
 from byteps_py.torch.compression import Compression
 from byteps_py.torch.gradients.comm_hook import CommHookOptions, ddp_comm_hook
 from byteps_py.torch.gradients.cross_barrier import CrossBarrier
 from byteps_py.torch.gradients.distributed_data_parallel import DistributedDataParallel
 from byteps_py.torch.gradients.hosted.restore import restore
 from byteps_py.torch.gradients.optimizer import DistributedOptimizer
-from byteps_py.torch.horovod import allreduce as _allreduce
-from byteps_py.torch.horovod import api as _api
-from byteps_py.torch.horovod import collectives as _collectives
+from byteps_py.torch.horovod import allreduce as _allreduce, api as _api, collectives as _collectives
 from byteps_py.torch.horovod.allreduce import *
 from byteps_py.torch.horovod.api import *
 from byteps_py.torch.horovod.collectives import *
 from byteps_py.torch.horovod.sync_batch_norm import SyncBatchNorm
-from byteps_py.torch.operations import broadcasts as _objects
-from byteps_py.torch.operations import handles as _handles
-from byteps_py.torch.operations import process_sets as _process_sets
-from byteps_py.torch.operations import reductions as _reductions
-from byteps_py.torch.operations import state_broadcast as _state_broadcast
+from byteps_py.torch.operations import (
+    broadcasts as _objects,
+    handles as _handles,
+    process_sets as _process_sets,
+    reductions as _reductions,
+    state_broadcast as _state_broadcast,
+)
 from byteps_py.torch.operations.broadcasts import *
 from byteps_py.torch.operations.handles import *
 from byteps_py.torch.operations.process_sets import *

@@ -6,8 +6,7 @@ import contextlib
 import itertools
 from typing import Any, cast
 
-from support.worker_core import block
-from support.worker_core import slot as make_slot
+from support.worker_core import block, slot as make_slot
 
 from byteps_py.dataplane.listener import RemotePeer
 from byteps_py.errors import ProtocolError

@@ -14,8 +14,7 @@ import signal
 import socket
 
 import pytest
-from support.breaking import ERROR_STATUS as ERROR
-from support.breaking import Job, alone, launch, service
+from support.breaking import ERROR_STATUS as ERROR, Job, alone, launch, service
 from support.clusters import ROOT
 
 from byteps_py.launch.process_plan import free_port

@@ -25,9 +25,9 @@ from simulator import (
     RestartedCluster,
     ShadowCluster,
     ShadowOutageCluster,
+    __main__ as command,
     run,
 )
-from simulator import __main__ as command
 from simulator.all_mutations import ALL_MUTATIONS
 from simulator.busy import STARVES, STOPS
 from simulator.cluster import FAULTS

@@ -7,8 +7,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from support.arithmetic import NUMPY, Memory, assert_same, bits, moderate_values, random_values, reference, run
 
 from byteps_py.errors import UsageError

@@ -6,8 +6,7 @@ import itertools
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from byteps_py.errors import UsageError
 from byteps_py.placement.link_optimum import LinkOptimum, classes

@@ -26,8 +26,7 @@ from torch_values import same, values
 import byteps_py.torch as bps
 from byteps_py.errors import BytePSError, MismatchError
 from byteps_py.kernels.all_reduce_table import TableEntry
-from byteps_py.torch.collectives import context as contexts
-from byteps_py.torch.collectives import router
+from byteps_py.torch.collectives import context as contexts, router
 from byteps_py.torch.collectives.all_reduce import negotiated, shared_memory
 from byteps_py.torch.collectives.dtypes import WIRE
 

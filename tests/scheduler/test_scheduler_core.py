@@ -6,8 +6,7 @@ import itertools
 from typing import get_args
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from support.scheduler_core import CPU, GPU, PARTITION, Cluster, ballot, declare, running, server, spec, worker
 
 from byteps_py.proto import control_pb2 as pb

@@ -24,8 +24,7 @@ from byteps_py import errors
 from byteps_py.config.settings import Settings
 from byteps_py.kernels.update_rules import Decay, Method, StepKind, UpdateRule
 from byteps_py.launch.process_plan import free_port
-from byteps_py.proto import control_pb2 as pb
-from byteps_py.proto import control_pb2_grpc, shadow_pb2, shadow_pb2_grpc
+from byteps_py.proto import control_pb2 as pb, control_pb2_grpc, shadow_pb2, shadow_pb2_grpc
 from byteps_py.scheduler import query
 from byteps_py.security import auth, tls
 from byteps_py.shadow import RestorablePartition, ShadowReader

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from byteps_py.kernels.update_rules import SCALARS, Method, StepKind, UpdateRule
 from byteps_py.server.shadow import LONGEST_HOLD_S, ShadowStore

@@ -6,8 +6,7 @@ import itertools
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from byteps_py.server.shadow import LONGEST_HOLD_S, ShadowStore
 from byteps_py.server.shadow_records import AttachedPieces

@@ -7,8 +7,7 @@ import re
 import signal
 
 import pytest
-from support.breaking import ERROR_STATUS as ERROR
-from support.breaking import alone, arguments_of, launch
+from support.breaking import ERROR_STATUS as ERROR, alone, arguments_of, launch
 from support.processes import wait_gone
 
 from byteps_py.launch.process_plan import free_port

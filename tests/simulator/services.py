@@ -10,8 +10,7 @@ from typing import Any
 from byteps_py.config.settings import Settings
 from byteps_py.errors import RendezvousError
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.server.round_state import Action as ServerAction
-from byteps_py.server.round_state import Round, RoundState
+from byteps_py.server.round_state import Action as ServerAction, Round, RoundState
 from byteps_py.server.service import SummationService
 from byteps_py.tensors import Op
 from byteps_py.worker.core.events import Action, Answered, RoundDone, RoundEvent, StepEnded

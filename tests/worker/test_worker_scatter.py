@@ -9,8 +9,7 @@ import random
 from collections.abc import Callable
 
 import pytest
-from support.worker_core import block
-from support.worker_core import slot as make_slot
+from support.worker_core import block, slot as make_slot
 
 from byteps_py.errors import ProtocolError
 from byteps_py.tensors import DType, Op, TensorSpec

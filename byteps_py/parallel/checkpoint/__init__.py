@@ -24,7 +24,6 @@ from byteps_py.lazy_imports import import_lazily
 
 if TYPE_CHECKING:
     from byteps_py.parallel.checkpoint.loading import load as load
-    from byteps_py.parallel.checkpoint.saving import SaveHandle as SaveHandle
-    from byteps_py.parallel.checkpoint.saving import save as save
+    from byteps_py.parallel.checkpoint.saving import SaveHandle as SaveHandle, save as save
 
 import_lazily(__name__)

@@ -17,15 +17,21 @@ from typing import TYPE_CHECKING
 from byteps_py.lazy_imports import import_lazily
 
 if TYPE_CHECKING:
-    from byteps_py.parallel.context.distributed_attention import attention as attention
-    from byteps_py.parallel.context.distributed_attention import ring_attention as ring_attention
+    from byteps_py.parallel.context.distributed_attention import (
+        attention as attention,
+        ring_attention as ring_attention,
+    )
     from byteps_py.parallel.context.document_mask import DocumentMask as DocumentMask
-    from byteps_py.parallel.context.head_tail import ContextBalance as ContextBalance
-    from byteps_py.parallel.context.head_tail import balance as balance
-    from byteps_py.parallel.context.head_tail import gathered_bytes as gathered_bytes
-    from byteps_py.parallel.context.sequences import positions as positions
-    from byteps_py.parallel.context.sequences import shard_sequence as shard_sequence
-    from byteps_py.parallel.context.sequences import token_mean_loss as token_mean_loss
-    from byteps_py.parallel.context.sequences import unshard_sequence as unshard_sequence
+    from byteps_py.parallel.context.head_tail import (
+        ContextBalance as ContextBalance,
+        balance as balance,
+        gathered_bytes as gathered_bytes,
+    )
+    from byteps_py.parallel.context.sequences import (
+        positions as positions,
+        shard_sequence as shard_sequence,
+        token_mean_loss as token_mean_loss,
+        unshard_sequence as unshard_sequence,
+    )
 
 import_lazily(__name__)

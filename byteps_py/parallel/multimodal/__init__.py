@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING
 from byteps_py.lazy_imports import import_lazily
 
 if TYPE_CHECKING:
-    from byteps_py.parallel.multimodal.model import EncoderPlacement as EncoderPlacement
-    from byteps_py.parallel.multimodal.model import MultimodalModel as MultimodalModel
-    from byteps_py.parallel.multimodal.model import encoder_share as encoder_share
-    from byteps_py.parallel.multimodal.model import step_time as step_time
+    from byteps_py.parallel.multimodal.model import (
+        EncoderPlacement as EncoderPlacement,
+        MultimodalModel as MultimodalModel,
+        encoder_share as encoder_share,
+        step_time as step_time,
+    )
     from byteps_py.parallel.multimodal.pipeline import MultimodalPipeline as MultimodalPipeline
 
 import_lazily(__name__)

@@ -19,17 +19,20 @@ from byteps_py.lazy_imports import import_lazily
 
 if TYPE_CHECKING:
     from byteps_py.parallel.sharding.activation_partition import partitioned_checkpoint as partitioned_checkpoint
-    from byteps_py.parallel.sharding.rank_memory import FusedBuffer as FusedBuffer
-    from byteps_py.parallel.sharding.rank_memory import MemoryTally as MemoryTally
-    from byteps_py.parallel.sharding.rank_memory import TensorArena as TensorArena
-    from byteps_py.parallel.sharding.rank_memory import tally_memory as tally_memory
-    from byteps_py.parallel.sharding.sharded_model import ShardOptions as ShardOptions
-    from byteps_py.parallel.sharding.sharded_model import shard as shard
+    from byteps_py.parallel.sharding.rank_memory import (
+        FusedBuffer as FusedBuffer,
+        MemoryTally as MemoryTally,
+        TensorArena as TensorArena,
+        tally_memory as tally_memory,
+    )
+    from byteps_py.parallel.sharding.sharded_model import ShardOptions as ShardOptions, shard as shard
     from byteps_py.parallel.sharding.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
-    from byteps_py.parallel.sharding.strategy import Strategy as Strategy
-    from byteps_py.parallel.sharding.strategy import assign_owners as assign_owners
-    from byteps_py.parallel.sharding.strategy import cut_by_anchors as cut_by_anchors
-    from byteps_py.parallel.sharding.strategy import cut_by_size as cut_by_size
-    from byteps_py.parallel.sharding.strategy import sharding_groups as sharding_groups
+    from byteps_py.parallel.sharding.strategy import (
+        Strategy as Strategy,
+        assign_owners as assign_owners,
+        cut_by_anchors as cut_by_anchors,
+        cut_by_size as cut_by_size,
+        sharding_groups as sharding_groups,
+    )
 
 import_lazily(__name__)

@@ -18,29 +18,38 @@ from typing import TYPE_CHECKING
 from byteps_py.lazy_imports import import_lazily
 
 if TYPE_CHECKING:
-    from byteps_py.parallel.tensor.cross_entropy import CrossEntropyOptions as CrossEntropyOptions
-    from byteps_py.parallel.tensor.cross_entropy import parallel_cross_entropy as parallel_cross_entropy
-    from byteps_py.parallel.tensor.layers import ColumnParallelLinear as ColumnParallelLinear
-    from byteps_py.parallel.tensor.layers import RowParallelLinear as RowParallelLinear
-    from byteps_py.parallel.tensor.layers import VocabularyParallelEmbedding as VocabularyParallelEmbedding
-    from byteps_py.parallel.tensor.layers import sequence_parallel as sequence_parallel
-    from byteps_py.parallel.tensor.parallel_plan import parallelize as parallelize
-    from byteps_py.parallel.tensor.parallel_plan import sharded_parameters as sharded_parameters
-    from byteps_py.parallel.tensor.parallel_plan import tensor_parallel_group as tensor_parallel_group
-    from byteps_py.parallel.tensor.planned_layers import Column as Column
-    from byteps_py.parallel.tensor.planned_layers import Embedding as Embedding
-    from byteps_py.parallel.tensor.planned_layers import Replicated as Replicated
-    from byteps_py.parallel.tensor.planned_layers import Row as Row
-    from byteps_py.parallel.tensor.planned_layers import Sequence as Sequence
-    from byteps_py.parallel.tensor.planned_layers import SharedInput as SharedInput
-    from byteps_py.parallel.tensor.planned_layers import Style as Style
-    from byteps_py.parallel.tensor.regions import collect_along as collect_along
-    from byteps_py.parallel.tensor.regions import copy_to_ranks as copy_to_ranks
-    from byteps_py.parallel.tensor.regions import gather_along as gather_along
-    from byteps_py.parallel.tensor.regions import reduce_from_ranks as reduce_from_ranks
-    from byteps_py.parallel.tensor.regions import reduce_scatter_along as reduce_scatter_along
-    from byteps_py.parallel.tensor.regions import split_along as split_along
-    from byteps_py.parallel.tensor.shard import Shard as Shard
-    from byteps_py.parallel.tensor.shard import padded_vocabulary as padded_vocabulary
+    from byteps_py.parallel.tensor.cross_entropy import (
+        CrossEntropyOptions as CrossEntropyOptions,
+        parallel_cross_entropy as parallel_cross_entropy,
+    )
+    from byteps_py.parallel.tensor.layers import (
+        ColumnParallelLinear as ColumnParallelLinear,
+        RowParallelLinear as RowParallelLinear,
+        VocabularyParallelEmbedding as VocabularyParallelEmbedding,
+        sequence_parallel as sequence_parallel,
+    )
+    from byteps_py.parallel.tensor.parallel_plan import (
+        parallelize as parallelize,
+        sharded_parameters as sharded_parameters,
+        tensor_parallel_group as tensor_parallel_group,
+    )
+    from byteps_py.parallel.tensor.planned_layers import (
+        Column as Column,
+        Embedding as Embedding,
+        Replicated as Replicated,
+        Row as Row,
+        Sequence as Sequence,
+        SharedInput as SharedInput,
+        Style as Style,
+    )
+    from byteps_py.parallel.tensor.regions import (
+        collect_along as collect_along,
+        copy_to_ranks as copy_to_ranks,
+        gather_along as gather_along,
+        reduce_from_ranks as reduce_from_ranks,
+        reduce_scatter_along as reduce_scatter_along,
+        split_along as split_along,
+    )
+    from byteps_py.parallel.tensor.shard import Shard as Shard, padded_vocabulary as padded_vocabulary
 
 import_lazily(__name__)

@@ -9,8 +9,7 @@ plain one, the first rank gets all of the first part, and all shapes still fit: 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from collections.abc import Sequence as Counts
+from collections.abc import Mapping, Sequence as Counts
 from dataclasses import dataclass
 
 import torch

@@ -21,18 +21,22 @@ if TYPE_CHECKING:
     from byteps_py.tools.numerics.comparison import compare as compare
     from byteps_py.tools.numerics.precision import accumulation_errors as accumulation_errors
     from byteps_py.tools.numerics.recorder import Recorder as Recorder
-    from byteps_py.tools.numerics.records import RankLayout as RankLayout
-    from byteps_py.tools.numerics.records import RecordRule as RecordRule
-    from byteps_py.tools.numerics.records import TensorPlacement as TensorPlacement
-    from byteps_py.tools.numerics.records import context_parallel_rules as context_parallel_rules
-    from byteps_py.tools.numerics.records import head_tail as head_tail
-    from byteps_py.tools.numerics.records import partial as partial
-    from byteps_py.tools.numerics.records import separate as separate
-    from byteps_py.tools.numerics.records import sharded as sharded
-    from byteps_py.tools.numerics.records import tensor_parallel_rules as tensor_parallel_rules
-    from byteps_py.tools.numerics.reference_order import ReferenceOrder as ReferenceOrder
-    from byteps_py.tools.numerics.reference_order import apply_reference_order as apply_reference_order
-    from byteps_py.tools.numerics.reference_order import ordered_sum as ordered_sum
-    from byteps_py.tools.numerics.reference_order import reference_gradients as reference_gradients
+    from byteps_py.tools.numerics.records import (
+        RankLayout as RankLayout,
+        RecordRule as RecordRule,
+        TensorPlacement as TensorPlacement,
+        context_parallel_rules as context_parallel_rules,
+        head_tail as head_tail,
+        partial as partial,
+        separate as separate,
+        sharded as sharded,
+        tensor_parallel_rules as tensor_parallel_rules,
+    )
+    from byteps_py.tools.numerics.reference_order import (
+        ReferenceOrder as ReferenceOrder,
+        apply_reference_order as apply_reference_order,
+        ordered_sum as ordered_sum,
+        reference_gradients as reference_gradients,
+    )
 
 import_lazily(__name__)

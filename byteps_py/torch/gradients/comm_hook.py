@@ -14,8 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from byteps_py.errors import UnsupportedError
 from byteps_py.tensors import PRIORITY_READY_ORDER, NonFinite, TensorSpec
-from byteps_py.torch.collectives import context as contexts
-from byteps_py.torch.collectives import nonfinite
+from byteps_py.torch.collectives import context as contexts, nonfinite
 from byteps_py.torch.collectives.completion import Completer
 from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.collectives.dtypes import wire_dtype

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from byteps_py.errors import UsageError
-from byteps_py.torch.collectives import context as contexts
-from byteps_py.torch.collectives import nonfinite, parameter_owners
+from byteps_py.torch.collectives import context as contexts, nonfinite, parameter_owners
 from byteps_py.torch.compression import Compression, Compressor
 from byteps_py.torch.gradients.backward_passes import CountedPasses, ReducedPasses
 from byteps_py.torch.gradients.bucket import GradientOptions

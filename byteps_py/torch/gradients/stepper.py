@@ -36,8 +36,7 @@ from byteps_py import rank_bits
 from byteps_py.errors import GradientOrderError, NonFiniteError
 from byteps_py.session import Slot
 from byteps_py.tensors import DType, NonFinite, Op, TensorSpec
-from byteps_py.torch.collectives import context as contexts
-from byteps_py.torch.collectives import nonfinite
+from byteps_py.torch.collectives import context as contexts, nonfinite
 from byteps_py.torch.collectives.context import Context, Unfinished
 from byteps_py.torch.collectives.parameter_owners import check_unowned
 from byteps_py.torch.compression import Compressor

@@ -21,8 +21,7 @@ import torch
 from byteps_py.config.settings import Settings
 from byteps_py.errors import ConfigurationError, UsageError
 from byteps_py.torch import timeline
-from byteps_py.torch.collectives import context as contexts
-from byteps_py.torch.collectives import torch_rendezvous
+from byteps_py.torch.collectives import context as contexts, torch_rendezvous
 from byteps_py.torch.operations.process_sets import (
     ProcessSet,
     add_initial_sets,

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from byteps_py.errors import UsageError
-from byteps_py.torch.collectives import context as contexts
-from byteps_py.torch.collectives import parameter_owners
+from byteps_py.torch.collectives import context as contexts, parameter_owners
 from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.collectives.dtypes import as_bytes, check_result
 from byteps_py.torch.collectives.plan_comparison import PlanComparison

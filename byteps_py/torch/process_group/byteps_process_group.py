@@ -37,8 +37,7 @@ from byteps_py.session.peers import PeerTransport, Stream, StreamReceipt
 from byteps_py.session.solo import SoloSession
 from byteps_py.system.shm import Segment
 from byteps_py.tensors import NonFinite
-from byteps_py.torch.collectives import context as contexts
-from byteps_py.torch.collectives import nonfinite, torch_rendezvous
+from byteps_py.torch.collectives import context as contexts, nonfinite, torch_rendezvous
 from byteps_py.torch.collectives.completion import POOL
 from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.collectives.group_work import GroupContext

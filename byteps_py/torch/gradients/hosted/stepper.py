@@ -17,8 +17,7 @@ import torch
 from byteps_py.errors import JoinedError, NonFiniteError, UsageError
 from byteps_py.kernels.update_rules import Hyperparameters
 from byteps_py.tensors import NonFinite
-from byteps_py.torch.collectives import context as contexts
-from byteps_py.torch.collectives import nonfinite
+from byteps_py.torch.collectives import context as contexts, nonfinite
 from byteps_py.torch.collectives.context import Unfinished
 from byteps_py.torch.gradients.gradient_reducer import GradientReducer
 from byteps_py.torch.gradients.hosted.agreement import (

@@ -31,8 +31,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from byteps_py.errors import BytePSError, GradientOrderError, UsageError
-from byteps_py.torch.collectives import context as contexts
-from byteps_py.torch.collectives import nonfinite
+from byteps_py.torch.collectives import context as contexts, nonfinite
 from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.collectives.slot_view import PieceView
 from byteps_py.torch.gradients.bucket import Bucket
