@@ -1,11 +1,10 @@
 """Context parallelism: each rank has a part of every sequence.
 
-head_tail          which tokens a rank has, how evenly work is spread, and the bytes that are sent
-document_mask      which tokens attend to which, and what that means for a rank's tokens
-sequences          cutting tensors, positions, and the mean loss over the tokens of all ranks
-gathered           attention with keys and values of all ranks gathered
-ring               attention with keys and values that travel from rank to rank
-local_attention    attention of a rank's queries to the keys that it has
+head_tail              which tokens a rank has, how evenly work is spread, and the bytes that are sent
+document_mask          which tokens attend to which, and what that means for a rank's tokens
+sequences              cutting tensors, positions, and the mean loss over the tokens of all ranks
+distributed_attention  attention with keys and values of all ranks gathered, or that travel from rank to rank
+local_attention        attention of a rank's queries to the keys that it has
 
 Names are imported when they are first used: masks and balance need no torch.
 """

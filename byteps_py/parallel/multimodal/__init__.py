@@ -2,8 +2,7 @@
 
 model            the image encoder and the text model; their stages; image tokens on a rank, and their gradients;
                  where the encoder runs, and which share of a step it takes
-placed_encoder   the encoder before and after the pipeline's passes
-pipeline         the training
+pipeline         the training; the encoder before and after the pipeline's passes
 """
 
 from __future__ import annotations

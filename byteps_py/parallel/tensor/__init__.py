@@ -3,11 +3,9 @@
 regions           f, g and their forms for sequence parallelism: communication that autograd knows
 shard             the indices of a parameter that a rank has
 layers            linear layers, embeddings and norms whose parameters or inputs lie on several ranks
-styles            the styles by which a plan describes the change of a layer
-parallel_plan     parallelize: the style of each layer of a model, by name; SharedInput
-planned_layers    the change of each layer, decided before anything changes; layers with additions are refused, and
-                  fused ones that would be cut in the wrong places
-whole_parameters  the parameters that stay whole and have partial gradients
+parallel_plan     parallelize: the style of each layer of a model, by name; SharedInput; the parameters that stay whole
+planned_layers    Column and the other styles; the change of each layer, decided before anything changes; layers with
+                  additions are refused, and fused ones that would be cut in the wrong places
 cross_entropy     the loss of logits whose columns lie on several ranks
 """
 
