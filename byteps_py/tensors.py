@@ -144,6 +144,8 @@ class TensorSpec:
             decides which: of a SUM, whose results go only to the owners' services, its own name; of a BROADCAST, which
             reads each partition from its owner, the name of such a SUM with as many elements.
         is_shadowed: of such a SUM, servers that do not add a partition are sent its result, too.
+        is_replicated: with ownership, each machine has owners for all partitions among its own ranks: a SUM is placed
+            and answered as one without owners, and a BROADCAST stays on its machine.
         count: number of elements.
         nbytes: size in bytes.
 
@@ -167,6 +169,7 @@ class TensorSpec:
     nonfinite: NonFinite = NonFinite.ALLOW
     ownership: str = ""
     is_shadowed: bool = False
+    is_replicated: bool = False
     count: int = field(init=False, compare=False, repr=False)  # of elements
     nbytes: int = field(init=False, compare=False, repr=False)
 
@@ -189,6 +192,10 @@ class TensorSpec:
             self._check_ownership()
         if self.is_shadowed and self.ownership != self.name:
             raise UsageError(f"tensor {self.name!r}: only a sum for owners is shadowed, not a {self.describe()}")
+        if self.is_replicated and not self.ownership:
+            raise UsageError(
+                f"tensor {self.name!r}: only owners can be on each machine, and a {self.describe()} has none"
+            )
         if _utf8_bytes(self.terms) > MAX_TERMS_BYTES:
             raise UsageError(f"tensor {self.name!r}: terms of more than {MAX_TERMS_BYTES} bytes: {self.terms[:40]!r}…")
         if self.op.bypasses_servers and not (self.dtype is DType.UINT8 and len(self.shape) == 2):
@@ -263,7 +270,7 @@ class TensorSpec:
         shape = () if self.op.bypasses_servers else self.shape
         return (
             self.dtype, shape, self.op, self.average, self.root, self.group, self.scatters, self.terms, self.nonfinite,
-            self.ownership, self.is_shadowed,
+            self.ownership, self.is_shadowed, self.is_replicated,
         )  # fmt: skip
 
     def describe(self) -> str:
@@ -281,7 +288,7 @@ class TensorSpec:
         group = f" among ranks {', '.join(map(str, self.group))}" if self.group else ""
         what = "bytes" if self.op.bypasses_servers else f"{self.dtype.name.lower()}{list(self.shape)}"
         terms = f" ({self.terms})" if self.terms else ""
-        shadow = ", shadowed" if self.is_shadowed else ""
+        shadow = (", on each machine" if self.is_replicated else "") + (", shadowed" if self.is_shadowed else "")
         guard = f", BYTEPS_NONFINITE={self.nonfinite.name.lower()}" if self.nonfinite else ""
         return f"{op} of {what}{root}{group}{terms}{shadow}{guard}"
 

@@ -182,6 +182,7 @@ class CommunicationService:
             kind=pb.MACHINE_KIND_GPU,
             machine_index=settings.worker_id,
             local_size=settings.local_size,
+            memory_bytes=int(min(self._runtime.available_memory(), 1 << 62)),
             address=self._peers.address if self._peers is not None else "",
         )
 

@@ -68,6 +68,7 @@ class Settings:
     direct_connections: bool = True
     nonfinite: str = "allow"
     shadow: bool = False
+    hosted_states: str = "auto"
     server_threads: int = 0
     worker_threads: int = 0
     force_distributed: bool = False

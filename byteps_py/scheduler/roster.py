@@ -166,6 +166,7 @@ class MemberRecord:
             address=facts.address,
             local_address=facts.local_address,
             shadow_address=facts.shadow_address,
+            memory_bytes=facts.memory_bytes,
             local_size=facts.local_size,
             first_rank=max(0, self.first_rank),
             host=facts.host,

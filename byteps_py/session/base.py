@@ -236,6 +236,22 @@ class Observer(Protocol):
         """No further call follows. The owner of the observer calls it after it has closed the session."""
 
 
+@dataclass(frozen=True, slots=True)
+class LinkFacts:
+    """What all ranks know alike of their machines.
+
+    Attributes:
+        slowest_mbit: the rate of the slowest link; 0: not known.
+        replicated_gain: how many times as long a hosted step takes on the links if each state has one owner, compared
+            with one whose states are on each machine.
+        memory_bytes: what the machine with the least memory had left when it joined the job.
+    """
+
+    slowest_mbit: float = 0.0
+    replicated_gain: float = 1.0
+    memory_bytes: int = 0
+
+
 class Session(ABC):
     """The membership of one rank in a job. Any thread may call a method unless its docstring says otherwise.
 
@@ -248,6 +264,7 @@ class Session(ABC):
     incarnation: int = 0
     #: Ranks of different machines exchange addresses, and connect if the settings of all of them allow it.
     exchanges_addresses: bool = False
+    links: LinkFacts = LinkFacts()
     is_homogeneous: bool = True  #: all machines have the same number of ranks
     has_shadow_servers: bool = False  #: there are machines whose servers can keep copies of an optimizer's states
     #: Set before ``close`` by a rank of an elastic job that will rejoin: (reason, whether all ranks do so).

@@ -31,7 +31,7 @@ from byteps_py.wire.record_codec import (
     U64s,
 )
 
-VERSION = 10
+VERSION = 11
 
 #: The most entries of a message about rounds: more are spread over several messages.
 MAX_ROUNDS = 4096
@@ -82,6 +82,7 @@ class SpecFields:
     average: Flag
     scatters: Flag
     is_shadowed: Flag
+    is_replicated: Flag
     root: I32
     priority: I32
     name: Text
@@ -94,8 +95,8 @@ class SpecFields:
     def of(cls, spec: TensorSpec) -> SpecFields:
         """The fields of ``spec``."""
         return cls(
-            spec.dtype, spec.op, spec.nonfinite, spec.average, spec.scatters, spec.is_shadowed, spec.root,
-            spec.priority, spec.name, spec.shape, spec.group, spec.terms, spec.ownership,
+            spec.dtype, spec.op, spec.nonfinite, spec.average, spec.scatters, spec.is_shadowed,
+            spec.is_replicated, spec.root, spec.priority, spec.name, spec.shape, spec.group, spec.terms, spec.ownership,
         )  # fmt: skip
 
     def spec(self) -> TensorSpec:
@@ -104,6 +105,7 @@ class SpecFields:
             return TensorSpec(
                 self.name, DType(self.dtype), self.shape, Op(self.op), self.average, self.root, self.priority,
                 self.group, self.scatters, self.terms, NonFinite(self.nonfinite), self.ownership, self.is_shadowed,
+                self.is_replicated,
             )  # fmt: skip
         except (ValueError, UsageError) as error:
             raise ProtocolError(f"tensor {self.name[:80]!r}: malformed declaration: {error}") from None
@@ -393,6 +395,9 @@ class Welcome:
     num_machines: U32
     is_homogeneous: Flag
     has_shadow_servers: Flag
+    slowest_mbit: F64
+    replicated_gain: F64
+    memory_bytes: U64
 
 
 @_link.message(12)

@@ -59,6 +59,28 @@ def test_a_job_that_is_killed_goes_on_from_its_last_step(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("optimizer", "machines", "servers", "before", "after"),
+    [
+        ("adamw", 2, 1, "machine", "machine"),
+        ("lamb", 3, 2, "machine", "machine"),
+        ("adamw-in-backward", 2, 2, "machine", "sharded"),
+        ("adagrad", 2, 1, "sharded", "machine"),
+    ],
+)
+def test_states_on_each_machine_are_copied_once(
+    stack: contextlib.ExitStack, optimizer: str, machines: int, servers: int, before: str, after: str
+) -> None:
+    """The next job may keep them otherwise."""
+    expected = undisturbed(optimizer, machines, servers)
+    cluster = ShadowedCluster(stack, machines, servers, BYTEPS_PARTITION_BYTES="4096", BYTEPS_HOSTED_STATES=before)
+    scheduler, *killed = cluster.start(optimizer, "100000", "0.3")
+    killed[0].until("step 9:")
+    cluster.change(BYTEPS_HOSTED_STATES=after)
+    kill_and_go_on(cluster, scheduler, killed, optimizer, expected)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 1], ids=["another one is left", "it was the only one"])
 def test_copies_of_a_killed_server_are_made_again(stack: contextlib.ExitStack, count: int) -> None:
     """``count``: of GPU machines, and of CPU machines."""

@@ -61,7 +61,7 @@ class HostedRank(Rank):
         message = protocol.KeepStates(request, model.kind.code, source.id, target.id, before_id, self.run)
         yield from self._ask(message, protocol.StatesKept, lambda: not (source.error is target.error is None))
         shard = self.hosted[model.name] = session.state_host.host(model.kind, source, target, before, self.run)
-        self.ledger.owns(model.name, shard.owners)
+        self.ledger.owns(model.name, shard.owners, self.machine, source.spec.is_replicated)
 
     def measure(self, shard: HostedShard, ranges: list[range]) -> Life:
         said = tuple((each.start, each.stop) for each in ranges)

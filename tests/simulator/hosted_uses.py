@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -52,8 +52,9 @@ class Model:
         kind = StepKind(rule, gradient, parameter)
         count = rng.choice(_COUNTS)
         average = rng.random() < 0.5
-        gradients = TensorSpec(name, gradient, (count,), Op.SUM, average, ownership=name, is_shadowed=is_shadowed)
-        parameters = TensorSpec(f"{name}.parameters", parameter, (count,), Op.BROADCAST, ownership=name)
+        owned: dict[str, Any] = {"ownership": name, "is_replicated": rng.random() < 0.4}
+        gradients = TensorSpec(name, gradient, (count,), Op.SUM, average, is_shadowed=is_shadowed, **owned)
+        parameters = TensorSpec(f"{name}.parameters", parameter, (count,), Op.BROADCAST, **owned)
         return cls(name, kind, gradients, parameters, [])
 
     @property

@@ -26,6 +26,10 @@ Round = tuple[int, int, int, int, int]  # group of ranks, key, generation, index
 Owners = tuple[tuple[int, int, int], ...]  # (first element, number of elements, rank)
 
 
+#: In place of a machine: the one that owns, or what all machines have alike.
+_ANY, _ALIKE = -1, -2
+
+
 def _describe(part: Part, round_: int) -> str:
     return f"round {round_} of {part.tensor.name} ({part.tensor.key:x}/{part.tensor.generation}/{part.index})"
 
@@ -39,10 +43,10 @@ class Ledger:
         self.lost_answers = 0  # blocks that a frozen server may yet write to, and so nobody else uses
         self._given: dict[tuple[int, Round], bytes | None] = {}  # None: nothing, its ranks have joined
         self._results: dict[Round, bytes] = {}
-        self._owners: dict[tuple[int, str], Owners] = {}  # by group and name of the sum
+        self._owners: dict[tuple[int, str, int], Owners] = {}  # by group, name of the sum, and machine
         self._armed: dict[tuple[int, int, int, int], list[bool]] = {}  # by group, rank, slot, round: last step, or not
-        self._begun: dict[Round, int] = {}  # of gradients: how many of their steps
-        self._stepping: set[Round] = set()
+        self._begun: dict[tuple[Round, int], int] = {}  # of gradients: how many of their steps
+        self._stepping: set[tuple[Round, int]] = set()
         self._sent: set[Round] = set()  # of parameters
         self._stepped: set[Round] = set()  # of parameters: what can be sent
 
@@ -66,10 +70,17 @@ class Ledger:
 
     # ---- partitions with owners ----------------------------------------------------------------------------------
 
-    def owns(self, name: str, owners: Owners) -> None:
-        """A rank is told who owns what of the sum with this name."""
-        if self._owners.setdefault((self._group(), name), owners) != owners:
-            raise InvariantError(f"the owners of {name} are {owners}, and were {self._owners[self._group(), name]}")
+    def owns(self, name: str, owners: Owners, machine: int, is_replicated: bool) -> None:
+        """A rank of ``machine`` is told who owns what of the sum with this name."""
+        group = self._group()
+        known = self._owners.setdefault((group, name, machine if is_replicated else _ANY), owners)
+        if known != owners:
+            raise InvariantError(f"the owners of {name} are {owners}, and were {known}")
+        # Each machine divides the elements among its ranks in the same way.
+        first = min(owner for _, _, owner in owners)
+        divided = tuple((start, count, owner - first) for start, count, owner in owners)
+        if is_replicated and self._owners.setdefault((group, name, _ALIKE), divided) != divided:
+            raise InvariantError(f"machine {machine} divides {name} as {divided}, others otherwise")
 
     def arms(self, rank: int, slot: int, round_: int, is_last: bool) -> None:
         """A rank wants a step made with its partitions."""
@@ -80,19 +91,20 @@ class Ledger:
         part, round_ = step.part, step.part.tensor.round
         what = _describe(part, round_)
         name = self._name(part, round_)
-        if (part.first, part.count, part.owner) not in self._owners.get((name[0], part.tensor.name), ()):
+        place = machine if part.tensor.spec.is_replicated else _ANY
+        if (part.first, part.count, part.owner) not in self._owners.get((name[0], part.tensor.name, place), ()):
             raise InvariantError(f"machine {machine} steps {what} for rank {part.owner}, which does not own it")
-        begun = self._begun.get(name, 0)
+        begun = self._begun.get((name, place), 0)
         slots = [slot for slot in part.tensor.slots if slot.local_rank == part.owner - part.tensor.first_rank]
         said = [
             is_last for slot in slots for is_last in self._armed.get((name[0], part.owner, slot.id, slot.round), ())
         ]
         if said[begun : begun + 1] != [step.is_last]:
             raise InvariantError(f"machine {machine} steps {what} once more: {begun} times, its owner said {said}")
-        if name in self._stepping:
+        if (name, place) in self._stepping:
             raise InvariantError(f"machine {machine} begins another step of {what} before the last one is made")
-        self._begun[name] = begun + 1
-        self._stepping.add(name)
+        self._begun[name, place] = begun + 1
+        self._stepping.add((name, place))
         if part.tensor.is_alone:
             return  # the ranks' gradients themselves
         given = [self._given.get((each, name)) for each in range(machines)]
@@ -103,9 +115,10 @@ class Ledger:
         if [self.memory.at(address, part.length).tobytes() for address in step.inputs] != [due.tobytes()]:
             raise InvariantError(f"machine {machine} steps {what} with another sum than that of its contributions")
 
-    def stepped(self, step: MakeStep) -> None:
+    def stepped(self, machine: int, step: MakeStep) -> None:
         """After the last one of a round, its parameters lie where they are sent from."""
-        self._stepping.discard(self._name(step.part, step.part.tensor.round))
+        place = machine if step.part.tensor.spec.is_replicated else _ANY
+        self._stepping.discard((self._name(step.part, step.part.tensor.round), place))
         if step.is_last:
             self._stepped |= {self._name(part, step.parameters.round) for part in step.targets}
 

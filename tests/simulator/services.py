@@ -93,7 +93,7 @@ class Worker(Process):
         if isinstance(event, Answered):
             self._ledger.accepts(self.machine, event.part, event.round, event.source)
         elif isinstance(event, StepEnded):
-            self._ledger.stepped(event.step)
+            self._ledger.stepped(self.machine, event.step)
         return self._handle(event, now)
 
     def _check_action(self, action: Action) -> None:

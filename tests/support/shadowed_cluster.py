@@ -60,6 +60,10 @@ class ShadowedCluster:
         ]  # fmt: skip
         return [scheduler, *machines]
 
+    def change(self, **variables: str) -> None:
+        """Start what follows with these variables."""
+        self._variables |= variables
+
     def wait_for_servers(self) -> None:
         """Until all servers, which are started again, are members."""
         until_s = time.monotonic() + 60

@@ -7,7 +7,7 @@ not what they would hand on as well. The others share in proportion to their lin
 every other machine's M inwards and, with n machines, at most (n-2)/(n-1) · M outwards: the least time there can be,
 M/B.
 
-Sums with owners (topology.py) are placed in a table of their own. For each byte that it adds, a CPU machine receives
+Sums with one owner (topology.py) are placed in a table of their own. For each byte that it adds, a CPU machine receives
 n + 1 bytes there instead of n. So GPU machines' servers have n + 1, and CPU machines' servers n times their weight. For
 equal links that is the optimum: a CPU machine adds 2(n−1) / (n² + n + kn − 3k) of these sums. For n = 2 GPU machines
 add them all, and their links carry M each: of a sum that a CPU machine adds, its owner would only have more to send.
@@ -121,7 +121,7 @@ class PlacementView:
                 table.add((key_of(spec.name), spec.nbytes, spec.dtype.itemsize) for spec in its)
 
     def _table_of(self, spec: TensorSpec) -> PlacementTable | None:
-        if not spec.ownership:
+        if not spec.ownership or spec.is_replicated:
             return self._table
         table = self._shadowed_table
         return table if table is not None and table.has(key_of(spec.ownership)) else self._owned_table
@@ -129,7 +129,7 @@ class PlacementView:
     def _table_for(self, spec: TensorSpec) -> PlacementTable | None:
         """Where a sum is to be entered."""
         owned = self._shadowed_table if spec.is_shadowed else self._owned_table
-        return owned if spec.ownership else self._table
+        return owned if spec.ownership and not spec.is_replicated else self._table
 
     def _is_placed(self, spec: TensorSpec) -> bool:
         """It is summed by servers; else it stays on one machine, goes from machine to machine, or is handed on."""
@@ -181,6 +181,38 @@ def _shadowed(topology: Topology) -> tuple[int, int]:
     """The same for shadowed sums."""
     n, k = topology.machines, sum(server.kind != pb.MACHINE_KIND_GPU for server in topology.servers)
     return (n * (k * (2 * n - 1) - n), 2 * k * (n * n - 1)) if k else (1, 1)
+
+
+def replicated_gain(topology: Topology) -> float:
+    """How many times as long the links take for a hosted step whose partitions have one owner each, compared with one
+    whose partitions each machine owns. At least 1.
+
+    Of M bytes of gradients and as many of parameters, see topology.py; the second is an all-reduce, see
+    byteps_py/placement/shares.py.
+    """
+    if topology.machines == 1:
+        return 1.0
+    machine_s = _slowest_s(topology, _weights(topology), 0)
+    return max(1.0, _slowest_s(topology, _weights(topology, *_owned(topology)), 1) / machine_s)
+
+
+def _slowest_s(topology: Topology, weights: Sequence[tuple[int, int]], has_owners: int) -> float:
+    """The time of the machine that takes longest, for 1 byte over a link of rate 1 if rates are not known."""
+    total = sum(weight for _, weight in weights) or 1
+    n = topology.machines
+    share = {server: weight / total for server, weight in weights}
+    cpu = sum(share[server] for server in topology.cpu_servers)
+    of_machine = {server.machine_id: share[server.member_id] for server in topology.servers}
+    times = [
+        (1 + (n - 2) * of_machine.get(worker.machine_id, 0.0) + has_owners * cpu / n) / (worker.link_mbit or 1.0)
+        for worker in topology.workers
+    ]
+    times += [
+        (n + has_owners) * share[server.member_id] / (server.link_mbit or 1.0)
+        for server in topology.servers
+        if server.member_id in topology.cpu_servers
+    ]
+    return max(times)
 
 
 def broadcast_pieces(spec: TensorSpec, topology: Topology) -> list[tuple[int, int, int]]:

@@ -11,6 +11,10 @@ own server hands on, and its c/n of the others once: M + (n-2)/n (1-c) M + c/n M
 with the share s receives (n+1) s M, contributions and parameters, and sends n s M. An all-reduce takes c/n M less of a
 GPU machine, and as much of all others.
 
+Of replicated tensors each machine owns all: every machine divides them among its ranks in the same way, so that the
+ranks with the same local rank own the same elements. Where machines have different numbers of ranks, the last ranks of
+the larger ones own none.
+
 An owner stays when its partition moves to another server: the states lie there.
 """
 
@@ -159,6 +163,8 @@ class Topology:
 
     def machines_in(self, spec: TensorSpec) -> int:
         """How many machines take part in a tensor; 0: all of several."""
+        if spec.is_replicated and spec.op is Op.BROADCAST:
+            return 1
         if not spec.group:
             return 0 if self.machines > 1 else 1
         return len({self.machine_of(rank) for rank in spec.group})
@@ -186,28 +192,41 @@ class Owners:
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
         self._owned_bytes = [0] * topology.size  # by rank
+        self._replicated_bytes = [0] * min(worker.local_size for worker in topology.workers)  # by local rank
         self._pieces: dict[str, list[OwnedPiece]] = {}
         self._specs: dict[str, TensorSpec] = {}
 
     def add(self, spec: TensorSpec, partitions: Sequence[tuple[int, int, int]]) -> None:
         """Enter a sum with the (offset, length, server) of its partitions. A name that is entered again, cut alike,
         keeps its owners."""
-        before = self._pieces.pop(spec.name, [])
-        if [piece[:2] for piece in before] == [partition[:2] for partition in partitions]:
+        before, known = self._pieces.pop(spec.name, []), self._specs.get(spec.name, spec)
+        is_alike = known.is_replicated is spec.is_replicated
+        if is_alike and [piece[:2] for piece in before] == [partition[:2] for partition in partitions]:
             self._pieces[spec.name] = [
                 piece._replace(server=server) for piece, (_, _, server) in zip(before, partitions, strict=True)
             ]
             self._specs[spec.name] = spec
             return
         for piece in before:
-            self._owned_bytes[piece.owner] -= piece.length
+            self._count(known, piece.owner, -piece.length)
         machines = {server.member_id: server.machine_id for server in self._topology.servers}
         pieces = self._pieces[spec.name] = []
         self._specs[spec.name] = spec
         for index, (offset, length, server) in enumerate(partitions):
-            owner = self._owner(machines.get(server))
-            self._owned_bytes[owner] += length
+            owner = self._local_owner() if spec.is_replicated else self._owner(machines.get(server))
+            self._count(spec, owner, length)
             pieces.append(OwnedPiece(offset, length, server, owner, index))
+
+    def _count(self, spec: TensorSpec, owner: int, nbytes: int) -> None:
+        if spec.is_replicated:
+            self._replicated_bytes[owner - self._topology.first_rank] += nbytes
+        else:
+            self._owned_bytes[owner] += nbytes
+
+    def _local_owner(self) -> int:
+        """The rank of this machine that owns the fewest bytes of replicated tensors."""
+        owned = self._replicated_bytes
+        return self._topology.first_rank + owned.index(min(owned))
 
     def _owner(self, machine_id: str | None) -> int:
         """The rank that owns the fewest bytes, of the machine with this id if there is one."""

@@ -59,7 +59,7 @@ class _HostRequest:
 class _KeptStates:
     """``segments``: of the latest step; ``norms``: requests that wait for sums, and the ranges of elements that each is
     about; ``running``: kernels at work on the states. ``run``: see ShadowPartition, 0 if no other machine keeps copies;
-    ``parts``: the partitions; ``numbers``: of the latest step."""
+    ``shadowed``: the partitions whose copies this machine keeps in step; ``numbers``: of the latest step."""
 
     id: int
     local_rank: int
@@ -72,7 +72,7 @@ class _KeptStates:
     running: int = 0
     is_void: bool = False
     run: int = 0
-    parts: list[OwnedPart] = field(default_factory=list)
+    shadowed: list[OwnedPart] = field(default_factory=list)
     numbers: StepNumbers = _NO_NUMBERS
 
 
@@ -115,6 +115,7 @@ class Hosting:
     shadows_class: type[Shadows] = Shadows
 
     def __init__(self, topology: Topology, memory: SlotMemory, executor: Executor, pipeline: RoundPipeline) -> None:
+        self._topology = topology
         self._first_rank, self._size = topology.first_rank, topology.size
         self._memory = memory
         self._executor = executor
@@ -177,10 +178,10 @@ class Hosting:
         self._of_slot.pop(kept.source.id, None)
         kept.source = source
         self._of_slot[source.id] = kept
-        kept.run, kept.parts = request.run, own
+        kept.run, kept.shadowed = request.run, [part for part in own if self._keeps_copy_of(part)]
         if kept.run:
             self.has_shadows = True
-            self.shadows.watch(self._first_rank + rank.local_rank, kept.run, kind, own)
+            self.shadows.watch(self._first_rank + rank.local_rank, kept.run, kind, kept.shadowed)
         places = tuple((block.segment, block.offset) for block in kept.states)
         owners = tuple((part.first, part.count, part.owner) for part in parts)
         answer = protocol.StatesKept(request.number, kept.id, count, places, owners)
@@ -195,7 +196,7 @@ class Hosting:
     def release(self, rank: RankConnection, message: protocol.DropStates) -> None:
         """A rank needs its states no more. Raises ProtocolError."""
         part = self._part(rank, message.shard)
-        self.shadows.end(part.parts)
+        self.shadows.end(part.shadowed)
         self._end(part)
 
     def forget(self, local_rank: int) -> None:
@@ -204,7 +205,7 @@ class Hosting:
         self._records.pop(local_rank, None)
         for part in [each for each in self._parts.values() if each.local_rank == local_rank]:
             self._steps.disarm(part.source)
-            self.shadows.abandon(part.parts)
+            self.shadows.abandon(part.shadowed)
             self._end(part)
 
     def _end(self, part: _KeptStates) -> None:
@@ -229,7 +230,7 @@ class Hosting:
         part.segments = segments
         if part.run and message.is_last:
             part.numbers = StepNumbers(message.step, message.durable, message.is_whole)
-            self.shadows.begin(self._first_rank + rank.local_rank, part.numbers.step, part.parts)
+            self.shadows.begin(self._first_rank + rank.local_rank, part.numbers.step, part.shadowed)
         self._executor.handle(StepArmed(part.source, message.round, message.is_last))
 
     def begin_record(self, rank: RankConnection, message: protocol.BeginRecord) -> None:
@@ -348,7 +349,8 @@ class Hosting:
             end = min(segment.elements.stop - offset, part.count)
             if begin < end:
                 segments.append(StepSegment(range(begin, end), segment.scalars))
-        copy = self.shadows.copy_states(step, states) if kept.run else None
+        is_shadowed = kept.run > 0 and self._keeps_copy_of(part)
+        copy = self.shadows.copy_states(step, states) if is_shadowed else None
         self._stepping[part] = _StepUnderWay(kept, segments, copy[0] if copy is not None else None)
         return functools.partial(_make_step, self._memory, run, segments, copy[1] if copy is not None else None)
 
@@ -357,13 +359,20 @@ class Hosting:
         done = self._stepping.pop(step.part)
         kept = done.kept
         kept.running -= 1
-        if kept.run:
+        if kept.run and self._keeps_copy_of(step.part):
             segments = [*self._earlier.pop(step.part, ()), *done.segments]
             if step.is_last:
                 self.shadows.stepped(step, kept.numbers, segments, done.copy)
             else:
                 self._earlier[step.part] = segments
         self._free(kept)
+
+    def _keeps_copy_of(self, part: OwnedPart) -> bool:
+        """True if this machine is to tell other machines of a partition's steps. Of what each machine owns, they take
+        turns."""
+        if not part.tensor.spec.is_replicated:
+            return True
+        return part.index % self._topology.machines == self._topology.machine_index
 
     def _local_rank_of(self, part: OwnedPart) -> int:
         return part.owner - part.tensor.first_rank

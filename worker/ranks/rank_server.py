@@ -20,6 +20,7 @@ from byteps_py.system.channel import Channel, Listener
 from byteps_py.wire import rank_link as protocol
 from byteps_py.wording import count_text, ranks_text
 from byteps_py.worker.core.local_ranks import IN_GROUP, LocalRank, LocalRanks, RankEvent, RankState
+from byteps_py.worker.core.placing import replicated_gain
 from byteps_py.worker.io.rank_connection import RankConnection
 from byteps_py.worker.ranks.request_handler import RequestHandler
 
@@ -293,6 +294,9 @@ class RankServer:
             num_machines=here.topology.machines,
             is_homogeneous=here.topology.is_homogeneous,
             has_shadow_servers=here.topology.has_shadow_servers,
+            slowest_mbit=here.topology.slowest_mbit,
+            replicated_gain=replicated_gain(here.topology),
+            memory_bytes=min(worker.memory_bytes for worker in here.topology.workers),
         )
         self._guard(rank, connection, functools.partial(connection.send, message))
         self._on_change()

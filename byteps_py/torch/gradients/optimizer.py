@@ -20,6 +20,7 @@ from byteps_py.torch.gradients.bucket import GradientOptions
 from byteps_py.torch.gradients.gradient_reducer import GradientReducer
 from byteps_py.torch.gradients.hosted.optimizer import HostedOptions, check_hosted, host
 from byteps_py.torch.gradients.hosted.replication import check_machines
+from byteps_py.torch.gradients.hosted.states_mode import asked_for
 from byteps_py.torch.gradients.optimizer_mixin import DistributedOptimizerMixin, check_passes
 from byteps_py.torch.gradients.stepper import AdasumStepper, DeltaExchange, LocalStepper, WrappedOptimizer
 from byteps_py.torch.operations.process_sets import ProcessSet, global_process_set, prefix_of, ranks_of
@@ -40,7 +41,7 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
     groups: Groups = None,
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
-    hosted: bool = False,
+    hosted: bool | str = False,
     delayed_update_after: int | None = None,
     step_in_backward: bool = False,
     shadow: bool | None = None,
@@ -62,8 +63,10 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
     sparse_as_dense: make sparse gradients dense before ranks combine them. No effect for SparseAdam, which takes only
     sparse gradients.
     process_set: the ranks that combine gradients. On other ranks the optimizer uses its own gradients.
-    hosted: the communication services keep the optimizer's states, each a part, and make its steps: gradients go in,
-    parameters come out. For torch's SGD, Adam, AdamW and Adagrad and bps.optim.LAMB, and op Average or Sum.
+    hosted: the communication services keep the optimizer's states and make its steps: gradients go in, parameters come
+    out. "machine": each machine has all states, and a step takes as long on the links as an all-reduce. "sharded": each
+    rank has its part, which takes the least memory. True: machine where it makes steps shorter and fits into memory,
+    else sharded. For torch's SGD, Adam, AdamW and Adagrad and bps.optim.LAMB, and op Average or Sum.
     delayed_update_after: with hosted, a number of steps after which an update waits for the next step(), so that sums
     and steps are made under the next forward and backward passes: p(k+1) = p(k) - lr·u(g(p(k-1))).
     step_in_backward: with hosted, from the second step on, the services step each partition as soon as its sum is
@@ -96,15 +99,16 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
     mine = set(params)
     context = contexts.current()
     is_shadowed = context.settings.shadow if shadow is None else shadow
-    is_hosted_for_shadow = is_shadowed and not hosted
-    hosted = hosted or is_shadowed
-    hosting = HostedOptions(delayed_update_after, step_in_backward, is_shadowed)
-    hosting.check(optimizer, hosted, nonfinite.mode_of(context))
+    is_hosted_for_shadow = is_shadowed and hosted is False
+    is_hosted = hosted is not False or is_shadowed
+    mode = asked_for(hosted) if hosted is not False else None
+    hosting = HostedOptions(delayed_update_after, step_in_backward, is_shadowed, mode)
+    hosting.check(optimizer, is_hosted, nonfinite.mode_of(context))
     together = which_groups(num_groups, groups, params)
     ranks = ranks_of(process_set)
     if context.session.rank in (combining := ranks or range(context.session.size)):
         _check_owners([(name, param) for param, name in names.items() if param in mine], combining)
-    if hosted:
+    if is_hosted:
         try:
             check_hosted(optimizer, op, gradient_predivide_factor, bool(ranks), bool(together))
         except UsageError as error:

@@ -54,7 +54,7 @@ def _other(param: torch.nn.Parameter, owner: object) -> bool:
 class ToOwner(Delivery):
     """To the ranks' services, each of which gets the elements that its ranks own, and keeps them until a step.
     ``group_of``: of each parameter, the number of its param_group, whose numbers a step of a whole bucket takes.
-    ``is_shadowed``: other machines get them, too."""
+    ``is_shadowed``: other machines get them, too. ``is_replicated``: each machine has all states."""
 
     always_travels = True
     untouched_until = "step()"
@@ -64,8 +64,11 @@ class ToOwner(Delivery):
         "scaler.unscale_(optimizer) before it where there is a GradScaler"
     )
 
-    def __init__(self, context: Context, group_of: Mapping[torch.nn.Parameter, int], is_shadowed: bool) -> None:
-        self._context, self._group_of, self._is_shadowed = context, group_of, is_shadowed
+    def __init__(
+        self, context: Context, group_of: Mapping[torch.nn.Parameter, int], is_shadowed: bool, is_replicated: bool
+    ) -> None:
+        self._context, self._group_of = context, group_of
+        self._is_shadowed, self._is_replicated = is_shadowed, is_replicated
         #: Gradients are copied before the training goes on, which may change or replace them meanwhile.
         self.is_copied = False
 
@@ -85,7 +88,10 @@ class ToOwner(Delivery):
             spec = replace(spec, shape=(rows, math.prod(others)))  # pieces of whole rows
         else:
             count = sum(math.prod(shape) for shape in request.shapes)
-            spec = replace(spec, shape=(count,), ownership=spec.name, is_shadowed=self._is_shadowed)
+            spec = replace(
+                spec, shape=(count,), ownership=spec.name, is_shadowed=self._is_shadowed,
+                is_replicated=self._is_replicated,
+            )  # fmt: skip
         return replace(request, spec=spec, result_shapes=())
 
     def prepare(self, bucket: Bucket, gradients: Gradients, is_early: bool) -> Gradients:

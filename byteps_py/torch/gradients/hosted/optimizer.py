@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from byteps_py.errors import UsageError
+from byteps_py.system.log import logger
 from byteps_py.tensors import NonFinite
 from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.compression import Compression
@@ -24,6 +25,7 @@ from byteps_py.torch.gradients.hosted.delivery import ToOwner, claim
 from byteps_py.torch.gradients.hosted.replication import ShadowedSteps
 from byteps_py.torch.gradients.hosted.rules import HostedGroups, check_class
 from byteps_py.torch.gradients.hosted.states import BucketStates
+from byteps_py.torch.gradients.hosted.states_mode import StatesMode, choose
 from byteps_py.torch.gradients.hosted.stepper import HostedStepper, NextStep, StepTiming
 from byteps_py.torch.gradients.hosted.steps import SumSteps
 from byteps_py.torch.gradients.hosted.timings import BackwardSteps, DelayedTiming, InBackwardTiming
@@ -52,12 +54,13 @@ def check_hosted(
 
 @dataclass(frozen=True, slots=True)
 class HostedOptions:
-    """The time at which services make the steps of a hosted optimizer, and if other machines make them, too. See
-    DistributedOptimizer."""
+    """The time at which services make the steps of a hosted optimizer, if other machines make them, too, and where
+    its states are (``mode``; None: as states_mode.py chooses). See DistributedOptimizer."""
 
     delayed_update_after: int | None = None
     step_in_backward: bool = False
     shadow: bool = False
+    mode: StatesMode | None = None
 
     def check(self, optimizer: torch.optim.Optimizer, hosted: bool, nonfinite: NonFinite) -> None:
         """Raises UsageError for what contradicts ``hosted``, the optimizer, BYTEPS_NONFINITE or one another."""
@@ -200,6 +203,15 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
         return self._stepper.states.are_lost
 
 
+def _chosen(context: Context, groups: HostedGroups) -> StatesMode:
+    if (wanted := context.settings.hosted_states) != "auto":
+        return StatesMode(wanted)
+    choice = choose(context.session, groups.states_bytes)
+    if context.session.rank == 0:
+        logger.info("hosted=True: states are %s: %s", choice.mode.value, choice.reason)
+    return choice.mode
+
+
 def host(
     context: Context,
     optimizer: torch.optim.Optimizer,
@@ -214,7 +226,8 @@ def host(
     claim(named, groups)
     if context.session.size == 1:  # nothing is sent, so nothing is rounded for it
         options = replace(options, compression=Compression.none)
-    delivery = ToOwner(context, groups.group_of, hosting.shadow)
+    mode = hosting.mode or _chosen(context, groups)
+    delivery = ToOwner(context, groups.group_of, hosting.shadow, mode is StatesMode.MACHINE)
     reducer = GradientReducer(context, named, options, delivery=delivery)
     wrapped = WrappedOptimizer(optimizer, names, ReducedPasses(reducer, passes))
 

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from byteps_py.errors import UsageError
-from byteps_py.kernels.update_rules import Decay, Hyperparameters, Method, UpdateRule
+from byteps_py.kernels.update_rules import Decay, Hyperparameters, Method, StepKind, UpdateRule
 from byteps_py.tensors import DType
+from byteps_py.torch.collectives.dtypes import WIRE
 from byteps_py.torch.optim import LAMB
 
 _METHODS: dict[type[torch.optim.Optimizer], Method] = {
@@ -102,6 +103,12 @@ class HostedGroups:
     def params(self) -> list[torch.nn.Parameter]:
         """All parameters, in order."""
         return [param for group in self.optimizer.param_groups for param in group["params"]]
+
+    @property
+    def states_bytes(self) -> int:
+        """Of all parameters, if their gradients have their dtypes."""
+        kinds = {param: StepKind(self.rule(param), WIRE[param.dtype], WIRE[param.dtype]) for param in self.params}
+        return sum(param.numel() * kind.states * kind.state_itemsize for param, kind in kinds.items())
 
     def numbers(self) -> GroupNumbers:
         """For a step that is made now."""

@@ -63,6 +63,9 @@ class OwnedStates:
     """The states of the elements that this rank owns, of one bucket. ``params``: the bucket's, in order.
     ``initial_sum``: Adagrad's first state."""
 
+    #: False if a rank of the first machine owns the same elements: then that one gives them to all ranks.
+    is_counted = True
+
     def __init__(
         self,
         session: Session,
@@ -120,10 +123,11 @@ class OwnedStates:
         return (MASTER, *moment_names(self.kind.rule))
 
     def piece(self, number: int) -> torch.Tensor:
-        """The elements of a state that this rank owns, by its number in ``names``."""
+        """The elements of a state that this rank gives to all, by its number in ``names``."""
         if number == 0:
             self._take_changed_parameters()
-        return self._state(number)
+        state = self._state(number)
+        return state if self.is_counted else state[:0]
 
     def whole(self, names: Sequence[str], gathered: Mapping[str, torch.Tensor]) -> list[WholeState]:
         """The state of each parameter, from the pieces of all ranks, rank by rank. ``names``: of the parameters."""
@@ -180,6 +184,7 @@ class HostedStates(OwnedStates):
         run: int = 0,
     ) -> None:
         self.session, self.kind, self.run = session, kind, run
+        self.is_counted = session.machine_index == 0 or not source.spec.is_replicated
         self._part = self._host(source)
         self._release = weakref.finalize(self, session.state_host.release_shard, self._part)
         count = owned_by(session.rank, self._part.owners)
@@ -190,8 +195,9 @@ class HostedStates(OwnedStates):
     def _host(self, source: Slot, before: HostedShard | None = None) -> HostedShard:
         name, count, priority = source.spec.name, source.spec.count, source.spec.priority
         wanted = TensorSpec(
-            f"{name}.parameters", self.kind.parameter, (count,), Op.BROADCAST, priority=priority, ownership=name
-        )
+            f"{name}.parameters", self.kind.parameter, (count,), Op.BROADCAST, priority=priority, ownership=name,
+            is_replicated=source.spec.is_replicated,
+        )  # fmt: skip
         (target,) = self.session.declare([wanted])
         return self.session.state_host.host(self.kind, source, target, before, self.run)
 
@@ -215,9 +221,9 @@ class HostedStates(OwnedStates):
         return self._params[0].device
 
     def square_sum(self, participates: Sequence[bool]) -> float:
-        """The sum of the squares of the averages that this rank owns, of the parameters that take part. Waits for
-        them."""
-        if not self.count:
+        """The sum of the squares of the averages that this rank gives to all, of the parameters that take part. Waits
+        for them."""
+        if not (self.count and self.is_counted):
             return 0.0
         taken = [overlap.place for overlap in self.overlaps if participates[overlap.position]]
         return self.session.state_host.square_sum(self._part, [range(place.start, place.stop) for place in taken])
@@ -428,15 +434,17 @@ class BucketStates:
     def _check_memory(self) -> None:
         """Raises UsageError if this machine has too little memory for the states of its ranks."""
         session = self._context.session
-        needed = 0
+        needed, is_replicated = 0, False
         for bucket in self.buckets:
             kind = self._step_kind(bucket)
             needed += bucket.request.spec.count * kind.states * kind.state_itemsize
-        needed = needed * session.local_size // session.size
+            is_replicated = is_replicated or bucket.request.spec.is_replicated
+        needed = needed if is_replicated else needed * session.local_size // session.size
         if needed > (available := self.available_bytes()):
+            fewer = 'hosted="sharded"' if is_replicated and session.num_machines > 1 else "More machines"
             raise UsageError(
                 f"hosted=True: the states of this machine's {session.local_size} ranks need {needed / 1e9:.1f} GB, and "
-                f"it has {available / 1e9:.1f} GB left. More machines, or an optimizer with fewer states, need less"
+                f"it has {available / 1e9:.1f} GB left. {fewer}, or an optimizer with fewer states, need less"
             )
 
     # ---- of all ------------------------------------------------------------------------------------------------

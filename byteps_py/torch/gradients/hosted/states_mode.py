@@ -1,0 +1,79 @@
+"""Where the states of a hosted optimizer are: each machine has all of them, or each rank has its part.
+
+    machine   every machine sums by the placement's formula, and makes the whole step for its ranks
+    sharded   each rank owns 1/N: sums go to their owners, which send the parameters to all
+
+A step in ``machine`` takes as long on the links as an all-reduce. It needs memory for all states on each machine, and
+each machine makes the step of all elements. Pure; any thread.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from byteps_py.errors import UsageError
+from byteps_py.session import Session
+
+#: Less than this is not worth the memory, and the time of the processors.
+_WORTH = 1.02
+#: With faster links, the processors of a machine take longer for the step of all elements than the links for the sums:
+#: about 3 ns for AdamW and one element of 4 bytes.
+_LINKS_BOUND_MBIT = 10_000.0
+#: The states may take this part of the memory that a machine had left when the job began: models, data and the sums
+#: need some, too.
+_SHARE_OF_MEMORY = 0.5
+
+
+class StatesMode(enum.Enum):
+    """See the table of this module."""
+
+    MACHINE = "machine"
+    SHARDED = "sharded"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A mode, and why, in one sentence."""
+
+    mode: StatesMode
+    reason: str
+
+
+def asked_for(hosted: object) -> StatesMode | None:
+    """The mode that the argument ``hosted`` names; None if the choice is left to ``choose``. Raises UsageError for
+    anything but True, "machine" and "sharded".
+
+    >>> asked_for("machine"), asked_for(True)
+    (<StatesMode.MACHINE: 'machine'>, None)
+    """
+    if hosted is True:
+        return None
+    for mode in StatesMode:
+        if hosted == mode.value:
+            return mode
+    names = " or ".join(repr(mode.value) for mode in StatesMode)
+    raise UsageError(f"hosted is {hosted!r}: give True, {names}, or False for an optimizer on the ranks")
+
+
+def choose(session: Session, states_bytes: int) -> Choice:
+    """The mode for states of ``states_bytes`` in all. The same on all ranks."""
+    facts = session.links
+    room = _SHARE_OF_MEMORY * facts.memory_bytes
+    if session.num_machines == 1:
+        return Choice(StatesMode.SHARDED, "the ranks of one machine share its states in any case")
+    if facts.replicated_gain < _WORTH:
+        return Choice(StatesMode.SHARDED, "with these machines, states on each machine would make no step shorter")
+    if not 0 < facts.slowest_mbit <= _LINKS_BOUND_MBIT:
+        rate = f"{facts.slowest_mbit / 1000:g} Gbit/s" if facts.slowest_mbit else "unknown rates"
+        return Choice(StatesMode.SHARDED, f"with links of {rate}, processors bound a step, and each makes its part")
+    if states_bytes > room:
+        return Choice(
+            StatesMode.SHARDED,
+            f"all states take {states_bytes / 1e9:.1f} GB, and a machine has {room / 1e9:.1f} GB for them",
+        )
+    return Choice(
+        StatesMode.MACHINE,
+        f"links of {facts.slowest_mbit / 1000:g} Gbit/s bound a step, which takes {facts.replicated_gain:.2f} times as "
+        "long with sharded states",
+    )
