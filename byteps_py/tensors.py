@@ -193,9 +193,7 @@ class TensorSpec:
         if self.is_shadowed and self.ownership != self.name:
             raise UsageError(f"tensor {self.name!r}: only a sum for owners is shadowed, not a {self.describe()}")
         if self.is_replicated and not self.ownership:
-            raise UsageError(
-                f"tensor {self.name!r}: only owners can be on each machine, and a {self.describe()} has none"
-            )
+            raise UsageError(f"tensor {self.name!r}: owners on each machine need ownership, not a {self.describe()}")
         if _utf8_bytes(self.terms) > MAX_TERMS_BYTES:
             raise UsageError(f"tensor {self.name!r}: terms of more than {MAX_TERMS_BYTES} bytes: {self.terms[:40]!r}…")
         if self.op.bypasses_servers and not (self.dtype is DType.UINT8 and len(self.shape) == 2):

@@ -39,7 +39,7 @@ from byteps_py.worker.core.hosted_steps import (
     StepState,
     SumForOwner,
 )
-from byteps_py.worker.core.placement_view import PlacementView
+from byteps_py.worker.core.placement_view import PlacementView, replicated_gain
 from byteps_py.worker.core.round_pipeline import RoundPipeline
 from byteps_py.worker.core.tensor import Compute, RankSlot, Stage, Tensor
 from byteps_py.worker.core.topology import OwnedPiece, Owners, Topology
@@ -314,6 +314,74 @@ def test_a_sum_stays_on_the_machine_that_takes_it() -> None:
     """Ranks of a machine take turns; what a CPU machine adds goes to the machine that owns the least."""
     spec = TensorSpec("g", DType.FLOAT32, (7,), ownership="g")
     assert owned(Owners(topology()), spec, [10, 10, 12, 13, 13, 13, 11]) == [0, 1, 4, 2, 3, 5, 2]
+
+
+@pytest.mark.parametrize("machine", [0, 2])
+def test_each_machine_owns_all_of_a_replicated_sum(machine: int) -> None:
+    """Its ranks take turns, whatever the servers are; a sum with one owner does not see it."""
+    spec = TensorSpec("g", DType.FLOAT32, (5,), ownership="g", is_replicated=True)
+    owners = Owners(replace(topology(), machine_index=machine))
+    first = 2 * machine
+    assert owned(owners, spec, [10, 10, 12, 13, 11]) == [first, first + 1, first, first + 1, first]
+    parameters = TensorSpec("p", DType.FLOAT32, (5,), Op.BROADCAST, ownership="g", is_replicated=True)
+    assert {piece.owner for piece in owners.pieces(parameters, 64)} == {first, first + 1}
+    other = TensorSpec("h", DType.FLOAT32, (3,), ownership="h")
+    assert owned(owners, other, [10, 12, 13]) == [0, 4, 2]
+
+
+def test_a_sum_that_is_declared_otherwise_gets_other_owners() -> None:
+    one = TensorSpec("g", DType.FLOAT32, (2,), ownership="g")
+    owners = Owners(replace(topology(), machine_index=1))
+    assert owned(owners, one, [10, 12]) == [0, 4]
+    assert owned(owners, replace(one, is_replicated=True), [10, 12]) == [2, 3]
+    assert owned(owners, one, [10, 12]) == [0, 4]
+
+
+def test_ranks_that_other_machines_do_not_have_own_nothing_of_replicated_sums() -> None:
+    members = [
+        pb.Member(machine_index=i, machine_id=f"m{i}", first_rank=first, local_size=size)
+        for i, (first, size) in enumerate([(0, 2), (2, 3)])
+    ]
+    owners = Owners(replace(topology(), workers=tuple(members), machine_index=1))
+    assert owned(owners, TensorSpec("g", DType.FLOAT32, (3,), ownership="g", is_replicated=True), [10] * 3) == [2, 3, 2]
+
+
+def test_replicated_sums_are_placed_by_the_formula_and_parameters_stay() -> None:
+    """As a sum without owners is."""
+    around = topology(2, 1, ("m0", "m1", "c0"))
+    placing = PlacementView(around, 1 << 20, CHUNK_BYTES)
+    sums = TensorSpec("g", DType.FLOAT32, (512,), ownership="g", is_replicated=True)
+    plain = PlacementView(around, 1 << 20, CHUNK_BYTES)
+    placing.add([sums])
+    plain.add([replace(sums, ownership="", is_replicated=False)])
+    cut = [piece[:3] for piece in placing.pieces(sums)]
+    assert cut == [tuple(piece)[:3] for piece in plain.pieces(replace(sums, ownership="", is_replicated=False))]
+    parameters = TensorSpec("p", DType.FLOAT32, (512,), Op.BROADCAST, ownership="g", is_replicated=True)
+    assert (around.machines_in(sums), around.machines_in(parameters)) == (0, 1)
+    assert [piece[:2] for piece in placing.pieces(parameters)] == [piece[:2] for piece in cut]
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "gain"), [(1, 1, 1.0), (2, 0, 1.0), (2, 1, 1.0), (4, 0, 1.0), (4, 2, 1.136), (4, 4, 1.25)]
+)
+def test_what_states_on_each_machine_gain(n: int, k: int, gain: float) -> None:
+    best = Optimum(n, k)
+    names = [f"c{i}" for i in range(k)] + [f"m{i}" for i in range(n if k < n else 0)]
+    servers = [
+        pb.Member(
+            member_id=i,
+            machine_id=name,
+            weight=weight,
+            kind=pb.MACHINE_KIND_CPU if name[0] == "c" else pb.MACHINE_KIND_GPU,
+        )
+        for i, (name, weight) in enumerate(zip(names, best.server_weights if n > 1 else [1] * len(names), strict=False))
+    ]
+    assert replicated_gain(replace(topology(n, 1, ()), servers=tuple(servers))) == pytest.approx(gain, abs=0.001)
+
+
+def test_only_what_has_owners_is_replicated() -> None:
+    with pytest.raises(UsageError, match="owners on each machine need ownership, not a sum of"):
+        TensorSpec("g", DType.FLOAT32, (2,), is_replicated=True)
 
 
 def test_owners_stay_when_a_name_is_declared_again_or_its_servers_change() -> None:

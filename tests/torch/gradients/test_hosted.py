@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 import torch
 from support.breaking import command
 from support.clusters import ROOT
+
+from byteps_py.launch.process_plan import free_port
 
 PROGRAM = ROOT / "tests" / "programs" / "hosted.py"
 CASES = re.findall(r"^@case\ndef (\w+)\(", PROGRAM.read_text(), re.MULTILINE)
@@ -32,12 +35,56 @@ CASES = re.findall(r"^@case\ndef (\w+)\(", PROGRAM.read_text(), re.MULTILINE)
     ],
 )
 def test_beside_the_optimizer_on_the_ranks(layout: str) -> None:
+    check_all_cases(layout, "auto")
+
+
+def check_all_cases(layout: str, states: str) -> None:
     words = layout.split()
     ranks = int(words[1]) * (int(words[3]) if len(words) > 2 else 1)
-    with command(sys.executable, "-m", "byteps_py.launch", *words, sys.executable, str(PROGRAM)) as job:
+    arguments = [sys.executable, "-m", "byteps_py.launch", *words, sys.executable, str(PROGRAM)]
+    with command(*arguments, BYTEPS_HOSTED_STATES=states) as job:
         assert job.end() == 0, job.text
     for case in CASES:
         assert job.text.count(f"{case}: right") == ranks, job.text
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "-np 1 --machines 2 --servers 1",
+        pytest.param("-np 2 --machines 2", marks=pytest.mark.slow),
+        pytest.param("-np 1 --machines 3 --servers 2", marks=pytest.mark.slow),
+    ],
+)
+def test_states_on_each_machine(layout: str) -> None:
+    """All cases: where states are changes no bits."""
+    check_all_cases(layout, "machine")
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.slow
+def test_states_on_machines_with_different_numbers_of_ranks() -> None:
+    """The second rank of the larger one owns nothing; norms and gathered states are still of all elements."""
+    cases = ("equal", "lamb", "clips", "states_move")
+    common = {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": str(free_port()), "DMLC_NUM_WORKER": "2", "DMLC_NUM_SERVER": "0"}
+    launch = (sys.executable, "-m", "byteps_py.launch")
+    with contextlib.ExitStack() as stack:
+        jobs = [stack.enter_context(command(*launch, DMLC_ROLE="scheduler", **common))]
+        for machine, ranks in enumerate(("1", "2")):
+            jobs.append(
+                stack.enter_context(
+                    command(
+                        *launch, sys.executable, str(PROGRAM), *cases, DMLC_ROLE="worker", DMLC_WORKER_ID=str(machine),
+                        BYTEPS_MACHINE_ID=f"m{machine}", BYTEPS_LOCAL_SIZE=ranks, BYTEPS_HOSTED_STATES="machine",
+                        **common,
+                    )
+                )
+            )  # fmt: skip
+        for job in jobs:
+            assert job.end() == 0, job.text
+        for case in cases:
+            assert [job.text.count(f"{case}: right") for job in jobs] == [0, 1, 2]
 
 
 @pytest.mark.timeout(180)

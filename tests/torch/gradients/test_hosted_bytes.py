@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 from support.clusters import bpslaunch
 
+from byteps_py.placement.shares import Optimum
+
 PROGRAM = Path(__file__).parents[2] / "programs" / "carry_hosted.py"
 ELEMENTS = 1 << 18
 M = 4 * ELEMENTS
@@ -75,6 +77,21 @@ def test_bytes_of_a_step(machines: int, servers: int, tmp_path: Path) -> None:
     expected = M + (n - 2) * gpu / n + cpu / n
     slack = 2 * n * PARTITION + NUMBERS if gpu else PARTITION + NUMBERS
     assert all(abs(carried - expected) <= slack + gpu * 0.05 for carried in each), (each, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("machines", "servers"), [(2, 1), (3, 2)])
+def test_bytes_of_a_step_with_states_on_each_machine(machines: int, servers: int, tmp_path: Path) -> None:
+    """Those of an all-reduce, see byteps_py/placement/shares.py: parameters are not sent."""
+    n = machines
+    runs = [members(n, servers, steps, tmp_path, BYTEPS_HOSTED_STATES="machine") for steps in (SHORT, LONG)]
+    best = Optimum(n, servers)
+    assert per_step(runs, "bytes_sent") == per_step(runs, "bytes_received")
+    cpu = per_step(runs, "bytes_received", "CPU")
+    assert cpu / M == pytest.approx(n * servers * best.cpu_weight / best.interval, abs=2 * servers * n * PARTITION / M)
+    each = [per_step(runs, "bytes_sent", f"GPU {index}") for index in range(n)]
+    slack = 2 * n * PARTITION + NUMBERS
+    assert all(carried <= float(best.time) * M + slack for carried in each), (each, float(best.time) * M)
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,12 @@ def test_beside_the_optimizer_on_the_ranks(layout: str) -> None:
 
 @pytest.mark.timeout(180)
 @pytest.mark.slow
+def test_states_on_each_machine() -> None:
+    run("-np 1 --machines 2 --servers 1", BYTEPS_HOSTED_STATES="machine")
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.slow
 @pytest.mark.parametrize("partition", ["4096", pytest.param("65536", marks=pytest.mark.long)])
 @pytest.mark.parametrize("layout", ["-np 2", "-np 2 --machines 2 --servers 1"])
 def test_partitions_do_not_matter(layout: str, partition: str) -> None:

@@ -33,7 +33,7 @@ class StatesMode(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ModeChoice:
     """A mode, and why, in one sentence."""
 
     mode: StatesMode
@@ -56,23 +56,23 @@ def asked_for(hosted: object) -> StatesMode | None:
     raise UsageError(f"hosted is {hosted!r}: give True, {names}, or False for an optimizer on the ranks")
 
 
-def choose(session: Session, states_bytes: int) -> Choice:
+def choose(session: Session, states_bytes: int) -> ModeChoice:
     """The mode for states of ``states_bytes`` in all. The same on all ranks."""
     facts = session.links
     room = _SHARE_OF_MEMORY * facts.memory_bytes
     if session.num_machines == 1:
-        return Choice(StatesMode.SHARDED, "the ranks of one machine share its states in any case")
+        return ModeChoice(StatesMode.SHARDED, "the ranks of one machine share its states in any case")
     if facts.replicated_gain < _WORTH:
-        return Choice(StatesMode.SHARDED, "with these machines, states on each machine would make no step shorter")
+        return ModeChoice(StatesMode.SHARDED, "with these machines, states on each machine would make no step shorter")
     if not 0 < facts.slowest_mbit <= _LINKS_BOUND_MBIT:
         rate = f"{facts.slowest_mbit / 1000:g} Gbit/s" if facts.slowest_mbit else "unknown rates"
-        return Choice(StatesMode.SHARDED, f"with links of {rate}, processors bound a step, and each makes its part")
+        return ModeChoice(StatesMode.SHARDED, f"with links of {rate}, processors bound a step, and each makes its part")
     if states_bytes > room:
-        return Choice(
+        return ModeChoice(
             StatesMode.SHARDED,
             f"all states take {states_bytes / 1e9:.1f} GB, and a machine has {room / 1e9:.1f} GB for them",
         )
-    return Choice(
+    return ModeChoice(
         StatesMode.MACHINE,
         f"links of {facts.slowest_mbit / 1000:g} Gbit/s bound a step, which takes {facts.replicated_gain:.2f} times as "
         "long with sharded states",
