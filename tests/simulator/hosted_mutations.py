@@ -19,6 +19,7 @@ from byteps_py.worker.core.hosted_steps import (
 from byteps_py.worker.core.placement_view import PlacementView
 from byteps_py.worker.core.round_pipeline import RoundPipeline
 from byteps_py.worker.core.tensor import Part, RankSlot, Stage
+from byteps_py.worker.core.topology import Owners
 from byteps_py.worker.io.executor import Executor
 
 from .mutations import Mutation
@@ -91,6 +92,17 @@ class MoveTheOwner(Mutation):
                         part.machine, part.owner = index, ranks[0]
                         part.is_own = ranks[0] in self._topology.ranks_of(self._topology.machine_index)
             return server
+
+
+class DivideReplicatedSumsAsEachMachineLikes(Mutation):
+    """Ranks give norms and states of the first machine's parts to all."""
+
+    class placing(PlacementView):
+        class owners_class(Owners):
+            def _local_owner(self) -> int:
+                owned, ranks = self._replicated_bytes, self._topology.ranks_of(self._topology.machine_index)
+                takes_last = self._topology.machine_index % 2 == 1
+                return ranks[len(owned) - 1 - owned[::-1].index(min(owned))] if takes_last else super()._local_owner()
 
 
 class StepInEveryRound(Mutation):
@@ -190,15 +202,16 @@ class GoOnWithAnEndedGroup(Mutation):
 HOSTED_MUTATIONS: dict[type[Parts], int] = {
     StepAgainForASecondAnswer: 9,
     StepWithTheRoundBefore: 5,
-    ForgetWhatIsAcknowledged: 34,
-    SendParametersBeforeTheStep: 3,
+    ForgetWhatIsAcknowledged: 189,
+    SendParametersBeforeTheStep: 5,
     StepInsteadOfASkip: 2,
-    MoveTheOwner: 9,
+    MoveTheOwner: 17,
+    DivideReplicatedSumsAsEachMachineLikes: 25,
     StepInEveryRound: 1,
     DivideAStepByAllMachines: 1,
-    KeepSumsThatAreGivenUp: 3,
-    OneBlockOfParameters: 3,
-    LeaveParametersWithTheirFirstServers: 1494,
+    KeepSumsThatAreGivenUp: 6,
+    OneBlockOfParameters: 5,
+    LeaveParametersWithTheirFirstServers: 504,
     EndAPhaseWithItsFirstPartition: 6,
     TellOfUpdatesWhileTheyAreMade: 0,
     SendParametersAfterTheFirstPhase: 5,
@@ -206,5 +219,5 @@ HOSTED_MUTATIONS: dict[type[Parts], int] = {
 }
 
 HOSTED_ELASTIC_MUTATIONS: dict[type[Parts], int] = {
-    GoOnWithAnEndedGroup: 125,
+    GoOnWithAnEndedGroup: 26,
 }

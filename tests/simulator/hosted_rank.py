@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from byteps_py.errors import StallError
 from byteps_py.kernels.optimizer_steps import StepSegment
 from byteps_py.session import Slot
 from byteps_py.session.base import HostedShard, ShadowedStep
@@ -18,7 +19,7 @@ from byteps_py.wire import rank_link as protocol
 from .hosted_uses import HostedUse, Model
 from .ledger import Ledger
 from .memory import Wide, square_sum
-from .rank import Rank
+from .rank import PATIENCE_S, Rank
 from .turn import Life, Turn
 from .uses import Use
 from .world import InvariantError
@@ -59,7 +60,17 @@ class HostedRank(Rank):
         session.state_host.report_released()
         before_id, request = before.id if before is not None else 0, session._requests + 1
         message = protocol.KeepStates(request, model.kind.code, source.id, target.id, before_id, self.run)
-        yield from self._ask(message, protocol.StatesKept, lambda: not (source.error is target.error is None))
+        limit_s = self._settings.stall_limit_s + PATIENCE_S
+        due_s = self.world.now_s + limit_s
+        self.world.after(limit_s, self, None, self._on_arrival)
+        self.world.expect_quiet(limit_s)
+        yield from self._ask(
+            message,
+            protocol.StatesKept,
+            lambda: not (source.error is target.error is None) or self.world.now_s >= due_s,
+        )
+        if self.world.now_s >= due_s:
+            raise StallError(f"the states of {source.spec.name!r}: not all ranks have declared it")
         shard = self.hosted[model.name] = session.state_host.host(model.kind, source, target, before, self.run)
         self.ledger.owns(model.name, shard.owners, self.machine, source.spec.is_replicated)
 

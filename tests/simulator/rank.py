@@ -24,7 +24,7 @@ from .turn import Life, Turn
 from .uses import Use
 from .world import InvariantError, Process, World
 
-_PATIENCE_S = 30.0
+PATIENCE_S = 30.0
 _NOTICE_S = 2.0  # until a deadline that has passed is noticed, and told
 
 
@@ -125,7 +125,7 @@ class Rank(Process):
         self.has_connected = True
         local_rank, local_size = settings.local_rank, settings.local_size
         hello = protocol.Hello.of(local_rank, local_size, self.pid, self.synced_in)
-        patience_s = max(settings.start_timeout_s, settings.elastic_timeout_s if settings.elastic else 0) + _PATIENCE_S
+        patience_s = max(settings.start_timeout_s, settings.elastic_timeout_s if settings.elastic else 0) + PATIENCE_S
         if not (yield from self._ask_patiently(hello, protocol.Welcome, patience_s)):
             raise StallError("the communication service of this machine did not answer")
         self.session = self._new_session()(cast(Any, channel), local_rank, local_size, 10.0, 60.0, 10.0, self.synced_in)
@@ -150,7 +150,7 @@ class Rank(Process):
     def _settle(self) -> Life:
         """Before it leaves, which it does at the latest when the session's patience has ended."""
         if self.session._has_given:
-            patience_s = self._settings.stall_limit_s + _PATIENCE_S
+            patience_s = self._settings.stall_limit_s + PATIENCE_S
             self.session._has_given = yield from self._ask_patiently(protocol.Drain(), protocol.Drained, patience_s)
 
     def _is_away(self, number: int) -> bool:

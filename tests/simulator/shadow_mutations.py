@@ -34,6 +34,7 @@ from byteps_py.worker.core.shadow_copies import (
 from byteps_py.worker.core.shadowing import Shadowing
 from byteps_py.worker.core.tensor import Part
 from byteps_py.worker.io.executor import Executor
+from byteps_py.worker.ranks.hosting import Hosting
 from byteps_py.worker.ranks.shadows import Shadows
 
 from .mutations import Mutation
@@ -266,6 +267,12 @@ class CopyStatesBeforeTheStep(Mutation):
             return None
 
 
+class CopyReplicatedStatesFromEveryMachine(Mutation):
+    class hosting(Hosting):
+        def _keeps_copy_of(self, part: OwnedPart) -> bool:
+            return True
+
+
 #: With a seed that shows it. No seed can show a server that keeps pieces of a record though a later one is durable:
 #: it reads a machine's newest connection alone, and pieces keep their order there. That rule is held by
 #: test_pieces_that_come_late_leave_nothing of test_server_shadow_records.py.
@@ -274,21 +281,22 @@ SHADOW_MUTATIONS: dict[type[Parts], int] = {
     CompleteWithTheFirstBytes: 3,
     BeginStatesThatAreThereAnew: 35,
     DropRecordsOfTheDurableStep: 3,
-    StepTwiceWhatIsSaidTwice: 39,
+    StepTwiceWhatIsSaidTwice: 6,
     TakeTheLastStepOfAnyRankForDurable: 46,
     SayNothingAgain: 12,
     SeedWithTheStatesOfTheStepAfter: 3,
     EndTheOldCopyBeforeTheNewOneIsComplete: 5,
     KeepSumsThatTheServerLacks: 43,
-    ReleaseWhatIsOnItsWay: 93,
+    ReleaseWhatIsOnItsWay: 33,
     HoldRecordsWithTheirFirstPiece: 3,
-    CountPiecesThatComeTwice: 167,
-    SendTheRecordAgainWithoutItsPieces: 96,
+    CountPiecesThatComeTwice: 33,
+    SendTheRecordAgainWithoutItsPieces: 33,
     TakeRefusedRecordsForHeld: 122,
     LetRanksWaitWithTheirNextRecord: 3,
-    NeverSeedAgain: 130,
+    NeverSeedAgain: 33,
     ForgetTheEarlierPhase: 17,
     CopyStatesBeforeTheStep: 3,
+    CopyReplicatedStatesFromEveryMachine: 33,
 }
 
 #: Beside an unreliable network. Of 2,500 seeds none shows a machine that does not count steps sent behind states that

@@ -20,7 +20,7 @@ from byteps_py.system.channel import Channel, Listener
 from byteps_py.wire import rank_link as protocol
 from byteps_py.wording import count_text, ranks_text
 from byteps_py.worker.core.local_ranks import IN_GROUP, LocalRank, LocalRanks, RankEvent, RankState
-from byteps_py.worker.core.placing import replicated_gain
+from byteps_py.worker.core.placement_view import replicated_gain
 from byteps_py.worker.io.rank_connection import RankConnection
 from byteps_py.worker.ranks.request_handler import RequestHandler
 

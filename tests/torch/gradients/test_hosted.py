@@ -67,7 +67,12 @@ def test_states_on_each_machine(layout: str) -> None:
 def test_states_on_machines_with_different_numbers_of_ranks() -> None:
     """The second rank of the larger one owns nothing; norms and gathered states are still of all elements."""
     cases = ("equal", "lamb", "clips", "states_move")
-    common = {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": str(free_port()), "DMLC_NUM_WORKER": "2", "DMLC_NUM_SERVER": "0"}
+    common = {
+        "DMLC_PS_ROOT_URI": "127.0.0.1",
+        "DMLC_PS_ROOT_PORT": str(free_port()),
+        "DMLC_NUM_WORKER": "2",
+        "DMLC_NUM_SERVER": "0",
+    }
     launch = (sys.executable, "-m", "byteps_py.launch")
     with contextlib.ExitStack() as stack:
         jobs = [stack.enter_context(command(*launch, DMLC_ROLE="scheduler", **common))]
