@@ -45,14 +45,13 @@ def _serve(is_gpu_machine: bool) -> int:
     from byteps_py.server.persistent_server import PersistentServer
     from byteps_py.server.service import SummationService
     from byteps_py.server.shadow import ShadowStore
-    from byteps_py.server.shadow_endpoint import ShadowEndpoint
 
     kind = pb.MACHINE_KIND_GPU if is_gpu_machine else pb.MACHINE_KIND_CPU
 
     def new_service(settings: Settings, shadows: ShadowStore | None) -> SummationService:
         runtime = Runtime()
         checkpoints = CheckpointStarter(settings, runtime.loop) if settings.shadow_dir else None
-        return SummationService(settings, kind, connect, runtime, shadows, ShadowEndpoint, checkpoints)
+        return SummationService(settings, kind, connect, runtime, shadows, checkpoints)
 
     # A GPU machine's server ends with the machine's other processes: they are started together.
     server = PersistentServer(settings, 0.0 if is_gpu_machine else settings.shadow_keep_s, new_service)

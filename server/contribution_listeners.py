@@ -24,8 +24,9 @@ from byteps_py.system.channel import Channel
 from byteps_py.system.log import logger
 from byteps_py.system.shm import Segment
 from byteps_py.tensors import Op
-from byteps_py.wire.data_link import HEADER_BYTES, Header, Kind
+from byteps_py.wire.data_link import HEADER_BYTES, READER_KINDS, Header, Kind
 
+#: About states that the server keeps.
 SHADOW_KINDS = frozenset(
     (
         Kind.SHADOW_BEGIN,
@@ -35,6 +36,7 @@ SHADOW_KINDS = frozenset(
         Kind.SHADOW_RECORD,
         Kind.SHADOW_ATTACHED,
         Kind.SHADOW_END,
+        *READER_KINDS,
     )
 )
 _BATCH = 64

@@ -24,7 +24,6 @@ import resource
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 from byteps_py.config.settings import Settings
 from byteps_py.dataplane.listener import Peer
@@ -58,10 +57,9 @@ from byteps_py.server.shadow import ShadowStore
 from byteps_py.server.shadow_keeper import ShadowKeeper, new_store
 from byteps_py.system import machine
 from byteps_py.system.log import logger
-from byteps_py.system.loop import EventLoop
 from byteps_py.tensors import Op
 from byteps_py.wire.control_link import Connect, ControlEvents, ControlLink
-from byteps_py.wire.data_link import MAX_WAITED_US, Header, Kind, pack_names
+from byteps_py.wire.data_link import MAX_WAITED_US, READER_KINDS, Header, Kind, pack_names
 from byteps_py.wire.launch_protocol import GIVEN_UP_STATUS, Blame, send_notice
 
 _ORPHAN_CHECK_S = 0.5
@@ -70,17 +68,6 @@ _ORPHAN_S = 10.0  # how long it waits without scheduler and workers; these come 
 
 #: The same if another scheduler is there, whose job may need this server.
 _REPLACED_S = 1.0
-
-
-class Endpoint(Protocol):
-    """Where the states that a server keeps can be read: see shadow_endpoint.py."""
-
-    def address(self) -> str: ...
-
-    def close(self) -> None: ...
-
-
-OpenEndpoint = Callable[[ShadowKeeper, Settings, EventLoop], Endpoint]
 
 
 class SummationService:
@@ -99,12 +86,10 @@ class SummationService:
         connect: Connect,
         runtime: Runtime,
         shadows: ShadowStore | None = None,
-        open_endpoint: OpenEndpoint | None = None,
         checkpoints: CheckpointStarter | None = None,
     ) -> None:
-        """Binds its sockets. ``shadows``: what was kept for an earlier job. ``open_endpoint``: opens the port where
-        states can be read; None: they can't. ``checkpoints``: has them written to disk. Raises ConfigurationError or
-        RendezvousError."""
+        """Binds its sockets. ``shadows``: what was kept for an earlier job. ``checkpoints``: has it written to disk.
+        Raises ConfigurationError or RendezvousError."""
         if not settings.scheduler_address:
             raise ConfigurationError(
                 "a summation server needs the scheduler's address: set DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT"
@@ -145,12 +130,9 @@ class SummationService:
         # On a GPU machine the communication service logs the same error already.
         self._bad_news = logging.INFO if self._local is not None else logging.ERROR
         self._reducer = Reducer(runtime, settings.server_threads, self._network.digest, self._prepared)
-        self._endpoint: Endpoint | None = None
         self.shadows = ShadowKeeper(shadows or new_store(settings, runtime), runtime, self._reducer)
         #: Gets the sums that are taken here: none, until states are kept that are stepped with them.
         self._take_sum: Callable[[Header, PayloadMemory | None], None] | None = None
-        if open_endpoint is not None:
-            self._endpoint = open_endpoint(self.shadows, settings, self._loop)
         self._checkpoints = checkpoints
 
     @property
@@ -233,8 +215,6 @@ class SummationService:
     def _close(self) -> None:
         if self._checkpoints is not None:
             self._checkpoints.close()
-        if self._endpoint is not None:
-            self._endpoint.close()
         if self._link is not None:
             self._link.close(self._reason)
         # Before the loop, because its threads post there. Before the connections: a local CS whose connection ends
@@ -261,7 +241,8 @@ class SummationService:
         self._tick_while_needed()
 
     def _on_shadow(self, header: Header, peer: Peer, payload: FrameMemory) -> None:
-        self._take_sum = self.shadows.summed  # from the first SHADOW_BEGIN on
+        if header.kind not in READER_KINDS:
+            self._take_sum = self.shadows.summed  # from the first SHADOW_BEGIN on
         self.shadows.on_message(header, peer, payload)
 
     def _tick_while_needed(self) -> None:
@@ -356,7 +337,6 @@ class SummationService:
             machine_index=self._settings.worker_id if is_gpu else -1,
             address=self._network.address,
             local_address=self._local.name if self._local is not None else "",
-            shadow_address=self._endpoint.address() if self._endpoint is not None else "",
         )
 
     def _heartbeat(self) -> pb.Heartbeat:

@@ -60,7 +60,6 @@ from byteps_py.server.shadow_state import (
     ShadowReply,
     ShadowRun,
     StatesCopy,
-    StatesRead,
     StepApplied,
     StepNotBegun,
 )
@@ -118,7 +117,7 @@ class ShadowStore:
             JobReplaced: self._replace_job,
             HoldAsked: self._hold,
             HoldOver: self._end_of_hold,
-            ReadAsked: lambda event, now: self._read(event.read),
+            ReadAsked: lambda event, now: self._read(event),
         }
         self._messages: Mapping[Kind, Callable[[Header, Any, Any, float], list[ShadowAction]]] = {
             Kind.SHADOW_BEGIN: self._begin,
@@ -466,21 +465,22 @@ class ShadowStore:
         records = tuple(record.said for record in run.records if record.said is not None and record.is_held)
         return HeldRun(run.number, run.durable, max(0.0, now - run.heard_s), tuple(parts), records)
 
-    def _read(self, read: StatesRead) -> list[ShadowAction]:
-        run = self._runs.get(read.run)
-        part = run.parts.get((read.key, read.index)) if run is not None else None
+    def _read(self, read: ReadAsked) -> list[ShadowAction]:
+        wanted = read.wanted
+        run = self._runs.get(wanted.run)
+        part = run.parts.get((wanted.key, wanted.index)) if run is not None else None
         if run is None or part is None or not part.copies:
-            return [RefuseRead(read, f"partition {read.index} of run {read.run:#x} is not kept here", is_unknown=True)]
-        copy = next((copy for copy in part.copies if copy.delivers(read.step)), None)
+            return [RefuseRead(read, f"partition {wanted.index} of run {wanted.run:#x} is not kept here")]
+        copy = next((copy for copy in part.copies if copy.delivers(wanted.step)), None)
         if copy is None:
             copy = part.copies[-1]
-            text = f"{copy.facts} can't be read as of step {read.step}: it is at step {copy.base}"
+            text = f"{copy.facts} can't be read as of step {wanted.step}: it is at step {copy.base}"
             text += f", and {copy.last} is the last one that is held" if copy.steps else ""
-            return [RefuseRead(read, text, is_unknown=False)]
-        if copy.state is CopyState.READY and copy.base == read.step:
+            return [RefuseRead(read, text)]
+        if copy.state is CopyState.READY and copy.base == wanted.step:
             return [DeliverStates(read, copy)]
         copy.reads.append(read)
-        copy.wanted = max(copy.wanted, read.step)
+        copy.wanted = max(copy.wanted, wanted.step)
         return self._advance(run, copy)
 
     @property
@@ -625,15 +625,15 @@ class ShadowStore:
 
     def _serve_reads(self, copy: StatesCopy) -> list[ShadowAction]:
         """The states are those after another step."""
-        ready = [read for read in copy.reads if read.step == copy.base]
-        copy.reads = [read for read in copy.reads if read.step > copy.base]
+        ready = [read for read in copy.reads if read.wanted.step == copy.base]
+        copy.reads = [read for read in copy.reads if read.wanted.step > copy.base]
         return [DeliverStates(read, copy) for read in ready]
 
     @staticmethod
     def _refuse_reads(copy: StatesCopy) -> list[ShadowAction]:
         reads, copy.reads = copy.reads, []
         text = copy.reason or f"{copy.facts} is not kept here any more"
-        return [RefuseRead(read, text, is_unknown=False) for read in reads]
+        return [RefuseRead(read, text) for read in reads]
 
     def _release_steps(self, copy: StatesCopy) -> None:
         self.waiting_bytes -= sum(step.total.nbytes for step in copy.steps)

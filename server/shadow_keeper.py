@@ -10,7 +10,6 @@ import functools
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import zmq
@@ -43,19 +42,22 @@ from byteps_py.server.shadow_state import (
     ShadowEvent,
     ShadowReply,
     StatesCopy,
-    StatesRead,
     StepApplied,
     StepNotBegun,
 )
 from byteps_py.system.log import logger
 from byteps_py.wire.data_link import (
     MAX_PIECES_BYTES,
+    MAX_READ_BYTES,
+    AttachedRead,
     Header,
     Kind,
-    ShadowDescription,
+    PayloadRecord,
     ShadowPartition,
     ShadowRecord,
     ShadowStep,
+    StatesQuery,
+    StatesRead,
     name_of,
 )
 from byteps_py.wording import count_text
@@ -64,10 +66,13 @@ _LINE = 64
 #: Of a peer, at the same time.
 _MOST_IN_PIECES = 16
 #: What messages are packed as. They may come in pieces.
-_PACKED: Mapping[Kind, type[ShadowPartition | ShadowStep | ShadowRecord]] = {
+_PACKED: Mapping[Kind, type[PayloadRecord]] = {
     Kind.SHADOW_BEGIN: ShadowPartition,
     Kind.SHADOW_STEP: ShadowStep,
     Kind.SHADOW_RECORD: ShadowRecord,
+    Kind.DESCRIBE_STATES: StatesQuery,
+    Kind.READ_STATES: StatesRead,
+    Kind.READ_ATTACHED: AttachedRead,
 }
 #: Steps are applied when no sum waits for a thread.
 _PRIORITY = -1
@@ -107,18 +112,6 @@ def _rounded(nbytes: int) -> int:
     return -(-nbytes // _LINE) * _LINE
 
 
-@dataclass(slots=True, eq=False)
-class StatesRequest(StatesRead):
-    """Elements ``start`` to ``stop`` of a state are wanted. ``deliver`` gets the bytes; ``refuse`` a sentence, and
-    whether there is no such partition. One of them is called once, by the loop's thread."""
-
-    state: int
-    start: int
-    stop: int
-    deliver: Callable[[bytes], None]
-    refuse: Callable[[str, bool], None]
-
-
 class ShadowKeeper:
     """The states that a server keeps. ``store``: of this server, or of one before it in this process."""
 
@@ -142,8 +135,8 @@ class ShadowKeeper:
             ApplyStep: self._apply,
             ShadowReply: _reply,
             RefuseShadow: _refuse,
-            DeliverStates: self._deliver,
-            RefuseRead: lambda action: action.read.refuse(action.text, action.is_unknown),
+            DeliverStates: _deliver,
+            RefuseRead: lambda action: _refuse_read(action.read.header, action.read.origin, action.text),
             ReplacedRun: _log_replaced,
         }
 
@@ -154,11 +147,19 @@ class ShadowKeeper:
     # ---- messages --------------------------------------------------------------------------------------------
 
     def on_message(self, header: Header, origin: Peer, payload: FrameMemory) -> None:
-        """A SHADOW_… message of a CS. Raises ProtocolError for one that no correct peer sends."""
+        """A SHADOW_… message of a CS, or a reader's. Raises ProtocolError for one that no correct peer sends."""
         try:
-            said = self._said(header, origin, payload)
-            if said is not None:
-                self._handle(OwnerMessage(header, origin, said))
+            match said := self._said(header, origin, payload):
+                case None:
+                    pass
+                case StatesQuery(hold_s):
+                    self._describe(header, origin, hold_s)
+                case StatesRead():
+                    self._handle(ReadAsked(header, origin, said))
+                case AttachedRead():
+                    self._read_attached(header, origin, said)
+                case _:
+                    self._handle(OwnerMessage(header, origin, said))
         except ProtocolError as error:
             origin.refuse(header, f"{ProtocolError.__name__}\n{error}")
             raise
@@ -199,25 +200,27 @@ class ShadowKeeper:
 
     # ---- readers ---------------------------------------------------------------------------------------------
 
-    def describe(self, hold_s: float) -> ShadowDescription:
-        """What can be read. For ``hold_s`` from now on it stays so."""
+    def _describe(self, header: Header, origin: Peer, hold_s: float) -> None:
+        """Say what can be read. For ``hold_s`` from now on it stays so."""
         self._handle(HoldAsked(hold_s))
         if hold_s > 0:
             self._loop.call_later(min(hold_s, LONGEST_HOLD_S), lambda: self._handle(HoldOver()))
-        return self.store.describe(self._loop.time())
+        packed = self.store.describe(self._loop.time()).pack()
+        header.segment_offset = len(packed)
+        for header.offset in range(0, len(packed), MAX_READ_BYTES):
+            origin.answer(header, zmq.Frame(packed[header.offset : header.offset + MAX_READ_BYTES]))
 
-    def read(self, request: StatesRequest) -> None:
-        """Answer ``request``, at once or when steps are applied."""
-        self._handle(ReadAsked(request))
-
-    def attached(self, run: int, rank: int, step: int, places: range) -> bytes | None:
-        """These bytes of what is attached to a record, as far as there are that many; None if it is not
-        kept here."""
-        pieces = self.store.read_attached(run, rank, step)
+    def _read_attached(self, header: Header, origin: Peer, wanted: AttachedRead) -> None:
+        """Give a reader these bytes of what is attached to a record, as far as there are that many."""
+        pieces = self.store.read_attached(wanted.run, wanted.rank, wanted.step)
         if pieces is None:
-            return None
-        found: list[tuple[FrameMemory, int, int]] = list(pieces.cut(places.start, places.stop))  # type: ignore[arg-type]  # see SizedMemory
-        return b"".join(memoryview(piece.message().buffer)[first:last] for piece, first, last in found)
+            text = f"the record of rank {wanted.rank} of step {wanted.step} is not kept here any more"
+            _refuse_read(header, origin, text)
+            return
+        stop = min(wanted.stop, wanted.start + MAX_READ_BYTES)
+        found: list[tuple[FrameMemory, int, int]] = list(pieces.cut(wanted.start, stop))  # type: ignore[arg-type]  # see SizedMemory
+        data = b"".join(memoryview(piece.message().buffer)[first:last] for piece, first, last in found)
+        origin.answer(header, zmq.Frame(data))
 
     # ---- actions ---------------------------------------------------------------------------------------------
 
@@ -288,16 +291,6 @@ class ShadowKeeper:
         self._handle(StepApplied(copy, outcome[0]))
         self._apply_next()
 
-    def _deliver(self, action: DeliverStates) -> None:
-        read: StatesRequest = action.read  # type: ignore[assignment]  # only these are asked for
-        copy, facts = action.copy, action.copy.facts
-        if not (read.state < facts.kind.states and read.start <= read.stop <= facts.count):
-            text = f"{facts} has {facts.kind.states} states of {facts.count} elements"
-            read.refuse(f"elements {read.start} to {read.stop} of state {read.state}: {text}", False)
-            return
-        size = facts.kind.state_itemsize
-        read.deliver(copy.memory.bytes_of(read.state, read.start * size, read.stop * size))
-
     def close(self) -> None:
         """After the pool's end, by the loop's thread, which runs no more. The store can go on with another pool."""
         now = self._loop.time()
@@ -332,6 +325,23 @@ def _log_replaced(action: ReplacedRun) -> None:
     run, count = action.run, count_text(len(action.run.parts), "partition")
     text = "the states of run %#018x (%s here, as of step %d) are dropped: run %#018x is whole"
     logger.info(text, run.number, count, run.durable, action.by.number)
+
+
+def _deliver(action: DeliverStates) -> None:
+    read, facts, size = action.read, action.copy.facts, action.copy.facts.kind.state_itemsize
+    wanted: StatesRead = read.wanted
+    origin: Peer = read.origin  # type: ignore[assignment]  # the core passes it through
+    is_there = wanted.state < facts.kind.states and wanted.start <= wanted.stop <= facts.count
+    if not is_there or (wanted.stop - wanted.start) * size > MAX_READ_BYTES:
+        text = f"{facts} has {facts.kind.states} states of {facts.count} elements; {MAX_READ_BYTES} bytes go at once"
+        _refuse_read(read.header, origin, f"elements {wanted.start} to {wanted.stop} of state {wanted.state}: {text}")
+        return
+    data = action.copy.memory.bytes_of(wanted.state, wanted.start * size, wanted.stop * size)
+    origin.answer(read.header, zmq.Frame(data))
+
+
+def _refuse_read(header: Header, origin: Peer, text: str) -> None:
+    origin.refuse(header, f"{CommunicationError.__name__}\n{text}")
 
 
 def new_store(settings: Settings, runtime: Runtime) -> ShadowStore:

@@ -13,7 +13,7 @@ from typing import Any
 from byteps_py.kernels.optimizer_steps import StepSegment
 from byteps_py.kernels.update_rules import StepKind
 from byteps_py.server.shadow_records import RunRecords, SizedMemory
-from byteps_py.wire.data_link import Header
+from byteps_py.wire.data_link import Header, StatesRead
 
 #: Where a partition is in its run: the tensor's key, and the partition's index.
 Place = tuple[int, int]
@@ -134,7 +134,7 @@ class StatesCopy:
     filled: list[int] = field(default_factory=list)
     steps: deque[HeldStep] = field(default_factory=deque)
     wanted: int = -1
-    reads: list[StatesRead] = field(default_factory=list)
+    reads: list[ReadAsked] = field(default_factory=list)
     reason: str = ""
 
     def step_to(self, state: CopyState) -> None:
@@ -204,17 +204,6 @@ class ShadowRun:
     parts: dict[Place, ShadowedPart] = field(default_factory=dict)
     records: RunRecords = field(default_factory=RunRecords)
     generations: dict[int, tuple[int, int]] = field(default_factory=dict)
-
-
-@dataclass(slots=True, eq=False)
-class StatesRead:
-    """A reader wants the states of a partition as they are after ``step``. A subclass of the shell knows which bytes,
-    and to whom they go."""
-
-    run: int
-    key: int
-    index: int
-    step: int
 
 
 # ---- events ------------------------------------------------------------------------------------------------
@@ -288,9 +277,12 @@ class HoldOver:
 
 @dataclass(frozen=True, slots=True)
 class ReadAsked:
-    """A reader wants states, as they are after a step that is held. Steps before are applied first."""
+    """A reader wants states, as they are after a step that is held. Steps before are applied first. ``origin``,
+    ``header``: to answer."""
 
-    read: StatesRead
+    header: Header
+    origin: object
+    wanted: StatesRead
 
 
 ShadowEvent = (
@@ -350,17 +342,16 @@ class RefuseShadow:
 class DeliverStates:
     """Give a reader its bytes of ``copy``, before the actions that follow: these may step it."""
 
-    read: StatesRead
+    read: ReadAsked
     copy: StatesCopy
 
 
 @dataclass(frozen=True, slots=True)
 class RefuseRead:
-    """Tell a reader why it gets nothing. ``is_unknown``: there is no such partition here."""
+    """Tell a reader why it gets nothing."""
 
-    read: StatesRead
+    read: ReadAsked
     text: str
-    is_unknown: bool
 
 
 @dataclass(frozen=True, slots=True)

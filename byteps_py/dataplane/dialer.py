@@ -18,7 +18,7 @@ from byteps_py.dataplane.handshake import WRONG, CallerHandshake
 from byteps_py.dataplane.seal import DamagedError, Data, Seal
 from byteps_py.errors import ProtocolError
 from byteps_py.system.loop import EventLoop
-from byteps_py.wire.data_link import HEADER_BYTES, Header, Kind
+from byteps_py.wire.data_link import HEADER_BYTES, MAX_READ_BYTES, Header, Kind
 
 #: Smaller payloads are copied. When ZeroMQ has sent memory that it did not copy, a thread of pyzmq wakes up and takes
 #: the GIL, which costs more (64 KB messages on a busy machine: a tenth of a round's time).
@@ -105,6 +105,11 @@ class Dialer:
         """True while messages can be sent."""
         return self._is_welcome
 
+    @property
+    def failures(self) -> int:
+        """How many attempts in a row have failed, or have made a connection that broke before it was open."""
+        return self._failures
+
     def send(self, header: Header, payload: Data) -> int:
         """Send over an open connection. Payloads of COPY_BYTES and more are not copied. Returns the message's number.
         Never waits: a message on a connection that has just ended is lost, and ``on_broken`` follows. Raises
@@ -133,7 +138,7 @@ class Dialer:
         silence_ms = int(1000 * self._settings.heartbeat_timeout_s)
         options = {
             zmq.LINGER: 0,
-            zmq.MAXMSGSIZE: self._settings.max_partition_bytes + _SLACK_BYTES,
+            zmq.MAXMSGSIZE: max(self._settings.max_partition_bytes, MAX_READ_BYTES) + _SLACK_BYTES,
             zmq.SNDHWM: 0,  # the credit is the limit
             zmq.RCVHWM: 0,
             zmq.RECONNECT_IVL: -1,

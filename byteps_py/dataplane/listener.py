@@ -5,7 +5,7 @@ Nothing that a peer sends ends the process: messages that can't be understood ar
 
 A machine is known by its index in a group of ranks; the group is named by the epoch that it began with. In an elastic
 job one group follows another, and the machines of each have new indices: a machine that wakes up in a group that is
-over must not be taken for another one.
+over must not be taken for another one. A reader (see READER_KINDS) is no machine: there may be several.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from byteps_py.errors import ConfigurationError, ProtocolError
 from byteps_py.security.unauthenticated_connections import PATIENCE_S, UnauthenticatedConnections
 from byteps_py.system.log import logger
 from byteps_py.system.loop import EventLoop
-from byteps_py.wire.data_link import Header, Kind
+from byteps_py.wire.data_link import READER, READER_KINDS, Header, Kind
 
 _NOW, _NOW_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # combining enums takes a microsecond
 # Messages taken in one go before timers and other sockets get their turn.
@@ -122,7 +122,8 @@ class DataListener:
     ) -> None:
         self._settings = settings
         self._traffic = traffic
-        self._kinds = kinds
+        self._kinds = kinds - READER_KINDS
+        self._readers_kinds = kinds & READER_KINDS
         self._on_message = on_message
         self._on_gone = on_gone
         self._peers: dict[bytes, RemotePeer] = {}
@@ -145,6 +146,7 @@ class DataListener:
         self._configure()
         self.monitor = self.socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._connected: set[int] = set()  # descriptors
+        self._readers: dict[int, bytes] = {}  # identities by descriptor
         self._strangers = UnauthenticatedConnections()
         try:
             port = self._strangers.port = self.socket.bind_to_random_port(f"tcp://{host}")
@@ -194,8 +196,8 @@ class DataListener:
 
     @property
     def connections(self) -> int:
-        """Number of authenticated peers that are connected, as far as the monitor has reported."""
-        return len(self._connected) - len(self._strangers)
+        """Number of authenticated machines that are connected, as far as the monitor has reported."""
+        return len(self._connected) - len(self._strangers) - len(self._readers)
 
     def on_monitor(self) -> None:
         """The monitor socket can be read: peers have connected or disconnected."""
@@ -208,6 +210,9 @@ class DataListener:
             else:
                 self._connected.discard(fd)
                 self._strangers.discard(fd)
+                if (identity := self._readers.pop(fd, None)) is not None:
+                    self._peers.pop(identity, None)
+                    self._departed.append(identity)
 
     def _on_unauthenticated(self, ip: str) -> None:
         self._traffic.refused(f"an unknown process at {ip}", ip, WRONG)
@@ -246,14 +251,15 @@ class DataListener:
             return
         peer.damaged = 0
         header = Header.unpack(packed)
+        is_reader = peer.machine == READER
         if header.kind is Kind.PROBE:
             self._probed(peer, header, payload)
-        elif header.kind not in self._kinds or header.sender != peer.machine:
+        elif header.kind not in (self._readers_kinds if is_reader else self._kinds) or header.sender != peer.machine:
             name = header.kind.name
             text = f"machine {peer.machine} must not send {name} as machine {header.sender}"
             peer.refuse(header, f"{ProtocolError.__name__}\n{text}")
             raise ProtocolError(text)
-        elif peer is self._by_machine.get(peer.machine):
+        elif is_reader or peer is self._by_machine.get(peer.machine):
             self._traffic.bytes_received += len(payload)
             self._on_message(header, peer, payload)
         # Else its machine has connected again, and sends again there what has no answer: an answer on this connection
@@ -294,6 +300,8 @@ class DataListener:
     def _challenge(self, identity: bytes, header: Header, said: zmq.Frame) -> None:
         if identity[:1] != b"\0":
             raise ProtocolError("it has chosen its own ZeroMQ identity, which another peer may have")
+        if header.sender == READER and not self._readers_kinds:
+            raise ProtocolError("this is not a server, which has states to read")
         text, challenge = self._handshake.challenge(said.bytes, header.sender, self.address, header.epoch)
         self._challenges.pop(identity, None)
         if len(self._challenges) >= _MOST_CHALLENGES:
@@ -310,12 +318,15 @@ class DataListener:
         self.send(peer, Header(Kind.WELCOME, peer.machine).pack(), zmq.Frame())  # before anything else to it
         # If a connection ends and the next begins at once, messages of the first may be read after those of the second.
         latest = self._by_machine.get(peer.machine)
-        if latest is None or latest.age < age:
+        if peer.machine != READER and (latest is None or latest.age < age):
             self._by_machine[peer.machine] = peer
             if latest is not None:
                 self._on_gone(latest)  # its requests can't be answered any more
         self.on_monitor()  # later events of this descriptor are about this connection
-        self._strangers.discard(int(said.get(zmq.SRCFD)))
+        fd = int(said.get(zmq.SRCFD))
+        self._strangers.discard(fd)
+        if peer.machine == READER:
+            self._readers[fd] = identity
         logger.debug("machine %d has connected", header.sender)
 
     # ---- probes --------------------------------------------------------------------------------------------

@@ -165,7 +165,6 @@ class MemberRecord:
             machine_index=facts.machine_index,
             address=facts.address,
             local_address=facts.local_address,
-            shadow_address=facts.shadow_address,
             memory_bytes=facts.memory_bytes,
             local_size=facts.local_size,
             first_rank=max(0, self.first_rank),

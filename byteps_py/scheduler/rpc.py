@@ -75,13 +75,12 @@ def server_options() -> Options:
     ]
 
 
-def open_channel(settings: Settings, address: str = "") -> grpc.Channel:
-    """A channel to ``address``, or else to ``settings.scheduler_address``; it connects at the first call. The caller
-    closes it.
+def open_channel(settings: Settings) -> grpc.Channel:
+    """A channel to ``settings.scheduler_address``; it connects at the first call. The caller closes it.
 
     Raises ConfigurationError if there is no address.
     """
-    address = address or settings.scheduler_address
+    address = settings.scheduler_address
     if not address:
         raise ConfigurationError("the scheduler's address is not set: set DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT")
     # A scheduler's machine that vanishes without closing its connections is noticed as late as a silent member.

@@ -218,6 +218,11 @@ class StateHost(ABC):
         ``ranges``: of the elements of the states. Raises the errors of ``wait``."""
 
     @abstractmethod
+    def server_addresses(self) -> tuple[str, ...]:
+        """The addresses of the job's servers at the moment, which may hold states of an earlier run: ``tcp://host:port``
+        of each. Raises the errors of ``wait``."""
+
+    @abstractmethod
     def release_shard(self, shard: HostedShard) -> None:
         """Drop the states of the shard. The service learns of it with the next ``host``. Raises nothing."""
 

@@ -148,5 +148,8 @@ class SoloStateHost(StateHost):
     def wait_for_step(self, shard: HostedShard, timeout_s: float | None = None) -> None:
         self._session.check_open()  # it is made already
 
+    def server_addresses(self) -> tuple[str, ...]:
+        return ()
+
     def release_shard(self, shard: HostedShard) -> None:
         """Does nothing: the memory of the shard is freed with it."""

@@ -1,53 +1,58 @@
-"""A trainer's end of reading shadowed states. A subprocess, which may use gRPC, makes the calls.
+"""Reads the states that summation servers keep, over their data plane: for a restarted trainer, and `bps checkpoint`.
 
-One thread at a time. The subprocess ends with ``close``, and if the trainer ends: then its standard input ends.
+One thread at a time: it runs the loop of the connections while a call lasts. No call starts a thread, a process or,
+where the servers are given, gRPC, which does not survive a fork of the trainer.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import subprocess
-import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 
-from byteps_py.config.settings import Settings
-from byteps_py.errors import BytePSError, CommunicationError, PeerLostError, ProtocolError, UsageError, from_name
-from byteps_py.shadow.frames import FrameKind, read_frame, write_frame
-from byteps_py.shadow.restorable import RestorablePartition, RestorableRecord, ServerDescription
-from byteps_py.wire.data_link import ShadowDescription
+import zmq
 
-_CLOSE_S = 5.0
-#: The subprocess has its own deadlines; this is for one that is stuck, or has much to load.
-_MORE_S = 20.0
-#: The bytes of an attachment that one call reads: each call has its own deadline.
-_PIECE_BYTES = 16 << 20
+from byteps_py.config.settings import Settings
+from byteps_py.errors import BytePSError, CommunicationError, ProtocolError, StallError, UsageError
+from byteps_py.shadow.restorable import RestorablePartition, RestorableRecord, ServerDescription
+from byteps_py.shadow.server_connection import ServerConnection, StatesAsked
+from byteps_py.system import jobs
+from byteps_py.system.loop import EventLoop
+from byteps_py.wire.data_link import (
+    MAX_READ_BYTES,
+    AttachedRead,
+    Kind,
+    ShadowDescription,
+    StatesQuery,
+    StatesRead,
+)
+
+#: A server that takes longer is described as silent.
+_SERVER_S = 10.0
+#: Requests under way at the same time, of MAX_READ_BYTES each.
+_MOST_ASKED = 16
 
 
 class ShadowReader:
     """Reads the states that the servers of the job of ``settings`` hold.
 
     Args:
-        settings: say where the job's scheduler is.
+        settings: say where the job's scheduler is, and have its secret.
         timeout_s: the deadline of each call.
+        servers: returns the addresses of the servers, ``tcp://host:port``; None: the scheduler is asked.
 
-    ``close``, or the end of a ``with`` block, ends its subprocess.
+    ``close``, or the end of a ``with`` block, ends its connections.
     """
 
-    def __init__(self, settings: Settings, timeout_s: float = 60.0) -> None:
+    def __init__(
+        self, settings: Settings, timeout_s: float = 60.0, servers: Callable[[], Sequence[str]] | None = None
+    ) -> None:
+        self._settings = settings
         self._timeout_s = timeout_s
-        self._process: subprocess.Popen[bytes] | None = None
-        self._settings = {
-            "scheduler_host": settings.scheduler_host,
-            "scheduler_port": settings.scheduler_port,
-            "job_id": settings.job,
-            "secret": settings.secret,
-            "local_secret": settings.local_secret,
-            "heartbeat_interval_s": settings.heartbeat_interval_s,
-            "heartbeat_timeout_s": settings.heartbeat_timeout_s,
-        }
+        self._servers = servers
+        self._connections: dict[str, ServerConnection] = {}
+        self._loop: EventLoop | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]]
 
     def __enter__(self) -> ShadowReader:
         return self
@@ -64,20 +69,20 @@ class ShadowReader:
         Empty without a scheduler: then there are no servers on other machines. Raises RendezvousError, StallError or
         CommunicationError if the scheduler can't be asked.
         """
-        if not self._settings["scheduler_host"]:
+        until_s = time.monotonic() + self._timeout_s
+        servers = sorted((self._servers or self._known_to_scheduler)())
+        asked = {server: [StatesAsked(Kind.DESCRIBE_STATES, StatesQuery(hold_s))] for server in servers}
+        self._exchange(asked, max(0.1, min(_SERVER_S, until_s - time.monotonic())))
+        return [_described(server, request) for server, [request] in asked.items()]
+
+    def _known_to_scheduler(self) -> list[str]:
+        if not self._settings.scheduler_host:
             return []
-        found: list[ServerDescription] = []
-        address, problem = "", ""
-        self._send(FrameKind.DESCRIBE, {"hold_s": hold_s, "timeout_s": self._timeout_s})
-        while (frame := self._receive())[0] is not FrameKind.END:
-            kind, payload = frame
-            if kind is FrameKind.SERVER:
-                address, problem = json.loads(payload)
-            elif kind is FrameKind.DESCRIPTION:
-                found.append(ServerDescription(address, ShadowDescription.unpack(payload), problem))
-            else:
-                raise self._broken(f"{kind.name} in the answer to DESCRIBE")
-        return found
+        from byteps_py.proto import control_pb2 as pb
+        from byteps_py.scheduler import query  # imports gRPC: not where a session knows the servers
+
+        members = query.status(self._settings, self._timeout_s).members
+        return [each.member.address for each in members if each.alive and each.member.role == pb.ROLE_SUMMATION]
 
     def read_into(self, partition: RestorablePartition, state: int, elements: range, view: memoryview) -> None:
         """Read a state's elements into ``view``.
@@ -96,90 +101,99 @@ class ShadowReader:
         target = view.cast("B")
         if len(target) != len(elements) * size or target.readonly:
             raise UsageError(f"{len(elements)} elements take {len(elements) * size} writable bytes, not {len(target)}")
-        request = {
-            "run": partition.run, "key": partition.key, "index": partition.index, "step": partition.step,
-            "state": state, "start": elements.start - partition.first, "stop": elements.stop - partition.first,
-        }  # fmt: skip
-        self._send(FrameKind.READ, {"server": partition.server, "timeout_s": self._timeout_s, "request": request})
-        self._take_data(partition.server, target, "READ")
+        first, step = elements.start - partition.first, MAX_READ_BYTES // size
+        wanted = [
+            StatesRead(partition.run, partition.key, partition.index, partition.step, state, start, stop)
+            for start, stop in _cut(first, first + len(elements), step)
+        ]
+        self._read(partition.server, [StatesAsked(Kind.READ_STATES, each) for each in wanted], target)
 
     def read_attached(self, record: RestorableRecord) -> bytearray:
         """The bytes that a rank has attached to its record. Raises CommunicationError if the server can't deliver it
         any more."""
         found = bytearray(record.attached_bytes)
-        for start in range(0, len(found), _PIECE_BYTES):
-            stop = min(start + _PIECE_BYTES, len(found))
-            request = {"run": record.run, "step": record.step, "rank": record.rank, "start": start, "stop": stop}
-            asked = {"server": record.server, "timeout_s": self._timeout_s, "request": request}
-            self._send(FrameKind.READ_ATTACHED, asked)
-            self._take_data(record.server, memoryview(found)[start:stop], "READ_ATTACHED")
+        wanted = [
+            AttachedRead(record.run, record.step, record.rank, start, stop)
+            for start, stop in _cut(0, len(found), MAX_READ_BYTES)
+        ]
+        self._read(record.server, [StatesAsked(Kind.READ_ATTACHED, each) for each in wanted], memoryview(found))
         return found
 
     def close(self) -> None:
-        """End the subprocess."""
-        process, self._process = self._process, None
-        if process is None or process.stdin is None or process.stdout is None:
-            return
-        with contextlib.suppress(OSError):
-            process.stdin.close()
-        try:
-            process.wait(_CLOSE_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        process.stdout.close()
+        """End the connections. A later call makes new ones."""
+        for connection in self._connections.values():
+            connection.close()
+        self._connections.clear()
+        if self._loop is not None:
+            self._loop.close()
+            self._loop = None
+            self._context.term()
 
-    # ---- frames ------------------------------------------------------------------------------------------------
+    # ---- requests ----------------------------------------------------------------------------------------------
 
-    def _take_data(self, server: str, target: memoryview, what: str) -> None:
+    def _read(self, server: str, requests: Sequence[StatesAsked], target: memoryview) -> None:
+        """Fill ``target`` with the answers, one after another. Each few have their own deadline."""
         at = 0
-        while (frame := self._receive())[0] is not FrameKind.END:
-            kind, data = frame
-            if kind is not FrameKind.DATA or at + len(data) > len(target):
-                raise self._broken(f"{kind.name} of {len(data)} bytes in the answer to {what}")
-            target[at : at + len(data)] = data
-            at += len(data)
+        for first in range(0, len(requests), _MOST_ASKED):
+            some = requests[first : first + _MOST_ASKED]
+            self._exchange({server: some}, self._timeout_s)
+            for request in some:
+                if request.error is not None:
+                    raise request.error
+                data, request.data = request.data, bytearray()
+                if at + len(data) <= len(target):
+                    target[at : at + len(data)] = data
+                at += len(data)
         if at != len(target):
             raise CommunicationError(f"the server at {server} gave {at} bytes of {len(target)}")
 
-    def _send(self, kind: FrameKind, said: object) -> None:
-        if self._process is None:
-            command = [sys.executable, "-P", "-m", "byteps_py.shadow"]
-            environ = {"GRPC_VERBOSITY": "ERROR", **os.environ}  # a server closes connections that are idle
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env=environ
-            )
-            self._write(FrameKind.SETTINGS, self._settings)
-        self._write(kind, said)
-        self._until_s = time.monotonic() + self._timeout_s + _MORE_S
+    def _exchange(self, asked: Mapping[str, Sequence[StatesAsked]], timeout_s: float) -> None:
+        """Wait until all requests, by server, have an answer or an error."""
+        until_s = time.monotonic() + timeout_s
+        if self._loop is None:
+            self._loop, self._context = EventLoop(), zmq.Context()
+        here: dict[str, ServerConnection] = {}
+        for server, requests in asked.items():
+            try:
+                here[server] = self._connection(self._loop, server)
+            except BytePSError as error:
+                for request in requests:
+                    request.error = error
+                continue
+            for request in requests:
+                here[server].ask(request)
+        while any(each.is_waiting for each in here.values()) and time.monotonic() < until_s:
+            self._loop.run_once(until_s)
+            for connection in here.values():
+                connection.check()
+        for server, connection in here.items():
+            if connection.is_waiting:
+                connection.fail(StallError(f"the server at {server} gave no answer within {timeout_s:.3g} s"))
+            if connection.error is not None:
+                self._connections.pop(server).close()
 
-    def _write(self, kind: FrameKind, said: object) -> None:
-        process = self._process
-        if process is None or process.stdin is None:
-            raise self._broken("it has no standard input")
-        write_frame(process.stdin.fileno(), kind, json.dumps(said).encode())
+    def _connection(self, loop: EventLoop, server: str) -> ServerConnection:
+        """The connection to a server. Raises RendezvousError if another user has its port, ProtocolError if its address
+        is none."""
+        if server not in self._connections:
+            settings = jobs.with_local_secret(self._settings)
+            self._connections[server] = ServerConnection(self._context, loop, server, settings)
+        return self._connections[server]
 
-    def _receive(self) -> tuple[FrameKind, bytes]:
-        """Raises the error that the subprocess reports. After any other error it is ended, and the next call starts a
-        new one."""
-        process = self._process
-        if process is None or process.stdout is None:
-            raise self._broken("it has no standard output")
-        try:
-            kind, payload = read_frame(process.stdout.fileno(), self._until_s)
-        except BytePSError as error:
-            process.kill()
-            self.close()
-            if isinstance(error, PeerLostError):
-                raise PeerLostError(f"{error} (exit status {process.returncode})") from error
-            raise
-        if kind is FrameKind.ERROR:
-            name, _, text = payload.decode().partition("\n")
-            raise from_name(name, text)
-        return kind, payload
 
-    def _broken(self, what: str) -> ProtocolError:
-        if self._process is not None:
-            self._process.kill()
-        self.close()
-        return ProtocolError(f"the process that reads shadowed states: {what}")
+def _described(server: str, request: StatesAsked) -> ServerDescription:
+    if request.error is not None:
+        return ServerDescription(server, ShadowDescription(), str(request.error))
+    try:
+        return ServerDescription(server, ShadowDescription.unpack(bytes(request.data)))
+    except ProtocolError as error:
+        return ServerDescription(server, ShadowDescription(), str(error))
+
+
+def _cut(start: int, stop: int, step: int) -> list[tuple[int, int]]:
+    """Pieces of at most ``step``, in order.
+
+    >>> _cut(3, 10, 4)
+    [(3, 7), (7, 10)]
+    """
+    return [(at, min(at + step, stop)) for at in range(start, stop, step)]

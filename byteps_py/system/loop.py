@@ -120,12 +120,17 @@ class EventLoop:
     def run(self) -> None:
         """Call callbacks until ``stop``. An exception of a callback ends the loop, and is raised here."""
         while not self._stopped:
-            self._run_timers()
-            timeout_ms = self._timeout_ms()
-            if self._poller is not None:
-                self._dispatch(self._poller.poll(timeout_ms), zmq.POLLOUT)
-            else:
-                self._dispatch(self._await_events(timeout_ms), select.EPOLLOUT)
+            self.run_once()
+
+    def run_once(self, until_s: float = math.inf) -> None:
+        """Call the callbacks that are due. If there are none, wait for the first ones, and until ``until_s`` on this
+        loop's clock at most."""
+        self._run_timers()
+        timeout_ms = self._timeout_ms(until_s)
+        if self._poller is not None:
+            self._dispatch(self._poller.poll(timeout_ms), zmq.POLLOUT)
+        else:
+            self._dispatch(self._await_events(timeout_ms), select.EPOLLOUT)
 
     def _await_events(self, timeout_ms: int | None) -> list[tuple[int, int]]:
         """Poll for a while if that has paid lately (see ``SpinPolicy``), then sleep."""
@@ -149,10 +154,10 @@ class EventLoop:
             if event & ~writable and (callback := self._readers.get(source)):
                 callback()
 
-    def _timeout_ms(self) -> int | None:
-        if not self._timers:
-            return None
-        return max(0, int((self._timers[0][0] - time.monotonic()) * 1000) + 1)
+    def _timeout_ms(self, until_s: float) -> int | None:
+        if self._timers:
+            until_s = min(until_s, self._timers[0][0])
+        return max(0, int((until_s - time.monotonic()) * 1000) + 1) if until_s < math.inf else None
 
     def _run_timers(self) -> None:
         now = time.monotonic()

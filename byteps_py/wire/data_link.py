@@ -1,4 +1,5 @@
-"""The messages of the data plane, between a CS and an SS or two CSs: headers and records. Pure; any thread.
+"""The messages of the data plane, between a CS and an SS or two CSs, and between a reader of shadowed states and an
+SS: headers and records. Pure; any thread.
 
 Over TCP a message is [header, payload], sealed (dataplane/seal.py) except during the handshake. Between two processes
 of one machine it is a header, and its payload lies in shared memory (server/contribution_listeners.py). This module
@@ -18,7 +19,7 @@ from byteps_py.tensors import DType, Op
 from byteps_py.wire.record_codec import F64, U32, U64, Data, F64s, Flag, RecordCodec, Text, U64s
 
 MAGIC = 0x31535042  # "BPS1", little endian
-VERSION = 10
+VERSION = 11
 
 # magic, version, kind, dtype, op | epoch, sender, root, machines | key | generation, index | round | offset | length
 # | payload segment, payload offset, answer segment, answer offset | flags | nonfinite_ranks | waited
@@ -28,6 +29,10 @@ MAX_WAITED_US = (1 << 32) - 1
 #: The limit of a message about shadowed states, which is sent in pieces if it is longer than a partition: at ``offset``
 #: of ``segment_offset`` bytes.
 MAX_PIECES_BYTES = 4 << 20
+#: The most bytes of one answer to a reader. A longer description comes in several, as in MAX_PIECES_BYTES.
+MAX_READ_BYTES = 1 << 20
+#: ``sender`` of a reader of shadowed states, which is no machine of the job.
+READER = 0xFFFF
 #: The limit of the bytes that a rank attaches to the record of a step: buffers, and the user's attachments.
 MAX_ATTACHED_BYTES = 256 << 20
 
@@ -62,11 +67,18 @@ class Kind(enum.IntEnum):
     # CS → SS: a piece of the attachment to rank ``index``'s record of step ``round``; ``key``: the run; the piece is at
     # ``offset`` of ``segment_offset`` bytes. The record is held once all pieces are there
     SHADOW_ATTACHED = 38
+    # A reader requests what a server keeps. An ANSWER with the same ``round`` brings it, or a REFUSED says why not.
+    DESCRIBE_STATES = 40  # reader → SS: payload: a StatesQuery. The ANSWERs bring a ShadowDescription
+    READ_STATES = 41  # reader → SS: payload: a StatesRead
+    READ_ATTACHED = 42  # reader → SS: payload: an AttachedRead
     CHALLENGE = 20  # the answer to a HELLO: asks for proof that the peer knows the secret, and proves the same
     PROOF = 21  # CS → SS or CS: the answer to a CHALLENGE
     DAMAGED = 22  # to the sender of message number ``round`` of this connection, which can't be opened: send it again
     WELCOME = 23  # the answer to a PROOF; this message and all later ones, in both directions, are sealed
 
+
+#: All that a reader sends, and nobody else.
+READER_KINDS = frozenset((Kind.DESCRIBE_STATES, Kind.READ_STATES, Kind.READ_ATTACHED))
 
 #: Flags of a contribution. RESENT: its machine lacks the result, though the server may have sent it. SUPPLY: its
 #: machine has the result, and wants no answer; a WANT asked for the contribution. NO_RESULT: its machine needs only to
@@ -396,3 +408,37 @@ class ShadowDescription(PayloadRecord):
     """All that a server keeps, for those that want to read it."""
 
     runs: tuple[HeldRun, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StatesQuery(PayloadRecord):
+    """The payload of a DESCRIBE_STATES. For ``hold_s`` seconds steps that are durable are not applied, so that what is
+    described can be read."""
+
+    hold_s: F64
+
+
+@dataclass(frozen=True, slots=True)
+class StatesRead(PayloadRecord):
+    """The payload of a READ_STATES: elements ``start`` to ``stop`` of a partition's state number ``state`` (0: the
+    master; then the moments), as they are after ``step``, which the partition makes. At most MAX_READ_BYTES."""
+
+    run: U64
+    key: U64
+    index: U32
+    step: U64
+    state: U32
+    start: U64
+    stop: U64
+
+
+@dataclass(frozen=True, slots=True)
+class AttachedRead(PayloadRecord):
+    """The payload of a READ_ATTACHED: bytes ``start`` to ``stop`` of what is attached to a record, at most
+    MAX_READ_BYTES."""
+
+    run: U64
+    step: U64
+    rank: U32
+    start: U64
+    stop: U64

@@ -27,6 +27,7 @@ from byteps_py.wire.record_codec import (
     RecordCodec,
     RowsCodec,
     Text,
+    Texts,
     U32s,
     U64s,
 )
@@ -377,6 +378,14 @@ class RecordData:
     data: Data
 
 
+@_link.message(42)
+@dataclass(frozen=True, slots=True)
+class AskServers:
+    """Requests the addresses of the summation servers. A ServersKnown answers."""
+
+    request: U32
+
+
 # ---- service → rank ----------------------------------------------------------------------------------------------
 
 
@@ -573,6 +582,15 @@ class RecordTaken:
 
     run: U64
     step: U64
+
+
+@_link.message(43)
+@dataclass(frozen=True, slots=True)
+class ServersKnown:
+    """The addresses of the present epoch's servers, ``tcp://host:port``, which an AskServers has requested."""
+
+    request: U32
+    addresses: Texts
 
 
 # ---- conversion --------------------------------------------------------------------------------------------------

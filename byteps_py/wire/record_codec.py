@@ -77,6 +77,16 @@ class NumbersCodec:
         return struct.unpack(f"<{len(data) // self._itemsize}{self._letter}", data)
 
 
+class TextsCodec:
+    """A tuple of texts, none of them empty."""
+
+    def pack(self, value: tuple[str, ...]) -> bytes:
+        return "\0".join(value).encode()
+
+    def unpack(self, data: bytes) -> tuple[str, ...]:
+        return tuple(data.decode().split("\0")) if data else ()
+
+
 class RowsCodec:
     """A tuple of tuples of numbers; ``letters``: the format of each."""
 
@@ -100,6 +110,7 @@ I32 = Annotated[int, NumberFormat("i")]
 F64 = Annotated[float, NumberFormat("d")]
 Flag = Annotated[bool, NumberFormat("?")]
 Text = Annotated[str, TextCodec()]
+Texts = Annotated[tuple[str, ...], TextsCodec()]
 Data = Annotated[bytes, BytesCodec()]
 U32s = Annotated[tuple[int, ...], NumbersCodec("I")]
 U64s = Annotated[tuple[int, ...], NumbersCodec("Q")]

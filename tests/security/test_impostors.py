@@ -11,26 +11,31 @@ import doctest
 import os
 import queue
 import socket
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Iterator
 from concurrent import futures
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+import zmq
 from support.schedulers import TIMEOUT_S, Member, Scheduler, as_server, as_worker
 
 from byteps_py import errors
 from byteps_py.config.settings import Settings
+from byteps_py.dataplane.listener import DataListener, Peer
+from byteps_py.dataplane.traffic import Traffic
 from byteps_py.kernels.update_rules import Decay, Method, StepKind, UpdateRule
 from byteps_py.launch.process_plan import free_port
-from byteps_py.proto import control_pb2 as pb, control_pb2_grpc, shadow_pb2, shadow_pb2_grpc
+from byteps_py.proto import control_pb2 as pb, control_pb2_grpc
 from byteps_py.scheduler import query
 from byteps_py.security import auth, tls
-from byteps_py.shadow import RestorablePartition, ShadowReader
+from byteps_py.shadow import RestorablePartition, RestorableRecord, ShadowReader
 from byteps_py.system import machine
+from byteps_py.system.loop import EventLoop
 from byteps_py.tensors import DType
-from byteps_py.wire.data_link import HeldRun, ShadowDescription, ShadowRecord
+from byteps_py.wire.data_link import READER_KINDS, Header, HeldRun, Kind, ShadowDescription, ShadowRecord
 
 SECRET = "5" * 64
 KIND = StepKind(UpdateRule(Method.SGD, Decay.NONE), DType.FLOAT32, DType.FLOAT32)
@@ -48,8 +53,8 @@ def _grpc_library() -> Iterator[None]:
         yield
 
 
-class Impostor(control_pb2_grpc.SchedulerServicer, shadow_pb2_grpc.ShadowServicer):
-    """Answers as a scheduler and as a server do, and keeps the metadata of each call."""
+class Impostor(control_pb2_grpc.SchedulerServicer):
+    """Answers as a scheduler does, and keeps the metadata of each call."""
 
     def __init__(self) -> None:
         self.seen: list[dict[str, Any]] = []
@@ -62,42 +67,58 @@ class Impostor(control_pb2_grpc.SchedulerServicer, shadow_pb2_grpc.ShadowService
         self.seen.append(dict(context.invocation_metadata()))
         return pb.StatusReply(reason="believed")
 
-    def Describe(self, request: object, context: grpc.ServicerContext) -> shadow_pb2.ShadowChunk:  # noqa: N802
-        self.seen.append(dict(context.invocation_metadata()))
-        record = ShadowRecord(run=1, rank=0, size=1, step=1, attached_bytes=len(TO_BE_UNPICKLED))
-        return shadow_pb2.ShadowChunk(data=ShadowDescription((HeldRun(run=1, records=(record,)),)).pack())
 
-    def Read(self, request: object, context: grpc.ServicerContext) -> Iterator[shadow_pb2.ShadowChunk]:  # noqa: N802
-        self.seen.append(dict(context.invocation_metadata()))
-        yield shadow_pb2.ShadowChunk(data=b"believed")
+class ServerImpostor:
+    """Listens as a server does, lets everybody in, and answers what he is asked. ``seen``: what that was."""
 
-    def ReadAttached(  # noqa: N802
-        self, request: object, context: grpc.ServicerContext
-    ) -> Iterator[shadow_pb2.ShadowChunk]:
-        self.seen.append(dict(context.invocation_metadata()))
-        yield shadow_pb2.ShadowChunk(data=TO_BE_UNPICKLED)
+    def __init__(self, settings: Settings, user: int | None = None) -> None:
+        self.seen: list[Kind] = []
+        own_user = os.geteuid()
+        if user is not None:
+            os.seteuid(user)
+        try:
+            self._listener = DataListener(
+                "127.0.0.1", settings, Traffic(), READER_KINDS, self._asked, lambda peer: None
+            )
+        finally:
+            os.seteuid(own_user)
+        self._listener._authenticator._is_valid = lambda nonce, password: True  # type: ignore[method-assign]
+        self.address = self._listener.address
+
+    def _asked(self, header: Header, peer: Peer, payload: zmq.Frame) -> None:
+        self.seen.append(header.kind)
+        said = TO_BE_UNPICKLED
+        if header.kind is Kind.DESCRIBE_STATES:
+            record = ShadowRecord(run=1, rank=0, size=1, step=1, attached_bytes=len(TO_BE_UNPICKLED))
+            said = ShadowDescription((HeldRun(run=1, records=(record,)),)).pack()
+        peer.answer(header, zmq.Frame(said))
+
+    def __enter__(self) -> ServerImpostor:
+        self._loop = EventLoop()
+        self._listener.attach(self._loop)
+        self._thread = threading.Thread(target=self._loop.run)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.stop()
+        self._thread.join(TIMEOUT_S)
+        self._listener.detach(self._loop)
+        self._listener.close()
+        self._loop.close()
 
 
 @contextlib.contextmanager
-def impostor(port: int, key: bytes = b"", user: int | None = None) -> Iterator[Impostor]:
-    """Listens on ``port``: without TLS, or with certificates that he makes from another key. ``user``: his id."""
+def impostor(port: int, key: bytes = b"") -> Iterator[Impostor]:
+    """Listens on ``port``: without TLS, or with certificates that he makes from another key."""
     who = Impostor()
     server = grpc.server(futures.ThreadPoolExecutor(4), options=[("grpc.so_reuseport", 0)])
     control_pb2_grpc.add_SchedulerServicer_to_server(who, server)
-    shadow_pb2_grpc.add_ShadowServicer_to_server(who, server)
-    own_user = os.geteuid()
-    if user is not None:
-        os.seteuid(user)
-    try:
-        if key:
-            own = tls.credentials(key)
-            server.add_secure_port(
-                f"127.0.0.1:{port}", grpc.ssl_server_credentials([(own.private_key, own.certificate)])
-            )
-        else:
-            server.add_insecure_port(f"127.0.0.1:{port}")
-    finally:
-        os.seteuid(own_user)
+    if key:
+        own = tls.credentials(key)
+        server.add_secure_port(f"127.0.0.1:{port}", grpc.ssl_server_credentials([(own.private_key, own.certificate)]))
+    else:
+        server.add_insecure_port(f"127.0.0.1:{port}")
     server.start()
     try:
         yield who
@@ -210,54 +231,53 @@ def resident_bytes(pid: int) -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-Way = Callable[[int], contextlib.AbstractContextManager[Impostor]]
+@contextlib.contextmanager
+def served_by(he: ServerImpostor, secret: str) -> Iterator[ShadowReader]:
+    """A reader of a job whose only server had the port of ``he``."""
+    server = as_server()
+    server.address = he.address
+    with contextlib.ExitStack() as stack:
+        job = stack.enter_context(scheduler(num_workers=1, num_servers=1, local_secret=secret, job_id="one"))
+        worker = stack.enter_context(member(job.settings, as_worker()))
+        stack.enter_context(member(job.settings, server))
+        worker.wait("membership")
+        yield stack.enter_context(ShadowReader(job.settings, TIMEOUT_S))
 
 
 @pytest.mark.parametrize(
-    ("secret", "way"),
+    ("secret", "user", "why"),
     [
-        pytest.param(SECRET, impostor, id="without TLS"),
-        pytest.param(SECRET, lambda port: impostor(port, b"what another user makes up"), id="TLS of another key"),
+        pytest.param(SECRET, None, "could not prove that it belongs to this cluster", id="another secret"),
         pytest.param(
-            "", lambda port: impostor(port, user=OTHER_USER), id="no secret at all",
+            "", OTHER_USER, "is not a server of this job", id="no secret at all",
             marks=pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user"),
         ),
     ],
 )  # fmt: skip
-def test_who_takes_the_port_of_shadowed_states_gets_nothing_and_is_not_read(secret: str, way: Way) -> None:
-    address = f"127.0.0.1:{free_port()}"
-    server = as_server()
-    server.shadow_address = address
-    with contextlib.ExitStack() as stack:
-        job = stack.enter_context(scheduler(num_workers=1, num_servers=1, local_secret=secret))
-        worker = stack.enter_context(member(job.settings, as_worker()))
-        stack.enter_context(member(job.settings, server))
-        worker.wait("membership")
-        he = stack.enter_context(way(int(address.rpartition(":")[2])))
-        reader = stack.enter_context(ShadowReader(job.settings, TIMEOUT_S))
+def test_who_takes_the_port_of_shadowed_states_is_asked_nothing_and_is_not_read(
+    secret: str, user: int | None, why: str
+) -> None:
+    made_up = Settings(job_id="one", local_secret=secret and "6" * 64)
+    with ServerImpostor(made_up, user) as he, served_by(he, secret) as reader:
         [described] = reader.describe()
-        assert described.address == address
+        assert described.address == he.address
         assert not described.description.runs
-        assert "is not a server of this job" in described.error or "could not prove that" in described.error
-        part = RestorablePartition(address, 1, 0, 0, KIND, range(2), 0, 1)
+        assert why in described.error
+        part = RestorablePartition(he.address, 1, 0, 0, KIND, range(2), 0, 1)
         with pytest.raises(errors.RendezvousError):
             reader.read_into(part, 0, range(2), memoryview(bytearray(2 * part.kind.state_itemsize)))
+        record = RestorableRecord(he.address, 1, 1, 0, 1, len(TO_BE_UNPICKLED), b"")
+        with pytest.raises(errors.RendezvousError):
+            reader.read_attached(record)
         assert he.seen == []
 
 
 def test_a_server_of_this_user_is_read_without_a_secret() -> None:
-    port = free_port()
-    server = as_server()
-    server.shadow_address = f"127.0.0.1:{port}"
-    with contextlib.ExitStack() as stack:
-        job = stack.enter_context(scheduler(num_workers=1, num_servers=1))
-        worker = stack.enter_context(member(job.settings, as_worker()))
-        stack.enter_context(member(job.settings, server))
-        worker.wait("membership")
-        stack.enter_context(impostor(port))
-        [described] = stack.enter_context(ShadowReader(job.settings, TIMEOUT_S)).describe()
+    with ServerImpostor(Settings(job_id="one")) as he, served_by(he, "") as reader:
+        [described] = reader.describe()
     assert not described.error
     assert described.description.runs
+    assert he.seen == [Kind.DESCRIBE_STATES]
 
 
 def test_the_doctest_of_machine() -> None:

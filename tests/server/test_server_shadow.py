@@ -32,12 +32,20 @@ from byteps_py.server.shadow_state import (
     ShadowReply,
     ShadowTransitionError,
     StatesCopy,
-    StatesRead,
     StepApplied,
     StepNotBegun,
 )
 from byteps_py.tensors import DType
-from byteps_py.wire.data_link import Header, Kind, SegmentNumbers, ShadowPartition, ShadowRecord, ShadowStep
+from byteps_py.wire.data_link import (
+    READER,
+    Header,
+    Kind,
+    SegmentNumbers,
+    ShadowPartition,
+    ShadowRecord,
+    ShadowStep,
+    StatesRead,
+)
 
 KIND = StepKind(UpdateRule(Method.SGD, momentum=True), DType.FLOAT32, DType.FLOAT32)
 COUNT = 8
@@ -89,7 +97,7 @@ class Shell:
                 case DeliverStates(read, it):
                     assert it.state.is_whole
                     assert it not in [other.copy for other in self.under_way], "the thread pool writes there"
-                    self.given.append((read.step, copy.deepcopy(it.memory)))
+                    self.given.append((read.wanted.step, copy.deepcopy(it.memory)))
                 case RefuseRead(_, text):
                     self.turned_away.append(text)
                 case ReplacedRun(run, _):
@@ -149,7 +157,8 @@ class Shell:
         self.tell(header, said)
 
     def read(self, step: int, run: int = RUN, index: int = 0) -> None:
-        self.handle(ReadAsked(StatesRead(run, KEY, index, step)))
+        wanted = StatesRead(run, KEY, index, step, state=0, start=0, stop=COUNT)
+        self.handle(ReadAsked(Header(Kind.READ_STATES, READER), "reader", wanted))
 
     def heard(self) -> list[tuple[str, int]]:
         said, self.said = self.said, []

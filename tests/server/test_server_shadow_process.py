@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import queue
 from collections.abc import Iterator
 
 import numpy as np
@@ -13,12 +11,12 @@ from support.data_plane import WAIT_S, Server, exact_sum, header_for, random_val
 from support.shadow import RUN, ShadowedStates, held, lacks
 from support.summation import SETTINGS
 
-from byteps_py.errors import PeerLostError
+from byteps_py.errors import CommunicationError, PeerLostError
 from byteps_py.kernels.update_rules import Decay, Method, StepKind, UpdateRule
 from byteps_py.proto import control_pb2
 from byteps_py.runtime import Runtime
 from byteps_py.server.service import SummationService
-from byteps_py.server.shadow_keeper import StatesRequest
+from byteps_py.shadow import RestorablePartition, ShadowReader
 from byteps_py.tensors import DType
 from byteps_py.wire.data_link import (
     MAX_PIECES_BYTES,
@@ -37,10 +35,6 @@ LAMB = StepKind(UpdateRule(Method.LAMB, Decay.DECOUPLED), DType.FLOAT32, DType.F
 pytestmark = pytest.mark.usefixtures("zeromq_collector")
 
 
-def _refuse(answers: queue.SimpleQueue[bytes | str], text: str, is_unknown: bool) -> None:
-    answers.put(text)
-
-
 class Shadows:
     """A running server with three machines, of which number 2 owns states."""
 
@@ -48,6 +42,7 @@ class Shadows:
         self.server = server
         self.machines = [server.machine(i) for i in range(3)]
         self.owner = self.machines[2]
+        self.reader = ShadowReader(SETTINGS, WAIT_S, servers=lambda: [server.service.address])
 
     def sum(self, states: ShadowedStates, round_: int) -> bytes:
         """Contributions of all machines; the server's sum, which is the owner's."""
@@ -62,34 +57,22 @@ class Shadows:
         assert total == exact_sum(dtype, parts).tobytes()
         return total
 
-    def ask(self, call: object) -> object:
-        """What ``call`` returns in the loop's thread."""
-        answers: queue.SimpleQueue[object] = queue.SimpleQueue()
-        self.server.service._loop.post(lambda: answers.put(call()))  # type: ignore[operator]
-        return answers.get(timeout=WAIT_S)
-
     def describe(self, hold_s: float = 0.0) -> ShadowDescription:
-        found = self.ask(lambda: self.server.service.shadows.describe(hold_s))
-        assert isinstance(found, ShadowDescription)
-        return found
+        [found] = self.reader.describe(hold_s)
+        assert not found.error
+        return found.description
 
     def read(self, states: ShadowedStates, step: int, run: int = RUN) -> list[bytes] | str:
         """All states, or why they can't be read."""
-        found: list[bytes] = []
-        for number in range(states.kind.states):
-            answers: queue.SimpleQueue[bytes | str] = queue.SimpleQueue()
-            refuse = functools.partial(_refuse, answers)
-            half = states.count // 2
-            for start, stop in ((0, half), (half, states.count)):
-                place = (run, states.key, states.index, step, number, start, stop)
-                request = StatesRequest(*place, answers.put, refuse)
-                self.server.service._loop.post(lambda request=request: self.server.service.shadows.read(request))
-            first = answers.get(timeout=WAIT_S)
-            second = answers.get(timeout=WAIT_S)
-            if isinstance(first, str) or isinstance(second, str):
-                return str(first)
-            found.append(first + second)
-        return found
+        address, elements = self.server.service.address, range(states.count)
+        part = RestorablePartition(address, run, states.key, states.index, states.kind, elements, 0, step)
+        found = [bytearray(states.count * states.kind.state_itemsize) for _ in range(states.kind.states)]
+        try:
+            for number, state in enumerate(found):
+                self.reader.read_into(part, number, elements, memoryview(state))
+        except CommunicationError as error:
+            return str(error).removeprefix(f"the server at {address}: ")
+        return list(map(bytes, found))
 
     def assert_same(self, states: ShadowedStates) -> None:
         assert self.read(states, states.step) == [state.tobytes() for state in states.states]
@@ -98,7 +81,9 @@ class Shadows:
 @pytest.fixture(name="shadows")
 def _shadows() -> Iterator[Shadows]:
     with Server(SETTINGS, num_machines=3, kind=control_pb2.MACHINE_KIND_CPU) as server:
-        yield Shadows(server)
+        shadows = Shadows(server)
+        with shadows.reader:
+            yield shadows
 
 
 @pytest.mark.parametrize("kind", [ADAMW, SGD], ids=["adamw bf16", "sgd f32"])

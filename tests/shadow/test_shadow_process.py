@@ -26,10 +26,10 @@ from support.shadow import RUN, ShadowedStates, held
 from byteps_py.config.settings import Settings
 from byteps_py.errors import CommunicationError, PeerLostError, RendezvousError, UsageError
 from byteps_py.kernels.update_rules import Decay, Method, StepKind, UpdateRule
-from byteps_py.proto import shadow_pb2, shadow_pb2_grpc
-from byteps_py.scheduler import query, rpc
+from byteps_py.scheduler import query
 from byteps_py.shadow import NotRestorable, Restorable, ShadowReader, latest_step
 from byteps_py.tensors import DType
+from byteps_py.wire.data_link import MAX_READ_BYTES, READER, Header, Kind, ShadowDescription, StatesQuery
 
 ADAMW = StepKind(UpdateRule(Method.ADAM, Decay.DECOUPLED), DType.BFLOAT16, DType.BFLOAT16)
 SECRET = "known to members of this job"
@@ -93,7 +93,6 @@ class ShadowedJob:
         self.members.append(Member(self.settings, as_worker(0)))
         membership = self.members[0].wait("membership").membership
         [server] = membership.servers
-        assert server.shadow_address.startswith("127.0.0.1:")
         machine = Machine(self._context, server.address, 0, self.settings)
         self.machines.append(machine)
         return machine
@@ -164,11 +163,11 @@ def train(machine: Machine, steps: int, run: int = RUN, count: int = 400_000) ->
 
 
 @pytest.mark.slow
-def test_more_is_attached_than_a_grpc_message_takes(job: ShadowedJob) -> None:
+def test_more_is_attached_than_one_answer_brings(job: ShadowedJob) -> None:
     """Of two steps, in pieces; the description of what is held does not grow with it."""
     machine = job.join()
     parts = train(machine, 1, count=400)
-    attached = random_values(DType.FLOAT32, rpc.MAX_MESSAGE_BYTES // 4 + 5, seed=1).tobytes()
+    attached = random_values(DType.FLOAT32, 8 * MAX_READ_BYTES + 5, seed=1).tobytes()
     for step in (2, 3):
         total = random_values(ADAMW.gradient, 400, seed=step).tobytes()
         for part in parts:
@@ -246,20 +245,45 @@ def test_a_trainer_reads_what_a_running_server_keeps(job: ShadowedJob) -> None:
 
 def test_only_members_may_read(job: ShadowedJob) -> None:
     job.join()
-    [member] = [each.member for each in query.status(job.settings).members if each.member.shadow_address]
-    for shown in ((), ((rpc.TOKEN_KEY, "guessed"),)):
-        with rpc.open_channel(job.settings, member.shadow_address) as channel:
-            stub = shadow_pb2_grpc.ShadowStub(channel)
-            with pytest.raises(grpc.RpcError) as error:
-                stub.Describe(shadow_pb2.ShadowQuery(), timeout=10, metadata=shown)
-            assert error.value.code() is grpc.StatusCode.UNAUTHENTICATED
-            with pytest.raises(grpc.RpcError) as error:
-                list(stub.Read(shadow_pb2.ShadowRead(), timeout=10, metadata=shown))
-            assert error.value.code() is grpc.StatusCode.UNAUTHENTICATED
-    with grpc.insecure_channel(member.shadow_address) as channel:
-        with pytest.raises(grpc.RpcError) as error:
-            shadow_pb2_grpc.ShadowStub(channel).Describe(shadow_pb2.ShadowQuery(), timeout=10)
-        assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+    [address] = [each.member.address for each in query.status(job.settings).members if each.member.address]
+    for changes in ({"secret": "guessed by a process of another"}, {"secret": ""}, {"job_id": "another"}):
+        stranger = dataclasses.replace(job.settings, **changes)
+        with ShadowReader(stranger, TIMEOUT_S, servers=lambda: [address]) as reader:
+            [described] = reader.describe()
+            assert not described.description.runs
+            assert "turned this process away" in described.error or "not a server of this job" in described.error
+
+
+def test_a_reader_does_only_that(job: ShadowedJob) -> None:
+    """It is no machine: several read at the same time, and none of them contributes."""
+    machine = job.join()
+    parts = train(machine, 2, count=400)
+    [address] = [each.member.address for each in query.status(job.settings).members if each.member.address]
+    with zmq.Context() as context:
+        readers = [Machine(context, address, READER, job.settings) for _ in range(2)]
+        for reader in readers:
+            reader.push(bytes(4))
+            assert f"machine {READER} must not send PUSH" in reader.refusal()
+        for reader in readers:
+            reader.send(Header(Kind.DESCRIBE_STATES, READER, round=5), StatesQuery(0.0).pack())
+            assert len(ShadowDescription.unpack(reader.result()).runs) == 1
+            reader.close()
+    machine.send(Header(Kind.DESCRIBE_STATES, machine.index), StatesQuery(0.0).pack())
+    assert "machine 0 must not send DESCRIBE_STATES" in machine.refusal()
+    assert_restored(job.settings, parts)
+
+
+def test_a_reader_asks_again_when_its_connection_breaks(job: ShadowedJob) -> None:
+    """Servers hold what is described meanwhile, so the answer is the same."""
+    parts = train(job.join(), 2, count=400)
+    with ShadowReader(job.settings) as reader:
+        found = latest_step(reader.describe(hold_s=20.0))
+        assert isinstance(found, Restorable)
+        [connection] = reader._connections.values()
+        connection._dialer.reconnect()
+        assert read_all(reader, found) == [
+            b"".join(part.states[i].tobytes() for part in parts) for i in range(ADAMW.states)
+        ]
 
 
 @pytest.mark.slow

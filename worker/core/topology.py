@@ -128,6 +128,11 @@ class Topology:
         return self.machines > 1 or bool(self.cpu_servers)
 
     @property
+    def server_addresses(self) -> tuple[str, ...]:
+        """Of all servers' data planes."""
+        return tuple(server.address for server in self.servers if server.address)
+
+    @property
     def weights(self) -> dict[int, int]:
         """Each server's part of the keys, relative to the others', by member id."""
         return {server.member_id: server.weight for server in self.servers}

@@ -42,6 +42,7 @@ _HANDLERS: dict[type, _Handler] = {
     protocol.MeasureNorm: lambda here, connection, message: here.hosting.norm(connection, message),
     protocol.KeepStates: lambda here, connection, message: here.hosting.host(connection, message),
     protocol.DropStates: lambda here, connection, message: here.hosting.release(connection, message),
+    protocol.AskServers: lambda here, connection, message: here.hosting.shadows.tell_servers(connection, message),
     protocol.GiveStackFile: lambda here, connection, message: None,  # the connection has its descriptor
     protocol.EnterBarrier: lambda here, connection, message: here.enter_barrier(connection, message),
     protocol.Join: lambda here, connection, message: here.join(connection),

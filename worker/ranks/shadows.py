@@ -55,6 +55,7 @@ from byteps_py.worker.core.shadow_copies import (
 from byteps_py.worker.core.shadowing import Shadowing
 from byteps_py.worker.core.topology import Topology
 from byteps_py.worker.io.executor import Executor
+from byteps_py.worker.io.rank_connection import RankConnection
 from byteps_py.worker.io.slot_memory import SlotMemory
 
 
@@ -185,6 +186,10 @@ class Shadows:
     def on_reconnected(self, server: int) -> None:
         """There is a new connection to a server."""
         self._handle(ServerReconnected(server))
+
+    def tell_servers(self, connection: RankConnection, message: protocol.AskServers) -> None:
+        """Tell a rank where servers are."""
+        connection.send(protocol.ServersKnown(message.request, self._topology.server_addresses))
 
     def change(self, topology: Topology) -> None:
         """Other servers."""

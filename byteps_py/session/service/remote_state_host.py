@@ -29,6 +29,7 @@ class RemoteStateHost(StateHost):
         self._session, self._view = session, view
         self._asked: dict[int, HostedShard] = {}  # by request
         self._norms: dict[int, float] = {}  # by request
+        self._servers: dict[int, tuple[str, ...]] = {}  # by request
         self._shards: set[int] = set()  # states that are kept
         self._released: deque[int] = deque()
         self._run, self._held, self._refused = 0, (0, False), 0
@@ -38,6 +39,7 @@ class RemoteStateHost(StateHost):
             protocol.NormMeasured: self._norm_measured,
             protocol.StepsHeld: self._steps_held,
             protocol.RecordTaken: self._record_taken,
+            protocol.ServersKnown: self._servers_known,
         }
 
     def host(
@@ -125,6 +127,17 @@ class RemoteStateHost(StateHost):
         with session.state:
             return self._norms.pop(request)
 
+    def server_addresses(self) -> tuple[str, ...]:
+        session = self._session
+        request = session.next_request()
+        session.send(protocol.AskServers(request))
+        session.wait_until(
+            lambda: request in self._servers, session.time_limit(None), lambda: "the service names no servers"
+        )
+        session.check_open()
+        with session.state:
+            return self._servers.pop(request)
+
     def release_shard(self, shard: HostedShard) -> None:
         self._released.append(shard.id)  # told by the next ``host``: a garbage collection may call this anywhere
 
@@ -156,6 +169,9 @@ class RemoteStateHost(StateHost):
     def _steps_held(self, message: protocol.StepsHeld, fds: list[int]) -> None:
         self._held = max(self._held, (message.step, message.is_whole))
         self._refused = max(self._refused, message.refused)
+
+    def _servers_known(self, message: protocol.ServersKnown, fds: list[int]) -> None:
+        self._servers[message.request] = message.addresses
 
     def _record_taken(self, message: protocol.RecordTaken, fds: list[int]) -> None:
         self._recording.discard((message.run, message.step))

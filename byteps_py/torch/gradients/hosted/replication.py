@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from byteps_py.config.settings import Settings
 from byteps_py.errors import ProtocolError, UsageError
 from byteps_py.session import Session, ShadowedStep
 from byteps_py.shadow import ShadowReader
@@ -67,7 +66,9 @@ class ShadowedSteps:
         open_reader: reads what servers hold.
     """
 
-    open_reader: Callable[[Settings], ShadowReader] = ShadowReader
+    open_reader: Callable[[Context], ShadowReader] = staticmethod(
+        lambda context: ShadowReader(context.settings, servers=context.session.state_host.server_addresses)
+    )
 
     def __init__(self, name: str) -> None:
         self._name = name

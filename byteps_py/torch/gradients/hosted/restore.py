@@ -79,7 +79,7 @@ def restore(
     context = contexts.current()
     shadow.model, shadow.buffers = model, ModelBuffers(model)
     shadow.check_size()
-    reader = shadow.open_reader(context.settings)
+    reader = shadow.open_reader(context)
     try:
         found: Restorable | Exception | None = broadcast_object(
             _find(reader) if context.session.rank == 0 else None, name=f"{stepper.name}.restorable"
