@@ -1,8 +1,8 @@
 """Reading the states of hosted optimizers that summation servers keep in step.
 
-    restorable   the step of the servers' states that can be restored, and the servers to read from; pure
-    reader       a trainer's end: a subprocess makes the calls, because gRPC does not survive a fork
-    __main__     that subprocess
+    restorable          the step of the servers' states that can be restored, and the servers to read from; pure
+    reader              reads them, for a trainer or `bps checkpoint`
+    server_connection   its connection to one server's data plane
 
 Trainers import this package, so it imports no gRPC.
 """

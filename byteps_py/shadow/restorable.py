@@ -19,7 +19,7 @@ from byteps_py.wire.data_link import HeldPartition, HeldRun, ShadowDescription, 
 
 @dataclass(frozen=True, slots=True)
 class ServerDescription:
-    """The states that one server holds. ``address``: its port for readers, ``host:port``. ``error``: why it gave no
+    """The states that one server holds. ``address``: of its data plane, ``tcp://host:port``. ``error``: why it gave no
     answer."""
 
     address: str
