@@ -37,11 +37,11 @@ class Compiled(Generic[T]):
     Args:
         name: of the thread (``byteps-NAME``), and in the log.
         build: returns the result; imports the compiler itself.
-        otherwise: what the process does without the result, for the log.
+        fallback: what the process does without the result, for the log.
     """
 
-    def __init__(self, name: str, build: Callable[[], T], otherwise: str) -> None:
-        self._name, self._build, self._otherwise = name, build, otherwise
+    def __init__(self, name: str, build: Callable[[], T], fallback: str) -> None:
+        self._name, self._build, self._fallback = name, build, fallback
         self._thread: threading.Thread | None = None
         #: The result; None until ``build`` has returned.
         self.ready: T | None = None
@@ -71,4 +71,4 @@ class Compiled(Generic[T]):
         try:
             self.ready = self._build()
         except Exception:  # no LLVM, or one that does not know this processor
-            logger.info("%s: %s", self._name, self._otherwise, exc_info=True)
+            logger.info("%s: %s", self._name, self._fallback, exc_info=True)
