@@ -32,7 +32,7 @@ from byteps_py.wire.record_codec import (
     U64s,
 )
 
-VERSION = 11
+VERSION = 12
 
 #: The most entries of a message about rounds: more are spread over several messages.
 MAX_ROUNDS = 4096

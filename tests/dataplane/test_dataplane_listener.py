@@ -13,14 +13,14 @@ from support.summation import SETTINGS
 from byteps_py.dataplane.listener import _MOST_DAMAGED, DataListener, Peer
 from byteps_py.dataplane.traffic import Traffic
 from byteps_py.security.unauthenticated_connections import WATCH_S
-from byteps_py.wire.data_link import Header, Kind
+from byteps_py.wire.data_link import READER, READER_KINDS, Header, Kind
 
 
 class Listener:
     def __init__(self) -> None:
         self.traffic, self.heard, self.gone = Traffic(), list[Peer](), list[Peer]()
         self.listener = DataListener(
-            "127.0.0.1", SETTINGS, self.traffic, frozenset((Kind.PUSH,)), self._hear, self.gone.append
+            "127.0.0.1", SETTINGS, self.traffic, frozenset((Kind.PUSH, *READER_KINDS)), self._hear, self.gone.append
         )
 
     def _hear(self, header: Header, peer: Peer, payload: zmq.Frame) -> None:
@@ -100,6 +100,28 @@ def test_a_connection_on_which_every_message_is_damaged_is_cut(
     again = heard(listener, context)
     assert (len(listener.heard), listener.listener.peer_of(0)) == (2, listener.heard[-1])
     again.close()
+
+
+def test_readers_are_no_machines_and_are_forgotten_when_they_go(
+    listener: Listener, context: zmq.Context[zmq.Socket[bytes]]
+) -> None:
+    """A server that has lost its scheduler ends once no machine is connected, whoever reads there."""
+    machine = heard(listener, context)
+    readers = []
+    for _ in range(2):
+        readers.append(Machine(context, listener.listener.address, READER, SETTINGS))
+        listener.welcome(readers[-1])
+        readers[-1].send(Header(Kind.DESCRIBE_STATES, READER), b"")
+        listener.read()
+    assert len({id(peer) for peer in listener.heard}) == 3
+    assert (listener.listener.connections, listener.listener.peer_of(READER)) == (1, None)
+    for reader in readers:
+        reader.close()
+    while len(listener.listener._peers) > 1:
+        assert listener.listener.monitor.poll(WAIT_S * 1000), "nobody is gone"
+        listener.listener.on_monitor()
+    assert (listener.listener.connections, listener.gone) == (1, [])
+    machine.close()
 
 
 def test_a_connection_ends_when_its_machine_has_a_newer_one(
