@@ -211,16 +211,21 @@ class ShadowKeeper:
             origin.answer(header, zmq.Frame(packed[header.offset : header.offset + MAX_READ_BYTES]))
 
     def _read_attached(self, header: Header, origin: Peer, wanted: AttachedRead) -> None:
-        """Give a reader these bytes of what is attached to a record, as far as there are that many."""
-        pieces = self.store.read_attached(wanted.run, wanted.rank, wanted.step)
-        if pieces is None:
+        places = range(wanted.start, min(wanted.stop, wanted.start + MAX_READ_BYTES))
+        data = self.attached(wanted.run, wanted.rank, wanted.step, places)
+        if data is None:
             text = f"the record of rank {wanted.rank} of step {wanted.step} is not kept here any more"
             _refuse_read(header, origin, text)
             return
-        stop = min(wanted.stop, wanted.start + MAX_READ_BYTES)
-        found: list[tuple[FrameMemory, int, int]] = list(pieces.cut(wanted.start, stop))  # type: ignore[arg-type]  # see SizedMemory
-        data = b"".join(memoryview(piece.message().buffer)[first:last] for piece, first, last in found)
         origin.answer(header, zmq.Frame(data))
+
+    def attached(self, run: int, rank: int, step: int, places: range) -> bytes | None:
+        """These bytes of the attachment to a record, as far as there are that many; None if it is not kept here."""
+        pieces = self.store.read_attached(run, rank, step)
+        if pieces is None:
+            return None
+        found: list[tuple[FrameMemory, int, int]] = list(pieces.cut(places.start, places.stop))  # type: ignore[arg-type]  # see SizedMemory
+        return b"".join(memoryview(piece.message().buffer)[first:last] for piece, first, last in found)
 
     # ---- actions ---------------------------------------------------------------------------------------------
 
