@@ -181,7 +181,9 @@ class PlacementTable:
         changed: dict[int, list[Partition]] = {}
         for piece, position in Packer(self._weights, self._loads, bounds).pack(numbers, cut=False):
             index, target = numbers[piece], self._ids[position]
-            parts = changed.setdefault(piece.key, list(self._tensors[piece.key].parts))
+            if piece.key not in changed:  # one copy for each tensor: it may have many partitions
+                changed[piece.key] = list(self._tensors[piece.key].parts)
+            parts = changed[piece.key]
             if parts[index].server != target:
                 moves.append(Move(piece.key, index, parts[index].server, target))
                 parts[index] = parts[index]._replace(server=target)
