@@ -20,6 +20,7 @@ from byteps_py.tensors import DType, Op, TensorSpec
 from byteps_py.wire import rank_link as protocol
 from byteps_py.wire.data_link import Header
 from byteps_py.worker.core.local_ranks import IN_GROUP, RankState
+from byteps_py.worker.core.placement_view import PlacementView
 from byteps_py.worker.group import Group
 from byteps_py.worker.io.network import Network
 from byteps_py.worker.service import CommunicationService
@@ -145,8 +146,15 @@ class _Network(Network):
     tcp_link_class, local_link_class = cast(Any, _Link), cast(Any, _LocalLink)
 
 
+class _FewPartitions(PlacementView):
+    """Servers change often here, and each change goes through all partitions."""
+
+    max_partitions = 1 << 16
+
+
 class _Group(Group):
     network_class = _Network
+    placing_class = _FewPartitions
 
 
 class ServiceHears(Target):

@@ -43,6 +43,7 @@ class PlacementView:
 
     table_class: type[PlacementTable] = PlacementTable
     owners_class: type[Owners] = Owners
+    max_partitions = MAX_PARTITIONS
 
     def __init__(self, topology: Topology, local_sum_bytes: int, chunk_bytes: int) -> None:
         self._local_sum_bytes = local_sum_bytes
@@ -110,9 +111,9 @@ class PlacementView:
             key, count = key_of(spec.name), -(-spec.nbytes // size)
             self._count += count - self._partitions.get(key, 0)
             self._partitions[key] = count
-        if self._count > MAX_PARTITIONS:
+        if self._count > self.max_partitions:
             raise ProtocolError(
-                f"tensors would be cut into {self._count} partitions of {size} bytes, {MAX_PARTITIONS} are the "
+                f"tensors would be cut into {self._count} partitions of {size} bytes, {self.max_partitions} are the "
                 "most; raise BYTEPS_PARTITION_BYTES"
             )
         for table in (self._table, self._owned_table, self._shadowed_table):
