@@ -1,13 +1,15 @@
 """Sums across machines against the number of CPU machines, as users call them, beside gloo and theory: time and CPU.
 
     python -m benchmarks.cluster [--workers 4] [--servers 0 1 2 3 4] [--mbit 400] [--mb 1 24 64] [--rounds 3]
-        [--contenders session push_pull_inplace push_pull allreduce_ optimizer all_reduce] [--json FILE]
+        [--contenders session push_pull_inplace push_pull allreduce_ optimizer hosted_machine hosted_sharded all_reduce]
+        [--json FILE]
     python -m benchmarks.cluster --workers 2 --servers 0 1 2 --mbit 0 --rounds 5
 
 Hosts are network namespaces with shaped links (root needed), and with --mbit 0 emulated machines on loopback. In each
 round gloo and a bare TCP echo run beside one fresh job for each number of CPU machines k, in the same hosts. All take
-turns: gloo, DistributedDataParallel over gloo ("ddp"), then our calls one after the other. A step of the optimizer is
-compared with one of ddp, everything else with gloo's all_reduce.
+turns: gloo, DistributedDataParallel over gloo ("ddp"), then our calls one after the other. A step of the optimizer, and
+of hosted ones with states on each machine ("hosted_machine") and a part with each rank ("hosted_sharded"), is compared
+with one of ddp, everything else with gloo's all_reduce.
 
 Two tables for each size. In the first, of the first contender, "t·B/M" is the time in units of the model's bytes over a
 link's bandwidth: the placement's optimum is 2n(n−1)/(n² + kn − 2k), a ring's 2(n−1)/n, the classical parameter server's
@@ -30,7 +32,7 @@ from typing import Any
 from benchmarks.cluster.contenders import SECRET, Layout, counts_of
 from benchmarks.cluster.hosts import network
 from benchmarks.cluster.measure import Found, Seen, new_seen, turns
-from benchmarks.cluster.rank import ECHO, GLOO, OURS
+from benchmarks.cluster.rank import ECHO, GLOO, OURS, STEPS
 from byteps_py.placement.shares import Optimum
 
 SERVERS_ONLY = "servers only"
@@ -43,7 +45,7 @@ def spread(times: list[float]) -> float:
 
 
 def peer_of(name: str) -> str:
-    return "ddp" if name == "optimizer" else "gloo"
+    return "ddp" if name in STEPS else "gloo"
 
 
 def theoretical_gain(n: int, k: int, name: str) -> float:
@@ -55,7 +57,7 @@ def theoretical_gain(n: int, k: int, name: str) -> float:
 def measure(arguments: argparse.Namespace, sizes: dict[int, list[int]], tuning: dict[str, str]) -> Seen:
     """``sizes``: by bytes, the elements of each tensor."""
     n, seen = arguments.workers, new_seen()
-    peers = [name for name in GLOO if name == "gloo" or "optimizer" in arguments.contenders]
+    peers = [name for name in GLOO if name == "gloo" or set(STEPS) & set(arguments.contenders)]
     with network(n + max(arguments.servers), arguments.mbit) as hosts:
         workers, spare = hosts[:n], hosts[n:]
         for _ in range(arguments.rounds):

@@ -29,7 +29,12 @@ CONNECT_S = 30.0
 _CHUNK_BYTES = 256 << 10
 
 #: The public calls of ours; "session" is the layer below: memory that is shared with the services already.
-OURS = ("session", "push_pull_inplace", "push_pull", "allreduce_", "optimizer", "all_reduce")
+OURS = (
+    "session", "push_pull_inplace", "push_pull", "allreduce_", "optimizer", "hosted_machine", "hosted_sharded",
+    "all_reduce",
+)  # fmt: skip
+#: Of these, steps of an optimizer, whose peer is DistributedDataParallel: where its states are.
+STEPS: dict[str, bool | str] = {"optimizer": False, "hosted_machine": "machine", "hosted_sharded": "sharded"}
 #: Their peers: gloo's all_reduce, and DistributedDataParallel over gloo.
 GLOO = ("gloo", "ddp")
 ECHO = ("tcp_echo",)
@@ -82,8 +87,8 @@ class Ours:
     def prepare(self, name: str, counts: list[int]) -> Call:
         if name == "session":
             return self._slots(counts)
-        if name == "optimizer":
-            return self._step(counts)
+        if name in STEPS:
+            return self._step(name, counts)
         return checked(name, counts, self.rank, self.size, getattr(self, f"_{name}"))
 
     def _push_pull_inplace(self, tensors: list[Any]) -> Callable[[], list[Any]]:
@@ -104,15 +109,15 @@ class Ours:
     def _all_reduce(self, tensors: list[Any]) -> Callable[[], list[Any]]:
         return all_reduce(tensors)
 
-    def _step(self, counts: list[int]) -> Call:
+    def _step(self, name: str, counts: list[int]) -> Call:
         import torch
 
         import byteps_py as bps
 
-        model, prefix = parameters(counts), f"{sum(counts)} in {len(counts)}"
-        named = [(f"{prefix}: {name}", parameter) for name, parameter in model.named_parameters()]
+        model, prefix = parameters(counts), f"{name} {sum(counts)} in {len(counts)}"
+        named = [(f"{prefix}: {each}", parameter) for each, parameter in model.named_parameters()]
         sgd = torch.optim.SGD(model.parameters(), LEARNING_RATE)
-        return step(model, bps.DistributedOptimizer(sgd, named), self.rank, self.size)
+        return step(model, bps.DistributedOptimizer(sgd, named, hosted=STEPS[name]), self.rank, self.size)
 
     def _slots(self, counts: list[int]) -> Call:
         import numpy as np

@@ -211,7 +211,7 @@ HOSTED_MUTATIONS: dict[type[Parts], int] = {
     DivideAStepByAllMachines: 1,
     KeepSumsThatAreGivenUp: 6,
     OneBlockOfParameters: 5,
-    LeaveParametersWithTheirFirstServers: 504,
+    LeaveParametersWithTheirFirstServers: 770,
     EndAPhaseWithItsFirstPartition: 6,
     TellOfUpdatesWhileTheyAreMade: 0,
     SendParametersAfterTheFirstPhase: 5,
