@@ -107,7 +107,7 @@ def test_where_nothing_can_be_compiled_copies_go_the_usual_way(
     def compile_() -> streaming.Stream:
         raise RuntimeError("no such processor")
 
-    for name, value in {"_build": compile_, "_thread": None, "ready": None, "_otherwise": "as usual"}.items():
+    for name, value in {"_build": compile_, "_thread": None, "ready": None, "_fallback": "as usual"}.items():
         monkeypatch.setattr(streaming._code, name, value)
     source, target = torch.arange(MB), torch.zeros(MB, dtype=torch.int64)
     with caplog.at_level("INFO", "byteps_py"):
