@@ -158,6 +158,11 @@ def to_text(reply: pb.StatusReply) -> str:
         lines.append(f"the scheduler was started again {times}")
     lines += [f"stalled: {sentence}" for sentence in facts["stalled"]]
     lines += [f"slow: {sentence}" for sentence in facts["slow"]]
+    for where, nbytes in (
+        ("on each machine", facts["replicated_bytes"]), ("sharded over all ranks", facts["sharded_bytes"]),
+    ):  # fmt: skip
+        if nbytes:
+            lines.append(f"hosted optimizers: states {where}, of {_mb(nbytes)} MB of gradients")
     if shadow := facts["shadow"]:
         is_alone = sum(member["kind"] == "worker" and member["alive"] for member in facts["members"]) == 1
         has_server = not is_alone or shadow["survives"] != "nothing"

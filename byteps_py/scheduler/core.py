@@ -264,6 +264,8 @@ class SchedulerCore:
             members=[m.to_status(now_s, self._liveness.doubt(m, now_s)) for m in self._roster.everyone],
             tensors=self._group.declarations.accepted_count,
             tensor_bytes=self._group.declarations.accepted_bytes,
+            replicated_bytes=self._group.declarations.hosted_bytes(is_replicated=True),
+            sharded_bytes=self._group.declarations.hosted_bytes(is_replicated=False),
             partition_bytes=self._roster.partition_bytes,
             num_workers=self._config.num_workers,
             num_servers=self._config.num_servers,

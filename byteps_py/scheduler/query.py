@@ -77,6 +77,8 @@ def to_dict(reply: pb.StatusReply) -> dict[str, Any]:
         "epoch": reply.epoch,
         "num_workers": reply.num_workers,
         "num_servers": reply.num_servers,
+        "replicated_bytes": reply.replicated_bytes,
+        "sharded_bytes": reply.sharded_bytes,
         "partition_bytes": reply.partition_bytes,
         "tensors": reply.tensors,
         "tensor_bytes": reply.tensor_bytes,

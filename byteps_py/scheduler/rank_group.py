@@ -93,6 +93,12 @@ class Declarations:
         spec = spec or next(iter(specs), None)
         return f"{spec.describe()} ({name!r})" if spec else ""
 
+    def hosted_bytes(self, is_replicated: bool) -> int:
+        """The bytes of accepted gradients of hosted optimizers, whose states are on each machine or have one owner."""
+        accepted = (each.accepted for each in self._by_name.values() if each.accepted is not None)
+        gradients = (spec for spec in accepted if spec.ownership == spec.name)
+        return sum(spec.nbytes for spec in gradients if spec.is_replicated is is_replicated)
+
     def cast(self, machine_index: int, ranks: range, ballot: pb.Ballot) -> Outcome:
         """Take the votes of one machine, whose global ranks are ``ranks``; those in the tensor's group vote.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from support.scheduler_core import ballot, declare, running, spec
 
+from byteps_py.cli.job import to_text
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler import job as states
 from byteps_py.tensors import DType, Op
@@ -24,6 +25,21 @@ def test_verdicts_go_to_all_workers_and_to_no_server() -> None:
     assert all(cluster.bodies(s) == ["welcome", "membership"] for s in servers)
     status = cluster.core.status(cluster.now)
     assert (status.tensors, status.tensor_bytes) == (1, 12)
+
+
+def test_status_says_where_the_states_of_hosted_optimizers_are() -> None:
+    cluster, (a, b), _ = running()
+    assert "hosted" not in to_text(cluster.core.status(cluster.now))
+    one = spec((500_000,), ownership="w", is_replicated=True)
+    parameters = spec((500_000,), op=Op.BROADCAST, ownership="w", is_replicated=True)
+    for member, ranks in ((a, [0, 1]), (b, [2, 3])):
+        cluster.say(member, **declare(ballot(ranks, one), ballot(ranks, parameters, name="w.parameters")))
+        cluster.say(member, **declare(ballot(ranks, spec((250_000,), ownership="v"), name="v")))
+    lines = to_text(cluster.core.status(cluster.now)).splitlines()
+    assert [line for line in lines if "hosted" in line] == [
+        "hosted optimizers: states on each machine, of 2.0 MB of gradients",
+        "hosted optimizers: states sharded over all ranks, of 1.0 MB of gradients",
+    ]
 
 
 DISAGREEMENTS = [

@@ -36,9 +36,13 @@ def session(machines: int = 4, **facts: Any) -> Any:
     ],
 )
 def test_the_choice(around: Any, states_bytes: int, mode: str, reason: str) -> None:
-    choice = choose(around, states_bytes)
+    choice = choose(around, states_bytes, is_elastic=False)
     assert choice.mode is StatesMode(mode)
     assert reason in choice.reason
+
+
+def test_ranks_of_an_elastic_job_choose_alike_whenever_they_come() -> None:
+    assert choose(session(), GB, is_elastic=True).mode is StatesMode.SHARDED
 
 
 def test_what_users_ask_for() -> None:

@@ -206,7 +206,7 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
 def _chosen(context: Context, groups: HostedGroups) -> StatesMode:
     if (wanted := context.settings.hosted_states) != "auto":
         return StatesMode(wanted)
-    choice = choose(context.session, groups.states_bytes)
+    choice = choose(context.session, groups.states_bytes, context.settings.elastic)
     if context.session.rank == 0:
         logger.info("hosted=True: states are %s: %s", choice.mode.value, choice.reason)
     return choice.mode

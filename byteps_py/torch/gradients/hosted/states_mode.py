@@ -56,10 +56,13 @@ def asked_for(hosted: object) -> StatesMode | None:
     raise UsageError(f"hosted is {hosted!r}: give True, {names}, or False for an optimizer on the ranks")
 
 
-def choose(session: Session, states_bytes: int) -> ModeChoice:
-    """The mode for states of ``states_bytes`` in all. The same on all ranks."""
+def choose(session: Session, states_bytes: int, is_elastic: bool) -> ModeChoice:
+    """The mode for states of ``states_bytes`` in all. The same on all ranks: in an elastic job, some of them choose
+    when other machines are there."""
     facts = session.links
     room = _SHARE_OF_MEMORY * facts.memory_bytes
+    if is_elastic:
+        return ModeChoice(StatesMode.SHARDED, "the machines of an elastic job change")
     if session.num_machines == 1:
         return ModeChoice(StatesMode.SHARDED, "the ranks of one machine share its states in any case")
     if facts.replicated_gain < _WORTH:
