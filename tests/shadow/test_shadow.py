@@ -62,10 +62,10 @@ def test_a_job_that_is_killed_goes_on_from_its_last_step(
 @pytest.mark.parametrize(
     ("optimizer", "machines", "servers", "before", "after"),
     [
-        ("adamw", 2, 1, "machine", "machine"),
         ("lamb", 3, 2, "machine", "machine"),
         ("adamw-in-backward", 2, 2, "machine", "sharded"),
-        ("adagrad", 2, 1, "sharded", "machine"),
+        pytest.param("adamw", 2, 1, "machine", "machine", marks=pytest.mark.long),
+        pytest.param("adagrad", 2, 1, "sharded", "machine", marks=pytest.mark.long),
     ],
 )
 def test_states_on_each_machine_are_copied_once(
