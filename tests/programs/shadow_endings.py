@@ -8,13 +8,24 @@ WAY: see ENDINGS. Rank 0 prints ``restored at S``, and ``ends after N``.
 from __future__ import annotations
 
 import atexit
+import select
 import sys
+import time
 
 import torch
 
 import byteps_py as bps
+from byteps_py.torch.collectives import context as contexts
 
 STEPS = 4
+
+
+def wait_until_held(step: int) -> None:
+    until_s = time.monotonic() + 60
+    while contexts.current().session.state_host.held[0] < step:
+        if time.monotonic() > until_s:
+            raise SystemExit(f"step {step} is not held")
+        select.select([], [], [], 0.01)
 
 
 def train() -> None:
@@ -26,7 +37,9 @@ def train() -> None:
     begun = bps.restore(model, optimizer) or 0
     if bps.rank() == 0:
         print(f"restored at {begun}", flush=True)
-    for _ in range(STEPS):
+    for number in range(STEPS):
+        if number == STEPS - 1:  # ranks learn in a step what is held by then
+            wait_until_held(begun + 2)
         model(torch.ones(2, 8)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
