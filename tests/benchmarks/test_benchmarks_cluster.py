@@ -103,7 +103,7 @@ def test_each_size_has_a_table_beside_theory(tmp_path: Path) -> None:
     assert sum("servers only s" in line for line in lines) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(420)
 def test_operations_of_a_group_are_measured_with_a_secret_and_without(tmp_path: Path) -> None:
     options = ["--layouts", "2x2", "--sizes", "4", "1048576", "--rounds", "1", "--seconds", "0.01", "--secret"]
@@ -120,7 +120,7 @@ def test_operations_of_a_group_are_measured_with_a_secret_and_without(tmp_path: 
 
 
 @needs_namespaces
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(420)
 def test_links_delay_what_they_carry(tmp_path: Path) -> None:
     options = ["--layouts", "2x1", "--sizes", "4", "--rounds", "1", "--seconds", "0.01", "--operations", "send_recv"]

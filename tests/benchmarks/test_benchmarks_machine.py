@@ -49,7 +49,7 @@ def test_both_ways_to_another_process_are_measured(tmp_path: Path) -> None:
     assert all(len(rates) == 2 and min(rates) > 0 for rates in row["gigabytes_per_s"].values())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_server_is_measured_under_more_workers_than_cores(tmp_path: Path) -> None:
     """So some of them are late, and are told that others wait for them."""
     result = tmp_path / "result.json"

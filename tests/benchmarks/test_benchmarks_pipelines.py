@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.pipelines import BACKENDS, CONTENDERS
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_every_schedule_is_measured_beside_the_simulator(tmp_path: Path) -> None:
     options = [
