@@ -59,7 +59,7 @@ def checkpoint_steps(folder: Path) -> list[int]:
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
-    """Where the checkpoint of ``step`` is."""
+    """The path of the checkpoint of ``step``."""
     return folder / f"step-{step}"
 
 

@@ -31,15 +31,22 @@ from collections.abc import Iterator
 from typing import Generic
 
 from byteps_py.errors import BytePSError, CommunicationError, PeerLostError, ProtocolError
+from byteps_py.server.admission import (
+    AdmissionLimit,
+    Facts,
+    difference,
+    missing_root_reason,
+    not_a_member_reason,
+    objection,
+    stale_epoch_reason,
+)
 from byteps_py.server.round_state import (
     Action,
-    AdmissionLimit,
     Answer,
     AwaitedRounds,
     C,
     Contribution,
     Counters,
-    Facts,
     PartitionRounds,
     Reduce,
     RefuseContributions,
@@ -47,11 +54,6 @@ from byteps_py.server.round_state import (
     RoundStall,
     RoundState,
     Want,
-    difference,
-    missing_root_reason,
-    not_a_member_reason,
-    objection,
-    stale_epoch_reason,
 )
 from byteps_py.wire.data_link import Header, Kind, name_of
 

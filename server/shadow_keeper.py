@@ -220,7 +220,8 @@ class ShadowKeeper:
         origin.answer(header, zmq.Frame(data))
 
     def attached(self, run: int, rank: int, step: int, places: range) -> bytes | None:
-        """These bytes of the attachment to a record, as far as there are that many; None if it is not kept here."""
+        """Return the bytes at ``places`` of the attachment to a record, as far as it has them; None if it is not kept
+        here."""
         pieces = self.store.read_attached(run, rank, step)
         if pieces is None:
             return None

@@ -32,13 +32,14 @@ from byteps_py.worker.core.events import (
     VerdictApplied,
 )
 from byteps_py.worker.core.hosted_steps import HostedSteps
+from byteps_py.worker.core.owners import OwnedPiece
 from byteps_py.worker.core.piece_exchange import PieceExchange
 from byteps_py.worker.core.pieces import PieceRequest, Receipt, Transfer, due
 from byteps_py.worker.core.placement_view import PlacementView
 from byteps_py.worker.core.round_pipeline import RoundPipeline
 from byteps_py.worker.core.scatter import Scatter
 from byteps_py.worker.core.tensor import AskSum, Part, SumRequest, Tensor
-from byteps_py.worker.core.topology import OwnedPiece, Topology
+from byteps_py.worker.core.topology import Topology
 from byteps_py.worker.io.executor import Executor
 from byteps_py.worker.io.network import Network, silence_s
 from byteps_py.worker.io.peers import PeerMachines
@@ -83,7 +84,7 @@ class Group:
     pipeline_class: type[RoundPipeline] = RoundPipeline
     hosted_steps_class: type[HostedSteps] = HostedSteps
     agreement_class: type[Agreement] = Agreement
-    placing_class: type[PlacementView] = PlacementView
+    placement_view_class: type[PlacementView] = PlacementView
     direct_class: type[PieceExchange] = PieceExchange
     executor_class: type[Executor] = Executor
     network_class: type[Network] = Network
@@ -111,7 +112,7 @@ class Group:
         hosted = self.hosted_steps_class(topology.first_rank, topology.local_size, machine_of)
         self._pipeline = pipeline = self.pipeline_class(topology.size, self.queue, scatter, hosted)
         self.agreement = self.agreement_class(topology.local_size, topology.first_rank)
-        self._placing = self.placing_class(topology, thresholds.local_sum_piece, thresholds.chunk)
+        self._placing = self.placement_view_class(topology, thresholds.local_sum_piece, thresholds.chunk)
         self._direct = direct = self.direct_class(
             topology.machine_index, machine_of, topology.partition_bytes, thresholds.local_copy_piece, self._fetches,
             thresholds.joint_copy,

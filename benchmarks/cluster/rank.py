@@ -33,7 +33,7 @@ OURS = (
     "session", "push_pull_inplace", "push_pull", "allreduce_", "optimizer", "hosted_machine", "hosted_sharded",
     "all_reduce",
 )  # fmt: skip
-#: Of these, steps of an optimizer, whose peer is DistributedDataParallel: where its states are.
+#: The argument ``hosted`` of those that are steps of an optimizer; their peer is DistributedDataParallel.
 STEPS: dict[str, bool | str] = {"optimizer": False, "hosted_machine": "machine", "hosted_sharded": "sharded"}
 #: Their peers: gloo's all_reduce, and DistributedDataParallel over gloo.
 GLOO = ("gloo", "ddp")

@@ -107,7 +107,7 @@ class Dialer:
 
     @property
     def failures(self) -> int:
-        """How many attempts in a row have failed, or have made a connection that broke before it was open."""
+        """The number of attempts in a row that have failed, or have made a connection that broke before it was open."""
         return self._failures
 
     def send(self, header: Header, payload: Data) -> int:

@@ -242,14 +242,14 @@ class Observer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class LinkFacts:
-    """What all ranks know alike of their machines.
+class MachineFacts:
+    """Facts about the machines of a job, the same on all ranks.
 
     Attributes:
         slowest_mbit: the rate of the slowest link; 0: not known.
-        replicated_gain: how many times as long a hosted step takes on the links if each state has one owner, compared
-            with one whose states are on each machine.
-        memory_bytes: what the machine with the least memory had left when it joined the job.
+        replicated_gain: the time of a hosted step on the links if each state has one owner, divided by that of a step
+            with states on each machine.
+        memory_bytes: the memory that the machine with the least of it had left when it joined the job.
     """
 
     slowest_mbit: float = 0.0
@@ -269,7 +269,7 @@ class Session(ABC):
     incarnation: int = 0
     #: Ranks of different machines exchange addresses, and connect if the settings of all of them allow it.
     exchanges_addresses: bool = False
-    links: LinkFacts = LinkFacts()
+    machine_facts: MachineFacts = MachineFacts()
     is_homogeneous: bool = True  #: all machines have the same number of ranks
     has_shadow_servers: bool = False  #: there are machines whose servers can keep copies of an optimizer's states
     #: Set before ``close`` by a rank of an elastic job that will rejoin: (reason, whether all ranks do so).

@@ -154,7 +154,7 @@ class _FewPartitions(PlacementView):
 
 class _Group(Group):
     network_class = _Network
-    placing_class = _FewPartitions
+    placement_view_class = _FewPartitions
 
 
 class ServiceHears(Target):

@@ -272,7 +272,7 @@ def test_pieces_of_fused_parameters_go_into_other_cuts() -> None:
 
 
 def test_a_tensor_without_all_of_its_chunks_is_refused() -> None:
-    """What torch reads of it would be a tensor in part."""
+    """torch would read a part of the tensor."""
     size = torch.Size((4, 3))
     chunks = [ChunkStorageMetadata(torch.Size((0, 0)), torch.Size((3, 3)))]
     entry = TensorStorageMetadata(TensorProperties(dtype=torch.float32), size, chunks)

@@ -13,8 +13,8 @@ from support.strangers import resident_bytes
 from support.summation import SETTINGS, assert_works
 
 from byteps_py.errors import PeerLostError
+from byteps_py.server.admission import AdmissionLimit
 from byteps_py.server.contribution_listeners import ContributionListener
-from byteps_py.server.round_state import AdmissionLimit
 from byteps_py.server.service import SummationService
 from byteps_py.wire.data_link import HEADER_BYTES, Header, Kind
 

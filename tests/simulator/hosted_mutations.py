@@ -16,10 +16,10 @@ from byteps_py.worker.core.hosted_steps import (
     OwnedPart,
     StepState,
 )
+from byteps_py.worker.core.owners import Owners
 from byteps_py.worker.core.placement_view import PlacementView
 from byteps_py.worker.core.round_pipeline import RoundPipeline
 from byteps_py.worker.core.tensor import Part, RankSlot, Stage
-from byteps_py.worker.core.topology import Owners
 from byteps_py.worker.io.executor import Executor
 
 from .mutations import Mutation

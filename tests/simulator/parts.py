@@ -93,7 +93,7 @@ def communication_service(parts: type[Parts], table: type[PlacementTable]) -> ty
             "joining", "waits",
         )
     }  # fmt: skip
-    of_group["placing_class"] = type("Placing", (parts.placing,), {"table_class": table})
+    of_group["placement_view_class"] = type("PlacementView", (parts.placing,), {"table_class": table})
     of_shadows = {"shadowing_class": parts.shadowing, "paced_bytes": PACED_BYTES}
     shadows = type("Shadows", (parts.shadows,), of_shadows)
     hosting = type("Hosting", (parts.hosting,), {"shadows_class": shadows})

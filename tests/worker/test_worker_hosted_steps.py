@@ -39,10 +39,11 @@ from byteps_py.worker.core.hosted_steps import (
     StepState,
     SumForOwner,
 )
+from byteps_py.worker.core.owners import OwnedPiece, Owners
 from byteps_py.worker.core.placement_view import PlacementView, replicated_gain
 from byteps_py.worker.core.round_pipeline import RoundPipeline
 from byteps_py.worker.core.tensor import Compute, RankSlot, Stage, Tensor
-from byteps_py.worker.core.topology import OwnedPiece, Owners, Topology
+from byteps_py.worker.core.topology import Topology
 from byteps_py.worker.core.transitions import IllegalTransitionError
 
 GRADIENTS = TensorSpec("g", DType.FLOAT32, (8,), average=True, ownership="g")

@@ -23,9 +23,10 @@ from byteps_py.wire.data_link import SegmentNumbers
 from byteps_py.worker.core.credit import PushQueue
 from byteps_py.worker.core.events import Action, BytesReady, StepEnded, TensorAgreed
 from byteps_py.worker.core.hosted_steps import AllSummed, HostedSteps, MakeStep
+from byteps_py.worker.core.owners import OwnedPiece
 from byteps_py.worker.core.round_pipeline import RoundPipeline
 from byteps_py.worker.core.tensor import RankSlot, Tensor
-from byteps_py.worker.core.topology import OwnedPiece, Topology
+from byteps_py.worker.core.topology import Topology
 from byteps_py.worker.io.executor import Executor
 from byteps_py.worker.io.rank_connection import RankConnection
 from byteps_py.worker.io.slot_memory import SlotMemory

@@ -1,5 +1,5 @@
-"""What goes into the pure cores and what comes out: the events, which are arguments of ``handle`` of RoundPipeline,
-Agreement and PieceExchange, and the actions, which the service carries out. Data only.
+"""The events that RoundPipeline, Agreement and PieceExchange handle, and the actions that they return for the service
+to carry out. Data only.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from byteps_py.errors import BytePSError, MismatchError
 from byteps_py.tensors import Layout, TensorSpec
 from byteps_py.worker.core.hosted_steps import HostedAction, MakeStep
+from byteps_py.worker.core.owners import OwnedPiece
 from byteps_py.worker.core.pieces import (
     Copy,
     CopyHere,
@@ -24,7 +25,6 @@ from byteps_py.worker.core.pieces import (
     Transfer,
 )
 from byteps_py.worker.core.tensor import Compute, Part, RankSlot, ScatterPart, SumRequest, Tensor
-from byteps_py.worker.core.topology import OwnedPiece
 
 # ---- to RoundPipeline: what the ranks of this machine do -------------------------------------------------------
 

@@ -29,8 +29,8 @@ from dataclasses import dataclass
 from byteps_py.errors import ProtocolError
 from byteps_py.system.shm import Block
 from byteps_py.tensors import Op
+from byteps_py.worker.core.owners import OwnedPiece
 from byteps_py.worker.core.tensor import Part, RankSlot, Tensor
-from byteps_py.worker.core.topology import OwnedPiece
 from byteps_py.worker.core.transitions import IllegalTransitionError
 
 

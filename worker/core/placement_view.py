@@ -7,7 +7,7 @@ not what they would hand on as well. The others share in proportion to their lin
 every other machine's M inwards and, with n machines, at most (n-2)/(n-1) · M outwards: the least time there can be,
 M/B.
 
-Sums with one owner (topology.py) are placed in a table of their own. For each byte that it adds, a CPU machine receives
+Sums with one owner (owners.py) are placed in a table of their own. For each byte that it adds, a CPU machine receives
 n + 1 bytes there instead of n. So GPU machines' servers have n + 1, and CPU machines' servers n times their weight. For
 equal links that is the optimum: a CPU machine adds 2(n−1) / (n² + n + kn − 3k) of these sums. For n = 2 GPU machines
 add them all, and their links carry M each: of a sum that a CPU machine adds, its owner would only have more to send.
@@ -27,9 +27,10 @@ from byteps_py.placement.placement_table import PlacementTable
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.tensors import Op, TensorSpec, key_of, split
 from byteps_py.worker.core.hosted_steps import OwnedPart
+from byteps_py.worker.core.owners import OwnedPiece, Owners
 from byteps_py.worker.core.scatter import pieces as scattered_pieces
 from byteps_py.worker.core.tensor import Part
-from byteps_py.worker.core.topology import OwnedPiece, Owners, Topology
+from byteps_py.worker.core.topology import Topology
 
 NO_SERVER = -1
 #: Of all tensors: those of other ranks, too, take room in the table here.
@@ -185,10 +186,10 @@ def _shadowed(topology: Topology) -> tuple[int, int]:
 
 
 def replicated_gain(topology: Topology) -> float:
-    """How many times as long the links take for a hosted step whose partitions have one owner each, compared with one
-    whose partitions each machine owns. At least 1.
+    """Return the time of a sharded hosted step on the links, divided by that of one with states on each machine. At
+    least 1.
 
-    Of M bytes of gradients and as many of parameters, see topology.py; the second is an all-reduce, see
+    Of M bytes of gradients and as many of parameters, see owners.py; the second is an all-reduce, see
     byteps_py/placement/shares.py.
     """
     if topology.machines == 1:

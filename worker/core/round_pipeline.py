@@ -43,6 +43,7 @@ from byteps_py.worker.core.events import (
     Withdraw,
 )
 from byteps_py.worker.core.hosted_steps import Forget, HostedAction, HostedSteps, MakeStep, OwnedPart, SumForOwner
+from byteps_py.worker.core.owners import OwnedPiece
 from byteps_py.worker.core.scatter import Scatter
 from byteps_py.worker.core.tensor import (
     DELIVERING,
@@ -58,7 +59,6 @@ from byteps_py.worker.core.tensor import (
     Tensor,
     TensorState,
 )
-from byteps_py.worker.core.topology import OwnedPiece
 
 
 class RoundPipeline:

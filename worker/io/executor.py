@@ -49,6 +49,7 @@ from byteps_py.worker.core.events import (
     Withdraw,
 )
 from byteps_py.worker.core.hosted_steps import AllSummed, Forget, MakeStep, OwnedPart, SumForOwner
+from byteps_py.worker.core.owners import OwnedPiece
 from byteps_py.worker.core.pace import RankPace
 from byteps_py.worker.core.tensor import (
     DELIVERING,
@@ -62,7 +63,6 @@ from byteps_py.worker.core.tensor import (
     Tensor,
     TensorState,
 )
-from byteps_py.worker.core.topology import OwnedPiece
 from byteps_py.worker.io.network import Network
 from byteps_py.worker.io.nonfinite_guard import NonFiniteGuard
 from byteps_py.worker.io.piece_executor import Cores, PieceExecutor

@@ -1,4 +1,5 @@
-"""What local ranks wait for, and whether it can still come. Owned by the loop's thread; time is an argument.
+"""Finds out which tensors local ranks wait for, and whether they can still come. Owned by the loop's thread; time is an
+argument.
 
 ``StackSampler`` shows what local ranks that keep others waiting are doing, for the log of every machine. Nothing is
 asked of a rank's Python, which may be stuck: see stack_dump.py.

@@ -19,7 +19,7 @@ from byteps_py.errors import (
     from_name,
 )
 from byteps_py.session import failure_reports
-from byteps_py.session.base import LinkFacts, Observer, Slot
+from byteps_py.session.base import MachineFacts, Observer, Slot
 from byteps_py.session.service.channel_session import PATIENCE_S, ChannelSession
 from byteps_py.session.service.remote_state_host import MessageHandler, RemoteStateHost
 from byteps_py.system.channel import Channel
@@ -420,7 +420,7 @@ class RemoteSession(ChannelSession):
         self.local_rank, self.local_size = message.local_rank, message.local_size
         self.is_continued, self.since_epoch = message.is_continued, message.since_epoch
         self.machine_index, self.num_machines = message.machine_index, message.num_machines
-        self.links = LinkFacts(message.slowest_mbit, message.replicated_gain, message.memory_bytes)
+        self.machine_facts = MachineFacts(message.slowest_mbit, message.replicated_gain, message.memory_bytes)
         self.is_homogeneous, self.has_shadow_servers = message.is_homogeneous, message.has_shadow_servers
         self._is_welcome = True
 

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 
 from byteps_py.errors import UsageError
-from byteps_py.torch.collectives.dtypes import check_are_tensors, is_summed_wider, sparse_mean
+from byteps_py.torch.collectives.dtypes import check_are_tensors
+from byteps_py.torch.collectives.integer_averages import is_summed_wider, sparse_mean
 from byteps_py.torch.compression import Compression, Compressor
 from byteps_py.torch.horovod.differentiable import reduce
 from byteps_py.torch.operations.gathers import start_gather

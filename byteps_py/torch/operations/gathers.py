@@ -130,7 +130,7 @@ class TwoRoundOperation(ABC):
 
     @abstractmethod
     def _first_message(self) -> torch.Tensor:
-        """What the other ranks have to know, flat uint8, of a size that depends on the operation and the group only."""
+        """The message to the other ranks, flat uint8. Its size depends on the operation and the group only."""
 
     @abstractmethod
     def _read_messages(self, direct: PeerRound, every: torch.Tensor) -> int:
@@ -258,7 +258,7 @@ class AllgatherOperation(TwoRoundOperation):
 
     @property
     def _inline_starts(self) -> list[int]:
-        """Where each member's data lie in the messages of the first round."""
+        """The offset of each member's data in the messages of the first round."""
         return [i * FIRST_BYTES + self._header_bytes for i in range(len(self._members))]
 
     def _send_pieces(self) -> SlotView:

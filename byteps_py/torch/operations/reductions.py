@@ -31,18 +31,8 @@ from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.collectives.all_reduce import shared_memory
 from byteps_py.torch.collectives.all_reduce.negotiated import NegotiatedAllReduce, SumOffer
 from byteps_py.torch.collectives.context import Context
-from byteps_py.torch.collectives.dtypes import (
-    bits_of,
-    check_are_tensors,
-    check_dense,
-    check_result,
-    is_summed_wider,
-    mean,
-    sum_dtype,
-    sum_shape,
-    summands,
-    wire_dtype,
-)
+from byteps_py.torch.collectives.dtypes import bits_of, check_are_tensors, check_dense, check_result, wire_dtype
+from byteps_py.torch.collectives.integer_averages import is_summed_wider, mean, sum_dtype, sum_shape, summands
 from byteps_py.torch.collectives.result_pool import empty_result
 from byteps_py.torch.collectives.router import Reach, Route, Router, SumFacts
 from byteps_py.torch.collectives.slot_view import PieceView, TensorRequest

@@ -12,17 +12,10 @@ import torch.distributed as dist
 
 from byteps_py.errors import MismatchError, UsageError
 from byteps_py.tensors import Op
-from byteps_py.torch.collectives.dtypes import (
-    WIRE,
-    check_count,
-    check_indices,
-    is_summed_wider,
-    mean,
-    sparse_mean,
-    summands,
-)
+from byteps_py.torch.collectives.dtypes import WIRE, check_count, check_indices
 from byteps_py.torch.collectives.group_collectives import GroupCollectives, GroupTransfer, Reduction
 from byteps_py.torch.collectives.group_work import CombinedWork
+from byteps_py.torch.collectives.integer_averages import is_summed_wider, mean, sparse_mean, summands
 from byteps_py.torch.collectives.members import Members
 from byteps_py.torch.collectives.tensor_bytes import check_writable
 from byteps_py.torch.collectives.work import Call, Work, timeout_s_of

@@ -7,7 +7,7 @@ import torch
 from support.threaded import ThreadedCluster
 
 import byteps_py.torch as hvd
-from byteps_py.torch.collectives.dtypes import mean, summands
+from byteps_py.torch.collectives.integer_averages import mean, summands
 
 DTYPES = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64]
 #: Machines, and how many ranks there are.

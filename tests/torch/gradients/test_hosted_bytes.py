@@ -82,7 +82,7 @@ def test_bytes_of_a_step(machines: int, servers: int, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("machines", "servers"), [pytest.param(2, 1, marks=pytest.mark.long), (3, 2)])
 def test_bytes_of_a_step_with_states_on_each_machine(machines: int, servers: int, tmp_path: Path) -> None:
-    """Those of an all-reduce, see byteps_py/placement/shares.py: parameters are not sent."""
+    """A step carries what an all-reduce does, see byteps_py/placement/shares.py: parameters are not sent."""
     n = machines
     runs = [members(n, servers, steps, tmp_path, BYTEPS_HOSTED_STATES="machine") for steps in (SHORT, LONG)]
     best = Optimum(n, servers)

@@ -1,14 +1,17 @@
-"""Where a hosted optimizer's states are: what users ask for, and what is chosen for them."""
+"""The place of a hosted optimizer's states, as users ask for it or as it is chosen for them."""
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
+import byteps_py as bps
 from byteps_py.errors import UsageError
-from byteps_py.session.base import LinkFacts
+from byteps_py.session.base import MachineFacts
 from byteps_py.torch.gradients.hosted.states_mode import StatesMode, asked_for, choose
 
 GB = 10**9
@@ -16,7 +19,7 @@ GB = 10**9
 
 def session(machines: int = 4, **facts: Any) -> Any:
     known = {"slowest_mbit": 1000.0, "replicated_gain": 1.14, "memory_bytes": 64 * GB, **facts}
-    return cast(Any, SimpleNamespace(num_machines=machines, links=LinkFacts(**known)))
+    return cast(Any, SimpleNamespace(num_machines=machines, machine_facts=MachineFacts(**known)))
 
 
 @pytest.mark.parametrize(
@@ -54,3 +57,14 @@ def test_what_users_ask_for() -> None:
 def test_what_names_no_mode_is_refused(hosted: object) -> None:
     with pytest.raises(UsageError, match=f"hosted is {hosted!r}: give True, 'machine' or 'sharded', or False"):
         asked_for(hosted)
+
+
+def test_the_first_rank_logs_what_was_chosen(caplog: pytest.LogCaptureFixture) -> None:
+    param = torch.nn.Parameter(torch.ones(2))
+    bps.init()
+    try:
+        with caplog.at_level(logging.INFO, "byteps_py"):
+            bps.DistributedOptimizer(torch.optim.SGD([param], lr=0.1), hosted=True)
+    finally:
+        bps.shutdown()
+    assert "hosted=True takes hosted='sharded': the ranks of one machine share its states in any case" in caplog.text

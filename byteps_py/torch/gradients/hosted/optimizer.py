@@ -208,7 +208,7 @@ def _chosen(context: Context, groups: HostedGroups) -> StatesMode:
         return StatesMode(wanted)
     choice = choose(context.session, groups.states_bytes, context.settings.elastic)
     if context.session.rank == 0:
-        logger.info("hosted=True: states are %s: %s", choice.mode.value, choice.reason)
+        logger.info("hosted=True takes hosted=%r: %s", choice.mode.value, choice.reason)
     return choice.mode
 
 

@@ -106,7 +106,7 @@ class HostedGroups:
 
     @property
     def states_bytes(self) -> int:
-        """Of all parameters, if their gradients have their dtypes."""
+        """The size of the states of all parameters, if each gradient has the dtype of its parameter."""
         kinds = {param: StepKind(self.rule(param), WIRE[param.dtype], WIRE[param.dtype]) for param in self.params}
         return sum(param.numel() * kind.states * kind.state_itemsize for param, kind in kinds.items())
 

@@ -64,7 +64,7 @@ class OwnedStates:
     ``initial_sum``: Adagrad's first state."""
 
     #: False if a rank of the first machine owns the same elements: then that one gives them to all ranks.
-    is_counted = True
+    gives_to_all = True
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class OwnedStates:
         if number == 0:
             self._take_changed_parameters()
         state = self._state(number)
-        return state if self.is_counted else state[:0]
+        return state if self.gives_to_all else state[:0]
 
     def whole(self, names: Sequence[str], gathered: Mapping[str, torch.Tensor]) -> list[WholeState]:
         """The state of each parameter, from the pieces of all ranks, rank by rank. ``names``: of the parameters."""
@@ -184,7 +184,7 @@ class HostedStates(OwnedStates):
         run: int = 0,
     ) -> None:
         self.session, self.kind, self.run = session, kind, run
-        self.is_counted = session.machine_index == 0 or not source.spec.is_replicated
+        self.gives_to_all = session.machine_index == 0 or not source.spec.is_replicated
         self._part = self._host(source)
         self._release = weakref.finalize(self, session.state_host.release_shard, self._part)
         count = owned_by(session.rank, self._part.owners)
@@ -223,7 +223,7 @@ class HostedStates(OwnedStates):
     def square_sum(self, participates: Sequence[bool]) -> float:
         """The sum of the squares of the averages that this rank gives to all, of the parameters that take part. Waits
         for them."""
-        if not (self.count and self.is_counted):
+        if not (self.count and self.gives_to_all):
             return 0.0
         taken = [overlap.place for overlap in self.overlaps if participates[overlap.position]]
         return self.session.state_host.square_sum(self._part, [range(place.start, place.stop) for place in taken])

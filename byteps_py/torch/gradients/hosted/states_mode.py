@@ -1,4 +1,4 @@
-"""Where the states of a hosted optimizer are: each machine has all of them, or each rank has its part.
+"""The place of a hosted optimizer's states: each machine has all of them, or each rank has its part.
 
     machine   every machine sums by the placement's formula, and makes the whole step for its ranks
     sharded   each rank owns 1/N: sums go to their owners, which send the parameters to all
@@ -59,7 +59,7 @@ def asked_for(hosted: object) -> StatesMode | None:
 def choose(session: Session, states_bytes: int, is_elastic: bool) -> ModeChoice:
     """The mode for states of ``states_bytes`` in all. The same on all ranks: in an elastic job, some of them choose
     when other machines are there."""
-    facts = session.links
+    facts = session.machine_facts
     room = _SHARE_OF_MEMORY * facts.memory_bytes
     if is_elastic:
         return ModeChoice(StatesMode.SHARDED, "the machines of an elastic job change")

@@ -315,7 +315,7 @@ def _own_sums(step: BucketStep) -> list[float]:
     """The sums of this rank's nodes in their places, of parameters and then of updates; 0 in those of others. So a
     sum over ranks changes no bits."""
     found: dict[tuple[int, Node], tuple[float, float]] = {}
-    for overlap in step.states.overlaps if step.states.is_counted else ():
+    for overlap in step.states.overlaps if step.states.gives_to_all else ():
         if step.taking_part[overlap.position]:
             squares, updates = (_sums(step.states.master, overlap), _sums(step.states.update, overlap))
             found |= {(overlap.position, node): (squares[node], updates[node]) for node in squares}
