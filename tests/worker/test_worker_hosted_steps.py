@@ -10,7 +10,7 @@ from support.worker_core import block, slot, tensor
 from byteps_py.errors import ProtocolError, UsageError
 from byteps_py.placement.shares import Optimum
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.tensors import DType, Op, TensorSpec
+from byteps_py.tensors import DType, Op, TensorSpec, key_of
 from byteps_py.wire.chunks import CHUNK_BYTES
 from byteps_py.worker.core.credit import PushQueue
 from byteps_py.worker.core.events import (
@@ -39,7 +39,7 @@ from byteps_py.worker.core.hosted_steps import (
     StepState,
     SumForOwner,
 )
-from byteps_py.worker.core.owners import OwnedPiece, Owners
+from byteps_py.worker.core.owners import OwnedPiece, Owners, machine_that_copies
 from byteps_py.worker.core.placement_view import PlacementView, replicated_gain
 from byteps_py.worker.core.round_pipeline import RoundPipeline
 from byteps_py.worker.core.tensor import Compute, RankSlot, Stage, Tensor
@@ -328,6 +328,13 @@ def test_each_machine_owns_all_of_a_replicated_sum(machine: int) -> None:
     assert {piece.owner for piece in owners.pieces(parameters, 64)} == {first, first + 1}
     other = TensorSpec("h", DType.FLOAT32, (3,), ownership="h")
     assert owned(owners, other, [10, 12, 13]) == [0, 4, 2]
+
+
+def test_machines_take_turns_to_copy_replicated_states() -> None:
+    """Within a tensor, and where each tensor has one partition only."""
+    assert {machine_that_copies(7, index, 3) for index in range(3)} == {0, 1, 2}
+    of_small = [machine_that_copies(key_of(f"layers.{i}"), 0, 2) for i in range(100)]
+    assert 30 <= sum(of_small) <= 70
 
 
 def test_a_sum_that_is_declared_otherwise_gets_other_owners() -> None:

@@ -38,6 +38,12 @@ class OwnedPiece(NamedTuple):
     source: int
 
 
+def machine_that_copies(key: int, index: int, machines: int) -> int:
+    """The machine, of all that own a replicated partition, that tells servers of its steps. Machines take turns over
+    the partitions of a tensor, and begin anywhere: most tensors have one partition."""
+    return (key + index) % machines
+
+
 class Owners:
     """The owners of the partitions of all sums, in the order in which these are entered."""
 

@@ -30,6 +30,7 @@ from byteps_py.wire import rank_link as protocol
 from byteps_py.wire.data_link import MAX_ATTACHED_BYTES, MAX_PIECES_BYTES, Header, ShadowRecord
 from byteps_py.worker.core.events import StepArmed, StepSkipped, SumsAwaited
 from byteps_py.worker.core.hosted_steps import MakeStep, OwnedPart
+from byteps_py.worker.core.owners import machine_that_copies
 from byteps_py.worker.core.round_pipeline import RoundPipeline
 from byteps_py.worker.core.shadow_copies import StepNumbers
 from byteps_py.worker.core.tensor import RankSlot
@@ -368,11 +369,11 @@ class Hosting:
         self._free(kept)
 
     def _keeps_copy_of(self, part: OwnedPart) -> bool:
-        """True if this machine is to tell other machines of a partition's steps. Of what each machine owns, they take
-        turns."""
+        """True if this machine tells servers of a partition's steps, for their copies. One machine does."""
         if not part.tensor.spec.is_replicated:
             return True
-        return part.index % self._topology.machines == self._topology.machine_index
+        machine = machine_that_copies(part.tensor.key, part.index, self._topology.machines)
+        return machine == self._topology.machine_index
 
     def _local_rank_of(self, part: OwnedPart) -> int:
         return part.owner - part.tensor.first_rank

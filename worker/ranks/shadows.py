@@ -83,6 +83,7 @@ class Shadows:
         self._executor = executor
         self._core = self.shadowing_class(topology)
         self._kinds: dict[tuple[int, int], StepKind] = {}  # by key and index of a partition
+        self._has_states = False  # its ranks have asked for copies, of which this machine may have none to make
         self._has_warned = self._has_warned_of_place = self._has_warned_of_record = False
         tell_rank = self._tell_rank
         self._handlers: Mapping[type, Callable[[Any], None]] = {
@@ -105,6 +106,7 @@ class Shadows:
                 "machines in an elastic job: with %d GPU machines alone, all states are lost with one of them",
                 self._topology.machines,
             )
+        self._has_states = True
         for part in parts:
             self._kinds[part.tensor.key, part.index] = kind
         sizes = [(part, part.count * kind.state_itemsize * kind.states) for part in parts]
@@ -197,12 +199,12 @@ class Shadows:
         before = self._core.servers
         self._handle(TopologyChanged(topology))
         now = self._core.servers
-        if self._kinds and now.survives != before.survives and now.members:
+        if self._has_states and now.survives != before.survives and now.members:
             logger.warning(
                 "the servers of the job have changed: once states are copied there, the copies that shadow=True asks "
                 "for survive %s (they survived %s)", now.survives, before.survives,
             )  # fmt: skip
-        elif self._kinds and before.members and not now.members:
+        elif self._has_states and before.members and not now.members:
             logger.warning(
                 "no server of another machine is left: until there is one again, nothing keeps copies of this "
                 "machine's optimizer states, and no later step can be restored"
