@@ -207,12 +207,22 @@ def survives(cluster: ShadowedCluster, what: str, step: str = HELD, servers: int
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["bps scale", "death"])
-@pytest.mark.parametrize("count", [1, 2])
-def test_a_shadow_that_loses_its_protection_says_so(stack: contextlib.ExitStack, count: int, way: str) -> None:
+@pytest.mark.parametrize(
+    ("count", "way", "states"),
+    [
+        (1, "bps scale", "auto"),
+        (2, "bps scale", "auto"),
+        (1, "death", "auto"),
+        (2, "death", "auto"),
+        (2, "death", "machine"),
+    ],
+)
+def test_a_shadow_that_loses_its_protection_says_so(
+    stack: contextlib.ExitStack, count: int, way: str, states: str
+) -> None:
     """``count``: of GPU machines. Of two CPU machines one goes, which changes nothing; then the other one; then a new
     one comes."""
-    cluster = ShadowedCluster(stack, count, 2)
+    cluster = ShadowedCluster(stack, count, 2, BYTEPS_HOSTED_STATES=states)
     _, *machines = cluster.start("adamw", "100000", "0.05")
     survives(cluster, "the loss of all GPU machines", servers=2)
 

@@ -279,7 +279,7 @@ class CopyReplicatedStatesFromEveryMachine(Mutation):
 SHADOW_MUTATIONS: dict[type[Parts], int] = {
     ApplyStepsThatAreNotDurable: 3,
     CompleteWithTheFirstBytes: 3,
-    BeginStatesThatAreThereAnew: 35,
+    BeginStatesThatAreThereAnew: 12,
     DropRecordsOfTheDurableStep: 3,
     StepTwiceWhatIsSaidTwice: 6,
     TakeTheLastStepOfAnyRankForDurable: 46,
@@ -289,7 +289,7 @@ SHADOW_MUTATIONS: dict[type[Parts], int] = {
     KeepSumsThatTheServerLacks: 43,
     ReleaseWhatIsOnItsWay: 153,
     HoldRecordsWithTheirFirstPiece: 3,
-    CountPiecesThatComeTwice: 34,
+    CountPiecesThatComeTwice: 3,
     SendTheRecordAgainWithoutItsPieces: 52,
     TakeRefusedRecordsForHeld: 122,
     LetRanksWaitWithTheirNextRecord: 3,
