@@ -11,7 +11,7 @@ import pytest
 
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.health import PaceWatch, Slow, slow_sentences
-from byteps_py.worker.core.pace import ROW_S, RankPace, ServerPace
+from byteps_py.worker.core.pace import ROW_S, WARM_UP_STEPS, RankPace, ServerPace
 from byteps_py.worker.core.tensor import Part
 
 FACTOR = 5.0
@@ -20,9 +20,10 @@ TENSORS = 3
 
 def steps(ranks: int, count: int, own_s: Callable[[int, int], float], delay_s: float = 0.001) -> list[pb.RankPace]:
     """Synchronous training: rank r computes for ``own_s(r, step)``, during which it hands over three tensors; nobody
-    begins the next step before all results are there. What there is to report in the end."""
+    begins the next step before all results are there. What there is to report in the end. Steps up to 0 are those that
+    do not count."""
     pace, now = RankPace(0), 0.0
-    for step in range(1, count + 1):
+    for step in range(1 - WARM_UP_STEPS, count + 1):
         takes = [own_s(rank, step) for rank in range(ranks)]
         events: list[tuple[float, int, int, int]] = []  # when, ready before done, rank, tensor
         for tensor in range(TENSORS):
@@ -33,7 +34,7 @@ def steps(ranks: int, count: int, own_s: Callable[[int, int], float], delay_s: f
             if is_done:
                 pace.done(rank, tensor, time)
             else:
-                pace.ready(rank, 100 + rank, tensor, step, time)
+                pace.ready(rank, 100 + rank, tensor, step + WARM_UP_STEPS, time)
             now = max(now, time)
     return pace.report(range(ranks))
 
@@ -68,6 +69,13 @@ def test_who_is_ten_times_slower_is_named_after_two_steps(usual_s: float, before
         count = before + 1 + late
         paces = steps(4, count, lambda rank, step: usual_s * (10 if rank == 3 and step > before else 1))
         assert bool(slow_ranks(paces)) == named, late
+
+
+def test_a_slow_start_is_no_evidence() -> None:
+    """A rank whose first steps load libraries."""
+    for steps_after in (1, 2, 20):
+        paces = steps(4, steps_after, lambda rank, step: 2.0 if rank == 0 and step <= 0 else 0.07)
+        assert not slow_ranks(paces)
 
 
 def test_who_becomes_slow_is_named_after_two_steps_and_no_sooner() -> None:

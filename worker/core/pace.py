@@ -35,6 +35,8 @@ _LEAST_WEIGHT_S = 1e-6
 #: now and then only. A rank needs two steps; a server three, as the first and the last may be incomplete.
 ROW_S = 0.5
 _ROW_MOST = 64  # steps
+#: The first steps of a process are no measure: libraries load what they need, and memory is touched for the first time.
+WARM_UP_STEPS = 2
 #: What an answer takes however small it is: a busy machine's scheduling; and what it takes at its best.
 _BASE_S = 0.005
 _BEST_S = 0.002
@@ -124,6 +126,7 @@ class _Rank:
         self.pending: set[int] = set()  # slots
         self.pending_since = math.inf  # since then there have been some
         self.step = 0  # rounds of the tensor that has most
+        self.steps = 0  # that are over
         self.since = 0.0  # when this step began
         self.mark = 0.0  # of the last hand-over, or of the last delivery if nothing is pending
         self.own_s = self.wait_s = 0.0  # of this step
@@ -157,7 +160,9 @@ class RankPace:
         rank.pending.add(slot)
         if round_ > rank.step:
             if rank.step:
-                rank.end_step(now)
+                rank.steps += 1
+                if rank.steps > WARM_UP_STEPS:
+                    rank.end_step(now)
             rank.own_s = rank.wait_s = 0.0
             rank.step, rank.since = round_, now
             self.step = max(self.step, round_)
