@@ -140,12 +140,13 @@ class TensorSpec:
             as possible, the longer ones first, in the order of the group.
         terms: further text on which ranks must agree, at most 256 bytes.
         nonfinite: unless it is ALLOW, each round reports which ranks made its result NaN or infinite.
-        ownership: unless it is empty, each partition has an owner among all ranks, and the name of the tensor that
-            decides which: of a SUM, whose results go only to the owners' services, its own name; of a BROADCAST, which
-            reads each partition from its owner, the name of such a SUM with as many elements.
+        ownership: unless it is empty, each partition has an owner among the ranks of the group, and the name of the
+            tensor that decides which: of a SUM, whose results go only to the owners' services, its own name; of a
+            BROADCAST, which reads each partition from its owner, the name of such a SUM with as many elements and the
+            same group.
         is_shadowed: of such a SUM, servers that do not add a partition are sent its result, too.
-        is_replicated: with ownership, each machine has owners for all partitions among its own ranks: a SUM is placed
-            and answered as one without owners, and a BROADCAST stays on its machine.
+        is_replicated: with ownership, each machine has owners for all partitions among its own ranks of the group: a
+            SUM is placed and answered as one without owners, and a BROADCAST stays on its machine.
         count: number of elements.
         nbytes: size in bytes.
 
@@ -207,9 +208,9 @@ class TensorSpec:
     def _check_ownership(self) -> None:
         is_sum = self.op is Op.SUM and self.ownership == self.name
         is_broadcast = self.op is Op.BROADCAST and self.ownership != self.name
-        if not (is_sum or is_broadcast) or self.group or self.scatters or self.nonfinite:
+        if not (is_sum or is_broadcast) or self.scatters or self.nonfinite:
             raise UsageError(
-                f"tensor {self.name!r}: ownership needs a SUM, or a BROADCAST that names one, over all ranks, with "
+                f"tensor {self.name!r}: ownership needs a SUM, or a BROADCAST that names one, with "
                 f"nonfinite='allow', not a {self.describe()}"
             )
         if _utf8_bytes(self.ownership) > MAX_NAME_BYTES:

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from cases import CASES, case
+from in_groups import add_sets, averaged, distributed, members
 from torch import nn
 
 import byteps_py as bps
@@ -47,7 +48,7 @@ def two(making: Making, dtype: torch.dtype = torch.float32, **options: Any) -> I
     for number, hosted in enumerate((False, True)):
         model = new_model(dtype)
         named = [(f"{making.__qualname__}.{number}.{name}", param) for name, param in model.named_parameters()]
-        yield model, bps.DistributedOptimizer(making(model.parameters()), named, hosted=hosted, **options)
+        yield model, distributed(making(model.parameters()), named, hosted=hosted, **options)
 
 
 def step(model: nn.Module, optimizer: Any, number: int, passes: int = 1) -> None:
@@ -116,7 +117,7 @@ def lamb() -> None:
         rest = [param for param in model.parameters() if param.dim() <= 1]
         groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
         named = [(f"lamb.{number}.{name}", param) for name, param in model.named_parameters()]
-        optimizer = bps.DistributedOptimizer(bps.optim.LAMB(groups, lr=0.02), named, hosted=is_hosted)
+        optimizer = distributed(bps.optim.LAMB(groups, lr=0.02), named, hosted=is_hosted)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda turn: 1 / (1 + turn))
         for turn in range(4):
             model[2].weight.requires_grad_(turn != 1)
@@ -148,7 +149,7 @@ def sparse_rows() -> None:
         for number, is_hosted in enumerate((False, True)):
             model = Words()
             named = [(f"sparse.{name}.{number}.{each}", param) for each, param in model.named_parameters()]
-            pairs.append((model, bps.DistributedOptimizer(making(model.parameters()), named, hosted=is_hosted)))
+            pairs.append((model, distributed(making(model.parameters()), named, hosted=is_hosted)))
         (one, on_ranks), (other, hosted) = pairs
         for number in range(6):
             for model, optimizer in pairs:
@@ -177,7 +178,7 @@ def sparse_rows() -> None:
         named = [(f"sparse.{name}.again.{each}", param) for each, param in other.named_parameters()]
         saved = hosted.state_dict()
         del hosted, pairs, optimizer
-        again = bps.DistributedOptimizer(making(other.parameters()), named, hosted=True)
+        again = distributed(making(other.parameters()), named, hosted=True)
         again.load_state_dict(saved)
         for model, optimizer in ((one, on_ranks), (other, again)):
             optimizer.zero_grad()
@@ -191,7 +192,7 @@ def delays() -> None:
     """Each gradient is used once, one step later, with the numbers of its own step."""
     model, other = new_model(), new_model()
     reference = OPTIMIZERS["adamw"](other.parameters())
-    hosted = bps.DistributedOptimizer(
+    hosted = distributed(
         OPTIMIZERS["adamw"](model.parameters()),
         [(f"delays.{name}", param) for name, param in model.named_parameters()],
         hosted=True,
@@ -212,12 +213,10 @@ def delays() -> None:
         hosted.zero_grad()
         model(batch(number)).square().sum().backward()
         grads = [
-            torch.zeros_like(param) if param.grad is None and bps.size() > 1 else param.grad
+            torch.zeros_like(param) if param.grad is None and len(members()) > 1 else param.grad
             for param in model.parameters()
         ]
-        grads = [
-            None if grad is None else bps.push_pull(grad, name=f"delays.{place}") for place, grad in enumerate(grads)
-        ]
+        grads = [None if grad is None else averaged(grad, name=f"delays.{place}") for place, grad in enumerate(grads)]
         if number == 4:  # clipping to what is larger than the norm
             assert hosted.clip_grad_norm_(1e9).isnan()
         lr = hosted.param_groups[0]["lr"]
@@ -237,7 +236,7 @@ def delays() -> None:
         raises(
             bps.UsageError,
             "delayed_update_after",
-            lambda: bps.DistributedOptimizer(OPTIMIZERS["sgd"](model.parameters()), **options),  # noqa: B023
+            lambda: distributed(OPTIMIZERS["sgd"](model.parameters()), **options),  # noqa: B023
         )
 
 
@@ -245,9 +244,7 @@ def delays() -> None:
 def delays_as_in_the_paper() -> None:
     """f = p²/2: the first gradient waits for the second step, then p(k+1) = p(k) - 0.1·p(k-1)."""
     param = nn.Parameter(torch.ones(1, dtype=torch.float64))
-    hosted = bps.DistributedOptimizer(
-        torch.optim.SGD([param], lr=0.1), [("paper", param)], hosted=True, delayed_update_after=0
-    )
+    hosted = distributed(torch.optim.SGD([param], lr=0.1), [("paper", param)], hosted=True, delayed_update_after=0)
     seen = []
     for _ in range(7):
         hosted.zero_grad()
@@ -255,7 +252,7 @@ def delays_as_in_the_paper() -> None:
         hosted.step()
         seen.append(param.item())
     assert seen == pytest.approx([1, 0.9, 0.8, 0.71, 0.63, 0.559, 0.496], abs=1e-12), seen
-    if bps.size() > 1:
+    if len(members()) > 1:
         hosted.flush()
         kept = param.item()
         hosted.param_groups[0]["lr"] = 0.1 + bps.rank()
@@ -320,7 +317,7 @@ def streams() -> None:
                 movers[torch.device("cpu")] = side
             model = new_model(dtype)
             named = [(f"streams.{dtype}.{number}.{name}", param) for name, param in model.named_parameters()]
-            optimizer = bps.DistributedOptimizer(
+            optimizer = distributed(
                 torch.optim.AdamW(model.parameters(), lr=0.01), named, hosted=True, delayed_update_after=2
             )
             for turn in range(4):
@@ -369,7 +366,7 @@ def groups() -> None:
         model = new_model()
         params = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": 0.1, "weight_decay": 0.0}]
         named = [(f"groups.{number}.{name}", param) for name, param in model.named_parameters()]
-        optimizer = bps.DistributedOptimizer(torch.optim.AdamW(params, lr=0.01, foreach=False), named, hosted=hosted)
+        optimizer = distributed(torch.optim.AdamW(params, lr=0.01, foreach=False), named, hosted=hosted)
         for turn in range(4):
             if turn == 2:
                 optimizer.add_param_group({"params": list(model[4].parameters()), "lr": 0.5})
@@ -422,7 +419,7 @@ def takes_over() -> None:
         inner = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
         inner.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # torch shares tensors
         named = [(f"taken.{number}.{name}", param) for name, param in model.named_parameters()]
-        wrapped = bps.DistributedOptimizer(inner, named, hosted=hosted)
+        wrapped = distributed(inner, named, hosted=hosted)
         step(model, wrapped, 5)
         models.append(model)
     same(*models, "taken over")
@@ -433,7 +430,7 @@ def half_precision() -> None:
     """bfloat16 parameters beside float32 masters on the ranks, with the same gradients of bfloat16."""
     model = new_model(torch.bfloat16)
     named = [(f"half.{name}", param) for name, param in model.named_parameters()]
-    hosted = bps.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01), named, hosted=True)
+    hosted = distributed(torch.optim.AdamW(model.parameters(), lr=0.01), named, hosted=True)
     masters = [nn.Parameter(param.detach().float()) for param in model.parameters()]
     reference = torch.optim.AdamW(masters, lr=0.01, foreach=False)
     for number in range(5):
@@ -441,7 +438,7 @@ def half_precision() -> None:
         model(batch(number, torch.bfloat16)).square().sum().backward()
         for place, (param, master) in enumerate(zip(model.parameters(), masters, strict=True)):
             grad = param.grad if param.grad is not None else torch.zeros_like(param)
-            master.grad = bps.push_pull(grad, name=f"half.{place}").float()
+            master.grad = averaged(grad, name=f"half.{place}").float()
         hosted.step()
         reference.step()
         for param, master in zip(model.parameters(), masters, strict=True):
@@ -457,7 +454,7 @@ def loads_masters() -> None:
     def new(name: str) -> tuple[nn.Module, Any]:
         model = new_model(torch.bfloat16)
         named = [(f"{name}.{each}", param) for each, param in model.named_parameters()]
-        return model, bps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e-4), named, hosted=True)
+        return model, distributed(torch.optim.SGD(model.parameters(), lr=1e-4), named, hosted=True)
 
     def advance(model: nn.Module, optimizer: Any, number: int) -> None:
         optimizer.zero_grad()
@@ -507,7 +504,7 @@ def clips() -> None:
 def scaled_step(model: nn.Module, optimizer: Any, scaler: torch.amp.GradScaler, number: int, limit: float) -> None:
     """As scripts with a scaler do. The batch of the last rank overflows in step 2."""
     optimizer.zero_grad()
-    factor = float("inf") if number == 2 and bps.rank() == bps.size() - 1 else 1.0
+    factor = float("inf") if number == 2 and bps.rank() == members()[-1] else 1.0
     scaler.scale(model(batch(number)).square().sum() * factor).backward()
     if limit:
         scaler.unscale_(optimizer)
@@ -538,7 +535,7 @@ def scales() -> None:
 def scales_to_a_limit() -> None:
     """The limit is of the gradients without their scale."""
     (one, plain), (other, hosted) = two(OPTIMIZERS["adamw"])
-    plain = bps.DistributedOptimizer(
+    plain = distributed(
         OPTIMIZERS["adamw"](one.parameters()),
         [(f"unscaled.{name}", param) for name, param in one.named_parameters()],
         hosted=True,
@@ -553,7 +550,7 @@ def scales_to_a_limit() -> None:
         scaled_step(other, hosted, scaler, number, 0.5)
         same(one, other, f"step {number}")
     assert scaler.get_scale() == 2.0**9
-    if bps.size() > 1:
+    if len(members()) > 1:
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** bps.rank())
         raises(bps.MismatchError, "the factor of a GradScaler", lambda: scaled_step(other, hosted, scaler, 4, 0))
 
@@ -563,7 +560,7 @@ def scales_float16() -> None:
     """float16 parameters have float32 masters, so that a scaler needs no copies of its own."""
     model = new_model(torch.float16)
     named = [(f"float16.{name}", param) for name, param in model.named_parameters()]
-    hosted = bps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), named, hosted=True)
+    hosted = distributed(torch.optim.SGD(model.parameters(), lr=0.01), named, hosted=True)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=100)
     while scaler.get_scale() > 2.0**23 or not hosted.state_dict()["state"]:
         hosted.zero_grad()
@@ -583,11 +580,11 @@ def not_finite() -> None:
         return
     model = new_model()
     named = [(f"nonfinite.{name}", param) for name, param in model.named_parameters()]
-    hosted = bps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), named, hosted=True)
+    hosted = distributed(torch.optim.SGD(model.parameters(), lr=0.01), named, hosted=True)
     step(model, hosted, 0)
     before = [param.clone() for param in model.parameters()]
     hosted.zero_grad()
-    culprit = bps.size() - 1
+    culprit = members()[-1]
     factor = float("nan") if bps.rank() == culprit else 1.0
     handle = model[4].bias.register_hook(lambda grad: grad * factor)
     model(batch(1)).sum().backward()
@@ -599,7 +596,7 @@ def not_finite() -> None:
     assert all(map(torch.equal, before, model.parameters()))
     step(model, hosted, 2)
     assert not all(map(torch.equal, before, model.parameters()))
-    delayed = bps.DistributedOptimizer(
+    delayed = distributed(
         torch.optim.SGD([param := nn.Parameter(torch.ones(3))], lr=1.0), hosted=True, delayed_update_after=0
     )
     (param * factor).sum().backward()
@@ -648,7 +645,7 @@ def takes_changes() -> None:
 def elastic_training(hosted: bool) -> nn.Module:
     """A training whose ranks disagree in the middle of a step, twice, and go back to their last commit."""
     model = new_model()
-    optimizer = bps.DistributedOptimizer(
+    optimizer = distributed(
         torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), list(model.named_parameters()), hosted=hosted
     )
     left = [2]
@@ -670,14 +667,14 @@ def elastic_training(hosted: bool) -> nn.Module:
 
 @case
 def goes_back() -> None:
-    if bps.size() > 1:
+    if len(members()) > 1:
         same(elastic_training(False), elastic_training(True), "elastic")
 
 
 @case
 def comes_again() -> None:
     """States end with the job, and go on in the next one from a state_dict."""
-    if bps.size() > 1:
+    if len(members()) > 1:
         return
     (one, on_ranks), (other, hosted) = two(OPTIMIZERS["momentum"])
     for number in range(2):
@@ -714,14 +711,14 @@ def the_root_loads() -> None:
 @case
 def is_forgotten() -> None:
     """States of an optimizer that is gone are given back: at the latest when the next one asks for states."""
-    if bps.size() == 1:
+    if len(members()) == 1:
         return
     kept, previous = contexts.current().session.state_host._shards, set()  # type: ignore[attr-defined]
     for number in range(4):
         before = set(kept)
         model = new_model()
         named = [(f"forgotten.{number}.{name}", param) for name, param in model.named_parameters()]
-        optimizer = bps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), named, hosted=True)
+        optimizer = distributed(torch.optim.SGD(model.parameters(), lr=0.1), named, hosted=True)
         step(model, optimizer, number)
         new = kept - before
         assert new, kept
@@ -747,17 +744,17 @@ def zeroes_in_place() -> None:
 def owns_parameters() -> None:
     """One hosted optimizer has a parameter at a time, and of the shape that it has first."""
     model = new_model()
-    first = bps.DistributedOptimizer(
+    first = distributed(
         torch.optim.SGD(model.parameters(), lr=0.1), [(f"o.{n}", p) for n, p in model.named_parameters()], hosted=True
     )
     step(model, first, 0)
 
     def second() -> Any:
         names = [(f"again.{name}", param) for name, param in model.named_parameters()]
-        return bps.DistributedOptimizer(torch.optim.SGD(model[4].parameters(), lr=0.1), names, hosted=True)
+        return distributed(torch.optim.SGD(model[4].parameters(), lr=0.1), names, hosted=True)
 
     raises(bps.UsageError, "'again.4.weight' belongs to another hosted optimizer", second)
-    other = bps.DistributedOptimizer(torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1), hosted=True)
+    other = distributed(torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1), hosted=True)
     raises(bps.UsageError, "belongs to another", lambda: other.add_param_group({"params": [model[0].bias]}))
     assert len(other.param_groups) == 1
     step(model, first, 1)
@@ -781,7 +778,7 @@ def on_cuda() -> None:
         for device in ("cpu", "cuda"):
             model = new_model(dtype).to(device)
             named = [(f"{device}.{dtype}.{name}", param) for name, param in model.named_parameters()]
-            optimizer = bps.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01), named, hosted=True)
+            optimizer = distributed(torch.optim.AdamW(model.parameters(), lr=0.01), named, hosted=True)
             for turn in range(4):
                 optimizer.zero_grad()
                 rng = torch.Generator().manual_seed(10 * turn + bps.rank())
@@ -799,7 +796,7 @@ def refused() -> None:
     named = [(f"refused.{name}", param) for name, param in model.named_parameters()]
 
     def hosted(optimizer: torch.optim.Optimizer, **options: Any) -> Any:
-        return bps.DistributedOptimizer(optimizer, named, hosted=True, **options)
+        return distributed(optimizer, named, hosted=True, **options)
 
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     raises(
@@ -816,7 +813,7 @@ def refused() -> None:
     raises(bps.UsageError, "max_norm is -1", lambda: optimizer.clip_grad_norm_(-1))
     step(model, optimizer, 0)
     before = [param.clone() for param in model.parameters()]
-    if bps.size() > 1:
+    if len(members()) > 1:
         optimizer.zero_grad()
         model(batch(1)).sum().backward()
         optimizer.param_groups[0]["lr"] = 0.1 + bps.rank()
@@ -833,7 +830,7 @@ def refused() -> None:
     assert all(map(torch.equal, before, model.parameters())), "a step that was refused"
     small = new_model()
     named_small = [(f"refused.small.{name}", param) for name, param in small.named_parameters()]
-    too_large = bps.DistributedOptimizer(torch.optim.Adam(small.parameters(), lr=0.1), named_small, hosted=True)
+    too_large = distributed(torch.optim.Adam(small.parameters(), lr=0.1), named_small, hosted=True)
     too_large._stepper.states.available_bytes = lambda: 100.0
     raises(bps.UsageError, "GB left", lambda: step(small, too_large, 0))
     for kind, options, text in (
@@ -843,7 +840,7 @@ def refused() -> None:
     ):
         embedding = nn.Embedding(5, 3, sparse=True)
         before = [embedding.weight.detach().clone()]
-        sparse = bps.DistributedOptimizer(
+        sparse = distributed(
             kind(embedding.parameters(), lr=0.1, **options), [(f"refused.{text}", embedding.weight)], hosted=True
         )
         embedding(torch.tensor([1])).sum().backward()
@@ -856,6 +853,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.Tensor.sqrt = rounded_root  # type: ignore[method-assign]
     bps.init()
+    add_sets()
     for name in sys.argv[1:] or CASES:
         CASES[name]()
         os.write(1, f"{name}: right\n".encode())

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from cases import CASES, case
 from hosted import OPTIMIZERS, Making, SideStream, batch, new_model, raises, rounded_root, same, same_states, step
+from in_groups import add_sets, distributed, members
 from torch import nn
 
 import byteps_py as bps
@@ -36,7 +37,7 @@ def layers(model: nn.Module) -> list[dict[str, Any]]:
 def hosted(making: Making, model: nn.Module, what: str, **options: Any) -> Any:
     named = [(f"backward.{what}.{name}", param) for name, param in model.named_parameters()]
     options = {"hosted": True, "step_in_backward": True} | options
-    return bps.DistributedOptimizer(making(layers(model)), named, **options)
+    return distributed(making(layers(model)), named, **options)
 
 
 def two(making: Making, what: str, **options: Any) -> Iterator[tuple[nn.Module, Any]]:
@@ -138,7 +139,7 @@ def ranks_with_other_numbers() -> None:
     for number in range(2):
         step(one, on_ranks, number)
         step(other, optimizer, number)
-    if bps.size() > 1:
+    if len(members()) > 1:
         states = optimizer.state_dict()
         for again in (True, False):  # step() again with the same sums, or drop them
             optimizer.zero_grad()
@@ -243,7 +244,7 @@ def is_refused() -> None:
     assert not all(map(torch.equal, before, model.parameters()))
     embedding = nn.Embedding(5, 3, sparse=True)
     before = [embedding.weight.detach().clone()]
-    sparse = bps.DistributedOptimizer(
+    sparse = distributed(
         torch.optim.SGD(embedding.parameters(), lr=0.1),
         [("refused.sparse", embedding.weight)],
         hosted=True,
@@ -274,7 +275,7 @@ def parts_of_the_model() -> None:
             each.zero_grad()
             for turn in range(2):
                 loss = model(batch(10 * number + turn)).square().sum()
-                if number == 4 and bps.rank() == 0 and bps.size() > 1:
+                if number == 4 and bps.rank() == 0 and len(members()) > 1:
                     loss = model[0](batch(number)).square().sum()  # type: ignore[index]
                 loss.backward()
             each.step()
@@ -408,7 +409,7 @@ def elastic_training(early: bool) -> nn.Module:
 
 @case
 def goes_back_under_backward() -> None:
-    if bps.size() > 1:
+    if len(members()) > 1:
         same(elastic_training(False), elastic_training(True), "elastic")
 
 
@@ -426,6 +427,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.Tensor.sqrt = rounded_root  # type: ignore[method-assign]
     bps.init()
+    add_sets()
     for name in sys.argv[1:] or [name for name, each in CASES.items() if each.__module__ == "__main__"]:
         CASES[name]()
         os.write(1, f"{name}: right\n".encode())

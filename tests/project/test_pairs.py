@@ -38,11 +38,14 @@ TABLE = table()
 
 #: The tests of a row, for its pairs that are not made here.
 TESTS: dict[str, tuple[str, ...]] = {
-    "hosted": ("test_hosted.py::test_beside_the_optimizer_on_the_ranks",),
+    "hosted": ("test_hosted.py::test_beside_the_optimizer_on_the_ranks", "test_hosted.py::test_process_sets"),
     "shadow": ("test_torch_restore.py::test_everything_comes_back",),
     "restore+shadow": ("test_shadow.py::test_a_job_that_is_killed_goes_on_from_its_last_step",),
-    "delayed": ("test_hosted.py::test_beside_the_optimizer_on_the_ranks",),
-    "in_backward": ("test_hosted_in_backward.py::test_beside_the_optimizer_on_the_ranks",),
+    "delayed": ("test_hosted.py::test_beside_the_optimizer_on_the_ranks", "test_hosted.py::test_process_sets"),
+    "in_backward": (
+        "test_hosted_in_backward.py::test_beside_the_optimizer_on_the_ranks",
+        "test_hosted_in_backward.py::test_process_sets",
+    ),
     "plain": (
         "test_join.py::test_two_epochs_of_uneven_data",
         "test_parameter_owners.py::test_a_model_that_parallelize",
@@ -212,21 +215,9 @@ def scaled_and_delayed() -> None:
 
 
 REFUSES: dict[tuple[str, str], tuple[Callable[[], object], str]] = {
-    ("hosted", "process_set"): (
-        lambda: in_set(hosted=True),
-        "hosted=True does not go together with process_set",
-    ),
     ("shadow", "process_set"): (
         lambda: in_set(shadow=True),
-        "hosted=True does not go together with process_set",
-    ),
-    ("delayed", "process_set"): (
-        lambda: in_set(hosted=True, delayed_update_after=1),
-        "does not go together with process_set",
-    ),
-    ("in_backward", "process_set"): (
-        lambda: in_set(hosted=True, step_in_backward=True),
-        "does not go together with process_set",
+        "shadow=True does not go together with process_set",
     ),
     ("shadow", "delayed"): (
         lambda: distributed(nn.Linear(2, 2), shadow=True, delayed_update_after=1),

@@ -99,10 +99,11 @@ class DivideReplicatedSumsAsEachMachineLikes(Mutation):
 
     class placing(PlacementView):
         class owners_class(Owners):
-            def _local_owner(self) -> int:
-                owned, ranks = self._replicated_bytes, self._topology.ranks_of(self._topology.machine_index)
-                takes_last = self._topology.machine_index % 2 == 1
-                return ranks[len(owned) - 1 - owned[::-1].index(min(owned))] if takes_last else super()._local_owner()
+            def _local_owner(self, spec: TensorSpec) -> int:
+                owned, ranks = self._replicated_of(spec), self._members_here(spec)
+                takes_last = self._topology.machine_index % 2 == 1 and len(ranks) > 0
+                last = len(owned) - 1 - owned[::-1].index(min(owned))
+                return ranks[last] if takes_last else super()._local_owner(spec)
 
 
 class StepInEveryRound(Mutation):

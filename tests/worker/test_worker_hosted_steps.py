@@ -39,7 +39,7 @@ from byteps_py.worker.core.hosted_steps import (
     StepState,
     SumForOwner,
 )
-from byteps_py.worker.core.owners import OwnedPiece, Owners, machine_that_copies
+from byteps_py.worker.core.owners import NOBODY, OwnedPiece, Owners, machine_that_copies
 from byteps_py.worker.core.placement_view import PlacementView, replicated_gain
 from byteps_py.worker.core.round_pipeline import RoundPipeline
 from byteps_py.worker.core.tensor import Compute, RankSlot, Stage, Tensor
@@ -330,10 +330,36 @@ def test_each_machine_owns_all_of_a_replicated_sum(machine: int) -> None:
     assert owned(owners, other, [10, 12, 13]) == [0, 4, 2]
 
 
+def test_owners_are_ranks_of_the_group() -> None:
+    """A partition stays on the machine that takes it only if the machine has such ranks."""
+    spec = TensorSpec("g", DType.FLOAT32, (6,), ownership="g", group=(1, 2, 3))
+    owners = Owners(topology())
+    assert owned(owners, spec, [10, 11, 11, 12, 13, 13]) == [1, 2, 3, 1, 1, 2]
+    other = replace(spec, name="h", ownership="h", group=(4, 5))  # of one machine, without a server
+    assert owned(owners, other, [-1] * 3) == [4, 5, 4]
+    everybody = replace(spec, name="i", ownership="i", group=())
+    assert owned(owners, everybody, [10]) == [0]  # which owns nothing yet
+
+
+def test_machines_divide_a_group_s_replicated_sum_alike() -> None:
+    """By the places of their ranks in the group; a machine without one enters the tensor, too."""
+    spec = TensorSpec("g", DType.FLOAT32, (4,), ownership="g", is_replicated=True, group=(0, 1, 3))
+    found = [owned(Owners(replace(topology(), machine_index=machine)), spec, [10, 11, 12, 13]) for machine in range(3)]
+    assert found == [[0] * 4, [3] * 4, [NOBODY] * 4]
+    spec = replace(spec, group=(0, 1, 2, 3))
+    owners = [Owners(replace(topology(), machine_index=machine)) for machine in range(3)]
+    assert [owned(each, spec, [10, 11, 12]) for each in owners] == [[0, 1, 0], [2, 3, 2], [NOBODY] * 3]
+    again = replace(spec, name="h", ownership="h")
+    assert [owned(each, again, [10]) for each in owners] == [[1], [3], [NOBODY]]
+    for each in owners:  # with other owners, and back
+        owned(each, replace(spec, group=()), [10, 11])
+    assert [owned(each, spec, [10, 11, 12]) for each in owners] == [[0, 0, 1], [2, 2, 3], [NOBODY] * 3]
+
+
 def test_machines_take_turns_to_copy_replicated_states() -> None:
     """Within a tensor, and where each tensor has one partition only."""
-    assert {machine_that_copies(7, index, 3) for index in range(3)} == {0, 1, 2}
-    of_small = [machine_that_copies(key_of(f"layers.{i}"), 0, 2) for i in range(100)]
+    assert {machine_that_copies(7, index, [0, 1, 3]) for index in range(3)} == {0, 1, 3}
+    of_small = [machine_that_copies(key_of(f"layers.{i}"), 0, [0, 1]) for i in range(100)]
     assert 30 <= sum(of_small) <= 70
 
 
@@ -433,8 +459,10 @@ def test_parameters_without_their_gradients_are_refused() -> None:
     with pytest.raises(ProtocolError, match="'p' has 8 elements with the owners of 'g', which is not agreed"):
         owners.pieces(TensorSpec("p", DType.FLOAT32, (8,), Op.BROADCAST, ownership="g"), 64)
     owned(owners, TensorSpec("g", DType.FLOAT32, (7,), ownership="g"), [10] * 7)
-    with pytest.raises(ProtocolError, match="which has 7 elements"):
+    with pytest.raises(ProtocolError, match="which has 7 elements of ranks all"):
         owners.pieces(TensorSpec("p", DType.FLOAT32, (8,), Op.BROADCAST, ownership="g"), 64)
+    with pytest.raises(ProtocolError, match="which has 7 elements of ranks all"):
+        owners.pieces(TensorSpec("p", DType.FLOAT32, (7,), Op.BROADCAST, ownership="g", group=(0, 2)), 64)
 
 
 @pytest.mark.parametrize(("n", "k"), [(2, 0), (2, 1), (2, 2), (3, 1), (4, 2), (4, 3), (8, 4), (8, 8)])
@@ -497,7 +525,6 @@ def test_parameters_go_to_the_servers_that_have_their_sums_now() -> None:
     [
         (Op.MAX, {}),
         (Op.SUM, {"ownership": "another"}),
-        (Op.SUM, {"group": (0, 1)}),
         (Op.SUM, {"scatters": True}),
         (Op.BROADCAST, {"ownership": "g"}),
     ],

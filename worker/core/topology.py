@@ -152,7 +152,13 @@ class Topology:
             return 1
         if not spec.group:
             return 0 if self.machines > 1 else 1
-        return len({self.machine_of(rank) for rank in spec.group})
+        return len(self.machines_of(spec))
+
+    def machines_of(self, spec: TensorSpec) -> list[int]:
+        """Indices of the machines whose ranks take part in a tensor, ascending."""
+        if not spec.group:
+            return list(range(self.machines))
+        return sorted({self.machine_of(rank) for rank in spec.group})
 
     def describe_ranks(self, local_ranks: list[int]) -> str:
         """``rank 2`` or ``ranks 2, 3``, in global numbers."""

@@ -372,8 +372,8 @@ class Hosting:
         """True if this machine tells servers of a partition's steps, for their copies. One machine does."""
         if not part.tensor.spec.is_replicated:
             return True
-        machine = machine_that_copies(part.tensor.key, part.index, self._topology.machines)
-        return machine == self._topology.machine_index
+        machines = self._topology.machines_of(part.tensor.spec)
+        return machine_that_copies(part.tensor.key, part.index, machines) == self._topology.machine_index
 
     def _local_rank_of(self, part: OwnedPart) -> int:
         return part.owner - part.tensor.first_rank

@@ -60,12 +60,7 @@ def check_whole(named: Iterable[tuple[str, torch.Tensor]], ranks: Sequence[int],
     """Raises UsageError that names the first of these tensors that is a part: a DTensor, a flat parameter of FSDP, or
     one whose other parts some of ``ranks`` have. ``caller``: the function that takes them for whole ones. ``remedy``:
     the advice in the message."""
-    wanted = set(ranks)
-    parts: dict[int, list[int]] = {}
-    for layer in list(_layers):
-        holders = [rank for rank in layer.ranks_of_parts() if rank in wanted]
-        if len(holders) > 1:
-            parts.update((_memory_of(part), holders) for part in layer.parts())
+    parts = _holders_of_parts(set(ranks))
     for name, tensor in named:
         kind = type(tensor).__name__
         if kind in ("DTensor", "FlatParameter") or hasattr(tensor, "device_mesh"):
@@ -78,6 +73,23 @@ def check_whole(named: Iterable[tuple[str, torch.Tensor]], ranks: Sequence[int],
                 f"{caller}: tensor.parallelize has cut {name!r}, so that ranks {others} have different parts of it. "
                 f"{remedy}"
             )
+
+
+def find_part(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, list[int]] | None:
+    """The name of the first of these tensors other parts of which lie on other ranks, and the ranks with a part; None
+    if there is none."""
+    parts = _holders_of_parts(None)
+    return next(((name, parts[key]) for name, tensor in named if (key := _memory_of(tensor)) in parts), None)
+
+
+def _holders_of_parts(ranks: set[int] | None) -> dict[int, list[int]]:
+    """The ranks, of these (None: of all), that have parts of a parameter, by its memory here; if they are several."""
+    parts: dict[int, list[int]] = {}
+    for layer in list(_layers):
+        holders = [rank for rank in layer.ranks_of_parts() if ranks is None or rank in ranks]
+        if len(holders) > 1:
+            parts.update((_memory_of(part), holders) for part in layer.parts())
+    return parts
 
 
 def check_unowned(named: Iterable[tuple[str, torch.Tensor]], caller: str) -> None:

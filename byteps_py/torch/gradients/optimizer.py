@@ -62,7 +62,8 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
     parameters makes these groups. Other small gradients travel together up to BYTEPS_FUSION_BYTES.
     sparse_as_dense: make sparse gradients dense before ranks combine them. No effect for SparseAdam, which takes only
     sparse gradients.
-    process_set: the ranks that combine gradients. On other ranks the optimizer uses its own gradients.
+    process_set: the ranks that combine gradients. On other ranks the optimizer uses its own gradients. A hosted
+    optimizer's states lie with these ranks, too.
     hosted: the communication services keep the optimizer's states and make its steps: gradients go in, parameters come
     out. "machine": each machine has all states, and a step takes as long on the links as an all-reduce. "sharded": each
     rank has its part, which takes the least memory. True: machine where it makes steps shorter and fits into memory,
@@ -103,21 +104,25 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
     is_hosted = hosted is not False or is_shadowed
     mode = asked_for(hosted) if hosted is not False else None
     hosting = HostedOptions(delayed_update_after, step_in_backward, is_shadowed, mode)
-    hosting.check(optimizer, is_hosted, nonfinite.mode_of(context))
-    together = which_groups(num_groups, groups, params)
     ranks = ranks_of(process_set)
+    hosting.check(optimizer, is_hosted, nonfinite.mode_of(context), bool(ranks))
+    together = which_groups(num_groups, groups, params)
     if context.session.rank in (combining := ranks or range(context.session.size)):
         _check_owners([(name, param) for param, name in names.items() if param in mine], combining)
     if is_hosted:
         try:
-            check_hosted(optimizer, op, gradient_predivide_factor, bool(ranks), bool(together))
+            check_hosted(optimizer, op, gradient_predivide_factor, bool(together))
         except UsageError as error:
             if is_hosted_for_shadow:
                 raise UsageError(f"{error} (shadow=True or BYTEPS_SHADOW=1 makes it hosted)") from None
             raise
         if hosting.shadow:
             check_machines(context)
-        options = GradientOptions(compression, op, sparse_as_dense=sparse_as_dense)
+        own = context.session.rank
+        prefix = prefix_of(process_set, "Gradient.")
+        if ranks and own not in ranks:
+            ranks, prefix = (own,), f"rank{own}.{prefix}"
+        options = GradientOptions(compression, op, group=ranks, prefix=prefix, sparse_as_dense=sparse_as_dense)
         return host(context, optimizer, names, backward_passes_per_step, options, hosting)
     if op is Adasum:
         deltas = DeltaExchange(context, context.claim(prefix_of(process_set, "Delta")), ranks, compression)
@@ -167,8 +172,7 @@ def _check_owners(named: Iterable[tuple[str, torch.nn.Parameter]], ranks: Sequen
         named,
         ranks,
         caller,
-        "Give process_set the ranks with the same parts, those of mesh.ranks('dp', 'cp'); a hosted optimizer takes no "
-        "process_set, and no model that is cut",
+        "Give process_set the ranks with the same parts, those of mesh.ranks('dp', 'cp')",
     )
     parameter_owners.check_unowned(named, caller)
 

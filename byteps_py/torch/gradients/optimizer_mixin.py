@@ -142,7 +142,8 @@ class DistributedOptimizerMixin(StateListener):
         or a parameter was changed since backward(): the step has been made all the same, on all ranks, with what
         backward() has found.
         """
-        return self._stepper.step(StepCall(closure, super().step, getattr(self, "grad_scale", None)))  # type: ignore[misc]
+        overflows = bool(getattr(self, "found_inf", 0.0))
+        return self._stepper.step(StepCall(closure, super().step, getattr(self, "grad_scale", None), overflows))  # type: ignore[misc]
 
     # torch wraps a class's step() for its profiler and hooks. It has wrapped that of the original class already.
     step.hooked = True  # type: ignore[attr-defined]

@@ -52,12 +52,13 @@ class StepCall:
     """A call of ``optimizer.step()``.
 
     closure: its argument. on_rank: step() of the wrapped optimizer's class. grad_scale: a GradScaler's, which has not
-    unscaled gradients; None if it has, or if there is none.
+    unscaled gradients; None if it has, or if there is none. overflows: it has found an infinity, on some rank.
     """
 
     closure: Callable[[], Any] | None
     on_rank: Callable[..., Any]
     grad_scale: torch.Tensor | None = None
+    overflows: bool = False
 
 
 class WrappedOptimizer:

@@ -161,9 +161,9 @@ class TwoRoundOperation(ABC):
 # ---- allgather ---------------------------------------------------------------------------------------------
 
 
-def gathered(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """The rows of all ranks, in rank order, a new tensor. Waits for the other ranks."""
-    result: torch.Tensor = result_of(start_gather([tensor], name, (), background=False))
+def gathered(tensor: torch.Tensor, name: str, group: tuple[int, ...] = ()) -> torch.Tensor:
+    """The rows of the ranks of ``group``, () for all, in rank order, a new tensor. Waits for the other ranks."""
+    result: torch.Tensor = result_of(start_gather([tensor], name, group, background=False))
     return result
 
 

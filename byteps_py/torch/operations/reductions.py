@@ -273,9 +273,9 @@ _OTHER_PARTS_S = 10.0
 Tensors = Sequence[torch.Tensor]
 
 
-def reduced(tensor: torch.Tensor, op: ReduceOp, name: str) -> torch.Tensor:
-    """The reduction of ``tensor`` over all ranks, a new tensor. Waits for the other ranks."""
-    handle = start_reduction([tensor], None, name, ReductionOptions(op), is_awaited=True)
+def reduced(tensor: torch.Tensor, op: ReduceOp, name: str, group: tuple[int, ...] = ()) -> torch.Tensor:
+    """The reduction of ``tensor`` over the ranks of ``group``, () for all, a new tensor. Waits for the other ranks."""
+    handle = start_reduction([tensor], None, name, ReductionOptions(op, group=group), is_awaited=True)
     result: torch.Tensor = result_of(handle)
     return result
 

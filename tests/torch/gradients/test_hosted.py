@@ -62,6 +62,38 @@ def test_states_on_each_machine(layout: str) -> None:
     check_all_cases(layout, "machine")
 
 
+#: Cases that need no group of all ranks.
+IN_SETS = (
+    *("equal", "lamb", "sparse_rows", "delays", "streams", "accumulates", "freezes", "groups", "states_move"),
+    *("takes_over", "half_precision", "loads_masters", "compresses", "clips", "scales", "scales_to_a_limit"),
+    *("scales_float16", "takes_changes", "refused"),
+)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("layout", "groups", "states", "cases"),
+    [
+        ("-np 2 --machines 2 --servers 1", "0,2;1,3", "sharded", ("equal", "clips", "states_move")),
+        pytest.param("-np 2 --machines 2", "0,2;1,3", "machine", IN_SETS, marks=pytest.mark.slow),
+        pytest.param("-np 4", "0,2;1,3", "auto", IN_SETS, marks=pytest.mark.slow),
+        pytest.param("-np 1 --machines 4 --servers 1", "0,3;1,2", "sharded", IN_SETS, marks=pytest.mark.slow),
+        pytest.param("-np 1 --machines 4 --servers 1", "0,3;1,2", "machine", IN_SETS, marks=pytest.mark.long),
+        # Two ranks on one machine and one on the other; the fourth trains alone.
+        pytest.param("-np 2 --machines 2", "0,1,2", "machine", IN_SETS, marks=pytest.mark.slow),
+        pytest.param("-np 2 --machines 2 --servers 1", "0,1,3", "sharded", IN_SETS, marks=pytest.mark.long),
+        pytest.param("-np 2 --machines 2 --servers 1", "0,1;2,3", "machine", IN_SETS, marks=pytest.mark.long),
+    ],
+)
+def test_process_sets(layout: str, groups: str, states: str, cases: tuple[str, ...]) -> None:
+    """Each keeps states of its own, at the same time, and has the bits of the optimizer on its ranks."""
+    arguments = [sys.executable, "-m", "byteps_py.launch", *layout.split(), sys.executable, str(PROGRAM), *cases]
+    with command(*arguments, BYTEPS_HOSTED_STATES=states, TEST_GROUPS=groups) as job:
+        assert job.end() == 0, job.text
+    for case in cases:
+        assert job.text.count(f"{case}: right") == 4, job.text
+
+
 @pytest.mark.timeout(180)
 @pytest.mark.slow
 def test_states_on_machines_with_different_numbers_of_ranks() -> None:

@@ -49,6 +49,14 @@ def test_states_on_each_machine() -> None:
 
 @pytest.mark.timeout(180)
 @pytest.mark.slow
+@pytest.mark.parametrize("groups", ["0,2;1,3", pytest.param("0,1,2", marks=pytest.mark.long)])
+def test_process_sets(groups: str) -> None:
+    cases = ["equal_under_backward", "steps_while_backward_runs", "ranks_with_other_numbers", "parts_of_the_model"]
+    run("-np 2 --machines 2 --servers 1", *cases, TEST_GROUPS=groups)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.slow
 @pytest.mark.parametrize("partition", ["4096", pytest.param("65536", marks=pytest.mark.long)])
 @pytest.mark.parametrize("layout", ["-np 2", "-np 2 --machines 2 --servers 1"])
 def test_partitions_do_not_matter(layout: str, partition: str) -> None:

@@ -1,6 +1,7 @@
 """The agreement of the ranks of a hosted optimizer before a step: on numbers, the norm, whether sums are finite.
 
-All ranks call each function. Must not know states or steps. The thread that makes the step calls.
+``group``: these ranks, as in a TensorSpec; () for all of the job. All of them call each function, with a ``name`` that
+no other optimizer has. Must not know states or steps. The thread that makes the step calls.
 """
 
 from __future__ import annotations
@@ -53,12 +54,17 @@ def float_of(number: int) -> float:
     return float(value)
 
 
-def largest(context: Context, name: str, values: Sequence[int]) -> list[int]:
-    """The largest of all ranks' integers, each, of 64 bits. All ranks call it. Raises what Session.wait raises."""
-    if context.session.size == 1:
+def members(context: Context, group: tuple[int, ...]) -> Sequence[int]:
+    """The global ranks of ``group``."""
+    return group or range(context.session.size)
+
+
+def largest(context: Context, name: str, values: Sequence[int], group: tuple[int, ...] = ()) -> list[int]:
+    """The largest of all ranks' integers, each, of 64 bits. Raises what Session.wait raises."""
+    if len(members(context, group)) == 1:
         return list(values)
     own = torch.tensor(values, dtype=torch.int64, device="cpu")
-    spec = TensorSpec(name, DType.INT64, (len(own),), Op.MAX)
+    spec = TensorSpec(name, DType.INT64, (len(own),), Op.MAX, group=group)
     (view,) = context.slot_views([TensorRequest(spec, torch.int64, ((len(own),),), own.device)])
     view.contribute([own])
     view.wait()
@@ -66,45 +72,61 @@ def largest(context: Context, name: str, values: Sequence[int]) -> list[int]:
     return found
 
 
-def bounds(context: Context, name: str, values: Sequence[int]) -> tuple[list[int], list[int]]:
+def bounds(
+    context: Context, name: str, values: Sequence[int], group: tuple[int, ...] = ()
+) -> tuple[list[int], list[int]]:
     """The smallest and the largest of all ranks' integers, each. As ``largest``."""
-    both = largest(context, name, [*values, *(~value for value in values)])
+    both = largest(context, name, [*values, *(~value for value in values)], group)
     return [~value for value in both[len(values) :]], both[: len(values)]
 
 
-def overflows(context: Context, name: str, square_sum: float) -> bool:
-    """True, on all ranks, if a sum is NaN or infinite. ``square_sum``: of the averages that this rank owns. All ranks
-    call it."""
-    return bool(largest(context, f"{name}.overflow", [not math.isfinite(square_sum)])[0])
+def overflows(context: Context, name: str, square_sum: float, group: tuple[int, ...] = ()) -> bool:
+    """True, on all ranks, if a sum is NaN or infinite. ``square_sum``: of the averages that this rank owns."""
+    return bool(largest(context, f"{name}.overflow", [not math.isfinite(square_sum)], group)[0])
+
+
+@dataclass(frozen=True, slots=True)
+class BadGradients:
+    """The ``names`` of this rank's gradients in the round number ``step``, and which of them are NaN or infinite."""
+
+    names: Sequence[str]
+    bad: Sequence[bool]
+    step: int
 
 
 def explain_overflow(
-    context: Context, name: str, gradients: Sequence[str], bad: Sequence[bool], step: int
+    context: Context, name: str, gradients: BadGradients, group: tuple[int, ...] = ()
 ) -> NonFiniteError:
-    """The error for sums that are NaN or infinite, the same on all ranks, which all call it. ``bad``: which of this
-    rank's ``gradients`` are."""
+    """The error for sums that are NaN or infinite, the same on all ranks."""
     session = context.session
     # Bit by bit, because the largest of two numbers is not what both have in common.
-    mine = rank_bits.of_rank(session.rank, session.size) if any(bad) else 0
+    mine = rank_bits.of_rank(session.rank, session.size) if any(gradients.bad) else 0
     bits = [mine >> bit & 1 for bit in range(_BLAME_BITS)]
-    found = largest(context, f"{name}.blame", [*bits, *map(int, bad)])
+    found = largest(context, f"{name}.blame", [*bits, *map(int, gradients.bad)], group)
     blame = sum(1 << bit for bit, is_set in enumerate(found[: len(bits)]) if is_set)
-    places = [repr(each) for each, is_bad in zip(gradients, found[len(bits) :], strict=True) if is_bad]
-    return nonfinite.explain(blame or rank_bits.OVERFLOW, session.size, step, places or ["a sum"])
+    places = [repr(each) for each, is_bad in zip(gradients.names, found[len(bits) :], strict=True) if is_bad]
+    return nonfinite.explain(blame or rank_bits.OVERFLOW, session.size, gradients.step, places or ["a sum"])
 
 
-def total_norm(name: str, square_sum: float) -> torch.Tensor:
+def total_norm(name: str, square_sum: float, group: tuple[int, ...] = ()) -> torch.Tensor:
     """The norm of all averages, float64. ``square_sum``: of those that this rank owns."""
     own = torch.tensor([square_sum], dtype=torch.float64, device="cpu")
-    return reduced(own, Sum, f"{name}.norm").sqrt()[0]
+    return reduced(own, Sum, f"{name}.norm", group).sqrt()[0]
 
 
-def compare_numbers(
-    context: Context, name: str, step: GroupNumbers, factors: Factors, others: Sequence[int] = ()
-) -> list[int]:
-    """Raises MismatchError, on all ranks, if their numbers differ. Returns the largest of all ranks' ``others``, which
-    travel along."""
-    if context.session.size == 1 and not others:
+@dataclass(frozen=True, slots=True)
+class AnnouncedStep:
+    """What a rank is about to step with. ``others``: numbers that travel along."""
+
+    groups: GroupNumbers
+    factors: Factors
+    others: Sequence[int] = ()
+
+
+def compare_numbers(context: Context, name: str, own_step: AnnouncedStep, group: tuple[int, ...] = ()) -> list[int]:
+    """Raises MismatchError, on all ranks, if their numbers differ. Returns the largest of all ranks' ``others``."""
+    step, factors, others = own_step.groups, own_step.factors, own_step.others
+    if len(members(context, group)) == 1 and not others:
         return []
     own = [
         rule.code if each == "rule" else ordered(getattr(found, each))
@@ -112,14 +134,14 @@ def compare_numbers(
         for each in _COMPARED
     ]
     own += [ordered(factors.unscale), ordered(factors.clip)]
-    least, most = bounds(context, f"{name}.numbers", [*own, *others])
+    least, most = bounds(context, f"{name}.numbers", [*own, *others], group)
     for place, number in enumerate(own):
         if least[place] == most[place]:
             continue
-        group, which = divmod(place, len(_COMPARED))
-        is_factor = group == len(step.numbers)
+        param_group, which = divmod(place, len(_COMPARED))
+        is_factor = param_group == len(step.numbers)
         is_rule = not is_factor and _COMPARED[which] == "rule"
-        what = _FACTORS[which] if is_factor else f"{_COMPARED[which]} of param_groups[{group}]"
+        what = _FACTORS[which] if is_factor else f"{_COMPARED[which]} of param_groups[{param_group}]"
         mine, low, high = (each if is_rule else float_of(each) for each in (number, least[place], most[place]))
         if math.isnan(mine):
             continue  # ``check_numbers`` says so, here and on all that have it

@@ -119,7 +119,7 @@ class ToOwner(Delivery):
     def taking_part(self, bucket: Bucket) -> tuple[bool, ...]:
         """The parameters that take part in the step of the round, which was handed over. Where no other rank adds to
         the sum, a parameter without a gradient stays as it is; of several ranks, others may have one."""
-        if self._context.session.size > 1 or self._context.settings.force_distributed:
+        if bucket.options.members(self._context.session.size) > 1 or self._context.settings.force_distributed:
             return tuple(bucket.participates)
         return tuple(map(operator.and_, bucket.participates, bucket.gives))
 

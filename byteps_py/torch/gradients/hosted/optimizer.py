@@ -7,7 +7,7 @@ The training thread calls.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,10 +17,12 @@ from byteps_py.errors import UsageError
 from byteps_py.system.log import logger
 from byteps_py.tensors import NonFinite
 from byteps_py.torch.collectives.context import Context
+from byteps_py.torch.collectives.parameter_owners import find_part
 from byteps_py.torch.compression import Compression
 from byteps_py.torch.gradients.backward_passes import ReducedPasses
 from byteps_py.torch.gradients.bucket import GradientOptions
 from byteps_py.torch.gradients.gradient_reducer import GradientReducer
+from byteps_py.torch.gradients.hosted.agreement import members
 from byteps_py.torch.gradients.hosted.delivery import ToOwner, claim
 from byteps_py.torch.gradients.hosted.replication import ShadowedSteps
 from byteps_py.torch.gradients.hosted.rules import HostedGroups, check_class
@@ -35,17 +37,14 @@ from byteps_py.torch.operations.reductions import Average, ReduceOp, Sum
 from byteps_py.torch.optim import LAMB
 
 
-def check_hosted(
-    optimizer: torch.optim.Optimizer, op: ReduceOp, factor: float, is_subset: bool, has_groups: bool
-) -> None:
-    """Raises UsageError for what ``hosted=True`` does not go together with. ``is_subset``: a process set is given;
-    ``has_groups``: gradients that travel together are."""
+def check_hosted(optimizer: torch.optim.Optimizer, op: ReduceOp, factor: float, has_groups: bool) -> None:
+    """Raises UsageError for what ``hosted=True`` does not go together with. ``has_groups``: gradients that travel
+    together are given."""
     check_class(optimizer)
     if op not in (Average, Sum):
         raise UsageError(f"hosted=True: a step takes the average or the sum of gradients, and op is {op.name.title()}")
     for is_given, what in (
         (factor != 1.0, "gradient_predivide_factor"),
-        (is_subset, "process_set"),
         (has_groups, "num_groups or groups"),
     ):
         if is_given:
@@ -62,9 +61,17 @@ class HostedOptions:
     shadow: bool = False
     mode: StatesMode | None = None
 
-    def check(self, optimizer: torch.optim.Optimizer, hosted: bool, nonfinite: NonFinite) -> None:
-        """Raises UsageError for what contradicts ``hosted``, the optimizer, BYTEPS_NONFINITE or one another."""
+    def check(
+        self, optimizer: torch.optim.Optimizer, hosted: bool, nonfinite: NonFinite, is_subset: bool = False
+    ) -> None:
+        """Raises UsageError for what contradicts ``hosted``, the optimizer, BYTEPS_NONFINITE or one another.
+        ``is_subset``: not all ranks share the optimizer."""
         after = self.delayed_update_after
+        if self.shadow and is_subset:
+            raise UsageError(
+                "shadow=True does not go together with process_set: a restarted job goes on from one optimizer's "
+                "steps, in which all ranks take part. Leave shadow out, and save checkpoints"
+            )
         if after is not None:
             if self.shadow:
                 raise UsageError(
@@ -130,6 +137,12 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
         >>> bps.shutdown()
         """
         self._check("clip_grad_norm_")
+        names = self._stepper.wrapped.names
+        _check_norms(
+            ((names[param], param) for param in self._stepper.groups.params),
+            "the norm for clipping is that of all parameters",
+            "Leave clipping out, or make the optimizer on the ranks, and clip with bps.parallel.clip_grad_norm_",
+        )
         return self._stepper.clip(max_norm)
 
     @property
@@ -203,13 +216,22 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
         return self._stepper.states.are_lost
 
 
-def _chosen(context: Context, groups: HostedGroups) -> StatesMode:
+def _chosen(context: Context, groups: HostedGroups, group: tuple[int, ...]) -> StatesMode:
     if (wanted := context.settings.hosted_states) != "auto":
         return StatesMode(wanted)
-    choice = choose(context.session, groups.states_bytes, context.settings.elastic)
-    if context.session.rank == 0:
+    choice = choose(context.session, groups.states_bytes, context.settings.elastic, group)
+    if context.session.rank == members(context, group)[0]:
         logger.info("hosted=True takes hosted=%r: %s", choice.mode.value, choice.reason)
     return choice.mode
+
+
+def _check_norms(named: Iterable[tuple[str, torch.nn.Parameter]], why: str, remedy: str) -> None:
+    """Raises UsageError if a parameter is a part of a larger one."""
+    if (part := find_part(named)) is not None:
+        name, ranks = part
+        raise UsageError(
+            f"hosted=True: {why}, and tensor.parallelize has cut {name!r}, of which ranks {ranks} have parts. {remedy}"
+        )
 
 
 def host(
@@ -220,13 +242,16 @@ def host(
     options: GradientOptions,
     hosting: HostedOptions,
 ) -> HostedOptimizerMixin:
-    """The optimizer for services that make the steps of ``optimizer``, whose states they take over."""
+    """The optimizer for services that make the steps of ``optimizer``, whose states they take over. Its ranks are those
+    of ``options.group``, which all call it."""
     groups = HostedGroups(optimizer)
     named = [(name, param) for param, name in names.items() if param in groups.group_of]
+    if isinstance(optimizer, LAMB):
+        _check_norms(named, "a step of LAMB takes norms of whole parameters", "Take another optimizer")
     claim(named, groups)
-    if context.session.size == 1:  # nothing is sent, so nothing is rounded for it
+    if options.members(context.session.size) == 1:  # nothing is sent, so nothing is rounded for it
         options = replace(options, compression=Compression.none)
-    mode = hosting.mode or _chosen(context, groups)
+    mode = hosting.mode or _chosen(context, groups, options.group)
     delivery = ToOwner(context, groups.group_of, hosting.shadow, mode is StatesMode.MACHINE)
     reducer = GradientReducer(context, named, options, delivery=delivery)
     wrapped = WrappedOptimizer(optimizer, names, ReducedPasses(reducer, passes))
@@ -236,10 +261,10 @@ def host(
         groups.add()
 
     wrapped.on_new = take_new
-    name = context.claim(f"hosted.{min(names.values(), default='')}")
+    name = context.claim(f"{options.prefix}hosted.{min(names.values(), default='')}")
     shadow = ShadowedSteps(name) if hosting.shadow else None
     states = BucketStates(context, groups, reducer.buckets, shadow)
-    upcoming, timing = NextStep(name, shadow), StepTiming()
+    upcoming, timing = NextStep(name, options.group, shadow), StepTiming()
     if hosting.delayed_update_after is not None:
         timing = DelayedTiming(context, reducer, delivery, hosting.delayed_update_after)
     elif hosting.step_in_backward:

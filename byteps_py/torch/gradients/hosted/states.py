@@ -63,7 +63,7 @@ class OwnedStates:
     """The states of the elements that this rank owns, of one bucket. ``params``: the bucket's, in order.
     ``initial_sum``: Adagrad's first state."""
 
-    #: False if a rank of the first machine owns the same elements: then that one gives them to all ranks.
+    #: False if a rank of the group's first machine owns the same elements: then that one gives them to all ranks.
     gives_to_all = True
 
     def __init__(
@@ -184,7 +184,8 @@ class HostedStates(OwnedStates):
         run: int = 0,
     ) -> None:
         self.session, self.kind, self.run = session, kind, run
-        self.gives_to_all = session.machine_index == 0 or not source.spec.is_replicated
+        first = source.spec.members(session.size)[0] - (session.rank - session.local_rank)
+        self.gives_to_all = 0 <= first < session.local_size or not source.spec.is_replicated
         self._part = self._host(source)
         self._release = weakref.finalize(self, session.state_host.release_shard, self._part)
         count = owned_by(session.rank, self._part.owners)
@@ -196,7 +197,7 @@ class HostedStates(OwnedStates):
         name, count, priority = source.spec.name, source.spec.count, source.spec.priority
         wanted = TensorSpec(
             f"{name}.parameters", self.kind.parameter, (count,), Op.BROADCAST, priority=priority, ownership=name,
-            is_replicated=source.spec.is_replicated,
+            is_replicated=source.spec.is_replicated, group=source.spec.group,
         )  # fmt: skip
         (target,) = self.session.declare([wanted])
         return self.session.state_host.host(self.kind, source, target, before, self.run)
@@ -286,10 +287,16 @@ class RowStates(OwnedStates):
         params: Sequence[torch.nn.Parameter],
         initial_sum: float = 0.0,
     ) -> None:
-        owners = [(*spec.piece(rank, session.size), rank) for rank in range(session.size)]
+        owners = [(*piece, rank) for rank, piece in pieces_of(spec, session).items()]
         count = owned_by(session.rank, owners)
         states = [torch.empty(count, dtype=_wide(kind), device="cpu") for _ in range(kind.states)]
         super().__init__(session, kind, params, owners, states, initial_sum)
+
+
+def pieces_of(spec: TensorSpec, session: Session) -> dict[int, tuple[int, int]]:
+    """(first element, number of elements) of a sparse gradient that each rank of its group owns."""
+    members = spec.members(session.size)
+    return {rank: spec.piece(position, len(members)) for position, rank in enumerate(members)}
 
 
 def owned_by(rank: int, owners: Owned) -> int:
@@ -435,11 +442,17 @@ class BucketStates:
         """Raises UsageError if this machine has too little memory for the states of its ranks."""
         session = self._context.session
         needed, is_replicated = 0, False
+        sharers: Sequence[int] = range(session.size)
+        first = session.rank - session.local_rank
+        here = range(first, first + session.local_size)
         for bucket in self.buckets:
-            kind = self._step_kind(bucket)
-            needed += bucket.request.spec.count * kind.states * kind.state_itemsize
-            is_replicated = is_replicated or bucket.request.spec.is_replicated
-        needed = needed if is_replicated else needed * session.local_size // session.size
+            kind, spec = self._step_kind(bucket), bucket.request.spec
+            needed += spec.count * kind.states * kind.state_itemsize
+            is_replicated = is_replicated or spec.is_replicated
+            sharers = spec.members(session.size)
+        if is_replicated:
+            sharers = [rank for rank in sharers if rank in here]
+        needed = needed * session.local_size // len(sharers)  # the machine's other ranks have as much
         if needed > (available := self.available_bytes()):
             fewer = 'hosted="sharded"' if is_replicated and session.num_machines > 1 else "More machines"
             raise UsageError(
@@ -465,7 +478,8 @@ class BucketStates:
         """The whole states of a bucket's parameters. All ranks call it."""
         name = bucket.request.spec.name
         pieces = {
-            each: gathered(states.piece(place), f"{name}.state.{place}") for place, each in enumerate(states.names)
+            each: gathered(states.piece(place), f"{name}.state.{place}", bucket.request.spec.group)
+            for place, each in enumerate(states.names)
         }
         return [copy.deepcopy(whole.entries) for whole in states.whole(bucket.names, pieces)]
 

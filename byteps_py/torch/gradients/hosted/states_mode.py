@@ -10,6 +10,7 @@ each machine makes the step of all elements. Pure; any thread.
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from byteps_py.errors import UsageError
@@ -56,13 +57,16 @@ def asked_for(hosted: object) -> StatesMode | None:
     raise UsageError(f"hosted is {hosted!r}: give True, {names}, or False for an optimizer on the ranks")
 
 
-def choose(session: Session, states_bytes: int, is_elastic: bool) -> ModeChoice:
-    """The mode for states of ``states_bytes`` in all. The same on all ranks: in an elastic job, some of them choose
-    when other machines are there."""
+def choose(session: Session, states_bytes: int, is_elastic: bool, group: Sequence[int] = ()) -> ModeChoice:
+    """The mode for states of ``states_bytes`` in all, of the ranks of ``group``, () for all. The same on all of them:
+    in an elastic job, some of them choose when other machines are there."""
     facts = session.machine_facts
+    is_subset = 0 < len(group) < session.size
     room = _SHARE_OF_MEMORY * facts.memory_bytes
     if is_elastic:
         return ModeChoice(StatesMode.SHARDED, "the machines of an elastic job change")
+    if is_subset:  # other ranks of a machine keep states of their own, and whose links are shared is not known
+        return ModeChoice(StatesMode.SHARDED, "ranks of a process set keep the fewest states so")
     if session.num_machines == 1:
         return ModeChoice(StatesMode.SHARDED, "the ranks of one machine share its states in any case")
     if facts.replicated_gain < _WORTH:

@@ -21,6 +21,8 @@ from byteps_py.torch.collectives import context as contexts, nonfinite
 from byteps_py.torch.collectives.context import Unfinished
 from byteps_py.torch.gradients.gradient_reducer import GradientReducer
 from byteps_py.torch.gradients.hosted.agreement import (
+    AnnouncedStep,
+    BadGradients,
     Factors,
     compare_numbers,
     explain_overflow,
@@ -47,7 +49,7 @@ _REFUSED = {"synchronize": _NO_AVERAGES, "skip_synchronize": _NO_AVERAGES}
 
 class NextStep:
     """The facts of the next step beside sums and numbers. ``name``: begins the names of the tensors that ranks
-    exchange. ``shadow``: travels along.
+    exchange. ``group``: these ranks, () for all. ``shadow``: travels along.
 
     unscale, clip: factors of the averages, until a step has taken the sums that they belong to. overflows: the step
     must be skipped. nonfinite_error: why, if BYTEPS_NONFINITE wants to know.
@@ -56,8 +58,8 @@ class NextStep:
     ranks. Its gradient is 1, so that the scaler leaves the factor there; or infinite, so that it skips.
     """
 
-    def __init__(self, name: str, shadow: ShadowedSteps | None) -> None:
-        self.name, self._shadow = name, shadow
+    def __init__(self, name: str, group: tuple[int, ...], shadow: ShadowedSteps | None) -> None:
+        self.name, self.group, self._shadow = name, group, shadow
         self._probe = torch.zeros(1, dtype=torch.float32, device="cpu")
         self.forget()
 
@@ -93,7 +95,8 @@ class NextStep:
     def agree(self, step: GroupNumbers) -> None:
         """Raises MismatchError, on all ranks, if they are about to make different steps. All ranks call it."""
         others = self._shadow.own_record if self._shadow is not None else ()
-        found = compare_numbers(contexts.current(), self.name, step, self.factors, others)
+        own = AnnouncedStep(step, self.factors, others)
+        found = compare_numbers(contexts.current(), self.name, own, self.group)
         if self._shadow is not None:
             self._shadow.agree(found)
 
@@ -185,20 +188,21 @@ class HostedStepper(Stepper):
             buckets = self.reducer.buckets
             names = [name for bucket in buckets for name in bucket.names]
             latest = max((bucket.round for bucket in buckets), default=0)
-            bad = self.steps.bad_gradients() if bad is None else bad
-            error = explain_overflow(contexts.current(), self.name, names, bad, latest)
+            found = BadGradients(names, self.steps.bad_gradients() if bad is None else bad, latest)
+            error = explain_overflow(contexts.current(), self.name, found, self.next.group)
             self.next.nonfinite_error = error
             if wanted is NonFinite.RAISE:
                 self.steps.skip()
                 raise error
 
     def _find_overflow(self) -> bool:
-        return overflows(contexts.current(), self.name, self.steps.square_sum())
+        return overflows(contexts.current(), self.name, self.steps.square_sum(), self.next.group)
 
     def prepare(self, call: StepCall) -> None:
         """Note what belongs to the step of ``call`` beside numbers."""
         if call.grad_scale is not None:  # otherwise the scaler has unscaled already
             self.next.unscale = float(call.grad_scale.double().reciprocal().float())
+        self.next.overflows = self.next.overflows or call.overflows  # perhaps of another part of the model
         if self.shadow is not None:
             self.shadow.pack_extra()
 
@@ -236,7 +240,7 @@ class HostedStepper(Stepper):
 
     def find_clip(self, max_norm: float) -> torch.Tensor:
         """Clip the sums that are there. Returns their norm."""
-        norm = total_norm(self.name, self.steps.square_sum() * self.next.unscale**2)
+        norm = total_norm(self.name, self.steps.square_sum() * self.next.unscale**2, self.next.group)
         factor = max_norm / (float(norm) + 1e-6)
         self.next.clip = 1.0 if factor > 1.0 else factor  # NaN stays NaN, as in torch
         return norm

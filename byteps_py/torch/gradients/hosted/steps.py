@@ -29,7 +29,7 @@ from byteps_py.torch.gradients.bucket import Bucket
 from byteps_py.torch.gradients.hosted.agreement import Factors
 from byteps_py.torch.gradients.hosted.delivery import ToOwner
 from byteps_py.torch.gradients.hosted.replication import ShadowedSteps, ShadowedTensor
-from byteps_py.torch.gradients.hosted.states import BucketStates, HostedStates, Overlap, RowStates
+from byteps_py.torch.gradients.hosted.states import BucketStates, HostedStates, Overlap, RowStates, pieces_of
 from byteps_py.torch.gradients.sparse_bucket import SparseBucket, room
 from byteps_py.torch.optim import Node, adapts, node_sums, nodes, total, trust_ratio
 
@@ -170,16 +170,20 @@ class SummedRows:
 
     def own(self, session: Session) -> tuple[torch.Tensor, torch.Tensor]:
         """``all`` of this rank's piece."""
-        first, last = self._bounds(session)[session.rank]
+        first, last = self._bounds(session)[self._position(session)]
         indices, values = self.all
         return indices[first:last], values[first:last]
 
+    def _position(self, session: Session) -> int:
+        """Of this rank in the group."""
+        return self.bucket.request.spec.members(session.size).index(session.rank)
+
     def _bounds(self, session: Session) -> list[tuple[int, int]]:
-        """The rows of ``all`` that each rank owns: from, to."""
+        """The rows of ``all`` that each rank of the group owns: from, to."""
         indices, _ = self.all
         width = math.prod(self._param.shape[1:]) or 1
-        pieces = [self.bucket.request.spec.piece(rank, session.size) for rank in range(session.size)]
-        edges = torch.tensor([*(start // width for start, _ in pieces), self._param.shape[0]], device="cpu")
+        firsts = [start // width for start, _ in pieces_of(self.bucket.request.spec, session).values()]
+        edges = torch.tensor([*firsts, self._param.shape[0]], device="cpu")
         found = torch.searchsorted(indices, edges).tolist()
         return list(itertools.pairwise(found))
 
@@ -210,11 +214,12 @@ class SummedRows:
         row_nbytes = math.prod(param.shape[1:]) * param.dtype.itemsize
         lengths = [(last - first) * row_nbytes for first, last in bounds]
         offsets = np.cumsum([0, *lengths]).tolist()
-        shape = (room(lengths[session.rank]), room(offsets[-1]))
-        spec = TensorSpec(f"{self.bucket.request.spec.name}.new rows", DType.UINT8, shape, Op.GATHER)
+        own_length, source = lengths[self._position(session)], self.bucket.request.spec
+        shape = (room(own_length), room(offsets[-1]))
+        spec = TensorSpec(f"{source.name}.new rows", DType.UINT8, shape, Op.GATHER, group=source.group)
         (slot,) = session.declare([spec])
         pieces(slot.input, updated.dtype, [updated.shape])[0].copy_(updated)
-        layout = Layout(((0, lengths[session.rank]),), tuple(zip(offsets, lengths, strict=False)))
+        layout = Layout(((0, own_length),), tuple(zip(offsets, lengths, strict=False)))
         session.hand_over(slot, layout=layout)
         session.wait(slot)
         with torch.no_grad():
@@ -229,7 +234,7 @@ class SummedRows:
         if not len(all_indices):
             return torch.empty((0, *param.shape[1:]), dtype=param.dtype, device="cpu")
         width = math.prod(param.shape[1:]) or 1
-        indices = all_indices - self.bucket.request.spec.piece(session.rank, session.size)[0] // width
+        indices = all_indices - pieces_of(self.bucket.request.spec, session)[session.rank][0] // width
         master = states.master.view(shape)
         values = values.to(master.dtype)
         for factor in (factors.unscale, factors.clip):
@@ -268,7 +273,8 @@ def _begin_scaled_steps(context: Context, due: Sequence[BucketStep]) -> None:
     exchanges: list[PieceView | None] = []
     for step in due:
         step.states.wait_for_update()
-        exchanges.append(_send(context, step) if _adapts(step) and context.session.size > 1 else None)
+        has_others = step.bucket.options.members(context.session.size) > 1
+        exchanges.append(_send(context, step) if _adapts(step) and has_others else None)
     for step, view in zip(due, exchanges, strict=True):
         sums: list[float] | None = None
         if view is not None:
@@ -295,7 +301,8 @@ def _adapts(step: BucketStep) -> bool:
 
 def _send(context: Context, step: BucketStep) -> PieceView:
     own = torch.tensor(_own_sums(step), dtype=torch.float64, device="cpu")
-    spec = TensorSpec(f"{step.bucket.request.spec.name}.norms", DType.FLOAT64, (len(own),), Op.SUM)
+    source = step.bucket.request.spec
+    spec = TensorSpec(f"{source.name}.norms", DType.FLOAT64, (len(own),), Op.SUM, group=source.group)
     (view,) = context.slot_views([TensorRequest(spec, torch.float64, ((len(own),),), own.device)])
     view.contribute([own])
     return view
