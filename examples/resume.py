@@ -5,7 +5,7 @@ bpslaunch -np 2 python examples/resume.py                    # goes on from step
 bpslaunch -np 2 python examples/resume.py --hosted           # the same with states that the services keep
 
 With --shadow there is no file. Start a CPU machine with `DMLC_ROLE=server bpslaunch`, and the job twice, as
-docs/howto/shadow.md says. All ways end with the same weights as a run that never stopped.
+docs/howto/never-lose-a-step.md says. All ways end with the same weights as a run that never stopped.
 """
 
 from __future__ import annotations
@@ -13,51 +13,35 @@ from __future__ import annotations
 import argparse
 import hashlib
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import byteps_py as bps
 
 WIDTH = 32
 
 
-def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's data of a step: where the data depends on the step alone, nothing of it has to be saved."""
-    generator = torch.Generator().manual_seed(1000 * step + bps.rank())
-    inputs = torch.randn(16, WIDTH, generator=generator)
-    return inputs, inputs.sum(dim=1, keepdim=True).tanh()
+def dataset() -> TensorDataset:
+    inputs = torch.randn(160, WIDTH, generator=torch.Generator().manual_seed(2))
+    return TensorDataset(inputs, inputs.sum(dim=1, keepdim=True).tanh())
 
 
-def save(path: Path, step: int, parts: dict[str, Any]) -> None:
-    """Rank 0 writes. All ranks call it: a hosted optimizer's state_dict() gathers."""
-    state = {name: part.state_dict() for name, part in parts.items()}
+def save(path: Path, run: bps.RunState) -> None:
+    """Rank 0 writes. All ranks call it: state_dict() gathers."""
+    state = run.state_dict()
     if bps.rank() == 0:
         draft = path.with_suffix(".writing")
-        torch.save({**state, "step": step}, draft)
+        torch.save(state, draft)
         draft.replace(path)  # a crash leaves the old file or the new one
 
 
-def load(path: Path, parts: dict[str, Any]) -> int:
-    """All ranks read the file of rank 0's machine. Returns the step to go on with."""
-    found = torch.load(path) if bps.rank() == 0 and path.exists() else None
-    state = bps.broadcast_object(found, root_rank=0)
-    if state is None:
-        return 0
-    for name, part in parts.items():
-        part.load_state_dict(state[name])
-    return int(state["step"])
-
-
-def scaler_after_update(state: dict[str, Any]) -> dict[str, Any]:
-    """A GradScaler's state was attached by a step that was made, before ``scaler.update()``: what that makes of it."""
-    if not state:  # a scaler that is not enabled
-        return state
-    growth = state["_growth_tracker"] + 1
-    grows = growth == state["growth_interval"]
-    scale = state["scale"] * (state["growth_factor"] if grows else 1.0)
-    return {**state, "scale": scale, "_growth_tracker": 0 if grows else growth}
+def load(path: Path, run: bps.RunState) -> None:
+    """All ranks read the file of rank 0's machine."""
+    state = bps.broadcast_object(torch.load(path) if bps.rank() == 0 and path.exists() else None)
+    if state is not None:
+        run.load_state_dict(state)
 
 
 def digest(model: nn.Module) -> str:
@@ -67,7 +51,7 @@ def digest(model: nn.Module) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--stop-after", type=int, default=0, metavar="STEP", help="end in the middle of the training")
     parser.add_argument("--hosted", action="store_true", help="the services keep the optimizer's states")
     parser.add_argument("--shadow", action="store_true", help="servers keep copies of them, instead of a file")
@@ -78,7 +62,7 @@ def main() -> None:
     bps.init()
     torch.set_num_threads(1)
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(WIDTH, 64), nn.Tanh(), nn.Linear(64, 1))
+    model = nn.Sequential(nn.Linear(WIDTH, 64), nn.Tanh(), nn.Dropout(0.1), nn.Linear(64, 1))
     optimizer = bps.DistributedOptimizer(
         torch.optim.AdamW(model.parameters(), lr=0.01),
         named_parameters=model.named_parameters(),
@@ -87,34 +71,27 @@ def main() -> None:
     )
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
     scaler = torch.amp.GradScaler("cpu", init_scale=arguments.init_scale or 1.0, enabled=arguments.init_scale > 0)
-    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+    data = dataset()
+    loader = DataLoader(data, batch_size=16, sampler=DistributedSampler(data, bps.size(), bps.rank()))
 
-    if arguments.shadow:
-        begun = bps.restore(model, optimizer) or 0
-        if begun:
-            extra = optimizer.shadow_extra
-            scaler.load_state_dict(scaler_after_update(extra["scaler"]))
-            scheduler.load_state_dict(extra["scheduler"])
-            scheduler.step()
-    else:
-        begun = load(arguments.file, parts)
+    run = bps.RunState(model, optimizer, scheduler=scheduler, scaler=scaler, loader=loader)
+    if not arguments.shadow:
+        load(arguments.file, run)
         bps.broadcast_parameters(model.state_dict(), root_rank=0)
     if bps.rank() == 0:
-        print(f"begins with step {begun}", flush=True)
+        print(f"begins with step {run.iteration}", flush=True)
 
-    for step in range(begun, arguments.steps):
-        inputs, targets = batch(step)
-        scaler.scale((model(inputs) - targets).square().sum()).backward()
-        if arguments.shadow:
-            optimizer.shadow_extra = {"scaler": scaler.state_dict(), "scheduler": scheduler.state_dict()}
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        scheduler.step()
-        if step + 1 == arguments.stop_after:
-            if not arguments.shadow:
-                save(arguments.file, step + 1, parts)
-            raise SystemExit(0)  # without shutdown(): servers keep what they hold
+    for _ in run.epochs(arguments.epochs):
+        for inputs, targets in run:
+            scaler.scale((model(inputs) - targets).square().sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            scheduler.step()
+            if run.iteration == arguments.stop_after:
+                if not arguments.shadow:
+                    save(arguments.file, run)
+                raise SystemExit(0)  # without shutdown(): servers keep what they hold
 
     if bps.rank() == 0:
         print(f"ends with {digest(model)} at scale {scaler.get_scale():g}, lr {scheduler.get_last_lr()[0]:.6f}")

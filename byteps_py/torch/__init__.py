@@ -3,9 +3,9 @@
 Start with horovod/api.py (init, rank), horovod/allreduce.py (push_pull) and gradients/optimizer.py
 (DistributedOptimizer).
 
-    elastic ─ horovod ─┬ operations ─┐
-             gradients ┘             │
-    process_group ───────────────────┴ collectives ─ Session (byteps_py.session)
+    run ┬ elastic ─ horovod ─┬ operations ─┐
+        └───────── gradients ┘             │
+    process_group ─────────────────────────┴ collectives ─ Session (byteps_py.session)
 """
 
 import importlib as _importlib
@@ -48,6 +48,7 @@ from byteps_py.torch.operations.handles import *
 from byteps_py.torch.operations.process_sets import *
 from byteps_py.torch.operations.reductions import *
 from byteps_py.torch.operations.state_broadcast import *
+from byteps_py.torch.run.run_state import RunState
 from byteps_py.torch.timeline import *
 from byteps_py.torch_backend import register as _register_backend
 
@@ -58,6 +59,7 @@ __all__ = [
     "CrossBarrier",
     "DistributedDataParallel",
     "DistributedOptimizer",
+    "RunState",
     "SyncBatchNorm",
     "ddp_comm_hook",
     "elastic",

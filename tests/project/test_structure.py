@@ -49,6 +49,7 @@ ROOMS = {
     "optim": set(),
     "process_group": {"collectives"},
     "elastic": {"collectives", "operations", "horovod"},
+    "run": {"collectives", "operations", "gradients", "elastic"},
     "compression": set[str](),
     "timeline": {"collectives"},
 }

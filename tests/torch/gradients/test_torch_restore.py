@@ -280,7 +280,7 @@ def test_what_does_not_go_together_is_refused(servers: Servers) -> None:
 def test_what_can_not_be_attached_is_refused_before_the_step(extra: object, text: str) -> None:
     steps = ShadowedSteps("name")
     steps.extra = extra
-    for check in (steps.check_extra, steps.pack_extra):
+    for check in (steps.check_extra, steps.prepare_record):
         with pytest.raises(UsageError, match=text):
             check()
 
@@ -305,7 +305,7 @@ def test_a_large_buffer_that_does_not_change_is_not_sent() -> None:
     model = Masked()
     steps = ShadowedSteps("name")
     steps.buffers = ModelBuffers(model)
-    steps.pack_extra()
+    steps.prepare_record()
     attached = Attachment.unpack(steps._packed)
     assert (set(attached.buffers), set(attached.constants)) == ({"mean"}, {"mask"})
     ModelBuffers(Masked()).check(attached.constants)
@@ -326,7 +326,7 @@ def test_a_large_buffer_that_changes_is_named(way: str) -> None:
         model.mask.data[5, 5] = 2
     else:
         model.mask = model.mask * 2
-    steps.pack_extra()
+    steps.prepare_record()
     assert torch.equal(tensors_of(Attachment.unpack(steps._packed).buffers)["mask"], model.mask)
     assert steps.buffers.sizes()["mask"] == 4 << 20
 

@@ -151,13 +151,16 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
         ``bps.restore``: random states, the position of the data loader, a scheduler's state. Any object that can be
         pickled, small, each rank's own; step() pickles it as it is then. None for nothing.
 
-        Raises UsageError without ``shadow=True``, and for what can't be pickled or is too large.
+        Raises UsageError without ``shadow=True``, with a RunState, which attaches its ``extra``, and for what can't be
+        pickled or is too large.
         """
         return self._shadowed_steps.extra
 
     @shadow_extra.setter
     def shadow_extra(self, value: Any) -> None:
         steps = self._shadowed_steps
+        if steps.loop is not None:
+            raise UsageError("a RunState attaches to this optimizer's steps: give it the object in extra={…}")
         before, steps.extra = steps.extra, value
         try:
             steps.check_extra()  # an error must not come in the middle of a step

@@ -13,7 +13,7 @@ import secrets
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -61,6 +61,7 @@ class ShadowedSteps:
         step: number of the latest step.
         calls: the number of calls of step() so far, also of those that made no step, because gradients were not finite.
         extra: the object that the user attaches to the next steps.
+        loop: a RunState's training loop, which attaches in place of the user; None: there is none.
         model: the module that gives parameters their names; None: unknown.
         buffers: the model's buffers, attached as well; None: there are none.
         open_reader: reads what servers hold.
@@ -77,11 +78,13 @@ class ShadowedSteps:
         self._durable, self._is_whole = 0, False
         self.step = self.calls = 0
         self.extra: object = None
+        self.loop: LoopRecords | None = None
         self.model: torch.nn.Module | None = None
         self.buffers: ModelBuffers | None = None
         self._common = CommonRecord()
         self._reader: ShadowReader | None = None
         self._packed = b""
+        self._made: MadeStep | None = None
 
     def start(self, context: Context) -> None:
         """All ranks call it, before their states are made: they agree on the number of this run."""
@@ -99,7 +102,7 @@ class ShadowedSteps:
         _of_session[context.session] = weakref.ref(self)
         (self.run,) = largest(context, f"{self._name}.run", [secrets.randbits(_RUN_BITS) | 1])
         self._durable, self._is_whole = 0, False
-        self._session = context.session
+        self._session, self._made = context.session, None
 
     def _go_without(self, session: Session) -> None:
         """On a machine alone. Raises UsageError unless the job has had others, and goes on without them."""
@@ -140,7 +143,7 @@ class ShadowedSteps:
 
     def go_on(self, step: int, calls: int, reader: ShadowReader | None = None) -> None:
         """Go on from a step of an earlier run, whose states ``reader`` has until they are taken over."""
-        self.step, self.calls, self._reader = step, calls, reader
+        self.step, self.calls, self._reader, self._made = step, calls, reader, None
 
     def taken_over(self) -> None:
         """No states of an earlier run are to be read any more."""
@@ -148,12 +151,18 @@ class ShadowedSteps:
         if reader is not None:
             reader.close()
 
+    @property
+    def attached_by(self) -> str:
+        """Who attaches, for errors."""
+        return "optimizer.shadow_extra" if self.loop is None else "what RunState attaches"
+
     def check_extra(self) -> bytes:
-        """The objects that the user attaches, pickled. Raises UsageError if it can't be, or is too much."""
+        """The object that is attached, pickled. Raises UsageError if it can't be, or is too much."""
+        found = self.extra if self.loop is None else self.loop.attached()
         try:
-            extra = pickled(self.extra) if self.extra is not None else b""
+            extra = pickled(found) if found is not None else b""
         except Exception as error:  # classes of the user may raise anything
-            raise UsageError(f"optimizer.shadow_extra can't be pickled: {error}") from error
+            raise UsageError(f"{self.attached_by} can't be pickled: {error}") from error
         self._check_sizes(len(extra), {})
         return extra
 
@@ -161,8 +170,7 @@ class ShadowedSteps:
         """Raises UsageError if the buffers that are known to travel are too much."""
         self._check_sizes(0, self.buffers.sizes() if self.buffers is not None else {})
 
-    @staticmethod
-    def _check_sizes(extra_bytes: int, sizes: Mapping[str, int]) -> None:
+    def _check_sizes(self, extra_bytes: int, sizes: Mapping[str, int]) -> None:
         total = extra_bytes + sum(sizes.values())
         if total <= MAX_ATTACHED_BYTES - _BESIDE_BYTES * (1 + len(sizes)):
             return
@@ -170,19 +178,26 @@ class ShadowedSteps:
         largest_one = max(sizes, key=lambda name: sizes[name], default="")
         if extra_bytes >= sizes.get(largest_one, 0):
             raise UsageError(
-                f"optimizer.shadow_extra has {bytes_text(extra_bytes)}, and {most} are the most, together with the "
+                f"{self.attached_by} has {bytes_text(extra_bytes)}, and {most} are the most, together with the "
                 "model's buffers that change: they go to another machine with every step. Attach positions and random "
                 "states, not data"
             )
         raise UsageError(
-            f"the model's buffers that change, and optimizer.shadow_extra, have {bytes_text(total)}, and {most} are "
+            f"the model's buffers that change, and {self.attached_by}, have {bytes_text(total)}, and {most} are "
             f"the most: they go to another machine with every step. The largest buffer is {largest_one!r} with "
             f"{bytes_text(sizes[largest_one])}: if it can be computed anew, register it with register_buffer(…, "
             "persistent=False)"
         )
 
-    def pack_extra(self) -> None:
-        """Pack what belongs to the next step. Raises UsageError if that can't be pickled, or is too much."""
+    def prepare_record(self) -> None:
+        """Pack what belongs to the next step, unless a loop does so after it. Raises UsageError if that can't be
+        pickled, or is too much, or if the loop does not expect a step."""
+        if self.loop is None:
+            self._pack_attached()
+        else:
+            self.loop.check_step(self._made is not None)
+
+    def _pack_attached(self) -> None:
         extra = self.check_extra()
         buffers, constants = self.buffers.stored() if self.buffers is not None else ({}, {})
         self._check_sizes(len(extra), {name: len(each.data) for name, each in buffers.items()})
@@ -191,21 +206,64 @@ class ShadowedSteps:
     def record(self, tensors: Sequence[ShadowedTensor], groups: Sequence[Mapping[str, Any]]) -> None:
         """The step of all parts has begun. ``tensors``: all that have states. Raises UsageError for more
         parameters than a record has room for."""
-        session, shadowed = self._session, self.next
+        shadowed = self.next
         self.calls += 1
         self.step += 1
-        if session is None or shadowed is None:
+        if shadowed is None:
             return
-        common = b""
-        if session.rank == 0:
-            common = self._common.pack(tensors, groups, self.model, self.calls)
-        if len(common) > session.state_host.max_record_bytes:
+        self._made = MadeStep(shadowed, tensors, groups)
+        if self.loop is None:
+            self._pack_common()
+            self.send_record()
+
+    @property
+    def owes_record(self) -> bool:
+        """A step was made whose record waits for the end of the loop's body."""
+        return self._made is not None
+
+    def complete_record(self) -> None:
+        """The record that waits says what is so now. Raises UsageError, see ``prepare_record`` and ``record``."""
+        self._pack_attached()
+        self._pack_common()
+
+    def _pack_common(self) -> None:
+        session, made = self._session, self._made
+        if session is None or made is None or session.rank:
+            return
+        made.common = self._common.pack(made.tensors, made.groups, self.model, self.calls)
+        if len(made.common) > session.state_host.max_record_bytes:
             raise UsageError(
-                f"shadow=True: the names, shapes and steps of {sum(len(each.params) for each in tensors)} "
-                f"parameters have {len(common)} bytes, which go to another machine with every step, and "
+                f"shadow=True: the names, shapes and steps of {sum(len(each.params) for each in made.tensors)} "
+                f"parameters have {len(made.common)} bytes, which go to another machine with every step, and "
                 f"{session.state_host.max_record_bytes} are the most"
             )
-        session.state_host.record_step(shadowed, common, self._packed)
+
+    def send_record(self) -> None:
+        """Send the record that waits, as it was completed."""
+        session, made, self._made = self._session, self._made, None
+        if session is not None and made is not None:
+            session.state_host.record_step(made.shadowed, made.common, self._packed)
+
+
+class LoopRecords(Protocol):
+    """A training loop at the end of whose body a step's record is made, in place of step() itself: by then the
+    schedulers have stepped, and random numbers are drawn. So a restored job begins with the next body."""
+
+    def attached(self) -> object:
+        """What belongs to the step, as it is now."""
+
+    def check_step(self, is_second: bool) -> None:
+        """Raises UsageError if no step may be made now. ``is_second``: in this body."""
+
+
+@dataclass(slots=True)
+class MadeStep:
+    """A step whose record has yet to be sent. ``common``: of its record."""
+
+    shadowed: ShadowedStep
+    tensors: Sequence[ShadowedTensor]
+    groups: Sequence[Mapping[str, Any]]
+    common: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

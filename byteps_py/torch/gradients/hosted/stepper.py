@@ -204,7 +204,7 @@ class HostedStepper(Stepper):
             self.next.unscale = float(call.grad_scale.double().reciprocal().float())
         self.next.overflows = self.next.overflows or call.overflows  # perhaps of another part of the model
         if self.shadow is not None:
-            self.shadow.pack_extra()
+            self.shadow.prepare_record()
 
     def make(self, numbers: Sequence[Hyperparameters], begun: Sequence[BucketStep] = ()) -> None:
         """Make the step that ranks have agreed on. ``begun``: already."""
