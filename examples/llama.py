@@ -36,6 +36,7 @@ def new_training(options: LlamaOptions, mesh: Mesh, arguments: argparse.Namespac
         schedule=arguments.schedule,
         micro_batches=arguments.micro_batches,
         max_norm=1.0,
+        hosted=arguments.hosted,
     )
     model = llama(options, groups).to(arguments.dtype)
     optimizer = functools.partial(torch.optim.AdamW, lr=arguments.lr)
@@ -67,6 +68,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--pp", type=int, default=1, help="ranks with different layers")
     parser.add_argument("--dp", type=int, default=-1, help="ranks with different sequences; default: all others")
     parser.add_argument("--data", default="ddp", choices=DATA, help="what dp and cp share")
+    parser.add_argument("--hosted", default=False, choices=("machine", "sharded"), help="services make the steps")
     parser.add_argument("--no-sequence-parallel", action="store_true", help="norms see the whole sequence on all of tp")
     parser.add_argument("--backend", default="byteps", help="of torch.distributed: byteps (default), gloo or nccl")
     parser.add_argument("--schedule", default="dapple", help="of the pipeline: a name of `bps schedule`")

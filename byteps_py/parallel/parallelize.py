@@ -6,6 +6,7 @@ What each dimension does is in the package of its name: tensor, context, pipe. D
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -20,10 +21,12 @@ from byteps_py.errors import UsageError
 from byteps_py.parallel import tensor
 from byteps_py.parallel.gradient_scaling import decide_together
 from byteps_py.parallel.gradients import clip_grad_norm_, multiply_gradients
+from byteps_py.parallel.hosted import EqualCopies, hosted_optimizer
 from byteps_py.parallel.mesh import Mesh
 from byteps_py.parallel.pipe.pipeline import Pipeline
 from byteps_py.parallel.pipe.step_data import LossFunction, cut
 from byteps_py.parallel.pipe.trees import flatten
+from byteps_py.torch.gradients.hosted.optimizer import HostedOptimizerMixin
 
 Module = nn.Module | Pipeline
 DataParallelism = Literal["ddp", "zero1", "zero2", "zero3", "hsdp"]
@@ -50,6 +53,9 @@ class ParallelOptions:
         recompute: a pipeline's stages keep their inputs only, and repeat forward passes before backward passes.
         autocast: the dtype of torch.autocast; None: none. With torch.float16, the loss is scaled (GradScaler).
         max_norm: gradients are clipped to this norm. None: they are not.
+        hosted: with "ddp", the communication services keep the optimizer's states, and make its steps, for the ranks
+            of ``mesh.gradient_group``: True, "machine" or "sharded", see DistributedOptimizer. ``p.grad`` stays the
+            gradient of this rank's copy of the model.
     """
 
     plan: Mapping[str, tensor.Style] = field(default_factory=dict)
@@ -60,6 +66,7 @@ class ParallelOptions:
     recompute: bool = False
     autocast: torch.dtype | None = None
     max_norm: float | None = None
+    hosted: bool | str = False
 
 
 def parallelize_model(
@@ -87,16 +94,19 @@ def parallelize_model(
     _check(mesh, options)
     tensor.parallelize(model, options.plan, mesh.group("tp"), sequence_dim=options.sequence_dim)
     copies, is_fully_sharded = mesh.gradient_group, options.data in _FULLY_SHARDED
+    is_hosted = options.hosted is not False
     module: Module = model
     if mesh.pp > 1:
-        # FSDP sums gradients itself: each copy of the model is then a pipeline of its own.
-        workers = mesh.device_mesh["pp"] if is_fully_sharded else mesh.device_mesh
+        # FSDP, or services, sum gradients over copies: each copy of the model is then a pipeline of its own.
+        workers = mesh.device_mesh["pp"] if is_fully_sharded or is_hosted else mesh.device_mesh
         module = Pipeline(model, options.schedule, options.micro_batches, workers, recompute=options.recompute)
     forward: nn.Module = model
     if is_fully_sharded:
         for stage in module.stages.values() if isinstance(module, Pipeline) else [model]:
             _fully_shard(stage, mesh, options.data)
         decide_together(module.parameters(), [copies])
+    elif is_hosted:
+        EqualCopies(module, copies).parameters()
     elif isinstance(module, nn.Module):
         forward = nn.parallel.DistributedDataParallel(model, process_group=copies)
     parameters = list(module.parameters())
@@ -104,8 +114,13 @@ def parallelize_model(
         own: torch.optim.Optimizer = ZeroRedundancyOptimizer(parameters, optimizer, copies)  # type: ignore[arg-type]
     else:
         own = optimizer(parameters)
+    if is_hosted:
+        own = hosted_optimizer(own, module, mesh, options.micro_batches, options.hosted)
     mean = _MeanLoss(loss, mesh, module.program.parts if isinstance(module, Pipeline) else 1)
-    return ParallelTraining(_Parts(module, forward, loss, mean, not is_fully_sharded), own, options)
+    equal = EqualCopies(module, copies) if is_hosted else None
+    return ParallelTraining(
+        _Parts(module, forward, loss, mean, not (is_fully_sharded or is_hosted), equal), own, options
+    )
 
 
 def _check(mesh: Mesh, options: ParallelOptions) -> None:
@@ -114,6 +129,11 @@ def _check(mesh: Mesh, options: ParallelOptions) -> None:
     if options.data == "hsdp" and mesh.cp == 1:
         raise UsageError(
             "data='hsdp' shares parameters among the ranks of cp, and cp is 1: give 'zero3', or a larger cp"
+        )
+    if options.hosted is not False and options.data != "ddp":
+        raise UsageError(
+            f"hosted={options.hosted!r} does not go together with data={options.data!r}, which keeps states on the "
+            "ranks: hosted='sharded' divides them among the services of the same ranks, with data='ddp'"
         )
     if mesh.sharding > 1 and options.data in _FULLY_SHARDED:
         raise UsageError(f"data={options.data!r} takes no mesh with sharding={mesh.sharding}: give the ranks to dp")
@@ -133,13 +153,15 @@ def _fully_shard(stage: nn.Module, mesh: Mesh, data: str) -> None:
 @dataclass(frozen=True)
 class _Parts:
     """``forward``: ``module``, with the wrapper that sums its gradients over ``mesh.gradient_group``.
-    ``is_summed_by_pipeline``: a pipeline does, and takes the mean of ``loss``; else ``mean`` does."""
+    ``is_summed_by_pipeline``: a pipeline does, and takes the mean of ``loss``; else ``mean`` does. ``equal``: keeps
+    buffers of copies equal, unless ``forward`` or the pipeline does."""
 
     module: Module
     forward: nn.Module
     loss: LossFunction
     mean: _MeanLoss
     is_summed_by_pipeline: bool
+    equal: EqualCopies | None = None
 
 
 class ParallelTraining:
@@ -173,9 +195,11 @@ class ParallelTraining:
 
     def backward(self, inputs: Any, targets: Any) -> torch.Tensor:
         """The forward and backward passes of ``step``. Gradients replace those that parameters have; with torch.float16
-        they are scaled."""
+        they are scaled. With ``hosted``, they are those of this rank's copy of the model."""
         self.optimizer.zero_grad()
         module, mean = self.module, self._parts.mean
+        if self._parts.equal is not None:
+            self._parts.equal.buffers()
         if isinstance(module, Pipeline) and self._parts.is_summed_by_pipeline:
             with self._autocast():
                 return module.step(inputs, targets, self._parts.loss, self.scaler)
@@ -185,7 +209,9 @@ class ParallelTraining:
                 module.step(inputs, targets, mean, self.scaler)
         else:
             self._accumulate(inputs, targets)
-        return mean.take(module.parameters())
+        if isinstance(self.optimizer, HostedOptimizerMixin) and not isinstance(module, Pipeline):
+            return mean.take(self.optimizer._stepper.multiply)  # gradients are on their way
+        return mean.take(functools.partial(multiply_gradients, module.parameters()))
 
     @torch.no_grad()
     def evaluate(self, inputs: Any, targets: Any) -> torch.Tensor:
@@ -200,11 +226,15 @@ class ParallelTraining:
             else:
                 for part, target in self._micro_batches(inputs, targets):
                     mean(module(part), target)
-        return mean.take(())
+        return mean.take(lambda factor: None)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Like torch.nn.utils.clip_grad_norm_, over the gradients of all ranks, each parameter once. Returns the norm
-        before clipping, the same on all ranks."""
+        before clipping, the same on all ranks. With ``hosted``, the next step clips, and ``norm_type`` is 2."""
+        if isinstance(self.optimizer, HostedOptimizerMixin):
+            if norm_type != 2.0:
+                raise UsageError(f"norm_type={norm_type}: a hosted optimizer clips by the norm of type 2")
+            return self.optimizer.clip_grad_norm_(max_norm)
         if isinstance(self.module, Pipeline):
             return self.module.clip_grad_norm_(max_norm, norm_type)
         return clip_grad_norm_(self.module, max_norm, norm_type)
@@ -265,12 +295,13 @@ class _MeanLoss:
         self._sums += own
         return total * (self._weight * self._parts)
 
-    def take(self, parameters: Iterable[nn.Parameter]) -> torch.Tensor:
-        """After the passes: the mean. The gradients of ``parameters`` become its own. All ranks call it."""
+    def take(self, multiply: Callable[[torch.Tensor], None]) -> torch.Tensor:
+        """After the passes: the mean. ``multiply``: gradients, by a factor that makes them its own. All ranks call
+        it."""
         for group in self._groups:
             dist.all_reduce(self._sums, group=group)
         total, count = self._sums
         share = torch.where(count > 0, 1 / count.clamp(min=1e-300), 0.0)  # nothing counts: no gradients
-        multiply_gradients(parameters, share * self._expected)
+        multiply(share * self._expected)
         mean: torch.Tensor = total * share
         return mean

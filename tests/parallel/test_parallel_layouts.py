@@ -48,6 +48,66 @@ def test_beside_one_process(layout: str, cases: str) -> None:
         assert job.text.count(f"{case}: right") == ranks * (1 + (number > 0)), job.text
 
 
+_MACHINE, _SHARDED = ":hosted=machine", ":hosted=sharded"
+
+
+@pytest.mark.parametrize(
+    ("layout", "cases"),
+    [
+        ("-np 4", f"2x1x1x2{_SHARDED}"),
+        pytest.param(
+            "-np 2 --machines 2 --servers 1",
+            f"2x1x1x2{_MACHINE} 1x1x2x2{_SHARDED} 2x1x2x1:tied=1{_MACHINE} 1x2x1x2{_SHARDED} 1x2x2x1{_MACHINE}",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "-np 4",
+            f"2x1x1x2:zero1 2x1x1x2{_SHARDED} 1x1x2x2:schedule=interleaved:tied=1{_SHARDED} 2x2x1x1{_MACHINE} 1x1x2x2",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "-np 4",
+            f"1x1x4x1:schedule=chimera:micro_batches=4{_SHARDED} 4x1x1x1{_SHARDED} 1x4x1x1{_MACHINE}",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            "-np 4 --machines 2 --servers 1",
+            f"2x1x2x2{_MACHINE} 1x2x2x2:tied=1{_SHARDED} 2x2x1x2{_MACHINE} 4x1x2x1{_SHARDED}",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+@pytest.mark.timeout(400)
+def test_hosted(layout: str, cases: str) -> None:
+    """States move between layouts that are hosted and those that are not."""
+    test_beside_one_process(layout, cases)
+
+
+@pytest.mark.parametrize(
+    ("layout", "cases"),
+    [
+        ("-np 2", "1x1x1x2:sharded 2x1x1x1:sharded"),
+        pytest.param("-np 2", "1x1x2x1:machine 1x2x1x1:sharded", marks=pytest.mark.slow),
+        pytest.param(
+            "-np 2 --machines 2 --servers 1",
+            "2x1x1x2:machine 1x1x2x2:sharded 2x1x2x1:machine 1x2x1x2:sharded",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+@pytest.mark.timeout(300)
+def test_hosted_and_clipped(layout: str, cases: str) -> None:
+    """SGD, which sees the factor of clipping; mixed precision; refusals."""
+    words = layout.split()
+    ranks = int(words[1]) * (int(words[3]) if len(words) > 2 else 1)
+    program = str(ROOT / "tests" / "programs" / "parallelized.py")
+    launch = [sys.executable, "-m", "byteps_py.launch", *words, sys.executable, program, *cases.split()]
+    with command(*launch, OMP_NUM_THREADS="1") as job:
+        assert job.end() == 0, job.text
+    for case in cases.split():
+        assert job.text.count(f"{case}: right") == ranks, job.text
+
+
 @pytest.mark.parametrize(
     "cases",
     [

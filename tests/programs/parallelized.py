@@ -1,11 +1,13 @@
-"""``parallel.parallelize_model`` with mixed precision, and what it refuses. Arguments: "TPxCPxPPxDP:DATA" layouts.
-Prints "LAYOUT: right" on each rank."""
+"""``parallel.parallelize_model`` with mixed precision, and what it refuses. Arguments: "TPxCPxPPxDP:DATA" layouts; DATA
+may also be "machine" or "sharded", for a hosted optimizer. Prints "LAYOUT: right" on each rank."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import cases  # noqa: F401  (the default device)
 import pytest
@@ -17,9 +19,10 @@ from torch.distributed.tensor import DTensor
 import byteps_py.torch as bps
 from byteps_py.errors import UsageError
 from byteps_py.parallel import Mesh, ParallelOptions, ParallelTraining, Pipeline, parallelize_model
-from byteps_py.parallel.tensor import Column, Row
+from byteps_py.parallel.tensor import Column, Row, sharded_parameters
 
 WIDTH, ROWS = 8, 8
+HOSTED = ("machine", "sharded")
 
 
 class Block(nn.Module):
@@ -34,12 +37,15 @@ class Block(nn.Module):
         return x + self.w2(hidden.relu())
 
 
+def options_of(data: str, **others: Any) -> ParallelOptions:
+    how = {"hosted": data} if data in HOSTED else {"data": data}
+    return ParallelOptions(plan={"*.w1": Column(), "*.w2": Row()}, micro_batches=2, **how, **others)
+
+
 def new_training(mesh: Mesh, data: str, autocast: torch.dtype, factor: Callable[[], float]) -> ParallelTraining:
     torch.manual_seed(1)
     model = nn.Sequential(*(Block() for _ in range(4)))
-    options = ParallelOptions(
-        plan={"*.w1": Column(), "*.w2": Row()}, data=data, micro_batches=2, autocast=autocast, max_norm=10.0
-    )
+    options = options_of(data, autocast=autocast, max_norm=10.0)
 
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return ((output.float() - target) ** 2).mean() * factor()
@@ -106,6 +112,49 @@ def check_skipped_step(mesh: Mesh, data: str) -> None:
         assert training.scaler.get_scale() == (scale / 2 if step == 2 else scale), f"step {step}"
 
 
+def counted(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows count that begin with more than -0.2: other numbers of them on each rank, and in each micro-batch."""
+    counts = target[:, :1] > -0.2
+    return (((output - target) ** 2) * counts).sum(), counts.sum()
+
+
+def check_beside_one_process(mesh: Mesh, data: str) -> None:
+    """In float64, clipped: weights and statistics of all layers; and what is refused."""
+    torch.manual_seed(1)
+    whole = nn.Sequential(Block(), nn.LayerNorm(WIDTH), Block(), nn.BatchNorm1d(WIDTH, affine=False), Block()).double()
+    whole[3].eval().requires_grad_(False)
+    model = copy.deepcopy(whole)
+    if dist.get_rank():  # the first copy's weights count
+        for each in model.parameters() if mesh.tp == mesh.pp == 1 else ():
+            each.detach().add_(1.0)
+    new_optimizer = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    training = parallelize_model(model, mesh, counted, new_optimizer, options_of(data, max_norm=0.05))
+    optimizer = new_optimizer(whole.parameters())
+    for step in range(4):
+        generator = torch.Generator(torch.get_default_device()).manual_seed(3 + step)
+        inputs = torch.randn(ROWS, WIDTH, generator=generator).double()
+        own = inputs.chunk(mesh.dp * mesh.cp)[mesh.rank("dp", "cp")]
+        found = training.step(own, own.flip(1))
+        optimizer.zero_grad()
+        total, count = counted(whole(inputs), inputs.flip(1))
+        (total / count).backward()
+        norm = nn.utils.clip_grad_norm_(whole.parameters(), 0.05)
+        optimizer.step()
+        assert abs(found - (total / count).detach()) < 1e-12, step
+        assert training.norm is not None
+        assert abs(training.norm - norm) < 1e-12 * norm, step
+    module = training.module
+    shards = module.sharded_parameters() if isinstance(module, Pipeline) else sharded_parameters(module)
+    for name, parameter in module.named_parameters():
+        due = whole.get_parameter(name).detach()
+        due = shards[name].cut(due) if name in shards else due
+        assert torch.allclose(parameter.detach(), due, rtol=0, atol=1e-12), (name, (parameter - due).abs().max())
+    with pytest.raises(UsageError, match="a hosted optimizer clips by the norm of type 2"):
+        training.clip_grad_norm_(1.0, 1.0)
+    with pytest.raises(UsageError, match=f"hosted='{data}' does not go together with data='zero1'"):
+        parallelize_model(model, mesh, counted, new_optimizer, ParallelOptions(data="zero1", hosted=data))
+
+
 def check_refusals(mesh: Mesh) -> None:
     def refused(text: str, **options: object) -> None:
         model = nn.Sequential(*(Block() for _ in range(4)))
@@ -132,6 +181,8 @@ def check_second_averages(mesh: Mesh, data: str) -> None:
     reason = "averages the gradient of"
     if mesh.tp > 1:
         reason = "tensor.parallelize has cut"
+    elif data in HOSTED and mesh.pp == 1:
+        return
     elif mesh.pp > 1:
         reason = "is in a Pipeline"
     elif data in ("zero2", "zero3", "hsdp"):
@@ -141,7 +192,7 @@ def check_second_averages(mesh: Mesh, data: str) -> None:
         def new_optimizer(parameters: Iterable[nn.Parameter], hosted: bool = hosted) -> torch.optim.Optimizer:
             return bps.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1), hosted=hosted)
 
-        options = ParallelOptions(plan={"*.w1": Column(), "*.w2": Row()}, data=data, micro_batches=2)
+        options = options_of(data)
         with pytest.raises(UsageError, match=f"DistributedOptimizer: .*{reason}"):
             parallelize_model(nn.Sequential(Block(), Block()), mesh, nn.functional.mse_loss, new_optimizer, options)
 
@@ -157,6 +208,8 @@ def main() -> None:
         for autocast in (torch.bfloat16, torch.float16):
             check_autocast(mesh, data or "ddp", autocast)
         check_skipped_step(mesh, data or "ddp")
+        if data in HOSTED:
+            check_beside_one_process(mesh, data)
         print(f"{layout}: right", flush=True)
     dist.destroy_process_group()
 

@@ -38,7 +38,11 @@ TABLE = table()
 
 #: The tests of a row, for its pairs that are not made here.
 TESTS: dict[str, tuple[str, ...]] = {
-    "hosted": ("test_hosted.py::test_beside_the_optimizer_on_the_ranks", "test_hosted.py::test_process_sets"),
+    "hosted": (
+        "test_hosted.py::test_beside_the_optimizer_on_the_ranks",
+        "test_hosted.py::test_process_sets",
+        "test_parallel_layouts.py::test_hosted",
+    ),
     "shadow": ("test_torch_restore.py::test_everything_comes_back",),
     "restore+shadow": ("test_shadow.py::test_a_job_that_is_killed_goes_on_from_its_last_step",),
     "delayed": ("test_hosted.py::test_beside_the_optimizer_on_the_ranks", "test_hosted.py::test_process_sets"),
@@ -249,7 +253,6 @@ REFUSED_IN: dict[tuple[str, str], str] = {
     ("shard", "ema"): "test_parameter_owners.py::test_torch_s_wrapper_of_a_sharded_model_is_refused",
     ("plain", "fsdp2"): "test_parameter_owners.py::test_dtensors_are_refused",
     ("hosted", "fsdp2"): "test_parameter_owners.py::test_dtensors_are_refused",
-    ("hosted", "tp"): "test_parameter_owners.py::test_a_model_that_parallelize_has_cut",
     ("bpsddp", "tp"): "test_parameter_owners.py::test_a_model_that_parallelize_has_cut",
     ("plain+naive", "tp"): "test_parameter_owners.py::test_a_model_that_parallelize_has_cut",
     ("hosted+naive", "tp"): "test_parameter_owners.py::test_a_model_that_parallelize_has_cut",
@@ -265,9 +268,6 @@ REFUSED_IN: dict[tuple[str, str], str] = {
     ("shard", "pp"): "test_pipelines.py::test_beside_one_process",  # its program refuses it
     ("shard", "two"): "test_sharding.py::test_beside_one_process",  # its program refuses it
     ("pp", "syncbn"): "test_pipelines.py::test_beside_one_process",  # its case refused_modules
-    ("hosted", "pp"): "test_pipelines.py::test_beside_one_process",  # likewise
-    ("hosted", "chimera"): "test_pipelines.py::test_beside_one_process",  # likewise
-    ("hosted", "sp"): "test_parameter_owners.py::test_a_model_that_parallelize_has_cut",
     ("hosted", "zero"): "test_parameter_owners.py::test_torch_s_zero_optimizer_is_not_hosted",
     ("shadow", "two"): "test_torch_restore.py::test_a_second_optimizer_is_not_shadowed",
     ("fsdp2", "ema"): "test_parameter_owners.py::test_fsdp2_s_own_refusals",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from byteps_py.tensors import TensorSpec
@@ -104,6 +105,25 @@ class DivideReplicatedSumsAsEachMachineLikes(Mutation):
                 takes_last = self._topology.machine_index % 2 == 1 and len(ranks) > 0
                 last = len(owned) - 1 - owned[::-1].index(min(owned))
                 return ranks[last] if takes_last else super()._local_owner(spec)
+
+
+class OwnAmongAllRanks(Mutation):
+    """A rank outside of a sum's group may own a partition of it."""
+
+    class placing(PlacementView):
+        class owners_class(Owners):
+            def _owner(self, spec: TensorSpec, machine_id: str | None) -> int:
+                return super()._owner(replace(spec, group=()), machine_id)
+
+
+class LeaveOutSumsOfOtherMachines(Mutation):
+    """A machine counts what its ranks' groups own, and so chooses other owners than a machine in more groups."""
+
+    class placing(PlacementView):
+        class owners_class(Owners):
+            def _count(self, spec: TensorSpec, owner: int, nbytes: int) -> None:
+                if self._topology.machine_index in self._topology.machines_of(spec):
+                    super()._count(spec, owner, nbytes)
 
 
 class StepInEveryRound(Mutation):
@@ -208,6 +228,8 @@ HOSTED_MUTATIONS: dict[type[Parts], int] = {
     StepInsteadOfASkip: 2,
     MoveTheOwner: 17,
     DivideReplicatedSumsAsEachMachineLikes: 25,
+    OwnAmongAllRanks: 2,
+    LeaveOutSumsOfOtherMachines: 48,
     StepInEveryRound: 1,
     DivideAStepByAllMachines: 1,
     KeepSumsThatAreGivenUp: 6,
@@ -220,5 +242,5 @@ HOSTED_MUTATIONS: dict[type[Parts], int] = {
 }
 
 HOSTED_ELASTIC_MUTATIONS: dict[type[Parts], int] = {
-    GoOnWithAnEndedGroup: 26,
+    GoOnWithAnEndedGroup: 61,
 }

@@ -44,7 +44,8 @@ class Model:
     states: list[Wide]
 
     @classmethod
-    def make(cls, rng: random.Random, name: str, is_shadowed: bool = False) -> Model:
+    def make(cls, rng: random.Random, name: str, group: tuple[int, ...] = (), is_shadowed: bool = False) -> Model:
+        """``group``: the ranks that share it; () for all."""
         gradient, parameter = rng.choice(_KINDS)
         rule = UpdateRule(Method.SGD, momentum=rng.random() < 0.5)
         if rng.random() < 0.35:
@@ -52,10 +53,15 @@ class Model:
         kind = StepKind(rule, gradient, parameter)
         count = rng.choice(_COUNTS)
         average = rng.random() < 0.5
-        owned: dict[str, Any] = {"ownership": name, "is_replicated": rng.random() < 0.4}
+        owned: dict[str, Any] = {"ownership": name, "is_replicated": rng.random() < 0.4, "group": group}
         gradients = TensorSpec(name, gradient, (count,), Op.SUM, average, is_shadowed=is_shadowed, **owned)
         parameters = TensorSpec(f"{name}.parameters", parameter, (count,), Op.BROADCAST, **owned)
         return cls(name, kind, gradients, parameters, [])
+
+    def of_each(self, spec: TensorSpec, size: int) -> tuple[TensorSpec | None, ...]:
+        """``spec`` for the ranks that share the model."""
+        members = self.gradients.members(size)
+        return tuple(spec if rank in members else None for rank in range(size))
 
     @property
     def has_phases(self) -> bool:
@@ -141,11 +147,22 @@ class HostedProgram(Program):
         super(HostedProgram, self).add_steps(rng, names)  # slots make another class of this one
         if not self.models:
             count = rng.choice((1, 1, 2))
-            self.models = [Model.make(rng, f"h{i}", self.is_steady) for i in range(count)]
+            groups = self._groups(rng, count)
+            self.models = [Model.make(rng, f"h{i}", group, self.is_steady) for i, group in enumerate(groups)]
         for step in self.steps[first:]:
             for model in self.models:
                 if rng.random() < 0.8:
                     step.append(self._new_use(rng, model))
+
+    def _groups(self, rng: random.Random, count: int) -> list[tuple[int, ...]]:
+        """The ranks that share each model. Of two, sometimes disjoint groups, as those of a mesh."""
+        own = random.Random(f"{rng.getstate()[1][:8]}")  # what else follows from the seed stays
+        if self.is_steady or self.size == 1 or own.random() < 0.5:
+            return [()] * count
+        first = tuple(sorted(own.sample(range(self.size), own.randint(1, self.size - 1))))
+        others = tuple(rank for rank in range(self.size) if rank not in first)
+        second = own.choice((others, (), tuple(sorted(own.sample(range(self.size), own.randint(1, self.size))))))
+        return [first, second][:count]
 
     def _new_use(self, rng: random.Random, model: Model) -> HostedUse:
         is_first = not any(use.model is model for use in self.trained)
@@ -155,14 +172,15 @@ class HostedProgram(Program):
         gives_up = bool(segments) and model.has_phases and not self.is_steady and rng.random() < 0.15
         norms = None
         if segments and model.has_phases and rng.random() < 0.6:
-            spec = TensorSpec(f"{model.name}.norms", DType.FLOAT64, (rng.choice((1, 20)),), Op.SUM)
-            norms = Use(self.uses, spec.name, (spec,) * self.size)
+            shape, group = (rng.choice((1, 20)),), model.gradients.group
+            spec = TensorSpec(f"{model.name}.norms", DType.FLOAT64, shape, Op.SUM, group=group)
+            norms = Use(self.uses, spec.name, model.of_each(spec, self.size))
             self.sums.append(norms)
             self.uses += 1
         use = HostedUse(
             self.uses,
             model.name,
-            (model.gradients,) * self.size,
+            model.of_each(model.gradients, self.size),
             model=model,
             segments=segments,
             skips=skips,

@@ -6,7 +6,7 @@ machine always gives the same bytes to it, and that all machines, wherever their
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -76,9 +76,9 @@ class Ledger:
         known = self._owners.setdefault((group, name, machine if is_replicated else _ANY), owners)
         if known != owners:
             raise InvariantError(f"the owners of {name} are {owners}, and were {known}")
-        # Each machine divides the elements among its ranks in the same way.
-        first = min(owner for _, _, owner in owners)
-        divided = tuple((start, count, owner - first) for start, count, owner in owners)
+        # Each machine divides the elements among its ranks of the sum's group in the same way.
+        ranks = sorted({owner for _, _, owner in owners})
+        divided = tuple((start, count, ranks.index(owner)) for start, count, owner in owners)
         if is_replicated and self._owners.setdefault((group, name, _ALIKE), divided) != divided:
             raise InvariantError(f"machine {machine} divides {name} as {divided}, others otherwise")
 
@@ -86,8 +86,9 @@ class Ledger:
         """A rank wants a step made with its partitions."""
         self._armed.setdefault((self._group(), rank, slot, round_), []).append(is_last)
 
-    def steps(self, machine: int, step: MakeStep, machines: int) -> None:
-        """As often in a round as its owner has said, in that order, with the sum of all that was given to it."""
+    def steps(self, machine: int, step: MakeStep, machines: Sequence[int]) -> None:
+        """As often in a round as its owner has said, in that order, with the sum of all that was given to it by
+        ``machines``, those of its group."""
         part, round_ = step.part, step.part.tensor.round
         what = _describe(part, round_)
         name = self._name(part, round_)
@@ -107,7 +108,7 @@ class Ledger:
         self._stepping.add((name, place))
         if part.tensor.is_alone:
             return  # the ranks' gradients themselves
-        given = [self._given.get((each, name)) for each in range(machines)]
+        given = [self._given.get((each, name)) for each in machines]
         if any(each is None for each in given):
             raise InvariantError(f"machine {machine} steps {what}, to which not all machines have given")
         dtype = part.tensor.spec.dtype

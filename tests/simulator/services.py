@@ -99,7 +99,7 @@ class Worker(Process):
     def _check_action(self, action: Action) -> None:
         group = self._service._group
         if isinstance(action, MakeStep) and group is not None:
-            self._ledger.steps(self.machine, action, group.topology.machines)
+            self._ledger.steps(self.machine, action, group.topology.machines_of(action.part.tensor.spec))
         if isinstance(action, RoundDone) and action.tensor.parts and action.tensor.parts[0].server >= 0:
             self._check_contribution(action.tensor)
         self._carry_out(action)

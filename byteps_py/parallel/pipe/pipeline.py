@@ -224,6 +224,12 @@ class Pipeline:
         """The parameters of this rank's stages, each once: for an optimizer."""
         return (parameter for _, parameter in self.named_parameters())
 
+    def counted_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those of ``named_parameters`` that no worker before this one holds: over all workers, each one once."""
+        for name, parameter in self.named_parameters():
+            if self._first_holder[name] == self._layout.worker:
+                yield name, parameter
+
     def sharded_parameters(self) -> dict[str, Shard]:
         """The parameters of this rank's stages that lie in parts on tensor-parallel ranks, by name."""
         return {
@@ -275,11 +281,7 @@ class Pipeline:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Like torch.nn.utils.clip_grad_norm_, for the gradients of all stages, each parameter once. Returns the norm,
         the same on all ranks."""
-        named = [
-            (name, parameter.grad)
-            for name, parameter in self.named_parameters()
-            if parameter.grad is not None and self._first_holder[name] == self._layout.worker
-        ]
+        named = [(name, one.grad) for name, one in self.counted_parameters() if one.grad is not None]
         tp = self._tensor_parallel_group()
         partial = partial_norms(named, self.sharded_parameters(), tp, norm_type).to(self._device)
         norm = total_norm(partial, [self._workers], norm_type)

@@ -80,9 +80,9 @@ def bounds(
     return [~value for value in both[len(values) :]], both[: len(values)]
 
 
-def overflows(context: Context, name: str, square_sum: float, group: tuple[int, ...] = ()) -> bool:
-    """True, on all ranks, if a sum is NaN or infinite. ``square_sum``: of the averages that this rank owns."""
-    return bool(largest(context, f"{name}.overflow", [not math.isfinite(square_sum)], group)[0])
+def overflows(context: Context, name: str, square_sums: Sequence[float], group: tuple[int, ...] = ()) -> bool:
+    """True, on all ranks, if a sum is NaN or infinite. ``square_sums``: of the averages that this rank owns."""
+    return bool(largest(context, f"{name}.overflow", [not all(map(math.isfinite, square_sums))], group)[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +108,11 @@ def explain_overflow(
     return nonfinite.explain(blame or rank_bits.OVERFLOW, session.size, gradients.step, places or ["a sum"])
 
 
-def total_norm(name: str, square_sum: float, group: tuple[int, ...] = ()) -> torch.Tensor:
-    """The norm of all averages, float64. ``square_sum``: of those that this rank owns."""
-    own = torch.tensor([square_sum], dtype=torch.float64, device="cpu")
-    return reduced(own, Sum, f"{name}.norm", group).sqrt()[0]
+def total_square_sums(name: str, square_sums: Sequence[float], group: tuple[int, ...] = ()) -> list[float]:
+    """The sums of the squares of all averages. ``square_sums``: of those that this rank owns."""
+    own = torch.tensor(square_sums, dtype=torch.float64, device="cpu")
+    found: list[float] = reduced(own, Sum, f"{name}.norm", group).tolist()
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ import torch
 from byteps_py.errors import UsageError
 from byteps_py.system.log import logger
 from byteps_py.tensors import NonFinite
+from byteps_py.torch.collectives import context as contexts, nonfinite
 from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.collectives.parameter_owners import find_part
 from byteps_py.torch.compression import Compression
@@ -31,8 +32,10 @@ from byteps_py.torch.gradients.hosted.states_mode import StatesMode, choose
 from byteps_py.torch.gradients.hosted.stepper import HostedStepper, NextStep, StepTiming
 from byteps_py.torch.gradients.hosted.steps import SumSteps
 from byteps_py.torch.gradients.hosted.timings import BackwardSteps, DelayedTiming, InBackwardTiming
+from byteps_py.torch.gradients.hosted.whole_model import AllHere, WholeModel
 from byteps_py.torch.gradients.optimizer_mixin import DistributedOptimizerMixin
 from byteps_py.torch.gradients.stepper import Names, WrappedOptimizer
+from byteps_py.torch.operations.handles import kind_in_group
 from byteps_py.torch.operations.reductions import Average, ReduceOp, Sum
 from byteps_py.torch.optim import LAMB
 
@@ -54,12 +57,16 @@ def check_hosted(optimizer: torch.optim.Optimizer, op: ReduceOp, factor: float, 
 @dataclass(frozen=True, slots=True)
 class HostedOptions:
     """The time at which services make the steps of a hosted optimizer, if other machines make them, too, and where
-    its states are (``mode``; None: as states_mode.py chooses). See DistributedOptimizer."""
+    its states are (``mode``; None: as states_mode.py chooses). See DistributedOptimizer.
+
+    ``whole``: the model of which the ranks have parts. ``takes_all_at_once``: gradients are final in step() only."""
 
     delayed_update_after: int | None = None
     step_in_backward: bool = False
     shadow: bool = False
     mode: StatesMode | None = None
+    whole: WholeModel = field(default_factory=AllHere)
+    takes_all_at_once: bool = False
 
     def check(
         self, optimizer: torch.optim.Optimizer, hosted: bool, nonfinite: NonFinite, is_subset: bool = False
@@ -138,11 +145,12 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
         """
         self._check("clip_grad_norm_")
         names = self._stepper.wrapped.names
-        _check_norms(
-            ((names[param], param) for param in self._stepper.groups.params),
-            "the norm for clipping is that of all parameters",
-            "Leave clipping out, or make the optimizer on the ranks, and clip with bps.parallel.clip_grad_norm_",
-        )
+        if isinstance(self._stepper.steps.whole, AllHere):
+            _check_norms(
+                ((names[param], param) for param in self._stepper.groups.params),
+                "the norm for clipping is that of all parameters",
+                "bps.parallel.parallelize_model with ParallelOptions(hosted=…) clips by the norm of the whole model",
+            )
         return self._stepper.clip(max_norm)
 
     @property
@@ -257,6 +265,7 @@ def host(
     mode = hosting.mode or _chosen(context, groups, options.group)
     delivery = ToOwner(context, groups.group_of, hosting.shadow, mode is StatesMode.MACHINE)
     reducer = GradientReducer(context, named, options, delivery=delivery)
+    reducer.is_early = not hosting.takes_all_at_once
     wrapped = WrappedOptimizer(optimizer, names, ReducedPasses(reducer, passes))
 
     def take_new(new: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
@@ -277,5 +286,24 @@ def host(
     if taken := {param: copy.deepcopy(dict(state)) for param, state in own.items() if state}:
         states.load(taken)
     own.clear()
-    steps = SumSteps(context, delivery, states)
+    steps = SumSteps(context, delivery, states, hosting.whole)
     return HostedOptimizerMixin.wrap(optimizer, HostedStepper(wrapped, reducer, steps, upcoming, timing))
+
+
+def host_copies(
+    optimizer: torch.optim.Optimizer,
+    names: Names,
+    ranks: Sequence[int],
+    passes: int,
+    hosting: HostedOptions,
+) -> HostedOptimizerMixin:
+    """The optimizer for a model in parts, of whose parts here the global ``ranks`` have copies. Only these call it.
+    Raises UsageError, and NotInitializedError before init()."""
+    if isinstance(optimizer, DistributedOptimizerMixin):
+        raise UsageError("the optimizer is a DistributedOptimizer already: give torch's")
+    context = contexts.current()
+    group = () if len(ranks) == context.session.size else tuple(sorted(ranks))
+    hosting.check(optimizer, True, nonfinite.mode_of(context), bool(group))
+    check_hosted(optimizer, Average, 1.0, has_groups=False)
+    options = GradientOptions(Compression.none, Average, group=group, prefix=f"{kind_in_group(group, 'Gradient')}.")
+    return host(context, optimizer, names, passes, options, hosting)

@@ -32,6 +32,7 @@ from byteps_py.torch.gradients.bucket import Bucket
 from byteps_py.torch.gradients.hosted.agreement import Factors
 from byteps_py.torch.gradients.hosted.replication import ShadowedSteps
 from byteps_py.torch.gradients.hosted.rules import MASTER, HostedGroups, counts_steps, moment_names
+from byteps_py.torch.gradients.hosted.whole_model import WholeModel
 from byteps_py.torch.gradients.sparse_bucket import SparseBucket
 from byteps_py.torch.gradients.whole_state import StatePiece, WholeState, WholeTensor
 from byteps_py.torch.operations.gathers import gathered
@@ -221,13 +222,19 @@ class HostedStates(OwnedStates):
         """The device of the parameters."""
         return self._params[0].device
 
-    def square_sum(self, participates: Sequence[bool]) -> float:
-        """The sum of the squares of the averages that this rank gives to all, of the parameters that take part. Waits
-        for them."""
-        if not (self.count and self.gives_to_all):
-            return 0.0
-        taken = [overlap.place for overlap in self.overlaps if participates[overlap.position]]
-        return self.session.state_host.square_sum(self._part, [range(place.start, place.stop) for place in taken])
+    def square_sums(self, participates: Sequence[bool], whole: WholeModel) -> list[float]:
+        """The sums of the squares of the averages that this rank gives to all, of the parameters that take part, for
+        each of the sums of ``whole``. Waits for them."""
+        ranges: list[list[range]] = [[] for _ in range(whole.sums)]
+        for overlap in self.overlaps if self.gives_to_all else ():
+            if participates[overlap.position]:
+                for start, stop, number in whole.shares(self._params[overlap.position]):
+                    low, high = max(start, overlap.inside.start), min(stop, overlap.inside.stop)
+                    if low < high:
+                        at = overlap.place.start - overlap.inside.start
+                        ranges[number].append(range(at + low, at + high))
+        host = self.session.state_host
+        return [host.square_sum(self._part, some) if some else 0.0 for some in ranges]
 
     def begin_step(self, numbers: Hyperparameters, factors: Factors, participates: Sequence[bool]) -> None:
         """Begin the step of the parameters that take part, with the averages of the latest round. Of LAMB, its first

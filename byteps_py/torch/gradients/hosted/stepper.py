@@ -27,7 +27,7 @@ from byteps_py.torch.gradients.hosted.agreement import (
     compare_numbers,
     explain_overflow,
     overflows,
-    total_norm,
+    total_square_sums,
 )
 from byteps_py.torch.gradients.hosted.replication import ShadowedSteps
 from byteps_py.torch.gradients.hosted.rules import GroupNumbers, check_numbers
@@ -51,8 +51,9 @@ class NextStep:
     """The facts of the next step beside sums and numbers. ``name``: begins the names of the tensors that ranks
     exchange. ``group``: these ranks, () for all. ``shadow``: travels along.
 
-    unscale, clip: factors of the averages, until a step has taken the sums that they belong to. overflows: the step
-    must be skipped. nonfinite_error: why, if BYTEPS_NONFINITE wants to know.
+    unscale, share, clip: factors of the averages, until a step has taken the sums that they belong to; share: of a loss
+    whose number of terms is known after the backward pass only. overflows: the step must be skipped. nonfinite_error:
+    why, if BYTEPS_NONFINITE wants to know.
 
     A GradScaler unscales a parameter of one element in place of those of the optimizer, whose averages are not on the
     ranks. Its gradient is 1, so that the scaler leaves the factor there; or infinite, so that it skips.
@@ -65,7 +66,7 @@ class NextStep:
 
     def forget(self) -> None:
         """The sums are used, or dropped."""
-        self.unscale = self.clip = 1.0
+        self.unscale = self.share = self.clip = 1.0
         self.overflows = False
         self.nonfinite_error: NonFiniteError | None = None
         self._gradient.fill_(1.0)
@@ -73,7 +74,7 @@ class NextStep:
     @property
     def factors(self) -> Factors:
         """For a step that is made now."""
-        return Factors(self.unscale, self.clip)
+        return Factors(self.unscale * self.share, self.clip)
 
     @property
     def _gradient(self) -> torch.Tensor:
@@ -196,7 +197,8 @@ class HostedStepper(Stepper):
                 raise error
 
     def _find_overflow(self) -> bool:
-        return overflows(contexts.current(), self.name, self.steps.square_sum(), self.next.group)
+        is_here = overflows(contexts.current(), self.name, self.steps.square_sums(), self.next.group)
+        return self.steps.whole.is_any(is_here)
 
     def prepare(self, call: StepCall) -> None:
         """Note what belongs to the step of ``call`` beside numbers."""
@@ -240,10 +242,17 @@ class HostedStepper(Stepper):
 
     def find_clip(self, max_norm: float) -> torch.Tensor:
         """Clip the sums that are there. Returns their norm."""
-        norm = total_norm(self.name, self.steps.square_sum() * self.next.unscale**2, self.next.group)
+        whole = total_square_sums(self.name, self.steps.square_sums(), self.next.group)
+        square = self.steps.whole.square_sum(whole) * self.next.factors.unscale**2
+        norm = torch.tensor(math.sqrt(square), dtype=torch.float64, device="cpu")
         factor = max_norm / (float(norm) + 1e-6)
         self.next.clip = 1.0 if factor > 1.0 else factor  # NaN stays NaN, as in torch
         return norm
+
+    def multiply(self, factor: torch.Tensor) -> None:
+        """The averages of what backward() has computed, in the next step, by a scalar. All ranks call it alike."""
+        self.sum()
+        self.next.share = float(factor)
 
     def groups_to_unscale(self) -> list[dict[str, Any]]:
         """The step unscales instead. See NextStep."""

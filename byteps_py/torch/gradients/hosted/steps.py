@@ -30,6 +30,7 @@ from byteps_py.torch.gradients.hosted.agreement import Factors
 from byteps_py.torch.gradients.hosted.delivery import ToOwner
 from byteps_py.torch.gradients.hosted.replication import ShadowedSteps, ShadowedTensor
 from byteps_py.torch.gradients.hosted.states import BucketStates, HostedStates, Overlap, RowStates, pieces_of
+from byteps_py.torch.gradients.hosted.whole_model import WholeModel
 from byteps_py.torch.gradients.sparse_bucket import SparseBucket, room
 from byteps_py.torch.optim import Node, adapts, node_sums, nodes, total, trust_ratio
 
@@ -50,10 +51,10 @@ class BucketStep:
 
 
 class SumSteps:
-    """The steps of one optimizer."""
+    """The steps of one optimizer. ``whole``: the model that its parameters belong to."""
 
-    def __init__(self, context: Context, delivery: ToOwner, states: BucketStates) -> None:
-        self._context, self._delivery, self.states = context, delivery, states
+    def __init__(self, context: Context, delivery: ToOwner, states: BucketStates, whole: WholeModel) -> None:
+        self._context, self._delivery, self.states, self.whole = context, delivery, states, whole
 
     @property
     def _due(self) -> list[tuple[Bucket, tuple[bool, ...]]]:
@@ -70,17 +71,19 @@ class SumSteps:
         """Make no step with the sums. All ranks do so, or none."""
         self._delivery.skip(self.states.buckets)
 
-    def square_sum(self) -> float:
-        """The sum of the squares of the averages that this rank owns: NaN or infinite if one of them is. Waits for
-        them."""
-        total = 0.0
+    def square_sums(self) -> list[float]:
+        """The sums of the squares of the averages that this rank owns, for each of the sums of ``whole``: NaN or
+        infinite if one of them is. Waits for them."""
+        totals = [0.0] * self.whole.sums
         for bucket, taking_part in self._due:
             if isinstance(bucket, SparseBucket):
                 values = SummedRows(bucket).own(self._context.session)[1]
-                total += float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
+                for _, _, number in self.whole.shares(bucket.params[0])[:1]:  # rows of one are not told apart
+                    totals[number] += float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
             elif bucket.slot_view is not None:
-                total += self.states.hosted(bucket).square_sum(taking_part)
-        return total
+                for number, found in enumerate(self.states.hosted(bucket).square_sums(taking_part, self.whole)):
+                    totals[number] += found
+        return totals
 
     def begin(self, numbers: Sequence[Hyperparameters], factors: Factors) -> list[BucketStep]:
         """Step with the sums: ``numbers`` of each param_group. Returns when the services know all about the steps."""
