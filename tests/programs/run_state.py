@@ -2,6 +2,8 @@
 
     run_state.py LOADER EPOCHS [PLACE EPOCH BATCH]
 
+CHECKPOINTS: a variable, the folder of checkpoints to go on from if servers hold nothing.
+
 LOADER: see LOADERS; "accumulated" takes two batches for each step, "elastic-job" is an elastic job. Each rank prints
 after each body of the loop ``rank R of SIZE body N: samples I,J lr L scale S DIGEST``: the digest of the weights,
 buffers, and random numbers drawn then.
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import os
 import random
 import signal
 import sys
@@ -42,7 +45,7 @@ class Samples(Dataset[Any]):
 
 
 def stateful() -> Any:
-    from torchdata.stateful_dataloader import StatefulDataLoader  # replaces torch's RandomSampler by its own
+    from torchdata.stateful_dataloader import StatefulDataLoader  # has a RandomSampler of its own
 
     return StatefulDataLoader(Samples(), BATCH, sampler=DistributedSampler(Samples(), bps.size(), bps.rank(), seed=3))
 
@@ -114,7 +117,10 @@ def main() -> None:
     extra = {"average": average, "losses": []}
 
     def train(state: Any) -> None:
-        run = bps.RunState(model, optimizer, scheduler=[warming, plateau], scaler=scaler, loader=loader, extra=extra)
+        run = bps.RunState(
+            model, optimizer, scheduler=[warming, plateau], scaler=scaler, loader=loader, extra=extra,
+            path=os.environ.get("CHECKPOINTS"),
+        )  # fmt: skip
         for epoch in run.epochs(int(epochs)):
             torch.rand(1)  # what an epoch begins with is not repeated
             for samples, inputs in run:

@@ -6,6 +6,7 @@ import contextlib
 import re
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from support.breaking import Job, command, environ_of
@@ -35,7 +36,6 @@ def undisturbed(kind: str) -> Bodies:
 
 def die(cluster: ShadowedCluster, kind: str, place: str, epoch: int, batch: int, held: int) -> Bodies:
     """All machines do, at this place, once step ``held`` is held. Returns what they have done."""
-    cluster.program = PROGRAM
     scheduler, *machines = cluster.start(kind, str(EPOCHS), place, str(epoch), str(batch))
     for rank, machine in enumerate(machines):
         machine.until(f"rank {rank} waits")
@@ -44,6 +44,12 @@ def die(cluster: ShadowedCluster, kind: str, place: str, epoch: int, batch: int,
         machine.close()
     assert scheduler.end() == 1
     return bodies(machines)
+
+
+def cluster_for(stack: contextlib.ExitStack, **variables: str) -> ShadowedCluster:
+    cluster = ShadowedCluster(stack, 2, 1, **variables)
+    cluster.program = PROGRAM
+    return cluster
 
 
 def go_on(cluster: ShadowedCluster, kind: str) -> Bodies:
@@ -73,7 +79,7 @@ def test_a_job_that_dies_goes_on_as_if_it_had_not(
     the restarted job begins with."""
     expected = undisturbed(kind)
     with contextlib.ExitStack() as stack:
-        cluster = ShadowedCluster(stack, 2, 1)
+        cluster = cluster_for(stack)
         before = die(cluster, kind, place, epoch, batch, held)
         after = go_on(cluster, kind)
     assert before == {place: facts for place, facts in expected.items() if place in before}
@@ -81,9 +87,24 @@ def test_a_job_that_dies_goes_on_as_if_it_had_not(
 
 
 @pytest.mark.slow
+def test_a_job_goes_on_from_a_checkpoint_that_servers_have_written(tmp_path: Path) -> None:
+    expected = undisturbed("shuffled")
+    with contextlib.ExitStack() as stack:
+        cluster = cluster_for(stack)
+        _, *machines = cluster.start("shuffled", str(EPOCHS), "body", "1", "3")
+        for rank, machine in enumerate(machines):
+            machine.until(f"rank {rank} waits")
+        assert cluster.held_step(10) == 10
+        cluster.bps("checkpoint", str(tmp_path))
+    with contextlib.ExitStack() as stack:  # other servers, which hold nothing
+        after = go_on(cluster_for(stack, CHECKPOINTS=str(tmp_path)), "shuffled")
+    assert after == {place: facts for place, facts in expected.items() if place[1] >= 12}
+
+
+@pytest.mark.slow
 def test_other_numbers_of_ranks_use_each_sample_once() -> None:
     with contextlib.ExitStack() as stack:
-        cluster = ShadowedCluster(stack, 2, 1)
+        cluster = cluster_for(stack)
         before = die(cluster, "elastic", "body", 1, 3, 7)
         cluster.change(BYTEPS_LOCAL_SIZE="2")
         after = go_on(cluster, "elastic")

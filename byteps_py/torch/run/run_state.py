@@ -91,7 +91,7 @@ class RunState(LoopRecords):
         path: str | os.PathLike[str] | None = None,
     ) -> None:
         self._model = model
-        self._optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        self._optimizers = _optimizers(optimizer)
         self._stateful = {"scheduler": _stateful("scheduler", scheduler), "scaler": _stateful("scaler", scaler)}
         self.extra: MutableMapping[str, Any] = {} if extra is None else extra
         self._position = None if loader is None else position_of(loader)
@@ -289,8 +289,10 @@ class RunState(LoopRecords):
     def _go_back(self, attached: dict[str, Any], is_same_size: bool) -> None:
         self._returns_to = None
         self.epoch, self.batch = attached["epoch"], attached["batch"]
+        own = random_states()
         if self._position is not None and attached["loader"] is not None:
             self._batches = self._position.go_back(attached["loader"], self.epoch, is_same_size)
+        set_random_states(own)  # of a rank that was not there before, they stay
         self._load(attached)
 
     def _load(self, attached: dict[str, Any]) -> None:
@@ -360,6 +362,16 @@ _IN_PARTS = (
     "A model in parts is saved by bps.parallel's checkpoints, or goes on from the copies of shadow=True, with which "
     "nothing has to be saved"
 )
+
+
+def _optimizers(given: object) -> list[torch.optim.Optimizer]:
+    """One, or several. Raises UsageError for anything else."""
+    found: list[torch.optim.Optimizer] = []
+    for each in given if isinstance(given, list | tuple) else (given,):
+        if not isinstance(each, torch.optim.Optimizer):
+            raise UsageError(f"RunState: optimizer is a {type(each).__name__}: give a torch.optim.Optimizer, or a list")
+        found.append(each)
+    return found
 
 
 def _stateful(what: str, given: object) -> list[Stateful]:

@@ -227,9 +227,12 @@ def test_other_numbers_of_ranks_divide_the_rest_anew(ranks: int, skipped: int) -
     saved = before.state_dict()
     saved["ranks"][0]["loader"]["used"] = skipped
     saved["ranks"][0]["size"] = ranks if ranks > 1 else 3
+    saved["ranks"][0]["random"] = None  # as for a rank that was not there before
     order = list(bps.elastic.ElasticSampler(range(20), seed=3))
     after = script(saved)
+    own = torch.get_rng_state()
     found = [batch.tolist() for batch in after]
+    assert torch.equal(torch.get_rng_state(), own)
     assert list(itertools.chain(*found)) == order[skipped:]
     assert [len(batch.tolist()) for batch in after] == [2] * 10
     assert after.epoch == 1
@@ -272,6 +275,8 @@ def test_what_can_not_be_kept_is_refused() -> None:
         bps.RunState(model, optimizer, scheduler=0.1)
     with pytest.raises(UsageError, match=r"path= is a folder of `bps checkpoint`, which needs .* shadow=True"):
         bps.RunState(model, optimizer, path="/tmp")
+    with pytest.raises(UsageError, match=r"optimizer is a dict: give a torch\.optim\.Optimizer"):
+        bps.RunState(model, optimizer.state_dict())
     with pytest.raises(UsageError, match="this is no state_dict of a RunState"):
         bps.RunState(model, optimizer).load_state_dict(model.state_dict())
 
@@ -290,6 +295,8 @@ def test_a_run_that_has_changed_is_refused_before_anything_changes() -> None:
     ):
         with pytest.raises(UsageError, match=text):
             bps.RunState(model, optimizer, **changes).load_state_dict(saved)
+    with pytest.raises(UsageError, match=r"attached is of another program: .* optimizer\.shadow_extra, as it did"):
+        bps.RunState(model, optimizer).load_state_dict({**saved, "ranks": [{"random": 1}]})
     with pytest.raises(UsageError, match="it has 1 optimizers, and this run 2"):
         bps.RunState(model, [optimizer, optimizer]).load_state_dict(saved)
     assert model.weight.item() == before
