@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from byteps_py.errors import ProtocolError
+from byteps_py.errors import ProtocolError, UsageError
 from byteps_py.shadow import Restorable, ShadowReader
 from byteps_py.shadow.record import Attachment, StoredBuffer
 from byteps_py.torch.gradients.hosted.replication import tensors_of
@@ -55,6 +55,12 @@ def whole_tensors(state: Mapping[str, Any]) -> Iterator[WholeTensor]:
 
 
 def _stored_state(reader: ShadowReader, found: Restorable) -> dict[str, Any]:
+    if found.commons.keys() != {()}:
+        groups_text = ", ".join(str(list(ranks)) for ranks in found.commons)
+        raise UsageError(
+            f"the states of step {found.step} are of a model in parts, which ranks {groups_text} hold, and `bps "
+            "checkpoint` writes those of a whole one: save it with parallel.checkpoint, or restore the job"
+        )
     common = found.common
     model: dict[str, Any] = {}
     states: dict[str, Any] = {}

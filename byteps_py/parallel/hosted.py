@@ -9,6 +9,7 @@ The norm for clipping, and the decision to skip a step, are of the whole model: 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -71,18 +72,39 @@ class MeshModel:
         return float(total)
 
 
+@dataclass(frozen=True, slots=True)
+class MeshHosting:
+    """``hosted``, ``shadow``: see ParallelOptions. ``passes``: backward passes of a step, without a pipeline."""
+
+    hosted: bool | str
+    shadow: bool
+    passes: int
+
+
 def hosted_optimizer(
-    optimizer: torch.optim.Optimizer, module: nn.Module | Pipeline, mesh: Mesh, passes: int, hosted: bool | str
+    optimizer: torch.optim.Optimizer, module: nn.Module | Pipeline, mesh: Mesh, how: MeshHosting
 ) -> torch.optim.Optimizer:
-    """The optimizer, whose states the services of ``mesh.gradient_group`` keep. ``passes``: backward passes of a step.
-    A pipeline's gradients are there after its last action only. Raises UsageError. All ranks call it."""
+    """The optimizer, whose states the services of ``mesh.gradient_group`` keep. A pipeline's gradients are there after
+    its last action only. Raises UsageError. All ranks call it."""
     names = {parameter: name for name, parameter in module.named_parameters()}
     is_pipeline = isinstance(module, Pipeline)
-    hosting = HostedOptions(mode=asked_for(hosted), whole=MeshModel(module, mesh), takes_all_at_once=is_pipeline)
+    hosting = HostedOptions(
+        shadow=how.shadow,
+        mode=asked_for(how.hosted or True),
+        whole=MeshModel(module, mesh),
+        takes_all_at_once=is_pipeline,
+    )
     ranks = dist.get_process_group_ranks(mesh.gradient_group)
-    made: Any = host_copies(optimizer, names, ranks, 1 if is_pipeline else passes, hosting)
+    made: Any = host_copies(optimizer, names, ranks, 1 if is_pipeline else how.passes, hosting)
     own: torch.optim.Optimizer = made  # of the class that is given, too
     return own
+
+
+def whole_module(module: nn.Module | Pipeline) -> nn.Module:
+    """The modules of this rank as one, of which names of parameters and buffers are asked."""
+    if isinstance(module, Pipeline):
+        return nn.ModuleDict({str(stage): module.stages[stage] for stage in sorted(module.stages)})
+    return module
 
 
 class EqualCopies:
@@ -90,19 +112,19 @@ class EqualCopies:
     ``parameters`` at first, ``buffers`` before each step."""
 
     def __init__(self, module: nn.Module | Pipeline, copies: dist.ProcessGroup) -> None:
-        self._modules = [each for _, each in module.named_stages()] if isinstance(module, Pipeline) else [module]
+        self._module = whole_module(module)
         self._copies, self._first = copies, min(dist.get_process_group_ranks(copies))
 
     def parameters(self) -> None:
         """All copies call it."""
-        self._send(each for module in self._modules for each in module.parameters())
+        self._send(self._module.parameters())
         self.buffers()
 
     def buffers(self) -> None:
         """All copies call it."""
-        self._send(each for module in self._modules for each in module.buffers())
+        self._send(self._module.buffers())
 
     def _send(self, tensors: Iterable[torch.Tensor]) -> None:
         if dist.get_world_size(self._copies) > 1:
-            for tensor in {id(each): each for each in tensors}.values():
+            for tensor in tensors:
                 dist.broadcast(tensor.detach(), self._first, group=self._copies)

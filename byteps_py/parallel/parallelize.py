@@ -21,12 +21,13 @@ from byteps_py.errors import UsageError
 from byteps_py.parallel import tensor
 from byteps_py.parallel.gradient_scaling import decide_together
 from byteps_py.parallel.gradients import clip_grad_norm_, multiply_gradients
-from byteps_py.parallel.hosted import EqualCopies, hosted_optimizer
+from byteps_py.parallel.hosted import EqualCopies, MeshHosting, hosted_optimizer, whole_module
 from byteps_py.parallel.mesh import Mesh
 from byteps_py.parallel.pipe.pipeline import Pipeline
 from byteps_py.parallel.pipe.step_data import LossFunction, cut
 from byteps_py.parallel.pipe.trees import flatten
 from byteps_py.torch.gradients.hosted.optimizer import HostedOptimizerMixin
+from byteps_py.torch.gradients.hosted.restore import restore
 
 Module = nn.Module | Pipeline
 DataParallelism = Literal["ddp", "zero1", "zero2", "zero3", "hsdp"]
@@ -56,6 +57,8 @@ class ParallelOptions:
         hosted: with "ddp", the communication services keep the optimizer's states, and make its steps, for the ranks
             of ``mesh.gradient_group``: True, "machine" or "sharded", see DistributedOptimizer. ``p.grad`` stays the
             gradient of this rank's copy of the model.
+        shadow: as ``hosted``, and summation servers on other machines keep the states in step: a restarted job goes on
+            from ``training.restore()``, which needs the same mesh.
     """
 
     plan: Mapping[str, tensor.Style] = field(default_factory=dict)
@@ -67,6 +70,12 @@ class ParallelOptions:
     autocast: torch.dtype | None = None
     max_norm: float | None = None
     hosted: bool | str = False
+    shadow: bool = False
+
+    @property
+    def is_hosted(self) -> bool:
+        """Services make the steps."""
+        return self.hosted is not False or self.shadow
 
 
 def parallelize_model(
@@ -94,7 +103,7 @@ def parallelize_model(
     _check(mesh, options)
     tensor.parallelize(model, options.plan, mesh.group("tp"), sequence_dim=options.sequence_dim)
     copies, is_fully_sharded = mesh.gradient_group, options.data in _FULLY_SHARDED
-    is_hosted = options.hosted is not False
+    is_hosted = options.is_hosted
     module: Module = model
     if mesh.pp > 1:
         # FSDP, or services, sum gradients over copies: each copy of the model is then a pipeline of its own.
@@ -115,7 +124,8 @@ def parallelize_model(
     else:
         own = optimizer(parameters)
     if is_hosted:
-        own = hosted_optimizer(own, module, mesh, options.micro_batches, options.hosted)
+        how = MeshHosting(options.hosted, options.shadow, options.micro_batches)
+        own = hosted_optimizer(own, module, mesh, how)
     mean = _MeanLoss(loss, mesh, module.program.parts if isinstance(module, Pipeline) else 1)
     equal = EqualCopies(module, copies) if is_hosted else None
     return ParallelTraining(
@@ -130,9 +140,10 @@ def _check(mesh: Mesh, options: ParallelOptions) -> None:
         raise UsageError(
             "data='hsdp' shares parameters among the ranks of cp, and cp is 1: give 'zero3', or a larger cp"
         )
-    if options.hosted is not False and options.data != "ddp":
+    if options.is_hosted and options.data != "ddp":
+        asked = "shadow=True" if options.hosted is False else f"hosted={options.hosted!r}"
         raise UsageError(
-            f"hosted={options.hosted!r} does not go together with data={options.data!r}, which keeps states on the "
+            f"{asked} does not go together with data={options.data!r}, which keeps states on the "
             "ranks: hosted='sharded' divides them among the services of the same ranks, with data='ddp'"
         )
     if mesh.sharding > 1 and options.data in _FULLY_SHARDED:
@@ -227,6 +238,12 @@ class ParallelTraining:
                 for part, target in self._micro_batches(inputs, targets):
                     mean(module(part), target)
         return mean.take(lambda factor: None)
+
+    def restore(self) -> int | None:
+        """With ``shadow``: go on from the last step that servers hold of an earlier run, with the same mesh, as
+        ``bps.restore`` does. Returns how often ``optimizer.step()`` was called; None if they hold nothing. All ranks
+        call it, before the first step. Raises UsageError, and as ``bps.restore`` does."""
+        return restore(whole_module(self.module), self.optimizer)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Like torch.nn.utils.clip_grad_norm_, over the gradients of all ranks, each parameter once. Returns the norm

@@ -1,6 +1,7 @@
 """The contents of a step's record. Pure; any thread.
 
-``common``, of rank 0, is JSON of the data that is the same on all ranks:
+``common`` is JSON of the data that is the same on all ranks of an optimizer, and is in the record of the first of them.
+Where ranks have parts of one model, each part has an optimizer of its own, and all of them step together:
 
     parts     [tensor of gradients, its elements, its latest step]
     params    by name, [tensor, first element in it, shape, dtype]; in the order of the elements
@@ -10,6 +11,7 @@
     members   of each param_group, the places of its parameters among params
     calls     of step() so far, which may have made fewer steps
     names     by name, the names in the model, where they differ
+    ranks     that share the optimizer; none for all
 
 An Attachment is the data that each rank attaches: the user's object, pickled, and the model's buffers.
 

@@ -1,14 +1,14 @@
 """Finds the step that can be restored from the states that servers hold. Pure; any thread.
 
-A step can be restored if every rank's record of it is there, and of each tensor that rank 0's record names, servers can
-deliver all elements as they are after the tensor's last step. The states of different servers need not agree: each
-partition is taken from any server that can deliver it.
+A step can be restored if every rank's record of it is there, and of each tensor that these name, servers can deliver
+all elements as they are after the tensor's last step. The states of different servers need not agree: each partition is
+taken from any server that can deliver it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from byteps_py.errors import UsageError
@@ -78,15 +78,25 @@ class Restorable:
         run: the optimizer's run.
         step: the number of the step.
         records: by rank.
-        common: rank 0's ``common``.
+        commons: by the ranks that share an optimizer, () for all, what the first of them has said.
+        common: of the optimizer of rank 0; of ``of_ranks``, of theirs.
         tensors: of each tensor of gradients, its partitions in order; together they have all its elements.
     """
 
     run: int
     step: int
     records: Mapping[int, RestorableRecord]
-    common: Mapping[str, Any]
+    commons: Mapping[tuple[int, ...], Mapping[str, Any]]
     tensors: Mapping[str, Sequence[RestorablePartition]]
+
+    @property
+    def common(self) -> Mapping[str, Any]:
+        found = [common for ranks, common in self.commons.items() if not ranks or 0 in ranks]
+        return found[0] if found else next(iter(self.commons.values()))
+
+    def of_ranks(self, ranks: tuple[int, ...]) -> Restorable | None:
+        """What belongs to the optimizer that these ranks share, () for all; None if they share none."""
+        return replace(self, commons={ranks: self.commons[ranks]}) if ranks in self.commons else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +168,8 @@ def latest_step(
 def _is_about(run: _MergedRun, names: set[str]) -> bool:
     """True if the run may be one of an optimizer with these tensors."""
     for records in run.records.values():
-        if (common := _common(records)) is not None:
-            return {name for name, _, _ in common["parts"]} == names
+        if isinstance(commons := _commons(records, 1), dict):
+            return {name for common in commons.values() for name, _, _ in common["parts"]} == names
     return bool(run.held) and run.held.keys() <= names
 
 
@@ -181,30 +191,39 @@ def _at(run: _MergedRun, step: int) -> Restorable | str:
     missing = [rank for rank in range(size) if rank not in records]
     if missing:
         return f"step {step}: the records of ranks {_list_text(missing)} of {size} are missing"
-    common = _common(records)
-    if common is None:
-        return f"step {step}: the record of rank 0 is damaged"
+    commons = _commons(records, size)
+    if isinstance(commons, str):
+        return f"step {step}: {commons}"
     tensors: dict[str, Sequence[RestorablePartition]] = {}
-    for name, count, last in common["parts"]:
+    for name, count, last in [part for common in commons.values() for part in common["parts"]]:
         cover = _cover(run.held.get(name, []), name, count, last)
         if isinstance(cover, str):
             return f"step {step}: {cover}"
         tensors[name] = cover
-    return Restorable(run.number, step, records, common, tensors)
+    return Restorable(run.number, step, records, commons, tensors)
 
 
-def _common(records: Mapping[int, RestorableRecord]) -> dict[str, Any] | None:
-    """The contents of rank 0's record that are the same on all ranks; None if it has not arrived, or is damaged."""
-    if (record := records.get(0)) is None:
-        return None
-    try:
-        common = read_common(record.common)
-        for name, count, last in common["parts"]:
-            if not (isinstance(name, str) and isinstance(count, int) and isinstance(last, int)):
-                return None
-    except (ValueError, TypeError, LookupError, AttributeError):
-        return None
-    return common
+def _commons(records: Mapping[int, RestorableRecord], size: int) -> dict[tuple[int, ...], dict[str, Any]] | str:
+    """What the ranks of each optimizer have said together, for all of ``size`` ranks; or what is wrong."""
+    found: dict[tuple[int, ...], dict[str, Any]] = {}
+    for rank, record in sorted(records.items()):
+        if rank and not record.common:
+            continue
+        try:
+            common = read_common(record.common)
+            ranks = tuple(map(int, common.get("ranks", ())))
+            are_right = all(
+                isinstance(name, str) and isinstance(count, int) and isinstance(last, int)
+                for name, count, last in common["parts"]
+            )
+        except (ValueError, TypeError, LookupError, AttributeError):
+            are_right = False
+        if not are_right:
+            return f"the record of rank {rank} is damaged"
+        found[ranks] = common
+    told = {rank for ranks in found for rank in ranks or range(size)}
+    missing = [rank for rank in range(size) if rank not in told]
+    return f"no record says what ranks {_list_text(missing)} share" if missing or not found else found
 
 
 def _cover(held: list[_Held], name: str, count: int, last: int) -> list[RestorablePartition] | str:

@@ -43,8 +43,14 @@ TESTS: dict[str, tuple[str, ...]] = {
         "test_hosted.py::test_process_sets",
         "test_parallel_layouts.py::test_hosted",
     ),
-    "shadow": ("test_torch_restore.py::test_everything_comes_back",),
-    "restore+shadow": ("test_shadow.py::test_a_job_that_is_killed_goes_on_from_its_last_step",),
+    "shadow": (
+        "test_torch_restore.py::test_everything_comes_back",
+        "test_shadow_mesh.py::test_all_parts_go_on_from_one_step",
+    ),
+    "restore+shadow": (
+        "test_shadow.py::test_a_job_that_is_killed_goes_on_from_its_last_step",
+        "test_shadow_mesh.py::test_all_parts_go_on_from_one_step",
+    ),
     "delayed": ("test_hosted.py::test_beside_the_optimizer_on_the_ranks", "test_hosted.py::test_process_sets"),
     "in_backward": (
         "test_hosted_in_backward.py::test_beside_the_optimizer_on_the_ranks",

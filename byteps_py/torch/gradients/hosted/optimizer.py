@@ -25,7 +25,7 @@ from byteps_py.torch.gradients.bucket import GradientOptions
 from byteps_py.torch.gradients.gradient_reducer import GradientReducer
 from byteps_py.torch.gradients.hosted.agreement import members
 from byteps_py.torch.gradients.hosted.delivery import ToOwner, claim
-from byteps_py.torch.gradients.hosted.replication import ShadowedSteps
+from byteps_py.torch.gradients.hosted.replication import ShadowedSteps, check_machines
 from byteps_py.torch.gradients.hosted.rules import HostedGroups, check_class
 from byteps_py.torch.gradients.hosted.states import BucketStates
 from byteps_py.torch.gradients.hosted.states_mode import StatesMode, choose
@@ -74,10 +74,11 @@ class HostedOptions:
         """Raises UsageError for what contradicts ``hosted``, the optimizer, BYTEPS_NONFINITE or one another.
         ``is_subset``: not all ranks share the optimizer."""
         after = self.delayed_update_after
-        if self.shadow and is_subset:
+        if self.shadow and is_subset and isinstance(self.whole, AllHere):
             raise UsageError(
-                "shadow=True does not go together with process_set: a restarted job goes on from one optimizer's "
-                "steps, in which all ranks take part. Leave shadow out, and save checkpoints"
+                "shadow=True does not go together with process_set: a restarted job goes on from a step that all ranks "
+                "make together, as those of one model do (parallelize_model with ParallelOptions(shadow=True)). Leave "
+                "shadow out, and save checkpoints"
             )
         if after is not None:
             if self.shadow:
@@ -274,7 +275,10 @@ def host(
 
     wrapped.on_new = take_new
     name = context.claim(f"{options.prefix}hosted.{min(names.values(), default='')}")
-    shadow = ShadowedSteps(name) if hosting.shadow else None
+    shadow = None
+    if hosting.shadow:
+        whole_name = context.claim("hosted.parts of a model") if options.group else name
+        shadow = ShadowedSteps(whole_name, options.group)
     states = BucketStates(context, groups, reducer.buckets, shadow)
     upcoming, timing = NextStep(name, options.group, shadow), StepTiming()
     if hosting.delayed_update_after is not None:
@@ -305,5 +309,7 @@ def host_copies(
     group = () if len(ranks) == context.session.size else tuple(sorted(ranks))
     hosting.check(optimizer, True, nonfinite.mode_of(context), bool(group))
     check_hosted(optimizer, Average, 1.0, has_groups=False)
+    if hosting.shadow:
+        check_machines(context)
     options = GradientOptions(Compression.none, Average, group=group, prefix=f"{kind_in_group(group, 'Gradient')}.")
     return host(context, optimizer, names, passes, options, hosting)

@@ -54,7 +54,9 @@ def check_machines(context: Context) -> None:
 
 
 class ShadowedSteps:
-    """Counts the steps of an optimizer. ``name``: begins the names of the tensors that ranks exchange.
+    """Counts the steps of an optimizer. ``name``: begins the names of the tensors that all ranks exchange. ``ranks``:
+    that share the optimizer, () for all; the others have optimizers of their own, for other parts of the model, which
+    make the same steps at the same time.
 
     Attributes:
         run: see ShadowPartition; 0 before ``start``.
@@ -71,8 +73,8 @@ class ShadowedSteps:
         lambda context: ShadowReader(context.settings, servers=context.session.state_host.server_addresses)
     )
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, ranks: tuple[int, ...] = ()) -> None:
+        self.name, self.ranks = name, ranks
         self._session: Session | None = None
         self.run = 0
         self._durable, self._is_whole = 0, False
@@ -81,7 +83,7 @@ class ShadowedSteps:
         self.loop: LoopRecords | None = None
         self.model: torch.nn.Module | None = None
         self.buffers: ModelBuffers | None = None
-        self._common = CommonRecord()
+        self._common = CommonRecord(ranks)
         self._reader: ShadowReader | None = None
         self._packed = b""
         self._made: MadeStep | None = None
@@ -100,7 +102,7 @@ class ShadowedSteps:
                 "optimizer's steps: give all parameters to one optimizer, in param_groups"
             )
         _of_session[context.session] = weakref.ref(self)
-        (self.run,) = largest(context, f"{self._name}.run", [secrets.randbits(_RUN_BITS) | 1])
+        (self.run,) = largest(context, f"{self.name}.run", [secrets.randbits(_RUN_BITS) | 1])
         self._durable, self._is_whole = 0, False
         self._session, self._made = context.session, None
 
@@ -228,7 +230,7 @@ class ShadowedSteps:
 
     def _pack_common(self) -> None:
         session, made = self._session, self._made
-        if session is None or made is None or session.rank:
+        if session is None or made is None or session.rank != (self.ranks[0] if self.ranks else 0):
             return
         made.common = self._common.pack(made.tensors, made.groups, self.model, self.calls)
         if len(made.common) > session.state_host.max_record_bytes:
@@ -280,10 +282,11 @@ class ShadowedTensor:
 
 
 class CommonRecord:
-    """The facts that are the same on all ranks after a step of one optimizer, as JSON for rank 0's record (see
-    shadow/record.py). Most of it is the same in every step, and is made once."""
+    """The facts that are the same on all ``ranks`` of one optimizer after a step, () for all, as JSON for the record of
+    the first of them (see shadow/record.py). Most of it is the same in every step, and is made once."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: tuple[int, ...] = ()) -> None:
+        self._ranks = ranks
         self._known: tuple[object, ...] = ()
         self._layout = ""
 
@@ -304,6 +307,7 @@ class CommonRecord:
             "steps": {each.name: _steps(each.steps) for each in tensors},
             "groups": [_plain(group) for group in groups],
             "calls": calls,
+            "ranks": list(self._ranks),
         }
         return f"{json.dumps(said)[:-1]}, {self._layout}".encode()
 

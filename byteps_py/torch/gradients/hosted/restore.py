@@ -82,7 +82,7 @@ def restore(
     reader = shadow.open_reader(context)
     try:
         found: Restorable | Exception | None = broadcast_object(
-            _find(reader) if context.session.rank == 0 else None, name=f"{stepper.name}.restorable"
+            _find(reader) if context.session.rank == 0 else None, name=f"{shadow.name}.restorable"
         )
         if isinstance(found, Exception):
             raise found
@@ -116,6 +116,7 @@ def _read_attached(
 ) -> tuple[Attachment, dict[str, torch.Tensor]]:
     """The attachment of this rank to the step, and the buffers in it. If one rank can't read its own, all raise."""
     record = found.records.get(contexts.current().session.rank)
+    name = stepper.shadow.name if stepper.shadow is not None else stepper.name
     attached, buffers = Attachment(b"", {}), dict[str, torch.Tensor]()
     failure: BytePSError | None = None
     try:
@@ -125,7 +126,7 @@ def _read_attached(
         ModelBuffers(model).check(attached.constants)
     except BytePSError as error:
         failure = error
-    _raise_together(failure, f"{stepper.name}.attached")
+    _raise_together(failure, f"{name}.attached")
     return attached, buffers
 
 
@@ -139,11 +140,19 @@ def _check_parameters(model: torch.nn.Module, stepper: HostedStepper) -> None:
 def _restore(
     model: torch.nn.Module, stepper: HostedStepper, shadow: ShadowedSteps, reader: ShadowReader, found: Restorable
 ) -> None:
-    common = found.common
-    attached, buffers = _read_attached(model, stepper, reader, found)
     groups = stepper.wrapped.groups
     params = {stepper.wrapped.names[param]: param for param in stepper.wrapped.params}
-    _check_same(params, common)
+    attached, buffers = _read_attached(model, stepper, reader, found)
+    failure: BytePSError | None = None
+    own = found.of_ranks(shadow.ranks)
+    try:
+        _check_same(params, own, found, shadow.ranks)
+    except UsageError as error:  # other ranks have other parts of the model
+        failure = error
+    _raise_together(failure, f"{shadow.name}.same")
+    if own is None:
+        raise RuntimeError("states of other ranks were taken for those of these")
+    found, common = own, own.common
     # A parameter that has made no step is as the model's constructor has made it.
     held = {name: held_state(reader, found, name) for name, (*_, steps) in common["params"].items() if steps}
     for name, state in held.items():
@@ -161,9 +170,21 @@ def _restore(
         shadow.buffers = ModelBuffers(model, attached.buffers)
 
 
-def _check_same(params: Mapping[str, torch.nn.Parameter], common: Mapping[str, Any]) -> None:
-    """Raises UsageError unless what is held is of this model and optimizer."""
-    held = common["params"]
+def _check_same(
+    params: Mapping[str, torch.nn.Parameter], own: Restorable | None, found: Restorable, ranks: Sequence[int]
+) -> None:
+    """Raises UsageError unless what is held is of this model, optimizer and mesh. ``own``: of what is ``found``, that
+    of the optimizer that ``ranks`` share."""
+    if own is None:
+        said, has = (
+            " and ".join(f"ranks {', '.join(map(str, each))}" for each in some) if all(some) else "all ranks"
+            for some in (list(found.commons)[:4], [ranks])
+        )
+        raise UsageError(
+            f"restore(): servers hold states of optimizers that {said} share, and this rank's belongs to {has}: start "
+            "the job with the mesh of the first run"
+        )
+    held = own.common["params"]
     for name, (_, _, shape, dtype, _) in held.items():
         param = params.get(name)
         if param is None or list(param.shape) != shape or str(param.dtype) != dtype:
@@ -199,7 +220,7 @@ def _load_newest(
             newest = max(checkpoint_steps(Path(path)), default=None)
         except CheckpointError as error:
             newest = error
-    newest = broadcast_object(newest, name=f"{stepper.name}.newest")
+    newest = broadcast_object(newest, name=f"{shadow.name}.newest")
     if newest is None:
         return None
     if isinstance(newest, CheckpointError):
@@ -212,7 +233,7 @@ def _load_newest(
         calls = int(checkpoint.values("calls").get("", newest))
     except BytePSError as error:
         failure = error
-    _raise_together(failure, f"{stepper.name}.loaded")
+    _raise_together(failure, f"{shadow.name}.loaded")
     optimizer.load_state_dict(loaded.optimizer)
     model.load_state_dict(loaded.weights, strict=False)
     if loaded.extra is not None:

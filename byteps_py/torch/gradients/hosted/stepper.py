@@ -26,6 +26,7 @@ from byteps_py.torch.gradients.hosted.agreement import (
     Factors,
     compare_numbers,
     explain_overflow,
+    largest,
     overflows,
     total_square_sums,
 )
@@ -95,11 +96,13 @@ class NextStep:
 
     def agree(self, step: GroupNumbers) -> None:
         """Raises MismatchError, on all ranks, if they are about to make different steps. All ranks call it."""
+        context = contexts.current()
         others = self._shadow.own_record if self._shadow is not None else ()
-        own = AnnouncedStep(step, self.factors, others)
-        found = compare_numbers(contexts.current(), self.name, own, self.group)
+        is_apart = self._shadow is not None and bool(self.group)
+        own = AnnouncedStep(step, self.factors, () if is_apart else others)
+        found = compare_numbers(context, self.name, own, self.group)
         if self._shadow is not None:
-            self._shadow.agree(found)
+            self._shadow.agree(largest(context, f"{self._shadow.name}.held", others) if is_apart else found)
 
 
 class StepTiming:
