@@ -4,9 +4,9 @@
 
 CHECKPOINTS: a variable, the folder of checkpoints to go on from if servers hold nothing.
 
-LOADER: see LOADERS; "accumulated" takes two batches for each step, "elastic-job" is an elastic job. Each rank prints
-after each body of the loop ``rank R of SIZE body N: samples I,J lr L scale S DIGEST``: the digest of the weights,
-buffers, and random numbers drawn then.
+LOADER: see LOADERS; "accumulated" takes two batches for each step, "elastic-job" is an elastic job, "in-backward" steps
+in the backward pass, without a scaler. Each rank prints after each body of the loop ``rank R of SIZE body N: samples
+I,J lr L scale S DIGEST``: the digest of the weights, buffers, and random numbers drawn then.
 Waits for SIGKILL in the epoch and batch, where it prints ``waits``: PLACE is "body" (between optimizer.step() and the
 rest of the body), "before" (optimizer.step()), "end" (of the epoch; BATCH has no meaning), or "never".
 """
@@ -62,6 +62,7 @@ LOADERS = {
     "accumulated": lambda: DataLoader(Samples(), 6, shuffle=True, generator=torch.Generator().manual_seed(4)),
     "workers": lambda: DataLoader(Samples(), BATCH, shuffle=True, num_workers=2),
     "elastic": lambda: DataLoader(Samples(), 3, sampler=bps.elastic.ElasticSampler(Samples())),
+    "in-backward": lambda: DataLoader(Samples(), BATCH, shuffle=True),
     "elastic-job": lambda: DataLoader(Samples(), 3, sampler=bps.elastic.ElasticSampler(Samples())),
     "stateful": stateful,
     "stateful-shuffled": stateful_shuffled,
@@ -106,10 +107,11 @@ def main() -> None:
         named_parameters=model.named_parameters(),
         backward_passes_per_step=2 if kind == "accumulated" else 1,
         shadow=True,
+        step_in_backward=kind == "in-backward",
     )
     warming = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=6)  # after each step
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)  # after each epoch
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3, enabled=kind != "in-backward")
     random.seed(bps.rank())
     np.random.seed(10 + bps.rank())
     torch.manual_seed(20 + bps.rank())
@@ -130,7 +132,8 @@ def main() -> None:
                 if is_here and place == "before":
                     wait_to_be_killed()
                 loss = model(inputs).square().mean()
-                scaler.scale(loss * (float("inf") if run.iteration == OVERFLOW else 1.0)).backward()
+                is_bad = scaler.is_enabled() and run.iteration == OVERFLOW
+                scaler.scale(loss * (float("inf") if is_bad else 1.0)).backward()
                 if kind != "accumulated" or run.batch % 2 == 0:
                     scaler.step(optimizer)
                     if is_here and place == "body":

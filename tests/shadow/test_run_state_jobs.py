@@ -64,6 +64,7 @@ def go_on(cluster: ShadowedCluster, kind: str) -> Bodies:
     [
         ("shuffled", "body", 1, 3, 10, 12),
         pytest.param("shuffled", "body", 0, 5, 3, 5, marks=pytest.mark.slow),
+        pytest.param("in-backward", "body", 1, 3, 11, 12, marks=pytest.mark.slow),
         pytest.param("workers", "body", 1, 4, 11, 13, marks=pytest.mark.slow),
         pytest.param("distributed", "before", 1, 1, 4, 6, marks=pytest.mark.slow),
         pytest.param("accumulated", "end", 1, 0, 4, 11, marks=pytest.mark.slow),
@@ -75,7 +76,7 @@ def go_on(cluster: ShadowedCluster, kind: str) -> Bodies:
 def test_a_job_that_dies_goes_on_as_if_it_had_not(
     kind: str, place: str, epoch: int, batch: int, held: int, begins: int
 ) -> None:
-    """``held``: the step, one less than the body, because the third one's gradients overflow. ``begins``: the body that
+    """``held``: the step, one less than the body where the third one's gradients overflow. ``begins``: the body that
     the restarted job begins with."""
     expected = undisturbed(kind)
     with contextlib.ExitStack() as stack:

@@ -117,7 +117,7 @@ class RunState(LoopRecords):
             if self.epoch >= total:
                 break
             yield self.epoch
-            self._is_over = True
+            self._leave_epoch()
         self._end()
 
     def __iter__(self) -> Iterator[Any]:
@@ -140,7 +140,8 @@ class RunState(LoopRecords):
                 self._begin_body()
                 yield batch
         finally:
-            self._is_over, self._may_step = True, False
+            self._may_step = False
+            self._leave_epoch()
 
     def iterations(self, total: int) -> Iterator[int]:
         """For a run without a loader: the numbers from ``iteration`` on, up to ``total``, one for each batch that the
@@ -167,6 +168,10 @@ class RunState(LoopRecords):
             self._shadow.send_record()
         self._may_step = True
         self.iteration += 1
+
+    def _leave_epoch(self) -> None:
+        """Its loop has ended, or was left; unless the run goes back to a place in an epoch."""
+        self._is_over = self._returns_to is None
 
     def _end_epoch(self) -> None:
         """If the epoch is over, the next one is the current one."""

@@ -367,6 +367,32 @@ def test_random_states_of_devices_that_are_not_there_are_told(caplog: pytest.Log
     assert f"of {there + 3} CUDA devices are to be put back, and this process has {there}" in caplog.text
 
 
+@pytest.mark.parametrize("place", ["body", "end"])
+@pytest.mark.parametrize("kind", ["shuffled", "elastic", "stateful"])
+def test_a_living_process_goes_back(kind: str, place: str) -> None:
+    """Weights are not the RunState's: whoever tells it to go back puts them back before."""
+
+    def facts(run: Run) -> list[Any]:
+        return [(*each[:-5], *each[-4:]) for each in run.seen]
+
+    run = Run(LOADERS[kind]())
+    attached = None
+    for number in run.bodies():
+        if number == 5:
+            attached = saved_and_loaded(run.state.state_dict())["ranks"][0]
+            first = len(run.seen)
+        if number == (7 if place == "body" else -2) and attached is not None:
+            before = facts(run)
+            run.state._put_back(attached)
+            attached = None
+            run.seen = run.seen[:first]
+    expected = Run(LOADERS[kind]())
+    for _ in expected.bodies():
+        pass
+    assert before == facts(expected)[: len(before)]
+    assert facts(run) == facts(expected)
+
+
 # ---- shadow=True -----------------------------------------------------------------------------------------------------
 
 
