@@ -26,10 +26,12 @@ def part(
     return HeldPartition(key=hash(name) & 0xFF, index=index or first, partition=said, steps=tuple(steps[1:]))
 
 
-def record(step: int, parts: object, *, rank: int = 0, size: int = 1, run: int = RUN) -> ShadowRecord:
-    """``parts``: (name, count, last step) of each tensor."""
-    said = {"parts": parts, "params": {}, "kinds": {}, "steps": {}}
-    common = json.dumps(said).encode() if rank == 0 else b""
+def record(
+    step: int, parts: object, *, rank: int = 0, size: int = 1, run: int = RUN, ranks: Sequence[int] = ()
+) -> ShadowRecord:
+    """``parts``: (name, count, last step) of each tensor. ``ranks``: that share them."""
+    said = {"parts": parts, "params": {}, "kinds": {}, "steps": {}, "ranks": ranks}
+    common = json.dumps(said).encode() if rank == (ranks[0] if ranks else 0) else b""
     return ShadowRecord(run=run, step=step, rank=rank, size=size, common=common)
 
 
@@ -67,6 +69,39 @@ def test_the_newest_step_with_a_record_that_all_parts_can_deliver() -> None:
     one = server("a", part("w", 0, 4, [7, 8, 9]), record(8, [["w", 8, 8]]))
     two = server("b", part("w", 4, 4, [8, 9, 10]), record(7, [["w", 8, 7]]), record(10, [["w", 8, 10]]))
     assert restored(one, two) == (8, {"w": [("a", 0, 4), ("b", 4, 8)]})
+
+
+def of_two_parts(*held: HeldPartition, last: int = 8) -> ServerDescription:
+    """Ranks 0 and 2 share one part of a model, 1 and 3 the other, which has made step ``last``."""
+    one = [record(8, [["w", 8, 8]], rank=rank, size=4, ranks=(0, 2)) for rank in (0, 2)]
+    other = [record(8, [["v", 4, last]], rank=rank, size=4, ranks=(1, 3)) for rank in (1, 3)]
+    return server("a", *held, *one, *other)
+
+
+def test_all_parts_of_a_model_are_needed() -> None:
+    """As of the step that all of them have made."""
+    both = part("w", 0, 8, [7, 8]), part("v", 0, 4, [8, 9])
+    assert restored(of_two_parts(*both)) == (8, {"w": [("a", 0, 8)], "v": [("a", 0, 4)]})
+    found = latest_step([of_two_parts(*both)])
+    assert isinstance(found, Restorable)
+    assert found.commons.keys() == {(0, 2), (1, 3)}
+    assert found.common["parts"] == [["w", 8, 8]]
+    of_others = found.of_ranks((1, 3))
+    assert of_others is not None
+    assert of_others.common["parts"] == [["v", 4, 8]]
+    assert found.of_ranks(()) is None
+    assert "'v' are missing as of step 8" in reason(of_two_parts(both[0], part("v", 0, 4, [9])))
+    assert restored(of_two_parts(both[0], part("v", 0, 4, [3]), last=3))[0] == 8
+    assert isinstance(latest_step([of_two_parts(*both)], ["v", "w"]), Restorable)
+    assert latest_step([of_two_parts(*both)], ["w"]) is None
+
+
+def test_a_part_of_which_no_record_speaks() -> None:
+    one = [record(8, [["w", 8, 8]], rank=rank, size=3, ranks=(0, 2)) for rank in (0, 2)]
+    silent = ShadowRecord(run=RUN, step=8, rank=1, size=3, common=b"")
+    assert "step 8: no record says what ranks 1 share" in reason(server("a", part("w", 0, 8, [8]), *one, silent))
+    broken = ShadowRecord(run=RUN, step=8, rank=1, size=3, common=b'{"parts": 5}')
+    assert "step 8: the record of rank 1 is damaged" in reason(server("a", part("w", 0, 8, [8]), *one, broken))
 
 
 def test_a_tensor_that_no_step_changed_has_an_older_last_step() -> None:

@@ -150,24 +150,36 @@ class HostedProgram(Program):
             groups = self._groups(rng, count)
             self.models = [Model.make(rng, f"h{i}", group, self.is_steady) for i, group in enumerate(groups)]
         for step in self.steps[first:]:
+            if self._are_parts:
+                if rng.random() < 0.8:
+                    skips = rng.random() < 0.25
+                    step += [self._new_use(rng, model, skips) for model in self.models]
+                continue
             for model in self.models:
                 if rng.random() < 0.8:
                     step.append(self._new_use(rng, model))
 
+    @property
+    def _are_parts(self) -> bool:
+        """The models are parts of one, which make a step together or skip it together."""
+        return self.is_steady and any(model.gradients.group for model in self.models)
+
     def _groups(self, rng: random.Random, count: int) -> list[tuple[int, ...]]:
         """The ranks that share each model. Of two, sometimes disjoint groups, as those of a mesh."""
         own = random.Random(f"{rng.getstate()[1][:8]}")  # what else follows from the seed stays
-        if self.is_steady or self.size == 1 or own.random() < 0.5:
+        if self.size == 1 or (self.is_steady and count == 1) or own.random() < 0.5:
             return [()] * count
         first = tuple(sorted(own.sample(range(self.size), own.randint(1, self.size - 1))))
         others = tuple(rank for rank in range(self.size) if rank not in first)
+        if self.is_steady:
+            return [first, others]
         second = own.choice((others, (), tuple(sorted(own.sample(range(self.size), own.randint(1, self.size))))))
         return [first, second][:count]
 
-    def _new_use(self, rng: random.Random, model: Model) -> HostedUse:
+    def _new_use(self, rng: random.Random, model: Model, all_skip: bool | None = None) -> HostedUse:
         is_first = not any(use.model is model for use in self.trained)
         begins = is_first or (not self.is_steady and rng.random() < 0.1)
-        skips = not begins and rng.random() < 0.25
+        skips = not begins and (rng.random() < 0.25 if all_skip is None else all_skip)
         segments = () if skips else tuple(_segments(rng, model))
         gives_up = bool(segments) and model.has_phases and not self.is_steady and rng.random() < 0.15
         norms = None

@@ -281,7 +281,7 @@ SHADOW_MUTATIONS: dict[type[Parts], int] = {
     CompleteWithTheFirstBytes: 3,
     BeginStatesThatAreThereAnew: 12,
     DropRecordsOfTheDurableStep: 3,
-    StepTwiceWhatIsSaidTwice: 6,
+    StepTwiceWhatIsSaidTwice: 9,
     TakeTheLastStepOfAnyRankForDurable: 46,
     SayNothingAgain: 12,
     SeedWithTheStatesOfTheStepAfter: 3,

@@ -89,15 +89,17 @@ class ShadowRank(HostedRank):
         if len(attached) >= PACED_BYTES:
             self.doing = f"waiting with its record of step {self.shadowed.step}"
             yield lambda: self._has_failed or self._may_record
-        common = b""
-        if self.number == 0:
-            program, step = self._shadow_program, self.shadowed.step
+        common, program, step = b"", self._shadow_program, self.shadowed.step
+        group = next(
+            (model.gradients.group for model in program.models if self.number in model.gradients.group), ()
+        )  # models of a group are one optimizer's
+        if self.number == (group[0] if group else 0):
             parts = [
                 [model.name, model.gradients.count, program.last(model.name, step)]
                 for model in program.models
-                if program.last(model.name, step)
+                if model.gradients.group == group and program.last(model.name, step)
             ]
-            common = json.dumps({"parts": parts, "params": {}, "kinds": {}, "steps": {}}).encode()
+            common = json.dumps({"parts": parts, "params": {}, "kinds": {}, "steps": {}, "ranks": group}).encode()
         self.session.state_host.record_step(self.shadowed, common, attached)
         self.say(f"has begun step {self.shadowed.step}, durable {self.shadowed.durable}")
 

@@ -24,7 +24,7 @@ from byteps_py.parallel.tensor.shard import Shard
 from byteps_py.torch.gradients.distributed_data_parallel import DistributedDataParallel
 from byteps_py.torch.gradients.hosted.optimizer import HostedOptimizerMixin
 from byteps_py.torch.gradients.hosted.rules import MASTER
-from byteps_py.torch.horovod import api
+from byteps_py.wording import ranks_text
 
 #: The first words of names in a checkpoint.
 MODEL, OPTIMIZER = "model.", "optimizer."
@@ -177,10 +177,13 @@ class OptimizerStates:
 
     def check_ranks(self, ranks: Ranks) -> None:
         """Raise UsageError if states lie with ranks that do not take part."""
-        if isinstance(self._whole, HostedOptimizerMixin) and ranks.size < api.size():
+        if not isinstance(self._whole, HostedOptimizerMixin):
+            return
+        sharers = self._whole._stepper.ranks
+        if not set(ranks.names).issuperset(sharers):
             raise UsageError(
-                f"the states of a hosted optimizer lie with all {api.size()} ranks of the job, and the group has "
-                f"{ranks.size}: call this on all ranks, without a group"
+                f"the states of this hosted optimizer lie with {ranks_text(sharers)}, and not all of these are among "
+                f"the {ranks.size} of the group: call this on all of them, or without a group"
             )
 
     @property

@@ -27,6 +27,7 @@ from byteps_py.torch.gradients.hosted.agreement import (
     compare_numbers,
     explain_overflow,
     largest,
+    members,
     overflows,
     total_square_sums,
 )
@@ -153,6 +154,11 @@ class HostedStepper(Stepper):
         self.groups, self.shadow = self.states.groups, self.states.shadow
         self.name = upcoming.name
         self.under_way = timing.under_way
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The global ranks that share the states."""
+        return members(contexts.current(), self.next.group)
 
     def refusal(self, call: str) -> Exception | None:
         if call in _REFUSED:
