@@ -239,11 +239,16 @@ class ParallelTraining:
                     mean(module(part), target)
         return mean.take(lambda factor: None)
 
+    @property
+    def local_module(self) -> nn.Module:
+        """The modules of this rank as one: for a RunState, which restores by itself."""
+        return whole_module(self.module)
+
     def restore(self) -> int | None:
         """With ``shadow``: go on from the last step that servers hold of an earlier run, with the same mesh, as
         ``bps.restore`` does. Returns how often ``optimizer.step()`` was called; None if they hold nothing. All ranks
         call it, before the first step. Raises UsageError, and as ``bps.restore`` does."""
-        return restore(whole_module(self.module), self.optimizer)
+        return restore(self.local_module, self.optimizer)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Like torch.nn.utils.clip_grad_norm_, over the gradients of all ranks, each parameter once. Returns the norm

@@ -1,7 +1,8 @@
 """Trains a model in parts with ``ParallelOptions(shadow=True)``, from the last step that servers hold.
 
-    shadowed_mesh.py TPxCPxPPxDP[:STATES[:tied]] STEPS [SECONDS]
+    shadowed_mesh.py TPxCPxPPxDP[:STATES[:FLAG…]] STEPS [SECONDS]
 
+FLAG: "tied" for a model whose first and last layer share a weight; "by_hand" for ``restore`` in place of a RunState.
 Each rank prints ``rank R: restored at S`` first, then after each step ``rank R: step N: DIGEST`` of its parameters and
 buffers. Waits so long after each step. The third step's gradients overflow in one part of the model.
 """
@@ -12,6 +13,7 @@ import functools
 import hashlib
 import sys
 import time
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -19,7 +21,6 @@ from torch import nn
 
 import byteps_py.torch as bps
 from byteps_py.parallel import Mesh, ParallelOptions, ParallelTraining, parallelize_model
-from byteps_py.parallel.hosted import whole_module
 from byteps_py.parallel.tensor import Column, Row
 
 WIDTH, ROWS = 16, 8
@@ -56,23 +57,29 @@ def digest(module: nn.Module) -> str:
 def main() -> None:
     dist.init_process_group("byteps")
     torch.set_num_threads(1)  # sums of a layer have other bits with more
-    sizes, states, tied, *_ = (*sys.argv[1].split(":"), "", "")
+    sizes, states, *flags = (*sys.argv[1].split(":"), "")
     steps, seconds = int(sys.argv[2]), float((sys.argv[3:] or ["0"])[0])
     mesh = Mesh(*(int(one) for one in sizes.split("x")))
-    training = new_training(mesh, states, bool(tied))
+    training = new_training(mesh, states, "tied" in flags)
     training.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    begun = training.restore()
-    if begun is not None:
-        training.scaler.load_state_dict(training.optimizer.shadow_extra)
+    module = training.local_module
+    if by_hand := "by_hand" in flags:
+        begun = training.restore() or 0
+        if begun:
+            training.scaler.load_state_dict(training.optimizer.shadow_extra)
+        numbers: Iterable[int] = range(begun, steps)
+    else:
+        run = bps.RunState(module, training.optimizer, scaler=training.scaler)
+        begun, numbers = run.iteration, run.iterations(steps)
     print(f"rank {bps.rank()}: restored at {begun}", flush=True)
-    module = whole_module(training.module)
     spoiled = next(iter(module.parameters()))
-    for step in range(begun or 0, steps):
+    for step in numbers:
         generator = torch.Generator().manual_seed(step)
         inputs = torch.randn(ROWS * mesh.dp, WIDTH, generator=generator).chunk(mesh.dp)[mesh.rank("dp")]
         is_bad = step == 2 and bps.rank() == bps.size() - 1
         worse = spoiled.register_hook(lambda grad: grad * float("inf")) if is_bad else None
-        training.optimizer.shadow_extra = training.scaler.state_dict()
+        if by_hand:
+            training.optimizer.shadow_extra = training.scaler.state_dict()
         training.step(inputs, inputs.flip(1))
         if worse is not None:
             worse.remove()
