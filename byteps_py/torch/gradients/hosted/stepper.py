@@ -42,6 +42,11 @@ _NO_JOIN = (
     "a hosted optimizer does not go together with join(): a step needs the gradients of all ranks, each of which may "
     "own states. Give all ranks the same number of batches, or leave hosted, or shadow, out"
 )
+_OVERFLOWS_ELSEWHERE = (
+    "NaN or infinity in the gradients of another part of the model, whose ranks say from which rank and in which of "
+    "them: no rank makes this step. BYTEPS_NONFINITE=skip leaves such steps out, allow lets the values pass, which a "
+    "GradScaler needs"
+)
 _NO_AVERAGES = (
     "a hosted optimizer does not bring averages back to the ranks: synchronize() has nothing to wait for. To "
     "clip, call optimizer.clip_grad_norm_(max_norm) before step()"
@@ -194,20 +199,26 @@ class HostedStepper(Stepper):
         self.states.follow()
         if self.shadow is not None:
             self.shadow.start(contexts.current())
-        if (wanted := nonfinite.mode_of(contexts.current())) is not NonFinite.ALLOW and self._find_overflow():
-            buckets = self.reducer.buckets
-            names = [name for bucket in buckets for name in bucket.names]
-            latest = max((bucket.round for bucket in buckets), default=0)
-            found = BadGradients(names, self.steps.bad_gradients() if bad is None else bad, latest)
-            error = explain_overflow(contexts.current(), self.name, found, self.next.group)
+        if (wanted := nonfinite.mode_of(contexts.current())) is NonFinite.ALLOW:
+            return
+        is_here = self._overflows_here()
+        if self.steps.whole.is_any(is_here):
+            error = self._explain_overflow(bad) if is_here else NonFiniteError(_OVERFLOWS_ELSEWHERE)
             self.next.nonfinite_error = error
             if wanted is NonFinite.RAISE:
                 self.steps.skip()
                 raise error
 
-    def _find_overflow(self) -> bool:
-        is_here = overflows(contexts.current(), self.name, self.steps.square_sums(), self.next.group)
-        return self.steps.whole.is_any(is_here)
+    def _overflows_here(self) -> bool:
+        """In a sum of the ranks that share the states."""
+        return overflows(contexts.current(), self.name, self.steps.square_sums(), self.next.group)
+
+    def _explain_overflow(self, bad: Sequence[bool] | None) -> NonFiniteError:
+        buckets = self.reducer.buckets
+        names = [name for bucket in buckets for name in bucket.names]
+        latest = max((bucket.round for bucket in buckets), default=0)
+        found = BadGradients(names, self.steps.bad_gradients() if bad is None else bad, latest)
+        return explain_overflow(contexts.current(), self.name, found, self.next.group)
 
     def prepare(self, call: StepCall) -> None:
         """Note what belongs to the step of ``call`` beside numbers."""
@@ -266,7 +277,7 @@ class HostedStepper(Stepper):
     def groups_to_unscale(self) -> list[dict[str, Any]]:
         """The step unscales instead. See NextStep."""
         self.sum()
-        return self.next.groups_to_unscale(self._find_overflow())
+        return self.next.groups_to_unscale(self.steps.whole.is_any(self._overflows_here()))
 
     def drop_sums(self) -> None:
         """Make no step with the sums that are there."""
