@@ -466,7 +466,7 @@ class Measure(_message.Message):
     def __init__(self, turn: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
 
 class Membership(_message.Message):
-    __slots__ = ("epoch", "workers", "servers", "partition_bytes", "workers_since", "reason", "continued")
+    __slots__ = ("epoch", "workers", "servers", "partition_bytes", "workers_since", "reason", "continued", "under_way")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     SERVERS_FIELD_NUMBER: _ClassVar[int]
@@ -474,6 +474,7 @@ class Membership(_message.Message):
     WORKERS_SINCE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     CONTINUED_FIELD_NUMBER: _ClassVar[int]
+    UNDER_WAY_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     workers: _containers.RepeatedCompositeFieldContainer[Member]
     servers: _containers.RepeatedCompositeFieldContainer[Member]
@@ -481,7 +482,8 @@ class Membership(_message.Message):
     workers_since: int
     reason: str
     continued: bool
-    def __init__(self, epoch: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., servers: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., partition_bytes: _Optional[int] = ..., workers_since: _Optional[int] = ..., reason: _Optional[str] = ..., continued: bool = ...) -> None: ...
+    under_way: bool
+    def __init__(self, epoch: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., servers: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., partition_bytes: _Optional[int] = ..., workers_since: _Optional[int] = ..., reason: _Optional[str] = ..., continued: bool = ..., under_way: bool = ...) -> None: ...
 
 class Member(_message.Message):
     __slots__ = ("member_id", "role", "kind", "machine_id", "machine_index", "address", "local_address", "local_size", "first_rank", "host", "pid", "weight", "link_mbit", "memory_bytes")

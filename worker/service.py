@@ -98,6 +98,7 @@ class CommunicationService:
             self._runtime, self._listener, settings.local_size, self._rank_died, self._ranks_changed, self._wants_group,
             settings.start_timeout_s,
         )  # fmt: skip
+        rank_server.ranks.keep_numbers = settings.max_restarts > 0
         self._rejoining = self.rejoining_class(rank_server, self._send)
         return rank_server
 

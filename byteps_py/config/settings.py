@@ -88,6 +88,7 @@ class Settings:
     max_ranks: int = 0
     elastic_timeout_s: float = 600.0
     reset_limit: int = 0
+    max_restarts: int = 0
     report: str = ""
     timeline: str = ""
     timeline_mark_cycles: bool = False
@@ -108,6 +109,14 @@ class Settings:
         if self.worker_id >= self.num_workers and not self.elastic:
             raise ConfigurationError(
                 f"DMLC_WORKER_ID={self.worker_id} must be below DMLC_NUM_WORKER={self.num_workers}"
+            )
+        if self.max_restarts and not self.elastic:
+            raise ConfigurationError(
+                "BYTEPS_MAX_RESTARTS needs bpslaunch, which starts processes again: bpslaunch --max-restarts"
+            )
+        if self.max_restarts and (self.min_ranks > 1 or self.max_ranks):
+            raise ConfigurationError(
+                "with BYTEPS_MAX_RESTARTS a job keeps its number of ranks: unset BYTEPS_MIN_NP and BYTEPS_MAX_NP"
             )
         if bool(self.scheduler_host) != bool(self.scheduler_port):
             given, missing = ("DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT")

@@ -249,6 +249,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("min_ranks", ("BYTEPS_MIN_NP",), int, "elastic: with fewer ranks than this, the job waits for others to join", low=1, high=1 << 20),
     Variable("max_ranks", ("BYTEPS_MAX_NP",), int, "elastic: the most ranks of a job; a machine whose ranks would exceed this waits; 0: no limit", low=0, high=1 << 20),
     Variable("elastic_timeout_s", ("BYTEPS_ELASTIC_TIMEOUT_S", "HOROVOD_ELASTIC_TIMEOUT"), float, "elastic: how long ranks wait to form a group again, for each other and until there are BYTEPS_MIN_NP", low=0.1, high=_FAR),
+    Variable("max_restarts", ("BYTEPS_MAX_RESTARTS",), int, "how often bpslaunch starts each rank and communication service again that has failed; the others wait for it, and training goes on from the step under way (shadow=True)", low=0, high=1 << 20),
     Variable("reset_limit", ("BYTEPS_RESET_LIMIT",), int, "elastic: how often the group may be formed again before the job ends with an error; 0: no limit", low=0, high=1 << 20),
     Variable("report", ("BYTEPS_REPORT",), str, "file to which the scheduler writes, at the end, what each service carried (JSON)"),
     Variable("timeline", ("HOROVOD_TIMELINE",), str, "file for a timeline of rank 0, a Chrome trace; rank N appends .rankN; DYNAMIC: when start_timeline() is called"),

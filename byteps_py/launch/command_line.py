@@ -93,11 +93,18 @@ def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> LaunchOptions
     if not command and role not in ("server", "scheduler"):
         raise ConfigurationError("which program? Give the training command last: bpslaunch -np 2 python train.py")
     is_elastic = given.elastic or given.min_np is not None or given.max_np is not None
+    restarts = given.max_restarts or _number(environ, "max_restarts")
+    if restarts and (is_elastic or _is_set(environ, "elastic")):
+        raise ConfigurationError(
+            "--max-restarts (BYTEPS_MAX_RESTARTS) keeps the ranks of a job, and --elastic (BYTEPS_ELASTIC, --min-np, "
+            "--max-np) goes on with fewer or more: give one of them"
+        )
     variables = {
         "BYTEPS_PARTITION_BYTES": given.partition_bytes,
         "BYTEPS_START_TIMEOUT_S": given.start_timeout,
         "BYTEPS_LOG_LEVEL": given.log_level,
-        "BYTEPS_ELASTIC": "1" if is_elastic else None,
+        "BYTEPS_ELASTIC": "1" if is_elastic or restarts else None,
+        "BYTEPS_MAX_RESTARTS": str(restarts) if restarts else None,
         "BYTEPS_MIN_NP": given.min_np,
         "BYTEPS_MAX_NP": given.max_np,
         "BYTEPS_ELASTIC_TIMEOUT_S": given.elastic_timeout,
@@ -114,7 +121,7 @@ def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> LaunchOptions
             grace_s=given.grace_period,
             tag_output=_tag_output(given.tag_output, environ),
             folder=given.output_filename,
-            elastic=is_elastic or _is_elastic(environ),
+            elastic=is_elastic or _is_set(environ, "elastic"),
             is_part=bool(role),
         ),
         given.verbose,
@@ -135,10 +142,16 @@ def _role(environ: Mapping[str, str]) -> str:
     return str(variable.parse("DMLC_ROLE", environ["DMLC_ROLE"])) if environ.get("DMLC_ROLE", "").strip() else ""
 
 
-def _is_elastic(environ: Mapping[str, str]) -> bool:
-    """True if the environment makes the job elastic. Raises ConfigurationError."""
-    variable = next(each for each in VARIABLES if each.field == "elastic")
-    return any(bool(variable.parse(name, environ[name])) for name in variable.names if environ.get(name))
+def _is_set(environ: Mapping[str, str], field: str) -> bool:
+    """True if the environment sets this switch. Raises ConfigurationError."""
+    return bool(_number(environ, field))
+
+
+def _number(environ: Mapping[str, str], field: str) -> int:
+    """This setting, a number or a switch, as the environment has it; 0 if it does not. Raises ConfigurationError."""
+    variable = next(each for each in VARIABLES if each.field == field)
+    values = (variable.parse(name, environ[name]) for name in variable.names if environ.get(name))
+    return max((value for value in values if isinstance(value, int)), default=0)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -167,6 +180,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-np", "--max-num-proc", metavar="R", help="sets BYTEPS_MAX_NP, elastic: let no more ranks join")
     add("--elastic-timeout", metavar="S", help="sets BYTEPS_ELASTIC_TIMEOUT_S: how long to wait for ranks")
     add("--reset-limit", metavar="N", help="sets BYTEPS_RESET_LIMIT: how often the ranks may change")
+    add(
+        "--max-restarts", type=_count(0), default=0, metavar="N",
+        help="start each rank and communication service again, up to N times, when it fails; the others wait for it "
+        "(BYTEPS_MAX_RESTARTS)",
+    )  # fmt: skip
     add("--log-level", metavar="LEVEL", help="sets BYTEPS_LOG_LEVEL")
     add(
         "--tag-output", "--prefix-output", action="store_true", default=None,

@@ -63,6 +63,7 @@ class ProcessSpec:
     is_vital: bool = True  # a service without which the ranks can't go on for long
     is_replaceable: bool = False  # a service whose work others take over
     restarts: int = 0  # how often it is started again if a signal killed it while the ranks ran
+    is_restarted_on_failure: bool = False  # … or if it ended with any other exit status than 0
     again_status: int | None = None  # … or if it ended with this exit status
     waits_for_address: bool = False  # … or, from the second time on, if it can't use its address
     retry_status: int | None = None  # this exit status, before any other process ended: start the whole job over
@@ -139,7 +140,7 @@ def _worker_plan(
         rank_env |= {} if many else _horovod_variables(*place)
         name = f"local rank {local_rank}{where}" if many else f"rank {local_rank}"
         label = f"{settings.worker_id}.{local_rank}" if many else str(local_rank)
-        specs.append(ProcessSpec(name, ProcessKind.MAIN, label, tuple(command), rank_env, local_rank == 0))
+        specs.append(_rank_spec(name, label, command, rank_env, local_rank == 0, settings))
     return specs
 
 
@@ -203,7 +204,7 @@ def cluster_plan(
             rank_env = {**env, "BYTEPS_LOCAL_RANK": str(local_rank)}
             rank_env |= _horovod_variables(*place) | _torch_variables(*place, "127.0.0.1", torch_port, {})
             name = f"rank {rank}{f' (local rank {local_rank}{where})' if machines > 1 else ''}"
-            rank_specs.append(ProcessSpec(name, ProcessKind.MAIN, str(rank), tuple(command), rank_env, rank == 0))
+            rank_specs.append(_rank_spec(name, str(rank), command, rank_env, rank == 0, settings))
     if gpu_machine_services:
         specs.append(
             ProcessSpec(
@@ -228,6 +229,22 @@ def cluster_plan(
 
 
 # ---- what both plans are made of ----------------------------------------------------------------------------------
+
+
+def _rank_spec(
+    name: str, label: str, command: Sequence[str], env: Mapping[str, str], reads_stdin: bool, settings: Settings
+) -> ProcessSpec:
+    """A rank. With BYTEPS_MAX_RESTARTS it is started again when it fails, and takes its place."""
+    return ProcessSpec(
+        name,
+        ProcessKind.MAIN,
+        label,
+        tuple(command),
+        env,
+        reads_stdin,
+        restarts=settings.max_restarts,
+        is_restarted_on_failure=settings.max_restarts > 0,
+    )
 
 
 def _scheduler_restarts(environ: Mapping[str, str]) -> int:
@@ -263,7 +280,13 @@ def _services(settings: Settings, env: Mapping[str, str], token: str, where: str
     # It stays as long as the launcher: ranks may shut down and initialize again.
     argv = _service_argv("worker", "--stay")
     name = f"the communication service{where}"
-    specs.append(ProcessSpec(name, ProcessKind.SERVICE, f"cs{label}", argv, env, is_dismissed=True))
+    restarts = settings.max_restarts
+    specs.append(
+        ProcessSpec(
+            name, ProcessKind.SERVICE, f"cs{label}", argv, env, is_dismissed=True, restarts=restarts,
+            is_restarted_on_failure=restarts > 0,
+        )
+    )  # fmt: skip
     return specs
 
 

@@ -232,6 +232,7 @@ class SupervisionPolicy:
         """True if it is to be started again: it was killed or given up, and had not been asked to end; or it has been
         started again, and its address is in use: whoever has it may go."""
         was_killed = (status < 0 and -status not in ENDING_SIGNALS) or status == spec.again_status
+        was_killed = was_killed or (status != 0 and spec.is_restarted_on_failure)
         was_killed = was_killed or (
             status == UNUSABLE_STATUS and spec.waits_for_address and spec.name in self._restarted
         )

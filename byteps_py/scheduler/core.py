@@ -385,8 +385,7 @@ class SchedulerCore:
             return out
         membership = self._roster.complete(self._forming.rates)
         if self._elastic is not None:
-            for member in self._roster.workers():
-                self._elastic.forget(member)
+            self._elastic.first_opened(membership)
         return out + self._begin(membership, "all members have registered")
 
     def _begin(self, membership: pb.Membership, why: str) -> Outgoing:
@@ -445,7 +444,7 @@ class SchedulerCore:
         why = self._elastic.reason
         if not self._roster.has_services_for(members):
             return out + self._services.await_one(why, now_s)
-        membership = self._roster.regroup(members, why, decision.is_continued)
+        membership = self._roster.regroup(members, why, decision.is_continued, decision.is_under_way)
         self._elastic.opened(members)
         return out + self._begin(membership, why) + self._services.release_drained()
 
@@ -516,7 +515,11 @@ class SchedulerCore:
                 sentence = f"this summation service was given up, and others have taken over its keys: {why}"
                 out.append(refused(member.connection, "PeerLostError", sentence))
             return out
-        if self._elastic is not None and self.job.is_running and self._roster.workers():
+        if (
+            self._elastic is not None
+            and self.job.is_running
+            and (self._roster.workers() or self._elastic.waits_for_all)
+        ):
             self._elastic.forget(member)
             out = self._lose_group(text, now_s) if member.ranks else self._regroup(now_s)
         else:

@@ -47,11 +47,13 @@ _OF_A_GROUP = (
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A connected machine. ``place``: its index in the previous group, -1 if it was in none."""
+    """A connected machine. ``place``: its index in the previous group, -1 if it was in none. ``number``: as configured
+    (DMLC_WORKER_ID)."""
 
     id: int
     place: int
     is_leaving: bool = False
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +85,13 @@ class Break:
 @dataclass(frozen=True, slots=True)
 class Open:
     """``members``: (id, ranks) of the next group, in order. ``late``: the machines that were not ready in time.
-    ``is_continued``: all its ranks were in the previous group, and have equal states."""
+    ``is_continued``: all its ranks were in the previous group, and have equal states. ``is_under_way``: one of them has
+    the state of an earlier group."""
 
     members: tuple[tuple[int, int], ...]
     late: tuple[int, ...]
     is_continued: bool
+    is_under_way: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +114,14 @@ class GroupState(enum.Enum):
 
 @dataclass(slots=True)
 class Reforming:
-    """``timeout_s``: how long machines have to be ready. ``reset_limit`` 0, ``max_ranks`` 0: no limit."""
+    """``timeout_s``: how long machines have to be ready. ``reset_limit`` 0, ``max_ranks`` 0: no limit.
+    ``keeps_ranks``: each group has as many ranks as the first one, with the same numbers (BYTEPS_MAX_RESTARTS)."""
 
     min_ranks: int
     max_ranks: int
     timeout_s: float
     reset_limit: int
+    keeps_ranks: bool = False
     state: GroupState = GroupState.AT_WORK
     reason: str = ""  # why the group is not at work
     count: int = 0  # groups after the first one
@@ -176,7 +182,8 @@ class Reforming:
         size = sum(ranks for _, ranks in chosen)
         needed = max(1, self.min_ranks)
         if size < needed:
-            text = f"{count_text(size, 'rank')} left, but the job needs at least {needed} (BYTEPS_MIN_NP)"
+            source = "BYTEPS_MAX_RESTARTS: it keeps their number" if self.keeps_ranks else "BYTEPS_MIN_NP"
+            text = f"{count_text(size, 'rank')} left, but the job needs at least {needed} ({source})"
             if is_late:
                 return GiveUp(f"{self.reason}; {text}; no others joined within {self.timeout_s:g} s")
             return KeepWaiting(f"{self.reason}; {text}: waiting for others to join")
@@ -186,7 +193,8 @@ class Reforming:
         newcomers = {each.id for each in candidates if each.place < 0}
         newcomers |= {member for member, waiting in self._ready.items() if waiting.has_newcomers}
         is_continued = self.state is GroupState.PLANNED and newcomers.isdisjoint(member for member, _ in chosen)
-        return Open(tuple(chosen), tuple(each.id for each in away), is_continued)
+        is_under_way = any(self._ready[member].synced_in for member, _ in chosen)
+        return Open(tuple(chosen), tuple(each.id for each in away), is_continued, is_under_way)
 
     def _chosen(self, candidates: Sequence[Candidate]) -> list[tuple[int, int]]:
         present = [each for each in candidates if self.waiting_ranks(each.id) and not each.is_leaving]
@@ -196,6 +204,9 @@ class Reforming:
             ranks = self.waiting_ranks(each.id)
             if each.place >= 0 or self.has_room(sum(ranks for _, ranks in chosen), ranks):
                 chosen.append((each.id, ranks))
+        if self.keeps_ranks:
+            numbers = {each.id: each.number for each in present}
+            return sorted(chosen, key=lambda member: numbers[member[0]])
         return sorted(chosen, key=lambda member: -self._ready[member[0]].synced_in)
 
     def opened(self, members: Sequence[int]) -> None:
@@ -219,7 +230,7 @@ class Elastic:
     def __init__(self, config: ClusterConfig, roster: Roster) -> None:
         self._roster = roster
         self._reforming = self.reforming_class(
-            config.min_ranks, config.max_ranks, config.elastic_timeout_s, config.reset_limit
+            config.min_ranks, config.max_ranks, config.elastic_timeout_s, config.reset_limit, config.max_restarts > 0
         )
 
     @property
@@ -231,6 +242,11 @@ class Elastic:
     def reason(self) -> str:
         """Why the group is not at work; empty while it is."""
         return self._reforming.reason
+
+    @property
+    def waits_for_all(self) -> bool:
+        """True if all machines that are lost are expected to come back, even the last one."""
+        return self._reforming.keeps_ranks
 
     def is_void(self, member: MemberRecord) -> bool:
         """True if its messages about its group do not count: the group is broken, or it is in none."""
@@ -288,10 +304,20 @@ class Elastic:
         """The member has left, or was lost."""
         self._reforming.forget(member.id)
 
+    def first_opened(self, membership: pb.Membership) -> None:
+        """The first group is at work. What its machines have said of ranks that wait was about it."""
+        for member in self._roster.workers():
+            self._reforming.forget(member.id)
+        if self._reforming.keeps_ranks:
+            ranks = sum(worker.local_size for worker in membership.workers)
+            self._reforming.min_ranks = self._reforming.max_ranks = ranks
+
     def decide(self, now_s: float) -> Decision:
         """See ``Reforming.decide``; the candidates are the connected machines."""
         candidates = [
-            Candidate(m.id, m.facts.machine_index, m.is_draining) for m in self._roster.present() if m.is_worker
+            Candidate(m.id, m.facts.machine_index, m.is_draining, m.home[1])
+            for m in self._roster.present()
+            if m.is_worker
         ]
         return self._reforming.decide(candidates, now_s)
 

@@ -17,7 +17,7 @@ from byteps_py.proto import control_pb2 as pb
 from byteps_py.wording import count_text, ranks_text
 
 #: Version of the control protocol; a member with another version is refused.
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 MAX_LOCAL_SIZE = 1024
 #: The machine index of a GPU machine outside the group: it waits to join an elastic job, or was left behind.
 OUTSIDE = -1
@@ -45,6 +45,7 @@ class ClusterConfig:
     max_ranks: int = 0
     elastic_timeout_s: float = 600.0
     reset_limit: int = 0
+    max_restarts: int = 0
 
     @classmethod
     def from_settings(cls, settings: Settings) -> ClusterConfig:
@@ -444,7 +445,9 @@ class Roster:
         self.workers_since = self.first_epoch
         return self._open_epoch("")
 
-    def regroup(self, members: Sequence[tuple[int, int]], reason: str, is_continued: bool) -> pb.Membership:
+    def regroup(
+        self, members: Sequence[tuple[int, int]], reason: str, is_continued: bool, is_under_way: bool = False
+    ) -> pb.Membership:
         """Open the next epoch with these machines, (member id, number of ranks) in order, and the present servers."""
         by_id = {member.id: member for member in self.everyone}
         for member in self.everyone:
@@ -463,7 +466,7 @@ class Roster:
         self._workers = self.workers()
         self.workers_since = self.epoch + 1
         membership = self._open_epoch(reason)
-        membership.continued = is_continued
+        membership.continued, membership.under_way = is_continued, is_under_way
         return membership
 
     def reassign(self, reason: str) -> pb.Membership | None:

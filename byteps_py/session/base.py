@@ -199,6 +199,11 @@ class StateHost(ABC):
         """Other machines hold the states and the records of this rank after all steps up to this one, 0 for none; and
         whether they have held all states of this rank. Never blocks."""
 
+    @abstractmethod
+    def wait_until_held(self, step: int) -> None:
+        """Return when ``held`` has come to ``step``, or no machine has taken the record of this step or a later one.
+        Raises the errors of ``wait``."""
+
     @property
     @abstractmethod
     def refused_step(self) -> int:
@@ -279,6 +284,10 @@ class Session(ABC):
     is_finished: bool = False
     #: Elastic jobs: all ranks were in the previous group and left it in order, so they have the same state.
     is_continued: bool = False
+    #: Elastic jobs: some ranks have the state of an earlier group (``note_synced``): training has begun.
+    is_under_way: bool = False
+    #: Elastic jobs: this rank is one of them.
+    has_synced: bool = False
     #: Elastic jobs: the epoch with which this group of ranks began. Later groups have greater epochs.
     since_epoch: int = 0
 

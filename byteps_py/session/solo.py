@@ -141,6 +141,9 @@ class SoloStateHost(StateHost):
     def held(self) -> tuple[int, bool]:
         return 0, False
 
+    def wait_until_held(self, step: int) -> None:
+        raise UnsupportedError("a rank that is alone has no other machines that hold its steps")
+
     @property
     def refused_step(self) -> int:
         return 0

@@ -32,7 +32,7 @@ from byteps_py.wire.record_codec import (
     U64s,
 )
 
-VERSION = 12
+VERSION = 13
 
 #: The most entries of a message about rounds: more are spread over several messages.
 MAX_ROUNDS = 4096
@@ -399,6 +399,7 @@ class Welcome:
     local_rank: U32
     local_size: U32
     is_continued: Flag
+    is_under_way: Flag
     since_epoch: U32
     machine_index: U32
     num_machines: U32

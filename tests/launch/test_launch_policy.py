@@ -104,6 +104,32 @@ class TestPolicy:
         policy.exited("rank 0", 0, 2)
         assert (policy.finished, policy.code) == (True, 0)
 
+    @pytest.mark.parametrize("status", [1, 3, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGSEGV])
+    def test_a_rank_that_fails_is_started_again_so_many_times(self, status: int) -> None:
+        ranks = [
+            ProcessSpec(f"rank {i}", ProcessKind.MAIN, str(i), ("x",), {}, restarts=2, is_restarted_on_failure=True)
+            for i in range(2)
+        ]
+        policy = SupervisionPolicy(ranks, grace_s=5, own_error_s=10)
+        for count in (1, 2):
+            said, started = policy.exited("rank 0", status, 1)
+            assert started == Start("rank 0")
+            assert isinstance(said, Say)
+            assert said.text.endswith(f"; starting it again ({count} of at most 2 times)")
+        assert "the other rank has 10 s to end" in words(policy.exited("rank 0", status, 1))
+        assert policy.phase is Phase.LOSING
+
+    def test_a_rank_that_is_done_or_was_told_to_end_is_not_started_again(self) -> None:
+        ranks = [
+            ProcessSpec(f"rank {i}", ProcessKind.MAIN, str(i), ("x",), {}, restarts=2, is_restarted_on_failure=True)
+            for i in range(2)
+        ]
+        policy = SupervisionPolicy(ranks, grace_s=5, own_error_s=10)
+        assert policy.exited("rank 0", 0, 1) == []
+        policy.signalled(signal.SIGTERM, 2)
+        assert not any(isinstance(action, Start) for action in policy.exited("rank 1", -signal.SIGTERM, 3))
+        assert policy.finished
+
     @pytest.mark.parametrize("status", [1, 2, -signal.SIGTERM])
     def test_only_a_scheduler_that_is_killed_is_started_again(self, status: int) -> None:
         spec = ProcessSpec("scheduler", ProcessKind.MAIN, "x", ("x",), {}, restarts=2)

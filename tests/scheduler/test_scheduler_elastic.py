@@ -69,14 +69,14 @@ def test_the_machine_with_the_latest_state_comes_first() -> None:
     group.ready(B.id, Waiting(2, synced_in=7))
     group.ready(C.id, Waiting(1, synced_in=5))
     group.ready(NEW.id, Waiting(4))
-    assert group.decide([A, B, C, NEW], 0.0) == Open(((2, 2), (3, 1), (1, 1), (9, 4)), (), is_continued=False)
+    assert group.decide([A, B, C, NEW], 0.0) == Open(((2, 2), (3, 1), (1, 1), (9, 4)), (), False, is_under_way=True)
 
 
 def test_the_maximum_keeps_newcomers_out_whatever_state_they_have() -> None:
     group = broken(max_ranks=3)
     group.ready(NEW.id, Waiting(2, synced_in=3))
     group.ready(A.id, Waiting(2, synced_in=4))
-    assert group.decide([NEW, A], 0.0) == Open(((1, 2),), (), is_continued=False)
+    assert group.decide([NEW, A], 0.0) == Open(((1, 2),), (), False, is_under_way=True)
 
 
 def test_newcomers_beyond_the_maximum_wait() -> None:
@@ -115,6 +115,35 @@ def test_so_many_groups_and_no_more() -> None:
     over = group.decide([A], 1.0)
     assert isinstance(over, GiveUp)
     assert over.sentence == "lost c; the group was already re-formed 1 time, the limit (BYTEPS_RESET_LIMIT)"
+
+
+def test_a_job_that_keeps_its_ranks_waits_for_all_and_gives_them_the_same_numbers() -> None:
+    """Machine 0 was lost, and comes back as another member; machine 1 has the state."""
+    group = Reforming(2, 2, 100.0, 0, keeps_ranks=True)
+    assert group.begin("lost a", planned=False, now_s=0.0)
+    b, back = Candidate(2, 1, number=1), Candidate(9, -1, number=0)
+    group.ready(b.id, Waiting(1, synced_in=3))
+    waiting = group.decide([b], 1.0)
+    assert isinstance(waiting, KeepWaiting)
+    assert "1 rank left, but the job needs at least 2 (BYTEPS_MAX_RESTARTS: it keeps their number)" in waiting.sentence
+    group.ready(back.id, Waiting(1, has_newcomers=True))
+    assert group.decide([b, back], 2.0) == Open(((9, 1), (2, 1)), (), False, is_under_way=True)
+
+
+def test_the_loss_of_the_last_machine_does_not_end_a_job_that_waits_for_all() -> None:
+    cluster = Cluster(num_workers=1, num_servers=1, elastic=True, max_restarts=3)
+    first = cluster.join(worker(0, 2, 1, 1, elastic=True))
+    cpu = cluster.join(server(0, n=1, k=1, elastic=True))
+    for each in (first, cpu):
+        cluster.say(each, ready=pb.Ready())
+    cluster.drop(first)
+    cluster.tick(5.0, beating=(cpu,))
+    assert cluster.core.state == states.RUNNING
+    again = cluster.join(worker(0, 2, 1, 1, elastic=True))
+    cluster.say(again, gathered=pb.Gathered(ranks=2, newcomers=True))
+    membership = cluster.last(again).membership
+    assert [(each.machine_index, each.local_size) for each in membership.workers] == [(0, 2)]
+    assert not membership.under_way
 
 
 def test_ranks_that_leave_of_one_mind_go_on_as_they_are() -> None:

@@ -115,9 +115,13 @@ class Job:
 
     def pid(self, word: str, **environ: str) -> int:
         """The process with ``word`` on its command line and these variables, which must be one."""
-        found = [pid for pid in self.pids() if word in arguments_of(pid) and environ.items() <= environ_of(pid).items()]
+        found = self.pids_of(word, **environ)
         assert len(found) == 1, f"{len(found)} processes are {word} with {environ}"
         return found[0]
+
+    def pids_of(self, word: str, **environ: str) -> list[int]:
+        """The processes with ``word`` on their command line and these variables."""
+        return [pid for pid in self.pids() if word in arguments_of(pid) and environ.items() <= environ_of(pid).items()]
 
     def signal(self, signum: signal.Signals) -> None:
         """To the process that was started, alone."""

@@ -81,7 +81,7 @@ class Alone:
     def open(self) -> None:
         """A group of which these are ranks 4 and 5."""
         me = SimpleNamespace(host="node7")
-        topology = SimpleNamespace(local_size=2, first_rank=4, me=me, is_continued=False, group=7)
+        topology = SimpleNamespace(local_size=2, first_rank=4, me=me, is_continued=False, is_under_way=False, group=7)
         self.rank_server.open(cast(Any, SimpleNamespace(topology=topology, executor=SimpleNamespace(ranks={}))))
 
 

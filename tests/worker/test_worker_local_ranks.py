@@ -94,6 +94,20 @@ def test_a_later_group_takes_those_that_wait_by_their_states_and_knows_nothing_o
     assert ranks.left == {}
 
 
+def test_ranks_that_keep_their_numbers_do_so_whatever_state_they_have() -> None:
+    ranks = LocalRanks[str](3, is_elastic=True)
+    ranks.keep_numbers = True
+    for seat in range(3):
+        ranks.comes(ranks[seat], "before", False, 0)
+    ranks.begins(3)
+    for seat in (2, 1):
+        ranks[seat].happens(RankEvent.GOES_BACK)
+        ranks.comes(ranks[seat], "again", True, synced_in=seat)
+    ranks[0].happens(RankEvent.ENDS)
+    ranks.comes(ranks[0], "another process", False, 0)
+    assert [(rank.seat, rank.local_rank) for rank in ranks.begins(3)] == [(0, 0), (1, 1), (2, 2)]
+
+
 def test_a_rank_that_has_left_and_its_process_are_counted_until_it_is_taken_in_again() -> None:
     ranks = LocalRanks[str](2)
     for seat in range(2):

@@ -145,6 +145,8 @@ class LocalRanks(Generic[C]):
     group may follow another; else there is one, which takes its ranks in as they have come."""
 
     rank_class: type[LocalRank[C]] = LocalRank
+    #: Each rank has the same number in each group, whatever state it has.
+    keep_numbers = False
 
     def __init__(self, count: int, is_elastic: bool = False) -> None:
         self._is_elastic = is_elastic
@@ -207,7 +209,11 @@ class LocalRanks(Generic[C]):
         waiting = self.waiting
         is_first = not self.has_had_group and count == len(self._all)
         self.has_had_group = True
-        self.group = self._all[:] if is_first else sorted(waiting, key=lambda rank: rank.rank_order)[:count]
+        if not self.keep_numbers:
+            waiting = sorted(waiting, key=lambda rank: rank.rank_order)
+        else:
+            waiting = sorted(waiting, key=lambda rank: rank.seat)
+        self.group = self._all[:] if is_first else waiting[:count]
         for rank in self._all:
             rank.left_s = rank.gone_s = None
             if rank.state is RankState.WAITING:

@@ -28,6 +28,7 @@ class Topology:
     partition_bytes: int
     group: int
     is_continued: bool = False  # of an elastic job: its ranks were in the group before, and are equal
+    is_under_way: bool = False  # of an elastic job: some of its ranks have the state of an earlier group
 
     @classmethod
     def of(cls, membership: pb.Membership, machine_index: int) -> Topology:
@@ -39,6 +40,7 @@ class Topology:
             membership.partition_bytes,
             membership.workers_since,
             membership.continued,
+            membership.under_way,
         )
 
     def check(self) -> None:

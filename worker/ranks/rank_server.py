@@ -290,6 +290,7 @@ class RankServer:
             local_rank=rank.local_rank,
             local_size=here.topology.local_size,
             is_continued=here.topology.is_continued,
+            is_under_way=here.topology.is_under_way,
             since_epoch=here.topology.group,
             machine_index=here.topology.machine_index,
             num_machines=here.topology.machines,

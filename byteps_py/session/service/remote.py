@@ -418,7 +418,8 @@ class RemoteSession(ChannelSession):
             raise ProtocolError("the communication service welcomes this rank twice")
         self.rank, self.size = message.rank, message.size
         self.local_rank, self.local_size = message.local_rank, message.local_size
-        self.is_continued, self.since_epoch = message.is_continued, message.since_epoch
+        self.is_continued, self.is_under_way = message.is_continued, message.is_under_way
+        self.since_epoch = message.since_epoch
         self.machine_index, self.num_machines = message.machine_index, message.num_machines
         self.machine_facts = MachineFacts(message.slowest_mbit, message.replicated_gain, message.memory_bytes)
         self.is_homogeneous, self.has_shadow_servers = message.is_homogeneous, message.has_shadow_servers

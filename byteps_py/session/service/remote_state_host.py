@@ -102,6 +102,14 @@ class RemoteStateHost(StateHost):
         self._session.read_available()
         return self._held
 
+    def wait_until_held(self, step: int) -> None:
+        self._session.wait_until(
+            lambda: self._held[0] >= step or self._refused >= step,
+            self._session.time_limit(None),
+            lambda: f"no other machines hold step {step} of this rank",
+        )
+        self._session.check_open()
+
     @property
     def refused_step(self) -> int:
         return self._refused

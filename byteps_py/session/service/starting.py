@@ -93,6 +93,7 @@ class ServiceOwningSession(RemoteSession):
             _synced_in.get(settings.job, 0),
         )
         self._job = settings.job
+        self.has_synced = settings.job in _synced_in
         self.exchanges_addresses = self.num_machines > 1
         if settings.direct_connections:
             self.connects = settings
@@ -100,6 +101,7 @@ class ServiceOwningSession(RemoteSession):
 
     def note_synced(self) -> None:
         _synced_in[self._job] = self.since_epoch
+        self.has_synced = True
 
     def close(self) -> None:
         failure_reports.unregister(self)
@@ -158,7 +160,7 @@ def _connect(settings: Settings, services: list[subprocess.Popen[bytes]]) -> cha
     """Connect to the communication service. Raises RendezvousError if a service that was started here ends first, or if
     the time is over."""
     name = local_socket(settings, "cs")
-    was_there = settings.elastic and _opened.get(settings.job, 0)
+    was_there = settings.elastic and not settings.max_restarts and _opened.get(settings.job, 0)
     deadline = time.monotonic() + (_GONE_S if was_there else settings.start_timeout_s)
     while True:
         with contextlib.suppress(RendezvousError):

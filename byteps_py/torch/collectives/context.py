@@ -23,7 +23,7 @@ from typing import Protocol
 import torch
 
 from byteps_py.config.settings import Settings
-from byteps_py.errors import NotInitializedError, UsageError
+from byteps_py.errors import BytePSError, NotInitializedError, UsageError
 from byteps_py.session import Session, failure_reports, open_session
 from byteps_py.tensors import UNNAMED, Op
 from byteps_py.torch.collectives import router
@@ -182,7 +182,10 @@ class Context:
         self._step_counts = StepCounts()  # the same
         self._holders: set[str] = set()
         self.incarnation = 0  # how often a job was left in the middle of its work; see Session
-        self.names = NameSource()
+        #: This process was started again, and the other ranks are in the middle of their training: no rank answers it
+        #: before it has the state that they have.
+        self.is_catching_up = False
+        self._names = NameSource()
         self.handles = Handles()
         self.process_sets: dict[int, tuple[int, ...]] = {}  # id → ranks; see process_sets.py
         self.process_sets_added = 0
@@ -193,6 +196,8 @@ class Context:
         #: Between ranks of different machines; None if there are none, or too many.
         self.connections: JobConnections | None = None
         self.joins = 0  # so far; declarations before the latest join are void
+        #: Called once a session is open: what observes it.
+        self.on_open: Callable[[Context], None] = lambda context: None
 
     # ---- life ------------------------------------------------------------------------------------------
 
@@ -206,6 +211,9 @@ class Context:
                 session = self._opener(self._settings)
                 session.incarnation = self.incarnation
                 self._session = session
+                self.is_catching_up = (
+                    self._settings.max_restarts > 0 and session.is_under_way and not session.has_synced
+                )
                 self._suspended = None
                 peers, may_share = session.peers, router.may_share(session.local_size)
                 may_connect = session.exchanges_addresses and session.size <= router.MOST_CONNECTED
@@ -217,6 +225,21 @@ class Context:
                     self.connections = JobConnections(session, self._settings, self.mover)
                     self.until_join.add(self.connections)
             self._holders.add(holder)
+
+    def rejoin(self, why: Exception) -> None:
+        """Leave the group of an elastic job in the middle of its work, and be part of the next one, with the same
+        users and process sets. Blocks until there is one. Raises as ``open``."""
+        with self.lock:
+            holders, process_sets, added = set(self._holders), dict(self.process_sets), self.process_sets_added
+        if self._session is not None:
+            self._session.returning = (f"{type(why).__name__}: {why}", False)
+        with contextlib.suppress(BytePSError):  # errors of unfinished operations, whose results are not needed any more
+            self.close(is_finished=False)
+        self.open(self.settings)
+        with self.lock:
+            self._holders |= holders
+            self.process_sets, self.process_sets_added = process_sets, added
+        self.on_open(self)
 
     def release(self, holder: str) -> None:
         """Leave the job unless another holder needs the session."""
@@ -263,7 +286,7 @@ class Context:
             self._slot_views.clear()
             self._byte_views.clear()
             self.handles.clear()
-            self.names = NameSource()
+            self._names = NameSource()
             self._counts.clear()
             self._step_counts = StepCounts(self.joins)
             self.process_sets.clear()
@@ -290,7 +313,7 @@ class Context:
             self.joins += 1
             self._slot_views.clear()
             self._byte_views.clear()
-            self.names.restart(self.names.epoch)  # ranks that joined early have counted fewer calls
+            self._names.restart(self._names.epoch)  # ranks that joined early have counted fewer calls
             self._counts.clear()
             self._step_counts = StepCounts(self.joins)
             self.session.steps_begun = {}
@@ -324,6 +347,21 @@ class Context:
         return session
 
     @property
+    def names(self) -> NameSource:
+        """Names for operations. Raises UsageError while this process is catching up."""
+        self.check_caught_up()
+        return self._names
+
+    def check_caught_up(self) -> None:
+        """Raises UsageError while this process is catching up."""
+        if self.is_catching_up:
+            raise UsageError(
+                "this process was started again, and the other ranks are in the middle of their training: no rank "
+                "answers an operation before bps.restore(). Until then, broadcast_parameters(), "
+                "broadcast_optimizer_state() and barrier() do nothing: call other operations after bps.restore()"
+            )
+
+    @property
     def place(self) -> Session | RankPlace:
         """The place of this process in its job; after ``suspend``, in the job that it has left. Raises
         NotInitializedError."""
@@ -342,6 +380,7 @@ class Context:
         """The view of each request's slot. Requests that are not declared yet are declared in one call. Raises the
         errors of Session.declare."""
         session = self.session
+        self.check_caught_up()
         with self.lock:
             missing = [request for request in requests if not self._fits(request)]
             slots = session.declare([request.spec for request in missing]) if missing else []
@@ -353,6 +392,7 @@ class Context:
         """The slot of a gather or an exchange with capacity for ``nbytes_in`` and ``nbytes_out`` bytes. It grows when
         it must."""
         session = self.session
+        self.check_caught_up()
         with self.lock:
             view = self._byte_views.get(name)
             if view is None or view.has_failed:

@@ -96,6 +96,8 @@ class GradientReducer:
         self.passes_per_step = 1
         #: The remedy in the error for a gradient that was computed more often.
         self.too_often_remedy = "a backward pass may compute it once. Use checkpoint(…, use_reentrant=False)"
+        #: Whether ``ready`` leaves it to ``finish`` to raise the loss of a rank, and to hand over again.
+        self.leaves_losses = False
         #: Set if the gradients of the last round are not finite, so that the step must be skipped.
         self.nonfinite_error: NonFiniteError | None = None
         self.add(named, groups)
@@ -189,7 +191,11 @@ class GradientReducer:
             if not bucket.sent and bucket.is_complete(self.passes_per_step):
                 self._check_passes(bucket)
                 if self._disagreement is None:  # otherwise ``finish`` raises it
-                    self._send(bucket, is_early=True)
+                    try:
+                        self._send(bucket, is_early=True)
+                    except CommunicationError:
+                        if not self.leaves_losses:
+                            raise
 
     def _check_passes(self, bucket: Bucket) -> None:
         name = bucket.recount(self.passes_per_step)

@@ -93,8 +93,9 @@ def init(
     elif comm is not None and not isinstance(comm, bool):
         settings = among(settings, comm)
     context.open(settings)
+    context.on_open = timeline.set_up
     try:
-        timeline.set_up(context)
+        context.on_open(context)
         if process_sets and not isinstance(process_sets, str):
             add_initial_sets(context, list(process_sets))
     except BaseException:
@@ -172,6 +173,8 @@ def is_homogeneous() -> bool:
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return when every rank of the set has called it. Raises StallError or PeerLostError."""
     context = contexts.current()
+    if context.is_catching_up:
+        return  # the others have gone on from it
     group = group_of(process_set)
     if group:
         barrier_in_group(context, group)

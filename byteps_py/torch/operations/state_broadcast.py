@@ -89,6 +89,8 @@ def broadcast_parameters(
             raise UsageError(f"{name!r} is a {type(tensor).__name__}, not a tensor; use broadcast_object for it")
     for name, tensor in pairs:  # before the first tensor is sent
         check_result(tensor, name)
+    if context.is_catching_up:
+        return  # restore() brings them
     group, ranks = group_of(process_set), members_of(process_set)
     parameter_owners.check_whole(pairs, ranks, "broadcast_parameters", _WHOLE)
     if len(ranks) > 1:
@@ -153,6 +155,8 @@ def broadcast_optimizer_state(
     if isinstance(optimizer, StateListener):
         optimizer._check_one_has_all()
     context = contexts.current()
+    if context.is_catching_up:
+        return  # restore() brings it
     label = f"{prefix}optimizer_state"
     if context.session.rank == root_rank:
         tensors: list[torch.Tensor] = []

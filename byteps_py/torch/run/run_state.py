@@ -355,11 +355,12 @@ class RunState(LoopRecords):
             return
         attached: object = shadow.extra
         shadow.extra = None
-        are_missing = [each is None for each in allgather_object(attached, name="RunState.found")]
-        if any(are_missing):  # ranks that were not there before
-            common = broadcast_object(attached, name="RunState.common")
-            if attached is None and isinstance(common, dict):
-                attached = _for_new_rank(common)
+        if not contexts.current().settings.max_restarts:  # otherwise there are no new ranks, and only some ranks call
+            are_missing = [each is None for each in allgather_object(attached, name="RunState.found")]
+            if any(are_missing):  # ranks that were not there before
+                common = broadcast_object(attached, name="RunState.common")
+                if attached is None and isinstance(common, dict):
+                    attached = _for_new_rank(common)
         self._put_back(self._checked(attached))
 
 

@@ -25,6 +25,7 @@ from byteps_py.torch.gradients.bucket import GradientOptions
 from byteps_py.torch.gradients.gradient_reducer import GradientReducer
 from byteps_py.torch.gradients.hosted.agreement import members
 from byteps_py.torch.gradients.hosted.delivery import ToOwner, claim
+from byteps_py.torch.gradients.hosted.in_place import InPlaceTiming
 from byteps_py.torch.gradients.hosted.replication import ShadowedSteps, check_machines
 from byteps_py.torch.gradients.hosted.rules import HostedGroups, check_class
 from byteps_py.torch.gradients.hosted.states import BucketStates
@@ -285,6 +286,8 @@ def host(
         timing = DelayedTiming(context, reducer, delivery, hosting.delayed_update_after)
     elif hosting.step_in_backward:
         timing = InBackwardTiming(context, reducer, BackwardSteps(context, delivery, states, upcoming))
+    if context.settings.max_restarts and shadow is not None:
+        timing = InPlaceTiming(timing, reducer)
     wrapped.hook()
     own: dict[Any, Mapping[str, Any]] = optimizer.state
     if taken := {param: copy.deepcopy(dict(state)) for param, state in own.items() if state}:

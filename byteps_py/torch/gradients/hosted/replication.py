@@ -61,12 +61,15 @@ class ShadowedSteps:
     Attributes:
         run: see ShadowPartition; 0 before ``start``.
         step: number of the latest step.
+        skips: so many next calls of step() make none: the other ranks, which did not end, know that they made none.
         calls: the number of calls of step() so far, also of those that made no step, because gradients were not finite.
         extra: the object that the user attaches to the next steps.
         loop: a RunState's training loop, which attaches in place of the user; None: there is none.
         model: the module that gives parameters their names; None: unknown.
         buffers: the model's buffers, attached as well; None: there are none.
         open_reader: reads what servers hold.
+        send_with: sends the record of a step in a loop with the function that it is given, and returns once other
+            machines hold the step. None: the function sends, and nobody waits.
     """
 
     open_reader: Callable[[Context], ShadowReader] = staticmethod(
@@ -78,7 +81,7 @@ class ShadowedSteps:
         self._session: Session | None = None
         self.run = 0
         self._durable, self._is_whole = 0, False
-        self.step = self.calls = 0
+        self.step = self.calls = self.skips = 0
         self.extra: object = None
         self.loop: LoopRecords | None = None
         self.model: torch.nn.Module | None = None
@@ -87,6 +90,7 @@ class ShadowedSteps:
         self._reader: ShadowReader | None = None
         self._packed = b""
         self._made: MadeStep | None = None
+        self.send_with: Callable[[Callable[[], None]], None] | None = None
 
     def start(self, context: Context) -> None:
         """All ranks call it, before their states are made: they agree on the number of this run."""
@@ -215,7 +219,7 @@ class ShadowedSteps:
             return
         self._made = MadeStep(shadowed, tensors, groups)
         if self.loop is None:
-            self._pack_common()
+            self._pack_common(self._made)
             self.send_record()
 
     @property
@@ -226,11 +230,12 @@ class ShadowedSteps:
     def complete_record(self) -> None:
         """The record that waits says what is so now. Raises UsageError, see ``prepare_record`` and ``record``."""
         self._pack_attached()
-        self._pack_common()
+        if self._made is not None:
+            self._pack_common(self._made)
 
-    def _pack_common(self) -> None:
-        session, made = self._session, self._made
-        if session is None or made is None or session.rank != (self.ranks[0] if self.ranks else 0):
+    def _pack_common(self, made: MadeStep) -> None:
+        session = self._session
+        if session is None or session.rank != (self.ranks[0] if self.ranks else 0):
             return
         made.common = self._common.pack(made.tensors, made.groups, self.model, self.calls)
         if len(made.common) > session.state_host.max_record_bytes:
@@ -242,8 +247,16 @@ class ShadowedSteps:
 
     def send_record(self) -> None:
         """Send the record that waits, as it was completed."""
+        if self.loop is not None and self.send_with is not None and self._made is not None:
+            self.send_with(self._send)
+        else:
+            self._send()
+
+    def _send(self) -> None:
         session, made, self._made = self._session, self._made, None
         if session is not None and made is not None:
+            if not made.common:  # of a step that was made again
+                self._pack_common(made)
             session.state_host.record_step(made.shadowed, made.common, self._packed)
 
 

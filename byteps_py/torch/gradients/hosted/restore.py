@@ -22,22 +22,27 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from byteps_py.checkpoint_files import METADATA, CheckpointFiles, checkpoint_path, checkpoint_steps
-from byteps_py.errors import BytePSError, CheckpointError, CommunicationError, UsageError
-from byteps_py.shadow import NotRestorable, Restorable, ShadowReader, latest_step
+from byteps_py.errors import BytePSError, CheckpointError, UsageError
 from byteps_py.shadow.record import Attachment
 from byteps_py.system.log import logger
 from byteps_py.torch.collectives import context as contexts
+from byteps_py.torch.gradients.hosted.held_step import (
+    StepToRestore,
+    agree_on_calls,
+    held_step,
+    none_held,
+    raise_together,
+    take_states,
+)
 from byteps_py.torch.gradients.hosted.optimizer import HostedOptimizerMixin
 from byteps_py.torch.gradients.hosted.replication import ModelBuffers, ShadowedSteps, tensors_of
 from byteps_py.torch.gradients.hosted.rules import MASTER, moment_names, rule_of
 from byteps_py.torch.gradients.hosted.states import check_state
 from byteps_py.torch.gradients.hosted.stepper import HostedStepper
 from byteps_py.torch.gradients.stepper import WrappedOptimizer
-from byteps_py.torch.gradients.whole_state import chunks_fault, held_state
-from byteps_py.torch.operations.broadcasts import allgather_object, broadcast_object, unpickled
+from byteps_py.torch.gradients.whole_state import chunks_fault
+from byteps_py.torch.operations.broadcasts import broadcast_object, unpickled
 
-#: Servers apply no steps meanwhile. Those of a job that has ended get none.
-_HOLD_S = 10.0
 #: How names of a checkpoint's entries begin.
 _MODEL, _STATE, _GROUPS = "model.", "optimizer.state.", "optimizer.param_groups."
 _CONSTANTS = "constants."
@@ -79,54 +84,43 @@ def restore(
     context = contexts.current()
     shadow.model, shadow.buffers = model, ModelBuffers(model)
     shadow.check_size()
-    reader = shadow.open_reader(context)
-    try:
-        found: Restorable | Exception | None = broadcast_object(
-            _find(reader) if context.session.rank == 0 else None, name=f"{shadow.name}.restorable"
-        )
-        if isinstance(found, Exception):
-            raise found
-        if found is None:
-            reader.close()
-            return _load_newest(model, optimizer, shadow, path) if path is not None else None
-        _restore(model, stepper, shadow, reader, found)
-    except BaseException:
-        reader.close()
-        raise
-    logger.info("going on from step %d, which other machines held", found.step)
+    was_catching_up, context.is_catching_up = context.is_catching_up, False
+    with held_step(shadow) as held:
+        if held is not None:
+            attached, buffers = _read_attached(model, shadow, held)
+            take_states(stepper, shadow, held, with_numbers=True)
+            if attached.extra:  # only this job's ranks, which are authenticated, have written it
+                shadow.extra = unpickled(attached.extra)
+            if buffers:
+                model.load_state_dict(buffers, strict=False)
+                shadow.buffers = ModelBuffers(model, attached.buffers)
+            if context.settings.max_restarts:
+                agree_on_calls(shadow)
+                stepper.reducer.is_early = not shadow.skips
+    if held is None:
+        if was_catching_up:
+            raise none_held()
+        return _load_newest(model, optimizer, shadow, path) if path is not None else None
+    context.session.note_synced()
+    logger.info("going on from step %d, which other machines held", shadow.step)
     return shadow.calls
 
 
-def _find(reader: ShadowReader) -> Restorable | Exception | None:
-    """The newest step that can be restored; None if there are no states. An error is returned: all ranks raise it."""
-    try:
-        found = latest_step(reader.describe(_HOLD_S))
-    except BytePSError as error:
-        return error
-    if isinstance(found, NotRestorable):
-        return CommunicationError(
-            f"restore(): other machines hold states of an earlier run, but of no step all of them: {found.reason}. Go "
-            "on from a checkpoint; without restore(), new states take their place"
-        )
-    return found
-
-
 def _read_attached(
-    model: torch.nn.Module, stepper: HostedStepper, reader: ShadowReader, found: Restorable
+    model: torch.nn.Module, shadow: ShadowedSteps, held: StepToRestore
 ) -> tuple[Attachment, dict[str, torch.Tensor]]:
     """The attachment of this rank to the step, and the buffers in it. If one rank can't read its own, all raise."""
-    record = found.records.get(contexts.current().session.rank)
-    name = stepper.shadow.name if stepper.shadow is not None else stepper.name
+    record = held.found.records.get(contexts.current().session.rank)
     attached, buffers = Attachment(b"", {}), dict[str, torch.Tensor]()
     failure: BytePSError | None = None
     try:
         if record is not None:
-            attached = Attachment.unpack(reader.read_attached(record))
+            attached = Attachment.unpack(held.reader.read_attached(record))
         buffers = tensors_of(attached.buffers)
         ModelBuffers(model).check(attached.constants)
     except BytePSError as error:
         failure = error
-    _raise_together(failure, f"{name}.attached")
+    raise_together(failure, f"{shadow.name}.attached")
     return attached, buffers
 
 
@@ -135,71 +129,6 @@ def _check_parameters(model: torch.nn.Module, stepper: HostedStepper) -> None:
     strangers = [name for param, name in stepper.wrapped.names.items() if param not in mine]
     if strangers:
         raise UsageError(f"restore(): parameter {strangers[0]!r} of the optimizer is not one of the model's")
-
-
-def _restore(
-    model: torch.nn.Module, stepper: HostedStepper, shadow: ShadowedSteps, reader: ShadowReader, found: Restorable
-) -> None:
-    groups = stepper.wrapped.groups
-    params = {stepper.wrapped.names[param]: param for param in stepper.wrapped.params}
-    attached, buffers = _read_attached(model, stepper, reader, found)
-    failure: BytePSError | None = None
-    own = found.of_ranks(shadow.ranks)
-    try:
-        _check_same(params, own, found, shadow.ranks)
-    except UsageError as error:  # other ranks have other parts of the model
-        failure = error
-    _raise_together(failure, f"{shadow.name}.same")
-    if own is None:
-        raise RuntimeError("states of other ranks were taken for those of these")
-    found, common = own, own.common
-    # A parameter that has made no step is as the model's constructor has made it.
-    held = {name: held_state(reader, found, name) for name, (*_, steps) in common["params"].items() if steps}
-    for name, state in held.items():
-        with torch.no_grad():
-            params[name].copy_(state.parameter.read())
-    for group, saved in zip(groups, common["groups"], strict=True):
-        for key, value in saved.items():
-            group[key] = _like(group.get(key), value)
-    stepper.load({params[name]: {"step": state.steps, **state.entries} for name, state in held.items()})
-    shadow.go_on(found.step, common.get("calls", found.step), reader)
-    if attached.extra:  # only this job's ranks, which are authenticated, have written it
-        shadow.extra = unpickled(attached.extra)
-    if buffers:
-        model.load_state_dict(buffers, strict=False)
-        shadow.buffers = ModelBuffers(model, attached.buffers)
-
-
-def _check_same(
-    params: Mapping[str, torch.nn.Parameter], own: Restorable | None, found: Restorable, ranks: Sequence[int]
-) -> None:
-    """Raises UsageError unless what is held is of this model, optimizer and mesh. ``own``: of what is ``found``, that
-    of the optimizer that ``ranks`` share."""
-    if own is None:
-        said, has = (
-            " and ".join(f"ranks {', '.join(map(str, each))}" for each in some) if all(some) else "all ranks"
-            for some in (list(found.commons)[:4], [ranks])
-        )
-        raise UsageError(
-            f"restore(): servers hold states of optimizers that {said} share, and this rank's belongs to {has}: start "
-            "the job with the mesh of the first run"
-        )
-    held = own.common["params"]
-    for name, (_, _, shape, dtype, _) in held.items():
-        param = params.get(name)
-        if param is None or list(param.shape) != shape or str(param.dtype) != dtype:
-            has = "does not have it" if param is None else f"has it with shape {list(param.shape)} and {param.dtype}"
-            raise UsageError(
-                f"restore(): servers hold states of another model: parameter {name!r} of shape {shape} and {dtype}, "
-                f"and the optimizer {has}"
-            )
-
-
-def _like(value: Any, saved: Any) -> Any:
-    """A number of a param_group as it was: JSON has no tuples and no tensors."""
-    if isinstance(value, torch.Tensor):
-        return torch.full_like(value, saved)
-    return tuple(saved) if isinstance(saved, list) else saved
 
 
 # ---- from a checkpoint that `bps checkpoint` has written: each rank reads all of it ---------------------------------
@@ -233,7 +162,7 @@ def _load_newest(
         calls = int(checkpoint.values("calls").get("", newest))
     except BytePSError as error:
         failure = error
-    _raise_together(failure, f"{shadow.name}.loaded")
+    raise_together(failure, f"{shadow.name}.loaded")
     optimizer.load_state_dict(loaded.optimizer)
     model.load_state_dict(loaded.weights, strict=False)
     if loaded.extra is not None:
@@ -243,14 +172,6 @@ def _load_newest(
     shadow.go_on(newest, calls)
     shadow.buffers = ModelBuffers(model, checkpoint.names(_MODEL))
     return calls
-
-
-def _raise_together(failure: BytePSError | None, name: str) -> None:
-    """All ranks call it: if one of them has failed, all raise. ``name``: the exchange's."""
-    told = None if failure is None else (type(failure), str(failure))
-    for rank, found in enumerate(allgather_object(told, name=name)):
-        if found is not None:
-            raise failure or found[0](f"rank {rank}: {found[1]}")
 
 
 class _StepFiles(CheckpointFiles):

@@ -42,11 +42,6 @@ _NO_JOIN = (
     "a hosted optimizer does not go together with join(): a step needs the gradients of all ranks, each of which may "
     "own states. Give all ranks the same number of batches, or leave hosted, or shadow, out"
 )
-_OVERFLOWS_ELSEWHERE = (
-    "NaN or infinity in the gradients of another part of the model, whose ranks say from which rank and in which of "
-    "them: no rank makes this step. BYTEPS_NONFINITE=skip leaves such steps out, allow lets the values pass, which a "
-    "GradScaler needs"
-)
 _NO_AVERAGES = (
     "a hosted optimizer does not bring averages back to the ranks: synchronize() has nothing to wait for. To "
     "clip, call optimizer.clip_grad_norm_(max_norm) before step()"
@@ -77,6 +72,15 @@ class NextStep:
         self.overflows = False
         self.nonfinite_error: NonFiniteError | None = None
         self._gradient.fill_(1.0)
+
+    def facts(self) -> tuple[float, float, float, bool, float]:
+        """All of it, for ``set_facts``, with sums that are the same."""
+        return self.unscale, self.share, self.clip, self.overflows, float(self._gradient)
+
+    def set_facts(self, facts: tuple[float, float, float, bool, float]) -> None:
+        """See ``facts``."""
+        self.unscale, self.share, self.clip, self.overflows, gradient = facts
+        self._gradient.fill_(gradient)
 
     @property
     def factors(self) -> Factors:
@@ -129,10 +133,19 @@ class StepTiming:
         stepper.next.agree(step)
         stepper.make(step.numbers)
 
+    def sum(self, stepper: HostedStepper) -> None:
+        """Have the sums for the next step."""
+        stepper.sum()
+
     def clip(self, stepper: HostedStepper, max_norm: float) -> torch.Tensor:
         """Clip the gradients of the next step. Returns the norm that is known."""
         stepper.sum()
         return stepper.find_clip(max_norm)
+
+    def find_overflow(self, stepper: HostedStepper) -> bool:
+        """True, on all ranks, if a sum for the next step is NaN or infinite."""
+        stepper.sum()
+        return stepper.find_overflow()
 
     def zero(self, stepper: HostedStepper) -> None:
         """Gradients are about to be zeroed."""
@@ -199,34 +212,33 @@ class HostedStepper(Stepper):
         self.states.follow()
         if self.shadow is not None:
             self.shadow.start(contexts.current())
-        if (wanted := nonfinite.mode_of(contexts.current())) is NonFinite.ALLOW:
-            return
-        is_here = self._overflows_here()
-        if self.steps.whole.is_any(is_here):
-            error = self._explain_overflow(bad) if is_here else NonFiniteError(_OVERFLOWS_ELSEWHERE)
+        if (wanted := nonfinite.mode_of(contexts.current())) is not NonFinite.ALLOW and self.find_overflow():
+            buckets = self.reducer.buckets
+            names = [name for bucket in buckets for name in bucket.names]
+            latest = max((bucket.round for bucket in buckets), default=0)
+            found = BadGradients(names, self.steps.bad_gradients() if bad is None else bad, latest)
+            error = explain_overflow(contexts.current(), self.name, found, self.next.group)
             self.next.nonfinite_error = error
             if wanted is NonFinite.RAISE:
                 self.steps.skip()
                 raise error
 
-    def _overflows_here(self) -> bool:
-        """In a sum of the ranks that share the states."""
-        return overflows(contexts.current(), self.name, self.steps.square_sums(), self.next.group)
-
-    def _explain_overflow(self, bad: Sequence[bool] | None) -> NonFiniteError:
-        buckets = self.reducer.buckets
-        names = [name for bucket in buckets for name in bucket.names]
-        latest = max((bucket.round for bucket in buckets), default=0)
-        found = BadGradients(names, self.steps.bad_gradients() if bad is None else bad, latest)
-        return explain_overflow(contexts.current(), self.name, found, self.next.group)
+    def find_overflow(self) -> bool:
+        """True, on all ranks, if a sum that is there is NaN or infinite."""
+        is_here = overflows(contexts.current(), self.name, self.steps.square_sums(), self.next.group)
+        return self.steps.whole.is_any(is_here)
 
     def prepare(self, call: StepCall) -> None:
         """Note what belongs to the step of ``call`` beside numbers."""
+        self.note_scaler(call)
+        if self.shadow is not None:
+            self.shadow.prepare_record()
+
+    def note_scaler(self, call: StepCall) -> None:
+        """Note what a GradScaler says of the step of ``call``."""
         if call.grad_scale is not None:  # otherwise the scaler has unscaled already
             self.next.unscale = float(call.grad_scale.double().reciprocal().float())
         self.next.overflows = self.next.overflows or call.overflows  # perhaps of another part of the model
-        if self.shadow is not None:
-            self.shadow.prepare_record()
 
     def make(self, numbers: Sequence[Hyperparameters], begun: Sequence[BucketStep] = ()) -> None:
         """Make the step that ranks have agreed on. ``begun``: already."""
@@ -239,6 +251,10 @@ class HostedStepper(Stepper):
                 self.shadow.taken_over()
         elif self.shadow is not None:
             self.shadow.calls += 1
+        self.end()
+
+    def end(self) -> None:
+        """The step is made."""
         self.next.forget()
         self.wrapped.mark_stepped()
         self.wrapped.hook()
@@ -271,13 +287,12 @@ class HostedStepper(Stepper):
 
     def multiply(self, factor: torch.Tensor) -> None:
         """The averages of what backward() has computed, in the next step, by a scalar. All ranks call it alike."""
-        self.sum()
+        self.timing.sum(self)
         self.next.share = float(factor)
 
     def groups_to_unscale(self) -> list[dict[str, Any]]:
         """The step unscales instead. See NextStep."""
-        self.sum()
-        return self.next.groups_to_unscale(self.steps.whole.is_any(self._overflows_here()))
+        return self.next.groups_to_unscale(self.timing.find_overflow(self))
 
     def drop_sums(self) -> None:
         """Make no step with the sums that are there."""

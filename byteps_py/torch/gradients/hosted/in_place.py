@@ -1,0 +1,261 @@
+"""Steps that outlast the loss of ranks, services and machines: the launcher starts these again, and a rank that is left
+waits for them in its call, with what it has computed.
+
+    call ─► sums, step, held by other machines ─► returns
+     ▲        │ a rank or a machine is lost
+     │        ▼
+     └── join the next group ─► the states of the step that other machines hold, its own gradients once more
+
+A rank goes on only once other machines hold its step, so it is never ahead of what they hold: it makes the step under
+way again, or finds it made. ``step()`` waits for that, or, in the loop of a RunState, which completes the record of a
+step at the end of the loop's body, the call for the next batch: the gradients of the step are kept until then.
+A rank that was started again has nothing but what they hold (``restore``).
+The training thread calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+
+from byteps_py.errors import CommunicationError, PeerLostError, UsageError
+from byteps_py.torch.collectives import context as contexts
+from byteps_py.torch.collectives.context import Context
+from byteps_py.torch.gradients.gradient_reducer import GradientReducer
+from byteps_py.torch.gradients.hosted.agreement import largest
+from byteps_py.torch.gradients.hosted.held_step import (
+    agree_on_calls,
+    held_step,
+    none_held,
+    raise_together,
+    take_states,
+)
+from byteps_py.torch.gradients.hosted.replication import ShadowedSteps
+from byteps_py.torch.gradients.hosted.rules import GroupNumbers
+from byteps_py.torch.gradients.hosted.stepper import HostedStepper, StepTiming
+from byteps_py.torch.gradients.stepper import StepCall
+
+_log = logging.getLogger("byteps_py")
+T = TypeVar("T")
+
+
+class InPlaceTiming(StepTiming):
+    """Steps at the time of another timing, and again after a loss. See BYTEPS_MAX_RESTARTS."""
+
+    def __init__(self, timing: StepTiming, reducer: GradientReducer) -> None:
+        self._timing = timing
+        self.under_way = timing.under_way
+        reducer.leaves_losses = True
+        #: What ranks have exchanged for the next step since its sums are there. A rank that was started again does so.
+        self._exchanges: list[Callable[[], object]] = []
+        #: The step that other machines may not hold yet; None: they hold all.
+        self._kept: _KeptStep | None = None
+
+    def refusal(self, stepper: HostedStepper, call: str) -> Exception | None:
+        return self._timing.refusal(stepper, call)
+
+    def step(self, stepper: HostedStepper, call: StepCall) -> None:
+        shadow = _shadow(stepper)
+        calls, steps = shadow.calls + 1, shadow.step
+        if shadow.loop is not None:
+            self._keep(stepper, shadow, call)
+
+        def make() -> None:
+            if shadow.skips:
+                shadow.skips -= 1
+                shadow.calls += 1
+            if shadow.calls < calls:
+                self._timing.step(stepper, call)
+                if shadow.loop is None or shadow.step == steps:
+                    _wait_until_held(stepper, shadow.step > steps)
+            else:  # it was made, or skipped, before the loss
+                stepper.end()
+
+        self._repeat(stepper, make)
+        if shadow.loop is None or shadow.step == steps:
+            self._forget()
+        stepper.reducer.is_early = not shadow.skips
+
+    def sum(self, stepper: HostedStepper) -> None:
+        def find() -> None:
+            if not _shadow(stepper).skips:
+                self._timing.sum(stepper)
+
+        self._repeat(stepper, find)
+
+    def clip(self, stepper: HostedStepper, max_norm: float) -> torch.Tensor:
+        def clip() -> torch.Tensor:
+            if _shadow(stepper).skips:
+                return torch.full((), torch.nan, dtype=torch.float64)
+            return self._timing.clip(stepper, max_norm)
+
+        norm = self._repeat(stepper, clip)
+        self._exchanges.append(lambda: stepper.find_clip(max_norm))
+        return norm
+
+    def find_overflow(self, stepper: HostedStepper) -> bool:
+        found = self._repeat(stepper, lambda: _shadow(stepper).skips > 0 or self._timing.find_overflow(stepper))
+        self._exchanges.append(stepper.find_overflow)
+        return found
+
+    def zero(self, stepper: HostedStepper) -> None:
+        self._timing.zero(stepper)
+        if self._kept is None:
+            self._exchanges.clear()
+
+    def drop(self, stepper: HostedStepper) -> None:
+        self._timing.drop(stepper)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._kept = None
+        self._exchanges.clear()
+
+    def _repeat(self, stepper: HostedStepper, make: Callable[[], T]) -> T:
+        """``make``, and again after each loss, from the state that other machines hold. Raises the loss if this rank
+        had no state yet, and CommunicationError if there is none to go on from."""
+        context, shadow = contexts.current(), _shadow(stepper)
+        if not (context.is_open and context.session.has_synced):
+            return make()
+        facts, are_due, calls = stepper.next.facts(), stepper.steps.are_due, shadow.calls
+        lost: PeerLostError | None = None
+        while True:
+            try:
+                if lost is not None:
+                    _go_back(context, stepper, lost, calls)
+                    if are_due and shadow.calls == calls and not shadow.skips:
+                        self._exchange_again(stepper)
+                        stepper.next.set_facts(facts)
+                    lost = None
+                return make()
+            except PeerLostError as error:
+                lost = error
+
+    def _exchange_again(self, stepper: HostedStepper) -> None:
+        stepper.sum()
+        for exchange in self._exchanges:
+            exchange()
+
+    # ---- the step in the body of a RunState's loop -------------------------------------------------------------
+
+    def _keep(self, stepper: HostedStepper, shadow: ShadowedSteps, call: StepCall) -> None:
+        self._kept = _KeptStep(stepper, call)
+        if shadow.send_with is None:
+            me, of = weakref.ref(self), weakref.ref(stepper)
+
+            def send_with(send: Callable[[], None]) -> None:
+                timing, its_stepper = me(), of()
+                if timing is not None and its_stepper is not None:
+                    timing._hold(its_stepper, send)
+
+            shadow.send_with = send_with
+
+    def _hold(self, stepper: HostedStepper, send: Callable[[], None]) -> None:
+        """Return once other machines hold the step, whose record ``send`` sends. Makes it again after a loss."""
+        context, shadow, kept = contexts.current(), _shadow(stepper), self._kept
+        is_first = not (context.is_open and context.session.has_synced)
+        lost: PeerLostError | None = None
+        while True:
+            try:
+                if lost is not None and kept is not None:
+                    _go_back(context, stepper, lost, kept.calls)
+                    if shadow.calls > kept.calls:
+                        break  # they hold it
+                    with kept.gradients_back():
+                        self._exchange_again(stepper)
+                        kept.set_facts(stepper)
+                        stepper.next.agree(kept.numbers)
+                        stepper.make(kept.numbers.numbers)
+                    lost = None
+                send()
+                _wait_until_held(stepper, has_stepped=True)
+                break
+            except PeerLostError as error:
+                if is_first or kept is None:
+                    raise
+                lost = error
+        self._forget()
+
+
+class _KeptStep:
+    """What a step was made of, to make it again. ``calls``: the number of calls of step() before it."""
+
+    def __init__(self, stepper: HostedStepper, call: StepCall) -> None:
+        self._params = stepper.wrapped.params
+        self._gradients = [(param.grad, 0 if param.grad is None else param.grad._version) for param in self._params]
+        self.calls = _shadow(stepper).calls
+        self.numbers: GroupNumbers = stepper.groups.numbers()
+        self._facts, self._are_due = stepper.next.facts(), stepper.steps.are_due
+        self._call = replace(call, grad_scale=None if call.grad_scale is None else call.grad_scale.clone())
+
+    def set_facts(self, stepper: HostedStepper) -> None:
+        """Sums are there again: the rest of what the step was made of."""
+        stepper.next.set_facts(self._facts)
+        if self._are_due:
+            stepper.next.take_scaler_factor()
+        stepper.note_scaler(self._call)
+
+    @contextlib.contextmanager
+    def gradients_back(self) -> Iterator[None]:
+        """Parameters have the gradients of the step meanwhile. Raises CommunicationError if these have changed."""
+        for param, (grad, version) in zip(self._params, self._gradients, strict=True):
+            if grad is not None and grad._version != version:
+                raise CommunicationError(
+                    f"the step before can't be made again: a gradient of shape {list(param.shape)} was changed after "
+                    "it. Use zero_grad() as it is, without set_to_none=False"
+                )
+        present = [param.grad for param in self._params]
+        for param, (grad, _) in zip(self._params, self._gradients, strict=True):
+            param.grad = grad
+        try:
+            yield
+        finally:
+            for param, grad in zip(self._params, present, strict=True):
+                param.grad = grad
+
+
+def _shadow(stepper: HostedStepper) -> ShadowedSteps:
+    if stepper.shadow is None:
+        raise UsageError("BYTEPS_MAX_RESTARTS: only an optimizer with shadow=True has states to go on from")
+    return stepper.shadow
+
+
+def _wait_until_held(stepper: HostedStepper, has_stepped: bool) -> None:
+    """After a step: return once other machines hold it for all ranks. After one that was skipped: once all ranks know.
+    All ranks call it."""
+    context, shadow = contexts.current(), _shadow(stepper)
+    if not shadow.run:
+        return  # there are no other machines for now
+    if has_stepped:
+        context.session.state_host.wait_until_held(shadow.step)
+    shadow.agree(largest(context, f"{shadow.name}.held", shadow.own_record))
+    if has_stepped:
+        context.session.note_synced()
+
+
+def _go_back(context: Context, stepper: HostedStepper, lost: PeerLostError, calls: int) -> None:
+    """``calls``: the number of calls of step() that were over when the present one began."""
+    shadow = _shadow(stepper)
+    _log.warning("a step waits for the ranks and services that are started again: %s", lost)
+    context.rejoin(lost)
+    stepper.drop_sums()
+    step, calls_now = shadow.step, shadow.calls
+    with held_step(shadow) as held:
+        if held is None:
+            raise none_held()
+        raise_together(None, f"{shadow.name}.attached")  # see restore()
+        take_states(stepper, shadow, held, with_numbers=False)
+        if shadow.step < step - (calls_now > calls):
+            raise CommunicationError(
+                f"other machines hold step {shadow.step}, and this rank has made {step}: it can't go on from there"
+            )
+        if step >= shadow.step:  # calls after it made no step, but for the one that is not held
+            shadow.calls = calls_now if step == shadow.step else calls
+        agree_on_calls(shadow)
+    context.session.note_synced()

@@ -1,0 +1,162 @@
+"""Ranks, services and machines that are killed are started again, and the others wait for them in their step. Real
+processes: every bit is that of a run without a loss, and a rank that was not killed keeps its process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.breaking import Job, launch
+from support.clusters import ROOT
+
+PROGRAM = ROOT / "tests" / "programs" / "in_place.py"
+STEPS = 12
+LAYOUT = "-np 2 --machines 2 --servers 1"
+pytestmark = pytest.mark.timeout(300)  # seconds
+
+
+@contextlib.contextmanager
+def training(folder: Path, options: str = "--max-restarts 5", layout: str = LAYOUT, **variables: str) -> Iterator[Job]:
+    with launch(f"{options} {layout}", str(folder), str(STEPS), program=PROGRAM, limit_s=250, **variables) as job:
+        yield job
+
+
+def ends(job: Job) -> list[str]:
+    """What each rank says at the end, in order."""
+    assert job.end() == 0, job.text
+    found = sorted(line.partition("rank ")[2] for line in job.said if " ends: " in line)
+    assert len(found) == 4, job.text
+    return found
+
+
+def begun(job: Job) -> dict[int, list[tuple[int, int]]]:
+    """Of each rank, the steps at which it has begun, and the process."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    for rank, step, pid in re.findall(r"rank (\d+) begins at step (\d+) \(process (\d+)\)", job.text):
+        found.setdefault(int(rank), []).append((int(step), int(pid)))
+    return found
+
+
+@functools.cache
+def undisturbed(**variables: str) -> tuple[str, ...]:
+    """What the ranks of a run without a loss say at the end."""
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(contextlib.nullcontext(Path("nowhere")))
+        job = stack.enter_context(training(folder, options="", **variables))
+        return tuple(ends(job))
+
+
+VARIANTS = {
+    "plain": {},
+    "scaler": {"TEST_SCALER": "1"},
+    "scaler and clip": {"TEST_SCALER": "1", "TEST_CLIP": "1"},
+    "run": {"TEST_RUN": "1"},
+    "run, scaler and clip": {"TEST_RUN": "1", "TEST_SCALER": "1", "TEST_CLIP": "1"},
+    "in backward": {"TEST_IN_BACKWARD": "1"},
+}
+KILLS = {
+    "forward": "1:5:forward",
+    "backward": "2:6:backward",
+    "step": "3:7:step",
+    "after": "0:5:after",
+    "two at once": "0:6:step 3:6:step",
+    "a machine's ranks": "2:5:forward 3:5:step",
+    "one after the other": "1:4:step 2:5:step 1:6:backward",
+    "all": "0:6:step 1:6:forward 2:6:after 3:6:backward",
+    "again and again": "1:4:forward 1:5:forward 1:6:forward",
+}
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("variant", "kills"),
+    [
+        ("plain", "step"),
+        ("plain", "one after the other"),
+        *(pytest.param("plain", kills, marks=SLOW) for kills in KILLS if kills not in ("step", "one after the other")),
+        ("run", "after"),
+        *(pytest.param("run", kills, marks=SLOW) for kills in KILLS if kills != "after"),
+        *(pytest.param("in backward", kills, marks=SLOW) for kills in ("backward", "step", "after")),
+    ],
+)
+def test_ranks_are_killed(variant: str, kills: str, tmp_path: Path) -> None:
+    with training(tmp_path, TEST_KILLS=KILLS[kills], **VARIANTS[variant]) as job:
+        assert tuple(ends(job)) == undisturbed(**VARIANTS[variant]), job.text
+    if kills != "all":
+        deaths = [int(each.partition(":")[0]) for each in KILLS[kills].split()]
+        assert {rank: len(times) - 1 for rank, times in begun(job).items() if len(times) > 1} == Counter(deaths), (
+            job.text
+        )
+
+
+@pytest.mark.parametrize(
+    ("variant", "kills"),
+    [
+        # In calls 3 and 4, no rank makes a step.
+        ("scaler", "1:4:step"),
+        pytest.param("scaler", "0:3:after", marks=SLOW),
+        pytest.param("scaler", "2:5:step", marks=SLOW),
+        pytest.param("scaler", "3:5:backward 1:6:step", marks=SLOW),
+        pytest.param("scaler and clip", "2:5:clip", marks=SLOW),
+        pytest.param("scaler and clip", "1:4:clip", marks=SLOW),
+        pytest.param("scaler and clip", "0:8:step", marks=SLOW),
+        pytest.param("run, scaler and clip", "1:4:after", marks=SLOW),
+        pytest.param("run, scaler and clip", "2:5:after", marks=SLOW),
+        pytest.param("run, scaler and clip", "0:6:clip 1:7:after", marks=SLOW),
+    ],
+)
+def test_calls_that_make_no_step_are_not_made_again(variant: str, kills: str, tmp_path: Path) -> None:
+    with training(tmp_path, TEST_KILLS=kills, **VARIANTS[variant]) as job:
+        assert tuple(ends(job)) == undisturbed(**VARIANTS[variant]), job.text
+
+
+@pytest.mark.parametrize(
+    ("victims", "machine"),
+    [
+        (("byteps_py.worker",), "m1"),
+        pytest.param(("byteps_py.worker",), "m0", marks=SLOW),
+        pytest.param(("byteps_py.server",), "m0", marks=SLOW),
+        pytest.param(("byteps_py.scheduler",), "m0", marks=SLOW),
+        pytest.param(("byteps_py.worker", "byteps_py.server", str(PROGRAM)), "m1", marks=SLOW),
+        pytest.param(("byteps_py.worker", "byteps_py.server", str(PROGRAM)), "m0", marks=SLOW),
+    ],
+)
+def test_services_and_machines_are_killed(victims: tuple[str, ...], machine: str, tmp_path: Path) -> None:
+    with training(tmp_path, TEST_PAUSE_S="0.5") as job:
+        job.until("rank 0: step 4")
+        of_machine = [pid for word in victims for pid in job.pids_of(word, BYTEPS_MACHINE_ID=machine)]
+        assert len(of_machine) >= len(victims)
+        for pid in of_machine:
+            os.kill(pid, signal.SIGKILL)
+        assert tuple(ends(job)) == undisturbed(), job.text
+    if str(PROGRAM) not in victims:
+        assert all(len(times) == 1 for times in begun(job).values()), job.text
+
+
+def test_a_rank_that_was_started_again_is_told_what_nobody_answers(tmp_path: Path) -> None:
+    with training(tmp_path, options="--max-restarts 1", TEST_KILLS="1:4:step", TEST_PRELUDE="1") as job:
+        assert job.end() == 1
+    assert "no rank answers an operation before bps.restore()" in job.text
+
+
+@pytest.mark.slow
+def test_ranks_that_have_summed_more_begin_again_together(tmp_path: Path) -> None:
+    """A sum after the step, which the rank that was killed took part in, or not: nobody can say it twice, so all ranks
+    are started again."""
+    with training(tmp_path, TEST_KILLS="1:6:after", TEST_METRIC="1") as job:
+        assert tuple(ends(job)) == undisturbed(), job.text
+
+
+def test_ranks_that_fail_each_time_end_the_job(tmp_path: Path) -> None:
+    kills = " ".join(f"2:{call}:step" for call in range(3, 9))
+    with training(tmp_path, options="--max-restarts 2", TEST_KILLS=kills) as job:
+        assert job.end() == 137
+    assert "starting it again (2 of at most 2 times)" in job.text
