@@ -123,6 +123,7 @@ def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> LaunchOptions
             folder=given.output_filename,
             elastic=is_elastic or _is_set(environ, "elastic"),
             is_part=bool(role),
+            has_warm=restarts > 0 and not given.no_warm,
         ),
         given.verbose,
     )
@@ -184,6 +185,11 @@ def _parser() -> argparse.ArgumentParser:
         "--max-restarts", type=_count(0), default=0, metavar="N",
         help="start each rank and communication service again, up to N times, when it fails; the others wait for it "
         "(BYTEPS_MAX_RESTARTS)",
+    )  # fmt: skip
+    add(
+        "--no-warm", action="store_true",
+        help="with --max-restarts: keep no process that has imported torch already on each machine, for the next rank "
+        "that is started again",
     )  # fmt: skip
     add("--log-level", metavar="LEVEL", help="sets BYTEPS_LOG_LEVEL")
     add(

@@ -63,6 +63,7 @@ class ProcessSpec:
     is_vital: bool = True  # a service without which the ranks can't go on for long
     is_replaceable: bool = False  # a service whose work others take over
     restarts: int = 0  # how often it is started again if a signal killed it while the ranks ran
+    is_rank: bool = False
     is_restarted_on_failure: bool = False  # … or if it ended with any other exit status than 0
     again_status: int | None = None  # … or if it ended with this exit status
     waits_for_address: bool = False  # … or, from the second time on, if it can't use its address
@@ -242,6 +243,7 @@ def _rank_spec(
         tuple(command),
         env,
         reads_stdin,
+        is_rank=True,
         restarts=settings.max_restarts,
         is_restarted_on_failure=settings.max_restarts > 0,
     )

@@ -30,6 +30,7 @@ from byteps_py.launch.supervision_policy import (
     SupervisionPolicy,
     describe,
 )
+from byteps_py.launch.warm_process import WarmProcesses
 from byteps_py.system import jobs
 from byteps_py.system.jobs import TOKEN_VARIABLE
 from byteps_py.wire.launch_protocol import NOTICE_VARIABLE, FailureReport, NoticePipe
@@ -43,7 +44,8 @@ class Supervision:
     """Options of the supervision of a job. ``grace_s``: seconds from SIGTERM to SIGKILL; ``own_error_s``: seconds that
     ranks have to end with their own error after a rank or a service failed; ``drain_s``: seconds that services have
     once all ranks have ended; ``tag_output``: prefix every line (None: if there is more than one rank); ``folder``: for
-    a file per process and stream; ``elastic``, ``is_part``: see SupervisionPolicy."""
+    a file per process and stream; ``elastic``, ``is_part``: see SupervisionPolicy; ``has_warm``: a process that has
+    imported torch waits on each machine, for a rank that is started again."""
 
     grace_s: float = 5.0
     own_error_s: float = 15.0
@@ -52,6 +54,7 @@ class Supervision:
     folder: Path | None = None
     elastic: bool = False
     is_part: bool = False
+    has_warm: bool = False
 
 
 class Supervisor:
@@ -71,6 +74,7 @@ class Supervisor:
         self._was_signalled = False
         self._guard: ProcessGuard | None = None
         self._guards = 0  # how many guards have died
+        self._warm = WarmProcesses(specs) if how.has_warm else None
 
     def run(self) -> SupervisionPolicy:
         """Start the job, and return when it is over: ``code`` is the exit code, ``retry`` asks to start over.
@@ -133,20 +137,19 @@ class Supervisor:
             writer.close()
 
     def _start(self, spec: ProcessSpec, again: bool = False) -> None:
+        """Start a process, or let a warm one become it."""
         how = self._how
         outputs, streams = open_streams(spec.label, tag=self._tags, folder=how.folder, again=again)
-        outer = self._environ.get(TOKEN_VARIABLE, "")
-        env = {**self._environ, **spec.env, TOKEN_VARIABLE: f"{outer}:{self._token}" if outer else self._token}
-        if outputs:
-            env.setdefault("PYTHONUNBUFFERED", "1")  # Python buffers its output into a pipe
+        env = self._environment_of(spec)
         self._streams[spec.name] = streams
         notices = self._notice_pipes[spec.name] = NoticePipe()
         env[NOTICE_VARIABLE] = notices.name
         self._watch(notices.reader, functools.partial(self._on_notices, spec))
         try:
-            process = subprocess.Popen(
+            warm = self._warm.take(spec, env, outputs, notices.writer) if self._warm is not None and again else None
+            process = warm or subprocess.Popen(
                 spec.argv,
-                env={name: value for name, value in env.items() if value or name not in spec.env},
+                env=env,
                 stdin=None if spec.reads_stdin else subprocess.DEVNULL,
                 stdout=outputs[0] if outputs else None,
                 stderr=outputs[1] if outputs else None,
@@ -164,15 +167,25 @@ class Supervisor:
         self._pidfds[spec.name] = os.pidfd_open(process.pid)
         self._watch(self._pidfds[spec.name], lambda: self._exited(spec.name))
 
+    def _environment_of(self, spec: ProcessSpec) -> dict[str, str]:
+        outer = self._environ.get(TOKEN_VARIABLE, "")
+        env = {**self._environ, **spec.env, TOKEN_VARIABLE: f"{outer}:{self._token}" if outer else self._token}
+        if self._tags or self._how.folder is not None:
+            env.setdefault("PYTHONUNBUFFERED", "1")  # Python buffers its output into a pipe
+        return {name: value for name, value in env.items() if value or name not in spec.env}
+
     def _loop(self) -> None:
         while not self._policy.finished:
-            deadlines = [due_s for due_s in (self._policy.deadline, self._report.due_s) if due_s is not None]
+            warm_s = None if self._warm is None else self._warm.due_s
+            deadlines = [due_s for due_s in (self._policy.deadline, self._report.due_s, warm_s) if due_s is not None]
             timeout = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
             for key, _ in self._selector.select(timeout):
                 key.data()
             self._do(self._policy.ticked(time.monotonic()))
             if (due_s := self._report.due_s) is not None and time.monotonic() >= due_s:
                 self._show_report()
+            if warm_s is not None and self._warm is not None and time.monotonic() >= warm_s:
+                self._warm.start(self._environment_of)
 
     def _watch(self, fd: int, callback: Callable[[], None]) -> None:
         self._selector.register(fd, selectors.EVENT_READ, callback)
@@ -250,6 +263,8 @@ class Supervisor:
 
     def _end_everything(self) -> None:
         """Kill the processes that are left, and those that the ranks started. Also called after an exception."""
+        if self._warm is not None:
+            self._warm.close()
         for process in self._processes.values():
             _signal_group(process.pid, signal.SIGKILL)
         left = sweep(self._token)

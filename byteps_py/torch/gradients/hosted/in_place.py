@@ -23,6 +23,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 
 from byteps_py.errors import CommunicationError, PeerLostError, UsageError
 from byteps_py.torch.collectives import context as contexts
@@ -135,6 +136,8 @@ class InPlaceTiming(StepTiming):
                     lost = None
                 return make()
             except PeerLostError as error:
+                if dist.is_initialized():
+                    raise
                 lost = error
 
     def _exchange_again(self, stepper: HostedStepper) -> None:
@@ -177,7 +180,7 @@ class InPlaceTiming(StepTiming):
                 _wait_until_held(stepper, has_stepped=True)
                 break
             except PeerLostError as error:
-                if is_first or kept is None:
+                if is_first or kept is None or dist.is_initialized():
                     raise
                 lost = error
         self._forget()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from byteps_py.errors import UsageError
 from byteps_py.system.log import logger
@@ -286,7 +287,8 @@ def host(
         timing = DelayedTiming(context, reducer, delivery, hosting.delayed_update_after)
     elif hosting.step_in_backward:
         timing = InBackwardTiming(context, reducer, BackwardSteps(context, delivery, states, upcoming))
-    if context.settings.max_restarts and shadow is not None:
+    # The groups of torch.distributed end with the job that they belong to: all ranks are started again.
+    if context.settings.max_restarts and shadow is not None and not dist.is_initialized():
         timing = InPlaceTiming(timing, reducer)
     wrapped.hook()
     own: dict[Any, Mapping[str, Any]] = optimizer.state
