@@ -209,7 +209,9 @@ class Supervisor:
         notices.close()
 
     def _show_report(self) -> None:
-        for labels, text in self._report.take(self._was_signalled):
+        # Of a job that ends well, what followed from the loss of a rank that was started again is over.
+        ends_well = self._policy.finished and self._policy.code == 0
+        for labels, text in self._report.take(self._was_signalled or ends_well):
             show(text, f"[{labels}] " if labels and self._tags else "")
 
     def _exited(self, name: str) -> None:

@@ -20,6 +20,7 @@ from support.clusters import ROOT
 PROGRAM = ROOT / "tests" / "programs" / "in_place.py"
 STEPS = 12
 LAYOUT = "-np 2 --machines 2 --servers 1"
+STEP = re.compile(r"rank (\d+): step (\d+): (\w+)")
 pytestmark = pytest.mark.timeout(300)  # seconds
 
 
@@ -153,6 +154,23 @@ def test_ranks_that_have_summed_more_begin_again_together(tmp_path: Path) -> Non
     are started again."""
     with training(tmp_path, TEST_KILLS="1:6:after", TEST_METRIC="1") as job:
         assert tuple(ends(job)) == undisturbed(), job.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["2x1x1x2:sharded", "1x1x2x2:machine"])
+def test_a_mesh_is_started_again_as_a_whole(layout: str, tmp_path: Path) -> None:
+    """Its groups of torch.distributed end with a rank. It goes on from the last step that all parts have made."""
+    program, found = PROGRAM.with_name("shadowed_mesh.py"), []
+    for restarts in ("", "--max-restarts 5"):
+        options = f"{restarts} --tag-output {LAYOUT}"
+        with launch(options, layout, "14", *(["0.3"] if restarts else []), program=program, limit_s=250) as job:
+            if restarts:
+                job.until("rank 0: step 6:")
+                os.kill(job.pids_of(str(program), BYTEPS_MACHINE_ID="m1")[0], signal.SIGKILL)
+            assert job.end() == 0, job.text
+            assert "PeerLostError" not in job.text
+            found.append({(rank, step): bits for rank, step, bits in STEP.findall(job.text)})
+    assert found[0] == found[1]
 
 
 def test_ranks_that_fail_each_time_end_the_job(tmp_path: Path) -> None:

@@ -96,6 +96,8 @@ class GradientReducer:
         self.passes_per_step = 1
         #: The remedy in the error for a gradient that was computed more often.
         self.too_often_remedy = "a backward pass may compute it once. Use checkpoint(…, use_reentrant=False)"
+        #: No step is made with the gradients of this round: they stay here, and ``ready`` has no effect.
+        self.is_skipped = False
         #: Whether ``ready`` leaves it to ``finish`` to raise the loss of a rank, and to hand over again.
         self.leaves_losses = False
         #: Set if the gradients of the last round are not finite, so that the step must be skipped.
@@ -181,7 +183,7 @@ class GradientReducer:
         often; if its bucket is not complete, ``finish`` raises the error."""
         # Called for each gradient, of which there may be thousands, so most work is left to the last one of a bucket.
         bucket = place.bucket
-        if self.is_early and bucket.mark(place.position, param.grad):
+        if self.is_early and not self.is_skipped and bucket.mark(place.position, param.grad):
             self._send_if_complete(bucket)
 
     def _send_if_complete(self, bucket: Bucket) -> None:

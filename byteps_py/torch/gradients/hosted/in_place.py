@@ -81,7 +81,7 @@ class InPlaceTiming(StepTiming):
         self._repeat(stepper, make)
         if shadow.loop is None or shadow.step == steps:
             self._forget()
-        stepper.reducer.is_early = not shadow.skips
+        stepper.reducer.is_skipped = shadow.skips > 0
 
     def sum(self, stepper: HostedStepper) -> None:
         def find() -> None:

@@ -96,7 +96,7 @@ def restore(
                 shadow.buffers = ModelBuffers(model, attached.buffers)
             if context.settings.max_restarts:
                 agree_on_calls(shadow)
-                stepper.reducer.is_early = not shadow.skips
+                stepper.reducer.is_skipped = shadow.skips > 0
     if held is None:
         if was_catching_up:
             raise none_held()
