@@ -23,6 +23,17 @@ from torch import nn
 WARM_UP = 2
 LEARNING_RATE = 0.125
 FORWARD = 1 / 3  # of a layer's time; the rest is its backward pass
+#: The arguments of hosted optimizers.
+HOSTED: dict[str, dict[str, Any]] = {
+    "hosted": {"hosted": True},
+    "shadow": {"hosted": True, "shadow": True},
+    "machine": {"hosted": "machine"},
+    "machine-backward": {"hosted": "machine", "step_in_backward": True},
+    "sharded": {"hosted": "sharded"},
+    "sharded-backward": {"hosted": "sharded", "step_in_backward": True},
+}
+ADAM = ("hosted", "shadow")  # the others, and those on the ranks, are SGD
+CONTENDERS = ("ddp", "ours", "cross", "cross-flat", *HOSTED)
 
 
 class _Timed(torch.autograd.Function):
@@ -85,11 +96,12 @@ def ours(model: nn.Module, crossing: bool, priorities: bool) -> Contender:
     return model, crossed, bps.shutdown
 
 
-def hosted(model: nn.Module, shadow: bool) -> Contender:
+def hosted(model: nn.Module, contender: str) -> Contender:
     import byteps_py as bps
 
+    kind = torch.optim.AdamW if contender in ADAM else torch.optim.SGD
     optimizer = bps.DistributedOptimizer(
-        torch.optim.AdamW(model.parameters(), LEARNING_RATE), model.named_parameters(), hosted=True, shadow=shadow
+        kind(model.parameters(), LEARNING_RATE), model.named_parameters(), **HOSTED[contender]
     )
     return model, optimizer, bps.shutdown
 
@@ -121,7 +133,7 @@ def check(model: nn.Module, size: int, steps: int, is_sgd: bool) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("contender", choices=["ddp", "ours", "cross", "cross-flat", "hosted", "shadow"])
+    parser.add_argument("contender", choices=CONTENDERS)
     parser.add_argument("--counts", required=True, help="elements of each layer, in order of the forward pass")
     parser.add_argument("--compute-s", type=float, required=True, help="of a step; layers have equal shares")
     parser.add_argument("--steps", type=int, default=4)
@@ -133,8 +145,8 @@ def main() -> None:
     model = nn.Sequential(*(Layer(count, arguments.compute_s / len(counts), rank + 1.0) for count in counts))
     if contender == "ddp":
         network, optimizer, close = ddp(model)
-    elif contender in ("hosted", "shadow"):
-        network, optimizer, close = hosted(model, contender == "shadow")
+    elif contender in HOSTED:
+        network, optimizer, close = hosted(model, contender)
     else:
         network, optimizer, close = ours(model, contender.startswith("cross"), contender != "cross-flat")
     x = torch.ones(1, requires_grad=True)
@@ -144,7 +156,7 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         ends.append(time.perf_counter())
-    check(model, size, WARM_UP + arguments.steps, contender not in ("hosted", "shadow"))
+    check(model, size, WARM_UP + arguments.steps, contender not in ADAM)
     if rank == 0:
         times = [end - begin for begin, end in zip(ends[WARM_UP - 1 :], ends[WARM_UP:], strict=False)]
         print(json.dumps({"times_s": times}), flush=True)
