@@ -83,7 +83,7 @@ class Worker(Process):
                 self._handle, pipeline.handle = pipeline.handle, self._check_event  # type: ignore[method-assign]
             parts = [part for part in executor._parts.values() if part.server >= 0]
             live = [part for part in parts if part.tensor.slots and not part.tensor.state.is_void]
-            in_flight = sum(part.length for part in live if part.stage is Stage.IN_FLIGHT)
+            in_flight = sum(part.length for part in live if part.stage is Stage.IN_FLIGHT and not part.is_pulled)
             queue: Queue = group.queue  # type: ignore[assignment]
             counted, limited = queue.pushed_bytes, queue.in_flight_bytes
             if in_flight != counted or limited > in_flight:

@@ -3,10 +3,16 @@
 Two tensors belong together (see TensorSpec.ownership): a SUM, the gradients, and a BROADCAST, the parameters.
 
     gradients   ready ─► [sum local ranks] ─► push ─► answered ┬─ not owned here ─────────────────────────► done
+                                                               │   └──────────────┐
                                                                └─ owned: summed ─► MakeStep ─► stepped ──► done
-    parameters  ready ┬─ not owned here ─► pull ───────────────────► answered ─► [deliver] ─► done     │
+    parameters  ready ┬─ not owned here ◄─────────────────────────────────────────┘                    │
+                      │    └─► pull ─► answered ─► [deliver] ─► done                                     │
                       └─ owned ◄─────────────────────────────────────────────────────────────────────────┘
                            └─► push ─► acknowledged ─► done        (the step has written the local ranks' results)
+
+Parameters don't wait behind gradients. Of a server's link, gradients fill the way in, and parameters the way out: one
+after the other, they would take twice as long. So an owner's parameters are pushed before gradients, whatever is in
+flight, because all others wait for them. A pull sends nothing, and takes no turn and no credit from gradients.
 
 On a machine alone nothing is pushed: the step adds the local ranks' gradients itself. Only if they are shadowed, they
 are added before the step, because the sum is sent to the server that keeps the copy.
@@ -30,7 +36,7 @@ from byteps_py.errors import ProtocolError
 from byteps_py.system.shm import Block
 from byteps_py.tensors import Op
 from byteps_py.worker.core.owners import OwnedPiece
-from byteps_py.worker.core.tensor import Part, RankSlot, Tensor
+from byteps_py.worker.core.tensor import IN_FLIGHT, QUEUED, REDUCING, WAITING, Part, RankSlot, Tensor
 from byteps_py.worker.core.transitions import IllegalTransitionError
 
 
@@ -100,6 +106,10 @@ class OwnedPart(Part):
     @property
     def is_acknowledged(self) -> bool:
         return self.is_sum and not self.is_own
+
+    @property
+    def is_pulled(self) -> bool:
+        return not self.is_sum and not self.is_own
 
     @property
     def root_machine(self) -> int:
@@ -183,6 +193,7 @@ class HostedSteps:
         self._first_rank = first_rank
         self._machine_of = machine_of
         self._local_ranks = range(first_rank, first_rank + local_size)
+        self._sums: dict[str, Tensor] = {}  # by name
         self._parameters: dict[str, _Parameters] = {}  # by name of the sum
         self._own: dict[int, tuple[Tensor, list[OwnedPart]]] = {}  # by id of the owner's slot, as all below
         self._summed: dict[int, int] = {}  # partitions that are SUMMED
@@ -210,7 +221,9 @@ class HostedSteps:
             own[piece.owner] = part.own_first + part.count
             sent[machine] = part.machine_offset + part.length
             tensor.parts.append(part)
-        if tensor.spec.op is Op.BROADCAST:
+        if tensor.spec.op is Op.SUM:
+            self._sums[tensor.name] = tensor
+        else:
             self._parameters[tensor.spec.ownership] = _Parameters.of(tensor)
 
     def retire(self, tensor: Tensor) -> list[HostedAction]:
@@ -219,6 +232,8 @@ class HostedSteps:
         for part in held:
             part.step_to(SUMMING)
             part.inputs = ()
+        if self._sums.get(tensor.name) is tensor:
+            del self._sums[tensor.name]
         parameters = self._parameters.get(tensor.spec.ownership)
         if parameters is not None and parameters.tensor is tensor:
             del self._parameters[tensor.spec.ownership]
@@ -238,6 +253,20 @@ class HostedSteps:
         return found
 
     # ---- a round -----------------------------------------------------------------------------------------------
+
+    def is_being_summed(self, part: OwnedPart) -> bool:
+        """The sum that makes a partition of parameters is not at its owner yet."""
+        sums = self._sums.get(part.tensor.spec.ownership)
+        return sums is not None and sums.parts[part.source].stage in (REDUCING, QUEUED, IN_FLIGHT)
+
+    def waiting_for(self, part: OwnedPart) -> list[OwnedPart]:
+        """The partitions of parameters that local ranks have come to, and that wait for this sum at another machine."""
+        parameters = self._parameters.get(part.tensor.name)
+        if parameters is None:
+            return []
+        begun = parameters.tensor.begun
+        targets = parameters.by_source[part.index]
+        return [each for each in targets if each.is_pulled and each.index < begun and each.stage is WAITING]
 
     def summed(self, part: OwnedPart, inputs: tuple[int, ...], divisor: int) -> list[HostedAction]:
         """The sum of a partition is there. Returns what follows; the caller asks ``is_skipped`` first."""

@@ -230,8 +230,19 @@ class RoundPipeline:
         if tensor.is_alone:
             part.move_to(DELIVERING)
             return self._finish(part)
+        if part.is_pulled:
+            return [] if self.hosted.is_being_summed(part) else self._pull(part)
+        part.awaited_round = tensor.round  # all others wait for it
         self._enqueue(part)
         return []
+
+    def _pull(self, part: OwnedPart) -> list[Action]:
+        part.move_to(IN_FLIGHT)
+        return [Push(part, part.tensor.round)]
+
+    def _pull_waiting(self, part: OwnedPart) -> list[Action]:
+        """A sum has come to its owner on another machine: get the parameters."""
+        return [action for each in self.hosted.waiting_for(part) for action in self._pull(each)]
 
     def _summed(self, part: OwnedPart, inputs: tuple[int, ...]) -> list[Action]:
         actions = self._run_hosted(self.hosted.summed(part, inputs, self.divisor(part.tensor.spec)))
@@ -353,7 +364,8 @@ class RoundPipeline:
         self._queue.give_back(part)
         if isinstance(part, OwnedPart) and (part.is_sum or part.is_own):
             if not part.wants_result:
-                return self._pump(now) + self._finish(part)
+                pulls = self._pull_waiting(part) if part.is_sum else []
+                return pulls + self._pump(now) + self._finish(part)
             part.move_to(DELIVERING)
             return self._pump(now) + self._summed(part, (source,))
         if tensor.root_slot is not None:
@@ -385,7 +397,7 @@ class RoundPipeline:
 
     def _again(self, part: Part) -> list[Action]:
         part.is_resent = True
-        if not part.tensor.slots:  # it passes
+        if not part.tensor.slots or part.is_pulled:  # nothing was queued
             return [Push(part, part.tensor.round)]
         self._queue.give_back(part)
         self._enqueue(part)
@@ -447,8 +459,13 @@ class RoundPipeline:
                 self._queue.give_back(part)
         if tensor.spec.scatters:
             self._scatterer.retire(tensor)
-        forgotten = self.hosted.retire(tensor) if tensor.spec.ownership else []
+        forgotten = self._retire_owned(tensor) if tensor.spec.ownership else []
         return [*forgotten, *self._release(tensor), *self._pump(now)]
+
+    def _retire_owned(self, tensor: Tensor) -> list[Action]:
+        forgotten: list[Action] = [*self.hosted.retire(tensor)]
+        sums = [part for part in tensor.parts if isinstance(part, OwnedPart) and part.is_sum]
+        return forgotten + [action for part in sums for action in self._pull_waiting(part)]
 
     def _forget(self, event: TensorForgotten, now: float) -> list[Action]:
         tensor = event.tensor

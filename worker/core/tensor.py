@@ -176,6 +176,11 @@ class Part:
         return False
 
     @property
+    def is_pulled(self) -> bool:
+        """This machine only asks for the result, once it is due: this takes no turn of others, and no credit."""
+        return False
+
+    @property
     def root_machine(self) -> int:
         """Where a broadcast reads it."""
         return self.tensor.root_machine
