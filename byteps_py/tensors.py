@@ -147,6 +147,7 @@ class TensorSpec:
         is_shadowed: of such a SUM, servers that do not add a partition are sent its result, too.
         is_replicated: with ownership, each machine has owners for all partitions among its own ranks of the group: a
             SUM is placed and answered as one without owners, and a BROADCAST stays on its machine.
+        remark: a sentence for ``bps status``, at most 256 bytes. Ranks may give different ones.
         count: number of elements.
         nbytes: size in bytes.
 
@@ -171,6 +172,7 @@ class TensorSpec:
     ownership: str = ""
     is_shadowed: bool = False
     is_replicated: bool = False
+    remark: str = ""
     count: int = field(init=False, compare=False, repr=False)  # of elements
     nbytes: int = field(init=False, compare=False, repr=False)
 
@@ -197,6 +199,8 @@ class TensorSpec:
             raise UsageError(f"tensor {self.name!r}: owners on each machine need ownership, not a {self.describe()}")
         if _utf8_bytes(self.terms) > MAX_TERMS_BYTES:
             raise UsageError(f"tensor {self.name!r}: terms of more than {MAX_TERMS_BYTES} bytes: {self.terms[:40]!r}…")
+        if _utf8_bytes(self.remark) > MAX_TERMS_BYTES:
+            raise UsageError(f"tensor {self.name!r}: a remark of more than {MAX_TERMS_BYTES} bytes")
         if self.op.bypasses_servers and not (self.dtype is DType.UINT8 and len(self.shape) == 2):
             raise UsageError(f"tensor {self.name!r}: a {self.op.name.lower()} is uint8, of shape (input, result)")
         # Computed once: every round uses them.

@@ -620,7 +620,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("state", "reason", "epoch", "members", "tensors", "tensor_bytes", "replicated_bytes", "sharded_bytes", "partition_bytes", "num_workers", "num_servers", "stalled", "slow", "restarts", "shadow", "journal")
+    __slots__ = ("state", "reason", "epoch", "members", "tensors", "tensor_bytes", "replicated_bytes", "sharded_bytes", "hosted_remarks", "partition_bytes", "num_workers", "num_servers", "stalled", "slow", "restarts", "shadow", "journal")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[StatusReply.State]
@@ -641,6 +641,7 @@ class StatusReply(_message.Message):
     TENSOR_BYTES_FIELD_NUMBER: _ClassVar[int]
     REPLICATED_BYTES_FIELD_NUMBER: _ClassVar[int]
     SHARDED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HOSTED_REMARKS_FIELD_NUMBER: _ClassVar[int]
     PARTITION_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
     NUM_SERVERS_FIELD_NUMBER: _ClassVar[int]
@@ -657,6 +658,7 @@ class StatusReply(_message.Message):
     tensor_bytes: int
     replicated_bytes: int
     sharded_bytes: int
+    hosted_remarks: _containers.RepeatedScalarFieldContainer[str]
     partition_bytes: int
     num_workers: int
     num_servers: int
@@ -665,7 +667,7 @@ class StatusReply(_message.Message):
     restarts: int
     shadow: ShadowProtection
     journal: str
-    def __init__(self, state: _Optional[_Union[StatusReply.State, str]] = ..., reason: _Optional[str] = ..., epoch: _Optional[int] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., tensors: _Optional[int] = ..., tensor_bytes: _Optional[int] = ..., replicated_bytes: _Optional[int] = ..., sharded_bytes: _Optional[int] = ..., partition_bytes: _Optional[int] = ..., num_workers: _Optional[int] = ..., num_servers: _Optional[int] = ..., stalled: _Optional[_Iterable[str]] = ..., slow: _Optional[_Iterable[str]] = ..., restarts: _Optional[int] = ..., shadow: _Optional[_Union[ShadowProtection, _Mapping]] = ..., journal: _Optional[str] = ...) -> None: ...
+    def __init__(self, state: _Optional[_Union[StatusReply.State, str]] = ..., reason: _Optional[str] = ..., epoch: _Optional[int] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., tensors: _Optional[int] = ..., tensor_bytes: _Optional[int] = ..., replicated_bytes: _Optional[int] = ..., sharded_bytes: _Optional[int] = ..., hosted_remarks: _Optional[_Iterable[str]] = ..., partition_bytes: _Optional[int] = ..., num_workers: _Optional[int] = ..., num_servers: _Optional[int] = ..., stalled: _Optional[_Iterable[str]] = ..., slow: _Optional[_Iterable[str]] = ..., restarts: _Optional[int] = ..., shadow: _Optional[_Union[ShadowProtection, _Mapping]] = ..., journal: _Optional[str] = ...) -> None: ...
 
 class MemberStatus(_message.Message):
     __slots__ = ("member", "alive", "heartbeat_age_s", "statistics", "doubt", "left")

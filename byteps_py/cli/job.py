@@ -163,6 +163,7 @@ def to_text(reply: pb.StatusReply) -> str:
     ):  # fmt: skip
         if nbytes:
             lines.append(f"hosted optimizers: states {where}, of {_mb(nbytes)} MB of gradients")
+    lines += [f"hosted=True has chosen: {sentence}" for sentence in facts["hosted_remarks"]]
     if shadow := facts["shadow"]:
         is_alone = sum(member["kind"] == "worker" and member["alive"] for member in facts["members"]) == 1
         has_server = not is_alone or shadow["survives"] != "nothing"

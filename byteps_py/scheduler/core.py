@@ -266,6 +266,7 @@ class SchedulerCore:
             tensor_bytes=self._group.declarations.accepted_bytes,
             replicated_bytes=self._group.declarations.hosted_bytes(is_replicated=True),
             sharded_bytes=self._group.declarations.hosted_bytes(is_replicated=False),
+            hosted_remarks=self._group.declarations.hosted_remarks(),
             partition_bytes=self._roster.partition_bytes,
             num_workers=self._config.num_workers,
             num_servers=self._config.num_servers,

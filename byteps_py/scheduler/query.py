@@ -79,6 +79,7 @@ def to_dict(reply: pb.StatusReply) -> dict[str, Any]:
         "num_servers": reply.num_servers,
         "replicated_bytes": reply.replicated_bytes,
         "sharded_bytes": reply.sharded_bytes,
+        "hosted_remarks": list(reply.hosted_remarks),
         "partition_bytes": reply.partition_bytes,
         "tensors": reply.tensors,
         "tensor_bytes": reply.tensor_bytes,

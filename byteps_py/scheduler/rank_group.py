@@ -95,9 +95,15 @@ class Declarations:
 
     def hosted_bytes(self, is_replicated: bool) -> int:
         """The bytes of accepted gradients of hosted optimizers, whose states are on each machine or have one owner."""
+        return sum(spec.nbytes for spec in self._hosted() if spec.is_replicated is is_replicated)
+
+    def hosted_remarks(self) -> list[str]:
+        """Why these states are there, where hosted optimizers have chosen."""
+        return sorted({spec.remark for spec in self._hosted() if spec.remark})
+
+    def _hosted(self) -> list[TensorSpec]:
         accepted = (each.accepted for each in self._by_name.values() if each.accepted is not None)
-        gradients = (spec for spec in accepted if spec.ownership == spec.name)
-        return sum(spec.nbytes for spec in gradients if spec.is_replicated is is_replicated)
+        return [spec for spec in accepted if spec.ownership == spec.name]
 
     def cast(self, machine_index: int, ranks: range, ballot: pb.Ballot) -> Outcome:
         """Take the votes of one machine, whose global ranks are ``ranks``; those in the tensor's group vote.

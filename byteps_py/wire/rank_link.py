@@ -32,7 +32,7 @@ from byteps_py.wire.record_codec import (
     U64s,
 )
 
-VERSION = 13
+VERSION = 14
 
 #: The most entries of a message about rounds: more are spread over several messages.
 MAX_ROUNDS = 4096
@@ -91,6 +91,7 @@ class SpecFields:
     group: U32s
     terms: Text
     ownership: Text
+    remark: Text
 
     @classmethod
     def of(cls, spec: TensorSpec) -> SpecFields:
@@ -98,6 +99,7 @@ class SpecFields:
         return cls(
             spec.dtype, spec.op, spec.nonfinite, spec.average, spec.scatters, spec.is_shadowed,
             spec.is_replicated, spec.root, spec.priority, spec.name, spec.shape, spec.group, spec.terms, spec.ownership,
+            spec.remark,
         )  # fmt: skip
 
     def spec(self) -> TensorSpec:
@@ -106,7 +108,7 @@ class SpecFields:
             return TensorSpec(
                 self.name, DType(self.dtype), self.shape, Op(self.op), self.average, self.root, self.priority,
                 self.group, self.scatters, self.terms, NonFinite(self.nonfinite), self.ownership, self.is_shadowed,
-                self.is_replicated,
+                self.is_replicated, self.remark,
             )  # fmt: skip
         except (ValueError, UsageError) as error:
             raise ProtocolError(f"tensor {self.name[:80]!r}: malformed declaration: {error}") from None

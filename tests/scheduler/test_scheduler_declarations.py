@@ -30,7 +30,7 @@ def test_verdicts_go_to_all_workers_and_to_no_server() -> None:
 def test_status_says_where_the_states_of_hosted_optimizers_are() -> None:
     cluster, (a, b), _ = running()
     assert "hosted" not in to_text(cluster.core.status(cluster.now))
-    one = spec((500_000,), ownership="w", is_replicated=True)
+    one = spec((500_000,), ownership="w", is_replicated=True, remark="machine: links are slow")
     parameters = spec((500_000,), op=Op.BROADCAST, ownership="w", is_replicated=True)
     for member, ranks in ((a, [0, 1]), (b, [2, 3])):
         cluster.say(member, **declare(ballot(ranks, one), ballot(ranks, parameters, name="w.parameters")))
@@ -39,6 +39,7 @@ def test_status_says_where_the_states_of_hosted_optimizers_are() -> None:
     assert [line for line in lines if "hosted" in line] == [
         "hosted optimizers: states on each machine, of 2.0 MB of gradients",
         "hosted optimizers: states sharded over all ranks, of 1.0 MB of gradients",
+        "hosted=True has chosen: machine: links are slow",
     ]
 
 

@@ -25,6 +25,7 @@ from byteps_py.torch.collectives.slot_view import TensorRequest
 from byteps_py.torch.gradients.bucket import Bucket, Delivery
 from byteps_py.torch.gradients.gradient_checksums import Gradients
 from byteps_py.torch.gradients.hosted.rules import check_dtypes
+from byteps_py.torch.gradients.hosted.states_mode import ModeChoice, StatesMode
 
 #: Of a parameter: a weak reference to the optimizer that has it, one at a time, because its service has the
 #: parameter's master. A parameter may outlive its optimizer, and the reverse.
@@ -54,7 +55,7 @@ def _other(param: torch.nn.Parameter, owner: object) -> bool:
 class ToOwner(Delivery):
     """To the ranks' services, each of which gets the elements that its ranks own, and keeps them until a step.
     ``group_of``: of each parameter, the number of its param_group, whose numbers a step of a whole bucket takes.
-    ``is_shadowed``: other machines get them, too. ``is_replicated``: each machine has all states."""
+    ``is_shadowed``: other machines get them, too. ``choice``: where the states are."""
 
     always_travels = True
     untouched_until = "step()"
@@ -65,10 +66,10 @@ class ToOwner(Delivery):
     )
 
     def __init__(
-        self, context: Context, group_of: Mapping[torch.nn.Parameter, int], is_shadowed: bool, is_replicated: bool
+        self, context: Context, group_of: Mapping[torch.nn.Parameter, int], is_shadowed: bool, choice: ModeChoice
     ) -> None:
         self._context, self._group_of = context, group_of
-        self._is_shadowed, self._is_replicated = is_shadowed, is_replicated
+        self._is_shadowed, self._choice = is_shadowed, choice
         #: Gradients are copied before the training goes on, which may change or replace them meanwhile.
         self.is_copied = False
 
@@ -90,7 +91,7 @@ class ToOwner(Delivery):
             count = sum(math.prod(shape) for shape in request.shapes)
             spec = replace(
                 spec, shape=(count,), ownership=spec.name, is_shadowed=self._is_shadowed,
-                is_replicated=self._is_replicated,
+                is_replicated=self._choice.mode is StatesMode.MACHINE, remark=self._choice.remark,
             )  # fmt: skip
         return replace(request, spec=spec, result_shapes=())
 

@@ -30,7 +30,7 @@ from byteps_py.torch.gradients.hosted.in_place import InPlaceTiming
 from byteps_py.torch.gradients.hosted.replication import ShadowedSteps, check_machines
 from byteps_py.torch.gradients.hosted.rules import HostedGroups, check_class
 from byteps_py.torch.gradients.hosted.states import BucketStates
-from byteps_py.torch.gradients.hosted.states_mode import StatesMode, choose
+from byteps_py.torch.gradients.hosted.states_mode import ModeChoice, StatesMode, choose
 from byteps_py.torch.gradients.hosted.stepper import HostedStepper, NextStep, StepTiming
 from byteps_py.torch.gradients.hosted.steps import SumSteps
 from byteps_py.torch.gradients.hosted.timings import BackwardSteps, DelayedTiming, InBackwardTiming
@@ -230,13 +230,13 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
         return self._stepper.states.are_lost
 
 
-def _chosen(context: Context, groups: HostedGroups, group: tuple[int, ...]) -> StatesMode:
+def _chosen(context: Context, groups: HostedGroups, group: tuple[int, ...]) -> ModeChoice:
     if (wanted := context.settings.hosted_states) != "auto":
-        return StatesMode(wanted)
+        return ModeChoice(StatesMode(wanted), "BYTEPS_HOSTED_STATES says so")
     choice = choose(context.session, groups.states_bytes, context.settings.elastic, group)
     if context.session.rank == members(context, group)[0]:
         logger.info("hosted=True takes hosted=%r: %s", choice.mode.value, choice.reason)
-    return choice.mode
+    return choice
 
 
 def _check_norms(named: Iterable[tuple[str, torch.nn.Parameter]], why: str, remedy: str) -> None:
@@ -265,8 +265,8 @@ def host(
     claim(named, groups)
     if options.members(context.session.size) == 1:  # nothing is sent, so nothing is rounded for it
         options = replace(options, compression=Compression.none)
-    mode = hosting.mode or _chosen(context, groups, options.group)
-    delivery = ToOwner(context, groups.group_of, hosting.shadow, mode is StatesMode.MACHINE)
+    choice = ModeChoice(hosting.mode) if hosting.mode else _chosen(context, groups, options.group)
+    delivery = ToOwner(context, groups.group_of, hosting.shadow, choice)
     reducer = GradientReducer(context, named, options, delivery=delivery)
     reducer.is_early = not hosting.takes_all_at_once
     wrapped = WrappedOptimizer(optimizer, names, ReducedPasses(reducer, passes))

@@ -35,10 +35,15 @@ class StatesMode(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ModeChoice:
-    """A mode, and why, in one sentence."""
+    """A mode, and why, in one sentence; none if the program has said it."""
 
     mode: StatesMode
-    reason: str
+    reason: str = ""
+
+    @property
+    def remark(self) -> str:
+        """For ``bps status``."""
+        return f"{self.mode.value}: {self.reason}" if self.reason else ""
 
 
 def asked_for(hosted: object) -> StatesMode | None:
