@@ -108,7 +108,9 @@ def main() -> None:
     parser.add_argument("--mbit", type=float, default=400)
     parser.add_argument("--model", default="resnet50", help="known to bps placement; or equal: layers, see --large")
     parser.add_argument("--mparams", type=float, default=32, help="of equal layers: millions of float32 parameters")
-    parser.add_argument("--large", choices=["first", "last", "none"], default="last", help="which of 13 equal ones is large; none: 24")
+    parser.add_argument(
+        "--large", choices=["first", "last", "none"], default="last", help="which of 13 equal ones is large; none: 24"
+    )
     parser.add_argument("--compute", type=float, nargs="+", default=[0.5, 1, 2])
     parser.add_argument("--backward-s", type=float, help="in place of --compute: what hides behind such a pass")
     parser.add_argument("--contenders", nargs="+", choices=NAMES, default=_BY_DEFAULT)
@@ -143,7 +145,7 @@ def main() -> None:
         f"n = {n}, k = {k}, {arguments.mbit:g} Mbit/s each way, {sum(counts) * 4 / 1e6:.0f} MB of gradients in "
         f"{len(counts)} layers ({arguments.model}); optimum communication {optimum_s:.2f} s"
     )
-    print("compute s  contender                    step s (min to max)    step / max(compute, optimum)  hidden  settings")
+    print("compute s  contender                    step s (min to max)  step / max(compute, optimum)  hidden  settings")
     alone_s = {
         (contender, str(tuning)): statistics.median(seen[index])
         for index, (compute, contender, tuning) in enumerate(cases)
@@ -158,7 +160,7 @@ def main() -> None:
         alone = alone_s.get((contender, str(tuning))) if compute else None
         hidden = 1 - (step_s - compute_s) / alone if alone else None
         share = f"{hidden:7.2f}" if hidden is not None else " " * 7
-        print(f"{compute_s:9.2f}  {NAMES[contender]:28s} {spread:>20s} {ratio:29.3f} {share}  {settings}")
+        print(f"{compute_s:9.2f}  {NAMES[contender]:28s} {spread:>20s} {ratio:27.3f} {share}  {settings}")
         rows.append(
             {
                 "n": n, "k": k, "mbit": arguments.mbit, "bytes": sum(counts) * 4, "model": arguments.model,
