@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from support.breaking import Job, launch
 from support.clusters import ROOT
+from support.shadowed_cluster import ShadowedCluster
 
 PROGRAM = ROOT / "tests" / "programs" / "in_place.py"
 STEPS = 12
@@ -154,6 +155,26 @@ def test_ranks_that_have_summed_more_begin_again_together(tmp_path: Path) -> Non
     are started again."""
     with training(tmp_path, TEST_KILLS="1:6:after", TEST_METRIC="1") as job:
         assert tuple(ends(job)) == undisturbed(), job.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_spare_machine_takes_the_place_of_one_that_is_lost(lost: int, tmp_path: Path) -> None:
+    """Its launcher is killed, and with it all that it has started. Another machine has the lost one's number."""
+    with contextlib.ExitStack() as stack:
+        variables = {"BYTEPS_MAX_RESTARTS": "5", "BYTEPS_LOCAL_SIZE": "2", "TEST_PAUSE_S": "0.5"}
+        cluster = ShadowedCluster(stack, 2, 1, limit_s=250, **variables)
+        cluster.program = PROGRAM
+        arguments = (str(tmp_path), str(STEPS))
+        scheduler, *machines = cluster.start(*arguments)
+        machines[lost].until(f"rank {2 * lost}: step 4")
+        machines[lost].process.kill()
+        machines[lost].close()
+        spare = cluster.start_machine(lost, "spare", *arguments)
+        jobs = [scheduler, machines[1 - lost], spare]
+        assert [job.end() for job in jobs] == [0, 0, 0], "\n".join(job.text for job in jobs)
+        found = sorted(line for job in jobs for line in job.said if " ends: " in line)
+        assert tuple(line.partition("rank ")[2] for line in found) == undisturbed()
 
 
 @pytest.mark.slow

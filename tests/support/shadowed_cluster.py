@@ -51,14 +51,14 @@ class ShadowedCluster:
     def start(self, *arguments: str) -> list[Job]:
         """A scheduler, and each machine's launcher."""
         scheduler = self._launch(DMLC_ROLE="scheduler")
-        machines = [
-            self._launch(
-                sys.executable, str(self.program), *arguments,
-                DMLC_ROLE="worker", DMLC_WORKER_ID=str(i), BYTEPS_MACHINE_ID=f"m{i}",
-            )
-            for i in range(self._machines)
-        ]  # fmt: skip
-        return [scheduler, *machines]
+        return [scheduler, *(self.start_machine(i, f"m{i}", *arguments) for i in range(self._machines))]
+
+    def start_machine(self, number: int, machine_id: str, *arguments: str) -> Job:
+        """The launcher of one machine of the job."""
+        return self._launch(
+            sys.executable, str(self.program), *arguments,
+            DMLC_ROLE="worker", DMLC_WORKER_ID=str(number), BYTEPS_MACHINE_ID=machine_id,
+        )  # fmt: skip
 
     def change(self, **variables: str) -> None:
         """Start what follows with these variables."""
