@@ -620,7 +620,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("state", "reason", "epoch", "members", "tensors", "tensor_bytes", "replicated_bytes", "sharded_bytes", "hosted_remarks", "partition_bytes", "num_workers", "num_servers", "stalled", "slow", "restarts", "shadow", "journal")
+    __slots__ = ("state", "reason", "epoch", "members", "tensors", "tensor_bytes", "replicated_bytes", "sharded_bytes", "hosted_remarks", "partition_bytes", "num_workers", "num_servers", "stalled", "slow", "restarts", "shadow", "missing_workers", "journal")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[StatusReply.State]
@@ -649,6 +649,7 @@ class StatusReply(_message.Message):
     SLOW_FIELD_NUMBER: _ClassVar[int]
     RESTARTS_FIELD_NUMBER: _ClassVar[int]
     SHADOW_FIELD_NUMBER: _ClassVar[int]
+    MISSING_WORKERS_FIELD_NUMBER: _ClassVar[int]
     JOURNAL_FIELD_NUMBER: _ClassVar[int]
     state: StatusReply.State
     reason: str
@@ -666,8 +667,9 @@ class StatusReply(_message.Message):
     slow: _containers.RepeatedScalarFieldContainer[str]
     restarts: int
     shadow: ShadowProtection
+    missing_workers: _containers.RepeatedScalarFieldContainer[int]
     journal: str
-    def __init__(self, state: _Optional[_Union[StatusReply.State, str]] = ..., reason: _Optional[str] = ..., epoch: _Optional[int] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., tensors: _Optional[int] = ..., tensor_bytes: _Optional[int] = ..., replicated_bytes: _Optional[int] = ..., sharded_bytes: _Optional[int] = ..., hosted_remarks: _Optional[_Iterable[str]] = ..., partition_bytes: _Optional[int] = ..., num_workers: _Optional[int] = ..., num_servers: _Optional[int] = ..., stalled: _Optional[_Iterable[str]] = ..., slow: _Optional[_Iterable[str]] = ..., restarts: _Optional[int] = ..., shadow: _Optional[_Union[ShadowProtection, _Mapping]] = ..., journal: _Optional[str] = ...) -> None: ...
+    def __init__(self, state: _Optional[_Union[StatusReply.State, str]] = ..., reason: _Optional[str] = ..., epoch: _Optional[int] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., tensors: _Optional[int] = ..., tensor_bytes: _Optional[int] = ..., replicated_bytes: _Optional[int] = ..., sharded_bytes: _Optional[int] = ..., hosted_remarks: _Optional[_Iterable[str]] = ..., partition_bytes: _Optional[int] = ..., num_workers: _Optional[int] = ..., num_servers: _Optional[int] = ..., stalled: _Optional[_Iterable[str]] = ..., slow: _Optional[_Iterable[str]] = ..., restarts: _Optional[int] = ..., shadow: _Optional[_Union[ShadowProtection, _Mapping]] = ..., missing_workers: _Optional[_Iterable[int]] = ..., journal: _Optional[str] = ...) -> None: ...
 
 class MemberStatus(_message.Message):
     __slots__ = ("member", "alive", "heartbeat_age_s", "statistics", "doubt", "left")

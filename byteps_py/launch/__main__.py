@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from byteps_py.config.settings import Settings, ignored_variables
 from byteps_py.errors import BytePSError, ConfigurationError
-from byteps_py.launch import command_line
+from byteps_py.launch import command_line, spare
 from byteps_py.launch.installation import visible_gpus
 from byteps_py.launch.process_output import print_message
 from byteps_py.launch.process_plan import ClusterSize, ProcessKind, ProcessSpec, cluster_plan, free_port, role_plan
@@ -76,6 +76,11 @@ def _run(arguments: Sequence[str], outer_environ: Mapping[str, str]) -> int:
         # Only this job's processes know the secret: other users of this machine can't join the job, or end it.
         environ = {"BYTEPS_LOCAL_SECRET": secrets.token_hex(32), **environ}
     command = resolve(given.command, environ)
+    if given.is_spare:
+        number = spare.wait_for_place(environ)
+        if number is None:
+            return 0
+        environ = {**environ, "DMLC_WORKER_ID": str(number)}
     for sentence in ignored_variables(environ):
         print_message(sentence)
     jobs.prepare()

@@ -67,6 +67,7 @@ class LaunchOptions:
     variables: Mapping[str, str]
     how: Supervision
     is_verbose: bool
+    is_spare: bool = False
 
 
 def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> LaunchOptions:
@@ -99,6 +100,8 @@ def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> LaunchOptions
             "--max-restarts (BYTEPS_MAX_RESTARTS) keeps the ranks of a job, and --elastic (BYTEPS_ELASTIC, --min-np, "
             "--max-np) goes on with fewer or more: give one of them"
         )
+    if given.spare and (role != "worker" or not restarts):
+        raise ConfigurationError("--spare goes with DMLC_ROLE=worker and --max-restarts (BYTEPS_MAX_RESTARTS)")
     variables = {
         "BYTEPS_PARTITION_BYTES": given.partition_bytes,
         "BYTEPS_START_TIMEOUT_S": given.start_timeout,
@@ -126,6 +129,7 @@ def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> LaunchOptions
             has_warm=restarts > 0 and not given.no_warm,
         ),
         given.verbose,
+        given.spare,
     )
 
 
@@ -185,6 +189,11 @@ def _parser() -> argparse.ArgumentParser:
         "--max-restarts", type=_count(0), default=0, metavar="N",
         help="start each rank and communication service again, up to N times, when it fails; the others wait for it "
         "(BYTEPS_MAX_RESTARTS)",
+    )  # fmt: skip
+    add(
+        "--spare", action="store_true",
+        help="with DMLC_ROLE=worker and --max-restarts: wait until the job has lost a machine, and take its place (set "
+        "no DMLC_WORKER_ID)",
     )  # fmt: skip
     add(
         "--no-warm", action="store_true",

@@ -270,6 +270,7 @@ class SchedulerCore:
             partition_bytes=self._roster.partition_bytes,
             num_workers=self._config.num_workers,
             num_servers=self._config.num_servers,
+            missing_workers=self._roster.missing_numbers() if self.job.is_running else [],
             stalled=self._watch.stalled(),
             slow=self._watch.slow(),
             # The report of the machine that is behind all others.

@@ -372,7 +372,15 @@ class Roster:
                 )
         return ""
 
+    def missing_numbers(self) -> list[int]:
+        """The numbers (DMLC_WORKER_ID) of the machines that a job which keeps its ranks waits for."""
+        there = {member.home[1] for member in self.present() if member.is_worker}
+        numbers = range(self._config.num_workers) if self._config.max_restarts else ()
+        return [number for number in numbers if number not in there]
+
     def _is_same_place(self, other: MemberRecord, register: pb.Register) -> bool:
+        if self._config.max_restarts and register.role == pb.ROLE_COMMUNICATION:
+            return other.home[1] == register.machine_index
         if self.epoch and self._config.elastic:
             return other.home == (register.machine_id, register.machine_index)
         return other.facts.machine_index == register.machine_index

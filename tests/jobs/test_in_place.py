@@ -160,17 +160,19 @@ def test_ranks_that_have_summed_more_begin_again_together(tmp_path: Path) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_spare_machine_takes_the_place_of_one_that_is_lost(lost: int, tmp_path: Path) -> None:
-    """Its launcher is killed, and with it all that it has started. Another machine has the lost one's number."""
+    """Its launcher is killed, and with it all that it has started."""
     with contextlib.ExitStack() as stack:
         variables = {"BYTEPS_MAX_RESTARTS": "5", "BYTEPS_LOCAL_SIZE": "2", "TEST_PAUSE_S": "0.5"}
         cluster = ShadowedCluster(stack, 2, 1, limit_s=250, **variables)
         cluster.program = PROGRAM
         arguments = (str(tmp_path), str(STEPS))
         scheduler, *machines = cluster.start(*arguments)
+        spare = cluster.start_spare("spare", *arguments)
+        spare.until("a spare machine of the job")
         machines[lost].until(f"rank {2 * lost}: step 4")
         machines[lost].process.kill()
         machines[lost].close()
-        spare = cluster.start_machine(lost, "spare", *arguments)
+        spare.until(f"machine {lost} is lost: this one takes its place")
         jobs = [scheduler, machines[1 - lost], spare]
         assert [job.end() for job in jobs] == [0, 0, 0], "\n".join(job.text for job in jobs)
         found = sorted(line for job in jobs for line in job.said if " ends: " in line)

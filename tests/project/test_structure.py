@@ -22,7 +22,7 @@ ALLOWED = {
     "placement": set(),
     "dataplane": set(),
     "runtime": {"dataplane", "kernels"},
-    "launch": set(),
+    "launch": {"scheduler.query"},  # a spare machine asks for whom the job waits
     "session": {"dataplane", "kernels"},
     "scheduler": {"placement", "dataplane"},
     "cli": {"placement", "scheduler", "parallel", "tools", "checkpoint", "launch.process_guard"},

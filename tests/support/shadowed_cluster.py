@@ -60,6 +60,11 @@ class ShadowedCluster:
             DMLC_ROLE="worker", DMLC_WORKER_ID=str(number), BYTEPS_MACHINE_ID=machine_id,
         )  # fmt: skip
 
+    def start_spare(self, machine_id: str, *arguments: str) -> Job:
+        """The launcher of a machine that waits for the loss of another one."""
+        words = ("--spare", sys.executable, str(self.program), *arguments)
+        return self._launch(*words, DMLC_ROLE="worker", BYTEPS_MACHINE_ID=machine_id)
+
     def change(self, **variables: str) -> None:
         """Start what follows with these variables."""
         self._variables |= variables
