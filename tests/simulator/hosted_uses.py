@@ -159,6 +159,14 @@ class HostedProgram(Program):
                 if rng.random() < 0.8:
                     step.append(self._new_use(rng, model))
 
+    def _add_uneven(self, rng: random.Random, names: list[Name]) -> None:
+        """A rank that owns nothing has asked for its states first: no step waits for it, and it could still do so when
+        another rank has made its last step and joined. (join() does not go together with hosted optimizers.)"""
+        latest = {use.model.name: use for use in self.trained}
+        if any(use.begins and use.model.gradients.count < self.size for use in latest.values()):
+            self.barriers.add(len(self.steps) - 1)
+        super(HostedProgram, self)._add_uneven(rng, names)
+
     @property
     def _are_parts(self) -> bool:
         """The models are parts of one, which make a step together or skip it together."""
