@@ -21,6 +21,7 @@ from simulator import (
     ElasticCluster,
     ElasticOutageCluster,
     HostedCluster,
+    InPlaceCluster,
     OutageCluster,
     RestartedCluster,
     ShadowCluster,
@@ -31,6 +32,7 @@ from simulator import (
 from simulator.all_mutations import ALL_MUTATIONS
 from simulator.busy import STARVES, STOPS
 from simulator.cluster import FAULTS
+from simulator.in_place import IN_PLACE_SHOCKS
 from simulator.outages import OUTAGES
 from simulator.parts import Parts
 from simulator.shadowed import ALL_DIE, CUT, JOIN, SHORTAGE
@@ -55,6 +57,7 @@ from simulator.visits import VISIT
         ("shadow", 6),
         ("shadow-outages", 3),
         ("restarted", 8),
+        ("in-place", 8),
         pytest.param("fixed", 500, marks=pytest.mark.slow),
         pytest.param("elastic", 150, marks=pytest.mark.slow),
         pytest.param("outages", 300, marks=pytest.mark.slow),
@@ -67,6 +70,7 @@ from simulator.visits import VISIT
         pytest.param("shadow", 120, marks=pytest.mark.slow),
         pytest.param("shadow-outages", 60, marks=pytest.mark.slow),
         pytest.param("restarted", 250, marks=pytest.mark.slow),
+        pytest.param("in-place", 150, marks=pytest.mark.slow),
     ],
 )
 def test_the_invariants_hold(kind: str, seeds: int) -> None:
@@ -114,6 +118,7 @@ def test_a_seed_gives_one_log_in_every_process(seeds: range) -> None:
         (OutageCluster, (*OUTAGES, CUT_OFF)),
         (ElasticOutageCluster, (*SHOCKS, *OUTAGES, CUT_OFF)),
         (ShadowCluster, (ALL_DIE, CUT, SHORTAGE, JOIN)),
+        (InPlaceCluster, IN_PLACE_SHOCKS),
     ],
 )
 def test_every_fault_is_tried_and_fires(kind: type[Cluster], names: Iterable[str]) -> None:

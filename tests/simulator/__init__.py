@@ -10,13 +10,14 @@ from .busy import BusyCluster
 from .cluster import Cluster, Report, run
 from .elastic import ElasticCluster
 from .hosted import HostedBusyCluster, HostedCluster, HostedElasticCluster, HostedOutageCluster
+from .in_place import InPlaceCluster
 from .outages import ElasticOutageCluster, OutageCluster
 from .restarted import RestartedCluster
 from .shadowed import ShadowCluster, ShadowOutageCluster
 from .world import InvariantError
 
 #: Of job: whose machines are there from start to end; whose machines come and go; beside an unreliable network;
-#: on busy machines; with optimizers that the services keep.
+#: on busy machines; with optimizers that the services keep; whose processes are started again, all or each.
 KINDS: dict[str, type[Cluster]] = {
     "fixed": Cluster,
     "elastic": ElasticCluster,
@@ -30,6 +31,7 @@ KINDS: dict[str, type[Cluster]] = {
     "shadow": ShadowCluster,
     "shadow-outages": ShadowOutageCluster,
     "restarted": RestartedCluster,
+    "in-place": InPlaceCluster,
 }
 
 __all__ = [
@@ -42,6 +44,7 @@ __all__ = [
     "HostedCluster",
     "HostedElasticCluster",
     "HostedOutageCluster",
+    "InPlaceCluster",
     "InvariantError",
     "OutageCluster",
     "Report",

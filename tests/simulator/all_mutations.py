@@ -8,6 +8,8 @@ from .elastic import ElasticCluster
 from .elastic_mutations import ELASTIC_MUTATIONS
 from .hosted import HostedCluster, HostedElasticCluster
 from .hosted_mutations import HOSTED_ELASTIC_MUTATIONS, HOSTED_MUTATIONS
+from .in_place import InPlaceCluster
+from .in_place_mutations import IN_PLACE_MUTATIONS
 from .mutations import MUTATIONS
 from .outage_mutations import BUSY_MUTATIONS, ELASTIC_OUTAGE_MUTATIONS, OUTAGE_MUTATIONS
 from .outages import ElasticOutageCluster, OutageCluster
@@ -25,6 +27,7 @@ ALL_MUTATIONS: dict[type[Parts], tuple[type[Cluster], int]] = {
         (ElasticCluster, ELASTIC_MUTATIONS),
         (OutageCluster, OUTAGE_MUTATIONS),
         (ElasticOutageCluster, ELASTIC_OUTAGE_MUTATIONS),
+        (InPlaceCluster, IN_PLACE_MUTATIONS),
         (BusyCluster, BUSY_MUTATIONS),
         (HostedCluster, HOSTED_MUTATIONS),
         (HostedElasticCluster, HOSTED_ELASTIC_MUTATIONS),

@@ -145,12 +145,16 @@ class Cluster:
 
     def start_services(self, machine: int) -> None:
         """Of a GPU machine."""
-        worker = self.new_worker(machine)
-        self.workers.append(worker)
-        kind = communication_service(self._parts, table_class(self.world.seed))
-        worker.start(kind, self._settings(machine), self.place.link, self.runtimes.of_communication_service(worker))
+        self.workers.append(self.start_worker(machine))
         if self.gpu_machines_sum:
             self.start_server(f"server on machine {machine}", machine)
+
+    def start_worker(self, machine: int) -> Worker:
+        """Its communication service."""
+        worker = self.new_worker(machine)
+        kind = communication_service(self._parts, table_class(self.world.seed))
+        worker.start(kind, self._settings(machine), self.place.link, self.runtimes.of_communication_service(worker))
+        return worker
 
     def start_ranks(self, machine: int) -> None:
         for local_rank in range(self.local_sizes[machine]):
