@@ -193,7 +193,7 @@ class Refusal:
 
     error: str
     message: str
-    later: bool = False  # it may try again: the job that its predecessor left is about to end
+    later: bool = False  # it may try again: its predecessor's place, or job, is about to end
 
 
 class Roster:
@@ -290,7 +290,7 @@ class Roster:
         if contradiction:
             return Refusal("ConfigurationError", contradiction)
         clash = self._clash(register)
-        return Refusal("RendezvousError", clash, later=self._has_left(register)) if clash else None
+        return Refusal("RendezvousError", clash, later=self._may_be_free_soon(register)) if clash else None
 
     def _contradiction(self, register: pb.Register) -> str:
         """The settings of the process that do not fit this cluster, in words; empty if all fit."""
@@ -347,6 +347,12 @@ class Roster:
         if register.kind == pb.MACHINE_KIND_GPU and not may_join and not 0 <= register.machine_index < n:
             return f"DMLC_WORKER_ID={register.machine_index} is not in 0..{n - 1} (DMLC_NUM_WORKER={n})"
         return ""
+
+    def _may_be_free_soon(self, register: pb.Register) -> bool:
+        """True if its place is one that a member has left, or may have lost: with BYTEPS_MAX_RESTARTS a communication
+        service may be back before its predecessor is missed."""
+        comes_again = self._config.max_restarts > 0 and self.epoch > 0 and register.role != pb.ROLE_SUMMATION
+        return comes_again or self._has_left(register)
 
     def _clash(self, register: pb.Register) -> str:
         """Why the cluster has no place for one more such member; empty if it has."""

@@ -147,6 +147,7 @@ def test_every_fault_is_tried_and_fires(kind: type[Cluster], names: Iterable[str
         (ShadowOutageCluster, 554),
         (ShadowOutageCluster, 582),
         (ShadowOutageCluster, 1285),
+        (InPlaceCluster, 157),
     ],
     ids=[
         "a late withdrawal",
@@ -161,6 +162,7 @@ def test_every_fault_is_tried_and_fires(kind: type[Cluster], names: Iterable[str
         "a contribution that was given again before its withdrawal came",
         "a sum that waited for one of the generation before",
         "a record that was held, and came again when the memory was full",
+        "a communication service that was back before its predecessor was missed",
     ],
 )
 def test_seeds_that_once_found_a_defect(kind: type[Cluster], seed: int) -> None:
