@@ -50,7 +50,7 @@ class Launcher:
 
     def pids(self, *words: str) -> list[int]:
         """Its living processes with all these on their command lines, in order of age."""
-        return [pid for pid in marked(self.mark) if set(words) <= set(_read_list(pid, "cmdline"))]
+        return [pid for pid in marked(self.mark) if set(words) <= set(read_list(pid, "cmdline"))]
 
     def signal(self, signum: signal.Signals, *words: str) -> float:
         """To the one process with these words, or to all processes of the machine. When."""
@@ -82,7 +82,7 @@ def send(signum: signal.Signals, pids: Sequence[int]) -> float:
     return at_s
 
 
-def _read_list(pid: int, name: str) -> list[str]:
+def read_list(pid: int, name: str) -> list[str]:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/{name}").read_bytes().decode(errors="replace").split("\0")[:-1]
     return []
@@ -91,4 +91,13 @@ def _read_list(pid: int, name: str) -> list[str]:
 def marked(mark: str) -> list[int]:
     """Processes that live and have this mark, or one that begins with it."""
     pids = sorted(int(name) for name in os.listdir("/proc") if name.isdigit())
-    return [pid for pid in pids if any(entry.startswith(f"{_MARK}={mark}") for entry in _read_list(pid, "environ"))]
+    return [pid for pid in pids if any(entry.startswith(f"{_MARK}={mark}") for entry in read_list(pid, "environ"))]
+
+
+def started_s(pid: int) -> float:
+    """When the process was started, on the clock of ``time.monotonic()``, to 10 ms."""
+    try:
+        ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except OSError:  # it has ended
+        return 0.0
+    return time.monotonic() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")

@@ -6,7 +6,6 @@ completed a step that it began after the fault: for this the keys of a lost serv
 
 from __future__ import annotations
 
-import os
 import random
 import re
 import signal
@@ -16,11 +15,10 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from benchmarks.recovery.job import CALM_STEPS, COMPUTE_S, WAIT_S, Job, running
-from benchmarks.recovery.launcher import Launcher, UnforeseenError, send
+from benchmarks.recovery.launcher import Launcher, UnforeseenError, send, started_s
 from benchmarks.recovery.rows import Row
 
 RANKS = ("m0.0", "m1.0")
@@ -242,12 +240,3 @@ def scheduler_killed(repeat: int, history: History) -> list[Row]:
 
     survive(history, [back, meanwhile], repeat, hit)
     return [back, meanwhile]
-
-
-def started_s(pid: int) -> float:
-    """When the process was started, on the clock of ``time.monotonic()``, to 10 ms."""
-    try:
-        ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except OSError:  # it has ended
-        return 0.0
-    return time.monotonic() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")

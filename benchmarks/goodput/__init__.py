@@ -1,0 +1,1 @@
+"""Training while processes and machines are killed: ``python -m benchmarks.goodput``."""
