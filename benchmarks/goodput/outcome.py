@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -35,13 +36,18 @@ class Notes:
                 self.of[rank] += map(json.loads, whole.splitlines())
 
     def finished(self) -> dict[int, float]:
-        """When each step was made by all ranks that have made it, for the first time; also while some still do."""
+        """When each step was made by all ranks that have made it, for the first time; also while some still do. No
+        later than the step after it: with torchft, a rank that comes back notes its first step late."""
         first: dict[int, dict[int, float]] = defaultdict(dict)
         for rank, notes in self.of.items():
             for note in notes:
                 if note["what"] == "step":
                     first[note["step"]].setdefault(rank, note["at"])
-        return {step: max(first[step].values()) for step in sorted(first)}
+        found: dict[int, float] = {}
+        until_s = math.inf
+        for step in sorted(first, reverse=True):
+            until_s = found[step] = min(until_s, max(first[step].values()))
+        return dict(sorted(found.items()))
 
 
 @dataclass(frozen=True)
