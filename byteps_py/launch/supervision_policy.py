@@ -233,6 +233,8 @@ class SupervisionPolicy:
         started again, and its address is in use: whoever has it may go."""
         was_killed = (status < 0 and -status not in ENDING_SIGNALS) or status == spec.again_status
         was_killed = was_killed or (status != 0 and spec.is_restarted_on_failure)
+        if spec.is_rank and self._one_ended_well:
+            return False  # training is done, and no other rank would wait for it
         was_killed = was_killed or (
             status == UNUSABLE_STATUS and spec.waits_for_address and spec.name in self._restarted
         )

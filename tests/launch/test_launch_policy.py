@@ -121,13 +121,19 @@ class TestPolicy:
 
     def test_a_rank_that_is_done_or_was_told_to_end_is_not_started_again(self) -> None:
         ranks = [
-            ProcessSpec(f"rank {i}", ProcessKind.MAIN, str(i), ("x",), {}, restarts=2, is_restarted_on_failure=True)
+            ProcessSpec(
+                f"rank {i}", ProcessKind.MAIN, f"{i}", (), {}, is_rank=True, restarts=2, is_restarted_on_failure=True
+            )
             for i in range(2)
         ]
         policy = SupervisionPolicy(ranks, grace_s=5, own_error_s=10)
         assert policy.exited("rank 0", 0, 1) == []
+        assert not any(isinstance(action, Start) for action in policy.exited("rank 1", -signal.SIGKILL, 1))
+        assert (policy.finished, policy.code) == (True, 137)
+        policy = SupervisionPolicy(ranks, grace_s=5, own_error_s=10)
         policy.signalled(signal.SIGTERM, 2)
-        assert not any(isinstance(action, Start) for action in policy.exited("rank 1", -signal.SIGTERM, 3))
+        for rank in ("rank 0", "rank 1"):
+            assert not any(isinstance(action, Start) for action in policy.exited(rank, -signal.SIGTERM, 3))
         assert policy.finished
 
     @pytest.mark.parametrize("status", [1, 2, -signal.SIGTERM])
