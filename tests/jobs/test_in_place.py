@@ -75,7 +75,8 @@ KILLS = {
     "all": "0:6:step 1:6:forward 2:6:after 3:6:backward",
     "again and again": "1:4:forward 1:5:forward 1:6:forward",
 }
-SLOW = pytest.mark.slow
+SLOW, LONG = pytest.mark.slow, pytest.mark.long
+IN_SLOW = ("a machine's ranks", "all")
 
 
 @pytest.mark.parametrize(
@@ -83,10 +84,15 @@ SLOW = pytest.mark.slow
     [
         ("plain", "step"),
         ("plain", "one after the other"),
-        *(pytest.param("plain", kills, marks=SLOW) for kills in KILLS if kills not in ("step", "one after the other")),
+        *(
+            pytest.param("plain", kills, marks=SLOW if kills in IN_SLOW else LONG)
+            for kills in KILLS
+            if kills not in ("step", "one after the other")
+        ),
         ("run", "after"),
-        *(pytest.param("run", kills, marks=SLOW) for kills in KILLS if kills != "after"),
-        *(pytest.param("in backward", kills, marks=SLOW) for kills in ("backward", "step", "after")),
+        *(pytest.param("run", kills, marks=SLOW if kills in IN_SLOW else LONG) for kills in KILLS if kills != "after"),
+        pytest.param("in backward", "backward", marks=SLOW),
+        *(pytest.param("in backward", kills, marks=LONG) for kills in ("step", "after")),
     ],
 )
 def test_ranks_are_killed(variant: str, kills: str, tmp_path: Path) -> None:
@@ -105,13 +111,13 @@ def test_ranks_are_killed(variant: str, kills: str, tmp_path: Path) -> None:
         # In calls 3 and 4, no rank makes a step.
         ("scaler", "1:4:step"),
         pytest.param("scaler", "0:3:after", marks=SLOW),
-        pytest.param("scaler", "2:5:step", marks=SLOW),
-        pytest.param("scaler", "3:5:backward 1:6:step", marks=SLOW),
-        pytest.param("scaler and clip", "2:5:clip", marks=SLOW),
-        pytest.param("scaler and clip", "1:4:clip", marks=SLOW),
-        pytest.param("scaler and clip", "0:8:step", marks=SLOW),
-        pytest.param("run, scaler and clip", "1:4:after", marks=SLOW),
-        pytest.param("run, scaler and clip", "2:5:after", marks=SLOW),
+        pytest.param("scaler", "2:5:step", marks=LONG),
+        pytest.param("scaler", "3:5:backward 1:6:step", marks=LONG),
+        pytest.param("scaler and clip", "2:5:clip", marks=LONG),
+        pytest.param("scaler and clip", "1:4:clip", marks=LONG),
+        pytest.param("scaler and clip", "0:8:step", marks=LONG),
+        pytest.param("run, scaler and clip", "1:4:after", marks=LONG),
+        pytest.param("run, scaler and clip", "2:5:after", marks=LONG),
         pytest.param("run, scaler and clip", "0:6:clip 1:7:after", marks=SLOW),
     ],
 )
@@ -125,10 +131,10 @@ def test_calls_that_make_no_step_are_not_made_again(variant: str, kills: str, tm
     [
         (("byteps_py.worker",), "m1"),
         pytest.param(("byteps_py.worker",), "m0", marks=SLOW),
-        pytest.param(("byteps_py.server",), "m0", marks=SLOW),
-        pytest.param(("byteps_py.scheduler",), "m0", marks=SLOW),
+        pytest.param(("byteps_py.server",), "m0", marks=LONG),
+        pytest.param(("byteps_py.scheduler",), "m0", marks=LONG),
         pytest.param(("byteps_py.worker", "byteps_py.server", str(PROGRAM)), "m1", marks=SLOW),
-        pytest.param(("byteps_py.worker", "byteps_py.server", str(PROGRAM)), "m0", marks=SLOW),
+        pytest.param(("byteps_py.worker", "byteps_py.server", str(PROGRAM)), "m0", marks=LONG),
     ],
 )
 def test_services_and_machines_are_killed(victims: tuple[str, ...], machine: str, tmp_path: Path) -> None:
@@ -157,8 +163,7 @@ def test_ranks_that_have_summed_more_begin_again_together(tmp_path: Path) -> Non
         assert tuple(ends(job)) == undisturbed(), job.text
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", [pytest.param(0, marks=LONG), pytest.param(1, marks=SLOW)])
 def test_a_spare_machine_takes_the_place_of_one_that_is_lost(lost: int, tmp_path: Path) -> None:
     """Its launcher is killed, and with it all that it has started."""
     with contextlib.ExitStack() as stack:
@@ -179,8 +184,9 @@ def test_a_spare_machine_takes_the_place_of_one_that_is_lost(lost: int, tmp_path
         assert tuple(line.partition("rank ")[2] for line in found) == undisturbed()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["2x1x1x2:sharded", "1x1x2x2:machine"])
+@pytest.mark.parametrize(
+    "layout", [pytest.param("2x1x1x2:sharded", marks=LONG), pytest.param("1x1x2x2:machine", marks=SLOW)]
+)
 def test_a_mesh_is_started_again_as_a_whole(layout: str, tmp_path: Path) -> None:
     """Its groups of torch.distributed end with a rank. It goes on from the last step that all parts have made."""
     program, found = PROGRAM.with_name("shadowed_mesh.py"), []
