@@ -102,9 +102,13 @@ def _descriptors() -> dict[int, str]:
 
 
 def _shared_memory() -> set[str]:
-    with contextlib.suppress(OSError):
-        return {entry.name for entry in os.scandir(_SHM) if entry.stat().st_uid == os.getuid()}
-    return set()
+    found = set()
+    with contextlib.suppress(OSError), os.scandir(_SHM) as entries:
+        for entry in entries:
+            with contextlib.suppress(FileNotFoundError):  # another process has just removed it
+                if entry.stat().st_uid == os.getuid():
+                    found.add(entry.name)
+    return found
 
 
 def _belongs_to_others(name: str) -> bool:
@@ -116,8 +120,9 @@ def _belongs_to_others(name: str) -> bool:
             with contextlib.suppress(OSError):
                 if str(path) in Path(f"/proc/{pid}/maps").read_text():
                     return True
-                if any(os.readlink(fd.path) == str(path) for fd in os.scandir(f"/proc/{pid}/fd")):
-                    return True
+                with os.scandir(f"/proc/{pid}/fd") as fds:
+                    if any(os.readlink(fd.path) == str(path) for fd in fds):
+                        return True
     return not path.exists()
 
 

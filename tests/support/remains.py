@@ -50,8 +50,8 @@ def sockets() -> dict[str, str]:
 
 def _opened_by(pid: int) -> Iterator[tuple[str, str]]:
     """(inode, what it is) of a process's sockets and shared memory."""
-    with contextlib.suppress(OSError):
-        for entry in os.scandir(f"/proc/{pid}/fd"):
+    with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:
+        for entry in entries:
             with contextlib.suppress(OSError):
                 target = os.readlink(entry.path)
                 if socket := _INODE.match(target):

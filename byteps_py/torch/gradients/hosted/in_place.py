@@ -93,7 +93,7 @@ class InPlaceTiming(StepTiming):
     def clip(self, stepper: HostedStepper, max_norm: float) -> torch.Tensor:
         def clip() -> torch.Tensor:
             if _shadow(stepper).skips:
-                return torch.full((), torch.nan, dtype=torch.float64)
+                return torch.full((), torch.nan, dtype=torch.float64, device="cpu")
             return self._timing.clip(stepper, max_norm)
 
         norm = self._repeat(stepper, clip)
