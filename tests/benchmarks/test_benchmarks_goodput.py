@@ -73,7 +73,7 @@ def test_kills_are_of_all_kinds_and_spread_over_the_time() -> None:
 def test_a_run_with_a_kill(tmp_path: Path) -> None:
     result = tmp_path / "result.json"
     options = (
-        "--kills-per-hour 1800 --minutes 0.1 --contenders in-place --machines 2 --ranks 1 --servers 1 --kinds rank"
+        "--kills-per-hour 360 --minutes 0.25 --contenders in-place --machines 2 --ranks 1 --servers 1 --kinds rank"
     )
     command = [sys.executable, "-m", "benchmarks.goodput", *options.split(), "--json", str(result)]
     ran = subprocess.run(
