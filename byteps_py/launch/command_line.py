@@ -81,6 +81,9 @@ def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> LaunchOptions
             "bpslaunch starts processes on this machine only. For several machines, start it on each one, with "
             "DMLC_ROLE and its companion variables set (see --help)"
         )
+    restarts = given.max_restarts or _number(environ, "max_restarts")
+    if given.spare and (role != "worker" or not restarts):
+        raise ConfigurationError("--spare goes with DMLC_ROLE=worker and --max-restarts (BYTEPS_MAX_RESTARTS)")
     if role and (given.ranks or given.machines or given.servers is not None):
         raise ConfigurationError(
             f"DMLC_ROLE={role} is set, so this machine is one part of a cluster: BYTEPS_LOCAL_SIZE, DMLC_NUM_WORKER "
@@ -94,14 +97,11 @@ def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> LaunchOptions
     if not command and role not in ("server", "scheduler"):
         raise ConfigurationError("which program? Give the training command last: bpslaunch -np 2 python train.py")
     is_elastic = given.elastic or given.min_np is not None or given.max_np is not None
-    restarts = given.max_restarts or _number(environ, "max_restarts")
     if restarts and (is_elastic or _is_set(environ, "elastic")):
         raise ConfigurationError(
             "--max-restarts (BYTEPS_MAX_RESTARTS) keeps the ranks of a job, and --elastic (BYTEPS_ELASTIC, --min-np, "
             "--max-np) goes on with fewer or more: give one of them"
         )
-    if given.spare and (role != "worker" or not restarts):
-        raise ConfigurationError("--spare goes with DMLC_ROLE=worker and --max-restarts (BYTEPS_MAX_RESTARTS)")
     variables = {
         "BYTEPS_PARTITION_BYTES": given.partition_bytes,
         "BYTEPS_START_TIMEOUT_S": given.start_timeout,

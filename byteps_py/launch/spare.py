@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import select
 import time
 from collections.abc import Mapping
 
@@ -52,5 +50,4 @@ def wait_for_place(environ: Mapping[str, str]) -> int | None:
                 if now_s - since_s >= PATIENCE_S:
                     print_message(f"machine {number} is lost: this one takes its place")
                     return number
-        with contextlib.suppress(InterruptedError):
-            select.select([], [], [], _ASK_S)
+        time.sleep(_ASK_S)

@@ -25,9 +25,9 @@ from byteps_py.launch.process_plan import ProcessSpec
 from byteps_py.wire.launch_protocol import NOTICE_VARIABLE
 
 #: They begin when the ranks have begun, or have begun again: these need the processors.
-WARM_AFTER_S = 5.0
+_WARM_AFTER_S = 5.0
 
-#: As much as a program begins with. What is missing is not an error: the program finds out.
+#: Programs begin with these. An import that fails here fails again in the program, if that needs it.
 _IMPORTS = ("torch", "torch.distributed", "byteps_py.torch", "byteps_py.session.service.starting", "numba")
 _MAIN = "import sys; sys.path.pop(0); from byteps_py.launch import warm_process; warm_process.main(int(sys.argv.pop()))"
 _MOST_BYTES = 1 << 20
@@ -120,7 +120,7 @@ class WarmProcesses:
         self._program = next((PythonProgram.of(spec.argv) for spec in self._of_machine.values()), None)
         self._there: dict[str, WarmProcess] = {}
         self._failures = 0
-        self.due_s = None if self._program is None else time.monotonic() + WARM_AFTER_S
+        self.due_s = None if self._program is None else time.monotonic() + _WARM_AFTER_S
 
     def start(self, environment_of: Callable[[ProcessSpec], Mapping[str, str]]) -> None:
         """Start those that are missing. A machine on which they end by themselves gets no more after a while."""
@@ -138,7 +138,7 @@ class WarmProcesses:
         """The process, which has become the rank of ``spec``; None if there is none."""
         if not spec.is_rank:
             return None
-        self.due_s = None if self._program is None else time.monotonic() + WARM_AFTER_S
+        self.due_s = None if self._program is None else time.monotonic() + _WARM_AFTER_S
         warm = self._there.pop(_machine(spec), None)
         if warm is None:
             return None

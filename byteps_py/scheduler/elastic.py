@@ -305,7 +305,7 @@ class Elastic:
         self._reforming.forget(member.id)
 
     def first_opened(self, membership: pb.Membership) -> None:
-        """The first group is at work. What its machines have said of ranks that wait was about it."""
+        """The first group is at work. Its machines have reported waiting ranks before: those are in it."""
         for member in self._roster.workers():
             self._reforming.forget(member.id)
         if self._reforming.keeps_ranks:

@@ -95,7 +95,7 @@ class Restorable:
         return found[0] if found else next(iter(self.commons.values()))
 
     def of_ranks(self, ranks: tuple[int, ...]) -> Restorable | None:
-        """What belongs to the optimizer that these ranks share, () for all; None if they share none."""
+        """The part of one optimizer, which these ranks share (() for all); None if they share none."""
         return replace(self, commons={ranks: self.commons[ranks]}) if ranks in self.commons else None
 
 

@@ -209,11 +209,8 @@ class LocalRanks(Generic[C]):
         waiting = self.waiting
         is_first = not self.has_had_group and count == len(self._all)
         self.has_had_group = True
-        if not self.keep_numbers:
-            waiting = sorted(waiting, key=lambda rank: rank.rank_order)
-        else:
-            waiting = sorted(waiting, key=lambda rank: rank.seat)
-        self.group = self._all[:] if is_first else waiting[:count]
+        by_state = sorted(waiting, key=lambda rank: (0 if self.keep_numbers else -rank.synced_in, rank.seat))
+        self.group = self._all[:] if is_first else by_state[:count]
         for rank in self._all:
             rank.left_s = rank.gone_s = None
             if rank.state is RankState.WAITING:

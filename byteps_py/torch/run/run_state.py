@@ -264,7 +264,7 @@ class RunState(LoopRecords):
         }
 
     def _checked(self, attached: object) -> dict[str, Any]:
-        """What is attached. Raises UsageError if it can't be put back here."""
+        """``attached``, with its type. Raises UsageError if it can't be put back here."""
         if not isinstance(attached, dict) or attached.get("format") != _FORMAT:
             raise UsageError(
                 f"RunState: what the run before has attached is of another program: not a dict of {_FORMAT!r}. Use "

@@ -25,7 +25,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from byteps_py.errors import CommunicationError, PeerLostError, UsageError
+from byteps_py.errors import CommunicationError, PeerLostError
 from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.gradients.gradient_reducer import GradientReducer
@@ -39,7 +39,7 @@ from byteps_py.torch.gradients.hosted.held_step import (
 )
 from byteps_py.torch.gradients.hosted.replication import ShadowedSteps
 from byteps_py.torch.gradients.hosted.rules import GroupNumbers
-from byteps_py.torch.gradients.hosted.stepper import HostedStepper, StepTiming
+from byteps_py.torch.gradients.hosted.stepper import HostedStepper, NextStepFacts, StepTiming
 from byteps_py.torch.gradients.stepper import StepCall
 
 _log = logging.getLogger("byteps_py")
@@ -49,23 +49,29 @@ T = TypeVar("T")
 class InPlaceTiming(StepTiming):
     """Steps at the time of another timing, and again after a loss. See BYTEPS_MAX_RESTARTS."""
 
-    def __init__(self, timing: StepTiming, reducer: GradientReducer) -> None:
-        self._timing = timing
+    def __init__(self, timing: StepTiming, reducer: GradientReducer, shadow: ShadowedSteps) -> None:
+        self._timing, self._shadow = timing, shadow
         self.under_way = timing.under_way
         reducer.leaves_losses = True
         #: What ranks have exchanged for the next step since its sums are there. A rank that was started again does so.
         self._exchanges: list[Callable[[], object]] = []
         #: The step that other machines may not hold yet; None: they hold all.
         self._kept: _KeptStep | None = None
+        me = weakref.ref(self)
+
+        def send_with(send: Callable[[], None]) -> None:
+            if (timing := me()) is not None:
+                timing._hold(send)
+
+        shadow.send_with = send_with
 
     def refusal(self, stepper: HostedStepper, call: str) -> Exception | None:
         return self._timing.refusal(stepper, call)
 
     def step(self, stepper: HostedStepper, call: StepCall) -> None:
-        shadow = _shadow(stepper)
+        shadow = self._shadow
         calls, steps = shadow.calls + 1, shadow.step
-        if shadow.loop is not None:
-            self._keep(stepper, shadow, call)
+        before = stepper.next.facts(), stepper.steps.are_due
 
         def make() -> None:
             if shadow.skips:
@@ -74,25 +80,27 @@ class InPlaceTiming(StepTiming):
             if shadow.calls < calls:
                 self._timing.step(stepper, call)
                 if shadow.loop is None or shadow.step == steps:
-                    _wait_until_held(stepper, shadow.step > steps)
+                    self._wait_until_held(has_stepped=shadow.step > steps)
             else:  # it was made, or skipped, before the loss
                 stepper.end()
 
         self._repeat(stepper, make)
         if shadow.loop is None or shadow.step == steps:
             self._forget()
+        else:
+            self._kept = _KeptStep(stepper, call, calls - 1, *before)
         stepper.reducer.is_skipped = shadow.skips > 0
 
     def sum(self, stepper: HostedStepper) -> None:
         def find() -> None:
-            if not _shadow(stepper).skips:
+            if not self._shadow.skips:
                 self._timing.sum(stepper)
 
         self._repeat(stepper, find)
 
     def clip(self, stepper: HostedStepper, max_norm: float) -> torch.Tensor:
         def clip() -> torch.Tensor:
-            if _shadow(stepper).skips:
+            if self._shadow.skips:
                 return torch.full((), torch.nan, dtype=torch.float64, device="cpu")
             return self._timing.clip(stepper, max_norm)
 
@@ -101,7 +109,7 @@ class InPlaceTiming(StepTiming):
         return norm
 
     def find_overflow(self, stepper: HostedStepper) -> bool:
-        found = self._repeat(stepper, lambda: _shadow(stepper).skips > 0 or self._timing.find_overflow(stepper))
+        found = self._repeat(stepper, lambda: self._shadow.skips > 0 or self._timing.find_overflow(stepper))
         self._exchanges.append(stepper.find_overflow)
         return found
 
@@ -119,90 +127,123 @@ class InPlaceTiming(StepTiming):
         self._exchanges.clear()
 
     def _repeat(self, stepper: HostedStepper, make: Callable[[], T]) -> T:
-        """``make``, and again after each loss, from the state that other machines hold. Raises the loss if this rank
-        had no state yet, and CommunicationError if there is none to go on from."""
-        context, shadow = contexts.current(), _shadow(stepper)
-        if not (context.is_open and context.session.has_synced):
-            return make()
+        """``make``, a part of a call before the step is made. After a loss, sums that were there are made again."""
+        shadow = self._shadow
         facts, are_due, calls = stepper.next.facts(), stepper.steps.are_due, shadow.calls
-        lost: PeerLostError | None = None
-        while True:
-            try:
-                if lost is not None:
-                    _go_back(context, stepper, lost, calls)
-                    if are_due and shadow.calls == calls and not shadow.skips:
-                        self._exchange_again(stepper)
-                        stepper.next.set_facts(facts)
-                    lost = None
-                return make()
-            except PeerLostError as error:
-                if dist.is_initialized():
-                    raise
-                lost = error
+
+        def again() -> None:
+            if are_due and shadow.calls == calls and not shadow.skips:
+                self._exchange_again(stepper)
+                stepper.next.set_facts(facts)
+
+        return self._outlast(stepper, calls, make, again)
+
+    def _hold(self, send: Callable[[], None]) -> None:
+        """Return once other machines hold the step of the loop's body, whose record ``send`` sends. After a loss, the
+        step is made again, unless they hold it."""
+        kept, shadow = self._kept, self._shadow
+        if kept is None:
+            send()
+            return
+
+        def make() -> None:
+            if shadow.owes_record:
+                send()
+                self._wait_until_held(has_stepped=True)
+
+        def again() -> None:
+            if shadow.calls == kept.calls:
+                with kept.gradients_back():
+                    self._exchange_again(kept.stepper)
+                    kept.make()
+
+        self._outlast(kept.stepper, kept.calls, make, again)
+        self._forget()
 
     def _exchange_again(self, stepper: HostedStepper) -> None:
         stepper.sum()
         for exchange in self._exchanges:
             exchange()
 
-    # ---- the step in the body of a RunState's loop -------------------------------------------------------------
-
-    def _keep(self, stepper: HostedStepper, shadow: ShadowedSteps, call: StepCall) -> None:
-        self._kept = _KeptStep(stepper, call)
-        if shadow.send_with is None:
-            me, of = weakref.ref(self), weakref.ref(stepper)
-
-            def send_with(send: Callable[[], None]) -> None:
-                timing, its_stepper = me(), of()
-                if timing is not None and its_stepper is not None:
-                    timing._hold(its_stepper, send)
-
-            shadow.send_with = send_with
-
-    def _hold(self, stepper: HostedStepper, send: Callable[[], None]) -> None:
-        """Return once other machines hold the step, whose record ``send`` sends. Makes it again after a loss."""
-        context, shadow, kept = contexts.current(), _shadow(stepper), self._kept
-        is_first = not (context.is_open and context.session.has_synced)
+    def _outlast(self, stepper: HostedStepper, calls: int, make: Callable[[], T], again: Callable[[], None]) -> T:
+        """``make``; and after each loss ``again`` and ``make``, from the state that other machines hold. ``calls``: the
+        number of calls of step() before this one. Raises the loss if this rank had no state yet, or if groups of
+        torch.distributed have ended with it; and CommunicationError if there is no state to go on from."""
+        context, shadow = contexts.current(), self._shadow
+        if not (context.is_open and context.session.has_synced):
+            return make()
         lost: PeerLostError | None = None
+        reached = shadow.step, shadow.calls
         while True:
             try:
-                if lost is not None and kept is not None:
-                    _go_back(context, stepper, lost, kept.calls)
-                    if shadow.calls > kept.calls:
-                        break  # they hold it
-                    with kept.gradients_back():
-                        self._exchange_again(stepper)
-                        kept.set_facts(stepper)
-                        stepper.next.agree(kept.numbers)
-                        stepper.make(kept.numbers.numbers)
+                if lost is not None:
+                    self._go_back(context, stepper, lost, reached, calls)
                     lost = None
-                send()
-                _wait_until_held(stepper, has_stepped=True)
-                break
+                    again()
+                return make()
             except PeerLostError as error:
-                if is_first or kept is None or dist.is_initialized():
+                if dist.is_initialized():
                     raise
+                if lost is None:  # otherwise ``_go_back`` has changed them, perhaps in part
+                    reached = shadow.step, shadow.calls
                 lost = error
-        self._forget()
+
+    def _wait_until_held(self, has_stepped: bool) -> None:
+        """After a step: return once other machines hold it for all ranks. After one that was skipped: once all ranks
+        know. All ranks call it."""
+        context, shadow = contexts.current(), self._shadow
+        if not shadow.run:
+            return  # there are no other machines for now
+        if has_stepped:
+            context.session.state_host.wait_until_held(shadow.step)
+        shadow.agree(largest(context, f"{shadow.name}.held", shadow.own_record))
+        if has_stepped:
+            context.session.note_synced()
+
+    def _go_back(
+        self, context: Context, stepper: HostedStepper, lost: PeerLostError, reached: tuple[int, int], calls: int
+    ) -> None:
+        """``reached``: the step, and the number of calls, that this rank had come to when it heard of the loss."""
+        shadow, (step, calls_now) = self._shadow, reached
+        _log.warning("a step waits for the ranks and services that are started again: %s", lost)
+        context.rejoin(lost)
+        stepper.drop_sums()
+        with held_step(shadow) as held:
+            if held is None:
+                raise none_held()
+            raise_together(None, f"{shadow.name}.attached")  # see restore()
+            take_states(stepper, shadow, held, with_numbers=False)
+            if shadow.step < step - (calls_now > calls):
+                raise CommunicationError(
+                    f"other machines hold step {shadow.step}, and this rank has made {step}: it can't go on from there"
+                )
+            if step >= shadow.step:  # calls after it made no step, but for the one that is not held
+                shadow.calls = calls_now if step == shadow.step else calls
+            agree_on_calls(shadow)
+        context.session.note_synced()
 
 
 class _KeptStep:
-    """What a step was made of, to make it again. ``calls``: the number of calls of step() before it."""
+    """A step that was made in the body of a RunState's loop, to make it again. ``calls``: the number of calls of step()
+    before it; ``facts``, ``are_due``: of the stepper, before it."""
 
-    def __init__(self, stepper: HostedStepper, call: StepCall) -> None:
+    def __init__(self, stepper: HostedStepper, call: StepCall, calls: int, facts: NextStepFacts, are_due: bool) -> None:
+        self.stepper, self.calls = stepper, calls
         self._params = stepper.wrapped.params
         self._gradients = [(param.grad, 0 if param.grad is None else param.grad._version) for param in self._params]
-        self.calls = _shadow(stepper).calls
-        self.numbers: GroupNumbers = stepper.groups.numbers()
-        self._facts, self._are_due = stepper.next.facts(), stepper.steps.are_due
+        self._numbers: GroupNumbers = stepper.groups.numbers()
+        self._facts, self._are_due = facts, are_due
         self._call = replace(call, grad_scale=None if call.grad_scale is None else call.grad_scale.clone())
 
-    def set_facts(self, stepper: HostedStepper) -> None:
-        """Sums are there again: the rest of what the step was made of."""
-        stepper.next.set_facts(self._facts)
+    def make(self) -> None:
+        """Make it, from sums that are there again."""
+        upcoming = self.stepper.next
+        upcoming.set_facts(self._facts)
         if self._are_due:
-            stepper.next.take_scaler_factor()
-        stepper.note_scaler(self._call)
+            upcoming.take_scaler_factor()
+        self.stepper.note_scaler(self._call)
+        upcoming.agree(self._numbers)
+        self.stepper.make(self._numbers.numbers)
 
     @contextlib.contextmanager
     def gradients_back(self) -> Iterator[None]:
@@ -221,44 +262,3 @@ class _KeptStep:
         finally:
             for param, grad in zip(self._params, present, strict=True):
                 param.grad = grad
-
-
-def _shadow(stepper: HostedStepper) -> ShadowedSteps:
-    if stepper.shadow is None:
-        raise UsageError("BYTEPS_MAX_RESTARTS: only an optimizer with shadow=True has states to go on from")
-    return stepper.shadow
-
-
-def _wait_until_held(stepper: HostedStepper, has_stepped: bool) -> None:
-    """After a step: return once other machines hold it for all ranks. After one that was skipped: once all ranks know.
-    All ranks call it."""
-    context, shadow = contexts.current(), _shadow(stepper)
-    if not shadow.run:
-        return  # there are no other machines for now
-    if has_stepped:
-        context.session.state_host.wait_until_held(shadow.step)
-    shadow.agree(largest(context, f"{shadow.name}.held", shadow.own_record))
-    if has_stepped:
-        context.session.note_synced()
-
-
-def _go_back(context: Context, stepper: HostedStepper, lost: PeerLostError, calls: int) -> None:
-    """``calls``: the number of calls of step() that were over when the present one began."""
-    shadow = _shadow(stepper)
-    _log.warning("a step waits for the ranks and services that are started again: %s", lost)
-    context.rejoin(lost)
-    stepper.drop_sums()
-    step, calls_now = shadow.step, shadow.calls
-    with held_step(shadow) as held:
-        if held is None:
-            raise none_held()
-        raise_together(None, f"{shadow.name}.attached")  # see restore()
-        take_states(stepper, shadow, held, with_numbers=False)
-        if shadow.step < step - (calls_now > calls):
-            raise CommunicationError(
-                f"other machines hold step {shadow.step}, and this rank has made {step}: it can't go on from there"
-            )
-        if step >= shadow.step:  # calls after it made no step, but for the one that is not held
-            shadow.calls = calls_now if step == shadow.step else calls
-        agree_on_calls(shadow)
-    context.session.note_synced()

@@ -289,7 +289,7 @@ def host(
         timing = InBackwardTiming(context, reducer, BackwardSteps(context, delivery, states, upcoming))
     # The groups of torch.distributed end with the job that they belong to: all ranks are started again.
     if context.settings.max_restarts and shadow is not None and not dist.is_initialized():
-        timing = InPlaceTiming(timing, reducer)
+        timing = InPlaceTiming(timing, reducer, shadow)
     wrapped.hook()
     own: dict[Any, Mapping[str, Any]] = optimizer.state
     if taken := {param: copy.deepcopy(dict(state)) for param, state in own.items() if state}:

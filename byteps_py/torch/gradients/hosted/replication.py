@@ -265,7 +265,7 @@ class LoopRecords(Protocol):
     schedulers have stepped, and random numbers are drawn. So a restored job begins with the next body."""
 
     def attached(self) -> object:
-        """What belongs to the step, as it is now."""
+        """The present state of all that belongs to the step."""
 
     def check_step(self, is_second: bool) -> None:
         """Raises UsageError if no step may be made now. ``is_second``: in this body."""

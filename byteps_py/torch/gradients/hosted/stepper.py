@@ -49,6 +49,10 @@ _NO_AVERAGES = (
 _REFUSED = {"synchronize": _NO_AVERAGES, "skip_synchronize": _NO_AVERAGES}
 
 
+#: unscale, share, clip, overflows of a NextStep, and the gradient that a GradScaler has multiplied.
+NextStepFacts = tuple[float, float, float, bool, float]
+
+
 class NextStep:
     """The facts of the next step beside sums and numbers. ``name``: begins the names of the tensors that ranks
     exchange. ``group``: these ranks, () for all. ``shadow``: travels along.
@@ -73,11 +77,11 @@ class NextStep:
         self.nonfinite_error: NonFiniteError | None = None
         self._gradient.fill_(1.0)
 
-    def facts(self) -> tuple[float, float, float, bool, float]:
+    def facts(self) -> NextStepFacts:
         """All of it, for ``set_facts``, with sums that are the same."""
         return self.unscale, self.share, self.clip, self.overflows, float(self._gradient)
 
-    def set_facts(self, facts: tuple[float, float, float, bool, float]) -> None:
+    def set_facts(self, facts: NextStepFacts) -> None:
         """See ``facts``."""
         self.unscale, self.share, self.clip, self.overflows, gradient = facts
         self._gradient.fill_(gradient)
