@@ -13,10 +13,10 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from byteps_py.config.slurm import SlurmStep, tasks_per_node
 from byteps_py.errors import ConfigurationError
 
 Facts = dict[str, str]
-_MOST_MACHINES = 65_535
 Environ = Mapping[str, str]
 
 
@@ -48,10 +48,11 @@ def job(environ: Environ) -> str:
 
 def scheduler(environ: Environ) -> tuple[str, int] | None:
     """The scheduler's host and port: on the first machine, next to the port of torch.distributed's rendezvous. None if
-    MASTER_ADDR and MASTER_PORT do not say where that is."""
+    neither MASTER_ADDR and MASTER_PORT nor the step of srun say where that is."""
     host, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
     if not host or not re.fullmatch("[0-9]{1,5}", port):
-        return None
+        step = SlurmStep.of(environ)
+        return None if step is None else step.scheduler
     return host, int(port) + 1 if int(port) < 65535 else int(port) - 1
 
 
@@ -150,29 +151,75 @@ def _open_mpi(environ: Environ) -> Facts:
 
 def _srun(environ: Environ) -> Facts:
     """Uses only the step's variables. A batch script has those of the allocation, which say nothing about the processes
-    that the script starts."""
+    that the script starts. Raises ConfigurationError for a rank on a node that lends."""
     found = _renamed(
         environ,
         DMLC_NUM_WORKER="SLURM_STEP_NUM_NODES",
         DMLC_WORKER_ID="SLURM_NODEID",
         BYTEPS_LOCAL_RANK="SLURM_LOCALID",
     )
-    sizes = _tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"])
+    sizes = tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"])
     node = environ.get("SLURM_NODEID", "0")
     if re.fullmatch("[0-9]{1,6}", node) and int(node) < len(sizes):
         found["BYTEPS_LOCAL_SIZE"] = sizes[int(node)]
-    return found
+    step = SlurmStep.of(environ)
+    if step is None or not step.first_trainer:
+        return found
+    if not step.trains:
+        raise ConfigurationError(
+            f"this process is on {step.nodes[step.node]}, which lends its processors: of a heterogeneous step, the "
+            f"last group trains, and that begins with {step.nodes[step.first_trainer]}. Start bpslaunch without a "
+            "command on the groups before it, or put the group that trains last"
+        )
+    return {
+        **found,
+        "DMLC_NUM_WORKER": str(step.num_workers),
+        "DMLC_NUM_SERVER": str(step.num_servers),
+        "DMLC_WORKER_ID": str(step.worker_id),
+    }
 
 
-def _tasks_per_node(text: str) -> list[str]:
-    """``2(x3),1`` is ``2, 2, 2, 1``; any text of another form is an empty list."""
-    sizes: list[str] = []
-    for item in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item)
-        if match is None:
-            return []
-        sizes += [match[1]] * min(int(match[2] or 1), _MOST_MACHINES - len(sizes))
-    return sizes
+def slurm_part(environ: Environ, has_command: bool) -> Facts:
+    """What ``bpslaunch`` is to be in a step of srun: a machine that trains, or one that only sums, under the names of
+    this package's variables. Empty outside of a step, and where DMLC_ROLE says it.
+
+    Raises ConfigurationError if bpslaunch has no command on a node that trains, or is not alone on it.
+    """
+    step = None if environ.get("DMLC_ROLE", "").strip() else SlurmStep.of(environ)
+    if step is None or not environ.get("SLURM_STEP_TASKS_PER_NODE") or _is_nested(environ):
+        return {}
+    host, port = scheduler(environ) or step.scheduler
+    common = {
+        "DMLC_NUM_WORKER": str(step.num_workers),
+        "DMLC_NUM_SERVER": str(step.num_servers),
+        "DMLC_PS_ROOT_URI": host,
+        "DMLC_PS_ROOT_PORT": str(port),
+    }
+    here = step.nodes[step.node]
+    if not step.trains:
+        return {**common, "DMLC_ROLE": "server"}
+    if not has_command:
+        raise ConfigurationError(
+            f"which program? {here} trains: of a step of srun, the last group does. Give the training command to "
+            "bpslaunch there, and none to bpslaunch on the groups before it"
+        )
+    if step.sizes[step.node] > 1:
+        raise ConfigurationError(
+            f"srun starts bpslaunch {step.sizes[step.node]} times on {here}: it starts the ranks of a machine itself. "
+            "Give srun --ntasks-per-node=1, or the training command without bpslaunch"
+        )
+    return {**common, "DMLC_ROLE": "worker", "DMLC_WORKER_ID": str(step.worker_id)}
+
+
+def job_secret_name(environ: Environ) -> str:
+    """The name of the secret that all machines of this job derive from their user's; empty if none does."""
+    step = SlurmStep.of(environ)
+    return step.secret_name if step is not None and (step.num_workers > 1 or step.num_servers) else ""
+
+
+def _is_nested(environ: Environ) -> bool:
+    """True if another launcher has started this process in a step of srun."""
+    return any(environ.get(name) for name, read in _LAUNCHERS if read is not _srun)
 
 
 def _count(environ: Environ, name: str, least: int, whose: str) -> int:

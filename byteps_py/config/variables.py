@@ -297,4 +297,7 @@ IGNORED: dict[str, str] = {
 }
 
 #: Set by this package's programs for each other.
-INTERNAL = frozenset({"BYTEPS_LAUNCH_COMMAND", "BYTEPS_LAUNCH_TOKEN", "BYTEPS_LAUNCH_WORDS", "BYTEPS_TAG_OUTPUT"})
+INTERNAL = frozenset({
+    "BYTEPS_LAUNCH_COMMAND", "BYTEPS_LAUNCH_RANK_COUNTS", "BYTEPS_LAUNCH_TOKEN", "BYTEPS_LAUNCH_WORDS",
+    "BYTEPS_TAG_OUTPUT",
+})  # fmt: skip

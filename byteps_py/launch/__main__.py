@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import secrets
 import shlex
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from byteps_py.config.settings import Settings, ignored_variables
 from byteps_py.errors import BytePSError, ConfigurationError
-from byteps_py.launch import command_line, spare
+from byteps_py.launch import command_line, host_agent, lending, remote_hosts, spare
+from byteps_py.launch.host_link import HOST_OPTION, HostReport, LauncherLink
 from byteps_py.launch.installation import visible_gpus
 from byteps_py.launch.process_output import print_message
-from byteps_py.launch.process_plan import ClusterSize, ProcessKind, ProcessSpec, cluster_plan, free_port, role_plan
+from byteps_py.launch.process_plan import (
+    ClusterSize,
+    ProcessKind,
+    ProcessSpec,
+    cluster_plan,
+    free_port,
+    role_plan,
+    scheduler_spec,
+)
 from byteps_py.launch.supervision_policy import ENDING_SIGNALS
 from byteps_py.launch.supervisor import Supervisor
 from byteps_py.system import jobs
@@ -50,6 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _code(arguments: Sequence[str]) -> int:
     try:
+        if arguments[:1] == [HOST_OPTION]:
+            return host_agent.answer(_refusal) if arguments[1:] == ["answer"] else host_agent.run(_run)
         return _run(arguments, os.environ)
     except ConfigurationError as error:
         print_message(str(error))
@@ -65,36 +78,54 @@ def _code(arguments: Sequence[str]) -> int:
         return 126
 
 
+def _refusal(command: Sequence[str], environ: Mapping[str, str]) -> str:
+    """Why the command can't be run; empty if it can."""
+    try:
+        resolve(command, environ)
+    except CommandError as error:
+        return str(error)
+    return ""
+
+
 def _exit(signum: int, frame: object) -> NoReturn:
     raise SystemExit(128 + signum)
 
 
-def _run(arguments: Sequence[str], outer_environ: Mapping[str, str]) -> int:
+def _run(arguments: Sequence[str], outer_environ: Mapping[str, str], link: LauncherLink | None = None) -> int:
+    """``link``: of a host of another launcher's job."""
     given = command_line.parse(arguments, outer_environ)
     environ = {**outer_environ, **given.variables}
     if given.ranks and not (environ.get("BYTEPS_SECRET") or environ.get("BYTEPS_SECRET_FILE")):
         # Only this job's processes know the secret: other users of this machine can't join the job, or end it.
         environ = {"BYTEPS_LOCAL_SECRET": secrets.token_hex(32), **environ}
-    command = resolve(given.command, environ)
+    command = given.command if given.hosts else resolve(given.command, environ)
+    if given.lends_to:
+        environ = {**environ, **lending.lending_variables(given.lends_to, environ)}
     if given.is_spare:
-        number = spare.wait_for_place(environ)
+        number = spare.wait_for_place(environ, link.pause if link else time.sleep)
         if number is None:
             return 0
+        if link:
+            link.report(HostReport(taken=True))
         environ = {**environ, "DMLC_WORKER_ID": str(number)}
-    for sentence in ignored_variables(environ):
+    for sentence in ignored_variables(environ) if link is None else ():
         print_message(sentence)
     jobs.prepare()
     environ = {**environ, COMMAND_VARIABLE: shlex.join(["bpslaunch", *arguments])}
+    how = given.how
+    if link is not None:
+        tags = how.tag_output is None or how.tag_output  # other hosts write to the same terminal
+        how = dataclasses.replace(how, host=link.label, launcher=link, tag_output=tags)
     for start in range(1, _STARTS + 1):
         token = os.urandom(8).hex()
-        specs = _plan(given, environ, command, token)
+        specs = _host_specs(given, environ) if given.hosts else _plan(given, environ, command, token)
         if given.is_verbose:
             for spec in specs:
                 settings = " ".join(f"{name}={value}" for name, value in spec.env.items())
                 print_message(f"{spec.name}: {settings} {' '.join(spec.argv)}")
-        if given.ranks and (address := _scheduler_address(specs)):
+        if (given.ranks or given.hosts) and (address := _scheduler_address(specs)):
             print_message(f"job at {address}")
-        outcome = Supervisor(specs, environ, given.how, token).run()
+        outcome = Supervisor(specs, environ, how, token).run()
         if not outcome.retry:
             break
         if start < _STARTS:
@@ -102,6 +133,20 @@ def _run(arguments: Sequence[str], outer_environ: Mapping[str, str]) -> int:
         else:
             print_message(f"the scheduler did not start in {_STARTS} tries; its own message is above")
     return outcome.code
+
+
+def _host_specs(given: command_line.LaunchOptions, environ: Mapping[str, str]) -> list[ProcessSpec]:
+    """The hosts' parts of the job, once all hosts have said that they can run theirs."""
+    assert given.hosts is not None
+    settings = Settings.from_env(environ)  # finds a file with a secret that can't be read, too
+    job = remote_hosts.RemoteJob(
+        given.command,
+        given.host_arguments,
+        {**remote_hosts.carried_variables(environ, given.hosts.exports), **given.variables},
+        settings.secret or secrets.token_hex(32),
+        os.getcwd(),
+    )
+    return remote_hosts.host_plan(given.hosts, job, remote_hosts.ask_hosts(given.hosts, job), environ)
 
 
 def _scheduler_address(specs: Sequence[ProcessSpec]) -> str:
@@ -120,7 +165,7 @@ def _plan(
         specs = role_plan(environ, command, visible_gpus=gpus, cores=cores, token=token, port=free_port())
         if (service := next((spec for spec in specs if spec.kind is ProcessKind.SERVICE), None)) is not None:
             check_offered_host(Settings.from_env({**environ, **service.env}))
-        return specs
+        return [*([scheduler_spec(environ, {})] if given.starts_scheduler else []), *specs]
     port = free_port()
     return cluster_plan(
         environ,

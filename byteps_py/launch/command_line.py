@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import argparse
+import shlex
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from byteps_py import __version__
+from byteps_py.config import launchers
 from byteps_py.config.variables import VARIABLES, Variable
 from byteps_py.errors import ConfigurationError
+from byteps_py.launch.hosts import HostOptions, parse_hostfile, parse_hosts
 from byteps_py.launch.installation import describe_build
 from byteps_py.launch.supervisor import Supervision
 
 _TAG_VARIABLE = "BYTEPS_TAG_OUTPUT"
+_HOST_GRACE_S = 5.0
+_WITH_HOSTS = (
+    "--server-hosts",
+    "--spare-hosts",
+    "--exports",
+    "--ssh-options",
+    "--ssh-port",
+    "--ssh-identity-file",
+    "--remote-python",
+)
 
 _DESCRIPTION = """\
 Start the processes of a training job on this machine, watch them, and end them together.
@@ -25,6 +39,7 @@ With DMLC_ROLE set, it starts what this machine runs in that role:
   server     a summation service for a CPU machine; CMD is not needed
   scheduler  the scheduler; CMD is not needed
 With -np, it starts a whole cluster on this machine, over loopback, each emulated machine with processes of its own.
+With -H or --hostfile, it starts a whole cluster on these hosts, over ssh.
 """
 
 _EPILOG = """\
@@ -34,6 +49,8 @@ examples:
   DMLC_ROLE=worker DMLC_WORKER_ID=0 DMLC_NUM_WORKER=2 DMLC_NUM_SERVER=1 \\
     DMLC_PS_ROOT_URI=10.0.0.1 DMLC_PS_ROOT_PORT=9000 bpslaunch python train.py
                                                                 this machine's part of a cluster
+  bpslaunch -H gpu1:4,gpu2:4 --server-hosts cpu1 python train.py
+                                                                4 ranks on each of two hosts; a third one sums
 
 Ranks find BYTEPS_LOCAL_RANK and BYTEPS_LOCAL_SIZE in their environment, with -np also HOROVOD_RANK, HOROVOD_SIZE and
 what else horovodrun sets, and OMP_NUM_THREADS = cores / ranks on this host unless it is set already. For
@@ -57,8 +74,9 @@ started ends with the job.
 
 @dataclass(frozen=True, slots=True)
 class LaunchOptions:
-    """The parsed command line. ``ranks``: 0 if DMLC_ROLE selects the processes; ``variables``: to set in every
-    process."""
+    """The parsed command line. ``ranks``: 0 if DMLC_ROLE or ``hosts`` selects the processes; ``variables``: to set in
+    every process; ``host_arguments``: of the launcher on each of ``hosts``; ``starts_scheduler``: this machine of a
+    batch system's job runs the scheduler, too; ``lends_to``: SLURM's id of a job that this one helps."""
 
     command: tuple[str, ...]
     ranks: int
@@ -68,6 +86,10 @@ class LaunchOptions:
     how: Supervision
     is_verbose: bool
     is_spare: bool = False
+    hosts: HostOptions | None = None
+    host_arguments: tuple[str, ...] = ()
+    starts_scheduler: bool = False
+    lends_to: str = ""
 
 
 def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> LaunchOptions:
@@ -75,13 +97,19 @@ def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> LaunchOptions
     argparse itself ends the program with status 2."""
     given = _parser().parse_args(arguments)
     command = tuple(given.command[1:] if given.command[:1] == ["--"] else given.command)
-    role = _role(environ)
-    if given.hosts:
-        raise ConfigurationError(
-            "bpslaunch starts processes on this machine only. For several machines, start it on each one, with "
-            "DMLC_ROLE and its companion variables set (see --help)"
-        )
+    part = _slurm_part(given, environ, command)
+    role = _role({**environ, **part})
+    hosts = _hosts(given)
+    if given.lend_to and (given.ranks or hosts or given.spare or environ.get("DMLC_ROLE") or command):
+        raise ConfigurationError("--lend-to JOBID needs no command, and no option that says what else to start")
     restarts = given.max_restarts or _number(environ, "max_restarts")
+    if hosts and (role or given.machines or given.servers is not None or given.spare):
+        raise ConfigurationError(
+            "with -H and --hostfile, hosts are the machines: --server-hosts and --spare-hosts name the others, and "
+            "DMLC_ROLE, --machines, --servers and --spare do not go with them"
+        )
+    if hosts and hosts.spares and not restarts:
+        raise ConfigurationError("--spare-hosts goes with --max-restarts: otherwise the loss of a host ends the job")
     if given.spare and (role != "worker" or not restarts):
         raise ConfigurationError("--spare goes with DMLC_ROLE=worker and --max-restarts (BYTEPS_MAX_RESTARTS)")
     if role and (given.ranks or given.machines or given.servers is not None):
@@ -89,10 +117,11 @@ def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> LaunchOptions
             f"DMLC_ROLE={role} is set, so this machine is one part of a cluster: BYTEPS_LOCAL_SIZE, DMLC_NUM_WORKER "
             "and DMLC_NUM_SERVER say its size. Unset DMLC_ROLE to start a whole cluster here with -np"
         )
-    if not role and not given.ranks:
+    if not role and not given.ranks and not hosts:
         raise ConfigurationError(
-            "how many ranks? Give -np RANKS to start a cluster on this machine, or set DMLC_ROLE (worker, server, "
-            "scheduler or joint) to start this machine's part of one; bpslaunch --help explains both"
+            "how many ranks? Give -np RANKS to start a cluster on this machine, -H HOSTS to start one on several, or "
+            "set DMLC_ROLE (worker, server, scheduler or joint) to start this machine's part of one; bpslaunch --help "
+            "explains all"
         )
     if not command and role not in ("server", "scheduler"):
         raise ConfigurationError("which program? Give the training command last: bpslaunch -np 2 python train.py")
@@ -102,12 +131,16 @@ def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> LaunchOptions
             "--max-restarts (BYTEPS_MAX_RESTARTS) keeps the ranks of a job, and --elastic (BYTEPS_ELASTIC, --min-np, "
             "--max-np) goes on with fewer or more: give one of them"
         )
+    if part.get("DMLC_NUM_WORKER") == "1" and part.get("DMLC_NUM_SERVER") == "0" and not (is_elastic or restarts):
+        part = {name: text for name, text in part.items() if not name.startswith("DMLC_PS_ROOT")}  # no scheduler
     variables = {
+        **part,
         "BYTEPS_PARTITION_BYTES": given.partition_bytes,
         "BYTEPS_START_TIMEOUT_S": given.start_timeout,
         "BYTEPS_LOG_LEVEL": given.log_level,
-        "BYTEPS_ELASTIC": "1" if is_elastic or restarts else None,
-        "BYTEPS_MAX_RESTARTS": str(restarts) if restarts else None,
+        # On hosts, an option says so, as it does where a user starts each machine's part.
+        "BYTEPS_ELASTIC": "1" if is_elastic or (restarts and not hosts) else None,
+        "BYTEPS_MAX_RESTARTS": str(restarts) if restarts and not hosts else None,
         "BYTEPS_MIN_NP": given.min_np,
         "BYTEPS_MAX_NP": given.max_np,
         "BYTEPS_ELASTIC_TIMEOUT_S": given.elastic_timeout,
@@ -116,21 +149,95 @@ def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> LaunchOptions
     }
     return LaunchOptions(
         command,
-        given.ranks or 0,
+        0 if hosts else given.ranks or 0,
         given.machines or 1,
         given.servers or 0,
         {name: value for name, value in variables.items() if value is not None},
         Supervision(
-            grace_s=given.grace_period,
+            # The launchers on hosts need as much, and then say so.
+            grace_s=given.grace_period + (_HOST_GRACE_S if hosts else 0),
             tag_output=_tag_output(given.tag_output, environ),
-            folder=given.output_filename,
+            folder=None if hosts else given.output_filename,
             elastic=is_elastic or _is_set(environ, "elastic"),
             is_part=bool(role),
-            has_warm=restarts > 0 and not given.no_warm,
+            has_warm=restarts > 0 and not given.no_warm and not hosts,
         ),
         given.verbose,
         given.spare,
+        hosts,
+        _host_arguments(given, restarts) if hosts else (),
+        part.get("DMLC_WORKER_ID") == "0" and "DMLC_PS_ROOT_URI" in part,
+        given.lend_to or "",
     )
+
+
+def _slurm_part(given: argparse.Namespace, environ: Mapping[str, str], command: Sequence[str]) -> Mapping[str, str]:
+    """The part of this machine in a step of srun. Empty elsewhere, and where options say what to start."""
+    if given.lend_to:
+        return {"DMLC_ROLE": "server"}
+    if given.ranks or given.hosts or given.hostfile:
+        return {}
+    return launchers.slurm_part(environ, bool(command))
+
+
+def _hosts(given: argparse.Namespace) -> HostOptions | None:
+    """The hosts of -H, --hostfile, --server-hosts and --spare-hosts; None if there are none. Raises
+    ConfigurationError."""
+    # A path, as DeepSpeed's -H takes it: no host's name has a slash.
+    files = [each for each in (given.hosts, given.hostfile) if each and (each == given.hostfile or "/" in each)]
+    lists = [given.hosts] if given.hosts and given.hosts not in files else []
+    if len(files) + len(lists) > 1:
+        raise ConfigurationError("-H and --hostfile both name hosts: give one of them")
+    if not files and not lists:
+        if others := [name for name in _WITH_HOSTS if getattr(given, name.strip("-").replace("-", "_"))]:
+            raise ConfigurationError(f"{others[0]} goes with -H or --hostfile, which name the hosts that train")
+        return None
+    workers = parse_hostfile(_read(files[0]), files[0]) if files else parse_hosts(lists[0], "-H")
+    servers = parse_hosts(given.server_hosts, "--server-hosts") if given.server_hosts else []
+    spares = parse_hosts(given.spare_hosts, "--spare-hosts") if given.spare_hosts else []
+    if sized := [host for host in (*servers, *spares) if host.slots is not None]:
+        raise ConfigurationError(f"{sized[0].name} has slots, which are for hosts that train: leave them out")
+    seen: set[str] = set()
+    for host in (*workers, *servers, *spares):
+        if host.label in seen:
+            raise ConfigurationError(f"{host.label} is named twice: a host has one part in a job")
+        seen.add(host.label)
+    ssh = [
+        *([f"-p{given.ssh_port}"] if given.ssh_port else []),
+        *([f"-i{given.ssh_identity_file}"] if given.ssh_identity_file else []),
+    ]
+    try:
+        ssh += [word for text in given.ssh_options for word in shlex.split(text)]
+    except ValueError as error:
+        raise ConfigurationError(f"--ssh-options is not understood: {error}") from None
+    return HostOptions(
+        tuple(workers),
+        tuple(servers),
+        tuple(spares),
+        given.ranks or 0,
+        tuple(ssh),
+        given.remote_python or sys.executable,
+        tuple(given.exports),
+    )
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except (OSError, UnicodeError) as error:
+        raise ConfigurationError(f"the hostfile {path} can't be read: {error}") from None
+
+
+def _host_arguments(given: argparse.Namespace, restarts: int) -> tuple[str, ...]:
+    """The options that the launcher on each host gets; others travel as variables."""
+    found = [f"--grace-period={given.grace_period:g}"]
+    found += [f"--max-restarts={restarts}"] if restarts else []
+    found += [f"--output-filename={given.output_filename.absolute()}"] if given.output_filename else []
+    found += ["--no-warm"] if given.no_warm else []
+    found += ["--verbose"] if given.verbose else []
+    if given.tag_output is not None:
+        found.append("--tag-output" if given.tag_output else "--no-tag-output")
+    return tuple(found)
 
 
 def _tag_output(given: bool | None, environ: Mapping[str, str]) -> bool | None:
@@ -200,6 +307,7 @@ def _parser() -> argparse.ArgumentParser:
         help="with --max-restarts: keep no process that has imported torch already on each machine, for the next rank "
         "that is started again",
     )  # fmt: skip
+    add("--lend-to", metavar="JOBID", help="in a job of SLURM's: be a server of that one, which trains")
     add("--log-level", metavar="LEVEL", help="sets BYTEPS_LOG_LEVEL")
     add(
         "--tag-output", "--prefix-output", action="store_true", default=None,
@@ -212,7 +320,25 @@ def _parser() -> argparse.ArgumentParser:
     add("--output-filename", type=Path, metavar="DIR", help="also write DIR/rank.R/stdout and stderr")
     add("--grace-period", type=_seconds, default=5.0, metavar="S", help="from SIGTERM to SIGKILL (default 5)")
     add("-v", "--verbose", action="store_true", help="print what is started, with its variables")
-    add("-H", "--hosts", "-hostfile", "--hostfile", dest="hosts", help=argparse.SUPPRESS)
+    hosts = parser.add_argument_group("several hosts, over ssh")
+    add = hosts.add_argument
+    add("-H", "--hosts", "--host", metavar="LIST", help="hosts that train, with their ranks: gpu1:4,gpu2:4")
+    add(
+        "-hostfile", "--hostfile", "--machinefile", metavar="FILE",
+        help="the same from a file, with lines such as: gpu1 slots=4",
+    )  # fmt: skip
+    add("--server-hosts", metavar="LIST", help="CPU hosts, which only sum: cpu1,cpu2")
+    add("--spare-hosts", metavar="LIST", help="with --max-restarts: hosts that wait, and take the place of lost ones")
+    add("-x", dest="exports", action="append", default=[], metavar="NAME[=VALUE]", help="set this variable everywhere")
+    add(
+        "--ssh-options", action="append", default=[], metavar="TEXT", help="options for ssh, as in '-l me -o Port=2222'"
+    )
+    add("-p", "--ssh-port", type=_count(1), metavar="PORT", help="port of ssh")
+    add("-i", "--ssh-identity-file", metavar="FILE", help="private key for ssh")
+    add(
+        "--remote-python", metavar="PATH", help="the Python with byteps_py on the hosts (default: the path of this one)"
+    )
+    add = parser.add_argument
     add("--version", action="version", version=f"byteps_py {__version__}")
     add("-cb", "--check-build", action=_CheckBuild, nargs=0, help="print what this installation can do, and exit")
     add("command", nargs=argparse.REMAINDER, metavar="CMD", help="the training program and its arguments")

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 #: A longer line is shown in pieces: the launcher's memory is limited.
@@ -21,6 +22,10 @@ _READS_AT_ONCE = 16
 # A progress bar ends its line with a carriage return alone.
 _TRACEBACK = rb"(Traceback \(most recent call last\):|Exception ignored in|Process \S+:$)"
 _LINE_END = re.compile(rb"\r\n|\n|\r(?!\n)")
+
+
+#: Gets a line that is about to be shown, and returns True if it is not to be.
+OnLine = Callable[[bytes], bool]
 
 
 class LineTagger:
@@ -49,12 +54,17 @@ class LineTagger:
 
 
 class OutputStream:
-    """One pipe from a process, shown on ``terminal`` in lines and, unchanged, written to ``file``."""
+    """One pipe from a process, shown on ``terminal`` in lines and, unchanged, written to ``file``.
 
-    def __init__(self, pipe: int, terminal: int, prefix: str, file: Path | None, again: bool) -> None:
+    ``on_line``: gets each line, and returns True for one that is not to be shown."""
+
+    def __init__(
+        self, pipe: int, terminal: int, prefix: str, file: Path | None, again: bool, on_line: OnLine | None = None
+    ) -> None:
         os.set_blocking(pipe, False)
         self.pipe = pipe
         self._terminal: int | None = terminal
+        self._on_line = on_line
         self._tagger = LineTagger(prefix.encode())
         self._is_error = terminal == 2
         self._is_interrupted = False
@@ -86,6 +96,8 @@ class OutputStream:
         self._is_interrupted = self._is_error
 
     def _pass_on(self, data: bytes) -> None:
+        if self._on_line is not None:
+            data = b"".join(line for line in data.splitlines(keepends=True) if not self._on_line(line))
         if self._held:
             self._held = (self._held + data)[-MAX_LINE_BYTES:]
             return
@@ -115,26 +127,34 @@ class OutputStream:
             self._terminal = None  # the reader has ended (`| head`), but the training goes on
 
 
-def open_streams(
-    label: str, *, tag: bool, folder: Path | None, again: bool = False
-) -> tuple[Sequence[int], list[OutputStream]]:
+@dataclass(frozen=True, slots=True)
+class OutputOptions:
+    """``prefix``: of each line; None: the process writes to the terminal itself, if there is no ``folder``.
+    ``folder``: for a file per process and stream. ``on_line``: see OutputStream."""
+
+    prefix: str | None
+    folder: Path | None = None
+    on_line: OnLine | None = None
+
+
+def open_streams(label: str, how: OutputOptions, again: bool = False) -> tuple[Sequence[int], list[OutputStream]]:
     """(descriptors for a child's stdout and stderr, to close after its start; the streams that read them). ``again``:
     the process is started again, so its output is appended to the files.
 
     Both are empty without prefixes and files: then the child writes to the terminal itself.
     """
-    if not tag and folder is None:
+    if how.prefix is None and how.folder is None:
         return (), []
     children, streams = [], []
     for terminal, name in ((1, "stdout"), (2, "stderr")):
         file = None
-        if folder is not None:
-            own = folder / (f"rank.{label}" if label[0].isdigit() else label)
+        if how.folder is not None:
+            own = how.folder / (f"rank.{label}" if label[0].isdigit() else label)
             own.mkdir(parents=True, exist_ok=True)
             file = own / name
         reader, writer = os.pipe2(os.O_CLOEXEC)
         children.append(writer)
-        streams.append(OutputStream(reader, terminal, f"[{label}] " if tag else "", file, again))
+        streams.append(OutputStream(reader, terminal, how.prefix or "", file, again, how.on_line))
     return children, streams
 
 
@@ -145,10 +165,18 @@ def show(text: str, prefix: str) -> None:
         _write_all(2, tagger.feed(text.encode(errors="replace")) + tagger.flush())
 
 
+_speaker = ["bpslaunch"]
+
+
+def speak_as(name: str) -> None:
+    """``name`` of this launcher in its messages, where several of them write to one terminal."""
+    _speaker[:] = [name]
+
+
 def print_message(text: str) -> None:
     """Write a message of the launcher to stderr, in one piece."""
     with contextlib.suppress(BrokenPipeError):  # the reader has ended
-        _write_all(2, "".join(f"bpslaunch: {line}\n" for line in text.splitlines()).encode(errors="replace"))
+        _write_all(2, "".join(f"{_speaker[0]}: {line}\n" for line in text.splitlines()).encode(errors="replace"))
 
 
 def _write_all(fd: int, data: bytes) -> None:

@@ -15,7 +15,7 @@ import random
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from byteps_py.config import launchers
@@ -28,6 +28,8 @@ from byteps_py.wire.launch_protocol import GIVEN_UP_STATUS, NO_JOURNAL_STATUS, U
 _SCHEDULER_RESTARTS = 1000
 _SERVER_RESTARTS = 1000  # spare CPU machines may be taken away and given back many times
 _BY_FIELD = {variable.field: variable for variable in VARIABLES}
+#: The number of ranks of each machine, in order, separated by commas; where one launcher starts all of them.
+RANK_COUNTS_VARIABLE = "BYTEPS_LAUNCH_RANK_COUNTS"
 #: Variables that a cluster manager may have set for a machine's only rank.
 _PLACE = ("RANK", "WORLD_SIZE")
 _EXAMPLES = {
@@ -69,6 +71,9 @@ class ProcessSpec:
     waits_for_address: bool = False  # … or, from the second time on, if it can't use its address
     retry_status: int | None = None  # this exit status, before any other process ended: start the whole job over
     hopeless_status: int | None = None  # … and this one: the job can't begin, now or later
+    task: bytes | None = field(default=None, repr=False)  # of a launcher on a host, over its standard input
+    lost_status: int | None = None  # this exit status: there is no connection to that host, or none any more
+    is_spare: bool = False  # a host that waits for the place of another one
 
 
 def _service_argv(module: str, *arguments: str) -> tuple[str, ...]:
@@ -111,7 +116,9 @@ def _worker_plan(
         environ = {"DMLC_WORKER_ID": "0", "DMLC_NUM_SERVER": "0", **environ}
     else:
         _require(environ, "num_workers", "num_servers", "worker_id", "scheduler_host", "scheduler_port")
-    size = environ.get("BYTEPS_LOCAL_SIZE") or str(default_size)
+    counts = _rank_counts(environ)
+    own = _own_count(counts, environ)
+    size = own or environ.get("BYTEPS_LOCAL_SIZE") or str(default_size)
     settings = Settings.from_env({**environ, "BYTEPS_LOCAL_SIZE": size, "BYTEPS_LOCAL_RANK": "0"})
     env = {
         "DMLC_ROLE": "worker",
@@ -135,12 +142,15 @@ def _worker_plan(
         **_socket(token),
         "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS") or str(max(1, cores // settings.local_size)),
     }
+    are_known = bool(counts) or not many
     for local_rank in range(settings.local_size):
-        place = (local_rank, settings.local_size, settings.worker_id, settings.num_workers)
-        rank_env = {**env, "BYTEPS_LOCAL_RANK": str(local_rank), **_torch_variables(*place, *meeting, environ), **kept}
-        rank_env |= {} if many else _horovod_variables(*place)
-        name = f"local rank {local_rank}{where}" if many else f"rank {local_rank}"
-        label = f"{settings.worker_id}.{local_rank}" if many else str(local_rank)
+        place = RankNumbers.of_equal(settings.num_workers, settings.local_size, settings.worker_id, local_rank)
+        if counts:
+            place = RankNumbers.among(counts, settings.worker_id, local_rank)
+        rank_env = {**env, "BYTEPS_LOCAL_RANK": str(local_rank), **_torch_variables(place, *meeting, environ), **kept}
+        rank_env |= _horovod_variables(place) if are_known else {}
+        name = f"rank {place.rank}" if are_known else f"local rank {local_rank}{where}"
+        label = str(place.rank) if are_known else f"{settings.worker_id}.{local_rank}"
         specs.append(_rank_spec(name, label, command, rank_env, local_rank == 0, settings))
     return specs
 
@@ -201,26 +211,14 @@ def cluster_plan(
         gpu_machine_services += own_services
         env |= {**(_socket(socket_token) if own_services else {}), "OMP_NUM_THREADS": threads}
         for local_rank in range(ranks):
-            rank, place = len(rank_specs), (local_rank, ranks, machine, machines)
+            rank, place = len(rank_specs), RankNumbers.of_equal(machines, ranks, machine, local_rank)
             rank_env = {**env, "BYTEPS_LOCAL_RANK": str(local_rank)}
-            rank_env |= _horovod_variables(*place) | _torch_variables(*place, "127.0.0.1", torch_port, {})
+            rank_env |= _horovod_variables(place) | _torch_variables(place, "127.0.0.1", torch_port, {})
             name = f"rank {rank}{f' (local rank {local_rank}{where})' if machines > 1 else ''}"
             rank_specs.append(_rank_spec(name, str(rank), command, rank_env, rank == 0, settings))
     if gpu_machine_services:
-        specs.append(
-            ProcessSpec(
-                "the scheduler",
-                ProcessKind.SERVICE,
-                "scheduler",
-                _service_argv("scheduler"),
-                {**common, "DMLC_ROLE": "scheduler", "BYTEPS_MACHINE_ID": "m0"},
-                is_vital=False,
-                restarts=_scheduler_restarts(environ),
-                waits_for_address=True,
-                retry_status=UNUSABLE_STATUS,
-                hopeless_status=NO_JOURNAL_STATUS,
-            )
-        )
+        scheduler = scheduler_spec(environ, {**common, "BYTEPS_MACHINE_ID": "m0"})
+        specs.append(replace(scheduler, retry_status=UNUSABLE_STATUS))
     for index in range(servers):
         # It ends with the cluster: no restarted job finds it.
         env = {**common, "DMLC_ROLE": "server", "BYTEPS_MACHINE_ID": f"c{index}", "BYTEPS_SHADOW_KEEP_S": "0"}
@@ -252,6 +250,21 @@ def _rank_spec(
 def _scheduler_restarts(environ: Mapping[str, str]) -> int:
     """The number of times that a killed scheduler is started again: only with a journal can it resume the job."""
     return 0 if environ.get("BYTEPS_JOURNAL_DIR") == "none" else _SCHEDULER_RESTARTS
+
+
+def scheduler_spec(environ: Mapping[str, str], env: Mapping[str, str]) -> ProcessSpec:
+    """The scheduler, beside other processes of the job. ``env``: for this process."""
+    return ProcessSpec(
+        "the scheduler",
+        ProcessKind.SERVICE,
+        "scheduler",
+        _service_argv("scheduler"),
+        {**env, "DMLC_ROLE": "scheduler"},
+        is_vital=False,
+        restarts=_scheduler_restarts(environ),
+        waits_for_address=True,
+        hopeless_status=NO_JOURNAL_STATUS,
+    )
 
 
 def _server_spec(
@@ -292,39 +305,78 @@ def _services(settings: Settings, env: Mapping[str, str], token: str, where: str
     return specs
 
 
-def _horovod_variables(local_rank: int, local_size: int, machine: int, machines: int) -> dict[str, str]:
-    """The variables that horovodrun sets for a rank, for scripts that read them. All machines have as many ranks.
+@dataclass(frozen=True, slots=True)
+class RankNumbers:
+    """A rank among all. ``first_rank``: of its machine; ``size``: number of all ranks.
 
-    >>> _horovod_variables(1, 2, 1, 3)["HOROVOD_RANK"]
+    >>> RankNumbers.among([4, 2], 1, 1)
+    RankNumbers(local_rank=1, local_size=2, machine=1, machines=2, first_rank=4, size=6)
+    """
+
+    local_rank: int
+    local_size: int
+    machine: int
+    machines: int
+    first_rank: int
+    size: int
+
+    @classmethod
+    def among(cls, counts: Sequence[int], machine: int, local_rank: int) -> RankNumbers:
+        """``counts``: the number of ranks of each machine."""
+        return cls(local_rank, counts[machine], machine, len(counts), sum(counts[:machine]), sum(counts))
+
+    @classmethod
+    def of_equal(cls, machines: int, local_size: int, machine: int, local_rank: int) -> RankNumbers:
+        """All machines have ``local_size`` ranks."""
+        return cls(local_rank, local_size, machine, machines, machine * local_size, machines * local_size)
+
+    @property
+    def rank(self) -> int:
+        return self.first_rank + self.local_rank
+
+
+def _horovod_variables(place: RankNumbers) -> dict[str, str]:
+    """The variables that horovodrun sets for a rank, for scripts that read them.
+
+    >>> _horovod_variables(RankNumbers.of_equal(3, 2, 1, 1))["HOROVOD_RANK"]
     '3'
     """
     return {
-        "HOROVOD_RANK": str(machine * local_size + local_rank),
-        "HOROVOD_SIZE": str(machines * local_size),
-        "HOROVOD_LOCAL_RANK": str(local_rank),
-        "HOROVOD_LOCAL_SIZE": str(local_size),
-        "HOROVOD_CROSS_RANK": str(machine),
-        "HOROVOD_CROSS_SIZE": str(machines),
+        "HOROVOD_RANK": str(place.rank),
+        "HOROVOD_SIZE": str(place.size),
+        "HOROVOD_LOCAL_RANK": str(place.local_rank),
+        "HOROVOD_LOCAL_SIZE": str(place.local_size),
+        "HOROVOD_CROSS_RANK": str(place.machine),
+        "HOROVOD_CROSS_SIZE": str(place.machines),
     }
 
 
-def _torch_variables(
-    local_rank: int, local_size: int, machine: int, machines: int, host: str, port: int, environ: Mapping[str, str]
-) -> dict[str, str]:
+def _torch_variables(place: RankNumbers, host: str, port: int, environ: Mapping[str, str]) -> dict[str, str]:
     """The variables that torchrun sets for a rank, for ``init_process_group`` with its usual init_method ``env://``:
-    rank 0 listens at ``host`` and ``port``, unless ``environ`` has another address. All machines have as many ranks.
+    rank 0 listens at ``host`` and ``port``, unless ``environ`` has another address.
 
-    >>> _torch_variables(1, 2, 1, 3, "10.0.0.1", 8999, {})["RANK"]
+    >>> _torch_variables(RankNumbers.of_equal(3, 2, 1, 1), "10.0.0.1", 8999, {})["RANK"]
     '3'
     """
     return {
-        "RANK": str(machine * local_size + local_rank),
-        "WORLD_SIZE": str(machines * local_size),
-        "LOCAL_RANK": str(local_rank),
-        "LOCAL_WORLD_SIZE": str(local_size),
+        "RANK": str(place.rank),
+        "WORLD_SIZE": str(place.size),
+        "LOCAL_RANK": str(place.local_rank),
+        "LOCAL_WORLD_SIZE": str(place.local_size),
         "MASTER_ADDR": environ.get("MASTER_ADDR") or host,
         "MASTER_PORT": environ.get("MASTER_PORT") or str(port),
     }
+
+
+def _rank_counts(environ: Mapping[str, str]) -> list[int]:
+    """The ranks of each machine, if one launcher has started all of them; else empty."""
+    return [int(text) for text in environ.get(RANK_COUNTS_VARIABLE, "").split(",") if text.isdigit()]
+
+
+def _own_count(counts: Sequence[int], environ: Mapping[str, str]) -> str:
+    """The ranks of this machine, which may be a spare one that has just got its number; empty if they are not known."""
+    number = _value(environ, "worker_id")
+    return str(counts[int(number)]) if counts and number.isdigit() and int(number) < len(counts) else ""
 
 
 def _torch_address(settings: Settings) -> tuple[str, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from byteps_py.config.settings import Settings
 from byteps_py.errors import BytePSError, ConfigurationError, RendezvousError
@@ -17,8 +17,9 @@ _ASK_S = 0.5
 _SILENT_S = 30.0
 
 
-def wait_for_place(environ: Mapping[str, str]) -> int | None:
-    """The number of a machine that the job has lost and that has not come back; None once the job has ended.
+def wait_for_place(environ: Mapping[str, str], pause: Callable[[float], object] = time.sleep) -> int | None:
+    """The number of a machine that the job has lost and that has not come back; None once the job has ended. ``pause``
+    waits for so many seconds between two looks.
 
     Raises ConfigurationError for a job without BYTEPS_MAX_RESTARTS, and RendezvousError if no scheduler answers for
     30 s, or for BYTEPS_START_TIMEOUT_S before the first answer.
@@ -50,4 +51,4 @@ def wait_for_place(environ: Mapping[str, str]) -> int | None:
                 if now_s - since_s >= PATIENCE_S:
                     print_message(f"machine {number} is lost: this one takes its place")
                     return number
-        time.sleep(_ASK_S)
+        pause(_ASK_S)

@@ -18,6 +18,7 @@ LEAVING all get SIGTERM. ENDING: all get SIGTERM, in any state. OVER: processes 
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import signal
 from collections.abc import Sequence
@@ -85,6 +86,13 @@ def describe(status: int) -> str:
         return f"was killed by signal {-status}"
 
 
+def _ending(spec: ProcessSpec, status: int) -> str:
+    """How a process has ended, in words."""
+    if spec.lost_status is not None and status == spec.lost_status:
+        return f"the connection to {spec.name} has failed: ssh ended with status {status}"
+    return f"{spec.name} {describe(status)}"
+
+
 def exit_code(status: int) -> int:
     """The shell's convention: 128 + signal number for a process that a signal killed."""
     return status if status >= 0 else 128 - status
@@ -93,7 +101,8 @@ def exit_code(status: int) -> int:
 class SupervisionPolicy:
     """Decides for one job. Times are in seconds of any steady clock.
 
-    ``code``: the launcher's exit code so far. ``retry``: start the whole job over.
+    ``code``: the launcher's exit code so far. ``retry``: start the whole job over. ``mains_over``: all ranks have
+    ended.
 
     ``elastic``: the other ranks go on without one that failed, and the job succeeds if one rank does. ``is_part``:
     other launchers run the rest of the job; if it is elastic, it goes on without the ranks of this one, and SIGTERM
@@ -117,9 +126,11 @@ class SupervisionPolicy:
         self._grace_s, self._own_error_s, self._drain_s = grace_s, own_error_s, drain_s
         self._elastic, self._is_part = elastic, is_part
         self._one_ended_well = False
+        self._ended_hosts: set[str] = set()
+        self._left_places = 0  # of hosts that are lost, and that no spare host has taken yet
         self._is_leaving = False  # SIGTERM asked these ranks to leave; others go on without them
         self._alive = {spec.name: spec for spec in specs}
-        self._mains_over = False
+        self.mains_over = False
         self._no_main_ended = True
         self._signalled_at: float | None = None
         self._stop_signals: set[int] = set()
@@ -159,8 +170,10 @@ class SupervisionPolicy:
         actions = self._main_exited(spec, status, now) if status else []
         if not self._mains() and self._is_well:
             self.code = 0
-        if not self._mains() and not self._mains_over:
-            self._mains_over = True
+        if not self._mains() and self._left_places:
+            self.code = self.code or exit_code(status) or 1
+        if not self._mains() and not self.mains_over:
+            self.mains_over = True
             actions += self._after_mains(now)
         return actions
 
@@ -179,7 +192,7 @@ class SupervisionPolicy:
         if self._signalled_at is None:
             self._signalled_at = now
             self._reason_code = 128 + signum
-            if self._mains_over:
+            if self.mains_over:
                 return [Say(f"received {name}; ending"), *self._end_services(now)]
             if self._elastic and self._is_part and signum == signal.SIGTERM and self.phase is Phase.RUNNING:
                 self._is_leaving = True
@@ -190,6 +203,31 @@ class SupervisionPolicy:
         if signum == signal.SIGHUP or now - self._signalled_at < REPEAT_IGNORED_S:
             return []
         return [Say(f"received {name} again; killing everything"), *self._kill_all(now)]
+
+    def killed(self, now: float) -> list[Action]:
+        """The launcher of the whole job kills what it has started."""
+        self._reason_code = self._reason_code or 128 + signal.SIGKILL
+        return self._kill_all(now)
+
+    def foretold(self, code: int) -> None:
+        """The launcher on another host will end with this exit code: something has failed there, before anything fails
+        elsewhere as a consequence."""
+        if self.code == 0 and self.phase is Phase.RUNNING:
+            self.code = code
+
+    def host_ended(self, name: str, now: float) -> list[Action]:
+        """All ranks on another host have ended; its services may wait for ranks of others."""
+        self._ended_hosts.add(name)
+        if self.mains_over or not self._ended_hosts.issuperset(self._mains()) or self._left_places:
+            return []
+        self.mains_over = True
+        return self._after_mains(now)
+
+    def took_place(self, name: str) -> None:
+        """A spare host has taken the place of one that is lost: it is a host like the others now."""
+        if name in self._alive:
+            self._left_places = max(0, self._left_places - 1)
+            self._alive[name] = dataclasses.replace(self._alive[name], kind=ProcessKind.MAIN, is_spare=False)
 
     def ticked(self, now: float) -> list[Action]:
         """Time has passed."""
@@ -226,6 +264,8 @@ class SupervisionPolicy:
             case _:
                 self.phase, self._phase_ends = Phase.OVER, None
                 self.code = self.code or 1
+                if any(spec.task is not None for spec in self._alive.values()):
+                    return [Say(f"{late} did not say that it has ended: it will, when it finds the connection closed")]
                 return [Say(f"{late} could not be killed: the system holds it in an uninterruptible wait")]
 
     def _is_restarted(self, spec: ProcessSpec, status: int) -> bool:
@@ -241,13 +281,17 @@ class SupervisionPolicy:
         return self.phase is Phase.RUNNING and was_killed and self._restarted.get(spec.name, 0) < spec.restarts
 
     def _main_exited(self, spec: ProcessSpec, status: int, now: float) -> list[Action]:
+        text = _ending(spec, status)
+        is_lost = spec.lost_status is not None and status == spec.lost_status
+        if is_lost and self.phase is Phase.RUNNING and any(other.is_spare for other in self._alive.values()):
+            self._left_places += 1
+            return [Say(f"{text}; a spare host takes its place")]
         if self.code == 0:
             # After a signal, status 1 is an uncaught exception: KeyboardInterrupt, or the loss of a rank that ended
             # first.
             is_ours = status == 1 and self._signalled_at is not None and self.phase is Phase.STOPPING
             is_ours = is_ours or (status < 0 and -status in self._stop_signals)
             self.code = self._reason_code if is_ours else exit_code(status)
-        text = f"{spec.name} {describe(status)}"
         if self.phase is Phase.LOSING:
             return [Say(text)]
         if self.phase is not Phase.RUNNING:
@@ -257,7 +301,10 @@ class SupervisionPolicy:
             return [Say(f"{text}; the others go on without it")]
         if others:
             self._enter(Phase.LOSING, now, self._own_error_s)
-            whom, whose = (f"the other {others} ranks have", "their") if others > 1 else ("the other rank has", "its")
+            noun = "rank" if spec.task is None else "host"
+            whom, whose = (
+                (f"the other {others} {noun}s have", "their") if others > 1 else (f"the other {noun} has", "its")
+            )
             text += f"; {whom} {self._own_error_s:g} s to end with an error of {whose} own"
         return [Say(text)]
 
@@ -265,10 +312,12 @@ class SupervisionPolicy:
         # Status 0 is no loss: the ranks have shut down and go on without it, to save a model for example.
         if status == 0:
             return []
-        text = f"{spec.name} {describe(status)}"
+        text = _ending(spec, status)
+        if spec.is_spare:
+            return [Say(f"{text}; the job goes on without this spare host")] if self.phase is Phase.RUNNING else []
         # A crash may be why a rank failed, even if it is seen after that. A service that gets SIGTERM, or hears of the
         # failed rank, ends with a message of its own.
-        is_crash = status < 0 and status != -signal.SIGTERM
+        is_crash = (status < 0 and status != -signal.SIGTERM) or status == spec.lost_status
         is_first = self._no_main_ended and spec.name not in self._restarted
         if self.phase is Phase.RUNNING and status == spec.retry_status and is_first:
             self.retry = True
@@ -320,7 +369,7 @@ class SupervisionPolicy:
         return self._send(tuple(self._alive), signal.SIGTERM)
 
     def _kill_all(self, now: float) -> list[Action]:
-        self._mains_over = True
+        self.mains_over = True
         self._stop_signals.add(signal.SIGKILL)
         self._enter(Phase.KILLING, now)
         return self._send(tuple(self._alive), signal.SIGKILL)

@@ -6,6 +6,7 @@ Waits on descriptors only: one per process, one for signals, one per pipe. Runs 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import itertools
 import os
@@ -18,8 +19,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from byteps_py.launch.host_link import MAX_TASK_BYTES, HostReport, LauncherLink
 from byteps_py.launch.process_guard import ProcessGuard, die_with, sweep
-from byteps_py.launch.process_output import OutputStream, open_streams, print_message, show
+from byteps_py.launch.process_output import OutputOptions, OutputStream, open_streams, print_message, show
 from byteps_py.launch.process_plan import ProcessKind, ProcessSpec
 from byteps_py.launch.supervision_policy import (
     ENDING_SIGNALS,
@@ -45,7 +47,8 @@ class Supervision:
     ranks have to end with their own error after a rank or a service failed; ``drain_s``: seconds that services have
     once all ranks have ended; ``tag_output``: prefix every line (None: if there is more than one rank); ``folder``: for
     a file per process and stream; ``elastic``, ``is_part``: see SupervisionPolicy; ``has_warm``: a process that has
-    imported torch waits on each machine, for a rank that is started again."""
+    imported torch waits on each machine, for a rank that is started again; ``host``, ``launcher``: of a part that
+    ``bpslaunch -H`` has started: the name of this host in prefixes, and the link to that launcher."""
 
     grace_s: float = 5.0
     own_error_s: float = 15.0
@@ -55,6 +58,8 @@ class Supervision:
     elastic: bool = False
     is_part: bool = False
     has_warm: bool = False
+    host: str = ""
+    launcher: LauncherLink | None = None
 
 
 class Supervisor:
@@ -68,6 +73,8 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._pidfds: dict[str, int] = {}
+        self._inputs: dict[str, int] = {}  # of launchers on other hosts: their standard inputs
+        self._told = HostReport()
         self._streams: dict[str, list[OutputStream]] = {}
         self._notice_pipes: dict[str, NoticePipe] = {}
         self._report = FailureReport()
@@ -84,6 +91,8 @@ class Supervisor:
         self._set_guard()
         try:
             with self._signals():
+                if (launcher := self._how.launcher) is not None:
+                    self._watch(launcher.descriptor, functools.partial(self._on_launcher, launcher))
                 try:
                     for spec in self._specs:
                         self._start(spec)
@@ -138,8 +147,7 @@ class Supervisor:
 
     def _start(self, spec: ProcessSpec, again: bool = False) -> None:
         """Start a process, or let a warm one become it."""
-        how = self._how
-        outputs, streams = open_streams(spec.label, tag=self._tags, folder=how.folder, again=again)
+        outputs, streams = open_streams(spec.label, self._output_options(spec), again)
         env = self._environment_of(spec)
         self._streams[spec.name] = streams
         notices = self._notice_pipes[spec.name] = NoticePipe()
@@ -150,7 +158,7 @@ class Supervisor:
             process = warm or subprocess.Popen(
                 spec.argv,
                 env=env,
-                stdin=None if spec.reads_stdin else subprocess.DEVNULL,
+                stdin=None if spec.reads_stdin else self._input_of(spec),
                 stdout=outputs[0] if outputs else None,
                 stderr=outputs[1] if outputs else None,
                 start_new_session=True,
@@ -161,11 +169,34 @@ class Supervisor:
             for fd in outputs:
                 os.close(fd)
             os.close(notices.writer)
+        if process.stdin is not None and spec.task is not None:
+            self._inputs[spec.name] = os.dup(process.stdin.fileno())
+            process.stdin.close()
+            with contextlib.suppress(OSError):  # this user has many large pipes already: then writing may wait for ssh
+                fcntl.fcntl(self._inputs[spec.name], fcntl.F_SETPIPE_SZ, MAX_TASK_BYTES)
+            self._write_input(spec.name, spec.task)
         self._processes[spec.name] = process
         for stream in streams:
             self._watch(stream.pipe, functools.partial(self._readable, stream))
         self._pidfds[spec.name] = os.pidfd_open(process.pid)
         self._watch(self._pidfds[spec.name], lambda: self._exited(spec.name))
+
+    @staticmethod
+    def _input_of(spec: ProcessSpec) -> int:
+        return subprocess.DEVNULL if spec.task is None else subprocess.PIPE
+
+    def _write_input(self, name: str, data: bytes) -> None:
+        """Say something to the launcher on another host."""
+        with contextlib.suppress(BrokenPipeError):  # it has ended
+            os.write(self._inputs[name], data)
+
+    def _output_options(self, spec: ProcessSpec) -> OutputOptions:
+        how = self._how
+        if spec.task is not None:  # its lines have prefixes already
+            return OutputOptions("", None, functools.partial(self._on_host_line, spec.name))
+        label = f"{how.host}/{spec.label}" if how.host else spec.label
+        prefix = f"[{label}] " if self._tags else "" if how.host else None
+        return OutputOptions(prefix, how.folder)
 
     def _environment_of(self, spec: ProcessSpec) -> dict[str, str]:
         outer = self._environ.get(TOKEN_VARIABLE, "")
@@ -197,11 +228,37 @@ class Supervisor:
     def _on_notices(self, spec: ProcessSpec) -> None:
         notices = self._notice_pipes[spec.name]
         for notice in notices.read():
-            self._report.add(spec.label, notice, time.monotonic())
+            if self._how.launcher is not None:  # which sees those of all hosts
+                self._how.launcher.report(HostReport(f"{self._how.host}/{spec.label}", notice))
+            else:
+                self._report.add(spec.label, notice, time.monotonic())
             for stream in self._streams[spec.name]:
                 stream.keep(notice.text)
         if notices.is_over:
             self._close_notices(spec.name)
+
+    def _on_host_line(self, name: str, line: bytes) -> bool:
+        """A line of a launcher on another host; True for a report."""
+        report = HostReport.unpack(line)
+        if report is None:
+            return False
+        if report.notice is not None:
+            self._report.add(report.label, report.notice, time.monotonic())
+        if report.code:
+            self._policy.foretold(report.code)
+        if report.taken:
+            self._policy.took_place(name)
+        if report.ended:
+            self._do(self._policy.host_ended(name, time.monotonic()))
+        return True
+
+    def _on_launcher(self, launcher: LauncherLink) -> None:
+        for signum in launcher.signals():
+            self._on_signal(signum)
+        if launcher.is_over:
+            self._selector.unregister(launcher.descriptor)
+            print_message("the connection to the launcher of the job has ended, so this part of it ends")
+            self._on_signal(signal.SIGHUP)
 
     def _close_notices(self, name: str) -> None:
         notices = self._notice_pipes.pop(name)
@@ -226,6 +283,8 @@ class Supervisor:
             self._on_notices(spec)
         if name in self._notice_pipes:  # a child of it still holds the other end
             self._close_notices(name)
+        if name in self._inputs:
+            os.close(self._inputs.pop(name))
         self._do(self._policy.exited(name, status, time.monotonic()))
         if self._how.elastic and spec.kind is ProcessKind.MAIN:
             self._show_report()  # the others go on
@@ -240,12 +299,17 @@ class Supervisor:
 
     def _on_signals(self, reader: socket.socket) -> None:
         for signum in reader.recv(64):
-            if signum in ENDING_SIGNALS:
-                self._was_signalled = True
-                for stream in itertools.chain(*self._streams.values()):
-                    stream.expect_interrupt()
-            if signum in ENDING_SIGNALS or signum in USER_SIGNALS:
-                self._do(self._policy.signalled(signum, time.monotonic()))
+            self._on_signal(signum)
+
+    def _on_signal(self, signum: int) -> None:
+        if signum in ENDING_SIGNALS:
+            self._was_signalled = True
+            for stream in itertools.chain(*self._streams.values()):
+                stream.expect_interrupt()
+        if signum in ENDING_SIGNALS or signum in USER_SIGNALS:
+            self._do(self._policy.signalled(signum, time.monotonic()))
+        elif signum == signal.SIGKILL:  # from the launcher of the job
+            self._do(self._policy.killed(time.monotonic()))
 
     def _do(self, actions: Sequence[Action]) -> None:
         for action in actions:
@@ -258,10 +322,18 @@ class Supervisor:
             for name in action.names:
                 # A process keeps its id until it is reaped, and is in this table until then.
                 process = self._processes[name]
+                if name in self._inputs:
+                    self._write_input(name, b"%d\n" % action.signum)
+                    continue
                 if action.signum in USER_SIGNALS:
                     process.send_signal(action.signum)
                 else:
                     _signal_group(process.pid, action.signum)
+
+        told = HostReport(code=self._policy.code, ended=self._policy.mains_over)
+        if self._how.launcher is not None and told != self._told:
+            self._told = told
+            self._how.launcher.report(told)
 
     def _end_everything(self) -> None:
         """Kill the processes that are left, and those that the ranks started. Also called after an exception."""
@@ -276,8 +348,8 @@ class Supervisor:
         for process in self._processes.values():
             with contextlib.suppress(subprocess.TimeoutExpired):  # reported above
                 process.wait(_REAP_LIMIT_S)
-        for pidfd in self._pidfds.values():
-            os.close(pidfd)
+        for descriptor in (*self._pidfds.values(), *self._inputs.values()):
+            os.close(descriptor)
         for spec in self._specs:
             if spec.name in self._notice_pipes:
                 self._on_notices(spec)

@@ -311,7 +311,6 @@ class TestOptions:
             ([], {"DMLC_ROLE": "wroker"}, "DMLC_ROLE='wroker' is not valid: it takes one of worker"),
             (["-np", "2"], {"DMLC_ROLE": "wroker"}, "DMLC_ROLE='wroker' is not valid"),
             (["-np", "2", "cmd"], {"DMLC_ROLE": "worker"}, "DMLC_ROLE=worker is set"),
-            (["-np", "2", "-H", "a:1,b:1", "cmd"], {}, "this machine only"),
         ],
     )
     def test_contradictions(self, arguments: list[str], environ: dict[str, str], text: str) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from byteps_py.config import launchers
 from byteps_py.config.settings import Settings
+from byteps_py.config.slurm import expand
 from byteps_py.errors import ConfigurationError
 
 
@@ -119,6 +122,89 @@ def test_launches_are_told_apart_and_their_ranks_are_not() -> None:
 )
 def test_scheduler(environ: dict[str, str], address: tuple[str, int] | None) -> None:
     assert launchers.scheduler(environ) == address
+
+
+#: As SLURM 22.05 sets them, by srun and for a batch script: CPU nodes c1 and c2, GPU nodes g1 and g2 (two tasks each).
+HET_STEP = {
+    "SLURM_JOB_ID": "8007", "SLURM_CLUSTER_NAME": "test", "SLURM_HET_SIZE": "2", "SLURM_STEP_NUM_NODES": "4",
+    "SLURM_STEP_NODELIST": "c[1-2],g[1-2]", "SLURM_STEP_TASKS_PER_NODE": "1(x2),2(x2)",
+}  # fmt: skip
+GROUPS = [
+    {f"SLURM_JOB_NODELIST_{word}_GROUP_{index}": nodes for index, nodes in enumerate(("c[1-2]", "g[1-2]"))}
+    for word in ("PACK", "HET")
+]
+
+
+def het(node: int, local_rank: int = 0, groups: int = 0, **more: str) -> dict[str, str]:
+    return {**HET_STEP, **GROUPS[groups], "SLURM_NODEID": str(node), "SLURM_LOCALID": str(local_rank), **more}
+
+
+class TestHeterogeneousJobs:
+    @pytest.mark.parametrize("groups", [0, 1])
+    def test_the_last_group_trains(self, groups: int) -> None:
+        settings = Settings.from_env(het(3, 1, groups))
+        assert (settings.num_workers, settings.worker_id, settings.num_servers) == (2, 1, 2)
+        assert (settings.local_size, settings.local_rank) == (2, 1)
+        assert launchers.scheduler(het(3, 1, groups)) == ("g1", 16384 + 2 * 7 + 1)
+
+    def test_a_step_with_one_of_the_groups(self) -> None:
+        only = {"SLURM_STEP_NODELIST": "g[1-2]", "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_STEP_NUM_NODES": "2"}
+        settings = Settings.from_env(het(1, **only))
+        assert (settings.num_workers, settings.worker_id, settings.num_servers) == (2, 1, 0)
+
+    def test_a_rank_on_a_node_that_lends_is_refused(self) -> None:
+        with pytest.raises(ConfigurationError, match=r"on c2, which lends its processors: .* begins with g1"):
+            Settings.from_env(het(1))
+
+    def test_bpslaunch_knows_its_part(self) -> None:
+        one = {"SLURM_STEP_TASKS_PER_NODE": "1(x4)"}
+        common = {
+            "DMLC_NUM_WORKER": "2", "DMLC_NUM_SERVER": "2", "DMLC_PS_ROOT_URI": "g1", "DMLC_PS_ROOT_PORT": "16399",
+        }  # fmt: skip
+        assert launchers.slurm_part(het(1, **one), False) == {**common, "DMLC_ROLE": "server"}
+        worker = {**common, "DMLC_ROLE": "worker", "DMLC_WORKER_ID": "1"}
+        assert launchers.slurm_part(het(3, **one), True) == worker
+        with pytest.raises(ConfigurationError, match="which program"):
+            launchers.slurm_part(het(3, **one), False)
+        with pytest.raises(ConfigurationError, match="srun starts bpslaunch 2 times on g1"):
+            launchers.slurm_part(het(2), True)
+
+    def test_what_is_set_counts_first(self) -> None:
+        assert launchers.slurm_part(het(3, DMLC_ROLE="worker"), True) == {}
+        assert launchers.slurm_part({**het(3), **torchrun(2, 1, 2, 0)}, True) == {}
+        assert launchers.slurm_part(BATCH_SCRIPT, True) == {}
+        assert launchers.scheduler(het(3, MASTER_ADDR="ib1", MASTER_PORT="7000")) == ("ib1", 7001)
+
+    def test_all_machines_of_a_job_derive_one_secret(self, tmp_path: Path) -> None:
+        found = {
+            Settings.from_env(het(node, HOME=str(tmp_path), **more)).secret
+            for node, more in ((2, {}), (3, {}), (1, {"DMLC_ROLE": "server"}))
+        }
+        assert len(found) == 1
+        assert found != {""}
+        assert (tmp_path / ".config" / "byteps" / "secret").stat().st_mode & 0o777 == 0o600
+        assert Settings.from_env(het(3, HOME=str(tmp_path), SLURM_JOB_ID="8")).secret not in found
+        assert Settings.from_env(het(3, HOME=str(tmp_path), BYTEPS_SECRET="x" * 16)).secret == "x" * 16
+        assert Settings.from_env(het(3)).secret == ""
+
+    def test_a_home_that_can_not_be_written_is_said(self, tmp_path: Path) -> None:
+        (tmp_path / "file").touch()
+        with pytest.raises(ConfigurationError, match="can't be made: Not a directory"):
+            Settings.from_env(het(3, HOME=str(tmp_path / "file")))
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("c1", ["c1"]),
+        ("c[1-2],g1,x[08-10]y", ["c1", "c2", "g1", "x08y", "x09y", "x10y"]),
+        ("r[1-2]n[3,5]", ["r1n3", "r1n5", "r2n3", "r2n5"]),
+        ("", []),
+        ("c[x]", []),
+    ],
+)
+def test_lists_of_slurm(text: str, hosts: list[str]) -> None:
+    assert expand(text) == hosts
 
 
 def torch(rank: object, size: object, **more: str) -> dict[str, str]:

@@ -47,8 +47,9 @@ PROPER_NAMES = """
 FOREIGN_CLASSES = """
     BertModel CalledProcessError InitProcessGroupKwargs LoadPlanner ParameterDict RoundBackward1
 """
-#: Words of Linux and torch, and variables of formulas and examples.
+#: Words of Linux, ssh and torch, and variables of formulas and examples.
 FOREIGN_NAMES = """
+    BatchMode ProxyJump SendEnv ServerAliveInterval
     db_1 grad_fn grad_scale h_kv loss_function received_splits sharding_configs sun_path tcp_info to_empty Wqkv
 """
 _ALLOWED = set(f"{PROPER_NAMES} {FOREIGN_CLASSES} {FOREIGN_NAMES}".split())
