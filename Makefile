@@ -10,6 +10,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DOCS_STAMP := $(VENV)/.installed-docs
 
 # Tests at a time: most wait for processes most of the time.
 JOBS ?= 2
@@ -18,7 +19,7 @@ TORCH_RANGE ?= 2.8.0 2.15.0
 CPU_TORCH_INDEX := https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?= $(CPU_TORCH_INDEX)
 
-.PHONY: lock demo test test-slow test-long torch torch-range check lint types proto format clean install fuzz chaos
+.PHONY: lock demo docs test test-slow test-long torch torch-range check lint types proto format clean install fuzz chaos
 
 environment = test -x $(BIN)/pip || { $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	|| { echo "byteps_py needs Python 3.11 or newer; set PYTHON=…"; exit 1; }; $(PYTHON) -m venv $(VENV); }
@@ -51,6 +52,14 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/$(PIP_INSTALL) -c constraints.txt -e '.[dev]'
 	@touch $@
 
+# The site of the documentation, in build/docs: build/docs/index.html is its first page. A warning is an error.
+docs: $(DOCS_STAMP)
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --conf-dir docs --doctree-dir build/doctrees . build/docs
+
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/$(PIP_INSTALL) -c constraints.txt -e '.[docs]'
+	@touch $@
+
 torch:
 	@$(environment)
 	@$(call install_torch,$(BIN),-c constraints.txt torch)
@@ -62,7 +71,7 @@ demo: install
 test: install
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(JOBS)
 
-test-slow: install
+test-slow: install $(DOCS_STAMP)
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(JOBS) -m "slow and not long"
 
 test-long: install

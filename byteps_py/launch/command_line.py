@@ -95,7 +95,7 @@ class LaunchOptions:
 def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> LaunchOptions:
     """Parse a command line. Raises ConfigurationError for options that do not fit together; on a malformed option
     argparse itself ends the program with status 2."""
-    given = _parser().parse_args(arguments)
+    given = build_parser().parse_args(arguments)
     command = tuple(given.command[1:] if given.command[:1] == ["--"] else given.command)
     part = _slurm_part(given, environ, command)
     role = _role({**environ, **part})
@@ -266,7 +266,8 @@ def _number(environ: Mapping[str, str], field: str) -> int:
     return max((value for value in values if isinstance(value, int)), default=0)
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of `bpslaunch`, for its help and the documentation; ``parse`` also checks what belongs together."""
     parser = argparse.ArgumentParser(
         "bpslaunch",
         usage="bpslaunch [options] CMD [ARGUMENT ...]",

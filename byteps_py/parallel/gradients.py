@@ -27,8 +27,9 @@ Copied = tuple[tuple[int, int, int], ...]
 def clip_grad_norm_(
     model: nn.Module, max_norm: float, norm_type: float = 2.0, groups: Sequence[dist.ProcessGroup] = ()
 ) -> torch.Tensor:
-    """Like torch.nn.utils.clip_grad_norm_, for a model whose parameters may be cut by ``tensor.parallelize`` and FSDP2.
-    Returns the norm before clipping, a scalar that is the same on all ranks. A Pipeline has a method of this name.
+    """Like ``torch.nn.utils.clip_grad_norm_``, for a model whose parameters may be cut by ``tensor.parallelize`` and
+    FSDP2. Returns the norm before clipping, a scalar that is the same on all ranks. A Pipeline has a method of this
+    name.
 
         loss.backward()
         norm = clip_grad_norm_(model, 1.0)

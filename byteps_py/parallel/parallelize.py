@@ -251,8 +251,8 @@ class ParallelTraining:
         return restore(self.local_module, self.optimizer)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Like torch.nn.utils.clip_grad_norm_, over the gradients of all ranks, each parameter once. Returns the norm
-        before clipping, the same on all ranks. With ``hosted``, the next step clips, and ``norm_type`` is 2."""
+        """Like ``torch.nn.utils.clip_grad_norm_``, over the gradients of all ranks, each parameter once. Returns the
+        norm before clipping, the same on all ranks. With ``hosted``, the next step clips, and ``norm_type`` is 2."""
         if isinstance(self.optimizer, HostedOptimizerMixin):
             if norm_type != 2.0:
                 raise UsageError(f"norm_type={norm_type}: a hosted optimizer clips by the norm of type 2")

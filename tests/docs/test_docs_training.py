@@ -16,10 +16,10 @@ TEXT = (ROOT / "docs" / "howto" / "training.md").read_text()
 
 def test_its_blocks_run(tmp_path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-    assert len(blocks) == 5
+    assert len(blocks) == 6
 
     def main(rank: int) -> None:
-        names = {"hvd": hvd, "torch": torch, "folder": tmp_path}
+        names = {"torch": torch, "folder": tmp_path}
         for block in blocks:
             exec(block, names)
         assert names["state"].batch == 3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import subprocess
 import sys
@@ -60,9 +59,26 @@ def test_a_cpu_machine_leaves_and_the_weights_are_the_same(folder: Path) -> None
     follow("comparing", folder)
 
 
-def test_every_page_it_names_exists() -> None:
-    for page in re.findall(r"\]\((?!http)([^)#]+)(?:#[^)]*)?\)", PAGE.text):
-        assert (ROOT / "docs" / "tutorial" / page).exists(), page
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_newcomer_follows_it_in_a_clean_clone(tmp_path: Path) -> None:
+    """With no more than the page says: the package and what it needs come from pip's package indexes."""
+    tree = tmp_path / "byteps_py"
+    left_out = shutil.ignore_patterns(".venv*", ".git", "build", "__pycache__", "*.egg-info", ".*_cache", ".hypothesis")
+    shutil.copytree(ROOT, tree, ignore=left_out, symlinks=True)
+    (tree / "train.py").write_text(PAGE.blocks_after("file train.py")[0])
+    install = [command.strip() for command, _ in commands_of(PAGE.blocks_after("install")[0])]
+    [(first, expected)] = commands_of(PAGE.blocks_after("cluster")[0])
+    assert len([*install, first]) <= 5
+    script = "\n".join([*install, first])
+    with shell(script, tree) as process:
+        output, _ = process.communicate(timeout=800)
+    assert process.returncode == 0, output
+    assert with_the_pages_port(output).endswith(expected)
+    for command, shown in commands_of(PAGE.blocks_after("one machine")[0]):
+        with shell(f". venv/bin/activate\n{command}", tree) as process:
+            output, _ = process.communicate(timeout=TIMEOUT_S)
+        assert (process.returncode, with_the_pages_port(output)) == (0, shown), command
 
 
 def test_the_source_tree_is_a_whole_package_without_an_installation() -> None:

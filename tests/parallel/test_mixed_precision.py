@@ -1,4 +1,4 @@
-"""The table of mixed precision in docs/howto/parallelism.md: each row trains beside one process
+"""The table of mixed precision in docs/howto/mixed-precision.md: each row trains beside one process
 (programs/mixed_precision.py), or has a test elsewhere."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from support.breaking import command
 from support.clusters import ROOT
 
 PROGRAM = ROOT / "tests" / "programs" / "mixed_precision.py"
-PAGE = ROOT / "docs" / "howto" / "parallelism.md"
+PAGE = ROOT / "docs" / "howto" / "mixed-precision.md"
 #: Of each row: cases of the program, and other tests.
 ROWS: dict[str, tuple[str, ...]] = {
     "data parallel": ("data_parallel", "test_gradients_between.py::test_a_scaler_needs_no_synchronize"),
@@ -31,7 +31,7 @@ ROWS: dict[str, tuple[str, ...]] = {
 
 
 def test_every_row_of_the_table_has_its_tests() -> None:
-    [table] = re.findall(r"^## Mixed precision\n(?:.*\n)*?\|---\|---\|\n((?:\|.*\n)+)", PAGE.read_text(), re.MULTILINE)
+    [table] = re.findall(r"^# Mixed precision\n(?:.*\n)*?\|---\|---\|\n((?:\|.*\n)+)", PAGE.read_text(), re.MULTILINE)
     rows = re.findall(r"^\| \[?([\w ]+)", table, re.MULTILINE)
     assert [row.strip() for row in rows] == list(ROWS)
     cases = re.findall(r"^@in_both\ndef (\w+)\(", PROGRAM.read_text(), re.MULTILINE)

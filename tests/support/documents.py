@@ -1,4 +1,17 @@
-"""Pages of the documentation, to be followed word for word: their programs, their commands, what they print."""
+"""Pages of the documentation, to be followed word for word: their programs, their commands, what they print.
+
+Comments of a page, which no reader sees, say how its blocks of code are run:
+
+    <!-- blocks: bpslaunch -np 2 -->       the Python blocks below are one program, started in this way
+    <!-- blocks: tests/… -->               this test runs them
+    <!-- before: … -->                     code of that program that the page leaves to the reader
+    <!-- run -->                           the commands below are run, and print what is shown, if anything is
+    <!-- test: name -->                    a test of tests/docs runs the blocks below
+    <!-- not run: the reason -->           nobody runs the blocks below
+
+The first two hold up to the next one of them, the last three up to the next prose. Blocks of the language ``text`` are
+no code: output, and pictures.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +21,57 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from support.clusters import clean_environment
+
+_PART = re.compile(
+    r"<!-- (?P<comment>.*?)\s*-->|^ *```(?P<language>\w*)\n(?P<code>.*?)^ *```$|(?P<prose>\S[^\n]*)",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Fenced code. ``marker``: the comment that says how it is run, or empty. ``how``: what the page says of all its
+    blocks, or empty."""
+
+    line: int
+    language: str
+    code: str
+    marker: str
+    how: str
 
 
 class Page:
     def __init__(self, path: Path) -> None:
         self._path = path
         self.text = path.read_text()
+        self.blocks: list[Block] = []
+        #: How each program of the page is started, and its code.
+        self.programs: list[tuple[str, str]] = []
+        marker = how = ""
+        for part in _PART.finditer(self.text):
+            kind, _, rest = (part["comment"] or "").partition(":")
+            if part["prose"]:
+                marker = ""
+            elif kind == "blocks":
+                marker, how = "", rest.strip()
+                self.programs.append((how, ""))
+            elif kind == "before":
+                self._add(rest)
+            elif part["comment"] is not None:
+                marker = part["comment"]
+            else:
+                line = self.text.count("\n", 0, part.start()) + 1
+                self.blocks.append(Block(line, part["language"], part["code"], marker, how))
+                if part["language"] == "python" and not marker and how:
+                    self._add(part["code"])
+
+    def _add(self, code: str) -> None:
+        how, before = self.programs[-1]
+        self.programs[-1] = how, f"{before}\n{code}"
 
     def blocks_after(self, marker: str) -> list[str]:
         """The fenced blocks that follow ``<!-- test: marker -->``, up to the next prose."""

@@ -40,12 +40,13 @@ _BEFORE_DOCSTRING = re.compile(r"(?:\A|:[ ]*(?:#.*)?\n)\s*r?\Z")
 FOREIGN_FILES = re.compile(r"train\.py|\w+_byteps(?:_ddp)?\.py")
 #: Products, algorithms, units and models: no classes.
 PROPER_NAMES = """
-    BytePS ByteScheduler DeepSpeed DualPipeV F16C FlashAttention GitHub ImageNet InfiniBand KiB LoRA MiB MxN NaN PaLM
-    PipeDream PowerSGD PyPI PyTorch ResNet SwiGLU TensorFlow ZeRO ZeroMQ
+    BytePS ByteScheduler DeepSpeed DualPipeV F16C FlashAttention GitHub ImageNet InfiniBand KiB LoRA MiB MiCS MoE MxN
+    NaN PaLM PipeDream PowerSGD PyPI PyTorch ResNet RoCE SwiGLU TensorFlow ZeRO ZeroMQ
 """
 #: Classes of others that our code does not use.
 FOREIGN_CLASSES = """
-    BertModel CalledProcessError InitProcessGroupKwargs LoadPlanner ParameterDict RoundBackward1
+    BertModel CalledProcessError InitProcessGroupKwargs Interleaved1F1B LoadPlanner ParameterDict RoundBackward1
+    VocabParallelEmbedding
 """
 #: Words of Linux, ssh and torch, and variables of formulas and examples.
 FOREIGN_NAMES = """

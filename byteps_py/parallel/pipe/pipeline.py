@@ -279,8 +279,8 @@ class Pipeline:
         return self._all
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Like torch.nn.utils.clip_grad_norm_, for the gradients of all stages, each parameter once. Returns the norm,
-        the same on all ranks."""
+        """Like ``torch.nn.utils.clip_grad_norm_``, for the gradients of all stages, each parameter once. Returns the
+        norm, the same on all ranks."""
         named = [(name, one.grad) for name, one in self.counted_parameters() if one.grad is not None]
         tp = self._tensor_parallel_group()
         partial = partial_norms(named, self.sharded_parameters(), tp, norm_type).to(self._device)

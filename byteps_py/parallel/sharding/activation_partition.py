@@ -20,8 +20,8 @@ from byteps_py.parallel.sharding.rank_memory import TensorArena
 def partitioned_checkpoint(
     function: Callable[..., Any], *arguments: Any, group: Group, arena: TensorArena | None = None
 ) -> Any:
-    """Like torch.utils.checkpoint.checkpoint(function, *arguments, use_reentrant=False), with 1/t of each saved input
-    on each of the t ranks of ``group``.
+    """Like ``torch.utils.checkpoint.checkpoint(function, *arguments, use_reentrant=False)``, with 1/t of each saved
+    input on each of the t ranks of ``group``.
 
         hidden = partitioned_checkpoint(layer, hidden, group=mesh.group("tp"))
 

@@ -112,7 +112,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             gradients.abandon()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Like torch.nn.utils.clip_grad_norm_, over the gradients of all ranks, each counted once. Returns the norm
+        """Like ``torch.nn.utils.clip_grad_norm_``, over the gradients of all ranks, each counted once. Returns the norm
         before clipping, a scalar of float64 that is the same on all ranks. Call it before ``step``, behind ``unscale_``
         of a GradScaler. In the middle of a gradient merge it does nothing and returns 0. Raises UsageError for a
         ``max_norm`` below 0."""
