@@ -102,7 +102,7 @@ def role_plan(
         kind = ProcessKind.MAIN
         return [ProcessSpec("the scheduler", kind, "scheduler", argv, env, restarts=restarts, waits_for_address=True)]
     if role == "server":
-        _require(environ, "num_workers", "num_servers", "scheduler_host", "scheduler_port")
+        _require(environ, "scheduler_host", "scheduler_port")
         return [_server_spec("the summation service", "ss", {"DMLC_ROLE": role}, kind=ProcessKind.MAIN)]
     return _worker_plan(environ, command, role, visible_gpus or 1, cores, token, port)
 

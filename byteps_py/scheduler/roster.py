@@ -318,9 +318,9 @@ class Roster:
             ("DMLC_NUM_WORKER", register.num_workers, config.num_workers),
             ("DMLC_NUM_SERVER", register.num_servers, config.num_servers),
         ):
-            # A job that has grown has more machines than it began with.
-            may_grow = self.epoch and (register.role == pb.ROLE_SUMMATION or config.elastic)
-            if theirs != ours and not may_grow:
+            # A job that has grown has more machines than it began with. A CPU machine serves jobs of any size.
+            may_differ = self.epoch and (register.role == pb.ROLE_SUMMATION or config.elastic)
+            if theirs != ours and not may_differ and register.kind != pb.MACHINE_KIND_CPU:
                 return (
                     f"{variable} is {theirs} in this process and {ours} in the scheduler: "
                     "it must be the same everywhere"

@@ -151,7 +151,7 @@ class TestRolePlan:
                 {"DMLC_ROLE": "joint", "DMLC_NUM_WORKER": "2", "DMLC_WORKER_ID": "", **ROOT},
                 ["DMLC_NUM_SERVER", "DMLC_WORKER_ID"],
             ),
-            ({"DMLC_ROLE": "server", **ROOT}, ["DMLC_NUM_WORKER", "DMLC_NUM_SERVER"]),
+            ({"DMLC_ROLE": "server"}, ["DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT"]),
             (
                 {"DMLC_ROLE": "scheduler", "DMLC_NUM_WORKER": "1", "DMLC_NUM_SERVER": "1"},
                 ["DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT"],

@@ -33,10 +33,16 @@ ALLOWED = {
     "parallel": {"torch"},
     "tools": {"parallel"},
     "checkpoint": {"kernels", "shadow", "torch"},
+    "ray": {"torch", "scheduler.query", "launch.process_guard", "launch.process_plan"},
 }
 #: ``import byteps_py`` has the names of byteps_py.torch, once they are asked for; torch asks for the backend by name.
 #: ``bps.parallel`` has numerics, which is a tool.
-FRONT_DOORS = {("byteps_py", "torch"), ("byteps_py.torch_backend", "torch"), ("byteps_py.parallel", "tools")}
+FRONT_DOORS = {
+    ("byteps_py", "torch"),
+    ("byteps_py.torch_backend", "torch"),
+    ("byteps_py.torchft", "torch"),
+    ("byteps_py.parallel", "tools"),
+}
 
 
 #: The rooms of byteps_py.torch: the front ends stand on the operations, and these on the collectives. Gradients are
@@ -116,7 +122,7 @@ def test_arrows_point_one_way() -> None:
 
 
 #: They may need torch. The backend's registration imports it when torch calls it.
-WITH_TORCH = {"torch", "parallel", "tools", "checkpoint"}
+WITH_TORCH = {"torch", "parallel", "tools", "checkpoint", "ray"}
 
 
 def test_services_and_commands_do_without_torch() -> None:

@@ -73,6 +73,13 @@ def test_extra_cpu_machines_and_unneeded_gpu_servers_are_welcome_and_idle() -> N
     assert cluster.core.state == states.RUNNING
 
 
+def test_a_cpu_machine_serves_jobs_of_any_size() -> None:
+    cluster = Cluster()
+    for register in (worker(0), worker(1), server(0, GPU), server(1, GPU), server(0, n=7, k=5)):
+        cluster.join(register)
+    assert "tcp://cpu0:1" in [m.address for m in cluster.last(1).membership.servers]
+
+
 REFUSED = [
     (worker(0, protocol=99), "ConfigurationError", "version 99"),
     (worker(0, job="other"), "ConfigurationError", "'other'"),
@@ -87,6 +94,7 @@ REFUSED = [
     (worker(2), "ConfigurationError", "DMLC_WORKER_ID=2 is not in 0..1"),
     (worker(-1), "ConfigurationError", "DMLC_WORKER_ID=-1"),
     (server(5, GPU), "ConfigurationError", "DMLC_WORKER_ID=5"),
+    (server(1, GPU, n=3), "ConfigurationError", "DMLC_NUM_WORKER is 3"),
     (server(7, address=""), "ConfigurationError", "gave none"),
     (worker(1), "RendezvousError", "DMLC_WORKER_ID=1 is taken by worker 1 (host gpu1, pid 101)"),
     (server(1, GPU, address="tcp://x:1"), "RendezvousError", "DMLC_WORKER_ID=1 is taken by the summation"),
