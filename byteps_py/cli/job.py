@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from byteps_py.config.settings import Settings
@@ -277,7 +277,7 @@ def _chosen_settings(arguments: argparse.Namespace) -> Settings:
     host, _, port = arguments.scheduler.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ConfigurationError(f"--scheduler={arguments.scheduler!r} is not HOST:PORT")
-    return dataclasses.replace(settings, scheduler_host=host, scheduler_port=int(port))
+    return _settings_at(host, int(port), {})
 
 
 def _settings_of(job: jobs.JobNote) -> Settings:
@@ -287,16 +287,15 @@ def _settings_of(job: jobs.JobNote) -> Settings:
         raise ConfigurationError(
             f"{_job_name(job)} has no scheduler that could answer: its communication service does that work"
         )
-    settings = Settings.from_env()
-    if not settings.secret and job.secret_file:
-        settings = Settings.from_env({**os.environ, "BYTEPS_SECRET_FILE": job.secret_file})
-    return dataclasses.replace(
-        settings,
-        job_id=job.job_id,
-        local_secret=job.local_secret,
-        scheduler_host=job.scheduler_host,
-        scheduler_port=job.scheduler_port,
-    )
+    own = {"BYTEPS_SECRET_FILE": job.secret_file, "BYTEPS_LOCAL_SECRET": job.local_secret}
+    settings = _settings_at(job.scheduler_host, job.scheduler_port, {name: text for name, text in own.items() if text})
+    return dataclasses.replace(settings, job_id=job.job_id, local_secret=job.local_secret)
+
+
+def _settings_at(host: str, port: int, also: Mapping[str, str]) -> Settings:
+    """The settings of the job whose scheduler is there. ``also``: variables, where the environment has none."""
+    place = {"DMLC_PS_ROOT_URI": host, "DMLC_PS_ROOT_PORT": str(port)}
+    return Settings.from_env({**also, **{name: text for name, text in os.environ.items() if text}, **place})
 
 
 def _job_name(job: jobs.JobNote) -> str:

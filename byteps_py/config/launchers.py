@@ -211,12 +211,6 @@ def slurm_part(environ: Environ, has_command: bool) -> Facts:
     return {**common, "DMLC_ROLE": "worker", "DMLC_WORKER_ID": str(step.worker_id)}
 
 
-def job_secret_name(environ: Environ) -> str:
-    """The name of the secret that all machines of this job derive from their user's; empty if none does."""
-    step = SlurmStep.of(environ)
-    return step.secret_name if step is not None and (step.num_workers > 1 or step.num_servers) else ""
-
-
 def _is_nested(environ: Environ) -> bool:
     """True if another launcher has started this process in a step of srun."""
     return any(environ.get(name) for name, read in _LAUNCHERS if read is not _srun)

@@ -70,7 +70,7 @@ def memory_file(secret: str) -> str:
 def job_secret(of_user: str, name: str) -> str:
     """The secret of the job with this name.
 
-    >>> job_secret("a", "slurm/c/7") == job_secret("a", "slurm/c/7") != job_secret("a", "slurm/c/8")
+    >>> job_secret("a", "slurm/7") == job_secret("a", "slurm/7") != job_secret("a", "slurm/8")
     True
     """
     return hashlib.blake2b(f"{of_user}\0{name}".encode(errors="surrogateescape"), digest_size=_BYTES).hexdigest()

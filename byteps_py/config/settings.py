@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 
 from byteps_py.config import launchers, secret_files, variables
+from byteps_py.config.slurm import secret_name
 from byteps_py.config.tuning import MAX_PARTITION_BYTES
 from byteps_py.config.variables import IGNORED, INTERNAL, VARIABLES
 from byteps_py.errors import ConfigurationError
@@ -176,9 +177,8 @@ class Settings:
                 values[variable.field] = variable.parse(*found)
         if values.get("secret_file") and not values.get("secret"):
             values["secret"] = secret_files.read_secret(str(values["secret_file"]))
-        has_secret = values.get("secret") or values.get("local_secret")
-        if not has_secret and (name := launchers.job_secret_name(environ)):
-            values["secret"] = _derived_secret(name, environ)
+        if not (values.get("secret") or values.get("local_secret")) and _needs_secret(values):
+            values["secret"] = _derived_secret(environ)
         limit_s = values.get("stall_limit_s")
         if isinstance(limit_s, float) and 0 < limit_s < _STALL_WARN_S:  # a short limit alone is no contradiction
             values.setdefault("stall_warn_s", max(0.1, limit_s / 2))
@@ -253,7 +253,12 @@ def _nearest(name: str, known: Collection[str]) -> str:
     return next(iter(same or difflib.get_close_matches(name, sorted(known), 1, _ALIKE)), "")
 
 
-def _derived_secret(name: str, environ: Mapping[str, str]) -> str:
-    """The secret of a batch system's job; empty if nothing says where this user's files are."""
-    path = secret_files.user_secret_path(environ)
-    return "" if path is None else secret_files.job_secret(secret_files.user_secret(path), name)
+def _needs_secret(values: Mapping[str, object]) -> bool:
+    """True for a job of several machines, and for whoever asks one."""
+    return values.get("num_workers", 1) != 1 or any(values.get(name) for name in ("num_servers", "scheduler_host"))
+
+
+def _derived_secret(environ: Mapping[str, str]) -> str:
+    """The secret of a job of SLURM's; empty elsewhere, or if nothing says where this user's files are."""
+    name, path = secret_name(environ), secret_files.user_secret_path(environ)
+    return secret_files.job_secret(secret_files.user_secret(path), name) if name and path else ""

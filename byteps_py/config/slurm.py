@@ -29,7 +29,6 @@ class SlurmStep:
 
     Attributes:
         job: the job's id; of a heterogeneous job, that of its first component.
-        cluster: SLURM's name of the cluster.
         nodes: names of the step's nodes.
         sizes: the number of tasks of each.
         node: the index of this one.
@@ -37,7 +36,6 @@ class SlurmStep:
     """
 
     job: str
-    cluster: str
     nodes: tuple[str, ...]
     sizes: tuple[int, ...]
     node: int
@@ -63,7 +61,7 @@ class SlurmStep:
         if int(node) >= len(nodes):
             return None
         first = _first_of_last_group(nodes, _groups(environ))
-        return cls(job, environ.get("SLURM_CLUSTER_NAME", ""), tuple(nodes), tuple(sizes), int(node), first)
+        return cls(job, tuple(nodes), tuple(sizes), int(node), first)
 
     @property
     def trains(self) -> bool:
@@ -88,20 +86,17 @@ class SlurmStep:
         """The scheduler's host and port: the first node that trains, and a port that follows from the job's id."""
         return self.nodes[self.first_trainer], scheduler_port(self.job)
 
-    @property
-    def secret_name(self) -> str:
-        """Names the job's secret."""
-        return secret_name(self.cluster, self.job)
-
 
 def scheduler_port(job: str) -> int:
     """The port of the scheduler of the job with this id."""
     return _FIRST_PORT + 2 * (int(job) % _JOBS_WITH_OWN_PORTS) + 1
 
 
-def secret_name(cluster: str, job: str) -> str:
-    """The name of the secret of the job with this id."""
-    return f"slurm/{cluster}/{job}"
+def secret_name(environ: Mapping[str, str], job: str = "") -> str:
+    """The name of the secret of the job with this id, by default the one to which this process belongs; empty if it
+    belongs to none."""
+    job = job or environ.get("SLURM_JOB_ID", "")
+    return f"slurm/{job}" if _is_number(job) else ""
 
 
 def _groups(environ: Mapping[str, str]) -> list[list[str]]:

@@ -65,7 +65,7 @@ def _secret(job: str, environ: Mapping[str, str]) -> dict[str, str]:
     if path is None:
         raise ConfigurationError("--lend-to needs HOME, where this user's secret is, or BYTEPS_SECRET_FILE")
     of_user = secret_files.user_secret(path)
-    return {"BYTEPS_SECRET": secret_files.job_secret(of_user, secret_name(environ.get("SLURM_CLUSTER_NAME", ""), job))}
+    return {"BYTEPS_SECRET": secret_files.job_secret(of_user, secret_name(environ, job))}
 
 
 def _first_node(job: str) -> str:

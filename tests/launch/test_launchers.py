@@ -126,7 +126,7 @@ def test_scheduler(environ: dict[str, str], address: tuple[str, int] | None) -> 
 
 #: As SLURM 22.05 sets them, by srun and for a batch script: CPU nodes c1 and c2, GPU nodes g1 and g2 (two tasks each).
 HET_STEP = {
-    "SLURM_JOB_ID": "8007", "SLURM_CLUSTER_NAME": "test", "SLURM_HET_SIZE": "2", "SLURM_STEP_NUM_NODES": "4",
+    "SLURM_JOB_ID": "8007", "SLURM_HET_SIZE": "2", "SLURM_STEP_NUM_NODES": "4",
     "SLURM_STEP_NODELIST": "c[1-2],g[1-2]", "SLURM_STEP_TASKS_PER_NODE": "1(x2),2(x2)",
 }  # fmt: skip
 GROUPS = [
@@ -178,7 +178,7 @@ class TestHeterogeneousJobs:
     def test_all_machines_of_a_job_derive_one_secret(self, tmp_path: Path) -> None:
         found = {
             Settings.from_env(het(node, HOME=str(tmp_path), **more)).secret
-            for node, more in ((2, {}), (3, {}), (1, {"DMLC_ROLE": "server"}))
+            for node, more in ((2, {}), (3, {}), (1, {"DMLC_ROLE": "server", "DMLC_NUM_SERVER": "2"}))
         }
         assert len(found) == 1
         assert found != {""}

@@ -3,19 +3,25 @@ runs tests/programs/rank.py, which checks its sums."""
 
 from __future__ import annotations
 
-import signal
+import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.breaking import RANK, environ_of
+from support.clusters import ROOT
 from support.slurm_cluster import SlurmCluster, require_slurm, slurm_cluster
 
 BPSLAUNCH = str(Path(sys.executable).with_name("bpslaunch"))
 RUNS = {"BYTEPS_LINK_MBIT": "1000"}
 SHORT = (sys.executable, RANK, "short")
 CPU = ("-p", "cpu", "-N2", "--ntasks-per-node=1", BPSLAUNCH)
+
+SCRIPTS = ROOT / "deploy" / "slurm"
+WITH_BPSLAUNCH = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+STATUS = (str(Path(sys.executable).with_name("bps")), "status", "--json")
 
 pytestmark = pytest.mark.slow  # test_launchers.py has the rules
 
@@ -45,20 +51,58 @@ def test_srun(slurm: SlurmCluster, arguments: tuple[str, ...]) -> None:
 
 
 def test_the_users_secret_is_private_and_in_no_environment(slurm: SlurmCluster) -> None:
-    step = slurm.popen("srun", *CPU, ":", "-p", "gpu", "-N2", sys.executable, RANK, "train", **RUNS)
-    try:
-        assert step.stdout is not None
-        for line in step.stdout:
-            if "0: training" in line:
-                break
+    train = (":", "-p", "gpu", "-N2", sys.executable, RANK, "train")
+    with slurm.launch("srun", *CPU, *train, **RUNS) as step:
+        step.until("0: training", "1: training")
         path = slurm.home / ".config" / "byteps" / "secret"
         assert path.stat().st_mode & 0o777 == 0o600
         pids = [pid for node in slurm.nodes for pid in slurm.pids(node)]
-        assert pids
-        names = {name for pid in pids for name, text in environ_of(pid).items() if "SECRET" in name and text}
-        assert not names
-    finally:
-        step.send_signal(signal.SIGINT)
-        step.send_signal(signal.SIGINT)
-        step.communicate()
+        assert {name for pid in pids for name in environ_of(pid)} >= {"SLURM_JOB_ID"}
+        assert not {name for pid in pids for name, text in environ_of(pid).items() if "SECRET" in name and text}
+        slurm.run("scancel", "--user=root")
+        step.end()
+    assert not slurm.left()
+
+
+def test_the_script_for_both_kinds_of_nodes(slurm: SlurmCluster) -> None:
+    output = slurm.folder / "train.out"
+    options = ("--wait", "-o", str(output), str(SCRIPTS / "train.sbatch"))
+    done = slurm.run("sbatch", *options, *SHORT, **RUNS, **WITH_BPSLAUNCH, BYTEPS_LOCAL_SIZE="2")
+    assert done.returncode == 0, output.read_text()
+    for line in ("[0.0] 0: reduced", "[1.1] 3: reduced"):
+        assert line in output.read_text()
+    assert not slurm.left()
+
+
+def test_nodes_are_lent_and_preempted_and_training_goes_on(slurm: SlurmCluster) -> None:
+    train = ("-p", "gpu", "-N2", "--ntasks-per-node=1", BPSLAUNCH, sys.executable, RANK, "train")
+    with slurm.launch("srun", *train, **RUNS, BYTEPS_LOG_LEVEL="INFO", BYTEPS_LOCAL_SIZE="1") as job:
+        job.until("0: training", "1: training")
+        number = slurm.run("squeue", "-h", "-o", "%i").stdout.strip()
+        output = slurm.folder / "lend.out"
+        slurm.run("sbatch", "-o", str(output), str(SCRIPTS / "lend.sbatch"), number, **WITH_BPSLAUNCH)
+        job.until("has joined")
+        slurm.run("sbatch", "-p", "first", "-N2", "-o", "none", "--exclusive", "--wrap", "true")
+        job.until("leaves: the server got SIGTERM")
+        status = json.loads(slurm.run("srun", f"--jobid={number}", "--overlap", "-N1", "-n1", *STATUS).stdout)
+        assert status["state"] == "running"
+        slurm.run("scancel", "--user=root")
+        assert job.end() != 0
+    assert f"lends to job {number}" in output.read_text()
+    assert not slurm.left()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("-p", "gpu", "-N1", "-n2", BPSLAUNCH, "true"), "srun starts bpslaunch 2 times on g1"),
+        (("-p", "gpu", "-N1", BPSLAUNCH), "which program? g1 trains"),
+        (("-p", "cpu", "-N1", *SHORT, ":", "-p", "gpu", "-N1", "true"), "this process is on c1, which lends"),
+        (("-p", "cpu", "-N1", BPSLAUNCH, "--lend-to", "999"), "there is no job 999 to lend to"),
+    ],
+)
+def test_what_can_not_be_meant_is_refused(slurm: SlurmCluster, arguments: tuple[str, ...], words: str) -> None:
+    done = slurm.run("srun", *arguments)
+    assert done.returncode != 0
+    assert words in done.stdout
     assert not slurm.left()

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 from support.breaking import RANK
-from support.ssh_hosts import Launch, SshHosts, require_ssh_hosts, ssh_hosts
+from support.clusters import ROOT
+from support.launching import Launch
+from support.ssh_hosts import SshHosts, require_ssh_hosts, ssh_hosts
 
 SECRET = "a secret that only standard input carries"
 
@@ -22,13 +24,13 @@ pytestmark = pytest.mark.slow  # test_hosts.py has what needs no host
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshHosts]:
     require_ssh_hosts()
-    with ssh_hosts(3, tmp_path_factory.mktemp("ssh")) as found:
+    with ssh_hosts(4, tmp_path_factory.mktemp("ssh")) as found:
         yield found
 
 
 def launch(hosts: SshHosts, *words: str, options: tuple[str, ...] = (), **environ: str) -> Launch:
     """Two hosts with two ranks each, and a third one that sums."""
-    gpu1, gpu2, cpu = (host.address for host in hosts.hosts)
+    gpu1, gpu2, cpu, _ = (host.address for host in hosts.hosts)
     lists = ["-H", f"{gpu1}:2,{gpu2}:2", "--server-hosts", cpu]
     environ = {"BYTEPS_LINK_MBIT": "1000", **environ}
     return hosts.launch(*lists, *options, sys.executable, RANK, *words, **environ)
@@ -38,7 +40,7 @@ def test_a_job_on_three_hosts(hosts: SshHosts, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text(SECRET)
     secret.chmod(0o600)
-    gpu1, gpu2, _ = (host.address for host in hosts.hosts)
+    gpu1, gpu2, *_ = (host.address for host in hosts.hosts)
     with launch(hosts, "train", BYTEPS_SECRET_FILE=str(secret)) as job:
         job.until("0: training", "1: training", "2: training", "3: training")
         shown = subprocess.run(["ps", "axeww", "-o", "args"], capture_output=True, text=True, check=True).stdout
@@ -52,7 +54,7 @@ def test_a_job_on_three_hosts(hosts: SshHosts, tmp_path: Path) -> None:
 
 def test_what_ranks_find(hosts: SshHosts) -> None:
     show = 'echo "$RANK/$WORLD_SIZE $HOROVOD_CROSS_RANK $MASTER_ADDR $MINE $PWD"'
-    gpu1, gpu2, _ = (host.address for host in hosts.hosts)
+    gpu1, gpu2, *_ = (host.address for host in hosts.hosts)
     options = ("-H", f"{gpu1}:2,{gpu2}:1", "--grace-period=1", "-x", "MINE=m n")
     with hosts.launch(*options, "sh", "-c", show) as job:
         assert job.end() == 0, job.text
@@ -72,7 +74,7 @@ def test_nothing_goes_on_without_its_connection(hosts: SshHosts, what: str) -> N
         if what == "launcher":
             job.process.kill()
         else:
-            os.kill(job.ssh_to(hosts.hosts[1]), signal.SIGKILL)
+            os.kill(hosts.ssh_to(job, hosts.hosts[1]), signal.SIGKILL)
         status = job.end()
         assert not hosts.left()
     assert status in (-signal.SIGKILL, 128 + signal.SIGKILL)
@@ -90,7 +92,7 @@ session.barrier()
 
 def test_the_cause_comes_last_and_once_and_its_status_counts(hosts: SshHosts, tmp_path: Path) -> None:
     (tmp_path / "fails.py").write_text(FAILS)
-    gpu1, gpu2, _ = (host.address for host in hosts.hosts)
+    gpu1, gpu2, *_ = (host.address for host in hosts.hosts)
     command = (sys.executable, str(tmp_path / "fails.py"))
     with hosts.launch("-H", f"{gpu1}:2,{gpu2}:2", *command, BYTEPS_LINK_MBIT="1000") as job:
         assert job.end() == 1, job.text
@@ -124,3 +126,20 @@ def test_what_a_host_lacks_is_said(hosts: SshHosts, options: tuple[str, ...], wo
     with hosts.launch("-H", f"{hosts.hosts[0].address}:1", *options, *command) as job:
         assert job.end() == 1, job.text
     assert words in job.text
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_a_spare_host_takes_the_place_of_one_that_is_lost(hosts: SshHosts, tmp_path: Path) -> None:
+    """The last test: it loses a host."""
+    gpu1, gpu2, cpu, spare = (host.address for host in hosts.hosts)
+    options = ("-H", f"{gpu1}:1,{gpu2}:1", "--server-hosts", cpu, "--spare-hosts", spare, "--max-restarts", "5")
+    program = (sys.executable, str(ROOT / "tests" / "programs" / "in_place.py"), str(tmp_path), "30")
+    with hosts.launch(*options, *program, BYTEPS_LINK_MBIT="1000") as job:
+        job.until("rank 1: step 5")
+        hosts.lose(hosts.hosts[1])
+        assert job.end() == 0, job.text
+    assert f"the connection to {gpu2} has failed" in job.text
+    assert f"bpslaunch on {spare}: machine 1 is lost: this one takes its place" in job.text
+    assert any(line.startswith(f"[{spare}/1] rank 1 ends: ") for line in job.said)
+    assert not hosts.left()

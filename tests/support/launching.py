@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from support import supervise
 from support.clusters import LAUNCHERS, OURS, UNBUFFERED
@@ -66,3 +66,50 @@ def launched(*arguments: str, **environ: str) -> Iterator[Running]:
         yield running
     finally:
         running.close()
+
+
+class Launch:
+    """A command at work, often on another host: its output, line by line, stdout and stderr as one stream."""
+
+    def __init__(self, command: Sequence[str], environ: dict[str, str]) -> None:
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=subprocess.STDOUT, text=True, env=environ
+        )
+        self.said: list[str] = []
+        self._limit = threading.Timer(_LIMIT_S, self.process.kill)
+        self._limit.start()
+
+    def until(self, *texts: str) -> None:
+        """Read on until each of ``texts`` stands in some line."""
+        waiting = set(texts)
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.said.append(line.rstrip("\n"))
+            waiting = {text for text in waiting if text not in line}
+            if not waiting:
+                return
+        raise AssertionError(f"never said {sorted(waiting)}; it said:\n{self.text}")
+
+    def end(self) -> int:
+        """The exit status, once it has ended. ``text`` has all that it said."""
+        assert self.process.stdout is not None
+        self.said += [line.rstrip("\n") for line in self.process.stdout]
+        return self.process.wait()
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.said)
+
+    def __enter__(self) -> Launch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._limit.cancel()
+        self._limit.join()
+        self.process.kill()
+        assert self.process.stdout is not None
+        with contextlib.suppress(ValueError):
+            self.said += [line.rstrip("\n") for line in self.process.stdout]
+        self.process.stdout.close()
+        self.process.wait()

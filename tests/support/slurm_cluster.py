@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks.cluster.hosts import Host, cluster
 from support.clusters import clean_environment, has_namespaces
+from support.launching import Launch
 from support.processes import command_line, kill, wait_gone
 
 #: On a host: with names of its own, and otherwise this machine's files. ``ip netns exec`` would hide control groups.
@@ -123,19 +124,17 @@ class SlurmCluster:
             stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True, timeout=_LIMIT_S, check=False,
         )  # fmt: skip
 
-    def popen(self, *command: str, **environ: str) -> subprocess.Popen[str]:
+    def launch(self, *command: str, **environ: str) -> Launch:
         """Start a program on the login host."""
-        return subprocess.Popen(
-            self._on(self.login, command), env=self._environ(**environ), stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True,
-        )  # fmt: skip
+        return Launch(self._on(self.login, command), self._environ(**environ))
 
     def pids(self, node: str) -> list[int]:
         """The processes of jobs on this node."""
         said = subprocess.run(
             ["ip", "netns", "pids", self.nodes[node].name], capture_output=True, text=True, check=True
         ).stdout
-        return [pid for pid in map(int, said.split()) if "slurm" not in command_line(pid).partition(" ")[0]]
+        programs = {pid: Path(command_line(pid).partition(" ")[0]).name for pid in map(int, said.split())}
+        return [pid for pid, program in programs.items() if program and not program.startswith("slurm")]
 
     def left(self) -> list[str]:
         """Processes of jobs that are still there after a while, on any node."""

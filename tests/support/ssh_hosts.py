@@ -6,7 +6,6 @@ import contextlib
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 
 from benchmarks.cluster.hosts import Host, cluster
 from support.clusters import clean_environment, has_namespaces
+from support.launching import Launch
 from support.processes import children, command_line, kill, wait_gone
 
 _SSHD = "/usr/sbin/sshd"
@@ -76,6 +76,11 @@ class SshHosts:
         said = subprocess.run(["ip", "netns", "pids", host.name], capture_output=True, text=True, check=True).stdout
         return [pid for pid in map(int, said.split()) if "sshd" not in command_line(pid)]
 
+    def ssh_to(self, job: Launch, host: Host) -> int:
+        """The process of ssh with the ranks of this host: the last one that was started."""
+        started = children(job.process.pid)
+        return max(pid for pid in started if f" -- {host.address} " in command_line(pid))
+
     def left(self) -> list[str]:
         """Processes of the job that are still there after a while, on any host."""
         found = [pid for host in (self.login, *self.hosts) for pid in self.pids(host)]
@@ -99,57 +104,6 @@ class SshHosts:
                 kill(pid)
         for daemon in self._daemons.values():
             self._end(daemon)
-
-
-class Launch:
-    """bpslaunch at work: its output, line by line."""
-
-    def __init__(self, command: Sequence[str], environ: dict[str, str]) -> None:
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=subprocess.STDOUT, text=True, env=environ
-        )
-        self.said: list[str] = []
-        self._limit = threading.Timer(_LIMIT_S, self.process.kill)
-        self._limit.start()
-
-    def until(self, *texts: str) -> None:
-        """Read on until each of ``texts`` stands in some line."""
-        waiting = set(texts)
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.said.append(line.rstrip("\n"))
-            waiting = {text for text in waiting if text not in line}
-            if not waiting:
-                return
-        raise AssertionError(f"never said {sorted(waiting)}; it said:\n{self.text}")
-
-    def end(self) -> int:
-        """The exit status, once it has ended. ``text`` has all that it said."""
-        assert self.process.stdout is not None
-        self.said += [line.rstrip("\n") for line in self.process.stdout]
-        return self.process.wait()
-
-    def ssh_to(self, host: Host) -> int:
-        """The process of ssh with the ranks of this host: the last one that was started."""
-        return max(pid for pid in children(self.process.pid) if f" -- {host.address} " in command_line(pid))
-
-    @property
-    def text(self) -> str:
-        return "\n".join(self.said)
-
-    def __enter__(self) -> Launch:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._limit.cancel()
-        self._limit.join()
-        self.process.kill()
-        assert self.process.stdout is not None
-        with contextlib.suppress(ValueError):
-            self.said += [line.rstrip("\n") for line in self.process.stdout]
-        self.process.stdout.close()
-        self.process.wait()
 
 
 @contextlib.contextmanager
