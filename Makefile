@@ -5,6 +5,8 @@
 # torch for Linux brings gigabytes of CUDA libraries.
 # make torch-range: the backend of torch.distributed under the lowest and the highest torch that are supported, each in an
 # environment of its own.
+# make dist: the wheel and the source distribution in dist/, each tried in new environments with and without torch.
+# make lowest-versions: tests of each part with the oldest releases of all requirements that pyproject.toml allows.
 SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
@@ -19,7 +21,7 @@ TORCH_RANGE ?= 2.8.0 2.15.0
 CPU_TORCH_INDEX := https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?= $(CPU_TORCH_INDEX)
 
-.PHONY: lock demo docs test test-slow test-long torch torch-range check lint types proto format clean install fuzz chaos
+.PHONY: lock demo docs dist lowest-versions test test-slow test-long torch torch-range check lint types proto format clean install fuzz chaos
 
 environment = test -x $(BIN)/pip || { $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	|| { echo "byteps_py needs Python 3.11 or newer; set PYTHON=…"; exit 1; }; $(PYTHON) -m venv $(VENV); }
@@ -86,6 +88,42 @@ torch-%: pyproject.toml
 	.venv-torch-$*/bin/python -m pytest tests/torch/process_group/test_backend_matrix.py tests/torch/process_group/test_backend_examples.py \
 		tests/parallel/test_fsdp_cache.py
 
+# From the source distribution, so that a wheel has nothing that is only in this folder. Where an environment is needed,
+# it is a new one: what is there already would hide a requirement that is not stated.
+DIST := dist
+DIST_TOOLS := build/dist/tools/bin
+dist:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "byteps_py needs Python 3.11 or newer"; exit 1; }
+	@rm -rf $(DIST) build/dist && mkdir -p build/dist && $(PYTHON) -m venv build/dist/tools
+	@$(DIST_TOOLS)/$(PIP_INSTALL) build twine
+	@$(DIST_TOOLS)/python -P -m build --outdir $(DIST) .
+	@$(DIST_TOOLS)/python -P -m twine check --strict $(DIST)/*
+	@for file in $(DIST)/*.whl $(DIST)/*.tar.gz; do \
+		rm -rf build/dist/try && $(PYTHON) -m venv build/dist/try \
+		&& build/dist/try/bin/$(PIP_INSTALL) "$$file" \
+		&& build/dist/try/bin/python -P tests/programs/try_installation.py "$$file" \
+		&& rm -rf build/dist/try && $(PYTHON) -m venv build/dist/try \
+		&& { $(call install_torch,build/dist/try/bin,-c constraints.txt torch); } \
+		&& build/dist/try/bin/$(PIP_INSTALL) -c constraints.txt "$$file[torch]" \
+		&& build/dist/try/bin/python -P tests/programs/try_installation.py "$$file" || exit 1; \
+	done
+	@rm -rf build/dist
+
+# torch first, for the reason above. Its CPU builds are in the same index for every release.
+LOWEST := .venv-lowest/bin
+lowest_torch = $$(sed -n 's/^torch = \["torch>=\([0-9.]*\),.*/\1/p' pyproject.toml)
+lowest-versions: pyproject.toml
+	@test -x $(LOWEST)/pytest || { rm -rf .venv-lowest && $(PYTHON) -m venv .venv-lowest \
+		&& $(LOWEST)/$(PIP_INSTALL) uv \
+		&& { $(call install_torch,$(LOWEST),torch==$(lowest_torch)); } \
+		&& $(LOWEST)/uv pip install --quiet --python $(LOWEST)/python --resolution lowest-direct -e '.[dev]'; }
+	@$(LOWEST)/uv pip list --quiet --python $(LOWEST)/python
+	env -u PYTHONDONTWRITEBYTECODE $(LOWEST)/python -m pytest -n $(JOBS) $(LOWEST_TESTS)
+
+# A folder or two for each requirement: numpy and numba; pyzmq, xxhash and cryptography; grpcio and protobuf; torch.
+LOWEST_TESTS := tests/kernels tests/dataplane tests/security tests/wire tests/scheduler tests/server tests/session \
+	tests/cli tests/placement tests/launch/test_launch.py tests/torch/process_group/test_backend_matrix.py
+
 # Ten million seeded inputs, shared among all parsers and cores: minutes.
 fuzz: install
 	$(BIN)/python -m tests.fuzz --inputs 10000000
@@ -115,4 +153,4 @@ proto: install
 	$(BIN)/python proto/generate.py
 
 clean:
-	rm -rf $(VENV) .venv-torch-* build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-torch-* .venv-lowest build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,4 +1,5 @@
-"""What an installed wheel holds, every package of the source tree under one name; and which torch `make` installs."""
+"""What a wheel and a source distribution hold, every package of the source tree under one name; which releases of
+requirements they ask for; and which torch `make` installs."""
 
 from __future__ import annotations
 
@@ -7,40 +8,98 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+
+from byteps_py import __version__
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("byteps_py", "server", "worker", "proto")
 KEPT = {".py", ".pyi", ".proto", ".json"}
+(TORCH,) = re.findall(r"^torch==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+
+
+BESIDE = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "CHANGELOG.md", "MANIFEST.in")
+BUILD = "import sys, setuptools.build_meta as b; getattr(b, sys.argv[1])(sys.argv[2])"
 
 
 @pytest.mark.slow
-def test_a_wheel_has_every_file_of_the_packages(tmp_path: Path) -> None:
+def test_distributions_have_every_file_of_the_packages_and_no_other(tmp_path: Path) -> None:
     """Modules, and what they read: schemas, tables, types."""
     tree = tmp_path / "tree"
     for name in FOLDERS:
         shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+    for name in BESIDE:
         shutil.copy(ROOT / name, tree)
     (tree / "build" / "types" / "byteps_py" / "old").mkdir(parents=True)  # as `make check` leaves it
     (tree / "build" / "types" / "byteps_py" / "old" / "__init__.py").touch()
-    pip = [sys.executable, "-m", "pip", "wheel", ".", "--no-deps", "--no-build-isolation", "--quiet", "-w", tmp_path]
-    done = subprocess.run(pip, cwd=tree, capture_output=True, text=True, timeout=110)
-    assert done.returncode == 0, done.stderr
-    [wheel] = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        held = {name for name in archive.namelist() if not name.split("/")[0].endswith(".dist-info")}
+    for stray in ("tests/test_stray.py", "docs/page.md", "deploy/secret", "benchmarks/stray.py"):
+        (tree / stray).parent.mkdir()
+        (tree / stray).touch()
+    for hook in ("build_wheel", "build_sdist"):
+        build = [sys.executable, "-W", "ignore", "-c", BUILD, hook, str(tmp_path)]
+        done = subprocess.run(build, cwd=tree, capture_output=True, text=True, timeout=110)
+        assert done.returncode == 0, done.stderr
     kept = [path.relative_to(ROOT) for name in FOLDERS for path in (ROOT / name).rglob("*") if path.suffix in KEPT]
-    expected = {str(path if path.parts[0] == "byteps_py" else "byteps_py" / path) for path in kept}
-    assert held == expected | {"byteps_py/py.typed"}
+    kept.append(Path("byteps_py/py.typed"))
+    [wheel] = tmp_path.glob(f"byteps_py-{__version__}-py3-none-any.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        [top_level] = [name for name in names if name.endswith(".dist-info/top_level.txt")]
+        assert archive.read(top_level) == b"byteps_py\n"
+    held = {name for name in names if not name.split("/")[0].endswith(".dist-info")}
+    assert held == {str(path if path.parts[0] == "byteps_py" else "byteps_py" / path) for path in kept}
+    [sdist] = tmp_path.glob(f"byteps_py-{__version__}.tar.gz")
+    with tarfile.open(sdist) as packed:
+        held = {member.name.partition("/")[2] for member in packed if member.isfile()}
+    about = {name for name in held if name.startswith("byteps_py.egg-info/")} | {"PKG-INFO", "setup.cfg"}
+    assert held - about == {*map(str, kept), *BESIDE}
+
+
+def test_every_requirement_has_a_first_and_a_last_release() -> None:
+    """And a torch of the range is the one that `make` installs."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    for text in (*project["dependencies"], *extras["torch"]):
+        assert {each.operator for each in Requirement(text).specifier} == {">=", "<"}, text
+    [torch] = map(Requirement, extras["torch"])
+    assert TORCH in torch.specifier
+    for name in ("benchmarks", "examples", "dev"):
+        assert str(torch) in {str(Requirement(text)) for text in extras[name]}
+    latest = max(int(each.rpartition(".")[2]) for each in project["classifiers"] if "Python :: 3." in each)
+    done = subprocess.run(["make", "-pn", "nothing"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    [tested] = re.findall(r"^TORCH_RANGE \S+ (.*)$", done.stdout, re.MULTILINE)
+    assert all(version in torch.specifier for version in tested.split()), tested
+    assert latest >= sys.version_info.minor
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1000)
+def test_what_make_dist_builds_works_in_new_environments(tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    for name in (*FOLDERS, "tests/programs"):
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in (*BESIDE, "Makefile", "constraints.txt"):
+        shutil.copy(ROOT / name, tree)
+    done = subprocess.run(
+        ["make", "dist", f"PYTHON={sys.executable}", f"TORCH_INDEX={os.environ.get('TORCH_INDEX', '')}"],
+        cwd=tree, capture_output=True, text=True, timeout=900,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("PASSED") == 2, done.stdout  # twine
+    for suffix in (".tar.gz", "-py3-none-any.whl"):
+        tried = [
+            line for line in done.stdout.splitlines() if line.startswith(f"dist/byteps_py-{__version__}{suffix}: ")
+        ]
+        assert [("torch 2." in line, "no torch: " in line) for line in tried] == [(False, True), (True, False)], tried
 
 
 # ---- make torch ---------------------------------------------------------------------------------------------------
-
-(TORCH,) = re.findall(r"^torch==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
 
 
 def put_wheel(folder: Path, version: str) -> None:
