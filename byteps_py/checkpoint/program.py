@@ -38,7 +38,8 @@ class CheckpointOptions:
 
 class CheckpointProgram:
     """Writes to ``folder`` the states that the servers of the job of ``settings`` hold. ``say``: prints a sentence
-    about progress."""
+    once something is done. ``progress``: called with (pieces read, all pieces, what they are of) while one is written.
+    """
 
     def __init__(
         self,
@@ -48,7 +49,9 @@ class CheckpointProgram:
         say: Callable[[str], None],
         sleep: Callable[[float], None] = time.sleep,
         new_reader: Callable[[Settings], ShadowReader] = ShadowReader,
+        progress: Callable[[int, int, str], None] = lambda done, total, text: None,
     ) -> None:
+        self._progress = progress
         self._new_reader = new_reader
         self._settings = settings
         self._folder = folder
@@ -129,14 +132,19 @@ class CheckpointProgram:
 
     def _write(self, reader: ShadowReader, found: Restorable) -> None:
         begun_s = time.monotonic()
+        done = total = 0
 
         def hold() -> None:
+            nonlocal done
+            self._progress(done, total, f"step {found.step}")
+            done += 1
             if time.monotonic() - self._renewed_s > _RENEW_S:
                 reader.describe(HOLD_S)
                 self._renewed_s = time.monotonic()
 
         state = stored_state(reader, found, hold)
         sizes = [tensor.nbytes for tensor in whole_tensors(state)]
+        total, done = sum(1 + nbytes // self._options.piece_bytes for nbytes in sizes), 0
         attached = sum(record.attached_bytes for record in found.records.values())
         self._folder.check_room(sum(sizes) + attached + _BESIDE_BYTES * len(sizes))
         with self._folder.new(found.step) as draft:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from typing import TYPE_CHECKING, Any
+
+from byteps_py.cli.command import add_command, add_json
 
 if TYPE_CHECKING:
     from byteps_py.config.variables import Variable
@@ -14,12 +17,15 @@ _LINK = re.compile(r"\[([^]]+)\]\([^)]*\)")  # of Markdown
 
 def add_parser(subparsers: Any) -> None:
     """Add the command to `bps`."""
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "env",
         help="list the environment variables",
         description="List the environment variables that byteps_py reads. Of several names, the first one set counts.",
+        example="bps env",
     )
     parser.add_argument("--markdown", action="store_true", help="print Markdown, as in docs/reference/variables.md")
+    add_json(parser)
     parser.set_defaults(handler=run)
 
 
@@ -30,6 +36,11 @@ def run(arguments: argparse.Namespace) -> int:
 
     defaults = Settings()
     rows = [(variable, _default(variable, getattr(defaults, variable.field))) for variable in VARIABLES]
+    if arguments.json:
+        keys = ("names", "default", "takes", "meaning", "detail")
+        values = [(one.names, default, one.allowed(), one.meaning, one.detail) for one, default in rows]
+        print(json.dumps([dict(zip(keys, each, strict=True)) for each in values], indent=2))
+        return 0
     if arguments.markdown:
         print("| variable | default | takes | meaning |\n|---|---|---|---|")
         for variable, default in rows:

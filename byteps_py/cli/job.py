@@ -1,105 +1,100 @@
-"""Commands about a running job: ``bps status``, ``bps stop``, ``bps scale`` and ``bps checkpoint``.
-
-The job is that of ``--scheduler`` or of the environment, else the only one on this machine.
-"""
+"""Commands about a running job: ``bps status``, ``bps stop`` and ``bps scale``."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
-import os
-import signal
-import sys
-import time
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from byteps_py.config.settings import Settings
-from byteps_py.errors import BytePSError, ConfigurationError, RendezvousError, UsageError
-from byteps_py.system import jobs
-from byteps_py.system.log import configure, logger
-from byteps_py.wire.launch_protocol import handle_signals
+from byteps_py.cli.command import add_command, add_json
+from byteps_py.cli.job_choice import (
+    add_job_choice,
+    add_timeout,
+    chosen_settings,
+    job_name,
+    job_start,
+    names_scheduler,
+    settings_of,
+)
+from byteps_py.errors import BytePSError, UsageError
 from byteps_py.wording import count_text
 
 if TYPE_CHECKING:
     from byteps_py.proto import control_pb2 as pb
+    from byteps_py.system.jobs import JobNote
 
 _COLUMNS = (
     "member", "machine", "process", "address", "state", "heard", "received MB", "sent MB", "local MB", "summed MB",
     "share", "CPU s", "resident MB",
 )  # fmt: skip
-#: The automatic writer of checkpoints gives way to the server's sums.
-_NICENESS = 19
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(subparsers: Any) -> None:
     """Add the commands. Their handlers raise the errors of ``scheduler.query``."""
-    status = subparsers.add_parser("status", help="show the members of a job, their traffic and what they wait for")
-    status.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    status = add_command(
+        subparsers,
+        "status",
+        help="show the members of a job, their traffic and what they wait for",
+        example="bps status --scheduler 10.0.0.1:9000",
+        exits={0: "the job forms, runs or has ended well", 1: "it has failed, or does not answer"},
+    )
     status.set_defaults(handler=run_status)
-    stop = subparsers.add_parser("stop", help="end the job in order: every service leaves it")
+    stop = add_command(
+        subparsers,
+        "stop",
+        help="end the job in order: every service leaves it",
+        example="bps stop --reason 'the disk is full'",
+        exits={0: "its members have been told to leave", 1: "its scheduler does not answer"},
+    )
     stop.add_argument("--reason", default="bps stop", help="the reason that the processes get and log")
     stop.set_defaults(handler=run_stop)
-    scale = subparsers.add_parser("scale", help="change the number of CPU machines of a running job")
+    scale = add_command(
+        subparsers,
+        "scale",
+        help="change the number of CPU machines of a running job",
+        example="bps scale 2",
+        exits={
+            0: "the job has so many CPU machines, or those to remove are leaving",
+            1: "it has fewer, and what it prints starts more; or its scheduler does not answer",
+        },
+    )
     scale.add_argument("servers", type=int, nargs="?", default=-1, help="how many CPU machines the job is to have")
     scale.add_argument(
         "--remove", metavar="HOST:PORT", action="append", default=[], help="remove this server (see `bps status`)"
     )
+    scale.add_argument(
+        "--pool", metavar="HOST:PORT", default="", help="let the pool of the job give it so many; default: BYTEPS_POOL"
+    )
     scale.set_defaults(handler=run_scale)
     for parser in (status, stop, scale):
-        _add_scheduler(parser)
-        parser.add_argument("--timeout", type=float, default=5.0, metavar="S", help="how long to wait for an answer")
-    _add_checkpoint(subparsers)
-
-
-def _add_checkpoint(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "checkpoint",
-        help="write a checkpoint from what servers hold, while the training goes on",
-        description="Write DIR/step-N in the format of torch.distributed.checkpoint, from the states that summation "
-        "servers keep with DistributedOptimizer(…, shadow=True). Needs PyTorch on this machine.",
-    )
-    parser.add_argument("folder", metavar="DIR", help="one folder for each training; made if it does not exist")
-    parser.add_argument("--every", type=float, metavar="SECONDS", help="write one after another until the job ends")
-    parser.add_argument("--keep", type=int, metavar="N", help="remove all but the newest N; default: keep all")
-    parser.add_argument("--with-parent", type=int, default=0, help=argparse.SUPPRESS)
-    parser.add_argument("--normal-priority", action="store_true", help=argparse.SUPPRESS)
-    _add_scheduler(parser)
-    parser.set_defaults(handler=run_checkpoint)
-
-
-def _add_scheduler(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--scheduler",
-        metavar="HOST:PORT",
-        default="",
-        help="default: DMLC_PS_ROOT_URI and _PORT, else the job of this machine",
-    )
+        add_job_choice(parser)
+        add_timeout(parser)
+        add_json(parser)
 
 
 def run_status(arguments: argparse.Namespace) -> int:
     """Print the job's state, or those of all jobs of this machine. Returns 0, or 1 if one has failed or does not
     answer."""
     from byteps_py.scheduler import query  # not above: protobuf is slow to load, and `bps` has other commands
+    from byteps_py.system import jobs
 
-    found = [] if _names_scheduler(arguments) else jobs.find()
+    found = [] if names_scheduler(arguments) else jobs.find()
     if len(found) > 1 and not arguments.json:
         return max([_print_one(job, arguments) for job in found])
-    reply = query.status(_chosen_settings(arguments), arguments.timeout)
+    reply = query.status(chosen_settings(arguments), arguments.timeout)
     print(json.dumps(query.to_dict(reply), indent=2) if arguments.json else to_text(reply))
     return int(reply.state == reply.STATE_FAILED)
 
 
-def _print_one(job: jobs.JobNote, arguments: argparse.Namespace) -> int:
+def _print_one(job: JobNote, arguments: argparse.Namespace) -> int:
     """Print one of several jobs."""
     from byteps_py.scheduler import query
 
-    print(f"── {_job_name(job)}")
-    if begun := _job_start(job):
+    print(f"── {job_name(job)}")
+    if begun := job_start(job):
         print(begun)
     try:
-        reply = query.status(_settings_of(job), arguments.timeout)
+        reply = query.status(settings_of(job), arguments.timeout)
     except BytePSError as error:
         print(
             f"it can't be reached from here, and may run in another network namespace, such as a container's: {error}\n"
@@ -113,8 +108,11 @@ def run_stop(arguments: argparse.Namespace) -> int:
     """End the job."""
     from byteps_py.scheduler import query
 
-    settings = _chosen_settings(arguments)
+    settings = chosen_settings(arguments)
     query.stop(settings, arguments.reason, arguments.timeout)
+    if arguments.json:
+        print(json.dumps({"scheduler": settings.scheduler_address}))
+        return 0
     print(f"the scheduler at {settings.scheduler_address} has told all members to leave")
     return 0
 
@@ -125,10 +123,25 @@ def run_scale(arguments: argparse.Namespace) -> int:
 
     if arguments.servers < 0 and not arguments.remove:
         raise UsageError("bps scale needs the number of CPU machines, or --remove with the address of one")
-    settings = _chosen_settings(arguments)
+    settings = chosen_settings(arguments)
+    pool = arguments.pool or settings.pool
+    if pool and not arguments.remove:
+        from byteps_py.lending.pool_service import ask, pool_settings
+
+        values = {"scheduler": settings.scheduler_address, "servers": arguments.servers}
+        answer = ask(pool_settings(pool), "Scale", values, arguments.timeout)
+        missing = max(0, arguments.servers - len(answer["lenders"]))
+        if arguments.json:
+            print(json.dumps({"servers": len(answer["lenders"]), "missing": missing}))
+        else:
+            print(f"servers from {', '.join(answer['lenders']) or 'nobody'}: {answer['reason']}")
+        return int(missing > 0)
     left = query.scale(settings, max(arguments.servers, -1), arguments.remove, arguments.timeout)
-    print(f"{count_text(left, 'CPU machine')} {'lends' if left == 1 else 'lend'} a summation service")
     missing = arguments.servers - left
+    if arguments.json:
+        print(json.dumps({"servers": left, "missing": max(0, missing)}))
+        return int(missing > 0)
+    print(f"{count_text(left, 'CPU machine')} {'lends' if left == 1 else 'lend'} a summation service")
     if missing <= 0:
         return 0
     where = "a spare machine" if missing == 1 else count_text(missing, "spare machine")
@@ -201,116 +214,3 @@ def _row(member: dict[str, Any]) -> tuple[str, ...]:
 
 def _mb(nbytes: int) -> str:
     return f"{nbytes / 1e6:.1f}"
-
-
-# ---- bps checkpoint --------------------------------------------------------------------------------------------
-
-
-def run_checkpoint(arguments: argparse.Namespace) -> int:
-    """Write checkpoints. Returns 0; raises the errors of CheckpointProgram.run and CheckpointFolder, and
-    ConfigurationError without PyTorch."""
-    if arguments.every is not None and not 0 < arguments.every < 1e9:
-        raise UsageError(f"--every={arguments.every:g}: give the seconds from one checkpoint to the next")
-    if arguments.keep is not None and arguments.keep < 1:
-        raise UsageError(f"--keep={arguments.keep}: at least the newest checkpoint is kept")
-    settings = jobs.with_local_secret(_chosen_settings(arguments))
-    say: Callable[[str], None] = _print
-    if arguments.with_parent:
-        from byteps_py.launch.process_guard import die_with
-
-        die_with(arguments.with_parent)()
-        if not arguments.normal_priority:
-            os.nice(_NICENESS)
-        say = logger.info
-    configure(settings.log_level, "checkpoint")
-    try:
-        from byteps_py.checkpoint.program import CheckpointOptions, CheckpointProgram
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        raise ConfigurationError(
-            "bps checkpoint needs PyTorch, and it is not installed here: pip install '.[torch]' (a build for "
-            "the CPU is enough)"
-        ) from None
-    from byteps_py.checkpoint_files import CheckpointFolder
-
-    with handle_signals((signal.SIGTERM, signal.SIGINT), _end), CheckpointFolder(arguments.folder) as folder:
-        CheckpointProgram(settings, folder, CheckpointOptions(arguments.every, arguments.keep), say).run()
-    return 0
-
-
-def _print(sentence: str) -> None:
-    print(sentence, flush=True)
-
-
-def _end(signum: int, frame: object) -> NoReturn:
-    sys.exit(128 + signum)  # incomplete files are removed
-
-
-# ---- which job -------------------------------------------------------------------------------------------------
-
-
-def _names_scheduler(arguments: argparse.Namespace) -> bool:
-    """The command line or the environment names a scheduler."""
-    return bool(arguments.scheduler or Settings.from_env().scheduler_host)
-
-
-def _chosen_settings(arguments: argparse.Namespace) -> Settings:
-    """The settings of the job that the command line or the environment names, else of the only one on this machine."""
-    if not _names_scheduler(arguments):
-        found = jobs.find()
-        if not found:
-            raise RendezvousError(
-                "no job of yours runs on this machine. For a job elsewhere, or of another user, name its scheduler: "
-                "--scheduler HOST:PORT, or DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT"
-            )
-        if len(found) > 1:
-            listed = [f"\n  {_job_name(job)}{f': {begun}' if (begun := _job_start(job)) else ''}" for job in found]
-            raise UsageError(f"which job? Choose one with --scheduler HOST:PORT:{''.join(listed)}")
-        return _settings_of(found[0])
-    settings = Settings.from_env()
-    if not arguments.scheduler:
-        return settings
-    # For a job of this machine, its note has the job id, which is part of the authentication.
-    if not settings.job_id and (job := next((j for j in jobs.find() if j.address == arguments.scheduler), None)):
-        return _settings_of(job)
-    host, _, port = arguments.scheduler.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ConfigurationError(f"--scheduler={arguments.scheduler!r} is not HOST:PORT")
-    return _settings_at(host, int(port), {})
-
-
-def _settings_of(job: jobs.JobNote) -> Settings:
-    """The settings for requests to its scheduler. Raises ConfigurationError if it has none, or if its secret can't be
-    read."""
-    if not job.address:
-        raise ConfigurationError(
-            f"{_job_name(job)} has no scheduler that could answer: its communication service does that work"
-        )
-    own = {"BYTEPS_SECRET_FILE": job.secret_file, "BYTEPS_LOCAL_SECRET": job.local_secret}
-    settings = _settings_at(job.scheduler_host, job.scheduler_port, {name: text for name, text in own.items() if text})
-    return dataclasses.replace(settings, job_id=job.job_id, local_secret=job.local_secret)
-
-
-def _settings_at(host: str, port: int, also: Mapping[str, str]) -> Settings:
-    """The settings of the job whose scheduler is there. ``also``: variables, where the environment has none."""
-    place = {"DMLC_PS_ROOT_URI": host, "DMLC_PS_ROOT_PORT": str(port)}
-    return Settings.from_env({**also, **{name: text for name, text in os.environ.items() if text}, **place})
-
-
-def _job_name(job: jobs.JobNote) -> str:
-    """The name of the job in messages."""
-    name = f" (BYTEPS_JOB_ID={job.job_id})" if job.job_id else ""
-    if not job.address:
-        return f"a job of {count_text(job.ranks, 'rank')} on this machine alone, process {job.pid}{name}"
-    return f"the job of the scheduler at {job.address}{name}"
-
-
-def _job_start(job: jobs.JobNote) -> str:
-    """The start of the job in messages: the command, the time and the folder; empty if it is not known."""
-    if not job.started_s:
-        return ""
-    ago_s = max(0.0, time.time() - job.started_s)
-    ago = f"{ago_s:.0f} s" if ago_s < 120 else f"{ago_s / 60:.0f} min" if ago_s < 7200 else f"{ago_s / 3600:.0f} h"
-    here = " (this folder)" if job.folder and job.folder == os.getcwd() else ""
-    return f"{job.command or f'process {job.pid}'}, started {ago} ago{f' in {job.folder}' if job.folder else ''}{here}"

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from byteps_py.cli.command import add_command, add_json
+
 if TYPE_CHECKING:
     from byteps_py.tools.numerics.precision import AccumulationError
 
@@ -26,11 +28,13 @@ def add_parser(subparsers: Any) -> None:
 
 
 def _add_compare(commands: Any) -> None:
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "compare",
         help="compare a recorded run with a reference, bit by bit",
-        description="Compare the records of bps.parallel.numerics.Recorder, tensor by tensor and step by step. Exit "
-        "code: 0 equal, 1 different, 2 the records can't be compared.",
+        description="Compare the records of bps.parallel.numerics.Recorder, tensor by tensor and step by step.",
+        example="bps numerics compare records/reference records/run",
+        exits={0: "equal", 1: "different", 2: "the records can't be compared"},
     )
     parser.add_argument("reference", type=Path, metavar="REFERENCE", help="folder of the reference's records")
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run's records")
@@ -42,16 +46,18 @@ def _add_compare(commands: Any) -> None:
         help="largest relative error of a tensor that does not count as a difference; default 0: every bit",
     )
     parser.add_argument("--modules", default="*", metavar="PATTERN", help="compare modules with such names only")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_json(parser)
     parser.set_defaults(handler=compare_runs)
 
 
 def _add_precision(commands: Any) -> None:
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "precision",
         help="measure the error of accumulation in bfloat16 and in float32",
         description="Measure relative errors against float64, of real gradients of a small seeded model on this "
         "processor: micro-batch accumulation, data-parallel reduce-scatter, cross-attention's image gradients.",
+        example="bps numerics precision --counts 2,8",
     )
     parser.add_argument(
         "--counts",
@@ -62,7 +68,7 @@ def _add_precision(commands: Any) -> None:
     )
     parser.add_argument("--hidden", type=int, default=64, metavar="H", help="the model's width; default 64")
     parser.add_argument("--seed", type=int, default=0, help="of weights and samples; default 0")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_json(parser)
     parser.set_defaults(handler=measure)
 
 

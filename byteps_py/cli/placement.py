@@ -7,6 +7,8 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
+from byteps_py.cli.command import add_command, add_json
+
 if TYPE_CHECKING:
     from fractions import Fraction
 
@@ -16,10 +18,12 @@ if TYPE_CHECKING:
 
 def add_parser(subparsers: Any) -> None:
     """Add the command to `bps`."""
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "placement",
         help="show what each machine would hold of a model",
         description="Work out where the partitions of a model's gradients (float32) would be summed.",
+        example="bps placement --model bert-large -n 8 -k 4",
     )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--model", metavar="NAME", help="a well-known model: resnet50, vgg16, bert-large, gpt2")
@@ -32,7 +36,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("-k", type=int, default=0, help="CPU machines (they only sum); default 0")
     parser.add_argument("--cpu-mbit", type=_rates, default=[], metavar="R,R,…", help="with --gpu-mbit: CPU machines'")
     parser.add_argument("--partition-bytes", type=int, metavar="B", help="largest partition; default 8 MB")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_json(parser)
     parser.set_defaults(handler=run)
 
 

@@ -9,6 +9,8 @@ import textwrap
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from byteps_py.cli.command import add_command, add_json
+
 if TYPE_CHECKING:
     from byteps_py.tools.plan.sizing import SizePlan
 
@@ -26,11 +28,13 @@ def add_parser(subparsers: Any) -> None:
 
 
 def _add_size(plans: Any) -> None:
-    parser = plans.add_parser(
+    parser = add_command(
+        plans,
         "size",
         help="the sizes of tensor, context, pipeline and data parallelism",
         description="Work out the sizes of tensor (tp), context (cp), pipeline (pp) and data parallelism (dp) for a "
         "transformer, by the rules by which Llama 3 was divided.",
+        example="bps plan size --gpus 64 --batch-tokens 4M --sequence 8K --model llama3-8b",
     )
     parser.add_argument("--gpus", required=True, metavar="N", help="GPUs of the whole job")
     parser.add_argument(
@@ -51,7 +55,7 @@ def _add_size(plans: Any) -> None:
     parser.add_argument(
         "--memory-gb", type=float, default=80.0, metavar="GB", help="of each GPU, in units of 10^9 bytes; default 80"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_json(parser)
     parser.set_defaults(handler=run_size)
 
 
@@ -75,12 +79,14 @@ def run_size(arguments: argparse.Namespace) -> int:
 
 
 def _add_memory(plans: Any) -> None:
-    parser = plans.add_parser(
+    parser = add_command(
+        plans,
         "memory",
         help="the memory of parameters, gradients and optimizer states, for each stage of ZeRO",
         description="Print the bytes of parameters, gradients and Adam's states on each rank for the stages of ZeRO: "
         "16 bytes a parameter, in mixed precision (2 + 2 + 12) and in float32 (4 + 4 + 8), without "
         "activations.",
+        example="bps plan memory --parameters 7.5B --sharding 64",
     )
     parser.add_argument(
         "--parameters", required=True, metavar="P", help="of the model; K, M and B stand for 10^3, 10^6 and 10^9"
@@ -88,7 +94,7 @@ def _add_memory(plans: Any) -> None:
     parser.add_argument(
         "--sharding", required=True, type=int, metavar="N", help="ranks that share states (of one copy of the model)"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_json(parser)
     parser.set_defaults(handler=run_memory)
 
 

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from byteps_py.cli.command import add_command, add_json
 from byteps_py.errors import UsageError
 
 if TYPE_CHECKING:
@@ -20,10 +21,12 @@ MOST_WORKERS, MOST_PASSES = 500, 100_000
 
 def add_parser(subparsers: Any) -> None:
     """Add the command to `bps`."""
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "schedule",
         help="show the chart and the figures of a pipeline schedule",
         description="Simulate one step of a pipeline schedule: each worker carries out its list of actions in order.",
+        example="bps schedule interleaved -p 4 -m 8 --chunks 2",
     )
     parser.add_argument("name", metavar="NAME", help=f"{', '.join(NAMES)}; 1f1b is dapple")
     parser.add_argument("-p", type=int, required=True, metavar="P", help="workers")
@@ -44,7 +47,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--backward", type=float, default=2.0, metavar="T", help="of a backward pass; default 2")
     parser.add_argument("--p2p", type=float, default=0.0, metavar="T", help="of a transfer between workers; default 0")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write a chart there, too")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_json(parser)
     parser.set_defaults(handler=run)
 
 

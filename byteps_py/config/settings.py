@@ -88,6 +88,8 @@ class Settings:
     reset_limit: int = 0
     max_restarts: int = 0
     report: str = ""
+    log_dir: str = ""
+    pool: str = ""
     timeline: str = ""
     timeline_mark_cycles: bool = False
     trace_on: bool = False

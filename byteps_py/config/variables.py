@@ -59,6 +59,11 @@ def is_host(text: str) -> bool:
     return True
 
 
+def _is_address(text: str) -> bool:
+    host, _, port = text.rpartition(":")
+    return is_host(host) and port.isdecimal() and 0 < int(port) < 65536
+
+
 def _is_interface(text: str) -> bool:
     """The kernel's rule."""
     return (
@@ -103,9 +108,11 @@ VALIDATORS: dict[str, Validator] = {
     "machine_id": _IDENTIFIER,
     "job_id": Validator(f"{_IDENTIFIER.takes}; so does a launcher's name for the job", _is_identifier),
     "socket_name": Validator(f"printable characters, at most {MAX_SOCKET_NAME_BYTES} bytes", _is_socket_name),
+    "pool": Validator("HOST:PORT", _is_address),
     "secret_file": _PATH,
     "journal_dir": _PATH,
     "report": _PATH,
+    "log_dir": _PATH,
     "shadow_dir": _PATH,
     "timeline": _PATH,
     "trace_dir": _PATH,
@@ -252,6 +259,8 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("max_restarts", ("BYTEPS_MAX_RESTARTS",), int, "how often bpslaunch starts each rank and communication service again that has failed; the others wait for it, and training goes on from the step under way (shadow=True)", low=0, high=1 << 20),
     Variable("reset_limit", ("BYTEPS_RESET_LIMIT",), int, "elastic: how often the group may be formed again before the job ends with an error; 0: no limit", low=0, high=1 << 20),
     Variable("report", ("BYTEPS_REPORT",), str, "file to which the scheduler writes, at the end, what each service carried (JSON)"),
+    Variable("log_dir", ("BYTEPS_LOG_DIR",), str, "folder in which bpslaunch also writes what each process prints, for `bps logs`", detail="Several launchers may share it: below it, each role of DMLC_ROLE has a folder of its own. bpslaunch --log-dir sets it."),
+    Variable("pool", ("BYTEPS_POOL",), str, "address (HOST:PORT) of a pool whose lenders give this job CPU machines (`bps pool`, `bps lend`)", detail="bpslaunch --pool sets it."),
     Variable("timeline", ("HOROVOD_TIMELINE",), str, "file for a timeline of rank 0, a Chrome trace; rank N appends .rankN; DYNAMIC: when start_timeline() is called"),
     Variable("timeline_mark_cycles", ("HOROVOD_TIMELINE_MARK_CYCLES",), bool, "mark the times at which a tensor is sent while no other is in flight"),
     Variable("trace_on", ("BYTEPS_TRACE_ON",), bool, "write a timeline of some rounds of each tensor to <BYTEPS_TRACE_DIR>/<rank>/comm.json"),

@@ -8,9 +8,11 @@ import secrets
 import shlex
 import shutil
 import signal
+import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from byteps_py.config.settings import Settings, ignored_variables
@@ -108,11 +110,13 @@ def _run(arguments: Sequence[str], outer_environ: Mapping[str, str], link: Launc
         if link:
             link.report(HostReport(taken=True))
         environ = {**environ, "DMLC_WORKER_ID": str(number)}
+    how = given.how
+    if given.log_dir is not None:
+        how = dataclasses.replace(how, folder=log_folder(given.log_dir, environ, bool(given.ranks or given.hosts)))
     for sentence in ignored_variables(environ) if link is None else ():
         print_message(sentence)
     jobs.prepare()
     environ = {**environ, COMMAND_VARIABLE: shlex.join(["bpslaunch", *arguments])}
-    how = given.how
     if link is not None:
         tags = how.tag_output is None or how.tag_output  # other hosts write to the same terminal
         how = dataclasses.replace(how, host=link.label, launcher=link, tag_output=tags)
@@ -147,6 +151,22 @@ def _host_specs(given: command_line.LaunchOptions, environ: Mapping[str, str]) -
         os.getcwd(),
     )
     return remote_hosts.host_plan(given.hosts, job, remote_hosts.ask_hosts(given.hosts, job), environ)
+
+
+def log_folder(log_dir: Path, environ: Mapping[str, str], is_whole: bool) -> Path:
+    """Where this launcher keeps output below BYTEPS_LOG_DIR. ``is_whole``: it starts the whole cluster; else others may
+    share the folder, over a file system of several machines.
+
+    >>> str(log_folder(Path("/logs"), {"DMLC_ROLE": "worker", "DMLC_WORKER_ID": "3"}, False))
+    '/logs/worker-3'
+    """
+    role = environ.get("DMLC_ROLE", "").strip().lower()
+    if is_whole:
+        return log_dir
+    if role == "server":
+        return log_dir / f"server-{socket.gethostname()}-{os.getpid()}"
+    number = "" if role == "scheduler" else f"-{environ.get('DMLC_WORKER_ID', '').strip() or '0'}"
+    return log_dir / f"{role}{number}"
 
 
 def _scheduler_address(specs: Sequence[ProcessSpec]) -> str:

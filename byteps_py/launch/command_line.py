@@ -18,6 +18,7 @@ from byteps_py.launch.installation import describe_build
 from byteps_py.launch.supervisor import Supervision
 
 _TAG_VARIABLE = "BYTEPS_TAG_OUTPUT"
+_LOG_VARIABLE = "BYTEPS_LOG_DIR"
 _HOST_GRACE_S = 5.0
 _WITH_HOSTS = (
     "--server-hosts",
@@ -76,7 +77,8 @@ started ends with the job.
 class LaunchOptions:
     """The parsed command line. ``ranks``: 0 if DMLC_ROLE or ``hosts`` selects the processes; ``variables``: to set in
     every process; ``host_arguments``: of the launcher on each of ``hosts``; ``starts_scheduler``: this machine of a
-    batch system's job runs the scheduler, too; ``lends_to``: SLURM's id of a job that this one helps."""
+    batch system's job runs the scheduler, too; ``lends_to``: SLURM's id of a job that this one helps;
+    ``log_dir``: where the output of this job's launchers is kept (see BYTEPS_LOG_DIR)."""
 
     command: tuple[str, ...]
     ranks: int
@@ -90,6 +92,7 @@ class LaunchOptions:
     host_arguments: tuple[str, ...] = ()
     starts_scheduler: bool = False
     lends_to: str = ""
+    log_dir: Path | None = None
 
 
 def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> LaunchOptions:
@@ -133,6 +136,10 @@ def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> LaunchOptions
         )
     if part.get("DMLC_NUM_WORKER") == "1" and part.get("DMLC_NUM_SERVER") == "0" and not (is_elastic or restarts):
         part = {name: text for name, text in part.items() if not name.startswith("DMLC_PS_ROOT")}  # no scheduler
+    log_dir = given.log_dir or (Path(text) if (text := environ.get(_LOG_VARIABLE, "").strip()) else None)
+    if given.log_dir and given.output_filename:
+        raise ConfigurationError("--log-dir and --output-filename both say where output is kept: give one of them")
+    kept_in = given.output_filename or log_dir
     variables = {
         **part,
         "BYTEPS_PARTITION_BYTES": given.partition_bytes,
@@ -145,6 +152,8 @@ def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> LaunchOptions
         "BYTEPS_MAX_NP": given.max_np,
         "BYTEPS_ELASTIC_TIMEOUT_S": given.elastic_timeout,
         "BYTEPS_RESET_LIMIT": given.reset_limit,
+        "BYTEPS_POOL": given.pool,
+        _LOG_VARIABLE: None if kept_in is None else str(kept_in.absolute()),
         "BYTEPS_REPORT": None if given.report is None else str(given.report.absolute()),
     }
     return LaunchOptions(
@@ -168,6 +177,7 @@ def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> LaunchOptions
         _host_arguments(given, restarts) if hosts else (),
         part.get("DMLC_WORKER_ID") == "0" and "DMLC_PS_ROOT_URI" in part,
         given.lend_to or "",
+        None if given.output_filename else log_dir,
     )
 
 
@@ -319,6 +329,12 @@ def build_parser() -> argparse.ArgumentParser:
         help="let ranks write to this terminal themselves (also BYTEPS_TAG_OUTPUT=0)",
     )  # fmt: skip
     add("--output-filename", type=Path, metavar="DIR", help="also write DIR/rank.R/stdout and stderr")
+    add("--pool", metavar="HOST:PORT", help="sets BYTEPS_POOL: take CPU machines from the lenders of this pool")
+    add(
+        "--log-dir", type=Path, metavar="DIR",
+        help="sets BYTEPS_LOG_DIR: also write what each process prints below DIR, which several launchers may share; "
+        "bps logs reads it",
+    )  # fmt: skip
     add("--grace-period", type=_seconds, default=5.0, metavar="S", help="from SIGTERM to SIGKILL (default 5)")
     add("-v", "--verbose", action="store_true", help="print what is started, with its variables")
     hosts = parser.add_argument_group("several hosts, over ssh")

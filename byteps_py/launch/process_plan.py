@@ -136,6 +136,8 @@ def _worker_plan(
         # BytePS's joint role: one of the DMLC_NUM_SERVER servers lives on this machine.
         server_env = {**env, "DMLC_ROLE": "server"}
         specs.insert(0, _server_spec("the summation service of a CPU machine", "ss-cpu", server_env))
+    if settings.worker_id == 0:
+        specs += _borrower(settings, env)
     meeting = _torch_address(settings) if many else ("127.0.0.1", port)
     kept = {} if settings.local_size > 1 else {name: environ[name] for name in _PLACE if environ.get(name)}
     env |= {
@@ -219,6 +221,7 @@ def cluster_plan(
     if gpu_machine_services:
         scheduler = scheduler_spec(environ, {**common, "BYTEPS_MACHINE_ID": "m0"})
         specs.append(replace(scheduler, retry_status=UNUSABLE_STATUS))
+        specs += _borrower(settings, common)
     for index in range(servers):
         # It ends with the cluster: no restarted job finds it.
         env = {**common, "DMLC_ROLE": "server", "BYTEPS_MACHINE_ID": f"c{index}", "BYTEPS_SHADOW_KEEP_S": "0"}
@@ -303,6 +306,19 @@ def _services(settings: Settings, env: Mapping[str, str], token: str, where: str
         )
     )  # fmt: skip
     return specs
+
+
+def _borrower(settings: Settings, env: Mapping[str, str]) -> list[ProcessSpec]:
+    """With BYTEPS_POOL, the process that asks the pool for servers. Raises ConfigurationError without a secret."""
+    if not settings.pool or settings.is_alone:
+        return []
+    if not settings.secret:
+        raise ConfigurationError(
+            "BYTEPS_POOL (--pool) needs the cluster secret of the pool and its lenders: set BYTEPS_SECRET or "
+            "BYTEPS_SECRET_FILE"
+        )
+    name, argv = "the process that asks the pool for servers", _service_argv("lending.borrow")
+    return [ProcessSpec(name, ProcessKind.SERVICE, "pool", argv, dict(env), is_dismissed=True, is_vital=False)]
 
 
 @dataclass(frozen=True, slots=True)

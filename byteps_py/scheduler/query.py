@@ -86,6 +86,7 @@ def to_dict(reply: pb.StatusReply) -> dict[str, Any]:
         "stalled": list(reply.stalled),
         "slow": list(reply.slow),
         "shadow": {"step": reply.shadow.step, "survives": reply.shadow.survives} if reply.shadow.survives else None,
+        "missing_workers": list(reply.missing_workers),
         "restarts": reply.restarts,
         "journal": reply.journal,
         "members": [_member(m, total) for m in reply.members],
@@ -96,6 +97,7 @@ def _member(status: pb.MemberStatus, total_summed: int) -> dict[str, Any]:
     member, counters = status.member, status.statistics
     is_worker = member.role == 1
     return {
+        "member_id": member.member_id,
         "kind": "worker" if is_worker else "server",
         "machine": f"{'CPU' if member.kind == 2 else f'GPU {member.machine_index}'}",
         "machine_id": member.machine_id,
@@ -104,6 +106,8 @@ def _member(status: pb.MemberStatus, total_summed: int) -> dict[str, Any]:
         "address": member.address,
         "first_rank": member.first_rank if is_worker else None,
         "local_size": member.local_size if is_worker else None,
+        "weight": 0 if is_worker else member.weight,
+        "link_mbit": member.link_mbit,
         "alive": status.alive,
         "left": status.left,
         "doubt": status.doubt,

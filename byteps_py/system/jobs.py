@@ -137,6 +137,7 @@ class JobNote:
         command: the launcher's command line; empty without a launcher.
         folder: where it was started.
         started_s: when, in seconds since the epoch; 0 if it is not known.
+        log_dir: the folder in which its launchers write what processes print; empty without one.
     """
 
     scheduler_host: str
@@ -149,6 +150,7 @@ class JobNote:
     command: str = ""
     folder: str = ""
     started_s: float = 0.0
+    log_dir: str = ""
 
     @property
     def address(self) -> str:
@@ -163,7 +165,7 @@ class JobNote:
         place = settings.scheduler_host, settings.scheduler_port
         command = os.environ.get(COMMAND_VARIABLE, "")[:_MAX_COMMAND]
         note = cls(*place, settings.job_id, secret_file, os.getpid(), ranks, settings.local_secret)
-        return replace(note, command=command, folder=_current_folder(), started_s=time.time())
+        return replace(note, command=command, folder=_current_folder(), started_s=time.time(), log_dir=settings.log_dir)
 
 
 def _current_folder() -> str:

@@ -13,7 +13,8 @@ from byteps_py.launch.command_line import build_parser as bpslaunch
 _HEAD = """# Commands
 
 Every option of `bpslaunch`, which starts jobs, and of `bps`, which looks at them. `--help` prints the same.
-`python docs/generators` makes this page from the parsers. [Start a job](../howto/launching.md) has examples.
+`python docs/generators` makes this page from the parsers. [Start a job](../howto/launching.md) and
+[look after a job](../howto/operating.md) have examples.
 
 """
 

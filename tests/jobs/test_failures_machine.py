@@ -75,7 +75,7 @@ def test_no_deadline_reads_the_wall_clock() -> None:
         "byteps_py/session/base.py: return int(time.time() * 1e3), ",
         "byteps_py/torch/timeline.py: ",
         "byteps_py/scheduler/member_links/journal.py: if is_own and time.time() - about.st_mtime",
-        "byteps_py/cli/job.py: ago_s = ",
+        "byteps_py/cli/job_choice.py: ago_s = ",
         "byteps_py/system/jobs.py: return replace(note, ",
     )
     assert all(line.startswith(allowed) for line in found), found

@@ -25,7 +25,9 @@ ALLOWED = {
     "launch": {"scheduler.query"},  # a spare machine asks for whom the job waits
     "session": {"dataplane", "kernels"},
     "scheduler": {"placement", "dataplane"},
-    "cli": {"placement", "scheduler", "parallel", "tools", "checkpoint", "launch.process_guard"},
+    "cli": {"placement", "scheduler", "parallel", "tools", "checkpoint", "doctor", "lending", "launch.process_guard"},
+    "lending": {"scheduler", "launch.process_guard"},
+    "doctor": {"dataplane", "scheduler", "runtime", "worker.io", "launch.installation"},
     "server": {"dataplane", "kernels", "runtime", "scheduler.client"},
     "worker": {"dataplane", "kernels", "placement", "runtime", "scheduler.client"},
     "shadow": {"dataplane", "kernels", "scheduler"},

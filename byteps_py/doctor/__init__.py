@@ -1,0 +1,6 @@
+"""What `bps doctor` looks at: this machine and this installation, and the ways to a job's members.
+
+finding         what a look has found, and what to change
+machine_checks  versions, cores, limits, ports, clock, GPUs and links of this machine
+link_checks     latency and rate to each member of a job
+"""

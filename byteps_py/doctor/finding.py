@@ -1,0 +1,44 @@
+"""What one look of `bps doctor` has found. Pure; any thread."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+
+
+class Level(StrEnum):
+    """How bad it is. Only FAIL makes `bps doctor` exit with 1."""
+
+    OK = "ok"
+    WARN = "warn"  # a job runs, but slower, or not in every case
+    FAIL = "fail"  # a job will not start, or will fail
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """``subject``: what was looked at, a word or two. ``text``: what is there. ``remedy``: what to change, one line;
+    empty if there is nothing to change."""
+
+    subject: str
+    level: Level
+    text: str
+    remedy: str = ""
+
+    def as_json(self) -> dict[str, str]:
+        """The finding as plain values."""
+        return {**asdict(self), "level": str(self.level)}
+
+
+def ok(subject: str, text: str) -> Finding:
+    """Nothing is to be changed."""
+    return Finding(subject, Level.OK, text)
+
+
+def warn(subject: str, text: str, remedy: str) -> Finding:
+    """A job runs all the same."""
+    return Finding(subject, Level.WARN, text, remedy)
+
+
+def fail(subject: str, text: str, remedy: str) -> Finding:
+    """Something will fail."""
+    return Finding(subject, Level.FAIL, text, remedy)
