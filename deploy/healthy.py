@@ -30,9 +30,10 @@ def main() -> int:
         print(f"unhealthy: the job has failed: {reply.reason}")
         return 1
     own_host = socket.gethostname()
-    # A GPU machine may have two members, its communication service and its summation service.
-    own = [status.alive for status in reply.members if status.member.host == own_host]
-    if settings.role != "scheduler" and not (own and all(own)):
+    # A GPU machine may have two members, its communication service and its summation service. Of a container that was
+    # started again, the latest of each counts.
+    own = {status.member.role: status.alive for status in reply.members if status.member.host == own_host}
+    if settings.role != "scheduler" and not (own and all(own.values())):
         print(f"unhealthy: {own_host} is {'lost' if own else 'absent'}, says the scheduler: {reply.reason}")
         return 1
     print(f"healthy: {reply.reason}")

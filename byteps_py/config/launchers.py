@@ -1,4 +1,4 @@
-"""The variables that torchrun, Open MPI's mpirun and SLURM's srun set for their processes, and those that
+"""The variables that torchrun, Open MPI's mpirun, SLURM's srun and Kubernetes set for their processes, and those that
 torch.distributed reads. Pure; any thread.
 
 Each launcher has its own variables for the same facts: the number of machines, the index of this one, the number of
@@ -54,6 +54,23 @@ def scheduler(environ: Environ) -> tuple[str, int] | None:
         step = SlurmStep.of(environ)
         return None if step is None else step.scheduler
     return host, int(port) + 1 if int(port) < 65535 else int(port) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class TrainJobStatus:
+    """Where Kubeflow Trainer takes the progress of its TrainJob, and the files with the certificate of that server and
+    with this pod's token, which is renewed while the pod runs."""
+
+    url: str
+    certificate_file: str
+    token_file: str
+
+
+def trainjob_status(environ: Environ) -> TrainJobStatus | None:
+    """None outside of a TrainJob, or where its controller takes no progress."""
+    names = ("KUBEFLOW_TRAINER_SERVER_URL", "KUBEFLOW_TRAINER_SERVER_CA_CERT", "KUBEFLOW_TRAINER_SERVER_TOKEN")
+    url, certificate_file, token_file = (environ.get(name, "") for name in names)
+    return TrainJobStatus(url, certificate_file, token_file) if url and token_file else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +230,17 @@ def slurm_part(environ: Environ, has_command: bool) -> Facts:
 
 def _is_nested(environ: Environ) -> bool:
     """True if another launcher has started this process in a step of srun."""
-    return any(environ.get(name) for name, read in _LAUNCHERS if read is not _srun)
+    return any(environ.get(name) for name, read in _LAUNCHERS if read not in (_srun, _indexed_job))
+
+
+def _indexed_job(environ: Environ) -> Facts:
+    """Kubernetes numbers the pods of an indexed Job, and says nothing about their processes. Without DMLC_NUM_WORKER it
+    is a Job of others: of an operator that sets torch's variables, or of pods that train alone.
+
+    >>> facts({"JOB_COMPLETION_INDEX": "1", "DMLC_NUM_WORKER": "2"})
+    {'DMLC_WORKER_ID': '1'}
+    """
+    return _renamed(environ, DMLC_WORKER_ID="JOB_COMPLETION_INDEX") if environ.get("DMLC_NUM_WORKER") else {}
 
 
 def _count(environ: Environ, name: str, least: int, whose: str) -> int:
@@ -233,6 +260,7 @@ _LAUNCHERS: tuple[tuple[str, Callable[[Environ], Facts]], ...] = (
     ("GROUP_WORLD_SIZE", _torchrun),
     ("OMPI_COMM_WORLD_SIZE", _open_mpi),
     ("SLURM_STEP_TASKS_PER_NODE", _srun),
+    ("JOB_COMPLETION_INDEX", _indexed_job),
 )
 #: Torch's variables of a rank: of all ranks, and of those on one machine, which are optional.
 _WORLD = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -60,6 +60,10 @@ BATCH_SCRIPT = {
         (torchrun(3, 2, 4, 3, DMLC_NUM_WORKER="5", BYTEPS_LOCAL_SIZE="8"), 5, 2, 8, 3),  # our own words win
         (torchrun(3, 2, 4, 3, DMLC_NUM_WORKER=""), 3, 2, 4, 3),
         (mpirun(5, 4, 1, 0, DMLC_ROLE="server", DMLC_NUM_WORKER="2"), 2, 0, 1, 0),  # counted as a rank; it is none
+        ({"JOB_COMPLETION_INDEX": "1", "DMLC_NUM_WORKER": "2"}, 2, 1, 1, 0),
+        ({"JOB_COMPLETION_INDEX": "1"}, 1, 0, 1, 0),  # pods that train alone, or of an operator
+        ({"JOB_COMPLETION_INDEX": "1", "DMLC_NUM_WORKER": "2", "DMLC_ROLE": "server"}, 2, 0, 1, 0),
+        ({"JOB_COMPLETION_INDEX": "1", "DMLC_NUM_WORKER": "3", **torchrun(3, 2, 4, 3)}, 3, 2, 4, 3),
     ],
 )
 def test_facts(environ: dict[str, str], machines: int, machine: int, size: int, rank: int) -> None:

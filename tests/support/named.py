@@ -47,6 +47,7 @@ PROPER_NAMES = """
 FOREIGN_CLASSES = """
     BertModel CalledProcessError InitProcessGroupKwargs Interleaved1F1B LoadPlanner ParameterDict RoundBackward1
     VocabParallelEmbedding
+    HorizontalPodAutoscaler JobSet JobSets PodDisruptionBudget RestartJob TrainJob TrainJobs TrainJobStatus
 """
 #: Words of Linux, ssh and torch, and variables of formulas and examples.
 FOREIGN_NAMES = """

@@ -54,6 +54,17 @@ class LoaderPosition(abc.ABC):
     #: Names the kind in what is saved.
     kind: str
 
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    @property
+    def batches(self) -> int:
+        """Of an epoch; 0 if the loader does not know."""
+        try:
+            return len(self._loader)
+        except TypeError:  # of an IterableDataset
+            return 0
+
     @abc.abstractmethod
     def begin(self, epoch: int) -> Iterator[Any]:
         """The batches of epoch number ``epoch``."""
@@ -117,9 +128,6 @@ class StatefulPosition(LoaderPosition):
 
     kind = "stateful"
 
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader  # its state, and batches
-
     def begin(self, epoch: int) -> Iterator[Any]:
         _set_epoch(self._loader, epoch)
         return iter(self._loader)
@@ -156,7 +164,7 @@ class CountedPosition(LoaderPosition):
     kind = "counted"
 
     def __init__(self, loader: data.DataLoader[Any]) -> None:
-        self._loader = loader
+        super().__init__(loader)
         self._batches = 0  # since the iterator was made
         self._start: list[torch.Tensor] = []  # states of generators, when the iterator was made
 

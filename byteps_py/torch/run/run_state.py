@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from byteps_py.config import launchers
 from byteps_py.errors import UsageError
 from byteps_py.torch.collectives import context as contexts, parameter_owners
 from byteps_py.torch.gradients.hosted.optimizer import HostedOptimizerMixin
@@ -27,6 +28,7 @@ from byteps_py.torch.gradients.hosted.restore import restore
 from byteps_py.torch.operations.broadcasts import allgather_object, broadcast_object, pickled
 from byteps_py.torch.run.loader_position import Stateful, position_of
 from byteps_py.torch.run.random_states import random_states, set_random_states
+from byteps_py.torch.run.trainjob_progress import TrainJobProgress
 
 #: Of what is attached. Another one is refused.
 _FORMAT = "byteps_py.RunState 1"
@@ -104,6 +106,10 @@ class RunState(LoopRecords):
         self._returns_to: tuple[dict[str, Any], bool] | None = None
         self._shadow = self._shadow_of(path)
         self._check_extra()
+        target = launchers.trainjob_status(os.environ)
+        reports = target is not None and contexts.current().session.rank == 0
+        self._progress = TrainJobProgress(target) if target is not None and reports else None
+        self._total = 0  # of epochs or iterations
         if self._shadow is not None:
             self._restore(self._shadow, path)
 
@@ -112,6 +118,7 @@ class RunState(LoopRecords):
     def epochs(self, total: int) -> Iterator[int]:
         """The numbers of epochs from the current one on, which may have begun, up to ``total``. Take the batches of
         each with ``for batch in run``."""
+        self._total = total
         while True:
             self._end_epoch()
             if self.epoch >= total:
@@ -146,6 +153,7 @@ class RunState(LoopRecords):
     def iterations(self, total: int) -> Iterator[int]:
         """For a run without a loader: the numbers from ``iteration`` on, up to ``total``, one for each batch that the
         script makes itself."""
+        self._total = total
         while True:
             self._complete()
             if self.iteration >= total:
@@ -167,7 +175,17 @@ class RunState(LoopRecords):
         if self._shadow is not None:
             self._shadow.send_record()
         self._may_step = True
+        if self._progress is not None and self._total:
+            self._progress.report(self._share)
         self.iteration += 1
+
+    @property
+    def _share(self) -> float:
+        """Of the run that is done, from 0 to 1, before the current body."""
+        if self._position is None:
+            return self.iteration / self._total
+        batches = self._position.batches
+        return (self.epoch + (max(0, self.batch - 1) / batches if batches else 0.0)) / self._total
 
     def _leave_epoch(self) -> None:
         """Its loop has ended, or was left; unless the run goes back to a place in an epoch."""
@@ -184,6 +202,8 @@ class RunState(LoopRecords):
         self._complete()
         if self._shadow is not None:
             self._shadow.send_record()
+        if self._progress is not None:
+            self._progress.finish()
 
     def check_step(self, is_second: bool) -> None:
         """See LoopRecords."""
