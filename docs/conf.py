@@ -22,7 +22,8 @@ html_title = "byteps_py"
 html_theme = "furo"
 html_theme_options = {"navigation_with_keys": True}
 html_show_sphinx = False
-html_static_path: list[str] = []
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 napoleon_use_ivar = True
@@ -35,6 +36,8 @@ myst_heading_anchors = 4  # links to headings are those of a code host
 
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
+autodoc_type_aliases = {name: name for name in ("Style", "LossFunction", "NewOptimizer", "DataParallelism")}
+autodoc_type_aliases["tensor.Style"] = "Style"
 autodoc_preserve_defaults = True  # as the source has them: ``global_process_set``, not its repr
 add_module_names = False
 toc_object_entries_show_parents = "hide"
@@ -53,7 +56,9 @@ def navigation(root: Path) -> str:
         if match["kind"]:
             pages = groups.setdefault(match["kind"], [])
         else:
-            page, title = match["page"], match["title"][0].upper() + match["title"][1:]
+            page, title = match["page"], match["title"]
+            if "." not in title.split()[0]:  # no name such as torch.distributed
+                title = title[0].upper() + title[1:]
             pages.append(f"{title} <{page.removeprefix('../') if page.startswith('../') else f'docs/{page}'}>")
     listed = "".join(itertools.chain.from_iterable(groups.values()))
     groups[HOW_TO_START] += [
@@ -98,16 +103,18 @@ def itemized(lines: list[str], names: set[str]) -> list[str]:
     found: list[str] = []
     is_inside = False
     for line in lines:
-        if match := begins.match(line):
-            found += [] if is_inside else [""]
-            found.append(f"- ``{match[1]}``: {line[match.end() :]}")
-            is_inside = True
-        elif is_inside and line and not line.startswith(" ") and not SENTENCE.match(line):
-            found.append(f"  {line}")
-        else:
-            found += [""] if is_inside else []
-            is_inside = False
-            found.append(line)
+        is_description = is_inside or begins.match(line)
+        for part in re.split(rf"(?<=\.) (?=\**(?:{either}): |Raises )", line) if is_description else [line]:
+            if match := begins.match(part):
+                found += [] if is_inside else [""]
+                found.append(f"- ``{match[1]}``: {part[match.end() :]}")
+                is_inside = True
+            elif is_inside and part and not part.startswith(" ") and not SENTENCE.match(part):
+                found.append(f"  {part}")
+            else:
+                found += [""] if is_inside else []
+                is_inside = False
+                found.append(part)
     return found
 
 

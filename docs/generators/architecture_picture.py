@@ -5,34 +5,34 @@ from __future__ import annotations
 from drawing import BLUE, FAINT, GREEN, ORANGE, Drawing
 
 _WAY = (
-    "Autograd's hook copies the gradient into shared memory.",
-    "The communication service (CS) adds its machine's ranks.",
+    "Each gradient is copied into shared memory.",
+    "The communication service (CS) adds local ranks.",
     "It pushes each partition to the server that sums it.",
-    "The summation service (SS) adds the machines, in order.",
+    "The summation service (SS) adds all machines.",
     "The sum comes back to all machines.",
     "The CS writes it to its ranks; step() goes on.",
 )
 
 
 def svg() -> str:
-    picture = Drawing(960, 560, "The processes of a job, and the way of one gradient")
+    picture = Drawing(960, 530, "The processes of a job, and the way of one gradient")
     for number, left in enumerate((20, 620)):
         _gpu_machine(picture, left, number)
     for number, top in enumerate((20, 130)):
         picture.box((400, top, 160, 90), fill=GREEN)
         picture.text(480, top + 22, f"CPU machine {number}", anchor="middle")
         picture.box((430, top + 34, 100, 44), "SS")
-    for cs, server in ((320, 430), (640, 530)):
+    for cs, server in ((325, 430), (635, 530)):
         picture.arrow((cs, 76), (server, 76), both=True)
         picture.arrow((cs, 120), (server, 186), both=True)
-    picture.arrow((280, 266), (280, 312), (680, 312), (680, 266), both=True)
-    picture.text(480, 305, "TCP: each CS exchanges with each SS", 12, "middle", FAINT)
+    picture.arrow((277, 266), (277, 312), (683, 312), (683, 266), both=True)
+    picture.text(480, 305, "TCP: each CS exchanges with each SS", 13, "middle", FAINT)
     picture.box((400, 340, 160, 50), "scheduler", fill=ORANGE)
     picture.arrow((180, 290), (180, 365), (400, 365), is_dashed=True)
     picture.arrow((780, 290), (780, 365), (560, 365), is_dashed=True)
-    picture.text(290, 385, "gRPC: membership, no tensors", 12, "middle", FAINT)
-    picture.text(670, 385, "one stream from each CS and SS", 12, "middle", FAINT)
-    for number, place in enumerate(((160, 78), (296, 165), (375, 76), (520, 94), (585, 76), (800, 78)), start=1):
+    picture.text(290, 385, "gRPC: membership, no tensors", 13, "middle", FAINT)
+    picture.text(670, 385, "one stream from each CS and SS", 13, "middle", FAINT)
+    for number, place in enumerate(((177, 78), (308, 160), (375, 76), (520, 94), (585, 76), (783, 78)), start=1):
         picture.number(*place, number)
     for index, sentence in enumerate(_WAY):
         x, y = (40, 500)[index // 3], 440 + 36 * (index % 3)
@@ -50,10 +50,10 @@ def _gpu_machine(picture: Drawing, left: int, number: int) -> None:
     picture.box((left, 20, 320, 270), fill=BLUE)
     picture.text(left + 160, 42, f"GPU machine {number}", anchor="middle")
     for index in range(2):
-        picture.box((across(20, 100), 56 + 74 * index, 100, 44), f"rank {2 * number + index}")
-        picture.arrow((across(120), 78 + 74 * index), (across(200), 78 + 74 * index), both=True)
-    picture.text(across(160), 120, "shared memory", 11, "middle", FAINT)
-    picture.box((across(200, 100), 56, 100, 118), "CS")
-    picture.box((across(200, 100), 222, 100, 44), "SS")
-    picture.arrow((across(230), 174), (across(230), 222), both=True)
-    picture.text(across(180), 203, "shared memory", 11, "middle", FAINT)
+        picture.box((across(15, 90), 56 + 74 * index, 90, 44), f"rank {2 * number + index}")
+        picture.arrow((across(105), 78 + 74 * index), (across(210), 78 + 74 * index), both=True)
+    picture.text(across(157), 119, "shared memory", 11, "middle", FAINT)
+    picture.box((across(210, 95), 56, 95, 118), "CS")
+    picture.box((across(210, 95), 222, 95, 44), "SS")
+    picture.arrow((across(257), 174), (across(257), 222), both=True)
+    picture.text(across(205), 203, "shared memory", 11, "middle", FAINT)

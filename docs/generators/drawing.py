@@ -33,7 +33,7 @@ class Drawing:
         if label:
             self.text(x + width / 2, y + height / 2 + 5, label, anchor="middle")
 
-    def text(self, x: float, y: float, text: str, size: int = 14, anchor: str = "start", color: str = INK) -> None:
+    def text(self, x: float, y: float, text: str, size: int = 16, anchor: str = "start", color: str = INK) -> None:
         self._lines.append(
             f'<text x="{x:g}" y="{y:g}" font-size="{size}" text-anchor="{anchor}" fill="{color}" {FONT}>'
             f"{html.escape(text)}</text>"
@@ -50,7 +50,7 @@ class Drawing:
 
     def number(self, x: float, y: float, number: int) -> None:
         """In a circle: a step of a way."""
-        self._lines.append(f'<circle cx="{x:g}" cy="{y:g}" r="11" fill="{INK}"/>')
+        self._lines.append(f'<circle cx="{x:g}" cy="{y:g}" r="12" fill="{INK}"/>')
         self.text(x, y + 5, str(number), anchor="middle", color=PAPER)
 
     def svg(self) -> str:

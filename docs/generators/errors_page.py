@@ -22,7 +22,7 @@ training script may want to catch. `python docs/generators` makes this page from
 
 def text() -> str:
     tree = (errors.__doc__ or "").split("\n\n")[1]
-    classes = [each for each in vars(errors).values() if inspect.isclass(each) and each.__module__ == errors.__name__]
+    classes = [each for name, each in vars(errors).items() if inspect.isclass(each) and each.__name__ == name]
     return "\n".join([f"{_HEAD}```text\n{inspect.cleandoc(tree)}\n```\n", *map(_section, classes)])
 
 

@@ -21,8 +21,8 @@ def svg() -> str:
     x = float(_LEFT)
     for name, color, share in machines:
         picture.box((x, 48, _MODEL * share, 44), fill=color)
-        picture.text(x + _MODEL * share / 2, 68, name, 12, "middle")
-        picture.text(x + _MODEL * share / 2, 84, f"{share:.1f} M", 12, "middle")
+        picture.text(x + _MODEL * share / 2, 68, name, 13, "middle")
+        picture.text(x + _MODEL * share / 2, 84, f"{share:.1f} M", 13, "middle")
         x += _MODEL * share
     picture.text(_LEFT, 132, "What each machine's link carries in each direction for one sum:")
     for row, (name, color, share) in enumerate(machines):
@@ -35,9 +35,9 @@ def svg() -> str:
             picture.box((x, y, _LINK * part, 26), fill=color)
             x += _LINK * part
         said = "M: its own gradients" if is_gpu else f"{_N} · {share:.1f} M: what it sums for {_N} machines"
-        picture.text(_LEFT + 8, y + 18, said, 12)
+        picture.text(_LEFT + 8, y + 18, said, 14)
         rest = f" = M + {_N - 2} · {share:.1f} M, what it sums for others" if is_gpu else ""
-        picture.text(x + 12, y + 18, f"{sum(parts):.1f} M{rest}", 12, color=FAINT)
+        picture.text(x + 12, y + 18, f"{sum(parts):.1f} M{rest}", 13, color=FAINT)
     time, ring, servers_only = float(best.time), 2 * (_N - 1) / _N, _N / _K
     lines = (
         f"All links carry the same, so none waits for another: a sum takes {time:.1f} M/B (B: a link's rate).",

@@ -91,7 +91,7 @@ def _joined(comment: str) -> str:
 
 # ---- protobuf ------------------------------------------------------------------------------------------------------
 
-_BLOCK = re.compile(r"((?:^// .*\n)*)^(service|enum|message) (\w+) \{(.*?)^\}$", re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(r"((?:^// [^\n]*\n)*)^(service|enum|message) (\w+) \{(.*?)^\}$", re.MULTILINE | re.DOTALL)
 _FIELD = re.compile(r"^ *((?:repeated )?[\w.]+) (\w+) = (\d+);(?: *// (.*))?$")
 _VALUE = re.compile(r"^ *(\w+) = (\d+);(?: *// (.*))?$")
 _CALL = re.compile(r"^ *rpc (\w+)\((.*?)\) returns \((.*?)\);")
