@@ -27,6 +27,7 @@ html_css_files = ["site.css"]
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 napoleon_use_ivar = True
+napoleon_attr_annotations = False
 root_doc = "README"
 source_suffix = {".md": "markdown"}
 include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**.md", "benchmarks/results/*.md"]
@@ -118,6 +119,11 @@ def itemized(lines: list[str], names: set[str]) -> list[str]:
     return found
 
 
+def name_aliases(app: Any, what: str, name: str, thing: Any, options: Any, signature: str, returns: str) -> Any:
+    """Of types, also inside of others."""
+    return re.sub(r"TypeAliasForwardRef\('(\w+)'\)", r"\1", signature or "") or None, returns
+
+
 def names_in(thing: Any) -> set[str]:
     """Of a function's arguments, and of a class's fields."""
     try:
@@ -136,4 +142,5 @@ def enter_at_the_root(app: Any, error: Exception | None) -> None:
 def setup(app: Any) -> None:
     app.connect("source-read", add_navigation)
     app.connect("autodoc-process-docstring", read_as_written, priority=400)  # before napoleon
+    app.connect("autodoc-process-signature", name_aliases)
     app.connect("build-finished", enter_at_the_root)
