@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from byteps_py.config.variables import is_host
 from byteps_py.errors import ConfigurationError
+from byteps_py.wording import count_text
 
 _MOST_SLOTS = 1024
 _ENTRY = re.compile(r"(?P<name>\[[^\]]*\]|[^\s:]+)(?::(?P<slots>[0-9]{1,6}))?")
@@ -166,7 +167,7 @@ def sizes_of(options: HostOptions, gpus: Sequence[int]) -> list[int]:
     if total and total != sum(sizes):
         said = ", ".join(f"{host.label}:{size}" for host, size in zip(workers, sizes, strict=True))
         raise ConfigurationError(
-            f"-np {total} is not what the hosts have: {said} make {sum(sizes)} ranks. With hosts, -np is the number of "
-            "all ranks, and may be left out"
+            f"-np {total} is not what the hosts have: {said} make {count_text(sum(sizes), 'rank')}. With hosts, -np is "
+            "the number of all ranks, and may be left out"
         )
     return sizes

@@ -254,7 +254,7 @@ class Supervisor:
 
     def _on_launcher(self, launcher: LauncherLink) -> None:
         for signum in launcher.signals():
-            self._on_signal(signum)
+            self._on_signal(signum, is_said=False)  # that launcher says it, once for all hosts
         if launcher.is_over:
             self._selector.unregister(launcher.descriptor)
             print_message("the connection to the launcher of the job has ended, so this part of it ends")
@@ -301,13 +301,14 @@ class Supervisor:
         for signum in reader.recv(64):
             self._on_signal(signum)
 
-    def _on_signal(self, signum: int) -> None:
+    def _on_signal(self, signum: int, is_said: bool = True) -> None:
         if signum in ENDING_SIGNALS:
             self._was_signalled = True
             for stream in itertools.chain(*self._streams.values()):
                 stream.expect_interrupt()
         if signum in ENDING_SIGNALS or signum in USER_SIGNALS:
-            self._do(self._policy.signalled(signum, time.monotonic()))
+            actions = self._policy.signalled(signum, time.monotonic())
+            self._do([action for action in actions if is_said or not isinstance(action, Say)])
         elif signum == signal.SIGKILL:  # from the launcher of the job
             self._do(self._policy.killed(time.monotonic()))
 
