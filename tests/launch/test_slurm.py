@@ -64,9 +64,15 @@ def test_the_users_secret_is_private_and_in_no_environment(slurm: SlurmCluster) 
     assert not slurm.left()
 
 
-def test_the_script_for_both_kinds_of_nodes(slurm: SlurmCluster) -> None:
-    output = slurm.folder / "train.out"
-    options = ("--wait", "-o", str(output), str(SCRIPTS / "train.sbatch"))
+@pytest.mark.parametrize("kinds", [2, 1])
+def test_the_script_for_both_kinds_of_nodes_and_for_one(slurm: SlurmCluster, kinds: int) -> None:
+    text, output = (SCRIPTS / "train.sbatch").read_text(), slurm.folder / f"train{kinds}.out"
+    if kinds == 1:  # as its first lines say
+        first, _, _ = text.partition("#SBATCH --partition=cpu")
+        text = first + text.partition("#SBATCH hetjob\n")[2]
+    script = slurm.folder / "train.sbatch"
+    script.write_text(text)
+    options = ("--wait", "-o", str(output), str(script))
     done = slurm.run("sbatch", *options, *SHORT, **RUNS, **WITH_BPSLAUNCH, BYTEPS_LOCAL_SIZE="2")
     assert done.returncode == 0, output.read_text()
     for line in ("[0.0] 0: reduced", "[1.1] 3: reduced"):
