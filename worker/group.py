@@ -97,7 +97,7 @@ class Group:
         runtime, thresholds = services.runtime, services.runtime.thresholds
         self._services = services
         self._loop = runtime.loop
-        topology = self.topology = self.topology_class.of(membership, place)
+        topology = self.topology = self.topology_class.of(membership, place, settings.shadow_copies)
         topology.check()
         self._epoch = topology  # the present one; ``topology`` is the first
         ranks = (topology.first_rank, topology.size)

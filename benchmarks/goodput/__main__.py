@@ -1,6 +1,6 @@
 """Useful time of a training in which processes and machines are killed, at some rates, beside others.
 
-    python -m benchmarks.goodput --kills-per-hour 6 30 120 --minutes 10 [--contenders in-place checkpoint torchft]
+    python -m benchmarks.goodput --kills-per-hour 6 30 120 --minutes 10 [--contenders in-place mesh checkpoint torchft]
 
 A small GPT trains a fixed number of steps: as many as take so many minutes if nobody disturbs. A step takes about a
 second, because each rank rests for --compute-s, as it would while a GPU computes. Meanwhile SIGKILL goes to ranks,
@@ -124,7 +124,7 @@ def measure(name: str, options: argparse.Namespace, place: Place, folder: Path) 
         runs_folder = folder / f"{name}-{per_hour:g}"
         runs_folder.mkdir(parents=True)
         task = Task(
-            str(runs_folder), place.ranks, steps, options.compute_s,
+            str(runs_folder), place.ranks, contender.copies(place), steps, options.compute_s,
             checkpoint_every=max(1, round(options.checkpoint_s / options.step_s)),
         )  # fmt: skip
         load = os.getloadavg()[0]

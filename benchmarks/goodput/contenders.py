@@ -46,6 +46,10 @@ class Contender:
         """Why it can't be measured here; "" if it can."""
         return ""
 
+    def copies(self, place: Place) -> int:
+        """Of the model."""
+        return place.ranks
+
     def command(self, place: Place, task: Task) -> list[str]:
         raise NotImplementedError
 
@@ -61,6 +65,18 @@ class InPlace(Contender):
             "-np", str(place.ranks_per_machine), "--machines", str(place.machines), "--servers", str(place.servers),
             sys.executable, str(self.program), task.word(),
         ]  # fmt: skip
+
+
+class OnMesh(InPlace):
+    name = "mesh"
+    remark = "PP 2 x TP 2 x DP, hosted, bpslaunch --max-restarts, shadow=True: kills of everything"
+    program = FOLDER / "rank_mesh.py"
+
+    def copies(self, place: Place) -> int:
+        return place.ranks // 4
+
+    def why_not(self, place: Place) -> str:
+        return "its meshes need a multiple of 4 ranks" if place.ranks % 4 else ""
 
 
 class Checkpoint(Contender):
@@ -110,7 +126,7 @@ class TorchFT(Contender):
         return ["bash", "-c", "\n".join(lines)]
 
 
-CONTENDERS = {"in-place": InPlace(), "checkpoint": Checkpoint(), "torchft": TorchFT()}
+CONTENDERS = {"in-place": InPlace(), "mesh": OnMesh(), "checkpoint": Checkpoint(), "torchft": TorchFT()}
 
 
 def environment() -> dict[str, str]:

@@ -111,9 +111,9 @@ class Outcome:
         count = Counter(sample for samples in used.values() for sample in samples)
         return self.task.samples - len(count), sum(n > 1 for n in count.values())
 
-    def weights(self) -> set[str]:
-        """At the end, of all ranks."""
-        return {note["weights"] for notes in self.notes.values() for note in notes if note["what"] == "end"}
+    def weights(self) -> dict[int, str]:
+        """At the end, of each rank."""
+        return {rank: note["weights"] for rank, notes in self.notes.items() for note in notes if note["what"] == "end"}
 
 
 def row_of(contender: str, per_hour: float, outcome: Outcome, calm: Outcome) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def row_of(contender: str, per_hour: float, outcome: Outcome, calm: Outcome) -> 
         "bodies_repeated_beyond": beyond,
         "samples_lost": lost,
         "samples_doubled": doubled,
-        "same_bits": outcome.weights() == calm.weights() and len(calm.weights()) == 1,
+        "same_bits": outcome.weights() == calm.weights() and len(calm.weights()) == outcome.task.ranks,
         "cpu_s_per_step": outcome.cpu_s / (outcome.task.steps - 1),
         "each_kill": [
             {**asdict(kill), "at": kill.at - outcome.finished[0], "to_next_step_s": took}

@@ -31,10 +31,12 @@ CONTEXT, WIDTH, LAYERS = 32, 64, 2  # small: the processor is to be free while a
 
 @dataclass(frozen=True)
 class Task:
-    """What to train. ``compute_s``: of each step, the time in which a GPU would compute and the processor rests."""
+    """What to train. ``copies``: of the model; each has samples of its own. ``compute_s``: of each step, the time in
+    which a GPU would compute and the processor rests."""
 
     folder: str
     ranks: int
+    copies: int
     steps: int
     compute_s: float
     batch_size: int = 2
@@ -50,7 +52,7 @@ class Task:
     @property
     def samples(self) -> int:
         """Of the only epoch: each is to be used once."""
-        return self.steps * self.ranks * self.batch_size
+        return self.steps * self.copies * self.batch_size
 
 
 class Log:
@@ -84,14 +86,19 @@ def model_and_data(task: Task) -> tuple[GPT, Passages]:
     return GPT(len(letters), CONTEXT, WIDTH, LAYERS, heads=4), Passages(text, task.samples)
 
 
-def loader_of(task: Task, data: Passages, rank: int) -> DataLoader[Any]:
-    sampler = DistributedSampler(data, task.ranks, rank, shuffle=True)
+def loader_of(task: Task, data: Passages, copy: int) -> DataLoader[Any]:
+    sampler = DistributedSampler(data, task.copies, copy, shuffle=True)
     return DataLoader(data, batch_size=task.batch_size, sampler=sampler)
+
+
+def rest(task: Task) -> None:
+    """The time in which a GPU would compute a step."""
+    time.sleep(task.compute_s)
 
 
 def compute(task: Task, model: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> None:
     """Forward and backward passes."""
-    time.sleep(task.compute_s)
+    rest(task)
     functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).backward()
 
 

@@ -66,6 +66,7 @@ class Settings:
     direct_connections: bool = True
     nonfinite: str = "allow"
     shadow: bool = False
+    shadow_copies: int = 1
     hosted_states: str = "auto"
     server_threads: int = 0
     worker_threads: int = 0

@@ -21,7 +21,7 @@ from benchmarks.goodput.killer import Kill, kinds, times
 from benchmarks.goodput.outcome import Outcome, row_of
 from benchmarks.goodput.training import Task
 
-TASK = Task("nowhere", ranks=2, steps=3, compute_s=0.0, batch_size=1)
+TASK = Task("nowhere", ranks=2, copies=2, steps=3, compute_s=0.0, batch_size=1)
 
 
 def body(step: int, sample: int, at: float, is_made: bool = True) -> list[dict[str, Any]]:

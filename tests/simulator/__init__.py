@@ -13,7 +13,7 @@ from .hosted import HostedBusyCluster, HostedCluster, HostedElasticCluster, Host
 from .in_place import InPlaceCluster
 from .outages import ElasticOutageCluster, OutageCluster
 from .restarted import RestartedCluster
-from .shadowed import ShadowCluster, ShadowOutageCluster
+from .shadowed import ShadowCluster, ShadowCopiesCluster, ShadowOutageCluster
 from .world import InvariantError
 
 #: Of job: whose machines are there from start to end; whose machines come and go; beside an unreliable network;
@@ -30,6 +30,7 @@ KINDS: dict[str, type[Cluster]] = {
     "hosted-elastic": HostedElasticCluster,
     "shadow": ShadowCluster,
     "shadow-outages": ShadowOutageCluster,
+    "shadow-copies": ShadowCopiesCluster,
     "restarted": RestartedCluster,
     "in-place": InPlaceCluster,
 }
@@ -50,6 +51,7 @@ __all__ = [
     "Report",
     "RestartedCluster",
     "ShadowCluster",
+    "ShadowCopiesCluster",
     "ShadowOutageCluster",
     "run",
 ]

@@ -22,6 +22,7 @@ from byteps_py.wire.data_link import Header, Kind, ShadowPartition
 from byteps_py.worker.core.hosted_steps import MakeStep, OwnedPart
 from byteps_py.worker.core.shadow_copies import (
     PartitionStepped,
+    RecordPacked,
     ReleaseMemory,
     SendStates,
     ServerReconnected,
@@ -213,6 +214,18 @@ class TakeRefusedRecordsForHeld(Mutation):
             pass
 
 
+class SendRecordsToOneServer(Mutation):
+    """Though there are two copies of all states."""
+
+    class shadowing(Shadowing[Any]):
+        def _record(self, event: RecordPacked[Any]) -> list[ShadowingAction[Any]]:
+            servers = self.servers
+            self.servers = dataclasses.replace(servers, copies=1)
+            actions = super()._record(event)
+            self.servers = servers
+            return actions
+
+
 class LetRanksWaitWithTheirNextRecord(Mutation):
     class shadowing(Shadowing[Any]):
         def _acknowledged(self, message: Any) -> list[ShadowingAction[Any]]:
@@ -286,4 +299,9 @@ SHADOW_MUTATIONS: dict[type[Parts], int] = {
 SHADOW_OUTAGE_MUTATIONS: dict[type[Parts], int] = {
     RunAheadOfTheServer: 90,
     CatchUpWithOneGeneration: 98,
+}
+
+#: With two copies of all states. That a step is held with both of them: test_worker_shadowing.py.
+SHADOW_COPIES_MUTATIONS: dict[type[Parts], int] = {
+    SendRecordsToOneServer: 7,
 }

@@ -38,12 +38,14 @@ _MOST_SUMS = 2
 @dataclass(slots=True)
 class _Tracked:
     """A partition. ``servers``: those whose copy follows, by address. ``is_safe``: a step can be restored whatever
-    happens to its owner, until a server is lost. ``unfollowed``: steps made since nothing follows."""
+    happens to its owner, until a server is lost. ``is_doubled``: after the loss of any server, too. ``unfollowed``:
+    steps made since nothing follows."""
 
     name: str
     count: int
     servers: frozenset[str] = frozenset()
     is_safe: bool = False
+    is_doubled: bool = False
     lacks: int = 0
     unfollowed: int = 0
     last: int = 0
@@ -52,15 +54,18 @@ class _Tracked:
 class ShadowWatch:
     """Of one cluster."""
 
-    def __init__(self, cluster: Cluster, program: ShadowProgram) -> None:
+    def __init__(self, cluster: Cluster, program: ShadowProgram, copies: int) -> None:
         self._cluster = cluster
         self._program = program
+        self._copies = copies
         self._memory: Memory = cluster.memory
         self._parts: dict[tuple[int, int], _Tracked] = {}
         self._known: dict[int, set[str]] = {}  # servers, by worker
         self._topologies: dict[Worker, Topology] = {}
-        self._gone = 0  # servers
+        self._gone: set[str] = set()  # servers
+        self._spared: set[str] = set()  # those of them whose loss has cost nothing, as all they had was doubled
         self._lost_step = 0  # the last one that had begun when a server was lost
+        self._changed_step = 0  # the same, when one was lost or came
         self._lacks: dict[tuple[int, int], int] = {}
         self.credit_bytes = 0  # of owners, if it is limited
         self.is_due = False  # something has happened after which all must be as it should
@@ -81,19 +86,49 @@ class ShadowWatch:
     def _ranks(self) -> list[ShadowRank]:
         return [rank for rank in self._cluster.ranks if isinstance(rank, ShadowRank)]
 
-    def _lose(self) -> None:
-        """A server, with what it held."""
-        self._lost_step = max((rank.begun for rank in self._ranks), default=0)
+    @property
+    def _begun(self) -> int:
+        return max((rank.begun for rank in self._ranks), default=0)
+
+    def _lose(self, gone: set[str]) -> None:
+        """Servers, with what they held."""
         for tracked in self._parts.values():
             tracked.unfollowed = 0
+        if gone and gone <= self._spared:
+            return
+        if len(gone) == 1 and self._is_doubled:
+            self._spared |= gone
+        else:
+            self._lost_step = self._begun
+        self._changed_step = self._begun
+        for tracked in self._parts.values():
+            tracked.is_doubled = False
+
+    def has_two_copies(self) -> bool:
+        """The loss of a server would lose no step, as things are."""
+        self._look()
+        return self._is_doubled
+
+    @property
+    def _is_doubled(self) -> bool:
+        """All states, and the durable step's records, are at two servers."""
+        durable = self._durable
+        return (
+            self._copies > 1
+            and math.isinf(self._memory.most_waiting_bytes)
+            and durable > self._changed_step
+            and self._is_whole(durable)
+            and all(tracked.is_doubled for tracked in self._parts.values())
+            and all(core.servers.copies > 1 for worker in self._cluster.workers if (core := _core(worker)) is not None)
+        )
 
     # ---- owners ------------------------------------------------------------------------------------------------
 
     def watch(self) -> None:
         """After each event."""
-        gone = len(self._cluster.servers) - len(self._holders)
-        if gone > self._gone:
-            self._lose()
+        gone = {server.address for server in self._cluster.servers} - {server.address for server in self._holders}
+        if gone - self._gone:
+            self._lose(gone - self._gone)
         self._gone = gone
         if (agreed := max((rank.durable for rank in self._ranks), default=0)) != self._agreed:
             self._agreed, self.is_due = agreed, True
@@ -118,11 +153,14 @@ class ShadowWatch:
         if topology is not self._topologies.get(worker):
             self._topologies[worker] = topology
             now = {server.address for server in topology.servers}
-            if self._known.setdefault(worker.machine, set()) - now:
-                self._lose()
+            known = self._known.setdefault(worker.machine, set())
+            if known - now:
+                self._lose(known - now)
+            if now - known:
+                self._changed_step = self._begun
             self._known[worker.machine] = now
         if not core.servers.members:  # nobody holds what its ranks have
-            self._lose()
+            self._lose(set())
             for rank in self._ranks:
                 rank.may_hang = rank.may_hang or rank.machine == worker.machine
         if "handle" in vars(core):
@@ -166,6 +204,7 @@ class ShadowWatch:
                     self._look_at(core, place, piece, servers, holders & {*servers.values()}, is_reached)
         for tracked in self._parts.values():
             tracked.is_safe = tracked.is_safe and bool(tracked.servers & holders)
+            tracked.is_doubled = tracked.is_doubled and len(tracked.servers & holders) > 1
 
     def _look_at(
         self,
@@ -184,6 +223,7 @@ class ShadowWatch:
             tracked.unfollowed = 0
             durable = self._durable
             tracked.is_safe = tracked.is_safe or any(_has(core, copy, durable) for copy in following)
+            tracked.is_doubled = sum(_has(core, copy, durable) for copy in following) > 1
         elif tracked.lacks != lacks or not tracked.servers & now:
             tracked.is_safe = False
         tracked.lacks = lacks

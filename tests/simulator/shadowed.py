@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 from .cluster import Cluster
 from .hosted import HostedJob
@@ -17,7 +18,7 @@ from .trials import Strikes
 
 ALL_DIE = "all ranks and communication services die"
 CUT, SHORTAGE = "a connection with states on it is cut", "servers have no memory for states"
-JOIN = "a server comes, and stays"
+JOIN, LOSS = "a server comes, and stays", "a server dies of whose copies there are others"
 _EVENTS_BETWEEN = (10, 40, 160)
 _WAITING_BYTES = (1000, 3000)  # if it is limited at all
 _SHORT_CREDIT_BYTES = 200
@@ -26,10 +27,11 @@ _SHORT_CREDIT_BYTES = 200
 class ShadowStrikes(Strikes):
     """Faults of shadowed jobs, beside those of all jobs."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: ShadowJob, kinds: Sequence[str]) -> None:
         rng = cluster.world.random
+        self._job = cluster
         count = rng.choice((0, 0, 3, 10)) if cluster.machines > 1 or cluster.cpu_machines else 0
-        kinds = rng.sample((CUT, SHORTAGE, JOIN, JOIN), rng.randint(1, 2))
+        kinds = rng.sample(kinds, rng.randint(1, 2))
         super().__init__(cluster, rng.choice((20, 60, 150)), [rng.choice(kinds) for _ in range(count)])
 
     def _strike(self, kind: str) -> None:
@@ -48,6 +50,17 @@ class ShadowStrikes(Strikes):
             else:
                 self._due.append(kind)
             return
+        if kind == LOSS:
+            able = cluster.trials.able()
+            if len(able) > 1 and self._job.watch.has_two_copies():
+                server = self._random.choice(able)
+                server.die()
+                self._note(kind, server.name)
+                self._job.watch.watch()
+                self._job.watch.check()
+            else:
+                self._due.append(kind)
+            return
         links = [link for link in cluster.network.links if isinstance(link, TcpLink) and link.has_states]
         if links:
             link = self._random.choice(links)
@@ -62,15 +75,16 @@ class ShadowJob(HostedJob):
 
     program_class = ShadowProgram
     rank_class = ShadowRank
+    faults: ClassVar[Sequence[str]] = (CUT, SHORTAGE, JOIN, JOIN)
 
     def __init__(self, seed: int, parts: type[Parts] = Parts) -> None:
         super().__init__(seed, parts)
         if not isinstance(self.program, ShadowProgram):
             raise AssertionError("it has another program")
         rng = self.world.random
-        self.watch = ShadowWatch(self, self.program)
-        self.strikes = ShadowStrikes(self)
-        if rng.random() < 0.25:
+        self.watch = ShadowWatch(self, self.program, self.special.get("shadow_copies", 1))
+        self.strikes = ShadowStrikes(self, self.faults)
+        if rng.random() < 0.25 and SHORTAGE in self.faults:
             self.memory.most_waiting_bytes = rng.choice(_WAITING_BYTES)
         if rng.random() < 0.3:
             self.watch.credit_bytes = _SHORT_CREDIT_BYTES
@@ -120,3 +134,10 @@ class ShadowCluster(ShadowJob):
 
 class ShadowOutageCluster(ShadowJob, OutageCluster):
     """Beside an unreliable network."""
+
+
+class ShadowCopiesCluster(ShadowJob):
+    """On a reliable network, with two copies of all states and records: one server's loss loses no step."""
+
+    special: ClassVar[dict[str, Any]] = {"shadow_copies": 2}
+    faults: ClassVar[Sequence[str]] = (CUT, JOIN, LOSS, LOSS)

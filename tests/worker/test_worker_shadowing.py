@@ -45,7 +45,7 @@ SPEC = TensorSpec("g", DType.FLOAT32, (16,), ownership="g")
 GPU, CPU = (1, 2), (3, 4)
 
 
-def topology(*servers: int, machines: int = 2, epoch: int = 1) -> Topology:
+def topology(*servers: int, machines: int = 2, epoch: int = 1, copies: int = 1) -> Topology:
     workers = [
         pb.Member(machine_index=i, machine_id=f"m{i}", first_rank=i, local_size=1, host=f"h{i}")
         for i in range(machines)
@@ -57,14 +57,14 @@ def topology(*servers: int, machines: int = 2, epoch: int = 1) -> Topology:
         )
         for each in servers
     ]  # fmt: skip
-    return Topology(epoch, 0, tuple(workers), tuple(members), 4096, 1)
+    return Topology(epoch, 0, tuple(workers), tuple(members), 4096, 1, shadow_copies=copies)
 
 
 class Machine:
     """Machine 0, whose rank 0 owns two partitions; server 3 adds the first one, this machine's own the second one."""
 
-    def __init__(self, *servers: int, credit: int = 1 << 20, adds: tuple[int, int] = (3, 1)) -> None:
-        self.core: Shadowing[str] = Shadowing(topology(*(servers or (*GPU, 3))), credit)
+    def __init__(self, *servers: int, credit: int = 1 << 20, adds: tuple[int, int] = (3, 1), copies: int = 1) -> None:
+        self.core: Shadowing[str] = Shadowing(topology(*(servers or (*GPU, 3)), copies=copies), credit)
         self.gradients = self._gradients(1)
         self.parts = self._parts(self.gradients, adds)
         self.step = 0
@@ -384,7 +384,8 @@ def test_without_cpu_machines_the_next_two_gpu_machines_have_copies() -> None:
     machine.core = core
     core.handle(StatesWatched(0, RUN, [(part, 100) for part in machine.parts]))
     assert kinds(machine.make_step()).count("SendStates") == 2  # to one server with each step
-    machine.hold(core.handle(ServerReconnected(2)))
+    for server in (2, 5):  # what they have been sent
+        machine.hold(core.handle(ServerReconnected(server)))
     second = machine.make_step()
     assert {each.server for each in second if isinstance(each, SendStates)} == {5}
     machine.hold(second)
@@ -396,6 +397,86 @@ def test_without_cpu_machines_the_next_two_gpu_machines_have_copies() -> None:
     assert held(machine.hold(third)) == [3]
     for few in (topology(1, machines=1), topology(*GPU)):
         assert not CopyServers.of(few).is_safe
+
+
+def records(actions: list[object]) -> list[int]:
+    """The servers to which a record is sent."""
+    return [each.server for each in actions if isinstance(each, SendRecord)]
+
+
+def test_two_copies_are_on_cpu_machines_first() -> None:
+    machine = Machine(*GPU, *CPU, copies=2)
+    servers = machine.core.servers
+    assert (servers.members, servers.copies) == ([3, 4], 2)
+    assert [list(servers.of_part(part)) for part in machine.parts] == [[3, 4], [4, 3]]
+    assert servers.survives == "the loss of all GPU machines and 1 CPU machine"
+    machine.hold(machine.make_step())
+    machine.hold(machine.make_step())
+    third = machine.make_step()
+    assert records(third) == [3, 4]
+    assert sorted(each.server for each in third if isinstance(each, SendStep)) == [3, 3, 4, 4]
+    assert held(machine.hold([each for each in third if not isinstance(each, SendRecord) or each.server == 3])) == []
+    assert held(machine.hold([each for each in third if isinstance(each, SendRecord)])) == [3]
+    alone = CopyServers.of(topology(*GPU, 3, copies=2))
+    assert (alone.members, alone.copies) == ([3, 2], 2)  # server 1 is on this machine
+    assert alone.survives == "the loss of all GPU machines, or of the CPU machine"
+    few = CopyServers.of(topology(*GPU, *CPU, copies=5))
+    assert (few.members, few.copies, few.asked) == ([3, 4, 2], 3, 5)
+
+
+def test_with_two_copies_a_lost_server_leaves_a_step() -> None:
+    machine = Machine(*GPU, *CPU, copies=2)
+    machine.follow()
+    machine.follow()
+    step = machine.make_step()
+    machine.hold(step)
+    assert machine.core.restorable_step == machine.step
+    machine.core.handle(TopologyChanged(topology(*GPU, 4, copies=2, epoch=2)))
+    assert machine.core.restorable_step == machine.step
+    after = machine.make_step()
+    assert records(after) == [4, 2]
+
+
+def test_a_record_that_one_of_two_servers_refuses_is_held_by_the_other() -> None:
+    for first, second in ((3, 4), (4, 3)):
+        machine = Machine(*GPU, *CPU, copies=2)
+        machine.follow()
+        machine.follow()
+        step = machine.make_step()
+        others = [each for each in step if not isinstance(each, SendRecord)]
+        place = (RUN, 0)
+        if first == 3:
+            told = [*machine.core.handle(ServerLacks(first, place, machine.step)), *machine.hold(others)]
+            told += machine.core.handle(ServerHolds(second, place, machine.step))
+        else:
+            told = [*machine.core.handle(ServerHolds(second, place, machine.step)), *machine.hold(others)]
+            told += machine.core.handle(ServerLacks(first, place, machine.step))
+        assert [each for each in told if isinstance(each, TellHeld)] == [TellHeld(0, machine.step, True)]
+
+
+def test_a_record_that_both_servers_refuse_is_refused() -> None:
+    machine = Machine(*GPU, *CPU, copies=2)
+    machine.follow()
+    machine.follow()
+    step = machine.make_step()
+    for server in (3, 4):
+        machine.core.handle(ServerLacks(server, (RUN, 0), machine.step))
+    assert held(machine.hold([each for each in step if not isinstance(each, SendRecord)])) == []
+    refused = machine.step
+    later = machine.hold(machine.make_step())
+    assert [each.refused for each in later if isinstance(each, TellHeld)] == [refused]
+
+
+def test_a_record_goes_to_another_server_when_one_of_two_is_lost() -> None:
+    machine = Machine(*GPU, *CPU, copies=2)
+    machine.follow()
+    machine.follow()
+    step = machine.make_step()
+    machine.hold([each for each in step if not isinstance(each, SendRecord)])
+    again = machine.core.handle(TopologyChanged(topology(*GPU, 4, copies=2, epoch=2)))
+    assert records(again) == [2]
+    machine.core.handle(ServerHolds(4, (RUN, 0), machine.step))
+    assert held(machine.core.handle(ServerHolds(2, (RUN, 0), machine.step))) == [machine.step]
 
 
 def test_a_server_on_the_owners_machine_keeps_no_copies() -> None:

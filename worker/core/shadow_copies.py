@@ -105,12 +105,27 @@ class SendStep(ShadowMessage[M]):
 
 
 @dataclass(slots=True, eq=False)
+class RecordCopies:
+    """The copies of a rank's record of a step. ``sent``: the servers to which it was sent, ``held``: those that have
+    said that they hold it and are still members."""
+
+    sent: set[int]
+    held: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True, eq=False)
 class SendRecord(ShadowMessage[M]):
-    """A rank's record of a step. The memory has the packed record and its attachment. ``is_paced``: the
-    rank waits with the next one until ``TellRecorded``."""
+    """A rank's record of a step. The memory has the packed record and its attachment. ``copies``: of this record;
+    ``is_paced``: the rank waits with the next one until ``TellRecorded``."""
 
     run: int
+    copies: RecordCopies
     is_paced: bool = False
+
+    @property
+    def is_last_hope(self) -> bool:
+        """No other server has the record, or may yet take it."""
+        return not self.copies.held and (self.held is None or self.held.users == 1)
 
 
 @dataclass(slots=True)
@@ -153,7 +168,7 @@ class TellHeld:
 
 @dataclass(slots=True)
 class TellRecorded:
-    """Tell a rank that a server has its record of this step, or that none takes it."""
+    """Tell a rank that servers have its record of this step, or that none takes it."""
 
     rank: int
     run: int

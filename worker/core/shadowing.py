@@ -16,7 +16,9 @@ When a partition's sums move to another server, its copy follows: it is FOLLOWIN
 it has, before it ends here.
 
 Where there are CPU machines, each partition has one copy there. Else it has two, on the next two GPU machines: if one
-machine of the job is lost, there is still a copy of every partition on those that are left.
+machine of the job is lost, there is still a copy of every partition on those that are left. BYTEPS_SHADOW_COPIES asks
+for more: on further CPU machines, and where there are not as many, on the next GPU machines. Records have as many
+copies as partitions.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from byteps_py.worker.core.shadow_copies import (
     CopyStates,
     M,
     PartitionStepped,
+    RecordCopies,
     RecordPacked,
     ReleaseMemory,
     SendEnd,
@@ -72,39 +75,55 @@ MOST_STEPS_BETWEEN = 1024
 
 @dataclass(frozen=True, slots=True)
 class CopyServers:
-    """The servers that keep copies. ``members``: by member id; of CPU machines, or if there are none of the next GPU
-    machines."""
+    """The servers that keep copies. ``members``: by member id, those of CPU machines first, then those of the next GPU
+    machines; ``spare``: the number of the former; ``copies``: of each partition and record; ``asked``: for so many."""
 
     members: Sequence[int]
-    has_spare: bool
+    spare: int
+    copies: int
+    asked: int = 1
 
     @classmethod
     def of(cls, topology: Topology) -> CopyServers:
         """The servers for the states of this machine."""
         others = [server for server in topology.servers if server.machine_id != topology.me.machine_id]
         spare = sorted(server.member_id for server in others if server.kind != pb.MACHINE_KIND_GPU)
-        others.sort(key=lambda server: (server.machine_index - topology.machine_index) % topology.machines)
-        return cls(spare or [server.member_id for server in others[:GPU_MACHINES_COPIES]], bool(spare))
+        gpu = [server for server in others if server.kind == pb.MACHINE_KIND_GPU]
+        gpu.sort(key=lambda server: (server.machine_index - topology.machine_index) % topology.machines)
+        wanted = max(topology.shadow_copies, 1 if spare else GPU_MACHINES_COPIES)
+        members = [*spare, *(server.member_id for server in gpu[: max(0, wanted - len(spare))])]
+        return cls(members, len(spare), min(wanted, len(members)), topology.shadow_copies)
 
     @property
     def survives(self) -> str:
         """The loss that the copies survive where they are, in words."""
-        if self.has_spare:
-            return "the loss of all GPU machines"
-        return "the loss of one GPU machine of an elastic job" if self.is_safe else "nothing"
+        if not self.spare:
+            return "the loss of one GPU machine of an elastic job" if self.is_safe else "nothing"
+        if (more := min(self.copies, self.spare) - 1) > 0:
+            return f"the loss of all GPU machines and {more} CPU machine{'s' if more > 1 else ''}"
+        if self.copies > 1:
+            return "the loss of all GPU machines, or of the CPU machine"
+        return "the loss of all GPU machines"
 
     @property
     def is_safe(self) -> bool:
         """There are enough for copies to be of use."""
-        return self.has_spare or len(self.members) == GPU_MACHINES_COPIES
+        return bool(self.spare) or len(self.members) >= GPU_MACHINES_COPIES
 
     def of_part(self, part: OwnedPart) -> Sequence[int]:
-        """The servers of a partition's copies: among CPU machines, the one that adds it, if it is there."""
-        if not self.has_spare:
-            return self.members
-        if part.server in self.members:
-            return (part.server,)
-        return (self.members[(part.tensor.key + part.index) % len(self.members)],)
+        """The servers of a partition's copies: among CPU machines, first the one that adds it, if it is there."""
+        spare = self.members[: self.spare]
+        return self._beginning_at(spare.index(part.server) if part.server in spare else part.tensor.key + part.index)
+
+    def of_record(self, rank: int) -> Sequence[int]:
+        """The servers of a rank's records."""
+        return self._beginning_at(rank)
+
+    def _beginning_at(self, turn: int) -> Sequence[int]:
+        """The first ``copies`` servers; CPU machines take turns."""
+        start = turn % self.spare if self.spare else 0
+        spare, gpu = self.members[: self.spare], self.members[self.spare :]
+        return [*spare[start:], *spare[:start], *gpu][: self.copies]
 
 
 class Shadowing(Generic[M]):
@@ -276,14 +295,14 @@ class Shadowing(Generic[M]):
 
     def _record(self, event: RecordPacked[M]) -> list[ShadowingAction[M]]:
         rank, run, step, packed, is_paced = event.rank, event.run, event.step, event.packed, event.is_paced
-        servers = self.servers.members
+        servers = self.servers.of_record(rank)
         self._recorded.setdefault(rank, deque()).append(step)
         if not servers:
             self._refused[rank] = step
             return [ReleaseMemory(packed), *((TellRecorded(rank, run, step),) if is_paced else ())]
-        self._awaited.setdefault(rank, Counter())[step] += 1
-        server = servers[rank % len(servers)]
-        return [self._send(SendRecord(server, rank, step, True, ShadowMemory(packed, 1), run, is_paced))]
+        self._awaited.setdefault(rank, Counter())[step] += len(servers)
+        memory, copies = ShadowMemory(packed, len(servers)), RecordCopies(set(servers))
+        return [self._send(SendRecord(server, rank, step, True, memory, run, copies, is_paced)) for server in servers]
 
     # ---- servers -----------------------------------------------------------------------------------------------
 
@@ -291,6 +310,8 @@ class Shadowing(Generic[M]):
         found = next(self._sent(event.server, event.place, event.step), None)
         if found is None:
             return []  # it says again what it has said before
+        if isinstance(found, SendRecord):
+            found.copies.held.add(event.server)
         actions = self._remove(found)
         if isinstance(found, SendStates) and not found.is_void and found.copy.state is SEEDING:
             self._give_back(found.copy)
@@ -318,8 +339,9 @@ class Shadowing(Generic[M]):
         server, place, step = event.server, event.place, event.step
         for record in self._sent(server, place, step):
             if isinstance(record, SendRecord):
-                self._recorded[record.rank].remove(step)
-                self._refuse(record)
+                if record.is_last_hope:
+                    self._recorded[record.rank].remove(step)
+                    self._refuse(record)
                 return self._remove(record)
         piece = self._pieces.get(place)
         copy = next((each for each in piece.copies if each.server == server), None) if piece is not None else None
@@ -351,16 +373,20 @@ class Shadowing(Generic[M]):
 
     def _change(self, event: TopologyChanged) -> list[ShadowingAction[M]]:
         self.servers = CopyServers.of(event.topology)
-        servers = self.servers.members
         actions: list[ShadowingAction[M]] = []
         members = {server.member_id for server in event.topology.servers}
+        for message in [each for queue in self._unacknowledged.values() for each in queue]:
+            if isinstance(message, SendRecord):
+                message.copies.held &= members
         for server in [known for known in self._unacknowledged if known not in members]:
             for message in self._unacknowledged.pop(server):
-                if isinstance(message, SendRecord) and servers and message.held is not None:
-                    message.server = servers[message.rank % len(servers)]
+                others = self._others(message) if isinstance(message, SendRecord) else ()
+                if isinstance(message, SendRecord) and others:
+                    message.server = others[0]
+                    message.copies.sent.add(message.server)
                     actions.append(self._send(message))
                 else:
-                    if isinstance(message, SendRecord):
+                    if isinstance(message, SendRecord) and message.is_last_hope:
                         self._refuse(message)
                     actions += self._acknowledged(message)
         for piece in self._pieces.values():
@@ -369,6 +395,10 @@ class Shadowing(Generic[M]):
                 piece.copies.remove(copy)
             actions += self._place(piece)
         return actions
+
+    def _others(self, record: SendRecord[M]) -> Sequence[int]:
+        """Servers that were not sent a record yet."""
+        return [server for server in self.servers.of_record(record.rank) if server not in record.copies.sent]
 
     def _place(self, piece: ShadowedPiece[M]) -> list[ShadowingAction[M]]:
         """Copies belong to other servers, perhaps."""
@@ -447,7 +477,7 @@ class Shadowing(Generic[M]):
                 piece = message.copy.part
                 piece.sums -= 1
                 actions += () if piece.sums else [CatchUp(piece.part)]
-        if isinstance(message, SendRecord) and message.is_paced:
+        if isinstance(message, SendRecord) and message.is_paced and not (message.held and message.held.users):
             actions.append(TellRecorded(message.rank, message.run, message.step))
         return [*actions, *(self._settle(message.rank, message.step) if message.is_awaited else ())]
 

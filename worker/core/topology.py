@@ -19,7 +19,7 @@ MAX_RANKS = 1 << 20
 @dataclass(frozen=True, slots=True)
 class Topology:
     """``machine_index``: this machine among ``workers``, which are in order of machine index. ``group``: the epoch
-    since which the workers are these."""
+    since which the workers are these. ``shadow_copies``: see BYTEPS_SHADOW_COPIES."""
 
     epoch: int
     machine_index: int
@@ -29,9 +29,10 @@ class Topology:
     group: int
     is_continued: bool = False  # of an elastic job: its ranks were in the group before, and are equal
     is_under_way: bool = False  # of an elastic job: some of its ranks have the state of an earlier group
+    shadow_copies: int = 1
 
     @classmethod
-    def of(cls, membership: pb.Membership, machine_index: int) -> Topology:
+    def of(cls, membership: pb.Membership, machine_index: int, shadow_copies: int = 1) -> Topology:
         return cls(
             membership.epoch,
             machine_index,
@@ -41,6 +42,7 @@ class Topology:
             membership.workers_since,
             membership.continued,
             membership.under_way,
+            shadow_copies,
         )
 
     def check(self) -> None:

@@ -84,7 +84,8 @@ class Shadows:
         self._core = self.shadowing_class(topology)
         self._kinds: dict[tuple[int, int], StepKind] = {}  # by key and index of a partition
         self._has_states = False  # its ranks have asked for copies, of which this machine may have none to make
-        self._has_warned = self._has_warned_of_place = self._has_warned_of_record = False
+        self._has_warned = self._has_warned_of_place = self._has_warned_of_copies = False
+        self._has_warned_of_record = False
         tell_rank = self._tell_rank
         self._handlers: Mapping[type, Callable[[Any], None]] = {
             SendStep: self._send_step,
@@ -106,6 +107,13 @@ class Shadows:
                 "machines in an elastic job: with %d GPU machines alone, all states are lost with one of them",
                 self._topology.machines,
             )
+        servers = self._core.servers
+        if servers.members and servers.copies < servers.asked and not self._has_warned_of_copies:
+            self._has_warned_of_copies = True
+            logger.warning(
+                "BYTEPS_SHADOW_COPIES=%d: other machines of this job have servers for %d; add CPU machines",
+                servers.asked, servers.copies,
+            )  # fmt: skip
         self._has_states = True
         for part in parts:
             self._kinds[part.tensor.key, part.index] = kind
