@@ -7,6 +7,8 @@ can only be imported once torch has been. Any thread.
 
 from __future__ import annotations
 
+import importlib
+import os
 from typing import Any
 
 NAME = "byteps"
@@ -21,6 +23,15 @@ def register() -> None:
 
     if dist.is_available() and NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+        if os.environ.get("BYTEPS_MAX_RESTARTS", "0") != "0":  # of bpslaunch --max-restarts
+            # By this name, dist has a function.
+            importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers["env"] = _meet
+
+
+def _meet(url: str, **options: Any) -> Any:
+    from byteps_py.torch.process_group import env_rendezvous
+
+    return env_rendezvous.meet(url, **options)
 
 
 def _create(opts: Any, pg_options: Any = None) -> Any:

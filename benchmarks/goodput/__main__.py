@@ -35,7 +35,8 @@ from typing import Any
 
 from benchmarks.goodput.contenders import CONTENDERS, KINDS, Contender, Place, environment
 from benchmarks.goodput.killer import Kill, kill, kinds, times
-from benchmarks.goodput.outcome import Notes, Outcome, row_of
+from benchmarks.goodput.notes import Notes
+from benchmarks.goodput.outcome import Outcome, row_of
 from benchmarks.goodput.training import Task
 from benchmarks.recovery.launcher import Launcher, UnforeseenError
 from benchmarks.turns import process_cpu_s
@@ -67,7 +68,7 @@ def run(contender: Contender, place: Place, task: Task, per_hour: float, seed: i
                 cpu_s += sum(map(_cpu_s, job.pids()))
                 next_s = first_s + next(due)
             if time.monotonic() >= next_s and steps < task.steps - _LAST:
-                kills.append(kill(rng, next(of_kind), job, contender))
+                kills.append(kill(rng, next(of_kind), job, notes))
                 next_s = max(first_s + next(due), time.monotonic())
         notes.read()
         if job.process.returncode or len(notes.finished()) < task.steps:
@@ -156,7 +157,7 @@ def main() -> None:
     parser.add_argument("--step-s", type=float, default=1.0, help="of a step, about: says how many steps to make")
     parser.add_argument("--checkpoint-s", type=float, default=10, help="between checkpoints, where there are some")
     parser.add_argument("--launcher-options", default="", help="more options of bpslaunch")
-    parser.add_argument("--torchft-python", default="", help="an interpreter with torchft==0.2.0")
+    parser.add_argument("--torchft-python", default="", help="an interpreter with torchft==0.2.0 and xxhash")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="keep what the ranks wrote and the jobs said there")
     parser.add_argument("--json", type=Path)

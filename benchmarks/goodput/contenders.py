@@ -34,12 +34,9 @@ class Place:
 
 
 class Contender:
-    """``rank_variable``: what only ranks have in their environment, of those with ``program`` on the command line."""
-
     name = ""
     remark = ""
     program = FOLDER / "rank_in_place.py"
-    rank_variable = "BYTEPS_MACHINE_ID"
     kinds: Sequence[str] = ("rank",)
 
     def why_not(self, place: Place) -> str:
@@ -86,7 +83,6 @@ class Checkpoint(Contender):
     name = "checkpoint and restart"
     remark = "DDP over gloo; a shell starts torchrun again: kills of ranks only"
     program = FOLDER / "rank_checkpoint.py"
-    rank_variable = "LOCAL_RANK"
 
     def command(self, place: Place, task: Task) -> list[str]:
         torchrun = [
@@ -100,12 +96,11 @@ class TorchFT(Contender):
     name = "torchft"
     remark = "DDP over its gloo, a group per rank, which a shell starts again: kills of ranks only"
     program = FOLDER / "rank_torchft.py"
-    rank_variable = "GOODPUT_RANK"
 
     def why_not(self, place: Place) -> str:
         if not place.torchft_python:
             return "no interpreter with torchft was named: --torchft-python"
-        command = [place.torchft_python, "-c", "import torchft"]
+        command = [place.torchft_python, "-c", "import torchft, xxhash"]
         ran = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
         return ran.stderr.strip().rpartition("\n")[2] if ran.returncode else ""
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.goodput.contenders import Contender
+from benchmarks.goodput.notes import Notes
 from benchmarks.recovery.launcher import Launcher, UnforeseenError, read_list, send
 
 _MODULES = {
@@ -40,24 +40,25 @@ def kinds(rng: random.Random, of: Sequence[str]) -> Iterator[str]:
         yield from rng.sample(of, len(of))
 
 
-def kill(rng: random.Random, kind: str, job: Launcher, contender: Contender) -> Kill:
+def kill(rng: random.Random, kind: str, job: Launcher, notes: Notes) -> Kill:
     """Kill one of a kind. If there is none for the moment, wait for it."""
     deadline_s = time.monotonic() + _LIMIT_S
-    while not (choices := _choices(kind, job, contender)):
+    while not (choices := _choices(kind, job, notes)):
         if time.monotonic() > deadline_s:
             raise UnforeseenError(f"no {kind} came back within {_LIMIT_S:g} s")
         time.sleep(0.01)
+        notes.read()
     pids = rng.choice(choices)
     names = [_name(pid) for pid in pids]
     return Kill(send(signal.SIGKILL, pids), kind, names)
 
 
-def _choices(kind: str, job: Launcher, contender: Contender) -> list[list[int]]:
+def _choices(kind: str, job: Launcher, notes: Notes) -> list[list[int]]:
     if kind in _MODULES:
         return [[pid] for pid in job.pids(_MODULES[kind])]
     if kind == "rank":
-        ranks = [pid for pid in job.pids(str(contender.program)) if contender.rank_variable in _environ(pid)]
-        return [[pid] for pid in ranks]
+        alive = set(job.pids())
+        return [[pid] for pid in notes.pids() if pid in alive]
     of_machine: dict[str, list[int]] = {}
     for pid in job.pids():
         machine = _environ(pid).get("BYTEPS_MACHINE_ID", "")

@@ -32,7 +32,7 @@ from byteps_py.launch.supervision_policy import (
     SupervisionPolicy,
     describe,
 )
-from byteps_py.launch.warm_process import WarmProcesses
+from byteps_py.launch.warm_process import ForkedProcess, WarmProcesses
 from byteps_py.system import jobs
 from byteps_py.system.jobs import TOKEN_VARIABLE
 from byteps_py.wire.launch_protocol import NOTICE_VARIABLE, FailureReport, NoticePipe
@@ -47,8 +47,8 @@ class Supervision:
     ranks have to end with their own error after a rank or a service failed; ``drain_s``: seconds that services have
     once all ranks have ended; ``tag_output``: prefix every line (None: if there is more than one rank); ``folder``: for
     a file per process and stream; ``elastic``, ``is_part``: see SupervisionPolicy; ``has_warm``: a process that has
-    imported torch waits on each machine, for a rank that is started again; ``host``, ``launcher``: of a part that
-    ``bpslaunch -H`` has started: the name of this host in prefixes, and the link to that launcher."""
+    imported torch waits on each machine: ranks that are started again are forked from it; ``host``, ``launcher``: of a
+    part that ``bpslaunch -H`` has started: the name of this host in prefixes, and the link to that launcher."""
 
     grace_s: float = 5.0
     own_error_s: float = 15.0
@@ -71,7 +71,7 @@ class Supervisor:
         self._tags = are_many if how.tag_output is None else how.tag_output
         self._policy = SupervisionPolicy(specs, how.grace_s, how.own_error_s, how.drain_s, how.elastic, how.is_part)
         self._selector = selectors.DefaultSelector()
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._processes: dict[str, subprocess.Popen[bytes] | ForkedProcess] = {}
         self._pidfds: dict[str, int] = {}
         self._inputs: dict[str, int] = {}  # of launchers on other hosts: their standard inputs
         self._told = HostReport()
@@ -146,7 +146,7 @@ class Supervisor:
             writer.close()
 
     def _start(self, spec: ProcessSpec, again: bool = False) -> None:
-        """Start a process, or let a warm one become it."""
+        """Start a process, or fork it from a warm one."""
         outputs, streams = open_streams(spec.label, self._output_options(spec), again)
         env = self._environment_of(spec)
         self._streams[spec.name] = streams
@@ -154,8 +154,8 @@ class Supervisor:
         env[NOTICE_VARIABLE] = notices.name
         self._watch(notices.reader, functools.partial(self._on_notices, spec))
         try:
-            warm = self._warm.take(spec, env, outputs, notices.writer) if self._warm is not None and again else None
-            process = warm or subprocess.Popen(
+            forked = self._warm.take(spec, env, outputs, notices.writer) if self._warm is not None and again else None
+            process = forked or subprocess.Popen(
                 spec.argv,
                 env=env,
                 stdin=None if spec.reads_stdin else self._input_of(spec),

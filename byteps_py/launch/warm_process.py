@@ -1,38 +1,56 @@
-"""A Python process that has imported torch, and waits to become a rank: one that is started again is there at once.
+"""A Python process that has imported torch. Ranks that are started again are forked from it, and so are there at once.
 
-    launcher: WarmProcess ── socket ──► main(): imports, waits
-              become() ── program, environment, descriptors ──► runs the program as ``python`` would
+    launcher: WarmProcess ── socket ──► main(): imports, says READY, waits
+              fork() ── program, environment, descriptors ──► forks; the child runs the program as ``python`` would
+                     ◄── the child's process id ──
 
-Importing torch and this package takes seconds, which all other ranks would wait for.
+Importing torch and this package takes seconds of processor time, which all other ranks would wait for; if all ranks are
+started again, so many times. The warm process itself never runs anything of the program: it stays as it was after the
+imports, with one thread of Python.
+
+A forked rank is to be a child of the launcher, as any other one: the warm process forks a process that forks the rank
+and ends, and the system gives an orphan to its nearest ancestor that takes orphans (PR_SET_CHILD_SUBREAPER), which the
+launcher is for that moment.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import ctypes
+import gc
 import importlib
+import io
 import json
 import os
 import runpy
 import socket
 import subprocess
 import sys
+import threading
 import time
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from byteps_py.launch.process_guard import die_with
 from byteps_py.launch.process_plan import ProcessSpec
 from byteps_py.wire.launch_protocol import NOTICE_VARIABLE
 
-#: They begin when the ranks have begun, or have begun again: these need the processors.
+#: They begin when the ranks have begun: these need the processors.
 _WARM_AFTER_S = 5.0
+#: For the answer of a process that waits.
+_FORK_LIMIT_S = 10.0
 
 #: Programs begin with these. An import that fails here fails again in the program, if that needs it.
 _IMPORTS = ("torch", "torch.distributed", "byteps_py.torch", "byteps_py.session.service.starting", "numba")
-_MAIN = "import sys; sys.path.pop(0); from byteps_py.launch import warm_process; warm_process.main(int(sys.argv.pop()))"
-_MOST_BYTES = 1 << 20
+#: The program's own words follow, for those who look for a rank by its command line.
+_MAIN = "import sys; sys.path.pop(0); from byteps_py.launch import warm_process; warm_process.main(int(sys.argv[1]))"
+_READY = b"r"
 _MOST_DESCRIPTORS = 4
 _MOST_FAILURES = 10
+_PR_SET_CHILD_SUBREAPER = 36
+_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +83,40 @@ class PythonProgram:
         return None
 
 
+class ForkedProcess:
+    """A rank that was forked from a warm process, with the methods of ``subprocess.Popen`` that the launcher needs."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit status, as ``subprocess`` gives it. Raises subprocess.TimeoutExpired."""
+        deadline_s = None if timeout is None else time.monotonic() + timeout
+        while True:
+            found, status = os.waitpid(self.pid, 0 if deadline_s is None else os.WNOHANG)
+            if found:
+                return os.waitstatus_to_exitcode(status)
+            if deadline_s is not None and time.monotonic() > deadline_s:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
+            time.sleep(0.01)
+
+    def send_signal(self, signum: int) -> None:
+        """Until it is waited for, its number is its own."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signum)
+
+
 class WarmProcess:
     """The launcher's end. ``start_child`` is called in the new process before Python begins."""
 
     def __init__(self, program: PythonProgram, env: Mapping[str, str], start_child: Callable[[], None]) -> None:
         self._program = program
         self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._link.settimeout(_FORK_LIMIT_S)
+        self._is_ready = False
         try:
             self.process = subprocess.Popen(
-                [program.interpreter, "-c", _MAIN, str(theirs.fileno())],
+                [program.interpreter, "-c", _MAIN, str(theirs.fileno()), program.what, *program.arguments],
                 env=dict(env),
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
@@ -86,27 +129,46 @@ class WarmProcess:
         finally:
             theirs.close()
 
-    def become(self, env: Mapping[str, str], standard: Mapping[int, int], notices: int) -> bool:
-        """Let it run the program with ``env``, the descriptor of its notices and those that take the place of its
-        standard input, output and error, by their numbers there. False if it has ended."""
+    def wait_until_ready(self, timeout_s: float) -> bool:
+        """True once it has imported everything; False if it has not within this time, or has ended."""
+        if not self._is_ready:
+            self._link.settimeout(timeout_s)
+            with contextlib.suppress(OSError):  # a TimeoutError is one
+                self._is_ready = self._link.recv(len(_READY)) == _READY
+            self._link.settimeout(_FORK_LIMIT_S)
+        return self._is_ready
+
+    def fork(self, env: Mapping[str, str], standard: Mapping[int, int], notices: int) -> ForkedProcess | None:
+        """A child of this process that runs the program with ``env``, the descriptor of its notices and those that take
+        the place of its standard input, output and error, by their numbers there. None if there is no answer."""
         name = f"{os.fstat(notices).st_ino}"
         program = self._program
-        said = [program.is_module, program.what, program.arguments, {**env, NOTICE_VARIABLE: name}, list(standard)]
+        said = [os.getpid(), program.is_module, program.what, program.arguments]
+        said += [{**env, NOTICE_VARIABLE: name}, list(standard)]
         data = json.dumps(said).encode(errors="surrogateescape")
-        try:
-            socket.send_fds(self._link, [len(data).to_bytes(8, "little")], [*standard.values(), notices])
-            self._link.sendall(data)
-        except OSError:
-            return False
-        finally:
-            self._link.close()
-        return True
+        with _taking_orphans():
+            try:
+                socket.send_fds(self._link, [len(data).to_bytes(8, "little")], [*standard.values(), notices])
+                self._link.sendall(data)
+                answer = self._link.recv(8, socket.MSG_WAITALL)
+            except OSError:
+                return None
+        return ForkedProcess(int.from_bytes(answer, "little")) if len(answer) == 8 else None
 
     def end(self) -> None:
-        """It is not needed any more."""
+        """It is not needed any more. Its children go on."""
         self._link.close()
         self.process.kill()
         self.process.wait()
+
+
+@contextlib.contextmanager
+def _taking_orphans() -> Iterator[None]:
+    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
 class WarmProcesses:
@@ -134,20 +196,21 @@ class WarmProcesses:
 
     def take(
         self, spec: ProcessSpec, env: Mapping[str, str], outputs: Sequence[int], notices: int
-    ) -> subprocess.Popen[bytes] | None:
-        """The process, which has become the rank of ``spec``; None if there is none."""
-        if not spec.is_rank:
-            return None
-        self.due_s = None if self._program is None else time.monotonic() + _WARM_AFTER_S
-        warm = self._there.pop(_machine(spec), None)
-        if warm is None:
+    ) -> ForkedProcess | None:
+        """A new process that is the rank of ``spec``; None if there is no warm one that is ready."""
+        warm = self._there.get(_machine(spec))
+        if not spec.is_rank or warm is None:
             return None
         standard = {**({0: 0} if spec.reads_stdin else {}), **dict(zip((1, 2), outputs, strict=False))}
-        if warm.process.poll() is None and warm.become(env, standard, notices):
-            return warm.process
-        self._failures += 1
-        warm.end()
-        return None
+        has_ended = warm.process.poll() is not None
+        if not has_ended and not warm.wait_until_ready(0.0):
+            return None  # it still imports
+        forked = None if has_ended else warm.fork(env, standard, notices)
+        if forked is None:
+            self._failures += 1
+            self._there.pop(_machine(spec)).end()
+            self.due_s = time.monotonic() + _WARM_AFTER_S
+        return forked
 
     def close(self) -> None:
         """End those that are there."""
@@ -160,28 +223,109 @@ def _machine(spec: ProcessSpec) -> str:
     return spec.env.get("BYTEPS_MACHINE_ID", "")
 
 
+# ---- in the warm process -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """What a rank is to be. ``fds``: take the places of ``targets``; the last one is that of its notices."""
+
+    launcher: int
+    is_module: bool
+    what: str
+    arguments: Sequence[str]
+    env: Mapping[str, str]
+    targets: Sequence[int]
+    fds: Sequence[int]
+
+
 def main(descriptor: int) -> None:
-    """The program of the process: import, wait, become the rank."""
+    """The program of the process: import, wait, fork ranks. Returns in none of them before the program is done."""
     for name in _IMPORTS:
         try:
             importlib.import_module(name)
         except ImportError:  # the rank's program may not need it, or raises the same
             continue
+    gc.collect()
+    gc.freeze()  # the collector of a rank would write to, and so copy, all these pages
     with socket.socket(fileno=descriptor) as link:
-        head, fds, _, _ = socket.recv_fds(link, 8, _MOST_DESCRIPTORS)
-        if len(head) < 8:
-            os._exit(0)  # the launcher has no use for it any more
-        data = link.recv(int.from_bytes(head, "little"), socket.MSG_WAITALL)
-    is_module, what, arguments, env, targets = json.loads(data.decode(errors="surrogateescape"))
-    for target, fd in zip(targets, fds, strict=False):
+        link.sendall(_READY)
+        while True:
+            request = _receive(link)
+            if _fork(link, request):
+                break
+            for fd in request.fds:
+                os.close(fd)
+    _become(request)
+
+
+def _receive(link: socket.socket) -> _Request:
+    head, fds, _, _ = socket.recv_fds(link, 8, _MOST_DESCRIPTORS)
+    if len(head) < 8:
+        os._exit(0)  # the launcher has ended, or has no use for it any more
+    data = link.recv(int.from_bytes(head, "little"), socket.MSG_WAITALL)
+    return _Request(*json.loads(data.decode(errors="surrogateescape")), fds)
+
+
+def _fork(link: socket.socket, request: _Request) -> bool:
+    """Make a child of the launcher. True in the child, once it is one."""
+    reader, writer = os.pipe()
+    between = os.fork()
+    if between:
+        os.close(writer)
+        os.waitpid(between, 0)
+        pid = os.read(reader, 8)
+        os.close(reader)
+        link.sendall(pid)
+        return False
+    alive, dead = os.pipe()
+    if os.fork():
+        os._exit(0)  # the child is the launcher's from now on
+    os.close(dead)
+    os.close(reader)
+    os.read(alive, 1)  # until the process in between has ended
+    os.close(alive)
+    os.setsid()
+    die_with(request.launcher)()
+    os.write(writer, os.getpid().to_bytes(8, "little"))
+    os.close(writer)
+    return True
+
+
+def _become(request: _Request) -> None:
+    for target, fd in zip(request.targets, request.fds, strict=False):
         os.dup2(fd, target)
         os.close(fd)
-    notices = fds[-1]
+    notices = request.fds[-1]
     os.environ.clear()
-    os.environ.update(env)
-    os.environ[NOTICE_VARIABLE] = f"{notices}:{env[NOTICE_VARIABLE]}"
+    os.environ.update(request.env)
+    os.environ[NOTICE_VARIABLE] = f"{notices}:{request.env[NOTICE_VARIABLE]}"
     os.set_inheritable(notices, True)  # as of a process that was started with it
-    _run(is_module, what, arguments)
+    # Python's own generator of random numbers does so by itself.
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed()
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.default_generator.seed()
+    try:
+        _run(request.is_module, request.what, request.arguments)
+    except Exception:
+        _end_at_once()
+
+
+def _end_at_once() -> None:
+    """The program has failed, in an exception handler. Do all that an interpreter does at its end, but for one thing:
+    taking all modules apart takes seconds of processor time, which the ranks of the job that begin anew need."""
+    sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+    threading._shutdown()  # waits for threads that are no daemons
+    atexit._run_exitfuncs()
+    for each in gc.get_objects():
+        if issubclass(type(each), io.IOBase) and not each.closed:
+            with contextlib.suppress(OSError, ValueError):  # as for files that nobody has closed
+                each.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(1)
 
 
 def _run(is_module: bool, what: str, arguments: Sequence[str]) -> None:

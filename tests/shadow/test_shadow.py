@@ -95,6 +95,19 @@ def test_copies_of_a_killed_server_are_made_again(stack: contextlib.ExitStack, c
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("servers", [2, 3])
+def test_with_two_copies_a_server_and_all_machines_may_die_at_once(stack: contextlib.ExitStack, servers: int) -> None:
+    expected = undisturbed("adamw", 2, servers)
+    cluster = ShadowedCluster(stack, 2, servers, BYTEPS_SHADOW_COPIES="2")
+    scheduler, *machines = cluster.start("adamw", "100000", "0.3")
+    machines[0].until("step 9:")
+    lost = cluster.servers.pop(0)
+    kill(lost.pid("byteps_py.server"))
+    cluster.change(DMLC_NUM_SERVER=str(servers - 1))
+    kill_and_go_on(cluster, scheduler, machines, "adamw", expected)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("shadow", [True, False], ids=["shadow", "no states"])
 def test_a_job_goes_on_at_once_where_all_but_the_servers_was_killed(stack: contextlib.ExitStack, shadow: bool) -> None:
     """The scheduler, too, and the servers have not noticed yet that nobody is left."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from .cluster import Cluster
 from .hosted import HostedJob
 from .network import TcpLink
 from .outages import OutageCluster

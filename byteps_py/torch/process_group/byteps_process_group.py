@@ -43,6 +43,7 @@ from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.collectives.group_work import GroupContext
 from byteps_py.torch.collectives.members import Members, prefix_of
 from byteps_py.torch.collectives.work import not_traced, timeout_s_of
+from byteps_py.torch.process_group.env_rendezvous import HOLDER
 from byteps_py.torch.process_group.group_base import Options
 from byteps_py.torch.process_group.reduction_collectives import ReductionCollectives
 from byteps_py.torch.process_group.transfer_collectives import TransferCollectives
@@ -135,7 +136,6 @@ _COLLECTIVES = [
 ]
 
 
-_HOLDER = "torch.distributed"
 _worlds = 0  # default groups that this process has created
 #: Monitored barriers so far, by the prefix of the group.
 _barriers: dict[str, int] = {}
@@ -254,7 +254,7 @@ def create(opts: Any, pg_options: Any = None) -> BytePSProcessGroup:
 
 
 def _leave(context: Context) -> None:
-    context.release(_HOLDER)
+    context.release(HOLDER)
     POOL.close()
 
 
@@ -263,17 +263,17 @@ def _join_job(context: Context, store: Store, rank: int, size: int) -> None:
         settings = Settings.from_env()
         if size > 1 and torch_rendezvous.is_single_rank(settings):
             settings = torch_rendezvous.discover_machines(settings, store, rank, size)
-        context.open(settings, holder=_HOLDER)
+        context.open(settings, holder=HOLDER)
     else:
-        context.open(holder=_HOLDER)
+        context.open(holder=HOLDER)
     try:
         _check_mode(nonfinite.mode_of(context))
     except UnsupportedError:
-        context.release(_HOLDER)
+        context.release(HOLDER)
         raise
     session = context.session
     if (session.rank, session.size) != (rank, size):
-        context.release(_HOLDER)
+        context.release(HOLDER)
         raise UsageError(
             f"torch.distributed says rank {rank} of {size}, byteps_py rank {session.rank} of {session.size}: ranks "
             "must be numbered machine by machine, and the world must have all ranks of the job. Start them with "
