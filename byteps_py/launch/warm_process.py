@@ -227,7 +227,7 @@ def _machine(spec: ProcessSpec) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Request:
+class _RankToFork:
     """What a rank is to be. ``fds``: take the places of ``targets``; the last one is that of its notices."""
 
     launcher: int
@@ -259,15 +259,16 @@ def main(descriptor: int) -> None:
     _become(request)
 
 
-def _receive(link: socket.socket) -> _Request:
+def _receive(link: socket.socket) -> _RankToFork:
     head, fds, _, _ = socket.recv_fds(link, 8, _MOST_DESCRIPTORS)
     if len(head) < 8:
         os._exit(0)  # the launcher has ended, or has no use for it any more
     data = link.recv(int.from_bytes(head, "little"), socket.MSG_WAITALL)
-    return _Request(*json.loads(data.decode(errors="surrogateescape")), fds)
+    launcher, is_module, what, arguments, env, targets = json.loads(data.decode(errors="surrogateescape"))
+    return _RankToFork(launcher, is_module, what, arguments, env, targets, fds)
 
 
-def _fork(link: socket.socket, request: _Request) -> bool:
+def _fork(link: socket.socket, request: _RankToFork) -> bool:
     """Make a child of the launcher. True in the child, once it is one."""
     reader, writer = os.pipe()
     between = os.fork()
@@ -292,7 +293,7 @@ def _fork(link: socket.socket, request: _Request) -> bool:
     return True
 
 
-def _become(request: _Request) -> None:
+def _become(request: _RankToFork) -> None:
     for target, fd in zip(request.targets, request.fds, strict=False):
         os.dup2(fd, target)
         os.close(fd)
@@ -315,8 +316,8 @@ def _become(request: _Request) -> None:
 def _end_at_once() -> None:
     """The program has failed, in an exception handler. Do all that an interpreter does at its end, but for one thing:
     taking all modules apart takes seconds of processor time, which the ranks of the job that begin anew need."""
-    sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
-    threading._shutdown()  # waits for threads that are no daemons
+    sys.excepthook(*sys.exc_info())
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
     atexit._run_exitfuncs()
     for each in gc.get_objects():
         if issubclass(type(each), io.IOBase) and not each.closed:

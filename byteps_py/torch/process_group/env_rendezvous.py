@@ -14,13 +14,17 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
+import torch
 from torch._C._distributed_c10d import Store, TCPStore
 
 from byteps_py.system.machine import offered_host
+from byteps_py.tensors import DType, Op, TensorSpec
 from byteps_py.torch.collectives import context as contexts
-from byteps_py.torch.operations.broadcasts import broadcast_object
+from byteps_py.torch.collectives.context import Context
+from byteps_py.torch.collectives.slot_view import TensorRequest
 
 HOLDER = "torch.distributed"
+_PLACE_BYTES = 320  # a host name has at most 253
 _meetings = 0  # of this process
 
 
@@ -38,17 +42,28 @@ def _meet(timeout: timedelta) -> Iterator[tuple[Store, int, int]]:
     context = contexts.current()
     context.open(holder=HOLDER)
     session = context.session
+    name = f"torch.distributed.rendezvous.{_meetings}"
     try:
-        store, place = None, ("", 0)
         if session.rank == 0:
             host = offered_host(context.settings).strip("[]")
             store = TCPStore(host, 0, None, True, timeout, wait_for_workers=False)
-            place = (host, store.port)
-        place = broadcast_object(place, 0, name=f"rendezvous {_meetings}")
-        if store is None:
-            store = TCPStore(*place, None, False, timeout, wait_for_workers=False)
+            _say(context, name, f"{host} {store.port}")
+        else:
+            host, port = _say(context, name, "").split()
+            store = TCPStore(host, int(port), None, False, timeout, wait_for_workers=False)
     except BaseException:
         context.release(HOLDER)
         raise
     yield store, session.rank, session.size
     raise RuntimeError("ranks of a job meet once for each init_process_group")
+
+
+def _say(context: Context, name: str, place: str) -> str:
+    """Rank 0's ``place``, on all ranks. The others give ""."""
+    own = torch.zeros(_PLACE_BYTES, dtype=torch.uint8, device="cpu")
+    own[: len(place)] = torch.tensor(list(place.encode()), dtype=torch.uint8, device="cpu")
+    spec = TensorSpec(name, DType.UINT8, (_PLACE_BYTES,), Op.MAX)
+    (view,) = context.slot_views([TensorRequest(spec, torch.uint8, ((_PLACE_BYTES,),), own.device)])
+    view.contribute([own])
+    view.wait()
+    return bytes(view.results[0].tolist()).rstrip(b"\0").decode()
