@@ -95,15 +95,16 @@ def test_copies_of_a_killed_server_are_made_again(stack: contextlib.ExitStack, c
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("servers", [2, 3])
-def test_with_two_copies_a_server_and_all_machines_may_die_at_once(stack: contextlib.ExitStack, servers: int) -> None:
-    expected = undisturbed("adamw", 2, servers)
-    cluster = ShadowedCluster(stack, 2, servers, BYTEPS_SHADOW_COPIES="2")
+@pytest.mark.parametrize("count", [2, 3])
+def test_with_two_copies_a_server_and_all_machines_may_die_at_once(stack: contextlib.ExitStack, count: int) -> None:
+    """``count``: of GPU machines, and of CPU machines."""
+    expected = undisturbed("adamw", count, count)
+    cluster = ShadowedCluster(stack, count, count, BYTEPS_SHADOW_COPIES="2")
     scheduler, *machines = cluster.start("adamw", "100000", "0.3")
     machines[0].until("step 9:")
     lost = cluster.servers.pop(0)
     kill(lost.pid("byteps_py.server"))
-    cluster.change(DMLC_NUM_SERVER=str(servers - 1))
+    cluster.change(DMLC_NUM_SERVER=str(count - 1))
     kill_and_go_on(cluster, scheduler, machines, "adamw", expected)
 
 
