@@ -84,7 +84,9 @@ class PythonProgram:
 
 
 class ForkedProcess:
-    """A rank that was forked from a warm process, with the methods of ``subprocess.Popen`` that the launcher needs."""
+    """A rank that was forked from a warm process, with what the launcher needs of ``subprocess.Popen``."""
+
+    stdin = None
 
     def __init__(self, pid: int) -> None:
         self.pid = pid

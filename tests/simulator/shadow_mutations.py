@@ -289,7 +289,7 @@ SHADOW_MUTATIONS: dict[type[Parts], int] = {
     NeverSeedAgain: 76,
     ForgetTheEarlierPhase: 17,
     CopyStatesBeforeTheStep: 3,
-    CopyReplicatedStatesFromEveryMachine: 239,
+    CopyReplicatedStatesFromEveryMachine: 177,
 }
 
 #: Beside an unreliable network. Of 2,500 seeds none shows a machine that does not count steps sent behind states that
