@@ -152,7 +152,7 @@ def compare(before: Sample, after: Sample) -> dict[str, Any]:
         "interval_s": after.at_s - before.at_s,
         "waits": [*status["stalled"], *status["slow"]],
         "doubts": [f"{_name(member)}: {member['doubt']}" for member in members if member["doubt"]],
-        "links": list(links.values()),
+        "links": sorted(links.values(), key=_order),
         "servers": [
             {
                 "machine": member["machine"],
@@ -245,6 +245,11 @@ def to_page(found: dict[str, Any], seen: list[str]) -> str:
     if seen:
         lines += ["", "changes", *(f"  {text}" for text in seen)]
     return "\n".join(lines)
+
+
+def _order(link: dict[str, Any]) -> tuple[object, ...]:
+    """CPU machines first, then GPU machines by number."""
+    return len(link["machine"]), link["machine"], link["host"]
 
 
 def _shares(server: dict[str, Any]) -> tuple[float | None, float | None]:
