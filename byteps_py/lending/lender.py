@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from byteps_py.lending.pool import JobRequest, LendingOffer
+from byteps_py.wording import count_text
 
 #: A short rise of the owner's load is no reason to go, and a short pause none to come back.
 BUSY_AFTER_S, FREE_AFTER_S = 3.0, 15.0
@@ -36,8 +37,8 @@ class Limits:
     def describe(self) -> str:
         """The limits in words."""
         return (
-            f"{self.cores} cores, {self.memory_bytes / 1e9:g} GB and {self.mbit:g} Mbit/s of {self.name} to at most "
-            f"{self.slots} jobs"
+            f"{count_text(self.cores, 'core')}, {self.memory_bytes / 1e9:g} GB and {self.mbit:g} Mbit/s of {self.name} "
+            f"to {count_text(self.slots, 'job')} at a time"
         )
 
     def refusal(self, job: JobRequest) -> str:
