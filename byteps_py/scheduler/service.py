@@ -31,7 +31,7 @@ from byteps_py.scheduler.member_links.links import MemberLinks, Sent, StreamClos
 from byteps_py.scheduler.roster import ClusterConfig, describe
 from byteps_py.scheduler.rpc import retry_steadily
 from byteps_py.system.log import logger
-from byteps_py.system.machine import require_secret
+from byteps_py.system.machine import is_loopback, require_secret
 from byteps_py.wire.launch_protocol import Blame, send_notice
 
 TICK_S = 0.2
@@ -86,6 +86,13 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
         Raises ConfigurationError if the address can't be used, JournalError if the journal can't.
         """
         host, port = listening_address(self._settings)
+        name, machines = self._settings.scheduler_host, self._settings.num_workers + self._settings.num_servers
+        if machines > 1 and is_loopback(host) and not is_loopback(name):
+            logger.warning(
+                "%s is %s on this machine, which other machines can't reach: let the name lead to the machine's own "
+                "address (/etc/hosts), or set DMLC_PS_ROOT_URI to that address",
+                name, host,
+            )  # fmt: skip
         path = journal_path(self._settings)
         try:
             if path is not None:

@@ -36,7 +36,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("-p", "gpu", "-N2", "--ntasks-per-node=2", *SHORT),
+        pytest.param(("-p", "gpu", "-N2", "--ntasks-per-node=2", *SHORT), marks=pytest.mark.long),
         (*CPU, ":", "-p", "gpu", "-N2", "--ntasks-per-node=2", *SHORT),
         (*CPU, ":", "-p", "gpu", "-N2", "--ntasks-per-node=1", BPSLAUNCH, *SHORT),
     ],
@@ -64,7 +64,7 @@ def test_the_users_secret_is_private_and_in_no_environment(slurm: SlurmCluster) 
     assert not slurm.left()
 
 
-@pytest.mark.parametrize("kinds", [2, 1])
+@pytest.mark.parametrize("kinds", [2, pytest.param(1, marks=pytest.mark.long)])
 def test_the_script_for_both_kinds_of_nodes_and_for_one(slurm: SlurmCluster, kinds: int) -> None:
     text, output = (SCRIPTS / "train.sbatch").read_text(), slurm.folder / f"train{kinds}.out"
     if kinds == 1:  # as its first lines say

@@ -7,10 +7,13 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
+from support.breaking import command
+from support.clusters import has_namespaces
 from support.schedulers import (
     CHILD,
     TIMEOUT_S,
@@ -25,6 +28,7 @@ from support.schedulers import (
 from byteps_py import errors
 from byteps_py.config.settings import Settings
 from byteps_py.dataplane.traffic import Limiter, Traffic
+from byteps_py.launch.process_plan import free_port
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler import query
 from byteps_py.scheduler.grpc_link import GrpcControlLink
@@ -184,3 +188,15 @@ def test_a_flood_of_strangers_does_not_fill_the_log(caplog: pytest.LogCaptureFix
     assert said.count("turned away a process: not registered in time") == 5
     assert said.count("turned away worker 3: not registered in time") == 10
     assert len(said) == 15
+
+
+@pytest.mark.skipif(not has_namespaces(), reason="needs root and iproute2 (namespaces)")
+def test_a_name_that_leads_to_loopback_is_warned_of(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("127.0.1.1 gpu1\n")
+    enter = 'mount --bind "$1" /etc/hosts; shift; exec "$@"'
+    words = ("unshare", "-m", "sh", "-c", enter, "-", str(tmp_path / "hosts"))
+    environ = {"DMLC_PS_ROOT_URI": "gpu1", "DMLC_PS_ROOT_PORT": str(free_port()), "DMLC_NUM_WORKER": "2"}
+    with command(*words, sys.executable, "-m", "byteps_py.scheduler", **environ) as job:
+        job.until("gpu1 is 127.0.1.1 on this machine, which other machines can't reach")
+        job.signal(signal.SIGTERM)
+        job.end()
