@@ -109,7 +109,7 @@ class ServerPool:
         self._trainer_nodes = tuple(dict.fromkeys(trainer_nodes))
         self._end_scheduler()
         self._add_servers()
-        placed = self._placed(self._options.placement_s)
+        placed = self._placed(self._options.placement_s if self._has_other_nodes() else 0.0)
         if machines == 1 and not placed:  # nobody would need a scheduler
             return {"BYTEPS_SECRET": self._variables["BYTEPS_SECRET"], **self._options.variables}
         variables = {**self._variables, "DMLC_NUM_SERVER": str(placed)}
@@ -161,6 +161,10 @@ class ServerPool:
         while len(self._servers) < self._wanted:
             actor = ray.remote(SummationServer).options(**options)
             self._servers.append(actor.remote({**threads, **self._variables}))
+
+    def _has_other_nodes(self) -> bool:
+        """Nodes that run no trainer, and so may run a server. Ray may get some later."""
+        return any(node["Alive"] and node["NodeID"] not in self._trainer_nodes for node in ray.nodes())
 
     def _placed(self, timeout_s: float) -> int:
         """The number of servers that run, after ``timeout_s`` at most."""
