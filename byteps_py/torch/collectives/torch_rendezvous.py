@@ -45,6 +45,13 @@ def complete(settings: Settings) -> Settings:
     return discover_machines(settings, _store(world, settings.start_timeout_s), world.rank, world.size)
 
 
+def count_rounds(at_least: int = 0) -> int:
+    """The number of jobs that this process has formed so far; made ``at_least`` as large."""
+    global _rounds
+    _rounds = max(_rounds, at_least)
+    return _rounds
+
+
 def is_single_rank(settings: Settings) -> bool:
     """True if ``settings`` have no rank beside this one, so that torch may know more."""
     return settings.num_workers * settings.local_size == 1 and not settings.elastic

@@ -253,6 +253,14 @@ def create(opts: Any, pg_options: Any = None) -> BytePSProcessGroup:
     return BytePSProcessGroup(members, opts.store, timeout.total_seconds(), options, leave)
 
 
+def count_worlds(at_least: int = 0) -> int:
+    """The number of worlds that this process has made so far, which names those that follow; made ``at_least`` as
+    large. For ranks of one world whose processes have made different numbers of others."""
+    global _worlds
+    _worlds = max(_worlds, at_least)
+    return _worlds
+
+
 def _leave(context: Context) -> None:
     context.release(HOLDER)
     POOL.close()
