@@ -8,7 +8,8 @@
     remote_hosts        bpslaunch -H: asks all hosts, and starts a launcher on each over ssh
     host_link           what these launchers say to each other
     host_agent          the launcher on such a host
-    spare, lending      a machine that waits for the place of another one; servers for a job of SLURM's that runs
+    spare, slurm_lending
+                        a machine that waits for the place of another one; servers for a job of SLURM's that runs
     process_output      prefixed lines, and files per process
     process_guard       no process outlives the launcher, not even after SIGKILL
     installation        what this machine and this installation can do

@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from byteps_py.config.settings import Settings, ignored_variables
 from byteps_py.errors import BytePSError, ConfigurationError
-from byteps_py.launch import command_line, host_agent, lending, remote_hosts, spare
+from byteps_py.launch import command_line, host_agent, remote_hosts, slurm_lending, spare
 from byteps_py.launch.host_link import HOST_OPTION, HostReport, LauncherLink
 from byteps_py.launch.installation import visible_gpus
 from byteps_py.launch.process_output import print_message
@@ -102,7 +102,7 @@ def _run(arguments: Sequence[str], outer_environ: Mapping[str, str], link: Launc
         environ = {"BYTEPS_LOCAL_SECRET": secrets.token_hex(32), **environ}
     command = given.command if given.hosts else resolve(given.command, environ)
     if given.lends_to:
-        environ = {**environ, **lending.lending_variables(given.lends_to, environ)}
+        environ = {**environ, **slurm_lending.lending_variables(given.lends_to, environ)}
     if given.is_spare:
         number = spare.wait_for_place(environ, link.pause if link else time.sleep)
         if number is None:

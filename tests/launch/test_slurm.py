@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -101,14 +102,14 @@ def test_nodes_are_lent_and_preempted_and_training_goes_on(slurm: SlurmCluster) 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("-p", "gpu", "-N1", "-n2", BPSLAUNCH, "true"), "srun starts bpslaunch 2 times on g1"),
-        (("-p", "gpu", "-N1", BPSLAUNCH), "which program? g1 trains"),
-        (("-p", "cpu", "-N1", *SHORT, ":", "-p", "gpu", "-N1", "true"), "this process is on c1, which lends"),
+        (("-p", "gpu", "-N1", "-n2", BPSLAUNCH, "true"), r"srun starts bpslaunch 2 times on g[12]"),
+        (("-p", "gpu", "-N1", BPSLAUNCH), r"which program\? g[12] trains"),
+        (("-p", "cpu", "-N1", *SHORT, ":", "-p", "gpu", "-N1", "true"), r"this process is on c[12], which lends"),
         (("-p", "cpu", "-N1", BPSLAUNCH, "--lend-to", "999"), "there is no job 999 to lend to"),
     ],
 )
 def test_what_can_not_be_meant_is_refused(slurm: SlurmCluster, arguments: tuple[str, ...], words: str) -> None:
     done = slurm.run("srun", *arguments)
     assert done.returncode != 0
-    assert words in done.stdout
+    assert re.search(words, done.stdout), done.stdout
     assert not slurm.left()
