@@ -77,6 +77,7 @@ def navigation(root: Path) -> str:
 def add_navigation(app: Any, docname: str, source: list[str]) -> None:
     if docname == root_doc:
         source[0] += navigation(Path(app.srcdir))
+        app.env.note_reread()  # pages may have come
     elif docname == "benchmarks/results/README":
         source[0] += "\n```{toctree}\n:hidden:\n:glob:\n\n*\n```\n"
 
