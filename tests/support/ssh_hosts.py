@@ -109,16 +109,12 @@ class SshHosts:
 @contextlib.contextmanager
 def ssh_hosts(count: int, folder: Path) -> Iterator[SshHosts]:
     """``count`` hosts with sshd, and one to log in from; gone at the end of the block."""
-    made = not _PRIVILEGE_SEPARATION.exists()
+    # The system's own service makes this empty folder. It stays: tests that run at the same time may need it.
     _PRIVILEGE_SEPARATION.mkdir(mode=0o755, exist_ok=True)
-    try:
-        with cluster([0.0] * (count + 1)) as (login, *hosts):
-            found = SshHosts(login, hosts, folder)
-            try:
-                found.start()
-                yield found
-            finally:
-                found.stop()
-    finally:
-        if made:
-            _PRIVILEGE_SEPARATION.rmdir()
+    with cluster([0.0] * (count + 1)) as (login, *hosts):
+        found = SshHosts(login, hosts, folder)
+        try:
+            found.start()
+            yield found
+        finally:
+            found.stop()
