@@ -22,7 +22,7 @@ from byteps_py.errors import BytePSError, ConfigurationError, UsageError
 #: Modules of this package, in the order of `bps --help`.
 COMMANDS = (
     "doctor", "job", "top", "logs", "checkpoint", "bench", "lending", "placement", "plan", "schedule", "numerics",
-    "env", "completion",
+    "trace", "env", "completion",
 )  # fmt: skip
 
 

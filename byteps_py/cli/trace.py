@@ -1,0 +1,66 @@
+"""`bps trace`: what recorded trainings say. Starts nothing."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from byteps_py.cli.command import add_command, add_json
+
+_SHOWN = 5
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the commands to `bps`."""
+    parser = subparsers.add_parser(
+        "trace", help="find out what slow workers of a recorded training cost", description="Read recorded trainings."
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    parser = add_command(
+        commands,
+        "what-if",
+        help="how long a step would take if every operation took its usual time",
+        description="Compute the steps of a trace anew, as if some or all operations took their type's usual time. The "
+        "trace has a row for each operation: dp_rank, stage, step, optype, start_ts, duration (seconds), seq_id, mc, "
+        "gmc.",
+        example="bps trace what-if trace.parquet --json",
+        exits={2: "the trace can't be read, or has no whole step"},
+    )
+    parser.add_argument("file", type=Path, metavar="FILE", help=".parquet (needs pyarrow) or .csv")
+    add_json(parser)
+    parser.set_defaults(handler=what_if)
+
+
+def what_if(arguments: argparse.Namespace) -> int:
+    """Print the analysis. Raises UsageError."""
+    from byteps_py.tools.what_if import read_trace, what_if as analyze
+
+    found = analyze(read_trace(arguments.file))
+    if arguments.json:
+        workers = [{"dp_rank": dp, "stage": stage, "slowdown": cost} for (dp, stage), cost in found.worst_workers]
+        print(
+            json.dumps(
+                {
+                    "slowdown": found.slowdown, "m_w": found.m_w, "m_s": found.m_s, "worst_workers": workers,
+                    "step_s": found.step_s, "ideal_s": found.ideal_s, "by_dp_rank": found.by_copy,
+                    "by_stage": found.by_stage, "by_operation": found.by_operation, "steps": found.steps,
+                    "left_out": found.left_out,
+                }
+            )
+        )  # fmt: skip
+        return 0
+    print(
+        f"{found.steps} steps: {found.step_s:.3f} s each; {found.ideal_s:.3f} s if every operation took its usual time"
+    )
+    print(f"slowdown {found.slowdown:.3f}: {1 - 1 / found.slowdown:.1%} of the time is lost")
+    print(f"the slowest workers explain {found.m_w:.0%} of that, the last stage {found.m_s:.0%}\n")
+    print("left if all others took their usual time:")
+    for (dp, stage), cost in found.worst_workers[:_SHOWN]:
+        print(f"  dp {dp}, stage {stage:<24} {cost:.3f}")
+    for kind, cost in sorted(found.by_operation.items(), key=lambda each: -each[1])[:_SHOWN]:
+        print(f"  {kind:<32} {cost:.3f}")
+    for step, why in found.left_out.items():
+        print(f"step {step} is left out: {why}")
+    return 0
