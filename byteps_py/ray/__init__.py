@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import importlib.util
 
-if importlib.util.find_spec("ray") is None:
+# Where there is no Ray, there may be a folder of this name: it has no origin.
+if getattr(importlib.util.find_spec("ray"), "origin", None) is None:
     raise ModuleNotFoundError(
         "byteps_py.ray needs Ray Train, and it is not installed here: run pip install 'byteps-py[ray]', or pip install "
         "'.[ray]' in a clone of the repository",

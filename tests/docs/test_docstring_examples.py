@@ -20,6 +20,12 @@ MODULES = [
 
 @pytest.mark.parametrize("name", MODULES)
 def test_examples_of(name: str) -> None:
-    result = doctest.testmod(importlib.import_module(name))
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != "ray":  # an extra
+            raise
+        pytest.skip(str(error))
+    result = doctest.testmod(module)
     assert result.attempted > 0
     assert result.failed == 0

@@ -14,7 +14,7 @@ from byteps_py.cli.__main__ import main
 from byteps_py.errors import UsageError
 from byteps_py.tools.what_if import COLUMNS, Operation, read_trace, what_if
 
-#: Traces of two real jobs with what an analysis has found: ByteDance-Seed/StragglerAnalysis, Apache-2.0.
+#: Traces of two real jobs with what a published analysis has found (of bytedance-seed, Apache-2.0).
 PUBLISHED = ROOT.parent / "shared" / "data" / "straggler"
 FORWARD_S, BACKWARD_S, SENT_S, SUM_S = 1.0, 2.0, 0.25, 0.5
 
