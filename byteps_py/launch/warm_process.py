@@ -15,19 +15,16 @@ launcher is for that moment.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import gc
 import importlib
-import io
 import json
 import os
 import runpy
 import socket
 import subprocess
 import sys
-import threading
 import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -309,26 +306,7 @@ def _become(request: _RankToFork) -> None:
         numpy.random.seed()
     if (torch := sys.modules.get("torch")) is not None:
         torch.default_generator.seed()
-    try:
-        _run(request.is_module, request.what, request.arguments)
-    except Exception:
-        _end_at_once()
-
-
-def _end_at_once() -> None:
-    """The program has failed, in an exception handler. Do all that an interpreter does at its end, but for one thing:
-    taking all modules apart takes seconds of processor time, which the ranks of the job that begin anew need."""
-    sys.excepthook(*sys.exc_info())
-    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
-    atexit._run_exitfuncs()
-    for each in gc.get_objects():
-        if issubclass(type(each), io.IOBase) and not each.closed:
-            with contextlib.suppress(OSError, ValueError):  # as for files that nobody has closed
-                each.flush()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(1)
+    _run(request.is_module, request.what, request.arguments)
 
 
 def _run(is_module: bool, what: str, arguments: Sequence[str]) -> None:

@@ -255,3 +255,42 @@ def test_a_journal_that_can_not_be_kept_is_no_taken_port(tmp_path: Path) -> None
     assert done.stderr.count("the scheduler's journal") == 1, done.stderr
     assert "starting over" not in done.stderr
     assert done.stderr.endswith("bpslaunch: the scheduler can't begin; its own message is above\n")
+
+
+FAILS = """
+import atexit, sys, threading
+from byteps_py.errors import PeerLostError
+from byteps_py.session import failure_reports
+failure_reports.shorten_tracebacks()
+failure_reports.ends_at_once = sys.argv[2] == "at once"
+
+class Kept:
+    def __del__(self):
+        print("taken apart")
+
+kept = Kept()
+kept.itself = kept
+file = open(sys.argv[1], "w")
+file.write("written")
+atexit.register(lambda: print("at exit"))
+threading.Thread(target=lambda: (threading.main_thread().join(), print("thread"))).start()
+print("said")
+raise PeerLostError("rank 3 died")
+"""
+
+
+@pytest.mark.parametrize("way", ["at once", "as usual"])
+def test_a_process_that_will_be_started_again_ends_at_once_and_in_order(way: str, tmp_path: Path) -> None:
+    """``kept`` stands for all that an interpreter takes apart."""
+    pipe, file = NoticePipe(), tmp_path / "file"
+    ran = subprocess.run(
+        [sys.executable, "-c", FAILS, str(file), way],
+        env=clean_environment(**{NOTICE_VARIABLE: pipe.name}), pass_fds=(pipe.writer,), timeout=60, check=False,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    os.close(pipe.writer)
+    (notice,) = pipe.read()
+    pipe.close()
+    assert (ran.returncode, ran.stderr, file.read_text()) == (1, "", "written")
+    assert "PeerLostError: rank 3 died" in notice.text
+    assert ran.stdout.splitlines() == ["said", "thread", "at exit", *(["taken apart"] if way == "as usual" else [])]

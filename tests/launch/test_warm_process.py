@@ -92,28 +92,6 @@ def test_a_rank_is_a_child_of_the_launcher_and_computes_as_others_do(tmp_path: P
     assert first[2] == second[2] == alone[2]
 
 
-FAILS = """
-import atexit, sys, threading, time
-file = open(sys.argv[1], "w")
-file.write("written")
-atexit.register(lambda: print("at exit", flush=True))
-threading.Thread(target=lambda: (threading.main_thread().join(), print("thread"))).start()
-print("said")
-raise ValueError("wrong")
-"""
-
-
-@pytest.mark.slow
-def test_a_rank_that_fails_ends_as_others_do(tmp_path: Path) -> None:
-    script, file = tmp_path / "fails.py", tmp_path / "file"
-    script.write_text(FAILS)
-    with warm_process(PythonProgram.of([sys.executable, str(script), str(file)])) as warm:
-        status, output, errors = fork(warm)
-    assert (status, output, file.read_text()) == (1, "said\nthread\nat exit\n", "written")
-    assert errors.endswith("ValueError: wrong\n")
-    assert errors.startswith("Traceback")
-
-
 @pytest.mark.parametrize(
     "command", [["bash", "run.sh"], ["python"], ["python", "-X", "dev", "a.py"], ["python", "-c", "pass"], ["./a.py"]]
 )

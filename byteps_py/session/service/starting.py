@@ -47,6 +47,7 @@ def open_session(settings: Settings | None = None) -> Session:
     """
     settings = settings or Settings.from_env()
     failure_reports.whole_tracebacks = settings.log_level in ("DEBUG", "TRACE")
+    failure_reports.ends_at_once = settings.max_restarts > 0
     if settings.is_alone:
         # A launcher has logged these; in a job with services, the first service logs them.
         if TOKEN_VARIABLE not in os.environ:
