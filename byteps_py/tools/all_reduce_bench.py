@@ -54,7 +54,7 @@ class AllReduceBench:
             self._gloo = dist.new_group(backend="gloo", timeout=timedelta(seconds=_LIMIT_S))
         except RuntimeError as error:  # no address for the host's name, a firewall
             self.gloo_error = str(error).splitlines()[0]
-        failed = torch.tensor([float(bool(self.gloo_error))])
+        failed = torch.tensor([float(bool(self.gloo_error))], device="cpu")
         dist.all_reduce(failed)
         if failed.item() and not self.gloo_error:
             self.gloo_error = "it can't be used on another rank"
@@ -78,7 +78,7 @@ class AllReduceBench:
         """
         groups = {"byteps": dist.group.WORLD} if self.gloo_error else {"byteps": dist.group.WORLD, "gloo": self._gloo}
         times: dict[str, list[float]] = {name: [] for name in groups}
-        tensor = torch.empty(max(1, nbytes // 4))
+        tensor = torch.empty(max(1, nbytes // 4), device="cpu")
         for number in range(_WARM_UP + repeats):
             for name, group in groups.items():
                 tensor.fill_(self.rank + 1.0)
@@ -95,7 +95,7 @@ class AllReduceBench:
 
     def carry(self, nbytes: int, repeats: int) -> int:
         """Sum tensors of this size with this package alone. Returns how many bytes were summed."""
-        tensor = torch.ones(max(1, nbytes // 4))
+        tensor = torch.ones(max(1, nbytes // 4), device="cpu")
         for _ in range(repeats):
             dist.all_reduce(tensor)
         return tensor.nbytes * repeats
@@ -112,6 +112,6 @@ class AllReduceBench:
     @staticmethod
     def _slowest(times: list[float]) -> float:
         """The largest of all ranks' medians."""
-        largest = torch.tensor([statistics.median(times)], dtype=torch.float64)
+        largest = torch.tensor([statistics.median(times)], dtype=torch.float64, device="cpu")
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         return float(largest)
