@@ -8,11 +8,14 @@ step.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import socket
 import struct
 import sys
+import termios
+import time
 from collections.abc import Callable
 
 import torch
@@ -28,11 +31,14 @@ LAYERS = 3
 
 
 def tcp_bytes_sent() -> int:
-    """By all connections of this process that are open."""
-    total = 0
+    """By all connections of this process that are open, once the others have it."""
+    total, until_s = 0, time.monotonic() + 10
     for fd in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:
             if sock.family == socket.AF_INET and sock.type == socket.SOCK_STREAM:
+                while struct.unpack("i", fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4))) != (0,):
+                    if time.monotonic() > until_s:
+                        raise SystemExit("what was sent has not arrived")
                 info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
                 sent, sent_again = struct.unpack_from("QQ", info, _BYTES_SENT_AT)
                 total += sent - sent_again

@@ -35,11 +35,11 @@ class KnowMachinesByTheirIndex(Mutation):
 
     class topology(Topology):
         @classmethod
-        def of(cls, membership: pb.Membership, place: int) -> Topology:
+        def of(cls, membership: pb.Membership, place: int, shadow_copies: int = 1) -> Topology:
             nameless = pb.Membership()
             nameless.CopyFrom(membership)
             nameless.workers_since = 1
-            return super().of(nameless, place)
+            return super().of(nameless, place, shadow_copies)
 
 
 class _Equals(Reforming):
