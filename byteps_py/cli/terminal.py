@@ -1,4 +1,4 @@
-"""What commands write for a person at a terminal: a progress bar, a page that is written again in place, colours.
+"""Output for a person at a terminal: a progress bar, a page that is written again in place, colours.
 
 A stream that is no terminal (a pipe, a file, TERM=dumb) gets none of them. NO_COLOR (no-color.org) removes colours. One
 thread; needs only the standard library.

@@ -1,7 +1,7 @@
 """`bps top`: a running job as it changes: who waits for whom, what each link carries, what each server sums.
 
-Two statuses of the scheduler are compared (``compare``, pure). What members report arrives with their heartbeats, so
-each rate is of the time between the two heartbeats of its member.
+Two statuses of the scheduler are compared (``compare``, pure). Members report with their heartbeats, so each rate is
+of the time between the two heartbeats of its member.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def compare(before: Sample, after: Sample) -> dict[str, Any]:
 
 
 def changes(before: dict[str, Any], found: dict[str, Any]) -> list[str]:
-    """What has become of members, and of the group, since the status ``before``: one sentence each."""
+    """The changes of members and of the group since the status ``before``: one sentence each."""
     then = {_process(member): _state(member) for member in before["members"]}
     said = []
     for member in found["members"]:

@@ -22,6 +22,7 @@ import importlib
 import json
 import os
 import runpy
+import select
 import socket
 import subprocess
 import sys
@@ -90,14 +91,14 @@ class ForkedProcess:
 
     def wait(self, timeout: float | None = None) -> int:
         """The exit status, as ``subprocess`` gives it. Raises subprocess.TimeoutExpired."""
-        deadline_s = None if timeout is None else time.monotonic() + timeout
-        while True:
-            found, status = os.waitpid(self.pid, 0 if deadline_s is None else os.WNOHANG)
-            if found:
-                return os.waitstatus_to_exitcode(status)
-            if deadline_s is not None and time.monotonic() > deadline_s:
-                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
-            time.sleep(0.01)
+        if timeout is not None:
+            pidfd = os.pidfd_open(self.pid)
+            try:
+                if not select.select([pidfd], [], [], timeout)[0]:
+                    raise subprocess.TimeoutExpired(str(self.pid), timeout)
+            finally:
+                os.close(pidfd)
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
     def send_signal(self, signum: int) -> None:
         """Until it is waited for, its number is its own."""

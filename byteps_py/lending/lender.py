@@ -137,7 +137,7 @@ class LenderPolicy:
         return LendingOffer(self._name, slots, {name: reason for name, (reason, _) in self._refused.items()})
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
-        """What follows from ``event``."""
+        """Return the actions that ``event`` requires."""
         match event:
             case Told(jobs):
                 return self._told(jobs, now_s)

@@ -1,8 +1,8 @@
 """Which lender serves which job: the decisions of a pool. Pure: requests and the time come in, answers go out.
 
 What stands is kept: a server moves only if its lender is busy, silent or refuses the job, or if the job has ended or
-wants fewer. What is free goes to the job that has the fewest servers of those that want more, from the lender that has
-the most room. One thread.
+wants fewer. The job with the fewest servers, of those that want more, gets the next free server, from the lender that
+has the most room. One thread.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ class PoolService:
         return dict(self._pool.status(self._clock()))
 
     def _log_changes(self) -> None:
-        """Who serves whom, when it has changed."""
+        """Log which lender serves which job, if that has changed."""
         now = {each["name"]: each["serves"] for each in self._pool.status(self._clock())["lenders"]}  # type: ignore[attr-defined]
         for name in sorted(now.keys() | self._said.keys()):
             if now.get(name) != self._said.get(name):
