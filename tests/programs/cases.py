@@ -5,7 +5,9 @@ TEST_DEVICE: where their tensors lie, by default "cpu". All ranks use the first 
 
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -24,12 +26,17 @@ def case(function: Case) -> Case:
     return function
 
 
-def run(names: Sequence[str], before: Case = lambda: None) -> None:
-    """Run these cases, or all, each after ``before``."""
+def run(names: Sequence[str], before: Case = lambda: None, is_freed: bool = False) -> None:
+    """Run these cases, or all, each after ``before``. ``is_freed``: fail if the default group is kept when it is
+    destroyed and the models are gone. Its threads could abort the process when it ends."""
     torch.set_num_threads(1)
     dist.init_process_group(os.environ.get("TEST_BACKEND", "byteps"))
+    world = weakref.ref(dist.group.WORLD)
     for name in names or CASES:
         before()
         CASES[name]()
         print(f"{name}: right", flush=True)
     dist.destroy_process_group()
+    gc.collect()
+    if is_freed and world() is not None:
+        raise SystemExit("the default group is kept after destroy_process_group")

@@ -583,4 +583,4 @@ def checkpoints() -> None:
 
 
 if __name__ == "__main__":
-    run(sys.argv[1:])
+    run(sys.argv[1:], is_freed=True)
