@@ -118,7 +118,7 @@ class Register(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., job: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., kind: _Optional[_Union[MachineKind, str]] = ..., machine_id: _Optional[str] = ..., machine_index: _Optional[int] = ..., address: _Optional[str] = ..., local_address: _Optional[str] = ..., local_size: _Optional[int] = ..., num_workers: _Optional[int] = ..., num_servers: _Optional[int] = ..., partition_bytes: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., link_mbit: _Optional[float] = ..., token: _Optional[bytes] = ..., received: _Optional[int] = ..., member_id: _Optional[int] = ..., epoch: _Optional[int] = ..., elastic: bool = ..., memory_bytes: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("statistics", "waiting", "ranks", "servers", "shadow", "steps", "calls", "bare")
+    __slots__ = ("statistics", "waiting", "ranks", "servers", "shadow", "steps", "calls", "progress", "bare")
     STATISTICS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
@@ -126,6 +126,7 @@ class Heartbeat(_message.Message):
     SHADOW_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     CALLS_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
     BARE_FIELD_NUMBER: _ClassVar[int]
     statistics: Statistics
     waiting: _containers.RepeatedCompositeFieldContainer[Waiting]
@@ -134,8 +135,35 @@ class Heartbeat(_message.Message):
     shadow: ShadowProtection
     steps: _containers.RepeatedCompositeFieldContainer[RankSteps]
     calls: _containers.RepeatedCompositeFieldContainer[UnnamedCall]
+    progress: _containers.RepeatedCompositeFieldContainer[RankProgress]
     bare: bool
-    def __init__(self, statistics: _Optional[_Union[Statistics, _Mapping]] = ..., waiting: _Optional[_Iterable[_Union[Waiting, _Mapping]]] = ..., ranks: _Optional[_Iterable[_Union[RankPace, _Mapping]]] = ..., servers: _Optional[_Iterable[_Union[ServerPace, _Mapping]]] = ..., shadow: _Optional[_Union[ShadowProtection, _Mapping]] = ..., steps: _Optional[_Iterable[_Union[RankSteps, _Mapping]]] = ..., calls: _Optional[_Iterable[_Union[UnnamedCall, _Mapping]]] = ..., bare: bool = ...) -> None: ...
+    def __init__(self, statistics: _Optional[_Union[Statistics, _Mapping]] = ..., waiting: _Optional[_Iterable[_Union[Waiting, _Mapping]]] = ..., ranks: _Optional[_Iterable[_Union[RankPace, _Mapping]]] = ..., servers: _Optional[_Iterable[_Union[ServerPace, _Mapping]]] = ..., shadow: _Optional[_Union[ShadowProtection, _Mapping]] = ..., steps: _Optional[_Iterable[_Union[RankSteps, _Mapping]]] = ..., calls: _Optional[_Iterable[_Union[UnnamedCall, _Mapping]]] = ..., progress: _Optional[_Iterable[_Union[RankProgress, _Mapping]]] = ..., bare: bool = ...) -> None: ...
+
+class RankProgress(_message.Message):
+    __slots__ = ("rank", "steps", "step_s", "last_step_at_s", "tokens", "samples", "exposed_s", "result_bytes", "recoveries", "tokens_per_s", "exposed_share")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    STEP_S_FIELD_NUMBER: _ClassVar[int]
+    LAST_STEP_AT_S_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    EXPOSED_S_FIELD_NUMBER: _ClassVar[int]
+    RESULT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RECOVERIES_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    EXPOSED_SHARE_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    steps: int
+    step_s: float
+    last_step_at_s: float
+    tokens: int
+    samples: int
+    exposed_s: float
+    result_bytes: int
+    recoveries: int
+    tokens_per_s: float
+    exposed_share: float
+    def __init__(self, rank: _Optional[int] = ..., steps: _Optional[int] = ..., step_s: _Optional[float] = ..., last_step_at_s: _Optional[float] = ..., tokens: _Optional[int] = ..., samples: _Optional[int] = ..., exposed_s: _Optional[float] = ..., result_bytes: _Optional[int] = ..., recoveries: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., exposed_share: _Optional[float] = ...) -> None: ...
 
 class UnnamedCall(_message.Message):
     __slots__ = ("name", "rank", "rounds")
@@ -204,7 +232,7 @@ class ServerPace(_message.Message):
     def __init__(self, member_id: _Optional[int] = ..., answer_s: _Optional[float] = ..., ratio: _Optional[float] = ..., awaited: _Optional[float] = ..., row_answer_s: _Optional[float] = ..., row_ratio: _Optional[float] = ...) -> None: ...
 
 class Statistics(_message.Message):
-    __slots__ = ("bytes_received", "bytes_sent", "bytes_local", "rounds", "bytes_summed", "cpu_s", "resident_bytes", "bytes_in_flight")
+    __slots__ = ("bytes_received", "bytes_sent", "bytes_local", "rounds", "bytes_summed", "cpu_s", "resident_bytes", "bytes_in_flight", "credit_bytes", "queued", "repetitions", "shadow_steps", "shadow_waiting_bytes")
     BYTES_RECEIVED_FIELD_NUMBER: _ClassVar[int]
     BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
     BYTES_LOCAL_FIELD_NUMBER: _ClassVar[int]
@@ -213,6 +241,11 @@ class Statistics(_message.Message):
     CPU_S_FIELD_NUMBER: _ClassVar[int]
     RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
     BYTES_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    CREDIT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_FIELD_NUMBER: _ClassVar[int]
+    REPETITIONS_FIELD_NUMBER: _ClassVar[int]
+    SHADOW_STEPS_FIELD_NUMBER: _ClassVar[int]
+    SHADOW_WAITING_BYTES_FIELD_NUMBER: _ClassVar[int]
     bytes_received: int
     bytes_sent: int
     bytes_local: int
@@ -221,7 +254,12 @@ class Statistics(_message.Message):
     cpu_s: float
     resident_bytes: int
     bytes_in_flight: int
-    def __init__(self, bytes_received: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., bytes_local: _Optional[int] = ..., rounds: _Optional[int] = ..., bytes_summed: _Optional[int] = ..., cpu_s: _Optional[float] = ..., resident_bytes: _Optional[int] = ..., bytes_in_flight: _Optional[int] = ...) -> None: ...
+    credit_bytes: int
+    queued: int
+    repetitions: int
+    shadow_steps: int
+    shadow_waiting_bytes: int
+    def __init__(self, bytes_received: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., bytes_local: _Optional[int] = ..., rounds: _Optional[int] = ..., bytes_summed: _Optional[int] = ..., cpu_s: _Optional[float] = ..., resident_bytes: _Optional[int] = ..., bytes_in_flight: _Optional[int] = ..., credit_bytes: _Optional[int] = ..., queued: _Optional[int] = ..., repetitions: _Optional[int] = ..., shadow_steps: _Optional[int] = ..., shadow_waiting_bytes: _Optional[int] = ...) -> None: ...
 
 class Waiting(_message.Message):
     __slots__ = ("name", "round", "ready_ranks", "age_s", "group")
@@ -620,7 +658,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("state", "reason", "epoch", "members", "tensors", "tensor_bytes", "replicated_bytes", "sharded_bytes", "hosted_remarks", "partition_bytes", "num_workers", "num_servers", "stalled", "slow", "restarts", "shadow", "missing_workers", "journal")
+    __slots__ = ("state", "reason", "epoch", "members", "tensors", "tensor_bytes", "replicated_bytes", "sharded_bytes", "hosted_remarks", "partition_bytes", "num_workers", "num_servers", "stalled", "slow", "restarts", "shadow", "missing_workers", "awaited", "journal")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[StatusReply.State]
@@ -650,6 +688,7 @@ class StatusReply(_message.Message):
     RESTARTS_FIELD_NUMBER: _ClassVar[int]
     SHADOW_FIELD_NUMBER: _ClassVar[int]
     MISSING_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    AWAITED_FIELD_NUMBER: _ClassVar[int]
     JOURNAL_FIELD_NUMBER: _ClassVar[int]
     state: StatusReply.State
     reason: str
@@ -668,24 +707,35 @@ class StatusReply(_message.Message):
     restarts: int
     shadow: ShadowProtection
     missing_workers: _containers.RepeatedScalarFieldContainer[int]
+    awaited: _containers.RepeatedCompositeFieldContainer[AwaitedRank]
     journal: str
-    def __init__(self, state: _Optional[_Union[StatusReply.State, str]] = ..., reason: _Optional[str] = ..., epoch: _Optional[int] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., tensors: _Optional[int] = ..., tensor_bytes: _Optional[int] = ..., replicated_bytes: _Optional[int] = ..., sharded_bytes: _Optional[int] = ..., hosted_remarks: _Optional[_Iterable[str]] = ..., partition_bytes: _Optional[int] = ..., num_workers: _Optional[int] = ..., num_servers: _Optional[int] = ..., stalled: _Optional[_Iterable[str]] = ..., slow: _Optional[_Iterable[str]] = ..., restarts: _Optional[int] = ..., shadow: _Optional[_Union[ShadowProtection, _Mapping]] = ..., missing_workers: _Optional[_Iterable[int]] = ..., journal: _Optional[str] = ...) -> None: ...
+    def __init__(self, state: _Optional[_Union[StatusReply.State, str]] = ..., reason: _Optional[str] = ..., epoch: _Optional[int] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., tensors: _Optional[int] = ..., tensor_bytes: _Optional[int] = ..., replicated_bytes: _Optional[int] = ..., sharded_bytes: _Optional[int] = ..., hosted_remarks: _Optional[_Iterable[str]] = ..., partition_bytes: _Optional[int] = ..., num_workers: _Optional[int] = ..., num_servers: _Optional[int] = ..., stalled: _Optional[_Iterable[str]] = ..., slow: _Optional[_Iterable[str]] = ..., restarts: _Optional[int] = ..., shadow: _Optional[_Union[ShadowProtection, _Mapping]] = ..., missing_workers: _Optional[_Iterable[int]] = ..., awaited: _Optional[_Iterable[_Union[AwaitedRank, _Mapping]]] = ..., journal: _Optional[str] = ...) -> None: ...
 
 class MemberStatus(_message.Message):
-    __slots__ = ("member", "alive", "heartbeat_age_s", "statistics", "doubt", "left")
+    __slots__ = ("member", "alive", "heartbeat_age_s", "statistics", "doubt", "left", "progress")
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     ALIVE_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_AGE_S_FIELD_NUMBER: _ClassVar[int]
     STATISTICS_FIELD_NUMBER: _ClassVar[int]
     DOUBT_FIELD_NUMBER: _ClassVar[int]
     LEFT_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
     member: Member
     alive: bool
     heartbeat_age_s: float
     statistics: Statistics
     doubt: str
     left: bool
-    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., alive: bool = ..., heartbeat_age_s: _Optional[float] = ..., statistics: _Optional[_Union[Statistics, _Mapping]] = ..., doubt: _Optional[str] = ..., left: bool = ...) -> None: ...
+    progress: _containers.RepeatedCompositeFieldContainer[RankProgress]
+    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., alive: bool = ..., heartbeat_age_s: _Optional[float] = ..., statistics: _Optional[_Union[Statistics, _Mapping]] = ..., doubt: _Optional[str] = ..., left: bool = ..., progress: _Optional[_Iterable[_Union[RankProgress, _Mapping]]] = ...) -> None: ...
+
+class AwaitedRank(_message.Message):
+    __slots__ = ("rank", "age_s")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    age_s: float
+    def __init__(self, rank: _Optional[int] = ..., age_s: _Optional[float] = ...) -> None: ...
 
 class StopRequest(_message.Message):
     __slots__ = ("reason",)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+from collections.abc import Iterable
 
 from byteps_py.config.settings import Settings
 from byteps_py.errors import BytePSError, ConfigurationError
@@ -39,6 +40,8 @@ def _serve(is_gpu_machine: bool) -> int:
     if not keep_freed_memory(_RETAINED_BYTES):
         logger.info("the allocator of this C library can't be tuned; large messages take more time")
     # Imported late: the allocator must be tuned before anything starts threads or loads a compiler.
+    from byteps_py.prometheus import page, samples
+    from byteps_py.prometheus.metrics import SERVER
     from byteps_py.runtime import Runtime
     from byteps_py.scheduler.client import connect
     from byteps_py.server.checkpoint_starter import CheckpointStarter
@@ -46,6 +49,7 @@ def _serve(is_gpu_machine: bool) -> int:
     from byteps_py.server.service import SummationService
     from byteps_py.server.shadow import ShadowStore
 
+    page.check(settings)
     kind = pb.MACHINE_KIND_GPU if is_gpu_machine else pb.MACHINE_KIND_CPU
 
     def new_service(settings: Settings, shadows: ShadowStore | None) -> SummationService:
@@ -55,10 +59,17 @@ def _serve(is_gpu_machine: bool) -> int:
 
     # A GPU machine's server ends with the machine's other processes: they are started together.
     server = PersistentServer(settings, 0.0 if is_gpu_machine else settings.shadow_keep_s, new_service)
+
+    def read() -> Iterable[samples.Sample]:
+        machine = samples.server_machine(is_gpu_machine, settings.worker_id, server.service.address)
+        return samples.of_service(samples.Place(settings.job, SERVER, machine), server.service.heartbeat().statistics)
+
+    metrics = page.page_of(settings, SERVER, lambda: page.on_loop(server.service.post, read))
     signals = (signal.SIGTERM, signal.SIGINT)
     with (
         handle_signals(signals, lambda number, _: server.stop(f"the server got {signal.Signals(number).name}")),
         jobs.announced(settings),
+        metrics,
     ):
         return server.run()
 

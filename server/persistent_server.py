@@ -42,6 +42,11 @@ class PersistentServer:
         self._stopped.set()
         self._service.stop(reason)
 
+    @property
+    def service(self) -> SummationService:
+        """The present one."""
+        return self._service
+
     def run(self) -> int:
         """Serve one job after another. Returns the exit status of the last one that was complete, or raises its
         error."""

@@ -140,6 +140,10 @@ class SummationService:
         """The data plane's endpoint, ``tcp://host:port``."""
         return self._network.address
 
+    def post(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` soon in the loop's thread. Any thread."""
+        self._loop.post(callback)
+
     def run(self) -> int:
         """Serve until the job ends. Returns the exit status. Raises the error that kept the cluster from forming."""
         try:
@@ -327,7 +331,7 @@ class SummationService:
 
     def control_events(self) -> ControlEvents:
         """The callbacks of its link to the scheduler."""
-        return ControlEvents(self._on_message, self._on_lost, self._heartbeat, self._on_away, self._on_back)
+        return ControlEvents(self._on_message, self._on_lost, self.heartbeat, self._on_away, self._on_back)
 
     def _registration(self) -> pb.Register:
         is_gpu = self._kind == pb.MACHINE_KIND_GPU
@@ -339,8 +343,12 @@ class SummationService:
             local_address=self._local.name if self._local is not None else "",
         )
 
-    def _heartbeat(self) -> pb.Heartbeat:
-        return pb.Heartbeat(statistics=statistics(self._traffic, self._rounds.counters))
+    def heartbeat(self) -> pb.Heartbeat:
+        """What the service has done. The loop's thread."""
+        counted = statistics(self._traffic, self._rounds.counters)
+        store = self.shadows.store
+        counted.shadow_steps, counted.shadow_waiting_bytes = store.applied_steps, store.waiting_bytes
+        return pb.Heartbeat(statistics=counted)
 
     def _on_message(self, message: pb.SchedulerMessage) -> None:
         match message.WhichOneof("body"):
@@ -456,4 +464,5 @@ def statistics(traffic: Traffic, counters: Counters) -> pb.Statistics:
         cpu_s=time.process_time(),
         resident_bytes=resident_pages * resource.getpagesize(),
         bytes_in_flight=counters.bytes_in_flight,
+        repetitions=counters.duplicates + counters.wanted,
     )

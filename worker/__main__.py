@@ -6,6 +6,7 @@ import argparse
 import os
 import signal
 import sys
+from collections.abc import Iterable
 
 from byteps_py.config import tuning
 from byteps_py.config.settings import Settings, ignored_variables
@@ -28,13 +29,27 @@ def main(argv: list[str] | None = None) -> int:
             for sentence in ignored_variables(os.environ):
                 log.logger.warning("%s", sentence)
         # numba takes half a second: after the settings' errors
+        from byteps_py.prometheus import page, samples
+        from byteps_py.prometheus.metrics import WORKER
         from byteps_py.runtime import Runtime
         from byteps_py.scheduler.client import connect
         from byteps_py.worker.service import CommunicationService
 
+        page.check(settings)
         keep_freed_memory(tuning.USUAL_CREDIT_BYTES if settings.credit_bytes is None else settings.credit_bytes)
-        service = CommunicationService(settings, arguments.stay, connect, Runtime())
-        with handle_signals((signal.SIGTERM, signal.SIGINT), lambda *_: service.stop()), jobs.announced(settings):
+        runtime = Runtime()
+        service = CommunicationService(settings, arguments.stay, connect, runtime)
+
+        def read() -> Iterable[samples.Sample]:
+            told, machine = service.heartbeat(), samples.gpu_machine(service.machine_index)
+            return samples.of_member(samples.Place(settings.job, WORKER, machine), told.statistics, told.progress)
+
+        metrics = page.page_of(settings, WORKER, lambda: page.on_loop(runtime.loop.post, read))
+        with (
+            handle_signals((signal.SIGTERM, signal.SIGINT), lambda *_: service.stop()),
+            jobs.announced(settings),
+            metrics,
+        ):
             return service.run()
     except ConfigurationError as error:
         print(f"byteps_py worker: {error}", file=sys.stderr)

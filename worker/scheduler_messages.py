@@ -87,11 +87,12 @@ def statistics(past: pb.Statistics, group: Group | None, peers: PeerMachines | N
     counted = pb.Statistics(
         cpu_s=usage.ru_utime + usage.ru_stime,
         resident_bytes=int(Path("/proc/self/statm").read_text().split()[1]) * 4096,
-        bytes_in_flight=group.queue.in_flight_bytes if group is not None else 0,
     )
     counted.MergeFrom(past)
     if group is not None:
         group.count(counted)
+        counted.bytes_in_flight = group.queue.in_flight_bytes
+        counted.credit_bytes, counted.queued = group.queue.credit_bytes, len(group.queue)
     if peers is not None:
         counted.bytes_sent += peers.traffic.bytes_sent
         counted.bytes_received += peers.bytes_received
@@ -112,7 +113,17 @@ def heartbeat(
         shadow=hosting.shadows.protection if hosting is not None and hosting.has_shadows else None,
         steps=_steps(group) if group is not None and waiting else (),
         calls=_calls(group) if group is not None and any(UNNAMED in each.name for each in waiting) else (),
+        progress=_progress(group) if group is not None else (),
     )
+
+
+def _progress(group: Group) -> list[pb.RankProgress]:
+    found = []
+    for rank in group.executor.ranks.values():
+        if rank.progress is not None:
+            rank.progress.rank = group.topology.first_rank + rank.local_rank
+            found.append(rank.progress)
+    return found
 
 
 def _steps(group: Group) -> list[pb.RankSteps]:

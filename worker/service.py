@@ -83,7 +83,7 @@ class CommunicationService:
         self._suspicions = self.suspicions_class()
         self._warned_s: dict[int, float] = {}  # of servers that can't be reached: when, by member id
         events = ControlEvents(
-            self._on_message, self._scheduler_lost, self._heartbeat, self._scheduler_away, self._scheduler_back
+            self._on_message, self._scheduler_lost, self.heartbeat, self._scheduler_away, self._scheduler_back
         )
         link = connect(settings, self._registration(), self._loop, events)
         self._link = self.link_class(link, self._loop)
@@ -310,7 +310,13 @@ class CommunicationService:
     def _is_headless(self) -> bool:
         return self._stall_deadline.away_since_s is not None
 
-    def _heartbeat(self) -> pb.Heartbeat:
+    @property
+    def machine_index(self) -> int:
+        """The number of this machine, which an elastic job may change. The loop's thread."""
+        return self._settings.worker_id if self._group is None else self._group.topology.machine_index
+
+    def heartbeat(self) -> pb.Heartbeat:
+        """What the service and its ranks do. The loop's thread."""
         return heartbeat(self._past, self._group, self._peers, self._waiting(min(1.0, self._settings.stall_warn_s / 2)))
 
     # ---- waiting too long ------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ _ALIKE = 0.8  # similarity from 0 to 1; names that share only their prefix are a
 
 
 _STALL_WARN_S = 60.0
+_LAST_PORT = 65535
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,7 @@ class Settings:
     max_restarts: int = 0
     report: str = ""
     log_dir: str = ""
+    metrics_port: int = 0
     pool: str = ""
     timeline: str = ""
     timeline_mark_cycles: bool = False
@@ -97,6 +99,7 @@ class Settings:
     trace_dir: str = "."
     trace_start_step: int = 10
     trace_end_step: int = 20
+    log_format: str = "text"
     log_level: str = "WARNING"
 
     def __post_init__(self) -> None:
@@ -153,6 +156,12 @@ class Settings:
             raise ConfigurationError(
                 f"BYTEPS_TRACE_START_STEP={self.trace_start_step} must not be above "
                 f"BYTEPS_TRACE_END_STEP={self.trace_end_step}"
+            )
+        last_port = self.metrics_port + 2 + self.local_size
+        if self.metrics_port and last_port > _LAST_PORT:
+            raise ConfigurationError(
+                f"BYTEPS_METRICS_PORT={self.metrics_port} is too high: with {self.local_size} ranks on this machine "
+                f"its processes use the ports up to {last_port}, and {_LAST_PORT} is the last one"
             )
         if self.heartbeat_timeout_s < 2 * self.heartbeat_interval_s:
             raise ConfigurationError(

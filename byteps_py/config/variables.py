@@ -261,6 +261,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("reset_limit", ("BYTEPS_RESET_LIMIT",), int, "elastic: how often the group may be formed again before the job ends with an error; 0: no limit", low=0, high=1 << 20),
     Variable("report", ("BYTEPS_REPORT",), str, "file to which the scheduler writes, at the end, what each service carried (JSON)"),
     Variable("log_dir", ("BYTEPS_LOG_DIR",), str, "folder in which bpslaunch also writes what each process prints, for `bps logs`", detail="Several launchers may share it: below it, each role of DMLC_ROLE has a folder of its own. bpslaunch --log-dir sets it."),
+    Variable("metrics_port", ("BYTEPS_METRICS_PORT",), int, "first of the ports on which a job's processes serve their metrics to Prometheus; 0: none", low=0, high=65535, detail="The scheduler has this port, a machine's communication service the next one, its summation server the one after that, and its ranks those that follow. See [watch a job](../howto/watch.md)."),
     Variable("pool", ("BYTEPS_POOL",), str, "address (HOST:PORT) of a pool whose lenders give this job CPU machines (`bps pool`, `bps lend`)", detail="bpslaunch --pool sets it."),
     Variable("timeline", ("HOROVOD_TIMELINE",), str, "file for a timeline of rank 0, a Chrome trace; rank N appends .rankN; DYNAMIC: when start_timeline() is called"),
     Variable("timeline_mark_cycles", ("HOROVOD_TIMELINE_MARK_CYCLES",), bool, "mark the times at which a tensor is sent while no other is in flight"),
@@ -268,6 +269,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("trace_dir", ("BYTEPS_TRACE_DIR",), str, "folder for the timelines of BYTEPS_TRACE_ON"),
     Variable("trace_start_step", ("BYTEPS_TRACE_START_STEP",), int, "the first round in the timelines of BYTEPS_TRACE_ON", low=0),
     Variable("trace_end_step", ("BYTEPS_TRACE_END_STEP",), int, "the last round in the timelines of BYTEPS_TRACE_ON", low=0),
+    Variable("log_format", ("BYTEPS_LOG_FORMAT",), str, "how log lines look: text, or json with one JSON object a line", choices=("text", "json"), detail="json: also the log of ranks is written to stderr. See [structured logs](../howto/watch.md#structured-logs)."),
     Variable("log_level", ("BYTEPS_LOG_LEVEL",), str, "the least severe messages that are logged", choices=("DEBUG", "INFO", "WARNING", "ERROR", "FATAL", "TRACE")),
 )  # fmt: skip
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from byteps_py.config.settings import Settings
@@ -36,11 +37,19 @@ def main() -> int:
 
 
 async def _serve(settings: Settings) -> Finish:
+    from byteps_py.prometheus import page, samples
+    from byteps_py.prometheus.metrics import SCHEDULER
     from byteps_py.scheduler.query import to_dict  # not above: gRPC is imported once its log is configured
-    from byteps_py.scheduler.service import SchedulerService
+    from byteps_py.scheduler.service import SchedulerService, listening_address
 
-    service = SchedulerService(settings)
-    with jobs.announced(settings):
+    page.check(settings)
+    service, loop = SchedulerService(settings), asyncio.get_running_loop()
+
+    def collect() -> Iterable[samples.Sample]:
+        return page.on_loop(loop.call_soon_threadsafe, lambda: samples.of_status(settings.job, service.status()))
+
+    host = listening_address(settings)[0] if settings.metrics_port else ""
+    with jobs.announced(settings), page.page_of(settings, SCHEDULER, collect, host):
         finish = await service.run()
     if settings.report:
         Path(settings.report).write_text(json.dumps(to_dict(service.status()), indent=2))

@@ -273,6 +273,7 @@ class SchedulerCore:
             missing_workers=self._roster.missing_numbers() if self.job.is_running else [],
             stalled=self._watch.stalled(),
             slow=self._watch.slow(),
+            awaited=self._watch.awaited(),
             # The report of the machine that is behind all others.
             shadow=min(protected, key=lambda each: each.step, default=pb.ShadowProtection()),
         )

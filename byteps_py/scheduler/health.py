@@ -321,10 +321,13 @@ class GroupWatch:
         if heartbeat.bare:
             return []
         member.statistics, member.shadow = heartbeat.statistics, heartbeat.shadow
+        member.progress = heartbeat.progress
         if not all(pace.rank in member.ranks for pace in heartbeat.ranks):
             raise ProtocolError("its heartbeat has the pace of ranks that are not its own")
         if not all(each.rank in member.ranks for each in heartbeat.steps):
             raise ProtocolError("its heartbeat has the steps of ranks that are not its own")
+        if not all(each.rank in member.ranks for each in heartbeat.progress):
+            raise ProtocolError("its heartbeat has the progress of ranks that are not its own")
         if not all(call.rank in member.ranks for call in heartbeat.calls):
             raise ProtocolError("its heartbeat has the calls of ranks that are not its own")
         if heartbeat.waiting or heartbeat.steps:
@@ -373,13 +376,21 @@ class GroupWatch:
         """Sentences on tensors and barriers that have waited for too long."""
         return stall_sentences(self._current_stalls(), self._who) if self._job.is_running else []
 
+    def awaited(self) -> list[pb.AwaitedRank]:
+        """The ranks that others wait for, however short."""
+        ages: dict[int, float] = {}
+        for stall in self._current_stalls(0.0) if self._waiting and self._job.is_running else ():
+            ages.update((rank, stall.age_s) for rank in stall.missing if stall.age_s > ages.get(rank, 0.0))
+        return [pb.AwaitedRank(rank=rank, age_s=ages[rank]) for rank in sorted(ages)]
+
     def slow(self) -> list[str]:
         """Sentences on ranks and summation services that are slow."""
         return self._sentences(self._slow())
 
-    def _current_stalls(self) -> list[Stall]:
+    def _current_stalls(self, least_s: float | None = None) -> list[Stall]:
         size = sum(len(m.ranks) for m in self._job.roster.workers())
-        return self._stalls.stalls(size, self._group.declarations.undecided_voters, self._group.joining.ranks)
+        voters, joined = self._group.declarations.undecided_voters, self._group.joining.ranks
+        return self._stalls.stalls(size, voters, joined, least_s)
 
     def _slow(self) -> list[Slow]:
         return self._pace.slow([m.id for m in self._job.roster.present()]) if self._job.is_running else []

@@ -110,6 +110,7 @@ class MemberRecord:
     detector: FailureDetector | None = None  # of its heartbeats; see health.py
     statistics: pb.Statistics = field(default_factory=pb.Statistics)
     shadow: pb.ShadowProtection = field(default_factory=pb.ShadowProtection)
+    progress: Sequence[pb.RankProgress] = ()  # CS: of its ranks
     home: tuple[str, int] = ("", -1)  # of a GPU machine: the common facts of its processes, as they registered
 
     def __post_init__(self) -> None:
@@ -184,6 +185,7 @@ class MemberRecord:
             heartbeat_age_s=max(0.0, now_s - self.last_seen_s),
             statistics=self.statistics,
             doubt=doubt,
+            progress=self.progress,
         )
 
 

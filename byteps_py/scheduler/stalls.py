@@ -50,10 +50,14 @@ class StallWatch:
             self._calls.pop(member_id, None)
 
     def stalls(
-        self, size: int, undecided_voters: Callable[[str], set[int] | None], joined: Collection[int] = ()
+        self,
+        size: int,
+        undecided_voters: Callable[[str], set[int] | None],
+        joined: Collection[int] = (),
+        least_s: float | None = None,
     ) -> list[Stall]:
-        """All tensors whose oldest wait has reached ``warn_s``, of a job with ``size`` ranks. Ranks that have
-        ``joined`` are not missing.
+        """All tensors whose oldest wait has reached ``least_s`` (default: ``warn_s``), of a job with ``size`` ranks.
+        Ranks that have ``joined`` are not missing.
 
         ``undecided_voters``: the ranks that have voted on a name, None when no vote on it is open.
         """
@@ -64,7 +68,7 @@ class StallWatch:
         found = []
         for name, entries in by_name.items():
             age_s = max(entry.age_s for entry in entries)
-            if age_s < self._warn_s:
+            if age_s < (self._warn_s if least_s is None else least_s):
                 continue
             # A rank that is ready for a later round has passed the oldest one: every report counts for it.
             ready = {rank for entry in entries for rank in entry.ready_ranks}

@@ -20,6 +20,7 @@ from byteps_py.errors import UnsupportedError, UsageError
 from byteps_py.kernels.optimizer_steps import StepSegment
 from byteps_py.kernels.update_rules import StepKind
 from byteps_py.session.peers import PeerTransport
+from byteps_py.session.progress import Progress
 from byteps_py.tensors import Layout, TensorSpec
 
 fork_count = 0  # forks in this process's ancestry since the import of this module; cheaper to read than the pid
@@ -83,6 +84,7 @@ class ResultRate:
         self._clock = clock
         self._lock = threading.Lock()
         self._bytes = 0
+        self._bytes_before = 0  # in intervals that are over
         self._since = clock()
         self._last: tuple[int, float] | None = None
 
@@ -109,12 +111,18 @@ class ResultRate:
                 self._end_span(now)
             return self._last or self._measured(now)
 
+    @property
+    def total_bytes(self) -> int:
+        """Of all results so far."""
+        return self._bytes_before + self._bytes
+
     def _measured(self, now: float) -> tuple[int, float]:
         elapsed = now - self._since
         return int(time.time() * 1e3), self._bytes / elapsed / 1e6 if elapsed > 0 else 0.0
 
     def _end_span(self, now: float) -> None:
         self._last = self._measured(now)
+        self._bytes_before += self._bytes
         self._bytes, self._since = 0, now
 
 
@@ -245,6 +253,10 @@ class Observer(Protocol):
     def closed(self) -> None:
         """No further call follows. The owner of the observer calls it after it has closed the session."""
 
+    @property
+    def total_bytes(self) -> int:
+        """Of all results that were delivered so far."""
+
 
 @dataclass(frozen=True, slots=True)
 class MachineFacts:
@@ -295,6 +307,17 @@ class Session(ABC):
     #: optimizers that have stepped), by sequence. A rank that waits reports it, so that a rank with other optimizers is
     #: found. It is replaced, never changed.
     steps_begun: Mapping[str, tuple[int, int]] = MappingProxyType({})
+
+    #: What this rank has done, in this session and in those before. Its owner replaces it, before the first operation.
+    progress: Progress
+
+    @property
+    def result_bytes(self) -> int:
+        """Of all results that the service has delivered in this session; 0 if nothing observes it."""
+        return self.observer.total_bytes if self.observer is not None else 0
+
+    def tell_progress(self) -> None:  # noqa: B027  most sessions have nobody to tell
+        """Tell the service how far ``progress`` is, at most once a second. Never blocks."""
 
     def note_synced(self) -> None:  # noqa: B027  most sessions have no next group
         """Elastic jobs: record that this rank has the state of this group. In the next group, ranks with the latest

@@ -14,6 +14,7 @@ from byteps_py.kernels.reduction import square_sum
 from byteps_py.kernels.update_rules import StepKind
 from byteps_py.session import base
 from byteps_py.session.base import HostedShard, Session, ShadowedStep, Slot, StateHost
+from byteps_py.session.progress import Progress
 from byteps_py.tensors import Layout, Op, TensorSpec, differing
 
 
@@ -28,6 +29,7 @@ class SoloSession(Session):
     size = num_machines = local_size = 1
 
     def __init__(self) -> None:
+        self.progress = Progress()
         self._slots: dict[str, Slot] = {}
         self._ids = itertools.count()
         self._layouts: dict[int, Layout] = {}  # by id of the slot

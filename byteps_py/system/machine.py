@@ -162,22 +162,46 @@ def belongs_to_this_user(address: str) -> bool:
         found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
     except (OSError, ValueError):
         return False
-    return {owner for entry in found for owner in _owners(str(entry[4][0]), int(port))} == {os.getuid()}
+    return {owner for entry in found for owner, _ in _owners(str(entry[4][0]), int(port))} == {os.getuid()}
 
 
-def _owners(host: str, port: int) -> set[int]:
-    """The user ids of the sockets that get the connections to ``host`` and ``port``."""
+def process_at(host: str, port: int) -> str:
+    """The process that listens at this numeric address of this machine, in words; empty if nothing can be found out.
+
+    >>> with socket.create_server(("127.0.0.1", 0)) as server:
+    ...     process_at("127.0.0.1", server.getsockname()[1]).startswith(f"process {os.getpid()} has it: ")
+    True
+    """
+    try:
+        owners = _owners(host, port)
+    except (OSError, ValueError):
+        return ""
+    sockets = {f"socket:[{inode}]" for _, inode in owners}
+    for process in Path("/proc").glob("[0-9]*") if owners else ():
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if any(os.readlink(fd) in sockets for fd in (process / "fd").iterdir()):
+                command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                return f"process {process.name} has it: {command[:_SHOWN_COMMAND]}"
+    users = sorted({uid for uid, _ in owners} - {os.getuid()})
+    return f"a process of user {', '.join(map(str, users))} has it" if users else ""
+
+
+_SHOWN_COMMAND = 100
+
+
+def _owners(host: str, port: int) -> set[tuple[int, int]]:
+    """(user id, inode) of the sockets that get the connections to ``host`` and ``port``."""
     wanted = _unmapped(ipaddress.ip_address(host))
     owners = set()
     for table in _TABLES:
         with contextlib.suppress(FileNotFoundError):  # a machine without IPv6
             for line in table.read_text().splitlines()[1:]:
-                _, local, _, state, _, _, _, uid, *_ = line.split()
+                _, local, _, state, _, _, _, uid, _, inode, *_ = line.split()
                 own, _, own_port = local.partition(":")
                 if state == _LISTENS and int(own_port, 16) == port:
                     here = _unmapped(_address(own))
                     if here == wanted or here.is_unspecified:
-                        owners.add(int(uid))
+                        owners.add((int(uid), int(inode)))
     return owners
 
 

@@ -24,7 +24,7 @@ except ModuleNotFoundError as error:
 from byteps_py import errors as _errors, module_aliases as _aliases
 from byteps_py.errors import *
 from byteps_py.session.failure_reports import shorten_tracebacks as _shorten_tracebacks
-from byteps_py.torch import elastic, optim, timeline as _timeline
+from byteps_py.torch import elastic, optim, timeline as _timeline, training_metrics as _training_metrics
 from byteps_py.torch.compression import Compression
 from byteps_py.torch.gradients.comm_hook import CommHookOptions, ddp_comm_hook
 from byteps_py.torch.gradients.cross_barrier import CrossBarrier
@@ -50,6 +50,7 @@ from byteps_py.torch.operations.reductions import *
 from byteps_py.torch.operations.state_broadcast import *
 from byteps_py.torch.run.run_state import RunState
 from byteps_py.torch.timeline import *
+from byteps_py.torch.training_metrics import *
 from byteps_py.torch_backend import register as _register_backend
 
 #: The names of this package and, under the names of Horovod's and BytePS's modules (module_aliases.py), of those.
@@ -70,6 +71,7 @@ __all__ = [
 ]
 __all__ += _errors.__all__
 __all__ += _timeline.__all__
+__all__ += _training_metrics.__all__
 __all__ += _api.__all__
 __all__ += _allreduce.__all__
 __all__ += _collectives.__all__

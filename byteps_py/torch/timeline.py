@@ -145,6 +145,11 @@ class TimelineObserver(Observer):
         """See Observer."""
         self.timeline.close()
 
+    @property
+    def total_bytes(self) -> int:
+        """See Observer."""
+        return self.rate.total_bytes
+
 
 def set_up(context: Context) -> None:
     """For ``init``: observe the session, with a timeline if the settings name one."""

@@ -32,7 +32,7 @@ from byteps_py.wire.record_codec import (
     U64s,
 )
 
-VERSION = 14
+VERSION = 15
 
 #: The most entries of a message about rounds: more are spread over several messages.
 MAX_ROUNDS = 4096
@@ -274,6 +274,23 @@ class StepsBegun:
     """The steps that a rank has begun, once it has waited for a while. See Session.steps_begun."""
 
     counts: tuple[StepCount, ...]
+
+
+@_link.message(50)
+@dataclass(frozen=True, slots=True)
+class ProgressMade:
+    """What the rank has done since it began to train: see Progress. Sent at most once a second."""
+
+    steps: U64
+    step_s: F64
+    last_step_at_s: F64
+    tokens: U64
+    samples: U64
+    exposed_s: F64
+    result_bytes: U64
+    recoveries: U64
+    tokens_per_s: F64
+    exposed_share: F64
 
 
 @_link.message(26)

@@ -60,6 +60,7 @@ ROOMS = {
     "run": {"collectives", "operations", "gradients", "elastic"},
     "compression": set[str](),
     "timeline": {"collectives"},
+    "training_metrics": {"collectives"},
 }
 
 
@@ -69,6 +70,7 @@ GROUND_ROOMS = {
     "system": {"config"},
     "security": {"config", "system"},
     "wire": {"config", "system"},
+    "prometheus": {"config", "system"},
 }
 
 

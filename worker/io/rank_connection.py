@@ -51,6 +51,7 @@ class RankConnection:
         self.inbox_fd = -1  # the way to it for its peers, see session/peers; -1: it has given none
         self.direct_waits: dict[int, DirectWait] = {}  # by id
         self.steps: list[pb.RankSteps] = []  # how far it was when it told it last, without its number
+        self.progress: pb.RankProgress | None = None  # the same, of its training
         self._announced = 0  # segments the rank has been given
         self._runtime = runtime
         self._loop = runtime.loop
@@ -71,7 +72,7 @@ class RankConnection:
         self.forget()
         self.watch_process()
         self.local_rank, self.arena = local_rank, arena
-        self.steps = []
+        self.steps, self.progress = [], None
         self.barriers_before = self.barriers = barriers
 
     @property
@@ -108,6 +109,11 @@ class RankConnection:
             pb.RankSteps(sequence=each.sequence, steps=each.steps, optimizers=each.optimizers)
             for each in message.counts
         ]
+
+    def take_progress(self, message: protocol.ProgressMade) -> None:
+        """It has told what it has done."""
+        numbers = {name: getattr(message, name) for name in message.__slots__}
+        self.progress = pb.RankProgress(**numbers)
 
     def end_wait(self, message: protocol.WaitEnded) -> None:
         """It waits no more for this."""

@@ -50,6 +50,7 @@ _HANDLERS: dict[type, _Handler] = {
     protocol.WaitBegun: lambda here, connection, message: here.wait_begun(connection, message),
     protocol.WaitEnded: lambda here, connection, message: connection.end_wait(message),
     protocol.StepsBegun: lambda here, connection, message: connection.tell_steps(message),
+    protocol.ProgressMade: lambda here, connection, message: connection.take_progress(message),
     protocol.Ping: lambda here, connection, message: connection.send(protocol.Pong()),
     protocol.Note: lambda here, connection, message: connection.take_note(message),
 }

@@ -18,11 +18,14 @@ from byteps_py.errors import BytePSError, NotInitializedError, PeerLostError, Pr
 from byteps_py.session import base, failure_reports
 from byteps_py.session.base import Session
 from byteps_py.session.peers import PeerTransport
+from byteps_py.session.progress import Progress
 from byteps_py.system.channel import Channel
 from byteps_py.wire import rank_link as protocol
 
 #: The service itself reports a stall at the stall limit. The session waits this much longer for its report.
 PATIENCE_S = 30.0
+#: A rank tells its progress no more often.
+TELL_PROGRESS_S = 1.0
 
 
 class ChannelSession(Session):
@@ -35,6 +38,8 @@ class ChannelSession(Session):
     report_after_s = 1.0
 
     def __init__(self, channel: Channel, silence_s: float, stall_limit_s: float = 0.0) -> None:
+        self.progress = Progress()
+        self._tell_progress_s = 0.0  # by the steady clock: not before
         self._channel = channel
         self._stall_limit_s = stall_limit_s
         self._requests = 0
@@ -128,25 +133,41 @@ class ChannelSession(Session):
         Raises StallError after ``timeout_s`` seconds (None: no limit), and the error that ends the session. Both
         messages contain the text of ``waiting_for``.
         """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        began_s = time.monotonic()
+        deadline = None if timeout_s is None else began_s + timeout_s
         with self.state:
-            while not condition():
-                if self._fatal is not None and self._is_welcome:
-                    raise failure_reports.while_waiting(self._fatal, waiting_for())
-                self.check_open()
-                left = 3600.0 if deadline is None else deadline - time.monotonic()
-                if left <= 0:
-                    # The message, or the reason for its absence, may have arrived in time while this process did not
-                    # have the processor.
-                    if not self._reading and (self._read(0.0) or (self._fatal is not None and self._is_welcome)):
-                        continue
-                    raise StallError(f"{waiting_for()} within {timeout_s:g} s")
-                if self._reading:
-                    self.state.wait(left)
-                elif not self._is_welcome:
-                    self._read(left)
-                else:
-                    self._read_or_ping(left)
+            if condition():
+                return
+            try:
+                self._wait_until(condition, deadline, timeout_s, waiting_for)
+            finally:
+                self.progress.waited(began_s)
+
+    def _wait_until(
+        self,
+        condition: Callable[[], bool],
+        deadline: float | None,
+        timeout_s: float | None,
+        waiting_for: Callable[[], str],
+    ) -> None:
+        """Called with ``state`` held."""
+        while not condition():
+            if self._fatal is not None and self._is_welcome:
+                raise failure_reports.while_waiting(self._fatal, waiting_for())
+            self.check_open()
+            left = 3600.0 if deadline is None else deadline - time.monotonic()
+            if left <= 0:
+                # The message, or the reason for its absence, may have arrived in time while this process did not
+                # have the processor.
+                if not self._reading and (self._read(0.0) or (self._fatal is not None and self._is_welcome)):
+                    continue
+                raise StallError(f"{waiting_for()} within {timeout_s:g} s")
+            if self._reading:
+                self.state.wait(left)
+            elif not self._is_welcome:
+                self._read(left)
+            else:
+                self._read_or_ping(left)
 
     def _read_or_ping(self, timeout_s: float) -> None:
         """``_read``; after half of the silence limit without a message, send a Ping. A service whose process has ended
@@ -166,7 +187,18 @@ class ChannelSession(Session):
             with contextlib.suppress(PeerLostError):  # the next read reports it
                 self._channel.try_send(protocol.encode(protocol.Ping()))
 
+    def tell_progress(self, at_once: bool = False) -> None:
+        now_s = time.monotonic()
+        if (now_s < self._tell_progress_s and not at_once) or self._closed or self._fatal is not None:
+            return
+        self._tell_progress_s = now_s + TELL_PROGRESS_S
+        message = protocol.ProgressMade(**self.progress.facts(self.result_bytes))
+        with contextlib.suppress(BytePSError):  # the next read reports it
+            self._channel.try_send(protocol.encode(message))
+
     def _report_steps(self) -> None:
+        if self.progress.steps:
+            self.tell_progress()
         begun = self.steps_begun
         if begun is not self._reported_steps:
             counts = [protocol.StepCount(steps, optimizers, name) for name, (steps, optimizers) in begun.items()]

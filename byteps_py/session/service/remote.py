@@ -356,6 +356,8 @@ class RemoteSession(ChannelSession):
         if os.getpid() == self._pid:  # a forked child must not act for the rank or use its locks
             with contextlib.suppress(BytePSError):
                 self._drain()
+            if self.progress.steps and self._is_welcome:
+                self.tell_progress(at_once=True)
             with self.state:
                 if self._closed:
                     return

@@ -18,20 +18,24 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from byteps_py.config.settings import Settings
 from byteps_py.errors import BytePSError, NotInitializedError, UsageError
-from byteps_py.session import Session, failure_reports, open_session
+from byteps_py.session import ResultRate, Session, failure_reports, open_session
+from byteps_py.session.progress import Progress
 from byteps_py.tensors import UNNAMED, Op
-from byteps_py.torch.collectives import router
+from byteps_py.torch.collectives import optimizer_steps, router
 from byteps_py.torch.collectives.all_reduce import shared_memory
 from byteps_py.torch.collectives.job_connections import JobConnections
 from byteps_py.torch.collectives.result_pool import RESULTS
 from byteps_py.torch.collectives.slot_view import HostMover, Mover, PieceView, SlotView, TensorRequest
 from byteps_py.torch.collectives.work import Handles
+
+if TYPE_CHECKING:
+    from byteps_py.prometheus.page import MetricsPage
 
 #: (bytes, names): tensors below this size use this many names in turn, so that memory stays bounded.
 _ROTATION = ((64 << 10, 32), (4 << 20, 8))
@@ -180,6 +184,8 @@ class Context:
         self._claimed: dict[str, int] = {}
         self._counts: Counter[str] = Counter()  # in this session, since the latest join
         self._step_counts = StepCounts()  # the same
+        self.progress = Progress()  # through all sessions
+        self._metrics_page: MetricsPage | None = None
         self._holders: set[str] = set()
         self.incarnation = 0  # how often a job was left in the middle of its work; see Session
         #: This process was started again, and the other ranks are in the middle of their training: no rank answers it
@@ -210,6 +216,7 @@ class Context:
                 failure_reports.disregard()
                 session = self._opener(self._settings)
                 session.incarnation = self.incarnation
+                self._begin_progress(session, self._settings)
                 self._session = session
                 self.is_catching_up = (
                     self._settings.max_restarts > 0 and session.is_under_way and not session.has_synced
@@ -225,6 +232,34 @@ class Context:
                     self.connections = JobConnections(session, self._settings, self.mover)
                     self.until_join.add(self.connections)
             self._holders.add(holder)
+
+    def _begin_progress(self, session: Session, settings: Settings) -> None:
+        """Raises ConfigurationError: this rank is to have a metrics page, and lacks what makes it."""
+        session.progress = self.progress
+        if settings.elastic or not self.progress.groups:
+            self.progress.groups += 1
+        optimizer_steps.watch(self._torch_stepped)
+        if settings.metrics_port:
+            session.observer = session.observer or ResultRate()
+            from byteps_py.torch.collectives import rank_metrics
+
+            try:
+                self._metrics_page = rank_metrics.open_rank_page(settings, session)
+            except BaseException:
+                session.close()
+                raise
+
+    @staticmethod
+    def _torch_stepped(optimizer: torch.optim.Optimizer) -> None:
+        context = current()
+        if context.is_open:
+            context.stepped(id(optimizer))
+
+    def stepped(self, optimizer: int) -> None:
+        """An optimizer of this rank has made a step. ``optimizer``: a number of its own."""
+        self.progress.stepped(optimizer)
+        if self._session is not None:
+            self._session.tell_progress()
 
     def rejoin(self, why: Exception) -> None:
         """Leave the group of an elastic job in the middle of its work, and be part of the next one, with the same
@@ -278,6 +313,7 @@ class Context:
     def _leave(self) -> None:
         with self.lock:
             session, self._session = self._session, None
+            page, self._metrics_page = self._metrics_page, None
             self.connections = None
             movers, self._movers = self._movers, {}
             belongings = list(self.belongings.values())
@@ -301,6 +337,8 @@ class Context:
                 closing.callback(session.close)
             for mover in movers.values():
                 closing.callback(mover.close)
+            if page is not None:
+                closing.callback(page.close)
 
     def join(self) -> int:
         """See Session.join. All operations under way are completed first. Later operations declare their tensors

@@ -117,6 +117,7 @@ class GroupContext:
         self.check_interval_s = check_interval_s
         self.journal = journal
         self.aborted: Exception | None = None
+        self.progress = session.progress
 
     def check(self) -> None:
         """Raises the error that every operation of the group would raise."""
@@ -170,6 +171,7 @@ class GroupWork(Work):
         super().__init__(call)
         self.number = 0
         self._group_context = group_context
+        self._progress = group_context.progress
 
     def _others(self) -> str:
         try:

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch._C._dynamo import eval_frame
 
 from byteps_py.errors import MismatchError, StallError, UsageError
+from byteps_py.session.progress import Progress
 from byteps_py.tensors import DType, Op
 from byteps_py.torch.collectives.completion import POOL
 
@@ -106,6 +107,7 @@ class Work(dist.Work):
         self._event: torch.cuda.Event | None = None
         self._future: Future | None = None
         self._promise: Future | None = None
+        self._progress: Progress | None = None  # that counts futures
 
     def _complete(self, deadline: float) -> None:
         """Wait for the result and deliver it. After ``NotYetError`` it may be called again."""
@@ -176,6 +178,8 @@ class Work(dist.Work):
         if promise is not None:
             if self._event is not None:
                 self._event.synchronize()  # the callbacks' streams are not ordered after this one
+            if self._progress is not None:
+                self._progress.future_ended()
             promise.set_result((self._error, self._outputs))
 
     def _hand_to_pool(self) -> None:
@@ -243,6 +247,8 @@ class Work(dist.Work):
                 # that does not exist. Both see an error that a callback raises.
                 self._future = root.then(_unwrap)
                 self._promise = root
+                if self._progress is not None:
+                    self._progress.future_begun()
                 if self._over:
                     self.fire()  # no callback was added yet
                 else:

@@ -27,10 +27,9 @@ from typing import Any
 
 import torch
 from torch._compile import _disable_dynamo
-from torch.optim import optimizer as torch_optimizer
 
 from byteps_py.errors import GradientOrderError, UsageError
-from byteps_py.torch.collectives import context as contexts
+from byteps_py.torch.collectives import context as contexts, optimizer_steps
 from byteps_py.torch.compression import Compression, Compressor
 from byteps_py.torch.gradients.bucket import Bucket
 from byteps_py.torch.gradients.gradient_reducer import GradientReducer
@@ -399,10 +398,7 @@ def _snapshot(group: dict[str, Any]) -> dict[str, Any]:
 
 def _has_step_hooks(optimizer: Any) -> bool:
     return bool(
-        optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-        or torch_optimizer._global_optimizer_pre_hooks
-        or torch_optimizer._global_optimizer_post_hooks
+        optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or optimizer_steps.has_other_hooks()
     )
 
 

@@ -16,6 +16,7 @@ from typing import Any, Self
 import torch
 
 from byteps_py.errors import UsageError
+from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.gradients.stepper import Names, StepCall, Stepper
 from byteps_py.torch.operations.state_broadcast import StateListener
 
@@ -143,7 +144,10 @@ class DistributedOptimizerMixin(StateListener):
         backward() has found.
         """
         overflows = bool(getattr(self, "found_inf", 0.0))
-        return self._stepper.step(StepCall(closure, super().step, getattr(self, "grad_scale", None), overflows))  # type: ignore[misc]
+        call = StepCall(closure, super().step, getattr(self, "grad_scale", None), overflows)  # type: ignore[misc]
+        loss = self._stepper.step(call)
+        contexts.current().stepped(id(self))
+        return loss
 
     # torch wraps a class's step() for its profiler and hooks. It has wrapped that of the original class already.
     step.hooked = True  # type: ignore[attr-defined]

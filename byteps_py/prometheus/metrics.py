@@ -1,0 +1,90 @@
+"""The table of metrics: names, kinds, meanings, and on whose pages they are. docs/reference/metrics.md is made from it.
+
+Every sample of a page has the labels job, role, machine and rank; what does not apply is empty. So the same figure has
+the same name and labels on every page that it is on. No label takes its values from tensors: however many there are, a
+page has some lines per process. Pure; any thread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+#: In this order on every sample.
+LABELS = ("job", "role", "machine", "rank")
+PREFIX = "byteps_"
+
+RANK, WORKER, SERVER, SCHEDULER = "rank", "worker", "server", "scheduler"
+_SERVICES = (WORKER, SERVER)
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric.
+
+    Attributes:
+        name: in full; a counter's ends with _total.
+        kind: gauge or counter.
+        meaning: what it says, in a few words, with its unit.
+        of: the roles of processes that it is about.
+        extra: labels beside LABELS.
+        detail: sentences that do not fit in the table.
+    """
+
+    name: str
+    kind: str
+    meaning: str
+    of: tuple[str, ...]
+    extra: tuple[str, ...] = ()
+    detail: str = ""
+
+
+def _gauge(name: str, of: tuple[str, ...], meaning: str, detail: str = "", extra: tuple[str, ...] = ()) -> Metric:
+    return Metric(PREFIX + name, "gauge", meaning, of, extra, detail)
+
+
+def _counter(name: str, of: tuple[str, ...], meaning: str, detail: str = "") -> Metric:
+    return Metric(f"{PREFIX}{name}_total", "counter", meaning, of, (), detail)
+
+
+METRICS: tuple[Metric, ...] = (
+    _counter("steps", (RANK,), "optimizer steps that the rank has made"),
+    _gauge("step_seconds", (RANK,), "time from the step before the latest to the latest one"),
+    _gauge("last_step_timestamp_seconds", (RANK,), "when the latest step was made, in seconds since 1970, by the rank's clock"),
+    _counter("tokens", (RANK,), "tokens that the rank has trained on, as bps.count_batch() was told"),
+    _counter("samples", (RANK,), "samples that the rank has trained on, as bps.count_batch() was told"),
+    _gauge("tokens_per_second", (RANK,), "tokens per second, of the last ten seconds"),
+    _counter("exposed_communication_seconds", (RANK,), "time that the training has waited for communication"),
+    _gauge("exposed_communication_ratio", (RANK,), "share of the last ten seconds that the training has waited for communication, from 0 to 1"),
+    _counter("result_bytes", (RANK,), "bytes of results that the communication service has delivered to the rank: its goodput is their rate", "What ranks of one machine add in shared memory, and what ranks send to each other directly, is not in it."),
+    _counter("recoveries", (RANK,), "how often the rank has gone on in another group of ranks, after a loss or as members came and went"),
+    _counter("sent_bytes", _SERVICES, "payload bytes that the service has sent to other machines"),
+    _counter("received_bytes", _SERVICES, "payload bytes that the service has received from other machines"),
+    _counter("local_bytes", _SERVICES, "payload bytes that have gone through shared memory instead"),
+    _counter("rounds", _SERVICES, "partitions delivered to ranks (worker), or summed (server)"),
+    _gauge("in_flight_bytes", _SERVICES, "bytes pushed and not answered, which take credit (worker), or contributions that are held (server)"),
+    _gauge("credit_bytes", (WORKER,), "limit of the bytes in flight; 0: none"),
+    _gauge("queued_partitions", (WORKER,), "partitions that wait for credit, or for their turn"),
+    _counter("summed_bytes", (SERVER,), "bytes of results, each counted once"),
+    _counter("repetitions", (SERVER,), "contributions that came twice, or had to be asked for again: messages get lost"),
+    _counter("shadow_steps", (SERVER,), "steps that the server has made with copies of optimizers' states, each partition counted"),
+    _gauge("shadow_waiting_bytes", (SERVER,), "sums that wait for such steps"),
+    _counter("cpu_seconds", _SERVICES, "processor time of the service, all threads"),
+    _gauge("resident_memory_bytes", _SERVICES, "resident memory of the service"),
+    _gauge("link_bytes_per_second", _SERVICES, "rate of the machine's network link in each direction, as configured or measured", "Only on the scheduler's page."),
+    _gauge("member_up", _SERVICES, "1: the member is there; 0: it is lost", "Only on the scheduler's page. A member that has left in order has no line."),
+    _gauge("member_heartbeat_age_seconds", _SERVICES, "time since the scheduler has heard from the member", "Only on the scheduler's page."),
+    _gauge("job_state", (SCHEDULER,), "1 for the state in which the job is, 0 for the others", extra=("state",)),
+    _gauge("epoch", (SCHEDULER,), "number of the present membership: it grows when members, or their shares, change"),
+    _gauge("members_lost", (SCHEDULER,), "members that were lost, and did not leave in order, since the job began"),
+    _gauge("machines_awaited", (SCHEDULER,), "GPU machines that are lost and awaited (BYTEPS_MAX_RESTARTS)"),
+    _counter("scheduler_restarts", (SCHEDULER,), "how often a restarted scheduler has resumed the job"),
+    _gauge("tensors", (SCHEDULER,), "tensors on which ranks have agreed"),
+    _gauge("tensor_bytes", (SCHEDULER,), "their bytes"),
+    _gauge("stalls", (SCHEDULER,), "groups of tensors and barriers that have waited longer than BYTEPS_STALL_WARN_S"),
+    _gauge("slow_members", (SCHEDULER,), "ranks and servers that keep others waiting (BYTEPS_STRAGGLER)"),
+    _gauge("awaited_seconds", (SCHEDULER,), "how long others have waited for this rank", "For waits of a second or longer, and at most for 16 ranks, those that are awaited longest.", extra=("awaited_rank",)),
+    _gauge("shadow_step", (SCHEDULER,), "the step from which a restarted job could go on; 0: some states are yet to be copied", "Only with shadow=True."),
+    _gauge("shadow_survives_loss", (SCHEDULER,), "1: the copies of optimizers' states are complete and on other machines; 0: they are not", "Only with shadow=True."),
+)  # fmt: skip
+
+BY_NAME = {metric.name: metric for metric in METRICS}
