@@ -604,12 +604,14 @@ class AllJoined(_message.Message):
     def __init__(self, last: _Optional[int] = ..., direct_round: _Optional[int] = ...) -> None: ...
 
 class Stalled(_message.Message):
-    __slots__ = ("message", "missing")
+    __slots__ = ("message", "missing", "tensor")
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     MISSING_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_FIELD_NUMBER: _ClassVar[int]
     message: str
     missing: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, message: _Optional[str] = ..., missing: _Optional[_Iterable[int]] = ...) -> None: ...
+    tensor: str
+    def __init__(self, message: _Optional[str] = ..., missing: _Optional[_Iterable[int]] = ..., tensor: _Optional[str] = ...) -> None: ...
 
 class Failure(_message.Message):
     __slots__ = ("error", "message", "orderly", "ranks", "group_only")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import signal
+import socket
 import sys
 from collections.abc import Iterable
 
@@ -11,7 +12,7 @@ from byteps_py.config.settings import Settings
 from byteps_py.errors import BytePSError, ConfigurationError
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.system import jobs
-from byteps_py.system.log import configure, logger
+from byteps_py.system.log import configure, logger, print_error
 from byteps_py.system.process_memory import keep_freed_memory
 from byteps_py.wire.launch_protocol import handle_signals
 
@@ -29,13 +30,16 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return _serve(arguments.gpu_machine)
     except BytePSError as error:
-        print(f"byteps_py server: {type(error).__name__}: {error}", file=sys.stderr)
+        print_error(f"byteps_py server: {type(error).__name__}: {error}")
         return 2 if isinstance(error, ConfigurationError) else 1
 
 
 def _serve(is_gpu_machine: bool) -> int:
     settings = jobs.with_local_secret(Settings.from_env())
-    configure(settings.log_level, f"server of machine {settings.worker_id}" if is_gpu_machine else "server")
+    who = f"server of machine {settings.worker_id}" if is_gpu_machine else "server"
+    machine = f"gpu-{settings.worker_id}" if is_gpu_machine else f"cpu-{socket.gethostname()}"
+    facts = {"job": settings.job, "role": "server", "machine": machine}
+    configure(settings.log_level, who, settings.log_format, lambda: facts)
     logger.debug("settings:\n%s", settings.describe())
     if not keep_freed_memory(_RETAINED_BYTES):
         logger.info("the allocator of this C library can't be tuned; large messages take more time")

@@ -24,7 +24,9 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         settings = jobs.with_local_secret(Settings.from_env())
-        log.configure(settings.log_level, f"worker {settings.worker_id}")
+        machine = f"gpu-{settings.worker_id}"
+        facts = {"job": settings.job, "role": "worker", "machine": machine}
+        log.configure(settings.log_level, f"worker {settings.worker_id}", settings.log_format, lambda: facts)
         if TOKEN_VARIABLE not in os.environ:  # else the launcher has said it
             for sentence in ignored_variables(os.environ):
                 log.logger.warning("%s", sentence)
@@ -52,10 +54,10 @@ def main(argv: list[str] | None = None) -> int:
         ):
             return service.run()
     except ConfigurationError as error:
-        print(f"byteps_py worker: {error}", file=sys.stderr)
+        log.print_error(f"byteps_py worker: {error}")
         return 2
     except BytePSError as error:
-        print(f"byteps_py worker: {error}", file=sys.stderr)
+        log.print_error(f"byteps_py worker: {error}")
         return 1
 
 

@@ -16,6 +16,7 @@ from byteps_py.kernels.readiness import Readiness
 from byteps_py.kernels.thread_pool import default_threads
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.runtime import Runtime
+from byteps_py.system import log
 from byteps_py.system.log import logger
 from byteps_py.system.machine import local_socket
 from byteps_py.tensors import DType, Op
@@ -210,7 +211,7 @@ class CommunicationService:
             self._suspicions.asked(message.still.member_id, self._loop.time(), valid_s)
         elif body == "stalled":
             self._stall_deadline.explained(message.stalled.message)
-            logger.warning("%s", message.stalled.message)
+            logger.warning("%s", message.stalled.message, extra=log.about(tensor=message.stalled.tensor))
             if self._group is not None:
                 self._group.sample_stacks(message.stalled.missing)
         elif body == "slow":

@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         if not arguments.normal_priority:
             os.nice(_NICENESS)
         say = logger.info
-    configure(settings.log_level, "checkpoint")
+    configure(settings.log_level, "checkpoint", settings.log_format, lambda: {"role": "checkpoint"})
     try:
         from byteps_py.checkpoint.program import CheckpointOptions, CheckpointProgram
     except ModuleNotFoundError as error:

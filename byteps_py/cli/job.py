@@ -157,7 +157,7 @@ def run_scale(arguments: argparse.Namespace) -> int:
 
 def to_text(reply: pb.StatusReply) -> str:
     """The reply as a table for people, without a final newline."""
-    from byteps_py.scheduler.query import to_dict
+    from byteps_py.scheduler.query import to_dict, training_text
 
     facts = to_dict(reply)
     lines = [f"{facts['state']}: {facts['reason']}"]
@@ -169,6 +169,8 @@ def to_text(reply: pb.StatusReply) -> str:
     if facts["restarts"]:
         times = "once" if facts["restarts"] == 1 else f"{facts['restarts']} times"
         lines.append(f"the scheduler was started again {times}")
+    if facts["training"]:
+        lines.append(training_text(facts["training"]))
     lines += [f"stalled: {sentence}" for sentence in facts["stalled"]]
     lines += [f"slow: {sentence}" for sentence in facts["slow"]]
     for where, nbytes in (

@@ -87,7 +87,7 @@ def run_pool(arguments: argparse.Namespace) -> int:
 
     if arguments.listen:
         settings = pool_settings(arguments.listen)
-        configure(settings.log_level, "pool")
+        configure(settings.log_level, "pool", settings.log_format, lambda: {"role": "pool"})
         asyncio.run(PoolService(settings).run())
         return 0
     found = ask(pool_settings(arguments.show), "Status", {})
@@ -125,7 +125,7 @@ def run_lend(arguments: argparse.Namespace) -> int:
     if not 1 <= arguments.mbit <= 1e7:
         raise UsageError(f"--mbit={arguments.mbit:g}: give a rate from 1 to 10000000 Mbit/s")
     settings = pool_settings(arguments.pool)
-    configure(settings.log_level, "lender")
+    configure(settings.log_level, "lender", settings.log_format, lambda: {"role": "lender"})
     name = arguments.name or socket.gethostname()
     limits = Limits(name, arguments.slots, arguments.cores, arguments.memory, arguments.mbit)
     free = (os.cpu_count() or usable) - arguments.cores if arguments.owner_cores is None else arguments.owner_cores

@@ -19,6 +19,7 @@ from typing import Any
 
 from byteps_py.cli.command import add_command, add_json
 from byteps_py.errors import ConfigurationError, UsageError
+from byteps_py.system import log
 
 STREAMS = ("stdout", "stderr")
 _READ_BYTES = 1 << 20
@@ -32,8 +33,9 @@ def add_parser(subparsers: Any) -> None:
         "logs",
         help="print what the processes of a job have printed",
         description="Print the output of a job's processes, each line with its process, from the files that bpslaunch "
-        "writes with --log-dir (BYTEPS_LOG_DIR) or --output-filename. It reads files only: for the processes of other "
-        "machines, the folder must be on a file system that the machines share.",
+        "writes with --log-dir (BYTEPS_LOG_DIR) or --output-filename. Log lines in JSON (BYTEPS_LOG_FORMAT) become text. "
+        "It reads files only: for the processes of other machines, the folder must be on a file system that the machines "
+        "share.",
         example="bps logs --member 'rank.*' --stderr --lines 20",
         exits={1: "the folder has no output"},
     )
@@ -136,5 +138,6 @@ def _print(file: LogFile, lines: list[str], as_json: bool) -> None:
     for line in lines:
         if as_json:
             print(json.dumps({"member": file.member, "stream": file.stream, "line": line}))
-        else:
-            print(f"[{file.member}] {line}" if file.stream == "stdout" else f"[{file.member} stderr] {line}")
+            continue
+        shown = log.text_of(line) or line
+        print(f"[{file.member}] {shown}" if file.stream == "stdout" else f"[{file.member} stderr] {shown}")

@@ -150,6 +150,7 @@ def compare(before: Sample, after: Sample) -> dict[str, Any]:
         "state": status["state"],
         "reason": status["reason"],
         "interval_s": after.at_s - before.at_s,
+        "training": status["training"],
         "waits": [*status["stalled"], *status["slow"]],
         "doubts": [f"{_name(member)}: {member['doubt']}" for member in members if member["doubt"]],
         "links": sorted(links.values(), key=_order),
@@ -227,6 +228,10 @@ def to_page(found: dict[str, Any], seen: list[str]) -> str:
         f"epoch {recoveries['epoch']}, {count_text(recoveries['scheduler_restarts'], 'restart')} of the scheduler, "
         f"{count_text(len(lost), 'member')} lost",
     ]
+    if found["training"]:
+        from byteps_py.scheduler.query import training_text
+
+        lines.append(training_text(found["training"]))
     if recoveries["workers_awaited"]:
         lines.append(f"GPU machines that are lost and awaited: {', '.join(map(str, recoveries['workers_awaited']))}")
     lines += ["", "waits"]

@@ -29,6 +29,8 @@ _ALIKE = 0.8  # similarity from 0 to 1; names that share only their prefix are a
 
 _STALL_WARN_S = 60.0
 _LAST_PORT = 65535
+#: Of a job's processes on one machine beside its ranks: the scheduler, the communication service, a summation server.
+METRICS_PORTS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +159,7 @@ class Settings:
                 f"BYTEPS_TRACE_START_STEP={self.trace_start_step} must not be above "
                 f"BYTEPS_TRACE_END_STEP={self.trace_end_step}"
             )
-        last_port = self.metrics_port + 2 + self.local_size
+        last_port = self.metrics_port + METRICS_PORTS + self.local_size - 1
         if self.metrics_port and last_port > _LAST_PORT:
             raise ConfigurationError(
                 f"BYTEPS_METRICS_PORT={self.metrics_port} is too high: with {self.local_size} ranks on this machine "

@@ -21,6 +21,8 @@ _CREATE = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
 _READS_AT_ONCE = 16
 # A progress bar ends its line with a carriage return alone.
 _TRACEBACK = rb"(Traceback \(most recent call last\):|Exception ignored in|Process \S+:$)"
+#: How a line of log.JsonFormatter begins.
+_JSON_LOG = b'{"time": "'
 _LINE_END = re.compile(rb"\r\n|\n|\r(?!\n)")
 
 
@@ -45,12 +47,16 @@ class LineTagger:
         if len(self._rest) > MAX_LINE_BYTES:
             lines.append(self._rest)
             self._rest = b""
-        return b"".join(self._prefix + line + b"\n" for line in lines)
+        return b"".join(self._tagged(line) for line in lines)
 
     def flush(self) -> bytes:
         """The incomplete line at the end of the output, as a line."""
         rest, self._rest = self._rest.rstrip(b"\r"), b""
-        return self._prefix + rest + b"\n" if rest else b""
+        return self._tagged(rest) if rest else b""
+
+    def _tagged(self, line: bytes) -> bytes:
+        """A line of a JSON log says itself whose it is, and stays an object."""
+        return line + b"\n" if line.startswith(_JSON_LOG) else self._prefix + line + b"\n"
 
 
 class OutputStream:

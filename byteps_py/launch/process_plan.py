@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from byteps_py.config import launchers
-from byteps_py.config.settings import Settings
+from byteps_py.config.settings import METRICS_PORTS, Settings
 from byteps_py.config.variables import VARIABLES
 from byteps_py.errors import ConfigurationError, RendezvousError
 from byteps_py.wire.launch_protocol import GIVEN_UP_STATUS, NO_JOURNAL_STATUS, UNUSABLE_STATUS
@@ -201,6 +201,7 @@ def cluster_plan(
             "DMLC_WORKER_ID": str(machine),
             "BYTEPS_MACHINE_ID": f"m{machine}",
             "BYTEPS_LOCAL_SIZE": str(ranks),
+            **_metrics_port(environ, size, machine),
         }
         settings = Settings.from_env({**environ, **env, "BYTEPS_LOCAL_RANK": "0"})
         if settings.is_alone:
@@ -225,9 +226,18 @@ def cluster_plan(
     for index in range(servers):
         # It ends with the cluster: no restarted job finds it.
         env = {**common, "DMLC_ROLE": "server", "BYTEPS_MACHINE_ID": f"c{index}", "BYTEPS_SHADOW_KEEP_S": "0"}
+        env |= _metrics_port(environ, size, machines + index)
         name = f"the summation service of CPU machine c{index}"
         specs.append(_server_spec(name, f"ss-c{index}", env))
     return [*specs, *gpu_machine_services, *rank_specs]
+
+
+def _metrics_port(environ: Mapping[str, str], size: ClusterSize, machine: int) -> dict[str, str]:
+    """Emulated machines share the host's ports: each has its own of those that its metrics need."""
+    first = environ.get("BYTEPS_METRICS_PORT", "").strip()
+    if not machine or not first.isdecimal() or not int(first):  # what is no number is refused elsewhere
+        return {}
+    return {"BYTEPS_METRICS_PORT": str(int(first) + machine * (METRICS_PORTS + size.ranks))}
 
 
 # ---- what both plans are made of ----------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ _TIMEOUT_S = 2.0
 def main() -> int:
     """Ask until the job is over, or SIGTERM. Exit status 0; 2: a variable is wrong."""
     settings = Settings.from_env()
-    log.configure(settings.log_level, "pool")
+    log.configure(settings.log_level, "pool", settings.log_format, lambda: {"job": settings.job, "role": "pool"})
     try:
         pool = pool_settings(settings.pool)
     except BytePSError as error:

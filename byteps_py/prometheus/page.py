@@ -23,7 +23,7 @@ from concurrent.futures import Future, TimeoutError as FutureTimeoutError
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import TYPE_CHECKING, Any
 
-from byteps_py.config.settings import Settings
+from byteps_py.config.settings import METRICS_PORTS, Settings
 from byteps_py.errors import ConfigurationError
 from byteps_py.prometheus.metrics import LABELS, METRICS, RANK, SCHEDULER, SERVER, WORKER
 from byteps_py.prometheus.samples import Sample
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric as Family
 
 Collect = Callable[[], Iterable[Sample]]
-_OFFSETS = {SCHEDULER: 0, WORKER: 1, SERVER: 2, RANK: 3}
+_OFFSETS = {SCHEDULER: 0, WORKER: 1, SERVER: 2, RANK: METRICS_PORTS}
 #: A scraper that does not say what it wants in this time, or does not take the answer, is cut off.
 REQUEST_TIMEOUT_S = 5.0
 #: An event loop that is busy for longer answers no page.
@@ -251,7 +251,7 @@ def open_page(settings: Settings, role: str, collect: Collect, host: str = "") -
             "BYTEPS_METRICS_PORT, and one for each job of a machine: a job's processes use the %d ports from there on",
             port, host, error.strerror or error, f" ({holder})" if holder else "", who,
             "" if role == SCHEDULER or not settings.scheduler_host else "; the scheduler's page has its figures",
-            3 + settings.local_size,
+            METRICS_PORTS + settings.local_size,
         )  # fmt: skip
         return None
     logger.info("metrics of %s: http://%s:%d/metrics", who, f"[{host}]" if ":" in host else host, page.port)

@@ -22,16 +22,17 @@ def main() -> int:
     use_one_heap()
     try:
         settings = Settings.from_env()
-        log.configure(settings.log_level, "scheduler")
+        facts = {"job": settings.job, "role": "scheduler"}
+        log.configure(settings.log_level, "scheduler", settings.log_format, lambda: facts)
         finish = asyncio.run(_serve(settings))
     except OSError as error:
-        print(f"byteps_py scheduler: the report (BYTEPS_REPORT) can't be written: {error}", file=sys.stderr)
+        log.print_error(f"byteps_py scheduler: the report (BYTEPS_REPORT) can't be written: {error}")
         return UNUSABLE_STATUS
     except JournalError as error:
-        print(f"byteps_py scheduler: {error}", file=sys.stderr)
+        log.print_error(f"byteps_py scheduler: {error}")
         return NO_JOURNAL_STATUS
     except BytePSError as error:
-        print(f"byteps_py scheduler: {error}", file=sys.stderr)
+        log.print_error(f"byteps_py scheduler: {error}")
         return UNUSABLE_STATUS
     return finish.exit_status  # the reason of a failure is in the log
 

@@ -345,8 +345,8 @@ class GroupWatch:
         if not heartbeat.waiting or not self._job.is_running:
             return out
         due = self._stalls.take_due(self._current_stalls(), now_s)
-        for sentence, missing in stall_warnings(due, self._who):
-            stalled = pb.Stalled(message=sentence, missing=missing)
+        for warning in stall_warnings(due, self._who):
+            stalled = pb.Stalled(message=warning.sentence, missing=warning.missing, tensor=warning.tensor)
             out += to_each(roster.present(), pb.SchedulerMessage(stalled=stalled))
         return out
 

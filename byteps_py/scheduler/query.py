@@ -14,7 +14,7 @@ from byteps_py.errors import UsageError
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.system import jobs
 from byteps_py.system.log import silence_grpc
-from byteps_py.wording import sendable
+from byteps_py.wording import count_text, sendable
 
 _RETRY_S = 0.1
 _MOST_RETRIES_S = 4.0  # a scheduler that has a secret hangs up on a process without one, again and again
@@ -85,12 +85,48 @@ def to_dict(reply: pb.StatusReply) -> dict[str, Any]:
         "tensor_bytes": reply.tensor_bytes,
         "stalled": list(reply.stalled),
         "slow": list(reply.slow),
+        "awaited_s": {str(each.rank): each.age_s for each in reply.awaited},
+        "training": _training([each for member in reply.members for each in member.progress]),
         "shadow": {"step": reply.shadow.step, "survives": reply.shadow.survives} if reply.shadow.survives else None,
         "missing_workers": list(reply.missing_workers),
         "restarts": reply.restarts,
         "journal": reply.journal,
         "members": [_member(m, total) for m in reply.members],
     }
+
+
+def _training(ranks: Sequence[pb.RankProgress]) -> dict[str, Any] | None:
+    """Of all ranks together: the step of the rank that is behind all others, and of the one that is ahead; the longest
+    time of a step; the sum of tokens; the mean share of waiting. None before the first step."""
+    if not any(rank.steps for rank in ranks):
+        return None
+    return {
+        "step": min(rank.steps for rank in ranks),
+        "furthest_step": max(rank.steps for rank in ranks),
+        "step_s": max(rank.step_s for rank in ranks),
+        "tokens_per_s": sum(rank.tokens_per_s for rank in ranks),
+        "exposed_communication_ratio": sum(rank.exposed_share for rank in ranks) / len(ranks),
+        "recoveries": max(rank.recoveries for rank in ranks),
+    }
+
+
+def training_text(training: dict[str, Any]) -> str:
+    """That of ``to_dict`` in words.
+
+    >>> training_text({"step": 12, "furthest_step": 13, "step_s": 0.25, "tokens_per_s": 4e4, "recoveries": 0,
+    ...                "exposed_communication_ratio": 0.081})
+    'training: step 12 to 13, 0.25 s each, 40,000 tokens/s, 8% of the time waiting for communication'
+    """
+    step, furthest = training["step"], training["furthest_step"]
+    parts = [f"step {step:,}" if step == furthest else f"step {step:,} to {furthest:,}"]
+    if training["step_s"]:
+        parts.append(f"{training['step_s']:.3g} s each")
+    if training["tokens_per_s"]:
+        parts.append(f"{training['tokens_per_s']:,.0f} tokens/s")
+    parts.append(f"{training['exposed_communication_ratio']:.0%} of the time waiting for communication")
+    if training["recoveries"]:
+        parts.append(f"gone on after {count_text(training['recoveries'], 'change')} of the group")
+    return f"training: {', '.join(parts)}"
 
 
 def _member(status: pb.MemberStatus, total_summed: int) -> dict[str, Any]:
@@ -121,4 +157,8 @@ def _member(status: pb.MemberStatus, total_summed: int) -> dict[str, Any]:
         "rounds": counters.rounds,
         "cpu_s": counters.cpu_s,
         "resident_bytes": counters.resident_bytes,
+        "ranks": [
+            {field.name: getattr(rank, field.name) for field in pb.RankProgress.DESCRIPTOR.fields}
+            for rank in status.progress
+        ],
     }

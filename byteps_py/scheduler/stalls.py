@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.tensors import FIRST_STEP, UNNAMED
@@ -124,25 +125,34 @@ class StallWatch:
 
 def stall_sentences(stalls: Iterable[Stall], who: Callable[[Iterable[int]], str]) -> list[str]:
     """One sentence for all tensors that wait for the same ranks. ``who`` names the processes of ranks."""
-    return [sentence for sentence, _ in stall_warnings(stalls, who)]
+    return [warning.sentence for warning in stall_warnings(stalls, who)]
 
 
-def stall_warnings(stalls: Iterable[Stall], who: Callable[[Iterable[int]], str]) -> list[tuple[str, tuple[int, ...]]]:
-    """The same sentences, each with the ranks that are missing."""
+class StallWarning(NamedTuple):
+    """``missing``: the ranks that are; ``tensor``: that has waited longest, empty for a barrier."""
+
+    sentence: str
+    missing: tuple[int, ...]
+    tensor: str
+
+
+def stall_warnings(stalls: Iterable[Stall], who: Callable[[Iterable[int]], str]) -> list[StallWarning]:
+    """The same sentences, with what they are about."""
     groups: dict[tuple[tuple[int, ...], bool, bool], list[Stall]] = {}
     for stall in stalls:
         groups.setdefault((stall.missing, stall.undeclared, not stall.name), []).append(stall)
-    lines: list[tuple[str, tuple[int, ...]]] = []
+    lines: list[StallWarning] = []
     for (missing, undeclared, is_barrier), group in groups.items():
         names = "a barrier" if is_barrier else names_text(sorted(stall.name for stall in group))
-        age_s = max(stall.age_s for stall in group)
+        oldest = max(group, key=lambda stall: stall.age_s)
+        age_s = oldest.age_s
         age = f"{age_s:.0f}" if age_s >= 10 else f"{age_s:.2g}"
         waited = f"{names} {'has' if len(group) == 1 else 'have'} waited {age} s"
         if not missing:
             text = (
                 f"{waited} although all ranks have handed over their part: a summation service or the network is slow"
             )
-            lines.append((text, missing))
+            lines.append(StallWarning(text, missing, oldest.name))
             continue
         it = "it" if len(group) == 1 else "them"
         done = f"declared {it}" if undeclared else "reached it" if is_barrier else f"handed {it} over"
@@ -152,7 +162,7 @@ def stall_warnings(stalls: Iterable[Stall], who: Callable[[Iterable[int]], str])
         )
         if any(FIRST_STEP in stall.name for stall in group):
             text += "; every rank needs the same optimizers, unless those of some ranks have a process_set"
-        lines.append((text, missing))
+        lines.append(StallWarning(text, missing, oldest.name))
     return lines
 
 

@@ -27,7 +27,7 @@ from byteps_py.errors import BytePSError, NotInitializedError, UsageError
 from byteps_py.session import ResultRate, Session, failure_reports, open_session
 from byteps_py.session.progress import Progress
 from byteps_py.tensors import UNNAMED, Op
-from byteps_py.torch.collectives import optimizer_steps, router
+from byteps_py.torch.collectives import optimizer_steps, rank_reporting, router
 from byteps_py.torch.collectives.all_reduce import shared_memory
 from byteps_py.torch.collectives.job_connections import JobConnections
 from byteps_py.torch.collectives.result_pool import RESULTS
@@ -35,7 +35,7 @@ from byteps_py.torch.collectives.slot_view import HostMover, Mover, PieceView, S
 from byteps_py.torch.collectives.work import Handles
 
 if TYPE_CHECKING:
-    from byteps_py.prometheus.page import MetricsPage
+    from byteps_py.prometheus.page import MetricsPage  # it takes a while to import
 
 #: (bytes, names): tensors below this size use this many names in turn, so that memory stays bounded.
 _ROTATION = ((64 << 10, 32), (4 << 20, 8))
@@ -216,7 +216,11 @@ class Context:
                 failure_reports.disregard()
                 session = self._opener(self._settings)
                 session.incarnation = self.incarnation
-                self._begin_progress(session, self._settings)
+                try:
+                    self._begin_progress(session, self._settings)
+                except BaseException:
+                    session.close()
+                    raise
                 self._session = session
                 self.is_catching_up = (
                     self._settings.max_restarts > 0 and session.is_under_way and not session.has_synced
@@ -239,15 +243,11 @@ class Context:
         if settings.elastic or not self.progress.groups:
             self.progress.groups += 1
         optimizer_steps.watch(self._torch_stepped)
+        if settings.log_format == "json":
+            rank_reporting.log_as_json(settings, session)
         if settings.metrics_port:
             session.observer = session.observer or ResultRate()
-            from byteps_py.torch.collectives import rank_metrics
-
-            try:
-                self._metrics_page = rank_metrics.open_rank_page(settings, session)
-            except BaseException:
-                session.close()
-                raise
+            self._metrics_page = rank_reporting.open_page(settings, session)
 
     @staticmethod
     def _torch_stepped(optimizer: torch.optim.Optimizer) -> None:
