@@ -64,7 +64,7 @@ def _serve(is_gpu_machine: bool) -> int:
     # A GPU machine's server ends with the machine's other processes: they are started together.
     server = PersistentServer(settings, 0.0 if is_gpu_machine else settings.shadow_keep_s, new_service)
 
-    def read() -> Iterable[samples.Sample]:
+    def read() -> Iterable[samples.MetricSample]:
         machine = samples.server_machine(is_gpu_machine, settings.worker_id, server.service.address)
         return samples.of_service(samples.Place(settings.job, SERVER, machine), server.service.heartbeat().statistics)
 

@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
         runtime = Runtime()
         service = CommunicationService(settings, arguments.stay, connect, runtime)
 
-        def read() -> Iterable[samples.Sample]:
+        def read() -> Iterable[samples.MetricSample]:
             told, machine = service.heartbeat(), samples.gpu_machine(service.machine_index)
             return samples.of_member(samples.Place(settings.job, WORKER, machine), told.statistics, told.progress)
 

@@ -33,9 +33,8 @@ def add_parser(subparsers: Any) -> None:
         "logs",
         help="print what the processes of a job have printed",
         description="Print the output of a job's processes, each line with its process, from the files that bpslaunch "
-        "writes with --log-dir (BYTEPS_LOG_DIR) or --output-filename. Log lines in JSON (BYTEPS_LOG_FORMAT) become text. "
-        "It reads files only: for the processes of other machines, the folder must be on a file system that the machines "
-        "share.",
+        "writes with --log-dir (BYTEPS_LOG_DIR) or --output-filename. Log lines in JSON become text. It reads files "
+        "only: for the processes of other machines, the folder must be on a file system that the machines share.",
         example="bps logs --member 'rank.*' --stderr --lines 20",
         exits={1: "the folder has no output"},
     )

@@ -26,14 +26,14 @@ from typing import TYPE_CHECKING, Any
 from byteps_py.config.settings import METRICS_PORTS, Settings
 from byteps_py.errors import ConfigurationError
 from byteps_py.prometheus.metrics import LABELS, METRICS, RANK, SCHEDULER, SERVER, WORKER
-from byteps_py.prometheus.samples import Sample
+from byteps_py.prometheus.samples import MetricSample
 from byteps_py.system.log import logger
 from byteps_py.system.machine import bindable_host, process_at
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric as Family
 
-Collect = Callable[[], Iterable[Sample]]
+Collect = Callable[[], Iterable[MetricSample]]
 _OFFSETS = {SCHEDULER: 0, WORKER: 1, SERVER: 2, RANK: METRICS_PORTS}
 #: A scraper that does not say what it wants in this time, or does not take the answer, is cut off.
 REQUEST_TIMEOUT_S = 5.0
@@ -53,12 +53,16 @@ def port_of(settings: Settings, role: str) -> int:
     return settings.metrics_port + _OFFSETS[role] + (settings.local_rank if role == RANK else 0)
 
 
-def on_loop(post: Callable[[Callable[[], None]], object], read: Callable[[], Iterable[Sample]]) -> list[Sample]:
+def on_loop(
+    post: Callable[[Callable[[], None]], object],
+    read: Callable[[], Iterable[MetricSample]],
+    timeout_s: float = ANSWER_TIMEOUT_S,
+) -> list[MetricSample]:
     """The samples of ``read``, which an event loop calls. ``post``: has it called there, from any thread.
 
-    Raises TimeoutError if the loop does not answer within ANSWER_TIMEOUT_S.
+    Raises TimeoutError if the loop does not answer within ``timeout_s``.
     """
-    answer: Future[list[Sample]] = Future()
+    answer: Future[list[MetricSample]] = Future()
 
     def call() -> None:
         try:
@@ -68,9 +72,9 @@ def on_loop(post: Callable[[Callable[[], None]], object], read: Callable[[], Ite
 
     post(call)
     try:
-        return answer.result(ANSWER_TIMEOUT_S)
+        return answer.result(timeout_s)
     except FutureTimeoutError:
-        raise TimeoutError(f"the process was too busy to answer within {ANSWER_TIMEOUT_S:g} s") from None
+        raise TimeoutError(f"the process was too busy to answer within {timeout_s:g} s") from None
 
 
 class MetricsPage:
@@ -84,7 +88,7 @@ class MetricsPage:
         self._collect = collect
         self._has_warned = False
         self._who = who
-        self._server = _Server(host, port, self._handler())
+        self._server = _HttpServer(host, port, self._handler())
         self._thread = threading.Thread(target=self._server.serve_forever, name="byteps-metrics", daemon=True)
         self._thread.start()
 
@@ -138,7 +142,7 @@ class MetricsPage:
         return Handler
 
 
-class _Server(HTTPServer):
+class _HttpServer(HTTPServer):
     """A thread for each request, and at most ``_MOST_REQUESTS``: a stranger can't have more started."""
 
     allow_reuse_address = True
@@ -174,7 +178,7 @@ class _Server(HTTPServer):
             self._free.release()
 
 
-def _close_in_child(server: _Server | None) -> None:
+def _close_in_child(server: _HttpServer | None) -> None:
     """A forked child, such as a DataLoader's, may outlive its rank, which is started again and needs the port."""
     if server is not None:
         server.socket.close()
@@ -183,12 +187,12 @@ def _close_in_child(server: _Server | None) -> None:
 class _Collected:
     """The samples as prometheus-client takes them: a family for each metric that there is."""
 
-    def __init__(self, library: Any, samples: list[Sample]) -> None:
+    def __init__(self, library: Any, samples: list[MetricSample]) -> None:
         self._library, self._samples = library, samples
 
     def collect(self) -> Iterator[Family]:
         """The families, in the order of the table."""
-        by_name: dict[str, list[Sample]] = {}
+        by_name: dict[str, list[MetricSample]] = {}
         for sample in self._samples:
             by_name.setdefault(sample.name, []).append(sample)
         for metric in METRICS:

@@ -12,6 +12,7 @@ from byteps_py.prometheus.metrics import BY_NAME, PREFIX, RANK, SCHEDULER, SERVE
 from byteps_py.proto import control_pb2 as pb
 
 MOST_AWAITED = 16
+MOST_LOST = 32
 _STATES = {1: "forming", 2: "running", 3: "failed", 4: "ended"}
 _BYTES_PER_MBIT = 125_000
 
@@ -26,7 +27,7 @@ class Place(NamedTuple):
     rank: str = ""
 
 
-class Sample(NamedTuple):
+class MetricSample(NamedTuple):
     """One line of a page. ``extra``: the values of the metric's own labels."""
 
     name: str
@@ -45,7 +46,7 @@ def gpu_machine(index: int) -> str:
     return f"gpu-{index}"
 
 
-def of_progress(place: Place, progress: pb.RankProgress) -> Iterator[Sample]:
+def of_progress(place: Place, progress: pb.RankProgress) -> Iterator[MetricSample]:
     """A rank's own figures."""
     yield from _of(place, {
         "steps_total": progress.steps,
@@ -61,7 +62,7 @@ def of_progress(place: Place, progress: pb.RankProgress) -> Iterator[Sample]:
     })  # fmt: skip
 
 
-def of_service(place: Place, counted: pb.Statistics) -> Iterator[Sample]:
+def of_service(place: Place, counted: pb.Statistics) -> Iterator[MetricSample]:
     """The counters of a service."""
     yield from _of(place, {
         "sent_bytes_total": counted.bytes_sent,
@@ -80,22 +81,22 @@ def of_service(place: Place, counted: pb.Statistics) -> Iterator[Sample]:
     })  # fmt: skip
 
 
-def of_member(place: Place, counted: pb.Statistics, progress: Iterable[pb.RankProgress]) -> Iterator[Sample]:
+def of_member(place: Place, counted: pb.Statistics, progress: Iterable[pb.RankProgress]) -> Iterator[MetricSample]:
     """A service and, if it is a communication service, its ranks."""
     yield from of_service(place, counted)
     for each in progress:
         yield from of_progress(place._replace(role=RANK, rank=str(each.rank)), each)
 
 
-def of_status(job: str, status: pb.StatusReply) -> Iterator[Sample]:
+def of_status(job: str, status: pb.StatusReply) -> Iterator[MetricSample]:
     """The job, and all of its members that are there, or were lost."""
     place = Place(job, SCHEDULER)
     for number, name in _STATES.items():
-        yield Sample(f"{PREFIX}job_state", place, float(status.state == number), (name,))
+        yield MetricSample(f"{PREFIX}job_state", place, float(status.state == number), (name,))
     lost = [member for member in status.members if not member.alive and not member.left]
     yield from _of(place, {
         "epoch": status.epoch,
-        "members_lost": len(lost),
+        "members_lost_total": len(lost),
         "machines_awaited": len(status.missing_workers),
         "scheduler_restarts_total": status.restarts,
         "tensors": status.tensors,
@@ -104,18 +105,18 @@ def of_status(job: str, status: pb.StatusReply) -> Iterator[Sample]:
         "slow_members": len(status.slow),
     })  # fmt: skip
     for awaited in sorted(status.awaited, key=lambda each: -each.age_s)[:MOST_AWAITED]:
-        yield Sample(f"{PREFIX}awaited_seconds", place, awaited.age_s, (str(awaited.rank),))
+        yield MetricSample(f"{PREFIX}awaited_seconds", place, awaited.age_s, (str(awaited.rank),))
     if status.shadow.survives:
         yield from _of(place, {
             "shadow_step": status.shadow.step,
             "shadow_survives_loss": float(status.shadow.step > 0 and status.shadow.survives != "nothing"),
         })  # fmt: skip
-    there = {_place(job, member.member): member for member in lost}
+    there = {_place(job, member.member): member for member in lost[-MOST_LOST:]}
     there |= {
         _place(job, member.member): member for member in status.members if member.alive
     }  # also in a lost one's place
     for where, member in there.items():
-        yield Sample(f"{PREFIX}member_up", where, float(member.alive))
+        yield MetricSample(f"{PREFIX}member_up", where, float(member.alive))
         if member.alive:
             yield from _of(where, {
                 "member_heartbeat_age_seconds": member.heartbeat_age_s,
@@ -130,7 +131,7 @@ def _place(job: str, member: pb.Member) -> Place:
     return Place(job, SERVER, server_machine(member.kind == 1, member.machine_index, member.address))
 
 
-def _of(place: Place, values: Mapping[str, float]) -> Iterator[Sample]:
+def _of(place: Place, values: Mapping[str, float]) -> Iterator[MetricSample]:
     for name, value in values.items():
         if place.role in BY_NAME[PREFIX + name].of:
-            yield Sample(PREFIX + name, place, value)
+            yield MetricSample(PREFIX + name, place, value)

@@ -46,7 +46,7 @@ async def _serve(settings: Settings) -> Finish:
     page.check(settings)
     service, loop = SchedulerService(settings), asyncio.get_running_loop()
 
-    def collect() -> Iterable[samples.Sample]:
+    def collect() -> Iterable[samples.MetricSample]:
         return page.on_loop(loop.call_soon_threadsafe, lambda: samples.of_status(settings.job, service.status()))
 
     host = listening_address(settings)[0] if settings.metrics_port else ""

@@ -31,7 +31,8 @@ class Progress:
     """The counters of one rank. ``clock``: steady, in seconds; ``wall_clock``: in seconds since 1970.
 
     Attributes:
-        steps: optimizer steps. Of several optimizers, those of the one that steps most often.
+        steps: optimizer steps. Of several optimizers, those of the one that steps most often. A job that goes on from
+            a step begins with that number.
         step_s: from the step before the latest to the latest one, in seconds.
         last_step_at_s: when that was, by the wall clock; 0: there was none.
         tokens: of this rank's batches, as the script counts them.
@@ -49,7 +50,7 @@ class Progress:
         self._futures = 0  # that are not complete
         self._futures_lock = threading.Lock()
         self._future_begun_s = 0.0
-        self._stepped_s = 0.0
+        self._stepped_s = 0.0  # 0: this process has made no step
         self._stepped: set[int] = set()  # the optimizers that have made the latest step
         self._looks: deque[_Look] = deque([_Look(clock(), 0, 0, 0, 0.0)], maxlen=_LOOKS)
 
@@ -60,7 +61,7 @@ class Progress:
         else:
             self._stepped = {optimizer}
             now_s = self._clock()
-            if self.steps:
+            if self._stepped_s:
                 self.step_s = now_s - self._stepped_s
             self._stepped_s = now_s
             self.steps += 1

@@ -1,4 +1,4 @@
-"""What a training loop tells about its batches, and the numbers of this rank for TensorBoard, W&B or a file.
+"""What a training loop tells about its batches, and the numbers of this rank for a logger of the script's own.
 
 Owns nothing: the context's Progress has the numbers. Any thread may call ``metrics``; the training thread calls
 ``count_batch``.

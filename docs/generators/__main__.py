@@ -13,12 +13,14 @@ sys.path.insert(0, str(DOCS.parent))
 import architecture_picture  # noqa: E402
 import commands_page  # noqa: E402
 import errors_page  # noqa: E402
+import metrics_page  # noqa: E402
 import placement_picture  # noqa: E402
 import wire_page  # noqa: E402
 
 OUTPUTS: dict[str, Callable[[], str]] = {
     "reference/commands.md": commands_page.text,
     "reference/errors.md": errors_page.text,
+    "reference/metrics.md": metrics_page.text,
     "reference/wire-protocol.md": wire_page.text,
     "pictures/architecture.svg": architecture_picture.svg,
     "pictures/placement.svg": placement_picture.svg,

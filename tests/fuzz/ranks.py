@@ -55,6 +55,7 @@ def _all_said() -> list[object]:
         protocol.WaitBegun(2, 3, 2.5, "near", (0, 1)),
         protocol.WaitEnded(1),
         protocol.StepsBegun((protocol.StepCount(7, 2, "gradients to combine"),)),
+        protocol.ProgressMade(7, 0.25, 1.7e9, 4096, 2, 0.5, 48, 1, 8192.0, 0.25),
         protocol.Note("busy"),
         protocol.Join(),
         protocol.Ping(),

@@ -236,6 +236,7 @@ class LocalProtocol(Target):
                 protocol.WantChunks(3),
                 protocol.EnterBarrier(3),
                 protocol.StepsBegun((protocol.StepCount(7, 2, "all"),)),
+                protocol.ProgressMade(7, 0.25, 1.7e9, 4096, 2, 0.5, 48, 1, 8192.0, 0.25),
                 protocol.BeginStep(1, 2, True, 3, 2, False, (SegmentNumbers(0, 8, (0.5, 0.25)),)),
                 protocol.RecordData(b"what a rank knows"),
                 protocol.Leave(error="ValueError: no", traceback="line 1"),

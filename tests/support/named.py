@@ -41,16 +41,20 @@ FOREIGN_FILES = re.compile(r"train\.py|\w+_byteps(?:_ddp)?\.py")
 #: Products, algorithms, units and models: no classes.
 PROPER_NAMES = """
     BytePS ByteScheduler DeepSpeed DualPipeV F16C FlashAttention GitHub ImageNet InfiniBand KiB LoRA MiB MiCS MoE MxN
-    NaN PaLM PipeDream PowerSGD PyPI PyTorch ResNet RoCE SwiGLU TensorFlow ZeRO ZeroMQ
+    NaN PaLM PipeDream PowerSGD PyPI PyTorch ResNet RoCE SwiGLU TensorBoard TensorFlow
+    ZeRO ZeroMQ
 """
 #: Classes of others that our code does not use.
 FOREIGN_CLASSES = """
     BertModel CalledProcessError InitProcessGroupKwargs Interleaved1F1B LoadPlanner ParameterDict RoundBackward1
     VocabParallelEmbedding
-    HorizontalPodAutoscaler JobSet JobSets PodDisruptionBudget RestartJob TrainJob TrainJobs TrainJobStatus
+    HorizontalPodAutoscaler JobSet JobSets NetworkPolicy PodDisruptionBudget RestartJob
+    SummaryWriter TrainJob TrainJobs TrainJobStatus
 """
-#: Words of Linux, ssh and torch, and variables of formulas and examples.
+#: Alerts; words of Linux, ssh and torch; variables of formulas and examples.
 FOREIGN_NAMES = """
+    BytePSExposedCommunication BytePSMemberLost BytePSNoDurableShadow BytePSNoStep BytePSRankAwaited BytePSRecovery
+    BytePSSlowMember
     BatchMode ProxyJump SendEnv ServerAliveInterval
     db_1 grad_fn grad_scale h_kv loss_function received_splits sharding_configs sun_path tcp_info to_empty Wqkv
 """

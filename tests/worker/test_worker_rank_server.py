@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +13,7 @@ from byteps_py.errors import ProtocolError
 from byteps_py.tensors import DType, TensorSpec
 from byteps_py.wire import rank_link as protocol
 
+_MOST = (1 << 64) - 1
 _NO_LETTER = "data\udcff"  # of a file, say
 
 
@@ -42,6 +44,7 @@ def test_a_wait_that_the_scheduler_can_not_be_told_of(machine: Machine, age_s: f
         protocol.Note(_NO_LETTER),
         protocol.WaitBegun(1, (1 << 64) - 1, 2.5, _NO_LETTER, (0, (1 << 32) - 1)),
         protocol.StepsBegun((protocol.StepCount((1 << 64) - 1, (1 << 64) - 1, _NO_LETTER),)),
+        protocol.ProgressMade(_MOST, math.nan, math.inf, _MOST, _MOST, math.nan, _MOST, _MOST, math.inf, -1.0),
     ],
 )
 def test_all_that_a_rank_can_say_can_be_passed_on(machine: Machine, message: object) -> None:

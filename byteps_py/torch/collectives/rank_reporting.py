@@ -11,7 +11,7 @@ from byteps_py.system import log
 
 if TYPE_CHECKING:
     from byteps_py.prometheus.page import MetricsPage
-    from byteps_py.prometheus.samples import Sample
+    from byteps_py.prometheus.samples import MetricSample
 
 
 def open_page(settings: Settings, session: Session) -> MetricsPage | None:
@@ -26,7 +26,7 @@ def open_page(settings: Settings, session: Session) -> MetricsPage | None:
     page.check(settings)
     place = Place(settings.job, RANK, gpu_machine(session.machine_index), str(session.rank))
 
-    def collect() -> Iterable[Sample]:
+    def collect() -> Iterable[MetricSample]:
         return of_progress(place, pb.RankProgress(rank=session.rank, **session.progress.facts(session.result_bytes)))
 
     return page.open_page(settings, RANK, collect)
