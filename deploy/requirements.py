@@ -1,6 +1,6 @@
 """Print what an image needs, one requirement per line, as pyproject.toml says. `make lock` gives it to pip-compile.
 
-    python deploy/requirements.py server     the package's requirements
+    python deploy/requirements.py server     the package's requirements, and what metrics need
     python deploy/requirements.py worker     these, what the examples need, and what torch's CPU build needs; no torch
     python deploy/requirements.py build      what builds the package's wheel
     python deploy/requirements.py torch URL  torch's CPU build, in the version of constraints.txt, with the hashes that
@@ -52,9 +52,10 @@ def main() -> None:
     content = tomllib.loads((ROOT / "pyproject.toml").read_text())
     project = content["project"]
     examples = [each for each in project["optional-dependencies"]["examples"] if not each.startswith("torch")]
+    services = [*project["dependencies"], *project["optional-dependencies"]["metrics"]]
     groups = {
-        "server": project["dependencies"],
-        "worker": [*project["dependencies"], *examples, *TORCH_NEEDS],
+        "server": services,
+        "worker": [*services, *examples, *TORCH_NEEDS],
         "build": content["build-system"]["requires"],
     }
     (wanted,) = sys.argv[1:]

@@ -64,16 +64,19 @@ def _serve(is_gpu_machine: bool) -> int:
     # A GPU machine's server ends with the machine's other processes: they are started together.
     server = PersistentServer(settings, 0.0 if is_gpu_machine else settings.shadow_keep_s, new_service)
 
-    def read() -> Iterable[samples.MetricSample]:
-        machine = samples.server_machine(is_gpu_machine, settings.worker_id, server.service.address)
-        return samples.of_service(samples.Place(settings.job, SERVER, machine), server.service.heartbeat().statistics)
+    def read() -> tuple[str, pb.Statistics]:
+        return server.service.address, server.service.heartbeat().statistics
 
-    metrics = page.page_of(settings, SERVER, lambda: page.on_loop(server.service.post, read))
+    def collect() -> Iterable[samples.MetricSample]:
+        address, counted = page.on_loop(server.service.post, read)
+        machine = samples.server_machine(is_gpu_machine, settings.worker_id, address)
+        return samples.of_service(samples.Place(settings.job, SERVER, machine), counted)
+
     signals = (signal.SIGTERM, signal.SIGINT)
     with (
         handle_signals(signals, lambda number, _: server.stop(f"the server got {signal.Signals(number).name}")),
         jobs.announced(settings),
-        metrics,
+        page.page_of(settings, SERVER, collect),
     ):
         return server.run()
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from byteps_py.config import tuning
 from byteps_py.config.settings import Settings, ignored_variables
 from byteps_py.errors import BytePSError, ConfigurationError
+from byteps_py.proto import control_pb2 as pb
 from byteps_py.system import jobs, log
 from byteps_py.system.jobs import TOKEN_VARIABLE
 from byteps_py.system.process_memory import keep_freed_memory
@@ -42,15 +43,18 @@ def main(argv: list[str] | None = None) -> int:
         runtime = Runtime()
         service = CommunicationService(settings, arguments.stay, connect, runtime)
 
-        def read() -> Iterable[samples.MetricSample]:
-            told, machine = service.heartbeat(), samples.gpu_machine(service.machine_index)
-            return samples.of_member(samples.Place(settings.job, WORKER, machine), told.statistics, told.progress)
+        def read() -> tuple[int, pb.Heartbeat]:
+            return service.machine_index, service.heartbeat()
 
-        metrics = page.page_of(settings, WORKER, lambda: page.on_loop(runtime.loop.post, read))
+        def collect() -> Iterable[samples.MetricSample]:
+            index, told = page.on_loop(runtime.loop.post, read)
+            place = samples.Place(settings.job, WORKER, samples.gpu_machine(index))
+            return samples.of_member(place, told.statistics, told.progress)
+
         with (
             handle_signals((signal.SIGTERM, signal.SIGINT), lambda *_: service.stop()),
             jobs.announced(settings),
-            metrics,
+            page.page_of(settings, WORKER, collect),
         ):
             return service.run()
     except ConfigurationError as error:

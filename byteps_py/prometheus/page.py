@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, TimeoutError as FutureTimeoutError
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from byteps_py.config.settings import METRICS_PORTS, Settings
 from byteps_py.errors import ConfigurationError
@@ -33,6 +33,7 @@ from byteps_py.system.machine import bindable_host, process_at
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric as Family
 
+T = TypeVar("T")
 Collect = Callable[[], Iterable[MetricSample]]
 _OFFSETS = {SCHEDULER: 0, WORKER: 1, SERVER: 2, RANK: METRICS_PORTS}
 #: A scraper that does not say what it wants in this time, or does not take the answer, is cut off.
@@ -54,19 +55,17 @@ def port_of(settings: Settings, role: str) -> int:
 
 
 def on_loop(
-    post: Callable[[Callable[[], None]], object],
-    read: Callable[[], Iterable[MetricSample]],
-    timeout_s: float = ANSWER_TIMEOUT_S,
-) -> list[MetricSample]:
-    """The samples of ``read``, which an event loop calls. ``post``: has it called there, from any thread.
+    post: Callable[[Callable[[], None]], object], read: Callable[[], T], timeout_s: float = ANSWER_TIMEOUT_S
+) -> T:
+    """The result of ``read``, which an event loop calls. ``post``: has it called there, from any thread.
 
     Raises TimeoutError if the loop does not answer within ``timeout_s``.
     """
-    answer: Future[list[MetricSample]] = Future()
+    answer: Future[T] = Future()
 
     def call() -> None:
         try:
-            answer.set_result(list(read()))
+            answer.set_result(read())
         except Exception as error:
             answer.set_exception(error)
 

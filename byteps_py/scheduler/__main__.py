@@ -47,7 +47,7 @@ async def _serve(settings: Settings) -> Finish:
     service, loop = SchedulerService(settings), asyncio.get_running_loop()
 
     def collect() -> Iterable[samples.MetricSample]:
-        return page.on_loop(loop.call_soon_threadsafe, lambda: samples.of_status(settings.job, service.status()))
+        return samples.of_status(settings.job, page.on_loop(loop.call_soon_threadsafe, service.status))
 
     host = listening_address(settings)[0] if settings.metrics_port else ""
     with jobs.announced(settings), page.page_of(settings, SCHEDULER, collect, host):

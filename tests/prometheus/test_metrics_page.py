@@ -174,7 +174,7 @@ def test_a_page_that_can_not_be_made_is_an_answer_and_one_warning(
 def test_a_loop_that_does_not_answer_is_waited_for_a_limited_time() -> None:
     loop = EventLoop()  # nobody runs it
     with pytest.raises(TimeoutError, match="too busy"):
-        page.on_loop(loop.post, list, 0.05)
+        page.on_loop(loop.post, lambda: None, 0.05)
     loop.close()
 
 
@@ -255,13 +255,10 @@ def test_it_answers_a_scraper_that_wants_the_old_text_format(opened: list[page.M
     connection.close()
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        "byteps_py.scheduler",
-        *(pytest.param(f"byteps_py.{name}", marks=pytest.mark.slow) for name in ("worker", "server")),
-    ],
-)
+OTHERS = [pytest.param(f"byteps_py.{name}", marks=pytest.mark.slow) for name in ("worker", "server")]
+
+
+@pytest.mark.parametrize("module", ["byteps_py.scheduler", *OTHERS])
 def test_without_prometheus_client_a_service_says_what_to_install(module: str) -> None:
     """It refuses to start, before anything else does."""
     code = (
