@@ -21,8 +21,9 @@ def count_batch(*, tokens: int = 0, samples: int = 0) -> None:
 
     >>> import byteps_py as bps
     >>> bps.init()
+    >>> before = bps.metrics()["tokens"]
     >>> bps.count_batch(tokens=4096, samples=2)
-    >>> bps.metrics()["tokens"]
+    >>> bps.metrics()["tokens"] - before
     4096.0
     >>> bps.shutdown()
     """
@@ -45,8 +46,8 @@ def metrics() -> dict[str, float]:
 
     >>> import byteps_py as bps
     >>> bps.init()
-    >>> bps.metrics()["steps"]
-    0.0
+    >>> sorted(bps.metrics())[:3]
+    ['exposed_communication_ratio', 'exposed_communication_seconds', 'last_step_timestamp_seconds']
     >>> bps.shutdown()
     """
     context = contexts.current()
