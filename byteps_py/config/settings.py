@@ -102,6 +102,8 @@ class Settings:
     trace_start_step: int = 10
     trace_end_step: int = 20
     log_format: str = "text"
+    flight_recorder_size: int = 8192
+    flight_recorder_dir: str = ""
     log_level: str = "WARNING"
 
     def __post_init__(self) -> None:

@@ -116,6 +116,7 @@ VALIDATORS: dict[str, Validator] = {
     "shadow_dir": _PATH,
     "timeline": _PATH,
     "trace_dir": _PATH,
+    "flight_recorder_dir": _PATH,
     "credit_bytes": _COUNT,
     "fusion_bytes": _COUNT,
     "trace_start_step": _COUNT,
@@ -270,6 +271,8 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("trace_start_step", ("BYTEPS_TRACE_START_STEP",), int, "the first round in the timelines of BYTEPS_TRACE_ON", low=0),
     Variable("trace_end_step", ("BYTEPS_TRACE_END_STEP",), int, "the last round in the timelines of BYTEPS_TRACE_ON", low=0),
     Variable("log_format", ("BYTEPS_LOG_FORMAT",), str, "how log lines look: text, or json with one JSON object a line", choices=("text", "json"), detail="json: also the log of ranks is written to stderr. See [structured logs](../howto/watch.md#structured-logs)."),
+    Variable("flight_recorder_size", ("BYTEPS_FLIGHT_RECORDER_SIZE",), int, "how many of its latest operations each rank keeps in memory, for `bps dump`; 0: none", low=0, high=1 << 20),
+    Variable("flight_recorder_dir", ("BYTEPS_FLIGHT_RECORDER_DIR",), str, "folder for what the flight recorders write at an error, and on SIGUSR1", detail="Below it, each job has a folder of its own. The default is $XDG_STATE_HOME/byteps/flight-recorder or ~/.local/state/byteps/flight-recorder, which keeps those of the last 20 jobs."),
     Variable("log_level", ("BYTEPS_LOG_LEVEL",), str, "the least severe messages that are logged", choices=("DEBUG", "INFO", "WARNING", "ERROR", "FATAL", "TRACE")),
 )  # fmt: skip
 

@@ -21,6 +21,8 @@ from byteps_py.kernels.optimizer_steps import StepSegment
 from byteps_py.kernels.update_rules import StepKind
 from byteps_py.session.peers import PeerTransport
 from byteps_py.session.progress import Progress
+from byteps_py.session.round_recorder import RoundRecorder
+from byteps_py.system.flight_recorder import GroupCounter
 from byteps_py.tensors import Layout, TensorSpec
 
 fork_count = 0  # forks in this process's ancestry since the import of this module; cheaper to read than the pid
@@ -65,6 +67,8 @@ class Slot:
     chunks: list[int] = field(default_factory=list)  # of the current result: delivered, not yet taken by the caller
     nonfinite_ranks: int = 0  # that made the latest result NaN or infinite, if the spec asks: see rank_bits.py
     error: Exception | None = None
+    flight_group: GroupCounter | None = None  # of its rounds in the flight recorder
+    flight_number: int = 0  # of the current round there; 0: it is not recorded
 
     @property
     def input(self) -> memoryview:
@@ -281,6 +285,8 @@ class Session(ABC):
     """
 
     observer: Observer | None = None
+    #: Records the rounds, and operations beside them, for the case that something goes wrong.
+    flight: RoundRecorder | None = None
     #: Keeps tensors apart that have the same name in different incarnations: a rank that failed in the middle of a step
     #: leaves contributions behind. The same on all ranks; set before the first declaration.
     incarnation: int = 0

@@ -222,6 +222,12 @@ class GiveStackFile:
     """Comes with the descriptor of the file to which this process writes its Python stacks (see stack_dump.py)."""
 
 
+@_link.message(44)
+@dataclass(frozen=True, slots=True)
+class GiveFlightRecorder:
+    """Comes with the descriptor of the memory of this process's flight recorder (see flight_recorder.py)."""
+
+
 @_link.message(10)
 @dataclass(frozen=True, slots=True)
 class Note:

@@ -27,7 +27,7 @@ _SPECS = (
 _SLOTS = [spec for rank in range(RANKS) for spec in _SPECS if rank in spec.members(RANKS)]  # from number 1
 _GATHER = Layout(((0, 64),), ((0, 64), (64, 64)))
 _EXCHANGE = Layout(((0, 8), (8, 8)), ((0, 8), (16, 8)))
-_GIVEN = (protocol.AskIntroduction, protocol.GiveStackFile)  # with descriptors
+_GIVEN = (protocol.AskIntroduction, protocol.GiveStackFile, protocol.GiveFlightRecorder)  # with descriptors
 _VAST = TensorSpec("vast", DType.FLOAT32, (1 << 46,))  # more than can be mapped
 _KNOCK = 2  # instead of a rank: a stranger
 _ROUNDS = {protocol.encode(message(()))[0] for message in (protocol.Ready, protocol.RoundsDone)}
@@ -60,6 +60,7 @@ def _all_said() -> list[object]:
         protocol.Join(),
         protocol.Ping(),
         protocol.GiveStackFile(),
+        protocol.GiveFlightRecorder(),
         protocol.Drain(),
         protocol.Leave(),
         protocol.Leave(error="ValueError: no", traceback="line 1"),

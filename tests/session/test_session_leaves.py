@@ -51,7 +51,7 @@ class Beside:
             for descriptor in received[1]:
                 os.close(descriptor)
             message = protocol.decode(received[0])
-            if not isinstance(message, protocol.GiveStackFile | protocol.Ping):
+            if not isinstance(message, protocol.GiveStackFile | protocol.GiveFlightRecorder | protocol.Ping):
                 return message
 
     def say(self, message: object) -> None:

@@ -7,6 +7,7 @@ itself; so all of them can be found, also after the launcher has ended.
 from __future__ import annotations
 
 import contextlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -88,6 +89,10 @@ class Job:
         status = self.process.wait()
         if status == -signal.SIGKILL:  # its note is left for whoever looks next
             jobs.clear(self._folder / "byteps")
+        # What ranks write at an error is for whoever looks into it.
+        shutil.rmtree(self._folder / "byteps" / "flight-recorder", ignore_errors=True)
+        with contextlib.suppress(OSError):  # a journal is there
+            (self._folder / "byteps").rmdir()
         left = [f"{pid}: {' '.join(arguments_of(pid))}" for pid in self.pids() if not wait_gone(pid, 0)]
         others = [pid for pid, _, _ in processes() if environ_of(pid).get(_MARK, self._mark) != self._mark]
         left += self._remains.left(others)

@@ -48,6 +48,7 @@ class RankConnection:
         self.last_done_s = 0.0
         self.note = ""  # what it said for the case that it keeps others waiting
         self.stack_fd = -1  # see stack_dump.py; -1: it has given none
+        self.flight_fd = -1  # see flight_recorder.py; -1: it has given none
         self.inbox_fd = -1  # the way to it for its peers, see session/peers; -1: it has given none
         self.direct_waits: dict[int, DirectWait] = {}  # by id
         self.steps: list[pb.RankSteps] = []  # how far it was when it told it last, without its number
@@ -97,6 +98,8 @@ class RankConnection:
             for fd in fds:
                 if isinstance(message, protocol.GiveStackFile) and self.stack_fd < 0:
                     self.stack_fd = fd
+                elif isinstance(message, protocol.GiveFlightRecorder) and self.flight_fd < 0:
+                    self.flight_fd = fd
                 elif isinstance(message, protocol.AskIntroduction) and self.inbox_fd < 0:
                     self.inbox_fd = fd
                 else:  # ranks have no others to give
@@ -196,8 +199,8 @@ class RankConnection:
         self._loop.remove(self._fd)
         self._fd = -1
         self._channel.close()
-        self._close(fd for fd in (self.stack_fd, self.inbox_fd) if fd >= 0)
-        self.stack_fd = self.inbox_fd = -1
+        self._close(fd for fd in (self.stack_fd, self.flight_fd, self.inbox_fd) if fd >= 0)
+        self.stack_fd = self.flight_fd = self.inbox_fd = -1
         while self._backlog:
             self._close(self._backlog.popleft()[1])
 

@@ -77,7 +77,8 @@ class PlacedEncoder:
         #: Made by ``encode``: the root of the encoder's graph.
         self._output: torch.Tensor | None = None
         self._is_encoded = False
-        (group,) = new_groups([layout.rows_of(range(layout.workers) if self._is_replicated else (0,))])
+        ranks = layout.rows_of(range(layout.workers) if self._is_replicated else (0,))
+        (group,) = new_groups([("encoder", ranks)])
         self._replicas: ReplicatedParameters | None = None
         if group is not None and encodes:
             named = dict(module.named_parameters())

@@ -138,9 +138,9 @@ class PipelineGroups:
     @classmethod
     def new(cls, layout: PipelineLayout, program: Program, tied: Sequence[frozenset[int]]) -> PipelineGroups:
         """All ranks of the job call it. ``tied``: sets of workers whose stages share parameters. Raises UsageError."""
-        wanted = [layout.copies_of_workers(), layout.rows_of(range(layout.workers))]
-        wanted += [layout.rows_of(workers) for workers in holders_of(program)]
-        wanted += [layout.rows_of(workers) for workers in tied]
+        wanted = [("mesh_pp", layout.copies_of_workers()), ("mesh_dp_pp", layout.rows_of(range(layout.workers)))]
+        wanted += [("mesh_dp", layout.rows_of(workers)) for workers in holders_of(program)]
+        wanted += [("tied parameters", layout.rows_of(workers)) for workers in tied]
         workers, everyone, *others = new_groups(wanted)
         if workers is None:
             raise RuntimeError("this rank is in no row of its own layout")
@@ -158,14 +158,15 @@ def holders_of(program: Program) -> list[frozenset[int]]:
     return [frozenset(holders[stage] for holders in program.holders) for stage in range(program.stages)]
 
 
-def new_groups(wanted: Sequence[Rows]) -> list[dist.ProcessGroup | None]:
-    """A group for each entry of ``wanted``: that of the row with this rank; None if there is none. torch wants all
-    ranks of the job to make all groups in the same order, so each one is told the groups that others want. All ranks of
-    the job call it. Raises UsageError on all of them if those of a row want different groups."""
+def new_groups(wanted: Sequence[tuple[str, Rows]]) -> list[dist.ProcessGroup | None]:
+    """A group for each entry of ``wanted``, a description and rows: that of the row with this rank; None if there is
+    none. torch wants all ranks of the job to make all groups in the same order, so each one is told the groups that
+    others want. All ranks of the job call it. Raises UsageError on all of them if those of a row want different
+    groups."""
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, list(wanted))
     for rank, theirs in enumerate(told):
-        for other in sorted({one for rows in theirs for row in rows if rank in row for one in row}):
+        for other in sorted({one for _, rows in theirs for row in rows if rank in row for one in row}):
             if told[other] != theirs:
                 raise UsageError(
                     f"ranks {rank} and {other} are in one pipeline, but want different groups of ranks: give all ranks "
@@ -177,9 +178,9 @@ def new_groups(wanted: Sequence[Rows]) -> list[dist.ProcessGroup | None]:
         if theirs in made:
             continue
         made.append(theirs)
-        for place, rows in enumerate(theirs):
+        for place, (description, rows) in enumerate(theirs):
             for row in rows:
-                group = dist.new_group(row)
+                group = dist.new_group(row, group_desc=description)
                 if dist.get_rank() in row:
                     own[place] = group
     return own

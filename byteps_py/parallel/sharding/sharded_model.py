@@ -234,7 +234,7 @@ def _groups(mesh: Mesh, ranks: Sequence[int]) -> GradientGroups:
     world = dist.get_world_size()
     for each in sorted({mesh.layout.ranks(rank, ("sharding",)) for rank in range(world)}):
         if len(each) > 1:
-            made = dist.new_group(list(each))
+            made = dist.new_group(list(each), group_desc="mesh_sharding")
             if each == tuple(ranks):
                 reductions = made
     copies = mesh.group("dp") if mesh.dp > 1 else None

@@ -246,3 +246,5 @@ class ChannelSession(Session):
     def _fail(self, error: BytePSError) -> None:
         if self._fatal is None:
             self._fatal = error
+            if self.flight is not None:
+                self.flight.dump.dump_at(error, is_end=False)

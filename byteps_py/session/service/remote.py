@@ -20,6 +20,7 @@ from byteps_py.errors import (
 )
 from byteps_py.session import failure_reports
 from byteps_py.session.base import MachineFacts, Observer, Slot
+from byteps_py.session.round_recorder import RoundRecorder
 from byteps_py.session.service.channel_session import PATIENCE_S, ChannelSession
 from byteps_py.session.service.remote_state_host import MessageHandler, RemoteStateHost
 from byteps_py.system.channel import Channel
@@ -73,13 +74,20 @@ class Slots:
             raise ProtocolError(f"{nbytes} bytes at {offset} of segment {number}, which has {len(view)}")
         return view[offset : offset + nbytes]
 
-    def done(self, records: Iterable[tuple[int, int, int]], observer: Observer | None = None) -> None:
+    def done(
+        self,
+        records: Iterable[tuple[int, int, int]],
+        observer: Observer | None = None,
+        flight: RoundRecorder | None = None,
+    ) -> None:
         """Record delivered rounds: (slot id, round, nonfinite_ranks)."""
         for slot_id, round_, nonfinite_ranks in records:
             if (slot := self._by_id.get(slot_id)) is not None:
                 slot.done_round, slot.nonfinite_ranks = round_, nonfinite_ranks
                 if observer is not None:
                     observer.delivered(slot)
+                if flight is not None:
+                    flight.end(slot)
 
     def arrived(self, records: Iterable[tuple[int, int, int]]) -> None:
         """Record delivered chunks of results: (slot id, round, chunk)."""
@@ -87,12 +95,14 @@ class Slots:
             if (slot := self._by_id.get(slot_id)) is not None and round_ > slot.done_round:
                 slot.chunks.append(chunk)
 
-    def fail(self, slot_ids: Iterable[int], error: BytePSError) -> None:
+    def fail(self, slot_ids: Iterable[int], error: BytePSError, flight: RoundRecorder | None = None) -> None:
         """Mark the declarations of these slots as failed with ``error``."""
         for slot_id in slot_ids:
             slot = self._by_id.pop(slot_id, None)
             if slot is not None:
                 slot.error = error
+                if flight is not None:
+                    flight.end(slot, has_failed=True)
                 if self._by_name.get(slot.spec.name) is slot:
                     del self._by_name[slot.spec.name]
 
@@ -252,6 +262,8 @@ class RemoteSession(ChannelSession):
             slot.round += 1  # before the message: its answer reads it
             if self.observer is not None:
                 self.observer.begun(slot)
+            if self.flight is not None:
+                self.flight.begin(slot)
         self.send(message)  # even if the slot is void: the service must know which ranks have yet to learn that
 
     def _send_layout(self, slot: Slot, layout: Layout | None) -> None:
@@ -380,10 +392,16 @@ class RemoteSession(ChannelSession):
         if self._stack is not None:
             self._stack.close()
             self._stack = None
+        if self.flight is not None and os.getpid() == self._pid:
+            self.flight.dump.close()
 
     def report_failure(self, error: BaseException) -> None:
         """Send the uncaught exception ``error``, which ends this process. Raises nothing."""
-        if os.getpid() == self._pid and not self._closed and (leave := failure_reports.leave_message_for(error)):
+        if os.getpid() != self._pid or self._closed:
+            return
+        if self.flight is not None and isinstance(error, Exception):
+            self.flight.dump.dump_at(error)
+        if leave := failure_reports.leave_message_for(error):
             with contextlib.suppress(BytePSError):
                 self._has_left = self._channel.try_send(protocol.encode(leave))
 
@@ -437,13 +455,13 @@ class RemoteSession(ChannelSession):
         self._declared[message.request] = [self._slots.add(spec, fields) for spec, fields in pairs]
 
     def _rounds_done(self, message: protocol.RoundsDone, fds: list[int]) -> None:
-        self._slots.done(message.rounds, self.observer)
+        self._slots.done(message.rounds, self.observer, self.flight)
 
     def _chunks_arrived(self, message: protocol.ChunksArrived, fds: list[int]) -> None:
         self._slots.arrived(message.chunks)
 
     def _declarations_failed(self, message: protocol.DeclarationsFailed, fds: list[int]) -> None:
-        self._slots.fail(message.slots, from_name(message.error, message.message))
+        self._slots.fail(message.slots, from_name(message.error, message.message), self.flight)
 
     def _barrier_released(self, message: protocol.BarrierReleased, fds: list[int]) -> None:
         self._released = message.sequence

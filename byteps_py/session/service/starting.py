@@ -20,12 +20,15 @@ from byteps_py.config.settings import Settings, ignored_variables
 from byteps_py.errors import ConfigurationError, RendezvousError
 from byteps_py.session import failure_reports
 from byteps_py.session.base import Session
+from byteps_py.session.round_recorder import RoundRecorder
 from byteps_py.session.service.remote import RemoteSession
 from byteps_py.session.solo import SoloSession
 from byteps_py.system import channel, jobs
+from byteps_py.system.flight_dump import open_flight_dump
 from byteps_py.system.jobs import TOKEN_VARIABLE
 from byteps_py.system.log import logger
 from byteps_py.system.machine import check_offered_host, local_socket
+from byteps_py.wire import rank_link as protocol
 from byteps_py.wording import count_text
 
 _END_S = 10.0
@@ -98,7 +101,18 @@ class ServiceOwningSession(RemoteSession):
         self.exchanges_addresses = self.num_machines > 1
         if settings.direct_connections:
             self.connects = settings
+        self._open_flight_recorder(settings)
         failure_reports.register(self)
+
+    def _open_flight_recorder(self, settings: Settings) -> None:
+        about = {
+            "rank": self.rank, "size": self.size, "machine": self.machine_index, "local_rank": self.local_rank,
+            "job": settings.job, "epoch": self.since_epoch,
+        }  # fmt: skip
+        dump = open_flight_dump(settings, about)
+        if dump is not None:
+            self.flight = RoundRecorder(dump, self.size)
+            self.send(protocol.GiveFlightRecorder(), (dump.recorder.fd,))
 
     def note_synced(self) -> None:
         _synced_in[self._job] = self.since_epoch

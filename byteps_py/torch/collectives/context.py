@@ -258,6 +258,8 @@ class Context:
     def stepped(self, optimizer: int) -> None:
         """An optimizer of this rank has made a step. ``optimizer``: a number of its own."""
         self.progress.stepped(optimizer)
+        if self._session is not None and self._session.flight is not None:
+            self._session.flight.recorder.step = self.progress.steps & 0xFFFFFFFF
         if self._session is not None:
             self._session.tell_progress()
 

@@ -103,20 +103,32 @@ class PeerRound:
         self._are_on_host = is_on_host  # all ranks' tensors, once that is known
         rounds.number += 1
         self._number = rounds.number
+        sizes = mine.numel(), mine.numel() * self.group.count
+        self._slot = Slot(TensorSpec(name, DType.UINT8, sizes, op), (), memoryview(b""), round=self._number)
+        self._flight = self.group.session.flight
+        if self._flight is not None:
+            self._flight.begin(self._slot)
         rounds.votes.cast(self._number, int(is_on_host), mine.data_ptr(), mine.numel())
 
     def carry_out(self, complete: Callable[[torch.Tensor], R]) -> R:
         """Wait for the first messages of all ranks, and call ``complete`` with them: uint8, [position in the group,
         byte]. Returns its result. Called once. Raises JoinedError, StallError and the error that ends the session."""
-        with self._rounds.lock, torch.no_grad():
-            self._wait()
-            group, mine, votes = self.group, self._mine, self._rounds.votes
-            every = mine.new_empty((group.count, mine.numel()))
-            every[group.own] = mine
-            for position, rank in group.others.items():
-                votes.fetch(self._number, rank, every[position].data_ptr(), mine.numel())
-            votes.forget(self._number)
-            return complete(every)
+        has_failed = True
+        try:
+            with self._rounds.lock, torch.no_grad():
+                self._wait()
+                group, mine, votes = self.group, self._mine, self._rounds.votes
+                every = mine.new_empty((group.count, mine.numel()))
+                every[group.own] = mine
+                for position, rank in group.others.items():
+                    votes.fetch(self._number, rank, every[position].data_ptr(), mine.numel())
+                votes.forget(self._number)
+                result = complete(every)
+                has_failed = False
+                return result
+        finally:
+            if self._flight is not None:
+                self._flight.end(self._slot, has_failed)
 
     def _wait(self) -> None:
         """Return when the first messages of all ranks are here."""
@@ -173,6 +185,8 @@ class PeerRound:
     def check(self, sent: int, received: int) -> None:
         """Call it before memory for so many bytes is allocated. Raises UsageError if no machine has as much."""
         self._spec = TensorSpec(self._name, DType.UINT8, (sent, received), self._op)
+        if self._flight is not None:
+            self._flight.recorder.set_bytes(self._slot.flight_number, sent)
 
     def report(self) -> None:
         """Tell the observer of the session, such as the timeline, that the round is over."""

@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,9 @@ from byteps_py.errors import MismatchError, StallError, UsageError
 from byteps_py.session.progress import Progress
 from byteps_py.tensors import DType, Op
 from byteps_py.torch.collectives.completion import POOL
+
+if TYPE_CHECKING:
+    from byteps_py.session.round_recorder import RoundRecorder
 
 Future = torch.futures.Future[Any]
 C = TypeVar("C", bound=type)
@@ -90,6 +93,26 @@ class Call(NamedTuple):
     inputs: object = None
 
 
+class OperationRecord:
+    """The record of an operation in the flight recorder. Any thread."""
+
+    __slots__ = ("_flight", "_number")
+
+    def __init__(self, flight: RoundRecorder, number: int) -> None:
+        self._flight = flight
+        self._number = number
+
+    def over(self, error: Exception | None) -> None:
+        """The operation is over. An error that ends its group is a reason to write the records to a file."""
+        self._flight.recorder.end(self._number, error is not None)
+        if isinstance(error, StallError | MismatchError):
+            self.stalled(error)
+
+    def stalled(self, error: Exception) -> None:
+        """Whoever waits for the operation gets ``error``."""
+        self._flight.dump.dump_at(error, is_end=False)
+
+
 @not_traced(["wait", "synchronize", "is_completed", "is_success", "exception", "get_future", "fire"])
 class Work(dist.Work):
     """An operation that has begun. Subclasses define ``_complete`` and ``_is_ready``. Any thread."""
@@ -108,6 +131,7 @@ class Work(dist.Work):
         self._future: Future | None = None
         self._promise: Future | None = None
         self._progress: Progress | None = None  # that counts futures
+        self.record: OperationRecord | None = None  # in the flight recorder
 
     def _complete(self, deadline: float) -> None:
         """Wait for the result and deliver it. After ``NotYetError`` it may be called again."""
@@ -153,10 +177,18 @@ class Work(dist.Work):
             text = f"{self.what}: not complete within its timeout of {limit_s:g} s"
             if others := self._others():
                 text = f"{text}; {others}"
-            raise StallError(text) from error
+            stall = StallError(text)
+            if self.record is not None:
+                self.record.stalled(stall)
+            raise stall from error
         except Exception as error:
             self._error = error
+        self._end()
+
+    def _end(self) -> None:
         self._over = True
+        if self.record is not None:
+            self.record.over(self._error)
         self._release()
 
     def complete_or_fail(self) -> None:
@@ -167,8 +199,8 @@ class Work(dist.Work):
         except Exception as error:
             with self._lock:
                 if not self._over:
-                    self._error, self._over = error, True
-                    self._release()
+                    self._error = error
+                    self._end()
 
     def fire(self) -> None:
         """Complete the future: its callbacks run on this thread. Only threads of the pool call this, after

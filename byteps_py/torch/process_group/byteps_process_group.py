@@ -42,6 +42,7 @@ from byteps_py.torch.collectives.completion import POOL
 from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.collectives.group_work import GroupContext
 from byteps_py.torch.collectives.members import Members, prefix_of
+from byteps_py.torch.collectives.recording import recorded
 from byteps_py.torch.collectives.work import not_traced, timeout_s_of
 from byteps_py.torch.process_group.env_rendezvous import HOLDER
 from byteps_py.torch.process_group.group_base import Options
@@ -143,6 +144,7 @@ _barriers_lock = threading.Lock()
 
 
 @not_traced(_COLLECTIVES)
+@recorded
 class BytePSProcessGroup(ReductionCollectives, TransferCollectives):
     """See torch.distributed.ProcessGroup. Tensors are dense, on cpu or cuda.
 
@@ -218,14 +220,6 @@ class BytePSProcessGroup(ReductionCollectives, TransferCollectives):
         """Memory that the members on this machine share. They call it together, as they call a collective; members on
         other machines need not. Raises OSError, StallError and the error that ends the group or the session."""
         return MachineMemory(self._members, self._group_context, next(self._memories), nbytes)
-
-    # ---- other names, from torch 2.13 on ----------------------------------------------------------------
-
-    all_gather_single = TransferCollectives._allgather_base
-    all_gather_single_coalesced = TransferCollectives.allgather_into_tensor_coalesced
-    reduce_scatter_single = ReductionCollectives._reduce_scatter_base
-    reduce_scatter_single_coalesced = ReductionCollectives.reduce_scatter_tensor_coalesced
-    all_to_all_single = TransferCollectives.alltoall_base
 
 
 # ---- creation ------------------------------------------------------------------------------------------------

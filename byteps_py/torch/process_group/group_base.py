@@ -33,6 +33,7 @@ from byteps_py.torch.collectives.group_work import CallLog, CombinedWork, GroupC
 from byteps_py.torch.collectives.job_connections import RECORD_BYTES, addresses_of, machines_of, record_of
 from byteps_py.torch.collectives.members import Members
 from byteps_py.torch.collectives.peer_streams import PeerStreams
+from byteps_py.torch.collectives.recording import GroupRecorder
 from byteps_py.torch.collectives.router import ConnectedMachines
 from byteps_py.torch.collectives.service_gathers import ServiceGathers
 from byteps_py.torch.collectives.work import Call, Work
@@ -283,6 +284,8 @@ class GroupBase(GroupMetadata):
             self._streams = PeerStreams(members, peers, self._group_context, self._completer, machines)
             self._large_sums = LargeSumQueue(members, self._streams)
             members.context.until_join.update((self._streams, self._large_sums))
+        flight = members.session.flight if members.count > 1 else None
+        self.group_recorder = GroupRecorder(flight, members) if flight is not None else None
         self._coalesced: list[Work] | None = None
         self._kept_works: deque[Work] = deque(maxlen=_KEPT_WORKS)
         self._splits = itertools.count()

@@ -169,12 +169,17 @@ class _NegotiatedSums:
         finally:
             if is_taken and not is_under_way:
                 group.release()
-        return NegotiatedSum(self, spec, mine, total, large_sum) if is_under_way else None
+        if not is_under_way:
+            return None
+        direct = NegotiatedSum(self, spec, mine, total, large_sum)
+        if group.session.flight is not None:
+            group.session.flight.begin(direct.slot)
+        return direct
 
     def finish(self, direct: NegotiatedSum) -> None:
         """Complete a sum that this rank has offered. Raises DeclinedError if a rank has not, StallError and the error
         that ends the session."""
-        group, spec = self._group, direct.spec
+        group, spec, flight = self._group, direct.spec, self._group.session.flight
         try:
             if not self.rounds.is_offered_by_all():
                 raise DeclinedError
@@ -183,15 +188,24 @@ class _NegotiatedSums:
                     self._add_all(direct.mine, direct.total, spec.average)
             else:
                 group.finish(direct.large_sum)
+            if flight is not None:
+                flight.end(direct.slot)
+        except (DeclinedError, JoinedError):  # it goes through the service
+            if flight is not None:
+                flight.withdraw(direct.slot)
+            raise
+        except BaseException:
+            if flight is not None:
+                flight.end(direct.slot, has_failed=True)
+            raise
         finally:
             if direct.large_sum is not None:
                 group.release()
         torch.autograd.graph.increment_version(direct.total)
         observer = group.session.observer
         if observer is not None:
-            slot = Slot(spec, (), memoryview(b""), round=self.rounds.number)
-            observer.begun(slot, direct.since_ns)
-            observer.delivered(slot)
+            observer.begun(direct.slot, direct.since_ns)
+            observer.delivered(direct.slot)
 
     def _add_all(self, mine: torch.Tensor, total: torch.Tensor, average: bool) -> None:
         """Add the tensors of all ranks."""
@@ -221,6 +235,7 @@ class NegotiatedSum(Work):
         self._sums = sums
         self.spec, self.mine, self.total, self.large_sum = spec, mine, total, large_sum
         self.since_ns = time.perf_counter_ns()
+        self.slot = Slot(spec, (), memoryview(b""), round=sums.rounds.number)  # as observers see it
 
     def _complete(self, deadline: float) -> None:
         self._sums.finish(self)
