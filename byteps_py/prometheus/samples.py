@@ -18,8 +18,9 @@ _BYTES_PER_MBIT = 125_000
 
 
 class Place(NamedTuple):
-    """The labels of a process. ``machine``: gpu-0, … for GPU machines, and cpu-HOST:PORT with the address of a CPU
-    machine's server, as `bps scale --remove` takes it."""
+    """The labels of a process. ``machine``: gpu-0, … for GPU machines, gpu-outside-HOST-PID for those that wait for an
+    elastic job's next group, and cpu-HOST:PORT with the address of a CPU machine's server, as `bps scale --remove`
+    takes it."""
 
     job: str
     role: str
@@ -126,6 +127,8 @@ def of_status(job: str, status: pb.StatusReply) -> Iterator[MetricSample]:
 
 
 def _place(job: str, member: pb.Member) -> Place:
+    if member.kind == 1 and member.machine_index < 0:  # of a machine that waits for an elastic job's next group
+        return Place(job, WORKER if member.role == 1 else SERVER, f"gpu-outside-{member.host}-{member.pid}")
     if member.role == 1:
         return Place(job, WORKER, gpu_machine(member.machine_index))
     return Place(job, SERVER, server_machine(member.kind == 1, member.machine_index, member.address))

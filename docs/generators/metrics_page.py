@@ -17,6 +17,7 @@ query that takes `max by (…)` first is right whether Prometheus scrapes one pa
 | `job` | the job's name: BYTEPS_JOB_ID, else the scheduler's address |
 | `role` | `rank`, `worker` (a machine's communication service), `server`, `scheduler` |
 | `machine` | `gpu-N` with the machine's number; `cpu-HOST:PORT`, the address of a CPU machine's server; else empty |
+| | of a machine that waits for an elastic job's next group: `gpu-outside-HOST-PID` |
 | `rank` | the rank's number; empty for services |
 
 A process that restarts begins its counters at 0, which `rate()` and `increase()` allow for. The lines of a process that

@@ -114,6 +114,15 @@ def test_a_member_in_the_place_of_a_lost_one_is_up() -> None:
         assert [each.value for each in found if each.name == "byteps_member_up"] == [1.0]
 
 
+def test_machines_that_wait_for_the_next_group_have_lines_of_their_own() -> None:
+    members = [member(number, 1, -1) for number in (1, 2)]
+    for pid, each in enumerate(members, 41):
+        each.member.kind, each.member.host, each.member.pid = pb.MACHINE_KIND_GPU, "gpu1", pid
+    found = samples.of_status("j", pb.StatusReply(members=members))
+    up = [each.place.machine for each in found if each.name == "byteps_member_up"]
+    assert up == ["gpu-outside-gpu1-41", "gpu-outside-gpu1-42"]
+
+
 def test_a_page_has_some_lines_for_each_process_however_many_tensors_waits_and_losses_there_are() -> None:
     usual = len(list(samples.of_status("j", whole_status())))
     many = whole_status()
