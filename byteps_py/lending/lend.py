@@ -40,8 +40,8 @@ _NICENESS = 10  # the owner's processes come first also before they are noticed
 _DRAIN_S = 35  # a server that finds no other to take its partitions goes on for 30 s
 _WAITED_FOR = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
 #: What a server needs from the lender's environment, beside what it is told about the job.
-_KEPT = ("BYTEPS_SECRET", "BYTEPS_SECRET_FILE", "BYTEPS_ENCRYPT", "BYTEPS_LOG_LEVEL", "BYTEPS_LOG_DIR",
-         "DMLC_NODE_HOST", "DMLC_INTERFACE")  # fmt: skip
+_KEPT = ("BYTEPS_SECRET", "BYTEPS_SECRET_FILE", "BYTEPS_ENCRYPT", "BYTEPS_LOG_LEVEL", "BYTEPS_LOG_FORMAT",
+         "BYTEPS_LOG_DIR", "DMLC_NODE_HOST", "DMLC_INTERFACE")  # fmt: skip
 
 
 @dataclass(slots=True)

@@ -4,73 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 from support.breaking import Job, environ_of, launch
 from support.clusters import ROOT
+from support.metrics_pages import free_ports, read, steps, until, value
 
 from byteps_py.cli.__main__ import main as bps
+from byteps_py.system.machine import process_at
 
 PROGRAM = str(ROOT / "tests" / "programs" / "watched.py")
-LIMIT_S = 60.0
-Page = Mapping[tuple[str, str, str, str], float]  # by name, role, machine and rank
-
-
-def free_ports(count: int) -> int:
-    """The first of ``count`` ports in a row that nobody uses."""
-    for first in range(20000 + os.getpid() % 5000, 32000, count):
-        try:
-            for port in range(first, first + count):
-                with socket.create_server(("127.0.0.1", port)):
-                    pass
-        except OSError:
-            continue
-        return first
-    raise AssertionError("no ports are free")
-
-
-def read(port: int) -> Page:
-    """The page at this port; empty while there is none."""
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
-            text = answer.read().decode()
-    except (urllib.error.URLError, ConnectionError, TimeoutError):
-        return {}
-    return {
-        (sample.name, sample.labels["role"], sample.labels["machine"], sample.labels["rank"]): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-        if "state" not in sample.labels
-    }
-
-
-def until(port: int, is_so: Callable[[Page], bool]) -> Page:
-    """The first page of which it is so."""
-    deadline = time.monotonic() + LIMIT_S
-    while not is_so(found := read(port)):
-        assert time.monotonic() < deadline, f"it never was so; the last page: {found}"
-        time.sleep(0.05)
-    return found
-
-
-def steps(found: Page) -> dict[str, float]:
-    """By rank."""
-    return {rank: value for (name, _, _, rank), value in found.items() if name == "byteps_steps_total"}
-
-
-def value(found: Page, name: str) -> float:
-    """The greatest of a metric, whoever has it."""
-    return max((each for (metric, *_), each in found.items() if metric == f"byteps_{name}"), default=0.0)
 
 
 def end(job: Job, port: int, stop: Path) -> int:
@@ -145,7 +94,9 @@ def test_a_rank_that_is_started_again_goes_on_from_its_step(tmp_path: Path) -> N
     with launch(options, "shadow", str(tmp_path / "stop"), program=PROGRAM, BYTEPS_METRICS_PORT=str(port)) as job:
         job.until("job at")
         before = until(port, lambda page: value(page, "shadow_step") > 3 and len(steps(page)) == 2)
-        os.kill(job.pid(PROGRAM, DMLC_WORKER_ID="1"), signal.SIGKILL)
+        rank = re.match(r"process (\d+) has it", process_at("127.0.0.1", port + 7))  # not the one that stands by for it
+        assert rank is not None
+        os.kill(int(rank[1]), signal.SIGKILL)
         made = max(steps(before).values())
         after = until(port, lambda page: len(steps(page)) == 2 and value(page, "recoveries_total") >= 1
                       and min(steps(page).values()) > made)  # fmt: skip
