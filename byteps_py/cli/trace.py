@@ -15,8 +15,9 @@ _SHOWN = 5
 def add_parser(subparsers: Any) -> None:
     """Add the commands to `bps`."""
     parser = subparsers.add_parser(
-        "trace", help="find out what slow workers of a recorded training cost", description="Read recorded trainings."
-    )
+        "trace", help="find out who is slow in a recorded training, and what it costs",
+        description="Read recorded trainings.",
+    )  # fmt: skip
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     parser = add_command(
         commands,
@@ -31,6 +32,28 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("file", type=Path, metavar="FILE", help=".parquet (needs pyarrow) or .csv")
     add_json(parser)
     parser.set_defaults(handler=what_if)
+    parser = add_command(
+        commands,
+        "slow-rank",
+        help="which rank makes the others wait, why, and what it costs",
+        description="Read dumps of flight recorders (pickle or JSON), or traces of torch.profiler, one file for each "
+        "rank. Names the rank, its machine, the reason, and the share of a step that it costs. Clocks need not agree.",
+        example="bps trace slow-rank dumps/",
+        exits={2: "no file can be read, or nothing in them can be compared"},
+    )
+    parser.add_argument("path", type=Path, metavar="DIR|FILE", help="what all ranks have left behind")
+    add_json(parser)
+    parser.set_defaults(handler=slow_rank)
+
+
+def slow_rank(arguments: argparse.Namespace) -> int:
+    """Print who is slow. Raises UsageError."""
+    from byteps_py.tools.slow_rank import as_json, find_slow_ranks, sentences
+    from byteps_py.tools.span_files import read_spans
+
+    found = find_slow_ranks(read_spans(arguments.path))
+    print(json.dumps(as_json(found)) if arguments.json else "\n".join(sentences(found)))
+    return 0
 
 
 def what_if(arguments: argparse.Namespace) -> int:

@@ -15,6 +15,7 @@ import commands_page  # noqa: E402
 import errors_page  # noqa: E402
 import metrics_page  # noqa: E402
 import placement_picture  # noqa: E402
+import slow_rank_picture  # noqa: E402
 import wire_page  # noqa: E402
 
 OUTPUTS: dict[str, Callable[[], str]] = {
@@ -24,6 +25,7 @@ OUTPUTS: dict[str, Callable[[], str]] = {
     "reference/wire-protocol.md": wire_page.text,
     "pictures/architecture.svg": architecture_picture.svg,
     "pictures/placement.svg": placement_picture.svg,
+    "pictures/slow-rank.svg": slow_rank_picture.svg,
 }
 
 

@@ -46,7 +46,8 @@ PROPER_NAMES = """
 """
 #: Classes of others that our code does not use.
 FOREIGN_CLASSES = """
-    BertModel CalledProcessError InitProcessGroupKwargs Interleaved1F1B LoadPlanner ParameterDict RoundBackward1
+    BertModel CalledProcessError InitProcessGroupKwargs Interleaved1F1B LoadPlanner ParameterDict ProfilerActivity
+    RoundBackward1
     VocabParallelEmbedding
     HorizontalPodAutoscaler JobSet JobSets NetworkPolicy PodDisruptionBudget RestartJob
     SummaryWriter TrainJob TrainJobs TrainJobStatus
@@ -56,7 +57,8 @@ FOREIGN_NAMES = """
     BytePSExposedCommunication BytePSMemberLost BytePSNoDurableShadow BytePSNoStep BytePSRankAwaited BytePSRecovery
     BytePSSlowMember
     BatchMode ProxyJump SendEnv ServerAliveInterval
-    db_1 grad_fn grad_scale h_kv loss_function received_splits sharding_configs sun_path tcp_info to_empty Wqkv
+    db_1 default_pg grad_fn grad_scale h_kv loss_function mesh_dp mesh_tp
+    received_splits sharding_configs sun_path tcp_info to_empty Wqkv
 """
 _ALLOWED = set(f"{PROPER_NAMES} {FOREIGN_CLASSES} {FOREIGN_NAMES}".split())
 
