@@ -118,7 +118,7 @@ class Register(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., job: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., kind: _Optional[_Union[MachineKind, str]] = ..., machine_id: _Optional[str] = ..., machine_index: _Optional[int] = ..., address: _Optional[str] = ..., local_address: _Optional[str] = ..., local_size: _Optional[int] = ..., num_workers: _Optional[int] = ..., num_servers: _Optional[int] = ..., partition_bytes: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., link_mbit: _Optional[float] = ..., token: _Optional[bytes] = ..., received: _Optional[int] = ..., member_id: _Optional[int] = ..., epoch: _Optional[int] = ..., elastic: bool = ..., memory_bytes: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("statistics", "waiting", "ranks", "servers", "shadow", "steps", "calls", "progress", "bare")
+    __slots__ = ("statistics", "waiting", "ranks", "servers", "shadow", "steps", "calls", "progress", "links", "bare")
     STATISTICS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
@@ -127,6 +127,7 @@ class Heartbeat(_message.Message):
     STEPS_FIELD_NUMBER: _ClassVar[int]
     CALLS_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    LINKS_FIELD_NUMBER: _ClassVar[int]
     BARE_FIELD_NUMBER: _ClassVar[int]
     statistics: Statistics
     waiting: _containers.RepeatedCompositeFieldContainer[Waiting]
@@ -136,8 +137,9 @@ class Heartbeat(_message.Message):
     steps: _containers.RepeatedCompositeFieldContainer[RankSteps]
     calls: _containers.RepeatedCompositeFieldContainer[UnnamedCall]
     progress: _containers.RepeatedCompositeFieldContainer[RankProgress]
+    links: _containers.RepeatedCompositeFieldContainer[LinkUsage]
     bare: bool
-    def __init__(self, statistics: _Optional[_Union[Statistics, _Mapping]] = ..., waiting: _Optional[_Iterable[_Union[Waiting, _Mapping]]] = ..., ranks: _Optional[_Iterable[_Union[RankPace, _Mapping]]] = ..., servers: _Optional[_Iterable[_Union[ServerPace, _Mapping]]] = ..., shadow: _Optional[_Union[ShadowProtection, _Mapping]] = ..., steps: _Optional[_Iterable[_Union[RankSteps, _Mapping]]] = ..., calls: _Optional[_Iterable[_Union[UnnamedCall, _Mapping]]] = ..., progress: _Optional[_Iterable[_Union[RankProgress, _Mapping]]] = ..., bare: bool = ...) -> None: ...
+    def __init__(self, statistics: _Optional[_Union[Statistics, _Mapping]] = ..., waiting: _Optional[_Iterable[_Union[Waiting, _Mapping]]] = ..., ranks: _Optional[_Iterable[_Union[RankPace, _Mapping]]] = ..., servers: _Optional[_Iterable[_Union[ServerPace, _Mapping]]] = ..., shadow: _Optional[_Union[ShadowProtection, _Mapping]] = ..., steps: _Optional[_Iterable[_Union[RankSteps, _Mapping]]] = ..., calls: _Optional[_Iterable[_Union[UnnamedCall, _Mapping]]] = ..., progress: _Optional[_Iterable[_Union[RankProgress, _Mapping]]] = ..., links: _Optional[_Iterable[_Union[LinkUsage, _Mapping]]] = ..., bare: bool = ...) -> None: ...
 
 class RankProgress(_message.Message):
     __slots__ = ("rank", "steps", "step_s", "last_step_at_s", "tokens", "samples", "exposed_s", "result_bytes", "recoveries", "tokens_per_s", "exposed_share")
@@ -164,6 +166,18 @@ class RankProgress(_message.Message):
     tokens_per_s: float
     exposed_share: float
     def __init__(self, rank: _Optional[int] = ..., steps: _Optional[int] = ..., step_s: _Optional[float] = ..., last_step_at_s: _Optional[float] = ..., tokens: _Optional[int] = ..., samples: _Optional[int] = ..., exposed_s: _Optional[float] = ..., result_bytes: _Optional[int] = ..., recoveries: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., exposed_share: _Optional[float] = ...) -> None: ...
+
+class LinkUsage(_message.Message):
+    __slots__ = ("peer", "bytes", "busy_s", "unread_s")
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    BUSY_S_FIELD_NUMBER: _ClassVar[int]
+    UNREAD_S_FIELD_NUMBER: _ClassVar[int]
+    peer: int
+    bytes: int
+    busy_s: float
+    unread_s: float
+    def __init__(self, peer: _Optional[int] = ..., bytes: _Optional[int] = ..., busy_s: _Optional[float] = ..., unread_s: _Optional[float] = ...) -> None: ...
 
 class UnnamedCall(_message.Message):
     __slots__ = ("name", "rank", "rounds")

@@ -25,17 +25,23 @@ _sym_db = _symbol_database.Default()
 from byteps_py.proto import control_pb2 as control__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\rjournal.proto\x12\x06\x62yteps\x1a\rcontrol.proto\"0\n\rJournalHeader\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x0e\n\x06\x63onfig\x18\x02 \x01(\t\"o\n\x0cJournalFrame\x12%\n\x06header\x18\x01 \x01(\x0b\x32\x15.byteps.JournalHeader\x12&\n\x07records\x18\x02 \x03(\x0b\x32\x15.byteps.JournalRecord\x12\x10\n\x08snapshot\x18\x03 \x01(\x0c\"\xbe\x02\n\rJournalRecord\x12\x0c\n\x04\x61t_s\x18\x01 \x01(\x01\x12\x0c\n\x04link\x18\x02 \x01(\x04\x12\r\n\x05\x63heck\x18\x03 \x01(\x07\x12$\n\x08register\x18\x04 \x01(\x0b\x32\x10.byteps.RegisterH\x00\x12(\n\x07message\x18\x05 \x01(\x0b\x32\x15.byteps.MemberMessageH\x00\x12\x0e\n\x04lost\x18\x06 \x01(\tH\x00\x12\x0f\n\x05\x65nded\x18\x07 \x01(\x08H\x00\x12\x0e\n\x04tick\x18\x08 \x01(\x08H\x00\x12\x0e\n\x04stop\x18\t \x01(\tH\x00\x12\x11\n\x07restart\x18\n \x01(\x08H\x00\x12\x17\n\rcontradiction\x18\x0c \x01(\tH\x00\x12%\n\x05scale\x18\r \x01(\x0b\x32\x14.byteps.ScaleRequestH\x00\x12\x16\n\x0c\x62\x65yond_epoch\x18\x0b \x01(\rH\x00\x42\x06\n\x04\x62odyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\rjournal.proto\x12\x06\x62yteps\x1a\rcontrol.proto\"0\n\rJournalHeader\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x0e\n\x06\x63onfig\x18\x02 \x01(\t\"o\n\x0cJournalFrame\x12%\n\x06header\x18\x01 \x01(\x0b\x32\x15.byteps.JournalHeader\x12&\n\x07records\x18\x02 \x03(\x0b\x32\x15.byteps.JournalRecord\x12\x10\n\x08snapshot\x18\x03 \x01(\x0c\"\xea\x02\n\rJournalRecord\x12\x0c\n\x04\x61t_s\x18\x01 \x01(\x01\x12\x0c\n\x04link\x18\x02 \x01(\x04\x12\r\n\x05\x63heck\x18\x03 \x01(\x07\x12$\n\x08register\x18\x04 \x01(\x0b\x32\x10.byteps.RegisterH\x00\x12(\n\x07message\x18\x05 \x01(\x0b\x32\x15.byteps.MemberMessageH\x00\x12\x0e\n\x04lost\x18\x06 \x01(\tH\x00\x12\x0f\n\x05\x65nded\x18\x07 \x01(\x08H\x00\x12\x0e\n\x04tick\x18\x08 \x01(\x08H\x00\x12\x0e\n\x04stop\x18\t \x01(\tH\x00\x12\x11\n\x07restart\x18\n \x01(\x08H\x00\x12\x17\n\rcontradiction\x18\x0c \x01(\tH\x00\x12*\n\rlinks_changed\x18\x0e \x01(\x0b\x32\x11.byteps.LinkRatesH\x00\x12%\n\x05scale\x18\r \x01(\x0b\x32\x14.byteps.ScaleRequestH\x00\x12\x16\n\x0c\x62\x65yond_epoch\x18\x0b \x01(\rH\x00\x42\x06\n\x04\x62ody\"p\n\tLinkRates\x12)\n\x04mbit\x18\x01 \x03(\x0b\x32\x1b.byteps.LinkRates.MbitEntry\x12\x0b\n\x03why\x18\x02 \x01(\t\x1a+\n\tMbitEntry\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'journal_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_LINKRATES_MBITENTRY']._loaded_options = None
+  _globals['_LINKRATES_MBITENTRY']._serialized_options = b'8\001'
   _globals['_JOURNALHEADER']._serialized_start=40
   _globals['_JOURNALHEADER']._serialized_end=88
   _globals['_JOURNALFRAME']._serialized_start=90
   _globals['_JOURNALFRAME']._serialized_end=201
   _globals['_JOURNALRECORD']._serialized_start=204
-  _globals['_JOURNALRECORD']._serialized_end=522
+  _globals['_JOURNALRECORD']._serialized_end=566
+  _globals['_LINKRATES']._serialized_start=568
+  _globals['_LINKRATES']._serialized_end=680
+  _globals['_LINKRATES_MBITENTRY']._serialized_start=637
+  _globals['_LINKRATES_MBITENTRY']._serialized_end=680
 # @@protoc_insertion_point(module_scope)

@@ -331,7 +331,7 @@ class SummationService:
 
     def control_events(self) -> ControlEvents:
         """The callbacks of its link to the scheduler."""
-        return ControlEvents(self._on_message, self._on_lost, self.heartbeat, self._on_away, self._on_back)
+        return ControlEvents(self._on_message, self._on_lost, self._report, self._on_away, self._on_back)
 
     def _registration(self) -> pb.Register:
         is_gpu = self._kind == pb.MACHINE_KIND_GPU
@@ -349,6 +349,12 @@ class SummationService:
         store = self.shadows.store
         counted.shadow_steps, counted.shadow_waiting_bytes = store.applied_steps, store.waiting_bytes
         return pb.Heartbeat(statistics=counted)
+
+    def _report(self) -> pb.Heartbeat:
+        """The same for the scheduler, with what was sent since the last such report."""
+        told = self.heartbeat()
+        told.links.extend(self._network.link_usage())
+        return told
 
     def _on_message(self, message: pb.SchedulerMessage) -> None:
         match message.WhichOneof("body"):

@@ -84,7 +84,7 @@ class CommunicationService:
         self._suspicions = self.suspicions_class()
         self._warned_s: dict[int, float] = {}  # of servers that can't be reached: when, by member id
         events = ControlEvents(
-            self._on_message, self._scheduler_lost, self.heartbeat, self._scheduler_away, self._scheduler_back
+            self._on_message, self._scheduler_lost, self._report, self._scheduler_away, self._scheduler_back
         )
         link = connect(settings, self._registration(), self._loop, events)
         self._link = self.link_class(link, self._loop)
@@ -319,6 +319,13 @@ class CommunicationService:
     def heartbeat(self) -> pb.Heartbeat:
         """What the service and its ranks do. The loop's thread."""
         return heartbeat(self._past, self._group, self._peers, self._waiting(min(1.0, self._settings.stall_warn_s / 2)))
+
+    def _report(self) -> pb.Heartbeat:
+        """The same for the scheduler, with what was sent since the last such report."""
+        told = self.heartbeat()
+        if self._group is not None and self._group.network is not None:
+            told.links.extend(self._group.network.link_usage())
+        return told
 
     # ---- waiting too long ------------------------------------------------------------------------------
 

@@ -78,6 +78,7 @@ class Settings:
     stall_warn_s: float = _STALL_WARN_S
     stall_limit_s: float = 600.0
     straggler: float = 5.0
+    rebalance_links: bool = True
     heartbeat_interval_s: float = 0.2
     heartbeat_timeout_s: float = 1.0
     heartbeat_timeout_max_s: float | None = None

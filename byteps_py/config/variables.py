@@ -247,6 +247,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("stall_warn_s", ("BYTEPS_STALL_WARN_S",), float, "log a warning about ranks for which others have waited this long; half of a shorter BYTEPS_STALL_LIMIT_S", low=0.1, high=_FAR),
     Variable("stall_limit_s", ("BYTEPS_STALL_LIMIT_S",), float, "raise an error after waiting this long for other ranks; 0: never", low=0, high=_FAR),
     Variable("straggler", ("BYTEPS_STRAGGLER",), float, "log a warning about a rank or a summation service that takes this many times as long as the others", low=1.5, high=_FAR),
+    Variable("rebalance_links", ("BYTEPS_REBALANCE_LINKS",), bool, "the shares of summation servers follow the rates of links that change while the job trains"),
     Variable("heartbeat_interval_s", ("PS_HEARTBEAT_INTERVAL",), float, "seconds between heartbeats", low=0.01, high=3600),
     Variable("heartbeat_timeout_s", ("PS_HEARTBEAT_TIMEOUT",), float, "seconds of silence after which a process counts as dead", low=0.1, high=_FAR, detail="A process whose heartbeats have been late, as on a busy machine, has more time, up to BYTEPS_HEARTBEAT_TIMEOUT_MAX_S."),
     Variable("heartbeat_timeout_max_s", ("BYTEPS_HEARTBEAT_TIMEOUT_MAX_S",), float, "the longest silence that does not count as death; default: ten times PS_HEARTBEAT_TIMEOUT", low=0.1, high=_FAR, detail="It applies to a process whose heartbeats have been late, to a worker on a machine from which another process is still heard, and to a machine whose processes are starting."),

@@ -93,6 +93,7 @@ class Dialer:
         self._opening: Seal | None = None
         self._sealing: Seal | None = None
         self._is_welcome = False
+        self.descriptor = -1  # of the connection, which ZeroMQ owns; -1: there is none
         self._failures = 0  # attempts in a row
         self._refusals = 0  # in a row
         self._is_closed = False
@@ -193,7 +194,7 @@ class Dialer:
 
     def _hang_up(self) -> None:
         self._sealing = self._opening = None
-        self._is_welcome = False
+        self._is_welcome, self.descriptor = False, -1
         socket, self._socket = self._socket, None
         if socket is not None:
             self._loop.remove(self._monitor)
@@ -247,7 +248,7 @@ class Dialer:
                 proof = self._prove(_said(frames, Kind.CHALLENGE))
             else:
                 proof = _said(frames, Kind.WELCOME, self._opening)
-                self._is_welcome = True
+                self._is_welcome, self.descriptor = True, int(frames[0].get(zmq.SRCFD))
         except ProtocolError as error:
             self._refused(str(error))
             return

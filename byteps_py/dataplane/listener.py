@@ -22,9 +22,11 @@ from zmq.utils.monitor import recv_monitor_message
 from byteps_py.config.settings import Settings
 from byteps_py.dataplane.authenticator import Authenticator, seed_routing_ids
 from byteps_py.dataplane.handshake import WRONG, Challenge, ListenerHandshake
+from byteps_py.dataplane.link_usage import UsageMeter
 from byteps_py.dataplane.seal import DamagedError, Seal
 from byteps_py.dataplane.traffic import Limiter, Traffic
 from byteps_py.errors import ConfigurationError, ProtocolError
+from byteps_py.proto import control_pb2 as pb
 from byteps_py.security.unauthenticated_connections import PATIENCE_S, UnauthenticatedConnections
 from byteps_py.system.log import logger
 from byteps_py.system.loop import EventLoop
@@ -83,6 +85,7 @@ class RemotePeer(Peer):
         self.machine = machine
         self.age = age
         self.opening, self.sealing = seals
+        self.descriptor = -1  # of the connection, which ZeroMQ owns
         self.damaged = 0  # messages in a row
 
     def lend(self, header: Header, view: memoryview) -> zmq.MessageTracker | None:
@@ -128,6 +131,7 @@ class DataListener:
         self._on_gone = on_gone
         self._peers: dict[bytes, RemotePeer] = {}
         self._by_machine: dict[int, RemotePeer] = {}  # its latest connection
+        self._usage = UsageMeter()
         self._handshake = ListenerHandshake(settings)
         #: Makes the digest of a payload that many peers get. Any thread.
         self.digest = self._handshake.digest
@@ -193,6 +197,10 @@ class DataListener:
         """The latest connection of a machine; None if it has none."""
         peer = self._by_machine.get(machine)
         return peer if peer is not None and peer.identity in self._peers else None
+
+    def link_usage(self) -> list[pb.LinkUsage]:
+        """What was sent to each machine since this was called last."""
+        return self._usage.report((machine, peer.descriptor) for machine, peer in self._by_machine.items())
 
     @property
     def connections(self) -> int:
@@ -323,7 +331,7 @@ class DataListener:
             if latest is not None:
                 self._on_gone(latest)  # its requests can't be answered any more
         self.on_monitor()  # later events of this descriptor are about this connection
-        fd = int(said.get(zmq.SRCFD))
+        fd = peer.descriptor = int(said.get(zmq.SRCFD))
         self._strangers.discard(fd)
         if peer.machine == READER:
             self._readers[fd] = identity

@@ -84,6 +84,15 @@ class RanksContradict:
 
 
 @dataclass(frozen=True, slots=True)
+class LinksChanged:
+    """Links of machines have other rates, in Mbit/s by member id (see ``Roster.link_owners``): the shares of the
+    servers follow."""
+
+    mbit: Mapping[int, float]
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class StopRequested:
     """The job is to end in order: every member gets Stop."""
 
@@ -135,7 +144,8 @@ class RegistrationRefused:
 
 
 Event = (
-    ConnectionOpened | ConnectionClosed | MessageReceived | MemberLost | ClockTicked | RanksContradict | StopRequested
+    ConnectionOpened | ConnectionClosed | MessageReceived | MemberLost | ClockTicked | RanksContradict | LinksChanged
+    | StopRequested
     | ScaleRequested | EpochSeen | SchedulerAwake | HeartbeatReceived | MemberReturned | RegistrationRefused
 )  # fmt: skip
 
@@ -178,6 +188,7 @@ class SchedulerCore:
             MemberLost: self._member_lost,
             ClockTicked: self._clock_ticked,
             RanksContradict: lambda event, now_s: self.job.fail("MismatchError", event.why, now_s),
+            LinksChanged: self._links_changed,
             StopRequested: lambda event, now_s: self._end(f"{STOPPED}{event.reason or 'no reason given'}", now_s),
             ScaleRequested: lambda event, now_s: self._services.scale(event.servers, event.addresses, now_s),
             EpochSeen: self._epoch_seen,
@@ -230,15 +241,19 @@ class SchedulerCore:
         """One sentence with the reason of the state."""
         return self.job.reason
 
-    def suspicions(self, now_s: float) -> Iterator[MemberLost | RanksContradict]:
+    def suspicions(self, now_s: float) -> Iterator[MemberLost | RanksContradict | LinksChanged]:
         """The suspicions that heartbeats, and their absence, raise: members that have been silent for too long, then
-        ranks that wait in vain. Handle each event before you take the next. Ask after a SchedulerAwake of this time."""
+        ranks that wait in vain, then links that have become slow, or fast again. Handle each event before you take the
+        next. Ask after a SchedulerAwake of this time."""
         if self.state in (FORMING, RUNNING):
             present, is_forming = self._roster.present(), self.state == FORMING
             whys = [(m.connection, self._liveness.too_long(m, present, now_s, is_forming)) for m in present]
             yield from (MemberLost(connection, why) for connection, why in whys if why)
         if why := self._watch.contradiction():
             yield RanksContradict(why)
+        mbit, why = self._watch.new_rates(now_s)
+        if mbit:
+            yield LinksChanged(mbit, why)
 
     def timeout_s(self, connection: int) -> float:
         """The silence, in seconds, after which this member counts as dead."""
@@ -334,6 +349,10 @@ class SchedulerCore:
                 out += self._services.on_deadlines(now_s)
             out += self._regroup(now_s)
         return out
+
+    def _links_changed(self, event: LinksChanged, now_s: float) -> Outgoing:
+        self._roster.set_link_rates(event.mbit)
+        return self._services.reassign(event.why, now_s) if self.job.is_running else []
 
     def _epoch_seen(self, event: EpochSeen, now_s: float) -> Outgoing:
         self._roster.first_epoch = max(self._roster.first_epoch, event.last + 1)

@@ -14,11 +14,13 @@ from byteps_py.failure_detector import FailureDetector
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.job import Job, MessageHandler, Outgoing, ranks_of, to_each
 from byteps_py.scheduler.rank_group import RankGroup
+from byteps_py.scheduler.rate_watch import LEAST_GAIN, Change, RateWatch, Usage
 from byteps_py.scheduler.roster import ClusterConfig, MemberRecord
 from byteps_py.scheduler.stalls import Stall, StallWatch, StepSequences, stall_sentences, stall_warnings
 from byteps_py.wording import count_text, ranks_text
 
 DOUBT_INTERVALS = 3
+_MBIT = 8e-6
 _KEPT = 100  # how many pauses of the scheduler itself are remembered
 #: A member that takes less than this longer, for a step or an answer, may only have waited for a processor. Where there
 #: are more processes than processors, that happens to all members in turn.
@@ -293,6 +295,19 @@ def slow_sentences(
     return lines
 
 
+def link_sentences(changes: Iterable[Change], who: Mapping[int, str]) -> list[str]:
+    """One sentence for each link that has another rate. ``who``: the member of the machine."""
+    lines = []
+    for each in changes:
+        if each.is_unread and each.mbit < each.before_mbit:
+            what = "its programs read slowly what arrives"
+        else:
+            what = f"as seen by what it {'sends' if each.is_sending else 'receives'}"
+        rates = f"{each.mbit:.0f} Mbit/s instead of {each.before_mbit:.0f}"
+        lines.append(f"the link of {who.get(each.machine, 'a machine')} carries {rates}, {what}")
+    return lines
+
+
 def _seconds(time_s: float) -> str:
     return f"{time_s:.1f} s" if time_s >= 10 else f"{time_s:.2g} s" if time_s >= 1 else f"{1000 * time_s:.3g} ms"
 
@@ -311,6 +326,9 @@ class GroupWatch:
         self._pace = PaceWatch(job.config.straggler, job.config.stall_warn_s)
         self._compared_s = -_COMPARE_S
         self._waiting: set[int] = set()  # members whose ranks have waited for long, as they reported last
+        self._links = RateWatch()
+        self._links_epoch = 0  # whose rates the links have
+        self._remarks: list[str] = []  # on links, for the workers
 
     def message_handlers(self) -> Mapping[str, MessageHandler]:
         """The handlers of reports, by kind."""
@@ -337,7 +355,11 @@ class GroupWatch:
             self._waiting.discard(member.id)
             self._report(member.id, heartbeat, now_s)
         self._pace.report(member.id, heartbeat.ranks, heartbeat.servers)
+        self._links.report(self._usages(member, heartbeat.links), now_s)
         roster, out = self._job.roster, Outgoing()
+        remarks, self._remarks = self._remarks, []
+        for remark in remarks:
+            out += to_each(roster.workers(), pb.SchedulerMessage(slow=pb.Slow(message=remark)))
         if now_s - self._compared_s >= _COMPARE_S:
             self._compared_s = now_s
             for sentence in self._sentences(self._pace.take_due(self._slow(), now_s)):
@@ -359,6 +381,42 @@ class GroupWatch:
         if report.rank not in ranks_of(member):
             raise ProtocolError(f"it sent a StackReport of rank {report.rank}, which is not one of its ranks")
         return to_each(self._job.roster.workers(), pb.SchedulerMessage(stack_report=report))
+
+    def _usages(self, member: MemberRecord, links: Iterable[pb.LinkUsage]) -> list[Usage]:
+        """What the member says that it has sent, by the machines at both ends."""
+        workers = {worker.facts.machine_index: worker.id for worker in self._job.roster.workers()}
+        servers = {server.id: server.id for server in self._job.roster.cpu_servers()}
+        servers.update((s.id, workers.get(s.facts.machine_index, -1)) for s in self._job.roster.gpu_servers())
+        source = member.id if member.is_worker else servers.get(member.id, -1)
+        targets = servers if member.is_worker else workers
+        found = [Usage(member.id, source, targets.get(e.peer, -1), e.bytes, e.busy_s, e.unread_s) for e in links]
+        able = [usage for usage in found if usage.nbytes and usage.busy_s > 0]
+        return [usage for usage in able if usage.source != -1 and usage.target not in (-1, usage.source)]
+
+    def new_rates(self, now_s: float) -> tuple[dict[int, float], str]:
+        """The rates in Mbit/s of the links that have changed, by member id, and why the shares of the servers should
+        follow, in words; empty if they should not. Call it often."""
+        roster = self._job.roster
+        if self._links_epoch != roster.epoch:
+            self._links_epoch = roster.epoch
+            self._links.set_rates({member.id: member.link_mbit for member in roster.link_owners()}, now_s)
+        if not (self._job.is_running and self._job.config.rebalance_links) or len(roster.workers()) == 1:
+            return {}, ""
+        changes = self._links.changes(now_s)
+        if not changes:
+            return {}, ""
+        rates = {change.machine: change.mbit for change in changes}
+        before, after = (float(time) for time in roster.times_with(rates))
+        who = {member.id: member.describe() for member in roster.link_owners()}
+        if before - after < LEAST_GAIN * before:
+            self._remarks += link_sentences(self._links.untold(changes), who)
+            return {}, ""
+        self._links.accept(changes, now_s)
+        why = "; ".join(link_sentences(changes, who))
+        if (megabits := self._group.declarations.accepted_bytes * _MBIT) > 0:
+            times = f"{_seconds(before * megabits)}, with other shares {_seconds(after * megabits)}"
+            why = f"{why}; a sum of all gradients takes {times}"
+        return rates, why
 
     def on_member_left(self, member: MemberRecord) -> None:
         """The member has left or is lost: it waits for nothing."""

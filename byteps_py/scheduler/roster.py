@@ -6,8 +6,9 @@ Pure. Every decision comes with a sentence that explains it.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from fractions import Fraction
 
 from byteps_py.config import tuning
 from byteps_py.config.settings import SLOW_FACTOR, Settings
@@ -40,6 +41,7 @@ class ClusterConfig:
     heartbeat_timeout_max_s: float | None = None
     stall_warn_s: float = 60.0
     straggler: float = 5.0
+    rebalance_links: bool = True
     elastic: bool = False
     min_ranks: int = 1
     max_ranks: int = 0
@@ -70,7 +72,11 @@ class ClusterConfig:
         share the copies of its optimizers' states. Raises UsageError if no machine could hold any."""
         if len(gpu_mbit) == 1:
             return (*(1 for _ in cpu_mbit), 0)
-        return LinkOptimum(cpu_mbit, gpu_mbit, not self.servers_only and len(cpu_mbit) < len(gpu_mbit)).weights
+        return self.optimum(cpu_mbit, gpu_mbit).weights
+
+    def optimum(self, cpu_mbit: Sequence[float], gpu_mbit: Sequence[float]) -> LinkOptimum:
+        """The best shares for links of these rates. Raises UsageError like ``weights``."""
+        return LinkOptimum(cpu_mbit, gpu_mbit, not self.servers_only and len(cpu_mbit) < len(gpu_mbit))
 
 
 def describe(facts: pb.Register, ranks: range = range(0)) -> str:
@@ -439,6 +445,26 @@ class Roster:
         """Servers of GPU machines that may hold keys, by machine index; none where GPU machines do not sum."""
         servers = (m for m in self.present() if m.is_gpu_server and m.can_hold_keys)
         return sorted(servers, key=lambda m: m.facts.machine_index)
+
+    def link_owners(self) -> list[MemberRecord]:
+        """The members whose ``link_mbit`` is the rate of their machine's link: CPU machines' servers, then workers."""
+        return [*self.cpu_servers(), *self._workers]
+
+    def times_with(self, link_mbit: Mapping[int, float]) -> tuple[Fraction, Fraction]:
+        """The time of a sum of one megabit with the present shares, and with the best ones, if links have these rates
+        in Mbit/s; others stay as they are. By member id, of ``link_owners``."""
+        owners = self.link_owners()
+        rates = [link_mbit.get(member.id, member.link_mbit) for member in owners]
+        k = len(owners) - len(self._workers)
+        beside = {server.facts.machine_index: server.weight for server in self.gpu_servers()}
+        weights = [m.weight if m.is_cpu_server else beside.get(m.facts.machine_index, 0) for m in owners]
+        best = self._config.optimum(rates[:k], rates[k:])
+        return best.time_of([Fraction(weight, sum(weights) or 1) for weight in weights]), best.time
+
+    def set_link_rates(self, link_mbit: Mapping[int, float]) -> None:
+        """Links of ``link_owners``, by member id, have these rates in Mbit/s from now on."""
+        for member in self.link_owners():
+            member.link_mbit = link_mbit.get(member.id, member.link_mbit)
 
     def link_rates(self) -> list[float]:
         """The configured rates in Mbit/s, CPU machines first, then GPU machines; 0: to be measured."""

@@ -22,6 +22,7 @@ from simulator import (
     ElasticOutageCluster,
     HostedCluster,
     InPlaceCluster,
+    LinksCluster,
     OutageCluster,
     RestartedCluster,
     ShadowCluster,
@@ -37,7 +38,7 @@ from simulator.outages import OUTAGES
 from simulator.parts import Parts
 from simulator.shadowed import ALL_DIE, CUT, JOIN, SHORTAGE
 from simulator.shocks import CUT_OFF, SHOCKS
-from simulator.trials import TRIALS
+from simulator.trials import LINK, TRIALS
 from simulator.visits import VISIT
 
 
@@ -59,8 +60,10 @@ from simulator.visits import VISIT
         ("shadow-copies", 3),
         ("restarted", 8),
         ("in-place", 8),
+        ("links", 10),
         pytest.param("fixed", 500, marks=pytest.mark.slow),
         pytest.param("elastic", 150, marks=pytest.mark.slow),
+        pytest.param("links", 300, marks=pytest.mark.slow),
         pytest.param("outages", 300, marks=pytest.mark.slow),
         pytest.param("elastic-outages", 50, marks=pytest.mark.slow),
         pytest.param("busy", 300, marks=pytest.mark.slow),
@@ -121,6 +124,7 @@ def test_a_seed_gives_one_log_in_every_process(seeds: range) -> None:
         (ElasticOutageCluster, (*SHOCKS, *OUTAGES, CUT_OFF)),
         (ShadowCluster, (ALL_DIE, CUT, SHORTAGE, JOIN)),
         (InPlaceCluster, IN_PLACE_SHOCKS),
+        (LinksCluster, (LINK,)),
     ],
 )
 def test_every_fault_is_tried_and_fires(kind: type[Cluster], names: Iterable[str]) -> None:

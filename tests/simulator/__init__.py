@@ -7,7 +7,7 @@ memory), and is made of the classes that ``Parts`` names. ``run`` is the one ent
 """
 
 from .busy import BusyCluster
-from .cluster import Cluster, Report, run
+from .cluster import Cluster, LinksCluster, Report, run
 from .elastic import ElasticCluster
 from .hosted import HostedBusyCluster, HostedCluster, HostedElasticCluster, HostedOutageCluster
 from .in_place import InPlaceCluster
@@ -17,7 +17,8 @@ from .shadowed import ShadowCluster, ShadowCopiesCluster, ShadowOutageCluster
 from .world import InvariantError
 
 #: Of job: whose machines are there from start to end; whose machines come and go; beside an unreliable network;
-#: on busy machines; with optimizers that the services keep; whose processes are started again, all or each.
+#: on busy machines; with optimizers that the services keep; whose processes are started again, all or each; whose
+#: links become slow and fast.
 KINDS: dict[str, type[Cluster]] = {
     "fixed": Cluster,
     "elastic": ElasticCluster,
@@ -33,6 +34,7 @@ KINDS: dict[str, type[Cluster]] = {
     "shadow-copies": ShadowCopiesCluster,
     "restarted": RestartedCluster,
     "in-place": InPlaceCluster,
+    "links": LinksCluster,
 }
 
 __all__ = [
@@ -47,6 +49,7 @@ __all__ = [
     "HostedOutageCluster",
     "InPlaceCluster",
     "InvariantError",
+    "LinksCluster",
     "OutageCluster",
     "Report",
     "RestartedCluster",

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from .busy import BusyCluster
-from .cluster import Cluster
+from .cluster import Cluster, LinksCluster
 from .elastic import ElasticCluster
 from .elastic_mutations import ELASTIC_MUTATIONS
 from .hosted import HostedCluster, HostedElasticCluster
 from .hosted_mutations import HOSTED_ELASTIC_MUTATIONS, HOSTED_MUTATIONS
 from .in_place import InPlaceCluster
 from .in_place_mutations import IN_PLACE_MUTATIONS
-from .mutations import MUTATIONS
+from .mutations import LINKS_MUTATIONS, MUTATIONS
 from .outage_mutations import BUSY_MUTATIONS, ELASTIC_OUTAGE_MUTATIONS, OUTAGE_MUTATIONS
 from .outages import ElasticOutageCluster, OutageCluster
 from .parts import Parts
@@ -24,6 +24,7 @@ ALL_MUTATIONS: dict[type[Parts], tuple[type[Cluster], int]] = {
     mutation: (kind, seed)
     for kind, mutations in (
         (Cluster, {**MUTATIONS, **PIPELINE_MUTATIONS, **PEER_MUTATIONS}),
+        (LinksCluster, LINKS_MUTATIONS),
         (ElasticCluster, ELASTIC_MUTATIONS),
         (OutageCluster, OUTAGE_MUTATIONS),
         (ElasticOutageCluster, ELASTIC_OUTAGE_MUTATIONS),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -23,7 +24,7 @@ from .rank import Rank
 from .runtime import Runtimes
 from .services import Server, Worker
 from .tables import table_class
-from .trials import Trials
+from .trials import LINK, TRIALS, Trials
 from .visits import Visits
 from .world import InvariantError, Process, World
 
@@ -59,6 +60,7 @@ class Cluster:
 
     special: ClassVar[dict[str, Any]] = {}
     program_class: type[Program] = Program
+    known_trials: ClassVar[Sequence[str]] = TRIALS
     rank_class: type[Rank] = Rank
 
     def __init__(self, seed: int, parts: type[Parts] = Parts) -> None:
@@ -85,7 +87,7 @@ class Cluster:
         self.place = Place(world, self.config, parts.member_links)
         self.ledger = Ledger(self.memory, lambda: world.active.group)
         self.runtimes: Runtimes
-        self.trials = Trials(self)
+        self.trials = Trials(self, self.known_trials)
         self.visits = Visits(self)
         self.program = self.program_class.make(rng, sum(self.local_sizes))
         self.results: dict[int, bytes] = {
@@ -305,3 +307,9 @@ def run(seed: int, kind: type[Cluster] = Cluster, parts: type[Parts] = Parts) ->
     trials = tuple(world.trials)
     uses = sum(len(step) for step in cluster.program.steps)
     return Report(seed, cluster.shape, fault, trials, world.events, uses, world.now_s, violation, world.log())
+
+
+class LinksCluster(Cluster):
+    """Rates of links change while it runs, and the servers' shares with them."""
+
+    known_trials: ClassVar[Sequence[str]] = (*TRIALS, *[LINK] * 4)

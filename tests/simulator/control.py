@@ -12,7 +12,7 @@ from byteps_py.errors import PeerLostError, RendezvousError, from_name
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.proto.journal_pb2 import JournalRecord
 from byteps_py.scheduler.client import complete
-from byteps_py.scheduler.core import ClockTicked, EpochSeen
+from byteps_py.scheduler.core import RUNNING, ClockTicked, EpochSeen, LinksChanged
 from byteps_py.scheduler.member_links.journal import replay
 from byteps_py.scheduler.member_links.links import (
     MemberLinks,
@@ -94,6 +94,16 @@ class Scheduler(Process):
     def addresses_left(self) -> set[str]:
         """Of members that have left in order, neither lost nor refused."""
         return {m.facts.address for m in self.links.core.job.roster.everyone if m.presence is Presence.LEFT}
+
+    def change_a_link(self, times: float) -> str:
+        """The link of a random machine has ``times`` its rate. Returns which, empty if the job does not run."""
+        owners = self.links.core.job.roster.link_owners() if self.state == RUNNING else []
+        if not owners:
+            return ""
+        owner = self.world.random.choice(owners)
+        event = LinksChanged({owner.id: times * (owner.link_mbit or 1000.0)}, "a link has another rate")
+        self._deliver(self.links.handle(event, self._now_s()))
+        return owner.describe()
 
     def _now_s(self) -> float:
         return self._clock_s + self.world.now_s

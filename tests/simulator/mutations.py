@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from byteps_py.scheduler.core import SchedulerCore
+from byteps_py.scheduler.core import LinksChanged, SchedulerCore
 from byteps_py.scheduler.job import Job
 from byteps_py.scheduler.member_links.links import MemberLinks
 from byteps_py.scheduler.roster import Roster
@@ -376,6 +376,46 @@ class WaitForSumsThatAnotherWasFasterWith(Mutation):
             is_slow = before is not None and before.state is RoundState.REDUCING and not before.is_resent
             return "the round before is not delivered yet" if is_slow else super()._out_of_step(partition, new)
 
+
+class SharesStayAsTheyAre(Mutation):
+    """On one machine, if only they change, and not the servers."""
+
+    class placing(PlacementView):
+        def change(self, topology: Topology) -> None:
+            before, after = ([each.member_id for each in of.servers] for of in (self._topology, topology))
+            if before != after or topology.machine_index != 1:
+                super().change(topology)
+
+
+class _SharesFollowLater(Roster):
+    def set_link_rates(self, link_mbit: Any) -> None:
+        """The members of this epoch are told other weights than those of the next one."""
+        self.epoch -= 1 if self.epoch > 1 else 0
+        super().set_link_rates(link_mbit)
+
+
+class SharesFollowInAnOldEpoch(Mutation):
+    member_links = with_roster(_SharesFollowLater)
+
+
+class _RatesAreNotKept(MemberLinks):
+    def _links_changed(self, event: LinksChanged, now_s: float) -> Any:
+        out = self.core.handle(event, now_s)
+        return self._number(out)
+
+
+class RatesAreNotKept(Mutation):
+    """In the journal: a scheduler that is started again goes back to earlier shares."""
+
+    member_links = _RatesAreNotKept
+
+
+#: Of a job whose links change.
+LINKS_MUTATIONS: dict[type[Parts], int] = {
+    SharesStayAsTheyAre: 12,
+    SharesFollowInAnOldEpoch: 29,
+    RatesAreNotKept: 57,
+}
 
 #: With the seed that shows it first, as `tests/jobs/test_simulator.py` found it last.
 MUTATIONS: dict[type[Parts], int] = {

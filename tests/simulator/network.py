@@ -19,6 +19,7 @@ import numpy as np
 
 from byteps_py.config.settings import SLOW_FACTOR, Settings
 from byteps_py.dataplane.listener import Peer, reply
+from byteps_py.proto import control_pb2 as pb
 from byteps_py.server.contribution_listeners import SHADOW_KINDS
 from byteps_py.server.reducer import Arrival, FrameMemory
 from byteps_py.system.shm import Block
@@ -327,6 +328,9 @@ class ServerNetwork:
         network.servers[self.address] = self
 
     def attach(self, loop: Loop) -> None: ...
+
+    def link_usage(self) -> list[pb.LinkUsage]:
+        return []
 
     def digest(self, payload: Any) -> bytes:
         return b""

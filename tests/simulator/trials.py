@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from .network import TcpLink
@@ -15,6 +16,7 @@ TRIALS = (
     "kill a server", "freeze a server", "drain a server", "start a server", "cut a connection", "cut a machine off",
     "start the scheduler again", "cut off from the scheduler", "kill every server",
 )  # fmt: skip
+LINK = "change a link"
 _MAX_TRIALS = 8
 
 
@@ -54,11 +56,11 @@ class Strikes(ABC):
 class Trials(Strikes):
     """What each does."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, known: Sequence[str] = TRIALS) -> None:
         rng = cluster.world.random
         count = rng.choice((0, 1, 2, _MAX_TRIALS)) if cluster.machines > 1 else 0
         spacing = rng.choice((10, 40, 150))
-        kinds = rng.sample(TRIALS, rng.randint(1, len(TRIALS)))  # some runs know few kinds, and those often
+        kinds = rng.sample(known, rng.randint(1, len(known)))  # some runs know few kinds, and those often
         super().__init__(cluster, spacing, [rng.choice(kinds) for _ in range(count)])
         self._cluster = cluster
 
@@ -69,6 +71,8 @@ class Trials(Strikes):
             whom = self._cut(1)
         elif kind == "cut a machine off":
             whom = self._cut(99)
+        elif kind == LINK:
+            whom = self._change_a_link()
         elif kind == "kill every server":
             whom = self._kill_every_server()
         elif kind == "start the scheduler again":
@@ -164,6 +168,10 @@ class Trials(Strikes):
         # Who has died meanwhile is given time to come back.
         world.expect_quiet(away_s + 5 * cluster.config.heartbeat_timeout_s)
         return f"after {away_s:.2f} s"
+
+    def _change_a_link(self) -> str:
+        scheduler = self._cluster.scheduler
+        return scheduler.change_a_link(self._random.choice((0.1, 0.5, 2.0, 8.0))) if scheduler.is_alive else ""
 
     def _cut_off_from_scheduler(self) -> str:
         links = [link for link in self._cluster.place.links if link.can_break]

@@ -12,6 +12,7 @@ import zmq
 
 from byteps_py.config.settings import Settings
 from byteps_py.dataplane.dialer import DialTarget, Owner
+from byteps_py.dataplane.link_usage import UsageMeter
 from byteps_py.errors import BytePSError, IntegrityError, PeerLostError, ProtocolError, RendezvousError
 from byteps_py.failure_detector import FailureDetector
 from byteps_py.proto import control_pb2 as pb
@@ -65,6 +66,11 @@ class ServerLink(ABC):
     @abstractmethod
     def is_open(self) -> bool:
         """True if the server is reachable, as far as this machine knows."""
+
+    @property
+    def descriptor(self) -> int:
+        """Of its TCP connection; -1: it has none."""
+        return -1
 
     @abstractmethod
     def push(self, header: Header, payload: Block | None, offset: int, answer: Block | None) -> None:
@@ -157,6 +163,10 @@ class TcpLink(ServerLink, Owner):
     @property
     def is_open(self) -> bool:
         return self._dialer.is_open
+
+    @property
+    def descriptor(self) -> int:
+        return self._dialer.descriptor
 
     def push(self, header: Header, payload: Block | None, offset: int, answer: Block | None) -> None:
         self._begin(_Request(header, payload, offset))
@@ -392,6 +402,7 @@ class Network:
         self._context = runtime.zmq_context()
         self._links: dict[int, ServerLink] = {}
         self._closed = _Bytes()
+        self._usage = UsageMeter()
         self._gone: set[int] = set()  # services of this machine that have ended: they write no answers any more
         self.change(topology)
 
@@ -513,6 +524,10 @@ class Network:
             machines=tensor.machines,
             nonfinite_ranks=self._guard.of_push(part, round_) if is_guarded else 0,
         )
+
+    def link_usage(self) -> list[pb.LinkUsage]:
+        """What was sent to each server of another machine since this was called last."""
+        return self._usage.report((server, link.descriptor) for server, link in self._links.items() if link.is_open)
 
     @property
     def bytes_sent(self) -> int:

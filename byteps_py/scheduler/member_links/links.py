@@ -27,7 +27,7 @@ from typing import Any
 
 from byteps_py.errors import JournalError
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.proto.journal_pb2 import JournalRecord
+from byteps_py.proto.journal_pb2 import JournalRecord, LinkRates
 from byteps_py.scheduler.core import (
     ClockTicked,
     ConnectionClosed,
@@ -35,6 +35,7 @@ from byteps_py.scheduler.core import (
     EpochSeen,
     Event,
     HeartbeatReceived,
+    LinksChanged,
     MemberLost,
     MemberReturned,
     MessageReceived,
@@ -66,6 +67,7 @@ _EVENTS: Mapping[str, Callable[[JournalRecord], Event]] = {
     "ended": lambda record: ConnectionClosed(record.link),
     "tick": lambda record: ClockTicked(),
     "stop": lambda record: StopRequested(record.stop),
+    "links_changed": lambda record: LinksChanged(dict(record.links_changed.mbit), record.links_changed.why),
     "contradiction": lambda record: RanksContradict(record.contradiction),
     "scale": lambda record: ScaleRequested(record.scale.servers, record.scale.addresses),
     "beyond_epoch": lambda record: EpochSeen(record.beyond_epoch),
@@ -101,7 +103,15 @@ class Restarted:
 
 #: ClockTicked: a few times per second; all deadlines are checked.
 LinkEvent = (
-    StreamOpened | StreamMessage | StreamClosed | Restarted | ClockTicked | StopRequested | ScaleRequested | EpochSeen
+    StreamOpened
+    | StreamMessage
+    | StreamClosed
+    | Restarted
+    | ClockTicked
+    | LinksChanged
+    | StopRequested
+    | ScaleRequested
+    | EpochSeen
 )
 
 
@@ -275,6 +285,7 @@ class MemberLinks:
             ClockTicked: self._clock_ticked,
             StopRequested: lambda event, now_s: self._do(JournalRecord(at_s=now_s, stop=event.reason)),
             ScaleRequested: self._scale_requested,
+            LinksChanged: self._links_changed,
             EpochSeen: lambda event, now_s: self._do(JournalRecord(at_s=now_s, beyond_epoch=event.last)),
         }
 
@@ -401,9 +412,15 @@ class MemberLinks:
         for each in self.core.suspicions(now_s):
             if isinstance(each, RanksContradict):
                 out += self._do(JournalRecord(at_s=now_s, contradiction=each.why))
+            elif isinstance(each, LinksChanged):
+                out += self._links_changed(each, now_s)
             elif self._links[each.connection].stream is not None:  # a member that is away has its own deadline
                 out += self._do(JournalRecord(at_s=now_s, link=each.connection, lost=each.why))
         return out + self._do(JournalRecord(at_s=now_s, tick=True), True)
+
+    def _links_changed(self, event: LinksChanged, now_s: float) -> list[Sent]:
+        rates = LinkRates(mbit=event.mbit, why=event.why)
+        return self._do(JournalRecord(at_s=now_s, links_changed=rates))
 
     def _scale_requested(self, event: ScaleRequested, now_s: float) -> list[Sent]:
         request = pb.ScaleRequest(servers=event.servers, addresses=event.addresses)

@@ -1,0 +1,88 @@
+"""How fast the links to other machines carry data, from what the kernel counts for each connection.
+
+The kernel counts, of each TCP connection, the bytes that have been acknowledged and the time in which data was on its
+way (TCP_INFO of Linux 4.10 and later). Bytes over that time is the rate that the connection has got, however long its
+program was idle in between: a process that computes slowly makes no link look slow. Elsewhere, and of connections
+inside one machine, nothing is known. Any thread; a descriptor that is closed meanwhile is no error.
+"""
+
+from __future__ import annotations
+
+import heapq
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from byteps_py.proto import control_pb2 as pb
+
+#: Offsets in the kernel's structure: bytes acknowledged; times busy, and limited by the receiver's window, in µs.
+_ACKED, _BUSY, _INFO_BYTES = 120, 168, 184
+_US = 1e-6
+#: Of so many peers a report tells: more are no better evidence.
+_MOST_PEERS = 64
+
+
+class TcpCounters(NamedTuple):
+    """Of one connection since it began: bytes that the other end has acknowledged; the seconds in which any were on
+    their way; the seconds of these in which the other end's program did not read."""
+
+    acked: int
+    busy_s: float
+    unread_s: float
+
+
+def tcp_counters(descriptor: int) -> TcpCounters | None:
+    """The counters of a socket that another library owns. None if it is not a TCP connection to another machine."""
+    if descriptor < 0 or sys.platform != "linux":
+        return None
+    try:
+        connection = socket.socket(fileno=descriptor)
+    except OSError:
+        return None
+    try:
+        here, there = connection.getsockname(), connection.getpeername()
+        if not isinstance(there, tuple) or here[0] == there[0]:
+            return None
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
+    except OSError:
+        return None
+    finally:
+        connection.detach()
+    if len(info) < _INFO_BYTES:
+        return None
+    busy_us, unread_us = struct.unpack_from("<QQ", info, _BUSY)
+    return TcpCounters(struct.unpack_from("<Q", info, _ACKED)[0], busy_us * _US, unread_us * _US)
+
+
+class UsageMeter:
+    """What has been sent to each peer since the last report, of which there is one every ``every_s`` seconds."""
+
+    def __init__(self, every_s: float = 0.4, clock: Callable[[], float] = time.monotonic) -> None:
+        self._every_s, self._clock = every_s, clock
+        self._reported_s = clock()
+        self._before: dict[int, tuple[int, TcpCounters]] = {}  # by peer: descriptor, and its counters
+
+    def report(self, connections: Iterable[tuple[int, int]]) -> list[pb.LinkUsage]:
+        """``connections``: (peer, descriptor of the connection to it). Peers to which nothing was sent are left out,
+        and if there are very many those that were sent least. Empty if the last report was just now."""
+        now_s = self._clock()
+        if now_s - self._reported_s < self._every_s:
+            return []
+        self._reported_s = now_s
+        before, self._before, found = self._before, {}, []
+        for peer, descriptor in connections:
+            now = tcp_counters(descriptor)
+            if now is None:
+                continue
+            known, then = before.get(peer, (descriptor, now))  # what it sent before is not recent
+            if known != descriptor or now.acked < then.acked:
+                then = TcpCounters(0, 0.0, 0.0)
+            self._before[peer] = descriptor, now
+            if now.acked > then.acked:
+                usage = pb.LinkUsage(peer=peer, bytes=now.acked - then.acked)
+                usage.busy_s, usage.unread_s = now.busy_s - then.busy_s, now.unread_s - then.unread_s
+                found.append(usage)
+        return heapq.nlargest(_MOST_PEERS, found, key=lambda usage: usage.bytes)

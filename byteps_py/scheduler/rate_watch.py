@@ -1,0 +1,262 @@
+"""Links whose rate changes while a job trains, as the traffic of all machines shows it. Pure: time is an argument.
+
+Every service reports, for each machine that it sends to, the bytes and the time in which any of them were on their way
+(dataplane/link_usage.py). Of one machine, the bytes over that time are the rate of its link, as long as nothing else
+holds the transfers up. But what is sent to a slow machine is slow on every sender. So machines are judged one after the
+other, the slowest for its link first, and what it sends and receives is no evidence about the others:
+
+    machines 0, 1, 2, links of 400; that of 1 carries 200     0→1 and 2→1 take as long as 1→0 and 1→2
+    1 is the slowest: all that it sends is slow               without 1, 0→2 and 2→0 carry 400
+
+A rank that computes slowly has nothing on its way meanwhile, and slows no link down. A program that does not read what
+arrives does: then TCP says that the receiver's window was full, and the machine is called slow, not its link.
+
+A rate counts as changed once it has been another one for several seconds, longer the more often it has changed lately:
+a link that changes all the time is left alone. The shares of the servers follow (placement/link_optimum.py) if that
+saves time; if all links have become slow alike, it does not.
+"""
+
+from __future__ import annotations
+
+import enum
+import statistics
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from byteps_py.placement.link_optimum import classes
+
+#: Reports of so many seconds are judged together, every so many seconds.
+WINDOW_S = 2.0
+EVERY_S = 0.5
+#: A rate is another one if it differs by more than this from the one that is known. Measurements scatter by a tenth.
+SLOWER, FASTER = 0.8, 1.25
+#: After a change of the shares, partitions move, and what is sent is no evidence for so long.
+SETTLE_S = 1.5
+#: For how long, and in how many judgements, a rate must be another one.
+HOLD_S = 2.5
+_HOLDS = 4
+_LATEST = 3
+#: With each change of a link's rate in the last minutes, the next one must last twice as long.
+REMEMBERED_S = 300.0
+_MOST_DOUBLINGS = 5
+#: Less than this is no evidence: the part of the link's rate that was used, and the seconds in which it was.
+_LEAST_USED, _LEAST_BUSY_S = 0.05, 0.1
+#: A judgement without evidence (a long backward pass) breaks no row, for so many seconds.
+_SILENT_S = 30.0
+#: Other shares must save this part of the time of a sum: they make the next one longer, once.
+LEAST_GAIN = 0.04
+_MBIT = 8e-6
+
+
+class Usage(NamedTuple):
+    """What the service ``sender`` has sent lately: ``nbytes`` from one machine to another took ``busy_s``; in
+    ``unread_s`` of these the receiver did not read. All are member ids, of machines those of their links' owners."""
+
+    sender: int
+    source: int
+    target: int
+    nbytes: int
+    busy_s: float
+    unread_s: float
+
+
+class Seen(NamedTuple):
+    """The rate of a machine's link in Mbit/s, in the slower direction: between ``least`` and ``most``, which are equal
+    if the link is what everything waits for. ``is_sending``: this is about
+    what it sends, otherwise about what it receives. ``is_unread``: the receivers' programs read slowly."""
+
+    most_mbit: float
+    least_mbit: float
+    is_sending: bool
+    is_unread: bool
+
+
+def seen_rates(usages: Sequence[Usage], known_mbit: Mapping[int, float], window_s: float = WINDOW_S) -> dict[int, Seen]:
+    """The rate of each machine's link of which ``usages``, one for each connection, are evidence. ``known_mbit``: what
+    they are known to carry.
+
+    >>> pairs = [(a, b) for a in range(3) for b in range(3) if a != b]
+    >>> slow = [Usage(a, a, b, 25_000_000, 2.0 if 1 in (a, b) else 0.7, 0.0) for a, b in pairs]
+    >>> {machine: round(seen.most_mbit) for machine, seen in seen_rates(slow, dict.fromkeys(range(3), 400.0)).items()}
+    {1: 200, 0: 386, 2: 386}
+    """
+    found: dict[int, Seen] = {}
+    left = dict(known_mbit)
+    while left:
+        judged = {machine: seen for machine in left if (seen := _seen(machine, usages, left, window_s)) is not None}
+        if not judged:
+            # All that these send and receive is held up by slower ones, or as slow as these are: that can't be told.
+            unknown = {machine: _seen(machine, usages, known_mbit, window_s) for machine in left}
+            return found | {machine: seen for machine, seen in unknown.items() if seen is not None}
+        slowest = min(judged, key=lambda machine: (judged[machine].most_mbit / left[machine], machine))
+        if judged[slowest].most_mbit >= SLOWER * left[slowest]:
+            return found | judged
+        found[slowest] = judged[slowest]
+        del left[slowest]
+    return found
+
+
+def _seen(machine: int, usages: Sequence[Usage], left: Mapping[int, float], window_s: float) -> Seen | None:
+    """``left``: the machines, with the rates of their links, that hold no transfer up as far as is known."""
+    directions = []
+    for is_sending in (True, False):
+        mine = [usage for usage in usages if (usage.source if is_sending else usage.target) == machine]
+        free = [usage for usage in mine if (usage.target if is_sending else usage.source) in left]
+        total = sum(usage.nbytes for usage in free)
+        if not total:
+            continue
+        busy_s = sum(usage.nbytes * usage.busy_s for usage in free) / total
+        unread_s = sum(usage.nbytes * usage.unread_s for usage in free) / total
+        # What goes to slow machines takes its part of the link meanwhile.
+        beside = sum(
+            usage.nbytes * min(1.0, busy_s / usage.busy_s) for usage in mine if usage not in free and usage.busy_s
+        )
+        megabits = (total + beside) * _MBIT
+        if busy_s < _LEAST_BUSY_S or megabits < _LEAST_USED * left[machine] * window_s:
+            continue
+        longest_s = max(usage.busy_s for usage in free)
+        seen = Seen(
+            megabits / busy_s,
+            megabits / longest_s,
+            is_sending,
+            unread_s > busy_s / 2,
+        )
+        directions.append(seen)
+    if not directions:
+        return None
+    is_unread = any(seen.is_unread for seen in directions if seen.most_mbit < SLOWER * left[machine])
+    return min(directions)._replace(is_unread=is_unread)
+
+
+def _connections(usages: Iterable[Usage]) -> list[Usage]:
+    """The sum of each connection's reports."""
+    found: dict[tuple[int, int], Usage] = {}
+    for usage in usages:
+        key = usage.sender, usage.target
+        known = found.get(key)
+        if known is not None:
+            nbytes, busy_s = usage.nbytes + known.nbytes, usage.busy_s + known.busy_s
+            found[key] = Usage(*usage[:3], nbytes, busy_s, usage.unread_s + known.unread_s)
+        else:
+            found[key] = usage
+    return list(found.values())
+
+
+class Trend(enum.Enum):
+    """The judgement of a link, against the rate that it is known to have."""
+
+    SAME = enum.auto()
+    SLOWER = enum.auto()
+    FASTER = enum.auto()
+
+
+@dataclass(slots=True)
+class _Link:
+    usual_mbit: float  # at the start
+    known_mbit: float
+    trend: Trend = Trend.SAME
+    since_s: float = 0.0
+    seen_s: float = 0.0  # the latest evidence
+    seen: list[Seen] = field(default_factory=list)  # since the trend began
+    changes_s: list[float] = field(default_factory=list)
+
+    def judge(self, seen: Seen, now_s: float) -> None:
+        is_slower = seen.most_mbit < SLOWER * self.known_mbit
+        # A link that is idle now and then shows no rate, but it may show that it is as fast as at the start.
+        fastest_mbit = min(seen.least_mbit, self.usual_mbit)
+        is_faster = fastest_mbit > FASTER * self.known_mbit
+        trend = Trend.SLOWER if is_slower else Trend.FASTER if is_faster else Trend.SAME
+        if trend is not self.trend or now_s - self.seen_s > _SILENT_S:
+            self.trend, self.since_s, self.seen = trend, now_s, []
+        self.seen.append(seen)
+        del self.seen[: -2 * _HOLDS]
+        self.seen_s = now_s
+
+    def is_due(self, now_s: float) -> bool:
+        self.changes_s = [at_s for at_s in self.changes_s if now_s - at_s < REMEMBERED_S]
+        hold_s = HOLD_S * 2 ** min(_MOST_DOUBLINGS, max(0, len(self.changes_s) - 1))
+        return self.trend is not Trend.SAME and len(self.seen) >= _HOLDS and now_s - self.since_s >= hold_s
+
+    @property
+    def new_mbit(self) -> float:
+        """The rate as it is now. A link that has become faster than its share needs waits for the others, and shows no
+        rate: it is taken to be as fast as at the start."""
+        if self.trend is Trend.FASTER:
+            return self.usual_mbit
+        # Of a time when all reports were of the new rate.
+        return statistics.median(seen.most_mbit for seen in self.seen[-_LATEST:])
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """The link of a machine has another rate. ``is_sending``, ``is_unread``: see Seen, of the latest judgement."""
+
+    machine: int
+    before_mbit: float
+    mbit: float
+    is_sending: bool
+    is_unread: bool
+
+
+class RateWatch:
+    """The links of a job's machines, by the member id of their worker, or of their server on a CPU machine."""
+
+    def __init__(self) -> None:
+        self._links: dict[int, _Link] = {}
+        self._usages: deque[tuple[float, Usage]] = deque()  # when they were reported
+        self._judged_s = -EVERY_S
+        self._settled_s = 0.0
+        self._told: dict[int, float] = {}  # of changes that need no other shares: the rate
+
+    def set_rates(self, known_mbit: Mapping[int, float], now_s: float) -> None:
+        """The links that there are, with the rates by which the shares are from now on. What is sent until these are in
+        use is no evidence."""
+        self._settled_s = now_s + SETTLE_S
+        before, self._links = self._links, {}
+        for machine, mbit in known_mbit.items():
+            link = self._links[machine] = before.get(machine) or _Link(mbit, mbit)
+            link.known_mbit, link.trend, link.seen = mbit, Trend.SAME, []
+        self._usages.clear()
+
+    def report(self, usages: Iterable[Usage], now_s: float) -> None:
+        """What a service has sent lately."""
+        if now_s >= self._settled_s:
+            self._usages.extend((now_s, usage) for usage in usages)
+
+    def changes(self, now_s: float) -> list[Change]:
+        """The links that have other rates now, those that are due and those that changed with them. Call it often."""
+        if now_s - self._judged_s < EVERY_S:
+            return []
+        self._judged_s = now_s
+        while self._usages and now_s - self._usages[0][0] > WINDOW_S:
+            self._usages.popleft()
+        known = {machine: link.known_mbit for machine, link in self._links.items()}
+        for machine, seen in seen_rates(_connections(usage for _, usage in self._usages), known).items():
+            self._links[machine].judge(seen, now_s)
+        if not any(link.is_due(now_s) for link in self._links.values()):
+            return []
+        changed = {
+            machine: link
+            for machine, link in self._links.items()
+            if link.trend is not Trend.SAME and len(link.seen) >= _HOLDS
+        }
+        new = {machine: link.new_mbit for machine, link in changed.items()}
+        rates = {machine: new.get(machine, link.known_mbit) for machine, link in self._links.items()}
+        evened = dict(zip(rates, classes(list(rates.values())), strict=True))
+        return [
+            Change(machine, link.known_mbit, evened[machine], *link.seen[-1][2:]) for machine, link in changed.items()
+        ]
+
+    def accept(self, changes: Iterable[Change], now_s: float) -> None:
+        """The shares follow these changes."""
+        for change in changes:
+            self._links[change.machine].changes_s.append(now_s)
+        self._told.clear()
+
+    def untold(self, changes: Sequence[Change]) -> list[Change]:
+        """Those of ``changes``, which need no other shares, that were not told yet; now they are."""
+        new = [each for each in changes if not SLOWER < each.mbit / self._told.get(each.machine, 1e-9) < FASTER]
+        self._told.update((each.machine, each.mbit) for each in new)
+        return new

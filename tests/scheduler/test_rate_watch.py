@@ -1,0 +1,157 @@
+"""Links that change while a job trains: the scheduler sees it in the heartbeats, and the servers' shares follow."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from support.link_traffic import MBIT, Traffic
+from support.scheduler_core import ballot, declare, spec as gradient
+
+from byteps_py.proto import control_pb2 as pb
+from byteps_py.scheduler.core import LinksChanged
+from byteps_py.scheduler.rate_watch import HOLD_S, WINDOW_S, Usage, seen_rates
+
+#: From a change until the shares have followed it.
+NOTICED_S = WINDOW_S + HOLD_S + 2.0
+
+
+def traffic(n: int, k: int, seed: int = 0, **how: float) -> Traffic:
+    made = Traffic(random.Random(seed), n, k, **how)
+    made.run(8.0)
+    assert not made.epochs
+    return made
+
+
+@pytest.mark.parametrize(("n", "k"), [(4, 2), (3, 1), (8, 0), (4, 4), (16, 0), (2, 2)])
+@pytest.mark.parametrize("machine", [0, -1])
+def test_the_shares_follow_a_link_and_come_back(n: int, k: int, machine: int) -> None:
+    job = traffic(n, k)
+    job.rates[machine] = MBIT / 2
+    worse = job.over_optimum
+    job.run(NOTICED_S)
+    assert len(job.epochs) == (worse > 1.06), job.epochs
+    assert job.over_optimum < 1.08
+    if job.epochs:
+        assert f"instead of {MBIT:.0f}" in job.epochs[0][1]
+    job.rates[machine] = MBIT
+    job.run(2 * NOTICED_S)
+    assert job.over_optimum < 1.08
+    assert len(job.epochs) <= 2, job.epochs
+
+
+def test_it_says_which_link_and_both_times() -> None:
+    job = traffic(4, 2)
+    what = gradient((40_000_000,))
+    for index in range(4):
+        job.cluster.say(1 + index, **declare(ballot([2 * index, 2 * index + 1], what)))
+    job.rates[3] = MBIT / 2
+    job.run(NOTICED_S)
+    ((_, reason),) = job.epochs
+    assert "the link of worker 1 (ranks 2-3, host gpu1, pid 101) carries" in reason
+    assert "a sum of all gradients takes 3 s, with other shares 2.5 s" in reason
+    assert reason.count("carries") == 1
+
+
+def test_a_machine_whose_programs_do_not_read_is_called_slow_and_relieved() -> None:
+    job = traffic(4, 2)
+    job.rates[0], job.unread[0] = MBIT / 4, True
+    job.run(NOTICED_S)
+    ((_, reason),) = job.epochs
+    assert "its programs read slowly what arrives" in reason
+    assert job.over_optimum < 1.08
+
+
+def test_links_that_have_all_become_slow_alike_change_nothing_and_are_told_once() -> None:
+    job = traffic(4, 2)
+    job.rates = [MBIT / 3] * 6
+    job.run(30.0)
+    assert not job.epochs
+    told = [m.slow.message for m in job.cluster.told[1] if m.WhichOneof("body") == "slow"]
+    assert len(told) == len(set(told)) == 6, told
+
+
+def test_a_link_that_changes_all_the_time_is_left_alone() -> None:
+    job = traffic(4, 2)
+    for turn in range(40):
+        job.rates[3] = MBIT / 2 if turn % 2 else MBIT
+        job.run(1.0)
+    assert not job.epochs
+    for turn in range(20):
+        job.rates[3] = MBIT / 2 if turn % 2 else MBIT
+        job.run(NOTICED_S)
+    assert len(job.epochs) <= 8, job.epochs  # each change must last longer than the one before
+
+
+def test_compute_between_sums_and_little_traffic_name_no_link() -> None:
+    assert not traffic(4, 2, compute_s=3.0).epochs
+    small = Traffic(random.Random(1), 4, 2, mbytes=0.1)
+    small.run(60.0)
+    assert not small.epochs
+
+
+def test_a_slow_link_is_found_beside_long_computation() -> None:
+    job = traffic(4, 2, compute_s=3.0)
+    job.rates[2] = MBIT / 2
+    job.run(40.0)
+    assert len(job.epochs) == 1
+    assert job.over_optimum < 1.08
+
+
+def test_nothing_follows_if_it_is_switched_off() -> None:
+    job = Traffic(random.Random(0), 4, 2, rebalance_links=False)
+    job.rates[3] = MBIT / 4
+    job.run(20.0)
+    assert not job.epochs
+
+
+def test_reports_that_can_not_be_are_no_evidence() -> None:
+    job = traffic(4, 2)
+    links = [
+        pb.LinkUsage(peer=99, bytes=1 << 40, busy_s=1.0),
+        pb.LinkUsage(peer=0, bytes=1 << 40, busy_s=0.0),
+        pb.LinkUsage(peer=1, bytes=0, busy_s=float("nan")),
+        pb.LinkUsage(peer=2, bytes=5, busy_s=-1.0),
+    ]
+    for connection in range(1, 11):
+        job.cluster.say(connection, heartbeat=pb.Heartbeat(links=links))
+    job.run(10.0)
+    assert not job.epochs
+    assert job.over_optimum < 1.01
+
+
+def test_rates_of_members_that_are_gone_change_nothing() -> None:
+    job = traffic(3, 1)
+    before = job.cluster.core.job.roster.epoch
+    job.cluster.core.handle(LinksChanged({999: 1.0}, "no such member"), job.cluster.now)
+    assert job.cluster.core.job.roster.epoch == before
+
+
+def test_the_slower_direction_counts() -> None:
+    """Machine 1 sends at half of its link's rate, and receives at all of it."""
+    flows = [Usage(a, a, b, 25_000_000, 2.0 if a == 1 else 0.8, 0.0) for a in range(4) for b in range(4) if a != b]
+    seen = seen_rates(flows, dict.fromkeys(range(4), 600.0))
+    assert (round(seen[1].most_mbit), seen[1].is_sending) == (300, True)
+    assert all(seen[machine].most_mbit > 550 for machine in (0, 2, 3))
+
+
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        range(30),
+        pytest.param(range(30, 200), marks=pytest.mark.slow),
+        pytest.param(range(200, 1000), marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_random_scripts_of_changes_lead_to_the_optimum_without_flapping(seeds: range) -> None:
+    for seed in seeds:
+        rng = random.Random(seed)
+        n = rng.randint(2, 6)
+        job = traffic(n, rng.randint(0, n), seed, compute_s=rng.choice((0.0, 0.0, 0.3, 1.0)))
+        for changes in range(1, rng.randint(2, 4)):
+            machine = rng.randrange(len(job.rates))
+            job.rates[machine] = MBIT * rng.choice((1.0, 0.7, 0.5, 0.25))
+            job.run(rng.uniform(35.0, 60.0))
+            assert len(job.epochs) <= 2 * changes, (seed, job.rates, job.epochs)
+            assert job.over_optimum < 1.1, (seed, job.rates, job.epochs)
