@@ -1,11 +1,12 @@
 """What watching a training costs: metrics with a scraper that asks every page each second, logs as JSON, all of it.
 
-    python -m benchmarks.observability [--turns 12] [--steps 100] [--json FILE]
+    python -m benchmarks.observability [--rounds 4] [--turns 6] [--steps 50] [--json FILE]
 
 All contenders are jobs of the same training, alive at the same time on two emulated machines and a CPU machine, and
 take turns: one makes steps while the others wait in a read. So what else happens on the machine happens to all. Each
-turn of a contender is compared with the turn of the job without anything ("off") just before it. The table has the
-median of these differences, and the middle half of them; a machine that is used for other things meanwhile makes it
+turn of a contender is compared with a turn of the job without anything ("off") just before or after it, and jobs are
+started anew in each round: two jobs alike differ by some percent for as long as they live. The table has the median of
+these differences, and the middle half of them; a machine that is used for other things meanwhile makes it
 wide. Processor time is that of all of a job's processes: it also shows what idle cores hide. "off, again" is a second
 job without anything: it differs by noise. A second table has what each thing that is done takes by itself, as a share
 of a second, in which it is done once, or of a step.
@@ -55,8 +56,9 @@ CONTENDERS = (
 def main() -> None:
     """Run the benchmark, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=12, help="of each contender")
-    parser.add_argument("--steps", type=int, default=100, help="in a turn")
+    parser.add_argument("--rounds", type=int, default=4, help="each with new jobs")
+    parser.add_argument("--turns", type=int, default=6, help="of each contender in a round")
+    parser.add_argument("--steps", type=int, default=50, help="in a turn")
     parser.add_argument("--width", type=int, default=1000, help="of the model: three layers of WIDTH x WIDTH")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
@@ -64,7 +66,10 @@ def main() -> None:
     if arguments.rank:
         run_rank(arguments.width)
         return
-    figures = measure(arguments.turns, arguments.steps, arguments.width)
+    figures: Figures = {contender.name: [] for contender in CONTENDERS}
+    for number in range(arguments.rounds):
+        measure(figures, arguments.turns, arguments.steps, arguments.width)
+        print(f"round {number + 1} of {arguments.rounds} is over", file=sys.stderr)
     table, alone = summary(figures), pieces(statistics.median(turn["ms"] for turn in figures["off"]))
     print(f"{to_text(table, arguments.steps)}\n\n{alone_to_text(alone)}")
     if arguments.json:
@@ -97,8 +102,12 @@ def run_rank(width: int) -> None:
     bps.shutdown()
 
 
-def measure(turns: int, steps: int, width: int) -> dict[str, list[dict[str, float]]]:
-    """By contender, of each of its turns: ms and processor ms of a step."""
+#: By contender, of each of its turns: ms and processor ms of a step.
+Figures = dict[str, list[dict[str, float]]]
+
+
+def measure(figures: Figures, turns: int, steps: int, width: int) -> None:
+    """Add the figures of a round."""
     with contextlib.ExitStack() as stack:
         jobs: dict[str, tuple[Job, Sequence[int]]] = {}
         for index, contender in enumerate(CONTENDERS):
@@ -113,10 +122,10 @@ def measure(turns: int, steps: int, width: int) -> dict[str, list[dict[str, floa
             job.meet()
             job.tell(str(steps))  # libraries are loaded, memory is touched
             jobs[contender.name] = job, pages(first) if contender.is_scraped else ()
-        figures: dict[str, list[dict[str, float]]] = {contender.name: [] for contender in CONTENDERS}
-        for _ in range(turns):
-            for contender in CONTENDERS[1:]:  # each beside "off", in turn
-                for name in (CONTENDERS[0].name, contender.name):
+        for turn in range(turns):
+            for contender in CONTENDERS[1:]:
+                pair = (CONTENDERS[0].name, contender.name)
+                for name in pair if turn % 2 == 0 else pair[::-1]:
                     job, ports = jobs[name]
                     before = sum(job.cpu_s().values())
                     with scraping(ports):
@@ -124,7 +133,6 @@ def measure(turns: int, steps: int, width: int) -> dict[str, list[dict[str, floa
                     used_s = sum(job.cpu_s().values()) - before
                     ms = max(answer["ms"] for answer in answers)
                     figures[name].append({"ms": ms, "cpu_ms": used_s / steps * 1e3})
-    return figures
 
 
 def pages(first: int) -> list[int]:
@@ -160,7 +168,7 @@ def scraping(ports: Sequence[int]) -> Iterator[None]:
             thread.join()
 
 
-def summary(figures: dict[str, list[dict[str, float]]]) -> list[dict[str, Any]]:
+def summary(figures: Figures) -> list[dict[str, Any]]:
     """A row for each contender: medians, and differences from the turns of "off" beside its own."""
     rows: list[dict[str, Any]] = []
     off = figures[CONTENDERS[0].name]
@@ -169,7 +177,7 @@ def summary(figures: dict[str, list[dict[str, float]]]) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"name": contender.name}
         for unit in ("ms", "cpu_ms"):
             row[unit] = statistics.median(turn[unit] for turn in own)
-            if index:  # the turn of "off" just before
+            if index:  # the turn of "off" beside it
                 beside = off[index - 1 :: len(CONTENDERS) - 1]
                 more = [100 * (mine[unit] / its[unit] - 1) for mine, its in zip(own, beside, strict=True)]
                 quarters = statistics.quantiles(more, n=4) if len(more) > 1 else [more[0]] * 3
@@ -181,7 +189,7 @@ def summary(figures: dict[str, list[dict[str, float]]]) -> list[dict[str, Any]]:
 def to_text(rows: list[dict[str, Any]], steps: int) -> str:
     """The table in Markdown."""
     lines = [
-        f"A step, median of turns of {steps}; the difference from the turn of 'off' before: median and middle half.",
+        f"A step, median of turns of {steps}; the difference from the turn of 'off' beside it: median, middle half.",
         "",
         "| | ms | difference | processor ms, all processes | difference |",
         "|---|---|---|---|---|",

@@ -71,7 +71,7 @@ METRICS: tuple[Metric, ...] = (
     _counter("cpu_seconds", _SERVICES, "processor time of the service, all threads"),
     _gauge("resident_memory_bytes", _SERVICES, "resident memory of the service"),
     _gauge("link_bytes_per_second", _SERVICES, "rate of the machine's network link in each direction, as configured or measured", "Only on the scheduler's page."),
-    _gauge("member_up", _SERVICES, "1: the member is there; 0: it is lost", "Only on the scheduler's page. A member that has left in order has no line, nor has one whose place another has taken; of lost ones, the latest 32 have."),
+    _gauge("member_up", _SERVICES, "1: the member is there; 0: it is lost", "Only on the scheduler's page. A member that has left in order has no line, nor has one whose place another has taken. A lost one has a line for an hour, and only the latest 32 do."),
     _gauge("member_heartbeat_age_seconds", _SERVICES, "time since the scheduler has heard from the member", "Only on the scheduler's page."),
     _gauge("job_state", (SCHEDULER,), "1 for the state in which the job is, 0 for the others", extra=("state",)),
     _gauge("epoch", (SCHEDULER,), "number of the present membership: it grows when members, or their shares, change"),

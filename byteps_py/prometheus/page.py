@@ -17,6 +17,7 @@ import errno
 import os
 import socket
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, TimeoutError as FutureTimeoutError
@@ -41,6 +42,7 @@ REQUEST_TIMEOUT_S = 5.0
 #: An event loop that is busy for longer answers no page.
 ANSWER_TIMEOUT_S = 3.0
 _MOST_REQUESTS = 8  # at a time
+_RETRY_S = 0.1
 
 
 def port_of(settings: Settings, role: str) -> int:
@@ -88,7 +90,7 @@ class MetricsPage:
         self._has_warned = False
         self._who = who
         self._server = _HttpServer(host, port, self._handler())
-        self._thread = threading.Thread(target=self._server.serve_forever, name="byteps-metrics", daemon=True)
+        self._thread = threading.Thread(target=self._server.serve, name="byteps-metrics", daemon=True)
         self._thread.start()
 
     @property
@@ -98,8 +100,7 @@ class MetricsPage:
 
     def close(self) -> None:
         """Stop listening. Requests under way are cut off after their time limit."""
-        self._server.shutdown()
-        self._server.server_close()
+        self._server.stop()
         self._thread.join(REQUEST_TIMEOUT_S)
 
     def text(self) -> bytes:
@@ -150,9 +151,9 @@ class _HttpServer(HTTPServer):
     def __init__(self, host: str, port: int, handler: type[BaseHTTPRequestHandler]) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._free = threading.BoundedSemaphore(_MOST_REQUESTS)
+        self._is_stopped = False
         super().__init__((host, port), handler)
-        itself = weakref.ref(self)
-        os.register_at_fork(after_in_child=lambda: _close_in_child(itself()))
+        _open.add(self)
 
     def server_bind(self) -> None:
         """As in http.server, but no name is looked up."""
@@ -160,6 +161,23 @@ class _HttpServer(HTTPServer):
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+
+    def serve(self) -> None:
+        """Take connections until ``stop``. Unlike serve_forever, it wakes up for nothing else, and ends at once."""
+        while not self._is_stopped:
+            try:
+                request, address = self.socket.accept()
+            except OSError:  # stopped, or no descriptors are left
+                time.sleep(0.0 if self._is_stopped else _RETRY_S)
+                continue
+            self.process_request(request, address)
+
+    def stop(self) -> None:
+        """End ``serve``. Another thread than its own."""
+        self._is_stopped = True
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)  # wakes accept()
+        self.server_close()
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self._free.acquire(blocking=False):
@@ -177,10 +195,17 @@ class _HttpServer(HTTPServer):
             self._free.release()
 
 
-def _close_in_child(server: _HttpServer | None) -> None:
+#: Those of this process.
+_open: weakref.WeakSet[_HttpServer] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
     """A forked child, such as a DataLoader's, may outlive its rank, which is started again and needs the port."""
-    if server is not None:
+    for server in list(_open):
         server.socket.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 class _Collected:

@@ -12,6 +12,8 @@ from byteps_py.prometheus.metrics import BY_NAME, PREFIX, RANK, SCHEDULER, SERVE
 from byteps_py.proto import control_pb2 as pb
 
 MOST_AWAITED = 16
+#: Lost members have a line for so long, and only the latest of them.
+LOST_S = 3600.0
 MOST_LOST = 32
 _STATES = {1: "forming", 2: "running", 3: "failed", 4: "ended"}
 _BYTES_PER_MBIT = 125_000
@@ -112,7 +114,8 @@ def of_status(job: str, status: pb.StatusReply) -> Iterator[MetricSample]:
             "shadow_step": status.shadow.step,
             "shadow_survives_loss": float(status.shadow.step > 0 and status.shadow.survives != "nothing"),
         })  # fmt: skip
-    there = {_place(job, member.member): member for member in lost[-MOST_LOST:]}
+    lately = [member for member in lost if member.heartbeat_age_s < LOST_S]
+    there = {_place(job, member.member): member for member in lately[-MOST_LOST:]}
     there |= {
         _place(job, member.member): member for member in status.members if member.alive
     }  # also in a lost one's place

@@ -107,6 +107,13 @@ def test_a_lost_member_is_down_and_has_no_figures_and_one_that_has_left_has_no_l
     assert not [each for each in found if each.place.machine == "cpu-10.0.0.6:7000"]
 
 
+def test_a_lost_member_has_no_line_after_an_hour() -> None:
+    members = [member(number, 2, -1, alive=False, heartbeat_age_s=age_s) for number, age_s in ((1, 3700), (2, 3500))]
+    found = list(samples.of_status("j", pb.StatusReply(members=members)))
+    assert [each.place.machine for each in found if each.name == "byteps_member_up"] == ["cpu-10.0.0.2:7000"]
+    assert [each.value for each in found if each.name == "byteps_members_lost_total"] == [2.0]
+
+
 def test_a_member_in_the_place_of_a_lost_one_is_up() -> None:
     lost, new = member(1, 1, 0, alive=False), member(2, 1, 0)
     for members in ([lost, new], [new, lost]):
