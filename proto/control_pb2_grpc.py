@@ -54,6 +54,11 @@ class SchedulerStub(object):
                 request_serializer=control__pb2.ScaleRequest.SerializeToString,
                 response_deserializer=control__pb2.ScaleReply.FromString,
                 _registered_method=True)
+        self.Collect = channel.unary_stream(
+                '/byteps.Scheduler/Collect',
+                request_serializer=control__pb2.CollectRequest.SerializeToString,
+                response_deserializer=control__pb2.Answer.FromString,
+                _registered_method=True)
 
 
 class SchedulerServicer(object):
@@ -89,6 +94,14 @@ class SchedulerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Collect(self, request, context):
+        """What the flight recorders of all members hold, one Answer for each, and for each member that does not answer. For
+        `bps dump`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SchedulerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -111,6 +124,11 @@ def add_SchedulerServicer_to_server(servicer, server):
                     servicer.Scale,
                     request_deserializer=control__pb2.ScaleRequest.FromString,
                     response_serializer=control__pb2.ScaleReply.SerializeToString,
+            ),
+            'Collect': grpc.unary_stream_rpc_method_handler(
+                    servicer.Collect,
+                    request_deserializer=control__pb2.CollectRequest.FromString,
+                    response_serializer=control__pb2.Answer.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -221,6 +239,33 @@ class Scheduler(object):
             '/byteps.Scheduler/Scale',
             control__pb2.ScaleRequest.SerializeToString,
             control__pb2.ScaleReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Collect(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/byteps.Scheduler/Collect',
+            control__pb2.CollectRequest.SerializeToString,
+            control__pb2.Answer.FromString,
             options,
             channel_credentials,
             insecure,

@@ -61,6 +61,7 @@ from byteps_py.tensors import Op
 from byteps_py.wire.control_link import Connect, ControlEvents, ControlLink
 from byteps_py.wire.data_link import MAX_WAITED_US, READER_KINDS, Header, Kind, pack_names
 from byteps_py.wire.launch_protocol import GIVEN_UP_STATUS, Blame, send_notice
+from byteps_py.wire.recording_answers import send_recordings
 
 _ORPHAN_CHECK_S = 0.5
 DRAIN_LIMIT_S = 30.0  # how long it goes on after SIGTERM if no other server takes its keys
@@ -369,6 +370,8 @@ class SummationService:
                 if goes_on or not send_notice(*notice):
                     logger.log(self._bad_news, "%s", text)
                 self._abandon(1, "the job has failed")
+            case "ask" if self._link is not None:
+                send_recordings(message.ask, [], self._link.send, self._loop.post)
             case "stop":
                 logger.info("the job is over: %s", message.stop.reason)
                 if message.stop.keep_states:

@@ -18,6 +18,7 @@ from byteps_py.runtime import Runtime
 from byteps_py.system.log import logger
 from byteps_py.tensors import TensorSpec
 from byteps_py.wire.rank_link import unpack_spec
+from byteps_py.wire.recording_answers import RecorderMemory
 from byteps_py.wording import count_text
 from byteps_py.worker.core import credit, pieces
 from byteps_py.worker.core.agreement import Agreement
@@ -305,6 +306,14 @@ class Group:
             statistics.bytes_sent += self.network.bytes_sent
             statistics.bytes_received += self.network.bytes_received
             statistics.bytes_local += self.network.bytes_local
+
+    def recorders(self) -> list[RecorderMemory]:
+        """The flight recorders of the local ranks."""
+        first, ranks = self.topology.first_rank, self.executor.ranks
+        return [
+            RecorderMemory(f"rank {first + local}", ranks[local].flight_fd if local in ranks else -1)
+            for local in range(self.topology.local_size)
+        ]
 
     def sample_stacks(self, ranks: Iterable[int]) -> None:
         """Others wait for these ranks: what are those of this machine doing?"""

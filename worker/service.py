@@ -22,6 +22,7 @@ from byteps_py.system.machine import local_socket
 from byteps_py.tensors import DType, Op
 from byteps_py.wire.control_link import Connect, ControlEvents
 from byteps_py.wire.launch_protocol import Blame, send_notice
+from byteps_py.wire.recording_answers import send_recordings
 from byteps_py.wording import STOPPED
 from byteps_py.worker.core.deadlines import FailureSuspicions, StallDeadline, Starting
 from byteps_py.worker.core.pieces import PieceRequest, Receipt
@@ -214,6 +215,9 @@ class CommunicationService:
             logger.warning("%s", message.stalled.message, extra=log.about(tensor=message.stalled.tensor))
             if self._group is not None:
                 self._group.sample_stacks(message.stalled.missing)
+        elif body == "ask":
+            recorders = self._group.recorders() if self._group is not None else []
+            send_recordings(message.ask, recorders, self._link.send, self._loop.post)
         elif body == "slow":
             logger.warning("%s", message.slow.message)
             if self._group is not None and message.slow.unserved:

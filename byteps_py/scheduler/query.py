@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from byteps_py.config.settings import Settings
@@ -17,6 +17,7 @@ from byteps_py.system.log import silence_grpc
 from byteps_py.wording import count_text, sendable
 
 _RETRY_S = 0.1
+_GRACE_S = 10.0
 _MOST_RETRIES_S = 4.0  # a scheduler that has a secret hangs up on a process without one, again and again
 STATE_WORDS = {1: "forming", 2: "running", 3: "failed", 4: "ended"}
 
@@ -46,7 +47,15 @@ def scale(settings: Settings, servers: int, addresses: Sequence[str], timeout_s:
     return reply.servers
 
 
-def _ask(settings: Settings, method: str, request: object, timeout_s: float):  # type: ignore[no-untyped-def]
+def collect(settings: Settings, timeout_s: float = 30.0) -> Iterator[pb.Answer]:
+    """What the flight recorders of all members hold, as it comes; an Answer with an error for each member that has none
+    in ``timeout_s``. Raises like ``status``."""
+    yield from _ask(settings, "Collect", pb.CollectRequest(timeout_s=timeout_s), timeout_s + _GRACE_S, is_stream=True)
+
+
+def _ask(  # type: ignore[no-untyped-def]
+    settings: Settings, method: str, request: object, timeout_s: float, is_stream: bool = False
+):
     silence_grpc()
     import grpc
 
@@ -61,7 +70,8 @@ def _ask(settings: Settings, method: str, request: object, timeout_s: float):  #
         while True:
             left_s = max(0.01, began_s + timeout_s - time.monotonic())
             try:
-                return getattr(stub, method)(request, timeout=left_s, metadata=rpc.metadata(settings))
+                answers = getattr(stub, method)(request, timeout=left_s, metadata=rpc.metadata(settings))
+                return list(answers) if is_stream else answers
             except grpc.RpcError as error:
                 if not rpc.is_dropped(error) or time.monotonic() + _RETRY_S >= until_s:
                     raise rpc.explain(settings.scheduler_address, error, timeout_s) from error

@@ -28,7 +28,8 @@ from byteps_py.scheduler.job import Finish
 from byteps_py.scheduler.member_links import journal as journals
 from byteps_py.scheduler.member_links.journal import Journal, Restored, journal_path
 from byteps_py.scheduler.member_links.links import MemberLinks, Sent, StreamClosed, StreamMessage, StreamOpened
-from byteps_py.scheduler.roster import ClusterConfig, describe
+from byteps_py.scheduler.recording_collector import Collector
+from byteps_py.scheduler.roster import ClusterConfig, MemberRecord, describe
 from byteps_py.scheduler.rpc import retry_steadily
 from byteps_py.system.log import logger
 from byteps_py.system.machine import is_loopback, require_secret
@@ -39,7 +40,10 @@ STOP_GRACE_S = 1.0
 UNREGISTERED = "a process"  # the name of a connection that has not registered
 MAX_BACKLOG = 20_000  # messages that wait for one connection; one that has more is cut off
 
+MOST_COLLECT_S = 600.0
+
 Context = grpc.aio.ServicerContext[pb.MemberMessage, pb.SchedulerMessage]
+CollectContext = grpc.aio.ServicerContext[pb.CollectRequest, pb.Answer]
 
 
 class _MemberStream:
@@ -78,6 +82,7 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
         self._unknown: set[str] = set()  # processes that ask again and again, as members of another journal's job
         self._logged_reason = ""
         self._happened = asyncio.Event()
+        self._collector = Collector(lambda stream, message: self._send(Sent(stream, message)), self._present)
         self._bug: Exception | None = None
 
     async def run(self) -> Finish:
@@ -144,6 +149,9 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
     def _adopt(self, restored: Restored) -> None:
         self._links, self._config = restored.links, restored.config
         self._clock_s = restored.at_s - time.monotonic()
+
+    def _present(self) -> dict[int, MemberRecord]:
+        return self._links.present()
 
     def _now_s(self) -> float:
         return self._clock_s + time.monotonic()
@@ -272,6 +280,9 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
             async for message in requests:
                 if message.HasField("register"):
                     stream.who = describe(message.register)
+                if message.HasField("answer"):
+                    self._collector.answered(number, message.answer)
+                    continue
                 try:
                     self._deliver(self._links.handle(StreamMessage(number, message), self._now_s()))
                 except Exception as error:
@@ -297,6 +308,11 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
         except UsageError as error:
             return pb.ScaleReply(error=str(error))
         return pb.ScaleReply(servers=len(self._links.core.job.roster.cpu_servers()))
+
+    async def Collect(self, request: pb.CollectRequest, context: CollectContext) -> None:  # noqa: N802
+        await self._authenticator.authenticate(context)
+        async for found in self._collector.collect(min(max(request.timeout_s, 0.1), MOST_COLLECT_S)):
+            await context.write(found)
 
 
 def listening_address(settings: Settings) -> tuple[str, int]:

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import os
 import pickle
 import re
 import shutil
 import signal
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -37,15 +39,16 @@ _KEPT_FOLDERS = 20
 # ---- torch's format ------------------------------------------------------------------------------------------
 
 
-def to_torch(recording: Recording) -> dict[str, Any]:
+def to_torch(recording: Recording, first_id: int | None = None) -> dict[str, Any]:
     """``recording`` as torch's flight recorder writes it. Times are in ns since the epoch. Beside torch's, the keys are
     "byteps" (Recording.about, the two clocks, how many operations were overwritten) and, of entries, "nbytes", "step",
-    "mesh_dim" and "error".
+    "mesh_dim" and "error". ``first_id``: of the first record; by default, how many are lost.
 
     >>> to_torch(Recording({"rank": 3}, 0, 0, [], []))["version"]
     '2.10'
     """
     used = {span.group.id: span.group for span in recording.spans}
+    first_id = recording.lost if first_id is None else first_id
     return {
         "version": VERSION,
         "comm_lib_version": "",
@@ -54,7 +57,7 @@ def to_torch(recording: Recording) -> dict[str, Any]:
             for group in used.values()
         },
         "pg_status": {str(group.id): _status(recording.spans, group) for group in used.values()},
-        "entries": [_entry(recording, at, span) for at, span in enumerate(recording.spans)],
+        "entries": [_entry(recording, first_id + at, span) for at, span in enumerate(recording.spans)],
         "rank": recording.about.get("rank", 0),
         "byteps": {
             **recording.about,
@@ -86,7 +89,7 @@ def _entry(recording: Recording, at: int, span: FlightSpan) -> dict[str, Any]:
     group, is_pair = span.group, span.group.kind == "pair"
     has_tensors = span.operation != "barrier"
     entry: dict[str, Any] = {
-        "record_id": recording.lost + at,
+        "record_id": at,
         "pg_id": group.id,
         "process_group": (_name(group), _description(group)),
         "collective_seq_id": span.sequence,
@@ -129,14 +132,36 @@ def _way(span: FlightSpan) -> str:
 # ---- files ---------------------------------------------------------------------------------------------------
 
 
-def write_dump(recording: Recording, folder: Path) -> Path:
+def aligned(recordings: Sequence[Recording]) -> list[Recording]:
+    """``recordings`` of several ranks without the operations that some of them have overwritten already, which torch's
+    analyser would take for missing: of each group, all begin with the same one."""
+    first: dict[tuple[str, tuple[int, ...]], int] = {}
+    for recording in recordings:
+        if recording.lost:
+            oldest: dict[tuple[str, tuple[int, ...]], int] = {}
+            for span in recording.spans:
+                oldest.setdefault((span.group.name, span.group.ranks), span.sequence)
+            for key, sequence in oldest.items():
+                first[key] = max(first.get(key, 0), sequence)
+    return [
+        dataclasses.replace(
+            recording,
+            spans=[
+                span for span in recording.spans if span.sequence >= first.get((span.group.name, span.group.ranks), 0)
+            ],
+        )
+        for recording in recordings
+    ]
+
+
+def write_dump(recording: Recording, folder: Path, first_id: int | None = None) -> Path:
     """Write ``recording`` as ``folder/rank_N``, whole or not at all; makes the folder. Returns the path. Raises
     OSError."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = folder / f"{PREFIX}{recording.about.get('rank', 0)}"
     unfinished = folder / f".new-{os.getpid()}-{threading.get_ident()}"
     try:
-        unfinished.write_bytes(pickle.dumps(to_torch(recording), protocol=2))
+        unfinished.write_bytes(pickle.dumps(to_torch(recording, first_id), protocol=2))
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)

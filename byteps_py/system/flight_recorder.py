@@ -50,8 +50,8 @@ _GROUPS_BYTES = 8 << 20  # reserved; memory that nothing was written to does not
 _MAX_RANKS = 1 << 20
 _MAX_DIMENSIONS = 4
 # number, sequence, bytes, step | times: enqueued, started, ended | group | operation, state, types and dimensions of
-# the input and the output | the shapes
-_RECORD = struct.Struct("<QQQI3QI6B8I")
+# the input and the output | the shapes | the number again: a record without it is being written
+_RECORD = struct.Struct("<QQQI3QI6B8IQ")
 _HEAD = struct.Struct("<8sIIQQQI")  # magic, records, bytes of a record, wall and monotonic time, bytes of groups, about
 _HEAD_GROUPS = struct.Struct("<Q")
 _HEAD_GROUPS_AT = 8 + 4 + 4 + 8 + 8
@@ -237,7 +237,7 @@ class FlightRecorder:
             _RECORD.pack_into(
                 self._memory, _HEADER_BYTES + number % self._capacity * _RECORD_BYTES,
                 number, group.count, nbytes, self.step, time.monotonic_ns() if at_ns is None else at_ns, 0, 0,
-                group.id, operation, SCHEDULED, input[0], output[0], ins, outs, *ins_shape, *outs_shape,
+                group.id, operation, SCHEDULED, input[0], output[0], ins, outs, *ins_shape, *outs_shape, number,
             )  # fmt: skip
         return number
 
@@ -317,6 +317,19 @@ def read_recording(fd: int) -> Recording:
     return parse_recording(os.pread(fd, min(nbytes, _MAX_FILE_BYTES), 0))
 
 
+def copy_recording(fd: int) -> bytes:
+    """The bytes of such a memory, without zeros at its end, for ``parse_recording``. Raises UsageError if ``fd`` holds
+    no recording."""
+    head = os.pread(fd, _HEAD.size, 0)
+    try:
+        magic, capacity, record_bytes, *_, groups_bytes, _ = _HEAD.unpack(head)
+    except struct.error:
+        magic = b""
+    if magic != _MAGIC:
+        raise UsageError("this is no recording of a flight recorder")
+    return os.pread(fd, min(_HEADER_BYTES + capacity * record_bytes + groups_bytes, _MAX_FILE_BYTES), 0)
+
+
 _MAX_FILE_BYTES = 1 << 30
 
 
@@ -333,7 +346,7 @@ def parse_recording(data: bytes) -> Recording:
         for at in range(_HEADER_BYTES, groups_at, _RECORD_BYTES):
             record = _RECORD.unpack_from(data, at)
             newest = max(newest, record[0])
-            if record[0] and (span := _span(record, groups)) is not None:
+            if 0 < record[0] == record[-1] and (span := _span(record, groups)) is not None:
                 spans.append(span)
     except (struct.error, ValueError, TypeError, LookupError) as error:
         raise UsageError(f"this is no recording of a flight recorder ({error})") from None
@@ -365,7 +378,7 @@ def _span(record: tuple[int, ...], groups: dict[int, FlightGroup]) -> FlightSpan
     number, sequence, nbytes, step, enqueued, started, ended, group, operation, state, ins, outs, *rest = record
     if state >= WITHDRAWN or operation >= len(OPERATIONS) or max(ins, outs) >= len(DTYPES):
         return None
-    count_in, count_out, *sizes = rest
+    count_in, count_out, *sizes, _ = rest
     return FlightSpan(
         number, groups.get(group, _UNKNOWN), sequence, OPERATIONS[operation], nbytes, step, enqueued, started, ended,
         _STATES[state], _shape(count_in, sizes[:4]), _shape(count_out, sizes[4:]), DTYPES[ins], DTYPES[outs],

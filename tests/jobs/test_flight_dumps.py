@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
 import pickle
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support.breaking import command, environ_of
 from support.clusters import ROOT, bpslaunch, clean_environment
 
 PROGRAM = ROOT / "tests" / "programs" / "flight_recorder.py"
@@ -18,8 +22,12 @@ def analysis(folder: Path) -> str:
     """What torch's analyser says of the dumps of the only job below ``folder``."""
     (job,) = folder.iterdir()
     assert sorted(each.name for each in job.iterdir()) == [f"rank_{rank}" for rank in range(SIZE)]
-    command = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", str(job)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=clean_environment())
+    return fr_trace(job)
+
+
+def fr_trace(folder: Path, *options: str) -> str:
+    line = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", str(folder), *options]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False, env=clean_environment())
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
 
@@ -81,3 +89,41 @@ def test_the_culprit_of_a_stalled_job_is_named(tmp_path: Path, how: str, expecte
     for text in expected:
         assert text in said, said
     assert said.count("sequence number") == 1, said  # and nothing else is wrong
+
+
+def test_a_job_that_hangs_is_dumped_from_all_machines(tmp_path: Path) -> None:
+    """Python does not run on the rank that the others wait for."""
+    launch = [sys.executable, "-m", "byteps_py.launch", "-np", "2", "--machines", "2"]
+    with command(*launch, sys.executable, str(PROGRAM), "hang") as job:
+        job.until(*(f"rank {rank}: hangs" for rank in range(SIZE)))
+        (address,) = [line.split()[-1] for line in job.said if line.startswith("bpslaunch: job at")]
+        frozen = job.pid("byteps_py.worker", DMLC_WORKER_ID="1")
+        environ = {**clean_environment(), "XDG_RUNTIME_DIR": environ_of(frozen)["XDG_RUNTIME_DIR"]}
+
+        def dump(name: str, *options: str) -> subprocess.CompletedProcess[str]:
+            line = [sys.executable, "-m", "byteps_py.cli", "dump", "--scheduler", address, "-o", str(tmp_path / name)]
+            return subprocess.run(
+                [*line, *options], capture_output=True, text=True, timeout=60, check=False, env=environ
+            )
+
+        done = dump("all")
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout == (
+            f"4 ranks (0-3): {tmp_path}/all/rank_N\n"
+            f"  python -m torch.distributed.flight_recorder.fr_trace {tmp_path}/all\n"
+        )
+        assert "missing ranks: {2}" in fr_trace(tmp_path / "all")
+        again = dump("all")
+        assert again.returncode == 2
+        assert "is not empty" in again.stderr
+
+        os.kill(frozen, signal.SIGSTOP)
+        partly = dump("some", "--timeout", "0.5", "--json")
+        os.kill(frozen, signal.SIGCONT)
+        found = json.loads(partly.stdout)
+        assert (partly.returncode, found["ranks"]) == (1, [0, 1]), partly
+        ((who, why),) = found["missing"].items()
+        assert who.startswith("ranks 2-3 of worker 1 "), found
+        assert why == "it has not answered"
+        said = fr_trace(tmp_path / "some", "--allow-incomplete-ranks")
+        assert "we missed FR dumps from ranks ({2, 3})" in said, said

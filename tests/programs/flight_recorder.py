@@ -1,8 +1,10 @@
 """Ranks of a job with operations of every kind; then, by argument: "signal" (each sends itself SIGUSR1, for which some
-have handlers already), "missing" (rank 2 leaves a collective out), "another" (rank 2 calls another one)."""
+have handlers already), "missing" (rank 2 leaves a collective out), "another" (rank 2 calls another one), "hang" (as
+"missing", until the program is killed; Python does not run on rank 2)."""
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import os
 import signal
@@ -42,6 +44,11 @@ def main(how: str) -> None:
     store = dist.distributed_c10d._get_default_store()
     if how == "signal":
         os.kill(os.getpid(), signal.SIGUSR1)
+    elif how == "hang":
+        print(f"rank {rank}: hangs", flush=True)
+        if rank == CULPRIT:
+            ctypes.PyDLL(None).sleep(1000)  # it does not release the GIL
+        dist.all_reduce(torch.ones(8, 4))
     elif rank != CULPRIT:
         stall(dist.all_reduce(torch.ones(8, 4), async_op=True))
     elif how == "another":

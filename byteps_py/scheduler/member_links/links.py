@@ -48,7 +48,7 @@ from byteps_py.scheduler.core import (
 )
 from byteps_py.scheduler.job import ENDED, FAILED, FORMING, Finish, Outgoing
 from byteps_py.scheduler.member_links.protocol import UNNUMBERED, Outbox
-from byteps_py.scheduler.roster import ClusterConfig, describe
+from byteps_py.scheduler.roster import ClusterConfig, MemberRecord, describe
 
 #: In heartbeat timeouts: how long members have to come back, and how long strangers wait for them.
 LIMIT = 5
@@ -58,7 +58,7 @@ STRANGERS_WAIT = 2
 Home = tuple[str, int]
 
 #: The answers of the scheduler to messages without a number: they may be lost with a connection, as those may.
-_FLEETING = ("stalled", "stack_report", "slow")
+_FLEETING = ("stalled", "stack_report", "slow", "ask")
 
 #: The event that a record is of, by the kind of its body.
 _EVENTS: Mapping[str, Callable[[JournalRecord], Event]] = {
@@ -332,6 +332,12 @@ class MemberLinks:
         return float(state["at_s"])
 
     # ---- questions -------------------------------------------------------------------------------------------
+
+    def present(self) -> dict[int, MemberRecord]:
+        """The members that are connected, by stream."""
+        on_stream = {link.id: stream for stream, link in self._on_stream.items()}
+        members = self.core.job.roster.present()
+        return {on_stream[each.connection]: each for each in members if each.connection in on_stream}
 
     @property
     def is_abandoned(self) -> bool:

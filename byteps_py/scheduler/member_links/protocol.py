@@ -24,7 +24,7 @@ M = TypeVar("M")
 
 TOKEN_BYTES = 16
 #: Reports that a newer one soon replaces: they are not kept and have no number.
-UNNUMBERED = ("heartbeat", "stack_report")
+UNNUMBERED = ("heartbeat", "stack_report", "answer")
 
 
 class Outbox(Generic[M]):

@@ -1,0 +1,68 @@
+"""A member's part in collecting what flight recorders hold: its answer to an Ask. See recording_collector.py."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from byteps_py.errors import UsageError
+from byteps_py.proto import control_pb2 as pb
+from byteps_py.system.flight_recorder import copy_recording
+
+_MOST_BYTES = 28 << 20  # of a recording, so that its message is below gRPC's limit
+
+
+@dataclass(frozen=True, slots=True)
+class RecorderMemory:
+    """``who``: "rank 3". ``fd``: of its memory; below 0: it has none."""
+
+    who: str
+    fd: int
+
+
+def send_recordings(
+    ask: pb.Ask,
+    recorders: Sequence[RecorderMemory],
+    send: Callable[[pb.MemberMessage], None],
+    post: Callable[[Callable[[], None]], None],
+) -> None:
+    """Answer ``ask``. ``send`` is called in this thread, or, where a recording has to be packed first, through
+    ``post``. The descriptors may be closed after this call."""
+    received_ns = time.monotonic_ns()
+    if not ask.recordings or not recorders:
+        send(pb.MemberMessage(answer=_stamped(pb.Answer(request=ask.request, is_last=True), received_ns)))
+        return
+    copies = [RecorderMemory(each.who, os.dup(each.fd) if each.fd >= 0 else -1) for each in recorders]
+
+    def pack() -> None:
+        for at, each in enumerate(copies):
+            found = pb.Answer(request=ask.request, who=each.who, is_last=at + 1 == len(copies))
+            try:
+                found.recording = _packed(each)
+            except (UsageError, OSError) as error:
+                found.error = str(error)
+            finally:
+                if each.fd >= 0:
+                    os.close(each.fd)
+            message = pb.MemberMessage(answer=_stamped(found, received_ns))
+            post(lambda message=message: send(message))  # type: ignore[misc]
+
+    threading.Thread(target=pack, name="byteps-recordings", daemon=True).start()
+
+
+def _packed(recorder: RecorderMemory) -> bytes:
+    if recorder.fd < 0:
+        raise UsageError("it records nothing: it has not come yet, has left, or has BYTEPS_FLIGHT_RECORDER_SIZE=0")
+    packed = zlib.compress(copy_recording(recorder.fd), 1)
+    if len(packed) > _MOST_BYTES:
+        raise UsageError(f"its recording has {len(packed) >> 20} MB: set BYTEPS_FLIGHT_RECORDER_SIZE to less")
+    return packed
+
+
+def _stamped(found: pb.Answer, received_ns: int) -> pb.Answer:
+    found.received_ns, found.sent_ns = received_ns, time.monotonic_ns()
+    return found
