@@ -120,7 +120,7 @@ class Register(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., job: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., kind: _Optional[_Union[MachineKind, str]] = ..., machine_id: _Optional[str] = ..., machine_index: _Optional[int] = ..., address: _Optional[str] = ..., local_address: _Optional[str] = ..., local_size: _Optional[int] = ..., num_workers: _Optional[int] = ..., num_servers: _Optional[int] = ..., partition_bytes: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., link_mbit: _Optional[float] = ..., token: _Optional[bytes] = ..., received: _Optional[int] = ..., member_id: _Optional[int] = ..., epoch: _Optional[int] = ..., elastic: bool = ..., memory_bytes: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("statistics", "waiting", "ranks", "servers", "shadow", "steps", "calls", "progress", "links", "bare")
+    __slots__ = ("statistics", "waiting", "ranks", "servers", "shadow", "steps", "calls", "progress", "links", "spans", "bare")
     STATISTICS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
@@ -130,6 +130,7 @@ class Heartbeat(_message.Message):
     CALLS_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     LINKS_FIELD_NUMBER: _ClassVar[int]
+    SPANS_FIELD_NUMBER: _ClassVar[int]
     BARE_FIELD_NUMBER: _ClassVar[int]
     statistics: Statistics
     waiting: _containers.RepeatedCompositeFieldContainer[Waiting]
@@ -140,8 +141,35 @@ class Heartbeat(_message.Message):
     calls: _containers.RepeatedCompositeFieldContainer[UnnamedCall]
     progress: _containers.RepeatedCompositeFieldContainer[RankProgress]
     links: _containers.RepeatedCompositeFieldContainer[LinkUsage]
+    spans: _containers.RepeatedCompositeFieldContainer[RankSpans]
     bare: bool
-    def __init__(self, statistics: _Optional[_Union[Statistics, _Mapping]] = ..., waiting: _Optional[_Iterable[_Union[Waiting, _Mapping]]] = ..., ranks: _Optional[_Iterable[_Union[RankPace, _Mapping]]] = ..., servers: _Optional[_Iterable[_Union[ServerPace, _Mapping]]] = ..., shadow: _Optional[_Union[ShadowProtection, _Mapping]] = ..., steps: _Optional[_Iterable[_Union[RankSteps, _Mapping]]] = ..., calls: _Optional[_Iterable[_Union[UnnamedCall, _Mapping]]] = ..., progress: _Optional[_Iterable[_Union[RankProgress, _Mapping]]] = ..., links: _Optional[_Iterable[_Union[LinkUsage, _Mapping]]] = ..., bare: bool = ...) -> None: ...
+    def __init__(self, statistics: _Optional[_Union[Statistics, _Mapping]] = ..., waiting: _Optional[_Iterable[_Union[Waiting, _Mapping]]] = ..., ranks: _Optional[_Iterable[_Union[RankPace, _Mapping]]] = ..., servers: _Optional[_Iterable[_Union[ServerPace, _Mapping]]] = ..., shadow: _Optional[_Union[ShadowProtection, _Mapping]] = ..., steps: _Optional[_Iterable[_Union[RankSteps, _Mapping]]] = ..., calls: _Optional[_Iterable[_Union[UnnamedCall, _Mapping]]] = ..., progress: _Optional[_Iterable[_Union[RankProgress, _Mapping]]] = ..., links: _Optional[_Iterable[_Union[LinkUsage, _Mapping]]] = ..., spans: _Optional[_Iterable[_Union[RankSpans, _Mapping]]] = ..., bare: bool = ...) -> None: ...
+
+class RankSpans(_message.Message):
+    __slots__ = ("rank", "elapsed_s", "own_s", "parts", "stage")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    ELAPSED_S_FIELD_NUMBER: _ClassVar[int]
+    OWN_S_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    elapsed_s: float
+    own_s: float
+    parts: _containers.RepeatedCompositeFieldContainer[SpanPart]
+    stage: int
+    def __init__(self, rank: _Optional[int] = ..., elapsed_s: _Optional[float] = ..., own_s: _Optional[float] = ..., parts: _Optional[_Iterable[_Union[SpanPart, _Mapping]]] = ..., stage: _Optional[int] = ...) -> None: ...
+
+class SpanPart(_message.Message):
+    __slots__ = ("kind", "count", "own_s", "squares_s2")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    OWN_S_FIELD_NUMBER: _ClassVar[int]
+    SQUARES_S2_FIELD_NUMBER: _ClassVar[int]
+    kind: int
+    count: int
+    own_s: float
+    squares_s2: float
+    def __init__(self, kind: _Optional[int] = ..., count: _Optional[int] = ..., own_s: _Optional[float] = ..., squares_s2: _Optional[float] = ...) -> None: ...
 
 class RankProgress(_message.Message):
     __slots__ = ("rank", "steps", "step_s", "last_step_at_s", "tokens", "samples", "exposed_s", "result_bytes", "recoveries", "tokens_per_s", "exposed_share")

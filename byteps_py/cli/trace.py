@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from byteps_py.cli.command import add_command, add_json
+from byteps_py.cli.job_choice import add_job_choice, add_timeout, chosen_settings
 
 _SHOWN = 5
 
@@ -37,22 +38,38 @@ def add_parser(subparsers: Any) -> None:
         "slow-rank",
         help="which rank makes the others wait, why, and what it costs",
         description="Read dumps of flight recorders (pickle or JSON), or traces of torch.profiler, one file for each "
-        "rank. Names the rank, its machine, the reason, and the share of a step that it costs. Clocks need not agree.",
+        "rank; or ask a running job. Names the rank, its machine, the reason, and the share of a step that it costs. "
+        "Clocks need not agree.",
         example="bps trace slow-rank dumps/",
         exits={2: "no file can be read, or nothing in them can be compared"},
     )
-    parser.add_argument("path", type=Path, metavar="DIR|FILE", help="what all ranks have left behind")
+    parser.add_argument(
+        "path", nargs="?", type=Path, metavar="DIR|FILE", help="what all ranks have left behind; none: ask the job"
+    )
+    add_job_choice(parser)
+    add_timeout(parser)
     add_json(parser)
     parser.set_defaults(handler=slow_rank)
 
 
 def slow_rank(arguments: argparse.Namespace) -> int:
-    """Print who is slow. Raises UsageError."""
+    """Print who is slow. Raises UsageError, and RendezvousError if there is no path and no job."""
+    if arguments.path is None:
+        return _slow_now(arguments)
     from byteps_py.tools.slow_rank import as_json, find_slow_ranks, sentences
     from byteps_py.tools.span_files import read_spans
 
     found = find_slow_ranks(read_spans(arguments.path))
     print(json.dumps(as_json(found)) if arguments.json else "\n".join(sentences(found)))
+    return 0
+
+
+def _slow_now(arguments: argparse.Namespace) -> int:
+    """What the scheduler of a running job says."""
+    from byteps_py.scheduler import query
+
+    slow = list(query.status(chosen_settings(arguments), arguments.timeout).slow)
+    print(json.dumps({"slow": slow}) if arguments.json else "\n".join(slow or ["no rank is slow"]))
     return 0
 
 

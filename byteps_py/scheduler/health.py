@@ -16,6 +16,7 @@ from byteps_py.scheduler.job import Job, MessageHandler, Outgoing, ranks_of, to_
 from byteps_py.scheduler.rank_group import RankGroup
 from byteps_py.scheduler.rate_watch import LEAST_GAIN, Change, RateWatch, Usage
 from byteps_py.scheduler.roster import ClusterConfig, MemberRecord
+from byteps_py.scheduler.slow_ranks import SlowRankWatch, Straggler, straggler_sentence
 from byteps_py.scheduler.stalls import Stall, StallWatch, StepSequences, stall_sentences, stall_warnings
 from byteps_py.wording import count_text, ranks_text
 
@@ -329,6 +330,7 @@ class GroupWatch:
         self._links = RateWatch()
         self._links_epoch = 0  # whose rates the links have
         self._remarks: list[str] = []  # on links, for the workers
+        self._stragglers = SlowRankWatch()
 
     def message_handlers(self) -> Mapping[str, MessageHandler]:
         """The handlers of reports, by kind."""
@@ -354,9 +356,14 @@ class GroupWatch:
         elif member.id in self._waiting:
             self._waiting.discard(member.id)
             self._report(member.id, heartbeat, now_s)
+        if not all(each.rank in member.ranks for each in heartbeat.spans):
+            raise ProtocolError("its heartbeat has the spans of ranks that are not its own")
         self._pace.report(member.id, heartbeat.ranks, heartbeat.servers)
-        self._links.report(self._usages(member, heartbeat.links), now_s)
+        usages = self._usages(member, heartbeat.links)
+        self._links.report(usages, now_s)
+        self._stragglers.report(heartbeat.spans, usages, now_s)
         roster, out = self._job.roster, Outgoing()
+        self._remarks += self._straggler_sentences(self._stragglers.new(now_s) if self._job.is_running else ())
         remarks, self._remarks = self._remarks, []
         for remark in remarks:
             out += to_each(roster.workers(), pb.SchedulerMessage(slow=pb.Slow(message=remark)))
@@ -442,8 +449,16 @@ class GroupWatch:
         return [pb.AwaitedRank(rank=rank, age_s=ages[rank]) for rank in sorted(ages)]
 
     def slow(self) -> list[str]:
-        """Sentences on ranks and summation services that are slow."""
-        return self._sentences(self._slow())
+        """Sentences on ranks, links and summation services that are slow."""
+        named = self._stragglers.named() if self._job.is_running else []
+        return [*self._straggler_sentences(named), *self._sentences(self._slow())]
+
+    def _straggler_sentences(self, named: Iterable[Straggler]) -> list[str]:
+        members = {m.id: m.describe() for m in self._job.roster.everyone}
+        return [
+            straggler_sentence(each, self._who([each.who]) if each.is_rank else members.get(each.who, "a machine"))
+            for each in named
+        ]
 
     def _current_stalls(self, least_s: float | None = None) -> list[Stall]:
         size = sum(len(m.ranks) for m in self._job.roster.workers())
@@ -451,7 +466,11 @@ class GroupWatch:
         return self._stalls.stalls(size, voters, joined, least_s)
 
     def _slow(self) -> list[Slow]:
-        return self._pace.slow([m.id for m in self._job.roster.present()]) if self._job.is_running else []
+        if not self._job.is_running:
+            return []
+        known = {each.who for each in self._stragglers.named() if each.is_rank}  # with reason and price
+        slow = self._pace.slow([m.id for m in self._job.roster.present()])
+        return [each for each in slow if not (each.is_rank and each.who in known)]
 
     def _sentences(self, slow: list[Slow]) -> list[str]:
         if not slow:

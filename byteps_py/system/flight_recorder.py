@@ -387,3 +387,47 @@ def _span(record: tuple[int, ...], groups: dict[int, FlightGroup]) -> FlightSpan
 
 def _shape(count: int, sizes: Sequence[int]) -> tuple[int, ...] | None:
     return None if count == NO_SHAPE else tuple(sizes[:count])
+
+
+class RecordingTail:
+    """Follows the memory of a flight recorder: gives each operation once, in their order, after it was completed.
+
+    Not thread-safe. ``fd``: the caller's, which stays open meanwhile.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._next = 1
+        self._groups: dict[int, FlightGroup] = {}
+        magic, self._capacity, record_bytes, *_ = _HEAD.unpack(os.pread(fd, _HEAD.size, 0))
+        if magic != _MAGIC or record_bytes != _RECORD_BYTES or not self._capacity:
+            raise UsageError("this is no recording of a flight recorder")
+
+    def read(self) -> list[FlightSpan]:
+        """Those that are new. One that is not over holds back those that began later, but for a quarter of the
+        memory."""
+        found: list[FlightSpan] = []
+        while (record := self._record(self._next)) is not None:
+            number, state = record[0], record[9]
+            if number > self._next:  # overwritten: others are
+                self._next = number - self._capacity // 2
+                continue
+            if state < COMPLETED and self._record(self._next + self._capacity // 4) is None:
+                break
+            if record[7] not in self._groups:
+                self._read_groups()
+            if state == COMPLETED and (span := _span(record, self._groups)) is not None:
+                found.append(span)
+            self._next += 1
+        return found
+
+    def _record(self, number: int) -> tuple[int, ...] | None:
+        """What is where this number belongs; None if that is older."""
+        at = _HEADER_BYTES + number % self._capacity * _RECORD_BYTES
+        record = _RECORD.unpack(os.pread(self._fd, _RECORD.size, at))
+        return record if record[0] >= number else None
+
+    def _read_groups(self) -> None:
+        at = _HEADER_BYTES + self._capacity * _RECORD_BYTES
+        (nbytes,) = _HEAD_GROUPS.unpack(os.pread(self._fd, _HEAD_GROUPS.size, _HEAD_GROUPS_AT))
+        self._groups = _groups_of(os.pread(self._fd, nbytes, at))

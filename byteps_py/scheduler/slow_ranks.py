@@ -1,0 +1,268 @@
+"""Names ranks, and machines' links, that make a running job slow: why, and at what price. Pure: time is an argument.
+
+Ranks report what part of the time they did their own work, by kinds of operations that followed it, and services what
+they sent to whom (see RankSpans and LinkUsage in the protocol). Ranks that wait for each other take equally long, so:
+
+    the price of a rank = its own work, minus that of the ranks of its stage, as shares of the time
+    reason              = in all kinds of work; only before a step's first operation; or in few long pieces
+    the price of a link = the share of the time in which what it carries would already be there, at the rate of others
+
+A link is compared with others that lead to the same machine (what it sends), or come from the same one (what it
+receives). A rank or link is named once it has been slow for a while, and is free again once it has been quick for
+longer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from byteps_py.proto import control_pb2 as pb
+from byteps_py.scheduler.rate_watch import Usage
+
+COMPUTES, DATA, PAUSES = "computes slowly", "waits for data", "pauses now and then"
+LINK, LINK_OUT, LINK_IN = "has a slow link", "sends slowly", "receives slowly"
+#: Reports of so many seconds are judged together; less than the second is no evidence.
+WINDOW_S = 2.5
+_LEAST_S = 1.2
+#: Less than this is not worth a warning; and a rank must be this many deviations of its peers slower, and that many
+#: times as far from them as the next one.
+LEAST_PRICE = 0.08
+_DEVIATIONS = 5.0
+_AHEAD = 1.5
+#: So many judgements in a row name it; so many, below the part of the price, free it.
+_NAMED_AFTER, _FREE_AFTER, _FREE_PART = 3, 12, 0.5
+#: Its price is known once it grows by less than this from one judgement to the next, or after so many.
+_STEADY, _NAMED_AT_LAST = 1.1, 8
+_EVERY_S = 0.4
+#: It waits for data if this share of what it takes longer lies before the first operation of steps, and other parts
+#: are longer by less than that part of what the first one is.
+_FIRST_SHARE, _REST = 0.75, 0.3
+#: It pauses if fewer than this share of the pieces of its work make it slow.
+_PAUSE_PIECES = 0.5
+_FIRST = 0  # the kind of work before a step's first operation
+#: A slow link takes that many times as long as others.
+_SLOW_LINK = 1.5
+_LEAST_BUSY = 0.02  # of the time
+
+
+@dataclass(frozen=True, slots=True)
+class Straggler:
+    """``who``: a rank, or the member id of a link's machine. ``price``: the share of the time that it costs."""
+
+    who: int
+    is_rank: bool
+    reason: str
+    price: float
+    detail: str
+
+
+@dataclass(slots=True)
+class _Suspicion:
+    straggler: Straggler  # as it was judged last
+    rows: int = 0
+    quick: int = 0
+    is_named: bool = False
+
+
+class _Part(NamedTuple):
+    pieces: int
+    own_s: float
+    squares_s2: float
+
+
+_NOTHING = _Part(0, 0.0, 0.0)
+
+
+class _Window(NamedTuple):
+    """Of a rank's latest reports. ``parts``: by kind."""
+
+    elapsed_s: float
+    own_s: float
+    stage: int
+    parts: Mapping[int, _Part]
+
+
+class SlowRankWatch:
+    """See the module. Times in seconds of any steady clock."""
+
+    def __init__(self) -> None:
+        self._spans: dict[int, deque[tuple[float, pb.RankSpans]]] = defaultdict(deque)
+        self._usages: deque[tuple[float, Usage]] = deque()
+        self._suspicions: dict[tuple[bool, int], _Suspicion] = {}
+        self._judged_s = -float("inf")
+
+    def report(self, spans: Iterable[pb.RankSpans], usages: Iterable[Usage], now_s: float) -> None:
+        """What a member has reported."""
+        for each in spans:
+            self._spans[each.rank].append((now_s, each))
+        self._usages.extend((now_s, usage) for usage in usages)
+
+    def new(self, now_s: float) -> list[Straggler]:
+        """Those that are named now, and were not before. Call it often."""
+        if now_s - self._judged_s < _EVERY_S:
+            return []
+        self._judged_s = now_s
+        self._forget(now_s)
+        found = {(each.is_rank, each.who): each for each in (*self._slow_ranks(), *self._slow_links(now_s))}
+        named = []
+        for key, straggler in found.items():
+            known = self._suspicions.setdefault(key, _Suspicion(straggler))
+            known.rows, known.quick = known.rows + 1, 0
+            is_steady = straggler.price <= _STEADY * known.straggler.price
+            known.straggler = straggler
+            if not known.is_named and known.rows >= (_NAMED_AFTER if is_steady else _NAMED_AT_LAST):
+                known.is_named = True
+                named.append(straggler)
+        for key, known in list(self._suspicions.items()):
+            if key not in found:
+                known.quick += 1
+                known.rows = 0
+                if not known.is_named or known.quick >= _FREE_AFTER:
+                    del self._suspicions[key]
+        return named
+
+    def named(self) -> list[Straggler]:
+        """All that are slow now, the dearest first."""
+        slow = [known.straggler for known in self._suspicions.values() if known.is_named]
+        return sorted(slow, key=lambda each: -each.price)
+
+    def _forget(self, now_s: float) -> None:
+        for rank, reports in list(self._spans.items()):
+            while reports and reports[0][0] < now_s - WINDOW_S:
+                reports.popleft()
+            if not reports:
+                del self._spans[rank]
+        while self._usages and self._usages[0][0] < now_s - WINDOW_S:
+            self._usages.popleft()
+
+    # ---- ranks -----------------------------------------------------------------------------------------------
+
+    def _slow_ranks(self) -> list[Straggler]:
+        stages: dict[int, dict[int, _Window]] = defaultdict(dict)
+        for rank, reports in self._spans.items():
+            window = _window([report for _, report in reports])
+            if window.elapsed_s >= _LEAST_S:
+                stages[window.stage][rank] = window
+        found = []
+        for ranks in stages.values():
+            if len(ranks) >= 3:
+                found += self._slow_of_stage(ranks)
+        return found
+
+    def _slow_of_stage(self, ranks: Mapping[int, _Window]) -> list[Straggler]:
+        shares = {rank: min(window.own_s / window.elapsed_s, 1.0) for rank, window in ranks.items()}
+        usual = statistics.median_low(shares.values())
+        deviation = 1.4826 * statistics.median(abs(share - usual) for share in shares.values())
+        ordered = sorted(shares, key=lambda rank: -shares[rank])
+        slow: list[Straggler] = []
+        for rank, following in itertools.pairwise(ordered):
+            price, next_price = shares[rank] - usual, max(shares[following] - usual, 0.0)
+            known = self._suspicions.get((True, rank))
+            least = LEAST_PRICE * (_FREE_PART if known is not None and known.is_named else 1.0)
+            if price < max(least, _DEVIATIONS * deviation) or len(slow) >= max(1, len(ranks) // 4):
+                break
+            slow.append(_explained(rank, price, ranks))
+            if price >= _AHEAD * next_price:
+                return slow
+        return []  # many are about equally far from the others: their data differ
+
+    # ---- links -----------------------------------------------------------------------------------------------
+
+    def _slow_links(self, now_s: float) -> list[Straggler]:
+        if not self._usages or now_s - self._usages[0][0] < _LEAST_S:
+            return []
+        elapsed_s = now_s - self._usages[0][0]
+        totals: dict[tuple[int, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
+        for _, usage in self._usages:
+            total = totals[usage.source, usage.target]
+            total[0] += usage.nbytes
+            total[1] += max(usage.busy_s - usage.unread_s, 0.0)
+        known = {way: total for way, total in totals.items() if total[1] >= _LEAST_BUSY * elapsed_s and total[0]}
+        slower: dict[tuple[int, bool], list[tuple[float, float]]] = defaultdict(list)  # machine, sends: ratio, lost
+        for (source, target), (nbytes, busy_s) in known.items():
+            rate = nbytes / busy_s
+            for machine, sends, others in (
+                (source, True, [n / s for (a, b), (n, s) in known.items() if b == target and a != source]),
+                (target, False, [n / s for (a, b), (n, s) in known.items() if a == source and b != target]),
+            ):
+                if len(others) >= 2:
+                    ratio = statistics.median(others) / rate
+                    slower[machine, sends].append((ratio, busy_s * (1 - 1 / ratio) if ratio > 1 else 0.0))
+        found: dict[int, Straggler] = {}
+        for (machine, sends), each in slower.items():
+            ratio = min(ratio for ratio, _ in each)
+            price = min(max(lost for _, lost in each) / elapsed_s, 1.0)
+            if ratio < _SLOW_LINK or price < LEAST_PRICE:
+                continue
+            detail = f"at 1/{ratio:.2g} of the rate of other machines"
+            before = found.get(machine)
+            if before is None:
+                found[machine] = Straggler(machine, False, LINK_OUT if sends else LINK_IN, price, detail)
+            else:
+                found[machine] = Straggler(machine, False, LINK, max(price, before.price), detail)
+        return list(found.values())
+
+
+def _window(reports: Sequence[pb.RankSpans]) -> _Window:
+    parts: dict[int, _Part] = {}
+    for report in reports:
+        for part in report.parts:
+            before = parts.get(part.kind, _NOTHING)
+            parts[part.kind] = _Part(
+                before.pieces + part.count, before.own_s + part.own_s, before.squares_s2 + part.squares_s2
+            )
+    elapsed_s, own_s = sum(each.elapsed_s for each in reports), sum(each.own_s for each in reports)
+    return _Window(elapsed_s, own_s, reports[-1].stage if reports else 0, parts)
+
+
+def _explained(rank: int, price: float, ranks: Mapping[int, _Window]) -> Straggler:
+    """Why it is slow, by the parts of its own work."""
+    own, others = ranks[rank], [window for other, window in ranks.items() if other != rank]
+    usual_s: dict[int, float] = {}  # of one piece
+    longer_s: dict[int, float] = {}  # of all pieces
+    for kind, part in own.parts.items():
+        pieces = [window.parts[kind] for window in others if kind in window.parts]
+        usual_s[kind] = statistics.median(each.own_s / each.pieces for each in pieces) if pieces else 0.0
+        longer_s[kind] = part.own_s - part.pieces * usual_s[kind]
+    total = max(sum(longer_s.values()), 1e-9)
+    share = own.own_s / own.elapsed_s
+    detail = f"its own work takes {share:.0%} of the time, that of the others {share - price:.0%}"
+    if _long_pieces(own.parts, usual_s, longer_s, total) < _PAUSE_PIECES:
+        return Straggler(rank, True, PAUSES, price, detail)
+    first_s = longer_s.get(_FIRST, 0.0)
+    rest_usual_s = sum(own.parts[kind].pieces * usual_s[kind] for kind in usual_s if kind != _FIRST)
+    first_usual_s = own.parts[_FIRST].pieces * usual_s[_FIRST] if _FIRST in own.parts else 0.0
+    rest_ratio, first_ratio = (total - first_s) / max(rest_usual_s, 1e-6), first_s / max(first_usual_s, 1e-6)
+    if first_s >= _FIRST_SHARE * total and rest_usual_s >= 0.1 * first_usual_s and rest_ratio < _REST * first_ratio:
+        return Straggler(rank, True, DATA, price, f"{detail}: the difference lies before a step's first operation")
+    return Straggler(rank, True, COMPUTES, price, detail)
+
+
+def _long_pieces(
+    parts: Mapping[int, _Part], usual_s: Mapping[int, float], longer_s: Mapping[int, float], total_s: float
+) -> float:
+    """Of the pieces in the kinds that are longer, the share that makes them so: near 1 if all are longer alike."""
+    count = squares = longer = 0.0
+    for kind in sorted(longer_s, key=lambda kind: -longer_s[kind]):
+        if longer >= _FIRST_SHARE * total_s:
+            break
+        part, usual = parts[kind], usual_s[kind]
+        longer += longer_s[kind]
+        count += part.pieces
+        squares += part.squares_s2 - 2 * usual * part.own_s + part.pieces * usual * usual
+    return longer * longer / (count * squares) if count and squares > 0 else 1.0
+
+
+def straggler_sentence(straggler: Straggler, name: str) -> str:
+    """``name``: of the rank's process, or of the machine.
+
+    >>> straggler_sentence(Straggler(3, True, COMPUTES, 0.31, "its own work takes longer"), "worker 1, host gpu1")
+    'rank 3 (worker 1, host gpu1) computes slowly: 31% of the time; its own work takes longer'
+    """
+    who = f"rank {straggler.who} ({name})" if straggler.is_rank else name
+    return f"{who} {straggler.reason}: {straggler.price:.0%} of the time; {straggler.detail}"

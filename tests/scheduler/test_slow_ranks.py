@@ -1,0 +1,170 @@
+"""Ranks and links that make a running job slow: injected causes and quiet jobs, by reports as services send them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+from support.scheduler_core import running
+
+from byteps_py.proto import control_pb2 as pb
+from byteps_py.scheduler import job as states
+from byteps_py.scheduler.rate_watch import Usage
+from byteps_py.scheduler.slow_ranks import (
+    COMPUTES,
+    DATA,
+    LINK,
+    LINK_IN,
+    LINK_OUT,
+    PAUSES,
+    SlowRankWatch,
+    Straggler,
+)
+
+RANKS = 16
+HEARTBEAT_S = 0.2
+BEGINS_S = 6.0
+FIRST, PASS, SUM = 0, 101, 102
+OWN_S = {FIRST: 0.03, PASS: 0.05, SUM: 0.04}
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """``uneven``: how much steps differ between ranks. ``cause``: of ``rank``, from BEGINS_S on to ``until_s``."""
+
+    seed: int
+    cause: str = ""
+    rank: int = 5
+    until_s: float = 1e9
+    uneven: float = 0.05
+
+
+def reports(job: Job, seconds: float) -> Iterator[tuple[float, list[pb.RankSpans]]]:
+    """(now, those of all ranks) for each heartbeat. Ranks wait for each other after each part of a step."""
+    source = random.Random(job.seed)
+    now = 0.0
+    waiting = [pb.RankSpans(rank=rank) for rank in range(RANKS)]
+    next_s = HEARTBEAT_S
+    parts: list[dict[int, pb.SpanPart]] = [{} for _ in range(RANKS)]
+    while now < seconds:
+        for kind, usual_s in OWN_S.items():
+            own = [usual_s * source.lognormvariate(0, job.uneven) for _ in range(RANKS)]
+            if job.cause and BEGINS_S <= now < job.until_s:
+                if job.cause == COMPUTES:
+                    own[job.rank] *= 1.8
+                elif job.cause == DATA and kind == FIRST:
+                    own[job.rank] += 0.1
+                elif job.cause == PAUSES and source.random() < 0.15:
+                    own[job.rank] += 0.3
+            took = max(own) + 0.005
+            now += took
+            for rank in range(RANKS):
+                waiting[rank].elapsed_s += took
+                waiting[rank].own_s += own[rank]
+                part = parts[rank].setdefault(kind, pb.SpanPart(kind=kind))
+                part.count += 1
+                part.own_s += own[rank]
+                part.squares_s2 += own[rank] ** 2
+        if now >= next_s:
+            for rank, each in enumerate(waiting):
+                each.parts.extend(parts[rank].values())
+            yield now, waiting
+            waiting = [pb.RankSpans(rank=rank) for rank in range(RANKS)]
+            parts = [{} for _ in range(RANKS)]
+            next_s = now + HEARTBEAT_S
+
+
+def named(job: Job, seconds: float = 14.0) -> list[tuple[float, Straggler]]:
+    """(seconds since the cause began, who was named)"""
+    watch, found = SlowRankWatch(), []
+    for now, spans in reports(job, seconds):
+        watch.report(spans, (), now)
+        found += [(now - BEGINS_S, each) for each in watch.new(now)]
+    return found
+
+
+@pytest.mark.parametrize("cause", [COMPUTES, DATA, PAUSES])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_slow_rank_is_named_once_with_reason_and_price(cause: str, seed: int) -> None:
+    ((after_s, straggler),) = named(Job(seed, cause, rank=seed))
+    assert (straggler.who, straggler.is_rank, straggler.reason) == (seed, True, cause)
+    assert 0 < after_s <= 5.0
+    usual, slow = sum(OWN_S.values()), {COMPUTES: 0.096, DATA: 0.1, PAUSES: 0.135}[cause]
+    assert straggler.price == pytest.approx(slow / (usual + slow), abs=0.15 if cause == PAUSES else 0.08)
+
+
+@pytest.mark.parametrize("uneven", [0.05, 0.3, 0.6])
+def test_quiet_jobs_name_nobody(uneven: float) -> None:
+    """Also those whose sequences differ in length from step to step."""
+    assert [named(Job(seed, uneven=uneven)) for seed in range(10)] == [[]] * 10
+
+
+def test_a_rank_that_recovers_is_free_and_may_be_named_again() -> None:
+    watch = SlowRankWatch()
+    job = Job(1, COMPUTES, until_s=12.0)
+    slow = {}
+    for now, spans in reports(job, 22.0):
+        watch.report(spans, (), now)
+        watch.new(now)
+        slow[now] = [each.who for each in watch.named()]
+    assert all(who == [5] for now, who in slow.items() if 11.0 <= now <= 12.0)
+    assert all(who == [] for now, who in slow.items() if now < BEGINS_S or now >= 21.0)
+
+
+def test_stages_of_a_pipeline_are_compared_with_themselves() -> None:
+    """Those of the second stage work twice as long."""
+    watch = SlowRankWatch()
+    for turn in range(40):
+        now = turn * HEARTBEAT_S
+        spans = [
+            pb.RankSpans(rank=rank, elapsed_s=0.2, own_s=0.08 * (1 + rank // 8), stage=rank // 8)
+            for rank in range(RANKS)
+        ]
+        watch.report(spans, (), now)
+        assert watch.new(now) == []
+
+
+@pytest.mark.parametrize(("reason", "out", "into"), [(LINK, 3.0, 3.0), (LINK_OUT, 3.0, 1.0), (LINK_IN, 1.0, 3.0)])
+def test_slow_links_and_their_direction(reason: str, out: float, into: float) -> None:
+    """Machines 0 to 7 send to 8 and 9, which answer; that of machine 2 is slow."""
+    watch, found = SlowRankWatch(), []
+    for turn in range(30):
+        now = turn * HEARTBEAT_S
+        usages = []
+        for machine in range(8):
+            for server in (8, 9):
+                usages.append(Usage(machine, machine, server, 100_000, 0.03 * (out if machine == 2 else 1), 0.0))
+                usages.append(Usage(server, server, machine, 100_000, 0.03 * (into if machine == 2 else 1), 0.0))
+        watch.report((), usages, now)
+        found += watch.new(now)
+    (straggler,) = found
+    assert (straggler.who, straggler.is_rank, straggler.reason) == (2, False, reason)
+    assert straggler.price == pytest.approx(0.3, abs=0.05)
+
+
+def spans(*own_s: float, first: int = 0) -> pb.Heartbeat:
+    return pb.Heartbeat(spans=[pb.RankSpans(rank=first + i, elapsed_s=0.5, own_s=s) for i, s in enumerate(own_s)])
+
+
+def test_workers_hear_once_and_the_status_says_it_as_long_as_it_lasts() -> None:
+    cluster, (a, b), _ = running()
+    said = []
+    for _ in range(12):
+        cluster.now += 0.5
+        said += cluster.say(a, heartbeat=spans(0.2, 0.2))
+        said += cluster.say(b, heartbeat=spans(0.2, 0.45, first=2))
+    sentence = (
+        "rank 3 (worker 1 (ranks 2-3, host gpu1, pid 101)) computes slowly: 50% of the time; its own work takes 90% of "
+        "the time, that of the others 40%"
+    )
+    assert [(to, message.slow.message) for to, message in said] == [(a, sentence), (b, sentence)]
+    assert list(cluster.core.status(cluster.now).slow) == [sentence]
+
+
+def test_no_machine_reports_the_spans_of_others() -> None:
+    cluster, (a, _), _ = running()
+    cluster.say(a, heartbeat=spans(0.2, first=3))
+    assert cluster.core.state == states.FAILED
+    assert "spans of ranks that are not its own" in cluster.core.reason
