@@ -96,7 +96,7 @@ def rank(folder: Path) -> None:
             np.frombuffer(votes.input, np.float32)[:] = float((folder / "end").exists())
             session.hand_over(votes)
             session.wait(votes)
-            is_over = bool(np.frombuffer(votes.output, np.float32)[0] > 0)
+            is_over = bool(np.frombuffer(votes.result, np.float32)[0] > 0)
     session.barrier()
     session.close()
 

@@ -69,13 +69,13 @@ class _Suspicion:
     is_named: bool = False
 
 
-class _Part(NamedTuple):
+class _PartSums(NamedTuple):
     pieces: int
     own_s: float
     squares_s2: float
 
 
-_NOTHING = _Part(0, 0.0, 0.0)
+_NOTHING = _PartSums(0, 0.0, 0.0)
 
 
 class _Window(NamedTuple):
@@ -84,7 +84,7 @@ class _Window(NamedTuple):
     elapsed_s: float
     own_s: float
     stage: int
-    parts: Mapping[int, _Part]
+    parts: Mapping[int, _PartSums]
 
 
 class SlowRankWatch:
@@ -209,11 +209,11 @@ class SlowRankWatch:
 
 
 def _window(reports: Sequence[pb.RankSpans]) -> _Window:
-    parts: dict[int, _Part] = {}
+    parts: dict[int, _PartSums] = {}
     for report in reports:
         for part in report.parts:
             before = parts.get(part.kind, _NOTHING)
-            parts[part.kind] = _Part(
+            parts[part.kind] = _PartSums(
                 before.pieces + part.count, before.own_s + part.own_s, before.squares_s2 + part.squares_s2
             )
     elapsed_s, own_s = sum(each.elapsed_s for each in reports), sum(each.own_s for each in reports)
@@ -244,7 +244,7 @@ def _explained(rank: int, price: float, ranks: Mapping[int, _Window]) -> Straggl
 
 
 def _long_pieces(
-    parts: Mapping[int, _Part], usual_s: Mapping[int, float], longer_s: Mapping[int, float], total_s: float
+    parts: Mapping[int, _PartSums], usual_s: Mapping[int, float], longer_s: Mapping[int, float], total_s: float
 ) -> float:
     """Of the pieces in the kinds that are longer, the share that makes them so: near 1 if all are longer alike."""
     count = squares = longer = 0.0

@@ -205,6 +205,8 @@ def _from_recorder(name: str, dump: Mapping[str, Any]) -> _RankFile:
     config = {str(key): value for key, value in (dump.get("pg_config") or {}).items()}
     by_name = {str(value.get("name", key)): value for key, value in config.items()}
     rank = _rank_of(name, dump)
+    own = dump.get("byteps") or {}  # of this package's recorder
+    has_steps = len({entry.get("step", -1) for entry in dump["entries"]}) > 1
     notes: list[str] = []
     rows: list[_Row] = []
     reasons: Counter[str] = Counter()
@@ -212,6 +214,11 @@ def _from_recorder(name: str, dump: Mapping[str, Any]) -> _RankFile:
     for entry in dump["entries"]:
         group_name, description = (str(part) for part in (*entry["process_group"], "")[:2])
         created_s = entry["time_created_ns"] / 1e9
+        if own:
+            entry = {
+                **entry,
+                "time_discovered_started_ns": None,
+            }  # that of the call's return: the rank was there before
         started_ns, ended_ns = entry.get("time_discovered_started_ns"), entry.get("time_discovered_completed_ns")
         took_ms = entry.get("duration_ms")
         if took_ms is not None:
@@ -235,11 +242,11 @@ def _from_recorder(name: str, dump: Mapping[str, Any]) -> _RankFile:
         message = _MESSAGE.match(operation)
         peer = int(message[3]) if message else None
         number = int(entry.get("p2p_seq_id" if entry.get("is_p2p") else "collective_seq_id", -1))
-        size = _size(entry.get("input_sizes"), entry.get("input_dtypes"))
+        size = int(entry.get("nbytes") or _size(entry.get("input_sizes"), entry.get("input_dtypes")))
         rows.append(
             _Row((description or group_name, ranks), message[1] if message else operation.split(" ")[0],
                  ranks[peer] if peer is not None and peer < len(ranks) else peer,
-                 int(entry.get("step", -1)), number, size, created_s, started_s, ended_s)
+                 int(entry.get("step", -1)) if has_steps else -1, number, size, created_s, started_s, ended_s)
         )  # fmt: skip
     notes += _reasons(rank, reasons)
     if not rows:
@@ -251,7 +258,7 @@ def _from_recorder(name: str, dump: Mapping[str, Any]) -> _RankFile:
                 "trace of torch.profiler, or train with the backend byteps)"
             )
         raise UsageError(f"{name} has no operation that can be compared: {why}{remedy}")
-    return _RankFile(rank, str(dump.get("host_name", "")), rows, notes, exact)
+    return _RankFile(rank, str(own.get("host") or dump.get("host_name", "")), rows, notes, exact)
 
 
 def _reasons(rank: int, reasons: Mapping[str, int]) -> list[str]:

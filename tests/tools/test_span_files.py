@@ -8,6 +8,8 @@ import os
 import pickle
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,8 @@ from support.span_files import profiler_traces, recorder_dumps, write_all
 
 from byteps_py.cli.__main__ import main
 from byteps_py.errors import UsageError
+from byteps_py.system.flight_dump import write_dump
+from byteps_py.system.flight_recorder import OPERATIONS, FlightGroup, FlightRecorder, FlightSpan
 from byteps_py.tools.slow_rank import COMPUTES, find_slow_ranks
 from byteps_py.tools.span_files import read_spans
 from byteps_py.tools.spans import Spans
@@ -136,6 +140,31 @@ def test_torchs_own_gloo_dumps_have_no_times(tmp_path: Path) -> None:
     (tmp_path / "dump_0").write_bytes(pickle.dumps({"version": "2.10", "pg_config": {}, "entries": [entry]}))
     with pytest.raises(UsageError, match=r"torch's own gloo recorder has no times.*torch\.profiler"):
         read_spans(tmp_path)
+
+
+def test_dumps_of_byteps_own_recorder(tmp_path: Path) -> None:
+    """Two groups of two, without descriptions of a mesh's dimension; rank 2 works longer."""
+    code, now = OPERATIONS.index("all_reduce"), time.monotonic_ns()
+    recorders = [FlightRecorder(256, {"rank": rank}) for rank in range(4)]
+    spans: dict[int, list[FlightSpan]] = {rank: [] for rank in range(4)}
+    group = FlightGroup(1, "0", "mesh_dp", tuple(range(4)))
+    for step in range(12):
+        begin = now + step * 100_000_000
+        for part, end_ms in enumerate((45, 90)):
+            for rank in range(4):
+                came = begin + (end_ms - (2 if rank == 2 else 25)) * 1_000_000
+                ended = begin + end_ms * 1_000_000
+                spans[rank].append(
+                    FlightSpan(step * 2 + part + 1, group, step * 2 + part + 1, OPERATIONS[code], 4, step, came, ended,
+                               ended, "completed", (1,), (1,), "Float", "Float")
+                )  # fmt: skip
+    for recorder, rank in zip(recorders, range(4), strict=True):
+        write_dump(replace(recorder.read(), spans=spans[rank]), tmp_path)
+        recorder.close()
+    read = read_spans(tmp_path)
+    assert not read.notes
+    assert set(read.hosts) == set(range(4))
+    assert [(each.rank, each.reason) for each in find_slow_ranks(read).slow] == [(2, COMPUTES)]
 
 
 PROGRAM = """
