@@ -361,7 +361,7 @@ class GroupWatch:
         self._pace.report(member.id, heartbeat.ranks, heartbeat.servers)
         usages = self._usages(member, heartbeat.links)
         self._links.report(usages, now_s)
-        self._stragglers.report(heartbeat.spans, usages, now_s)
+        self._stragglers.report(heartbeat.spans, usages, now_s, member.id)
         roster, out = self._job.roster, Outgoing()
         self._remarks += self._straggler_sentences(self._stragglers.new(now_s) if self._job.is_running else ())
         remarks, self._remarks = self._remarks, []

@@ -37,7 +37,7 @@ _AHEAD = 1.5
 #: So many judgements in a row name it; so many, below the part of the price, free it.
 _NAMED_AFTER, _FREE_AFTER, _FREE_PART = 3, 12, 0.5
 #: Its price is known once it grows by less than this from one judgement to the next, or after so many.
-_STEADY, _NAMED_AT_LAST = 1.1, 8
+_STEADY, _NAMED_AT_LAST = 1.1, 7
 _EVERY_S = 0.4
 #: It waits for data if this share of what it takes longer lies before the first operation of steps, and other parts
 #: are longer by less than that part of what the first one is.
@@ -45,8 +45,10 @@ _FIRST_SHARE, _REST = 0.75, 0.3
 #: It pauses if fewer than this share of the pieces of its work make it slow.
 _PAUSE_PIECES = 0.5
 _FIRST = 0  # the kind of work before a step's first operation
-#: A slow link takes that many times as long as others.
-_SLOW_LINK = 1.5
+#: A slow link takes that many times as long as others, and so many times as long as the next slowest in its direction:
+#: acknowledgements are late on busy machines. It is named after as many judgements as a price that is not known yet.
+_SLOW_LINK = 2.0
+_SLOW_LINK_AHEAD = 1.4
 _LEAST_BUSY = 0.02  # of the time
 
 
@@ -92,14 +94,18 @@ class SlowRankWatch:
 
     def __init__(self) -> None:
         self._spans: dict[int, deque[tuple[float, pb.RankSpans]]] = defaultdict(deque)
+        self._machines: dict[int, int | None] = {}  # by rank
         self._usages: deque[tuple[float, Usage]] = deque()
         self._suspicions: dict[tuple[bool, int], _Suspicion] = {}
         self._judged_s = -float("inf")
 
-    def report(self, spans: Iterable[pb.RankSpans], usages: Iterable[Usage], now_s: float) -> None:
-        """What a member has reported."""
+    def report(
+        self, spans: Iterable[pb.RankSpans], usages: Iterable[Usage], now_s: float, machine: int | None = None
+    ) -> None:
+        """What a member has reported. ``machine``: of its ranks, as in ``usages``."""
         for each in spans:
             self._spans[each.rank].append((now_s, each))
+            self._machines[each.rank] = machine
         self._usages.extend((now_s, usage) for usage in usages)
 
     def new(self, now_s: float) -> list[Straggler]:
@@ -108,14 +114,19 @@ class SlowRankWatch:
             return []
         self._judged_s = now_s
         self._forget(now_s)
-        found = {(each.is_rank, each.who): each for each in (*self._slow_ranks(), *self._slow_links(now_s))}
+        ranks = self._slow_ranks()
+        # Who comes late sends and receives at once, which neither way is quick: its link is no reason.
+        late = {self._machines.get(each.who) for each in ranks}
+        links = [each for each in self._slow_links(now_s) if each.who not in late]
+        found = {(each.is_rank, each.who): each for each in (*ranks, *links)}
         named = []
         for key, straggler in found.items():
             known = self._suspicions.setdefault(key, _Suspicion(straggler))
             known.rows, known.quick = known.rows + 1, 0
             is_steady = straggler.price <= _STEADY * known.straggler.price
             known.straggler = straggler
-            if not known.is_named and known.rows >= (_NAMED_AFTER if is_steady else _NAMED_AT_LAST):
+            least = _NAMED_AFTER if is_steady and straggler.is_rank else _NAMED_AT_LAST
+            if not known.is_named and known.rows >= least:
                 known.is_named = True
                 named.append(straggler)
         for key, known in list(self._suspicions.items()):
@@ -137,6 +148,8 @@ class SlowRankWatch:
                 reports.popleft()
             if not reports:
                 del self._spans[rank]
+        for rank in [rank for rank in self._machines if rank not in self._spans]:
+            del self._machines[rank]
         while self._usages and self._usages[0][0] < now_s - WINDOW_S:
             self._usages.popleft()
 
@@ -194,8 +207,12 @@ class SlowRankWatch:
                     ratio = statistics.median(others) / rate
                     slower[machine, sends].append((ratio, busy_s * (1 - 1 / ratio) if ratio > 1 else 0.0))
         found: dict[int, Straggler] = {}
+        least = {key: min(ratio for ratio, _ in each) for key, each in slower.items()}
         for (machine, sends), each in slower.items():
-            ratio = min(ratio for ratio, _ in each)
+            ratio = least[machine, sends]
+            others = [other for (who, same), other in least.items() if same == sends and who != machine]
+            if ratio < _SLOW_LINK_AHEAD * max(others, default=1.0):
+                continue
             price = min(max(lost for _, lost in each) / elapsed_s, 1.0)
             if ratio < _SLOW_LINK or price < LEAST_PRICE:
                 continue

@@ -144,6 +144,21 @@ def test_slow_links_and_their_direction(reason: str, out: float, into: float) ->
     assert straggler.price == pytest.approx(0.3, abs=0.05)
 
 
+def test_the_link_of_a_rank_that_comes_late_is_no_reason() -> None:
+    watch, found = SlowRankWatch(), []
+    for turn in range(30):
+        now = turn * HEARTBEAT_S
+        for machine in range(8):
+            sent = [Usage(machine, machine, server, 100_000, 0.03, 0.0) for server in (8, 9)]
+            own_s = 0.18 if machine == 2 else 0.1
+            watch.report([pb.RankSpans(rank=machine, elapsed_s=0.2, own_s=own_s)], sent, now, machine)
+        for server in (8, 9):
+            busy_s = [0.09 if machine == 2 else 0.03 for machine in range(8)]
+            watch.report((), [Usage(server, server, m, 100_000, s, 0.0) for m, s in enumerate(busy_s)], now)
+        found += watch.new(now)
+    assert [(each.who, each.is_rank, each.reason) for each in found] == [(2, True, COMPUTES)]
+
+
 def spans(*own_s: float, first: int = 0) -> pb.Heartbeat:
     return pb.Heartbeat(spans=[pb.RankSpans(rank=first + i, elapsed_s=0.5, own_s=s) for i, s in enumerate(own_s)])
 
