@@ -105,6 +105,14 @@ def _shape(interface: str, rate_mbit: float, delay_ms: float = 0.0, host: Host |
         _run(*(host.command(queue) if host else queue))
 
 
+def reshape(host: Host, rate_mbit: float) -> None:
+    """From now on the link of ``host`` carries ``rate_mbit`` in each direction. It must have had a rate before."""
+    for interface, inside in ((host.interface, host), (host.outside, None)):
+        change = ["tc", "qdisc", "change", "dev", interface, "root", "handle", "1:", "tbf"]
+        queue = [*change, "rate", f"{rate_mbit:g}mbit", "burst", _BURST, "latency", "400ms"]
+        _run(*(inside.command(queue) if inside else queue))
+
+
 def _has_netem(interface: str) -> bool:
     """``interface`` is any that has no queue yet."""
     tried = ["tc", "qdisc", "add", "dev", interface, "root", "netem", "delay", "1ms"]

@@ -53,7 +53,7 @@ def main() -> None:
         }
         for _ in range(arguments.rounds):
             for name, (kind, call, layout) in cases.items():
-                with turns(kind, layout, REPEATS) as contender:
+                with turns(kind, layout, REPEATS, {"BYTEPS_REBALANCE_LINKS": "0"}) as contender:
                     contender.take(call, counts, seen[name])
     print(f"{arguments.mb} MB; workers {arguments.workers}, CPU machines {arguments.servers} Mbit/s each way")
     print("shares, CPU machines first: " + ", ".join(f"{float(share):.3f}" for share in best.shares))

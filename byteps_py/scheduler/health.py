@@ -14,7 +14,7 @@ from byteps_py.failure_detector import FailureDetector
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.job import Job, MessageHandler, Outgoing, ranks_of, to_each
 from byteps_py.scheduler.rank_group import RankGroup
-from byteps_py.scheduler.rate_watch import LEAST_GAIN, Change, RateWatch, Usage
+from byteps_py.scheduler.rate_watch import LEAST_GAIN, LEAST_RETURN, Change, RateWatch, Usage
 from byteps_py.scheduler.roster import ClusterConfig, MemberRecord
 from byteps_py.scheduler.slow_ranks import SlowRankWatch, Straggler, straggler_sentence
 from byteps_py.scheduler.stalls import Stall, StallWatch, StepSequences, stall_sentences, stall_warnings
@@ -415,7 +415,8 @@ class GroupWatch:
         rates = {change.machine: change.mbit for change in changes}
         before, after = (float(time) for time in roster.times_with(rates))
         who = {member.id: member.describe() for member in roster.link_owners()}
-        if before - after < LEAST_GAIN * before:
+        is_slower = any(change.mbit < change.before_mbit for change in changes)
+        if before - after < (LEAST_GAIN if is_slower else LEAST_RETURN) * before:
             self._remarks += link_sentences(self._links.untold(changes), who)
             return {}, ""
         self._links.accept(changes, now_s)

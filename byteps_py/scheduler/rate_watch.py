@@ -19,6 +19,7 @@ saves time; if all links have become slow alike, it does not.
 from __future__ import annotations
 
 import enum
+import math
 import statistics
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -43,10 +44,17 @@ REMEMBERED_S = 300.0
 _MOST_DOUBLINGS = 5
 #: Less than this is no evidence: the part of the link's rate that was used, and the seconds in which it was.
 _LEAST_USED, _LEAST_BUSY_S = 0.05, 0.1
+#: Who waits for others sends little at a time, of which the receiver's kernel confirms each late: that takes long, and
+#: shows no rate. A machine counts as slow only if what it sends, or receives, takes this part of what takes longest.
+_WAITED_FOR = 0.6
+#: Of more machines that are slow at a time, the others need not be told apart.
+_MOST_SLOW = 16
 #: A judgement without evidence (a long backward pass) breaks no row, for so many seconds.
 _SILENT_S = 30.0
 #: Other shares must save this part of the time of a sum: they make the next one longer, once.
 LEAST_GAIN = 0.04
+#: The same if links are only as fast as at the start again.
+LEAST_RETURN = 0.01
 _MBIT = 8e-6
 
 
@@ -64,8 +72,8 @@ class Usage(NamedTuple):
 
 class Seen(NamedTuple):
     """The rate of a machine's link in Mbit/s, in the slower direction: between ``least`` and ``most``, which are equal
-    if the link is what everything waits for. ``is_sending``: this is about
-    what it sends, otherwise about what it receives. ``is_unread``: the receivers' programs read slowly."""
+    if all transfers wait for this link, and infinite if it waits for others. ``is_sending``: this is about what the
+    machine sends, otherwise about what it receives. ``is_unread``: the receivers' programs read slowly."""
 
     most_mbit: float
     least_mbit: float
@@ -79,17 +87,18 @@ def seen_rates(usages: Sequence[Usage], known_mbit: Mapping[int, float], window_
 
     >>> pairs = [(a, b) for a in range(3) for b in range(3) if a != b]
     >>> slow = [Usage(a, a, b, 25_000_000, 2.0 if 1 in (a, b) else 0.7, 0.0) for a, b in pairs]
-    >>> {machine: round(seen.most_mbit) for machine, seen in seen_rates(slow, dict.fromkeys(range(3), 400.0)).items()}
+    >>> {machine: round(seen.least_mbit) for machine, seen in seen_rates(slow, dict.fromkeys(range(3), 400.0)).items()}
     {1: 200, 0: 386, 2: 386}
     """
+    evidence = _Evidence(usages, known_mbit, window_s)
     found: dict[int, Seen] = {}
     left = dict(known_mbit)
-    while left:
-        judged = {machine: seen for machine in left if (seen := _seen(machine, usages, left, window_s)) is not None}
+    while left and len(found) < _MOST_SLOW:
+        judged = {machine: seen for machine in left if (seen := evidence.of(machine, left)) is not None}
         if not judged:
             # All that these send and receive is held up by slower ones, or as slow as these are: that can't be told.
-            unknown = {machine: _seen(machine, usages, known_mbit, window_s) for machine in left}
-            return found | {machine: seen for machine, seen in unknown.items() if seen is not None}
+            judged = {machine: seen for machine in left if (seen := evidence.of(machine, known_mbit)) is not None}
+            return found | judged
         slowest = min(judged, key=lambda machine: (judged[machine].most_mbit / left[machine], machine))
         if judged[slowest].most_mbit >= SLOWER * left[slowest]:
             return found | judged
@@ -98,36 +107,49 @@ def seen_rates(usages: Sequence[Usage], known_mbit: Mapping[int, float], window_
     return found
 
 
-def _seen(machine: int, usages: Sequence[Usage], left: Mapping[int, float], window_s: float) -> Seen | None:
-    """``left``: the machines, with the rates of their links, that hold no transfer up as far as is known."""
-    directions = []
-    for is_sending in (True, False):
-        mine = [usage for usage in usages if (usage.source if is_sending else usage.target) == machine]
-        free = [usage for usage in mine if (usage.target if is_sending else usage.source) in left]
+class _Evidence:
+    """What each machine has sent and received in a window."""
+
+    def __init__(self, usages: Sequence[Usage], known_mbit: Mapping[int, float], window_s: float) -> None:
+        self._known_mbit, self._window_s = known_mbit, window_s
+        self._longest_s = max((usage.busy_s for usage in usages), default=0.0)
+        self._sent: dict[int, list[tuple[int, Usage]]] = {}  # with the machine at the other end
+        self._received: dict[int, list[tuple[int, Usage]]] = {}
+        for usage in usages:
+            self._sent.setdefault(usage.source, []).append((usage.target, usage))
+            self._received.setdefault(usage.target, []).append((usage.source, usage))
+
+    def of(self, machine: int, left: Mapping[int, float]) -> Seen | None:
+        """``left``: the machines that hold no transfer up, as far as is known. None: there is no evidence."""
+        directions = [
+            seen
+            for is_sending, ends in ((True, self._sent), (False, self._received))
+            if (seen := self._direction(machine, ends.get(machine, ()), left, is_sending)) is not None
+        ]
+        if not directions:
+            return None
+        is_unread = any(seen.is_unread for seen in directions if seen.most_mbit < SLOWER * self._known_mbit[machine])
+        return min(directions)._replace(is_unread=is_unread)
+
+    def _direction(
+        self, machine: int, ends: Sequence[tuple[int, Usage]], left: Mapping[int, float], is_sending: bool
+    ) -> Seen | None:
+        free = [usage for other, usage in ends if other in left]
         total = sum(usage.nbytes for usage in free)
         if not total:
-            continue
+            return None
         busy_s = sum(usage.nbytes * usage.busy_s for usage in free) / total
         unread_s = sum(usage.nbytes * usage.unread_s for usage in free) / total
         # What goes to slow machines takes its part of the link meanwhile.
-        beside = sum(
-            usage.nbytes * min(1.0, busy_s / usage.busy_s) for usage in mine if usage not in free and usage.busy_s
-        )
-        megabits = (total + beside) * _MBIT
-        if busy_s < _LEAST_BUSY_S or megabits < _LEAST_USED * left[machine] * window_s:
-            continue
-        longest_s = max(usage.busy_s for usage in free)
-        seen = Seen(
-            megabits / busy_s,
-            megabits / longest_s,
-            is_sending,
-            unread_s > busy_s / 2,
-        )
-        directions.append(seen)
-    if not directions:
-        return None
-    is_unread = any(seen.is_unread for seen in directions if seen.most_mbit < SLOWER * left[machine])
-    return min(directions)._replace(is_unread=is_unread)
+        held_up = [usage for other, usage in ends if other not in left]
+        total += int(sum(usage.nbytes * min(1.0, busy_s / (usage.busy_s or busy_s or 1.0)) for usage in held_up))
+        megabits = total * _MBIT
+        if busy_s < _LEAST_BUSY_S or megabits < _LEAST_USED * self._known_mbit[machine] * self._window_s:
+            return None
+        is_waited_for = busy_s >= _WAITED_FOR * self._longest_s
+        most_mbit = megabits / busy_s if is_waited_for else math.inf
+        least_mbit = megabits / max(usage.busy_s for usage in free)
+        return Seen(most_mbit, least_mbit, is_sending, unread_s > busy_s / 2)
 
 
 def _connections(usages: Iterable[Usage]) -> list[Usage]:
@@ -157,7 +179,7 @@ class _Link:
     usual_mbit: float  # at the start
     known_mbit: float
     trend: Trend = Trend.SAME
-    since_s: float = 0.0
+    held_s: float = 0.0  # for how long there was evidence of this trend
     seen_s: float = 0.0  # the latest evidence
     seen: list[Seen] = field(default_factory=list)  # since the trend began
     changes_s: list[float] = field(default_factory=list)
@@ -169,7 +191,9 @@ class _Link:
         is_faster = fastest_mbit > FASTER * self.known_mbit
         trend = Trend.SLOWER if is_slower else Trend.FASTER if is_faster else Trend.SAME
         if trend is not self.trend or now_s - self.seen_s > _SILENT_S:
-            self.trend, self.since_s, self.seen = trend, now_s, []
+            self.trend, self.held_s, self.seen = trend, 0.0, []
+        else:
+            self.held_s += min(now_s - self.seen_s, 2 * EVERY_S)
         self.seen.append(seen)
         del self.seen[: -2 * _HOLDS]
         self.seen_s = now_s
@@ -177,7 +201,7 @@ class _Link:
     def is_due(self, now_s: float) -> bool:
         self.changes_s = [at_s for at_s in self.changes_s if now_s - at_s < REMEMBERED_S]
         hold_s = HOLD_S * 2 ** min(_MOST_DOUBLINGS, max(0, len(self.changes_s) - 1))
-        return self.trend is not Trend.SAME and len(self.seen) >= _HOLDS and now_s - self.since_s >= hold_s
+        return self.trend is not Trend.SAME and len(self.seen) >= _HOLDS and self.held_s >= hold_s
 
     @property
     def new_mbit(self) -> float:

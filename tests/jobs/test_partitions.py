@@ -54,7 +54,7 @@ class Cluster:
         program = [sys.executable, str(PROGRAM), *words] if words else []
         line = self._hosts[host].command([sys.executable, "-m", "byteps_py.launch", *program])
         environ = {**self._common, **self._environ, **own, "DMLC_NODE_HOST": self._hosts[host].address}
-        return command(*line, **environ)
+        return command(*line, limit_s=200, **environ)
 
 
 @pytest.fixture
