@@ -204,8 +204,9 @@ def to_text(rows: list[dict[str, Any]], steps: int) -> str:
     return "\n".join(lines)
 
 
-def pieces(step_ms: float) -> list[dict[str, Any]]:
-    """What each thing takes by itself, in processor microseconds; the percentage of the time from one to the next."""
+def pieces(step_ms: float, span_s: float = 0.5) -> list[dict[str, Any]]:
+    """What each thing takes by itself, in processor microseconds; the percentage of the time from one to the next.
+    ``span_s``: how long each is measured."""
     from byteps_py.prometheus.page import MetricsPage
     from byteps_py.prometheus.samples import Place, of_member, of_progress, of_status
     from byteps_py.proto import control_pb2 as pb
@@ -248,13 +249,15 @@ def pieces(step_ms: float) -> list[dict[str, Any]]:
             stack.callback(page.close)
             found.append((name, _SCRAPE_S, page.text))
         for name, every_s, do in found:
+            began = time.thread_time()
             do()
-            times, deadline_s = [], time.monotonic() + 0.5
+            often = 10 if time.thread_time() - began < 0.01 else 1
+            times, deadline_s = [], time.monotonic() + span_s
             while time.monotonic() < deadline_s:
                 began = time.thread_time()
-                for _ in range(10):
+                for _ in range(often):
                     do()
-                times.append((time.thread_time() - began) / 10)
+                times.append((time.thread_time() - began) / often)
             took_s = statistics.median(times)
             rows.append({"name": name, "us": took_s * 1e6, "percent": 100 * took_s / every_s})
     return rows
