@@ -69,9 +69,10 @@ def main() -> None:
     figures: Figures = {contender.name: [] for contender in CONTENDERS}
     for number in range(arguments.rounds):
         measure(figures, arguments.turns, arguments.steps, arguments.width)
-        print(f"round {number + 1} of {arguments.rounds} is over", file=sys.stderr)
-    table, alone = summary(figures), pieces(statistics.median(turn["ms"] for turn in figures["off"]))
-    print(f"{to_text(table, arguments.steps)}\n\n{alone_to_text(alone)}")
+        table = summary(figures)
+        print(f"{to_text(table, arguments.steps)}\n\nafter round {number + 1} of {arguments.rounds}\n", flush=True)
+    alone = pieces(statistics.median(turn["ms"] for turn in figures["off"]))
+    print(alone_to_text(alone))
     if arguments.json:
         arguments.json.write_text(
             json.dumps({"steps": arguments.steps, "table": table, "pieces": alone, "turns": figures}, indent=1)
