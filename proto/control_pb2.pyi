@@ -708,12 +708,14 @@ class CollectRequest(_message.Message):
     def __init__(self, timeout_s: _Optional[float] = ...) -> None: ...
 
 class Ask(_message.Message):
-    __slots__ = ("request", "recordings")
+    __slots__ = ("request", "recordings", "ends_trace")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     RECORDINGS_FIELD_NUMBER: _ClassVar[int]
+    ENDS_TRACE_FIELD_NUMBER: _ClassVar[int]
     request: int
     recordings: bool
-    def __init__(self, request: _Optional[int] = ..., recordings: bool = ...) -> None: ...
+    ends_trace: bool
+    def __init__(self, request: _Optional[int] = ..., recordings: bool = ..., ends_trace: bool = ...) -> None: ...
 
 class Answer(_message.Message):
     __slots__ = ("request", "who", "recording", "error", "is_last", "received_ns", "sent_ns", "offset_ns", "error_ns", "member", "ranks")

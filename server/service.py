@@ -57,11 +57,12 @@ from byteps_py.server.shadow import ShadowStore
 from byteps_py.server.shadow_keeper import ShadowKeeper, new_store
 from byteps_py.system import machine
 from byteps_py.system.log import logger
+from byteps_py.system.stage_recorder import SUM, WAIT_FOR_MACHINES, stage_recorder
 from byteps_py.tensors import Op
 from byteps_py.wire.control_link import Connect, ControlEvents, ControlLink
 from byteps_py.wire.data_link import MAX_WAITED_US, READER_KINDS, Header, Kind, pack_names
 from byteps_py.wire.launch_protocol import GIVEN_UP_STATUS, Blame, send_notice
-from byteps_py.wire.recording_answers import send_recordings
+from byteps_py.wire.recording_answers import RecorderMemory, send_last, send_recordings
 
 _ORPHAN_CHECK_S = 0.5
 DRAIN_LIMIT_S = 30.0  # how long it goes on after SIGTERM if no other server takes its keys
@@ -114,6 +115,8 @@ class SummationService:
         self._is_draining = False
         self._is_prepared = False
         self._link: ControlLink | None = None
+        self._stages = stage_recorder(self._settings, "server")
+        self._is_traced = self._stages is not None  # and the trace is not written yet
         host = machine.offered_host(settings)
         self._runtime = runtime
         self._loop = runtime.loop
@@ -221,7 +224,11 @@ class SummationService:
         if self._checkpoints is not None:
             self._checkpoints.close()
         if self._link is not None:
+            if self._is_traced:
+                send_last(self._recorders(), self._link.send)
             self._link.close(self._reason)
+        if self._stages is not None:
+            self._stages.close()
         # Before the loop, because its threads post there. Before the connections: a local CS whose connection ends
         # relies on it that nobody writes into its memory any more.
         try:
@@ -305,8 +312,15 @@ class SummationService:
         header = arrivals[0].header
         todo = plan(header.op, arrivals)
         complete_s = self._loop.time()
+        if self._stages is not None:
+            at, first_s = (f"{header.key:#018x}", header.index), min(each.arrived_s for each in arrivals)
+            self._stages.begin(WAIT_FOR_MACHINES, *at, header.round, header.length, first_s)
+            self._stages.end(WAIT_FOR_MACHINES, *at)
+            self._stages.begin(SUM, *at, header.round, header.length)
 
         def done(error: BaseException | None, blame: int) -> None:
+            if self._stages is not None:
+                self._stages.end(SUM, f"{header.key:#018x}", header.index)
             actions = self._rounds.reduced(round_, error)
             for answer in actions:
                 if isinstance(answer, Answer):
@@ -316,6 +330,13 @@ class SummationService:
             self._perform(actions, todo.result, blame, complete_s)
 
         self._reducer.start(header.op, header.dtype, header.length, todo, done)
+
+    def _recorders(self) -> list[RecorderMemory]:
+        """What it records for a trace."""
+        stages = self._stages
+        if stages is None:
+            return []
+        return [RecorderMemory(f"{stages.who} at {self._network.address.removeprefix('tcp://')}", stages.recorder.fd)]
 
     def _warn_of_stalls(self) -> None:
         if stalls := self._rounds.stalled(self._loop.time(), self._settings.stall_warn_s):
@@ -371,7 +392,8 @@ class SummationService:
                     logger.log(self._bad_news, "%s", text)
                 self._abandon(1, "the job has failed")
             case "ask" if self._link is not None:
-                send_recordings(message.ask, [], self._link.send, self._loop.post)
+                self._is_traced = self._is_traced and not message.ask.ends_trace
+                send_recordings(message.ask, self._recorders(), self._link.send, self._loop.post)
             case "stop":
                 logger.info("the job is over: %s", message.stop.reason)
                 if message.stop.keep_states:

@@ -16,6 +16,7 @@ from byteps_py.kernels.readiness import Readiness
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.runtime import Runtime
 from byteps_py.system.log import logger
+from byteps_py.system.stage_recorder import stage_recorder
 from byteps_py.tensors import TensorSpec
 from byteps_py.wire.rank_link import unpack_spec
 from byteps_py.wire.recording_answers import RecorderMemory
@@ -122,6 +123,7 @@ class Group:
         executor = self.executor = self.executor_class(
             runtime, services.ready, memory, cores, topology.first_rank, send, fail
         )
+        executor.stages = stage_recorder(settings, f"worker {topology.machine_index}")
         executor.on_begin = self._begin
         executor.piece_executor.peers = services.peers
         if services.peers is not None:
@@ -168,6 +170,7 @@ class Group:
     def end(self) -> None:
         """The ranks are a group no more. Another may follow, with nothing of this one."""
         self.executor.abandon()
+        self.requests.close()
         self.requests.memory.release()
         if self.network is not None:
             self.network.close()
@@ -308,12 +311,14 @@ class Group:
             statistics.bytes_local += self.network.bytes_local
 
     def recorders(self) -> list[RecorderMemory]:
-        """The flight recorders of the local ranks."""
-        first, ranks = self.topology.first_rank, self.executor.ranks
-        return [
-            RecorderMemory(f"rank {first + local}", ranks[local].flight_fd if local in ranks else -1)
-            for local in range(self.topology.local_size)
+        """The flight recorders of the local ranks, also of those that have left, and of the stages here."""
+        first, given = self.topology.first_rank, self.requests.flight_recorders
+        found = [
+            RecorderMemory(f"rank {first + local}", given.get(local, -1)) for local in range(self.topology.local_size)
         ]
+        if self.executor.stages is not None:
+            found.append(RecorderMemory(self.executor.stages.who, self.executor.stages.recorder.fd))
+        return found
 
     def sample_stacks(self, ranks: Iterable[int]) -> None:
         """Others wait for these ranks: what are those of this machine doing?"""

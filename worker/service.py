@@ -22,7 +22,7 @@ from byteps_py.system.machine import local_socket
 from byteps_py.tensors import DType, Op
 from byteps_py.wire.control_link import Connect, ControlEvents
 from byteps_py.wire.launch_protocol import Blame, send_notice
-from byteps_py.wire.recording_answers import send_recordings
+from byteps_py.wire.recording_answers import send_last, send_recordings
 from byteps_py.wording import STOPPED
 from byteps_py.worker.core.deadlines import FailureSuspicions, StallDeadline, Starting
 from byteps_py.worker.core.pieces import PieceRequest, Receipt
@@ -61,6 +61,7 @@ class CommunicationService:
         self._settings = settings
         self._stay = stay
         self._exit_code = 0
+        self._is_traced = settings.trace_on  # and the trace is not written yet
         self._runtime = runtime
         self._loop = runtime.loop
         self._listener = runtime.local_listener(local_socket(settings, "cs"))
@@ -159,6 +160,12 @@ class CommunicationService:
             self._loop.call_later(unheard_s, lambda: self._shutdown_drain.dismissed() if self._is_headless else None)
 
     def _close(self) -> None:
+        if self._group is not None:
+            if self._is_traced:
+                send_last(self._group.recorders(), self._link.send)
+            if self._group.executor.stages is not None:
+                self._group.executor.stages.close()
+            self._group.requests.close()
         self._link.close("the communication service ends")
         self._rank_server.close()
         try:
@@ -216,6 +223,7 @@ class CommunicationService:
             if self._group is not None:
                 self._group.sample_stacks(message.stalled.missing)
         elif body == "ask":
+            self._is_traced = self._is_traced and not message.ask.ends_trace
             recorders = self._group.recorders() if self._group is not None else []
             send_recordings(message.ask, recorders, self._link.send, self._loop.post)
         elif body == "slow":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,47 @@ def add_parser(subparsers: Any) -> None:
     add_timeout(parser)
     add_json(parser)
     parser.set_defaults(handler=slow_rank)
+    parser = add_command(
+        commands,
+        "summary",
+        help="what bound each step of a job, and how much communication was exposed",
+        description="Read the one trace of a job, which BYTEPS_TRACE_ON=1 writes. Says for each step how long it took, "
+        "how much of it the ranks waited for communication, and what bound it: the rank that computes longest, or the "
+        "stage that was at work while all ranks waited.",
+        example="bps trace summary trace.json",
+        exits={2: "the file can't be read, is cut off, or was written by another version"},
+    )
+    parser.add_argument("file", type=Path, metavar="FILE", help="trace.json")
+    add_json(parser)
+    parser.set_defaults(handler=summary)
+
+
+def summary(arguments: argparse.Namespace) -> int:
+    """Print what bound each step. Raises UsageError."""
+    from byteps_py.tools.trace_summary import read_cluster_trace, summarize
+
+    found = summarize(read_cluster_trace(arguments.file))
+    if arguments.json:
+        print(json.dumps(asdict(found)))
+        return 0
+    rows = [("step", "time ms", "communication ms", "exposed ms", "exposed", "bound by")]
+    for step in found.steps:
+        share = step.exposed_s / step.duration_s if step.duration_s else 0.0
+        rows.append((str(step.step), f"{step.duration_s * 1e3:.1f}", f"{step.communication_s * 1e3:.1f}",
+                     f"{step.exposed_s * 1e3:.1f}", f"{share:.0%}", f"{step.bound_by} on {step.where}"))  # fmt: skip
+    widths = [max(len(row[at]) for row in rows) for at in range(5)]
+    for row in rows:
+        print("  ".join([*(cell.rjust(width) for cell, width in zip(row, widths, strict=False)), row[5]]))
+    total_s = sum(step.duration_s for step in found.steps)
+    exposed_s = sum(step.exposed_s for step in found.steps)
+    print(f"\n{len(found.steps)} steps, {total_s:.3f} s, {exposed_s:.3f} s of these exposed communication; ranks "
+          f"handed over {found.nbytes / 1e6:.1f} MB; clocks known to within {found.clock_error_us:.0f} µs")  # fmt: skip
+    for stage, by_process in sorted(found.stages.items()):
+        for who, at_work_s in sorted(by_process.items(), key=lambda each: -each[1]):
+            print(f"  {stage:<18} {at_work_s * 1e3:10.1f} ms  {who}")
+    for remark in found.remarks:
+        print(f"note: {remark}")
+    return 0
 
 
 def slow_rank(arguments: argparse.Namespace) -> int:

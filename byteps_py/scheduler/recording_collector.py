@@ -59,12 +59,14 @@ class Collector:
         if (queue := self._waiting.get(found.request)) is not None:
             queue.put_nowait((stream, time.monotonic_ns(), found))
 
-    async def collect(self, timeout_s: float) -> AsyncIterator[pb.Answer]:
-        """The recordings of all members; for a member that does not answer in time, an Answer with an error."""
+    async def collect(self, timeout_s: float, ends_trace: bool = False) -> AsyncIterator[pb.Answer]:
+        """The recordings of all members; for a member that does not answer in time, an Answer with an error.
+        ``ends_trace``: for the trace of the job."""
         members = dict(self._present())
-        offsets = await self._clocks(members, min(timeout_s / 2, _LOOKS_S))
+        offsets = await self.clocks(members, min(timeout_s / 2, _LOOKS_S))
         deadline_s = time.monotonic() + timeout_s
-        async for stream, _, found in self._ask(members, deadline_s, recordings=True):
+        ask = pb.Ask(recordings=True, ends_trace=ends_trace)
+        async for stream, _, found in self._ask(members, deadline_s, ask):
             if found is None:
                 member = members[stream]
                 late = "it has not answered" if stream in self._present() else "it has left the job, or is lost"
@@ -75,12 +77,13 @@ class Collector:
             found.member = members[stream].describe()
             yield found
 
-    async def _clocks(self, members: Mapping[int, MemberRecord], timeout_s: float) -> dict[int, ClockOffset]:
+    async def clocks(self, members: Mapping[int, MemberRecord], timeout_s: float = _LOOKS_S) -> dict[int, ClockOffset]:
+        """The offsets of the members' clocks, by stream; without those that do not answer in time."""
         best: dict[int, ClockOffset] = {}
         deadline_s = time.monotonic() + timeout_s
         for _ in range(_LOOKS):
             asked_ns = time.monotonic_ns()
-            async for stream, answered_ns, found in self._ask(members, deadline_s, recordings=False):
+            async for stream, answered_ns, found in self._ask(members, deadline_s, pb.Ask()):
                 if found is not None:
                     offset = ClockOffset.of(asked_ns, found.received_ns, found.sent_ns, answered_ns)
                     if stream not in best or offset.error_ns < best[stream].error_ns:
@@ -88,15 +91,15 @@ class Collector:
         return best
 
     async def _ask(
-        self, members: Mapping[int, MemberRecord], deadline_s: float, recordings: bool
+        self, members: Mapping[int, MemberRecord], deadline_s: float, ask: pb.Ask
     ) -> AsyncIterator[tuple[int, int, pb.Answer | None]]:
         """The answers with their streams and times; None for each member that has sent no last one in time."""
-        request = next(self._requests)
+        ask.request = request = next(self._requests)
         queue = self._waiting[request] = asyncio.Queue()
         missing = set(members)
         try:
             for stream in members:
-                self._send(stream, pb.SchedulerMessage(ask=pb.Ask(request=request, recordings=recordings)))
+                self._send(stream, pb.SchedulerMessage(ask=ask))
             while missing:
                 try:
                     async with asyncio.timeout(max(0.0, deadline_s - time.monotonic())):

@@ -31,6 +31,7 @@ from byteps_py.scheduler.member_links.links import MemberLinks, Sent, StreamClos
 from byteps_py.scheduler.recording_collector import Collector
 from byteps_py.scheduler.roster import ClusterConfig, MemberRecord, describe
 from byteps_py.scheduler.rpc import retry_steadily
+from byteps_py.scheduler.trace_writer import TraceWriter
 from byteps_py.system.log import logger
 from byteps_py.system.machine import is_loopback, require_secret
 from byteps_py.wire.launch_protocol import Blame, send_notice
@@ -83,6 +84,7 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
         self._logged_reason = ""
         self._happened = asyncio.Event()
         self._collector = Collector(lambda stream, message: self._send(Sent(stream, message)), self._present)
+        self._trace = TraceWriter(settings, self._collector)
         self._bug: Exception | None = None
 
     async def run(self) -> Finish:
@@ -164,9 +166,11 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
                 raise self._bug
             if self._links.is_abandoned:
                 self._begin_new_job()
+            self._trace.tick(self._present(), self._links.core.job.is_running)
             finish = self._links.finished(now_s)
             if finish is not None:
                 self._flush()
+                await self._trace.finish()
                 return finish
             self._happened.clear()
             try:
@@ -281,7 +285,10 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
                 if message.HasField("register"):
                     stream.who = describe(message.register)
                 if message.HasField("answer"):
-                    self._collector.answered(number, message.answer)
+                    if message.answer.request:
+                        self._collector.answered(number, message.answer)
+                    else:
+                        self._trace.final(number, message.answer)
                     continue
                 try:
                     self._deliver(self._links.handle(StreamMessage(number, message), self._now_s()))

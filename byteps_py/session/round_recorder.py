@@ -6,6 +6,7 @@ torch/collectives/recording.py, and not here.
 
 from __future__ import annotations
 
+import threading
 from typing import Protocol
 
 from byteps_py.system.flight_dump import FlightDump
@@ -18,6 +19,8 @@ OF_PROCESS_GROUPS = "c10d."
 _SUM, _PIECES, _BROADCAST, _GATHER, _EXCHANGE = map(
     OPERATIONS.index, ("all_reduce", "reduce_scatter_v", "broadcast", "all_gather_v", "all_to_all")
 )
+_WAIT = OPERATIONS.index("wait")
+WAITS = "waits"
 _MOVES = {Op.BROADCAST: _BROADCAST, Op.GATHER: _GATHER, Op.EXCHANGE: _EXCHANGE}
 
 
@@ -32,10 +35,18 @@ class RecordedSlot(Protocol):
 class RoundRecorder:
     """``dump``: of the recorder. ``size``: ranks of the job."""
 
-    def __init__(self, dump: FlightDump, size: int) -> None:
+    def __init__(self, dump: FlightDump, size: int, records_waits: bool = False) -> None:
         self.dump = dump
         self.recorder = dump.recorder
         self._size = size
+        #: For a trace: the waits of the training thread are recorded, too.
+        self.records_waits = records_waits
+        self._waits = self.recorder.group(WAITS, "", (), "wait")
+
+    def waited(self, since_s: float) -> None:
+        """This thread has waited since then, by time.monotonic()."""
+        if not threading.current_thread().name.startswith("byteps"):
+            self.recorder.end(self.recorder.begin(self._waits, _WAIT, at_ns=int(since_s * 1e9)))
 
     def begin(self, slot: RecordedSlot) -> None:
         """A round of ``slot`` is handed over."""

@@ -28,6 +28,7 @@ from typing import Any
 from byteps_py.config.settings import Settings
 from byteps_py.system.flight_recorder import FlightGroup, FlightRecorder, FlightSpan, Recording
 from byteps_py.system.log import logger
+from byteps_py.system.stage_recorder import TRACED_OPERATIONS
 
 #: Of the format that is written: that of torch 2.13.
 VERSION = "2.10"
@@ -47,6 +48,8 @@ def to_torch(recording: Recording, first_id: int | None = None) -> dict[str, Any
     >>> to_torch(Recording({"rank": 3}, 0, 0, [], []))["version"]
     '2.10'
     """
+    spans = [span for span in recording.spans if span.group.kind not in ("wait", "stage")]  # torch's has none of these
+    recording = dataclasses.replace(recording, spans=spans)
     used = {span.group.id: span.group for span in recording.spans}
     first_id = recording.lost if first_id is None else first_id
     return {
@@ -231,10 +234,11 @@ class FlightDump:
 def open_flight_dump(settings: Settings, about: dict[str, Any]) -> FlightDump | None:
     """A recorder for this rank, which SIGUSR1 dumps. None if BYTEPS_FLIGHT_RECORDER_SIZE is 0, or if there is no memory
     for it."""
-    if not settings.flight_recorder_size:
+    if not settings.flight_recorder_size and not settings.trace_on:
         return None
     try:
-        recorder = FlightRecorder(settings.flight_recorder_size, about)
+        size = settings.flight_recorder_size
+        recorder = FlightRecorder(max(size, TRACED_OPERATIONS) if settings.trace_on else size, about)
     except OSError as error:
         logger.warning("there is no flight recorder: %s", error)
         return None

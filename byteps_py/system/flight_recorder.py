@@ -33,6 +33,8 @@ OPERATIONS = (
     "all_reduce", "allreduce_coalesced", "reduce", "broadcast", "barrier", "all_gather", "all_gather_v",
     "_all_gather_base", "all_gather_into_tensor_coalesced", "reduce_scatter", "reduce_scatter_v",
     "_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "gather", "scatter", "all_to_all", "send", "recv",
+    # Not torch's: a wait of the training thread, and the stages of partitions on services.
+    "wait", "local_reduce", "exchange", "wait_for_machines", "sum", "local_broadcast",
 )  # fmt: skip
 #: The types of elements by their codes, with torch's names.
 DTYPES = (

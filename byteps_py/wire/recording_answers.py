@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -52,6 +53,14 @@ def send_recordings(
             post(lambda message=message: send(message))  # type: ignore[misc]
 
     threading.Thread(target=pack, name="byteps-recordings", daemon=True).start()
+
+
+def send_last(recorders: Sequence[RecorderMemory], send: Callable[[pb.MemberMessage], None]) -> None:
+    """Send what there is, unasked: this member leaves, and a trace is to be written."""
+    for each in recorders:
+        if each.fd >= 0:
+            with contextlib.suppress(UsageError, OSError):
+                send(pb.MemberMessage(answer=pb.Answer(who=each.who, recording=_packed(each))))
 
 
 def _packed(recorder: RecorderMemory) -> bytes:

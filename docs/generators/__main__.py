@@ -16,6 +16,7 @@ import errors_page  # noqa: E402
 import metrics_page  # noqa: E402
 import placement_picture  # noqa: E402
 import slow_rank_picture  # noqa: E402
+import trace_picture  # noqa: E402
 import wire_page  # noqa: E402
 
 OUTPUTS: dict[str, Callable[[], str]] = {
@@ -26,6 +27,7 @@ OUTPUTS: dict[str, Callable[[], str]] = {
     "pictures/architecture.svg": architecture_picture.svg,
     "pictures/placement.svg": placement_picture.svg,
     "pictures/slow-rank.svg": slow_rank_picture.svg,
+    "pictures/trace.svg": trace_picture.svg,
 }
 
 

@@ -19,6 +19,7 @@ from byteps_py.kernels.readiness import Pair, Readiness
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.runtime import Runtime
 from byteps_py.system.shm import Block
+from byteps_py.system.stage_recorder import EXCHANGE, LOCAL_BROADCAST, LOCAL_REDUCE, StageRecorder
 from byteps_py.tensors import Checks, TensorSpec
 from byteps_py.wire import rank_link as protocol
 from byteps_py.wire.data_link import Header, Kind, unpack_names
@@ -144,6 +145,7 @@ class Executor:
         self._parts: dict[tuple[int, int, int], Part] = {}  # (key, generation, index)
         self._frames: dict[Part, zmq.Frame] = {}  # answers that a kernel reads
         self._behind: dict[Part, SumForOwner] = {}  # sums that wait, see ``catch_up``
+        self.stages: StageRecorder | None = None  # for a trace
         self._ballots: list[pb.Ballot] = []
         self._owed: dict[int, RankConnection] = {}  # by local rank: have rounds that they were not told of
         self._handlers: Mapping[type, Callable[[Any], None]] = {
@@ -251,6 +253,8 @@ class Executor:
             self.piece_executor.carry_out(cast(Lend | DirectAction, action))
 
     def _push(self, action: Push) -> None:
+        if self.stages is not None:
+            self.stages.begin(EXCHANGE, action.part.tensor.name, action.part.index, action.round, action.part.length)
         if self.network is not None:
             self.network.push(action.part, action.round)
 
@@ -287,6 +291,9 @@ class Executor:
     def _compute(self, compute: Compute) -> None:
         part = compute.part
         self._at_work += 1
+        if self.stages is not None:
+            stage = LOCAL_REDUCE if part.stage is REDUCING else LOCAL_BROADCAST
+            self.stages.begin(stage, part.tensor.name, part.index, part.tensor.round, part.length)
         dtype = part.tensor.spec.dtype
         # A result that a server has summed, it has looked at as well.
         is_guarded = part.tensor.spec.is_guarded and part.stage is REDUCING
@@ -339,6 +346,9 @@ class Executor:
         part = compute.part
         if compute.report is not None:
             self._guard.note(compute)
+        if self.stages is not None:
+            stage = LOCAL_REDUCE if part.stage is REDUCING else LOCAL_BROADCAST
+            self.stages.end(stage, part.tensor.name, part.index)
         self._at_work -= 1
         self._moved_at = self._loop.time()
         if self._is_abandoned:
@@ -449,6 +459,8 @@ class Executor:
         if self.network is not None:
             self.network.pace.answered(part, header.waited_us / 1e6, self.pace.step, self._moved_at)
         part.tensor.blame |= header.nonfinite_ranks
+        if self.stages is not None:
+            self.stages.end(EXCHANGE, part.tensor.name, part.index)
         self.handle(Answered(part, header.round, source))
 
     def lacks(self, ranks: set[int]) -> bool:

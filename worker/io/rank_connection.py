@@ -132,6 +132,12 @@ class RankConnection:
         numbers = {name: getattr(message, name) for name in message.__slots__}
         self.progress = pb.RankProgress(**numbers)
 
+    def take_flight_recorder(self) -> int:
+        """The descriptor of its flight recorder, which the caller closes: others may ask what the rank did last when it
+        has left. -1: it has given none."""
+        fd, self.flight_fd = self.flight_fd, -1
+        return fd
+
     def end_wait(self, message: protocol.WaitEnded) -> None:
         """It waits no more for this."""
         self.direct_waits.pop(message.id, None)

@@ -44,7 +44,7 @@ _HANDLERS: dict[type, _Handler] = {
     protocol.DropStates: lambda here, connection, message: here.hosting.release(connection, message),
     protocol.AskServers: lambda here, connection, message: here.hosting.shadows.tell_servers(connection, message),
     protocol.GiveStackFile: lambda here, connection, message: None,  # the connection has its descriptor
-    protocol.GiveFlightRecorder: lambda here, connection, message: None,  # the same
+    protocol.GiveFlightRecorder: lambda here, connection, message: here.keep_flight_recorder(connection),
     protocol.EnterBarrier: lambda here, connection, message: here.enter_barrier(connection, message),
     protocol.Join: lambda here, connection, message: here.join(connection),
     protocol.AskIntroduction: lambda here, connection, message: here.introduce(connection, message),

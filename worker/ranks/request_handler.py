@@ -61,10 +61,25 @@ class RequestHandler:
         self._pipeline = pipeline
         self._direct = direct
         self._layouts: dict[int, Layout] = {}  # by slot: of a round that is about to be handed over
+        #: Descriptors of flight recorders by local rank, also of ranks that have left.
+        self.flight_recorders: dict[int, int] = {}
 
     def describe(self, local_rank: int, pid: int) -> str:
         """``rank 3 (process 4711 on node7)``."""
         return f"rank {self.topology.first_rank + local_rank} (process {pid} on {self.topology.me.host})"
+
+    def keep_flight_recorder(self, rank: RankConnection) -> None:
+        """It has given the descriptor of its memory."""
+        if (fd := rank.take_flight_recorder()) >= 0:
+            if (before := self.flight_recorders.get(rank.local_rank)) is not None:
+                self.executor.runtime.close_fd(before)
+            self.flight_recorders[rank.local_rank] = fd
+
+    def close(self) -> None:
+        """Close what outlives ranks."""
+        for fd in self.flight_recorders.values():
+            self.executor.runtime.close_fd(fd)
+        self.flight_recorders.clear()
 
     def declare(self, rank: RankConnection, message: protocol.Declare) -> None:
         """Give the rank memory for its tensors at once; whether all ranks agree will turn out. Raises ProtocolError,

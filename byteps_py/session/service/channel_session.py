@@ -142,6 +142,8 @@ class ChannelSession(Session):
                 self._wait_until(condition, deadline, timeout_s, waiting_for)
             finally:
                 self.progress.waited(began_s)
+                if self.flight is not None and self.flight.records_waits:
+                    self.flight.waited(began_s)
 
     def _wait_until(
         self,

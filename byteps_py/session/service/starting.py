@@ -111,7 +111,7 @@ class ServiceOwningSession(RemoteSession):
         }  # fmt: skip
         dump = open_flight_dump(settings, about)
         if dump is not None:
-            self.flight = RoundRecorder(dump, self.size)
+            self.flight = RoundRecorder(dump, self.size, settings.trace_on)
             self.send(protocol.GiveFlightRecorder(), (dump.recorder.fd,))
 
     def note_synced(self) -> None:

@@ -1,7 +1,8 @@
 """Records the operations of process groups in the flight recorder: each call of a collective, a send or a receive.
 
 ``recorded`` wraps the methods of a group: an operation begins with the call, is started once the call returns, and ends
-when its Work is over. The facts that members must have in common are recorded as torch's own recorder writes them: see
+when its Work is over. While torch.profiler runs, the call is a range in its trace, too. The facts that members must
+have in common are recorded as torch's own recorder writes them: see
 OPERATIONS of flight_recorder.py. A group of one rank is not recorded. Any thread.
 """
 
@@ -254,7 +255,11 @@ def _recorded(method: Callable[..., Work], describe: Describe) -> Callable[..., 
         recorder = flight.recorder
         flight.thread = thread
         try:
-            work = method(self, *given, **named)
+            if torch._C._autograd._profiler_enabled():
+                with torch.autograd.profiler.record_function(f"byteps::{OPERATIONS[facts.operation]}"):
+                    work = method(self, *given, **named)
+            else:
+                work = method(self, *given, **named)
         except BaseException:
             recorder.end(number, has_failed=True)
             raise

@@ -340,7 +340,11 @@ class NamedWork(Work):
 
     def deliver(self) -> Any:
         """Wait, and return the result. Raises the operation's error."""
-        self.complete()
+        if torch._C._autograd._profiler_enabled():
+            with torch.autograd.profiler.record_function(f"byteps::wait for {self.name}"):
+                self.complete()
+        else:
+            self.complete()
         if self._error is not None:
             if self._on_mismatch is not None and isinstance(self._error, MismatchError):
                 self._on_mismatch()
