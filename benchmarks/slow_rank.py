@@ -6,7 +6,7 @@
 The first form runs one job of real processes: a rank, a communication service and a launcher on each of 16 hosts
 (network namespaces, see cluster/hosts.py), and two summation services. A step has three sums of 80 KB; ranks sleep
 instead of computing, so that two cores are enough. Again and again a random rank gets a random cause: it computes twice
-as long, waits for data, is suspended now and then (SIGSTOP), or its machine's link carries a fifth in both directions
+as long, waits for data, is suspended now and then (SIGSTOP), or its machine's link carries a tenth in both directions
 or in one. Two of five causes are links, as in Greyhound's observations. Counted is the first line that names anybody:
 right if rank or machine, and reason, are right. Between causes the job is quiet; who is named then is a false name.
 
@@ -41,7 +41,7 @@ COMPUTES, DATA, PAUSES = "computes slowly", "waits for data", "pauses now and th
 LINK, LINK_OUT, LINK_IN = "has a slow link", "sends slowly", "receives slowly"
 #: Two of five causes are links.
 CAUSES = (COMPUTES, DATA, PAUSES, COMPUTES, DATA, PAUSES, LINK, LINK_OUT, LINK_IN, LINK)
-LINK_MBIT, SLOW_MBIT, SERVER_MBIT = 40.0, 8.0, 400.0
+LINK_MBIT, SLOW_MBIT, SERVER_MBIT = 40.0, 4.0, 400.0
 ELEMENTS, SUMS = 20_000, 3
 COMPUTE_S, DATA_S, PAUSE_S = 0.06, 0.15, 0.3
 LIMIT_S, QUIET_S, AIM_S = 8.0, 9.0, 5.0
@@ -108,7 +108,7 @@ def shape(host: hosts.Host, mbit: float, outgoing: bool) -> None:
     """Change the rate of one direction of a host's link."""
     interface = host.interface if outgoing else host.outside
     words = ["tc", "qdisc", "change", "dev", interface, "root", "handle", "1:", "tbf", "rate", f"{mbit:g}mbit"]
-    words += ["burst", "128kb", "latency", "400ms"]
+    words += ["burst", "128kb" if mbit == LINK_MBIT else "16kb", "latency", "400ms"]
     subprocess.run(host.command(words) if outgoing else words, check=True)
 
 

@@ -49,6 +49,8 @@ _FIRST = 0  # the kind of work before a step's first operation
 #: acknowledgements are late on busy machines. It is named after as many judgements as a price that is not known yet.
 _SLOW_LINK = 2.0
 _SLOW_LINK_AHEAD = 1.4
+#: One direction is slow if it is so many times as slow as the other one.
+_ONE_WAY = 2.0
 _LEAST_BUSY = 0.02  # of the time
 
 
@@ -217,11 +219,12 @@ class SlowRankWatch:
             if ratio < _SLOW_LINK or price < LEAST_PRICE:
                 continue
             detail = f"at 1/{ratio:.2g} of the rate of other machines"
-            before = found.get(machine)
-            if before is None:
-                found[machine] = Straggler(machine, False, LINK_OUT if sends else LINK_IN, price, detail)
-            else:
-                found[machine] = Straggler(machine, False, LINK, max(price, before.price), detail)
+            reason, other_way = LINK_OUT if sends else LINK_IN, least.get((machine, not sends), 1.0)
+            if other_way >= _SLOW_LINK and _ONE_WAY * ratio > other_way > ratio / _ONE_WAY:
+                reason = LINK
+            elif other_way > ratio:
+                continue  # acknowledgements of the slow direction are late, so that this one is slow, too
+            found[machine] = Straggler(machine, False, reason, price, detail)
         return list(found.values())
 
 
