@@ -1,4 +1,5 @@
-"""What watching a training costs: metrics with a scraper that asks every page each second, logs as JSON, all of it.
+"""What watching a training costs: the flight recorder, metrics with a scraper that asks every page each second, logs as
+JSON, all of it.
 
     python -m benchmarks.observability [--rounds 4] [--turns 6] [--steps 50] [--json FILE]
 
@@ -44,11 +45,13 @@ class Contender(NamedTuple):
 
 
 JSON_LOGS = {"BYTEPS_LOG_FORMAT": "json", "BYTEPS_LOG_LEVEL": "INFO"}
+NO_RECORDER = {"BYTEPS_FLIGHT_RECORDER_SIZE": "0"}
 CONTENDERS = (
-    Contender("off", {}, False),
-    Contender("off, again", {}, False),
-    Contender("metrics", {}, True),
-    Contender("logs as JSON", JSON_LOGS, False),
+    Contender("off", NO_RECORDER, False),
+    Contender("off, again", NO_RECORDER, False),
+    Contender("flight recorder", {}, False),
+    Contender("metrics", NO_RECORDER, True),
+    Contender("logs as JSON", {**NO_RECORDER, **JSON_LOGS}, False),
     Contender("everything", JSON_LOGS, True),
 )
 
