@@ -2,11 +2,15 @@
 
     python -m benchmarks.heal [--workers 4] [--servers 2] [--mbit 400] [--mb 32] [--machine 1] [--factor 0.5]
         [--seconds 25] [--json FILE]
+    python -m benchmarks.heal --late 1 [--workers 4] [--servers 4] [--mbit 400] [--mb 32]
 
 Hosts are network namespaces with shaped links (root needed). One tensor is summed again and again; then the link of one
 machine (``--machine``: workers first) carries ``--factor`` of its rate in both directions, and after ``--seconds`` all
 of it again. A process beside the scheduler asks it for the epoch, as `bps status` does. gloo sums the same tensor in
 each of the three phases, on the same hosts, in turn.
+
+With ``--late``, links stay as they are, and rank 0 begins each sum so many seconds after the others: the time from then
+until all ranks have the sum.
 
 "t·B/M" is the time in units of the model's bytes over the usual rate. "optimum" is that of the linear program for the
 rates of this phase; a ring takes 2(n−1)/n over the slowest link. "fixed shares" is the time with the shares of before.
@@ -17,6 +21,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -28,6 +33,7 @@ from pathlib import Path
 from benchmarks.cluster.contenders import SECRET, Layout, counts_of
 from benchmarks.cluster.hosts import Host, cluster, reshape
 from benchmarks.cluster.measure import Found, Turns, turns
+from benchmarks.cluster.rank import LATE_VARIABLE
 from byteps_py.config.settings import Settings
 from byteps_py.errors import BytePSError
 from byteps_py.launch.process_plan import free_port
@@ -37,6 +43,7 @@ from byteps_py.scheduler import query
 
 _JOB = "heal"
 _GLOO_CALLS = 4
+_LATE_CALLS = 7
 #: Steps after the shares have changed that may still have parts of the old ones.
 _SETTLING = 2
 
@@ -148,6 +155,27 @@ def measure(arguments: argparse.Namespace) -> list[Phase]:
     return phases
 
 
+def measure_late(arguments: argparse.Namespace, unit_s: float) -> None:
+    n, k, counts = arguments.workers, arguments.servers, counts_of("one", arguments.mb << 20)
+    ours_s, gloo_s = Found(), Found()
+    os.environ[LATE_VARIABLE] = str(arguments.late)
+    with cluster([arguments.mbit] * (n + k)) as hosts, contextlib.ExitStack() as stack:
+        gloo = stack.enter_context(turns("gloo", Layout(hosts[:n]), 1))
+        ours = stack.enter_context(turns("ours", Layout(hosts[:n], hosts[n:]), 1))
+        for _ in range(_LATE_CALLS):
+            ours.take("session", counts, ours_s)
+            gloo.take("gloo", counts, gloo_s)
+    print(f"n = {n}, k = {k}, {arguments.mb} MB, {arguments.mbit:g} Mbit/s; rank 0 comes {arguments.late:g} s late")
+    for name, found, best in (
+        ("ours", ours_s, float(Optimum(n, k).time)),
+        ("gloo", gloo_s, 2 * (n - 1) / n),
+    ):
+        times = [took_s / unit_s for took_s in found.times_s]
+        print(
+            f"{name:5} {statistics.median(times):6.3f} ({min(times):.3f} to {max(times):.3f}) t·B/M, theory {best:.3f}"
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=4)
@@ -157,14 +185,18 @@ def main() -> None:
     parser.add_argument("--machine", type=int, default=1, help="the one whose link changes: workers first")
     parser.add_argument("--factor", type=float, default=0.5)
     parser.add_argument("--seconds", type=float, default=25.0, help="of each phase")
+    parser.add_argument("--late", type=float, default=0.0, help="seconds that rank 0 comes after the others")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--watch", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.watch:
         watch(*arguments.watch)
         return
-    phases = measure(arguments)
     unit_s = sum(counts_of("one", arguments.mb << 20)) * 32 / 1e6 / arguments.mbit
+    if arguments.late:
+        measure_late(arguments, unit_s)
+        return
+    phases = measure(arguments)
     print(
         f"n = {arguments.workers}, k = {arguments.servers}, {arguments.mb} MB, {arguments.mbit:g} Mbit/s; the link of "
         f"machine {arguments.machine} at {arguments.factor:g} of that"
