@@ -45,8 +45,9 @@ _MOST_DOUBLINGS = 5
 #: Less than this is no evidence: the part of the link's rate that was used, and the seconds in which it was.
 _LEAST_USED, _LEAST_BUSY_S = 0.05, 0.1
 #: Who waits for others sends little at a time, of which the receiver's kernel confirms each late: that takes long, and
-#: shows no rate. A machine counts as slow only if what it sends, or receives, takes this part of what takes longest.
-_WAITED_FOR = 0.6
+#: shows no rate; so do ranks that compute most of the time. A machine counts as slow only if what it sends, or
+#: receives, takes this part of what takes longest, and this part of the time.
+_WAITED_FOR, _LEAST_PART = 0.6, 0.25
 #: Of more machines that are slow at a time, the others need not be told apart.
 _MOST_SLOW = 16
 #: A judgement without evidence (a long backward pass) breaks no row, for so many seconds.
@@ -146,7 +147,7 @@ class _Evidence:
         megabits = total * _MBIT
         if busy_s < _LEAST_BUSY_S or megabits < _LEAST_USED * self._known_mbit[machine] * self._window_s:
             return None
-        is_waited_for = busy_s >= _WAITED_FOR * self._longest_s
+        is_waited_for = busy_s >= max(_WAITED_FOR * self._longest_s, _LEAST_PART * self._window_s)
         most_mbit = megabits / busy_s if is_waited_for else math.inf
         least_mbit = megabits / max(usage.busy_s for usage in free)
         return Seen(most_mbit, least_mbit, is_sending, unread_s > busy_s / 2)
