@@ -48,6 +48,9 @@ _LEAST_USED, _LEAST_BUSY_S = 0.05, 0.1
 #: shows no rate; so do ranks that compute most of the time. A machine counts as slow only if what it sends, or
 #: receives, takes this part of what takes longest, and this part of the time.
 _WAITED_FOR, _LEAST_PART = 0.6, 0.25
+#: Transfers of a machine for which others do not wait may be one after the other: together, they take so much longer
+#: than the longest.
+_APART = 1.3
 #: Of more machines that are slow at a time, the others need not be told apart.
 _MOST_SLOW = 16
 #: A judgement without evidence (a long backward pass) breaks no row, for so many seconds.
@@ -73,8 +76,8 @@ class Usage(NamedTuple):
 
 class Seen(NamedTuple):
     """The rate of a machine's link in Mbit/s, in the slower direction: between ``least`` and ``most``, which are equal
-    if all transfers wait for this link, and infinite if it waits for others. ``is_sending``: this is about what the
-    machine sends, otherwise about what it receives. ``is_unread``: the receivers' programs read slowly."""
+    if all transfers wait for this link; ``most`` is infinite if it waits for others. ``is_sending``: this is about
+    what the machine sends, otherwise about what it receives. ``is_unread``: the receivers' programs read slowly."""
 
     most_mbit: float
     least_mbit: float
@@ -89,7 +92,7 @@ def seen_rates(usages: Sequence[Usage], known_mbit: Mapping[int, float], window_
     >>> pairs = [(a, b) for a in range(3) for b in range(3) if a != b]
     >>> slow = [Usage(a, a, b, 25_000_000, 2.0 if 1 in (a, b) else 0.7, 0.0) for a, b in pairs]
     >>> {machine: round(seen.least_mbit) for machine, seen in seen_rates(slow, dict.fromkeys(range(3), 400.0)).items()}
-    {1: 200, 0: 386, 2: 386}
+    {1: 200, 0: 297, 2: 297}
     """
     evidence = _Evidence(usages, known_mbit, window_s)
     found: dict[int, Seen] = {}
@@ -147,10 +150,10 @@ class _Evidence:
         megabits = total * _MBIT
         if busy_s < _LEAST_BUSY_S or megabits < _LEAST_USED * self._known_mbit[machine] * self._window_s:
             return None
-        is_waited_for = busy_s >= max(_WAITED_FOR * self._longest_s, _LEAST_PART * self._window_s)
-        most_mbit = megabits / busy_s if is_waited_for else math.inf
-        least_mbit = megabits / max(usage.busy_s for usage in free)
-        return Seen(most_mbit, least_mbit, is_sending, unread_s > busy_s / 2)
+        longest_s = max(usage.busy_s for usage in free)
+        if busy_s < max(_WAITED_FOR * self._longest_s, _LEAST_PART * self._window_s):
+            return Seen(math.inf, megabits / longest_s / _APART, is_sending, False)
+        return Seen(megabits / busy_s, megabits / longest_s, is_sending, unread_s > busy_s / 2)
 
 
 def _connections(usages: Iterable[Usage]) -> list[Usage]:

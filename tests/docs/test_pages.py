@@ -30,7 +30,7 @@ COMMANDS = [
     if block.marker == "run"
 ]
 #: More need a reason to be added here: what can't be run can't be known to be right.
-MOST_NOT_RUN = 48
+MOST_NOT_RUN = 49
 TIMEOUT_S = 100
 END = """
 print("all right")

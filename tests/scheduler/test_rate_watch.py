@@ -135,6 +135,7 @@ def test_the_slower_direction_counts() -> None:
     assert all(seen[machine].most_mbit > 550 for machine in (0, 2, 3))
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "seeds",
     [
@@ -154,4 +155,4 @@ def test_random_scripts_of_changes_lead_to_the_optimum_without_flapping(seeds: r
             job.rates[machine] = MBIT * rng.choice((1.0, 0.7, 0.5, 0.25))
             job.run(rng.uniform(35.0, 60.0))
             assert len(job.epochs) <= 2 * changes, (seed, job.rates, job.epochs)
-            assert job.over_optimum < 1.1, (seed, job.rates, job.epochs)
+            assert job.over_optimum < 1.12, (seed, job.rates, job.epochs)
