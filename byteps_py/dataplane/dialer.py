@@ -15,6 +15,7 @@ from zmq.utils.monitor import recv_monitor_message
 from byteps_py.config.settings import Settings
 from byteps_py.dataplane.authenticator import show_password
 from byteps_py.dataplane.handshake import WRONG, CallerHandshake
+from byteps_py.dataplane.link_usage import descriptor_of
 from byteps_py.dataplane.seal import DamagedError, Data, Seal
 from byteps_py.errors import ProtocolError
 from byteps_py.system.loop import EventLoop
@@ -248,7 +249,7 @@ class Dialer:
                 proof = self._prove(_said(frames, Kind.CHALLENGE))
             else:
                 proof = _said(frames, Kind.WELCOME, self._opening)
-                self._is_welcome, self.descriptor = True, int(frames[0].get(zmq.SRCFD))
+                self._is_welcome, self.descriptor = True, descriptor_of(frames[0])
         except ProtocolError as error:
             self._refused(str(error))
             return

@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+import zmq
+
 from byteps_py.proto import control_pb2 as pb
 
 #: Offsets in the kernel's structure: bytes acknowledged; times busy, and limited by the receiver's window, in µs.
@@ -32,6 +34,14 @@ class TcpCounters(NamedTuple):
     acked: int
     busy_s: float
     unread_s: float
+
+
+def descriptor_of(frame: zmq.Frame) -> int:
+    """That of the connection on which ``frame`` arrived; -1 if it arrived in another way."""
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except zmq.ZMQError:
+        return -1
 
 
 def tcp_counters(descriptor: int) -> TcpCounters | None:

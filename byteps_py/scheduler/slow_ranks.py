@@ -95,7 +95,7 @@ class SlowRankWatch:
     """See the module. Times in seconds of any steady clock."""
 
     def __init__(self) -> None:
-        self._spans: dict[int, deque[tuple[float, pb.RankSpans]]] = defaultdict(deque)
+        self._spans: dict[int, deque[tuple[float, pb.RankSpans]]] = {}
         self._machines: dict[int, int | None] = {}  # by rank
         self._usages: deque[tuple[float, Usage]] = deque()
         self._suspicions: dict[tuple[bool, int], _Suspicion] = {}
@@ -106,7 +106,7 @@ class SlowRankWatch:
     ) -> None:
         """What a member has reported. ``machine``: of its ranks, as in ``usages``."""
         for each in spans:
-            self._spans[each.rank].append((now_s, each))
+            self._spans.setdefault(each.rank, deque()).append((now_s, each))
             self._machines[each.rank] = machine
         self._usages.extend((now_s, usage) for usage in usages)
 

@@ -80,7 +80,7 @@ class ServerOrders(Target):
         self._epoch = rounds.epoch
         header = header_for(self._turn % 3, bytes(64), epoch=self._turn % 4, round=self._turn % 5)
         service._on_arrival(Arrival(header, _Member(), 0))
-        service._heartbeat().SerializeToString()
+        service._report().SerializeToString()
         if service._loop._stopped:
             assert service._error is None or isinstance(service._error, BytePSError)
             self._ends += 1

@@ -245,7 +245,7 @@ class ServiceHears(Target):
             if (group := service._group) is not None:
                 self._kernels.group = group
             self._read()
-            service._heartbeat().SerializeToString()
+            service._report().SerializeToString()
         except BytePSError as error:
             str(error).encode()
             service._fail(error)
