@@ -117,13 +117,6 @@ def heartbeat(
     )
 
 
-def spans(group: Group) -> list[pb.RankSpans]:
-    """What the local ranks did since this was called before, by their flight recorders."""
-    ranks = group.executor.ranks.values()
-    reports = (rank.report_spans(group.topology.first_rank + rank.local_rank) for rank in ranks)
-    return [report for report in reports if report is not None]
-
-
 def _progress(group: Group) -> list[pb.RankProgress]:
     found = []
     for rank in group.executor.ranks.values():

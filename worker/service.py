@@ -32,7 +32,7 @@ from byteps_py.worker.io.network import silence_s
 from byteps_py.worker.io.peers import PeerMachines
 from byteps_py.worker.io.probe import Probe
 from byteps_py.worker.ranks.rank_server import RankServer
-from byteps_py.worker.scheduler_messages import BatchingLink, Rejoining, heartbeat, spans
+from byteps_py.worker.scheduler_messages import BatchingLink, Rejoining, heartbeat
 from byteps_py.worker.shutdown_drain import ShutdownDrain
 
 _TICK_S = 0.25
@@ -336,7 +336,7 @@ class CommunicationService:
         """The same for the scheduler, with what was sent since the last such report."""
         told = self.heartbeat()
         if self._group is not None:
-            told.spans.extend(spans(self._group))
+            told.spans.extend(self._group.requests.report_spans())
         if self._group is not None and self._group.network is not None:
             told.links.extend(self._group.network.link_usage())
         return told

@@ -265,6 +265,7 @@ class Machine:
             channel.close()
         self.read()
         self.rank_server.close()
+        self.group.requests.close()
         for arena in (*self.group.requests.memory._ranks, self.group.requests.memory.machine):
             arena.close_descriptors()
 

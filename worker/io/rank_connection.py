@@ -16,10 +16,8 @@ from byteps_py.errors import BytePSError, PeerLostError
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.runtime import Runtime
 from byteps_py.system.channel import Channel
-from byteps_py.system.flight_recorder import RecordingTail
 from byteps_py.system.shm import Arena, Block
 from byteps_py.wire import rank_link as protocol
-from byteps_py.worker.core.own_times import OwnTimes
 
 MAX_NOTE_CHARS = 9000
 
@@ -51,8 +49,6 @@ class RankConnection:
         self.note = ""  # what it said for the case that it keeps others waiting
         self.stack_fd = -1  # see stack_dump.py; -1: it has given none
         self.flight_fd = -1  # see flight_recorder.py; -1: it has given none
-        self.flight_tail: RecordingTail | None = None  # what of it was read
-        self.own_times: OwnTimes | None = None  # what follows from that
         self.inbox_fd = -1  # the way to it for its peers, see session/peers; -1: it has given none
         self.direct_waits: dict[int, DirectWait] = {}  # by id
         self.steps: list[pb.RankSteps] = []  # how far it was when it told it last, without its number
@@ -109,16 +105,6 @@ class RankConnection:
                 else:  # ranks have no others to give
                     self._runtime.close_fd(fd)
         return message
-
-    def report_spans(self, rank: int) -> pb.RankSpans | None:
-        """What it did since the last report, by its flight recorder; None if it has none, or nothing has ended.
-        ``rank``: its number in the job."""
-        if self.flight_fd < 0:
-            return None
-        if self.flight_tail is None or self.own_times is None:
-            self.flight_tail, self.own_times = RecordingTail(self.flight_fd), OwnTimes(rank)
-        self.own_times.add(self.flight_tail.read())
-        return self.own_times.report()
 
     def tell_steps(self, message: protocol.StepsBegun) -> None:
         """It has told how many steps it has begun."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import math
+import struct
 
 from byteps_py.errors import PeerLostError, ProtocolError, UsageError
 from byteps_py.proto import control_pb2 as pb
+from byteps_py.system.flight_recorder import RecordingTail
+from byteps_py.system.log import logger
 from byteps_py.tensors import Layout
 from byteps_py.wire import rank_link as protocol
 from byteps_py.wire.chunks import Arriving
@@ -22,6 +25,7 @@ from byteps_py.worker.core.events import (
     RankLeft,
 )
 from byteps_py.worker.core.local_ranks import Introduce, PeerIntroductions
+from byteps_py.worker.core.own_times import OwnTimes
 from byteps_py.worker.core.piece_exchange import PieceExchange
 from byteps_py.worker.core.round_pipeline import RoundPipeline
 from byteps_py.worker.core.topology import Topology
@@ -63,6 +67,7 @@ class RequestHandler:
         self._layouts: dict[int, Layout] = {}  # by slot: of a round that is about to be handed over
         #: Descriptors of flight recorders by local rank, also of ranks that have left.
         self.flight_recorders: dict[int, int] = {}
+        self._own_times: dict[int, tuple[RecordingTail, OwnTimes]] = {}  # what was read of these, by local rank
 
     def describe(self, local_rank: int, pid: int) -> str:
         """``rank 3 (process 4711 on node7)``."""
@@ -74,12 +79,30 @@ class RequestHandler:
             if (before := self.flight_recorders.get(rank.local_rank)) is not None:
                 self.executor.runtime.close_fd(before)
             self.flight_recorders[rank.local_rank] = fd
+            number = self.topology.first_rank + rank.local_rank
+            try:
+                self._own_times[rank.local_rank] = RecordingTail(fd), OwnTimes(number)
+            except (UsageError, OSError, struct.error) as error:
+                self._own_times.pop(rank.local_rank, None)
+                logger.warning("what rank %d does is not known: it has given no flight recorder (%s)", number, error)
+
+    def report_spans(self) -> list[pb.RankSpans]:
+        """What the local ranks did since this was called before, by their flight recorders."""
+        found = []
+        for local_rank in self.executor.ranks:
+            if (own := self._own_times.get(local_rank)) is not None:
+                tail, own_times = own
+                own_times.add(tail.read())
+                if (report := own_times.report()) is not None:
+                    found.append(report)
+        return found
 
     def close(self) -> None:
         """Close what outlives ranks."""
         for fd in self.flight_recorders.values():
             self.executor.runtime.close_fd(fd)
         self.flight_recorders.clear()
+        self._own_times.clear()
 
     def declare(self, rank: RankConnection, message: protocol.Declare) -> None:
         """Give the rank memory for its tensors at once; whether all ranks agree will turn out. Raises ProtocolError,
