@@ -38,6 +38,7 @@ def run(how: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return done
 
 
+@pytest.mark.slow
 def test_a_healthy_job_dumped_by_signals(tmp_path: Path) -> None:
     done = run("signal", tmp_path)
     assert "rank 0: its own handler" in done.stdout
@@ -91,6 +92,7 @@ def test_the_culprit_of_a_stalled_job_is_named(tmp_path: Path, how: str, expecte
     assert said.count("sequence number") == 1, said  # and nothing else is wrong
 
 
+@pytest.mark.slow
 def test_a_job_that_hangs_is_dumped_from_all_machines(tmp_path: Path) -> None:
     """Python does not run on the rank that the others wait for."""
     launch = [sys.executable, "-m", "byteps_py.launch", "-np", "2", "--machines", "2"]
