@@ -9,6 +9,7 @@ difference. One thread.
 
 from __future__ import annotations
 
+import atexit
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -17,21 +18,30 @@ import torch
 import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
-#: The groups that decide about each parameter, one for each dimension of the mesh. They live as long as the parameter:
-#: a group that is kept beyond destroy_process_group keeps its threads, which can abort the process when it ends.
-_GROUPS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_Ranks = tuple[int, ...]
+#: The ranks that decide about each parameter, once for each dimension of the mesh.
+_RANKS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+#: The group of these ranks that was given last: all of them know the same one, independent of the parameters that each
+#: has.
+_GROUPS: dict[_Ranks, dist.ProcessGroup] = {}
 _METHOD = "_unscale_grads_"
+#: A group that is still there when Python has ended keeps its threads, which can abort the process.
+atexit.register(_GROUPS.clear)
 
 
 def decide_together(parameters: Iterable[torch.Tensor], groups: Sequence[dist.ProcessGroup | None]) -> None:
     """The ranks of ``groups`` skip a step together, if a GradScaler is used. They call this with parameters of one
     model, and with the same groups."""
-    given = {group for group in groups if group is not None and dist.get_world_size(group) > 1}
+    given: list[_Ranks] = []
+    for group in groups:
+        if group is not None and dist.get_world_size(group) > 1:
+            given.append(tuple(dist.get_process_group_ranks(group)))
+            _GROUPS[given[-1]] = group
     if not given:
         return
     _agree_in(torch.amp.GradScaler)
     for parameter in parameters:
-        _GROUPS[parameter] = given | _GROUPS.get(parameter, set())
+        _RANKS[parameter] = {*_RANKS.get(parameter, ()), *given}
 
 
 def _agree_in(scaler: type[Any]) -> None:
@@ -59,14 +69,14 @@ def _agreed(
 ) -> dict[torch.device, torch.Tensor]:
     """``found``: by device, 1 if a gradient there is infinite or NaN. Returns it for all ranks."""
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
-    groups = {group for one in parameters for group in _GROUPS.get(one, ())}
-    if not groups:
+    members = {ranks for one in parameters for ranks in _RANKS.get(one, ())}
+    if not members:
         return found
     device = next(iter(found), parameters[0].device)
     values = [value.to(device).reshape(1).float() for value in found.values()]
     largest = torch.cat(values).max() if values else torch.zeros((), device=device)
-    for group in sorted(groups, key=_dimension):  # ranks with other parameters take them in the same order
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    for ranks in sorted(members, key=_dimension):  # ranks with other parameters take them in the same order
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=_GROUPS[ranks])
     if not found:  # of a rank without gradients
         return {device: largest}
     for each, value in found.items():
@@ -74,7 +84,6 @@ def _agreed(
     return found
 
 
-def _dimension(group: dist.ProcessGroup) -> tuple[int, int, list[int], str]:
+def _dimension(ranks: _Ranks) -> tuple[int, int, _Ranks]:
     """Sorts groups by dimension, from inner to outer: the groups of one dimension of a mesh have one stride."""
-    ranks = dist.get_process_group_ranks(group)
-    return ranks[1] - ranks[0], len(ranks), ranks, group.group_name
+    return ranks[1] - ranks[0], len(ranks), ranks
