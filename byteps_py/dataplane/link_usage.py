@@ -37,7 +37,7 @@ class TcpCounters(NamedTuple):
 
 
 def descriptor_of(frame: zmq.Frame) -> int:
-    """That of the connection on which ``frame`` arrived; -1 if it arrived in another way."""
+    """The descriptor of the connection on which ``frame`` arrived; -1 if that was no socket."""
     try:
         return int(frame.get(zmq.SRCFD))
     except zmq.ZMQError:
@@ -68,7 +68,7 @@ def tcp_counters(descriptor: int) -> TcpCounters | None:
 
 
 class UsageMeter:
-    """What has been sent to each peer since the last report, of which there is one every ``every_s`` seconds."""
+    """Counts the bytes sent to each peer between two reports. A report is due every ``every_s`` seconds."""
 
     def __init__(self, every_s: float = 0.4, clock: Callable[[], float] = time.monotonic) -> None:
         self._every_s, self._clock = every_s, clock

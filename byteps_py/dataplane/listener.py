@@ -199,7 +199,7 @@ class DataListener:
         return peer if peer is not None and peer.identity in self._peers else None
 
     def link_usage(self) -> list[pb.LinkUsage]:
-        """What was sent to each machine since this was called last."""
+        """The bytes sent to each machine since the last call: see UsageMeter."""
         return self._usage.report((machine, peer.descriptor) for machine, peer in self._by_machine.items())
 
     @property

@@ -55,7 +55,7 @@ METRICS: tuple[Metric, ...] = (
     _gauge("tokens_per_second", (RANK,), "tokens per second, of the last ten seconds"),
     _counter("exposed_communication_seconds", (RANK,), "time that the training has waited for communication"),
     _gauge("exposed_communication_ratio", (RANK,), "share of the last ten seconds that the training has waited for communication, from 0 to 1"),
-    _counter("result_bytes", (RANK,), "bytes of results that the communication service has delivered to the rank: its goodput is their rate", "What ranks of one machine add in shared memory, and what ranks send to each other directly, is not in it."),
+    _counter("result_bytes", (RANK,), "bytes of results that the communication service has delivered to the rank: its goodput is their rate", "Sums of one machine's ranks in shared memory, and transfers from rank to rank, are not counted."),
     _counter("recoveries", (RANK,), "how often the rank has gone on in another group of ranks, after a loss or as members came and went"),
     _counter("sent_bytes", _SERVICES, "payload bytes that the service has sent to other machines"),
     _counter("received_bytes", _SERVICES, "payload bytes that the service has received from other machines"),

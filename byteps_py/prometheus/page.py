@@ -2,7 +2,7 @@
 
 Owns the listening socket and its threads. A page is made when it is asked for, and nothing is done in between. The
 collector reads counters where they may be read, mostly on an event loop, and the page waits for that a limited time.
-What goes wrong with a page is the scraper's matter or a warning, never the training's.
+A fault of a page is logged, or told to the scraper; it never stops the training.
 
     port      BYTEPS_METRICS_PORT: the scheduler's page
     port + 1  the communication service of a machine

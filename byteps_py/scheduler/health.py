@@ -14,14 +14,13 @@ from byteps_py.failure_detector import FailureDetector
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.job import Job, MessageHandler, Outgoing, ranks_of, to_each
 from byteps_py.scheduler.rank_group import RankGroup
-from byteps_py.scheduler.rate_watch import LEAST_GAIN, LEAST_RETURN, Change, RateWatch, Usage
+from byteps_py.scheduler.rate_watch import LEAST_GAIN, LEAST_RETURN, MBIT, Change, RateWatch, Usage
 from byteps_py.scheduler.roster import ClusterConfig, MemberRecord
 from byteps_py.scheduler.slow_ranks import SlowRankWatch, Straggler, straggler_sentence
 from byteps_py.scheduler.stalls import Stall, StallWatch, StepSequences, stall_sentences, stall_warnings
 from byteps_py.wording import count_text, ranks_text
 
 DOUBT_INTERVALS = 3
-_MBIT = 8e-6
 _KEPT = 100  # how many pauses of the scheduler itself are remembered
 #: A member that takes less than this longer, for a step or an answer, may only have waited for a processor. Where there
 #: are more processes than processors, that happens to all members in turn.
@@ -389,8 +388,10 @@ class GroupWatch:
             raise ProtocolError(f"it sent a StackReport of rank {report.rank}, which is not one of its ranks")
         return to_each(self._job.roster.workers(), pb.SchedulerMessage(stack_report=report))
 
-    def _usages(self, member: MemberRecord, links: Iterable[pb.LinkUsage]) -> list[Usage]:
-        """What the member says that it has sent, by the machines at both ends."""
+    def _usages(self, member: MemberRecord, links: Collection[pb.LinkUsage]) -> list[Usage]:
+        """The member's transfers, by the machines at both ends."""
+        if not links:
+            return []
         workers = {worker.facts.machine_index: worker.id for worker in self._job.roster.workers()}
         servers = {server.id: server.id for server in self._job.roster.cpu_servers()}
         servers.update((s.id, workers.get(s.facts.machine_index, -1)) for s in self._job.roster.gpu_servers())
@@ -421,7 +422,7 @@ class GroupWatch:
             return {}, ""
         self._links.accept(changes, now_s)
         why = "; ".join(link_sentences(changes, who))
-        if (megabits := self._group.declarations.accepted_bytes * _MBIT) > 0:
+        if (megabits := self._group.declarations.accepted_bytes * MBIT) > 0:
             times = f"{_seconds(before * megabits)}, with other shares {_seconds(after * megabits)}"
             why = f"{why}; a sum of all gradients takes {times}"
         return rates, why

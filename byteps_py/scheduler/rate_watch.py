@@ -2,11 +2,11 @@
 
 Every service reports, for each machine that it sends to, the bytes and the time in which any of them were on their way
 (dataplane/link_usage.py). Of one machine, the bytes over that time are the rate of its link, as long as nothing else
-holds the transfers up. But what is sent to a slow machine is slow on every sender. So machines are judged one after the
-other, the slowest for its link first, and what it sends and receives is no evidence about the others:
+holds the transfers up. But transfers to a slow machine are slow on every sender. So machines are judged one after the
+other, the slowest for its link first, and its transfers are no evidence about the others:
 
     machines 0, 1, 2, links of 400; that of 1 carries 200     0→1 and 2→1 take as long as 1→0 and 1→2
-    1 is the slowest: all that it sends is slow               without 1, 0→2 and 2→0 carry 400
+    1 is the slowest: all its transfers are slow              without 1, 0→2 and 2→0 carry 400
 
 A rank that computes slowly has nothing on its way meanwhile, and slows no link down. A program that does not read what
 arrives does: then TCP says that the receiver's window was full, and the machine is called slow, not its link.
@@ -44,9 +44,9 @@ REMEMBERED_S = 300.0
 _MOST_DOUBLINGS = 5
 #: Less than this is no evidence: the part of the link's rate that was used, and the seconds in which it was.
 _LEAST_USED, _LEAST_BUSY_S = 0.05, 0.1
-#: Who waits for others sends little at a time, of which the receiver's kernel confirms each late: that takes long, and
-#: shows no rate; so do ranks that compute most of the time. A machine counts as slow only if what it sends, or
-#: receives, takes this part of what takes longest, and this part of the time.
+#: A machine that waits for others, or computes most of the time, sends little at a time, and the receiver's kernel
+#: confirms each piece late: that takes long, and shows no rate. A machine counts as slow only if its transfers in one
+#: direction take this part of the longest transfers of all machines, and this part of the time.
 _WAITED_FOR, _LEAST_PART = 0.6, 0.25
 #: Transfers of a machine for which others do not wait may be one after the other: together, they take so much longer
 #: than the longest.
@@ -59,11 +59,11 @@ _SILENT_S = 30.0
 LEAST_GAIN = 0.04
 #: The same if links are only as fast as at the start again.
 LEAST_RETURN = 0.01
-_MBIT = 8e-6
+MBIT = 8e-6
 
 
 class Usage(NamedTuple):
-    """What the service ``sender`` has sent lately: ``nbytes`` from one machine to another took ``busy_s``; in
+    """The latest transfers of the service ``sender``: ``nbytes`` from one machine to another took ``busy_s``; in
     ``unread_s`` of these the receiver did not read. All are member ids, of machines those of their links' owners."""
 
     sender: int
@@ -112,7 +112,7 @@ def seen_rates(usages: Sequence[Usage], known_mbit: Mapping[int, float], window_
 
 
 class _Evidence:
-    """What each machine has sent and received in a window."""
+    """The transfers of a window, by the machines at both ends."""
 
     def __init__(self, usages: Sequence[Usage], known_mbit: Mapping[int, float], window_s: float) -> None:
         self._known_mbit, self._window_s = known_mbit, window_s
@@ -144,10 +144,10 @@ class _Evidence:
             return None
         busy_s = sum(usage.nbytes * usage.busy_s for usage in free) / total
         unread_s = sum(usage.nbytes * usage.unread_s for usage in free) / total
-        # What goes to slow machines takes its part of the link meanwhile.
+        # Transfers to and from slow machines take their part of the link meanwhile.
         held_up = [usage for other, usage in ends if other not in left]
         total += int(sum(usage.nbytes * min(1.0, busy_s / (usage.busy_s or busy_s or 1.0)) for usage in held_up))
-        megabits = total * _MBIT
+        megabits = total * MBIT
         if busy_s < _LEAST_BUSY_S or megabits < _LEAST_USED * self._known_mbit[machine] * self._window_s:
             return None
         longest_s = max(usage.busy_s for usage in free)
@@ -156,18 +156,39 @@ class _Evidence:
         return Seen(megabits / busy_s, megabits / longest_s, is_sending, unread_s > busy_s / 2)
 
 
-def _connections(usages: Iterable[Usage]) -> list[Usage]:
-    """The sum of each connection's reports."""
-    found: dict[tuple[int, int], Usage] = {}
-    for usage in usages:
-        key = usage.sender, usage.target
-        known = found.get(key)
-        if known is not None:
-            nbytes, busy_s = usage.nbytes + known.nbytes, usage.busy_s + known.busy_s
-            found[key] = Usage(*usage[:3], nbytes, busy_s, usage.unread_s + known.unread_s)
-        else:
+class UsageWindow:
+    """The reports of the last ``seconds``."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._reports: deque[tuple[float, Usage]] = deque()  # when each came
+
+    def add(self, usages: Iterable[Usage], now_s: float) -> None:
+        """A service has reported."""
+        self._reports.extend((now_s, usage) for usage in usages)
+        while self._reports and self._reports[0][0] < now_s - self._seconds:
+            self._reports.popleft()
+
+    def since_s(self, now_s: float) -> float:
+        """When the first of the reports came that are not too old; ``now_s`` if there is none."""
+        self.add((), now_s)
+        return self._reports[0][0] if self._reports else now_s
+
+    def connections(self, now_s: float) -> list[Usage]:
+        """The sum of each connection's reports."""
+        self.add((), now_s)
+        found: dict[tuple[int, int], Usage] = {}
+        for _, usage in self._reports:
+            key = usage.sender, usage.target
+            if (known := found.get(key)) is not None:
+                nbytes, busy_s = usage.nbytes + known.nbytes, usage.busy_s + known.busy_s
+                usage = usage._replace(nbytes=nbytes, busy_s=busy_s, unread_s=usage.unread_s + known.unread_s)
             found[key] = usage
-    return list(found.values())
+        return list(found.values())
+
+    def clear(self) -> None:
+        """Forget all reports."""
+        self._reports.clear()
 
 
 class Trend(enum.Enum):
@@ -233,14 +254,14 @@ class RateWatch:
 
     def __init__(self) -> None:
         self._links: dict[int, _Link] = {}
-        self._usages: deque[tuple[float, Usage]] = deque()  # when they were reported
+        self._usages = UsageWindow(WINDOW_S)
         self._judged_s = -EVERY_S
         self._settled_s = 0.0
         self._told: dict[int, float] = {}  # of changes that need no other shares: the rate
 
     def set_rates(self, known_mbit: Mapping[int, float], now_s: float) -> None:
-        """The links that there are, with the rates by which the shares are from now on. What is sent until these are in
-        use is no evidence."""
+        """The links that there are, with the rates by which the shares are from now on. Transfers before these are in
+        use are no evidence."""
         self._settled_s = now_s + SETTLE_S
         before, self._links = self._links, {}
         for machine, mbit in known_mbit.items():
@@ -249,19 +270,17 @@ class RateWatch:
         self._usages.clear()
 
     def report(self, usages: Iterable[Usage], now_s: float) -> None:
-        """What a service has sent lately."""
+        """A service has reported its latest transfers."""
         if now_s >= self._settled_s:
-            self._usages.extend((now_s, usage) for usage in usages)
+            self._usages.add(usages, now_s)
 
     def changes(self, now_s: float) -> list[Change]:
         """The links that have other rates now, those that are due and those that changed with them. Call it often."""
         if now_s - self._judged_s < EVERY_S:
             return []
         self._judged_s = now_s
-        while self._usages and now_s - self._usages[0][0] > WINDOW_S:
-            self._usages.popleft()
         known = {machine: link.known_mbit for machine, link in self._links.items()}
-        for machine, seen in seen_rates(_connections(usage for _, usage in self._usages), known).items():
+        for machine, seen in seen_rates(self._usages.connections(now_s), known).items():
             self._links[machine].judge(seen, now_s)
         if not any(link.is_due(now_s) for link in self._links.values()):
             return []

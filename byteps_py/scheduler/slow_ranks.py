@@ -14,6 +14,8 @@ longer.
 
 from __future__ import annotations
 
+import bisect
+import heapq
 import itertools
 import statistics
 from collections import defaultdict, deque
@@ -22,7 +24,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.scheduler.rate_watch import Usage
+from byteps_py.scheduler.rate_watch import Usage, UsageWindow
 
 COMPUTES, DATA, PAUSES = "computes slowly", "waits for data", "pauses now and then"
 LINK, LINK_OUT, LINK_IN = "has a slow link", "sends slowly", "receives slowly"
@@ -97,7 +99,7 @@ class SlowRankWatch:
     def __init__(self) -> None:
         self._spans: dict[int, deque[tuple[float, pb.RankSpans]]] = {}
         self._machines: dict[int, int | None] = {}  # by rank
-        self._usages: deque[tuple[float, Usage]] = deque()
+        self._usages = UsageWindow(WINDOW_S)
         self._suspicions: dict[tuple[bool, int], _Suspicion] = {}
         self._judged_s = -float("inf")
 
@@ -108,7 +110,7 @@ class SlowRankWatch:
         for each in spans:
             self._spans.setdefault(each.rank, deque()).append((now_s, each))
             self._machines[each.rank] = machine
-        self._usages.extend((now_s, usage) for usage in usages)
+        self._usages.add(usages, now_s)
 
     def new(self, now_s: float) -> list[Straggler]:
         """Those that are named now, and were not before. Call it often."""
@@ -117,7 +119,7 @@ class SlowRankWatch:
         self._judged_s = now_s
         self._forget(now_s)
         ranks = self._slow_ranks()
-        # Who comes late sends and receives at once, which neither way is quick: its link is no reason.
+        # A rank that comes late sends and receives at the same time, and neither is quick then: its link is no reason.
         late = {self._machines.get(each.who) for each in ranks}
         links = [each for each in self._slow_links(now_s) if each.who not in late]
         found = {(each.is_rank, each.who): each for each in (*ranks, *links)}
@@ -152,8 +154,6 @@ class SlowRankWatch:
                 del self._spans[rank]
         for rank in [rank for rank in self._machines if rank not in self._spans]:
             del self._machines[rank]
-        while self._usages and self._usages[0][0] < now_s - WINDOW_S:
-            self._usages.popleft()
 
     # ---- ranks -----------------------------------------------------------------------------------------------
 
@@ -189,31 +189,33 @@ class SlowRankWatch:
     # ---- links -----------------------------------------------------------------------------------------------
 
     def _slow_links(self, now_s: float) -> list[Straggler]:
-        if not self._usages or now_s - self._usages[0][0] < _LEAST_S:
+        elapsed_s = now_s - self._usages.since_s(now_s)
+        if elapsed_s < _LEAST_S:
             return []
-        elapsed_s = now_s - self._usages[0][0]
         totals: dict[tuple[int, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
-        for _, usage in self._usages:
+        for usage in self._usages.connections(now_s):
             total = totals[usage.source, usage.target]
             total[0] += usage.nbytes
             total[1] += max(usage.busy_s - usage.unread_s, 0.0)
         known = {way: total for way, total in totals.items() if total[1] >= _LEAST_BUSY * elapsed_s and total[0]}
+        to, of = _rates(known, 1), _rates(known, 0)
         slower: dict[tuple[int, bool], list[tuple[float, float]]] = defaultdict(list)  # machine, sends: ratio, lost
         for (source, target), (nbytes, busy_s) in known.items():
             rate = nbytes / busy_s
-            for machine, sends, others in (
-                (source, True, [n / s for (a, b), (n, s) in known.items() if b == target and a != source]),
-                (target, False, [n / s for (a, b), (n, s) in known.items() if a == source and b != target]),
-            ):
-                if len(others) >= 2:
-                    ratio = statistics.median(others) / rate
+            for machine, sends, rates in ((source, True, to[target]), (target, False, of[source])):
+                if len(rates) >= 3:
+                    ratio = _median_of_others(rates, rate) / rate
                     slower[machine, sends].append((ratio, busy_s * (1 - 1 / ratio) if ratio > 1 else 0.0))
         found: dict[int, Straggler] = {}
         least = {key: min(ratio for ratio, _ in each) for key, each in slower.items()}
+        largest = {
+            sends: heapq.nlargest(2, (ratio for (_, same), ratio in least.items() if same == sends))
+            for sends in (True, False)
+        }
         for (machine, sends), each in slower.items():
             ratio = least[machine, sends]
-            others = [other for (who, same), other in least.items() if same == sends and who != machine]
-            if ratio < _SLOW_LINK_AHEAD * max(others, default=1.0):
+            first, second = heapq.nlargest(2, [1.0, 1.0, *largest[sends]])
+            if ratio < _SLOW_LINK_AHEAD * (second if ratio == first else first):
                 continue
             price = min(max(lost for _, lost in each) / elapsed_s, 1.0)
             if ratio < _SLOW_LINK or price < LEAST_PRICE:
@@ -226,6 +228,21 @@ class SlowRankWatch:
                 continue  # acknowledgements of the slow direction are late, so that this one is slow, too
             found[machine] = Straggler(machine, False, reason, price, detail)
         return list(found.values())
+
+
+def _rates(known: Mapping[tuple[int, int], Sequence[float]], end: int) -> dict[int, list[float]]:
+    """The rates of all transfers, in order, by the machine at this end: 0 sends, 1 receives."""
+    found: dict[int, list[float]] = defaultdict(list)
+    for way, (nbytes, busy_s) in known.items():
+        found[way[end]].append(nbytes / busy_s)
+    return {machine: sorted(rates) for machine, rates in found.items()}
+
+
+def _median_of_others(ordered: Sequence[float], one: float) -> float:
+    """The median of ``ordered`` without ``one`` of its values."""
+    place, count = bisect.bisect_left(ordered, one), len(ordered) - 1
+    low, high = ((count - 1) // 2, count // 2)
+    return (ordered[low + (low >= place)] + ordered[high + (high >= place)]) / 2
 
 
 def _window(reports: Sequence[pb.RankSpans]) -> _Window:

@@ -622,7 +622,7 @@ class _Replay:
         self.usual_gaps = peers.usual[self.rows]
         self.transfers = instances.transfer_s[self.instance]
         usual = usual_transfer_s[self.instance]
-        # Who has no spans may have been waited for.
+        # The others may have waited for a rank that has no spans.
         self.transfers = np.where(
             instances.whole[self.instance] | np.isnan(usual), self.transfers, np.minimum(usual, self.transfers)
         )

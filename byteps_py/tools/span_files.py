@@ -2,7 +2,7 @@
 
 One file for each rank, in one directory. A dump is torch's pickle or JSON; pickles may hold plain data only, and
 nothing in them is called. A trace is Kineto's JSON, also with gzip. Steps are told apart by how operations repeat, if
-the files do not number them. What can't be used becomes a note; an error if nothing is left.
+the files do not number them. Parts that can't be used become notes; it is an error if nothing is left.
 """
 
 from __future__ import annotations

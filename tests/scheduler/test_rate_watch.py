@@ -105,6 +105,10 @@ def test_nothing_follows_if_it_is_switched_off() -> None:
     job.rates[3] = MBIT / 4
     job.run(20.0)
     assert not job.epochs
+    window = job.cluster.core._watch._links._usages
+    held = len(window._reports)
+    job.run(20.0)
+    assert len(window._reports) <= 1.2 * held  # old reports are forgotten, though nobody judges them
 
 
 def test_reports_that_can_not_be_are_no_evidence() -> None:

@@ -1,9 +1,8 @@
 """A cluster that trains, as its heartbeats show it: the bytes of each connection, and how long they were on their way.
 
-The model is that of shaped links between real processes. What touches the machine that takes longest is on its way all
-the time; everything else only as long as the machines at its ends need for what they have among each other, or less,
-since not all of a machine's transfers are at the same time. Rates scatter by some percent. Between two sums, ranks
-compute.
+The model is that of shaped links between real processes. Transfers of the machine that takes longest are on their way
+all the time. The others take only as long as the machines at their ends need among each other, or less, since not all
+of a machine's transfers are at the same time. Rates scatter by some percent. Between two sums, ranks compute.
 """
 
 from __future__ import annotations

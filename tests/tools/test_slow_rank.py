@@ -1,4 +1,4 @@
-"""Who is slow: the specification's example, injected causes over random meshes, and quiet windows."""
+"""Slow ranks: the specification's example, injected causes over random meshes, and quiet windows."""
 
 from __future__ import annotations
 

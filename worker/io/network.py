@@ -526,7 +526,7 @@ class Network:
         )
 
     def link_usage(self) -> list[pb.LinkUsage]:
-        """What was sent to each server of another machine since this was called last."""
+        """The bytes sent to each server of another machine since the last call: see UsageMeter."""
         return self._usage.report((server, link.descriptor) for server, link in self._links.items() if link.is_open)
 
     @property
