@@ -117,6 +117,8 @@ class _Link:
     bytes_sent = bytes_received = 0
     traffic = Traffic()
 
+    descriptor = -1
+
     def __init__(self, *_: object, **__: object) -> None:
         self.traffic = Traffic()
 
