@@ -357,11 +357,33 @@ class _Peers:
         each = self.usual_s / np.maximum(_medians(own.counts, labels), 1)
         self.usual = np.zeros(len(own.gaps))
         self.usual[own.known] = each.reshape(-1)[own.cell]
+        self._compare_same_places()
         self.longest_s = np.zeros(own.shape[:2])
         over = np.maximum(own.gaps[own.known] - self.usual[own.known], 0)
         np.maximum.at(self.longest_s.reshape(-1), own.cell // own.shape[2], over)
         # The gaps of a part differ from each other on all ranks.
         self.longest_s = np.maximum(self.longest_s - _medians(self.longest_s, labels), 0)
+
+
+    def _compare_same_places(self) -> None:
+        """A gap is compared with its peers' at the same place of the step: a backward pass takes longer than a forward
+        pass. Where not all peers have a gap there, the mean of the part stays."""
+        own = self.own
+        rank_at, step_at, _ = np.unravel_index(own.cell, own.shape)
+        # Rows are by rank and time: a row's place is its distance from the first of its rank and step.
+        line = rank_at * own.shape[1] + step_at
+        begins = np.flatnonzero(np.diff(line, prepend=-1))
+        place = np.arange(len(line)) - np.repeat(begins, np.diff(begins, append=len(line)))
+        label = self.labels[rank_at]
+        gaps = own.gaps[own.known]
+        order = np.lexsort((gaps, place, step_at, label))
+        keys = np.stack((label, step_at, place))[:, order]
+        starts = np.flatnonzero((np.diff(keys, axis=1, prepend=-1) != 0).any(axis=0))
+        counts = np.diff(starts, append=len(order))
+        middle = gaps[order[starts + (counts - 1) // 2]]
+        is_whole = np.repeat(counts == np.bincount(self.labels)[keys[0, starts]], counts)
+        at = np.flatnonzero(own.known)[order]
+        self.usual[at] = np.where(is_whole, np.repeat(middle, counts), self.usual[at])
 
 
 def _medians(values: Times, labels: Integers) -> Times:
