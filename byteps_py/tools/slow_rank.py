@@ -364,7 +364,6 @@ class _Peers:
         # The gaps of a part differ from each other on all ranks.
         self.longest_s = np.maximum(self.longest_s - _medians(self.longest_s, labels), 0)
 
-
     def _compare_same_places(self) -> None:
         """A gap is compared with its peers' at the same place of the step: a backward pass takes longer than a forward
         pass. Where not all peers have a gap there, the mean of the part stays."""

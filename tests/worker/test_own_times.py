@@ -64,7 +64,7 @@ def test_a_tail_of_something_else_is_an_error() -> None:
 
 
 def test_own_time_lies_between_operations() -> None:
-    own = OwnTimes(1)
+    own = OwnTimes(1, warm_up_s=0)
     assert own.report() is None
     own.add([span(1, 0, 0, 10), span(2, 0, 30, 40), span(3, 1, 100, 110), span(4, 1, 105, 130)])
     report = own.report()
@@ -80,8 +80,19 @@ def test_own_time_lies_between_operations() -> None:
 
 
 def test_the_stage_is_the_place_in_the_pipelines_group() -> None:
-    own = OwnTimes(1)
+    own = OwnTimes(1, warm_up_s=0)
     own.add([span(1, 0, 0, 10), span(2, 0, 20, 30, FlightGroup(2, "p", "mesh_pp", (0, 1)))])
     report = own.report()
     assert report is not None
     assert report.stage == 1
+
+
+def test_the_first_seconds_do_not_count() -> None:
+    own = OwnTimes(1, warm_up_s=0.1)
+    own.add([span(1, 0, 0, 10), span(2, 0, 90, 95), span(3, 1, 120, 130)])
+    assert own.report() is None  # what began before the warm-up was over is compared with nothing
+    own.add([span(4, 2, 150, 160)])
+    report = own.report()
+    assert report is not None
+    assert report.elapsed_s == pytest.approx(0.03)
+    assert report.own_s == pytest.approx(0.02)

@@ -17,14 +17,18 @@ from byteps_py.system.flight_recorder import FlightSpan
 #: Parts of a report.
 MOST_PARTS = 8
 FIRST = 0  # the kind of the part before a step's first operation
+#: Seconds after a rank's first operation that do not count: programs load, compile and connect then.
+WARM_UP_S = 5.0
 _NS = 1e-9
 
 
 class OwnTimes:
-    """Of one rank. ``rank``: its number in the job."""
+    """Of one rank. ``rank``: its number in the job; ``warm_up_s``: so long after its first operation nothing counts."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, warm_up_s: float = WARM_UP_S) -> None:
         self._rank = rank
+        self._warm_up_s = warm_up_s
+        self._counts_from_ns: float | None = None
         self._last: FlightSpan | None = None
         self._stage = 0
         self._elapsed_s = self._own_s = 0.0
@@ -36,7 +40,9 @@ class OwnTimes:
             last = self._last
             if span.group.dimension == "pp" and span.group.kind == "group" and self._rank in span.group.ranks:
                 self._stage = span.group.ranks.index(self._rank)
-            if last is not None:
+            if self._counts_from_ns is None:
+                self._counts_from_ns = span.enqueued_ns + self._warm_up_s / _NS
+            if last is not None and last.enqueued_ns >= self._counts_from_ns:
                 is_over = last.ended_ns <= span.enqueued_ns
                 own_s = max(span.enqueued_ns - (last.ended_ns if is_over else last.enqueued_ns), 0) * _NS
                 self._own_s += own_s
