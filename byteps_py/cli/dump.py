@@ -18,6 +18,7 @@ from byteps_py.errors import UsageError
 from byteps_py.wording import count_text, ranks_text
 
 if TYPE_CHECKING:
+    from byteps_py.config.settings import Settings
     from byteps_py.proto import control_pb2 as pb
     from byteps_py.system.flight_recorder import Recording
 
@@ -46,24 +47,12 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the files, and say how to read them. Returns 1 if some are missing."""
-    from byteps_py.scheduler import query
-    from byteps_py.system.flight_dump import PREFIX, aligned, write_dump
+    from byteps_py.system.flight_dump import PREFIX, write_dump
 
     folder: Path = arguments.output or Path(f"byteps-dump-{time.strftime('%Y%m%d-%H%M%S')}")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"--output={folder} is not empty: the analyser reads all files of a folder; name a new one")
-    recordings: list[Recording] = []
-    missing: dict[str, str] = {}
-    for answer in query.collect(chosen_settings(arguments), arguments.timeout):
-        if answer.recording:
-            try:
-                recordings.append(recording_of(answer))
-                continue
-            except UsageError as error:
-                answer.error = str(error)
-        if answer.error and (answer.who or answer.ranks):
-            missing[answer.who or f"{ranks_text(answer.ranks)} of {answer.member}"] = answer.error
-    of_ranks = [each for each in aligned(recordings) if "rank" in each.about]
+    of_ranks, missing = collect_recordings(chosen_settings(arguments), arguments.timeout)
     try:
         for each in of_ranks:
             write_dump(each, folder, first_id=0)
@@ -83,6 +72,26 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print("bps: no rank has anything recorded", file=sys.stderr)
     return int(bool(missing) or not found)
+
+
+def collect_recordings(settings: Settings, timeout_s: float) -> tuple[list[Recording], dict[str, str]]:
+    """What the flight recorders of a job's ranks hold, each group from the same operation on; and who is missing, with
+    the reason. Raises like ``query.status``."""
+    from byteps_py.scheduler import query
+    from byteps_py.system.flight_dump import aligned
+
+    recordings: list[Recording] = []
+    missing: dict[str, str] = {}
+    for answer in query.collect(settings, timeout_s):
+        if answer.recording:
+            try:
+                recordings.append(recording_of(answer))
+                continue
+            except UsageError as error:
+                answer.error = str(error)
+        if answer.error and (answer.who or answer.ranks):
+            missing[answer.who or f"{ranks_text(answer.ranks)} of {answer.member}"] = answer.error
+    return [each for each in aligned(recordings) if "rank" in each.about], missing
 
 
 def recording_of(answer: pb.Answer) -> Recording:

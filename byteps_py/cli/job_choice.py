@@ -37,9 +37,9 @@ def _complete_scheduler(**_: object) -> list[str]:
     return [job.address for job in jobs.find() if job.address]
 
 
-def add_timeout(parser: argparse.ArgumentParser) -> None:
+def add_timeout(parser: argparse.ArgumentParser, default_s: float = 5.0) -> None:
     """Add ``--timeout``."""
-    parser.add_argument("--timeout", type=float, default=5.0, metavar="S", help="how long to wait for an answer")
+    parser.add_argument("--timeout", type=float, default=default_s, metavar="S", help="how long to wait for an answer")
 
 
 def names_scheduler(arguments: argparse.Namespace) -> bool:

@@ -1,17 +1,21 @@
-"""`bps trace`: what recorded trainings say. Starts nothing."""
+"""`bps trace`: what recorded and running trainings say. Starts nothing."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from byteps_py.cli.command import add_command, add_json
+from byteps_py.cli.dump import collect_recordings
 from byteps_py.cli.job_choice import add_job_choice, add_timeout, chosen_settings
+from byteps_py.errors import UsageError
 
 _SHOWN = 5
+_JOB = re.compile(r"[^/]+:\d{1,5}")  # a scheduler's address
 
 
 def add_parser(subparsers: Any) -> None:
@@ -39,16 +43,17 @@ def add_parser(subparsers: Any) -> None:
         "slow-rank",
         help="which rank makes the others wait, why, and what it costs",
         description="Read dumps of flight recorders (pickle or JSON), or traces of torch.profiler, one file for each "
-        "rank; or ask a running job. Names the rank, its machine, the reason, and the share of a step that it costs. "
-        "Clocks need not agree.",
+        "rank; or what the flight recorders of a running job hold now, as bps dump collects it. Names the rank, its "
+        "machine, the reason, and the share of a step that it costs. Clocks need not agree.",
         example="bps trace slow-rank dumps/",
         exits={2: "no file can be read, or nothing in them can be compared"},
     )
     parser.add_argument(
-        "path", nargs="?", type=Path, metavar="DIR|FILE", help="what all ranks have left behind; none: ask the job"
-    )
+        "source", nargs="?", default="", metavar="DIR|FILE|HOST:PORT",
+        help="what all ranks have left behind, or the scheduler of a running job; default: the job of --scheduler",
+    )  # fmt: skip
     add_job_choice(parser)
-    add_timeout(parser)
+    add_timeout(parser, 30.0)
     add_json(parser)
     parser.set_defaults(handler=slow_rank)
     parser = add_command(
@@ -95,23 +100,27 @@ def summary(arguments: argparse.Namespace) -> int:
 
 
 def slow_rank(arguments: argparse.Namespace) -> int:
-    """Print who is slow. Raises UsageError, and RendezvousError if there is no path and no job."""
-    if arguments.path is None:
-        return _slow_now(arguments)
+    """Print who is slow. Raises UsageError, and RendezvousError if the job does not answer."""
     from byteps_py.tools.slow_rank import as_json, find_slow_ranks, sentences
-    from byteps_py.tools.span_files import read_spans
+    from byteps_py.tools.span_files import read_spans, spans_of_recordings
 
-    found = find_slow_ranks(read_spans(arguments.path))
-    print(json.dumps(as_json(found)) if arguments.json else "\n".join(sentences(found)))
-    return 0
-
-
-def _slow_now(arguments: argparse.Namespace) -> int:
-    """What the scheduler of a running job says."""
+    if arguments.source and (_JOB.fullmatch(arguments.source) is None or Path(arguments.source).exists()):
+        found = find_slow_ranks(read_spans(Path(arguments.source)))
+        print(json.dumps(as_json(found)) if arguments.json else "\n".join(sentences(found)))
+        return 0
     from byteps_py.scheduler import query
 
-    slow = list(query.status(chosen_settings(arguments), arguments.timeout).slow)
-    print(json.dumps({"slow": slow}) if arguments.json else "\n".join(slow or ["no rank is slow"]))
+    if arguments.source and arguments.scheduler:
+        raise UsageError(f"there are two jobs: {arguments.source} and --scheduler={arguments.scheduler}; name one")
+    arguments.scheduler = arguments.source or arguments.scheduler
+    settings = chosen_settings(arguments)
+    recordings, missing = collect_recordings(settings, arguments.timeout)
+    named = list(query.status(settings, arguments.timeout).slow)
+    found = find_slow_ranks(spans_of_recordings(recordings, missing))
+    if arguments.json:
+        print(json.dumps({**as_json(found), "named_by_scheduler": named}))
+    else:
+        print("\n".join([*sentences(found), *(f"the scheduler has named: {each}" for each in named)]))
     return 0
 
 

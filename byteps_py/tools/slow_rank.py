@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from byteps_py.errors import UsageError
-from byteps_py.tools.spans import DIMENSIONS, Integers, Spans, Times, select
+from byteps_py.tools.spans import DIMENSIONS, Integers, SpanGroup, Spans, Times, select
 from byteps_py.wording import count_text, ranks_text
 
 #: Reasons.
@@ -176,9 +176,15 @@ def _ordered(spans: Spans) -> Spans:
     )
 
 
+def _same_members(groups: Sequence[SpanGroup]) -> Integers:
+    """For each group, the first one with its ranks and dimension: tensors that are summed by name have a group each."""
+    first: dict[tuple[str, tuple[int, ...]], int] = {}
+    return np.array([first.setdefault((group.dimension, group.ranks), at) for at, group in enumerate(groups)], np.int64)
+
+
 class _Instances:
     """Which rows are one operation. ``of``: its number by row; ``transfer_s`` by instance; ``whole``: all of its ranks
-    have a row."""
+    have a row; ``members``: a number for its group's ranks."""
 
     def __init__(self, spans: Spans) -> None:
         sizes = np.array([len(group.ranks) for group in spans.groups])
@@ -192,6 +198,7 @@ class _Instances:
         self.transfer_s = np.full(len(keys), np.inf)
         np.minimum.at(self.transfer_s, self.of, self.durations)
         self.group = spans.group[self.first]
+        self.members = _same_members(spans.groups)[self.group]
         self.channel = channel[self.first]
         self.bytes = np.zeros(len(keys), np.int64)
         np.maximum.at(self.bytes, self.of, spans.bytes)
@@ -237,10 +244,13 @@ def top_down(spans: Spans) -> list[Narrowing]:
     """From the outermost dimension inwards: the rank that others wait for, by durations alone.
 
     Of the groups that are left, the one with the largest spread of mean durations names its member with the shortest;
-    only groups of ranks with the same coordinate are looked at next. Empty if there are no whole operations.
+    only groups of ranks with the same coordinate are looked at next. Empty if there are no whole operations. Of several
+    steps the first is no evidence: programs agree on much in it, and it may be cut off.
     """
     instances = _Instances(spans)
     whole = instances.whole[instances.of]
+    if (later := whole & (spans.step > spans.step.min(initial=0))).any():
+        whole = later
     size = 1 + max((rank for group in spans.groups for rank in group.ranks), default=0)
     cell = spans.group[whole] * size + spans.rank[whole]
     cells, place, counts = np.unique(cell, return_inverse=True, return_counts=True)
@@ -526,7 +536,7 @@ def _usual_transfers(spans: Spans, instances: _Instances) -> Times:
     order = np.argsort(kind, kind="stable")
     for part in np.split(order, np.flatnonzero(np.diff(kind[order])) + 1):
         whole = part[instances.whole[part]]
-        lines = np.unique(instances.group[whole] * 3 + instances.channel[whole])
+        lines = np.unique(instances.members[whole] * 3 + instances.channel[whole])
         if len(lines) > 1:
             quantile = 0.5 if len(lines) > 2 else 0.25
             usual[part] = np.quantile(instances.transfer_s[whole], quantile, method="lower")
@@ -535,7 +545,7 @@ def _usual_transfers(spans: Spans, instances: _Instances) -> Times:
 
 def _lines(instances: _Instances, usual: Times) -> _Lines:
     known = np.flatnonzero(instances.whole & ~np.isnan(usual) & (usual > 0))
-    line = instances.group[known] * 3 + instances.channel[known]
+    line = instances.members[known] * 3 + instances.channel[known]
     ratio = instances.transfer_s[known] / usual[known]
     order = np.lexsort((ratio, line))
     lines, start, counts = np.unique(line[order], return_index=True, return_counts=True)
@@ -579,7 +589,7 @@ def _link_suspects(
             break
         at, reason = named[0]
         explained = touches[at]
-        in_group = np.isin(instances.group * 3 + instances.channel, (lines.group * 3 + lines.channel)[explained])
+        in_group = np.isin(instances.members * 3 + instances.channel, (lines.group * 3 + lines.channel)[explained])
         ratio = float(np.median(lines.ratio[explained]))
         what = {LINK: "its transfers", LINK_OUT: "what it sends", LINK_IN: "what it receives"}[reason]
         detail = f"{what} take{'' if reason == LINK else 's'} {_times(ratio)} as long as those of other ranks"

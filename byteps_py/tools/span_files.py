@@ -1,4 +1,5 @@
-"""Reads spans from what ranks leave behind: dumps of the flight recorder, and traces of torch.profiler.
+"""Reads spans from what ranks leave behind: dumps of the flight recorder, and traces of torch.profiler; and from the
+flight recorders of a running job.
 
 One file for each rank, in one directory. A dump is torch's pickle or JSON; pickles may hold plain data only, and
 nothing in them is called. A trace is Kineto's JSON, also with gzip. Steps are told apart by how operations repeat, if
@@ -7,6 +8,7 @@ the files do not number them. Parts that can't be used become notes; it is an er
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import io
 import json
@@ -16,13 +18,16 @@ import zlib
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from byteps_py.errors import UsageError
 from byteps_py.tools.spans import DIMENSIONS, SpanGroup, Spans, dimension_of
 from byteps_py.wording import count_text
+
+if TYPE_CHECKING:
+    from byteps_py.system.flight_recorder import Recording
 
 _BYTES = {
     "Float": 4,
@@ -52,7 +57,7 @@ _OPERATIONS = {
 class _Row(NamedTuple):
     """One operation of one rank. ``step`` and ``sequence``: -1 if they are not known."""
 
-    group: tuple[str, tuple[int, ...]]  # description, ranks
+    group: tuple[str, tuple[int, ...], str]  # description, ranks, and the name, where others have the same of both
     operation: str
     peer: int | None  # of a message
     step: int
@@ -100,6 +105,31 @@ def read_spans(path: Path) -> Spans:
                 continue
         by_rank[each.rank] = each
     return _joined([by_rank[rank] for rank in sorted(by_rank)], notes)
+
+
+def spans_of_recordings(recordings: Sequence[Recording], missing: Mapping[str, str]) -> Spans:
+    """Those of a running job, of its whole steps. ``missing``: of whom there is no recording, and why. Raises
+    UsageError if there are none."""
+    from byteps_py.system.flight_dump import to_torch
+
+    found = []
+    notes = [f"{who}: {why}" for who, why in missing.items()]
+    for recording in sorted(recordings, key=lambda each: int(each.about["rank"])):
+        try:
+            ended = dataclasses.replace(recording, spans=[span for span in recording.spans if span.ended_ns])
+            found.append(_from_recorder(f"rank {recording.about['rank']}", to_torch(ended)))
+        except UsageError as error:
+            notes.append(f"{error}; left out")
+    if not found:
+        raise UsageError(
+            f"no rank of the job has operations that can be compared{': ' if notes else ''}{'; '.join(notes)}"
+        )
+    # All ranks are in the midst of their latest steps, each at another place.
+    until = min(max((row.step for row in each.rows), default=-1) for each in found)
+    since = min(row.step for each in found for row in each.rows)
+    if until > since:
+        found = [each._replace(rows=[row for row in each.rows if row.step < until]) for each in found]
+    return _joined(found, notes)
 
 
 # ---- one file ------------------------------------------------------------------------------------------------
@@ -244,7 +274,8 @@ def _from_recorder(name: str, dump: Mapping[str, Any]) -> _RankFile:
         number = int(entry.get("p2p_seq_id" if entry.get("is_p2p") else "collective_seq_id", -1))
         size = int(entry.get("nbytes") or _size(entry.get("input_sizes"), entry.get("input_dtypes")))
         rows.append(
-            _Row((description or group_name, ranks), message[1] if message else operation.split(" ")[0],
+            _Row((description or group_name, ranks, group_name if own else ""),
+                 message[1] if message else operation.split(" ")[0],
                  ranks[peer] if peer is not None and peer < len(ranks) else peer,
                  int(entry.get("step", -1)) if has_steps else -1, number, size, created_s, started_s, ended_s)
         )  # fmt: skip
@@ -350,14 +381,14 @@ def _from_profiler(name: str, trace: Mapping[str, Any]) -> _RankFile:
 
 def _profiled_group(
     arguments: Mapping[str, Any], groups: Mapping[str, Any], is_named: bool
-) -> tuple[str, tuple[int, ...]]:
+) -> tuple[str, tuple[int, ...], str]:
     if not is_named:  # all there is: if there is one, it is that
         several = {tuple(each["ranks"]) for each in groups.values()}
-        return ("world", several.pop()) if len(several) == 1 else ("", ())
+        return ("world", several.pop(), "") if len(several) == 1 else ("", (), "")
     name = str(arguments["Process Group Name"])
     description = str(arguments.get("Process Group Description") or name)
     ranks = _ranks(arguments.get("Process Group Ranks"))
-    return description, ranks or tuple(groups.get(name, {}).get("ranks", ()))
+    return description, ranks or tuple(groups.get(name, {}).get("ranks", ())), ""
 
 
 # ---- all ranks -----------------------------------------------------------------------------------------------
@@ -368,7 +399,7 @@ def _joined(ranks: Sequence[_RankFile], notes: list[str]) -> Spans:
         ranks = _with_steps(ranks)
         notes.append("the files do not number steps: they were told apart by how operations repeat")
     has_messages = any(row.peer is not None for each in ranks for row in each.rows)
-    groups: dict[tuple[str, tuple[int, ...]], int] = {}
+    groups: dict[tuple[str, tuple[int, ...], str], int] = {}
     operations: dict[str, int] = {}
     columns: list[tuple[int, int, int, int, int, int]] = []
     times: list[tuple[float, float, float]] = []
@@ -376,7 +407,7 @@ def _joined(ranks: Sequence[_RankFile], notes: list[str]) -> Spans:
         for row in each.rows:
             key = row.group
             if row.peer is not None:
-                key = (row.group[0], (min(each.rank, row.peer), max(each.rank, row.peer)))
+                key = (row.group[0], (min(each.rank, row.peer), max(each.rank, row.peer)), row.group[2])
             place = groups.setdefault(key, len(groups))
             what = operations.setdefault(row.operation, len(operations))
             columns.append((row.step, place, each.rank, row.sequence, what, row.bytes))
@@ -389,7 +420,7 @@ def _joined(ranks: Sequence[_RankFile], notes: list[str]) -> Spans:
     hosts = {each.rank: each.host for each in ranks if each.host}
     return Spans(
         [SpanGroup(name, dimension_of(name) or ("pp" if has_messages and len(its) == 2 else ""), its)
-         for name, its in groups],
+         for name, its, _ in groups],
         list(operations), step, group, rank, sequence, operation, size, enqueued_s, started_s, ended_s, hosts, notes,
         all(each.has_own_times for each in ranks),
     )  # fmt: skip

@@ -9,6 +9,7 @@ import pickle
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,9 +20,9 @@ from support.span_files import profiler_traces, recorder_dumps, write_all
 from byteps_py.cli.__main__ import main
 from byteps_py.errors import UsageError
 from byteps_py.system.flight_dump import write_dump
-from byteps_py.system.flight_recorder import OPERATIONS, FlightGroup, FlightRecorder, FlightSpan
+from byteps_py.system.flight_recorder import OPERATIONS, FlightGroup, FlightRecorder, FlightSpan, Recording
 from byteps_py.tools.slow_rank import COMPUTES, find_slow_ranks
-from byteps_py.tools.span_files import read_spans
+from byteps_py.tools.span_files import read_spans, spans_of_recordings
 from byteps_py.tools.spans import Spans
 
 SLOW = [(5, COMPUTES)]
@@ -142,29 +143,62 @@ def test_torchs_own_gloo_dumps_have_no_times(tmp_path: Path) -> None:
         read_spans(tmp_path)
 
 
-def test_dumps_of_byteps_own_recorder(tmp_path: Path) -> None:
-    """Two groups of two, without descriptions of a mesh's dimension; rank 2 works longer."""
+def recordings_of(groups: Sequence[FlightGroup]) -> list[Recording]:
+    """Four ranks, two sums in a step; rank 2 works longer. With two groups, each sum has its own."""
     code, now = OPERATIONS.index("all_reduce"), time.monotonic_ns()
-    recorders = [FlightRecorder(256, {"rank": rank}) for rank in range(4)]
     spans: dict[int, list[FlightSpan]] = {rank: [] for rank in range(4)}
-    group = FlightGroup(1, "0", "mesh_dp", tuple(range(4)))
     for step in range(12):
         begin = now + step * 100_000_000
         for part, end_ms in enumerate((45, 90)):
             for rank in range(4):
                 came = begin + (end_ms - (2 if rank == 2 else 25)) * 1_000_000
                 ended = begin + end_ms * 1_000_000
+                sequence = step + 1 if len(groups) == 2 else step * 2 + part + 1
                 spans[rank].append(
-                    FlightSpan(step * 2 + part + 1, group, step * 2 + part + 1, OPERATIONS[code], 4, step, came, ended,
-                               ended, "completed", (1,), (1,), "Float", "Float")
+                    FlightSpan(step * 2 + part + 1, groups[part % len(groups)], sequence, OPERATIONS[code], 4, step,
+                               came, ended, ended, "completed", (1,), (1,), "Float", "Float")
                 )  # fmt: skip
-    for recorder, rank in zip(recorders, range(4), strict=True):
-        write_dump(replace(recorder.read(), spans=spans[rank]), tmp_path)
+    found = []
+    for rank in range(4):
+        recorder = FlightRecorder(256, {"rank": rank})
+        found.append(replace(recorder.read(), spans=spans[rank]))
         recorder.close()
+    return found
+
+
+WORLD = tuple(range(4))
+MESH = [FlightGroup(1, "0", "mesh_dp", WORLD)]
+#: Tensors that are summed by name count their operations each.
+BY_NAME = [FlightGroup(1, "Gradient.a", "by name", WORLD, "name"), FlightGroup(2, "b", "by name", WORLD, "name")]
+
+
+@pytest.mark.parametrize("groups", [MESH, BY_NAME])
+def test_dumps_of_byteps_own_recorder(tmp_path: Path, groups: list[FlightGroup]) -> None:
+    for recording in recordings_of(groups):
+        write_dump(recording, tmp_path)
     read = read_spans(tmp_path)
     assert not read.notes
     assert set(read.hosts) == set(range(4))
-    assert [(each.rank, each.reason) for each in find_slow_ranks(read).slow] == [(2, COMPUTES)]
+    found = find_slow_ranks(read)
+    assert [(each.rank, each.reason) for each in found.slow] == [(2, COMPUTES)]
+    assert found.path[0].rank == 2
+    assert not found.notes
+
+
+def test_recorders_of_a_running_job() -> None:
+    """Ranks are at different places of their latest step, and one machine does not answer."""
+    recordings = recordings_of(BY_NAME)
+    first = recordings[0]
+    running = replace(first.spans[-1], ended_ns=0, state="scheduled")
+    recordings[0] = replace(first, spans=[*first.spans[:-1], running])
+    recordings[1] = replace(recordings[1], spans=recordings[1].spans[:-3])  # it has not come to step 11
+    found = find_slow_ranks(spans_of_recordings(recordings, {}))
+    assert [(each.rank, each.reason) for each in found.slow] == [(2, COMPUTES)]
+    assert (found.steps, found.notes) == (9, ())
+    with pytest.raises(UsageError, match=r"no operation has the spans of all .*: rank 0: it has not answered"):
+        find_slow_ranks(spans_of_recordings(recordings[1:], {"rank 0": "it has not answered"}))
+    with pytest.raises(UsageError, match=r"has operations that can be compared: rank 0: has left"):
+        spans_of_recordings([], {"rank 0": "has left"})
 
 
 PROGRAM = """
