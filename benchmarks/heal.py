@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from benchmarks.cluster.contenders import SECRET, Layout, counts_of
-from benchmarks.cluster.hosts import Host, cluster, reshape
+from benchmarks.cluster.hosts import Host, cluster, reshape, throttled
 from benchmarks.cluster.measure import Found, Turns, turns
 from benchmarks.cluster.rank import LATE_VARIABLE
 from byteps_py.config.settings import Settings
@@ -140,9 +140,13 @@ def measure(arguments: argparse.Namespace) -> list[Phase]:
                     fixed_s = float(best.time_of(Optimum(n, k).shares)) * megabits
                     ring_s = 2 * (n - 1) / n * megabits / min(rates[:n])
                     phase = Phase(name, float(best.time) * megabits, fixed_s, ring_s)
-                    reshape(hosts[arguments.machine], rates[arguments.machine])
-                    since_s = time.monotonic()
-                    train(ours, counts, phase, since_s, arguments.seconds)
+                    with contextlib.ExitStack() as slow_down:
+                        if not arguments.busy:
+                            reshape(hosts[arguments.machine], rates[arguments.machine])
+                        elif name == "slow":
+                            slow_down.enter_context(throttled(hosts[arguments.machine], arguments.busy))
+                        since_s = time.monotonic()
+                        train(ours, counts, phase, since_s, arguments.seconds)
                     for _ in range(_GLOO_CALLS):
                         found = Found()
                         gloo.take("gloo", counts, found)
@@ -184,6 +188,7 @@ def main() -> None:
     parser.add_argument("--mb", type=int, default=32)
     parser.add_argument("--machine", type=int, default=1, help="the one whose link changes: workers first")
     parser.add_argument("--factor", type=float, default=0.5)
+    parser.add_argument("--busy", type=float, default=0.0, help="processors that the machine has left, instead")
     parser.add_argument("--seconds", type=float, default=25.0, help="of each phase")
     parser.add_argument("--late", type=float, default=0.0, help="seconds that rank 0 comes after the others")
     parser.add_argument("--json", type=Path)

@@ -27,6 +27,8 @@ _NOBODY = "02:00:00:00:00:01"
 _BURST = "128kb"
 _HELD_PACKETS = 100_000  # more than are ever on their way: none is lost for want of room
 _END_S = 10.0
+_CPU_GROUPS = next((path for path in ("/sys/fs/cgroup/cpu", "/sys/fs/cgroup") if Path(path).is_dir()), "/sys/fs/cgroup")
+_QUOTA_PERIOD_US = 50_000
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,30 @@ def reshape(host: Host, rate_mbit: float) -> None:
         change = ["tc", "qdisc", "change", "dev", interface, "root", "handle", "1:", "tbf"]
         queue = [*change, "rate", f"{rate_mbit:g}mbit", "burst", _BURST, "latency", "400ms"]
         _run(*(inside.command(queue) if inside else queue))
+
+
+@contextlib.contextmanager
+def throttled(host: Host, cores: float) -> Iterator[None]:
+    """The processes that run on ``host`` get the time of so many processors together. Needs control groups of cpu."""
+    group = Path(_CPU_GROUPS, host.name)
+    is_first_version = Path(_CPU_GROUPS, "cpu.shares").exists()
+    pids = subprocess.run(["ip", "netns", "pids", host.name], check=True, capture_output=True, text=True).stdout.split()
+    group.mkdir()
+    try:
+        quota_us = int(cores * _QUOTA_PERIOD_US)
+        if is_first_version:
+            (group / "cpu.cfs_period_us").write_text(str(_QUOTA_PERIOD_US))
+            (group / "cpu.cfs_quota_us").write_text(str(quota_us))
+        else:
+            (group / "cpu.max").write_text(f"{quota_us} {_QUOTA_PERIOD_US}")
+        for pid in pids:
+            (group / "cgroup.procs").write_text(pid)
+        yield
+    finally:
+        for pid in (group / "cgroup.procs").read_text().split():
+            with contextlib.suppress(ProcessLookupError):  # it has ended since
+                Path(_CPU_GROUPS, "cgroup.procs").write_text(pid)
+        group.rmdir()
 
 
 def _has_netem(interface: str) -> bool:

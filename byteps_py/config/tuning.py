@@ -33,6 +33,8 @@ _IN_FLIGHT_OVER_LEAST, _SHARED_IN_FLIGHT_OVER_LEAST = 1.5, 2.0
 _ANSWER_OVER_LEAST, _SHARED_ANSWER_OVER_LEAST = 1.5, 3.0
 #: Freed memory, in bytes, that a process keeps for messages before it knows how much it will have in flight.
 USUAL_CREDIT_BYTES = 64 << 20
+#: What a summation service's answer takes however small it is: a busy machine's scheduling. In seconds.
+ANSWER_BASE_S = 0.005
 
 
 def gpu_machines_sum(cpu_servers: int, gpu_servers: int) -> bool:

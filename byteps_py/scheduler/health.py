@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from byteps_py.config.tuning import ANSWER_BASE_S
 from byteps_py.errors import ProtocolError
 from byteps_py.failure_detector import FailureDetector
 from byteps_py.proto import control_pb2 as pb
@@ -36,6 +37,9 @@ _WAITING = 0.5
 #: The time between two searches for slow members. A search takes time: each of many machines reports on as many
 #: servers.
 _COMPARE_S = 0.5
+#: A service that answers later than the others by less than this answers at its link's rate.
+LEAST_LATE_S = 0.015
+_LEAST_S = 1e-6
 
 
 class LivenessMonitor:
@@ -202,8 +206,8 @@ def _slow_in_a_row(paces: Sequence[pb.RankPace], factor: float) -> Iterator[Slow
             yield Slow(True, pace.rank, pace.pid, pace.row_step_s, others_s, pace.row_step_s / max(others_s, 1e-6))
 
 
-def _slow_servers(reports: Sequence[Sequence[_Server]], factor: float, least_s: float) -> Iterator[Slow]:
-    """``reports``: one of each machine; ``least_s``: smaller differences are no evidence."""
+def _server_answers(reports: Sequence[Sequence[_Server]]) -> dict[int, _Answers]:
+    """Of each server, the median of what machines say. ``reports``: one of each machine."""
     evidence: dict[int, list[_Answers]] = {}
     for report in reports:
         # Servers are compared as one machine sees them, so that a slow machine makes no server look slow. A machine may
@@ -221,8 +225,12 @@ def _slow_servers(reports: Sequence[Sequence[_Server]], factor: float, least_s: 
             others_s = _median_without(answers_s, pace.answer_s)
             answers = _Answers(pace.ratio / usual, pace.answer_s, others_s, pace.awaited)
             evidence.setdefault(pace.member_id, []).append(answers)
-    for server, said in evidence.items():
-        median = _median(said)
+    return {server: _median(said) for server, said in evidence.items()}
+
+
+def _slow_servers(reports: Sequence[Sequence[_Server]], factor: float, least_s: float) -> Iterator[Slow]:
+    """``least_s``: smaller differences are no evidence."""
+    for server, median in _server_answers(reports).items():
         if median.takes_s - median.others_s >= least_s and median.times >= factor:
             yield Slow(False, server, 0, median.takes_s, median.others_s, median.times)
 
@@ -251,9 +259,8 @@ class PaceWatch:
 
     def slow(self, present: Collection[int]) -> list[Slow]:
         """The slow ranks and services of the members with these ids."""
-        here = frozenset(present)
         ranks = [pace for member in present for pace in self._ranks.get(member, ())]
-        servers = [[pace for pace in self._servers.get(member, ()) if pace.member_id in here] for member in present]
+        servers = self._reports_on_servers(present)
         late = _LATELY * self._factor
         slow = [
             *_slow_ranks([_RankReports(p.rank, p.pid, p.step_s, p.wait_s) for p in ranks if p.step_s], self._factor),
@@ -265,6 +272,22 @@ class PaceWatch:
             *_slow_servers([[_row(p) for p in of if p.row_answer_s] for of in servers], late, LEAST_ROW_ANSWER_S),
         ]
         return list({(each.is_rank, each.who): each for each in reversed(slow)}.values())[::-1]
+
+    def answer_rates(self, present: Collection[int]) -> dict[int, float]:
+        """The rate at which each service answers, as a part of that of its link: 1 or more if it takes no longer than
+        the others."""
+        reports = [[_typical(pace) for pace in of if pace.answer_s] for of in self._reports_on_servers(present)]
+        found = {}
+        for server, answers in _server_answers(reports).items():
+            link_s = answers.takes_s / answers.times - ANSWER_BASE_S
+            rate = max(link_s, _LEAST_S) / max(answers.takes_s - ANSWER_BASE_S, _LEAST_S)
+            is_late = answers.takes_s - answers.others_s >= LEAST_LATE_S
+            found[server] = rate if is_late else max(rate, 1.0)
+        return found
+
+    def _reports_on_servers(self, present: Collection[int]) -> list[list[pb.ServerPace]]:
+        here = frozenset(present)
+        return [[pace for pace in self._servers.get(member, ()) if pace.member_id in here] for member in present]
 
     def take_due(self, slow: list[Slow], now_s: float) -> list[Slow]:
         """The ``slow`` members to warn about now; they count as warned about afterwards."""
@@ -299,12 +322,9 @@ def link_sentences(changes: Iterable[Change], who: Mapping[int, str]) -> list[st
     """One sentence for each link that has another rate. ``who``: the member of the machine."""
     lines = []
     for each in changes:
-        if each.is_unread and each.mbit < each.before_mbit:
-            what = "its programs read slowly what arrives"
-        else:
-            what = f"as seen by what it {'sends' if each.is_sending else 'receives'}"
         rates = f"{each.mbit:.0f} Mbit/s instead of {each.before_mbit:.0f}"
-        lines.append(f"the link of {who.get(each.machine, 'a machine')} carries {rates}, {what}")
+        why = f", {each.sign.value}" if each.mbit < each.before_mbit else ""
+        lines.append(f"the link of {who.get(each.machine, 'a machine')} carries {rates}{why}")
     return lines
 
 
@@ -410,7 +430,7 @@ class GroupWatch:
             self._links.set_rates({member.id: member.link_mbit for member in roster.link_owners()}, now_s)
         if not (self._job.is_running and self._job.config.rebalance_links) or len(roster.workers()) == 1:
             return {}, ""
-        changes = self._links.changes(now_s)
+        changes = self._links.changes(now_s, self._answer_rates)
         if not changes:
             return {}, ""
         rates = {change.machine: change.mbit for change in changes}
@@ -426,6 +446,11 @@ class GroupWatch:
             times = f"{_seconds(before * megabits)}, with other shares {_seconds(after * megabits)}"
             why = f"{why}; a sum of all gradients takes {times}"
         return rates, why
+
+    def _answer_rates(self) -> dict[int, float]:
+        """Of CPU machines: a GPU machine's own ranks need its processors and its link as well."""
+        rates = self._pace.answer_rates([member.id for member in self._job.roster.present()])
+        return {server.id: rates[server.id] for server in self._job.roster.cpu_servers() if server.id in rates}
 
     def on_member_left(self, member: MemberRecord) -> None:
         """The member has left or is lost: it waits for nothing."""

@@ -9,7 +9,10 @@ other, the slowest for its link first, and its transfers are no evidence about t
     1 is the slowest: all its transfers are slow              without 1, 0→2 and 2→0 carry 400
 
 A rank that computes slowly has nothing on its way meanwhile, and slows no link down. A program that does not read what
-arrives does: then TCP says that the receiver's window was full, and the machine is called slow, not its link.
+arrives does: then TCP says that the receiver's window was full, and the machine is called slow, not its link. The
+summation service of a CPU machine whose processors are busy reads what arrives and answers late. The time of its
+answers, relative to what its link needs for the bytes on their way (worker/core/pace.py), says which rate a link would
+have that took as long.
 
 A rate counts as changed once it has been another one for several seconds, longer the more often it has changed lately:
 a link that changes all the time is left alone. The shares of the servers follow (placement/link_optimum.py) if that
@@ -22,7 +25,7 @@ import enum
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -55,6 +58,9 @@ _APART = 1.3
 _MOST_SLOW = 16
 #: A judgement without evidence (a long backward pass) breaks no row, for so many seconds.
 _SILENT_S = 30.0
+#: A machine with a share so small that nothing shows its rate, while others show theirs, is tried again after so many
+#: seconds.
+RETRY_S = 60.0
 #: Other shares must save this part of the time of a sum: they make the next one longer, once.
 LEAST_GAIN = 0.04
 #: The same if links are only as fast as at the start again.
@@ -74,15 +80,22 @@ class Usage(NamedTuple):
     unread_s: float
 
 
+class Sign(enum.Enum):
+    """What shows the rate of a machine's link."""
+
+    SENDS = "as seen by what it sends"
+    RECEIVES = "as seen by what it receives"
+    READS = "its programs read slowly what arrives"
+    ANSWERS = "its summation service answers late: its processors are busy"
+
+
 class Seen(NamedTuple):
     """The rate of a machine's link in Mbit/s, in the slower direction: between ``least`` and ``most``, which are equal
-    if all transfers wait for this link; ``most`` is infinite if it waits for others. ``is_sending``: this is about
-    what the machine sends, otherwise about what it receives. ``is_unread``: the receivers' programs read slowly."""
+    if all transfers wait for this link; ``most`` is infinite if it waits for others."""
 
     most_mbit: float
     least_mbit: float
-    is_sending: bool
-    is_unread: bool
+    sign: Sign
 
 
 def seen_rates(usages: Sequence[Usage], known_mbit: Mapping[int, float], window_s: float = WINDOW_S) -> dict[int, Seen]:
@@ -132,8 +145,9 @@ class _Evidence:
         ]
         if not directions:
             return None
-        is_unread = any(seen.is_unread for seen in directions if seen.most_mbit < SLOWER * self._known_mbit[machine])
-        return min(directions)._replace(is_unread=is_unread)
+        slowest = min(directions, key=lambda seen: seen[:2])
+        slow = [seen for seen in directions if seen.most_mbit < SLOWER * self._known_mbit[machine]]
+        return slowest._replace(sign=Sign.READS) if any(seen.sign is Sign.READS for seen in slow) else slowest
 
     def _direction(
         self, machine: int, ends: Sequence[tuple[int, Usage]], left: Mapping[int, float], is_sending: bool
@@ -151,9 +165,10 @@ class _Evidence:
         if busy_s < _LEAST_BUSY_S or megabits < _LEAST_USED * self._known_mbit[machine] * self._window_s:
             return None
         longest_s = max(usage.busy_s for usage in free)
+        sign = Sign.SENDS if is_sending else Sign.RECEIVES
         if busy_s < max(_WAITED_FOR * self._longest_s, _LEAST_PART * self._window_s):
-            return Seen(math.inf, megabits / longest_s / _APART, is_sending, False)
-        return Seen(megabits / busy_s, megabits / longest_s, is_sending, unread_s > busy_s / 2)
+            return Seen(math.inf, megabits / longest_s / _APART, sign)
+        return Seen(megabits / busy_s, megabits / longest_s, Sign.READS if unread_s > busy_s / 2 else sign)
 
 
 class UsageWindow:
@@ -203,17 +218,27 @@ class Trend(enum.Enum):
 class _Link:
     usual_mbit: float  # at the start
     known_mbit: float
+    sign: Sign | None = None  # what showed that rate; None: that of the start
+    unseen_s: float = 0.0  # for how long others showed their rates, and this one did not
     trend: Trend = Trend.SAME
     held_s: float = 0.0  # for how long there was evidence of this trend
     seen_s: float = 0.0  # the latest evidence
     seen: list[Seen] = field(default_factory=list)  # since the trend began
     changes_s: list[float] = field(default_factory=list)
 
+    def slower(self, seen: Seen, answers: Seen) -> Seen:
+        """The evidence that counts. That what arrives is fast does not mean that it is answered soon: if answers were
+        what was slow, only they show that they no longer are."""
+        is_in_doubt = self.sign is Sign.ANSWERS and seen.most_mbit >= SLOWER * self.known_mbit
+        return answers if is_in_doubt or answers.most_mbit < seen.most_mbit else seen
+
     def judge(self, seen: Seen, now_s: float) -> None:
+        self.unseen_s = 0.0
         is_slower = seen.most_mbit < SLOWER * self.known_mbit
         # A link that is idle now and then shows no rate, but it may show that it is as fast as at the start.
         fastest_mbit = min(seen.least_mbit, self.usual_mbit)
-        is_faster = fastest_mbit > FASTER * self.known_mbit
+        is_evidence = self.sign is not Sign.ANSWERS or seen.sign is Sign.ANSWERS
+        is_faster = fastest_mbit > FASTER * self.known_mbit and is_evidence
         trend = Trend.SLOWER if is_slower else Trend.FASTER if is_faster else Trend.SAME
         if trend is not self.trend or now_s - self.seen_s > _SILENT_S:
             self.trend, self.held_s, self.seen = trend, 0.0, []
@@ -223,9 +248,21 @@ class _Link:
         del self.seen[: -2 * _HOLDS]
         self.seen_s = now_s
 
-    def is_due(self, now_s: float) -> bool:
+    def miss(self, now_s: float) -> None:
+        """Others showed their rates. A link of a rate that was seen while training is then taken to be as at the
+        start: nothing would ever show that it is, as long as nothing is sent."""
+        self.unseen_s += EVERY_S
+        if self.sign is not None and self.unseen_s >= self._patience(RETRY_S, now_s):
+            self.trend, self.held_s, self.seen_s = Trend.FASTER, math.inf, now_s
+            self.seen = [Seen(math.inf, self.usual_mbit, self.sign)] * _HOLDS
+
+    def _patience(self, seconds: float, now_s: float) -> float:
+        """More than ``seconds`` for a link that has changed lately."""
         self.changes_s = [at_s for at_s in self.changes_s if now_s - at_s < REMEMBERED_S]
-        hold_s = HOLD_S * 2 ** min(_MOST_DOUBLINGS, max(0, len(self.changes_s) - 1))
+        return seconds * 2 ** min(_MOST_DOUBLINGS, max(0, len(self.changes_s) - 1))
+
+    def is_due(self, now_s: float) -> bool:
+        hold_s = self._patience(HOLD_S, now_s)
         return self.trend is not Trend.SAME and len(self.seen) >= _HOLDS and self.held_s >= hold_s
 
     @property
@@ -240,13 +277,12 @@ class _Link:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The link of a machine has another rate. ``is_sending``, ``is_unread``: see Seen, of the latest judgement."""
+    """The link of a machine has another rate. ``sign``: of the latest judgement."""
 
     machine: int
     before_mbit: float
     mbit: float
-    is_sending: bool
-    is_unread: bool
+    sign: Sign
 
 
 class RateWatch:
@@ -266,7 +302,7 @@ class RateWatch:
         before, self._links = self._links, {}
         for machine, mbit in known_mbit.items():
             link = self._links[machine] = before.get(machine) or _Link(mbit, mbit)
-            link.known_mbit, link.trend, link.seen = mbit, Trend.SAME, []
+            link.known_mbit, link.trend, link.seen, link.unseen_s = mbit, Trend.SAME, [], 0.0
         self._usages.clear()
 
     def report(self, usages: Iterable[Usage], now_s: float) -> None:
@@ -274,14 +310,25 @@ class RateWatch:
         if now_s >= self._settled_s:
             self._usages.add(usages, now_s)
 
-    def changes(self, now_s: float) -> list[Change]:
-        """The links that have other rates now, those that are due and those that changed with them. Call it often."""
+    def changes(self, now_s: float, answer_rates: Callable[[], Mapping[int, float]] = dict) -> list[Change]:
+        """The links that have other rates now, those that are due and those that changed with them. Call it often.
+
+        ``answer_rates``: those at which CPU machines' summation services answer, as parts of the known rates.
+        """
         if now_s - self._judged_s < EVERY_S:
             return []
         self._judged_s = now_s
         known = {machine: link.known_mbit for machine, link in self._links.items()}
-        for machine, seen in seen_rates(self._usages.connections(now_s), known).items():
-            self._links[machine].judge(seen, now_s)
+        found = seen_rates(self._usages.connections(now_s), known)
+        for machine, rate in answer_rates().items() if now_s >= self._settled_s else ():
+            if (link := self._links.get(machine)) is not None:
+                answers = Seen(rate * link.known_mbit, rate * link.known_mbit, Sign.ANSWERS)
+                found[machine] = link.slower(found.get(machine, answers), answers)
+        for machine, link in self._links.items():
+            if machine in found:
+                link.judge(found[machine], now_s)
+            elif found:
+                link.miss(now_s)
         if not any(link.is_due(now_s) for link in self._links.values()):
             return []
         changed = {
@@ -293,13 +340,15 @@ class RateWatch:
         rates = {machine: new.get(machine, link.known_mbit) for machine, link in self._links.items()}
         evened = dict(zip(rates, classes(list(rates.values())), strict=True))
         return [
-            Change(machine, link.known_mbit, evened[machine], *link.seen[-1][2:]) for machine, link in changed.items()
+            Change(machine, link.known_mbit, evened[machine], link.seen[-1].sign) for machine, link in changed.items()
         ]
 
     def accept(self, changes: Iterable[Change], now_s: float) -> None:
         """The shares follow these changes."""
         for change in changes:
-            self._links[change.machine].changes_s.append(now_s)
+            link = self._links[change.machine]
+            link.changes_s.append(now_s)
+            link.sign = change.sign if change.mbit < SLOWER * link.usual_mbit else None
         self._told.clear()
 
     def untold(self, changes: Sequence[Change]) -> list[Change]:

@@ -10,7 +10,7 @@ from support.scheduler_core import ballot, declare, spec as gradient
 
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.core import LinksChanged
-from byteps_py.scheduler.rate_watch import HOLD_S, WINDOW_S, Usage, seen_rates
+from byteps_py.scheduler.rate_watch import HOLD_S, RETRY_S, WINDOW_S, Sign, Usage, seen_rates
 
 #: From a change until the shares have followed it.
 NOTICED_S = WINDOW_S + HOLD_S + 2.0
@@ -62,6 +62,39 @@ def test_a_machine_whose_programs_do_not_read_is_called_slow_and_relieved() -> N
     ((_, reason),) = job.epochs
     assert "its programs read slowly what arrives" in reason
     assert job.over_optimum < 1.08
+
+
+@pytest.mark.parametrize(("n", "k"), [(4, 2), (3, 1), (4, 4)])
+def test_a_cpu_machine_whose_service_answers_late_is_relieved_until_it_is_quick_again(n: int, k: int) -> None:
+    job = traffic(n, k)
+    job.answering[0] = MBIT / 5
+    worse = job.over_optimum
+    job.run(2 * NOTICED_S)
+    assert worse > 1.2
+    ((_, reason),) = job.epochs
+    assert "its summation service answers late: its processors are busy" in reason
+    assert job.over_optimum < 1.08
+    job.run(60.0)
+    assert len(job.epochs) == 1, job.epochs  # its link is as fast as before: that is no reason to burden it again
+    job.answering[0] = float("inf")
+    job.run(3 * NOTICED_S)
+    assert len(job.epochs) == 2, job.epochs
+    assert job.epochs[1][1].count("answers late") == 0
+    assert job.over_optimum < 1.02
+
+
+def test_a_machine_that_has_no_share_left_is_tried_again() -> None:
+    job = traffic(4, 2)
+    job.answering[0] = MBIT / 5000
+    job.run(NOTICED_S)
+    assert job.shares[0] < 1e-3
+    job.answering[0] = float("inf")
+    job.run(RETRY_S + NOTICED_S)
+    assert len(job.epochs) == 2, job.epochs
+    assert job.over_optimum < 1.02
+    job.answering[0] = MBIT / 5000
+    job.run(1800.0)
+    assert len(job.epochs) <= 2 + 16, job.epochs  # each time later: at most 2 of 5 minutes
 
 
 def test_links_that_have_all_become_slow_alike_change_nothing_and_are_told_once() -> None:
@@ -137,7 +170,7 @@ def test_the_slower_direction_counts() -> None:
     """Machine 1 sends at half of its link's rate, and receives at all of it."""
     flows = [Usage(a, a, b, 25_000_000, 2.0 if a == 1 else 0.8, 0.0) for a in range(4) for b in range(4) if a != b]
     seen = seen_rates(flows, dict.fromkeys(range(4), 600.0))
-    assert (round(seen[1].most_mbit), seen[1].is_sending) == (300, True)
+    assert (round(seen[1].most_mbit), seen[1].sign) == (300, Sign.SENDS)
     assert all(seen[machine].most_mbit > 550 for machine in (0, 2, 3))
 
 
@@ -158,7 +191,11 @@ def test_random_scripts_of_changes_lead_to_the_optimum_without_flapping(seeds: r
         job = traffic(n, rng.randint(0, n), seed, compute_s=rng.choice((0.0, 0.0, 0.3, 1.0)))
         for changes in range(1, rng.randint(2, 4)):
             machine = rng.randrange(len(job.rates))
-            job.rates[machine] = MBIT * rng.choice((1.0, 0.7, 0.5, 0.25))
+            if machine < job.k and rng.random() < 0.3:
+                job.answering = [float("inf")] * job.k  # services are compared with each other
+                job.answering[machine] = rng.choice((float("inf"), MBIT / 3, MBIT / 6))
+            else:
+                job.rates[machine] = MBIT * rng.choice((1.0, 0.7, 0.5, 0.25))
             job.run(rng.uniform(35.0, 60.0))
             assert len(job.epochs) <= 2 * changes, (seed, job.rates, job.epochs)
             assert job.over_optimum < 1.12, (seed, job.rates, job.epochs)

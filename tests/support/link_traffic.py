@@ -25,7 +25,8 @@ MBIT = 1000.0  # as the members declare it
 class Traffic:
     """n GPU machines and k CPU machines behind links of ``rates``, CPU machines first, which may be changed.
 
-    ``compute_s``: from a sum to the next; ``mbytes``: of gradients; ``unread``: machines whose programs read slowly.
+    ``compute_s``: from a sum to the next; ``mbytes``: of gradients; ``unread``: machines whose programs read slowly;
+    ``answering``: the rate in Mbit/s at which the services of the CPU machines answer, if it is below that of the link.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class Traffic:
         self._cpu, self._gpu = servers[:k], servers[k:]
         self.rates = [MBIT] * (k + n)
         self.unread = [False] * (k + n)
+        self.answering = [float("inf")] * k
         self.compute_s, self.mbytes = compute_s, mbytes
         self._left_s = 0.0  # of this sum, or of the computation before the next
         self._is_sum = False
@@ -54,15 +56,21 @@ class Traffic:
     @property
     def over_optimum(self) -> float:
         """The time of a sum with the present shares, over the least there can be for these rates."""
-        best = LinkOptimum(self.rates[: self.k], self.rates[self.k :], self.k < self.n)
+        rates = self._carried
+        best = LinkOptimum(rates[: self.k], rates[self.k :], self.k < self.n)
         return float(best.time_of([Fraction(share) for share in self.shares]) / best.time)
+
+    @property
+    def _carried(self) -> list[float]:
+        """The rates of links and services together."""
+        return [*map(min, self.rates, self.answering), *self.rates[self.k :]]
 
     @property
     def sum_s(self) -> float:
         """The time of a sum: that of the machine that takes longest."""
         shares = [Fraction(share) for share in self.shares]
         loads = carried(self.n, shares[: self.k], shares[self.k :])
-        return max(float(load) * 8 * self.mbytes / rate for load, rate in zip(loads, self.rates, strict=True))
+        return max(float(load) * 8 * self.mbytes / rate for load, rate in zip(loads, self._carried, strict=True))
 
     def run(self, seconds: float) -> None:
         """Train for so long."""
@@ -117,7 +125,8 @@ class Traffic:
                 for holder, share in enumerate(shares)
                 if share and holder != k + machine
             ]
-            self.cluster.say(self._workers[machine], heartbeat=pb.Heartbeat(links=pushes))
+            heartbeat = pb.Heartbeat(links=pushes, servers=self._paces(machine))
+            self.cluster.say(self._workers[machine], heartbeat=heartbeat)
         for holder, connection in enumerate([*self._cpu, *self._gpu]):
             answers = [
                 usage(machine, holder, k + machine, shares[holder] * self.mbytes * 8)
@@ -125,6 +134,20 @@ class Traffic:
                 if shares[holder] and holder != k + machine
             ]
             self.cluster.say(connection, heartbeat=pb.Heartbeat(links=answers))
+
+    def _paces(self, machine: int) -> list[pb.ServerPace]:
+        """What a machine sees of the other services' answers: a queue of so many megabits waits for each."""
+        roster, queued = self.cluster.core.job.roster, 20.0
+        found = []
+        gpu = [server for server in roster.gpu_servers() if server.facts.machine_index != machine]
+        for server, rate in zip(
+            [*roster.cpu_servers(), *gpu], [*self._carried[: self.k], *[MBIT] * len(gpu)], strict=True
+        ):
+            if server.weight:
+                answer_s = (0.005 + queued / rate) * self._rng.uniform(1 - _NOISE, 1 + _NOISE)
+                ratio = answer_s / (0.005 + queued / server.link_mbit) if server.link_mbit else 1.0
+                found.append(pb.ServerPace(member_id=server.id, answer_s=answer_s, ratio=ratio, awaited=answer_s))
+        return found
 
     def _times(self, sent: dict[tuple[int, int], float]) -> dict[tuple[int, int], float]:
         """For how long of a sum something is on its way, by machines at both ends."""

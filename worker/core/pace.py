@@ -19,6 +19,7 @@ import statistics
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 
+from byteps_py.config.tuning import ANSWER_BASE_S
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.worker.core.tensor import Part
 
@@ -37,8 +38,7 @@ ROW_S = 0.5
 _ROW_MOST = 64  # steps
 #: The first steps of a process are no measure: libraries load what they need, and memory is touched for the first time.
 WARM_UP_STEPS = 2
-#: What an answer takes however small it is: a busy machine's scheduling; and what it takes at its best.
-_BASE_S = 0.005
+#: What an answer takes at its best, however small it is.
 _BEST_S = 0.002
 #: Others are waited for this long as a matter of course.
 _LEAST_WAIT_S = 0.005
@@ -229,7 +229,7 @@ class ServerPace:
         if known is None:
             known = self._answers[part.server] = Typical(), RecentSteps(3)
         typical, row = known
-        typical.add(since, now, answer_s, answer_s / (_BASE_S + link_s))
+        typical.add(since, now, answer_s, answer_s / (ANSWER_BASE_S + link_s))
         row.add(step, since, now, answer_s, answer_s / (_BEST_S + link_s))
 
     def forget(self, part: Part) -> None:
