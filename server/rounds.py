@@ -79,6 +79,7 @@ class Rounds(Generic[C]):
         self.counters = Counters()
         self.awaited: AwaitedRounds[C] = AwaitedRounds()
         self._partition_bytes = partition_bytes
+        self._has_share = True
         self._since_epoch = 0  # the epoch since which the machines are the same
         self._generations: dict[
             int, dict[int, PartitionRounds[C]]
@@ -90,9 +91,12 @@ class Rounds(Generic[C]):
 
     # ---- events ------------------------------------------------------------------------------------------
 
-    def membership(self, epoch: int, num_machines: int, now: float, since_epoch: int = 0) -> list[Action[C]]:
+    def membership(
+        self, epoch: int, num_machines: int, now: float, since_epoch: int = 0, has_share: bool = True
+    ) -> list[Action[C]]:
         """A newer membership. ``since_epoch``: the epoch since which the machines are the same; their rounds in flight
-        stay. If the machines have changed, all rounds are dropped."""
+        stay. If the machines have changed, all rounds are dropped. ``has_share``: False if other servers sum all
+        partitions. Then the machines have given there what waits here, and have no connection to say so."""
         if epoch <= self.epoch:
             return []
         if num_machines != self.num_machines or since_epoch != self._since_epoch:
@@ -102,6 +106,10 @@ class Rounds(Generic[C]):
         for partition in self._partitions():
             partition.broken_round = -1
         self.epoch, self.num_machines, self._since_epoch = epoch, num_machines, since_epoch
+        self._has_share = has_share
+        for round_ in [] if has_share else self._rounds(RoundState.COLLECTING):
+            self._forget(round_)
+            self._tidy(round_.partition)
         held, self._held = self._held, []
         self.counters.bytes_in_flight -= self._held_bytes
         self._held_bytes = 0
@@ -112,6 +120,8 @@ class Rounds(Generic[C]):
         header = new.header
         if header.epoch > self.epoch:
             return self._hold(new)
+        if not self._has_share:
+            return []  # its machine does not know of this epoch yet, and will give to another server
         if text := stale_epoch_reason(header, self._since_epoch):
             return self._refuse([new], PeerLostError, text)
         if text := objection(header, new.nbytes, self.num_machines, self._partition_bytes):

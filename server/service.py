@@ -423,7 +423,8 @@ class SummationService:
             return
         logger.info("epoch %d: %d machines", membership.epoch, len(membership.workers))
         count, since = len(membership.workers), membership.workers_since
-        self._perform(self._rounds.membership(membership.epoch, count, self._loop.time(), since), None)
+        has_share = any(server.address == self.address for server in membership.servers)
+        self._perform(self._rounds.membership(membership.epoch, count, self._loop.time(), since, has_share), None)
         self._tick_while_needed()  # contributions that waited for this epoch may be RESENT
         if self._checkpoints is not None:
             self._checkpoints.membership(self.address, membership.servers)

@@ -269,10 +269,9 @@ class _Link:
     def new_mbit(self) -> float:
         """The rate as it is now. A link that has become faster than its share needs waits for the others, and shows no
         rate: it is taken to be as fast as at the start."""
-        if self.trend is Trend.FASTER:
-            return self.usual_mbit
         # Of a time when all reports were of the new rate.
-        return statistics.median(seen.most_mbit for seen in self.seen[-_LATEST:])
+        mbit = statistics.median(seen.most_mbit for seen in self.seen[-_LATEST:])
+        return self.usual_mbit if self.trend is Trend.FASTER and mbit > SLOWER * self.usual_mbit else mbit
 
 
 @dataclass(frozen=True, slots=True)

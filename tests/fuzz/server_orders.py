@@ -72,6 +72,8 @@ class ServerOrders(Target):
         except DecodeError:
             return
         service = self._service
+        if message.HasField("membership") and self._turn % 4:
+            message.membership.servers.add(address=service.address, weight=1)
         service._on_message(message)
         rounds = service._rounds
         assert rounds.epoch >= self._epoch

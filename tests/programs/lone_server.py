@@ -25,7 +25,8 @@ def main() -> None:
     def serve() -> None:
         workers = [pb.Member(machine_index=i) for i in range(2)]
         partition_bytes = SETTINGS.partition_bytes or 0
-        link.say(membership=pb.Membership(epoch=1, workers=workers, partition_bytes=partition_bytes))
+        servers = [pb.Member(address=service.address, weight=1)]
+        link.say(membership=pb.Membership(epoch=1, workers=workers, servers=servers, partition_bytes=partition_bytes))
         print(service.address, link.register.local_address, flush=True)
         sys.stdin.read()
         service.stop("the test is over")

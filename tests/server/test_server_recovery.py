@@ -341,3 +341,28 @@ def test_a_round_that_no_machine_lacks_any_more_is_forgotten() -> None:
     assert (rounds.is_wanting, rounds.counters.bytes_in_flight) == (False, 0)
     rounds.contribution(given(0, round=7), 0.2)
     assert len(answered(rounds.reduced(reduction(rounds.contribution(given(1, round=7), 0.2))))) == 2
+
+
+def test_a_server_without_a_share_keeps_nothing_that_waits() -> None:
+    """Machines close their connections to it, and take nothing back."""
+    rounds = started(3)
+    assert rounds.contribution(given(0), 0.0) == []
+    assert rounds.membership(rounds.epoch + 1, 3, 0.1, since_epoch=1, has_share=False) == []
+    assert rounds.contribution(given(1), 0.2) == []  # it does not know of the epoch yet
+    assert rounds.stalled(60.0) == []
+    assert rounds.counters.bytes_in_flight == 0
+    assert rounds.membership(rounds.epoch + 1, 3, 0.3, since_epoch=1) == []
+    for machine in range(2):
+        assert rounds.contribution(given(machine, round=5, epoch=rounds.epoch), 0.4) == []
+    round_ = reduction(rounds.contribution(given(2, round=5, epoch=rounds.epoch), 0.4))
+    assert [c.header.round for c in round_.in_order()] == [5, 5, 5]
+
+
+def test_a_sum_under_way_when_the_share_goes_is_answered() -> None:
+    rounds = started(2)
+    contributions = [given(machine) for machine in range(2)]
+    rounds.contribution(contributions[0], 0.0)
+    round_ = reduction(rounds.contribution(contributions[1], 0.0))
+    assert rounds.membership(rounds.epoch + 1, 2, 0.1, since_epoch=1, has_share=False) == []
+    assert answered(rounds.reduced(round_)) == contributions
+    assert rounds.counters.bytes_in_flight == 0

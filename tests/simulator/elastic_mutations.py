@@ -131,8 +131,10 @@ class KeepRoundsOfAnotherGroup(Mutation):
     """A server that takes a new group of as many machines for the old one."""
 
     class rounds(Rounds[Any]):
-        def membership(self, epoch: int, num_machines: int, now: float, since_epoch: int = 0) -> Any:
-            return super().membership(epoch, num_machines, now, 1)
+        def membership(
+            self, epoch: int, num_machines: int, now: float, since_epoch: int = 0, has_share: bool = True
+        ) -> Any:
+            return super().membership(epoch, num_machines, now, 1, has_share)
 
 
 class WorkOnAfterTheEnd(Mutation):

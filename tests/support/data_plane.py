@@ -294,7 +294,8 @@ class Server:
     def set_members(self, num_machines: int, epoch: int = 1) -> None:
         workers = [pb.Member(machine_index=i) for i in range(num_machines)]
         nbytes = self.settings.partition_bytes
-        self.link.say(membership=pb.Membership(epoch=epoch, workers=workers, partition_bytes=nbytes))
+        servers = [pb.Member(address=self.service.address, weight=1)]
+        self.link.say(membership=pb.Membership(epoch=epoch, workers=workers, servers=servers, partition_bytes=nbytes))
 
     def machine(self, index: int, shown: bytes | None = None, settings: Settings | None = None) -> Machine:
         known_as = self.service.address

@@ -1,0 +1,228 @@
+"""A link that slows down and comes back while a job trains: how soon the shares of the servers follow, beside gloo.
+
+    python -m benchmarks.heal [--workers 4] [--servers 2] [--mbit 400] [--mb 32] [--machine 1] [--factor 0.5]
+        [--seconds 25] [--json FILE]
+    python -m benchmarks.heal --late 1 [--workers 4] [--servers 4] [--mbit 400] [--mb 32]
+
+Hosts are network namespaces with shaped links (root needed). One tensor is summed again and again; then the link of one
+machine (``--machine``: workers first) carries ``--factor`` of its rate in both directions, and after ``--seconds`` all
+of it again. A process beside the scheduler asks it for the epoch, as `bps status` does. gloo sums the same tensor in
+each of the three phases, on the same hosts, in turn.
+
+With ``--late``, links stay as they are, and rank 0 begins each sum so many seconds after the others: the time from then
+until all ranks have the sum.
+
+"t·B/M" is the time in units of the model's bytes over the usual rate. "optimum" is that of the linear program for the
+rates of this phase; a ring takes 2(n−1)/n over the slowest link. "fixed shares" is the time with the shares of before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from benchmarks.cluster.contenders import SECRET, Layout, counts_of
+from benchmarks.cluster.hosts import Host, cluster, reshape, throttled
+from benchmarks.cluster.measure import Found, Turns, turns
+from benchmarks.cluster.rank import LATE_VARIABLE
+from byteps_py.config.settings import Settings
+from byteps_py.errors import BytePSError
+from byteps_py.launch.process_plan import free_port
+from byteps_py.placement.link_optimum import LinkOptimum
+from byteps_py.placement.shares import Optimum
+from byteps_py.scheduler import query
+
+_JOB = "heal"
+_GLOO_CALLS = 4
+_LATE_CALLS = 7
+#: Steps after the shares have changed that may still have parts of the old ones.
+_SETTLING = 2
+
+
+@dataclass
+class Phase:
+    """``steps``: when each was over, in seconds since the link changed, and how long it took."""
+
+    name: str
+    optimum_s: float
+    fixed_s: float
+    ring_s: float
+    steps: list[tuple[float, float]] = field(default_factory=list)
+    gloo_s: list[float] = field(default_factory=list)
+    epochs: list[tuple[float, int, str]] = field(default_factory=list)
+
+    @property
+    def settled_s(self) -> list[float]:
+        """The times of the steps after the last epoch, or of all but the first."""
+        since_s = self.epochs[-1][0] if self.epochs else 0.0
+        late = [took_s for at_s, took_s in self.steps if at_s > since_s]
+        return late[_SETTLING:] or late
+
+
+class Watch:
+    """A process that asks the scheduler for its epoch, and says when there is another one."""
+
+    def __init__(self, host: Host, port: str) -> None:
+        words = [sys.executable, "-m", "benchmarks.heal_dbg", "--watch", host.address, port]
+        self._process = subprocess.Popen(host.command(words), stdout=subprocess.PIPE, text=True)
+        self.seen: list[tuple[float, int, str]] = []
+
+    def close(self) -> None:
+        self._process.terminate()
+        said, _ = self._process.communicate(timeout=10)
+        for line in said.splitlines():
+            at_s, epoch, why = json.loads(line)
+            self.seen.append((at_s, epoch, why))
+
+
+def watch(uri: str, port: str) -> None:
+    """Print every epoch, with the time of the system's clock, until the process is ended."""
+    settings = Settings.from_env(
+        {"DMLC_PS_ROOT_URI": uri, "DMLC_PS_ROOT_PORT": port, "BYTEPS_SECRET": SECRET, "BYTEPS_JOB_ID": _JOB}
+    )
+    known = -1
+    while True:
+        with contextlib.suppress(BytePSError):
+            said = query.status(settings)
+            if said.epoch != known:
+                known = said.epoch
+                print(json.dumps([time.monotonic(), known, said.reason]), flush=True)
+        time.sleep(0.2)
+
+
+def train(ours: Turns, counts: Sequence[int], phase: Phase, since_s: float, seconds: float) -> None:
+    while (now_s := time.monotonic()) - since_s < seconds:
+        found = Found()
+        ours.take("session", counts, found)
+        print(
+            "step", phase.name, round(time.monotonic() - since_s, 1), [round(t, 2) for t in found.times_s], flush=True
+        )
+        phase.steps += [(time.monotonic() - since_s, took_s) for took_s in found.times_s]
+        if time.monotonic() - now_s > 60:
+            raise SystemExit("a step has taken more than a minute")
+
+
+@contextlib.contextmanager
+def watched(host: Host, port: str) -> Iterator[Watch]:
+    found = Watch(host, port)
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+def measure(arguments: argparse.Namespace) -> list[Phase]:
+    n, k, mbit = arguments.workers, arguments.servers, arguments.mbit
+    counts = counts_of("one", arguments.mb << 20)
+    megabits = sum(counts) * 32 / 1e6
+    usual = [mbit] * (n + k)
+    slow = list(usual)
+    slow[arguments.machine] *= arguments.factor
+    phases: list[Phase] = []
+    began: list[float] = []
+    with cluster(usual) as hosts:
+        workers, spare = hosts[:n], hosts[n:]
+        layout = Layout(workers, spare)
+        port = str(free_port())
+        own = {"DMLC_PS_ROOT_PORT": port, "BYTEPS_JOB_ID": _JOB}
+        with contextlib.ExitStack() as stack:
+            gloo = stack.enter_context(turns("gloo", Layout(workers), 1))
+            ours = stack.enter_context(turns("ours", layout, 1, own))
+            with watched(workers[0], port) as seen:
+                for name, rates in (("before", usual), ("slow", slow), ("back", usual)):
+                    best = LinkOptimum(rates[n:], rates[:n])
+                    fixed_s = float(best.time_of(Optimum(n, k).shares)) * megabits
+                    ring_s = 2 * (n - 1) / n * megabits / min(rates[:n])
+                    phase = Phase(name, float(best.time) * megabits, fixed_s, ring_s)
+                    with contextlib.ExitStack() as slow_down:
+                        if not arguments.busy:
+                            reshape(hosts[arguments.machine], rates[arguments.machine])
+                        elif name == "slow":
+                            slow_down.enter_context(throttled(hosts[arguments.machine], arguments.busy))
+                        since_s = time.monotonic()
+                        train(ours, counts, phase, since_s, arguments.seconds)
+                    for _ in range(_GLOO_CALLS):
+                        found = Found()
+                        gloo.take("gloo", counts, found)
+                        phase.gloo_s += found.times_s
+                    phases.append(phase)
+                    began.append(since_s)
+    ends = [*began[1:], float("inf")]
+    for phase, begin_s, end_s in zip(phases, began, ends, strict=True):
+        phase.epochs = [(at_s - begin_s, epoch, why) for at_s, epoch, why in seen.seen if begin_s <= at_s < end_s]
+    return phases
+
+
+def measure_late(arguments: argparse.Namespace, unit_s: float) -> None:
+    n, k, counts = arguments.workers, arguments.servers, counts_of("one", arguments.mb << 20)
+    ours_s, gloo_s = Found(), Found()
+    os.environ[LATE_VARIABLE] = str(arguments.late)
+    with cluster([arguments.mbit] * (n + k)) as hosts, contextlib.ExitStack() as stack:
+        gloo = stack.enter_context(turns("gloo", Layout(hosts[:n]), 1))
+        ours = stack.enter_context(turns("ours", Layout(hosts[:n], hosts[n:]), 1))
+        for _ in range(_LATE_CALLS):
+            ours.take("session", counts, ours_s)
+            gloo.take("gloo", counts, gloo_s)
+    print(f"n = {n}, k = {k}, {arguments.mb} MB, {arguments.mbit:g} Mbit/s; rank 0 comes {arguments.late:g} s late")
+    for name, found, best in (
+        ("ours", ours_s, float(Optimum(n, k).time)),
+        ("gloo", gloo_s, 2 * (n - 1) / n),
+    ):
+        times = [took_s / unit_s for took_s in found.times_s]
+        print(
+            f"{name:5} {statistics.median(times):6.3f} ({min(times):.3f} to {max(times):.3f}) t·B/M, theory {best:.3f}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--servers", type=int, default=2)
+    parser.add_argument("--mbit", type=float, default=400.0)
+    parser.add_argument("--mb", type=int, default=32)
+    parser.add_argument("--machine", type=int, default=1, help="the one whose link changes: workers first")
+    parser.add_argument("--factor", type=float, default=0.5)
+    parser.add_argument("--busy", type=float, default=0.0, help="processors that the machine has left, instead")
+    parser.add_argument("--seconds", type=float, default=25.0, help="of each phase")
+    parser.add_argument("--late", type=float, default=0.0, help="seconds that rank 0 comes after the others")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--watch", nargs=2, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.watch:
+        watch(*arguments.watch)
+        return
+    unit_s = sum(counts_of("one", arguments.mb << 20)) * 32 / 1e6 / arguments.mbit
+    if arguments.late:
+        measure_late(arguments, unit_s)
+        return
+    phases = measure(arguments)
+    print(
+        f"n = {arguments.workers}, k = {arguments.servers}, {arguments.mb} MB, {arguments.mbit:g} Mbit/s; the link of "
+        f"machine {arguments.machine} at {arguments.factor:g} of that"
+    )
+    print(f"{'':8} {'t·B/M (min to max)':>24} {'optimum':>8} {'over':>6} {'fixed shares':>13} {'gloo':>6} {'ring':>6}")
+    for phase in phases:
+        times = [took_s / unit_s for took_s in phase.settled_s]
+        median, best = statistics.median(times), phase.optimum_s / unit_s
+        spread = f"{median:.3f} ({min(times):.3f} to {max(times):.3f})"
+        gloo, ring = statistics.median(phase.gloo_s) / unit_s, phase.ring_s / unit_s
+        fixed = phase.fixed_s / unit_s
+        print(f"{phase.name:8} {spread:>24} {best:8.3f} {median / best:6.3f} {fixed:13.3f} {gloo:6.3f} {ring:6.3f}")
+    for phase in phases[1:]:
+        for at_s, epoch, why in phase.epochs:
+            print(f"{phase.name}: epoch {epoch} after {at_s:.1f} s: {why}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps([asdict(phase) for phase in phases], indent=1))
+
+
+if __name__ == "__main__":
+    main()
