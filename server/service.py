@@ -117,6 +117,7 @@ class SummationService:
         self._link: ControlLink | None = None
         self._stages = stage_recorder(self._settings, "server")
         self._is_traced = self._stages is not None  # and the trace is not written yet
+        self._traced_group = 0  # the epoch that brought it
         host = machine.offered_host(settings)
         self._runtime = runtime
         self._loop = runtime.loop
@@ -135,6 +136,7 @@ class SummationService:
         self._bad_news = logging.INFO if self._local is not None else logging.ERROR
         self._reducer = Reducer(runtime, settings.server_threads, self._network.digest, self._prepared)
         self.shadows = ShadowKeeper(shadows or new_store(settings, runtime), runtime, self._reducer)
+        self.shadows.stages = self._stages
         #: Gets the sums that are taken here: none, until states are kept that are stepped with them.
         self._take_sum: Callable[[Header, PayloadMemory | None], None] | None = None
         self._checkpoints = checkpoints
@@ -423,11 +425,23 @@ class SummationService:
             return
         logger.info("epoch %d: %d machines", membership.epoch, len(membership.workers))
         count, since = len(membership.workers), membership.workers_since
+        self._trace_group(since)
         has_share = any(server.address == self.address for server in membership.servers)
         self._perform(self._rounds.membership(membership.epoch, count, self._loop.time(), since, has_share), None)
         self._tick_while_needed()  # contributions that waited for this epoch may be RESENT
         if self._checkpoints is not None:
             self._checkpoints.membership(self.address, membership.servers)
+
+    def _trace_group(self, since: int) -> None:
+        """A recording is of one group of ranks."""
+        if not self._is_traced or since == self._traced_group or self._link is None:
+            return
+        if self._traced_group:
+            send_recordings(pb.Ask(recordings=True), self._recorders(), self._link.send, self._loop.post)
+        if self._stages is not None:
+            self._stages.close()
+        self._traced_group = since
+        self._stages = self.shadows.stages = stage_recorder(self._settings, "server", since)
 
     def _on_lost(self, error: BytePSError) -> None:
         if self._rounds.epoch == 0:

@@ -46,6 +46,7 @@ from byteps_py.server.shadow_state import (
     StepNotBegun,
 )
 from byteps_py.system.log import logger
+from byteps_py.system.stage_recorder import SHADOW_STEP, StageRecorder
 from byteps_py.wire.data_link import (
     MAX_PIECES_BYTES,
     MAX_READ_BYTES,
@@ -129,6 +130,7 @@ class ShadowKeeper:
         self._pieces: weakref.WeakKeyDictionary[Peer, dict[tuple[int, ...], dict[int, bytes]]]
         self._pieces = weakref.WeakKeyDictionary()
         self._has_warned = False
+        self.stages: StageRecorder | None = None  # for a trace
         self._action_handlers: Mapping[type, Callable[[Any], None]] = {
             AllocateStates: self._allocate,
             FillStates: self._fill,
@@ -273,6 +275,9 @@ class ShadowKeeper:
         outcome: list[BaseException | None] = []
         self._under_way[copy] = step, outcome
         kind, memory = copy.facts.kind, copy.memory
+        if self.stages is not None:
+            nbytes = copy.facts.state_nbytes
+            self.stages.begin(SHADOW_STEP, f"{copy.facts.key:#018x}", copy.facts.index, step.header.round, nbytes)
         total: PayloadMemory = step.total  # type: ignore[assignment]  # the core passes it through
         work = functools.partial(
             apply_step,
@@ -292,6 +297,8 @@ class ShadowKeeper:
 
     def _applied(self, copy: StatesCopy) -> None:
         step, outcome = self._under_way.pop(copy)
+        if self.stages is not None:
+            self.stages.end(SHADOW_STEP, f"{copy.facts.key:#018x}", copy.facts.index)
         if outcome[0] is not None:
             logger.error("step %d of the states of %s failed: %r", step.number, copy.facts, outcome[0])
         self._handle(StepApplied(copy, outcome[0]))

@@ -123,7 +123,7 @@ class Group:
         executor = self.executor = self.executor_class(
             runtime, services.ready, memory, cores, topology.first_rank, send, fail
         )
-        executor.stages = stage_recorder(settings, f"worker {topology.machine_index}")
+        executor.stages = stage_recorder(settings, f"worker {topology.machine_index}", topology.group)
         executor.on_begin = self._begin
         executor.piece_executor.peers = services.peers
         if services.peers is not None:
@@ -170,6 +170,8 @@ class Group:
     def end(self) -> None:
         """The ranks are a group no more. Another may follow, with nothing of this one."""
         self.executor.abandon()
+        if self.executor.stages is not None:
+            self.executor.stages.close()
         self.requests.close()
         self.requests.memory.release()
         if self.network is not None:

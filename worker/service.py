@@ -291,6 +291,8 @@ class CommunicationService:
         if self._group is None:
             return
         self._group.count(self._past)
+        if self._is_traced:  # in a thread: the next group waits for this service
+            send_recordings(pb.Ask(recordings=True), self._group.recorders(), self._link.send, self._loop.post)
         self._group.end()
         self._group = None
         self._link.forget()

@@ -33,21 +33,22 @@ class TraceWriter:
         self._collector = collector
         self._steps = settings.trace_start_step, settings.trace_end_step
         self._began = time.monotonic_ns(), time.time_ns()
-        self._parts: dict[str, TracePart] = {}
+        self._parts: dict[tuple[str, int], TracePart] = {}  # by process, and the recorder's beginning
         self._missing: list[str] = []
         self._offsets: dict[int, ClockOffset] = {}
         self._members: dict[int, str] = {}
         self._work: asyncio.Task[None] | None = None
-        self._has_clocks = self._is_written = not settings.trace_on
+        self._looked_at: set[int] = set()  # the streams of members whose clocks were looked at
+        self._is_written = not settings.trace_on
 
     def tick(self, present: Mapping[int, MemberRecord], is_running: bool) -> None:
         """Begin what is due."""
         if self._is_written or not is_running or (self._work is not None and not self._work.done()):
             return
         self._members.update((stream, each.describe()) for stream, each in present.items())
-        if not self._has_clocks:
-            self._has_clocks = True
-            self._work = asyncio.create_task(self._look_at_clocks(present))
+        if new := {stream: each for stream, each in present.items() if stream not in self._looked_at}:
+            self._looked_at.update(new)
+            self._work = asyncio.create_task(self._look_at_clocks(new))
             return
         workers = [each for each in present.values() if each.is_worker]
         steps = [rank.steps for each in workers for rank in each.progress]
@@ -60,6 +61,8 @@ class TraceWriter:
             offset = self._offsets.get(stream, ClockOffset(0, 0))
             found.offset_ns, found.error_ns = offset.offset_ns, offset.error_ns
             found.member = self._members.get(stream, "")
+            if found.error and not found.recording:
+                return  # of a rank that had not come, or has left
             self._take(found)
 
     async def finish(self) -> None:
@@ -71,11 +74,20 @@ class TraceWriter:
         if not self._is_written:
             heard = {part.machine for part in self._parts.values()}
             silent = [who for who in self._members.values() if who not in heard]
-            self._write([*self._missing, *(f"{who} has sent nothing" for who in silent),
-                         f"the job ended before all ranks were past step {self._steps[1]}"])  # fmt: skip
+            missing = [*self._missing, *(f"{who} has sent nothing" for who in silent)]
+            if not self._is_past_the_end():
+                missing.append(f"the job ended before all ranks were past step {self._steps[1]}")
+            self._write(missing)
+
+    def _is_past_the_end(self) -> bool:
+        """All ranks of the last group that have sent something have a later step."""
+        ranks = [part.recording for part in self._parts.values() if part.who.startswith("rank ")]
+        last = max((each.about.get("epoch", 0) for each in ranks), default=0)
+        latest = [max((s.step for s in each.spans), default=-1) for each in ranks if each.about.get("epoch", 0) == last]
+        return bool(latest) and min(latest) > self._steps[1]
 
     async def _look_at_clocks(self, present: Mapping[int, MemberRecord]) -> None:
-        self._offsets = await self._collector.clocks(present)
+        self._offsets.update(await self._collector.clocks(present))
 
     async def _collect(self) -> None:
         async for found in self._collector.collect(_COLLECT_S, ends_trace=True):
@@ -90,7 +102,8 @@ class TraceWriter:
             except (UsageError, zlib.error) as error:
                 self._missing.append(f"{found.who}: {error}")
                 return
-            self._parts[found.who] = TracePart(found.who, found.member, recording, found.offset_ns, found.error_ns)
+            part = TracePart(found.who, found.member, recording, found.offset_ns, found.error_ns)
+            self._parts[found.who, recording.monotonic_ns] = part
         elif found.error:
             self._missing.append(f"{found.who or found.member}: {found.error}")
 
@@ -106,8 +119,8 @@ class TraceWriter:
         except OSError as error:
             logger.error("the trace can't be written to %s: %s", path, error.strerror)
             return
-        errors = [part.error_ns / 1e3 for part in self._parts.values()]
+        errors = trace["otherData"]["clock_error_us"]
         logger.warning(
             "the trace of steps %d to %d is in %s: %d processes, clocks known to within %.0f µs%s", *self._steps,
-            path.resolve(), len(errors), max(errors, default=0.0), "".join(f"; {each}" for each in missing),
+            path.resolve(), len(errors), max(errors.values(), default=0.0), "".join(f"; {each}" for each in missing),
         )  # fmt: skip

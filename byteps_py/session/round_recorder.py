@@ -43,10 +43,15 @@ class RoundRecorder:
         self.records_waits = records_waits
         self._waits = self.recorder.group(WAITS, "", (), "wait")
 
-    def waited(self, since_s: float) -> None:
-        """This thread has waited since then, by time.monotonic()."""
-        if not threading.current_thread().name.startswith("byteps"):
-            self.recorder.end(self.recorder.begin(self._waits, _WAIT, at_ns=int(since_s * 1e9)))
+    def begin_wait(self) -> int:
+        """This thread waits from now on. Returns a number for ``end_wait``; 0 if that is not recorded."""
+        if not self.records_waits or threading.current_thread().name.startswith("byteps"):
+            return 0
+        return self.recorder.begin(self._waits, _WAIT)
+
+    def end_wait(self, number: int) -> None:
+        """It waits no more."""
+        self.recorder.end(number)
 
     def begin(self, slot: RecordedSlot) -> None:
         """A round of ``slot`` is handed over."""

@@ -1,5 +1,7 @@
 """One Chrome trace of a whole job, from what the flight recorders of its processes held. Pure; any thread.
 
+A recording is of one group of ranks: an elastic job, or one whose ranks were started again, has several of a process.
+
 Each process is a row of rows: ranks with their groups and named tensors, communication services and summation servers
 with the stages of partitions. Times are those of the scheduler's clock; the clocks of other machines are known to
 within the errors that "otherData" lists. Flows lead from a rank's hand-over of a named tensor to the stages of its
@@ -20,8 +22,6 @@ from byteps_py.tensors import key_of
 
 #: Of "otherData": a trace with another one was written by another version.
 FORMAT = 1
-#: The operations of services, in the order in which a partition meets them.
-STAGES = ("local_reduce", "exchange", "wait_for_machines", "sum", "local_broadcast", "optimizer_step")
 #: Time in which a rank's training thread waited for communication.
 WAIT = "wait"
 _FIRST_PID_OF_SERVICES = 1_000_000
@@ -55,21 +55,21 @@ def chrome_trace(
     flows: dict[tuple[Any, ...], list[tuple[float, float, int, int]]] = defaultdict(list)
     names = {f"{key_of(span.group.name):#018x}": span.group.name for part in parts for span in part.recording.spans
              if span.group.kind in ("name", "stage")}  # fmt: skip
-    pids = {part.who: _pid(part.who, at) for at, part in enumerate(parts)}
-    rows: dict[tuple[int, str], int] = {}
-    for part in parts:
-        events.append({"ph": "M", "name": "process_name", "pid": pids[part.who], "tid": 0,
-                       "args": {"name": f"{part.who} ({part.recording.about.get('host', part.machine)})"}})  # fmt: skip
-        events.append({"ph": "M", "name": "process_sort_index", "pid": pids[part.who], "tid": 0,
-                       "args": {"sort_index": pids[part.who]}})  # fmt: skip
-    for part, span in _spans(parts, steps, window):
-        pid = pids[part.who]
+    places = [(part.who, str(part.recording.about.get("host", part.machine))) for part in parts]
+    pids = _pids(places)
+    rows = _Rows()
+    for (who, host), pid in pids.items():
+        events.append({"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": f"{who} ({host})"}})
+        events.append({"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}})
+    ends_ns = _ends(parts, window)
+    of_part = {id(part): pids[place] for part, place in zip(parts, places, strict=True)}
+    for part, span in sorted(_spans(parts, steps, window), key=lambda one: one[0].offset_ns + one[1].enqueued_ns):
+        pid = of_part[id(part)]
         tensor = names.get(span.group.name, span.group.name)
-        row = _row_name(span, tensor)
-        tid = rows.setdefault((pid, row), len(rows) + 1)
-        start_us = (span.enqueued_ns + part.offset_ns - zero_ns) / 1e3
-        end_ns = span.ended_ns or window[1] - part.offset_ns if window else span.ended_ns
-        duration_us = max(0.0, (end_ns - span.enqueued_ns) / 1e3)
+        start_ns = span.enqueued_ns + part.offset_ns
+        end_ns = max(start_ns, span.ended_ns + part.offset_ns if span.ended_ns else ends_ns[id(part)])
+        start_us, duration_us = (start_ns - zero_ns) / 1e3, (end_ns - start_ns) / 1e3
+        tid = rows.place(pid, _row_name(span, tensor), start_ns, end_ns)
         args = {"step": span.step, "sequence": span.sequence, "bytes": span.nbytes, "state": span.state}
         if span.group.kind in ("group", "pair"):
             args |= {"group": span.group.name, "dimension": span.group.dimension, "ranks": list(span.group.ranks)}
@@ -80,9 +80,12 @@ def chrome_trace(
         events.append({"ph": "X", "name": span.operation, "cat": _category(span), "pid": pid, "tid": tid,
                        "ts": start_us, "dur": duration_us, "args": args})  # fmt: skip
         if span.operation != WAIT:
-            flows[_flow_key(span, tensor)].append((start_us, start_us + duration_us, pid, tid))
-    for (pid, row), tid in rows.items():
-        events.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": row}})
+            flows[part.recording.about.get("epoch"), *_flow_key(span, tensor)].append(
+                (start_us, start_us + duration_us, pid, tid)
+            )
+    for number, (tid, pid, name) in enumerate(rows.in_order()):
+        events.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}})
+        events.append({"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": number}})
     events += _flow_events(flows.values())
     return {
         "traceEvents": events,
@@ -91,12 +94,57 @@ def chrome_trace(
             "byteps_trace": FORMAT,
             "steps": list(steps),
             "zero_unix_ns": zero_ns - began[0] + began[1] if zero_ns else 0,
-            "clock_error_us": {part.who: part.error_ns / 1e3 for part in parts},
-            "lost_operations": {part.who: part.recording.lost for part in parts if part.recording.lost},
+            "clock_error_us": _largest((part.who, part.error_ns / 1e3) for part in parts),
+            "lost_operations": _largest((part.who, part.recording.lost) for part in parts if part.recording.lost),
             "hosts": {part.who: part.recording.about.get("host", "") for part in parts},
             "missing": list(missing),
         },
     }
+
+
+class _Rows:
+    """The rows of all processes. Operations that overlap have rows of their own with the same name: Perfetto leaves out
+    what overlaps in a row."""
+
+    def __init__(self) -> None:
+        self._rows: dict[tuple[int, str], list[tuple[int, int]]] = {}  # until when each is taken, and its number
+        self._count = 0
+
+    def place(self, pid: int, name: str, start_ns: int, end_ns: int) -> int:
+        """The number of the row for an operation that begins after those that were placed before it."""
+        rows = self._rows.setdefault((pid, name), [])
+        at = next((at for at, (until_ns, _) in enumerate(rows) if until_ns <= start_ns), len(rows))
+        if at == len(rows):
+            self._count += 1
+            rows.append((end_ns, self._count))
+        rows[at] = end_ns, rows[at][1]
+        return rows[at][1]
+
+    def in_order(self) -> Iterable[tuple[int, int, str]]:
+        """The number, process and name of each row, those with the same name one below the other."""
+        for (pid, name), rows in self._rows.items():
+            for _, number in rows:
+                yield number, pid, name
+
+
+def _ends(parts: Iterable[TracePart], window: tuple[int, int] | None) -> dict[int, int]:
+    """Until when operations of each part that have not ended are drawn, by ``id``: to the end of the window, or to the
+    begin of the process's next group."""
+    found: dict[int, int] = {}
+    following: dict[str, int] = {}
+    for part in sorted(parts, key=lambda part: -part.recording.monotonic_ns - part.offset_ns):
+        last_ns = window[1] if window else 0
+        found[id(part)] = min(last_ns, following.get(part.who, last_ns))
+        following[part.who] = part.recording.monotonic_ns + part.offset_ns
+    return found
+
+
+def _largest(figures: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Of each process, which may have several parts."""
+    found: dict[str, float] = {}
+    for who, figure in figures:
+        found[who] = max(found.get(who, 0), figure)
+    return found
 
 
 def _window(parts: Iterable[TracePart], steps: tuple[int, int]) -> tuple[int, int] | None:
@@ -132,9 +180,14 @@ def _spans(
                     yield part, span
 
 
-def _pid(who: str, at: int) -> int:
-    kind, _, number = who.partition(" ")
-    return int(number) if kind == "rank" and number.isdecimal() else _FIRST_PID_OF_SERVICES + at
+def _pids(places: Iterable[tuple[str, str]]) -> dict[tuple[str, str], int]:
+    """By process and host: a rank's is its number, unless another rank with this number was on another host before."""
+    found: dict[tuple[str, str], int] = {}
+    for at, place in enumerate(dict.fromkeys(places)):
+        kind, _, number = place[0].partition(" ")
+        pid = int(number) if kind == "rank" and number.isdecimal() else _FIRST_PID_OF_SERVICES + at
+        found[place] = _FIRST_PID_OF_SERVICES + at if pid in found.values() else pid
+    return found
 
 
 def _row_name(span: FlightSpan, tensor: str) -> str:

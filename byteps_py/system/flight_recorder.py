@@ -35,6 +35,7 @@ OPERATIONS = (
     "_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "gather", "scatter", "all_to_all", "send", "recv",
     # Not torch's: a wait of the training thread, and the stages of partitions on services.
     "wait", "local_reduce", "exchange", "wait_for_machines", "sum", "local_broadcast",
+    "optimizer_step", "shadow_step",
 )  # fmt: skip
 #: The types of elements by their codes, with torch's names.
 DTYPES = (

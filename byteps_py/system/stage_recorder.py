@@ -13,14 +13,16 @@ TRACED_OPERATIONS = 1 << 16
 LOCAL_REDUCE, EXCHANGE, WAIT_FOR_MACHINES, SUM, LOCAL_BROADCAST = map(
     OPERATIONS.index, ("local_reduce", "exchange", "wait_for_machines", "sum", "local_broadcast")
 )
+#: Steps of hosted optimizers, on communication services; and of the copies of their states, on summation servers.
+OPTIMIZER_STEP, SHADOW_STEP = map(OPERATIONS.index, ("optimizer_step", "shadow_step"))
 
 
 class StageRecorder:
-    """``who``: of the service, as "worker 0"."""
+    """``who``: of the service, as "worker 0". ``epoch``: that brought the group of ranks, whose stages these are."""
 
-    def __init__(self, who: str) -> None:
+    def __init__(self, who: str, epoch: int) -> None:
         self.who = who
-        self.recorder = FlightRecorder(TRACED_OPERATIONS, {"role": who})
+        self.recorder = FlightRecorder(TRACED_OPERATIONS, {"role": who, "epoch": epoch})
         self._open: dict[tuple[int, str, int], int] = {}
 
     def begin(self, stage: int, name: str, index: int, round_: int, nbytes: int, at_s: float | None = None) -> None:
@@ -41,6 +43,6 @@ class StageRecorder:
         self.recorder.close()
 
 
-def stage_recorder(settings: Settings, who: str) -> StageRecorder | None:
+def stage_recorder(settings: Settings, who: str, epoch: int = 0) -> StageRecorder | None:
     """A recorder if there is to be a trace."""
-    return StageRecorder(who) if settings.trace_on else None
+    return StageRecorder(who, epoch) if settings.trace_on else None

@@ -39,10 +39,10 @@ def metrics() -> dict[str, float]:
     """The numbers of this rank, by name, as its metrics page has them: for a logger of your own.
 
     Since the process started: steps, tokens, samples, exposed_communication_seconds (how long the training has waited
-    for communication), recoveries; result_bytes in this session. Of the latest step: step_seconds,
-    last_step_timestamp_seconds. Of the last ten seconds or so: steps_per_second, tokens_per_second,
-    samples_per_second, exposed_communication_ratio (of the time, from 0 to 1). Takes some microseconds. Raises
-    NotInitializedError.
+    for communication), recoveries; result_bytes in this session, 0 unless it has a metrics page (BYTEPS_METRICS_PORT).
+    Of the latest step: step_seconds, last_step_timestamp_seconds. Of the last ten seconds or so: steps_per_second,
+    tokens_per_second, samples_per_second, exposed_communication_ratio (of the time, from 0 to 1). Takes some
+    microseconds. Raises NotInitializedError.
 
     >>> import byteps_py as bps
     >>> bps.init()

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from support.breaking import command
+from support.chrome_traces import violations
 from support.clusters import ROOT, bpslaunch
 
 from byteps_py.tools.trace_summary import read_cluster_trace, summarize
@@ -36,6 +37,7 @@ def test_every_process_and_stage_is_in_the_trace(tmp_path: Path) -> None:
     assert "clocks known to within" in done.stderr
     trace = read_cluster_trace(tmp_path / "trace.json")
     about, processes = trace["otherData"], names(trace)
+    assert violations(trace) == []
     assert about["missing"] == []
     kinds = sorted(name.split()[0] for name in processes.values())
     assert (

@@ -4,13 +4,15 @@
 
 FLAG: "tied" for a model whose first and last layer share a weight; "by_hand" for ``restore`` in place of a RunState.
 Each rank prints ``rank R: restored at S`` first, then after each step ``rank R: step N: DIGEST`` of its parameters and
-buffers. Waits so long after each step. The third step's gradients overflow in one part of the model.
+buffers, and at the end ``rank R: metrics`` with what bps.metrics() says. Waits so long after each step. The third
+step's gradients overflow in one part of the model.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import sys
 import time
 from collections.abc import Iterable
@@ -81,10 +83,13 @@ def main() -> None:
         if by_hand:
             training.optimizer.shadow_extra = training.scaler.state_dict()
         training.step(inputs, inputs.flip(1))
+        if mesh.rank("tp") == mesh.rank("cp") == 0 and mesh.rank("pp") == mesh.pp - 1:
+            bps.count_batch(tokens=len(inputs) * WIDTH, samples=len(inputs))
         if worse is not None:
             worse.remove()
         print(f"rank {bps.rank()}: step {step + 1}: {digest(module)}", flush=True)
         time.sleep(seconds)
+    print(f"rank {bps.rank()}: metrics {json.dumps(bps.metrics())}", flush=True)
     if not max(steps - 5, 1) <= training.optimizer.shadow_step < steps:
         raise SystemExit(f"after step {steps}, step {training.optimizer.shadow_step} is known to be held")
     dist.destroy_process_group()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.chrome_traces import violations
 
 from byteps_py.cli.__main__ import main as bps
 from byteps_py.errors import UsageError
@@ -76,6 +78,47 @@ def test_what_bounds_a_step() -> None:
     assert (computing.steps[1].bound_by, computing.steps[1].where) == ("computation", "rank 1 (h)")
     assert computing.steps[1].duration_s == pytest.approx(0.099)
     assert computing.clock_error_us == 50.0
+
+
+def test_a_hosted_step_bounds_the_step() -> None:
+    """The sum is there at 20; the service of rank 0's machine steps until 90."""
+    parts = [
+        *(rank(at, 0, span(NAMED, "all_reduce", 10, 100), span(WAITS, "wait", 11, 100),
+               span(NAMED, "all_reduce", 0, 1, 0, 9)) for at in (0, 1)),
+        service("worker 0", 0, span(stage("w"), "exchange", 13, 20), span(stage("w"), "optimizer_step", 20, 90)),
+    ]  # fmt: skip
+    trace = chrome_trace(parts, [], (1, 2), (0, 0))
+    assert violations(trace) == []
+    (step,) = summarize(trace).steps
+    assert (step.bound_by, step.where) == ("optimizer_step", "worker 0 (h)")
+
+
+def test_a_process_with_recordings_of_two_groups() -> None:
+    """Both groups count the rounds of a tensor from 1. An operation of the first one has not ended."""
+    first = [rank(at, 0, span(NAMED, "all_reduce", 10, 0), span(WAITS, "wait", 11, 20)) for at in (0, 1)]
+    second = [rank(at, 0, span(NAMED, "all_reduce", 50, 60, 2)) for at in (0, 1)]
+    parts = [
+        replace(
+            part, recording=replace(part.recording, about={**part.recording.about, "epoch": epoch}, monotonic_ns=at)
+        )
+        for group, epoch, at in ((first, 1, 0), (second, 2, 40 * MS))
+        for part in group
+    ]
+    trace = chrome_trace(parts, [], (1, 2), (0, 0))
+    assert violations(trace) == []
+    sums = [(e["pid"], e["ts"], e["dur"]) for e in trace["traceEvents"] if e["name"] == "all_reduce"]
+    assert sorted(sums) == [(pid, ts, dur) for pid in (0, 1) for ts, dur in ((0.0, 30_000.0), (40_000.0, 10_000.0))]
+    assert [event["ph"] for event in trace["traceEvents"] if event["ph"] in "stf"] == ["s", "f", "s", "f"]
+
+
+def test_operations_that_overlap_have_rows_of_their_own() -> None:
+    """Of three partitions on their way, the third begins when the first is back."""
+    ways = [span(stage("w"), "exchange", begin, end) for begin, end in ((0, 10), (5, 15), (10, 20))]
+    ranks = [rank(at, 0, span(NAMED, "all_reduce", 0, 20)) for at in (0, 1)]
+    trace = chrome_trace([*ranks, service("worker 0", 0, *ways)], [], (1, 2), (0, 0))
+    assert violations(trace) == []
+    rows = [each["tid"] for each in trace["traceEvents"] if each["name"] == "exchange" and each["ph"] == "X"]
+    assert rows[0] == rows[2] != rows[1]
 
 
 def test_an_operation_that_never_ended_and_an_empty_window() -> None:

@@ -19,7 +19,7 @@ from byteps_py.kernels.readiness import Pair, Readiness
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.runtime import Runtime
 from byteps_py.system.shm import Block
-from byteps_py.system.stage_recorder import EXCHANGE, LOCAL_BROADCAST, LOCAL_REDUCE, StageRecorder
+from byteps_py.system.stage_recorder import EXCHANGE, LOCAL_BROADCAST, LOCAL_REDUCE, OPTIMIZER_STEP, StageRecorder
 from byteps_py.tensors import Checks, TensorSpec
 from byteps_py.wire import rank_link as protocol
 from byteps_py.wire.data_link import Header, Kind, unpack_names
@@ -365,6 +365,9 @@ class Executor:
 
     def _make_step(self, step: MakeStep) -> None:
         self._at_work += 1
+        if self.stages is not None:
+            part = step.part
+            self.stages.begin(OPTIMIZER_STEP, part.tensor.name, part.index, part.tensor.round, part.length)
         work = self.steps.bind(step)
         parameter_bytes = sum(target.length for target in step.targets)
         if len(step.inputs) * step.part.length + 4 * parameter_bytes <= self._thresholds.inline_sum:
@@ -378,6 +381,8 @@ class Executor:
             raise error
         self._at_work -= 1
         self._moved_at = self._loop.time()
+        if self.stages is not None:
+            self.stages.end(OPTIMIZER_STEP, step.part.tensor.name, step.part.index)
         self.steps.stepped(step)
         if not self._is_abandoned:
             if step.is_last:

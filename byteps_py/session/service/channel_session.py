@@ -138,12 +138,13 @@ class ChannelSession(Session):
         with self.state:
             if condition():
                 return
+            number = self.flight.begin_wait() if self.flight is not None else 0
             try:
                 self._wait_until(condition, deadline, timeout_s, waiting_for)
             finally:
                 self.progress.waited(began_s)
-                if self.flight is not None and self.flight.records_waits:
-                    self.flight.waited(began_s)
+                if number and self.flight is not None:
+                    self.flight.end_wait(number)
 
     def _wait_until(
         self,

@@ -222,6 +222,7 @@ class Context:
                     session.close()
                     raise
                 self._session = session
+                self.go_on_from(0)
                 self.is_catching_up = (
                     self._settings.max_restarts > 0 and session.is_under_way and not session.has_synced
                 )
@@ -258,10 +259,15 @@ class Context:
     def stepped(self, optimizer: int) -> None:
         """An optimizer of this rank has made a step. ``optimizer``: a number of its own."""
         self.progress.stepped(optimizer)
-        if self._session is not None and self._session.flight is not None:
-            self._session.flight.recorder.step = self.progress.steps & 0xFFFFFFFF
+        self.go_on_from(self.progress.steps)
         if self._session is not None:
             self._session.tell_progress()
+
+    def go_on_from(self, steps: int) -> None:
+        """So many steps were made before the next one, by this process or by those whose work it goes on with."""
+        self.progress.steps = max(self.progress.steps, steps)
+        if self._session is not None and self._session.flight is not None:
+            self._session.flight.recorder.step = self.progress.steps & 0xFFFFFFFF
 
     def rejoin(self, why: Exception) -> None:
         """Leave the group of an elastic job in the middle of its work, and be part of the next one, with the same

@@ -421,6 +421,7 @@ def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
                     state.on_reset()
                 if not skip_sync:
                     state.sync()
+                    _agree_on_steps()
                 contexts.current().session.note_synced()
                 return func(state, *args, **kwargs)
             except HorovodInternalError as error:
@@ -434,6 +435,14 @@ def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
                 lost, skip_sync = interrupt, interrupt.skip_sync
 
     return wrapper  # type: ignore[return-value]  # the argument has a name, which a Callable cannot express
+
+
+def _agree_on_steps() -> None:
+    """A rank that joins counts its steps from where the others are: metrics and traces are by these numbers."""
+    context = contexts.current()
+    if context.session.size > 1:
+        steps = push_pull(torch.tensor([context.progress.steps], device="cpu"), name="elastic.steps", op=Max)
+        context.go_on_from(int(steps[0]))
 
 
 def rejoin(why: Exception) -> bool:

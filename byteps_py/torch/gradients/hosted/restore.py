@@ -103,7 +103,7 @@ def restore(
         return _load_newest(model, optimizer, shadow, path) if path is not None else None
     context.session.note_synced()
     logger.info("going on from step %d, which other machines held", shadow.step)
-    context.progress.steps = max(context.progress.steps, shadow.calls)
+    context.go_on_from(shadow.calls)
     return shadow.calls
 
 
