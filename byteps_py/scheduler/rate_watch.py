@@ -259,7 +259,7 @@ class _Link:
     def _patience(self, seconds: float, now_s: float) -> float:
         """More than ``seconds`` for a link that has changed lately."""
         self.changes_s = [at_s for at_s in self.changes_s if now_s - at_s < REMEMBERED_S]
-        return seconds * 2 ** min(_MOST_DOUBLINGS, max(0, len(self.changes_s) - 1))
+        return seconds * 2.0 ** min(_MOST_DOUBLINGS, max(0, len(self.changes_s) - 1))
 
     def is_due(self, now_s: float) -> bool:
         hold_s = self._patience(HOLD_S, now_s)
