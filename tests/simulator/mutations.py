@@ -410,11 +410,28 @@ class RatesAreNotKept(Mutation):
     member_links = _RatesAreNotKept
 
 
+class KeepRoundsWithoutAShare(Mutation):
+    """A server that others have taken all partitions from waits for what will never come."""
+
+    class rounds(Rounds[Any]):
+        def membership(
+            self, epoch: int, num_machines: int, now: float, since_epoch: int = 0, has_share: bool = True
+        ) -> Any:
+            waiting = [] if has_share else self._rounds(RoundState.COLLECTING)
+            for round_ in waiting:
+                round_.state = RoundState.REDUCING
+            done = super().membership(epoch, num_machines, now, since_epoch, has_share)
+            for round_ in waiting:
+                round_.state = RoundState.COLLECTING
+            return done
+
+
 #: Of a job whose links change.
 LINKS_MUTATIONS: dict[type[Parts], int] = {
     SharesStayAsTheyAre: 12,
     SharesFollowInAnOldEpoch: 29,
     RatesAreNotKept: 57,
+    KeepRoundsWithoutAShare: 89,
 }
 
 #: With the seed that shows it first, as `tests/jobs/test_simulator.py` found it last.

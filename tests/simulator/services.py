@@ -232,6 +232,7 @@ class Server(Process):
     def check(self) -> None:
         if not self.is_alive:
             return
+        self._check_share()
         if self._service._loop.stopped:  # type: ignore[attr-defined]
             self._check_end()
             self.exit_code = 1 if self._service._error is not None else self._service._status
@@ -240,6 +241,11 @@ class Server(Process):
             self.die()
             if self._service.is_replaced:
                 self.has_been_replaced()
+
+    def _check_share(self) -> None:
+        rounds = self._service._rounds
+        if not rounds._has_share and rounds._rounds(RoundState.COLLECTING):
+            raise InvariantError(f"{self.name} has no share, and keeps what machines give to another server")
 
     def _check_end(self) -> None:
         """Contributions are held for rounds under way only. Those that wait for ever are of void tensors."""
