@@ -12,6 +12,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Protocol
@@ -313,6 +314,9 @@ class Session(ABC):
     #: optimizers that have stepped), by sequence. A rank that waits reports it, so that a rank with other optimizers is
     #: found. It is replaced, never changed.
     steps_begun: Mapping[str, tuple[int, int]] = MappingProxyType({})
+
+    #: Makes a range of the profiler for a wait of a thread; it is given what says for what. None: nobody profiles.
+    profile_wait: Callable[[Callable[[], str]], AbstractContextManager[object]] | None = None
 
     #: What this rank has done, in this session and in those before. Its owner replaces it, before the first operation.
     progress: Progress

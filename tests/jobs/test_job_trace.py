@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -87,6 +88,20 @@ def test_a_job_that_ends_within_the_window(tmp_path: Path) -> None:
     assert "the job ended before all ranks were past step 5" in trace["otherData"]["missing"]
     for rank in range(2):
         assert {each["args"]["step"] for each in spans(trace, pid=rank)} == {3, 4}
+
+
+@pytest.mark.slow
+def test_ranges_in_torchs_profiler() -> None:
+    done = bpslaunch(["-np", "2"], [ROOT / "tests" / "programs" / "profiled.py"])
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(text) for text in re.findall(r"rank \d: (\{.*\})", done.stdout)]
+    assert len(found) == 2
+    for counts in found:
+        named = {"byteps::all_reduce": 2, "byteps::send": 1, "byteps::recv": 1, "byteps::wait for x": 1}
+        assert {name: counts.get(name, 0) for name in named} == named, counts
+    # The last rank to come need not wait. The step of a hosted optimizer takes parameters that come later.
+    for where in ("step 0", "step 1", "barrier"):
+        assert any(f"byteps::wait in {where}" in counts for counts in found), (where, found)
 
 
 @pytest.mark.slow

@@ -139,8 +139,10 @@ class ChannelSession(Session):
             if condition():
                 return
             number = self.flight.begin_wait() if self.flight is not None else 0
+            profiled = self.profile_wait(waiting_for) if self.profile_wait is not None else contextlib.nullcontext()
             try:
-                self._wait_until(condition, deadline, timeout_s, waiting_for)
+                with profiled:
+                    self._wait_until(condition, deadline, timeout_s, waiting_for)
             finally:
                 self.progress.waited(began_s)
                 if number and self.flight is not None:

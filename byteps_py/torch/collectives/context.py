@@ -241,6 +241,7 @@ class Context:
     def _begin_progress(self, session: Session, settings: Settings) -> None:
         """Raises ConfigurationError: this rank is to have a metrics page, and lacks what makes it."""
         session.progress = self.progress
+        session.profile_wait = rank_reporting.profile_wait
         if settings.elastic or not self.progress.groups:
             self.progress.groups += 1
         optimizer_steps.watch(self._torch_stepped)

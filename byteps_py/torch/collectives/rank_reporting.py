@@ -1,9 +1,13 @@
-"""How a rank tells others about itself beside its communication service: its metrics page, and its log as JSON."""
+"""How a rank tells others about itself beside its communication service: its metrics page, its log as JSON, and its
+waits as ranges of torch.profiler."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
+
+import torch
 
 from byteps_py.config.settings import Settings
 from byteps_py.session import Session
@@ -30,6 +34,14 @@ def open_page(settings: Settings, session: Session) -> MetricsPage | None:
         return of_progress(place, pb.RankProgress(rank=session.rank, **session.progress.facts(session.result_bytes)))
 
     return page.open_page(settings, RANK, collect)
+
+
+def profile_wait(waiting_for: Callable[[], str]) -> contextlib.AbstractContextManager[object]:
+    """A range of torch.profiler while this thread waits, if it is profiled. ``waiting_for`` says what is shown as its
+    argument with ``record_shapes=True``."""
+    if not torch._C._autograd._profiler_enabled():
+        return contextlib.nullcontext()
+    return torch.autograd.profiler.record_function("byteps::wait", waiting_for())
 
 
 def log_as_json(settings: Settings, session: Session) -> None:
