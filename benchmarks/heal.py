@@ -1,13 +1,16 @@
 """A link that slows down and comes back while a job trains: how soon the shares of the servers follow, beside gloo.
 
     python -m benchmarks.heal [--workers 4] [--servers 2] [--mbit 400] [--mb 32] [--machine 1] [--factor 0.5]
-        [--seconds 25] [--json FILE]
+        [--busy CORES] [--seconds 25] [--json FILE]
     python -m benchmarks.heal --late 1 [--workers 4] [--servers 4] [--mbit 400] [--mb 32]
 
 Hosts are network namespaces with shaped links (root needed). One tensor is summed again and again; then the link of one
 machine (``--machine``: workers first) carries ``--factor`` of its rate in both directions, and after ``--seconds`` all
 of it again. A process beside the scheduler asks it for the epoch, as `bps status` does. gloo sums the same tensor in
 each of the three phases, on the same hosts, in turn.
+
+With ``--busy``, its link stays as it is, and the processes of that machine get the time of so many processors: choose a
+CPU machine.
 
 With ``--late``, links stay as they are, and rank 0 begins each sum so many seconds after the others: the time from then
 until all ranks have the sum.
@@ -62,10 +65,10 @@ class Phase:
 
     @property
     def settled_s(self) -> list[float]:
-        """The times of the steps after the last epoch, or of all but the first."""
+        """The times of the steps after the last epoch, or of the last steps if there are none."""
         since_s = self.epochs[-1][0] if self.epochs else 0.0
         late = [took_s for at_s, took_s in self.steps if at_s > since_s]
-        return late[_SETTLING:] or late
+        return late[_SETTLING:] or [took_s for _, took_s in self.steps[-_SETTLING:]]
 
 
 class Watch:
@@ -202,9 +205,12 @@ def main() -> None:
         measure_late(arguments, unit_s)
         return
     phases = measure(arguments)
+    if arguments.json:
+        arguments.json.write_text(json.dumps([asdict(phase) for phase in phases], indent=1))
+    what = f"{arguments.busy:g} processors left" if arguments.busy else f"at {arguments.factor:g} of its rate"
     print(
-        f"n = {arguments.workers}, k = {arguments.servers}, {arguments.mb} MB, {arguments.mbit:g} Mbit/s; the link of "
-        f"machine {arguments.machine} at {arguments.factor:g} of that"
+        f"n = {arguments.workers}, k = {arguments.servers}, {arguments.mb} MB, {arguments.mbit:g} Mbit/s; "
+        f"machine {arguments.machine} {what}"
     )
     print(f"{'':8} {'t·B/M (min to max)':>24} {'optimum':>8} {'over':>6} {'fixed shares':>13} {'gloo':>6} {'ring':>6}")
     for phase in phases:
@@ -217,8 +223,6 @@ def main() -> None:
     for phase in phases[1:]:
         for at_s, epoch, why in phase.epochs:
             print(f"{phase.name}: epoch {epoch} after {at_s:.1f} s: {why}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps([asdict(phase) for phase in phases], indent=1))
 
 
 if __name__ == "__main__":

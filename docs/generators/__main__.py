@@ -13,6 +13,7 @@ sys.path.insert(0, str(DOCS.parent))
 import architecture_picture  # noqa: E402
 import commands_page  # noqa: E402
 import errors_page  # noqa: E402
+import healing_picture  # noqa: E402
 import metrics_page  # noqa: E402
 import placement_picture  # noqa: E402
 import slow_rank_picture  # noqa: E402
@@ -25,6 +26,7 @@ OUTPUTS: dict[str, Callable[[], str]] = {
     "reference/metrics.md": metrics_page.text,
     "reference/wire-protocol.md": wire_page.text,
     "pictures/architecture.svg": architecture_picture.svg,
+    "pictures/healing.svg": healing_picture.svg,
     "pictures/placement.svg": placement_picture.svg,
     "pictures/slow-rank.svg": slow_rank_picture.svg,
     "pictures/trace.svg": trace_picture.svg,

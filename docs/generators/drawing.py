@@ -48,6 +48,13 @@ class Drawing:
             f'<path d="M{path}" fill="none" stroke="{INK}" stroke-width="1.5" marker-end="url(#tip)"{start}{dash}/>'
         )
 
+    def line(self, start: tuple[float, float], end: tuple[float, float]) -> None:
+        """Dashed and thin: a value to compare with."""
+        (x1, y1), (x2, y2) = start, end
+        self._lines.append(
+            f'<path d="M{x1:g},{y1:g} L{x2:g},{y2:g}" fill="none" stroke="{FAINT}" stroke-dasharray="4 3"/>'
+        )
+
     def number(self, x: float, y: float, number: int) -> None:
         """In a circle: a step of a way."""
         self._lines.append(f'<circle cx="{x:g}" cy="{y:g}" r="12" fill="{INK}"/>')
