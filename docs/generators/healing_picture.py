@@ -17,7 +17,7 @@ _GAP_S = 1.0  # between phases, in which gloo was measured
 def svg() -> str:
     """The picture."""
     phases = json.loads(_PHASES.read_text())
-    longest_s = max(took for phase in phases for _, took in phase["steps"]) * 1.15
+    longest_s = max(max(phase["ring_s"], *(took for _, took in phase["steps"])) for phase in phases) * 1.05
     total_s = sum(phase["steps"][-1][0] + _GAP_S for phase in phases)
     x_scale, y_scale = (_WIDTH - _LEFT - 20) / total_s, _HEIGHT / longest_s
     drawing = Drawing(_WIDTH, _TOP + _HEIGHT + 90, "The time of a step while a link becomes slow and fast again")
@@ -27,24 +27,24 @@ def svg() -> str:
         drawing.text(_LEFT + 30 + 110 * place, 30, text)
     since = float(_LEFT)
     for phase in phases:
-        epochs = [at for at, *_ in phase["epochs"]]
+        epochs = [at for at, *_ in phase["epochs"]] if phase is not phases[0] else []  # that of the start is no news
         for at, took in phase["steps"]:
             is_before = bool(epochs) and at - took < epochs[-1]
             x, width, height = since + (at - took) * x_scale, max(took * x_scale - 1, 2), took * y_scale
             drawing.box((x, bottom - height, width, height), fill=ORANGE if is_before else BLUE)
         end = since + phase["steps"][-1][0] * x_scale
-        for what, at in (("optimum", phase["optimum_s"]), ("ring", phase["ring_s"])):
-            y = bottom - at * y_scale
-            if y > _TOP - 10:
-                drawing.line((since, y), (end, y))
-                drawing.text(end - 4, y - 5, f"{what} {at:.2f} s", size=12, anchor="end", color=FAINT)
-        drawing.text((since + end) / 2, bottom + 24, _NAMES[phase["name"]], size=14, anchor="middle")
-        for at in epochs:
-            drawing.text(since + at * x_scale, bottom + 46, f"new shares, {at:.1f} s", size=12, color=FAINT)
+        middle = (since + end) / 2
+        for seconds in (phase["optimum_s"], phase["ring_s"]):
+            drawing.line((since, bottom - seconds * y_scale), (end, bottom - seconds * y_scale))
+        drawing.text(middle, bottom + 24, _NAMES[phase["name"]], size=14, anchor="middle")
+        times = f"optimum {phase['optimum_s']:.2f} s, a ring {phase['ring_s']:.2f} s"
+        drawing.text(middle, bottom + 44, times, size=12, anchor="middle", color=FAINT)
+        if epochs:
+            said = f"new shares after {epochs[-1]:.1f} s"
+            drawing.text(middle, bottom + 62, said, size=12, anchor="middle", color=FAINT)
         since = end + _GAP_S * x_scale
     drawing.text(18, _TOP + 12, f"{longest_s:.1f} s", size=12, color=FAINT)
     drawing.text(18, bottom, "0 s", size=12, color=FAINT)
-    drawing.text(_LEFT, bottom + 74, f"{total_s:.0f} s in all", size=12, color=FAINT)
     return drawing.svg()
 
 
