@@ -177,7 +177,7 @@ class Lines:
 
 
 def run_job(
-    count: int, trials: int, seed: int, minutes: float
+    count: int, trials: int, seed: int, minutes: float, causes: Sequence[str] = CAUSES
 ) -> tuple[list[Trial], list[tuple[int, str, float]], int]:
     """(trials, false names of quiet windows, quiet windows)"""
     source = random.Random(seed)
@@ -212,7 +212,7 @@ def run_job(
                 while (named := lines.next(time.monotonic() + QUIET_S)) is not None:
                     print("quiet, but", named[1], flush=True)
                     false.append(named[1])
-                cause, index = CAUSES[number % len(CAUSES)], source.randrange(count)
+                cause, index = causes[number % len(causes)], source.randrange(count)
                 with wrong(cause, workers[index], index, folder):
                     began = time.monotonic()
                     answer = lines.next(began + LIMIT_S)
@@ -282,6 +282,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=16)
     parser.add_argument("--minutes", type=float, default=60.0, help="stop after that time")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--cause", choices=sorted(set(CAUSES)), help="only this one; default: all in turn")
     parser.add_argument("--simulated", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
@@ -292,7 +293,8 @@ def main() -> None:
     if arguments.simulated:
         simulated(arguments.trials, arguments.seed)
         return
-    trials, false, windows = run_job(arguments.ranks, arguments.trials, arguments.seed, arguments.minutes)
+    causes = [arguments.cause] if arguments.cause else CAUSES
+    trials, false, windows = run_job(arguments.ranks, arguments.trials, arguments.seed, arguments.minutes, causes)
     print_table(trials)
     print(f"\n{windows} quiet windows of {QUIET_S:.0f} s: {len(false)} false names")
     if arguments.json:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import bisect
 import heapq
 import itertools
+import math
 import statistics
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,6 +37,8 @@ _LEAST_S = 1.2
 LEAST_PRICE = 0.08
 _DEVIATIONS = 5.0
 _AHEAD = 1.5
+#: And so many deviations of what chance makes: pieces of work of a quiet job may differ much, as packed sequences do.
+_CHANCE_DEVIATIONS = 6.0
 #: So many judgements in a row name it; so many, below the part of the price, free it.
 _NAMED_AFTER, _FREE_AFTER, _FREE_PART = 3, 12, 0.5
 #: Its price is known once it grows by less than this from one judgement to the next, or after so many.
@@ -46,6 +49,8 @@ _EVERY_S = 0.4
 _FIRST_SHARE, _REST = 0.75, 0.3
 #: It pauses if fewer than this share of the pieces of its work make it slow.
 _PAUSE_PIECES = 0.5
+#: Fewer long pieces are an accident.
+_LEAST_PAUSES = 1.7
 _FIRST = 0  # the kind of work before a step's first operation
 #: A slow link takes that many times as long as others, and so many times as long as the next slowest in its direction:
 #: acknowledgements are late on busy machines. It is named after as many judgements as a price that is not known yet.
@@ -181,7 +186,11 @@ class SlowRankWatch:
             least = LEAST_PRICE * (_FREE_PART if known is not None and known.is_named else 1.0)
             if price < max(least, _DEVIATIONS * deviation) or len(slow) >= max(1, len(ranks) // 4):
                 break
-            slow.append(_explained(rank, price, ranks))
+            if price < _CHANCE_DEVIATIONS * _chance_deviation(rank, ranks):
+                break
+            if (straggler := _explained(rank, price, ranks)) is None:
+                continue
+            slow.append(straggler)
             if price >= _AHEAD * next_price:
                 return slow
         return []  # many are about equally far from the others: their data differ
@@ -257,8 +266,18 @@ def _window(reports: Sequence[pb.RankSpans]) -> _Window:
     return _Window(elapsed_s, own_s, reports[-1].stage if reports else 0, parts)
 
 
-def _explained(rank: int, price: float, ranks: Mapping[int, _Window]) -> Straggler:
-    """Why it is slow, by the parts of its own work."""
+def _chance_deviation(rank: int, ranks: Mapping[int, _Window]) -> float:
+    """By how much chance makes the share of the rank's own work differ, if its pieces scatter as its peers' do."""
+    own, variance_s2 = ranks[rank], 0.0
+    for kind, part in own.parts.items():
+        peers = [window.parts[kind] for other, window in ranks.items() if other != rank and kind in window.parts]
+        scatter = [each.squares_s2 / each.pieces - (each.own_s / each.pieces) ** 2 for each in peers if each.pieces]
+        variance_s2 += part.pieces * max(statistics.fmean(scatter) if scatter else 0.0, 0.0)
+    return math.sqrt(variance_s2) / own.elapsed_s
+
+
+def _explained(rank: int, price: float, ranks: Mapping[int, _Window]) -> Straggler | None:
+    """Why it is slow, by the parts of its own work. None: it has had one long piece."""
     own, others = ranks[rank], [window for other, window in ranks.items() if other != rank]
     usual_s: dict[int, float] = {}  # of one piece
     longer_s: dict[int, float] = {}  # of all pieces
@@ -269,7 +288,10 @@ def _explained(rank: int, price: float, ranks: Mapping[int, _Window]) -> Straggl
     total = max(sum(longer_s.values()), 1e-9)
     share = own.own_s / own.elapsed_s
     detail = f"its own work takes {share:.0%} of the time, that of the others {share - price:.0%}"
-    if _long_pieces(own.parts, usual_s, longer_s, total) < _PAUSE_PIECES:
+    long, count = _long_pieces(own.parts, usual_s, longer_s, total)
+    if count and long < _PAUSE_PIECES * count:
+        if long < _LEAST_PAUSES:
+            return None
         return Straggler(rank, True, PAUSES, price, detail)
     first_s = longer_s.get(_FIRST, 0.0)
     rest_usual_s = sum(own.parts[kind].pieces * usual_s[kind] for kind in usual_s if kind != _FIRST)
@@ -282,8 +304,9 @@ def _explained(rank: int, price: float, ranks: Mapping[int, _Window]) -> Straggl
 
 def _long_pieces(
     parts: Mapping[int, _PartSums], usual_s: Mapping[int, float], longer_s: Mapping[int, float], total_s: float
-) -> float:
-    """Of the pieces in the kinds that are longer, the share that makes them so: near 1 if all are longer alike."""
+) -> tuple[float, float]:
+    """Of the pieces in the kinds that are longer, how many make them so, and how many there are: they are equal if all
+    are longer alike."""
     count = squares = longer = 0.0
     for kind in sorted(longer_s, key=lambda kind: -longer_s[kind]):
         if longer >= _FIRST_SHARE * total_s:
@@ -292,7 +315,7 @@ def _long_pieces(
         longer += longer_s[kind]
         count += part.pieces
         squares += part.squares_s2 - 2 * usual * part.own_s + part.pieces * usual * usual
-    return longer * longer / (count * squares) if count and squares > 0 else 1.0
+    return (longer * longer / squares if squares > 0 else count), count
 
 
 def straggler_sentence(straggler: Straggler, name: str) -> str:
