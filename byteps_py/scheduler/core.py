@@ -485,7 +485,7 @@ class SchedulerCore:
             self._elastic.forget(member)
             if workers and self._elastic.is_void(member):
                 return self._regroup(now_s)  # no other member is in a group with it
-        if not workers:
+        if member.is_worker and not workers:  # all may be dead, and awaited, while a service leaves
             self.job.keep_states = self._group.keeps_states
             self.job.end("all workers have left", now_s)
             self._all_left = True

@@ -136,10 +136,11 @@ class Slow:
 class _Answers(NamedTuple):
     """One machine's report on one server."""
 
-    times: float  # how many times as long as the others it takes
+    times: float  # how many times as long as the others it takes, relative to what their links need
     takes_s: float
     others_s: float
     awaited: float
+    ratio: float  # to what its link needs
 
 
 def _median(said: Iterable[_Answers]) -> _Answers:
@@ -223,7 +224,7 @@ def _server_answers(reports: Sequence[Sequence[_Server]]) -> dict[int, _Answers]
             # Compared with 1 at least: others that are faster than their links should be make no server slow.
             usual = max(1.0, _median_without(ratios, pace.ratio))
             others_s = _median_without(answers_s, pace.answer_s)
-            answers = _Answers(pace.ratio / usual, pace.answer_s, others_s, pace.awaited)
+            answers = _Answers(pace.ratio / usual, pace.answer_s, others_s, pace.awaited, pace.ratio)
             evidence.setdefault(pace.member_id, []).append(answers)
     return {server: _median(said) for server, said in evidence.items()}
 
@@ -274,15 +275,16 @@ class PaceWatch:
         return list({(each.is_rank, each.who): each for each in reversed(slow)}.values())[::-1]
 
     def answer_rates(self, present: Collection[int]) -> dict[int, float]:
-        """The rate at which each service answers, as a part of that of its link: 1 or more if it takes no longer than
-        the others."""
+        """The rate at which each service answers, as a part of that of its link. Less than 1 if it takes longer than
+        the others. More if it takes less time than its link is thought to need: that others take longer yet is no
+        evidence of it."""
         reports = [[_typical(pace) for pace in of if pace.answer_s] for of in self._reports_on_servers(present)]
         found = {}
         for server, answers in _server_answers(reports).items():
-            link_s = answers.takes_s / answers.times - ANSWER_BASE_S
-            rate = max(link_s, _LEAST_S) / max(answers.takes_s - ANSWER_BASE_S, _LEAST_S)
-            is_late = answers.takes_s - answers.others_s >= LEAST_LATE_S
-            found[server] = rate if is_late else max(rate, 1.0)
+            is_late = answers.times > 1 and answers.takes_s - answers.others_s >= LEAST_LATE_S
+            times = answers.times if is_late else min(answers.ratio, 1.0)
+            link_s = answers.takes_s / times - ANSWER_BASE_S
+            found[server] = max(link_s, _LEAST_S) / max(answers.takes_s - ANSWER_BASE_S, _LEAST_S)
         return found
 
     def _reports_on_servers(self, present: Collection[int]) -> list[list[pb.ServerPace]]:

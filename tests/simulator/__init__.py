@@ -7,10 +7,11 @@ memory), and is made of the classes that ``Parts`` names. ``run`` is the one ent
 """
 
 from .busy import BusyCluster
-from .cluster import Cluster, LinksCluster, Report, run
+from .cluster import Cluster, Report, run
 from .elastic import ElasticCluster
 from .hosted import HostedBusyCluster, HostedCluster, HostedElasticCluster, HostedOutageCluster
 from .in_place import InPlaceCluster
+from .links import ElasticLinksCluster, HostedLinksCluster, InPlaceLinksCluster, LinksCluster, ShadowLinksCluster
 from .outages import ElasticOutageCluster, OutageCluster
 from .restarted import RestartedCluster
 from .shadowed import ShadowCluster, ShadowCopiesCluster, ShadowOutageCluster
@@ -35,6 +36,10 @@ KINDS: dict[str, type[Cluster]] = {
     "restarted": RestartedCluster,
     "in-place": InPlaceCluster,
     "links": LinksCluster,
+    "hosted-links": HostedLinksCluster,
+    "shadow-links": ShadowLinksCluster,
+    "elastic-links": ElasticLinksCluster,
+    "in-place-links": InPlaceLinksCluster,
 }
 
 __all__ = [
@@ -42,12 +47,15 @@ __all__ = [
     "BusyCluster",
     "Cluster",
     "ElasticCluster",
+    "ElasticLinksCluster",
     "ElasticOutageCluster",
     "HostedBusyCluster",
     "HostedCluster",
     "HostedElasticCluster",
+    "HostedLinksCluster",
     "HostedOutageCluster",
     "InPlaceCluster",
+    "InPlaceLinksCluster",
     "InvariantError",
     "LinksCluster",
     "OutageCluster",
@@ -55,6 +63,7 @@ __all__ = [
     "RestartedCluster",
     "ShadowCluster",
     "ShadowCopiesCluster",
+    "ShadowLinksCluster",
     "ShadowOutageCluster",
     "run",
 ]

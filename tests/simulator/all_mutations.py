@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from .busy import BusyCluster
-from .cluster import Cluster, LinksCluster
+from .cluster import Cluster
 from .elastic import ElasticCluster
 from .elastic_mutations import ELASTIC_MUTATIONS
 from .hosted import HostedCluster, HostedElasticCluster
 from .hosted_mutations import HOSTED_ELASTIC_MUTATIONS, HOSTED_MUTATIONS
 from .in_place import InPlaceCluster
 from .in_place_mutations import IN_PLACE_MUTATIONS
+from .links import LinksCluster
 from .mutations import LINKS_MUTATIONS, MUTATIONS
 from .outage_mutations import BUSY_MUTATIONS, ELASTIC_OUTAGE_MUTATIONS, OUTAGE_MUTATIONS
 from .outages import ElasticOutageCluster, OutageCluster

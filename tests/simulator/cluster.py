@@ -24,7 +24,7 @@ from .rank import Rank
 from .runtime import Runtimes
 from .services import Server, Worker
 from .tables import table_class
-from .trials import LINK, TRIALS, Trials
+from .trials import TRIALS, Trials
 from .visits import Visits
 from .world import InvariantError, Process, World
 
@@ -307,9 +307,3 @@ def run(seed: int, kind: type[Cluster] = Cluster, parts: type[Parts] = Parts) ->
     trials = tuple(world.trials)
     uses = sum(len(step) for step in cluster.program.steps)
     return Report(seed, cluster.shape, fault, trials, world.events, uses, world.now_s, violation, world.log())
-
-
-class LinksCluster(Cluster):
-    """Rates of links change while it runs, and the servers' shares with them."""
-
-    known_trials: ClassVar[Sequence[str]] = (*TRIALS, *[LINK] * 4)
