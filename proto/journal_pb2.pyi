@@ -26,7 +26,7 @@ class JournalFrame(_message.Message):
     def __init__(self, header: _Optional[_Union[JournalHeader, _Mapping]] = ..., records: _Optional[_Iterable[_Union[JournalRecord, _Mapping]]] = ..., snapshot: _Optional[bytes] = ...) -> None: ...
 
 class JournalRecord(_message.Message):
-    __slots__ = ("at_s", "link", "check", "register", "message", "lost", "ended", "tick", "stop", "restart", "contradiction", "links_changed", "scale", "beyond_epoch")
+    __slots__ = ("at_s", "link", "check", "register", "message", "lost", "ended", "tick", "stop", "restart", "admitting", "contradiction", "links_changed", "scale", "beyond_epoch")
     AT_S_FIELD_NUMBER: _ClassVar[int]
     LINK_FIELD_NUMBER: _ClassVar[int]
     CHECK_FIELD_NUMBER: _ClassVar[int]
@@ -37,6 +37,7 @@ class JournalRecord(_message.Message):
     TICK_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
     RESTART_FIELD_NUMBER: _ClassVar[int]
+    ADMITTING_FIELD_NUMBER: _ClassVar[int]
     CONTRADICTION_FIELD_NUMBER: _ClassVar[int]
     LINKS_CHANGED_FIELD_NUMBER: _ClassVar[int]
     SCALE_FIELD_NUMBER: _ClassVar[int]
@@ -51,11 +52,12 @@ class JournalRecord(_message.Message):
     tick: bool
     stop: str
     restart: bool
+    admitting: bool
     contradiction: str
     links_changed: LinkRates
     scale: _control_pb2.ScaleRequest
     beyond_epoch: int
-    def __init__(self, at_s: _Optional[float] = ..., link: _Optional[int] = ..., check: _Optional[int] = ..., register: _Optional[_Union[_control_pb2.Register, _Mapping]] = ..., message: _Optional[_Union[_control_pb2.MemberMessage, _Mapping]] = ..., lost: _Optional[str] = ..., ended: bool = ..., tick: bool = ..., stop: _Optional[str] = ..., restart: bool = ..., contradiction: _Optional[str] = ..., links_changed: _Optional[_Union[LinkRates, _Mapping]] = ..., scale: _Optional[_Union[_control_pb2.ScaleRequest, _Mapping]] = ..., beyond_epoch: _Optional[int] = ...) -> None: ...
+    def __init__(self, at_s: _Optional[float] = ..., link: _Optional[int] = ..., check: _Optional[int] = ..., register: _Optional[_Union[_control_pb2.Register, _Mapping]] = ..., message: _Optional[_Union[_control_pb2.MemberMessage, _Mapping]] = ..., lost: _Optional[str] = ..., ended: bool = ..., tick: bool = ..., stop: _Optional[str] = ..., restart: bool = ..., admitting: bool = ..., contradiction: _Optional[str] = ..., links_changed: _Optional[_Union[LinkRates, _Mapping]] = ..., scale: _Optional[_Union[_control_pb2.ScaleRequest, _Mapping]] = ..., beyond_epoch: _Optional[int] = ...) -> None: ...
 
 class LinkRates(_message.Message):
     __slots__ = ("mbit", "why")

@@ -118,6 +118,12 @@ class EpochSeen:
 
 
 @dataclass(frozen=True, slots=True)
+class NewcomersAdmitted:
+    """A restarted scheduler has waited for the members of its job, and put off all others meanwhile. Now it admits
+    them again: those that the job waits for have all of their time from here."""
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerAwake:
     """The scheduler runs. A few times per second: a late one shows that it did not run, and received no message."""
 
@@ -146,7 +152,7 @@ class RegistrationRefused:
 Event = (
     ConnectionOpened | ConnectionClosed | MessageReceived | MemberLost | ClockTicked | RanksContradict | LinksChanged
     | StopRequested
-    | ScaleRequested | EpochSeen | SchedulerAwake | HeartbeatReceived | MemberReturned | RegistrationRefused
+    | ScaleRequested | EpochSeen | NewcomersAdmitted | SchedulerAwake | HeartbeatReceived | MemberReturned | RegistrationRefused
 )  # fmt: skip
 
 
@@ -192,6 +198,7 @@ class SchedulerCore:
             StopRequested: lambda event, now_s: self._end(f"{STOPPED}{event.reason or 'no reason given'}", now_s),
             ScaleRequested: lambda event, now_s: self._services.scale(event.servers, event.addresses, now_s),
             EpochSeen: self._epoch_seen,
+            NewcomersAdmitted: self._newcomers_admitted,
             SchedulerAwake: self._scheduler_awake,
             HeartbeatReceived: self._heartbeat_received,
             MemberReturned: self._member_returned,
@@ -356,6 +363,12 @@ class SchedulerCore:
 
     def _epoch_seen(self, event: EpochSeen, now_s: float) -> Outgoing:
         self._roster.first_epoch = max(self._roster.first_epoch, event.last + 1)
+        return []
+
+    def _newcomers_admitted(self, event: NewcomersAdmitted, now_s: float) -> Outgoing:
+        self._services.wait_anew(now_s)
+        if self._elastic is not None:
+            self._elastic.wait_anew(now_s)
         return []
 
     def _scheduler_awake(self, event: SchedulerAwake, now_s: float) -> Outgoing:

@@ -142,6 +142,10 @@ class Reforming:
             self.state = GroupState.BROKEN
         return breaks
 
+    def wait_anew(self, now_s: float) -> None:
+        """Machines that are waited for have all of their time from now on."""
+        self._since_s = now_s
+
     def ready(self, member: int, waiting: Waiting) -> None:
         """All ranks of a machine that are to return have returned; ``waiting`` says how many they are."""
         self._ready[member] = waiting
@@ -247,6 +251,10 @@ class Elastic:
     def waits_for_all(self) -> bool:
         """True if all machines that are lost are expected to come back, even the last one."""
         return self._reforming.keeps_ranks
+
+    def wait_anew(self, now_s: float) -> None:
+        """See Reforming."""
+        self._reforming.wait_anew(now_s)
 
     def is_void(self, member: MemberRecord) -> bool:
         """True if its messages about its group do not count: the group is broken, or it is in none."""

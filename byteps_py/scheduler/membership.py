@@ -212,6 +212,11 @@ class SummationServices:
         self._job.reason = f"epoch {membership.epoch}, {count}: {why}"
         return to_each(self._roster.present(), pb.SchedulerMessage(membership=membership))
 
+    def wait_anew(self, now_s: float) -> None:
+        """A service that is waited for has all of its time from now on."""
+        if self.none_since_s is not None:
+            self.none_since_s = now_s
+
     def await_one(self, why: str, now_s: float) -> Outgoing:
         """The ranks need a service and none is left: wait for one that is started again, then fail."""
         if self.none_since_s is None:

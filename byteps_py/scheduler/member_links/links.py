@@ -39,6 +39,7 @@ from byteps_py.scheduler.core import (
     MemberLost,
     MemberReturned,
     MessageReceived,
+    NewcomersAdmitted,
     RanksContradict,
     RegistrationRefused,
     ScaleRequested,
@@ -66,6 +67,7 @@ _EVENTS: Mapping[str, Callable[[JournalRecord], Event]] = {
     "lost": lambda record: MemberLost(record.link, record.lost),
     "ended": lambda record: ConnectionClosed(record.link),
     "tick": lambda record: ClockTicked(),
+    "admitting": lambda record: NewcomersAdmitted(),
     "stop": lambda record: StopRequested(record.stop),
     "links_changed": lambda record: LinksChanged(dict(record.links_changed.mbit), record.links_changed.why),
     "contradiction": lambda record: RanksContradict(record.contradiction),
@@ -210,6 +212,7 @@ class RestartWait:
         self._has_stranger = False  # a process that is no member has asked to become one
         self._has_heir = self._was_over = False
         self._is_anyone_back = False
+        self._is_waited = False  # as take_end has seen it last
         self.state = WaitState.NOT_WAITING
 
     def begin(self, now_s: float, has_members: bool, state: pb.StatusReply.State, workers: Iterable[Home]) -> float:
@@ -219,9 +222,16 @@ class RestartWait:
         self._was_over = state in (FAILED, ENDED)
         if has_members or state != FORMING:
             self.state = WaitState.WAITING
+        self._is_waited = self.state is WaitState.WAITING
         if not has_members:
             self._limit_s = self._strangers_wait_s
         return self._limit_s
+
+    def take_end(self) -> bool:
+        """True once, after the wait: the job goes on, and processes that are no members are admitted again."""
+        is_over = self._is_waited and self.state is WaitState.NOT_WAITING
+        self._is_waited = self.state is WaitState.WAITING
+        return is_over
 
     def on_member_back(self, is_worker: bool) -> None:
         """A member of the journal has resumed its link."""
@@ -414,6 +424,8 @@ class MemberLinks:
                 out += self._lose(link, link.away.why, now_s)
             elif len(link.outbox) > self.most_unconfirmed and link.stream is not None:
                 out += self._lose(link, f"it has confirmed none of {len(link.outbox)} messages", now_s)
+        if self._restart_wait.take_end():
+            out += self._do(JournalRecord(at_s=now_s, admitting=True))
         self.core.handle(SchedulerAwake(), now_s)
         for each in self.core.suspicions(now_s):
             if isinstance(each, RanksContradict):
@@ -422,6 +434,8 @@ class MemberLinks:
                 out += self._links_changed(each, now_s)
             elif self._links[each.connection].stream is not None:  # a member that is away has its own deadline
                 out += self._do(JournalRecord(at_s=now_s, link=each.connection, lost=each.why))
+        if self._restart_wait.state is WaitState.WAITING:
+            return out  # processes that deadlines wait for are put off
         return out + self._do(JournalRecord(at_s=now_s, tick=True), True)
 
     def _links_changed(self, event: LinksChanged, now_s: float) -> list[Sent]:
