@@ -9,6 +9,7 @@ from support.scheduler_core import Cluster, ballot, declare, running, server, wo
 
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler import job as states
+from byteps_py.scheduler.core import NewcomersAdmitted
 from byteps_py.scheduler.elastic import (
     PLANNED_S,
     SHUT_DOWN_S,
@@ -144,6 +145,38 @@ def test_the_loss_of_the_last_machine_does_not_end_a_job_that_waits_for_all() ->
     membership = cluster.last(again).membership
     assert [(each.machine_index, each.local_size) for each in membership.workers] == [(0, 2)]
     assert not membership.under_way
+
+
+def test_a_service_that_leaves_while_all_machines_are_waited_for_does_not_end_the_job() -> None:
+    cluster = Cluster(num_workers=1, num_servers=2, elastic=True, max_restarts=3)
+    first = cluster.join(worker(0, 2, 1, 2, elastic=True))
+    leaving, staying = (cluster.join(server(index, n=1, k=2, elastic=True)) for index in range(2))
+    for each in (first, leaving, staying):
+        cluster.say(each, ready=pb.Ready())
+    cluster.drop(first)
+    cluster.say(leaving, leave=pb.Leave(reason="SIGTERM"))
+    assert cluster.core.state == states.RUNNING, cluster.core.reason
+    again = cluster.join(worker(0, 2, 1, 2, elastic=True))
+    cluster.say(again, gathered=pb.Gathered(ranks=2, newcomers=True))
+    membership = cluster.last(again).membership
+    assert [each.local_size for each in membership.workers] == [2]
+    assert len(membership.servers) == 1
+
+
+def test_machines_that_were_put_off_have_all_of_their_time_afterwards() -> None:
+    """The scheduler was started again, and waited for the members of its job before it admitted others."""
+    cluster = Cluster(num_workers=1, num_servers=1, elastic=True, max_restarts=3, elastic_timeout_s=15.0)
+    first = cluster.join(worker(0, 2, 1, 1, elastic=True))
+    cpu = cluster.join(server(0, n=1, k=1, elastic=True))
+    for each in (first, cpu):
+        cluster.say(each, ready=pb.Ready())
+    cluster.drop(first)
+    cluster.tick(14.0, beating=(cpu,))
+    cluster.take(cluster.core.handle(NewcomersAdmitted(), cluster.now))
+    cluster.tick(14.0, beating=(cpu,))
+    assert cluster.core.state == states.RUNNING, cluster.core.reason
+    cluster.tick(2.0, beating=(cpu,))
+    assert cluster.core.state == states.FAILED
 
 
 def test_ranks_that_leave_of_one_mind_go_on_as_they_are() -> None:
