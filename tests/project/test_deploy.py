@@ -306,6 +306,7 @@ def test_docker_compose_understands_the_compose_file() -> None:
     assert set(services.split()) == SERVICES
 
 
+@pytest.mark.slow
 def test_health_check() -> None:
     """The images' health check, asked as in a container: beside the scheduler, and in a machine that is not there."""
 

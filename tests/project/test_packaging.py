@@ -141,7 +141,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("cpu_index", "beside", "expected"),
     [
-        (["there", TORCH + "+cpu"], [], TORCH + "+cpu"),
+        pytest.param(["there", TORCH + "+cpu"], [], TORCH + "+cpu", marks=pytest.mark.slow),
         (["there"], [], None),  # not PyPI's, which is gigabytes
         (["silent"], [], None),
         (["silent"], [TORCH + "+cpu"], TORCH + "+cpu"),  # a wheel on this machine
