@@ -15,6 +15,7 @@ from byteps_py.cli.job_choice import add_job_choice, add_timeout, chosen_setting
 from byteps_py.errors import UsageError
 
 _SHOWN = 5
+_STATUS_S = 5.0
 _JOB = re.compile(r"[^/]+:\d{1,5}")  # a scheduler's address
 
 
@@ -114,8 +115,8 @@ def slow_rank(arguments: argparse.Namespace) -> int:
         raise UsageError(f"there are two jobs: {arguments.source} and --scheduler={arguments.scheduler}; name one")
     arguments.scheduler = arguments.source or arguments.scheduler
     settings = chosen_settings(arguments)
+    named = list(query.status(settings, min(arguments.timeout, _STATUS_S)).slow)  # says soon if nobody is there
     recordings, missing = collect_recordings(settings, arguments.timeout)
-    named = list(query.status(settings, arguments.timeout).slow)
     found = find_slow_ranks(spans_of_recordings(recordings, missing))
     if arguments.json:
         print(json.dumps({**as_json(found), "named_by_scheduler": named}))

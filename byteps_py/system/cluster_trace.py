@@ -24,6 +24,8 @@ from byteps_py.tensors import key_of
 FORMAT = 1
 #: Time in which a rank's training thread waited for communication.
 WAIT = "wait"
+#: The row of all tensors of a rank that are summed by name, if there are more than so many.
+_TENSORS, _MOST_TENSORS = "tensors", 100
 _FIRST_PID_OF_SERVICES = 1_000_000
 
 
@@ -55,6 +57,8 @@ def chrome_trace(
     flows: dict[tuple[Any, ...], list[tuple[float, float, int, int]]] = defaultdict(list)
     names = {f"{key_of(span.group.name):#018x}": span.group.name for part in parts for span in part.recording.spans
              if span.group.kind in ("name", "stage")}  # fmt: skip
+    has_many = {id(part): len({s.group.id for s in part.recording.spans if s.group.kind == "name"}) > _MOST_TENSORS
+                for part in parts}  # fmt: skip
     places = [(part.who, str(part.recording.about.get("host", part.machine))) for part in parts]
     pids = _pids(places)
     rows = _Rows()
@@ -69,7 +73,7 @@ def chrome_trace(
         start_ns = span.enqueued_ns + part.offset_ns
         end_ns = max(start_ns, span.ended_ns + part.offset_ns if span.ended_ns else ends_ns[id(part)])
         start_us, duration_us = (start_ns - zero_ns) / 1e3, (end_ns - start_ns) / 1e3
-        tid = rows.place(pid, _row_name(span, tensor), start_ns, end_ns)
+        tid = rows.place(pid, _row_name(span, _TENSORS if has_many[id(part)] else tensor), start_ns, end_ns)
         args = {"step": span.step, "sequence": span.sequence, "bytes": span.nbytes, "state": span.state}
         if span.group.kind in ("group", "pair"):
             args |= {"group": span.group.name, "dimension": span.group.dimension, "ranks": list(span.group.ranks)}

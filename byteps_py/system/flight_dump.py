@@ -35,6 +35,7 @@ VERSION = "2.10"
 BACKEND = "gloo"
 PREFIX = "rank_"
 _KEPT_FOLDERS = 20
+_STATES = ("enqueued", "started", "completed")
 
 
 # ---- torch's format ------------------------------------------------------------------------------------------
@@ -59,7 +60,7 @@ def to_torch(recording: Recording, first_id: int | None = None) -> dict[str, Any
             _name(group): {"name": _name(group), "desc": _description(group), "ranks": str(list(group.ranks))}
             for group in used.values()
         },
-        "pg_status": {str(group.id): _status(recording.spans, group) for group in used.values()},
+        "pg_status": _status(recording.spans),
         "entries": [_entry(recording, first_id + at, span) for at, span in enumerate(recording.spans)],
         "rank": recording.about.get("rank", 0),
         "byteps": {
@@ -79,13 +80,17 @@ def _description(group: FlightGroup) -> str:
     return group.description or "undefined"
 
 
-def _status(spans: list[FlightSpan], group: FlightGroup) -> dict[str, int]:
-    own = [span for span in spans if span.group.id == group.id]
-    return {
-        "last_enqueued_collective": max(span.sequence for span in own),
-        "last_started_collective": max((span.sequence for span in own if span.started_ns), default=-1),
-        "last_completed_collective": max((span.sequence for span in own if span.state == "completed"), default=-1),
-    }
+def _status(spans: list[FlightSpan]) -> dict[str, dict[str, int]]:
+    """By group. In one pass: there may be thousands of tensors."""
+    found: dict[str, dict[str, int]] = {}
+    for span in spans:
+        status = found.setdefault(str(span.group.id), {f"last_{what}_collective": -1 for what in _STATES})
+        is_there = (True, bool(span.started_ns), span.state == "completed")
+        for what, holds in zip(_STATES, is_there, strict=True):
+            if holds:
+                name = f"last_{what}_collective"
+                status[name] = max(status[name], span.sequence)
+    return found
 
 
 def _entry(recording: Recording, at: int, span: FlightSpan) -> dict[str, Any]:

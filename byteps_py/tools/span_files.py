@@ -148,6 +148,11 @@ def _read(path: Path) -> _RankFile:
     try:
         if isinstance(content, list):
             content = {"traceEvents": content}
+        if isinstance(content, dict) and "byteps_trace" in (content.get("otherData") or {}):
+            raise UsageError(
+                f"{path.name} is the trace of a whole job: bps trace summary reads it. Here, give what bps dump "
+                "writes, or the address of the job's scheduler"
+            )
         if isinstance(content, dict) and "traceEvents" in content:
             return _from_profiler(path.name, content)
         if isinstance(content, dict) and "entries" in content:

@@ -110,6 +110,8 @@ def read_trace(path: Path) -> list[Operation]:
 
     Raises UsageError for a file that is none, lacks a column or pyarrow, or has other than numbers in them.
     """
+    if path.suffix == ".json":
+        raise UsageError(f"the trace {path} is no table (.parquet or .csv); bps trace summary reads a job's trace.json")
     try:
         columns = _read_csv(path) if path.suffix == ".csv" else _read_parquet(path)
     except OSError as error:

@@ -14,11 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.chrome_traces import violations
 from support.simulated_spans import Cause, Training, simulate
 from support.span_files import profiler_traces, recorder_dumps, write_all
 
 from byteps_py.cli.__main__ import main
 from byteps_py.errors import UsageError
+from byteps_py.system.cluster_trace import TracePart, chrome_trace
 from byteps_py.system.flight_dump import write_dump
 from byteps_py.system.flight_recorder import OPERATIONS, FlightGroup, FlightRecorder, FlightSpan, Recording
 from byteps_py.tools.slow_rank import COMPUTES, find_slow_ranks
@@ -112,6 +114,8 @@ def test_a_pickle_calls_nothing(tmp_path: Path) -> None:
         (b'{"entries": [{}]}', "not as torch writes it"),
         (b'{"entries": []}', "has no operations"),
         (b'{"traceEvents": []}', "no communication"),
+        (b'{"traceEvents": [], "otherData": {"byteps_trace": 1}}', "bps trace summary reads it"),
+        (b'{"version": "99", "entries": [{"process_group": 7}]}', "of another version, or damaged"),
         (b'{"entries": 7}', "not as torch writes it"),
         (b"\x1f\x8b123", "gzip"),
     ],
@@ -183,6 +187,30 @@ def test_dumps_of_byteps_own_recorder(tmp_path: Path, groups: list[FlightGroup])
     assert [(each.rank, each.reason) for each in found.slow] == [(2, COMPUTES)]
     assert found.path[0].rank == 2
     assert not found.notes
+
+
+@pytest.mark.slow
+def test_ten_thousand_tensors() -> None:
+    """In each of four steps; rank 2 works 90 of 100 µs before each, the others 20."""
+    tensors = 10_000
+    groups = [FlightGroup(at + 1, f"tensor {at}", "by name", WORLD, "name") for at in range(tensors)]
+    recordings = []
+    for rank in WORLD:
+        spans = []
+        for number in range(4 * tensors):
+            came, ended = number * 100_000 + (90_000 if rank == 2 else 20_000), number * 100_000 + 100_000
+            spans.append(FlightSpan(number + 1, groups[number % tensors], number // tensors + 1, "all_reduce", 4,
+                                    number // tensors, came + 1, came + 1, ended, "completed", (1,), (1,), "Float",
+                                    "Float"))  # fmt: skip
+        recordings.append(Recording({"rank": rank, "host": "h"}, 0, 0, spans, groups))
+    found = find_slow_ranks(spans_of_recordings(recordings, {}))
+    ((rank, reason, price),) = [(each.rank, each.reason, each.price) for each in found.slow]
+    assert (rank, reason) == (2, COMPUTES)
+    assert price == pytest.approx(0.7, abs=0.01)
+    parts = [TracePart(f"rank {rank}", "a process", each) for rank, each in enumerate(recordings)]
+    trace = chrome_trace(parts, [], (1, 2), (0, 0))
+    assert violations(trace) == []
+    assert sum(event["name"] == "thread_name" for event in trace["traceEvents"]) == 4  # not one for each tensor
 
 
 def test_recorders_of_a_running_job() -> None:

@@ -80,6 +80,12 @@ def test_what_bounds_a_step() -> None:
     assert computing.clock_error_us == 50.0
 
 
+def test_jumps_of_wall_clocks_change_nothing() -> None:
+    parts = a_job(is_slow_link=True)
+    jumped = [replace(each, recording=replace(each.recording, wall_ns=at * 10**15)) for at, each in enumerate(parts)]
+    assert chrome_trace(jumped, [], (1, 2), (0, 0)) == chrome_trace(parts, [], (1, 2), (0, 0))
+
+
 def test_a_hosted_step_bounds_the_step() -> None:
     """The sum is there at 20; the service of rank 0's machine steps until 90."""
     parts = [
