@@ -151,8 +151,8 @@ class RegistrationRefused:
 
 Event = (
     ConnectionOpened | ConnectionClosed | MessageReceived | MemberLost | ClockTicked | RanksContradict | LinksChanged
-    | StopRequested
-    | ScaleRequested | EpochSeen | NewcomersAdmitted | SchedulerAwake | HeartbeatReceived | MemberReturned | RegistrationRefused
+    | StopRequested | ScaleRequested | EpochSeen | NewcomersAdmitted | SchedulerAwake | HeartbeatReceived
+    | MemberReturned | RegistrationRefused
 )  # fmt: skip
 
 
