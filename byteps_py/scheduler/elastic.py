@@ -115,7 +115,9 @@ class GroupState(enum.Enum):
 @dataclass(slots=True)
 class Reforming:
     """``timeout_s``: how long machines have to be ready. ``reset_limit`` 0, ``max_ranks`` 0: no limit.
-    ``keeps_ranks``: each group has as many ranks as the first one, with the same numbers (BYTEPS_MAX_RESTARTS)."""
+    ``keeps_ranks``: each group has as many ranks as the first one, with the same numbers (BYTEPS_MAX_RESTARTS).
+
+    A part of a state machine, which calls a method for each thing that happens."""
 
     min_ranks: int
     max_ranks: int
