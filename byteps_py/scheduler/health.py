@@ -439,7 +439,8 @@ class GroupWatch:
         before, after = (float(time) for time in roster.times_with(rates))
         who = {member.id: member.describe() for member in roster.link_owners()}
         is_slower = any(change.mbit < change.before_mbit for change in changes)
-        if before - after < (LEAST_GAIN if is_slower else LEAST_RETURN) * before:
+        is_gain = before - after >= (LEAST_GAIN if is_slower else LEAST_RETURN) * before
+        if not is_gain or self._links.is_everywhere(changes):
             self._remarks += link_sentences(self._links.untold(changes), who)
             return {}, ""
         self._links.accept(changes, now_s)

@@ -54,6 +54,8 @@ _WAITED_FOR, _LEAST_PART = 0.6, 0.25
 #: Transfers of a machine for which others do not wait may be one after the other: together, they take so much longer
 #: than the longest.
 _APART = 1.3
+#: What is reported in a window may have been sent in one that is so much longer.
+_REPORTED_LATE = 1.4
 #: Of more machines that are slow at a time, the others need not be told apart.
 _MOST_SLOW = 16
 #: A judgement without evidence (a long backward pass) breaks no row, for so many seconds.
@@ -168,7 +170,10 @@ class _Evidence:
         sign = Sign.SENDS if is_sending else Sign.RECEIVES
         if busy_s < max(_WAITED_FOR * self._longest_s, _LEAST_PART * self._window_s):
             return Seen(math.inf, megabits / longest_s / _APART, sign)
-        return Seen(megabits / busy_s, megabits / longest_s, Sign.READS if unread_s > busy_s / 2 else sign)
+        # Transfers that are often held up are on their way for long, and together they may fill the link all the same.
+        carried_mbit = sum(usage.nbytes for _, usage in ends) * MBIT / (_REPORTED_LATE * self._window_s)
+        sign = Sign.READS if unread_s > busy_s / 2 else sign
+        return Seen(max(carried_mbit, megabits / busy_s), megabits / longest_s, sign)
 
 
 class UsageWindow:
@@ -341,6 +346,11 @@ class RateWatch:
         return [
             Change(machine, link.known_mbit, evened[machine], link.seen[-1].sign) for machine, link in changed.items()
         ]
+
+    def is_everywhere(self, changes: Iterable[Change]) -> bool:
+        """More than half of all machines are slower than before: the network is, or the machines are busy, and no share
+        of theirs is at fault."""
+        return 2 * sum(change.mbit < change.before_mbit for change in changes) > len(self._links)
 
     def accept(self, changes: Iterable[Change], now_s: float) -> None:
         """The shares follow these changes."""

@@ -106,6 +106,23 @@ def test_links_that_have_all_become_slow_alike_change_nothing_and_are_told_once(
     assert len(told) == len(set(told)) == 6, told
 
 
+def test_more_than_half_of_the_machines_slow_in_different_ways_change_nothing() -> None:
+    """Their processors have too much to do, or the network is full: other shares would be wrong soon."""
+    job = traffic(6, 0)
+    job.rates = [MBIT * part for part in (0.2, 0.21, 0.22, 0.2, 0.21, 1.0)]
+    job.run(20.0)
+    assert not job.epochs, job.epochs
+    told = [m.slow.message for m in job.cluster.told[1] if m.WhichOneof("body") == "slow"]
+    assert sum("carries" in each for each in told) >= 4, told
+
+
+def test_a_machine_does_not_carry_less_than_it_has_carried() -> None:
+    """The receivers' queues are full: each transfer waits for the others, and all of them together fill the link."""
+    flows = [Usage(a, a, b, 12_500_000, 2.0 if a == 1 else 0.5, 0.0) for a in range(9) for b in range(9) if a != b]
+    flows[-1] = flows[-1]._replace(busy_s=2.0)
+    assert seen_rates(flows, dict.fromkeys(range(9), 400.0))[1].most_mbit > 280
+
+
 def test_a_link_that_changes_all_the_time_is_left_alone() -> None:
     job = traffic(4, 2)
     for turn in range(40):
