@@ -433,6 +433,9 @@ class GroupWatch:
         if not (self._job.is_running and self._job.config.rebalance_links) or len(roster.workers()) == 1:
             return {}, ""
         changes = self._links.changes(now_s, self._answer_rates)
+        if restless := self._links.restless(now_s):
+            owners = [member.describe() for member in roster.link_owners() if member.id in restless]
+            self._remarks += [f"the link of {who} changes its rate all the time: its share stays" for who in owners]
         if not changes:
             return {}, ""
         rates = {change.machine: change.mbit for change in changes}

@@ -45,6 +45,9 @@ _LATEST = 3
 #: With each change of a link's rate in the last minutes, the next one must last twice as long.
 REMEMBERED_S = 300.0
 _MOST_DOUBLINGS = 5
+#: So many changes that did not last, in so many seconds: the link changes all the time.
+RESTLESS = 8
+_RESTLESS_S = 60.0
 #: Less than this is no evidence: the part of the link's rate that was used, and the seconds in which it was.
 _LEAST_USED, _LEAST_BUSY_S = 0.05, 0.1
 #: A machine that waits for others, or computes most of the time, sends little at a time, and the receiver's kernel
@@ -230,6 +233,8 @@ class _Link:
     seen_s: float = 0.0  # the latest evidence
     seen: list[Seen] = field(default_factory=list)  # since the trend began
     changes_s: list[float] = field(default_factory=list)
+    brief_s: deque[float] = field(default_factory=lambda: deque(maxlen=RESTLESS))  # ends of changes that did not last
+    told_restless_s: float = -math.inf
 
     def slower(self, seen: Seen, answers: Seen) -> Seen:
         """The evidence that counts. That what arrives is fast does not mean that it is answered soon: if answers were
@@ -245,6 +250,8 @@ class _Link:
         is_evidence = self.sign is not Sign.ANSWERS or seen.sign is Sign.ANSWERS
         is_faster = fastest_mbit > FASTER * self.known_mbit and is_evidence
         trend = Trend.SLOWER if is_slower else Trend.FASTER if is_faster else Trend.SAME
+        if trend is Trend.SAME and self.trend is not Trend.SAME:
+            self.brief_s.append(now_s)
         if trend is not self.trend or now_s - self.seen_s > _SILENT_S:
             self.trend, self.held_s, self.seen = trend, 0.0, []
         else:
@@ -269,6 +276,14 @@ class _Link:
     def is_due(self, now_s: float) -> bool:
         hold_s = self._patience(HOLD_S, now_s)
         return self.trend is not Trend.SAME and len(self.seen) >= _HOLDS and self.held_s >= hold_s
+
+    def take_restless(self, now_s: float) -> bool:
+        """True once, while it changes all the time."""
+        is_restless = len(self.brief_s) == RESTLESS and now_s - self.brief_s[0] < _RESTLESS_S
+        is_new = is_restless and now_s - self.told_restless_s >= REMEMBERED_S
+        if is_restless:
+            self.told_restless_s = now_s
+        return is_new
 
     @property
     def new_mbit(self) -> float:
@@ -346,6 +361,10 @@ class RateWatch:
         return [
             Change(machine, link.known_mbit, evened[machine], link.seen[-1].sign) for machine, link in changed.items()
         ]
+
+    def restless(self, now_s: float) -> list[int]:
+        """Machines whose links change all the time, so that no share follows; each is told once."""
+        return [machine for machine, link in self._links.items() if link.take_restless(now_s)]
 
     def is_everywhere(self, changes: Iterable[Change]) -> bool:
         """More than half of all machines are slower than before: the network is, or the machines are busy, and no share

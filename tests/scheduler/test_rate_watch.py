@@ -129,6 +129,9 @@ def test_a_link_that_changes_all_the_time_is_left_alone() -> None:
         job.rates[3] = MBIT / 2 if turn % 2 else MBIT
         job.run(1.0)
     assert not job.epochs
+    told = [m.slow.message for m in job.cluster.told[1] if m.WhichOneof("body") == "slow"]
+    assert [each for each in told if "changes its rate all the time: its share stays" in each] == told[:1], told
+    assert "worker 1 (ranks 2-3, host gpu1" in told[0]
     for turn in range(20):
         job.rates[3] = MBIT / 2 if turn % 2 else MBIT
         job.run(NOTICED_S)
