@@ -1,5 +1,5 @@
 """What watching a training costs: the flight recorder, metrics with a scraper that asks every page each second, logs as
-JSON, all of it.
+JSON, all of it; and the trace of the whole job.
 
     python -m benchmarks.observability [--rounds 4] [--turns 6] [--steps 50] [--json FILE]
 
@@ -23,6 +23,7 @@ import http.client
 import json
 import statistics
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -53,6 +54,10 @@ CONTENDERS = (
     Contender("metrics", NO_RECORDER, True),
     Contender("logs as JSON", {**NO_RECORDER, **JSON_LOGS}, False),
     Contender("everything", JSON_LOGS, True),
+    # All steps are in the window, and the job's end writes the file: the recording is measured.
+    Contender(
+        "trace", {"BYTEPS_TRACE_ON": "1", "BYTEPS_TRACE_START_STEP": "0", "BYTEPS_TRACE_END_STEP": "1000000000"}, False
+    ),
 )
 
 
@@ -114,9 +119,11 @@ def measure(figures: Figures, turns: int, steps: int, width: int) -> None:
     """Add the figures of a round."""
     with contextlib.ExitStack() as stack:
         jobs: dict[str, tuple[Job, Sequence[int]]] = {}
+        traces = stack.enter_context(tempfile.TemporaryDirectory())
         for index, contender in enumerate(CONTENDERS):
             first = 21000 + index * _PORTS * (MACHINES + 1)
-            variables = {**contender.variables, **({"BYTEPS_METRICS_PORT": str(first)} if contender.is_scraped else {})}
+            variables = {"BYTEPS_TRACE_DIR": traces, **contender.variables}
+            variables |= {"BYTEPS_METRICS_PORT": str(first)} if contender.is_scraped else {}
             words = [
                 sys.executable, "-m", "byteps_py.launch", "-np", "1", "--machines", str(MACHINES), "--servers", "1",
                 sys.executable, "-m", "benchmarks.observability", "--rank", "--width", str(width),
