@@ -384,7 +384,7 @@ class GroupWatch:
         self._links.report(usages, now_s)
         self._stragglers.report(heartbeat.spans, usages, now_s, member.id)
         roster, out = self._job.roster, Outgoing()
-        self._remarks += self._straggler_sentences(self._stragglers.new(now_s) if self._job.is_running else ())
+        self._remarks += self._straggler_sentences(self._new_stragglers(now_s))
         remarks, self._remarks = self._remarks, []
         for remark in remarks:
             out += to_each(roster.workers(), pb.SchedulerMessage(slow=pb.Slow(message=remark)))
@@ -399,6 +399,11 @@ class GroupWatch:
             stalled = pb.Stalled(message=warning.sentence, missing=warning.missing, tensor=warning.tensor)
             out += to_each(roster.present(), pb.SchedulerMessage(stalled=stalled))
         return out
+
+    def _new_stragglers(self, now_s: float) -> list[Straggler]:
+        """Those to tell of. A link whose rate the workers know already is no news."""
+        named = self._stragglers.new(now_s) if self._job.is_running else []
+        return [each for each in named if each.is_rank or not self._links.is_known(each.who)]
 
     def _report(self, member_id: int, heartbeat: pb.Heartbeat, now_s: float) -> None:
         self._stalls.report(member_id, heartbeat.waiting, heartbeat.calls)
@@ -444,7 +449,8 @@ class GroupWatch:
         is_slower = any(change.mbit < change.before_mbit for change in changes)
         is_gain = before - after >= (LEAST_GAIN if is_slower else LEAST_RETURN) * before
         if not is_gain or self._links.is_everywhere(changes):
-            self._remarks += link_sentences(self._links.untold(changes), who)
+            priced = {each.who for each in self._stragglers.named() if not each.is_rank}  # told of, with their price
+            self._remarks += link_sentences([e for e in self._links.untold(changes) if e.machine not in priced], who)
             return {}, ""
         self._links.accept(changes, now_s)
         why = "; ".join(link_sentences(changes, who))

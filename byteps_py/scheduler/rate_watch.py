@@ -379,6 +379,11 @@ class RateWatch:
             link.sign = change.sign if change.mbit < SLOWER * link.usual_mbit else None
         self._told.clear()
 
+    def is_known(self, machine: int) -> bool:
+        """That its link is slow was said: it changed the shares, or it was told."""
+        link = self._links.get(machine)
+        return machine in self._told or (link is not None and link.sign is not None)
+
     def untold(self, changes: Sequence[Change]) -> list[Change]:
         """Those of ``changes``, which need no other shares, that were not told yet; now they are."""
         new = [each for each in changes if not SLOWER < each.mbit / self._told.get(each.machine, 1e-9) < FASTER]

@@ -123,6 +123,20 @@ def test_a_machine_does_not_carry_less_than_it_has_carried() -> None:
     assert seen_rates(flows, dict.fromkeys(range(9), 400.0))[1].most_mbit > 280
 
 
+@pytest.mark.parametrize(("n", "k", "machine", "rate"), [(4, 2, 3, MBIT / 4), (6, 3, 5, MBIT / 3), (8, 0, 2, MBIT / 8)])
+@pytest.mark.parametrize("follows", [True, False])
+def test_a_slow_link_is_named_once(n: int, k: int, machine: int, rate: float, follows: bool) -> None:
+    """By the change of the shares, or else, with its price, by the watch of slow ranks."""
+    job = Traffic(random.Random(0), n, k, rebalance_links=follows)
+    job.run(15.0)
+    job.rates[machine] = rate
+    job.run(40.0)
+    told = [m.slow.message for m in job.cluster.told[1] if m.WhichOneof("body") == "slow"]
+    assert len(job.epochs) + len(told) == 1, (job.epochs, told)
+    assert follows == bool(job.epochs)
+    assert follows or "% of the time" in told[0]
+
+
 def test_a_link_that_changes_all_the_time_is_left_alone() -> None:
     job = traffic(4, 2)
     for turn in range(40):
