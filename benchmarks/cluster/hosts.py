@@ -1,8 +1,9 @@
-"""Hosts with shaped links: network namespaces on one bridge, each link limited in both directions, and delayed.
+"""Hosts with shaped links: network namespaces on one bridge. Each link is limited in both directions, may have a delay,
+and may lose packets.
 
-Needs root, iproute2 and the tbf queue. The delay is netem's, and where the kernel has none, that of a process (see
-delay_line.py). Loopback inside a host is not shaped. ``network`` also has hosts without any of that: this machine,
-over loopback.
+Needs root, iproute2 and the tbf queue. The delay is netem's, and where the kernel has none, that of a process, which
+also makes the losses (delay_line.c, which needs a C compiler). Loopback inside a host is not shaped. ``network`` also
+has hosts without any of that: this machine, over loopback.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import contextlib
 import os
 import re
 import subprocess
-import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -149,16 +150,19 @@ def _has_netem(interface: str) -> bool:
 
 
 @contextlib.contextmanager
-def _links(hosts: Sequence[Host], delay_ms: float) -> Iterator[None]:
-    """Both ends of every host's link, in this namespace: pairs of veth, or of a process that delays."""
-    if not delay_ms:
+def _links(hosts: Sequence[Host], delay_ms: float, loss_percent: float) -> Iterator[None]:
+    """Both ends of every host's link, in this namespace: pairs of veth, or of a process that delays and loses."""
+    if not delay_ms and not loss_percent:
         for host in hosts:
             _run("ip", "link", "add", host.interface, "type", "veth", "peer", "name", host.outside)
         yield
         return
     names = [name for host in hosts for name in (host.interface, host.outside)]
-    command = [sys.executable, str(Path(__file__).with_name("delay_line.py")), f"{delay_ms:g}", *names]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as line:
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        _run("cc", "-O2", "-o", str(folder / "delay_line"), str(Path(__file__).with_name("delay_line.c")), "-lm")
+        command = [str(folder / "delay_line"), f"{delay_ms:g}", f"{loss_percent:g}", *names]
+        line = stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
         assert line.stdin is not None
         assert line.stdout is not None
         try:
@@ -190,17 +194,18 @@ def lost(*ways: tuple[Host, Host]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def cluster(rates_mbit: Sequence[float], delay_ms: float = 0.0) -> Iterator[list[Host]]:
+def cluster(rates_mbit: Sequence[float], delay_ms: float = 0.0, loss_percent: float = 0.0) -> Iterator[list[Host]]:
     """One host per rate, gone at the end of the block. ``delay_ms``: from any host to any other one, so that a round
-    trip takes twice as long. Raises CalledProcessError without root or iproute2."""
+    trip takes twice as long. ``loss_percent``: of the packets that a host sends. Raises CalledProcessError without
+    root, iproute2, or a C compiler where it is needed."""
     hosts = [Host(index, rate, delay_ms) for index, rate in enumerate(rates_mbit)]
     bridge = f"bps{os.getpid()}b"
     _remove_orphans()
     with contextlib.ExitStack() as stack:
         stack.callback(_remove, hosts, bridge)
         _run("ip", "link", "add", bridge, "type", "bridge")
-        by_netem = delay_ms if delay_ms and _has_netem(bridge) else 0.0
-        stack.enter_context(_links(hosts, delay_ms - by_netem))
+        by_netem = delay_ms if delay_ms and not loss_percent and _has_netem(bridge) else 0.0
+        stack.enter_context(_links(hosts, delay_ms - by_netem, loss_percent))
         _run("ip", "link", "set", bridge, "up")
         # A Docker engine makes the kernel filter bridged traffic and drop what it does not know.
         bridged = Path("/proc/sys/net/bridge/bridge-nf-call-iptables")

@@ -67,6 +67,8 @@ class Settings:
     credit_bytes: int | None = None
     fusion_bytes: int = 1 << 20
     direct_connections: bool = True
+    connections_per_link: int = 0
+    congestion_control: str = "bbr"
     nonfinite: str = "allow"
     shadow: bool = False
     shadow_copies: int = 1

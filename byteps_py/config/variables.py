@@ -24,6 +24,8 @@ _MAX_INTERFACE_BYTES = 15  # IFNAMSIZ without its null byte
 _MAX_IDENTIFIER = 2000  # a job's name may consist of several names of a launcher
 _MAX_PATH_BYTES = 4095  # PATH_MAX without its null byte
 _MAX_PART_BYTES = 255  # NAME_MAX
+#: The limit of connections between two ranks.
+MOST_CONNECTIONS = 32
 _MAX_COUNT = 1 << 62  # fits in 64 bits, and in a float
 
 #: Python encodes a host's name as IDNA, which raises UnicodeError for empty labels and for those above 63.
@@ -236,6 +238,8 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("credit_bytes", ("BYTEPS_SCHEDULING_CREDIT",), int, "limit of the bytes that a machine has in flight; 0: no limit; default: 3 or 4 partitions per GPU machine", low=0),
     Variable("fusion_bytes", ("BYTEPS_FUSION_BYTES",), int, "gradients smaller than this are sent together, in buckets of up to this size; 0: never", low=0),
     Variable("direct_connections", ("BYTEPS_DIRECT_CONNECTIONS",), bool, "connect the ranks of different machines in pairs, for messages and small collectives of process groups", detail="If it is off on one rank, these go through the communication service on all."),
+    Variable("connections_per_link", ("BYTEPS_CONNECTIONS_PER_LINK",), int, "connections between two ranks of different machines; 0: one, and 8 where the round trip takes longer than 5 ms", low=0, high=MOST_CONNECTIONS, detail="Of two ranks, the one with the greater number decides. See [long links](../howto/unequal-links.md#long-links)."),
+    Variable("congestion_control", ("BYTEPS_CONGESTION_CONTROL",), str, "how TCP controls congestion on connections whose round trip takes longer than 5 ms: by BBR, if the system has and permits it, or as the system does", choices=("bbr", "system"), detail="See [long links](../howto/unequal-links.md#long-links)."),
     Variable("shadow", ("BYTEPS_SHADOW",), bool, "summation servers keep the states of DistributedOptimizer in step, so that bps.restore() goes on from the last step", detail="as shadow=True does."),
     Variable("shadow_copies", ("BYTEPS_SHADOW_COPIES",), int, "copies that machines keep of shadowed states; with 2, a step can be restored also while a lost server's copies are made again", low=1, high=8, detail="On further CPU machines; if there are not as many, on GPU machines. Set it on the GPU machines. See [when a server dies](../howto/shadow.md#when-a-server-dies)."),
     Variable("hosted_states", ("BYTEPS_HOSTED_STATES",), str, "where the states of an optimizer with hosted=True are: all on each machine, or a part with each rank; auto chooses", choices=("auto", "machine", "sharded"), detail="hosted=\"machine\" and hosted=\"sharded\" say it for one optimizer. See [sharded states](../howto/sharding.md#the-hosted-optimizer)."),

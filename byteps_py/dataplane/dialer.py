@@ -16,6 +16,7 @@ from byteps_py.config.settings import Settings
 from byteps_py.dataplane.authenticator import show_password
 from byteps_py.dataplane.handshake import WRONG, CallerHandshake
 from byteps_py.dataplane.link_usage import descriptor_of
+from byteps_py.dataplane.long_links import tune_descriptor
 from byteps_py.dataplane.seal import DamagedError, Data, Seal
 from byteps_py.errors import ProtocolError
 from byteps_py.system.loop import EventLoop
@@ -254,6 +255,7 @@ class Dialer:
             self._refused(str(error))
             return
         if self._is_welcome:
+            tune_descriptor(self.descriptor, self._settings)
             self._failures = self._refusals = 0
             self._owner.on_open()
         else:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import zmq
 
+from byteps_py.dataplane.long_links import borrowed
 from byteps_py.proto import control_pb2 as pb
 
 #: Offsets in the kernel's structure: bytes acknowledged; times busy, and limited by the receiver's window, in µs.
@@ -48,19 +49,16 @@ def tcp_counters(descriptor: int) -> TcpCounters | None:
     """The counters of a socket that another library owns. None if it is not a TCP connection to another machine."""
     if descriptor < 0 or sys.platform != "linux":
         return None
-    try:
-        connection = socket.socket(fileno=descriptor)
-    except OSError:
-        return None
-    try:
-        here, there = connection.getsockname(), connection.getpeername()
-        if not isinstance(there, tuple) or here[0] == there[0]:
+    with borrowed(descriptor) as connection:
+        try:
+            if connection is None:
+                return None
+            here, there = connection.getsockname(), connection.getpeername()
+            if not isinstance(there, tuple) or here[0] == there[0]:
+                return None
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
+        except OSError:
             return None
-        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
-    except OSError:
-        return None
-    finally:
-        connection.detach()
     if len(info) < _INFO_BYTES:
         return None
     busy_us, unread_us = struct.unpack_from("<QQ", info, _BUSY)

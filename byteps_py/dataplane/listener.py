@@ -23,6 +23,7 @@ from byteps_py.config.settings import Settings
 from byteps_py.dataplane.authenticator import Authenticator, seed_routing_ids
 from byteps_py.dataplane.handshake import WRONG, Challenge, ListenerHandshake
 from byteps_py.dataplane.link_usage import UsageMeter
+from byteps_py.dataplane.long_links import tune_descriptor
 from byteps_py.dataplane.seal import DamagedError, Seal
 from byteps_py.dataplane.traffic import Limiter, Traffic
 from byteps_py.errors import ConfigurationError, ProtocolError
@@ -332,6 +333,7 @@ class DataListener:
                 self._on_gone(latest)  # its requests can't be answered any more
         self.on_monitor()  # later events of this descriptor are about this connection
         fd = peer.descriptor = int(said.get(zmq.SRCFD))
+        tune_descriptor(fd, self._settings)
         self._strangers.discard(fd)
         if peer.machine == READER:
             self._readers[fd] = identity

@@ -14,6 +14,7 @@ from typing import Any
 import zmq
 
 from byteps_py.config.settings import Settings
+from byteps_py.dataplane import long_links
 from byteps_py.dataplane.dialer import Dialer, DialTarget, Owner
 from byteps_py.doctor.finding import Finding, fail, ok, warn
 from byteps_py.errors import BytePSError, ProtocolError
@@ -89,6 +90,8 @@ def check_server(settings: Settings, subject: str, address: str, expected_mbit: 
         return warn(subject, f"{text}: too few answers came in {_LIMIT_S:g} s", "see whether the link loses packets")
     if found > _SLOW_S:
         remedy = "keep the machines of a job in one place: each step waits for several answers"
+        if lacks := long_links.hindrance(settings):
+            remedy += f"; {lacks}"
         return warn(subject, text, remedy)
     return ok(subject, f"{text}; placement counts on {expected_mbit:,.0f}" if expected_mbit else text)
 

@@ -48,6 +48,6 @@ for step in range(1_000_000):
             connection = peers._outboxes[size - 1]  # type: ignore[union-attr]
             if rest == ["broken"]:
                 peers.connector.close()  # type: ignore[union-attr]  # nobody can call again
-            connection._sock.shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr]
+            connection._sockets[0].sock.shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr]
     if step == 200 and rest == ["cut"]:
         break

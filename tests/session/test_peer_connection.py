@@ -71,8 +71,7 @@ def expect(stream: Stream, source: int, target: np.ndarray[Any, Any]) -> StreamR
 
 def socket_of(rank: ConnectedRank, other: int = 1) -> socket.socket:
     """That of its connection, made blocking."""
-    sock = connection(rank, other)._sock
-    assert sock is not None
+    sock = connection(rank, other)._sockets[0].sock
     sock.setblocking(True)
     return sock
 

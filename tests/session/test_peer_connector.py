@@ -75,9 +75,9 @@ def test_who_does_not_belong_here_is_turned_away(rank: ConnectedRank, other: Set
         b"",
         struct.pack("<I", 5) + b"hello",
         struct.pack("<I", 1 << 31),
-        struct.pack("<I8sIII", 20, b"bps-rank", 1, 7, 0),
-        struct.pack("<I8sIII", 20, b"bps-rank", 0, 0, 0),
-        struct.pack("<I8sIII", 20, b"bps-rank", 1, 0, 0),
+        struct.pack("<I8s5I", 28, b"bps-rnk2", 1, 7, 0, 1, 0),
+        struct.pack("<I8s5I", 28, b"bps-rnk2", 0, 0, 0, 1, 0),
+        struct.pack("<I8s5I", 28, b"bps-rnk2", 1, 0, 0, 1, 0),
     ],
 )
 def test_noise_is_answered_by_a_refusal_at_most(rank: ConnectedRank, said: bytes) -> None:
@@ -114,7 +114,7 @@ def test_silent_connections_do_not_keep_members_out(rank: ConnectedRank) -> None
 
 
 def call_of(rank: int, epoch: int = 0) -> bytes:
-    return struct.pack("<I8sIII", 20, b"bps-rank", rank, 0, epoch)
+    return struct.pack("<I8s5I", 28, b"bps-rnk2", rank, 0, epoch, 1, 0)
 
 
 def test_strangers_may_make_up_ranks_as_they_like(rank: ConnectedRank) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -134,6 +135,69 @@ def test_a_connection_that_is_cut_is_made_again(protection: str) -> None:
         exchange(ranks, 3 << 20, 4)
         exchange(ranks, 100, 20)
         assert ranks[1].transport._links[0]._connections > 1
+
+
+def wait_for_connections(ranks: list[ConnectedRank], count: int) -> None:
+    for rank in ranks:
+        link = connection(rank, 1 - rank.rank)
+        rank.wait_until(lambda link=link: len(link._sockets) == count, WAIT_S, lambda: "")
+
+
+@pytest.mark.parametrize("index", [0, 2])
+def test_one_of_several_connections_that_breaks_breaks_the_link_and_all_goes_on(
+    index: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with behind_proxy(SETTINGS["several"]) as (ranks, proxy):
+        link = connection(ranks[1], 0)
+        wait_for_connections(ranks, 4)
+        victim, counts = link._sockets[index].sock, iter(range(1 << 30))
+
+        def cut(data: bytes, is_caller: bool) -> bytes:
+            if next(counts) == 100:
+                victim.shutdown(socket.SHUT_RDWR)
+            return data
+
+        proxy.alter = cut
+        exchange(ranks, 3 << 20, 4)
+        exchange(ranks, 100, 20)
+        assert link._connections == 2
+        wait_for_connections(ranks, 4)
+    assert "was made again after it had broken" in caplog.text
+
+
+def test_large_payloads_use_all_connections_of_a_link() -> None:
+    with behind_proxy(SETTINGS["several"]) as (ranks, proxy):
+        wait_for_connections(ranks, 4)
+        said: dict[int, int] = {}
+
+        def count(data: bytes, is_caller: bool, source: socket.socket) -> bytes:
+            said[id(source)] = said.get(id(source), 0) + len(data)
+            return data
+
+        proxy.alter_of = count
+        exchange(ranks, 16 << 20, 2)
+    assert sum(nbytes > 256 << 10 for nbytes in said.values()) == 8  # four each way
+
+
+def test_a_link_has_those_connections_that_can_be_made(caplog: pytest.LogCaptureFixture) -> None:
+    """Without the others it is slower, and that is all."""
+    ranks = [ConnectedRank(rank, SETTINGS["several"]) for rank in range(2)]
+    listening = ranks[0].transport.connector
+    assert listening is not None
+    address = listening.address()
+    assert listening.listener is not None
+    host, _, port = address.rpartition(":")
+    proxy = Proxy((host, int(port)), lambda count: proxy.refuse_more() if count == 2 else None)
+    listening.listener.address = proxy.address.removeprefix("tcp://")
+    try:
+        connect(ranks)
+        wait_for_connections(ranks, 2)
+        exchange(ranks)
+    finally:
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda rank: rank.transport.close(), ranks))
+        proxy.close()
+    assert "the link may be slower" in caplog.text
 
 
 def test_bytes_that_dribble_are_the_same(caplog: pytest.LogCaptureFixture) -> None:

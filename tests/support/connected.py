@@ -17,11 +17,13 @@ from byteps_py.session.peers import PeerTransport
 
 WAIT_S = 30.0
 SECRET = "a secret of at least sixteen characters"
-#: By protection of the connections.
+#: By protection of the connections, and by their number.
 SETTINGS = {
     "open": Settings(num_workers=4),
     "signed": Settings(num_workers=4, secret=SECRET),
     "encrypted": Settings(num_workers=4, secret=SECRET, encrypt=True),
+    "several": Settings(num_workers=4, connections_per_link=4),
+    "several, encrypted": Settings(num_workers=4, secret=SECRET, encrypt=True, connections_per_link=3),
 }
 
 

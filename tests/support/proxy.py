@@ -37,10 +37,14 @@ class Proxy:
 
     def refuse(self) -> None:
         """Take no more connections, and end those there are."""
+        self.refuse_more()
+        self.cut()
+
+    def refuse_more(self) -> None:
+        """Take no more connections."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        self.cut()
 
     def cut_at(self, word: bytes) -> None:
         """End every connection when the target next says ``word``, which is lost."""
@@ -57,7 +61,11 @@ class Proxy:
                 client, _ = self._listener.accept()
             except OSError:  # closed
                 return
-            server = socket.create_connection(self._target)
+            try:
+                server = socket.create_connection(self._target)
+            except OSError:  # the target is gone: as it would be for its caller
+                client.close()
+                continue
             self.sockets += [client, server]
             self._start(self._carry, client, server, True)
             self._start(self._carry, server, client, False)

@@ -4,7 +4,8 @@ On one machine the service only introduces ranks to each other (worker/core/loca
 payload to memory of its own that the receivers map, and sends a message over a socket. Each receiver copies the payload
 straight to where it belongs: two passes over memory and one wake-up. A small payload travels in the message itself.
 
-Ranks of different machines have one TCP connection for each pair. Every payload follows its message.
+Ranks of different machines have one link for each pair: a TCP connection, or several where one does not fill it. Every
+payload follows its message.
 
     PeerTransport (I/O) ─┬─ MessageMatcher, StreamReceipt (pure: received and expected payloads, and their destinations)
                          ├─ SharedSlots (a large tensor, step by step)
@@ -14,7 +15,7 @@ Ranks of different machines have one TCP connection for each pair. Every payload
                          ├─ PeerWaiter (polls, sleeps, and reports waits)
                          ├─ peer_protocol (the messages)
                          ├─ OutgoingMemory, IncomingMemory, Inbox, PeerOutbox (ranks of this machine)
-                         └─ PeerConnector, PeerListener, PeerConnection, ResumableStream (ranks of other machines)
+                         └─ PeerConnector, PeerListener, PeerConnection, LinkSocket, ResumableStream (other machines)
 """
 
 from byteps_py.session.peers.message_matcher import Span, Stream, StreamReceipt, joined_error

@@ -19,7 +19,8 @@ _JOIN_LIMIT_S = 2.0
 class Sending(Protocol):
     """A connection over which bytes may wait to be sent."""
 
-    def fileno(self) -> int: ...
+    @property
+    def waiting_descriptors(self) -> list[int]: ...
 
     @property
     def has_waiting(self) -> bool: ...
@@ -70,7 +71,7 @@ class BackgroundSender:
                 continue
             writable = select.poll()
             for connection in connections:
-                if connection.has_waiting and (fd := connection.fileno()) >= 0:
+                for fd in connection.waiting_descriptors if connection.has_waiting else ():
                     writable.register(fd, select.POLLOUT)
             writable.poll(_POLL_MS)
             for connection in connections:

@@ -18,11 +18,15 @@ _MOST_TAG_BYTES = 16
 class FrameSink(Protocol):
     """Processes the frames of one connection."""
 
-    def on_frame(self, header: FrameHeader) -> None:
-        """The frame of ``header`` has arrived undamaged; one of the calls below follows. Raises ProtocolError."""
+    def on_frame(self, header: FrameHeader, early: bytes) -> None:
+        """The frame of ``header`` has arrived undamaged. One of the calls below follows, unless frames before it, on
+        other connections of the link, have yet to arrive: then ``early`` is its body. Raises ProtocolError."""
 
     def feed(self, body: memoryview) -> None:
         """The next bytes of the stream."""
+
+    def feed_kept(self) -> None:
+        """``feed`` the frames that came before it was their turn, as far as it is now."""
 
     def place(self) -> memoryview | None:
         """The memory to which the next bytes of the stream go; None: they go to ``feed``."""
@@ -30,8 +34,8 @@ class FrameSink(Protocol):
     def placed(self, nbytes: int) -> None:
         """``nbytes`` more bytes of the stream are in ``place``, as they were sent."""
 
-    def on_control_frame(self, kind: StreamFrameKind) -> None:
-        """A frame without a body has arrived."""
+    def on_control_frame(self, kind: StreamFrameKind, number: int, reader: FrameReader) -> None:
+        """A frame without a body has arrived by ``reader``. ``number``: of the sender's next frame."""
 
 
 class _Placing(NamedTuple):
@@ -97,7 +101,8 @@ class FrameReader:
         body = first + HEADER_BYTES
         due = HEADER_BYTES + header.nbytes + opening.tag_bytes
         if here < due:
-            place = self._sink.place() if opening.is_readable and header.nbytes else None
+            is_placed = opening.is_readable and header.nbytes and self._stream.is_next(header)
+            place = self._sink.place() if is_placed else None
             if place is None or len(place) < header.nbytes:
                 self._due = due
                 return False
@@ -110,11 +115,13 @@ class FrameReader:
         end, packed = body + header.nbytes, bytes(self._buffer[first:body])
         opened = opening.open(packed, self._buffer[body:end], bytes(self._buffer[end : first + due]))
         self._first = first + due
-        self._sink.on_frame(header)
-        if header.kind == StreamFrameKind.DATA:
+        is_next = self._stream.is_next(header)
+        self._sink.on_frame(header, b"" if is_next else bytes(opened))
+        if header.kind != StreamFrameKind.DATA:
+            self._sink.on_control_frame(StreamFrameKind(header.kind), header.number, self)
+        elif is_next:
             self._sink.feed(memoryview(opened))
-        else:
-            self._sink.on_control_frame(StreamFrameKind(header.kind))
+            self._sink.feed_kept()
         return True
 
     def _finish_placed(self) -> bool:
@@ -123,8 +130,9 @@ class FrameReader:
             return False
         self._opening.open(placing.packed, placing.view, bytes(self._buffer[self._first : end]))
         self._first, self._placing = end, None
-        self._sink.on_frame(placing.header)
+        self._sink.on_frame(placing.header, b"")
         self._sink.placed(placing.header.nbytes)
+        self._sink.feed_kept()
         return True
 
     def move(self, place: memoryview) -> None:

@@ -1,5 +1,7 @@
 """The link to a rank of another machine. It carries the messages of peer_protocol.py, each followed by its payload, in
 frames over a TCP connection; and over the next one, if that breaks or a frame arrives damaged (resumable_stream.py).
+Where one connection does not fill the link, there are several at a time (dataplane/long_links.py): each takes the next
+frame when it has room. If one breaks, all are made again.
 
 Neither end blocks. The system takes the bytes that it has room for; the rest waits here, and is sent by the thread that
 waits for messages (``send_waiting``). A large payload goes from the tensor's memory into the tensor's memory: a
@@ -12,26 +14,23 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
-import itertools
 import select
 import socket
-import struct
-import termios
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from byteps_py.dataplane.seal import Data
-from byteps_py.dataplane.stream_seal import FRAME_BYTES, DamagedFrameError, FrameHeader, StreamFrameKind, StreamSeal
+from byteps_py.dataplane.long_links import share_evenly
+from byteps_py.dataplane.stream_seal import FRAME_BYTES, DamagedFrameError, FrameHeader, StreamFrameKind
 from byteps_py.errors import CommunicationError, IntegrityError, PeerLostError, ProtocolError
 from byteps_py.session.peers import peer_protocol
 from byteps_py.session.peers.background_sender import BackgroundSender
 from byteps_py.session.peers.frame_reader import FrameReader
+from byteps_py.session.peers.link_socket import LinkSocket
 from byteps_py.session.peers.message_matcher import LANDING_BYTES, Span
-from byteps_py.session.peers.peer_connector import Seals
+from byteps_py.session.peers.peer_connector import NewConnection
 from byteps_py.session.peers.peer_protocol import RECORD_BYTES, PeerMessage, PeerMessageKind
 from byteps_py.session.peers.resumable_stream import LinkDue, LinkWatch, ResumableStream
 from byteps_py.system.log import logger
@@ -41,9 +40,6 @@ _BUFFER_BYTES = 16 << 10
 _AT_ONCE_BYTES = 4 << 20
 #: So much is sealed at once: it is still in the caches when the system copies it.
 _SEALED_AT_ONCE_BYTES = 1 << 20
-_MOST_VIEWS = 64  # of one system call
-#: Smaller frames are sent in one piece.
-_JOINED_BYTES = 64 << 10
 #: The sender of fewer bytes copies them, if it needs their memory before they are reported.
 _COPIED_BYTES = 256 << 10
 _FLUSH_LIMIT_S = 30.0
@@ -51,7 +47,6 @@ _DELIVERY_LIMIT_S = 2.0
 _DELIVERY_POLL_S = 0.001
 _POLL_MS = 250
 _INLINE = int(PeerMessageKind.INLINE)
-_IN, _IN_AND_OUT = select.EPOLLIN, select.EPOLLIN | select.EPOLLOUT
 _CLOSED = "the other end has closed it"
 
 
@@ -139,17 +134,16 @@ class PeerConnection:
         self._watch = LinkWatch(silence_s, time.monotonic())
         self._lock = threading.Lock()  # for what is sent
         self._stream = ResumableStream()
-        self._sock: socket.socket | None = None
+        self._sockets: list[LinkSocket] = []  # the first one was made first; empty: there is no connection
+        self._set = 0  # the number of this set of connections, as the rank that calls counts
         self._name = f"the connection from rank {me} to rank {rank}"
-        self._connections = 0  # so far
-        self._sealing: StreamSeal | None = None
-        self._reader: FrameReader | None = None
+        self._connections = 0  # sets of them, so far
         self._may_send = False  # the next frame is known
         self._control_frames: list[StreamFrameKind] = []  # frames without bodies that are to be sent
         self._must_report = False  # a report is due
-        self._out: deque[tuple[Data, int]] = deque()  # sealed, with how many frames have left once it has
         self._left = 0  # frames that the system has taken
-        self._is_cut = False  # nothing can be sent any more; bytes that the other end has sent still arrive
+        self._is_closing = False
+        self._end: int | None = None  # the number of frames after which the other end has closed the stream
         #: The reason why nothing can arrive any more; None while something may.
         self.failure: CommunicationError | None = None
         self.failed_at_s = 0.0
@@ -159,46 +153,51 @@ class PeerConnection:
         self._landing: Landing | None = None
         self._has_landed = False  # since ``receive`` was called
 
-    def fileno(self) -> int:
-        """The socket's descriptor; -1 while there is none."""
-        sock = self._sock
-        return sock.fileno() if sock is not None else -1
+    @property
+    def waiting_descriptors(self) -> list[int]:
+        """Those of the sockets that need room for bytes that wait."""
+        waiting = [each for each in list(self._sockets) if self._has_more or each.has_waiting]
+        return [fd for each in waiting if (fd := each.sock.fileno()) >= 0]
 
     # ---- connections -----------------------------------------------------------------------------------
 
-    def resume(self, sock: socket.socket, seals: Seals) -> None:
-        """Go on over ``sock``, with which both have authenticated each other. Called as ``receive`` is."""
-        if self.failure is not None:
-            sock.close()
-            return
-        self._hang_up()
-        sock.setblocking(False)
-        _configure(sock, self._watch.silence_s)
-        here, there = _ends(sock)
+    def resume(self, new: NewConnection) -> LinkSocket | None:
+        """Go on over ``new``, with which both have authenticated each other. Called as ``receive`` is. None: it is
+        closed, as the link has failed, or there are newer ones."""
+        is_first = new.set_number > self._set
+        if self.failure is not None or not (is_first or (new.set_number == self._set and self._sockets)):
+            new.sock.close()
+            return None
+        if is_first:
+            self._hang_up()
+        new.sock.setblocking(False)
+        _configure(new.sock, self._watch.silence_s)
+        here, there = _ends(new.sock)
         with self._lock:
-            self._name = f"the connection from rank {self._me} ({here}) to rank {self.rank} ({there})"
-            self._sock, self._sealing = sock, seals[0]
-            self._reader = FrameReader(seals[1], self._stream, self)
-            self._is_cut = False
-            self._may_send = not self._connections  # otherwise the other end says first with which frame to go on
-            self._connections += 1
-            self._must_report = self._connections > 1
-            self._watch.resumed(time.monotonic())
-            self._poller.register(sock, _IN)
+            made = LinkSocket(new, self._stream, self)
+            self._sockets.append(made)
+            for each in self._sockets if len(self._sockets) > 1 else ():
+                share_evenly(each.sock)
+            if is_first:
+                self._set = new.set_number
+                self._name = f"the connection from rank {self._me} ({here}) to rank {self.rank} ({there})"
+                self._may_send = not self._connections  # otherwise the other end says first with which frame to go on
+                self._connections += 1
+                self._must_report = self._connections > 1
+                self._stream.forget_early()
+                self._watch.resumed(time.monotonic())
+            self._poller.register(made.sock, select.EPOLLIN)
             self._send_or_wait()
-        if self._connections > 1:
+        if is_first and self._connections > 1:
             logger.warning("%s was made again after it had broken (%s): all goes on", self._name, self._why)
+        return made
 
     def _hang_up(self) -> None:
         with self._lock:
-            sock, self._sock = self._sock, None
-            self._reader = None
-            self._out.clear()
-            self._may_send, self._is_cut = False, True
-            if sock is not None:
-                with contextlib.suppress(OSError, ValueError):  # it is closed
-                    self._poller.unregister(sock)
-                sock.close()
+            sockets, self._sockets = self._sockets, []
+            self._may_send = False
+            for each in sockets:
+                each.hang_up(self._poller)
 
     def _broke(self, why: str) -> None:
         """The connection does not work any more: another one is needed."""
@@ -217,7 +216,7 @@ class PeerConnection:
     @property
     def needs_connection(self) -> bool:
         """True while it waits for ``resume``."""
-        return self._sock is None and self.failure is None
+        return not self._sockets and self.failure is None
 
     def check(self, now_s: float) -> None:
         """Find out whether the connection still works. Called from time to time, as ``receive`` is, after it."""
@@ -241,29 +240,39 @@ class PeerConnection:
     @property
     def has_waiting(self) -> bool:
         """True if some bytes wait until the system has room for them."""
-        return bool(self._out) or self._has_more
+        return self._has_more or any(each.has_waiting for each in self._sockets)
 
     @property
     def _has_more(self) -> bool:
         """True if something is to be sealed and sent."""
-        if self._sock is None or self._is_cut:
+        if self._is_cut:
             return False
-        return self._must_report or bool(self._control_frames) or (self._may_send and self._stream.has_unsent)
+        return self._must_report or bool(self._control_frames) or self._has_frames
+
+    @property
+    def _is_cut(self) -> bool:
+        """True if there is no connection, or one has ended, as the thread that receives is about to find out."""
+        return not self._sockets or any(each.is_cut for each in self._sockets)
+
+    @property
+    def _has_frames(self) -> bool:
+        """True if the next frame may be sent now."""
+        if not self._may_send or not self._stream.has_unsent:
+            return False
+        return len(self._sockets) == 1 or self._is_closing or not self._stream.is_far_ahead
 
     def send(self, message: bytes, fd: int = -1) -> None:
         """Send, now or later; a message to a peer that has ended is dropped. ``fd``: descriptors can't be sent."""
         with self._lock:
             self._queue([memoryview(message)], None)
-            if not self._out:
-                self._send_or_wait()
+            self._send_or_wait()
 
     def send_payload(self, record: bytes, spans: Sequence[Span], owner: object) -> PendingSend:
         """Send ``record`` and the bytes at ``spans``, which ``owner`` keeps in memory until all are sent."""
         with self._lock:
             self._queue([memoryview(record)], None)
             self._queue([_view(*span) for span in spans], owner if owner is not None else spans)
-            if not self._out:  # together: one system call here, and one wake-up there
-                self._send_or_wait()
+            self._send_or_wait()  # together: one system call here, and one wake-up there
             return PendingSend(self, self._stream.given)
 
     def _queue(self, views: Sequence[memoryview], owner: object) -> None:
@@ -304,88 +313,70 @@ class PeerConnection:
             return True
 
     def _send_or_wait(self) -> None:
-        """Send as far as the system has room, and see to the rest."""
-        self._send_first()
-        if self._sock is not None and self.has_waiting:
-            self._poller.modify(self._sock, _IN_AND_OUT)
+        """Send over connections that have room, as far as they have, and see to the rest."""
+        free = [each for each in self._sockets if not each.has_waiting]
+        if free and self._send_over(free):
             self._background_sender.add(self)
 
-    def send_waiting(self) -> None:
-        """Send waiting bytes, as far as the system has room."""
+    def send_waiting(self, link_socket: LinkSocket | None = None) -> None:
+        """Send waiting bytes over one of the connections, or over all, as far as the system has room."""
         with self._lock:
-            if self.has_waiting:
-                self._send_first()
-            if self._sock is not None and not self.has_waiting:
-                self._poller.modify(self._sock, _IN)
+            self._send_over([each for each in self._sockets if link_socket in (each, None)])
 
-    def _send_first(self) -> None:
-        budget, out = _AT_ONCE_BYTES, self._out
-        while budget > 0 and (out or self._has_more):
-            if not out:
-                self._seal_next()
-            views = [view for view, _ in itertools.islice(out, _MOST_VIEWS)]
-            left = taken = self._try(views)
-            budget -= taken
-            while out and len(out[0][0]) <= left:
-                view, frames = out.popleft()
-                left -= len(view)
-                self._left = max(self._left, frames)
-            if left:
-                view, frames = out[0]
-                out[0] = memoryview(view)[left:], frames
-            if taken < sum(map(len, views)):
-                return
+    def _send_over(self, sockets: Sequence[LinkSocket]) -> bool:
+        """Send over ``sockets``, as far as the system has room. True if something is left to be sent."""
+        budget = _AT_ONCE_BYTES
+        for each in sockets:
+            while budget > 0 and (each.has_waiting or self._has_more):
+                if not each.has_waiting:
+                    self._seal_next(each)
+                taken, is_all = each.send()
+                budget -= taken
+                if not is_all:
+                    break
+        self._note_left()
+        has_more = self._has_more
+        is_left = has_more or any(each.has_waiting for each in self._sockets)
+        for each in self._sockets:
+            if not each.is_cut:
+                each.watch_for_room(self._poller, has_more or each.has_waiting)
+        return is_left
 
-    def _seal_next(self) -> None:
-        """Seal as much of the unsent bytes as is sent at once."""
-        sealed = 0
-        while self._may_send and self._stream.has_unsent and sealed < _SEALED_AT_ONCE_BYTES:
+    def _note_left(self) -> None:
+        """Count the frames that have left: all before the first one that waits, on whichever connection."""
+        waiting = [first for each in self._sockets if (first := each.first_waiting) is not None]
+        if self._may_send and not self._is_cut:
+            self._left = max(self._left, min(waiting, default=self._stream.sent))
+
+    def _seal_next(self, link_socket: LinkSocket) -> None:
+        """Seal as much of the unsent bytes as is sent at once, for one of the connections."""
+        sealed, most = 0, _SEALED_AT_ONCE_BYTES if len(self._sockets) == 1 else FRAME_BYTES
+        while self._has_frames and sealed < most:
             header, body = self._stream.take()
-            self._seal(header, body)
+            link_socket.seal(header, body)
             sealed += len(body)
         if not sealed:
             for kind in self._control_frames or [StreamFrameKind.REPORT]:
-                self._seal(self._stream.control(kind), b"")
+                link_socket.seal(self._stream.control(kind), b"")
             self._control_frames.clear()
         self._must_report = False  # every frame is a report as well
 
-    def _seal(self, header: FrameHeader, body: Data) -> None:
-        if self._sealing is None:
-            return
-        parts = self._sealing.seal(header, body)
-        frames = header.number + 1 if header.kind == StreamFrameKind.DATA else 0
-        if header.nbytes < _JOINED_BYTES:
-            self._out.append((b"".join(parts), frames))
-        else:
-            self._out.extend(((parts[0], 0), (parts[1], 0), (parts[2], frames)))
-
-    def _try(self, views: Sequence[Data]) -> int:
-        """Send without waiting. Returns the number of bytes that the system has taken."""
-        sock = self._sock
-        if sock is None:
-            return 0
-        try:
-            return sock.sendmsg(views) if len(views) > 1 else sock.send(views[0])
-        except BlockingIOError:
-            return 0
-        except OSError:  # the receiving thread finds out
-            self._is_cut = True
-            self._out.clear()
-            return 0
-
     # ---- receiving -------------------------------------------------------------------------------------
 
-    def receive(self) -> None:
-        """Process the bytes that have arrived. Does not block. Raises ProtocolError."""
+    def receive(self, link_socket: LinkSocket) -> None:
+        """Process the bytes that have arrived over one of the connections. Does not block. Raises ProtocolError."""
         budget, self._has_landed = _AT_ONCE_BYTES, False
         try:
-            while budget > 0 and (reader := self._reader) is not None and (sock := self._sock) is not None:
-                nbytes = reader.read(sock)
+            while budget > 0 and link_socket in self._sockets:
+                nbytes = link_socket.reader.read(link_socket.sock)
                 if not nbytes:
-                    self._broke(_CLOSED)
+                    self._closed(link_socket, _CLOSED)
+                    break
+                if self._end is not None and self._stream.expected >= self._end:
+                    self._fail(PeerLostError(f"{self._name} has ended ({_CLOSED})"))
                     return
                 # After a payload, its receiver goes on first: it may say where the next one belongs.
-                budget = 0 if reader.is_drained or self._has_landed else budget - nbytes
+                budget = 0 if link_socket.reader.is_drained or self._has_landed else budget - nbytes
             self._watch.on_receive(time.monotonic())
         except BlockingIOError:
             pass
@@ -393,15 +384,25 @@ class PeerConnection:
             self._damaged(error)
             return
         except OSError as error:
-            if self.failure is None:  # otherwise it was hung up while it was being read
-                self._broke(str(error))
+            if link_socket in self._sockets:  # otherwise it was hung up while it was being read
+                self._closed(link_socket, str(error))
             return
         if self._stream.is_report_due:
             self._report()
 
+    def _closed(self, link_socket: LinkSocket, why: str) -> None:
+        """Nothing follows on one of the connections."""
+        if link_socket.has_ended and len(self._sockets) > 1:  # the end of the stream has yet to arrive on another one
+            with self._lock:
+                self._sockets.remove(link_socket)
+                link_socket.hang_up(self._poller)
+        else:
+            self._broke(why)
+
     def _report(self) -> None:
         with self._lock:
-            if not self._out:  # otherwise the frame after it says so, or a later report
+            # Otherwise the frame after what waits says so, or a later report.
+            if any(not each.has_waiting for each in self._sockets):
                 self._must_report = True
                 self._send_or_wait()
 
@@ -416,15 +417,25 @@ class PeerConnection:
         else:
             self._broke(str(error))
 
-    def on_frame(self, header: FrameHeader) -> None:
-        """A frame has arrived undamaged."""
+    def on_frame(self, header: FrameHeader, early: bytes) -> None:
+        """A frame has arrived undamaged. ``early``: its body, if it has to wait for those before it."""
         with self._lock:
-            self._stream.on_frame(header)
+            was_far_ahead = self._stream.is_far_ahead
+            self._stream.on_frame(header, early)
+            if was_far_ahead and not self._stream.is_far_ahead:
+                self._send_or_wait()
 
-    def on_control_frame(self, kind: StreamFrameKind) -> None:
+    def feed_kept(self) -> None:
+        """Process frames that had to wait for the last one."""
+        while (body := self._stream.next_early()) is not None:
+            self.feed(memoryview(body))
+
+    def on_control_frame(self, kind: StreamFrameKind, number: int, reader: FrameReader) -> None:
         """A frame without a body has arrived."""
-        if kind is StreamFrameKind.BYE:
-            self._fail(PeerLostError(f"{self._name} has ended ({_CLOSED})"))
+        if kind is StreamFrameKind.BYE:  # on each connection; frames of others may be on their way
+            self._end = number
+            for each in self._sockets:
+                each.has_ended = each.has_ended or each.reader is reader
             return
         self._has_landed = True  # a sender that waits for it goes on first, too
         with self._lock:
@@ -502,47 +513,52 @@ class PeerConnection:
         stead."""
         if self._landing is not None and self._landing.payload is payload:
             self._landing.divert()
-            if self._reader is not None:
-                self._reader.move(self._landing.views[0])
+            for each in self._sockets:
+                each.reader.move(self._landing.views[0])
 
     # ---- the end ---------------------------------------------------------------------------------------
 
     def close(self, is_forked: bool = False) -> None:
-        """Send waiting bytes and let them reach the peer's machine, within a time limit; then close the socket.
-        ``is_forked``: in a forked child, only close it."""
-        sock = self._sock
-        if sock is None:
-            return
-        if not is_forked and not self._is_cut:
-            with contextlib.suppress(OSError):
-                self._deliver(sock)
+        """Send waiting bytes and let them reach the peer's machine, within a time limit; then close the sockets.
+        ``is_forked``: in a forked child, only close them."""
         if is_forked:
-            sock.close()
-        else:
+            for each in self._sockets:
+                each.sock.close()
+            return
+        with contextlib.suppress(OSError):
+            self._deliver([each for each in self._sockets if not each.is_cut])
+        if self._sockets:
             self._hang_up()
 
-    def _deliver(self, sock: socket.socket) -> None:
+    def _deliver(self, sockets: Sequence[LinkSocket]) -> None:
         """A socket that is closed while bytes for it arrive drops bytes that it has not delivered."""
         deadline = time.monotonic() + _FLUSH_LIMIT_S
         writable = select.poll()
-        writable.register(sock, select.POLLOUT)
+        for each in sockets:
+            writable.register(each.sock, select.POLLOUT | select.POLLRDHUP)
+
+        def is_read() -> bool:
+            """Wait for room. False once the other end has closed: it takes nothing any more."""
+            return time.monotonic() < deadline and not any(
+                events & ~select.POLLOUT for _, events in writable.poll(_POLL_MS)
+            )
+
         with self._lock:
-            self._control_frames.append(StreamFrameKind.BYE)
-            self._send_first()
-        while self.has_waiting and time.monotonic() < deadline:
-            writable.poll(_POLL_MS)
-            with self._lock:
-                self._send_first()
-        sock.shutdown(socket.SHUT_WR)
+            self._is_closing = True
+            self._send_over(sockets)
+        while self._has_more and is_read():
+            self.send_waiting()
+        with self._lock:
+            for each in sockets:
+                each.seal(self._stream.control(StreamFrameKind.BYE), b"")
+            self._send_over(sockets)
+        while self.has_waiting and is_read():
+            self.send_waiting()
+        for each in sockets:
+            each.sock.shutdown(socket.SHUT_WR)
         deadline = time.monotonic() + _DELIVERY_LIMIT_S
-        while _undelivered(sock) and time.monotonic() < deadline:
+        while any(each.undelivered_bytes for each in sockets) and time.monotonic() < deadline:
             time.sleep(_DELIVERY_POLL_S)
-
-
-def _undelivered(sock: socket.socket) -> int:
-    """Bytes that the peer's system has not acknowledged."""
-    answer = fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4))
-    return int(struct.unpack("i", answer)[0])
 
 
 def _configure(sock: socket.socket, silence_s: float) -> None:

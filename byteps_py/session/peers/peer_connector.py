@@ -6,7 +6,8 @@ caller ──who it is, HELLO─────────────────
        ──PROOF ──────────────────────────────►
        ◄─"+", or "-" and why not ─────────────
 
-Of two ranks the one with the greater number connects. A connection serves all groups of both. One thread serves all
+Of two ranks the one with the greater number connects, as many times as the link needs (dataplane/long_links.py): all
+of these are a set. A connection serves all groups of both. One thread serves all
 callers until they have authenticated, within the limits that all listeners of this package have
 (unauthenticated_connections.py): none of them blocks it, and a caller has only so long for all of its handshake,
 however it spreads its bytes. Must not know the messages on connections. Any thread may call.
@@ -14,6 +15,7 @@ however it spreads its bytes. Must not know the messages on connections. Any thr
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import heapq
 import itertools
@@ -25,8 +27,11 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from byteps_py.config.settings import Settings
+from byteps_py.config.variables import MOST_CONNECTIONS
+from byteps_py.dataplane import long_links
 from byteps_py.dataplane.handshake import CallerHandshake, Challenge, ListenerHandshake
 from byteps_py.dataplane.stream_seal import StreamSeal
 from byteps_py.errors import BytePSError, ConfigurationError, NotInitializedError, ProtocolError, RendezvousError
@@ -34,8 +39,9 @@ from byteps_py.security.unauthenticated_connections import PATIENCE_S, Unauthent
 from byteps_py.system import machine
 from byteps_py.system.log import logger
 
-_CALL = struct.Struct("<8sIII")  # kind, the caller's rank, the listener's rank, epoch of their group
-_MAGIC = b"bps-rank"
+#: kind, the caller's rank, the listener's rank, epoch of their group, number of the set, index in it
+_CALL = struct.Struct("<8sIIIII")
+_MAGIC = b"bps-rnk2"
 _LENGTH = struct.Struct("<I")
 LENGTH_BYTES = _LENGTH.size
 #: The longest message.
@@ -44,6 +50,20 @@ ACCEPTED, REFUSED = b"+", b"-"
 
 #: The seals of a new connection, for sending and for receiving.
 Seals = tuple[StreamSeal, StreamSeal]
+
+
+class NewConnection(NamedTuple):
+    """A connection to another rank, with which both have authenticated each other. ``set_number``: of
+    the connections that the caller makes at one time, from 1. ``position``: of this one in its set; 0 is made first."""
+
+    sock: socket.socket
+    seals: Seals
+    set_number: int = 1
+    position: int = 0
+
+
+#: Called with the rank at the other end of a new connection, and the connection.
+OnConnected = Callable[[int, NewConnection], None]
 
 
 def framed(message: bytes) -> bytes:
@@ -59,9 +79,10 @@ def length_of(prefix: bytes) -> int:
     return int(nbytes)
 
 
-def call(caller: int, callee: int, epoch: int, hello: bytes) -> bytes:
-    """The first message of rank ``caller`` to rank ``callee``, both in the group of ranks of ``epoch``."""
-    return _CALL.pack(_MAGIC, caller, callee, epoch) + hello
+def call(caller: int, callee: int, epoch: int, hello: bytes, place: tuple[int, int] = (1, 0)) -> bytes:
+    """The first message of rank ``caller`` to rank ``callee``, both in the group of ranks of ``epoch``. ``place``: the
+    number of the set, and the index in it."""
+    return _CALL.pack(_MAGIC, caller, callee, epoch, *place) + hello
 
 
 def accepted(answer: bytes, rank: int) -> bytes:
@@ -76,22 +97,24 @@ def refusal(why: object) -> bytes:
     return REFUSED + str(why).encode()[: MOST_BYTES - 1]
 
 
-def bound_to(rank: int, address: str) -> str:
-    """A text that both proofs cover beside the secret: a proof for one rank is worth nothing at another."""
-    return f"rank {rank} at {address}"
+def bound_to(rank: int, address: str, place: tuple[int, int] = (1, 0)) -> str:
+    """A text that both proofs cover beside the secret: a proof for one rank, or one place in a link, is worth nothing
+    at another."""
+    return f"rank {rank} at {address}, connection {place[1]} of set {place[0]}"
 
 
 class CalledHandshake:
     """The end of rank ``me``, which listens at ``address``, in the group of ranks of ``epoch``.
 
-    ``rank``: who calls, or says so; -1: not known yet. ``seals``: of the connection, once its caller has proven that
-    it is of the job.
+    ``rank``: who calls, or says so; -1: not known yet. ``place``: see ``call``. ``seals``: of the connection, once its
+    caller has proven that it is of the job.
     """
 
     def __init__(self, listener: ListenerHandshake, me: int, address: str, epoch: int) -> None:
         self._listener, self._me, self._address, self._epoch = listener, me, address, epoch
         self._challenge: Challenge | None = None
         self.rank = -1
+        self.place = (1, 0)
         self.seals: Seals | None = None
 
     def process(self, message: bytes) -> bytes:
@@ -102,14 +125,16 @@ class CalledHandshake:
             return ACCEPTED
         if len(message) < _CALL.size:
             raise ProtocolError("it is no rank of this job")
-        magic, rank, callee, epoch = _CALL.unpack_from(message)
+        magic, rank, callee, epoch, *place = _CALL.unpack_from(message)
         if magic != _MAGIC or callee != self._me or rank <= self._me:
             raise ProtocolError("it is no rank of this job that connects to this one")
-        self.rank = rank
+        self.rank, self.place = rank, (place[0], place[1])
+        if self.place[1] >= MOST_CONNECTIONS:
+            raise ProtocolError(f"it calls itself connection {self.place[1]} of a link; {MOST_CONNECTIONS} are allowed")
         if epoch != self._epoch:
             raise ProtocolError(f"it belongs to the group of ranks of epoch {epoch}, this one to {self._epoch}")
-        place = bound_to(self._me, self._address)
-        text, self._challenge = self._listener.challenge(message[_CALL.size :], rank, place, epoch)
+        bound = bound_to(self._me, self._address, self.place)
+        text, self._challenge = self._listener.challenge(message[_CALL.size :], rank, bound, epoch)
         return ACCEPTED + text
 
 
@@ -146,7 +171,7 @@ class _Caller:
 class PeerListener:
     """Listens at ``host``, any port, for rank ``me`` of the group of ranks of ``epoch``. Raises OSError if it can't.
 
-    ``on_called(rank, sock, seals)``: a rank has authenticated. ``on_refused(rank, why)``: a connection that said it was
+    ``on_called(rank, connection)``: a rank has authenticated. ``on_refused(rank, why)``: a connection that said it was
     of ``rank`` was turned away; anybody may say so. The listener's thread calls both.
     """
 
@@ -156,7 +181,7 @@ class PeerListener:
         settings: Settings,
         me: int,
         epoch: int,
-        on_called: Callable[[int, socket.socket, Seals], None],
+        on_called: OnConnected,
         on_refused: Callable[[int, str], None],
     ) -> None:
         self._me, self._epoch = me, epoch
@@ -256,7 +281,7 @@ class PeerListener:
             return
         if handshake.seals is not None:
             self._forget(caller)
-            self._on_called(handshake.rank, sock, handshake.seals)
+            self._on_called(handshake.rank, NewConnection(sock, handshake.seals, *handshake.place))
 
     def _forget(self, caller: _Caller) -> None:
         fd = caller.sock.fileno()
@@ -270,9 +295,6 @@ _LEAST_S = 1.0  # for an attempt
 _SWITCH_OFF = (
     "or set BYTEPS_DIRECT_CONNECTIONS=0 on all ranks, which sends everything through the communication service"
 )
-
-#: Called with a new connection: the rank at its other end, its socket and seals.
-OnConnected = Callable[[int, socket.socket, Seals], None]
 
 
 class PeerConnector:
@@ -288,6 +310,8 @@ class PeerConnector:
         self._connected: set[int] = set()
         self._addresses: dict[int, str] = {}  # of ranks that this one has to call
         self._awaited: set[int] = set()  # ranks that are to connect to this one
+        self._sets: collections.Counter[int] = collections.Counter()  # by rank: of connections, made by this one
+        self._dialed: set[socket.socket] = set()  # whose handshakes are under way
         self._refusals: dict[int, str] = {}  # by awaited rank: why its latest attempt has failed
         #: None until this rank listens.
         self.listener: PeerListener | None = None
@@ -354,46 +378,76 @@ class PeerConnector:
     # ---- calling ---------------------------------------------------------------------------------------
 
     def _call(self, rank: int, address: str, deadline: float) -> None:
+        with self._changed:
+            self._sets[rank] += 1
+            set_number = self._sets[rank]
         while True:
             try:
-                sock = socket.create_connection(
-                    _place(address), max(_LEAST_S, min(PATIENCE_S, deadline - time.monotonic()))
-                )
-            except OSError as error:
+                first = self._connect(rank, address, (set_number, 0), deadline)
+            except (OSError, ProtocolError) as error:
                 why = str(error)
             else:
-                try:
-                    seals = self._shake_hands(rank, address, sock)
-                except (OSError, ProtocolError) as error:
-                    sock.close()
-                    why = str(error)
-                else:
-                    self._add(rank, sock, seals)
-                    return
+                break
             if time.monotonic() > deadline - _RETRY_S or self._is_closed:
                 raise RendezvousError(
                     f"rank {self._rank} can't connect to rank {rank} at {address} ({why}): let ranks of different "
                     f"machines reach each other, {_SWITCH_OFF}"
                 )
             time.sleep(_RETRY_S)
+        count = long_links.connections_for(self._settings, long_links.round_trip_s(first.sock))
+        self._add(rank, first)
+        if count > 1:
+            with ThreadPoolExecutor(count - 1, "byteps-connect") as pool:
+                for index in range(1, count):
+                    pool.submit(self._call_also, rank, address, (set_number, index))
 
-    def _shake_hands(self, rank: int, address: str, sock: socket.socket) -> Seals:
+    def _call_also(self, rank: int, address: str, place: tuple[int, int]) -> None:
+        """Make a further connection of a link. Without it the link is slower, and that is all."""
+        try:
+            self._add(rank, self._connect(rank, address, place, 0.0))
+        except (OSError, ProtocolError) as error:
+            if self._is_closed:
+                return
+            logger.warning(
+                "rank %d could not make connection %d to rank %d at %s (%s): the link may be slower",
+                self._rank, place[1], rank, address, error,
+            )  # fmt: skip
+
+    def _connect(self, rank: int, address: str, place: tuple[int, int], deadline: float) -> NewConnection:
+        """Raises OSError and ProtocolError."""
+        limit_s = max(_LEAST_S, min(PATIENCE_S, deadline - time.monotonic()))
+        sock = socket.create_connection(_place(address), limit_s)
+        try:
+            with self._changed:
+                self._dialed.add(sock)
+            if self._is_closed:
+                raise ProtocolError("the session has been closed")
+            return NewConnection(sock, self._shake_hands(rank, address, place, sock), *place)
+        except (OSError, ProtocolError):
+            sock.close()
+            raise
+        finally:
+            with self._changed:
+                self._dialed.discard(sock)
+
+    def _shake_hands(self, rank: int, address: str, place: tuple[int, int], sock: socket.socket) -> Seals:
         """Complete the handshake within PATIENCE_S. Raises OSError and ProtocolError."""
         deadline = time.monotonic() + PATIENCE_S
-        caller = CallerHandshake(self._settings, self._rank, bound_to(rank, address), self._epoch)
-        sock.sendall(framed(call(self._rank, rank, self._epoch, caller.hello)))
+        caller = CallerHandshake(self._settings, self._rank, bound_to(rank, address, place), self._epoch)
+        sock.sendall(framed(call(self._rank, rank, self._epoch, caller.hello, place)))
         challenge = accepted(_receive(sock, deadline), rank)
         proof, sealing, opening = caller.answer_for_stream(challenge)
         sock.sendall(framed(proof))
         accepted(_receive(sock, deadline), rank)
         return sealing, opening
 
-    def _add(self, rank: int, sock: socket.socket, seals: Seals) -> None:
-        """Add a connection. It replaces an earlier one of the same rank, which calls again once that one has broken."""
+    def _add(self, rank: int, connection: NewConnection) -> None:
+        """Add a connection. One of a later set replaces those of the same rank before."""
         if self._is_closed:
-            sock.close()
+            connection.sock.close()
             return
-        self._on_connected(rank, sock, seals)
+        long_links.tune(connection.sock, self._settings)
+        self._on_connected(rank, connection)
         with self._changed:
             self._connected.add(rank)
             self._awaited.discard(rank)
@@ -418,8 +472,8 @@ class PeerConnector:
 
     # ---- being called ----------------------------------------------------------------------------------
 
-    def _called(self, rank: int, sock: socket.socket, seals: Seals) -> None:
-        self._add(rank, sock, seals)
+    def _called(self, rank: int, connection: NewConnection) -> None:
+        self._add(rank, connection)
 
     def _refused(self, rank: int, why: str) -> None:
         with self._changed:
@@ -433,6 +487,9 @@ class PeerConnector:
         else:
             with self._changed:
                 self._is_closed = True
+                for sock in self._dialed:
+                    with contextlib.suppress(OSError):
+                        sock.shutdown(socket.SHUT_RDWR)
                 self._changed.notify_all()
         if self.listener is not None:
             self.listener.close(is_forked)

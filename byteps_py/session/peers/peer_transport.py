@@ -1,6 +1,6 @@
 """A rank's messages to and from other ranks: it sends payloads and collects theirs.
 
-Ranks of the same machine share memory and sockets; ranks of other machines have a TCP connection each. Owns this rank's
+Ranks of the same machine share memory and sockets; ranks of other machines have a link each. Owns this rank's
 inbox, the ways to the others, and the memory between them; MessageMatcher decides. Must not know torch, process groups
 or operations. Any thread may call; threads that use the same stream take turns.
 
@@ -14,7 +14,6 @@ import contextlib
 import ctypes
 import os
 import select
-import socket
 import threading
 import time
 from collections import deque
@@ -33,6 +32,7 @@ from byteps_py.errors import (
 from byteps_py.kernels.jit import streaming
 from byteps_py.session.peers import peer_protocol
 from byteps_py.session.peers.background_sender import BackgroundSender, LinkKeeper
+from byteps_py.session.peers.link_socket import LinkSocket
 from byteps_py.session.peers.message_matcher import (
     Memory,
     MessageMatcher,
@@ -44,7 +44,7 @@ from byteps_py.session.peers.message_matcher import (
     joined_error,
 )
 from byteps_py.session.peers.peer_connection import PeerConnection, PendingSend, views_of
-from byteps_py.session.peers.peer_connector import PeerConnector, Seals
+from byteps_py.session.peers.peer_connector import NewConnection, PeerConnector
 from byteps_py.session.peers.peer_memory import IncomingMemory, OutgoingMemory
 from byteps_py.session.peers.peer_protocol import RECORD_BYTES, PeerMessage, PeerMessageKind
 from byteps_py.session.peers.peer_sockets import Inbox, PeerDirectory, PeerOutbox
@@ -91,7 +91,8 @@ class PeerTransport:
         #: The ranks to which this one is introduced.
         self.directory = PeerDirectory(host, self._waiter, rank, local_ranks, self._inbox.write_fd)
         self._links: dict[int, PeerConnection] = {}  # by rank, of other machines
-        self._connections: dict[int, PeerConnection] = {}  # the same, by descriptor, and former ones
+        # Their connections by descriptor, and former ones
+        self._link_sockets: dict[int, tuple[PeerConnection, LinkSocket]] = {}
         self._error: ProtocolError | None = None  # found while no thread was waiting for messages
         #: Connects to ranks of other machines; None if that is not possible.
         self.connector: PeerConnector | None = None
@@ -118,11 +119,11 @@ class PeerTransport:
         if before is not None:
             before.close()
 
-    def _connected(self, rank: int, sock: socket.socket, seals: Seals) -> None:
+    def _connected(self, rank: int, connection: NewConnection) -> None:
         """Called by a thread of the connector."""
         with self._host.state:  # nobody receives meanwhile
             if self._is_closed:
-                sock.close()
+                connection.sock.close()
                 return
             link = self._links.get(rank)
             if link is None:
@@ -130,8 +131,8 @@ class PeerTransport:
                 link = self._links[rank] = PeerConnection(
                     self._me, rank, self, poller, self._background_sender, self.lost_after_s, self._link_broke
                 )
-            link.resume(sock, seals)
-            self._connections[link.fileno()] = link
+            if (made := link.resume(connection)) is not None:
+                self._link_sockets[made.sock.fileno()] = link, made
             is_new = self._outboxes.get(rank) is not link
             self._outboxes[rank] = link
         self._link_keeper.start()
@@ -577,17 +578,18 @@ class PeerTransport:
             raise error
         has_arrived = False
         for fd, events in self._poller.poll(0):
-            connection = self._connections.get(fd)
-            if connection is None:
+            found = self._link_sockets.get(fd)
+            if found is None:
                 if fd == self._wake_fd:
                     os.eventfd_read(fd)
                 else:
                     self._take_local_message()
             else:
+                link, link_socket = found
                 if events & select.EPOLLOUT:
-                    connection.send_waiting()
+                    link.send_waiting(link_socket)
                 if events & ~select.EPOLLOUT:
-                    connection.receive()
+                    link.receive(link_socket)
             has_arrived = True
         return has_arrived
 
@@ -666,7 +668,7 @@ class PeerTransport:
             self.connector.close(is_forked)
         for outbox in self._outboxes.values():  # they stay in the table: a thread that waits may still look at them
             outbox.close(is_forked)
-        self._connections.clear()
+        self._link_sockets.clear()
         if self._poller is not None:
             self._link_keeper.close(is_forked)
         with contextlib.nullcontext() if is_forked else self._host.state:
