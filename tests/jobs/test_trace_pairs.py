@@ -39,7 +39,7 @@ def spans_of(trace: dict[str, Any], pid: int) -> list[dict[str, Any]]:
 
 def test_a_mesh_with_hosted_steps_and_copies(tmp_path: Path) -> None:
     """Tensor parallelism, pipelines, hosted="machine", shadow=True, a GradScaler whose third step is left out."""
-    steps = 9
+    steps = 6
     done = bpslaunch(
         ["-np", "2", "--machines", "2", "--servers", "1"],
         [PROGRAMS / "shadowed_mesh.py", "2x1x2x1:machine", str(steps)],
@@ -69,7 +69,8 @@ def test_a_rank_that_is_started_again_keeps_what_was_before(tmp_path: Path) -> N
     """hosted="sharded" with shadow=True: rank 3 is killed in step 5, and the others wait for it there."""
     with launch(
         "--max-restarts 2 -np 2 --machines 2 --servers 1", str(tmp_path), "12", program=PROGRAMS / "in_place.py",
-        limit_s=180, TEST_KILLS="3:5:step", TEST_PAUSE_S="0.1", **window(tmp_path, 3, 6),
+        limit_s=180, TEST_KILLS="3:5:step", TEST_PAUSE_S="0.1", BYTEPS_HOSTED_STATES="sharded",
+        **window(tmp_path, 3, 6),
     ) as job:  # fmt: skip
         assert job.end() == 0, job.text
     assert "rank 3 begins at step 5" in job.text
