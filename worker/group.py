@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from byteps_py.config import tuning
 from byteps_py.config.settings import Settings
+from byteps_py.dataplane.long_links import LONG_S
 from byteps_py.errors import BytePSError, from_name
 from byteps_py.kernels.readiness import Readiness
 from byteps_py.proto import control_pb2 as pb
@@ -166,6 +167,17 @@ class Group:
         self.queue.set_weights(topology.weights, topology.head_starts(self.queue.credit_bytes))
         self._fetches.credit_bytes = self.queue.credit_bytes
         self._fetches.patience_s = max(pieces.PATIENCE_S, answer_s)
+
+    def widen_for_long_links(self) -> None:
+        """Let more be in flight where it is on its way for long, unless the settings say how much. Called again and
+        again, as connections are made."""
+        if self.network is None or self._services.settings.credit_bytes is not None:
+            return
+        topology, round_trip_s = self._epoch, self.network.round_trip_s
+        if round_trip_s > LONG_S:
+            usual = tuning.credit_bytes(topology.partition_bytes, topology.machines, topology.gpu_machines_sum)
+            wider = usual + tuning.on_their_way_bytes(topology.slowest_mbit, round_trip_s)
+            self.queue.credit_bytes = max(self.queue.credit_bytes, wider)
 
     def end(self) -> None:
         """The ranks are a group no more. Another may follow, with nothing of this one."""

@@ -341,6 +341,7 @@ class CommunicationService:
             told.spans.extend(self._group.requests.report_spans())
         if self._group is not None and self._group.network is not None:
             told.links.extend(self._group.network.link_usage())
+            self._group.widen_for_long_links()
         return told
 
     # ---- waiting too long ------------------------------------------------------------------------------

@@ -76,6 +76,17 @@ def credit_bytes(partition: int, machines: int, is_shared: bool) -> int:
     return round(over_least * 2 * machines * partition)
 
 
+def on_their_way_bytes(link_mbit: float, round_trip_s: float) -> int:
+    """The bytes that a machine has in flight beside its credit where its bytes and the answers are on their way for
+    ``round_trip_s`` seconds together: what a link of this rate carries in twice that time, as answers also wait for
+    other machines' bytes.
+
+    >>> on_their_way_bytes(1000, 0.1) >> 20
+    23
+    """
+    return round(2 * round_trip_s * link_mbit * 1e6 / 8)
+
+
 def head_start_bytes(credit: int, cpu_servers: int, is_shared: bool) -> int:
     """The bytes that a machine with nothing in flight pushes to each CPU machine's server before other servers.
 

@@ -45,6 +45,12 @@ def round_trip_s(sock: socket.socket) -> float:
     return 0.0 if shortest_us == _UNKNOWN_US else shortest_us / 1e6
 
 
+def round_trip_of(descriptor: int) -> float:
+    """``round_trip_s``, of a socket that another library owns; -1: there is none."""
+    with borrowed(descriptor) as sock:
+        return round_trip_s(sock) if sock is not None else 0.0
+
+
 def connections_for(settings: Settings, rtt_s: float) -> int:
     """How many connections a link takes whose round trip is ``rtt_s`` seconds."""
     return settings.connections_per_link or (LONG_LINK_CONNECTIONS if rtt_s > LONG_S else 1)

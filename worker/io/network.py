@@ -13,6 +13,7 @@ import zmq
 from byteps_py.config.settings import Settings
 from byteps_py.dataplane.dialer import DialTarget, Owner
 from byteps_py.dataplane.link_usage import UsageMeter
+from byteps_py.dataplane.long_links import round_trip_of
 from byteps_py.errors import BytePSError, IntegrityError, PeerLostError, ProtocolError, RendezvousError
 from byteps_py.failure_detector import FailureDetector
 from byteps_py.proto import control_pb2 as pb
@@ -528,6 +529,11 @@ class Network:
     def link_usage(self) -> list[pb.LinkUsage]:
         """The bytes sent to each server of another machine since the last call: see UsageMeter."""
         return self._usage.report((server, link.descriptor) for server, link in self._links.items() if link.is_open)
+
+    @property
+    def round_trip_s(self) -> float:
+        """Of the server that is farthest away, in seconds; 0: it is not known."""
+        return max((round_trip_of(link.descriptor) for link in self._links.values()), default=0.0)
 
     @property
     def bytes_sent(self) -> int:
