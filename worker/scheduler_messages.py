@@ -164,6 +164,8 @@ class Rejoining:
         """Ranks have come or gone: tell how many wait, once all that are to come have come."""
         ranks = self._rank_server.ranks
         if not ranks.is_whole:
+            if self._told is not None and self._told.ranks and not self._told.others:
+                self._tell(pb.Gathered(epoch=self._epoch))  # of those that waited, one has ended
             return
         waiting = ranks.waiting
         is_at_work = bool(ranks.in_state(*IN_GROUP))
@@ -176,8 +178,12 @@ class Rejoining:
             shut_down=len(ranks.in_state(RankState.LEFT)),
         )
         if ready != self._told and not (self._told is None and is_at_work and not waiting):
-            self._told = ready
-            self._send(pb.MemberMessage(gathered=ready))
+            self._tell(ready)
+
+    def _tell(self, ready: pb.Gathered) -> None:
+        self._told = ready
+        self._rank_server.ranks.are_counted |= ready.ranks > 0  # what was said before may be heard only now
+        self._send(pb.MemberMessage(gathered=ready))
 
     def dissolve(self, error: BytePSError) -> None:
         """The scheduler says that the group can't go on."""

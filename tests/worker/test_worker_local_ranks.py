@@ -108,6 +108,20 @@ def test_ranks_that_keep_their_numbers_do_so_whatever_state_they_have() -> None:
     assert [(rank.seat, rank.local_rank) for rank in ranks.begins(3)] == [(0, 0), (1, 1), (2, 2)]
 
 
+def test_ranks_that_keep_their_numbers_do_not_move_up_when_one_dies_after_it_was_counted() -> None:
+    ranks = LocalRanks[str](2, is_elastic=True)
+    ranks.keep_numbers = True
+    for seat in range(2):
+        ranks.comes(ranks[seat], "before", False, 0)
+    ranks.begins(2)
+    for seat in range(2):
+        ranks[seat].happens(RankEvent.GOES_BACK)
+        ranks.comes(ranks[seat], "again", True, synced_in=1)
+    ranks[0].happens(RankEvent.ENDS)
+    assert [(rank.seat, rank.local_rank) for rank in ranks.begins(2)] == [(1, 1)]
+    assert ranks.in_state(RankState.LATE) == []
+
+
 def test_a_rank_that_has_left_and_its_process_are_counted_until_it_is_taken_in_again() -> None:
     ranks = LocalRanks[str](2)
     for seat in range(2):

@@ -153,6 +153,7 @@ class LocalRanks(Generic[C]):
         self._all = [self.rank_class(seat) for seat in range(count)]
         self.group: list[LocalRank[C]] = []  # by local rank
         self.has_had_group = False
+        self.are_counted = False  # the scheduler was told how many wait: the next group has no others
         self._turns = 0
 
     def __getitem__(self, seat: int) -> LocalRank[C]:
@@ -205,18 +206,21 @@ class LocalRanks(Generic[C]):
     def begins(self, count: int) -> list[LocalRank[C]]:
         """A group begins that has ``count`` ranks of this machine: the first one, to which all ranks belong, by their
         seats; another one those that wait, in ``rank_order``, and perhaps fewer. Those of it that wait are welcome,
-        and returned in the order in which they are to be told. Those that have yet to come are LATE."""
+        and returned in the order in which they are to be told. Those of the first one that have yet to come are
+        LATE."""
         waiting = self.waiting
-        is_first = not self.has_had_group and count == len(self._all)
-        self.has_had_group = True
+        is_first = not (self.has_had_group or self.are_counted) and count == len(self._all)
+        self.has_had_group, self.are_counted = True, False
         by_state = sorted(waiting, key=lambda rank: (0 if self.keep_numbers else -rank.synced_in, rank.seat))
-        self.group = self._all[:] if is_first else by_state[:count]
+        # Where numbers are kept, ranks do not move up if one has died since they were counted.
+        keeps_all = self.keep_numbers and count == len(self._all)
+        self.group = self._all[:] if is_first or keeps_all else by_state[:count]
         for rank in self._all:
             rank.left_s = rank.gone_s = None
             if rank.state is RankState.WAITING:
                 rank.is_back = rank.is_back and rank in self.group  # of those that wait on, none was in the last group
             elif rank.state is not RankState.RETURNING:
-                rank.happens(RankEvent.IS_EXPECTED if rank in self.group else RankEvent.IS_FORGOTTEN)
+                rank.happens(RankEvent.IS_EXPECTED if is_first else RankEvent.IS_FORGOTTEN)
         for local_rank, rank in enumerate(self.group):
             rank.local_rank = local_rank
         members = [rank for rank in self.group if rank.state is RankState.WAITING]

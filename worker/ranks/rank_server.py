@@ -116,7 +116,7 @@ class RankServer:
             self._loop.call_later(self._patience_s, functools.partial(self._give_up, requests))
         for rank in members:
             self._welcome(rank)
-        missing = topology.local_size - len(self.ranks.group)
+        missing = topology.local_size - len(members) - len(self.ranks.in_state(RankState.LATE))
         if missing or (topology.is_continued and not all(rank.is_back for rank in members)):
             self._on_death(f"{missing or 'some'} ranks of {topology.me.host} ended as a group was formed")
         self._on_change()
