@@ -45,10 +45,11 @@ class Line:
     """Machine 0's link to a server, through a proxy. Machine 1 is the far end's, said by hand, on a good line."""
 
     def __init__(self, settings: Settings, mine: Settings | None = None) -> None:
-        self.server = Server(settings, tells_awaited=False)
+        self.server = Server(settings, num_machines=0, tells_awaited=False)
         target = urlsplit(self.server.service.address)
         self.proxy = Proxy((str(target.hostname), int(target.port or 0)))
         self.server.service._network.address = self.proxy.address  # under which it is known
+        self.server.set_members(2)
         self.other = self.server.machine(1)
         self.came: queue.Queue[tuple[Header, bytes] | BytePSError] = queue.Queue()
         self.losses: queue.Queue[str] = queue.Queue()

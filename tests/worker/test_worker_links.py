@@ -39,11 +39,12 @@ class Worker:
     """Machine 0: a link in a loop that the test's thread runs. Machine 1 is the far end's, said by hand."""
 
     def __init__(self) -> None:
-        self.server = Server(SETTINGS, tells_awaited=False)
+        self.server = Server(SETTINGS, num_machines=0, tells_awaited=False)
         self.loop = EventLoop()
         target = urlsplit(self.server.service.address)
         self.proxy = Proxy((str(target.hostname), int(target.port or 0)), self._connected)
         self.server.service._network.address = self.proxy.address  # under which it is known
+        self.server.set_members(2)
         self.other = self.server.machine(1)
         self.connections = 0
         self.accepted = threading.Semaphore(0)
