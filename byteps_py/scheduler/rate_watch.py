@@ -65,7 +65,7 @@ _MOST_SLOW = 16
 _SILENT_S = 30.0
 #: A machine with a share so small that nothing shows its rate, while others show theirs, is tried again after so many
 #: seconds.
-RETRY_S = 60.0
+RETRY_S = 20.0
 #: Other shares must save this part of the time of a sum: they make the next one longer, once.
 LEAST_GAIN = 0.04
 #: The same if links are only as fast as at the start again.
@@ -236,19 +236,21 @@ class _Link:
     brief_s: deque[float] = field(default_factory=lambda: deque(maxlen=RESTLESS))  # ends of changes that did not last
     told_restless_s: float = -math.inf
 
+    def is_shown_by(self, seen: Seen) -> bool:
+        """That what arrives is fast does not mean that it is answered soon: if answers were what was slow, only they
+        show that they no longer are."""
+        return self.sign is not Sign.ANSWERS or seen.sign is Sign.ANSWERS or seen.most_mbit < SLOWER * self.known_mbit
+
     def slower(self, seen: Seen, answers: Seen) -> Seen:
-        """The evidence that counts. That what arrives is fast does not mean that it is answered soon: if answers were
-        what was slow, only they show that they no longer are."""
-        is_in_doubt = self.sign is Sign.ANSWERS and seen.most_mbit >= SLOWER * self.known_mbit
-        return answers if is_in_doubt or answers.most_mbit < seen.most_mbit else seen
+        """The evidence that counts."""
+        return answers if answers.most_mbit < seen.most_mbit or not self.is_shown_by(seen) else seen
 
     def judge(self, seen: Seen, now_s: float) -> None:
         self.unseen_s = 0.0
         is_slower = seen.most_mbit < SLOWER * self.known_mbit
         # A link that is idle now and then shows no rate, but it may show that it is as fast as at the start.
         fastest_mbit = min(seen.least_mbit, self.usual_mbit)
-        is_evidence = self.sign is not Sign.ANSWERS or seen.sign is Sign.ANSWERS
-        is_faster = fastest_mbit > FASTER * self.known_mbit and is_evidence
+        is_faster = fastest_mbit > FASTER * self.known_mbit
         trend = Trend.SLOWER if is_slower else Trend.FASTER if is_faster else Trend.SAME
         if trend is Trend.SAME and self.trend is not Trend.SAME:
             self.brief_s.append(now_s)
@@ -344,7 +346,7 @@ class RateWatch:
                 answers = Seen(rate * link.known_mbit, rate * link.known_mbit, Sign.ANSWERS)
                 found[machine] = link.slower(found.get(machine, answers), answers)
         for machine, link in self._links.items():
-            if machine in found:
+            if machine in found and link.is_shown_by(found[machine]):
                 link.judge(found[machine], now_s)
             elif found:
                 link.miss(now_s)

@@ -94,7 +94,7 @@ def test_a_machine_that_has_no_share_left_is_tried_again() -> None:
     assert job.over_optimum < 1.02
     job.answering[0] = MBIT / 5000
     job.run(1800.0)
-    assert len(job.epochs) <= 2 + 16, job.epochs  # each time later: at most 2 of 5 minutes
+    assert len(job.epochs) <= 2 + 16, job.epochs  # each time later
 
 
 def test_links_that_have_all_become_slow_alike_change_nothing_and_are_told_once() -> None:
