@@ -275,16 +275,17 @@ class PaceWatch:
         return list({(each.is_rank, each.who): each for each in reversed(slow)}.values())[::-1]
 
     def answer_rates(self, present: Collection[int]) -> dict[int, float]:
-        """The rate at which each service answers, as a part of that of its link. Less than 1 if it takes longer than
-        the others. More if it takes less time than its link is thought to need: that others take longer yet is no
-        evidence of it."""
+        """The rate at which each service answers, as a part of that of its link: less than 1 if it takes longer than
+        the others, more if it takes less time than its link is thought to need. Where it does neither, the answers say
+        nothing: they may wait for what their machine sends to others."""
         reports = [[_typical(pace) for pace in of if pace.answer_s] for of in self._reports_on_servers(present)]
         found = {}
         for server, answers in _server_answers(reports).items():
             is_late = answers.times > 1 and answers.takes_s - answers.others_s >= LEAST_LATE_S
-            times = answers.times if is_late else min(answers.ratio, 1.0)
-            link_s = answers.takes_s / times - ANSWER_BASE_S
-            found[server] = max(link_s, _LEAST_S) / max(answers.takes_s - ANSWER_BASE_S, _LEAST_S)
+            times = answers.times if is_late else answers.ratio
+            if is_late or times < 1:
+                link_s = answers.takes_s / times - ANSWER_BASE_S
+                found[server] = max(link_s, _LEAST_S) / max(answers.takes_s - ANSWER_BASE_S, _LEAST_S)
         return found
 
     def _reports_on_servers(self, present: Collection[int]) -> list[list[pb.ServerPace]]:

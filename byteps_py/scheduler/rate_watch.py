@@ -228,6 +228,7 @@ class _Link:
     known_mbit: float
     sign: Sign | None = None  # what showed that rate; None: that of the start
     unseen_s: float = 0.0  # for how long others showed their rates, and this one did not
+    retries: int = 0  # for that reason, since it had its usual rate for long
     trend: Trend = Trend.SAME
     held_s: float = 0.0  # for how long there was evidence of this trend
     seen_s: float = 0.0  # the latest evidence
@@ -266,17 +267,16 @@ class _Link:
         """Others showed their rates. A link of a rate that was seen while training is then taken to be as at the
         start: nothing would ever show that it is, as long as nothing is sent."""
         self.unseen_s += EVERY_S
-        if self.sign is not None and self.unseen_s >= self._patience(RETRY_S, now_s):
+        if self.sign is not None and self.unseen_s >= RETRY_S * 2 ** min(_MOST_DOUBLINGS, self.retries):
             self.trend, self.held_s, self.seen_s = Trend.FASTER, math.inf, now_s
             self.seen = [Seen(math.inf, self.usual_mbit, self.sign)] * _HOLDS
-
-    def _patience(self, seconds: float, now_s: float) -> float:
-        """More than ``seconds`` for a link that has changed lately."""
-        self.changes_s = [at_s for at_s in self.changes_s if now_s - at_s < REMEMBERED_S]
-        return seconds * 2.0 ** min(_MOST_DOUBLINGS, max(0, len(self.changes_s) - 1))
+            self.unseen_s, self.retries = 0.0, self.retries + 1
 
     def is_due(self, now_s: float) -> bool:
-        hold_s = self._patience(HOLD_S, now_s)
+        self.changes_s = [at_s for at_s in self.changes_s if now_s - at_s < REMEMBERED_S]
+        if self.sign is None and not self.changes_s:
+            self.retries = 0
+        hold_s = HOLD_S * 2 ** min(_MOST_DOUBLINGS, max(0, len(self.changes_s) - 1))
         return self.trend is not Trend.SAME and len(self.seen) >= _HOLDS and self.held_s >= hold_s
 
     def take_restless(self, now_s: float) -> bool:
