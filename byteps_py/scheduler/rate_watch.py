@@ -59,6 +59,8 @@ _WAITED_FOR, _LEAST_PART = 0.6, 0.25
 _APART = 1.3
 #: What is reported in a window may have been sent in one that is so much longer.
 _REPORTED_LATE = 1.4
+#: A link that carries this part of its known rate is full.
+_FULL = 0.85
 #: Of more machines that are slow at a time, the others need not be told apart.
 _MOST_SLOW = 16
 #: A judgement without evidence (a long backward pass) breaks no row, for so many seconds.
@@ -140,6 +142,7 @@ class _Evidence:
         for usage in usages:
             self._sent.setdefault(usage.source, []).append((usage.target, usage))
             self._received.setdefault(usage.target, []).append((usage.source, usage))
+        self._full_sending, self._full_receiving = self._full(self._sent), self._full(self._received)
 
     def of(self, machine: int, left: Mapping[int, float]) -> Seen | None:
         """``left``: the machines that hold no transfer up, as far as is known. None: there is no evidence."""
@@ -157,14 +160,18 @@ class _Evidence:
     def _direction(
         self, machine: int, ends: Sequence[tuple[int, Usage]], left: Mapping[int, float], is_sending: bool
     ) -> Seen | None:
-        free = [usage for other, usage in ends if other in left]
+        full = self._full_receiving if is_sending else self._full_sending
+        there = [(other, usage) for other, usage in ends if other in left]
+        free = [usage for other, usage in there if other not in full]
+        if there and not free:
+            return self._waiting([usage for _, usage in there], machine, is_sending)
         total = sum(usage.nbytes for usage in free)
         if not total:
             return None
         busy_s = sum(usage.nbytes * usage.busy_s for usage in free) / total
         unread_s = sum(usage.nbytes * usage.unread_s for usage in free) / total
         # Transfers to and from slow machines take their part of the link meanwhile.
-        held_up = [usage for other, usage in ends if other not in left]
+        held_up = [usage for other, usage in ends if other not in left or other in full]
         total += int(sum(usage.nbytes * min(1.0, busy_s / (usage.busy_s or busy_s or 1.0)) for usage in held_up))
         megabits = total * MBIT
         if busy_s < _LEAST_BUSY_S or megabits < _LEAST_USED * self._known_mbit[machine] * self._window_s:
@@ -177,6 +184,25 @@ class _Evidence:
         carried_mbit = sum(usage.nbytes for _, usage in ends) * MBIT / (_REPORTED_LATE * self._window_s)
         sign = Sign.READS if unread_s > busy_s / 2 else sign
         return Seen(max(carried_mbit, megabits / busy_s), megabits / longest_s, sign)
+
+    def _full(self, ends: Mapping[int, Sequence[tuple[int, Usage]]]) -> set[int]:
+        """The machines whose links carry about as much as they can in one direction: transfers wait for each other
+        there."""
+        carried_mbit = {
+            machine: sum(usage.nbytes for _, usage in of) * MBIT / self._window_s for machine, of in ends.items()
+        }
+        return {
+            machine for machine, mbit in carried_mbit.items() if mbit >= _FULL * self._known_mbit.get(machine, math.inf)
+        }
+
+    def _waiting(self, usages: Sequence[Usage], machine: int, is_sending: bool) -> Seen | None:
+        """All of the transfers of ``machine`` wait for links that are full."""
+        megabits = sum(usage.nbytes for usage in usages) * MBIT
+        longest_s = max(usage.busy_s for usage in usages)
+        if longest_s < _LEAST_BUSY_S or megabits < _LEAST_USED * self._known_mbit[machine] * self._window_s:
+            return None
+        sign = Sign.SENDS if is_sending else Sign.RECEIVES
+        return Seen(math.inf, megabits / longest_s / _APART, sign)
 
 
 class UsageWindow:

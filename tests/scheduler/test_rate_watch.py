@@ -137,6 +137,14 @@ def test_a_slow_link_is_named_once(n: int, k: int, machine: int, rate: float, fo
     assert follows or "% of the time" in told[0]
 
 
+def test_transfers_to_a_link_that_is_full_are_no_evidence_about_their_senders() -> None:
+    """At the end of a sum of many machines, all that is left goes to one of them."""
+    flows = [Usage(machine, machine, 0, 6_000_000, 2.0, 0.0) for machine in range(1, 16)]
+    seen = seen_rates(flows, dict.fromkeys(range(16), 400.0))
+    assert all(seen[machine].most_mbit == float("inf") for machine in range(1, 16))
+    assert seen[0].most_mbit > 300
+
+
 def test_a_link_that_changes_all_the_time_is_left_alone() -> None:
     job = traffic(4, 2)
     for turn in range(40):
