@@ -358,15 +358,6 @@ class KnowAnswersByTheirRounds(Mutation):
             return found is not None
 
 
-class AnswerWhereItWasWantedFirst(Mutation):
-    """Of what comes back while it is being added up."""
-
-    class rounds(Rounds[Any]):
-        @staticmethod
-        def _wants_another_answer(known: Any, new: Any) -> bool:
-            return not new.header.is_supply and (known.origin is not new.origin or known.header.is_supply)
-
-
 class WaitForSumsThatAnotherWasFasterWith(Mutation):
     """Though their partitions are back with the next round."""
 
@@ -467,6 +458,5 @@ MUTATIONS: dict[type[Parts], int] = {
     GiveUpBeforeAServerIsReached: 10003,
     BeLateWithADeadline: 28,
     KnowAnswersByTheirRounds: 509,
-    AnswerWhereItWasWantedFirst: 2139,
     WaitForSumsThatAnotherWasFasterWith: 2149,
 }

@@ -274,7 +274,7 @@ SHADOW_MUTATIONS: dict[type[Parts], int] = {
     CompleteWithTheFirstBytes: 3,
     BeginStatesThatAreThereAnew: 12,
     DropRecordsOfTheDurableStep: 3,
-    StepTwiceWhatIsSaidTwice: 103,
+    StepTwiceWhatIsSaidTwice: 150,
     TakeTheLastStepOfAnyRankForDurable: 46,
     SayNothingAgain: 12,
     SeedWithTheStatesOfTheStepAfter: 3,
