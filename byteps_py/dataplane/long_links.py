@@ -65,7 +65,7 @@ def tune(sock: socket.socket, settings: Settings) -> None:
 
 
 def hindrance(settings: Settings) -> str:
-    """What this machine lacks for long links, and what to do; empty if nothing."""
+    """The feature of the system that this machine lacks for long links, and the remedy; empty if it lacks none."""
     name = settings.congestion_control
     if name == SYSTEM:
         return ""

@@ -88,7 +88,7 @@ class Usage(NamedTuple):
 
 
 class Sign(enum.Enum):
-    """What shows the rate of a machine's link."""
+    """The evidence for the rate of a machine's link."""
 
     SENDS = "as seen by what it sends"
     RECEIVES = "as seen by what it receives"
