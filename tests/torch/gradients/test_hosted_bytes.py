@@ -28,17 +28,29 @@ NUMBERS = 2_000
 STEP_BYTES, RECORD_BYTES = 300, 2_000
 
 
+#: Logged when what was on its way is sent once more, and counted once more: the network's doing, not the step's.
+BROKE = "broke; connecting again"
+TRIES = 3
+
+
 def members(machines: int, servers: int, steps: int, folder: Path, **environ: str) -> list[dict[str, Any]]:
+    """The members of a run in which no connection broke."""
     report = folder / f"report{steps}.json"
     arguments = ["-np", "1", "--machines", str(machines), "--servers", str(servers), "--report", str(report)]
-    run = bpslaunch(
-        arguments,
-        [PROGRAM, str(ELEMENTS), str(steps)],
-        BYTEPS_DIRECT_CONNECTIONS="0",
-        BYTEPS_PARTITION_BYTES=str(PARTITION),
-        **environ,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
+    for _ in range(TRIES):
+        run = bpslaunch(
+            arguments,
+            [PROGRAM, str(ELEMENTS), str(steps)],
+            BYTEPS_DIRECT_CONNECTIONS="0",
+            BYTEPS_PARTITION_BYTES=str(PARTITION),
+            BYTEPS_LOG_LEVEL="INFO",
+            **environ,
+        )
+        said = run.stdout + run.stderr
+        assert run.returncode == 0, said
+        if BROKE not in said:
+            break
+    assert BROKE not in said, said
     found: list[dict[str, Any]] = json.loads(report.read_text())["members"]
     return found
 
@@ -113,6 +125,8 @@ def test_bytes_of_a_shadowed_step(machines: int, servers: int, tmp_path: Path) -
     gpu = M - cpu
     formula = 2 * (n - 1) * gpu + (2 * n + 1) * cpu + gpu
     told = M // PARTITION * STEP_BYTES + n * RECORD_BYTES
-    assert formula <= sent <= formula + NUMBERS + told
+    assert formula <= sent <= formula + NUMBERS + told, [
+        sorted((each["machine"], each["bytes_sent"], each["bytes_received"]) for each in run) for run in runs
+    ]
     received = per_step(runs, "bytes_received", "CPU")
     assert (n + 1) * cpu + gpu <= received <= (n + 1) * cpu + gpu + NUMBERS + told
