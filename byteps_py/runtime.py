@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import zmq
 
-from byteps_py import kernels
+from byteps_py import codecs, kernels
+from byteps_py.codecs import Coding
 from byteps_py.dataplane.dialer import Dialer
 from byteps_py.dataplane.listener import DataListener
 from byteps_py.kernels.thread_pool import ThreadPool
@@ -26,6 +27,7 @@ from byteps_py.system import channel
 from byteps_py.system.loop import EventLoop
 from byteps_py.system.process_memory import available_memory_bytes
 from byteps_py.system.shm import Arena, Segment
+from byteps_py.tensor_codec import Codec
 from byteps_py.tensors import Checks, DType, Op
 from byteps_py.wire.chunks import CHUNK_BYTES
 
@@ -73,6 +75,18 @@ class Kernels(Protocol):
     def prepare_step(self, kind: StepKind) -> None: ...
 
     def square_sum(self, dtype: DType, inputs: Sequence[int], elements: range, divisor: int = 1) -> float: ...
+
+
+class Codecs(Protocol):
+    """The functions of ``byteps_py.codecs``, by address. Any thread."""
+
+    def prepare(self, codec: Codec, dtype: DType) -> None: ...
+
+    def encode(self, coding: Coding, inputs: Sequence[int], output: int) -> kernels.Report: ...
+
+    def add(self, codec: Codec, inputs: Sequence[int], outputs: Sequence[int], nbytes: int) -> kernels.Report: ...
+
+    def decode(self, coding: Coding, source: int, outputs: Sequence[int], divisor: int, given: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +146,7 @@ class Runtime:
     loop: EventLoop = field(default_factory=EventLoop)
     thread_pool: type[ThreadPool] = ThreadPool
     kernels: Kernels = kernels
+    codecs: Codecs = codecs
     zmq_context: type[zmq.Context[zmq.Socket[bytes]]] = zmq.Context
     dialer: type[Dialer] = Dialer
     data_listener: type[DataListener] = DataListener

@@ -10,9 +10,10 @@ import hashlib
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from byteps_py.errors import UsageError
+from byteps_py.tensor_codec import Codec
 from byteps_py.wording import count_text, ranks_text
 
 MAX_NAME_BYTES = 1024
@@ -148,6 +149,8 @@ class TensorSpec:
         is_replicated: with ownership, each machine has owners for all partitions among its own ranks of the group: a
             SUM is placed and answered as one without owners, and a BROADCAST stays on its machine.
         remark: a sentence for ``bps status``, at most 256 bytes. Ranks may give different ones.
+        codec: the form in which a SUM of floating elements of at most 32 bits travels between machines, if several take
+            part; None for that of its dtype.
         count: number of elements.
         nbytes: size in bytes.
 
@@ -173,6 +176,7 @@ class TensorSpec:
     is_shadowed: bool = False
     is_replicated: bool = False
     remark: str = ""
+    codec: Codec | None = None
     count: int = field(init=False, compare=False, repr=False)  # of elements
     nbytes: int = field(init=False, compare=False, repr=False)
 
@@ -191,6 +195,8 @@ class TensorSpec:
             raise UsageError(f"tensor {self.name!r}: root rank {self.root} is not in its group {list(self.group)}")
         if self.scatters and not (self.op.is_reduction and self.shape):
             raise UsageError(f"tensor {self.name!r}: only a reduction of one or more dimensions can be scattered")
+        if self.codec is not None:
+            self._check_codec(self.codec)
         if self.ownership:
             self._check_ownership()
         if self.is_shadowed and self.ownership != self.name:
@@ -209,6 +215,22 @@ class TensorSpec:
         if max(self.nbytes, self.shape[1] if self.op.bypasses_servers else 0) > MAX_TENSOR_BYTES:
             raise UsageError(f"tensor {self.name!r}: shape {list(self.shape)} is larger than any machine's memory")
 
+    def _check_codec(self, codec: Codec) -> None:
+        what = f"tensor {self.name!r}: compression {codec}"
+        if not self.dtype.is_floating or self.dtype is DType.FLOAT64:
+            raise UsageError(
+                f"{what} is for float32, float16 and bfloat16, not for {self.dtype.name.lower()}: give it none"
+            )
+        if self.op is not Op.SUM or self.scatters or self.ownership:
+            raise UsageError(
+                f"{what} is for sums and averages that all ranks get, not for a {replace(self, codec=None).describe()}"
+            )
+        if codec.error_feedback and self.nonfinite is NonFinite.SKIP:
+            raise UsageError(
+                f"{what} can't be had with BYTEPS_NONFINITE=skip: what a skipped step did not send would be lost. Use "
+                "it without error feedback, or BYTEPS_NONFINITE=raise"
+            )
+
     def _check_ownership(self) -> None:
         is_sum = self.op is Op.SUM and self.ownership == self.name
         is_broadcast = self.op is Op.BROADCAST and self.ownership != self.name
@@ -226,6 +248,16 @@ class TensorSpec:
     def needs_all(self) -> bool:
         """True if the operation needs all ranks, including those that have joined."""
         return self.scatters or bool(self.ownership) or not self.op.is_reduction
+
+    @property
+    def sent_nbytes(self) -> int:
+        """The size in bytes of what a machine sends of it to other machines."""
+        return self.nbytes if self.codec is None else self.codec.coded_nbytes(self.count)
+
+    @property
+    def sent_itemsize(self) -> int:
+        """The size in bytes of what is never cut, of that: an element, or a coded block."""
+        return self.dtype.itemsize if self.codec is None else self.codec.item_bytes
 
     @property
     def is_guarded(self) -> bool:
@@ -273,7 +305,7 @@ class TensorSpec:
         shape = () if self.op.bypasses_servers else self.shape
         return (
             self.dtype, shape, self.op, self.average, self.root, self.group, self.scatters, self.terms, self.nonfinite,
-            self.ownership, self.is_shadowed, self.is_replicated,
+            self.ownership, self.is_shadowed, self.is_replicated, self.codec,
         )  # fmt: skip
 
     def describe(self) -> str:
@@ -293,7 +325,8 @@ class TensorSpec:
         terms = f" ({self.terms})" if self.terms else ""
         shadow = (", on each machine" if self.is_replicated else "") + (", shadowed" if self.is_shadowed else "")
         guard = f", BYTEPS_NONFINITE={self.nonfinite.name.lower()}" if self.nonfinite else ""
-        return f"{op} of {what}{root}{group}{terms}{shadow}{guard}"
+        coded = f", compressed to {self.codec}" if self.codec is not None else ""
+        return f"{op} of {what}{root}{group}{terms}{shadow}{guard}{coded}"
 
 
 #: Part of the names of operations that the program gave no name. They are matched in the order of their calls.

@@ -7,16 +7,25 @@ to one thread; any thread may call the functions.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection
 from typing import NamedTuple
 
+from byteps_py.errors import UsageError
+from byteps_py.tensor_codec import Codec
 from byteps_py.tensors import DType, Op
 from byteps_py.wire.data_link import Header, Kind
 
 
+@functools.lru_cache(256)
+def codec_of(code: int) -> Codec | None:
+    """The codec that a header states; None for none. Raises ValueError or UsageError if it does not exist."""
+    return Codec.from_code(code) if code else None
+
+
 class Facts(NamedTuple):
     """The facts that all contributions to one round of a partition must agree on. ``offset``, ``length``: in bytes;
-    ``machines``: how many contribute, 0 for all."""
+    ``machines``: how many contribute, 0 for all; ``codec``: see Header."""
 
     round: int
     op: Op
@@ -25,17 +34,23 @@ class Facts(NamedTuple):
     offset: int
     root: int
     machines: int
+    codec: int = 0
 
     @classmethod
     def of(cls, header: Header) -> Facts:
         """The facts that a header states."""
-        return cls(header.round, header.op, header.dtype, header.length, header.offset, header.root, header.machines)
+        return cls(
+            header.round, header.op, header.dtype, header.length, header.offset, header.root, header.machines,
+            header.codec,
+        )  # fmt: skip
 
     def __str__(self) -> str:
         root = f" from machine {self.root}" if self.op is Op.BROADCAST else ""
         group = f" among {self.machines} machines" if self.machines else ""
+        codec = codec_of(self.codec)
+        coded = f" compressed to {codec}" if codec is not None else ""
         return (
-            f"round {self.round}, {self.op.name.lower()} of {self.dtype.name.lower()}{root}{group}, "
+            f"round {self.round}, {self.op.name.lower()} of {self.dtype.name.lower()}{coded}{root}{group}, "
             f"{self.length} bytes at offset {self.offset}"
         )
 
@@ -90,8 +105,15 @@ def objection(header: Header, nbytes: int, num_machines: int, partition_bytes: i
         return f"{what}: its header says that {header.machines} machines contribute, but the job has {num_machines}"
     if not 0 < header.length <= partition_bytes:
         return f"{what}: its length is {header.length} bytes, but a partition has 1 to {partition_bytes}"
-    if header.length % header.dtype.itemsize or header.offset % header.dtype.itemsize:
-        unit = f"{header.dtype.itemsize}, the size of {header.dtype.name.lower()}"
+    try:
+        codec = codec_of(header.codec)
+    except (ValueError, UsageError) as error:
+        return f"{what}: its compression is unknown: {error}"
+    if codec is not None and (header.op is not Op.SUM or codec.error_feedback):
+        return f"{what}: its compression, {codec}, is not one of a sum on a server"
+    size = header.dtype.itemsize if codec is None else codec.item_bytes
+    if header.length % size or header.offset % size:
+        unit = f"{size}, the size of {header.dtype.name.lower() if codec is None else f'a block of {codec}'}"
         return f"{what}: its length, {header.length}, and its offset, {header.offset}, must be multiples of {unit}"
     is_pull = header.kind is Kind.PULL
     is_pass = header.kind is Kind.PASS

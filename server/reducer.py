@@ -24,10 +24,12 @@ from byteps_py.dataplane.seal import Digester
 from byteps_py.kernels.readiness import Pair, Readiness
 from byteps_py.kernels.thread_pool import Work, default_threads
 from byteps_py.rank_bits import OVERFLOW
-from byteps_py.runtime import Kernels, Runtime
+from byteps_py.runtime import Runtime
+from byteps_py.server.admission import codec_of
 from byteps_py.server.round_state import Contribution
 from byteps_py.system.log import logger
 from byteps_py.system.shm import Segment
+from byteps_py.tensor_codec import Codec
 from byteps_py.tensors import Checks, DType, Op
 
 
@@ -97,23 +99,30 @@ _LIKELY = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16, DType.FLOAT64, DType.IN
 class KernelCall:
     """One kernel call. ``inputs``, ``outputs``: addresses. ``result``: the memory that is sent to remote machines; None
     if there are none. ``outputs`` is empty when the result lies there already. ``blames``: for each input, the machines
-    to blame if it is not finite; empty if that is not checked."""
+    to blame if it is not finite; empty if that is not checked. ``codec``: of what is added; None: it is not coded."""
 
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     result: PayloadMemory | None
     blames: tuple[int, ...] = ()
+    codec: Codec | None = None
 
     @property
     def checks(self) -> Checks:
         return Checks.FINITE if self.blames else Checks.NONE
 
-    def carry_out(self, kernels: Kernels, op: Op, dtype: DType, count: int) -> int:
+    def carry_out(self, runtime: Runtime, op: Op, dtype: DType, nbytes: int) -> int:
         """Run the kernel. Returns the machines to blame if the result is not finite, else 0. Any thread."""
-        if not self.blames:
+        kernels, count = runtime.kernels, nbytes // dtype.itemsize
+        if self.codec is not None:
+            report = runtime.codecs.add(self.codec, self.inputs, self.outputs, nbytes)
+            if not self.blames:
+                return 0
+        elif not self.blames:
             kernels.reduce(op, dtype, self.inputs, self.outputs, count)
             return 0
-        report = kernels.reduce_checked(self.checks, op, dtype, self.inputs, self.outputs, count)
+        else:
+            report = kernels.reduce_checked(self.checks, op, dtype, self.inputs, self.outputs, count)
         blame = OVERFLOW if report.overflowed else 0
         for i in report.poisoned:
             blame |= self.blames[i]
@@ -122,6 +131,7 @@ class KernelCall:
 
 def plan(op: Op, arrivals: Sequence[Arrival]) -> KernelCall:
     """The kernel call for these contributions of all machines, in machine order."""
+    codec = codec_of(arrivals[0].header.codec)
     givers = [a for a in arrivals if a.payload is not None]
     payloads = [a.payload for a in givers if a.payload is not None]
     inputs = tuple(payload.address for payload in payloads)
@@ -134,7 +144,7 @@ def plan(op: Op, arrivals: Sequence[Arrival]) -> KernelCall:
     blames = tuple(a.header.nonfinite_ranks for a in givers) if all(a.header.nonfinite_ranks for a in givers) else ()
     if result is not None and (len(inputs) > 1 or blames):
         outputs.append(result.address)
-    return KernelCall(inputs, tuple(outputs), result, blames)
+    return KernelCall(inputs, tuple(outputs), result, blames, codec)
 
 
 def copy_to_moved(
@@ -161,7 +171,7 @@ class Reducer:
         self._digest = digest
         self.threads = default_threads(threads)
         self._pool = runtime.thread_pool(self.threads, "sum")
-        self._ready = Readiness(runtime.kernels.prepare, self._pool, self._loop, self._failed)
+        self._ready = Readiness(runtime.kernels.prepare, self._pool, self._loop, self._failed, runtime.codecs.prepare)
         self._ready.expect((Op.SUM, dtype) for dtype in _LIKELY)
         self._ready.when_done(on_prepared)
 
@@ -175,9 +185,11 @@ class Reducer:
             done(None, 0)
             return
         pair: Pair = (op, dtype, plan.checks) if plan.blames else (op, dtype)
-        count = nbytes // dtype.itemsize
-        if nbytes <= self._runtime.thresholds.inline_server_sum and pair in self._ready:
-            blame = plan.carry_out(self._runtime.kernels, op, dtype, count)
+        if plan.codec is not None:
+            pair = (op, dtype, plan.codec)
+        touched = nbytes if plan.codec is None else plan.codec.dense_nbytes(nbytes)
+        if touched <= self._runtime.thresholds.inline_server_sum and pair in self._ready:
+            blame = plan.carry_out(self._runtime, op, dtype, nbytes)
             self._finish(plan)
             done(None, blame)
             return
@@ -185,7 +197,7 @@ class Reducer:
 
         def work() -> None:
             nonlocal blame
-            blame = plan.carry_out(self._runtime.kernels, op, dtype, count)
+            blame = plan.carry_out(self._runtime, op, dtype, nbytes)
             self._finish(plan)
 
         def finished(error: BaseException | None) -> None:  # on a pool thread

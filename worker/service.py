@@ -67,7 +67,9 @@ class CommunicationService:
         self._listener = runtime.local_listener(local_socket(settings, "cs"))
         self._pool = runtime.thread_pool(default_threads(settings.worker_threads), "byteps-worker")
         self._prefaulter = runtime.thread_pool(1, "byteps-prefault")
-        self._ready = self.readiness_class(runtime.kernels.prepare, self._pool, self._loop, self._kernel_failed)
+        self._ready = self.readiness_class(
+            runtime.kernels.prepare, self._pool, self._loop, self._kernel_failed, runtime.codecs.prepare
+        )
         self._rejoining: Rejoining | None = None
         self._rank_server = self._open_rank_server(settings)
         self._group: Group | None = None

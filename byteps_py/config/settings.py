@@ -66,6 +66,7 @@ class Settings:
     partition_bytes: int | None = None
     credit_bytes: int | None = None
     fusion_bytes: int = 1 << 20
+    min_compress_bytes: int = 1 << 16
     direct_connections: bool = True
     connections_per_link: int = 0
     congestion_control: str = "bbr"

@@ -121,6 +121,7 @@ VALIDATORS: dict[str, Validator] = {
     "flight_recorder_dir": _PATH,
     "credit_bytes": _COUNT,
     "fusion_bytes": _COUNT,
+    "min_compress_bytes": _COUNT,
     "trace_start_step": _COUNT,
     "trace_end_step": _COUNT,
 }
@@ -237,6 +238,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("placement", ("BYTEPS_PLACEMENT",), str, "which machines sum: all, each its optimal share, or only CPU machines (the classical parameter server)", choices=("optimal", "servers-only")),
     Variable("credit_bytes", ("BYTEPS_SCHEDULING_CREDIT",), int, "limit of the bytes that a machine has in flight; 0: no limit; default: 3 or 4 partitions per GPU machine", low=0),
     Variable("fusion_bytes", ("BYTEPS_FUSION_BYTES",), int, "gradients smaller than this are sent together, in buckets of up to this size; 0: never", low=0),
+    Variable("min_compress_bytes", ("BYTEPS_MIN_COMPRESS_BYTES",), int, "tensors and buckets of gradients that are smaller are not compressed to int8, float8 or topk", low=0, detail="Set it to the same value on all ranks. See [compression](../explanation/compression.md)."),
     Variable("direct_connections", ("BYTEPS_DIRECT_CONNECTIONS",), bool, "connect the ranks of different machines in pairs, for messages and small collectives of process groups", detail="If it is off on one rank, these go through the communication service on all."),
     Variable("connections_per_link", ("BYTEPS_CONNECTIONS_PER_LINK",), int, "connections between two ranks of different machines; 0: one, and 8 where the round trip takes longer than 5 ms", low=0, high=MOST_CONNECTIONS, detail="Of two ranks, the one with the greater number decides. See [long links](../howto/unequal-links.md#long-links)."),
     Variable("congestion_control", ("BYTEPS_CONGESTION_CONTROL",), str, "how TCP controls congestion on connections whose round trip takes longer than 5 ms: by BBR, if the system has and permits it, or as the system does", choices=("bbr", "system"), detail="See [long links](../howto/unequal-links.md#long-links)."),
@@ -306,7 +308,6 @@ IGNORED: dict[str, str] = {
     "BYTEPS_MULTITHREADED_CPU": _CORES,
     "BYTEPS_OMP_THREAD_PER_GPU": "BYTEPS_WORKER_ENGINE_THREAD says how many threads sum",
     "BYTEPS_THREADPOOL_SIZE": "BYTEPS_WORKER_ENGINE_THREAD says how many threads sum",
-    "BYTEPS_MIN_COMPRESS_BYTES": "Compression.fp16 and .bf16 compress tensors of any size",
     "BYTEPS_GLOBAL_RANK": "ranks are numbered machine by machine",
     "BYTEPS_ENABLE_GDB": "run the training command under a debugger",
     "BYTEPS_DEBUG_SAMPLE_TENSOR": "tensors are never printed",

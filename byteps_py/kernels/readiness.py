@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterable
 
 from byteps_py.kernels.thread_pool import Done, ThreadPool, Work
 from byteps_py.system.loop import EventLoop
+from byteps_py.tensor_codec import Codec
 from byteps_py.tensors import Checks, DType, Op
 
-Pair = tuple[Op, DType] | tuple[Op, DType, Checks]
+#: Of a sum that is coded, with its codec.
+Pair = tuple[Op, DType] | tuple[Op, DType, Checks | Codec]
 
 
 class Readiness:
@@ -22,12 +24,19 @@ class Readiness:
         pool: runs ``prepare``, and the work.
         loop: the event loop of the thread that owns this object.
         failed: called with the error if a kernel can't be compiled; all work that waited for it got the same error.
+        prepare_codec: ``codecs.prepare``.
     """
 
     def __init__(
-        self, prepare: Callable[..., None], pool: ThreadPool, loop: EventLoop, failed: Callable[[BaseException], None]
+        self,
+        prepare: Callable[..., None],
+        pool: ThreadPool,
+        loop: EventLoop,
+        failed: Callable[[BaseException], None],
+        prepare_codec: Callable[[Codec, DType], None] | None = None,
     ) -> None:
         self._prepare = prepare
+        self._prepare_codec = prepare_codec
         self._pool = pool
         self._loop = loop
         self._failed = failed
@@ -71,8 +80,11 @@ class Readiness:
 
     def _make_ready(self, pair: Pair) -> None:
         """Any thread."""
-        op, dtype, *checks = pair
-        self._prepare([(op, dtype)], *checks)
+        op, dtype, *rest = pair
+        if self._prepare_codec is not None and rest and isinstance(rest[0], Codec):
+            self._prepare_codec(rest[0], dtype)
+        else:
+            self._prepare([(op, dtype)], *rest)
 
     def _reporter(self, pair: Pair) -> Done:
         return lambda error: self._loop.post(lambda: self._prepared(pair, error))

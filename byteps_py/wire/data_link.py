@@ -19,11 +19,11 @@ from byteps_py.tensors import DType, Op
 from byteps_py.wire.record_codec import F64, U32, U64, Data, F64s, Flag, RecordCodec, Text, U64s
 
 MAGIC = 0x31535042  # "BPS1", little endian
-VERSION = 11
+VERSION = 12
 
 # magic, version, kind, dtype, op | epoch, sender, root, machines | key | generation, index | round | offset | length
-# | payload segment, payload offset, answer segment, answer offset | flags | nonfinite_ranks | waited
-_LAYOUT = struct.Struct("<IBBBB IHHH Q II Q Q Q IQIQ B Q I")
+# | payload segment, payload offset, answer segment, answer offset | flags | nonfinite_ranks | waited | codec
+_LAYOUT = struct.Struct("<IBBBB IHHH Q II Q Q Q IQIQ B Q I I")
 HEADER_BYTES = _LAYOUT.size
 MAX_WAITED_US = (1 << 32) - 1
 #: The limit of a message about shadowed states, which is sent in pieces if it is longer than a partition: at ``offset``
@@ -114,6 +114,7 @@ class Header:
         nonfinite_ranks: see rank_bits.py. In a PUSH, the ranks that would make its payload NaN or infinite; 0 if
             the round is not checked. In its ANSWER, the ranks that made the result so.
         waited_us: in an ANSWER, how long the PUSH had waited for other machines, in microseconds.
+        codec: the form of the payload and of the answer: see Codec.code; 0 for that of ``dtype``.
 
     >>> header = Header(Kind.PUSH, sender=1, dtype=DType.FLOAT32, key=7, round=2, length=4096)
     >>> Header.unpack(header.pack()) == header
@@ -140,6 +141,7 @@ class Header:
     flags: int = 0
     nonfinite_ranks: int = 0
     waited_us: int = 0
+    codec: int = 0
 
     @property
     def is_resent(self) -> bool:
@@ -186,6 +188,7 @@ class Header:
             self.flags,
             self.nonfinite_ranks,
             self.waited_us,
+            self.codec,
         )
 
     @classmethod
@@ -194,7 +197,8 @@ class Header:
         if len(data) != HEADER_BYTES:
             raise ProtocolError(f"a header has {HEADER_BYTES} bytes, got {len(data)}")
         (magic, version, kind, dtype, op, epoch, sender, root, machines, key, generation, index, round_, offset, length,
-         segment, segment_offset, answer_segment, answer_offset, flags, nonfinite_ranks, waited_us) = _LAYOUT.unpack(
+         segment, segment_offset, answer_segment, answer_offset, flags, nonfinite_ranks, waited_us,
+         codec) = _LAYOUT.unpack(
             data
         )  # fmt: skip
         if magic != MAGIC:
@@ -205,7 +209,7 @@ class Header:
             return cls(
                 _KINDS[kind], sender, epoch, _DTYPES[dtype], _OPS[op], root, key, generation, index, round_,
                 offset, length, segment, segment_offset, answer_segment, answer_offset, machines, flags,
-                nonfinite_ranks, waited_us,
+                nonfinite_ranks, waited_us, codec,
             )  # fmt: skip
         except KeyError:
             raise ProtocolError(f"unknown code in header: kind {kind}, dtype {dtype}, op {op}") from None

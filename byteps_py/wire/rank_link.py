@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 from byteps_py.errors import ProtocolError, UsageError
+from byteps_py.tensor_codec import Codec
 from byteps_py.tensors import DType, Layout, NonFinite, Op, Sizes, TensorSpec
 from byteps_py.wire.data_link import SegmentNumbers
 from byteps_py.wire.record_codec import (
@@ -32,7 +33,7 @@ from byteps_py.wire.record_codec import (
     U64s,
 )
 
-VERSION = 15
+VERSION = 16
 
 #: The most entries of a message about rounds: more are spread over several messages.
 MAX_ROUNDS = 4096
@@ -75,7 +76,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class SpecFields:
-    """A TensorSpec in a message."""
+    """A TensorSpec in a message. ``codec``: see Codec.code; 0 for none."""
 
     dtype: U8
     op: U8
@@ -86,6 +87,7 @@ class SpecFields:
     is_replicated: Flag
     root: I32
     priority: I32
+    codec: U32
     name: Text
     shape: U64s
     group: U32s
@@ -98,8 +100,8 @@ class SpecFields:
         """The fields of ``spec``."""
         return cls(
             spec.dtype, spec.op, spec.nonfinite, spec.average, spec.scatters, spec.is_shadowed,
-            spec.is_replicated, spec.root, spec.priority, spec.name, spec.shape, spec.group, spec.terms, spec.ownership,
-            spec.remark,
+            spec.is_replicated, spec.root, spec.priority, spec.codec.code if spec.codec is not None else 0, spec.name,
+            spec.shape, spec.group, spec.terms, spec.ownership, spec.remark,
         )  # fmt: skip
 
     def spec(self) -> TensorSpec:
@@ -108,7 +110,7 @@ class SpecFields:
             return TensorSpec(
                 self.name, DType(self.dtype), self.shape, Op(self.op), self.average, self.root, self.priority,
                 self.group, self.scatters, self.terms, NonFinite(self.nonfinite), self.ownership, self.is_shadowed,
-                self.is_replicated, self.remark,
+                self.is_replicated, self.remark, Codec.from_code(self.codec) if self.codec else None,
             )  # fmt: skip
         except (ValueError, UsageError) as error:
             raise ProtocolError(f"tensor {self.name[:80]!r}: malformed declaration: {error}") from None

@@ -1,5 +1,6 @@
 """Trains in stretches of a few steps; before each, rank 0 waits for a line. Prints the digest of the weights, and the
-longest step of each stretch. TEST_HOSTED: the services make the optimizer's steps."""
+longest step of each stretch. TEST_HOSTED: the services make the optimizer's steps. TEST_COMPRESSION: compresses the
+gradients to this codec."""
 
 from __future__ import annotations
 
@@ -13,6 +14,11 @@ import torch
 import byteps_py as bps
 
 WIDTH = 256
+COMPRESSIONS = {
+    "none": bps.Compression.none,
+    "int8": bps.Compression.int8,
+    "topk": bps.Compression.topk(0.05, error_feedback=True),
+}
 
 
 def main(stretches: int, steps: int) -> None:
@@ -21,7 +27,8 @@ def main(stretches: int, steps: int) -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(6)))
     optimizer = bps.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
-        named_parameters=model.named_parameters(),
+        model.named_parameters(),
+        COMPRESSIONS[os.environ.get("TEST_COMPRESSION", "none")],
         hosted="TEST_HOSTED" in os.environ,
     )
     bps.broadcast_parameters(model.state_dict(), root_rank=0)

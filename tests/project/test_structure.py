@@ -19,9 +19,10 @@ GROUND = "the shared ground"  # the modules of byteps_py itself
 ALLOWED = {
     GROUND: set[str](),
     "kernels": set(),
+    "codecs": {"kernels"},
     "placement": set(),
     "dataplane": set(),
-    "runtime": {"dataplane", "kernels"},
+    "runtime": {"codecs", "dataplane", "kernels"},
     "launch": {"scheduler.query"},  # a spare machine asks for whom the job waits
     "session": {"dataplane", "kernels"},
     "scheduler": {"placement", "dataplane"},
@@ -29,7 +30,7 @@ ALLOWED = {
     "lending": {"scheduler", "launch.process_guard"},
     "doctor": {"dataplane", "scheduler", "runtime", "worker.io", "launch.installation"},
     "server": {"dataplane", "kernels", "runtime", "scheduler.client"},
-    "worker": {"dataplane", "kernels", "placement", "runtime", "scheduler.client"},
+    "worker": {"codecs", "dataplane", "kernels", "placement", "runtime", "scheduler.client"},
     "shadow": {"dataplane", "kernels", "scheduler"},
     "torch": {"kernels", "session", "shadow"},
     "parallel": {"torch"},

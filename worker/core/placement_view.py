@@ -109,7 +109,7 @@ class PlacementView:
         placed = [spec for spec in batch if self._is_placed(spec)]
         size = self._topology.partition_bytes
         for spec in placed:
-            key, count = key_of(spec.name), -(-spec.nbytes // size)
+            key, count = key_of(spec.name), -(-spec.sent_nbytes // size)
             self._count += count - self._partitions.get(key, 0)
             self._partitions[key] = count
         if self._count > self.max_partitions:
@@ -120,7 +120,7 @@ class PlacementView:
         for table in (self._table, self._owned_table, self._shadowed_table):
             its = [spec for spec in placed if self._table_for(spec) is table]
             if table is not None and its:
-                table.add((key_of(spec.name), spec.nbytes, spec.dtype.itemsize) for spec in its)
+                table.add((key_of(spec.name), spec.sent_nbytes, spec.sent_itemsize) for spec in its)
 
     def _table_of(self, spec: TensorSpec) -> PlacementTable | None:
         if not spec.ownership or spec.is_replicated:

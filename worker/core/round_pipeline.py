@@ -198,7 +198,7 @@ class RoundPipeline:
 
     def _local_sum(self, part: Part) -> Compute | None:
         """The sum that this machine computes before it sends anything; None if there is none."""
-        tensor, offset = part.tensor, part.offset
+        tensor, offset = part.tensor, part.dense_offset
         spec = tensor.spec
         if part.local_sum is not None:
             return part.local_sum
@@ -211,7 +211,7 @@ class RoundPipeline:
         if tensor.is_alone:  # each rank's input and result stay where they are: the addresses never change
             part.local_sum = Compute(part, spec.op, inputs, part.outputs, self.divisor(spec))
             return part.local_sum
-        return Compute(part, spec.op, inputs, (tensor.contribution.address + offset,), 1)
+        return Compute(part, spec.op, inputs, (tensor.contribution.address + part.offset,), 1)
 
     # ---- partitions with owners, see hosted_steps.py -----------------------------------------------------------
 
@@ -370,7 +370,7 @@ class RoundPipeline:
             return self._pump(now) + self._summed(part, (source,))
         if tensor.root_slot is not None:
             source = tensor.contribution.address + part.offset
-        outputs = tensor.results(part.offset)
+        outputs = tensor.results(part.dense_offset)
         if not outputs:
             return self._pump(now) + self._finish(part)
         part.move_to(DELIVERING)
@@ -428,7 +428,7 @@ class RoundPipeline:
             return [
                 Show(slot, chunks)
                 for slot in part.takers
-                if slot.arriving is not None and (chunks := slot.arriving.add(part.result_offset, part.length))
+                if slot.arriving is not None and (chunks := slot.arriving.add(part.result_offset, part.dense_length))
             ]
         done = self._complete(tensor)
         return [done] if tensor.slots else [done, *self._pass(tensor)]

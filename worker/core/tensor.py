@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 
 from byteps_py.errors import BytePSError
 from byteps_py.system.shm import Block
+from byteps_py.tensor_codec import Codec
 from byteps_py.tensors import PRIORITY_READY_ORDER, Op, TensorSpec, key_of
 from byteps_py.wire.chunks import Arriving
 from byteps_py.worker.core.transitions import IllegalTransitionError
@@ -125,10 +126,11 @@ for _slot_state, _slot_states in SLOT_STATES.items():
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """One partition of a tensor. ``server``: index of the server that adds it; -1 when no other machine
-    takes part. ``answer``: where the server of this machine writes the answer (shared memory). ``is_resent``: in this
-    round it was given to another server, or on another connection, before. ``awaited_round``: other machines have given
-    to it, and wait for this one."""
+    """One partition of a tensor: ``length`` bytes at ``offset`` of what machines send, which is coded if the tensor
+    has a codec. Ranks have it as ``dense_length`` bytes at ``dense_offset``. ``server``: index of the server that adds
+    it; -1 when no other machine takes part. ``answer``: where the server of this machine writes the answer (shared
+    memory). ``is_resent``: in this round it was given to another server, or on another connection, before.
+    ``awaited_round``: other machines have given to it, and wait for this one."""
 
     tensor: Tensor
     index: int
@@ -153,12 +155,30 @@ class Part:
     def priority(self) -> int:
         """Higher is pushed first. The front of a gradient goes as gradients become ready, see HEAD_FRACTION."""
         spec = self.tensor.spec
-        return max(spec.priority, PRIORITY_READY_ORDER) if self.offset < HEAD_FRACTION * spec.nbytes else spec.priority
+        is_front = self.dense_offset < HEAD_FRACTION * spec.nbytes
+        return max(spec.priority, PRIORITY_READY_ORDER) if is_front else spec.priority
+
+    @property
+    def dense_offset(self) -> int:
+        """Where it lies in a rank's memory."""
+        codec = self.tensor.codec
+        if codec is None:
+            return self.offset
+        return self.offset // codec.item_bytes * codec.block * self.tensor.spec.dtype.itemsize
+
+    @property
+    def dense_length(self) -> int:
+        """Its size in a rank's memory: the tensor's last block may be shorter than others."""
+        codec, spec = self.tensor.codec, self.tensor.spec
+        if codec is None:
+            return self.length
+        whole = self.length // codec.item_bytes * codec.block * spec.dtype.itemsize
+        return min(whole, spec.nbytes - self.dense_offset)
 
     @property
     def written_bytes(self) -> int:
         """It is there once so many bytes of the tensor are, see TensorChunks."""
-        return self.offset + self.length
+        return self.dense_offset + self.dense_length
 
     @property
     def contributes(self) -> bool:
@@ -198,17 +218,17 @@ class Part:
     @property
     def count(self) -> int:
         """Number of elements."""
-        return self.length // self.tensor.spec.dtype.itemsize
+        return self.dense_length // self.tensor.spec.dtype.itemsize
 
     @property
     def outputs(self) -> tuple[int, ...]:
         """Addresses of the local results that a delivery has to write."""
-        return self.tensor.results(self.offset)
+        return self.tensor.results(self.dense_offset)
 
     @property
     def result_offset(self) -> int:
         """Where it lies in a result."""
-        return self.offset
+        return self.dense_offset
 
     @property
     def takers(self) -> tuple[RankSlot, ...]:
@@ -373,6 +393,11 @@ class Tensor:
     def is_used(self) -> bool:
         """A kernel runs on its memory, or another machine may lack what was given."""
         return bool(self.running) or self.state is TensorState.KEPT
+
+    @property
+    def codec(self) -> Codec | None:
+        """How it is coded between machines; None: as its dtype says, or nothing is sent."""
+        return None if self.is_alone else self.spec.codec
 
     @property
     def is_alone(self) -> bool:

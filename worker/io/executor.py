@@ -20,7 +20,7 @@ from byteps_py.proto import control_pb2 as pb
 from byteps_py.runtime import Runtime
 from byteps_py.system.shm import Block
 from byteps_py.system.stage_recorder import EXCHANGE, LOCAL_BROADCAST, LOCAL_REDUCE, OPTIMIZER_STEP, StageRecorder
-from byteps_py.tensors import Checks, TensorSpec
+from byteps_py.tensors import Checks, Op, TensorSpec
 from byteps_py.wire import rank_link as protocol
 from byteps_py.wire.data_link import Header, Kind, unpack_names
 from byteps_py.worker.core.events import (
@@ -64,6 +64,7 @@ from byteps_py.worker.core.tensor import (
     Tensor,
     TensorState,
 )
+from byteps_py.worker.io.coded_parts import CodedParts
 from byteps_py.worker.io.network import Network
 from byteps_py.worker.io.nonfinite_guard import NonFiniteGuard
 from byteps_py.worker.io.piece_executor import Cores, PieceExecutor
@@ -134,6 +135,7 @@ class Executor:
         self._direct = cores.direct
         self._first_rank = first_rank
         self._guard = NonFiniteGuard(first_rank, pipeline.size)
+        self._coded = CodedParts(runtime)
         self.pace = RankPace(first_rank)
         self.send = send
         self._fail = fail
@@ -186,7 +188,8 @@ class Executor:
     def expect(self, specs: Iterable[TensorSpec]) -> None:
         """These tensors are being declared: their kernels will be needed."""
         specs = [spec for spec in specs if not spec.op.bypasses_servers]
-        self._ready.expect((spec.op, spec.dtype) for spec in specs)
+        self._ready.expect((spec.op, spec.dtype, spec.codec) for spec in specs if spec.codec is not None)
+        self._ready.expect((spec.op, spec.dtype) for spec in specs if spec.codec is None or self.network is None)
         self._ready.expect((spec.op, spec.dtype, Checks.FINITE) for spec in specs if spec.is_guarded)
 
     def start(self, tensor: Tensor, pieces: Sequence[tuple[int, int, int]] | Sequence[OwnedPiece]) -> None:
@@ -297,21 +300,26 @@ class Executor:
         dtype = part.tensor.spec.dtype
         # A result that a server has summed, it has looked at as well.
         is_guarded = part.tensor.spec.is_guarded and part.stage is REDUCING
+        codec = part.tensor.codec
         pair: Pair = (compute.op, dtype, Checks.FINITE) if is_guarded else (compute.op, dtype)
+        if codec is not None:
+            pair = (Op.SUM, dtype, codec)
         is_ready = pair in self._ready
         sizes = self._thresholds
         is_delivery = part.stage is DELIVERING
         work = compute.work
         if work is None:
             call = compute.op, dtype, compute.inputs, compute.outputs, part.count, compute.divisor
-            if is_guarded:
+            if codec is not None:
+                work = self._coded.bind(compute, codec)
+            elif is_guarded:
                 work = compute.work = functools.partial(self._guard.reduce, self.kernels, compute)
             elif is_ready:
                 is_cold = is_delivery and part.tensor.spec.nbytes >= sizes.past_caches
                 work = compute.work = self.kernels.bind(*call, past_caches=is_cold)
             else:  # to bind a kernel that is not there yet would keep all ranks waiting
                 work = functools.partial(self.kernels.reduce, *call)
-        touched = part.length * (len(compute.inputs) + len(compute.outputs))
+        touched = part.dense_length * (len(compute.inputs) + len(compute.outputs))
         is_last = part.tensor.is_alone and part is part.tensor.parts[-1]
         limit = sizes.inline_delivery if is_delivery else sizes.last_inline_sum if is_last else sizes.inline_sum
         if touched <= limit and is_ready:
@@ -537,5 +545,6 @@ class Executor:
         for slot in action.slots:
             self._memory.free_slot(slot)
         if action.tensor is not None:
+            self._coded.forget(action.tensor)
             self._memory.free_contributions(action.tensor)
             # An answer block in flight is not given back: the server of this machine may yet write to it.

@@ -524,6 +524,7 @@ class Network:
             part.length,
             machines=tensor.machines,
             nonfinite_ranks=self._guard.of_push(part, round_) if is_guarded else 0,
+            codec=tensor.codec.on_wire.code if tensor.codec is not None else 0,
         )
 
     def link_usage(self) -> list[pb.LinkUsage]:

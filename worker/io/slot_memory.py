@@ -1,8 +1,8 @@
 """The shared memory of one communication service: its ranks' slots, its contributions, its answers.
 
-With one rank, the rank's inputs are the contributions; with several, the machine's sums lie in an arena that
-only the summation service of this machine maps as well (also where one of them alone is in a group: its input is
-copied there). Owned by the loop's thread.
+With one rank, the rank's inputs are the contributions, unless these are coded. With several, the machine's sums lie in
+an arena that only the summation service of this machine maps as well (also where one of them alone is in a group: its
+input is copied there). Owned by the loop's thread.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class SlotMemory:
             lends_input = self._inputs_are_contributions and len(spec.group) != 1
             inputs = tuple(rank.allocate(spec.nbytes) for _ in range(1 + lends_input))
             result = rank.allocate(spec.result_nbytes(self._first_rank + rank.local_rank, self._size))
-        elif self._inputs_are_contributions and len(spec.group) != 1:
+        elif self._inputs_are_contributions and len(spec.group) != 1 and spec.codec is None:
             inputs = (rank.allocate(spec.nbytes), rank.allocate(spec.nbytes))
             result = rank.allocate(spec.nbytes)
         else:
@@ -90,11 +90,10 @@ class SlotMemory:
             root = topology.local_rank_of(tensor.spec.root)
             tensor.root_slot = next((slot for slot in tensor.slots if slot.local_rank == root), None)
             tensor.root_machine = topology.machine_of(tensor.spec.root)
-        if not tensor.is_alone and not self._inputs_are_contributions and tensor.contributes:
-            tensor.contributions = (
-                self.machine.allocate(nbytes),
-                self.machine.allocate(nbytes),
-            )
+        has_own = not self._inputs_are_contributions or tensor.codec is not None
+        if not tensor.is_alone and has_own and tensor.contributes:
+            nbytes = tensor.spec.sent_nbytes
+            tensor.contributions = (self.machine.allocate(nbytes), self.machine.allocate(nbytes))
 
     def give_answer_block(self, part: Part) -> Block:
         part.answer = self.machine.allocate(part.length)

@@ -19,12 +19,12 @@ from byteps_py.torch.collectives.completion import Completer
 from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.collectives.dtypes import wire_dtype
 from byteps_py.torch.collectives.slot_view import PieceView, TensorRequest
-from byteps_py.torch.compression import Compression, Compressor
+from byteps_py.torch.compression import Compression, Compressor, codec_for
 
 
 @dataclass(frozen=True, slots=True)
 class CommHookOptions:
-    """The state of ``ddp_comm_hook``. compression: Compression.none, fp16 or bf16, for the network."""
+    """The state of ``ddp_comm_hook``. compression: one of Compression, for the network."""
 
     compression: type[Compressor] = Compression.none
 
@@ -81,9 +81,11 @@ class _BucketAverage:
                 "ddp_comm_hook can't leave out a step, which is your optimizer's: use BYTEPS_NONFINITE=raise or allow, "
                 "or a DistributedOptimizer"
             )
+        codec = codec_for(compression, dtype, self._buffer.nbytes, name, context.settings)
         spec = TensorSpec(
-            name, wire_dtype(dtype, name), shape, average=True, priority=PRIORITY_READY_ORDER, nonfinite=mode
-        )
+            name, wire_dtype(dtype, name), shape, average=True, priority=PRIORITY_READY_ORDER, nonfinite=mode,
+            codec=codec,
+        )  # fmt: skip
         (self._slot_view,) = context.slot_views([TensorRequest(spec, dtype, (shape,), self._buffer.device)])
         self._slot_view.contribute([self._buffer])
 

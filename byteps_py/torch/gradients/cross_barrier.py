@@ -22,7 +22,7 @@ import contextlib
 import itertools
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -294,7 +294,7 @@ def CrossBarrier(  # noqa: N802  BytePS's name
     model: torch.nn.Module,
     optimizer: Any,
     named_parameters: NamedParameters | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: type[Compressor] | Mapping[str, Any] = Compression.none,
     backward_passes_per_step: int = 1,
     num_steps: int = 10**6,
     *,

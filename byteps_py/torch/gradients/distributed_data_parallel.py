@@ -25,7 +25,7 @@ from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.collectives.dtypes import bits_of, wire_dtype
 from byteps_py.torch.collectives.parameter_owners import announce_averaging, check_unowned, check_whole
 from byteps_py.torch.collectives.slot_view import TensorRequest
-from byteps_py.torch.compression import Compression, Compressor
+from byteps_py.torch.compression import Compression, Compressor, compression_of
 from byteps_py.torch.gradients.bucket import GradientOptions, GradientPlace
 from byteps_py.torch.gradients.gradient_reducer import GradientReducer
 from byteps_py.torch.operations.process_sets import ProcessSet, global_process_set, group_of, members_of, prefix_of
@@ -39,7 +39,7 @@ class DistributedDataParallel(torch.nn.Module):
     pass copies buffers again. A gradient that a backward pass does not compute counts as zeros, so ranks may use
     different parts of the module. device_ids: BytePS's argument, without effect; the module must be on its device.
     process_set: the ranks that average gradients and have equal parameters and buffers, those of the first of them; by
-    default all. Only its ranks construct it. compression: Compression.none, fp16 or bf16. Parameters are dense, on cpu
+    default all. Only its ranks construct it. compression: see DistributedOptimizer. Parameters are dense, on cpu
     or cuda, of a floating dtype. One thread uses it, in the same order on all ranks.
     The constructor raises NotInitializedError before init(), and UsageError on a rank outside the set, for parameters
     of which ranks of the set have different parts (``tensor.parallelize``, FSDP2), and for those whose gradients
@@ -60,7 +60,7 @@ class DistributedDataParallel(torch.nn.Module):
         module: torch.nn.Module,
         device_ids: list[int] | None = None,
         broadcast_buffers: bool = True,
-        compression: type[Compressor] = Compression.none,
+        compression: type[Compressor] | Mapping[str, Any] = Compression.none,
         *,
         process_set: ProcessSet = global_process_set,
     ) -> None:
@@ -84,7 +84,7 @@ class DistributedDataParallel(torch.nn.Module):
         name = context.claim(prefix_of(process_set, "DDP"))
         tensors = [*named, *module.named_buffers()]
         broadcast_parameters(tensors, root, prefix=f"{name}.Parameter.", process_set=process_set)
-        options = GradientOptions(compression, group=group, prefix=f"{name}.Gradient.", caller=caller)
+        options = GradientOptions(compression_of(compression), group=group, prefix=f"{name}.Gradient.", caller=caller)
         self._backward = _BackwardTracker(GradientReducer(context, named, options))
         announce_averaging(self._backward, caller, [parameter for _, parameter in named])
         self._buffers_of_root = _BufferBroadcast(context, module, f"{name}.Buffer.", group, root)

@@ -27,6 +27,7 @@ from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.collectives.dtypes import wire_dtype
 from byteps_py.torch.collectives.plan_comparison import PlanComparison
 from byteps_py.torch.collectives.slot_view import PieceView, TensorRequest
+from byteps_py.torch.compression import codec_for
 from byteps_py.torch.gradients.bucket import (
     Bucket,
     BucketState,
@@ -156,6 +157,8 @@ class GradientReducer:
         options = self._options
         dtype = options.compression.wire_dtype(params[0].dtype)
         shapes = tuple(tuple(param.shape) for param in params)
+        nbytes = sum(param.numel() for param in params) * dtype.itemsize
+        codec = codec_for(options.compression, dtype, nbytes, names[0], self._context.settings)
         spec = TensorSpec(
             self._context.claim(options.prefix + _bucket_name(names)),
             wire_dtype(dtype, names[0]),
@@ -165,6 +168,7 @@ class GradientReducer:
             priority=self._priority(first),
             group=options.group,
             nonfinite=options.nonfinite,
+            codec=codec,
         )
         return TensorRequest(spec, dtype, shapes, params[0].device)
 

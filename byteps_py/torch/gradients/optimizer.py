@@ -7,14 +7,16 @@ gradients were computed), gradient_reducer.py (their exchange). The training thr
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from byteps_py.errors import UsageError
+from byteps_py.tensors import NonFinite
 from byteps_py.torch.collectives import context as contexts, nonfinite, parameter_owners
-from byteps_py.torch.compression import Compression, Compressor
+from byteps_py.torch.collectives.context import Context
+from byteps_py.torch.compression import Compression, Compressor, codec_for, compression_of
 from byteps_py.torch.gradients.backward_passes import CountedPasses, ReducedPasses
 from byteps_py.torch.gradients.bucket import GradientOptions
 from byteps_py.torch.gradients.gradient_reducer import GradientReducer
@@ -24,7 +26,7 @@ from byteps_py.torch.gradients.hosted.states_mode import asked_for
 from byteps_py.torch.gradients.optimizer_mixin import DistributedOptimizerMixin, check_passes
 from byteps_py.torch.gradients.stepper import AdasumStepper, DeltaExchange, LocalStepper, WrappedOptimizer
 from byteps_py.torch.operations.process_sets import ProcessSet, global_process_set, prefix_of, ranks_of
-from byteps_py.torch.operations.reductions import Adasum, Average, ReduceOp
+from byteps_py.torch.operations.reductions import Adasum, Average, ReduceOp, Sum
 
 NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]
 Groups = int | list[list[torch.nn.Parameter]] | None
@@ -33,7 +35,7 @@ Groups = int | list[list[torch.nn.Parameter]] | None
 def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and Horovod
     optimizer: torch.optim.Optimizer,
     named_parameters: NamedParameters | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: type[Compressor] | Mapping[str, Any] = Compression.none,
     backward_passes_per_step: int = 1,
     op: ReduceOp = Average,
     gradient_predivide_factor: float = 1.0,
@@ -53,7 +55,8 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
 
     named_parameters: usually model.named_parameters(). It must contain all of the optimizer's parameters, in the order
     of the forward pass, with the same names on all ranks. By default parameters are numbered.
-    compression: Compression.none, fp16 or bf16.
+    compression: how gradients travel, one of Compression: none, fp16, bf16, or, between machines, int8, float8 or
+    topk(ratio, error_feedback). A dictionary of BytePS works where it means topk.
     backward_passes_per_step: the number of backward passes whose gradients are summed before ranks combine them.
     op: Average, Sum, Min, Max, Product or Adasum. With Adasum, each rank steps on its own gradients, and ranks combine
     the changes of the weights.
@@ -93,6 +96,7 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
     """
     check_passes(backward_passes_per_step)
     _check_predivide(gradient_predivide_factor, op)
+    compression = compression_of(compression)
     if isinstance(optimizer, DistributedOptimizerMixin):
         raise UsageError("the optimizer is a DistributedOptimizer already")
     params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -105,6 +109,7 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
     mode = asked_for(hosted) if hosted is not False else None
     hosting = HostedOptions(delayed_update_after, step_in_backward, is_shadowed, mode)
     ranks = ranks_of(process_set)
+    _check_codec(compression, op, is_hosted, [param.dtype for param in params], context)
     hosting.check(optimizer, is_hosted, nonfinite.mode_of(context), bool(ranks))
     together = which_groups(num_groups, groups, params)
     if context.session.rank in (combining := ranks or range(context.session.size)):
@@ -161,6 +166,28 @@ def _check_predivide(factor: float, op: ReduceOp) -> None:
         )
     if not (factor > 0 and math.isfinite(factor)):
         raise UsageError(f"gradient_predivide_factor must be a positive number, got {factor}")
+
+
+def _check_codec(
+    compression: type[Compressor], op: ReduceOp, is_hosted: bool, dtypes: Iterable[torch.dtype], context: Context
+) -> None:
+    """Raises UsageError for a codec that can't be had here."""
+    if compression.codec is None:
+        return
+    for dtype in dtypes:
+        codec_for(compression, dtype, 0, None, context.settings)
+    if is_hosted:
+        raise UsageError(
+            f"compression {compression.codec} is not for hosted optimizers (hosted=, shadow=True, BYTEPS_SHADOW=1), "
+            "whose services step with sums as they are: use hosted=False, or Compression.fp16 or bf16"
+        )
+    if op not in (Average, Sum):
+        raise UsageError(f"compression {compression.codec} is for op=Average and op=Sum, not for op={op.name.title()}")
+    if compression.codec.error_feedback and nonfinite.mode_of(context) is NonFinite.SKIP:
+        raise UsageError(
+            f"compression {compression.codec} can't be had with BYTEPS_NONFINITE=skip: what a skipped step did not "
+            "send would be lost. Use it without error feedback, or BYTEPS_NONFINITE=raise"
+        )
 
 
 def _check_owners(named: Iterable[tuple[str, torch.nn.Parameter]], ranks: Sequence[int]) -> None:

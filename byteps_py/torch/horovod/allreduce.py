@@ -16,7 +16,8 @@ for the result raises MismatchError, StallError or PeerLostError (each a Horovod
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ import torch
 from byteps_py.errors import UsageError
 from byteps_py.torch.collectives.dtypes import check_are_tensors
 from byteps_py.torch.collectives.integer_averages import is_summed_wider, sparse_mean
-from byteps_py.torch.compression import Compression, Compressor
+from byteps_py.torch.compression import Compression, Compressor, compression_of
 from byteps_py.torch.horovod.differentiable import reduce
 from byteps_py.torch.operations.gathers import start_gather
 from byteps_py.torch.operations.handles import result_of, synchronize
@@ -54,7 +55,7 @@ __all__ = [
 
 def push_pull_async(
     tensor: torch.Tensor, average: bool = True, name: str | None = None, version: int = 0, priority: int = 0, *,
-    op: ReduceOp | None = None, compression: type[Compressor] = Compression.none,
+    op: ReduceOp | None = None, compression: type[Compressor] | Mapping[str, Any] = Compression.none,
 ) -> int:  # fmt: skip
     """Begin to reduce ``tensor`` over all ranks. ``synchronize(handle)`` returns the result, a new tensor.
 
@@ -64,19 +65,20 @@ def push_pull_async(
     name: the same on all ranks; tensors of equal shape and dtype without a name are matched in order.
     priority: tensors of higher priority are sent first. Below zero, the first quarter of a tensor is sent in the order
     of the calls, which is the same on all machines. version: BytePS's argument, without effect.
-    compression: Compression.none, fp16 or bf16.
+    compression: one of Compression, or a dictionary of BytePS that means topk. int8, float8 and topk compress sums and
+    averages of float32, float16 and bfloat16 between machines.
     Any thread may call it. Raises NotInitializedError and UsageError (a ValueError).
     """
-    options = ReductionOptions(which_op(average, op), compression=compression, priority=priority)
+    options = ReductionOptions(which_op(average, op), compression=compression_of(compression), priority=priority)
     return start_reduction([tensor], None, name, options)
 
 
 def push_pull_async_inplace(
     tensor: torch.Tensor, average: bool = True, name: str | None = None, version: int = 0, priority: int = 0, *,
-    op: ReduceOp | None = None, compression: type[Compressor] = Compression.none,
+    op: ReduceOp | None = None, compression: type[Compressor] | Mapping[str, Any] = Compression.none,
 ) -> int:  # fmt: skip
     """Like push_pull_async, but ``synchronize`` writes the result into ``tensor``."""
-    options = ReductionOptions(which_op(average, op), compression=compression, priority=priority)
+    options = ReductionOptions(which_op(average, op), compression=compression_of(compression), priority=priority)
     return start_reduction([tensor], [tensor], name, options)
 
 
@@ -85,10 +87,10 @@ byteps_push_pull = push_pull_async_inplace
 
 def push_pull_inplace(
     tensor: torch.Tensor, average: bool = True, name: str | None = None, version: int = 0, priority: int = 0, *,
-    op: ReduceOp | None = None, compression: type[Compressor] = Compression.none,
+    op: ReduceOp | None = None, compression: type[Compressor] | Mapping[str, Any] = Compression.none,
 ) -> torch.Tensor:  # fmt: skip
     """Reduce ``tensor`` over all ranks in place, and return it. See push_pull_async for the arguments."""
-    options = ReductionOptions(which_op(average, op), compression=compression, priority=priority)
+    options = ReductionOptions(which_op(average, op), compression=compression_of(compression), priority=priority)
     handle = start_reduction([tensor], [tensor], name, options, is_awaited=True)
     result: torch.Tensor = result_of(handle)
     return result
@@ -96,7 +98,7 @@ def push_pull_inplace(
 
 def push_pull(
     tensor: torch.Tensor, average: bool = True, name: str | None = None, version: int = 0, priority: int = 0,
-    compression: type[Compressor] = Compression.none, *, op: ReduceOp | None = None,
+    compression: type[Compressor] | Mapping[str, Any] = Compression.none, *, op: ReduceOp | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """The reduction of ``tensor`` over all ranks, a new tensor. Differentiable for Sum and Average.
 
@@ -109,7 +111,7 @@ def push_pull(
     tensor([1., 2.])
     >>> bps.shutdown()
     """
-    options = ReductionOptions(which_op(average, op), compression=compression, priority=priority)
+    options = ReductionOptions(which_op(average, op), compression=compression_of(compression), priority=priority)
     (result,) = reduce([tensor], name, options)
     return result
 
@@ -155,7 +157,7 @@ def allreduce(
     tensor: dense, on cpu or cuda, of dtype float16, bfloat16, float32, float64, int8, int16, int32, int64 or uint8;
     also bool with Min, Max and Product. The same shape and dtype on all ranks.
     name: the same on all ranks; calls without a name are matched in order.
-    compression: Compression.none, fp16 or bf16.
+    compression: one of Compression.
     op: Average (default), Sum, Min, Max, Product or Adasum. ``average`` is its old form: deprecated, and an error
     together with ``op``. Averages of integers are exact and rounded towards zero; sums of integers may wrap around.
     prescale_factor, postscale_factor: multiply each rank's tensor before the reduction, and the result after it.
@@ -169,6 +171,7 @@ def allreduce(
     >>> hvd.shutdown()
     """
     options = _options_of(op, average, prescale_factor, postscale_factor, process_set)
+    options, compression = coded(options, compression)
     check_are_tensors((tensor,), name)
     (result,) = compressed(compression, [tensor], lambda given: reduce(given, name, options))
     return result
@@ -209,6 +212,7 @@ def grouped_allreduce(
 ) -> list[torch.Tensor]:  # fmt: skip
     """The reductions of ``tensors``, as one operation, in a list of new tensors. See allreduce."""
     options = _options_of(op, average, prescale_factor, postscale_factor, process_set, is_group=True)
+    options, compression = coded(options, compression)
     return compressed(compression, tensor_list(tensors), lambda given: reduce(given, name, options))
 
 
@@ -283,10 +287,23 @@ def which_allreduce_op(op: ReduceOp | None, average: bool | None) -> ReduceOp:
     return Average if average else Sum
 
 
+def coded(options: ReductionOptions, compression: Any) -> tuple[ReductionOptions, Any]:
+    """``options``, and what is left for ``compressed`` to do: of a codec, which the services use, nothing."""
+    if getattr(compression, "codec", None) is None and not isinstance(compression, Mapping):
+        return options, compression
+    return replace(options, compression=compression_of(compression)), Compression.none
+
+
 def compressed(
     compression: Any, tensors: Sequence[torch.Tensor], run: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 ) -> list[torch.Tensor]:
-    """The results of ``run`` for ``tensors``, which travel in a smaller dtype. Differentiable if ``run`` is."""
+    """The results of ``run`` for ``tensors``, which travel in a smaller dtype. Differentiable if ``run`` is. Raises
+    UsageError for a codec, which only sums that all ranks get may have."""
+    if getattr(compression, "codec", None) is not None or isinstance(compression, Mapping):
+        raise UsageError(
+            f"compression {compression_of(compression).codec} is for sums and averages that all ranks get, not for a "
+            "reducescatter: use Compression.none, fp16 or bf16"
+        )
     pairs = [compression.compress(tensor) for tensor in tensors]
     results = run([given for given, _ in pairs])
     return [compression.decompress(result, undo) for result, (_, undo) in zip(results, pairs, strict=True)]

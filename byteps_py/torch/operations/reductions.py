@@ -37,7 +37,7 @@ from byteps_py.torch.collectives.result_pool import empty_result
 from byteps_py.torch.collectives.router import Reach, Route, Router, SumFacts
 from byteps_py.torch.collectives.slot_view import PieceView, TensorRequest
 from byteps_py.torch.collectives.work import Attempt, NamedWork
-from byteps_py.torch.compression import Compression, Compressor
+from byteps_py.torch.compression import Compression, Compressor, codec_for
 from byteps_py.torch.operations import adasum
 from byteps_py.torch.operations.handles import kind_in_group, named_work, result_of, start_when_name_is_free
 
@@ -104,8 +104,10 @@ class ReductionPlan:
         name: str | None,
     ) -> None:
         self._options = options
+        self._settings = context.settings
         for tensor in tensors:
             check_dense(tensor, name)
+            codec_for(options.compression, tensor.dtype, tensor.nbytes, name, context.settings)
         self.kind = kind_in_group(
             options.group, f"grouped_{options.kind}" if options.is_group else options.kind or "push_pull"
         )
@@ -183,6 +185,7 @@ class ReductionPlan:
             and not options.is_group
             and not any(self.are_summed_wider)
             and options.before == options.after == 1.0
+            and options.compression.codec is None
             and self._dtypes == [tensors[0].dtype]
         )
 
@@ -198,6 +201,8 @@ class ReductionPlan:
     def _request(self, name: str, part: Sequence[int]) -> TensorRequest:
         options = self._options
         shapes = tuple(self._sent[i] for i in part)
+        dtype = self._dtypes[part[0]]
+        nbytes = sum(self._counts[i] for i in part) * dtype.itemsize
         spec = TensorSpec(
             name,
             self._wires[part[0]],
@@ -208,11 +213,12 @@ class ReductionPlan:
             group=options.group,
             scatters=options.scatters,
             terms=self._terms,
+            codec=codec_for(options.compression, dtype, nbytes, name, self._settings),
         )
         results = None
         if options.scatters:  # this rank's rows of the message
             results = tuple((*self.shapes[i][:1], *self._sent[i][1:]) for i in part)
-        return TensorRequest(spec, self._dtypes[part[0]], shapes, self._devices[part[0]], results)
+        return TensorRequest(spec, dtype, shapes, self._devices[part[0]], results)
 
 
 class ReductionPlans:
@@ -289,6 +295,10 @@ def start_reduction(
     The handle's result is the output, or a tuple of outputs for a group. Raises UsageError.
     """
     context = contexts.current()
+    if options.compression.codec is not None and options.op not in (Sum, Average):
+        what = f"tensor {name!r}: compression" if name else "compression"
+        op = options.op.name.title()
+        raise UsageError(f"{what} {options.compression.codec} is for sums and averages, not for op={op}")
     if options.op is Adasum and options.kind == "allreduce":
         return _start_adasum(context, tensors, into, name, options)
     context.session  # noqa: B018  raises NotInitializedError

@@ -1,0 +1,10 @@
+"""Codecs: how tensors are compressed between machines (``byteps_py.tensor_codec`` says which there are).
+
+``encode`` makes a machine's contribution of its ranks' tensors, ``add`` a server's answer of contributions, ``decode``
+the ranks' results of an answer.
+"""
+
+from byteps_py.codecs.coding import Coding, add, decode, encode, prepare
+from byteps_py.kernels import Report
+
+__all__ = ["Coding", "Report", "add", "decode", "encode", "prepare"]

@@ -1,0 +1,47 @@
+"""Sums with codecs, with real processes: bit for bit those of machines and a server in one process, also if servers die
+meanwhile."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from chaos.run import ENVIRON
+from jobs.test_recovery import OPTIONS, kill_all, kill_and_return, nothing, run
+from support.clusters import bpslaunch
+
+PROGRAM = Path(__file__).parents[1] / "programs" / "compression.py"
+
+
+def digests(machines: int, ranks: int, servers: int, *codecs: str) -> set[str]:
+    """Run the program, which compares with its own references."""
+    done = bpslaunch(
+        ["-np", str(ranks), "--machines", str(machines), "--servers", str(servers)],
+        [PROGRAM, *codecs],
+        BYTEPS_MIN_COMPRESS_BYTES="0",
+        BYTEPS_FUSION_BYTES="0",
+        BYTEPS_PARTITION_BYTES=str(64 << 10),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return set(re.findall(r"digest (\w{64})", done.stdout))
+
+
+def test_like_one_process() -> None:
+    assert len(digests(2, 1, 1, "int8", "topk ef")) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [(3, 1, 2), (1, 2, 0)], ids=str)
+def test_each_codec_is_like_one_process(layout: tuple[int, int, int]) -> None:
+    assert len(digests(*layout)) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("codec", ["int8", "topk"])
+def test_servers_die_and_the_weights_are_the_same(codec: str) -> None:
+    environ = {"TEST_COMPRESSION": codec, "BYTEPS_MIN_COMPRESS_BYTES": "0"}
+    faults = [nothing, kill_and_return(), kill_and_return("--gpu-machine"), kill_all]
+    assert not environ.keys() & ENVIRON.keys()
+    assert run(OPTIONS, faults, **environ) == run(OPTIONS, [nothing] * len(faults), **environ)

@@ -1,0 +1,106 @@
+"""Sums with each codec, and a training, compared with machines and a server that are emulated in this process. Run by
+tests/jobs/test_compression.py under bpslaunch; prints a digest of all results. Arguments: names of codecs; none: all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for support
+from support.coded_sums import CodedSums
+
+import byteps_py as bps
+
+torch.set_num_threads(1)
+C = bps.Compression
+CODECS = {
+    "int8": C.int8,
+    "float8": C.float8,
+    "e5m2": C.float8_e5m2,
+    "topk": C.topk(0.01),
+    "int8 ef": C.with_error_feedback(C.int8),
+    "topk ef": C.topk(0.05, error_feedback=True),
+}
+#: With partitions of 64 KB, the first is cut.
+SHAPES = [((300, 1001), torch.float32), ((5_000,), torch.bfloat16), ((20_011,), torch.float16), ((3,), torch.float32)]
+ROUNDS = 3
+
+
+def contribution(rank: int, number: int, round_: int) -> torch.Tensor:
+    """What ``rank`` gives: known to all ranks, so that each can check the result."""
+    shape, dtype = SHAPES[number]
+    generator = torch.Generator().manual_seed(10_000 * round_ + 100 * number + rank)
+    return (torch.randn(shape, generator=generator) * 0.1 ** (round_ + number)).to(dtype)
+
+
+def sums(name: str, digest: hashlib._Hash) -> None:
+    compression, local = CODECS[name], bps.local_size()
+    assert compression.codec is not None
+    expected = [CodedSums(compression.codec, local) for _ in SHAPES]
+    for round_ in range(ROUNDS):
+        for number, model in enumerate(expected):
+            given = [contribution(rank, number, round_) for rank in range(bps.size())]
+            average = number != 1
+            found = bps.push_pull(given[bps.rank()], average, f"{name} {number}", compression=compression)
+            due = model(given, bps.size() if average else 1)
+            if not torch.equal(found, due):
+                by = (found - due).abs().max()
+                sys.exit(f"rank {bps.rank()}: {name}, tensor {number}, round {round_} differs by {by}")
+            digest.update(found.view(torch.uint8).numpy().tobytes())
+
+
+def network() -> torch.nn.Sequential:
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(70, 300), torch.nn.Tanh(), torch.nn.Linear(300, 3, bias=False))
+
+
+def gradients(net: torch.nn.Module, rank: int, step: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    net.zero_grad()
+    net(torch.randn(4, 70, generator=generator)).pow(2).sum().backward()
+    return [parameter.grad.clone() for parameter in net.parameters() if parameter.grad is not None]
+
+
+def training(name: str, digest: hashlib._Hash) -> None:
+    """Each gradient travels alone (BYTEPS_FUSION_BYTES=0)."""
+    compression = CODECS[name]
+    net, same = network(), network()
+    optimizer = bps.DistributedOptimizer(
+        torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9),
+        [(f"{name} {key}", parameter) for key, parameter in net.named_parameters()],
+        compression,
+    )
+    plain = torch.optim.SGD(same.parameters(), lr=0.01, momentum=0.9)
+    assert compression.codec is not None
+    models = [CodedSums(compression.codec, bps.local_size()) for _ in net.parameters()]
+    for step in range(ROUNDS):
+        gradients(net, bps.rank(), step)
+        optimizer.step()
+        given = [gradients(same, rank, step) for rank in range(bps.size())]
+        for i, (parameter, model) in enumerate(zip(same.parameters(), models, strict=True)):
+            parameter.grad = model([each[i] for each in given], bps.size())
+        plain.step()
+        for mine, theirs in zip(net.parameters(), same.parameters(), strict=True):
+            if not torch.equal(mine, theirs):
+                sys.exit(f"rank {bps.rank()}: {name}, step {step} differs by {(mine - theirs).abs().max()}")
+            digest.update(mine.detach().numpy().tobytes())
+
+
+def main() -> None:
+    assert os.environ["BYTEPS_MIN_COMPRESS_BYTES"] == "0"
+    bps.init()
+    digest = hashlib.sha256()
+    for name in sys.argv[1:] or CODECS:
+        sums(name, digest)
+        training(name, digest)
+    print(f"rank {bps.rank()} digest {digest.hexdigest()}", flush=True)
+    bps.shutdown()
+
+
+if __name__ == "__main__":
+    main()
