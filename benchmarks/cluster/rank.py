@@ -36,6 +36,8 @@ OURS = (
 )  # fmt: skip
 #: The argument ``hosted`` of those that are steps of an optimizer; their peer is DistributedDataParallel.
 STEPS: dict[str, bool | str] = {"optimizer": False, "hosted_machine": "machine", "hosted_sharded": "sharded"}
+#: push_pull with a compression: the form in which a tensor of random numbers travels.
+COMPRESSED = ("bf16", "int8", "float8", "float8_e5m2", "topk", "topk_ef")
 #: Their peers: gloo's all_reduce, and DistributedDataParallel over gloo.
 GLOO = ("gloo", "ddp")
 ECHO = ("tcp_echo",)
@@ -90,6 +92,8 @@ class Ours:
             return self._slots(counts)
         if name in STEPS:
             return self._step(name, counts)
+        if name in COMPRESSED:
+            return self._compressed(name, counts)
         return checked(name, counts, self.rank, self.size, getattr(self, f"_{name}"))
 
     def _push_pull_inplace(self, tensors: list[Any]) -> Callable[[], list[Any]]:
@@ -119,6 +123,28 @@ class Ours:
         named = [(f"{prefix}: {each}", parameter) for each, parameter in model.named_parameters()]
         sgd = torch.optim.SGD(model.parameters(), LEARNING_RATE)
         return step(model, bps.DistributedOptimizer(sgd, named, hosted=STEPS[name]), self.rank, self.size)
+
+    def _compressed(self, name: str, counts: list[int]) -> Call:
+        """Random tensors of the same sum, so that each rank can check what comes of it; zeros would be too easy."""
+        import torch
+
+        import byteps_py as bps
+
+        of = bps.Compression
+        made = {"topk": lambda: of.topk(0.01), "topk_ef": lambda: of.topk(0.01, error_feedback=True)}
+        compression = made[name]() if name in made else getattr(of, name)
+        tensors = [torch.randn(n, generator=torch.Generator().manual_seed(n)) * (self.rank + 1) for n in counts]
+        call = named_calls(name, tensors, bps.push_pull, bps.push_pull_async, average=False, compression=compression)
+        ranks = self.size * (self.size + 1) // 2 / (self.rank + 1)
+        for result, tensor in zip(call(), tensors, strict=True):
+            due = tensor * ranks
+            if name in made:  # the largest elements, and no others
+                due = torch.where(result == 0, 0.0, due)
+                if not 0 < int(result.count_nonzero()) < len(result) / 50:
+                    raise wrong(name)
+            if not (result - due).abs().max() <= 0.1 * due.abs().max():
+                raise wrong(name)
+        return call
 
     def _slots(self, counts: list[int]) -> Call:
         import numpy as np

@@ -36,34 +36,45 @@ _INFINITE = 0x7F800000
 
 
 @register_jitable(inline="always")
-def _select(values: Any, n: int, entries: int, item: int, bins: Any) -> None:
-    """Write the entries of the first ``n`` of ``values`` to a coded block. ``bins``: 2048 numbers to work with.
+def _select(values: Any, n: int, entries: int, item: int, bins: Any, near: Any) -> None:
+    """Write the entries of the first ``n`` of ``values`` to a coded block. ``bins``, ``near``: 2,048 and 4,096 numbers
+    to work with.
 
-    The magnitude of the last entry is found digit by digit, in 11, 10 and 10 bits: how many are larger is counted."""
-    least, ties = 0, n
+    The magnitude of the last entry is found digit by digit, in 11, 10 and 10 bits: how many are larger is counted. Few
+    elements have its first digit, or a greater one; only those are looked at again."""
+    count, least, ties = 0, 0, n
+    first, missing = 0, entries
     if n > entries:
-        missing = entries
-        for shift, width in ((20, 11), (10, 10), (0, 10)):
-            size = 1 << width
-            for i in range(size):
+        for i in range(2048):
+            bins[i] = 0
+        for i in range(n):
+            bins[magnitude(values[i]) >> 20] += 1
+        first = 2047
+        while bins[first] < missing:
+            missing -= bins[first]
+            first -= 1
+        least = first
+    for i in range(n):
+        near[count] = i
+        count += magnitude(values[i]) >> 20 >= first
+    if n > entries:
+        for shift in (10, 0):
+            for i in range(1024):
                 bins[i] = 0
-            if shift == 20:
-                for i in range(n):
-                    bins[magnitude(values[i]) >> 20] += 1
-            else:
-                for i in range(n):
-                    bits = magnitude(values[i])
-                    if bits >> (shift + width) == least:
-                        bins[(bits >> shift) & (size - 1)] += 1
-            digit = size - 1
+            for c in range(count):
+                bits = magnitude(values[near[c]])
+                if bits >> (shift + 10) == least:
+                    bins[(bits >> shift) & 1023] += 1
+            digit = 1023
             while bins[digit] < missing:
                 missing -= bins[digit]
                 digit -= 1
-            least = least << width | digit
+            least = least << 10 | digit
         ties = missing
     written = 0
     positions = item + 4 * entries
-    for i in range(n):
+    for c in range(count):
+        i = near[c]
         bits = magnitude(values[i])
         if bits > least or (bits == least and ties > 0):
             if bits == least:
@@ -84,7 +95,7 @@ def encode(dtype: DType) -> Callable[..., Any]:
 
     def kernel(table: int, inputs: int, count: int, entries: int) -> None:
         values = np.empty(_BLOCK, np.float32)
-        bins = np.empty(2048, np.int64)
+        bins, near = np.empty(2048, np.int32), np.empty(_BLOCK + 1, np.int32)
         output, error = load_word(table, inputs), load_word(table, inputs + 1)
         item_bytes = (6 * entries + 3) // 4 * 4
         for start in range(0, count, _BLOCK):
@@ -101,7 +112,7 @@ def encode(dtype: DType) -> Callable[..., Any]:
                 for i in range(n):
                     values[i] += load(_F32, kept, i)
             item = output + start // _BLOCK * item_bytes
-            _select(values, n, entries, item, bins)
+            _select(values, n, entries, item, bins, near)
             largest = np.int32(0)
             for i in range(n):
                 largest = max(largest, magnitude(values[i]))
@@ -176,7 +187,7 @@ def add() -> Callable[..., Any]:
 
     def kernel(table: int, inputs: int, outputs: int, nbytes: int, entries: int) -> None:
         values = np.empty(_BLOCK, np.float32)
-        bins = np.empty(2048, np.int64)
+        bins, near = np.empty(2048, np.int32), np.empty(_BLOCK + 1, np.int32)
         item_bytes = (6 * entries + 3) // 4 * 4
         for start in range(0, nbytes, item_bytes):
             for i in range(_BLOCK):
@@ -200,6 +211,6 @@ def add() -> Callable[..., Any]:
                 if not is_explained:
                     store_word(table, 2 * inputs + outputs + 1, 1)
             for k in range(outputs):
-                _select(values, _BLOCK, entries, load_word(table, inputs + k) + start, bins)
+                _select(values, _BLOCK, entries, load_word(table, inputs + k) + start, bins, near)
 
     return kernel

@@ -110,7 +110,7 @@ class Compression:
 
 
 #: What BytePS's dictionaries may say that is not here.
-_NOT_HERE = "topk is, with 0 < k <= 1 as the share that is sent, alone or with ef=vanilla"
+_NOT_HERE = "topk is, with 0 < k < 1 as the share that is sent, alone or with ef=vanilla"
 
 
 def compression_of(choice: Any) -> type[Compressor]:
@@ -127,7 +127,7 @@ def compression_of(choice: Any) -> type[Compressor]:
             f"compression must be one of bps.Compression, or a dictionary of BytePS, got {choice!r:.100}; say "
             "compression=bps.Compression.int8"
         )
-    settings = {str(key).removeprefix("byteps_").removesuffix("_type"): value for key, value in choice.items()}
+    settings = dict(choice)
     compressor, k, feedback = settings.pop("compressor", None), settings.pop("k", None), settings.pop("ef", None)
     if compressor != "topk":
         raise UsageError(f"compression: the compressor {compressor!r} of {dict(choice)!r} is not here; {_NOT_HERE}")
@@ -139,10 +139,10 @@ def compression_of(choice: Any) -> type[Compressor]:
         share = float(k)  # BytePS's examples have strings
     except (TypeError, ValueError):
         raise UsageError(f"compression: k={k!r} of {dict(choice)!r} is no number") from None
-    if share > 1:
+    if share >= 1:
         raise UsageError(
             f"compression: k={k!r} of {dict(choice)!r} is a number of elements, perhaps more than a tensor has: give "
-            "the share that is to be sent, 0 < k <= 1"
+            "the share that is to be sent, 0 < k < 1"
         )
     return Compression.topk(share, feedback == "vanilla")
 

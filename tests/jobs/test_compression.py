@@ -14,7 +14,7 @@ from support.clusters import bpslaunch
 PROGRAM = Path(__file__).parents[1] / "programs" / "compression.py"
 
 
-def digests(machines: int, ranks: int, servers: int, *codecs: str) -> set[str]:
+def digests(machines: int, ranks: int, servers: int, *codecs: str, **environ: str) -> set[str]:
     """Run the program, which compares with its own references."""
     done = bpslaunch(
         ["-np", str(ranks), "--machines", str(machines), "--servers", str(servers)],
@@ -22,6 +22,7 @@ def digests(machines: int, ranks: int, servers: int, *codecs: str) -> set[str]:
         BYTEPS_MIN_COMPRESS_BYTES="0",
         BYTEPS_FUSION_BYTES="0",
         BYTEPS_PARTITION_BYTES=str(64 << 10),
+        **environ,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return set(re.findall(r"digest (\w{64})", done.stdout))
@@ -35,6 +36,16 @@ def test_like_one_process() -> None:
 @pytest.mark.parametrize("layout", [(3, 1, 2), (1, 2, 0)], ids=str)
 def test_each_codec_is_like_one_process(layout: tuple[int, int, int]) -> None:
     assert len(digests(*layout)) == 1
+
+
+@pytest.mark.slow
+def test_ranks_that_are_not_finite_are_named() -> None:
+    assert len(digests(2, 1, 1, "int8", "e5m2", "topk ef", BYTEPS_NONFINITE="raise")) == 1
+
+
+@pytest.mark.slow
+def test_ranks_join() -> None:
+    assert len(digests(3, 1, 1, "join")) == 1
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Sums with each codec, and a training, compared with machines and a server that are emulated in this process. Run by
-tests/jobs/test_compression.py under bpslaunch; prints a digest of all results. Arguments: names of codecs; none: all.
+tests/jobs/test_compression.py under bpslaunch; prints a digest of all results. Arguments: names of codecs, or join;
+none: all codecs. With BYTEPS_NONFINITE=raise, a gradient is infinite.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for support
-from support.coded_sums import CodedSums
+from support.coded_sums import CodedSums, scaled
 
 import byteps_py as bps
 
@@ -91,13 +92,63 @@ def training(name: str, digest: hashlib._Hash) -> None:
             digest.update(mine.detach().numpy().tobytes())
 
 
+def not_finite(name: str, digest: hashlib._Hash) -> None:
+    """With BYTEPS_NONFINITE=raise: the last rank's gradients are infinite in one step. It is named on all ranks, and
+    training goes on."""
+    net = network()
+    named = [(f"{name} {key}", parameter) for key, parameter in net.named_parameters()]
+    optimizer = bps.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.01), named, CODECS[name])
+    last, step = bps.size() - 1, 0
+
+    def poison(grad: torch.Tensor) -> torch.Tensor:
+        grad = grad.clone()
+        grad[7, 5] = float("inf") if step == 1 else grad[7, 5]
+        return grad
+
+    if bps.rank() == last:
+        net[0].weight.register_hook(poison)
+    for step in range(3):
+        gradients(net, bps.rank(), step)
+        try:
+            optimizer.step()
+            said = ""
+        except bps.NonFiniteError as error:
+            said = str(error)
+        place = f"NaN or infinity from rank {last}, step 2: in the gradients of '{name} 0.weight'"
+        if said.startswith(place) != (step == 1):
+            sys.exit(f"rank {bps.rank()}: {name}, step {step}: {said}")
+    assert all(parameter.isfinite().all() for parameter in net.parameters())
+    digest.update(name.encode())
+
+
+def joining(digest: hashlib._Hash) -> None:
+    """Machines of one rank leave one after the other: those that have joined count as zeros."""
+    for round_ in range(bps.rank() + 1):
+        given = [contribution(rank, 0, round_) for rank in range(bps.size())]
+        found = bps.push_pull(given[bps.rank()], True, "joining", compression=C.int8)
+        there = given[round_:]
+        assert C.int8.codec is not None
+        due = CodedSums(C.int8.codec)(there, bps.size())
+        if len(there) == 1:  # a server passes a lone contribution on as it is
+            due = scaled(C.int8.codec.kind, there[0]).view(found.shape) / bps.size()
+        if not torch.equal(found, due):
+            sys.exit(f"rank {bps.rank()}: round {round_} differs by {(found - due).abs().max()}")
+    bps.join()
+    digest.update(b"joined")
+
+
 def main() -> None:
     assert os.environ["BYTEPS_MIN_COMPRESS_BYTES"] == "0"
     bps.init()
     digest = hashlib.sha256()
     for name in sys.argv[1:] or CODECS:
-        sums(name, digest)
-        training(name, digest)
+        if name == "join":
+            joining(digest)
+        elif os.environ.get("BYTEPS_NONFINITE") == "raise":
+            not_finite(name, digest)
+        else:
+            sums(name, digest)
+            training(name, digest)
     print(f"rank {bps.rank()} digest {digest.hexdigest()}", flush=True)
     bps.shutdown()
 
