@@ -4,7 +4,8 @@
     python -m benchmarks.compression --rounds 0     only kernels; --no-kernels: only sums
 
 Kernels: GB/s of float32 that one core codes, decodes, and adds on a server (of four contributions), in 64 MB, which no
-cache holds, beside memcpy in the same rounds. A figure is the median, "of memcpy" the median of the rounds' ratios.
+cache holds, beside memcpy in the same rounds. Times are the processor's: other work takes none of them. A figure is the
+median, "of memcpy" the median of the rounds' ratios.
 
 Sums: hosts are network namespaces with shaped links (root needed). All calls take turns in one job, gloo in its own.
 "sent" is what a GPU machine's link carries for a call, with all headers, each way; "CPU" is of all processes, per GB of
@@ -70,9 +71,9 @@ class SumRow:
 
 
 def _took_s(work: Callable[[], object]) -> float:
-    began = time.perf_counter()
+    began = time.thread_time()
     work()
-    return time.perf_counter() - began
+    return time.thread_time() - began
 
 
 def kernels() -> list[KernelRow]:

@@ -204,6 +204,8 @@ def _disagreement(name: str, votes: _Votes) -> str:
     more = f" and {len(ordered) - 6} other versions" if len(ordered) > 6 else ""
     if len({spec.group for spec, _ in camps.values()}) > 1:
         remedy = "name the same group on all ranks of it, and use another tensor name in each group"
+    elif len({spec.codec for spec, _ in camps.values()}) > 1:
+        remedy = "use the same compression, and the same BYTEPS_MIN_COMPRESS_BYTES, on every rank"
     else:
         remedy = "use the same shape, dtype and operation on every rank"
     return f"tensor {name!r}: {gave}{more}; {remedy}"

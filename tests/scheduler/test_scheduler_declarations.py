@@ -47,6 +47,7 @@ DISAGREEMENTS = [
     (spec((3,)), spec((4,)), "ranks 0-1 gave sum of float32[3], ranks 2-3 gave sum of float32[4]"),
     (spec(), spec(dtype=DType.FLOAT16), "ranks 2-3 gave sum of float16[3]"),
     (spec(), spec(op=Op.MAX), "ranks 2-3 gave max of float32[3]"),
+    (spec(), spec(codec=1), "compressed to int8; use the same compression, and the same BYTEPS_MIN_COMPRESS_BYTES, on"),
     (spec(), spec(average=True), "ranks 2-3 gave average of float32[3]"),
     (spec(op=Op.BROADCAST, root=0), spec(op=Op.BROADCAST, root=1), "broadcast of float32[3] from rank 1"),
     (spec(op=Op.BROADCAST, root=9), spec(op=Op.BROADCAST, root=9), "rank 9 is to broadcast it, but the last rank is 3"),

@@ -31,21 +31,20 @@ class CodedParts:
     def bind(self, compute: Compute, codec: Codec) -> Callable[[], None]:
         """The work of ``compute``: to code the sum of the local ranks, or to decode an answer for them."""
         part = compute.part
-        coding = Coding(codec, part.tensor.spec.dtype, part.count, self._error(part, codec))
+        error = self._error(part) if codec.error_feedback else None
+        address = int(error.ctypes.data) if error is not None else 0
+        coding = Coding(codec, part.tensor.spec.dtype, part.count, address)
         if part.stage is REDUCING:
-            return functools.partial(_encode, self._codecs, coding, compute)
+            return functools.partial(_encode, self._codecs, coding, compute, error)
         given = part.tensor.contribution.address + part.offset
-        call = coding, compute.inputs[0], compute.outputs, compute.divisor, given
-        return functools.partial(self._codecs.decode, *call)
+        return functools.partial(_decode, self._codecs, coding, compute, given, error)
 
-    def _error(self, part: Part, codec: Codec) -> int:
-        if not codec.error_feedback:
-            return 0
+    def _error(self, part: Part) -> npt.NDArray[np.uint8]:
         error = self._errors.get(part)
         if error is None:
             error = self._errors[part] = self._new_buffer(4 * part.count)
             error[:] = 0
-        return int(error.ctypes.data)
+        return error
 
     def forget(self, tensor: Tensor) -> None:
         """No kernel runs on the tensor, nor will."""
@@ -53,7 +52,14 @@ class CodedParts:
             self._errors.pop(part, None)
 
 
-def _encode(codecs: Codecs, coding: Coding, compute: Compute) -> None:
+# Work has the error with it: a kernel may outlive the group of ranks, and all that belongs to it.
+
+
+def _encode(codecs: Codecs, coding: Coding, compute: Compute, error: object) -> None:
     report = codecs.encode(coding, compute.inputs, compute.outputs[0])
     if compute.part.tensor.spec.is_guarded:
         compute.report = report
+
+
+def _decode(codecs: Codecs, coding: Coding, compute: Compute, given: int, error: object) -> None:
+    codecs.decode(coding, compute.inputs[0], compute.outputs, compute.divisor, given)
