@@ -2,6 +2,7 @@
 
     python -m benchmarks.heal [--workers 4] [--servers 2] [--mbit 400] [--mb 32] [--machine 1] [--factor 0.5]
         [--busy CORES] [--seconds 25] [--json FILE]
+    python -m benchmarks.heal --way 20 [--workers 2] [--servers 1] [--mbit 200] [--mb 8]
     python -m benchmarks.heal --late 1 [--workers 4] [--servers 4] [--mbit 400] [--mb 32]
 
 Hosts are network namespaces with shaped links (root needed). One tensor is summed again and again; then the link of one
@@ -11,6 +12,9 @@ each of the three phases, on the same hosts, in turn.
 
 With ``--busy``, its link stays as it is, and the processes of that machine get the time of so many processors: choose a
 CPU machine.
+
+With ``--way``, links stay as they are too, and what machines 0 and 1 send each other directly has a slow way: ranks
+reach each other through a third machine as well. What is summed goes from rank to rank.
 
 With ``--late``, links stay as they are, and rank 0 begins each sum so many seconds after the others: the time from then
 until all ranks have the sum.
@@ -34,7 +38,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from benchmarks.cluster.contenders import SECRET, Layout, counts_of
-from benchmarks.cluster.hosts import Host, cluster, reshape, throttled
+from benchmarks.cluster.hosts import Host, cluster, reshape, slow_way, throttled
 from benchmarks.cluster.measure import Found, Turns, turns
 from benchmarks.cluster.rank import LATE_VARIABLE
 from byteps_py.config.settings import Settings
@@ -102,10 +106,12 @@ def watch(uri: str, port: str) -> None:
         time.sleep(0.2)
 
 
-def train(ours: Turns, counts: Sequence[int], phase: Phase, since_s: float, seconds: float) -> None:
+def train(
+    ours: Turns, counts: Sequence[int], phase: Phase, since_s: float, seconds: float, call: str = "session"
+) -> None:
     while (now_s := time.monotonic()) - since_s < seconds:
         found = Found()
-        ours.take("session", counts, found)
+        ours.take(call, counts, found)
         phase.steps += [(time.monotonic() - since_s, took_s) for took_s in found.times_s]
         if time.monotonic() - now_s > 60:
             raise SystemExit("a step has taken more than a minute")
@@ -162,6 +168,29 @@ def measure(arguments: argparse.Namespace) -> list[Phase]:
     return phases
 
 
+def measure_way(arguments: argparse.Namespace, unit_s: float) -> None:
+    n, k, counts = arguments.workers, arguments.servers, counts_of("one", arguments.mb << 20)
+    print(
+        f"n = {n}, k = {k}, {arguments.mb} MB, {arguments.mbit:g} Mbit/s; the way between machines 0 and 1 carries "
+        f"{arguments.way:g}"
+    )
+    print(f"{'':8} {'all_reduce, t·B/M (first to last)':>40} {'gloo':>6}")
+    with cluster([arguments.mbit] * (n + k)) as hosts, contextlib.ExitStack() as stack:
+        gloo = stack.enter_context(turns("gloo", Layout(hosts[:n]), 1))
+        ours = stack.enter_context(turns("ours", Layout(hosts[:n], hosts[n:]), 1))
+        for name in ("before", "slow", "back"):
+            phase, gloo_s = Phase(name, 0.0, 0.0, 0.0), Found()
+            with slow_way(hosts[0], hosts[1], arguments.way) if name == "slow" else contextlib.nullcontext():
+                train(ours, counts, phase, time.monotonic(), arguments.seconds, "all_reduce")
+                for _ in range(_GLOO_CALLS):
+                    gloo.take("gloo", counts, gloo_s)
+            times = [took_s / unit_s for _, took_s in phase.steps]
+            late = statistics.median(times[-_LATE_CALLS:])
+            spread = f"{late:.3f} ({times[0]:.3f} to {times[-1]:.3f})"
+            soon = next((at_s for at_s, took_s in phase.steps if took_s <= 1.2 * late * unit_s), 0.0)
+            print(f"{name:8} {spread:>40} {statistics.median(gloo_s.times_s) / unit_s:6.3f}   so since {soon:.1f} s")
+
+
 def measure_late(arguments: argparse.Namespace, unit_s: float) -> None:
     n, k, counts = arguments.workers, arguments.servers, counts_of("one", arguments.mb << 20)
     ours_s, gloo_s = Found(), Found()
@@ -194,6 +223,7 @@ def main() -> None:
     parser.add_argument("--busy", type=float, default=0.0, help="processors that the machine has left, instead")
     parser.add_argument("--seconds", type=float, default=25.0, help="of each phase")
     parser.add_argument("--late", type=float, default=0.0, help="seconds that rank 0 comes after the others")
+    parser.add_argument("--way", type=float, default=0.0, help="Mbit/s that machines 0 and 1 send each other, instead")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--watch", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -201,6 +231,9 @@ def main() -> None:
         watch(*arguments.watch)
         return
     unit_s = sum(counts_of("one", arguments.mb << 20)) * 32 / 1e6 / arguments.mbit
+    if arguments.way:
+        measure_way(arguments, unit_s)
+        return
     if arguments.late:
         measure_late(arguments, unit_s)
         return

@@ -19,8 +19,10 @@ import zmq
 
 from byteps_py import codecs, kernels
 from byteps_py.codecs import Coding
+from byteps_py.config.settings import Settings
 from byteps_py.dataplane.dialer import Dialer
 from byteps_py.dataplane.listener import DataListener
+from byteps_py.dataplane.relay import Relay, open_relay
 from byteps_py.kernels.thread_pool import ThreadPool
 from byteps_py.kernels.update_rules import StepKind
 from byteps_py.system import channel
@@ -150,6 +152,7 @@ class Runtime:
     zmq_context: type[zmq.Context[zmq.Socket[bytes]]] = zmq.Context
     dialer: type[Dialer] = Dialer
     data_listener: type[DataListener] = DataListener
+    relay: Callable[[Settings], Relay | None] = open_relay
     local_listener: type[channel.Listener] = channel.Listener
     connect_local: Callable[[str, float], channel.Channel] = channel.connect
     arena: type[Arena] = Arena

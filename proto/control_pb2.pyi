@@ -74,7 +74,7 @@ class MemberMessage(_message.Message):
     def __init__(self, number: _Optional[int] = ..., received: _Optional[int] = ..., register: _Optional[_Union[Register, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., declare: _Optional[_Union[Declare, _Mapping]] = ..., arrive: _Optional[_Union[Arrive, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., ranks_shut_down: _Optional[_Union[RanksShutDown, _Mapping]] = ..., measured: _Optional[_Union[Measured, _Mapping]] = ..., join: _Optional[_Union[Join, _Mapping]] = ..., idle: _Optional[_Union[Idle, _Mapping]] = ..., stack_report: _Optional[_Union[StackReport, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., applied: _Optional[_Union[Applied, _Mapping]] = ..., unreachable: _Optional[_Union[Unreachable, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., shutdown_confirmed: _Optional[_Union[RanksShutDown, _Mapping]] = ..., reform: _Optional[_Union[Reform, _Mapping]] = ..., gathered: _Optional[_Union[Gathered, _Mapping]] = ..., keep_states: _Optional[_Union[KeepStates, _Mapping]] = ..., answer: _Optional[_Union[Answer, _Mapping]] = ...) -> None: ...
 
 class Register(_message.Message):
-    __slots__ = ("protocol", "job", "role", "kind", "machine_id", "machine_index", "address", "local_address", "local_size", "num_workers", "num_servers", "partition_bytes", "host", "pid", "link_mbit", "token", "received", "member_id", "epoch", "elastic", "memory_bytes")
+    __slots__ = ("protocol", "job", "role", "kind", "machine_id", "machine_index", "address", "local_address", "local_size", "num_workers", "num_servers", "partition_bytes", "host", "pid", "link_mbit", "token", "received", "member_id", "epoch", "elastic", "memory_bytes", "relay_address")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -96,6 +96,7 @@ class Register(_message.Message):
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ELASTIC_FIELD_NUMBER: _ClassVar[int]
     MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RELAY_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     job: str
     role: Role
@@ -117,10 +118,11 @@ class Register(_message.Message):
     epoch: int
     elastic: bool
     memory_bytes: int
-    def __init__(self, protocol: _Optional[int] = ..., job: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., kind: _Optional[_Union[MachineKind, str]] = ..., machine_id: _Optional[str] = ..., machine_index: _Optional[int] = ..., address: _Optional[str] = ..., local_address: _Optional[str] = ..., local_size: _Optional[int] = ..., num_workers: _Optional[int] = ..., num_servers: _Optional[int] = ..., partition_bytes: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., link_mbit: _Optional[float] = ..., token: _Optional[bytes] = ..., received: _Optional[int] = ..., member_id: _Optional[int] = ..., epoch: _Optional[int] = ..., elastic: bool = ..., memory_bytes: _Optional[int] = ...) -> None: ...
+    relay_address: str
+    def __init__(self, protocol: _Optional[int] = ..., job: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., kind: _Optional[_Union[MachineKind, str]] = ..., machine_id: _Optional[str] = ..., machine_index: _Optional[int] = ..., address: _Optional[str] = ..., local_address: _Optional[str] = ..., local_size: _Optional[int] = ..., num_workers: _Optional[int] = ..., num_servers: _Optional[int] = ..., partition_bytes: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., link_mbit: _Optional[float] = ..., token: _Optional[bytes] = ..., received: _Optional[int] = ..., member_id: _Optional[int] = ..., epoch: _Optional[int] = ..., elastic: bool = ..., memory_bytes: _Optional[int] = ..., relay_address: _Optional[str] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("statistics", "waiting", "ranks", "servers", "shadow", "steps", "calls", "progress", "links", "spans", "bare")
+    __slots__ = ("statistics", "waiting", "ranks", "servers", "shadow", "steps", "calls", "progress", "links", "spans", "pairs", "bare")
     STATISTICS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
@@ -131,6 +133,7 @@ class Heartbeat(_message.Message):
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     LINKS_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
+    PAIRS_FIELD_NUMBER: _ClassVar[int]
     BARE_FIELD_NUMBER: _ClassVar[int]
     statistics: Statistics
     waiting: _containers.RepeatedCompositeFieldContainer[Waiting]
@@ -142,8 +145,9 @@ class Heartbeat(_message.Message):
     progress: _containers.RepeatedCompositeFieldContainer[RankProgress]
     links: _containers.RepeatedCompositeFieldContainer[LinkUsage]
     spans: _containers.RepeatedCompositeFieldContainer[RankSpans]
+    pairs: _containers.RepeatedCompositeFieldContainer[PairUsage]
     bare: bool
-    def __init__(self, statistics: _Optional[_Union[Statistics, _Mapping]] = ..., waiting: _Optional[_Iterable[_Union[Waiting, _Mapping]]] = ..., ranks: _Optional[_Iterable[_Union[RankPace, _Mapping]]] = ..., servers: _Optional[_Iterable[_Union[ServerPace, _Mapping]]] = ..., shadow: _Optional[_Union[ShadowProtection, _Mapping]] = ..., steps: _Optional[_Iterable[_Union[RankSteps, _Mapping]]] = ..., calls: _Optional[_Iterable[_Union[UnnamedCall, _Mapping]]] = ..., progress: _Optional[_Iterable[_Union[RankProgress, _Mapping]]] = ..., links: _Optional[_Iterable[_Union[LinkUsage, _Mapping]]] = ..., spans: _Optional[_Iterable[_Union[RankSpans, _Mapping]]] = ..., bare: bool = ...) -> None: ...
+    def __init__(self, statistics: _Optional[_Union[Statistics, _Mapping]] = ..., waiting: _Optional[_Iterable[_Union[Waiting, _Mapping]]] = ..., ranks: _Optional[_Iterable[_Union[RankPace, _Mapping]]] = ..., servers: _Optional[_Iterable[_Union[ServerPace, _Mapping]]] = ..., shadow: _Optional[_Union[ShadowProtection, _Mapping]] = ..., steps: _Optional[_Iterable[_Union[RankSteps, _Mapping]]] = ..., calls: _Optional[_Iterable[_Union[UnnamedCall, _Mapping]]] = ..., progress: _Optional[_Iterable[_Union[RankProgress, _Mapping]]] = ..., links: _Optional[_Iterable[_Union[LinkUsage, _Mapping]]] = ..., spans: _Optional[_Iterable[_Union[RankSpans, _Mapping]]] = ..., pairs: _Optional[_Iterable[_Union[PairUsage, _Mapping]]] = ..., bare: bool = ...) -> None: ...
 
 class RankSpans(_message.Message):
     __slots__ = ("rank", "elapsed_s", "own_s", "parts", "stage")
@@ -208,6 +212,22 @@ class LinkUsage(_message.Message):
     busy_s: float
     unread_s: float
     def __init__(self, peer: _Optional[int] = ..., bytes: _Optional[int] = ..., busy_s: _Optional[float] = ..., unread_s: _Optional[float] = ...) -> None: ...
+
+class PairUsage(_message.Message):
+    __slots__ = ("machine_index", "bytes", "busy_s", "unread_s", "relayed_bytes", "relayed_busy_s")
+    MACHINE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    BUSY_S_FIELD_NUMBER: _ClassVar[int]
+    UNREAD_S_FIELD_NUMBER: _ClassVar[int]
+    RELAYED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RELAYED_BUSY_S_FIELD_NUMBER: _ClassVar[int]
+    machine_index: int
+    bytes: int
+    busy_s: float
+    unread_s: float
+    relayed_bytes: int
+    relayed_busy_s: float
+    def __init__(self, machine_index: _Optional[int] = ..., bytes: _Optional[int] = ..., busy_s: _Optional[float] = ..., unread_s: _Optional[float] = ..., relayed_bytes: _Optional[int] = ..., relayed_busy_s: _Optional[float] = ...) -> None: ...
 
 class UnnamedCall(_message.Message):
     __slots__ = ("name", "rank", "rounds")
@@ -478,7 +498,7 @@ class Measured(_message.Message):
     def __init__(self, turn: _Optional[int] = ..., mbit: _Optional[float] = ...) -> None: ...
 
 class SchedulerMessage(_message.Message):
-    __slots__ = ("number", "received", "welcome", "refused", "membership", "verdicts", "reopen", "release", "stalled", "failure", "stop", "measure", "joined", "all_joined", "stack_report", "hosts", "still", "slow", "dismissed", "ask")
+    __slots__ = ("number", "received", "welcome", "refused", "membership", "verdicts", "reopen", "release", "stalled", "failure", "stop", "measure", "joined", "all_joined", "stack_report", "hosts", "still", "slow", "dismissed", "ask", "relays")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
@@ -499,6 +519,7 @@ class SchedulerMessage(_message.Message):
     SLOW_FIELD_NUMBER: _ClassVar[int]
     DISMISSED_FIELD_NUMBER: _ClassVar[int]
     ASK_FIELD_NUMBER: _ClassVar[int]
+    RELAYS_FIELD_NUMBER: _ClassVar[int]
     number: int
     received: int
     welcome: Welcome
@@ -519,7 +540,8 @@ class SchedulerMessage(_message.Message):
     slow: Slow
     dismissed: Dismissed
     ask: Ask
-    def __init__(self, number: _Optional[int] = ..., received: _Optional[int] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., membership: _Optional[_Union[Membership, _Mapping]] = ..., verdicts: _Optional[_Union[Verdicts, _Mapping]] = ..., reopen: _Optional[_Union[Reopen, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., stalled: _Optional[_Union[Stalled, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., measure: _Optional[_Union[Measure, _Mapping]] = ..., joined: _Optional[_Union[Join, _Mapping]] = ..., all_joined: _Optional[_Union[AllJoined, _Mapping]] = ..., stack_report: _Optional[_Union[StackReport, _Mapping]] = ..., hosts: _Optional[_Union[Hosts, _Mapping]] = ..., still: _Optional[_Union[Still, _Mapping]] = ..., slow: _Optional[_Union[Slow, _Mapping]] = ..., dismissed: _Optional[_Union[Dismissed, _Mapping]] = ..., ask: _Optional[_Union[Ask, _Mapping]] = ...) -> None: ...
+    relays: Relays
+    def __init__(self, number: _Optional[int] = ..., received: _Optional[int] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., membership: _Optional[_Union[Membership, _Mapping]] = ..., verdicts: _Optional[_Union[Verdicts, _Mapping]] = ..., reopen: _Optional[_Union[Reopen, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., stalled: _Optional[_Union[Stalled, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., measure: _Optional[_Union[Measure, _Mapping]] = ..., joined: _Optional[_Union[Join, _Mapping]] = ..., all_joined: _Optional[_Union[AllJoined, _Mapping]] = ..., stack_report: _Optional[_Union[StackReport, _Mapping]] = ..., hosts: _Optional[_Union[Hosts, _Mapping]] = ..., still: _Optional[_Union[Still, _Mapping]] = ..., slow: _Optional[_Union[Slow, _Mapping]] = ..., dismissed: _Optional[_Union[Dismissed, _Mapping]] = ..., ask: _Optional[_Union[Ask, _Mapping]] = ..., relays: _Optional[_Union[Relays, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("member_id",)
@@ -688,6 +710,22 @@ class Slow(_message.Message):
     message: str
     unserved: bool
     def __init__(self, message: _Optional[str] = ..., unserved: bool = ...) -> None: ...
+
+class Relays(_message.Message):
+    __slots__ = ("relays",)
+    RELAYS_FIELD_NUMBER: _ClassVar[int]
+    relays: _containers.RepeatedCompositeFieldContainer[Relay]
+    def __init__(self, relays: _Optional[_Iterable[_Union[Relay, _Mapping]]] = ...) -> None: ...
+
+class Relay(_message.Message):
+    __slots__ = ("first_machine", "second_machine", "address")
+    FIRST_MACHINE_FIELD_NUMBER: _ClassVar[int]
+    SECOND_MACHINE_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    first_machine: int
+    second_machine: int
+    address: str
+    def __init__(self, first_machine: _Optional[int] = ..., second_machine: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
 
 class Dismissed(_message.Message):
     __slots__ = ()

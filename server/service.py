@@ -27,6 +27,7 @@ from pathlib import Path
 
 from byteps_py.config.settings import Settings
 from byteps_py.dataplane.listener import Peer
+from byteps_py.dataplane.stream_listener import place_of
 from byteps_py.dataplane.traffic import Traffic
 from byteps_py.errors import (
     BytePSError,
@@ -125,6 +126,7 @@ class SummationService:
             host, settings, self._traffic, self._on_arrival, self._on_gone, self._rounds.withdraw, self._on_shadow
         )
         self._network.attach(self._loop)
+        self._relay = runtime.relay(settings)
         self._local: LocalListener | None = None
         if kind == pb.MACHINE_KIND_GPU:
             # The name has the process id, too: machines with different indices may share one host.
@@ -241,6 +243,8 @@ class SummationService:
             logger.warning("%s", error)
             return
         self.shadows.close()
+        if self._relay is not None:
+            self._relay.close()
         self._network.close()
         if self._local is not None:
             self._local.close()
@@ -365,6 +369,7 @@ class SummationService:
             machine_index=self._settings.worker_id if is_gpu else -1,
             address=self._network.address,
             local_address=self._local.name if self._local is not None else "",
+            relay_address=self._relay.address if self._relay is not None else "",
         )
 
     def heartbeat(self) -> pb.Heartbeat:
@@ -426,6 +431,8 @@ class SummationService:
         logger.info("epoch %d: %d machines", membership.epoch, len(membership.workers))
         count, since = len(membership.workers), membership.workers_since
         self._trace_group(since)
+        if self._relay is not None:
+            self._relay.allow(frozenset(_host_of(worker.address) for worker in membership.workers))
         has_share = any(server.address == self.address for server in membership.servers)
         self._perform(self._rounds.membership(membership.epoch, count, self._loop.time(), since, has_share), None)
         self._tick_while_needed()  # contributions that waited for this epoch may be RESENT
@@ -496,6 +503,11 @@ class SummationService:
         self._has_ended = True
         self._status, self._reason = status, reason
         self._loop.stop()
+
+
+def _host_of(endpoint: str) -> str:
+    """Of ``tcp://host:port``."""
+    return place_of(endpoint.removeprefix("tcp://"))[0] if endpoint else ""
 
 
 def statistics(traffic: Traffic, counters: Counters) -> pb.Statistics:

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from byteps_py.config import tuning
 from byteps_py.config.settings import Settings
 from byteps_py.dataplane.long_links import LONG_S
-from byteps_py.errors import BytePSError, from_name
+from byteps_py.errors import BytePSError, ProtocolError, from_name
 from byteps_py.kernels.readiness import Readiness
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.runtime import Runtime
 from byteps_py.system.log import logger
 from byteps_py.system.stage_recorder import stage_recorder
 from byteps_py.tensors import TensorSpec
-from byteps_py.wire.rank_link import unpack_spec
+from byteps_py.wire.rank_link import RelayedRank, unpack_spec
 from byteps_py.wire.recording_answers import RecorderMemory
 from byteps_py.wording import count_text
 from byteps_py.worker.core import credit, pieces
@@ -228,10 +228,22 @@ class Group:
                 self._agree(NameReopened(reopen.name, reopen.generation, reopen.rounds))
             case "release":
                 self.requests.release_barrier(message.release.sequence)
+            case "relays":
+                self._set_relays(message.relays)
             case "joined":
                 self.joining.on_join(message.joined)
             case "all_joined":
                 self.joining.all_joined(message.all_joined.last, message.all_joined.direct_round)
+
+    def _set_relays(self, relays: pb.Relays) -> None:
+        """Tell the ranks whom they reach through a third machine."""
+        here, found = self.topology.machine_index, []
+        for relay in relays.relays:
+            pair = {relay.first_machine, relay.second_machine}
+            if here in pair and len(pair) == 2 and max(pair) < self.topology.machines:
+                (there,) = pair - {here}
+                found += [RelayedRank(rank, relay.address) for rank in self.topology.ranks_of(there)]
+        self._services.rank_server.set_relays(tuple(found))
 
     def _decide(self, verdicts: pb.Verdicts) -> None:
         """Names become tensors, all together, or void."""
@@ -323,6 +335,22 @@ class Group:
             statistics.bytes_sent += self.network.bytes_sent
             statistics.bytes_received += self.network.bytes_received
             statistics.bytes_local += self.network.bytes_local
+
+    def pair_usage(self) -> list[pb.PairUsage]:
+        """What its ranks sent to those of each other machine since this was called before, as far as they have told."""
+        found: dict[int, pb.PairUsage] = {}
+        for rank in self.executor.ranks.values():
+            for used in rank.take_link_reports():
+                machine = self.topology.machine_of(used.rank) if used.rank < self.topology.size else -1
+                if machine in (-1, self.topology.machine_index):
+                    raise ProtocolError(f"local rank {rank.local_rank} tells of a link to rank {used.rank}")
+                pair = found.setdefault(machine, pb.PairUsage(machine_index=machine))
+                pair.bytes += used.nbytes
+                pair.relayed_bytes += used.relayed_bytes
+                pair.busy_s = max(pair.busy_s, used.busy_s)
+                pair.unread_s = max(pair.unread_s, used.unread_s)
+                pair.relayed_busy_s = max(pair.relayed_busy_s, used.relayed_busy_s)
+        return list(found.values())
 
     def recorders(self) -> list[RecorderMemory]:
         """The flight recorders of the local ranks, also of those that have left, and of the stages here."""

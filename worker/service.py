@@ -341,6 +341,8 @@ class CommunicationService:
         told = self.heartbeat()
         if self._group is not None:
             told.spans.extend(self._group.requests.report_spans())
+        if self._group is not None:
+            told.pairs.extend(self._group.pair_usage())
         if self._group is not None and self._group.network is not None:
             told.links.extend(self._group.network.link_usage())
             self._group.widen_for_long_links()

@@ -117,6 +117,30 @@ def reshape(host: Host, rate_mbit: float) -> None:
 
 
 @contextlib.contextmanager
+def slow_way(one: Host, other: Host, mbit: float) -> Iterator[None]:
+    """What these two send each other takes a way of ``mbit`` in each direction, and the rest of their links is for what
+    goes to others. Needs the htb queue."""
+    for sender, receiver in ((one, other), (other, one)):
+        device, rate = ["dev", sender.interface], f"{sender.rate_mbit:g}mbit"
+        each = ["burst", _BURST, "quantum", "60000"]
+        slow = f"{mbit:g}mbit"
+        limits = (("1:1", "1:", rate, rate), ("1:10", "1:1", "1mbit", rate), ("1:11", "1:1", slow, slow))
+        match = ["u32", "match", "ip", "dst", f"{receiver.address}/32", "flowid", "1:11"]
+        _run(*sender.command(["tc", "qdisc", "del", *device, "root"]))
+        _run(*sender.command(["tc", "qdisc", "add", *device, "root", "handle", "1:", "htb", "default", "10"]))
+        for name, parent, least, most in limits:
+            shape = ["htb", "rate", least, "ceil", most, *each]
+            _run(*sender.command(["tc", "class", "add", *device, "parent", parent, "classid", name, *shape]))
+        _run(*sender.command(["tc", "filter", "add", *device, "protocol", "ip", "parent", "1:", *match]))
+    try:
+        yield
+    finally:
+        for sender in (one, other):
+            _run(*sender.command(["tc", "qdisc", "del", "dev", sender.interface, "root"]))
+            _shape(sender.interface, sender.rate_mbit, sender.delay_ms, sender)
+
+
+@contextlib.contextmanager
 def throttled(host: Host, cores: float) -> Iterator[None]:
     """The processes that run on ``host`` get the time of so many processors together. Needs control groups of cpu."""
     group = Path(_CPU_GROUPS, host.name)

@@ -14,12 +14,14 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import zmq
 
 from byteps_py.dataplane.long_links import borrowed
-from byteps_py.proto import control_pb2 as pb
+
+if TYPE_CHECKING:
+    from byteps_py.proto import control_pb2 as pb
 
 #: Offsets in the kernel's structure: bytes acknowledged; times busy, and limited by the receiver's window, in µs.
 _ACKED, _BUSY, _INFO_BYTES = 120, 168, 184
@@ -76,6 +78,8 @@ class UsageMeter:
     def report(self, connections: Iterable[tuple[int, int]]) -> list[pb.LinkUsage]:
         """``connections``: (peer, descriptor of the connection to it). Peers to which nothing was sent are left out,
         and if there are very many those that were sent least. Empty if the last report was just now."""
+        from byteps_py.proto import control_pb2 as pb  # ranks count as well, and need no messages of the scheduler
+
         now_s = self._clock()
         if now_s - self._reported_s < self._every_s:
             return []

@@ -14,6 +14,7 @@ from byteps_py.errors import ProtocolError
 from byteps_py.failure_detector import FailureDetector
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.job import Job, MessageHandler, Outgoing, ranks_of, to_each
+from byteps_py.scheduler.pair_watch import PairUsage, PairWatch, RelayChange, RelayState
 from byteps_py.scheduler.rank_group import RankGroup
 from byteps_py.scheduler.rate_watch import LEAST_GAIN, LEAST_RETURN, MBIT, Change, RateWatch, Usage
 from byteps_py.scheduler.roster import ClusterConfig, MemberRecord
@@ -331,6 +332,27 @@ def link_sentences(changes: Iterable[Change], who: Mapping[int, str]) -> list[st
     return lines
 
 
+def relay_sentences(changes: Iterable[RelayChange], who: Mapping[int, str]) -> list[str]:
+    """One sentence for each pair of machines whose ranks reach each other through a third one, or directly again; none
+    of trials. ``who``: the member of each machine."""
+    lines = []
+    for each in changes:
+        first, second, third = (who.get(machine, "a machine that has left") for machine in (*each.pair, each.relay))
+        if each.state is RelayState.RELAYED and each.total_mbit > each.direct_mbit:
+            lines.append(
+                f"the way between {first} and {second} carries {each.direct_mbit:.0f} Mbit/s, less than their links: "
+                f"their ranks reach each other through {third} as well, with {each.total_mbit:.0f} Mbit/s in all"
+            )
+        elif each.state is RelayState.DIRECT and each.total_mbit == each.direct_mbit:
+            lines.append(
+                f"the way between {first} and {second} carries {each.direct_mbit:.0f} Mbit/s again: their ranks reach "
+                "each other directly"
+            )
+        elif each.state is RelayState.DIRECT and not each.total_mbit:
+            lines.append(f"{third} no longer relays what ranks of {first} and {second} send each other")
+    return lines
+
+
 def _seconds(time_s: float) -> str:
     return f"{time_s:.1f} s" if time_s >= 10 else f"{time_s:.2g} s" if time_s >= 1 else f"{1000 * time_s:.3g} ms"
 
@@ -350,6 +372,7 @@ class GroupWatch:
         self._compared_s = -_COMPARE_S
         self._waiting: set[int] = set()  # members whose ranks have waited for long, as they reported last
         self._links = RateWatch()
+        self._pairs = PairWatch()
         self._links_epoch = 0  # whose rates the links have
         self._remarks: list[str] = []  # on links, for the workers
         self._stragglers = SlowRankWatch()
@@ -383,8 +406,9 @@ class GroupWatch:
         self._pace.report(member.id, heartbeat.ranks, heartbeat.servers)
         usages = self._usages(member, heartbeat.links)
         self._links.report(usages, now_s)
+        self._pairs.report(self._pair_usages(member, heartbeat.pairs), usages, now_s)
         self._stragglers.report(heartbeat.spans, usages, now_s, member.id)
-        roster, out = self._job.roster, Outgoing()
+        roster, out = self._job.roster, self._changed_relays(now_s)
         self._remarks += self._straggler_sentences(self._new_stragglers(now_s))
         remarks, self._remarks = self._remarks, []
         for remark in remarks:
@@ -428,6 +452,46 @@ class GroupWatch:
         found = [Usage(member.id, source, targets.get(e.peer, -1), e.bytes, e.busy_s, e.unread_s) for e in links]
         able = [usage for usage in found if usage.nbytes and usage.busy_s > 0]
         return [usage for usage in able if usage.source != -1 and usage.target not in (-1, usage.source)]
+
+    def _pair_usages(self, member: MemberRecord, pairs: Collection[pb.PairUsage]) -> list[PairUsage]:
+        """What the member's ranks sent to those of other machines."""
+        if not pairs:
+            return []
+        workers = {worker.facts.machine_index: worker.id for worker in self._job.roster.workers()}
+        return [
+            PairUsage(
+                member.id, workers[e.machine_index], e.bytes, e.busy_s, e.unread_s, e.relayed_bytes, e.relayed_busy_s
+            )
+            for e in pairs
+            if e.machine_index in workers
+        ]
+
+    def _changed_relays(self, now_s: float) -> Outgoing:
+        """Word to the workers of pairs of machines whose ranks reach each other through a third one from now on, or no
+        longer."""
+        roster, out = self._job.roster, Outgoing()
+        if not (self._job.is_running and self._job.config.rebalance_links):
+            return out
+        owners = {member.id: member for member in roster.link_owners()}
+        relays = {member.id: member.facts.relay_address for member in roster.cpu_servers()}
+        workers = {worker.facts.machine_index: worker.id for worker in roster.workers()}
+        for server in roster.gpu_servers():
+            relays[workers.get(server.facts.machine_index, -1)] = server.facts.relay_address
+        able = [owner for owner, address in relays.items() if address and owner in owners]
+        lost = self._pairs.set_machines({owner: member.link_mbit for owner, member in owners.items()}, able)
+        changes = [*lost, *self._pairs.changes(now_s)]
+        if not changes:
+            return out
+        index = {worker.id: worker.facts.machine_index for worker in roster.workers()}
+        found = [
+            pb.Relay(first_machine=index[first], second_machine=index[second], address=relays[relay])
+            for (first, second), relay in self._pairs.relays.items()
+            if first in index and second in index
+        ]
+        out += to_each(roster.workers(), pb.SchedulerMessage(relays=pb.Relays(relays=found)))
+        who = {member.id: member.describe() for member in owners.values()}
+        self._remarks += relay_sentences(changes, who)
+        return out
 
     def new_rates(self, now_s: float) -> tuple[dict[int, float], str]:
         """The rates in Mbit/s of the links that have changed, by member id, and why the shares of the servers should

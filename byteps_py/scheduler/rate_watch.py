@@ -45,6 +45,8 @@ _LATEST = 3
 #: With each change of a link's rate in the last minutes, the next one must last twice as long.
 REMEMBERED_S = 300.0
 _MOST_DOUBLINGS = 5
+#: The same with each time that shares followed in the last minutes, on whichever link, beyond so many.
+_MOST_EPOCHS = 4
 #: So many changes that did not last, in so many seconds: the link changes all the time.
 RESTLESS = 8
 _RESTLESS_S = 60.0
@@ -298,11 +300,13 @@ class _Link:
             self.seen = [Seen(math.inf, self.usual_mbit, self.sign)] * _HOLDS
             self.unseen_s, self.retries = 0.0, self.retries + 1
 
-    def is_due(self, now_s: float) -> bool:
+    def is_due(self, now_s: float, epochs: int) -> bool:
+        """``epochs``: how often shares have followed links lately."""
         self.changes_s = [at_s for at_s in self.changes_s if now_s - at_s < REMEMBERED_S]
         if self.sign is None and not self.changes_s:
             self.retries = 0
-        hold_s = HOLD_S * 2 ** min(_MOST_DOUBLINGS, max(0, len(self.changes_s) - 1))
+        doublings = max(0, len(self.changes_s) - 1, epochs - _MOST_EPOCHS)
+        hold_s = HOLD_S * 2 ** min(_MOST_DOUBLINGS, doublings)
         return self.trend is not Trend.SAME and len(self.seen) >= _HOLDS and self.held_s >= hold_s
 
     def take_restless(self, now_s: float) -> bool:
@@ -340,6 +344,7 @@ class RateWatch:
         self._usages = UsageWindow(WINDOW_S)
         self._judged_s = -EVERY_S
         self._settled_s = 0.0
+        self._epochs_s: list[float] = []  # when shares followed
         self._told: dict[int, float] = {}  # of changes that need no other shares: the rate
 
     def set_rates(self, known_mbit: Mapping[int, float], now_s: float) -> None:
@@ -376,7 +381,8 @@ class RateWatch:
                 link.judge(found[machine], now_s)
             elif found:
                 link.miss(now_s)
-        if not any(link.is_due(now_s) for link in self._links.values()):
+        self._epochs_s = [at_s for at_s in self._epochs_s if now_s - at_s < REMEMBERED_S]
+        if not any(link.is_due(now_s, len(self._epochs_s)) for link in self._links.values()):
             return []
         changed = {
             machine: link
@@ -401,6 +407,7 @@ class RateWatch:
 
     def accept(self, changes: Iterable[Change], now_s: float) -> None:
         """The shares follow these changes."""
+        self._epochs_s.append(now_s)
         for change in changes:
             link = self._links[change.machine]
             link.changes_s.append(now_s)

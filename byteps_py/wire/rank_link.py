@@ -33,12 +33,14 @@ from byteps_py.wire.record_codec import (
     U64s,
 )
 
-VERSION = 16
+VERSION = 17
 
 #: The most entries of a message about rounds: more are spread over several messages.
 MAX_ROUNDS = 4096
 #: The most specs of a Declare: with names at their longest it stays below the channel's limit.
 MAX_SPECS = 100
+#: The most entries of a LinksUsed.
+MAX_LINKS = 1024
 #: The most bytes of a RecordData.
 MAX_DATA_BYTES = 128 << 10
 #: A rank that attaches so much to a step waits until a server has the attachment of the step before.
@@ -284,6 +286,18 @@ class StepsBegun:
     counts: tuple[StepCount, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class LinkUsed:
+    """What was sent to one rank: see PairUsage in control.proto."""
+
+    rank: U32
+    nbytes: U64
+    busy_s: F64
+    unread_s: F64
+    relayed_bytes: U64
+    relayed_busy_s: F64
+
+
 @_link.message(50)
 @dataclass(frozen=True, slots=True)
 class ProgressMade:
@@ -299,6 +313,14 @@ class ProgressMade:
     recoveries: U64
     tokens_per_s: F64
     exposed_share: F64
+
+
+@_link.message(51)
+@dataclass(frozen=True, slots=True)
+class LinksUsed:
+    """What the rank has sent to ranks of other machines since it said so before."""
+
+    links: tuple[LinkUsed, ...]
 
 
 @_link.message(26)
@@ -536,6 +558,22 @@ class HostsChanged:
 
     added: Flag
     removed: Flag
+
+
+@dataclass(frozen=True, slots=True)
+class RelayedRank:
+    """A rank of another machine that is reached through a third one as well, which listens at ``address``."""
+
+    rank: U32
+    address: Text
+
+
+@_link.message(52)
+@dataclass(frozen=True, slots=True)
+class RelaysChanged:
+    """All ranks that this one reaches through third machines from now on."""
+
+    relays: tuple[RelayedRank, ...]
 
 
 @_link.message(22)

@@ -45,6 +45,7 @@ _SAID = (
     protocol.BarrierReleased(1),
     protocol.AllJoined(1),
     protocol.HostsChanged(True, False),
+    protocol.RelaysChanged((protocol.RelayedRank(1, "127.0.0.1:9"),)),
     protocol.DeclarationsFailed((1,), "MismatchError", "they differ"),
     protocol.Fatal("PeerLostError", "a rank died"),
     protocol.Pong(),

@@ -106,6 +106,16 @@ def test_links_that_have_all_become_slow_alike_change_nothing_and_are_told_once(
     assert len(told) == len(set(told)) == 6, told
 
 
+def test_links_that_look_slow_in_turn_move_shares_a_few_times_only() -> None:
+    """As on machines that have too much to do: each looks slow for long enough, and never again."""
+    job = traffic(8, 0)
+    for turn in range(30):
+        job.rates = [MBIT] * 8
+        job.rates[turn % 8] = MBIT / 4
+        job.run(NOTICED_S)
+    assert 4 <= len(job.epochs) <= 10, job.epochs
+
+
 def test_more_than_half_of_the_machines_slow_in_different_ways_change_nothing() -> None:
     """Their processors have too much to do, or the network is full: other shares would be wrong soon."""
     job = traffic(6, 0)

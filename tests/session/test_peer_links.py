@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import threading
 import time
@@ -12,12 +13,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support.connected import SETTINGS, WAIT_S, ConnectedRank, connect
+from support.connected import SETTINGS, WAIT_S, ConnectedRank, connect, connected
 from support.proxy import Proxy
 from test_peer_connection import connection, expect, some_bytes, span, streams
 
 from byteps_py.config.settings import Settings
+from byteps_py.dataplane.relay import Relay
 from byteps_py.errors import IntegrityError, PeerLostError
+from byteps_py.wire.rank_link import LinksUsed
 
 
 @contextlib.contextmanager
@@ -271,3 +274,100 @@ def test_a_rank_that_computes_for_long_is_not_lost(caplog: pytest.LogCaptureFixt
 
 def never_before(time_s: float) -> Callable[[], bool]:
     return lambda: time.monotonic() >= time_s
+
+
+# ---- through a third machine ---------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def with_relay(settings: Settings = SETTINGS["signed"]) -> Iterator[tuple[list[ConnectedRank], Relay]]:
+    """Two ranks that are connected, and a third machine's relay."""
+    relay = Relay("127.0.0.1", settings)
+    relay.allow(frozenset(("127.0.0.1",)))
+    try:
+        with connected(2, settings) as ranks:
+            yield ranks, relay
+    finally:
+        relay.close()
+
+
+def use(ranks: list[ConnectedRank], address: str = "") -> None:
+    """As the services of both machines say: through this relay, or directly."""
+    for rank in ranks:
+        with rank.state:
+            rank.transport.set_relays({1 - rank.rank: address} if address else {})
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    until_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < until_s
+        select.select([], [], [], 0.01)
+
+
+def sockets(ranks: list[ConnectedRank]) -> list[int]:
+    return [len(connection(rank, 1 - rank.rank)._sockets) for rank in ranks]
+
+
+@pytest.mark.parametrize("protection", ["open", "encrypted", "several"])
+def test_a_link_goes_through_a_third_machine_as_well_and_no_longer(protection: str) -> None:
+    with with_relay(SETTINGS[protection]) as (ranks, relay):
+        exchange(ranks)
+        before = sockets(ranks)
+        use(ranks, relay.address)
+        wait_for(lambda: sockets(ranks) == [count + 1 for count in before])
+        exchange(ranks, 8 << 20)
+        if protection == "several":  # over loopback, these have room for all of it
+            return
+        assert relay.bytes_moved > 1 << 20
+        use(ranks)
+        exchange(ranks)  # what waits leaves
+        moved = relay.bytes_moved
+        exchange(ranks, 8 << 20)
+        assert relay.bytes_moved - moved < 256 << 10  # handshakes and reports at most
+        use(ranks, relay.address)  # over the same connection
+        exchange(ranks, 8 << 20)
+        assert relay.bytes_moved > moved + (1 << 20)
+        assert sockets(ranks) == [count + 1 for count in before]
+
+
+def test_a_third_machine_that_dies_costs_nothing_but_time() -> None:
+    with with_relay() as (ranks, relay):
+        use(ranks, relay.address)
+        wait_for(lambda: sockets(ranks) == [2, 2])
+        with ThreadPoolExecutor(1) as pool:
+            exchanging = pool.submit(exchange, ranks, 8 << 20, 6)
+            wait_for(lambda: relay.bytes_moved > 4 << 20)
+            relay.close()
+            exchanging.result()
+        exchange(ranks)
+        wait_for(lambda: sockets(ranks) == [1, 1])
+
+
+def test_another_relay_takes_the_place_of_one() -> None:
+    with with_relay() as (ranks, first), with_relay() as (_, second):
+        use(ranks, first.address)
+        wait_for(lambda: sockets(ranks) == [2, 2])
+        use(ranks, second.address)
+        wait_for(lambda: second.connections == 1 and not first.connections)
+        exchange(ranks, 8 << 20)
+        assert second.bytes_moved > 1 << 20
+
+
+def test_a_relay_that_can_not_be_reached_leaves_the_link_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    with with_relay() as (ranks, relay):
+        relay.allow(frozenset())
+        use(ranks, relay.address)
+        wait_for(lambda: "is no address of this job's machines" in caplog.text)
+        exchange(ranks)
+        assert sockets(ranks) == [1, 1]
+
+
+def test_ranks_tell_what_they_sent() -> None:
+    with connected(2, SETTINGS["several"]) as ranks:
+        exchange(ranks, 8 << 20)
+        for rank in ranks:
+            with rank.state:
+                rank.transport._report_links()
+        # Loopback is no link: the system tells no times that would mean anything.
+        assert not [word for rank in ranks for word in rank.told if isinstance(word, LinksUsed)]

@@ -77,6 +77,7 @@ class Runtimes:
             zmq_context=lambda: SimpleNamespace(term=lambda: None),
             dialer=functools.partial(PeerDialer, network),
             data_listener=listen,
+            relay=lambda settings: None,
             local_listener=functools.partial(Listener, world, local, process),
             connect_local=lambda name, timeout_s: local.connect(name, process),
             arena=memory.new_arena,

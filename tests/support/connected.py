@@ -60,6 +60,9 @@ class ConnectedRank:
     def send(self, message: object, fds: tuple[int, ...] = ()) -> None:
         self.told.append(message)
 
+    def tell(self, message: object) -> None:
+        self.told.append(message)
+
 
 @contextlib.contextmanager
 def connected(count: int, settings: Settings, on_machine: int = 1) -> Iterator[list[ConnectedRank]]:

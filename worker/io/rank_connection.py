@@ -20,6 +20,7 @@ from byteps_py.system.shm import Arena, Block
 from byteps_py.wire import rank_link as protocol
 
 MAX_NOTE_CHARS = 9000
+_MOST_LINKS = 4096
 
 
 @dataclass(slots=True)
@@ -53,6 +54,7 @@ class RankConnection:
         self.direct_waits: dict[int, DirectWait] = {}  # by id
         self.steps: list[pb.RankSteps] = []  # how far it was when it told it last, without its number
         self.progress: pb.RankProgress | None = None  # the same, of its training
+        self._links: list[protocol.LinkUsed] = []  # what it sent to ranks of other machines, and nobody has taken
         self._announced = 0  # segments the rank has been given
         self._runtime = runtime
         self._loop = runtime.loop
@@ -117,6 +119,15 @@ class RankConnection:
         """It has told what it has done."""
         numbers = {name: getattr(message, name) for name in message.__slots__}
         self.progress = pb.RankProgress(**numbers)
+
+    def tell_links(self, message: protocol.LinksUsed) -> None:
+        """It has told what it sent to ranks of other machines."""
+        self._links = [*self._links, *message.links][-_MOST_LINKS:]
+
+    def take_link_reports(self) -> list[protocol.LinkUsed]:
+        """What it has told of since this was called before."""
+        links, self._links = self._links, []
+        return links
 
     def take_flight_recorder(self) -> int:
         """The descriptor of its flight recorder, which the caller closes: others may ask what the rank did last when it

@@ -52,6 +52,7 @@ _HANDLERS: dict[type, _Handler] = {
     protocol.WaitEnded: lambda here, connection, message: connection.end_wait(message),
     protocol.StepsBegun: lambda here, connection, message: connection.tell_steps(message),
     protocol.ProgressMade: lambda here, connection, message: connection.take_progress(message),
+    protocol.LinksUsed: lambda here, connection, message: connection.tell_links(message),
     protocol.Ping: lambda here, connection, message: connection.send(protocol.Pong()),
     protocol.Note: lambda here, connection, message: connection.take_note(message),
 }
@@ -87,6 +88,7 @@ class RankServer:
         self._strangers = LocalStrangers(runtime.loop.call_later, self._cut_off)  # channels without a Hello
         self.ranks = self.ranks_class(local_size, on_return is not None)
         self._open: RequestHandler | None = None  # of the present group
+        self._relays: protocol.RelaysChanged | None = None  # its ranks know
         self.failure: BytePSError | None = None
         self.is_dismissed = False  # this machine's ranks are to leave the elastic job
         #: A rank of the latest group has ended without saying that training is done.
@@ -106,7 +108,7 @@ class RankServer:
 
     def open(self, requests: RequestHandler) -> None:
         """The group is complete: take in those of its ranks that wait."""
-        self._open = requests
+        self._open, self._relays = requests, None
         self.has_unfinished = False
         topology = requests.topology
         for connection in self.ranks.connections(RankState.LEFT):
@@ -145,6 +147,11 @@ class RankServer:
     def tell_hosts(self, added: bool, removed: bool) -> None:
         """Ranks wait to join, or are about to leave."""
         self._tell_group(protocol.HostsChanged(added, removed))
+
+    def set_relays(self, relays: tuple[protocol.RelayedRank, ...]) -> None:
+        """The group's ranks, also those that come later, reach these ranks through a third machine as well."""
+        self._relays = protocol.RelaysChanged(relays)
+        self._tell_group(self._relays)
 
     def dismiss(self) -> None:
         """Turn away the ranks that wait, and all that come from now on."""
@@ -303,6 +310,8 @@ class RankServer:
             memory_bytes=min(worker.memory_bytes for worker in here.topology.workers),
         )
         self._guard(rank, connection, functools.partial(connection.send, message))
+        if self._relays is not None:
+            self._guard(rank, connection, functools.partial(connection.send, self._relays))
         self._on_change()
 
     # ---- in the group ----------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import struct
 import termios
 from collections import deque
 
+from byteps_py.dataplane.link_usage import TcpCounters, tcp_counters
 from byteps_py.dataplane.seal import Data
 from byteps_py.dataplane.stream_seal import FrameHeader, StreamFrameKind
 from byteps_py.session.peers.frame_reader import FrameReader, FrameSink
@@ -31,6 +32,11 @@ class LinkSocket:
 
     def __init__(self, new: NewConnection, stream: ResumableStream, sink: FrameSink) -> None:
         self.sock = new.sock
+        #: It goes through a third machine.
+        self.is_relayed = new.is_relayed
+        #: No further frames are sent over it.
+        self.is_resting = False
+        self._counted = TcpCounters(0, 0.0, 0.0)
         self._sealing = new.seals[0]
         self.reader = FrameReader(new.seals[1], stream, sink)
         self._out: deque[tuple[Data, int]] = deque()  # sealed, with how many frames have left once it has
@@ -93,6 +99,14 @@ class LinkSocket:
         """Bytes that the peer's system has not acknowledged."""
         answer = fcntl.ioctl(self.sock, termios.TIOCOUTQ, bytes(4))
         return int(struct.unpack("i", answer)[0])
+
+    def usage(self) -> TcpCounters | None:
+        """What was sent over it since this was called before; None if the system does not say."""
+        now = tcp_counters(self.sock.fileno())
+        if now is None:
+            return None
+        before, self._counted = self._counted, now
+        return TcpCounters(now.acked - before.acked, now.busy_s - before.busy_s, now.unread_s - before.unread_s)
 
     def hang_up(self, poller: select.epoll) -> None:
         """Close the socket."""

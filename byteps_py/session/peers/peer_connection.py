@@ -1,7 +1,7 @@
 """The link to a rank of another machine. It carries the messages of peer_protocol.py, each followed by its payload, in
 frames over a TCP connection; and over the next one, if that breaks or a frame arrives damaged (resumable_stream.py).
-Where one connection does not fill the link, there are several at a time (dataplane/long_links.py): each takes the next
-frame when it has room. If one breaks, all are made again.
+Where one connection does not fill the link, there are several at a time (dataplane/long_links.py), or one more through
+a third machine (dataplane/relay.py): each takes the next frame when it has room. If one breaks, all are made again.
 
 Neither end blocks. The system takes the bytes that it has room for; the rest waits here, and is sent by the thread that
 waits for messages (``send_waiting``). A large payload goes from the tensor's memory into the tensor's memory: a
@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+from byteps_py.dataplane.link_usage import TcpCounters
 from byteps_py.dataplane.long_links import share_evenly
 from byteps_py.dataplane.stream_seal import FRAME_BYTES, DamagedFrameError, FrameHeader, StreamFrameKind
 from byteps_py.errors import CommunicationError, IntegrityError, PeerLostError, ProtocolError
@@ -135,6 +136,7 @@ class PeerConnection:
         self._lock = threading.Lock()  # for what is sent
         self._stream = ResumableStream()
         self._sockets: list[LinkSocket] = []  # the first one was made first; empty: there is no connection
+        self._is_relayed = False  # the connection through a third machine is to be used
         self._set = 0  # the number of this set of connections, as the rank that calls counts
         self._name = f"the connection from rank {me} to rank {rank}"
         self._connections = 0  # sets of them, so far
@@ -156,7 +158,8 @@ class PeerConnection:
     @property
     def waiting_descriptors(self) -> list[int]:
         """Those of the sockets that need room for bytes that wait."""
-        waiting = [each for each in list(self._sockets) if self._has_more or each.has_waiting]
+        has_more = self._has_more
+        waiting = [e for e in list(self._sockets) if e.has_waiting or (has_more and not e.is_resting)]
         return [fd for each in waiting if (fd := each.sock.fileno()) >= 0]
 
     # ---- connections -----------------------------------------------------------------------------------
@@ -175,6 +178,7 @@ class PeerConnection:
         here, there = _ends(new.sock)
         with self._lock:
             made = LinkSocket(new, self._stream, self)
+            made.is_resting = made.is_relayed and not self._is_relayed
             self._sockets.append(made)
             for each in self._sockets if len(self._sockets) > 1 else ():
                 share_evenly(each.sock)
@@ -191,6 +195,37 @@ class PeerConnection:
         if is_first and self._connections > 1:
             logger.warning("%s was made again after it had broken (%s): all goes on", self._name, self._why)
         return made
+
+    def use_relay(self, is_relayed: bool) -> bool:
+        """Send over the connection through a third machine as well, or no longer. Returns True if there has to be one,
+        and is none."""
+        with self._lock:
+            self._is_relayed = is_relayed
+            relayed = [each for each in self._sockets if each.is_relayed]
+            for each in relayed:
+                each.is_resting = not is_relayed
+            return is_relayed and not relayed
+
+    def renew(self, why: str) -> None:
+        """Make all connections again. Called as ``receive`` is."""
+        if self._sockets:
+            self._hang_up()
+            self._why = why
+            self._watch.broke(time.monotonic())
+            self._on_broken(self)
+
+    def usage(self) -> tuple[TcpCounters, TcpCounters]:
+        """What was sent directly, and what through a third machine, since this was called before. Of several
+        connections the time is that of the longest."""
+        found = {True: TcpCounters(0, 0.0, 0.0), False: TcpCounters(0, 0.0, 0.0)}
+        with self._lock:
+            for each in self._sockets:
+                if not each.is_cut and (used := each.usage()) is not None:
+                    known = found[each.is_relayed]
+                    found[each.is_relayed] = TcpCounters(
+                        known.acked + used.acked, max(known.busy_s, used.busy_s), max(known.unread_s, used.unread_s)
+                    )
+        return found[False], found[True]
 
     def _hang_up(self) -> None:
         with self._lock:
@@ -314,7 +349,7 @@ class PeerConnection:
 
     def _send_or_wait(self) -> None:
         """Send over connections that have room, as far as they have, and see to the rest."""
-        free = [each for each in self._sockets if not each.has_waiting]
+        free = [each for each in self._sockets if not (each.has_waiting or each.is_resting)]
         if free and self._send_over(free):
             self._background_sender.add(self)
 
@@ -327,7 +362,7 @@ class PeerConnection:
         """Send over ``sockets``, as far as the system has room. True if something is left to be sent."""
         budget = _AT_ONCE_BYTES
         for each in sockets:
-            while budget > 0 and (each.has_waiting or self._has_more):
+            while budget > 0 and (each.has_waiting or (self._has_more and not each.is_resting)):
                 if not each.has_waiting:
                     self._seal_next(each)
                 taken, is_all = each.send()
@@ -339,7 +374,7 @@ class PeerConnection:
         is_left = has_more or any(each.has_waiting for each in self._sockets)
         for each in self._sockets:
             if not each.is_cut:
-                each.watch_for_room(self._poller, has_more or each.has_waiting)
+                each.watch_for_room(self._poller, each.has_waiting or (has_more and not each.is_resting))
         return is_left
 
     def _note_left(self) -> None:

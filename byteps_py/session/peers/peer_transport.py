@@ -17,7 +17,7 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NoReturn, cast
 
 from byteps_py.config.settings import Settings
@@ -53,6 +53,7 @@ from byteps_py.session.peers.votes import Votes
 from byteps_py.session.peers.waiting import Host, PeerWaiter, Wait
 from byteps_py.system.shm import Block
 from byteps_py.tensors import differing
+from byteps_py.wire import rank_link as protocol
 
 #: Payloads up to this size travel in the message: one more copy, but no memory to be given back.
 INLINE_BYTES = 32 << 10
@@ -64,6 +65,8 @@ WINDOW = 4
 #: those that have arrived too early.
 _ACKNOWLEDGED = 8
 _MOST_UNACKNOWLEDGED_BYTES = 256 << 10
+#: Less, between two checks, is not told.
+_REPORTED_BYTES = 256 << 10
 #: Waiting for the next report of a large payload costs less than copying the bytes that may not have arrived.
 _REPORT_WAIT_S = 0.002
 _INLINE, _SHARED, _MORE, _TAKEN, _SEGMENT, _JOINED, _WAKE = map(int, PeerMessageKind)
@@ -93,6 +96,7 @@ class PeerTransport:
         self._links: dict[int, PeerConnection] = {}  # by rank, of other machines
         # Their connections by descriptor, and former ones
         self._link_sockets: dict[int, tuple[PeerConnection, LinkSocket]] = {}
+        self._relayed: frozenset[int] = frozenset()  # ranks that are reached through a third machine as well
         self._error: ProtocolError | None = None  # found while no thread was waiting for messages
         #: Connects to ranks of other machines; None if that is not possible.
         self.connector: PeerConnector | None = None
@@ -131,6 +135,7 @@ class PeerTransport:
                 link = self._links[rank] = PeerConnection(
                     self._me, rank, self, poller, self._background_sender, self.lost_after_s, self._link_broke
                 )
+                link.use_relay(rank in self._relayed)
             if (made := link.resume(connection)) is not None:
                 self._link_sockets[made.sock.fileno()] = link, made
             is_new = self._outboxes.get(rank) is not link
@@ -144,6 +149,30 @@ class PeerTransport:
         if self.connector is not None:
             self.connector.redial(link.rank, lambda: link.needs_connection)
 
+    def set_relays(self, relays: Mapping[int, str]) -> None:
+        """Reach these ranks through a third machine as well, whose relay has this address, and no others. Called by the
+        reading thread."""
+        if self.connector is None:
+            return
+        mine, moved = self.connector.set_relays(relays)
+        self._relayed = frozenset(relays)
+        for rank, link in self._links.items():
+            needs_one = link.use_relay(rank in relays)
+            if rank in mine and needs_one:
+                self.connector.call_through_relay(rank)
+            elif rank in moved:
+                link.renew("another machine relays it")
+
+    def _report_links(self) -> None:
+        """Tell the service what was sent to ranks of other machines. Called with ``state`` held."""
+        used = []
+        for rank, link in self._links.items():
+            direct, relayed = link.usage()
+            if direct.acked + relayed.acked >= _REPORTED_BYTES:
+                used.append(protocol.LinkUsed(rank, *direct, relayed.acked, relayed.busy_s))
+        for first in range(0, len(used), protocol.MAX_LINKS):
+            self._host.tell(protocol.LinksUsed(tuple(used[first : first + protocol.MAX_LINKS])))
+
     def _check_links(self) -> None:
         """Receive, so that links are not silent while no thread waits for messages, and see which are."""
         with self._host.state:
@@ -155,6 +184,7 @@ class PeerTransport:
                 now_s = time.monotonic()
                 for link in list(self._links.values()):
                     link.check(now_s)
+                self._report_links()
             except ProtocolError as error:
                 self._error = error
         self._wake()

@@ -41,6 +41,9 @@ class Host(Protocol):
     def send(self, message: object, fds: tuple[int, ...] = ()) -> None:
         """Send a message of rank_link.py to the communication service."""
 
+    def tell(self, message: object) -> None:
+        """Send a message if the channel has room now. Raises nothing: another one soon says it anew."""
+
 
 @dataclass(slots=True, eq=False)
 class Wait:

@@ -197,9 +197,12 @@ class ChannelSession(Session):
         if (now_s < self._tell_progress_s and not at_once) or self._closed or self._fatal is not None:
             return
         self._tell_progress_s = now_s + TELL_PROGRESS_S
-        message = protocol.ProgressMade(**self.progress.facts(self.result_bytes))
-        with contextlib.suppress(BytePSError):  # the next read reports it
-            self._channel.try_send(protocol.encode(message))
+        self.tell(protocol.ProgressMade(**self.progress.facts(self.result_bytes)))
+
+    def tell(self, message: object) -> None:
+        if not self._closed and self._fatal is None:
+            with contextlib.suppress(BytePSError):  # the next read reports it
+                self._channel.try_send(protocol.encode(message))
 
     def _report_steps(self) -> None:
         if self.progress.steps:

@@ -170,6 +170,7 @@ class RemoteSession(ChannelSession):
             protocol.BarrierReleased: self._barrier_released,
             protocol.AllJoined: self._all_joined,
             protocol.HostsChanged: self._hosts_changed,
+            protocol.RelaysChanged: self._relays_changed,
             protocol.PeerInbox: self._on_peer_inbox,
             protocol.Introduced: self._introduced,
             protocol.Drained: self._drained,
@@ -473,6 +474,10 @@ class RemoteSession(ChannelSession):
 
     def _hosts_changed(self, message: protocol.HostsChanged, fds: list[int]) -> None:
         self._hosts = (self._hosts[0] or message.added, self._hosts[1] or message.removed)
+
+    def _relays_changed(self, message: protocol.RelaysChanged, fds: list[int]) -> None:
+        if (peers := self.peers) is not None:
+            peers.set_relays({each.rank: each.address for each in message.relays})
 
     def _on_peer_inbox(self, message: protocol.PeerInbox, fds: list[int]) -> None:
         if self._peers is None:
