@@ -22,6 +22,7 @@ from collections.abc import Callable
 
 from byteps_py.config.settings import Settings
 from byteps_py.dataplane.handshake import CallerHandshake, Challenge, ListenerHandshake
+from byteps_py.dataplane.long_links import share_evenly
 from byteps_py.dataplane.stream_listener import (
     ACCEPTED,
     Seals,
@@ -43,7 +44,7 @@ _MAGIC = b"bps-rly1"
 _MOST_ADDRESS_BYTES = 300
 #: For the connection to the other rank.
 _CONNECT_S = 3.0
-_PIPE_BYTES = 1 << 20
+_PIPE_BYTES = 256 << 10
 
 
 def _bound_to(relay: str, target: str) -> str:
@@ -157,6 +158,7 @@ class Relay:
                 for each in ends:
                     each.setblocking(True)
                     _notice_a_dead_end(each, self._settings.patience_s)
+                    share_evenly(each)  # what waits here would have been there sooner by the direct way
                 back = threading.Thread(target=self._move, args=(callee, caller), name="byteps-relay", daemon=True)
                 try:
                     caller.sendall(framed(ACCEPTED))

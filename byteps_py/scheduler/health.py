@@ -334,7 +334,7 @@ def link_sentences(changes: Iterable[Change], who: Mapping[int, str]) -> list[st
 
 def relay_sentences(changes: Iterable[RelayChange], who: Mapping[int, str]) -> list[str]:
     """One sentence for each pair of machines whose ranks reach each other through a third one, or directly again; none
-    of trials. ``who``: the member of each machine."""
+    of trials, nor of third machines that have left: others tell of these. ``who``: the member of each machine."""
     lines = []
     for each in changes:
         first, second, third = (who.get(machine, "a machine that has left") for machine in (*each.pair, each.relay))
@@ -348,8 +348,6 @@ def relay_sentences(changes: Iterable[RelayChange], who: Mapping[int, str]) -> l
                 f"the way between {first} and {second} carries {each.direct_mbit:.0f} Mbit/s again: their ranks reach "
                 "each other directly"
             )
-        elif each.state is RelayState.DIRECT and not each.total_mbit:
-            lines.append(f"{third} no longer relays what ranks of {first} and {second} send each other")
     return lines
 
 

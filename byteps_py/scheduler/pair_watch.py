@@ -7,9 +7,10 @@ as well. Pure: time is an argument.
                                                             RELAYED ◄──it is not──────────────────────────────────┘
 
 Ranks report what they send to ranks of other machines, and for how long any of it was on its way. A pair's direct way
-is slow if it carries less than half of what both links carry, while neither is full: a full link is slow for all pairs,
-and no third machine helps. Whether one does help is tried, as nobody can know: the way to it may be as slow. Both ways
-are used together, each for as much as it carries (session/peers/peer_connection.py), so a bad guess costs little.
+is slow if it carries less than half of what both links have left beside what else they carry: a full link is slow for
+all pairs, and no third machine helps. Whether one does help is tried, as nobody can know: the way to it may be as slow.
+Both ways are used together, each for as much as it carries (session/peers/peer_connection.py), so a bad guess costs
+little.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from byteps_py.scheduler.rate_watch import MBIT, Usage
 #: Reports of so many seconds are judged together, every so many seconds.
 WINDOW_S = 3.0
 EVERY_S = 0.5
-#: A direct way that carries less than the one part of its links' rate is slow, one that carries the other is fast.
+#: A direct way that carries less than the one part of what its links have left for it is slow, than the other is fast.
 SLOW, FAST = 0.5, 0.8
 #: While a third machine helps, both ways share the sender's link: if the direct one carries so much, it may be fast.
 _MAYBE_FAST = 0.35
@@ -84,6 +85,7 @@ class Ways(NamedTuple):
     direct_mbit: float
     total_mbit: float
     busy_s: float
+    carried_mbit: float  # both ways together, on average, also when nothing was on its way
     is_unread: bool  # the receiver's programs held it up
     source: int
     target: int
@@ -113,7 +115,7 @@ class _PairState:
     since_s: float = 0.0  # of the state
     held_s: float = 0.0  # for how long there was evidence that asks for another state
     judged_s: float = -math.inf  # the latest evidence
-    seen: list[float] = field(default_factory=list)  # rates since the state began
+    seen: list[float] = field(default_factory=list)  # rates, or parts of them, since the state began
     before_mbit: float = 0.0  # of the direct way, before the trial
     failures: int = 0
     not_before_s: float = -math.inf  # the next trial, or check
@@ -201,13 +203,13 @@ class PairWatch:
     def _judge(
         self, pair: Pair, each: _PairState, ways: Ways, used_mbit: Mapping[int, tuple[float, float]], now_s: float
     ) -> list[RelayChange]:
-        usual_mbit = min(self._known_mbit.get(machine, 0.0) for machine in pair)
+        left_mbit = self._left_mbit(ways, used_mbit)
         if ways.busy_s < _LEAST_BUSY * WINDOW_S and each.state is RelayState.DIRECT:
             each.hold(False, now_s)
             return []
         if each.state is RelayState.DIRECT:
             relay = self._best_relay(ways, used_mbit)
-            is_slow = not ways.is_unread and ways.direct_mbit < SLOW * usual_mbit and relay is not None
+            is_slow = not ways.is_unread and ways.direct_mbit < SLOW * left_mbit and relay is not None
             if each.hold(is_slow, now_s) and now_s >= each.not_before_s and relay is not None:
                 each.before_mbit, each.relay = ways.total_mbit, relay
                 each.go(RelayState.TRYING, now_s)
@@ -222,15 +224,15 @@ class PairWatch:
                 each.go(RelayState.RELAYED if is_faster else RelayState.DIRECT, now_s)
                 return [RelayChange(pair, each.state, each.relay, each.before_mbit, total_mbit)]
         elif each.state is RelayState.RELAYED:
-            looks_fast = ways.direct_mbit >= _MAYBE_FAST * usual_mbit and now_s >= each.not_before_s
+            looks_fast = ways.direct_mbit >= _MAYBE_FAST * left_mbit and now_s >= each.not_before_s
             if each.hold(looks_fast, now_s):
                 each.go(RelayState.CHECKING, now_s)
                 return [RelayChange(pair, each.state, each.relay, ways.direct_mbit, ways.total_mbit)]
         else:
-            each.seen.append(ways.direct_mbit)
+            each.seen.append(ways.direct_mbit / left_mbit if left_mbit else 1.0)
             if len(each.seen) >= _ENOUGH:
-                direct_mbit = statistics.median(each.seen)
-                is_fast = direct_mbit >= FAST * usual_mbit
+                direct_mbit = ways.direct_mbit
+                is_fast = statistics.median(each.seen) >= FAST
                 if is_fast:
                     each.failures, each.not_before_s = 0, -math.inf
                 else:
@@ -254,6 +256,7 @@ class PairWatch:
                 usage.nbytes * MBIT / usage.busy_s if usage.busy_s else 0.0,
                 (usage.nbytes + usage.relayed_bytes) * MBIT / busy_s,
                 busy_s,
+                (usage.nbytes + usage.relayed_bytes) * MBIT / WINDOW_S,
                 usage.unread_s > usage.busy_s / 2,
                 usage.source,
                 usage.target,
@@ -275,14 +278,20 @@ class PairWatch:
             into[target] = into.get(target, 0.0) + nbytes * MBIT / WINDOW_S
         return {machine: (out.get(machine, 0.0), into.get(machine, 0.0)) for machine in self._known_mbit}
 
+    def _left_mbit(self, ways: Ways, used_mbit: Mapping[int, tuple[float, float]]) -> float:
+        """The rate that the links at both ends have left for a pair, beside what else they carry meanwhile."""
+        part = min(1.0, ways.busy_s / WINDOW_S)
+        left = math.inf
+        for machine, direction in ((ways.source, 0), (ways.target, 1)):
+            used = used_mbit.get(machine, (0.0, 0.0))[direction]
+            left = min(left, self._known_mbit.get(machine, 0.0) - max(0.0, used - ways.carried_mbit) / part)
+        return max(0.0, left)
+
     def _best_relay(self, ways: Ways, used_mbit: Mapping[int, tuple[float, float]]) -> int | None:
-        """The third machine with the most room. None: it, or one of the pair's own links, has no room for as much again
-        as the direct way carries."""
+        """The third machine with the most room. None: it has none for as much again as the direct way carries."""
         room_mbit = {
             machine: known - max(used_mbit[machine]) for machine, known in self._known_mbit.items() if known > 0
         }
-        ends = self._known_mbit.get(ways.source, 0.0) - used_mbit.get(ways.source, (math.inf, 0.0))[0]
-        ends = min(ends, self._known_mbit.get(ways.target, 0.0) - used_mbit.get(ways.target, (0.0, math.inf))[1])
         able = [c for c in self._candidates if c not in (ways.source, ways.target) and c in room_mbit]
         best = max(able, key=lambda machine: (room_mbit[machine], -machine), default=None)
-        return best if best is not None and min(ends, room_mbit[best]) >= ways.direct_mbit else None
+        return best if best is not None and room_mbit[best] >= ways.direct_mbit else None

@@ -4,7 +4,10 @@ weights are bit for bit those of a calm run. Machines are network namespaces wit
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from chaos.run import ENVIRON, calm
@@ -13,10 +16,11 @@ from support.clusters import has_namespaces
 from test_partitions import Cluster
 from test_recovery import DIGEST, OPTIONS, train
 
-from benchmarks.cluster.hosts import Host, cluster, reshape
+from benchmarks.cluster.hosts import Host, cluster, reshape, slow_way
 
 RATE_MBIT = 40.0
 STEPS = 24
+SENDS = Path(__file__).parents[1] / "programs" / "sends.py"
 
 pytestmark = [
     pytest.mark.skipif(not has_namespaces(), reason="needs root and iproute2 (network namespaces)"),
@@ -62,3 +66,23 @@ def test_a_slow_link_is_named_and_the_weights_are_the_same(
         if not variables:
             assert "moved" in running.machines[0].text
     assert digests == calm(2, OPTIONS, STEPS).digests
+
+
+@pytest.mark.slow
+def test_ranks_reach_each_other_through_a_third_machine_which_then_dies(hosts: list[Host], tmp_path: Path) -> None:
+    stop = tmp_path / "stop"
+    environ = {**ENVIRON, "BYTEPS_LINK_MBIT": f"{RATE_MBIT:g}"}
+    with contextlib.ExitStack() as stack:
+        running = Cluster(stack, hosts, (str(stop), str(60_000)), SENDS, **environ)
+        first = running.machines[0]
+        with slow_way(hosts[0], hosts[1], RATE_MBIT / 20):
+            said = first.until("as well, with")
+            assert f"carries {RATE_MBIT / 20:g} Mbit/s, less than their links" in said, said
+            for pid in running.server.pids():
+                os.kill(pid, signal.SIGKILL)
+            first.until("made again after it had broken")
+            stop.touch()
+            assert [each.end() for each in running.machines] == [0, 0], first.text
+        assert all(f"rank {rank}: all as sent" in each.text for rank, each in enumerate(running.machines))
+        assert running.scheduler.end() == 0, running.scheduler.text
+        running.server.end()

@@ -12,6 +12,7 @@ import re
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from chaos.run import ENVIRON, PROGRAM, STEPS, calm
@@ -33,8 +34,15 @@ pytestmark = [
 class Cluster:
     """The scheduler and machine 0 on the first host, machine 1 on the second, a CPU machine on the third."""
 
-    def __init__(self, stack: contextlib.ExitStack, hosts: list[Host], words: tuple[str, ...], **environ: str) -> None:
-        self._hosts, self._environ = hosts, environ
+    def __init__(
+        self,
+        stack: contextlib.ExitStack,
+        hosts: list[Host],
+        words: tuple[str, ...],
+        program: Path = PROGRAM,
+        **environ: str,
+    ) -> None:
+        self._hosts, self._environ, self._program = hosts, environ, program
         port = str(free_port())
         self._common = {
             "DMLC_PS_ROOT_URI": hosts[0].address, "DMLC_PS_ROOT_PORT": port, "DMLC_NUM_WORKER": "2",
@@ -51,7 +59,7 @@ class Cluster:
         ]
 
     def _job(self, host: int, words: tuple[str, ...], **own: str) -> contextlib.AbstractContextManager[Job]:
-        program = [sys.executable, str(PROGRAM), *words] if words else []
+        program = [sys.executable, str(self._program), *words] if words else []
         line = self._hosts[host].command([sys.executable, "-m", "byteps_py.launch", *program])
         environ = {**self._common, **self._environ, **own, "DMLC_NODE_HOST": self._hosts[host].address}
         return command(*line, limit_s=200, **environ)

@@ -6,7 +6,9 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
+from support.scheduler_core import running
 
+from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.health import relay_sentences
 from byteps_py.scheduler.pair_watch import (
     EVERY_S,
@@ -191,9 +193,7 @@ def test_a_relay_that_leaves_is_given_up() -> None:
     assert net.watch.relays == {(0, 1): 2}
     lost = net.watch.set_machines({0: LINK, 1: LINK, 3: LINK}, (0, 1, 3))
     assert [(change.pair, change.state, change.relay) for change in lost] == [((0, 1), RelayState.DIRECT, 2)]
-    assert relay_sentences(lost, {0: "worker 0", 1: "worker 1"}) == [
-        "a machine that has left no longer relays what ranks of worker 0 and worker 1 send each other"
-    ]
+    assert relay_sentences(lost, {}) == []  # its loss is told
     assert net.watch.relays == {}
 
 
@@ -224,3 +224,46 @@ def test_random_ways_do_not_flap(seed: int) -> None:
             assert limit < LINK, (used, net.ways, mine)
             # After a change of rates at the same time it is still on trial.
             assert net.total(*used) >= 1.1 * net.rates()[(*used, -1)]
+
+
+def test_the_scheduler_tells_all_workers_of_a_relay_and_of_its_end() -> None:
+    cluster, workers, servers = running(2, 1)
+    roster = cluster.core.job.roster
+    (spare,) = roster.cpu_servers()
+    spare.facts.relay_address = "10.0.0.9:7000"
+    for member in roster.link_owners():
+        member.link_mbit = LINK
+
+    def train(seconds: float, mbit: float, relayed_mbit: float = 0.0) -> list[pb.Relays]:
+        for inbox in cluster.told.values():
+            inbox.clear()
+        until_s = cluster.now + seconds
+        while cluster.now < until_s:
+            for index, worker in enumerate(workers):
+                sent = pb.PairUsage(machine_index=1 - index, bytes=int(mbit * REPORT_S / MBIT), busy_s=REPORT_S)
+                if relayed_mbit:
+                    sent.relayed_bytes, sent.relayed_busy_s = int(relayed_mbit * REPORT_S / MBIT), REPORT_S
+                cluster.say(worker, heartbeat=pb.Heartbeat(pairs=[sent]))
+            for server in servers:
+                cluster.say(server, heartbeat=pb.Heartbeat())
+            cluster.now += REPORT_S
+            cluster.take(cluster.core.tick(cluster.now))
+        told = [[m.relays for m in cluster.told[worker] if m.WhichOneof("body") == "relays"] for worker in workers]
+        assert told[0] == told[1]
+        return told[0]
+
+    relay = pb.Relay(first_machine=0, second_machine=1, address="10.0.0.9:7000")
+    assert train(SOON_S, 20.0) == [pb.Relays(relays=[relay])]
+    assert train(TRIED_S, 20.0, 150.0) == [pb.Relays(relays=[relay])]  # the same again: it is no trial any more
+    said = [m.slow.message for m in cluster.told[workers[0]] if m.WhichOneof("body") == "slow"]
+    assert any("reach each other through server" in sentence for sentence in said), said
+    told = train(TRIED_S, 0.95 * LINK, 10.0)
+    assert told[0] == pb.Relays()
+    assert all(not each.relays for each in told)
+
+
+def test_a_machine_that_reports_a_pair_that_there_is_not_changes_nothing() -> None:
+    cluster, workers, _ = running(2, 1)
+    cluster.say(workers[0], heartbeat=pb.Heartbeat(pairs=[pb.PairUsage(machine_index=7, bytes=1 << 40, busy_s=1.0)]))
+    cluster.say(workers[0], heartbeat=pb.Heartbeat(pairs=[pb.PairUsage(machine_index=0, bytes=1 << 40, busy_s=1.0)]))
+    assert not [m for m in cluster.told[workers[0]] if m.WhichOneof("body") == "relays"]

@@ -66,7 +66,7 @@ WINDOW = 4
 _ACKNOWLEDGED = 8
 _MOST_UNACKNOWLEDGED_BYTES = 256 << 10
 #: Less, between two checks, is not told.
-_REPORTED_BYTES = 256 << 10
+_REPORTED_BYTES = 16 << 10
 #: Waiting for the next report of a large payload costs less than copying the bytes that may not have arrived.
 _REPORT_WAIT_S = 0.002
 _INLINE, _SHARED, _MORE, _TAKEN, _SEGMENT, _JOINED, _WAKE = map(int, PeerMessageKind)
