@@ -70,6 +70,8 @@ _SILENT_S = 30.0
 #: A machine with a share so small that nothing shows its rate, while others show theirs, is tried again after so many
 #: seconds.
 RETRY_S = 20.0
+#: The same for a machine whose transfers all wait for others, so that it may be faster than it is known to be.
+UNBOUND_S = 5.0
 #: Other shares must save this part of the time of a sum: they make the next one longer, once.
 LEAST_GAIN = 0.04
 #: The same if links are only as fast as at the start again.
@@ -256,6 +258,7 @@ class _Link:
     known_mbit: float
     sign: Sign | None = None  # what showed that rate; None: that of the start
     unseen_s: float = 0.0  # for how long others showed their rates, and this one did not
+    unbound_s: float = 0.0  # for how long its transfers waited for others, so that it may be faster than is known
     retries: int = 0  # for that reason, since it had its usual rate for long
     trend: Trend = Trend.SAME
     held_s: float = 0.0  # for how long there was evidence of this trend
@@ -290,15 +293,24 @@ class _Link:
         self.seen.append(seen)
         del self.seen[: -2 * _HOLDS]
         self.seen_s = now_s
+        is_unbound = self.sign is not None and math.isinf(seen.most_mbit) and trend is Trend.SAME
+        self.unbound_s = self.unbound_s + EVERY_S if is_unbound else 0.0
+        if self.unbound_s >= UNBOUND_S * 2 ** min(_MOST_DOUBLINGS, self.retries):
+            self._try_usual_rate(now_s, self.sign)
 
     def miss(self, now_s: float) -> None:
         """Others showed their rates. A link of a rate that was seen while training is then taken to be as at the
         start: nothing would ever show that it is, as long as nothing is sent."""
         self.unseen_s += EVERY_S
-        if self.sign is not None and self.unseen_s >= RETRY_S * 2 ** min(_MOST_DOUBLINGS, self.retries):
+        if self.unseen_s >= RETRY_S * 2 ** min(_MOST_DOUBLINGS, self.retries):
+            self._try_usual_rate(now_s, self.sign)
+
+    def _try_usual_rate(self, now_s: float, sign: Sign | None) -> None:
+        """If it has another one, as ``sign`` showed, take it to be as at the start: if it is not, that will be seen."""
+        if sign is not None:
             self.trend, self.held_s, self.seen_s = Trend.FASTER, math.inf, now_s
-            self.seen = [Seen(math.inf, self.usual_mbit, self.sign)] * _HOLDS
-            self.unseen_s, self.retries = 0.0, self.retries + 1
+            self.seen = [Seen(math.inf, self.usual_mbit, sign)] * _HOLDS
+            self.unseen_s, self.unbound_s, self.retries = 0.0, 0.0, self.retries + 1
 
     def is_due(self, now_s: float, epochs: int) -> bool:
         """``epochs``: how often shares have followed links lately."""
@@ -354,7 +366,8 @@ class RateWatch:
         before, self._links = self._links, {}
         for machine, mbit in known_mbit.items():
             link = self._links[machine] = before.get(machine) or _Link(mbit, mbit)
-            link.known_mbit, link.trend, link.seen, link.unseen_s = mbit, Trend.SAME, [], 0.0
+            link.known_mbit, link.trend, link.seen = mbit, Trend.SAME, []
+            link.unseen_s = link.unbound_s = 0.0
         self._usages.clear()
 
     def report(self, usages: Iterable[Usage], now_s: float) -> None:
