@@ -17,10 +17,12 @@ import torch
 from programs.elastic import digest_of
 from support.breaking import Job, launch
 from support.clusters import ROOT
+from support.coded_sums import CodedSums
 from support.threaded import contract
 from torch_training import Net, gradients, loss_of, sgd
 
 from byteps_py.launch.process_plan import free_port
+from byteps_py.tensor_codec import Codec, CodecKind
 
 pytestmark = pytest.mark.timeout(300)  # seconds
 
@@ -56,9 +58,10 @@ def addressed(port: int) -> dict[str, str]:
 
 
 class Reference:
-    """The same training in this process."""
+    """The same training in this process. ``codec``: of the gradients, each of which travels alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, codec: Codec | None = None) -> None:
+        self.codec = codec
         self.model = Net()
         self.optimizer = sgd(list(self.model.parameters()))
         self.step = 0
@@ -73,7 +76,10 @@ class Reference:
                 continue
             by_rank = [gradients(self.model, rank, [step]) for rank in range(sum(machines))]
             for param, parts in zip(self.model.parameters(), zip(*by_rank, strict=True), strict=True):
-                param.grad = contract(parts, machines, average=True)
+                if self.codec is None:
+                    param.grad = contract(parts, machines, average=True)
+                else:
+                    param.grad = CodedSums(self.codec, machines)(parts, sum(machines))
             self.optimizer.step()
         self.step = to
         return digest_of(self.model)
@@ -82,9 +88,9 @@ class Reference:
 class Training:
     """What the test tells the ranks, and hears of them."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, codec: Codec | None = None) -> None:
         self.file = file
-        self.reference = Reference()
+        self.reference = Reference(codec)
         self.machines: list[int] = []
         self.took: list[str] = []
 
@@ -118,12 +124,22 @@ class Training:
         assert line.split()[-1] == self.reference.go(goal, self.machines)
 
 
+INT8 = {"TEST_INT8": "1", "BYTEPS_FUSION_BYTES": "0", "BYTEPS_MIN_COMPRESS_BYTES": "0"}
+
+
 @pytest.mark.parametrize(
-    "variables", [{}, pytest.param({"TEST_HOSTED": "1"}, marks=pytest.mark.slow)], ids=["on the ranks", "hosted"]
+    "variables",
+    [
+        {},
+        pytest.param({"TEST_HOSTED": "1"}, marks=pytest.mark.slow),
+        pytest.param(INT8, marks=pytest.mark.long),
+    ],
+    ids=["on the ranks", "hosted", "compressed"],
 )
 def test_one_group_after_another(variables: dict[str, str], tmp_path, record_property) -> None:
     torch.set_num_threads(1)
-    port, training = free_port(), Training(tmp_path / "told")
+    codec = Codec(CodecKind.INT8) if variables is INT8 else None
+    port, training = free_port(), Training(tmp_path / "told", codec)
     training.tell(0)
     with contextlib.ExitStack() as stack:
         scheduler = stack.enter_context(launch("--elastic", DMLC_ROLE="scheduler", **addressed(port)))

@@ -2,7 +2,7 @@
 
 Says where each group begins ("group from step 8: 2 1 1", the ranks of each machine), each step that all have committed,
 and, when it has taken its steps, what the parameters are. In a group all must be equal, bit for bit: each checks that.
-TEST_HOSTED: the services make the optimizer's steps.
+TEST_HOSTED: the services make the optimizer's steps. TEST_INT8: gradients are compressed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def main() -> None:
     bps.init()
     torch.set_num_threads(1)
     model = Net()
-    optimizer = wrap(model, hosted="TEST_HOSTED" in os.environ)
+    compression = bps.Compression.int8 if "TEST_INT8" in os.environ else bps.Compression.none
+    optimizer = wrap(model, hosted="TEST_HOSTED" in os.environ, compression=compression)
 
     @bps.elastic.run
     def train(state) -> None:

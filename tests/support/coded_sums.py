@@ -5,6 +5,7 @@ One object for each tensor: it keeps the machines' errors from round to round.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -47,16 +48,19 @@ def is_chosen(entries: int, values: torch.Tensor, count: int) -> torch.Tensor:
 
 @dataclass
 class CodedSums:
-    """Sums of one tensor over machines of ``local_size`` ranks each."""
+    """Sums of one tensor over machines of ``local_size`` ranks each, or of so many as a list says."""
 
     codec: Codec
-    local_size: int = 1
+    local_size: int | Sequence[int] = 1
     errors: list[torch.Tensor] | None = None
 
     def __call__(self, tensors: Sequence[torch.Tensor], divisor: int = 1) -> torch.Tensor:
         """The result of one round, of the ranks' ``tensors`` in order."""
-        first, step = tensors[0], self.local_size
-        machines = [tensors[start : start + step] for start in range(0, len(tensors), step)]
+        first, sizes = tensors[0], self.local_size
+        if isinstance(sizes, int):
+            sizes = [sizes] * (len(tensors) // sizes)
+        ends = list(itertools.accumulate(sizes))
+        machines = [tensors[end - size : end] for end, size in zip(ends, sizes, strict=True)]
         sums = [self._folded([tensor.float().flatten() for tensor in each]) for each in machines]
         if len(sums) == 1:
             return self._delivered(sums[0], first, divisor)
