@@ -2,6 +2,7 @@
 
     python -m benchmarks.slow_rank [--trials 60] [--ranks 16] [--seed 0] [--json FILE]     (root: links are shaped)
     python -m benchmarks.slow_rank --simulated [--trials 600]
+    python -m benchmarks.slow_rank --reported [--trials 1000] [--ranks 16384]
 
 The first form runs one job of real processes: a rank, a communication service and a launcher on each of 16 hosts
 (network namespaces, see cluster/hosts.py), and two summation services. A step has three sums of 80 KB; ranks sleep
@@ -11,6 +12,8 @@ or in one. Two of five causes are links, as in Greyhound's observations. Counted
 right if rank or machine, and reason, are right. Between causes the job is quiet; who is named then is a false name.
 
 The second form analyses spans of simulated trainings (tests/support/simulated_spans.py) as `bps trace slow-rank` does.
+The third one gives the scheduler's watch the heartbeats of simulated jobs (tests/support/simulated_reports.py): quiet
+windows, a third of them each with even data, uneven and very uneven ones, and a tenth as many causes.
 """
 
 from __future__ import annotations
@@ -276,6 +279,30 @@ def simulated(trials: int, seed: int) -> None:
     print(f"\n{trials} quiet trainings: {false} false names")
 
 
+def reported(windows: int, ranks: int, seed: int) -> None:
+    """Quiet windows of 5 s, and causes, of jobs of many ranks."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+    from support.simulated_reports import CAUSES as REPORTED, ReportedTraining
+
+    source = random.Random(seed)
+    print("| documents' lengths | quiet windows | false names |\n|---|---|---|", flush=True)
+    for name, uneven in (("all alike", 0.0), ("uneven", 0.6), ("very uneven", 1.2)):
+        training = ReportedTraining(ranks, uneven, seed, heartbeats=24)
+        count = -(-windows // 3)
+        false = sum(bool(training.window(AIM_S)) for _ in range(count))
+        print(f"| {name} (deviation of the logarithm {uneven}) | {count} | {false} |", flush=True)
+    training, right, times = ReportedTraining(ranks, 0.2, seed), 0, []
+    causes = [REPORTED[number % len(REPORTED)] for number in range(windows // 10)]
+    for cause in causes:
+        who = source.randrange(ranks)
+        named = training.window(AIM_S + 1, cause, who)
+        if [(each.who, each.reason) for _, each in named] == [(who, cause)]:
+            right += named[0][0] <= AIM_S
+            times.append(named[0][0])
+    took = f", median {statistics.median(times):.1f} s, longest {max(times):.1f} s" if times else ""
+    print(f"\n{len(causes)} causes: {right} named right within {AIM_S:.0f} s{took}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--trials", type=int, default=60)
@@ -284,6 +311,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cause", choices=sorted(set(CAUSES)), help="only this one; default: all in turn")
     parser.add_argument("--simulated", action="store_true")
+    parser.add_argument("--reported", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -292,6 +320,9 @@ def main() -> None:
         return
     if arguments.simulated:
         simulated(arguments.trials, arguments.seed)
+        return
+    if arguments.reported:
+        reported(arguments.trials, arguments.ranks, arguments.seed)
         return
     causes = [arguments.cause] if arguments.cause else CAUSES
     trials, false, windows = run_job(arguments.ranks, arguments.trials, arguments.seed, arguments.minutes, causes)

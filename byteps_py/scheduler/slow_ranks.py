@@ -38,7 +38,8 @@ LEAST_PRICE = 0.08
 _DEVIATIONS = 5.0
 _AHEAD = 1.5
 #: And so many deviations of what chance makes: pieces of work of a quiet job may differ much, as packed sequences do.
-_CHANCE_DEVIATIONS = 6.0
+#: Of more ranks, the one that differs most by chance differs by more: with each doubling, by so many deviations more.
+_CHANCE_DEVIATIONS, _CHANCE_RANKS, _CHANCE_DOUBLING = 6.0, 16, 1.5
 #: So many judgements in a row name it; so many, below the part of the price, free it.
 _NAMED_AFTER, _FREE_AFTER, _FREE_PART = 3, 12, 0.5
 #: Its price is known once it grows by less than this from one judgement to the next, or after so many.
@@ -49,8 +50,10 @@ _EVERY_S = 0.4
 _FIRST_SHARE, _REST = 0.75, 0.3
 #: It pauses if fewer than this share of the pieces of its work make it slow.
 _PAUSE_PIECES = 0.5
-#: Fewer long pieces are an accident.
+#: Fewer long pieces are an accident. So are those of one step, as a batch of long documents has a long forward pass and
+#: a long backward pass: each half of the time has this part of what they take longer.
 _LEAST_PAUSES = 1.7
+_PAUSE_HALF = 0.2
 _FIRST = 0  # the kind of work before a step's first operation
 #: A slow link takes that many times as long as others, and so many times as long as the next slowest in its direction:
 #: acknowledgements are late on busy machines. It is named after as many judgements as a price that is not known yet.
@@ -89,20 +92,68 @@ class _PartSums(NamedTuple):
 _NOTHING = _PartSums(0, 0.0, 0.0)
 
 
-class _Window(NamedTuple):
-    """Of a rank's latest reports. ``parts``: by kind."""
+class _Window:
+    """A rank's latest reports. The parts are summed when they are asked for: of many ranks few are suspected."""
 
-    elapsed_s: float
-    own_s: float
-    stage: int
-    parts: Mapping[int, _PartSums]
+    def __init__(self) -> None:
+        self._reports: deque[tuple[float, float, float, pb.RankSpans]] = deque()  # when it came, elapsed, own
+        self.elapsed_s = self.own_s = 0.0
+        self._parts: dict[int, _PartSums] | None = None
+
+    def add(self, report: pb.RankSpans, now_s: float) -> None:
+        elapsed_s, own_s = report.elapsed_s, report.own_s
+        self._reports.append((now_s, elapsed_s, own_s, report))
+        self.elapsed_s += elapsed_s
+        self.own_s += own_s
+        self._parts = None
+
+    def forget(self, before_s: float) -> bool:
+        """The reports that came earlier. False: there are no others."""
+        if self._reports and self._reports[0][0] < before_s:
+            while self._reports and self._reports[0][0] < before_s:
+                self._reports.popleft()
+            self.elapsed_s = self.own_s = 0.0
+            for _, elapsed_s, own_s, _ in self._reports:
+                self.elapsed_s += elapsed_s
+                self.own_s += own_s
+            self._parts = None
+        return bool(self._reports)
+
+    @property
+    def stage(self) -> int:
+        return self._reports[-1][3].stage if self._reports else 0
+
+    @property
+    def parts(self) -> Mapping[int, _PartSums]:
+        """By kind."""
+        if self._parts is None:
+            self._parts = _summed(report for *_, report in self._reports)
+        return self._parts
+
+    def halves(self) -> tuple[Mapping[int, _PartSums], Mapping[int, _PartSums]]:
+        """The parts of the first half of the time and of the second, which ends now."""
+        middle_s = self._reports[-1][0] - WINDOW_S / 2
+        return (
+            _summed(report for at_s, *_, report in self._reports if at_s <= middle_s),
+            _summed(report for at_s, *_, report in self._reports if at_s > middle_s),
+        )
+
+
+def _summed(reports: Iterable[pb.RankSpans]) -> dict[int, _PartSums]:
+    parts: dict[int, _PartSums] = {}
+    for part in (part for report in reports for part in report.parts):
+        before = parts.get(part.kind, _NOTHING)
+        parts[part.kind] = _PartSums(
+            before.pieces + part.count, before.own_s + part.own_s, before.squares_s2 + part.squares_s2
+        )
+    return parts
 
 
 class SlowRankWatch:
     """See the module. Times in seconds of any steady clock."""
 
     def __init__(self) -> None:
-        self._spans: dict[int, deque[tuple[float, pb.RankSpans]]] = {}
+        self._windows: dict[int, _Window] = {}  # by rank
         self._machines: dict[int, int | None] = {}  # by rank
         self._usages = UsageWindow(WINDOW_S)
         self._suspicions: dict[tuple[bool, int], _Suspicion] = {}
@@ -113,7 +164,9 @@ class SlowRankWatch:
     ) -> None:
         """What a member has reported. ``machine``: of its ranks, as in ``usages``."""
         for each in spans:
-            self._spans.setdefault(each.rank, deque()).append((now_s, each))
+            if (window := self._windows.get(each.rank)) is None:
+                window = self._windows[each.rank] = _Window()
+            window.add(each, now_s)
             self._machines[each.rank] = machine
         self._usages.add(usages, now_s)
 
@@ -152,20 +205,14 @@ class SlowRankWatch:
         return sorted(slow, key=lambda each: -each.price)
 
     def _forget(self, now_s: float) -> None:
-        for rank, reports in list(self._spans.items()):
-            while reports and reports[0][0] < now_s - WINDOW_S:
-                reports.popleft()
-            if not reports:
-                del self._spans[rank]
-        for rank in [rank for rank in self._machines if rank not in self._spans]:
-            del self._machines[rank]
+        for rank in [rank for rank, window in self._windows.items() if not window.forget(now_s - WINDOW_S)]:
+            del self._windows[rank], self._machines[rank]
 
     # ---- ranks -----------------------------------------------------------------------------------------------
 
     def _slow_ranks(self) -> list[Straggler]:
         stages: dict[int, dict[int, _Window]] = defaultdict(dict)
-        for rank, reports in self._spans.items():
-            window = _window([report for _, report in reports])
+        for rank, window in self._windows.items():
             if window.elapsed_s >= _LEAST_S:
                 stages[window.stage][rank] = window
         found = []
@@ -180,13 +227,15 @@ class SlowRankWatch:
         deviation = 1.4826 * statistics.median(abs(share - usual) for share in shares.values())
         ordered = sorted(shares, key=lambda rank: -shares[rank])
         slow: list[Straggler] = []
+        doublings = max(math.log2(len(self._windows) / _CHANCE_RANKS), 0.0)
+        chance = _CHANCE_DEVIATIONS + _CHANCE_DOUBLING * doublings
         for rank, following in itertools.pairwise(ordered):
             price, next_price = shares[rank] - usual, max(shares[following] - usual, 0.0)
             known = self._suspicions.get((True, rank))
             least = LEAST_PRICE * (_FREE_PART if known is not None and known.is_named else 1.0)
             if price < max(least, _DEVIATIONS * deviation) or len(slow) >= max(1, len(ranks) // 4):
                 break
-            if price < _CHANCE_DEVIATIONS * _chance_deviation(rank, ranks):
+            if price < chance * _chance_deviation(rank, ranks):
                 break
             if (straggler := _explained(rank, price, ranks)) is None:
                 continue
@@ -254,18 +303,6 @@ def _median_of_others(ordered: Sequence[float], one: float) -> float:
     return (ordered[low + (low >= place)] + ordered[high + (high >= place)]) / 2
 
 
-def _window(reports: Sequence[pb.RankSpans]) -> _Window:
-    parts: dict[int, _PartSums] = {}
-    for report in reports:
-        for part in report.parts:
-            before = parts.get(part.kind, _NOTHING)
-            parts[part.kind] = _PartSums(
-                before.pieces + part.count, before.own_s + part.own_s, before.squares_s2 + part.squares_s2
-            )
-    elapsed_s, own_s = sum(each.elapsed_s for each in reports), sum(each.own_s for each in reports)
-    return _Window(elapsed_s, own_s, reports[-1].stage if reports else 0, parts)
-
-
 def _chance_deviation(rank: int, ranks: Mapping[int, _Window]) -> float:
     """By how much chance makes the share of the rank's own work differ, if its pieces scatter as its peers' do."""
     own, variance_s2 = ranks[rank], 0.0
@@ -277,7 +314,7 @@ def _chance_deviation(rank: int, ranks: Mapping[int, _Window]) -> float:
 
 
 def _explained(rank: int, price: float, ranks: Mapping[int, _Window]) -> Straggler | None:
-    """Why it is slow, by the parts of its own work. None: it has had one long piece."""
+    """Why it is slow, by the parts of its own work. None: it has had one long piece, or some at one time."""
     own, others = ranks[rank], [window for other, window in ranks.items() if other != rank]
     usual_s: dict[int, float] = {}  # of one piece
     longer_s: dict[int, float] = {}  # of all pieces
@@ -290,7 +327,7 @@ def _explained(rank: int, price: float, ranks: Mapping[int, _Window]) -> Straggl
     detail = f"its own work takes {share:.0%} of the time, that of the others {share - price:.0%}"
     long, count = _long_pieces(own.parts, usual_s, longer_s, total)
     if count and long < _PAUSE_PIECES * count:
-        if long < _LEAST_PAUSES:
+        if long < _LEAST_PAUSES or min(_longer_s(half, usual_s) for half in own.halves()) < _PAUSE_HALF * total:
             return None
         return Straggler(rank, True, PAUSES, price, detail)
     first_s = longer_s.get(_FIRST, 0.0)
@@ -300,6 +337,11 @@ def _explained(rank: int, price: float, ranks: Mapping[int, _Window]) -> Straggl
     if first_s >= _FIRST_SHARE * total and rest_usual_s >= 0.1 * first_usual_s and rest_ratio < _REST * first_ratio:
         return Straggler(rank, True, DATA, price, f"{detail}: the difference lies before a step's first operation")
     return Straggler(rank, True, COMPUTES, price, detail)
+
+
+def _longer_s(parts: Mapping[int, _PartSums], usual_s: Mapping[int, float]) -> float:
+    """By how much the pieces take longer than as many usual ones."""
+    return sum(part.own_s - part.pieces * usual_s[kind] for kind, part in parts.items())
 
 
 def _long_pieces(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 from support.scheduler_core import running
+from support.simulated_reports import CAUSES as SIMULATED, ReportedTraining
 
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler import job as states
@@ -183,3 +184,27 @@ def test_no_machine_reports_the_spans_of_others() -> None:
     cluster.say(a, heartbeat=spans(0.2, first=3))
     assert cluster.core.state == states.FAILED
     assert "spans of ranks that are not its own" in cluster.core.reason
+
+
+# ---- meshes of many ranks --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ranks", "windows"),
+    [(2_048, 3), pytest.param(16_384, 4, marks=pytest.mark.slow), pytest.param(16_384, 60, marks=pytest.mark.long)],
+)
+@pytest.mark.parametrize("uneven", [0.0, 0.6, 1.2])
+def test_quiet_windows_of_many_ranks_name_nobody(ranks: int, windows: int, uneven: float) -> None:
+    """Also with packs of documents whose lengths differ much. 1,000 windows: `benchmarks.slow_rank --simulated`."""
+    training = ReportedTraining(ranks, uneven, seed=windows)
+    assert [training.window(5.0) for _ in range(windows)] == [[]] * windows
+
+
+@pytest.mark.parametrize("ranks", [2_048, pytest.param(16_384, marks=pytest.mark.slow)])
+def test_one_of_many_ranks_is_named(ranks: int) -> None:
+    training = ReportedTraining(ranks, 0.2, seed=ranks)
+    for number, cause in enumerate(SIMULATED):
+        ((after_s, straggler),) = training.window(6.0, cause, rank=ranks // 2 + 37 * number)
+        assert (straggler.who, straggler.is_rank, straggler.reason) == (ranks // 2 + 37 * number, True, cause)
+        assert 0 < after_s <= 5.0
+        assert straggler.price >= 0.25
