@@ -48,6 +48,7 @@ LINK_MBIT, SLOW_MBIT, SERVER_MBIT = 40.0, 4.0, 400.0
 ELEMENTS, SUMS = 20_000, 3
 COMPUTE_S, DATA_S, PAUSE_S = 0.06, 0.15, 0.3
 LIMIT_S, QUIET_S, AIM_S = 8.0, 9.0, 5.0
+_STARTED = 25  # steps, after which all processes have started
 _NAMED = re.compile(
     r"WARNING: (?:rank (?P<rank>\d+) \(|worker (?P<worker>\d+) \(|(?P<other>server)[^:]*?).*?"
     rf"(?P<reason>{'|'.join(dict.fromkeys(CAUSES))}): (?P<price>\d+)% of the time"
@@ -82,7 +83,6 @@ def rank(folder: Path) -> None:
     slots = session.declare([TensorSpec(f"gradient{i}", DType.FLOAT32, (ELEMENTS,)) for i in range(SUMS)])
     for slot in slots:
         np.frombuffer(slot.input, np.float32)[:] = 1
-    (folder / f"pid{session.rank}").write_text(str(os.getpid()))
     wrong, votes = folder / str(session.rank), session.declare([TensorSpec("end", DType.FLOAT32, (1,))])[0]
     source = random.Random(session.rank)
     is_over = False
@@ -95,6 +95,8 @@ def rank(folder: Path) -> None:
             time.sleep(COMPUTE_S * source.lognormvariate(0, 0.05) * (2 if cause == COMPUTES else 1))
             session.hand_over(slot)
             session.wait(slot)
+        if session.flight is not None and session.flight.recorder.step == _STARTED:
+            (folder / f"pid{session.rank}").write_text(str(os.getpid()))
         if session.flight is not None and session.flight.recorder.step % 10 == 0:  # all of them stop at the same step
             np.frombuffer(votes.input, np.float32)[:] = float((folder / "end").exists())
             session.hand_over(votes)
@@ -222,6 +224,8 @@ def run_job(
                 after_s = answer[0] - began if answer else LIMIT_S
                 found.append(Trial(cause, index, answer[1] if answer else None, after_s))
                 print(found[-1], flush=True)
+                if not found[-1].is_right:
+                    print("".join(lines.others[-4:]), flush=True)
         finally:
             (folder / "end").touch()
             for process in [*processes, *served]:

@@ -21,6 +21,7 @@ from byteps_py import codecs, kernels
 from byteps_py.codecs import Coding
 from byteps_py.config.settings import Settings
 from byteps_py.dataplane.dialer import Dialer
+from byteps_py.dataplane.link_rate import LinkRateMeter, open_link_rate_meter
 from byteps_py.dataplane.listener import DataListener
 from byteps_py.dataplane.relay import Relay, open_relay
 from byteps_py.kernels.thread_pool import ThreadPool
@@ -160,6 +161,7 @@ class Runtime:
     move: Callable[[int, int, int], object] = ctypes.memmove  # (target, source, bytes)
     new_buffer: Callable[[int], npt.NDArray[np.uint8]] = new_buffer  # of so many bytes
     available_memory: Callable[[], float] = available_memory_bytes
+    link_rate_meter: Callable[[Settings, EventLoop], LinkRateMeter | None] = open_link_rate_meter
     getpid: Callable[[], int] = os.getpid
     open_pidfd: Callable[[int], int] = os.pidfd_open
     has_ended: Callable[[int], bool] = has_ended

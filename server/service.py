@@ -127,6 +127,8 @@ class SummationService:
         )
         self._network.attach(self._loop)
         self._relay = runtime.relay(settings)
+        # On a GPU machine, the communication service has one.
+        self._rate = runtime.link_rate_meter(settings, self._loop) if kind == pb.MACHINE_KIND_CPU else None
         self._local: LocalListener | None = None
         if kind == pb.MACHINE_KIND_GPU:
             # The name has the process id, too: machines with different indices may share one host.
@@ -245,6 +247,8 @@ class SummationService:
         self.shadows.close()
         if self._relay is not None:
             self._relay.close()
+        if self._rate is not None:
+            self._rate.close()
         self._network.close()
         if self._local is not None:
             self._local.close()
@@ -383,6 +387,8 @@ class SummationService:
         """The same for the scheduler, with what was sent since the last such report."""
         told = self.heartbeat()
         told.links.extend(self._network.link_usage())
+        if self._rate is not None:
+            told.links.extend(self._rate.report())
         return told
 
     def _on_message(self, message: pb.SchedulerMessage) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from byteps_py.config.tuning import ANSWER_BASE_S
+from byteps_py.dataplane.link_rate import ALL_RECEIVED, ALL_SENT
 from byteps_py.errors import ProtocolError
 from byteps_py.failure_detector import FailureDetector
 from byteps_py.proto import control_pb2 as pb
@@ -18,7 +19,7 @@ from byteps_py.scheduler.pair_watch import PairUsage, PairWatch, RelayChange, Re
 from byteps_py.scheduler.rank_group import RankGroup
 from byteps_py.scheduler.rate_watch import LEAST_GAIN, LEAST_RETURN, MBIT, Change, RateWatch, Usage
 from byteps_py.scheduler.roster import ClusterConfig, MemberRecord
-from byteps_py.scheduler.slow_ranks import SlowRankWatch, Straggler, straggler_sentence
+from byteps_py.scheduler.slow_ranks import NETWORK, SlowRankWatch, Straggler, straggler_sentence
 from byteps_py.scheduler.stalls import Stall, StallWatch, StepSequences, stall_sentences, stall_warnings
 from byteps_py.wording import count_text, ranks_text
 
@@ -408,6 +409,7 @@ class GroupWatch:
         self._stragglers.report(heartbeat.spans, usages, now_s, member.id)
         roster, out = self._job.roster, self._changed_relays(now_s)
         self._remarks += self._straggler_sentences(self._new_stragglers(now_s))
+        self._stragglers.report((), self._whole_links(member, heartbeat.links), now_s)
         remarks, self._remarks = self._remarks, []
         for remark in remarks:
             out += to_each(roster.workers(), pb.SchedulerMessage(slow=pb.Slow(message=remark)))
@@ -491,6 +493,12 @@ class GroupWatch:
         self._remarks += relay_sentences(changes, who)
         return out
 
+    def _whole_links(self, member: MemberRecord, links: Collection[pb.LinkUsage]) -> list[Usage]:
+        """What its machine's link carried in each direction: to and from the network."""
+        ways = {ALL_SENT: (member.id, NETWORK), ALL_RECEIVED: (NETWORK, member.id)}
+        whole = [usage for usage in links if usage.peer in ways and usage.bytes and usage.busy_s > 0]
+        return [Usage(member.id, *ways[usage.peer], usage.bytes, usage.busy_s, 0.0) for usage in whole]
+
     def new_rates(self, now_s: float) -> tuple[dict[int, float], str]:
         """The rates in Mbit/s of the links that have changed, by member id, and why the shares of the servers should
         follow, in words; empty if they should not. Call it often."""
@@ -512,8 +520,8 @@ class GroupWatch:
         is_slower = any(change.mbit < change.before_mbit for change in changes)
         is_gain = before - after >= (LEAST_GAIN if is_slower else LEAST_RETURN) * before
         if not is_gain or self._links.is_everywhere(changes):
-            priced = {each.who for each in self._stragglers.named() if not each.is_rank}  # told of, with their price
-            self._remarks += link_sentences([e for e in self._links.untold(changes) if e.machine not in priced], who)
+            priced = self._stragglers.suspected_links()  # told of with their price, now or soon
+            self._remarks += link_sentences(self._links.untold([e for e in changes if e.machine not in priced]), who)
             return {}, ""
         self._links.accept(changes, now_s)
         why = "; ".join(link_sentences(changes, who))

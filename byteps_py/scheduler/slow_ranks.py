@@ -8,7 +8,8 @@ they sent to whom (see RankSpans and LinkUsage in the protocol). Ranks that wait
     the price of a link = the share of the time in which what it carries would already be there, at the rate of others
 
 A link is compared with others that lead to the same machine (what it sends), or come from the same one (what it
-receives). A rank or link is named once it has been slow for a while, and is free again once it has been quick for
+receives). If only one direction is slow, acknowledgements make the other one look slow as well: which it is, the
+counters of its machine's interface show (dataplane/link_rate.py). A rank or link is named once it has been slow for a while, and is free again once it has been quick for
 longer.
 """
 
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.scheduler.rate_watch import Usage, UsageWindow
+from byteps_py.scheduler.rate_watch import MBIT, Usage, UsageWindow
 
 COMPUTES, DATA, PAUSES = "computes slowly", "waits for data", "pauses now and then"
 LINK, LINK_OUT, LINK_IN = "has a slow link", "sends slowly", "receives slowly"
@@ -61,7 +62,10 @@ _SLOW_LINK = 2.0
 _SLOW_LINK_AHEAD = 1.4
 #: One direction is slow if it is so many times as slow as the other one.
 _ONE_WAY = 2.0
+_SLOW_WAY = 1.5
 _LEAST_BUSY = 0.02  # of the time
+#: The other end of a Usage that is about all that a machine's link has sent, or received.
+NETWORK = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +208,10 @@ class SlowRankWatch:
         slow = [known.straggler for known in self._suspicions.values() if known.is_named]
         return sorted(slow, key=lambda each: -each.price)
 
+    def suspected_links(self) -> set[int]:
+        """The machines whose links are named, or may soon be."""
+        return {who for is_rank, who in self._suspicions if not is_rank}
+
     def _forget(self, now_s: float) -> None:
         for rank in [rank for rank, window in self._windows.items() if not window.forget(now_s - WINDOW_S)]:
             del self._windows[rank], self._machines[rank]
@@ -251,7 +259,11 @@ class SlowRankWatch:
         if elapsed_s < _LEAST_S:
             return []
         totals: dict[tuple[int, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
-        for usage in self._usages.connections(now_s):
+        connections = self._usages.connections(now_s)
+        ways = _ways(connections)
+        for usage in connections:
+            if NETWORK in (usage.source, usage.target):
+                continue
             total = totals[usage.source, usage.target]
             total[0] += usage.nbytes
             total[1] += max(usage.busy_s - usage.unread_s, 0.0)
@@ -280,12 +292,49 @@ class SlowRankWatch:
                 continue
             detail = f"at 1/{ratio:.2g} of the rate of other machines"
             reason, other_way = LINK_OUT if sends else LINK_IN, least.get((machine, not sends), 1.0)
-            if other_way >= _SLOW_LINK and _ONE_WAY * ratio > other_way > ratio / _ONE_WAY:
+            if (way := ways.get(machine)) is not None:
+                detail = f"its link carries {way.sent_mbit:.3g} Mbit/s out and {way.received_mbit:.3g} in, {detail}"
+            if way is not None and way.is_one_way:
+                if sends != (way.slower_sending > way.slower_receiving):
+                    continue  # only acknowledgements are late
+            elif other_way >= _SLOW_LINK and _ONE_WAY * ratio > other_way > ratio / _ONE_WAY:
                 reason = LINK
             elif other_way > ratio:
                 continue  # acknowledgements of the slow direction are late, so that this one is slow, too
             found[machine] = Straggler(machine, False, reason, price, detail)
         return list(found.values())
+
+
+class _Way(NamedTuple):
+    """How fast a machine's link carries data, in each direction: and how many times as slow as others' links."""
+
+    sent_mbit: float
+    received_mbit: float
+    slower_sending: float
+    slower_receiving: float
+
+    @property
+    def is_one_way(self) -> bool:
+        quick, slow = sorted((self.sent_mbit, self.received_mbit))
+        less, more = sorted((self.slower_sending, self.slower_receiving))
+        return slow >= _ONE_WAY * quick and more >= _SLOW_WAY * less
+
+
+def _ways(usages: Iterable[Usage]) -> dict[int, _Way]:
+    """Of the machines that have counted what their links carry."""
+    mbit: dict[bool, dict[int, float]] = {True: {}, False: {}}  # whether they send: by machine
+    for usage in usages:
+        if NETWORK in (usage.source, usage.target):
+            sends = usage.target == NETWORK
+            mbit[sends][usage.source if sends else usage.target] = usage.nbytes * MBIT / usage.busy_s
+    usual = {sends: statistics.median(rates.values()) for sends, rates in mbit.items() if len(rates) >= 3}
+    both = mbit[True].keys() & mbit[False].keys() if len(usual) == 2 else ()
+    return {
+        each: _Way(
+            mbit[True][each], mbit[False][each], usual[True] / mbit[True][each], usual[False] / mbit[False][each]
+        )
+        for each in both
+    }
 
 
 def _rates(known: Mapping[tuple[int, int], Sequence[float]], end: int) -> dict[int, list[float]]:

@@ -137,6 +137,17 @@ def _interface_address(name: str) -> str:
     return socket.inet_ntoa(answer[20:24])
 
 
+def interface_of(host: str) -> str:
+    """The network interface with this IPv4 address or host name; empty if there is none, or if it is loopback."""
+    with contextlib.suppress(OSError):
+        address = socket.gethostbyname(host)
+        for _, name in [] if is_loopback(address) else socket.if_nameindex():
+            with contextlib.suppress(ConfigurationError):
+                if _interface_address(name) == address:
+                    return name
+    return ""
+
+
 def _source_address(target: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         try:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.scheduler.rate_watch import Usage
+from byteps_py.scheduler.rate_watch import MBIT, Usage
 from byteps_py.scheduler.slow_ranks import (
     COMPUTES,
     DATA,
@@ -18,6 +18,7 @@ from byteps_py.scheduler.slow_ranks import (
     LINK,
     LINK_IN,
     LINK_OUT,
+    NETWORK,
     PAUSES,
     SlowRankWatch,
     Straggler,
@@ -99,11 +100,17 @@ def _usages(window: Window, now: float, seconds: float, source: random.Random) -
     is_wrong = window.since_s <= now < window.until_s
     for machine in range(window.ranks):
         sends = receives = 1.0
+        rates: Iterable[float] = (50.0, 25.0)
         if is_wrong and machine == window.who:
             if window.cause in LINKS:
-                sends, receives = (5.0 if is_slow else 1.0 for is_slow in LINKS[window.cause])
+                # Acknowledgements wait behind what goes the slow way.
+                sends, receives = (5.0 if is_slow else 3.5 for is_slow in LINKS[window.cause])
+                rates = (4.5 if is_slow else 25.0 for is_slow in LINKS[window.cause])
             elif window.cause:
                 receives = 3.0  # it comes late, and reads late
+        for mbit, sender, target in zip(rates, (machine, NETWORK), (NETWORK, machine), strict=True):
+            busy_s = 100_000 * MBIT / mbit * source.uniform(0.8, 1.25)
+            yield Usage(machine, sender, target, 100_000, busy_s, 0.0)
         for server in SERVERS:
             usual_s = 0.1 * seconds * source.uniform(0.9, 1.1)
             yield Usage(machine, machine, server, 100_000, usual_s * sends, 0.0)

@@ -19,9 +19,11 @@ from byteps_py.scheduler.slow_ranks import (
     LINK,
     LINK_IN,
     LINK_OUT,
+    NETWORK,
     PAUSES,
     SlowRankWatch,
     Straggler,
+    straggler_sentence,
 )
 
 RANKS = 16
@@ -143,6 +145,33 @@ def test_slow_links_and_their_direction(reason: str, out: float, into: float) ->
     (straggler,) = found
     assert (straggler.who, straggler.is_rank, straggler.reason) == (2, False, reason)
     assert straggler.price == pytest.approx(0.3, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("reason", "slower", "mbit", "detail"),
+    [(LINK, (4.4, 5.3), (4.5, 4.7), "4.5 Mbit/s out and 4.7 in"),
+     (LINK_OUT, (4.7, 5.3), (4.4, 24.0), "4.4 Mbit/s out and 24 in"),
+     (LINK_IN, (2.9, 6.0), (45.0, 4.7), "45 Mbit/s out and 4.7 in")],
+)  # fmt: skip
+def test_late_acknowledgements_do_not_hide_the_direction(
+    reason: str, slower: tuple[float, float], mbit: tuple[float, float], detail: str
+) -> None:
+    """As measured with links of 40 Mbit/s: what a machine receives takes long, too, if it sends slowly."""
+    watch, found = SlowRankWatch(), []
+    for turn in range(30):
+        now = turn * HEARTBEAT_S
+        for machine in range(8):
+            (out, into), (sent, received) = (slower, mbit) if machine == 2 else ((1.0, 1.0), (55.0, 26.0))
+            usages = [Usage(machine, machine, server, 100_000, 0.03 * out, 0.0) for server in (8, 9)]
+            usages += [Usage(server, server, machine, 100_000, 0.03 * into, 0.0) for server in (8, 9)]
+            usages.append(Usage(machine, machine, NETWORK, 100_000, 0.8 / sent, 0.0))
+            usages.append(Usage(machine, NETWORK, machine, 100_000, 0.8 / received, 0.0))
+            watch.report((), usages, now)
+        found += watch.new(now)
+    (straggler,) = found
+    assert (straggler.who, straggler.is_rank, straggler.reason) == (2, False, reason)
+    assert f"its link carries {detail}" in straggler_sentence(straggler, "worker 2")
+    assert watch.suspected_links() == {2}
 
 
 def test_the_link_of_a_rank_that_comes_late_is_no_reason() -> None:

@@ -85,6 +85,7 @@ class Runtimes:
             move=memory.move,
             new_buffer=memory.new_buffer,
             available_memory=lambda: memory.available_bytes,
+            link_rate_meter=lambda *_: None,
             getpid=lambda: process.pid,
             open_pidfd=lambda pid: local.open_pidfd(pid, process),
             has_ended=lambda pidfd: local.sources[pidfd].is_readable,

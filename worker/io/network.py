@@ -404,6 +404,7 @@ class Network:
         self._links: dict[int, ServerLink] = {}
         self._closed = _Bytes()
         self._usage = UsageMeter()
+        self._rate = runtime.link_rate_meter(settings, runtime.loop)
         self._gone: set[int] = set()  # services of this machine that have ended: they write no answers any more
         self.change(topology)
 
@@ -528,8 +529,10 @@ class Network:
         )
 
     def link_usage(self) -> list[pb.LinkUsage]:
-        """The bytes sent to each server of another machine since the last call: see UsageMeter."""
-        return self._usage.report((server, link.descriptor) for server, link in self._links.items() if link.is_open)
+        """The bytes sent to each server of another machine since the last call, and the rates of the whole link: see
+        UsageMeter and LinkRateMeter."""
+        opened = [(server, link.descriptor) for server, link in self._links.items() if link.is_open]
+        return [*self._usage.report(opened), *(self._rate.report() if self._rate is not None else ())]
 
     @property
     def round_trip_s(self) -> float:
@@ -552,6 +555,8 @@ class Network:
     def close(self) -> None:
         for link in self._links.values():
             link.close()
+        if self._rate is not None:
+            self._rate.close()
         self._context.term()
 
 

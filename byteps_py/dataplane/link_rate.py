@@ -1,0 +1,125 @@
+"""The rates at which this machine's link carries data, in each direction, from the counters of its network interface.
+
+How long transfers take (link_usage.py) does not tell a link that is slow in one direction from one that is slow in
+both: if a machine sends slowly, its acknowledgements wait behind what it sends, and so what it receives takes long as
+well. Bytes that come in are counted when they come in. A link carries at least what it has carried in any ten
+milliseconds; half of its bytes went at the median rate or faster, which is close to what it can carry while it carries
+anything.
+
+Owned by the loop's thread, which counts for a fifth of a second, and rests for as long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from byteps_py.config.settings import Settings
+from byteps_py.proto import control_pb2 as pb
+from byteps_py.system import machine
+from byteps_py.system.loop import EventLoop
+
+#: Peers of a LinkUsage that is about the whole link: all that was sent, and all that was received. ``bytes`` over
+#: ``busy_s`` is the median rate.
+ALL_SENT, ALL_RECEIVED = 2**32 - 1, 2**32 - 2
+_EVERY_S, _ROW, _REST_S = 0.01, 20, 0.2
+#: A sample that comes so late is of a busy machine: it shows a lower rate than the link's.
+_LATE_S = 0.04
+#: Fewer bytes between two reports are no evidence.
+_LEAST_BYTES = 32 << 10
+
+Sample = tuple[int, float]  # bytes, and bytes per second
+
+
+class InterfaceCounters:
+    """The bytes that a network interface has sent and received. ``folder``: of its statistics. Raises OSError if the
+    system does not count them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._files: list[int] = []
+        try:
+            for name in ("tx_bytes", "rx_bytes"):
+                self._files.append(os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC))
+        except OSError:
+            self.close()
+            raise
+
+    def read(self) -> tuple[int, int]:
+        """(sent, received)"""
+        sent, received = (int(os.pread(file, 32, 0)) for file in self._files)
+        return sent, received
+
+    def close(self) -> None:
+        for file in self._files:
+            os.close(file)
+        self._files = []
+
+
+class LinkRateMeter:
+    """Counts until it is closed. ``counters``: see InterfaceCounters; they are closed with it."""
+
+    def __init__(self, counters: InterfaceCounters, loop: EventLoop) -> None:
+        self._counters, self._loop = counters, loop
+        self._before: tuple[float, int, int] | None = None
+        self._left = _ROW
+        self._samples: tuple[list[Sample], list[Sample]] = [], []
+        self._is_closed = False
+        loop.call_later(_REST_S, self._count)
+
+    def _count(self) -> None:
+        if self._is_closed:
+            return
+        try:
+            now_s, (sent, received) = self._loop.time(), self._counters.read()
+        except OSError:  # the interface is gone
+            self.close()
+            return
+        if self._before is not None and 0 < (took_s := now_s - self._before[0]) <= _LATE_S:
+            for samples, nbytes in zip(
+                self._samples, (sent - self._before[1], received - self._before[2]), strict=True
+            ):
+                if nbytes > 0:
+                    samples.append((nbytes, nbytes / took_s))
+        self._before, self._left = (now_s, sent, received), self._left - 1
+        if not self._left:
+            self._before, self._left = None, _ROW
+        self._loop.call_later(_EVERY_S if self._before is not None else _REST_S, self._count)
+
+    def report(self) -> list[pb.LinkUsage]:
+        """Of both directions, since the last report in which they had enough bytes."""
+        found = []
+        for peer, samples in zip((ALL_SENT, ALL_RECEIVED), self._samples, strict=True):
+            nbytes = sum(each for each, _ in samples)
+            if nbytes >= _LEAST_BYTES:
+                found.append(pb.LinkUsage(peer=peer, bytes=nbytes, busy_s=nbytes / median_rate(samples)))
+                samples.clear()
+        return found
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self._counters.close()
+
+
+def median_rate(samples: Sequence[Sample]) -> float:
+    """Half of all bytes went at this rate or a higher one.
+
+    >>> median_rate([(10, 1.0), (30, 3.0), (25, 2.5)])
+    2.5
+    """
+    left = sum(nbytes for nbytes, _ in samples) / 2
+    for nbytes, rate in sorted(samples, key=lambda each: each[1]):
+        left -= nbytes
+        if left <= 0:
+            return rate
+    return 0.0
+
+
+def open_link_rate_meter(settings: Settings, loop: EventLoop) -> LinkRateMeter | None:
+    """That of the link under whose address this machine is known. None: it has none, or the system does not count."""
+    with contextlib.suppress(OSError):
+        name = machine.interface_of(machine.bindable_host(settings))
+        return LinkRateMeter(InterfaceCounters(Path("/sys/class/net", name, "statistics")), loop) if name else None
+    return None
