@@ -428,9 +428,9 @@ class RateWatch:
         self._told.clear()
 
     def is_known(self, machine: int) -> bool:
-        """That its link is slow was said: it changed the shares, or it was told."""
+        """That its link is slow was said, with the time that it costs: it changed the shares."""
         link = self._links.get(machine)
-        return machine in self._told or (link is not None and link.sign is not None)
+        return link is not None and link.sign is not None
 
     def untold(self, changes: Sequence[Change]) -> list[Change]:
         """Those of ``changes``, which need no other shares, that were not told yet; now they are."""

@@ -9,8 +9,8 @@ they sent to whom (see RankSpans and LinkUsage in the protocol). Ranks that wait
 
 A link is compared with others that lead to the same machine (what it sends), or come from the same one (what it
 receives). If only one direction is slow, acknowledgements make the other one look slow as well: which it is, the
-counters of its machine's interface show (dataplane/link_rate.py). A rank or link is named once it has been slow for a while, and is free again once it has been quick for
-longer.
+counters of its machine's interface show (dataplane/link_rate.py). A rank or link is named once it has been slow for a
+while, and is free again once it has been quick for longer.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ _FIRST_SHARE, _REST = 0.75, 0.3
 #: It pauses if fewer than this share of the pieces of its work make it slow.
 _PAUSE_PIECES = 0.5
 #: Fewer long pieces are an accident. So are those of one step, as a batch of long documents has a long forward pass and
-#: a long backward pass: each half of the time has this part of what they take longer.
+#: a long backward pass: reports so far apart must each have this part of what they take longer.
 _LEAST_PAUSES = 1.7
-_PAUSE_HALF = 0.2
+_PAUSES_APART_S, _PAUSE_PART = 0.45, 0.2
 _FIRST = 0  # the kind of work before a step's first operation
 #: A slow link takes that many times as long as others, and so many times as long as the next slowest in its direction:
 #: acknowledgements are late on busy machines. It is named after as many judgements as a price that is not known yet.
@@ -134,13 +134,13 @@ class _Window:
             self._parts = _summed(report for *_, report in self._reports)
         return self._parts
 
-    def halves(self) -> tuple[Mapping[int, _PartSums], Mapping[int, _PartSums]]:
-        """The parts of the first half of the time and of the second, which ends now."""
-        middle_s = self._reports[-1][0] - WINDOW_S / 2
-        return (
-            _summed(report for at_s, *_, report in self._reports if at_s <= middle_s),
-            _summed(report for at_s, *_, report in self._reports if at_s > middle_s),
-        )
+    def longer_for_s(self, usual_s: Mapping[int, float], part: float) -> float:
+        """In how many seconds pieces took longer than usual ones, but for this part at the begin and at the end."""
+        longer = [(at_s, max(_longer_s(report, usual_s), 0.0)) for at_s, *_, report in self._reports]
+        sums_s = list(itertools.accumulate(longer_s for _, longer_s in longer))
+        first = bisect.bisect_left(sums_s, part * sums_s[-1])
+        last = bisect.bisect_left(sums_s, (1 - part) * sums_s[-1])
+        return longer[last][0] - longer[first][0]
 
 
 def _summed(reports: Iterable[pb.RankSpans]) -> dict[int, _PartSums]:
@@ -376,7 +376,7 @@ def _explained(rank: int, price: float, ranks: Mapping[int, _Window]) -> Straggl
     detail = f"its own work takes {share:.0%} of the time, that of the others {share - price:.0%}"
     long, count = _long_pieces(own.parts, usual_s, longer_s, total)
     if count and long < _PAUSE_PIECES * count:
-        if long < _LEAST_PAUSES or min(_longer_s(half, usual_s) for half in own.halves()) < _PAUSE_HALF * total:
+        if long < _LEAST_PAUSES or own.longer_for_s(usual_s, _PAUSE_PART) < _PAUSES_APART_S:
             return None
         return Straggler(rank, True, PAUSES, price, detail)
     first_s = longer_s.get(_FIRST, 0.0)
@@ -388,9 +388,9 @@ def _explained(rank: int, price: float, ranks: Mapping[int, _Window]) -> Straggl
     return Straggler(rank, True, COMPUTES, price, detail)
 
 
-def _longer_s(parts: Mapping[int, _PartSums], usual_s: Mapping[int, float]) -> float:
+def _longer_s(report: pb.RankSpans, usual_s: Mapping[int, float]) -> float:
     """By how much the pieces take longer than as many usual ones."""
-    return sum(part.own_s - part.pieces * usual_s[kind] for kind, part in parts.items())
+    return sum(part.own_s - part.count * usual_s[part.kind] for part in report.parts)
 
 
 def _long_pieces(
