@@ -188,7 +188,7 @@ def run_job(
     source = random.Random(seed)
     found: list[Trial] = []
     false: list[tuple[int, str, float]] = []
-    windows = 0
+    windows, index = 0, 0
     end = time.monotonic() + 60 * minutes
     with tempfile.TemporaryDirectory() as name, hosts.cluster([LINK_MBIT] * count + [SERVER_MBIT] * 2) as all_hosts:
         folder, workers, servers = Path(name), all_hosts[:count], all_hosts[count:]
@@ -217,7 +217,8 @@ def run_job(
                 while (named := lines.next(time.monotonic() + QUIET_S)) is not None:
                     print("quiet, but", named[1], flush=True)
                     false.append(named[1])
-                cause, index = causes[number % len(causes)], source.randrange(count)
+                cause = causes[number % len(causes)]
+                index = (index + source.randrange(1, count)) % count  # another one: the last may still be named
                 with wrong(cause, workers[index], index, folder):
                     began = time.monotonic()
                     answer = lines.next(began + LIMIT_S)

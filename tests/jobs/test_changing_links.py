@@ -34,13 +34,12 @@ def hosts() -> Iterator[list[Host]]:
         yield made
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variables", "machine", "who"),
     [
-        ({}, 2, "the link of server"),
+        pytest.param({}, 2, "the link of server", marks=pytest.mark.slow),
         # Nothing that two machines' services host goes through a CPU machine. Which of the two is slow can't be told.
-        ({"TEST_HOSTED": "1"}, 1, "the link of worker"),
+        pytest.param({"TEST_HOSTED": "1"}, 1, "the link of worker", marks=pytest.mark.long),
     ],
     ids=["sums", "hosted"],
 )

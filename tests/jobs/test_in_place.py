@@ -76,21 +76,19 @@ KILLS = {
     "again and again": "1:4:forward 1:5:forward 1:6:forward",
 }
 SLOW, LONG = pytest.mark.slow, pytest.mark.long
-IN_SLOW = ("a machine's ranks", "all")
+IN_SLOW = {"plain": ("a machine's ranks", "all"), "run": ("after", "all")}
 
 
 @pytest.mark.parametrize(
     ("variant", "kills"),
     [
-        ("plain", "step"),
         ("plain", "one after the other"),
         *(
-            pytest.param("plain", kills, marks=SLOW if kills in IN_SLOW else LONG)
+            pytest.param(variant, kills, marks=SLOW if kills in slow else LONG)
+            for variant, slow in IN_SLOW.items()
             for kills in KILLS
-            if kills not in ("step", "one after the other")
+            if (variant, kills) != ("plain", "one after the other")
         ),
-        ("run", "after"),
-        *(pytest.param("run", kills, marks=SLOW if kills in IN_SLOW else LONG) for kills in KILLS if kills != "after"),
         pytest.param("in backward", "backward", marks=SLOW),
         *(pytest.param("in backward", kills, marks=LONG) for kills in ("step", "after")),
     ],

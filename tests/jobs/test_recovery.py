@@ -97,16 +97,24 @@ def kill_all(job: Job) -> None:
 
 
 @pytest.mark.timeout(400)
-def test_servers_die_freeze_and_leave_and_the_weights_are_the_same() -> None:
-    faults = [
-        nothing,
-        kill_and_return(),
-        kill_and_return("--gpu-machine"),
-        freeze_and_wake,
-        kill_all,
-        signal_to(signal.SIGTERM, "--gpu-machine"),  # drained: its keys move first, as soon as there is another
-    ]
-    assert run(OPTIONS, faults) == calm(STRETCHES, OPTIONS).digests
+@pytest.mark.parametrize(
+    "faults",
+    [
+        pytest.param([nothing, kill_and_return("--gpu-machine"), freeze_and_wake], id="die and freeze"),
+        pytest.param(
+            [
+                nothing,
+                kill_and_return(),
+                kill_all,
+                signal_to(signal.SIGTERM, "--gpu-machine"),  # drained: its keys move first, as soon as there is another
+            ],
+            id="die, all at once, and leave",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_servers_die_freeze_and_leave_and_the_weights_are_the_same(faults: list[Fault]) -> None:
+    assert run(OPTIONS, faults) == calm(len(faults), OPTIONS).digests
 
 
 @pytest.mark.timeout(200)

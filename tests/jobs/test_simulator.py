@@ -41,50 +41,35 @@ from simulator.shocks import CUT_OFF, SHOCKS
 from simulator.trials import LINK, TRIALS
 from simulator.visits import VISIT
 
+#: By kind: how many seeds `make test` runs, `make test-slow`, and `make test-long`, from the first one on.
+SEEDS = {
+    "fixed": (6, 150, 300),
+    "elastic": (4, 80, 150),
+    "outages": (5, 80, 150),
+    "elastic-outages": (4, 30, 50),
+    "busy": (6, 80, 150),
+    "hosted": (4, 60, 120),
+    "hosted-outages": (3, 25, 40),
+    "hosted-busy": (3, 25, 40),
+    "hosted-elastic": (4, 25, 40),
+    "shadow": (3, 40, 80),
+    "shadow-outages": (3, 30, 60),
+    "shadow-copies": (3, 30, 60),
+    "restarted": (4, 60, 120),
+    "in-place": (4, 60, 100),
+    "links": (4, 60, 120),
+    "hosted-links": (3, 30, 60),
+    "shadow-links": (2, 15, 30),
+    "elastic-links": (3, 25, 40),
+    "in-place-links": (3, 20, 30),
+}
+MARKS = ((), pytest.mark.slow, pytest.mark.long)
+
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("kind", "seeds"),
-    [
-        ("fixed", 12),
-        ("elastic", 8),
-        ("outages", 12),
-        ("elastic-outages", 8),
-        ("busy", 12),
-        ("hosted", 8),
-        ("hosted-outages", 6),
-        ("hosted-busy", 8),
-        ("hosted-elastic", 8),
-        ("shadow", 6),
-        ("shadow-outages", 3),
-        ("shadow-copies", 3),
-        ("restarted", 8),
-        ("in-place", 8),
-        ("links", 8),
-        ("hosted-links", 4),
-        ("shadow-links", 2),
-        ("elastic-links", 4),
-        ("in-place-links", 4),
-        pytest.param("fixed", 300, marks=pytest.mark.slow),
-        pytest.param("elastic", 150, marks=pytest.mark.slow),
-        pytest.param("links", 120, marks=pytest.mark.slow),
-        pytest.param("hosted-links", 60, marks=pytest.mark.slow),
-        pytest.param("shadow-links", 30, marks=pytest.mark.slow),
-        pytest.param("elastic-links", 40, marks=pytest.mark.slow),
-        pytest.param("in-place-links", 30, marks=pytest.mark.slow),
-        pytest.param("outages", 150, marks=pytest.mark.slow),
-        pytest.param("elastic-outages", 50, marks=pytest.mark.slow),
-        pytest.param("busy", 150, marks=pytest.mark.slow),
-        pytest.param("hosted", 120, marks=pytest.mark.slow),
-        pytest.param("hosted-outages", 40, marks=pytest.mark.slow),
-        pytest.param("hosted-busy", 40, marks=pytest.mark.slow),
-        pytest.param("hosted-elastic", 40, marks=pytest.mark.slow),
-        pytest.param("shadow", 80, marks=pytest.mark.slow),
-        pytest.param("shadow-outages", 60, marks=pytest.mark.slow),
-        pytest.param("shadow-copies", 60, marks=pytest.mark.slow),
-        pytest.param("restarted", 120, marks=pytest.mark.slow),
-        pytest.param("in-place", 100, marks=pytest.mark.slow),
-    ],
+    [pytest.param(kind, seeds[at], marks=mark) for at, mark in enumerate(MARKS) for kind, seeds in SEEDS.items()],
 )
 def test_the_invariants_hold(kind: str, seeds: int) -> None:
     """By the command, and on all cores: about 40 ms a seed, 80 of an elastic job, 200 of a shadowed one."""

@@ -7,6 +7,7 @@ import functools
 import itertools
 import re
 from collections.abc import Set
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -75,20 +76,50 @@ GROUND_ROOMS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """What all sources define and import. They are read once: that takes seconds.
+
+    Attributes:
+        imports: (module, what it imports, path and line), inside functions and for typing, too.
+        classes: paths by name.
+        functions: (name with its class, number of parameters, path and line).
+    """
+
+    imports: list[tuple[str, str, str]]
+    classes: dict[str, list[str]]
+    functions: list[tuple[str, int, str]]
+
+
 @functools.cache
-def imports() -> set[tuple[str, str]]:
-    """(module, module of this package that it imports), inside functions and for typing, too."""
-    found = set()
+def sources() -> Sources:
+    found = Sources([], {}, [])
     for package, folder in FOLDERS.items():
         for path in folder.rglob("*.py"):
             parts = [package, *path.relative_to(folder).with_suffix("").parts]
             module = ".".join(parts).removesuffix(".__init__")
+            inside: dict[ast.AST, str] = {}
             for node in ast.walk(ast.parse(path.read_text())):
+                place = f"{path}:{getattr(node, 'lineno', 0)}"
                 if isinstance(node, ast.Import):
-                    found |= {(module, alias.name) for alias in node.names}
+                    found.imports.extend((module, alias.name, place) for alias in node.names)
                 elif isinstance(node, ast.ImportFrom) and node.module is not None:
-                    found |= {(module, f"{node.module}.{alias.name}") for alias in node.names}
-    return {(module, other) for module, other in found if other.split(".")[0] == "byteps_py"}
+                    found.imports.extend((module, f"{node.module}.{alias.name}", place) for alias in node.names)
+                elif isinstance(node, ast.ClassDef):
+                    found.classes.setdefault(node.name, []).append(f"{package}/{path.relative_to(folder)}")
+                    inside.update((function, node.name) for function in node.body)
+                elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                    given = [each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+                    count = len([name for name in given if name not in ("self", "cls")])
+                    name = f"{inside[node]}.{node.name}" if node in inside else node.name
+                    found.functions.append((name, count, place))
+    return found
+
+
+@functools.cache
+def imports() -> set[tuple[str, str]]:
+    """(module, module of this package that it imports)"""
+    return {(module, other) for module, other, _ in sources().imports if other.split(".")[0] == "byteps_py"}
 
 
 def part_of(module: str) -> str:
@@ -132,15 +163,11 @@ WITH_TORCH = {"torch", "parallel", "tools", "checkpoint", "ray"}
 
 def test_services_and_commands_do_without_torch() -> None:
     """They run on machines that have none."""
-    wrong = []
-    for package, folder in FOLDERS.items():
-        for path in folder.rglob("*.py"):
-            parts = [package, *path.relative_to(folder).with_suffix("").parts]
-            is_allowed = part_of(".".join(parts)) in WITH_TORCH or path.name == "torch_backend.py"
-            for node in ast.walk(ast.parse(path.read_text())) if not is_allowed else ():
-                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-                names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-                wrong += [f"{path}:{node.lineno}" for name in names if name.split(".")[0] == "torch"]  # type: ignore[attr-defined]
+    importing = [(module, place) for module, other, place in sources().imports if other.split(".")[0] == "torch"]
+    wrong = [
+        place for module, place in importing if part_of(module) not in WITH_TORCH and "torch_backend" not in module
+    ]
+    assert importing
     assert not wrong, "\n".join(wrong)
 
 
@@ -198,13 +225,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 def test_no_class_name_is_used_twice() -> None:
     """A name in a traceback, or in a search, means one thing."""
-    found: dict[str, list[str]] = {}
-    for package, folder in FOLDERS.items():
-        for path in folder.rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.ClassDef):
-                    found.setdefault(node.name, []).append(f"{package}/{path.relative_to(folder)}")
-    assert {name: places for name, places in found.items() if len(places) > 1} == {}
+    assert {name: places for name, places in sources().classes.items() if len(places) > 1} == {}
 
 
 #: What users know by name, and what numba calls.
@@ -221,23 +242,9 @@ MOST_PARAMETERS = 7
 
 def test_functions_have_few_parameters() -> None:
     """More go together in an options object."""
-    wrong = []
-    for folder in FOLDERS.values():
-        for path in folder.rglob("*.py"):
-            tree = ast.parse(path.read_text())
-            inside = {
-                function: node.name
-                for node in ast.walk(tree)
-                if isinstance(node, ast.ClassDef)
-                for function in node.body
-            }
-            for node in ast.walk(tree):
-                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                    given = [each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
-                    count = len([name for name in given if name not in ("self", "cls")])
-                    name = f"{inside[node]}.{node.name}" if node in inside else node.name
-                    if count > MOST_PARAMETERS and name not in MAY_HAVE_MORE:
-                        wrong.append(f"{path.name}:{node.lineno}: {name} has {count}")
+    more = [(name, count, place) for name, count, place in sources().functions if count > MOST_PARAMETERS]
+    wrong = [f"{place}: {name} has {count}" for name, count, place in more if name not in MAY_HAVE_MORE]
+    assert {name for name, _, _ in more} == MAY_HAVE_MORE
     assert not wrong, "\n".join(wrong)
 
 

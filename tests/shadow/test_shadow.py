@@ -38,7 +38,7 @@ def undisturbed(optimizer: str, machines: int, servers: int, steps: int = STEPS,
     [
         ("adamw", 2, 1),
         pytest.param("adamw", 1, 2, marks=pytest.mark.slow),
-        pytest.param("sgd", 1, 1, marks=pytest.mark.slow),
+        pytest.param("sgd", 1, 1, marks=pytest.mark.long),
         pytest.param("sgd", 2, 2, marks=pytest.mark.slow),
         pytest.param("adamw-in-backward", 2, 1, marks=pytest.mark.slow),
         pytest.param("lamb", 2, 1, marks=pytest.mark.slow),
