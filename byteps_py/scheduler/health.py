@@ -559,9 +559,12 @@ class GroupWatch:
         return [pb.AwaitedRank(rank=rank, age_s=ages[rank]) for rank in sorted(ages)]
 
     def slow(self) -> list[str]:
-        """Sentences on ranks, links and summation services that are slow."""
-        named = self._stragglers.named() if self._job.is_running else []
-        return [*self._straggler_sentences(named), *self._sentences(self._slow())]
+        """Sentences on ranks, links, ways and summation services that are slow."""
+        if not self._job.is_running:
+            return []
+        who = {member.id: member.describe() for member in self._job.roster.link_owners()}
+        relays = relay_sentences(self._pairs.kept(), who)
+        return [*self._straggler_sentences(self._stragglers.named()), *self._sentences(self._slow()), *relays]
 
     def _straggler_sentences(self, named: Iterable[Straggler]) -> list[str]:
         members = {m.id: m.describe() for m in self._job.roster.everyone}

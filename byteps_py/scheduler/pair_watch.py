@@ -117,6 +117,7 @@ class _PairState:
     judged_s: float = -math.inf  # the latest evidence
     seen: list[float] = field(default_factory=list)  # rates, or parts of them, since the state began
     before_mbit: float = 0.0  # of the direct way, before the trial
+    total_mbit: float = 0.0  # of both ways, as the trial has shown
     failures: int = 0
     not_before_s: float = -math.inf  # the next trial, or check
 
@@ -184,6 +185,14 @@ class PairWatch:
         used = RelayState.TRYING, RelayState.RELAYED
         return {pair: each.relay for pair, each in self._pairs.items() if each.state in used}
 
+    def kept(self) -> list[RelayChange]:
+        """The pairs whose third machine has proved to be faster, as the changes that they were."""
+        return [
+            RelayChange(pair, RelayState.RELAYED, each.relay, each.before_mbit, each.total_mbit)
+            for pair, each in self._pairs.items()
+            if each.state in (RelayState.RELAYED, RelayState.CHECKING)
+        ]
+
     def changes(self, now_s: float) -> list[RelayChange]:
         """The pairs that change their ways now. Call it often."""
         if now_s - self._judged_s < EVERY_S:
@@ -217,7 +226,7 @@ class PairWatch:
         elif each.state is RelayState.TRYING:
             each.seen.append(ways.total_mbit)
             if len(each.seen) >= _ENOUGH:
-                total_mbit = statistics.median(each.seen)
+                total_mbit = each.total_mbit = statistics.median(each.seen)
                 is_faster = total_mbit >= LEAST_GAIN * each.before_mbit
                 if not is_faster:
                     each.fail(now_s)

@@ -256,7 +256,9 @@ def test_the_scheduler_tells_all_workers_of_a_relay_and_of_its_end() -> None:
     assert train(SOON_S, 20.0) == [pb.Relays(relays=[relay])]
     assert train(TRIED_S, 20.0, 150.0) == [pb.Relays(relays=[relay])]  # the same again: it is no trial any more
     said = [m.slow.message for m in cluster.told[workers[0]] if m.WhichOneof("body") == "slow"]
-    assert any("reach each other through server" in sentence for sentence in said), said
+    through = "reach each other through server"
+    assert any(through in sentence for sentence in said), said
+    assert any(through in sentence for sentence in cluster.core.status(cluster.now).slow)
     told = train(TRIED_S, 0.95 * LINK, 10.0)
     assert told[0] == pb.Relays()
     assert all(not each.relays for each in told)
