@@ -50,7 +50,7 @@ _EVERY_S = 0.4
 #: are longer by less than that part of what the first one is.
 _FIRST_SHARE, _REST = 0.75, 0.3
 #: It pauses if fewer than this share of the pieces of its work make it slow.
-_PAUSE_PIECES = 0.5
+_PAUSE_PIECES = 0.65
 #: Fewer long pieces are an accident. So are those of one step, as a batch of long documents has a long forward pass and
 #: a long backward pass: reports so far apart must each have this part of what they take longer.
 _LEAST_PAUSES = 1.7
@@ -188,7 +188,9 @@ class SlowRankWatch:
         named = []
         for key, straggler in found.items():
             known = self._suspicions.setdefault(key, _Suspicion(straggler))
-            known.rows, known.quick = known.rows + 1, 0
+            is_same = known.straggler.reason == straggler.reason
+            # Another reason is not named at once: of the first long pieces it is not known yet how many there will be.
+            known.rows, known.quick = known.rows + 1 if is_same else min(known.rows, _NAMED_AFTER - 1), 0
             is_steady = straggler.price <= _STEADY * known.straggler.price
             known.straggler = straggler
             least = _NAMED_AFTER if is_steady and straggler.is_rank else _NAMED_AT_LAST
@@ -198,8 +200,8 @@ class SlowRankWatch:
         for key, known in list(self._suspicions.items()):
             if key not in found:
                 known.quick += 1
-                known.rows -= 1  # on a busy machine, what others do hides a slow rank now and then
-                if known.quick >= _FREE_AFTER if known.is_named else known.rows <= 0:
+                known.rows = 0
+                if not known.is_named or known.quick >= _FREE_AFTER:
                     del self._suspicions[key]
         return named
 

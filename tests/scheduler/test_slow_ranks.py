@@ -220,7 +220,7 @@ def test_no_machine_reports_the_spans_of_others() -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "windows"),
-    [(1_024, 2), pytest.param(16_384, 2, marks=pytest.mark.slow), pytest.param(16_384, 60, marks=pytest.mark.long)],
+    [(1_024, 2), pytest.param(4_096, 2, marks=pytest.mark.slow), pytest.param(16_384, 60, marks=pytest.mark.long)],
 )
 @pytest.mark.parametrize("uneven", [0.0, 0.6, 1.2])
 def test_quiet_windows_of_many_ranks_name_nobody(ranks: int, windows: int, uneven: float) -> None:
@@ -229,7 +229,7 @@ def test_quiet_windows_of_many_ranks_name_nobody(ranks: int, windows: int, uneve
     assert [training.window(5.0) for _ in range(windows)] == [[]] * windows
 
 
-@pytest.mark.parametrize("ranks", [1_024, pytest.param(16_384, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [1_024, pytest.param(16_384, marks=pytest.mark.long)])
 def test_one_of_many_ranks_is_named(ranks: int) -> None:
     training = ReportedTraining(ranks, 0.2, seed=ranks)
     for number, cause in enumerate(SIMULATED):
