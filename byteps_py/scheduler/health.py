@@ -505,7 +505,8 @@ class GroupWatch:
         roster = self._job.roster
         if self._links_epoch != roster.epoch:
             self._links_epoch = roster.epoch
-            self._links.set_rates({member.id: member.link_mbit for member in roster.link_owners()}, now_s)
+            rates_mbit = {member.id: member.link_mbit for member in roster.link_owners()}
+            self._links.set_rates(rates_mbit, now_s, roster.link_owners_without_share())
         if not (self._job.is_running and self._job.config.rebalance_links) or len(roster.workers()) == 1:
             return {}, ""
         changes = self._links.changes(now_s, self._answer_rates)

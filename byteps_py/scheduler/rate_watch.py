@@ -25,7 +25,7 @@ import enum
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -70,8 +70,8 @@ _SILENT_S = 30.0
 #: A machine with a share so small that nothing shows its rate, while others show theirs, is tried again after so many
 #: seconds.
 RETRY_S = 20.0
-#: The same for a machine whose transfers all wait for others, so that it may be faster than it is known to be.
-UNBOUND_S = 5.0
+#: The same for a machine without a share whose transfers all wait for others: they show no rate above the known one.
+UNBOUND_S = 60.0
 #: Other shares must save this part of the time of a sum: they make the next one longer, once.
 LEAST_GAIN = 0.04
 #: The same if links are only as fast as at the start again.
@@ -258,7 +258,8 @@ class _Link:
     known_mbit: float
     sign: Sign | None = None  # what showed that rate; None: that of the start
     unseen_s: float = 0.0  # for how long others showed their rates, and this one did not
-    unbound_s: float = 0.0  # for how long its transfers waited for others, so that it may be faster than is known
+    has_share: bool = True
+    unbound_s: float = 0.0  # for how long, without a share, its transfers waited for others
     retries: int = 0  # for that reason, since it had its usual rate for long
     trend: Trend = Trend.SAME
     held_s: float = 0.0  # for how long there was evidence of this trend
@@ -293,7 +294,7 @@ class _Link:
         self.seen.append(seen)
         del self.seen[: -2 * _HOLDS]
         self.seen_s = now_s
-        is_unbound = self.sign is not None and math.isinf(seen.most_mbit) and trend is Trend.SAME
+        is_unbound = not self.has_share and math.isinf(seen.most_mbit) and trend is Trend.SAME
         self.unbound_s = self.unbound_s + EVERY_S if is_unbound else 0.0
         if self.unbound_s >= UNBOUND_S * 2 ** min(_MOST_DOUBLINGS, self.retries):
             self._try_usual_rate(now_s, self.sign)
@@ -359,15 +360,15 @@ class RateWatch:
         self._epochs_s: list[float] = []  # when shares followed
         self._told: dict[int, float] = {}  # of changes that need no other shares: the rate
 
-    def set_rates(self, known_mbit: Mapping[int, float], now_s: float) -> None:
+    def set_rates(self, known_mbit: Mapping[int, float], now_s: float, idle: Collection[int] = ()) -> None:
         """The links that there are, with the rates by which the shares are from now on. Transfers before these are in
-        use are no evidence."""
+        use are no evidence. ``idle``: the machines without a share."""
         self._settled_s = now_s + SETTLE_S
         before, self._links = self._links, {}
         for machine, mbit in known_mbit.items():
             link = self._links[machine] = before.get(machine) or _Link(mbit, mbit)
             link.known_mbit, link.trend, link.seen = mbit, Trend.SAME, []
-            link.unseen_s = link.unbound_s = 0.0
+            link.has_share, link.unseen_s, link.unbound_s = machine not in idle, 0.0, 0.0
         self._usages.clear()
 
     def report(self, usages: Iterable[Usage], now_s: float) -> None:

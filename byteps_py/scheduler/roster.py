@@ -450,6 +450,15 @@ class Roster:
         """The members whose ``link_mbit`` is the rate of their machine's link: CPU machines' servers, then workers."""
         return [*self.cpu_servers(), *self._workers]
 
+    def link_owners_without_share(self) -> set[int]:
+        """Those of ``link_owners``, by member id, whose machine adds nothing."""
+        beside = {server.facts.machine_index: server.weight for server in self.gpu_servers()}
+        return {
+            member.id
+            for member in self.link_owners()
+            if not (member.weight if member.is_cpu_server else beside.get(member.facts.machine_index, 0))
+        }
+
     def times_with(self, link_mbit: Mapping[int, float]) -> tuple[Fraction, Fraction]:
         """The time of a sum of one megabit with the present shares, and with the best ones, if links have these rates
         in Mbit/s; others stay as they are. By member id, of ``link_owners``."""

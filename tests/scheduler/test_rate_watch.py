@@ -10,7 +10,17 @@ from support.scheduler_core import ballot, declare, spec as gradient
 
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.core import LinksChanged
-from byteps_py.scheduler.rate_watch import HOLD_S, RETRY_S, WINDOW_S, Sign, Usage, seen_rates
+from byteps_py.scheduler.rate_watch import (
+    HOLD_S,
+    RETRY_S,
+    UNBOUND_S,
+    WINDOW_S,
+    Change,
+    RateWatch,
+    Sign,
+    Usage,
+    seen_rates,
+)
 
 #: From a change until the shares have followed it.
 NOTICED_S = WINDOW_S + HOLD_S + 2.0
@@ -95,6 +105,26 @@ def test_a_machine_that_has_no_share_left_is_tried_again() -> None:
     job.answering[0] = MBIT / 5000
     job.run(1800.0)
     assert len(job.epochs) <= 2 + 16, job.epochs  # each time later
+
+
+def test_a_machine_without_a_share_that_waits_for_others_is_tried_again() -> None:
+    """It sends as much in a sum as its slow link carried: nothing shows that it could send more."""
+    watch = RateWatch()
+    known = dict.fromkeys(range(4), MBIT) | {0: MBIT / 2}
+    watch.set_rates(dict.fromkeys(range(4), MBIT), 0.0)
+    watch.accept([Change(0, MBIT, MBIT / 2, Sign.SENDS)], 0.0)
+    found, now_s = [], 0.0
+    watch.set_rates(known, now_s, idle={0})
+    while not found and now_s < 2 * UNBOUND_S:
+        now_s += 0.5
+        # The links of the others are full, and all that machine 0 sends and receives waits for these.
+        full = int(MBIT * 125_000 * 0.5 / 3)
+        pairs = [(a, b) for a in range(4) for b in range(4) if a != b]
+        sent = {pair: full // 2 if 0 in pair else full * 5 // 4 for pair in pairs}
+        watch.report([Usage(a, a, b, nbytes, 0.48, 0.0) for (a, b), nbytes in sent.items()], now_s)
+        found = watch.changes(now_s)
+    assert [(change.machine, change.mbit) for change in found] == [(0, MBIT)]
+    assert UNBOUND_S <= now_s <= UNBOUND_S + 10
 
 
 def test_links_that_have_all_become_slow_alike_change_nothing_and_are_told_once() -> None:
