@@ -358,7 +358,8 @@ def _use_of(work: Callable[[], None]) -> tuple[list[Range], list[Range]] | None:
         plan = known.get("plan")
         if not isinstance(plan, KernelCall):
             return None
-        dtype, inputs, outputs, count = known["dtype"], plan.inputs, plan.outputs, known["count"]
+        dtype, inputs, outputs = known["dtype"], plan.inputs, plan.outputs
+        count = known["nbytes"] // dtype.itemsize
     elif not isinstance(work, functools.partial):
         return None
     elif is_shadows(work):
