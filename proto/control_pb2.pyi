@@ -122,7 +122,7 @@ class Register(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., job: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., kind: _Optional[_Union[MachineKind, str]] = ..., machine_id: _Optional[str] = ..., machine_index: _Optional[int] = ..., address: _Optional[str] = ..., local_address: _Optional[str] = ..., local_size: _Optional[int] = ..., num_workers: _Optional[int] = ..., num_servers: _Optional[int] = ..., partition_bytes: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., link_mbit: _Optional[float] = ..., token: _Optional[bytes] = ..., received: _Optional[int] = ..., member_id: _Optional[int] = ..., epoch: _Optional[int] = ..., elastic: bool = ..., memory_bytes: _Optional[int] = ..., relay_address: _Optional[str] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("statistics", "waiting", "ranks", "servers", "shadow", "steps", "calls", "progress", "links", "spans", "pairs", "bare")
+    __slots__ = ("statistics", "waiting", "ranks", "servers", "shadow", "steps", "calls", "progress", "links", "spans", "pairs", "rates", "bare")
     STATISTICS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
@@ -134,6 +134,7 @@ class Heartbeat(_message.Message):
     LINKS_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
     PAIRS_FIELD_NUMBER: _ClassVar[int]
+    RATES_FIELD_NUMBER: _ClassVar[int]
     BARE_FIELD_NUMBER: _ClassVar[int]
     statistics: Statistics
     waiting: _containers.RepeatedCompositeFieldContainer[Waiting]
@@ -146,8 +147,9 @@ class Heartbeat(_message.Message):
     links: _containers.RepeatedCompositeFieldContainer[LinkUsage]
     spans: _containers.RepeatedCompositeFieldContainer[RankSpans]
     pairs: _containers.RepeatedCompositeFieldContainer[PairUsage]
+    rates: InterfaceRates
     bare: bool
-    def __init__(self, statistics: _Optional[_Union[Statistics, _Mapping]] = ..., waiting: _Optional[_Iterable[_Union[Waiting, _Mapping]]] = ..., ranks: _Optional[_Iterable[_Union[RankPace, _Mapping]]] = ..., servers: _Optional[_Iterable[_Union[ServerPace, _Mapping]]] = ..., shadow: _Optional[_Union[ShadowProtection, _Mapping]] = ..., steps: _Optional[_Iterable[_Union[RankSteps, _Mapping]]] = ..., calls: _Optional[_Iterable[_Union[UnnamedCall, _Mapping]]] = ..., progress: _Optional[_Iterable[_Union[RankProgress, _Mapping]]] = ..., links: _Optional[_Iterable[_Union[LinkUsage, _Mapping]]] = ..., spans: _Optional[_Iterable[_Union[RankSpans, _Mapping]]] = ..., pairs: _Optional[_Iterable[_Union[PairUsage, _Mapping]]] = ..., bare: bool = ...) -> None: ...
+    def __init__(self, statistics: _Optional[_Union[Statistics, _Mapping]] = ..., waiting: _Optional[_Iterable[_Union[Waiting, _Mapping]]] = ..., ranks: _Optional[_Iterable[_Union[RankPace, _Mapping]]] = ..., servers: _Optional[_Iterable[_Union[ServerPace, _Mapping]]] = ..., shadow: _Optional[_Union[ShadowProtection, _Mapping]] = ..., steps: _Optional[_Iterable[_Union[RankSteps, _Mapping]]] = ..., calls: _Optional[_Iterable[_Union[UnnamedCall, _Mapping]]] = ..., progress: _Optional[_Iterable[_Union[RankProgress, _Mapping]]] = ..., links: _Optional[_Iterable[_Union[LinkUsage, _Mapping]]] = ..., spans: _Optional[_Iterable[_Union[RankSpans, _Mapping]]] = ..., pairs: _Optional[_Iterable[_Union[PairUsage, _Mapping]]] = ..., rates: _Optional[_Union[InterfaceRates, _Mapping]] = ..., bare: bool = ...) -> None: ...
 
 class RankSpans(_message.Message):
     __slots__ = ("rank", "elapsed_s", "own_s", "parts", "stage")
@@ -212,6 +214,18 @@ class LinkUsage(_message.Message):
     busy_s: float
     unread_s: float
     def __init__(self, peer: _Optional[int] = ..., bytes: _Optional[int] = ..., busy_s: _Optional[float] = ..., unread_s: _Optional[float] = ...) -> None: ...
+
+class InterfaceRates(_message.Message):
+    __slots__ = ("sent_bytes", "sent_s", "received_bytes", "received_s")
+    SENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SENT_S_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_S_FIELD_NUMBER: _ClassVar[int]
+    sent_bytes: int
+    sent_s: float
+    received_bytes: int
+    received_s: float
+    def __init__(self, sent_bytes: _Optional[int] = ..., sent_s: _Optional[float] = ..., received_bytes: _Optional[int] = ..., received_s: _Optional[float] = ...) -> None: ...
 
 class PairUsage(_message.Message):
     __slots__ = ("machine_index", "bytes", "busy_s", "unread_s", "relayed_bytes", "relayed_busy_s")

@@ -388,7 +388,7 @@ class SummationService:
         told = self.heartbeat()
         told.links.extend(self._network.link_usage())
         if self._rate is not None:
-            told.links.extend(self._rate.report())
+            told.rates.CopyFrom(self._rate.report())
         return told
 
     def _on_message(self, message: pb.SchedulerMessage) -> None:

@@ -345,6 +345,8 @@ class CommunicationService:
             told.pairs.extend(self._group.pair_usage())
         if self._group is not None and self._group.network is not None:
             told.links.extend(self._group.network.link_usage())
+            if (rates := self._group.network.link_rates()) is not None:
+                told.rates.CopyFrom(rates)
             self._group.widen_for_long_links()
         return told
 

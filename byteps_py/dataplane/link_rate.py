@@ -21,9 +21,6 @@ from byteps_py.proto import control_pb2 as pb
 from byteps_py.system import machine
 from byteps_py.system.loop import EventLoop
 
-#: Peers of a LinkUsage that is about the whole link: all that was sent, and all that was received. ``bytes`` over
-#: ``busy_s`` is the median rate.
-ALL_SENT, ALL_RECEIVED = 2**32 - 1, 2**32 - 2
 _EVERY_S, _ROW, _REST_S = 0.01, 20, 0.2
 #: A sample that comes so late is of a busy machine: it shows a lower rate than the link's.
 _LATE_S = 0.04
@@ -87,20 +84,27 @@ class LinkRateMeter:
             self._before, self._left = None, _ROW
         self._loop.call_later(_EVERY_S if self._before is not None else _REST_S, self._count)
 
-    def report(self) -> list[pb.LinkUsage]:
+    def report(self) -> pb.InterfaceRates:
         """Of both directions, since the last report in which they had enough bytes."""
-        found = []
-        for peer, samples in zip((ALL_SENT, ALL_RECEIVED), self._samples, strict=True):
-            nbytes = sum(each for each, _ in samples)
-            if nbytes >= _LEAST_BYTES:
-                found.append(pb.LinkUsage(peer=peer, bytes=nbytes, busy_s=nbytes / median_rate(samples)))
-                samples.clear()
-        return found
+        (sent_bytes, sent_s), (received_bytes, received_s) = map(_taken, self._samples)
+        return pb.InterfaceRates(
+            sent_bytes=sent_bytes, sent_s=sent_s, received_bytes=received_bytes, received_s=received_s
+        )
 
     def close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
             self._counters.close()
+
+
+def _taken(samples: list[Sample]) -> tuple[int, float]:
+    """All bytes, and the seconds that they take at the median rate, if they are enough; they are forgotten then."""
+    nbytes = sum(each for each, _ in samples)
+    if nbytes < _LEAST_BYTES:
+        return 0, 0.0
+    took_s = nbytes / median_rate(samples)
+    samples.clear()
+    return nbytes, took_s
 
 
 def median_rate(samples: Sequence[Sample]) -> float:

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from byteps_py.config.tuning import ANSWER_BASE_S
-from byteps_py.dataplane.link_rate import ALL_RECEIVED, ALL_SENT
 from byteps_py.errors import ProtocolError
 from byteps_py.failure_detector import FailureDetector
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.job import Job, MessageHandler, Outgoing, ranks_of, to_each
-from byteps_py.scheduler.pair_watch import PairUsage, PairWatch, RelayChange, RelayState
+from byteps_py.scheduler.pair_watch import SETTLE_S, PairUsage, PairWatch, RelayChange, RelayState
 from byteps_py.scheduler.rank_group import RankGroup
 from byteps_py.scheduler.rate_watch import LEAST_GAIN, LEAST_RETURN, MBIT, Change, RateWatch, Usage
 from byteps_py.scheduler.roster import ClusterConfig, MemberRecord
@@ -333,6 +332,15 @@ def link_sentences(changes: Iterable[Change], who: Mapping[int, str]) -> list[st
     return lines
 
 
+def _whole_link(member: MemberRecord, rates: pb.InterfaceRates) -> list[Usage]:
+    """What the member's link carried in each direction: to and from the network."""
+    found = [
+        Usage(member.id, member.id, NETWORK, rates.sent_bytes, rates.sent_s, 0.0),
+        Usage(member.id, NETWORK, member.id, rates.received_bytes, rates.received_s, 0.0),
+    ]
+    return [usage for usage in found if usage.nbytes and usage.busy_s > 0]
+
+
 def relay_sentences(changes: Iterable[RelayChange], who: Mapping[int, str]) -> list[str]:
     """One sentence for each pair of machines whose ranks reach each other through a third one, or directly again; none
     of trials, nor of third machines that have left: others tell of these. ``who``: the member of each machine."""
@@ -372,6 +380,7 @@ class GroupWatch:
         self._waiting: set[int] = set()  # members whose ranks have waited for long, as they reported last
         self._links = RateWatch()
         self._pairs = PairWatch()
+        self._strays_told_s = -SETTLE_S  # when ranks were last told to leave third machines of an earlier scheduler
         self._links_epoch = 0  # whose rates the links have
         self._remarks: list[str] = []  # on links, for the workers
         self._stragglers = SlowRankWatch()
@@ -409,7 +418,7 @@ class GroupWatch:
         self._stragglers.report(heartbeat.spans, usages, now_s, member.id)
         roster, out = self._job.roster, self._changed_relays(now_s)
         self._remarks += self._straggler_sentences(self._new_stragglers(now_s))
-        self._stragglers.report((), self._whole_links(member, heartbeat.links), now_s)
+        self._stragglers.report((), _whole_link(member, heartbeat.rates), now_s)
         remarks, self._remarks = self._remarks, []
         for remark in remarks:
             out += to_each(roster.workers(), pb.SchedulerMessage(slow=pb.Slow(message=remark)))
@@ -480,7 +489,11 @@ class GroupWatch:
         able = [owner for owner, address in relays.items() if address and owner in owners]
         lost = self._pairs.set_machines({owner: member.link_mbit for owner, member in owners.items()}, able)
         changes = [*lost, *self._pairs.changes(now_s)]
-        if not changes:
+        if strays := self._pairs.strays(now_s):
+            is_due = now_s >= self._strays_told_s + SETTLE_S
+            self._strays_told_s = now_s if is_due else self._strays_told_s
+            strays = strays if is_due else []
+        if not (changes or strays):
             return out
         index = {worker.id: worker.facts.machine_index for worker in roster.workers()}
         found = [
@@ -492,12 +505,6 @@ class GroupWatch:
         who = {member.id: member.describe() for member in owners.values()}
         self._remarks += relay_sentences(changes, who)
         return out
-
-    def _whole_links(self, member: MemberRecord, links: Collection[pb.LinkUsage]) -> list[Usage]:
-        """What its machine's link carried in each direction: to and from the network."""
-        ways = {ALL_SENT: (member.id, NETWORK), ALL_RECEIVED: (NETWORK, member.id)}
-        whole = [usage for usage in links if usage.peer in ways and usage.bytes and usage.busy_s > 0]
-        return [Usage(member.id, *ways[usage.peer], usage.bytes, usage.busy_s, 0.0) for usage in whole]
 
     def new_rates(self, now_s: float) -> tuple[dict[int, float], str]:
         """The rates in Mbit/s of the links that have changed, by member id, and why the shares of the servers should

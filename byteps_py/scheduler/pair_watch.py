@@ -179,6 +179,11 @@ class PairWatch:
             while reports and reports[0][0] < now_s - WINDOW_S:
                 reports.popleft()
 
+    def strays(self, now_s: float) -> list[Pair]:
+        """Pairs whose ranks still use a third machine although none is theirs: an earlier scheduler gave it to them."""
+        found = {usage.pair for _, usage in self._sent if usage.relayed_bytes} - self.relays.keys()
+        return [pair for pair in found if pair not in self._pairs or now_s - self._pairs[pair].since_s >= SETTLE_S]
+
     @property
     def relays(self) -> dict[Pair, int]:
         """The member id of the third machine of each pair that uses one now."""

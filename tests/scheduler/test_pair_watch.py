@@ -264,6 +264,17 @@ def test_the_scheduler_tells_all_workers_of_a_relay_and_of_its_end() -> None:
     assert all(not each.relays for each in told)
 
 
+def test_ranks_leave_a_third_machine_that_an_earlier_scheduler_gave_them() -> None:
+    cluster, workers, _ = running(2, 1)
+    for _ in range(12):
+        sent = pb.PairUsage(machine_index=1, bytes=1000, busy_s=0.01, relayed_bytes=5000, relayed_busy_s=0.1)
+        cluster.say(workers[0], heartbeat=pb.Heartbeat(pairs=[sent]))
+        cluster.now += REPORT_S
+    told = [m.relays for m in cluster.told[workers[1]] if m.WhichOneof("body") == "relays"]
+    assert 1 <= len(told) <= 2
+    assert told[0] == pb.Relays()
+
+
 def test_a_machine_that_reports_a_pair_that_there_is_not_changes_nothing() -> None:
     cluster, workers, _ = running(2, 1)
     cluster.say(workers[0], heartbeat=pb.Heartbeat(pairs=[pb.PairUsage(machine_index=7, bytes=1 << 40, busy_s=1.0)]))

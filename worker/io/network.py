@@ -529,10 +529,12 @@ class Network:
         )
 
     def link_usage(self) -> list[pb.LinkUsage]:
-        """The bytes sent to each server of another machine since the last call, and the rates of the whole link: see
-        UsageMeter and LinkRateMeter."""
-        opened = [(server, link.descriptor) for server, link in self._links.items() if link.is_open]
-        return [*self._usage.report(opened), *(self._rate.report() if self._rate is not None else ())]
+        """The bytes sent to each server of another machine since the last call: see UsageMeter."""
+        return self._usage.report((server, link.descriptor) for server, link in self._links.items() if link.is_open)
+
+    def link_rates(self) -> pb.InterfaceRates | None:
+        """The rates of the machine's link since the last call, if they are known: see LinkRateMeter."""
+        return self._rate.report() if self._rate is not None else None
 
     @property
     def round_trip_s(self) -> float:
