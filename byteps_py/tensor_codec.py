@@ -17,6 +17,9 @@ SCALED_BLOCK = 256
 #: Elements of a block of TOPK. Their positions fit in 16 bits, and the elements in a processor's first cache.
 TOPK_BLOCK = 4096
 
+#: The largest coded block. A partition holds at least one, however small partitions are to be.
+MAX_BLOCK_BYTES = 6 * TOPK_BLOCK
+
 _KIND_BITS = 8
 _FEEDBACK = 1 << 31
 

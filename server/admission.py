@@ -103,12 +103,14 @@ def objection(header: Header, nbytes: int, num_machines: int, partition_bytes: i
         return f"{what}: its header says that only one machine contributes, which needs no server"
     if header.machines > num_machines:
         return f"{what}: its header says that {header.machines} machines contribute, but the job has {num_machines}"
-    if not 0 < header.length <= partition_bytes:
-        return f"{what}: its length is {header.length} bytes, but a partition has 1 to {partition_bytes}"
     try:
         codec = codec_of(header.codec)
     except (ValueError, UsageError) as error:
         return f"{what}: its compression is unknown: {error}"
+    # A block is not cut, however small partitions are to be.
+    most = partition_bytes if codec is None else max(partition_bytes, codec.item_bytes)
+    if not 0 < header.length <= most:
+        return f"{what}: its length is {header.length} bytes, but a partition has 1 to {most}"
     if codec is not None and (header.op is not Op.SUM or codec.error_feedback):
         return f"{what}: its compression, {codec}, is not one of a sum on a server"
     size = header.dtype.itemsize if codec is None else codec.item_bytes

@@ -31,6 +31,7 @@ from byteps_py.proto import control_pb2 as pb
 from byteps_py.security.unauthenticated_connections import PATIENCE_S, UnauthenticatedConnections
 from byteps_py.system.log import logger
 from byteps_py.system.loop import EventLoop
+from byteps_py.tensor_codec import MAX_BLOCK_BYTES
 from byteps_py.wire.data_link import READER, READER_KINDS, Header, Kind
 
 _NOW, _NOW_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # combining enums takes a microsecond
@@ -170,7 +171,7 @@ class DataListener:
             zmq.LINGER: 0,
             zmq.IPV6: 0,
             zmq.ROUTER_MANDATORY: 1,  # a message to a disconnected peer is an error
-            zmq.MAXMSGSIZE: self._settings.max_partition_bytes + _SLACK_BYTES,
+            zmq.MAXMSGSIZE: max(self._settings.max_partition_bytes, MAX_BLOCK_BYTES) + _SLACK_BYTES,
             zmq.HANDSHAKE_IVL: int(PATIENCE_S * 1000),
             zmq.HEARTBEAT_IVL: beat_ms,
             zmq.HEARTBEAT_TIMEOUT: timeout_ms,

@@ -62,6 +62,8 @@ SEEDS = {
     "shadow-links": (2, 15, 30),
     "elastic-links": (3, 25, 40),
     "in-place-links": (3, 20, 30),
+    "coded": (3, 60, 150),
+    "coded-outages": (2, 30, 60),
 }
 MARKS = ((), pytest.mark.slow, pytest.mark.long)
 

@@ -8,10 +8,13 @@ import pytest
 
 from byteps_py.server.round_state import Action, Answer, Contribution, Reduce, RefuseContributions, Round
 from byteps_py.server.rounds import HELD_COUNT, Rounds
+from byteps_py.tensor_codec import Codec
 from byteps_py.tensors import DType, Op
 from byteps_py.wire.data_link import Header, Kind
 
 PARTITION_BYTES = 4096
+#: A block of it is larger than a partition.
+TOPK = Codec.topk(0.9)
 Actions = list[Action[Contribution]]
 ORIGINS = [f"connection of machine {i}" for i in range(8)]
 
@@ -136,6 +139,7 @@ REFUSED_ALONE = [
     ({"epoch": 2}, "its contribution is of epoch 2, and the job's machines have changed in epoch 3"),
     ({"length": 0}, "its length is 0 bytes, but a partition has 1 to 4096"),
     ({"length": PARTITION_BYTES + 4}, "its length is 4100 bytes, but a partition has 1 to 4096"),
+    ({"length": 2 * TOPK.item_bytes, "codec": TOPK.code}, "but a partition has 1 to 22124"),
     ({"length": 62}, "its length, 62, and its offset, 0, must be multiples of 4, the size of float32"),
     ({"offset": 2}, "its length, 64, and its offset, 2, must be multiples of 4, the size of float32"),
     ({"kind": Kind.PASS, "op": Op.BROADCAST, "root": 1}, "every machine takes part in a broadcast, so none can pass"),

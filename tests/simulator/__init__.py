@@ -8,6 +8,7 @@ memory), and is made of the classes that ``Parts`` names. ``run`` is the one ent
 
 from .busy import BusyCluster
 from .cluster import Cluster, Report, run
+from .coded import CodedCluster, CodedOutageCluster
 from .elastic import ElasticCluster
 from .hosted import HostedBusyCluster, HostedCluster, HostedElasticCluster, HostedOutageCluster
 from .in_place import InPlaceCluster
@@ -19,7 +20,7 @@ from .world import InvariantError
 
 #: Of job: whose machines are there from start to end; whose machines come and go; beside an unreliable network;
 #: on busy machines; with optimizers that the services keep; whose processes are started again, all or each; whose
-#: links become slow and fast.
+#: links become slow and fast; whose sums travel in another form.
 KINDS: dict[str, type[Cluster]] = {
     "fixed": Cluster,
     "elastic": ElasticCluster,
@@ -40,12 +41,16 @@ KINDS: dict[str, type[Cluster]] = {
     "shadow-links": ShadowLinksCluster,
     "elastic-links": ElasticLinksCluster,
     "in-place-links": InPlaceLinksCluster,
+    "coded": CodedCluster,
+    "coded-outages": CodedOutageCluster,
 }
 
 __all__ = [
     "KINDS",
     "BusyCluster",
     "Cluster",
+    "CodedCluster",
+    "CodedOutageCluster",
     "ElasticCluster",
     "ElasticLinksCluster",
     "ElasticOutageCluster",

@@ -60,6 +60,7 @@ class Cluster:
 
     special: ClassVar[dict[str, Any]] = {}
     program_class: type[Program] = Program
+    partition_bytes = PARTITION_BYTES
     known_trials: ClassVar[Sequence[str]] = TRIALS
     rank_class: type[Rank] = Rank
 
@@ -133,7 +134,7 @@ class Cluster:
             heartbeat_timeout_s=3.0,
             **self.special,
         )
-        object.__setattr__(settings, "partition_bytes", PARTITION_BYTES)  # far below a page: many, and small
+        object.__setattr__(settings, "partition_bytes", self.partition_bytes)  # far below a page: many, and small
         return settings
 
     def start(self) -> None:

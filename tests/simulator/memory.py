@@ -16,12 +16,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from byteps_py.codecs import Coding
 from byteps_py.kernels.optimizer_steps import StepSegment, bind_segments
 from byteps_py.kernels.update_rules import Scalar, StepKind
 from byteps_py.server.reducer import KernelCall
 from byteps_py.server.shadow_keeper import apply_step
 from byteps_py.system.shm import Block
 from byteps_py.tensors import DType, Op
+from byteps_py.worker.core.tensor import Compute
+from byteps_py.worker.io.coded_parts import _decode, _encode
 
 from .world import InvariantError, Process, World
 
@@ -362,6 +365,8 @@ def _use_of(work: Callable[[], None]) -> tuple[list[Range], list[Range]] | None:
         count = known["nbytes"] // dtype.itemsize
     elif not isinstance(work, functools.partial):
         return None
+    elif work.func in (_encode, _decode):
+        return _use_of_codec(work.args[1], work.args[2], work.func is _encode)
     elif is_shadows(work):
         return StepCall(**work.keywords).ranges()
     elif len(work.args) == 4 and (kernels := _step_kernels(work.args[1])):
@@ -372,6 +377,12 @@ def _use_of(work: Callable[[], None]) -> tuple[list[Range], list[Range]] | None:
         _, dtype, inputs, outputs, count = work.args[:5]
     nbytes = count * dtype.itemsize
     return [(address, nbytes) for address in inputs], [(address, nbytes) for address in outputs]
+
+
+def _use_of_codec(coding: Coding, compute: Compute, encodes: bool) -> tuple[list[Range], list[Range]]:
+    dense, sent = coding.count * coding.dtype.itemsize, coding.codec.coded_nbytes(coding.count)
+    read, written = (dense, sent) if encodes else (sent, dense)
+    return [(address, read) for address in compute.inputs], [(address, written) for address in compute.outputs]
 
 
 def _step_kernels(run: Callable[..., None]) -> dict[bool, StepKernel]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
-from typing import Self
+from typing import ClassVar, Self
 
 from byteps_py.tensors import Op, TensorSpec
 
@@ -58,17 +58,18 @@ class Program:
     barriers: set[int] = field(default_factory=set)
     joins: list[list[int]] = field(default_factory=list)
     uses: int = 0
+    name_class: ClassVar[type[Name]] = Name
 
     @classmethod
     def make(cls, rng: random.Random, size: int) -> Self:
         program = cls(size)
         count = rng.randint(1, 5)
         # A name is one group's for good, or until all have joined: ranks outside don't know what they interfere with.
-        names = [Name.make(rng, f"t{i}", size) for i in range(count)]
+        names = [cls.name_class.make(rng, f"t{i}", size) for i in range(count)]
         program.add_steps(rng, names)
         for _ in range(rng.choice((0, 0, 1, 2))):
             program._add_uneven(rng, names)
-            names = [Name.make(rng, f"t{i}", size) for i in range(count)]
+            names = [cls.name_class.make(rng, f"t{i}", size) for i in range(count)]
         if program.joins:
             program.add_steps(rng, names)
         return program

@@ -9,6 +9,7 @@ from typing import Any
 
 from byteps_py.runtime import Runtime, Thresholds
 
+from .codecs import Codecs
 from .ledger import Ledger
 from .local import Listener, Local
 from .memory import Kernels, Memory, ThreadPool
@@ -56,12 +57,13 @@ class Runtimes:
 
     def of_communication_service(self, process: Process) -> SimulatedRuntime:
         thread_pool = functools.partial(_thread_pool, self._world, self._memory, process)
-        return self._of(process, thread_pool=thread_pool, kernels=Kernels(self._memory))
+        return self._of(process, thread_pool=thread_pool, kernels=Kernels(self._memory), codecs=Codecs(self._memory))
 
     def of_summation_service(self, process: Process) -> SimulatedRuntime:
         more = {"is_lenient": True, "slowness": slowness(self._world.seed)}
         thread_pool = functools.partial(_thread_pool, self._world, self._memory, process, **more)
-        return self._of(process, thread_pool=thread_pool, kernels=Kernels(self._memory, is_lenient=True))
+        kernels, codecs = Kernels(self._memory, is_lenient=True), Codecs(self._memory, is_lenient=True)
+        return self._of(process, thread_pool=thread_pool, kernels=kernels, codecs=codecs)
 
     def _of(self, process: Process, **fields: Any) -> SimulatedRuntime:
         world, memory, local, network = self._world, self._memory, self._local, self._network

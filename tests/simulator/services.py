@@ -112,7 +112,7 @@ class Worker(Process):
                 raise InvariantError(
                     f"the last contribution to {tensor.name} was overwritten before round {tensor.round}"
                 )
-        nbytes = tensor.spec.nbytes
+        nbytes = tensor.spec.sent_nbytes
         if tensor.spec.ownership and tensor.spec.op is Op.BROADCAST:
             nbytes = sum(part.length for part in tensor.parts if part.contributes)
         if tensor.contributes or (tensor.contributions and nbytes):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from byteps_py.tensors import DType, Op, TensorSpec
 
+from .codecs import coded, decoded, from_floats, to_floats
 from .memory import Bytes, combine
 from .pieces import Pieces
 
@@ -33,6 +37,18 @@ def values(dtype: DType, start: int, nbytes: int) -> Bytes:
     """Some of the pool, the same for the same ``start``."""
     start = start % (_POOL_BYTES // 2) // 8 * 8
     return _POOL[dtype][start : start + nbytes]
+
+
+def _are_on_one_machine(ranks: Sequence[int], local_sizes: list[int]) -> bool:
+    ends = list(itertools.accumulate(local_sizes))
+    return len({bisect.bisect(ends, rank) for rank in ranks}) == 1
+
+
+def _coded_sum(spec: TensorSpec, machines: list[list[Bytes]], divisor: int) -> Bytes:
+    """Each machine codes the sum of its ranks; a server codes the sum of these, unless there is only one."""
+    given = [coded([to_floats(spec.dtype, each) for each in here]) for here in machines]
+    answer = coded([decoded(each) for each in given]) if len(given) > 1 else given[0]
+    return from_floats(spec.dtype, decoded(answer)[: spec.count], divisor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +82,21 @@ class Use:
         spec = next(spec for spec in self.specs if spec is not None)
         if spec.op is Op.BROADCAST:
             return self.contribution(spec.root).tobytes()
-        sums = []
+        machines = []
         rank = 0
         for size in local_sizes:
             here = [r for r in range(rank, rank + size) if self.specs[r] is not None]
             if here:
-                sums.append(combine(spec.op, spec.dtype, [self.contribution(r) for r in here]))
+                machines.append([self.contribution(r) for r in here])
             rank += size
         # An average divides by the number of all ranks of its group (none named: of the job), those that have joined
         # included, as if they had given zeros (docs/internals/protocol.md, Uneven data). The spec is not asked: its
         # answer is under test.
         divisor = (len(spec.group) if spec.group else rank) if spec.average else 1
+        # A machine whose ranks are the whole group sends nothing, so nothing is coded.
+        if spec.codec is not None and not _are_on_one_machine(spec.group or range(rank), local_sizes):
+            return _coded_sum(spec, machines, divisor).tobytes()
+        sums = [combine(spec.op, spec.dtype, here) for here in machines]
         return combine(spec.op, spec.dtype, sums, divisor).tobytes()
 
     def share(self, rank: int, combined: bytes) -> bytes:
