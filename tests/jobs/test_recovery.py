@@ -100,7 +100,8 @@ def kill_all(job: Job) -> None:
 @pytest.mark.parametrize(
     "faults",
     [
-        pytest.param([nothing, kill_and_return("--gpu-machine"), freeze_and_wake], id="die and freeze"),
+        # With a stretch after it, for which the ranks wait until the server is back.
+        pytest.param([nothing, kill_and_return("--gpu-machine"), freeze_and_wake, nothing], id="die and freeze"),
         pytest.param(
             [
                 nothing,
