@@ -16,6 +16,15 @@ from torch.nn import functional
 
 import byteps_py as bps
 
+COMPRESSION = {
+    "none": bps.Compression.none,
+    "fp16": bps.Compression.fp16,
+    "bf16": bps.Compression.bf16,
+    "int8": bps.Compression.int8,
+    "float8": bps.Compression.float8,
+    "topk": bps.Compression.topk(ratio=0.01, error_feedback=True),
+}
+
 
 class Block(nn.Module):
     """Pre-norm transformer block with causal self-attention."""
@@ -95,7 +104,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--fp16", action="store_true", help="send gradients as float16")
+    parser.add_argument("--compression", choices=sorted(COMPRESSION), default="none", help="how gradients travel")
     arguments = parser.parse_args()
 
     bps.init()
@@ -108,7 +117,7 @@ def main() -> None:
     optimizer = bps.DistributedOptimizer(
         torch.optim.AdamW(model.parameters(), lr=arguments.lr),
         named_parameters=model.named_parameters(),
-        compression=bps.Compression.fp16 if arguments.fp16 else bps.Compression.none,
+        compression=COMPRESSION[arguments.compression],
     )
     if bps.rank() == 0:
         count = sum(p.numel() for p in model.parameters())

@@ -310,7 +310,7 @@ class ServerPace(_message.Message):
     def __init__(self, member_id: _Optional[int] = ..., answer_s: _Optional[float] = ..., ratio: _Optional[float] = ..., awaited: _Optional[float] = ..., row_answer_s: _Optional[float] = ..., row_ratio: _Optional[float] = ...) -> None: ...
 
 class Statistics(_message.Message):
-    __slots__ = ("bytes_received", "bytes_sent", "bytes_local", "rounds", "bytes_summed", "cpu_s", "resident_bytes", "bytes_in_flight", "credit_bytes", "queued", "repetitions", "shadow_steps", "shadow_waiting_bytes")
+    __slots__ = ("bytes_received", "bytes_sent", "bytes_local", "rounds", "bytes_summed", "cpu_s", "resident_bytes", "bytes_in_flight", "credit_bytes", "queued", "repetitions", "bytes_relayed", "shadow_steps", "shadow_waiting_bytes")
     BYTES_RECEIVED_FIELD_NUMBER: _ClassVar[int]
     BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
     BYTES_LOCAL_FIELD_NUMBER: _ClassVar[int]
@@ -322,6 +322,7 @@ class Statistics(_message.Message):
     CREDIT_BYTES_FIELD_NUMBER: _ClassVar[int]
     QUEUED_FIELD_NUMBER: _ClassVar[int]
     REPETITIONS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_RELAYED_FIELD_NUMBER: _ClassVar[int]
     SHADOW_STEPS_FIELD_NUMBER: _ClassVar[int]
     SHADOW_WAITING_BYTES_FIELD_NUMBER: _ClassVar[int]
     bytes_received: int
@@ -335,9 +336,10 @@ class Statistics(_message.Message):
     credit_bytes: int
     queued: int
     repetitions: int
+    bytes_relayed: int
     shadow_steps: int
     shadow_waiting_bytes: int
-    def __init__(self, bytes_received: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., bytes_local: _Optional[int] = ..., rounds: _Optional[int] = ..., bytes_summed: _Optional[int] = ..., cpu_s: _Optional[float] = ..., resident_bytes: _Optional[int] = ..., bytes_in_flight: _Optional[int] = ..., credit_bytes: _Optional[int] = ..., queued: _Optional[int] = ..., repetitions: _Optional[int] = ..., shadow_steps: _Optional[int] = ..., shadow_waiting_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, bytes_received: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., bytes_local: _Optional[int] = ..., rounds: _Optional[int] = ..., bytes_summed: _Optional[int] = ..., cpu_s: _Optional[float] = ..., resident_bytes: _Optional[int] = ..., bytes_in_flight: _Optional[int] = ..., credit_bytes: _Optional[int] = ..., queued: _Optional[int] = ..., repetitions: _Optional[int] = ..., bytes_relayed: _Optional[int] = ..., shadow_steps: _Optional[int] = ..., shadow_waiting_bytes: _Optional[int] = ...) -> None: ...
 
 class Waiting(_message.Message):
     __slots__ = ("name", "round", "ready_ranks", "age_s", "group")

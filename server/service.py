@@ -380,6 +380,7 @@ class SummationService:
         """What the service has done. The loop's thread."""
         counted = statistics(self._traffic, self._rounds.counters)
         store = self.shadows.store
+        counted.bytes_relayed = self._relay.bytes_moved if self._relay is not None else 0
         counted.shadow_steps, counted.shadow_waiting_bytes = store.applied_steps, store.waiting_bytes
         return pb.Heartbeat(statistics=counted)
 

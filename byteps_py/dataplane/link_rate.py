@@ -6,7 +6,7 @@ well. Bytes that come in are counted when they come in. A link carries at least 
 milliseconds; half of its bytes went at the median rate or faster, which is close to what it can carry while it carries
 anything.
 
-Owned by the loop's thread, which counts for a fifth of a second, and rests for as long.
+Owned by the loop's thread, which counts for a fifth of a second, and rests for as long; longer while nothing moves.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from byteps_py.proto import control_pb2 as pb
 from byteps_py.system import machine
 from byteps_py.system.loop import EventLoop
 
-_EVERY_S, _ROW, _REST_S = 0.01, 20, 0.2
+_EVERY_S, _ROW, _REST_S, _IDLE_S = 0.01, 20, 0.2, 1.0
 #: A sample that comes so late is of a busy machine: it shows a lower rate than the link's.
 _LATE_S = 0.04
 #: Fewer bytes between two reports are no evidence.
@@ -61,6 +61,7 @@ class LinkRateMeter:
         self._counters, self._loop = counters, loop
         self._before: tuple[float, int, int] | None = None
         self._left = _ROW
+        self._row_bytes = 0  # counted when the present row of samples began
         self._samples: tuple[list[Sample], list[Sample]] = [], []
         self._is_closed = False
         loop.call_later(_REST_S, self._count)
@@ -79,10 +80,15 @@ class LinkRateMeter:
             ):
                 if nbytes > 0:
                     samples.append((nbytes, nbytes / took_s))
+        if self._left == _ROW:
+            self._row_bytes = sent + received
         self._before, self._left = (now_s, sent, received), self._left - 1
-        if not self._left:
-            self._before, self._left = None, _ROW
-        self._loop.call_later(_EVERY_S if self._before is not None else _REST_S, self._count)
+        if self._left:
+            self._loop.call_later(_EVERY_S, self._count)
+            return
+        is_idle = sent + received - self._row_bytes < _LEAST_BYTES
+        self._before, self._left = None, _ROW
+        self._loop.call_later(_IDLE_S if is_idle else _REST_S, self._count)
 
     def report(self) -> pb.InterfaceRates:
         """Of both directions, since the last report in which they had enough bytes."""

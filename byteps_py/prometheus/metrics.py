@@ -66,6 +66,7 @@ METRICS: tuple[Metric, ...] = (
     _gauge("queued_partitions", (WORKER,), "partitions that wait for credit, or for their turn"),
     _counter("summed_bytes", (SERVER,), "bytes of results, each counted once"),
     _counter("repetitions", (SERVER,), "contributions that came twice, or had to be asked for again: messages get lost"),
+    _counter("relayed_bytes", (SERVER,), "bytes that the server has passed on between ranks of two other machines, whose direct way is slow"),
     _counter("shadow_steps", (SERVER,), "steps that the server has made with copies of optimizers' states, each partition counted"),
     _gauge("shadow_waiting_bytes", (SERVER,), "sums that wait for such steps"),
     _counter("cpu_seconds", _SERVICES, "processor time of the service, all threads"),

@@ -77,6 +77,7 @@ def of_service(place: Place, counted: pb.Statistics) -> Iterator[MetricSample]:
         "queued_partitions": counted.queued,
         "summed_bytes_total": counted.bytes_summed,
         "repetitions_total": counted.repetitions,
+        "relayed_bytes_total": counted.bytes_relayed,
         "shadow_steps_total": counted.shadow_steps,
         "shadow_waiting_bytes": counted.shadow_waiting_bytes,
         "cpu_seconds_total": counted.cpu_s,

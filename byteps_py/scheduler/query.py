@@ -161,6 +161,7 @@ def _member(status: pb.MemberStatus, total_summed: int) -> dict[str, Any]:
         "bytes_received": counters.bytes_received,
         "bytes_sent": counters.bytes_sent,
         "bytes_local": counters.bytes_local,
+        "bytes_relayed": counters.bytes_relayed,
         "bytes_in_flight": counters.bytes_in_flight,
         "bytes_summed": counters.bytes_summed,
         "share": counters.bytes_summed / total_summed if total_summed else 0.0,
