@@ -444,6 +444,8 @@ class SchedulerCore:
         if self.job.is_running and self._elastic.is_deserted:
             self.job.keep_states = self._group.keeps_states
             out += self._end("all ranks of the group have left, before others joined it", now_s)
+        elif self.job.is_running and self._elastic.is_succeeded and self._group.keeps_states:
+            out += self._lose_group("all ranks of the group have ended, and others wait in their place", now_s, True)
         return out
 
     def _reform(self, member: MemberRecord, reform: pb.Reform, now_s: float) -> Outgoing:

@@ -161,6 +161,10 @@ class Reforming:
         waiting = self._ready.get(member)
         return waiting is not None and not waiting.ranks and not waiting.shut_down
 
+    def has_nobody_at_work(self, member: int) -> bool:
+        """True if it has said so: its ranks of the group have ended, or wait for the next one."""
+        return member in self._ready
+
     def forget(self, member: int) -> None:
         """The member has left, or was lost."""
         self._ready.pop(member, None)
@@ -302,6 +306,15 @@ class Elastic:
         outside = (member for member in self._roster.present() if member.is_worker and not member.ranks)
         is_awaited = any(self._reforming.waiting_ranks(each.id) for each in outside)
         return self.state is GroupState.AT_WORK and is_empty and is_awaited
+
+    @property
+    def is_succeeded(self) -> bool:
+        """True if the group has no ranks any more, and processes that were started in their place wait on its machines:
+        a rank may be killed between shutdown() and init()."""
+        workers = self._roster.workers()
+        is_over = all(self._reforming.has_nobody_at_work(worker.id) for worker in workers)
+        is_awaited = any(self._reforming.waiting_ranks(worker.id) for worker in workers)
+        return self.state is GroupState.AT_WORK and self._roster.epoch > 0 and is_over and is_awaited
 
     def drain(self, member: MemberRecord) -> Outgoing:
         """A machine is to leave; its ranks leave at their next commit."""

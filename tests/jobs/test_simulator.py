@@ -149,6 +149,7 @@ def test_every_fault_is_tried_and_fires(kind: type[Cluster], names: Iterable[str
         (ShadowOutageCluster, 582),
         (ShadowOutageCluster, 1285),
         (InPlaceCluster, 157),
+        (InPlaceCluster, 1207),
     ],
     ids=[
         "a late withdrawal",
@@ -164,6 +165,7 @@ def test_every_fault_is_tried_and_fires(kind: type[Cluster], names: Iterable[str
         "a sum that waited for one of the generation before",
         "a record that was held, and came again when the memory was full",
         "a communication service that was back before its predecessor was missed",
+        "a rank that was killed between shutdown() and init()",
     ],
 )
 def test_seeds_that_once_found_a_defect(kind: type[Cluster], seed: int) -> None:

@@ -378,6 +378,23 @@ def test_a_job_whose_ranks_have_all_ended_is_over_though_others_wait() -> None:
     assert [cluster.last(connection).stop.reason for connection in (a, b, late)] == [reason] * 3
 
 
+def test_processes_in_the_place_of_ranks_that_ended_between_shutdown_and_init_are_a_group() -> None:
+    cluster, (a, b) = elastic(2, max_restarts=1)
+    for connection, ranks in ((a, [0, 1]), (b, [2, 3])):
+        epoch = memberships(cluster, connection)[-1].workers_since
+        cluster.say(connection, gathered=pb.Gathered(ranks=0, shut_down=2, epoch=epoch))
+        cluster.say(connection, keep_states=pb.KeepStates(epoch=epoch))  # killed, and had not said that it was done
+        cluster.say(connection, gathered=pb.Gathered(ranks=0, epoch=epoch))
+        cluster.say(connection, ranks_shut_down=pb.RanksShutDown(ranks=ranks, epoch=epoch))
+    for connection in (a, b):  # their launcher has started them again
+        assert len(memberships(cluster, connection)) == 1
+        epoch = memberships(cluster, connection)[-1].workers_since
+        cluster.say(connection, gathered=pb.Gathered(ranks=2, newcomers=True, epoch=epoch))
+    assert [len(memberships(cluster, connection)) for connection in (a, b)] == [2, 2]
+    assert cluster.core.state == states.RUNNING
+    assert [w.local_size for w in memberships(cluster, a)[-1].workers] == [2, 2]
+
+
 def in_group(cluster: Cluster, alive: list[int]) -> list[int]:
     """Those of the workers that the newest group has."""
     newest = max((memberships(cluster, c)[-1] for c in alive if memberships(cluster, c)), key=lambda m: m.epoch)
