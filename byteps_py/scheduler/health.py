@@ -345,14 +345,14 @@ def relay_sentences(changes: Iterable[RelayChange], who: Mapping[int, str]) -> l
     """One sentence for each pair of machines whose ranks reach each other through a third one, or directly again; none
     of trials, nor of third machines that have left: others tell of these. ``who``: the member of each machine."""
     lines = []
-    for each in changes:
+    for each in (change for change in changes if change.is_news):
         first, second, third = (who.get(machine, "a machine that has left") for machine in (*each.pair, each.relay))
-        if each.state is RelayState.RELAYED and each.total_mbit > each.direct_mbit:
+        if each.state is RelayState.RELAYED:
             lines.append(
                 f"the way between {first} and {second} carries {each.direct_mbit:.0f} Mbit/s, less than their links: "
                 f"their ranks reach each other through {third} as well, with {each.total_mbit:.0f} Mbit/s in all"
             )
-        elif each.state is RelayState.DIRECT and each.total_mbit == each.direct_mbit:
+        else:
             lines.append(
                 f"the way between {first} and {second} carries {each.direct_mbit:.0f} Mbit/s again: their ranks reach "
                 "each other directly"

@@ -146,6 +146,7 @@ class RelayChange(NamedTuple):
     relay: int
     direct_mbit: float
     total_mbit: float
+    is_news: bool = False  # it has a third machine that has proved to be faster, or needs none any more
 
 
 class PairWatch:
@@ -193,7 +194,7 @@ class PairWatch:
     def kept(self) -> list[RelayChange]:
         """The pairs whose third machine has proved to be faster, as the changes that they were."""
         return [
-            RelayChange(pair, RelayState.RELAYED, each.relay, each.before_mbit, each.total_mbit)
+            RelayChange(pair, RelayState.RELAYED, each.relay, each.before_mbit, each.total_mbit, True)
             for pair, each in self._pairs.items()
             if each.state in (RelayState.RELAYED, RelayState.CHECKING)
         ]
@@ -236,9 +237,11 @@ class PairWatch:
                 if not is_faster:
                     each.fail(now_s)
                 each.go(RelayState.RELAYED if is_faster else RelayState.DIRECT, now_s)
-                return [RelayChange(pair, each.state, each.relay, each.before_mbit, total_mbit)]
+                return [RelayChange(pair, each.state, each.relay, each.before_mbit, total_mbit, is_faster)]
         elif each.state is RelayState.RELAYED:
-            looks_fast = ways.direct_mbit >= _MAYBE_FAST * left_mbit and now_s >= each.not_before_s
+            # What fits in one way shows nothing of the other.
+            is_unseen = not ways.direct_mbit and now_s >= each.since_s + RETRY_S
+            looks_fast = (is_unseen or ways.direct_mbit >= _MAYBE_FAST * left_mbit) and now_s >= each.not_before_s
             if each.hold(looks_fast, now_s):
                 each.go(RelayState.CHECKING, now_s)
                 return [RelayChange(pair, each.state, each.relay, ways.direct_mbit, ways.total_mbit)]
@@ -252,7 +255,7 @@ class PairWatch:
                 else:
                     each.fail(now_s)
                 each.go(RelayState.DIRECT if is_fast else RelayState.RELAYED, now_s)
-                return [RelayChange(pair, each.state, each.relay, direct_mbit, direct_mbit)]
+                return [RelayChange(pair, each.state, each.relay, direct_mbit, direct_mbit, is_fast)]
         return []
 
     def _ways(self) -> dict[Pair, Ways]:

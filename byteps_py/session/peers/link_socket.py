@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import itertools
+import math
 import select
 import struct
 import termios
@@ -24,6 +25,8 @@ from byteps_py.session.peers.resumable_stream import ResumableStream
 _MOST_VIEWS = 64  # of one system call
 #: Smaller frames are sent in one piece.
 _JOINED_BYTES = 64 << 10
+#: Fewer (a handshake, reports) show no rate.
+_LEAST_BYTES = 64 << 10
 _IN, _IN_AND_OUT = select.EPOLLIN, select.EPOLLIN | select.EPOLLOUT
 
 
@@ -37,6 +40,8 @@ class LinkSocket:
         #: No further frames are sent over it.
         self.is_resting = False
         self._counted = TcpCounters(0, 0.0, 0.0)
+        #: Bytes per second while anything was on its way, lately. A new way through a third machine is tried first.
+        self.rate = math.inf if new.is_relayed else 0.0
         self._sealing = new.seals[0]
         self.reader = FrameReader(new.seals[1], stream, sink)
         self._out: deque[tuple[Data, int]] = deque()  # sealed, with how many frames have left once it has
@@ -106,7 +111,10 @@ class LinkSocket:
         if now is None:
             return None
         before, self._counted = self._counted, now
-        return TcpCounters(now.acked - before.acked, now.busy_s - before.busy_s, now.unread_s - before.unread_s)
+        acked, busy_s = now.acked - before.acked, now.busy_s - before.busy_s
+        if acked >= _LEAST_BYTES and busy_s > 0:
+            self.rate = acked / busy_s
+        return TcpCounters(acked, busy_s, now.unread_s - before.unread_s)
 
     def hang_up(self, poller: select.epoll) -> None:
         """Close the socket."""
