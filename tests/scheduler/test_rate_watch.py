@@ -261,8 +261,8 @@ def test_the_slower_direction_counts() -> None:
     "seeds",
     [
         range(10),
-        pytest.param(range(10, 200), marks=pytest.mark.slow),
-        pytest.param(range(200, 1000), marks=pytest.mark.long),
+        pytest.param(range(10, 100), marks=pytest.mark.slow),
+        pytest.param(range(100, 1000), marks=pytest.mark.long),
     ],
     ids=str,
 )
