@@ -14,7 +14,7 @@ With ``--busy``, its link stays as it is, and the processes of that machine get 
 CPU machine.
 
 With ``--way``, links stay as they are too, and what machines 0 and 1 send each other directly has a slow way: ranks
-reach each other through a third machine as well. What is summed goes from rank to rank.
+reach each other through a third machine as well. The sum goes from rank to rank.
 
 With ``--late``, links stay as they are, and rank 0 begins each sum so many seconds after the others: the time from then
 until all ranks have the sum.

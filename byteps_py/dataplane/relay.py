@@ -28,6 +28,7 @@ from byteps_py.dataplane.stream_listener import (
     Seals,
     StreamListener,
     accepted,
+    end_when_silent,
     framed,
     place_of,
     receive,
@@ -155,12 +156,12 @@ class Relay:
                     if self._closed:
                         return
                     self._open |= ends
-                for each in ends:
-                    each.setblocking(True)
-                    _notice_a_dead_end(each, self._settings.patience_s)
-                    share_evenly(each)  # what waits here would have been there sooner by the direct way
                 back = threading.Thread(target=self._move, args=(callee, caller), name="byteps-relay", daemon=True)
                 try:
+                    for each in ends:
+                        each.setblocking(True)
+                        end_when_silent(each, self._settings.patience_s)
+                        share_evenly(each)  # bytes that wait here would have arrived sooner by the direct way
                     caller.sendall(framed(ACCEPTED))
                     logger.info("rank %d reaches %s through this machine", handshake.rank, handshake.target)
                     back.start()
@@ -213,12 +214,3 @@ def open_relay(settings: Settings) -> Relay | None:
     except OSError as error:
         logger.warning("this machine relays nothing between two others: it can't listen at %s (%s)", host, error)
         return None
-
-
-def _notice_a_dead_end(sock: socket.socket, silence_s: float) -> None:
-    """Let the system end a connection whose other end does not answer for ``silence_s``."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * silence_s))
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(silence_s / 2)))
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, int(silence_s / 4)))

@@ -101,6 +101,16 @@ def _exactly(sock: socket.socket, nbytes: int, deadline: float) -> bytes:
     return data
 
 
+def end_when_silent(sock: socket.socket, silence_s: float) -> None:
+    """Let the system end a connection, also an idle one, whose other end acknowledges nothing for ``silence_s``; and
+    send small messages at once."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * silence_s))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(silence_s / 2)))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, int(silence_s / 4)))
+
+
 def place_of(address: str) -> tuple[str, int]:
     """Host and port of ``address``, ``host:port``. Raises ValueError."""
     host, _, port = address.rpartition(":")

@@ -479,7 +479,8 @@ class GroupWatch:
         """Word to the workers of pairs of machines whose ranks reach each other through a third one from now on, or no
         longer."""
         roster, out = self._job.roster, Outgoing()
-        if not (self._job.is_running and self._job.config.rebalance_links):
+        is_wanted = self._job.is_running and self._job.config.rebalance_links
+        if not (is_wanted and self._pairs.is_due(now_s)):
             return out
         owners = {member.id: member for member in roster.link_owners()}
         relays = {member.id: member.facts.relay_address for member in roster.cpu_servers()}

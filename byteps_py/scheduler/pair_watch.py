@@ -51,8 +51,8 @@ Pair = tuple[int, int]
 
 
 class PairUsage(NamedTuple):
-    """What ranks of the machine ``source`` have lately sent to ranks of ``target``, directly and through a third one,
-    and for how long any of it was on its way. Member ids of their workers."""
+    """The bytes that ranks of the machine ``source`` have lately sent to ranks of ``target``, directly and through a
+    third one, and for how long any of them were on their way. Member ids of their workers."""
 
     source: int
     target: int
@@ -180,6 +180,10 @@ class PairWatch:
             while reports and reports[0][0] < now_s - WINDOW_S:
                 reports.popleft()
 
+    def is_due(self, now_s: float) -> bool:
+        """True if ``changes`` would judge now."""
+        return now_s - self._judged_s >= EVERY_S and bool(self._sent or self._pairs)
+
     def strays(self, now_s: float) -> list[Pair]:
         """Pairs whose ranks still use a third machine although none is theirs: an earlier scheduler gave it to them."""
         found = {usage.pair for _, usage in self._sent if usage.relayed_bytes} - self.relays.keys()
@@ -239,7 +243,7 @@ class PairWatch:
                 each.go(RelayState.RELAYED if is_faster else RelayState.DIRECT, now_s)
                 return [RelayChange(pair, each.state, each.relay, each.before_mbit, total_mbit, is_faster)]
         elif each.state is RelayState.RELAYED:
-            # What fits in one way shows nothing of the other.
+            # If the faster way takes all messages, nothing shows the rate of the other.
             is_unseen = not ways.direct_mbit and now_s >= each.since_s + RETRY_S
             looks_fast = (is_unseen or ways.direct_mbit >= _MAYBE_FAST * left_mbit) and now_s >= each.not_before_s
             if each.hold(looks_fast, now_s):

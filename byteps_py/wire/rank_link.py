@@ -288,7 +288,7 @@ class StepsBegun:
 
 @dataclass(frozen=True, slots=True)
 class LinkUsed:
-    """What was sent to one rank: see PairUsage in control.proto."""
+    """The bytes sent to one rank: see PairUsage in control.proto."""
 
     rank: U32
     nbytes: U64

@@ -106,7 +106,7 @@ class LinkSocket:
         return int(struct.unpack("i", answer)[0])
 
     def usage(self) -> TcpCounters | None:
-        """What was sent over it since this was called before; None if the system does not say."""
+        """The bytes sent over it since the last call; None if the system does not say."""
         now = tcp_counters(self.sock.fileno())
         if now is None:
             return None

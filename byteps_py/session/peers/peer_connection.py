@@ -25,6 +25,7 @@ from typing import NamedTuple, Protocol
 
 from byteps_py.dataplane.link_usage import TcpCounters
 from byteps_py.dataplane.long_links import share_evenly
+from byteps_py.dataplane.stream_listener import end_when_silent
 from byteps_py.dataplane.stream_seal import FRAME_BYTES, DamagedFrameError, FrameHeader, StreamFrameKind
 from byteps_py.errors import CommunicationError, IntegrityError, PeerLostError, ProtocolError
 from byteps_py.session.peers import peer_protocol
@@ -175,7 +176,7 @@ class PeerConnection:
         if is_first:
             self._hang_up()
         new.sock.setblocking(False)
-        _configure(new.sock, self._watch.silence_s)
+        end_when_silent(new.sock, self._watch.silence_s)
         here, there = _ends(new.sock)
         with self._lock:
             made = LinkSocket(new, self._stream, self)
@@ -216,7 +217,7 @@ class PeerConnection:
             self._on_broken(self)
 
     def usage(self) -> tuple[TcpCounters, TcpCounters]:
-        """What was sent directly, and what through a third machine, since this was called before. Of several
+        """The bytes sent directly, and those sent through a third machine, since the last call. Of several
         connections the time is that of the longest."""
         found = {True: TcpCounters(0, 0.0, 0.0), False: TcpCounters(0, 0.0, 0.0)}
         with self._lock:
@@ -597,15 +598,6 @@ class PeerConnection:
         deadline = time.monotonic() + _DELIVERY_LIMIT_S
         while any(each.undelivered_bytes for each in sockets) and time.monotonic() < deadline:
             time.sleep(_DELIVERY_POLL_S)
-
-
-def _configure(sock: socket.socket, silence_s: float) -> None:
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    # The system, too, notices that nothing is acknowledged, and that an idle connection has no other end any more.
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * silence_s))
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(silence_s / 2)))
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, int(silence_s / 4)))
 
 
 def _ends(sock: socket.socket) -> tuple[str, str]:
