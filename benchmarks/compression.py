@@ -3,9 +3,10 @@
     python -m benchmarks.compression [--mbit 100] [--mb 32] [--workers 4] [--servers 2] [--rounds 3] [--json FILE]
     python -m benchmarks.compression --rounds 0     only kernels; --no-kernels: only sums
 
-Kernels: GB/s of float32 that one core codes, decodes, and adds on a server (of four contributions), in 64 MB, which no
-cache holds, beside memcpy in the same rounds. Times are the processor's: other work takes none of them. A figure is the
-median, "of memcpy" the median of the rounds' ratios.
+Kernels: GB/s of float32 that one core codes, decodes, and adds on a server (of four contributions; "read" counts what
+it reads of their codes), in 64 MB, which no cache holds, beside memcpy in the same rounds. "bytes kept" are those that
+a machine keeps for each element, with error feedback. Times are the processor's: other work takes none of them. A
+figure is the median, "of memcpy" the median of the rounds' ratios.
 
 Sums: hosts are network namespaces with shaped links (root needed). All calls take turns in one job, gloo in its own.
 "sent" is what a GPU machine's link carries for a call, with all headers, each way; "CPU" is of all processes, per GB of
@@ -23,7 +24,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -41,7 +42,18 @@ CODECS = {
     "int8": Codec(CodecKind.INT8),
     "float8": Codec(CodecKind.FLOAT8_E4M3),
     "float8_e5m2": Codec(CodecKind.FLOAT8_E5M2),
+    "thc": Codec(CodecKind.THC, error_feedback=True),
+    "thc, 16 bits": Codec(CodecKind.THC_WIDE, error_feedback=True),
+    "dithering, 8 bits": Codec(CodecKind.DITHERING_LINEAR, 127),
+    "dithering, 4 bits": Codec(CodecKind.DITHERING_LINEAR, 7),
+    "dithering, 2 bits": Codec(CodecKind.DITHERING_LINEAR, 1),
+    "dithering, 4 bits, l2": Codec(CodecKind.DITHERING_LINEAR_L2, 7),
+    "dithering, natural": Codec(CodecKind.DITHERING_NATURAL, 7),
+    "onebit": Codec(CodecKind.ONEBIT_SCALED),
+    "onebit, no scaling": Codec(CodecKind.ONEBIT),
     "topk": Codec.topk(0.01),
+    "topk, 3 %, 2 bits": Codec.topk(0.03, bits=2),
+    "randomk": Codec.randomk(0.01),
 }
 _COUNT = 16 << 20  # 64 MB
 _SERVER_INPUTS = 4
@@ -55,6 +67,16 @@ class KernelRow:
     kernel: str
     gb_per_s: float
     ratio: float
+
+
+@dataclass
+class CodecRow:
+    """``fewer_bytes``: float32's over the codec's. ``kept_bytes``: for each element, on a machine, with feedback."""
+
+    codec: str
+    fewer_bytes: float
+    kept_bytes: float
+    added_gb_per_s: float
 
 
 @dataclass
@@ -76,6 +98,16 @@ def _took_s(work: Callable[[], object]) -> float:
     return time.thread_time() - began
 
 
+def codec_rows(rows: Sequence[KernelRow]) -> list[CodecRow]:
+    """The bytes and memory of each codec, and the speed at which its sums read codes."""
+    speeds = {row.kernel: row.gb_per_s for row in rows}
+    found = []
+    for name, codec in CODECS.items():
+        fewer, agreed = 4 * codec.block / codec.item_bytes, 4 / codec.block if codec.is_thc else 0.0
+        found.append(CodecRow(name, fewer, 4 + agreed, _SERVER_INPUTS * speeds[f"{name}: add"] / fewer))
+    return found
+
+
 def kernels() -> list[KernelRow]:
     values = np.random.default_rng(0).standard_normal(_COUNT).astype(np.float32)
     result, error = np.empty_like(values), np.zeros_like(values)
@@ -87,8 +119,8 @@ def kernels() -> list[KernelRow]:
         given = [np.zeros(codec.coded_nbytes(_COUNT), np.uint8) for _ in range(_SERVER_INPUTS + 1)]
         memory += given
         places = [each.ctypes.data for each in given]
-        plain = Coding(codec, DType.FLOAT32, _COUNT)
-        kept = Coding(codec, DType.FLOAT32, _COUNT, error.ctypes.data)
+        plain = Coding(codec, DType.FLOAT32, _COUNT, machines=_SERVER_INPUTS)
+        kept = replace(plain, error=error.ctypes.data)
         for place in places:
             codecs.encode(plain, [values.ctypes.data], place)
 
@@ -102,7 +134,10 @@ def kernels() -> list[KernelRow]:
             return codecs.add(codec, places[:-1], places[-1:], nbytes)
 
         works |= {f"{name}: encode": encode, f"{name}: decode": decode, f"{name}: add": add}
-        works[f"{name}: encode with feedback"] = functools.partial(encode, kept)
+        # To another place: a THC's sum is one of integers only as long as steps are equal.
+        other = np.zeros_like(given[0])
+        memory.append(other)
+        works[f"{name}: encode with feedback"] = functools.partial(encode, kept, other.ctypes.data)
     for work in works.values():
         work()
     seen: dict[str, list[float]] = {name: [] for name in works}
@@ -167,6 +202,9 @@ def main() -> None:
         print("| kernel, one core | GB/s of float32 | of memcpy |\n|---|---|---|")
         for kernel in found:
             print(f"| {kernel.kernel} | {kernel.gb_per_s:.1f} | {kernel.ratio:.2f} |")
+        print("\n| codec | × fewer bytes | bytes kept | add: GB/s read |\n|---|---|---|---|")
+        for each in codec_rows(found):
+            print(f"| {each.codec} | {each.fewer_bytes:.2f} | {each.kept_bytes:.2f} | {each.added_gb_per_s:.1f} |")
     summed = sums(arguments) if arguments.rounds else []
     if summed:
         n, k = arguments.workers, arguments.servers
@@ -179,7 +217,9 @@ def main() -> None:
                 f"| {row.ratio_bytes:.2f} | {row.cpu_s_per_gb:.1f} |"
             )
     if arguments.json:
-        rows = {"kernels": [asdict(each) for each in found], "sums": [asdict(each) for each in summed]}
+        of_codecs = codec_rows(found) if found else []
+        kinds = {"kernels": found, "codecs": of_codecs, "sums": summed}
+        rows = {kind: [asdict(each) for each in those] for kind, those in kinds.items()}
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
 
 

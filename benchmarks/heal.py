@@ -1,7 +1,7 @@
 """A link that slows down and comes back while a job trains: how soon the shares of the servers follow, beside gloo.
 
     python -m benchmarks.heal [--workers 4] [--servers 2] [--mbit 400] [--mb 32] [--machine 1] [--factor 0.5]
-        [--busy CORES] [--seconds 25] [--json FILE]
+        [--busy CORES] [--seconds 25] [--call session] [--json FILE]
     python -m benchmarks.heal --way 20 [--workers 2] [--servers 1] [--mbit 200] [--mb 8]
     python -m benchmarks.heal --late 1 [--workers 4] [--servers 4] [--mbit 400] [--mb 32]
 
@@ -9,6 +9,10 @@ Hosts are network namespaces with shaped links (root needed). One tensor is summ
 machine (``--machine``: workers first) carries ``--factor`` of its rate in both directions, and after ``--seconds`` all
 of it again. A process beside the scheduler asks it for the epoch, as `bps status` does. gloo sums the same tensor in
 each of the three phases, on the same hosts, in turn.
+
+``--call``: what is done again and again instead of a sum: an allgather of as many bytes, a training step with an
+optimizer that the services host (hosted_machine, hosted_sharded), or with states that servers keep as well (shadow).
+"optimum" and "fixed shares" are those of a sum, which a step has in it, and gloo's time is that of a sum.
 
 With ``--busy``, its link stays as it is, and the processes of that machine get the time of so many processors: choose a
 CPU machine.
@@ -40,7 +44,7 @@ from pathlib import Path
 from benchmarks.cluster.contenders import SECRET, Layout, counts_of
 from benchmarks.cluster.hosts import Host, cluster, reshape, slow_way, throttled
 from benchmarks.cluster.measure import Found, Turns, turns
-from benchmarks.cluster.rank import LATE_VARIABLE
+from benchmarks.cluster.rank import GATHER, LATE_VARIABLE
 from byteps_py.config.settings import Settings
 from byteps_py.errors import BytePSError
 from byteps_py.launch.process_plan import free_port
@@ -51,6 +55,14 @@ from byteps_py.scheduler import query
 _JOB = "heal"
 _GLOO_CALLS = 4
 _LATE_CALLS = 7
+#: What rank.py calls them, and the variables that they need.
+_CALLS: dict[str, tuple[str, dict[str, str]]] = {
+    "session": ("session", {}),
+    "allgather": (GATHER, {}),
+    "hosted_machine": ("hosted_machine", {}),
+    "hosted_sharded": ("hosted_sharded", {}),
+    "shadow": ("optimizer", {"BYTEPS_SHADOW": "1"}),
+}
 #: Steps after the shares have changed that may still have parts of the old ones.
 _SETTLING = 2
 
@@ -140,9 +152,10 @@ def measure(arguments: argparse.Namespace) -> list[Phase]:
         layout = Layout(workers, spare)
         port = str(free_port())
         own = {"DMLC_PS_ROOT_PORT": port, "BYTEPS_JOB_ID": _JOB}
+        call, more = _CALLS[arguments.call]
         with contextlib.ExitStack() as stack:
             gloo = stack.enter_context(turns("gloo", Layout(workers), 1))
-            ours = stack.enter_context(turns("ours", layout, 1, own))
+            ours = stack.enter_context(turns("ours", layout, 1, {**own, **more}))
             with watched(workers[0], port) as seen:
                 for name, rates in (("before", usual), ("slow", slow), ("back", usual)):
                     best = LinkOptimum(rates[n:], rates[:n])
@@ -155,7 +168,7 @@ def measure(arguments: argparse.Namespace) -> list[Phase]:
                         elif name == "slow":
                             slow_down.enter_context(throttled(hosts[arguments.machine], arguments.busy))
                         since_s = time.monotonic()
-                        train(ours, counts, phase, since_s, arguments.seconds)
+                        train(ours, counts, phase, since_s, arguments.seconds, call)
                     for _ in range(_GLOO_CALLS):
                         found = Found()
                         gloo.take("gloo", counts, found)
@@ -223,6 +236,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=25.0, help="of each phase")
     parser.add_argument("--late", type=float, default=0.0, help="seconds that rank 0 comes after the others")
     parser.add_argument("--way", type=float, default=0.0, help="Mbit/s that machines 0 and 1 send each other, instead")
+    parser.add_argument("--call", choices=_CALLS, default="session")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--watch", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -241,8 +255,8 @@ def main() -> None:
         arguments.json.write_text(json.dumps([asdict(phase) for phase in phases], indent=1))
     what = f"{arguments.busy:g} processors left" if arguments.busy else f"at {arguments.factor:g} of its rate"
     print(
-        f"n = {arguments.workers}, k = {arguments.servers}, {arguments.mb} MB, {arguments.mbit:g} Mbit/s; "
-        f"machine {arguments.machine} {what}"
+        f"n = {arguments.workers}, k = {arguments.servers}, {arguments.call}, {arguments.mb} MB, {arguments.mbit:g} "
+        f"Mbit/s; machine {arguments.machine} {what}"
     )
     print(f"{'':8} {'t·B/M (min to max)':>24} {'optimum':>8} {'over':>6} {'fixed shares':>13} {'gloo':>6} {'ring':>6}")
     for phase in phases:

@@ -2,6 +2,7 @@
 
     BytePSError
     ├── ConfigurationError (ValueError)       a variable or argument is missing, malformed or contradicts another
+    │   └── TopologyError                     a description of a machine's inside can't be read
     ├── JournalError                          the scheduler's journal is damaged, or belongs to another job
     ├── CheckpointError (OSError)             a folder of checkpoints can't be written, or read
     ├── UsageError (ValueError)               the calling program misuses the API
@@ -59,6 +60,14 @@ class ConfigurationError(BytePSError, ValueError):
     """A variable or an argument is missing, malformed or contradicts another.
 
     Remedy: correct the variable that the message names. `bps env` lists all of them, with the values that they take.
+    """
+
+
+class TopologyError(ConfigurationError):
+    """A topology file, or what a system says of a machine's inside, is damaged, or contradicts itself.
+
+    Remedy: correct the line that the message names. NCCL writes such a file of the machine on which it runs, with
+    NCCL_TOPO_DUMP_FILE.
     """
 
 

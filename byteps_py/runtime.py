@@ -18,7 +18,7 @@ import numpy.typing as npt
 import zmq
 
 from byteps_py import codecs, kernels
-from byteps_py.codecs import Coding
+from byteps_py.codecs import Coding, Draw
 from byteps_py.config.settings import Settings
 from byteps_py.dataplane.dialer import Dialer
 from byteps_py.dataplane.link_rate import LinkRateMeter, open_link_rate_meter
@@ -87,7 +87,9 @@ class Codecs(Protocol):
 
     def encode(self, coding: Coding, inputs: Sequence[int], output: int) -> kernels.Report: ...
 
-    def add(self, codec: Codec, inputs: Sequence[int], outputs: Sequence[int], nbytes: int) -> kernels.Report: ...
+    def add(
+        self, codec: Codec, inputs: Sequence[int], outputs: Sequence[int], nbytes: int, draw: Draw
+    ) -> kernels.Report: ...
 
     def decode(self, coding: Coding, source: int, outputs: Sequence[int], divisor: int, given: int) -> None: ...
 

@@ -20,6 +20,8 @@ MAX_NAME_BYTES = 1024
 MAX_TERMS_BYTES = 256
 MAX_TENSOR_BYTES = 1 << 48  # more than any machine holds; keeps sums of sizes within 64 bits
 PAGE_BYTES = 4096
+#: The staleness of an ACCUMULATE in which no machine waits for another one.
+NO_BOUND = (1 << 16) - 1
 
 
 class DType(enum.IntEnum):
@@ -62,11 +64,12 @@ _ITEMSIZE = {
 class Op(enum.IntEnum):
     """How contributions are combined. The values are wire codes and never change.
 
-    An average is a SUM whose result each machine divides (see ``TensorSpec.divisor``). The last three operations
+    An average is a SUM whose result each machine divides (see ``TensorSpec.divisor``). BROADCAST, GATHER and EXCHANGE
     combine nothing. The result of a BROADCAST is the contribution of the root rank. GATHER gives every rank the
     contributions of all ranks, EXCHANGE gives every rank the pieces that the other ranks have for it. Both go from
     machine to machine without a server. A ``Layout`` says where the pieces lie and how long they are; ranks send it
-    again when it changes.
+    again when it changes. An ACCUMULATE is not made together: servers keep a sum, to which each machine adds when it
+    comes, and gets the sum as it is then (see ``TensorSpec.staleness``). Its first round brings the first value.
     """
 
     SUM = 1
@@ -76,6 +79,7 @@ class Op(enum.IntEnum):
     BROADCAST = 5
     GATHER = 6
     EXCHANGE = 7
+    ACCUMULATE = 8
 
     @property
     def is_reduction(self) -> bool:
@@ -85,7 +89,12 @@ class Op(enum.IntEnum):
     @property
     def bypasses_servers(self) -> bool:
         """True if data goes from machine to machine without a server, and nothing is combined."""
-        return self >= Op.GATHER
+        return self is Op.GATHER or self is Op.EXCHANGE
+
+    @property
+    def kernel(self) -> Op:
+        """The operation that kernels carry out."""
+        return Op.SUM if self is Op.ACCUMULATE else self
 
 
 class Checks(enum.IntFlag):
@@ -151,6 +160,9 @@ class TensorSpec:
         remark: a sentence for ``bps status``, at most 256 bytes. Ranks may give different ones.
         codec: the form in which a SUM of floating elements of at most 32 bits travels between machines, if several take
             part; None for that of its dtype.
+        staleness: of an ACCUMULATE, by how many rounds a machine may be ahead of the slowest one, at least 1, or
+            NO_BOUND: it gets the sum once each machine has given to the round ``staleness`` before. 0 for other
+            operations.
         count: number of elements.
         nbytes: size in bytes.
 
@@ -177,6 +189,7 @@ class TensorSpec:
     is_replicated: bool = False
     remark: str = ""
     codec: Codec | None = None
+    staleness: int = 0
     count: int = field(init=False, compare=False, repr=False)  # of elements
     nbytes: int = field(init=False, compare=False, repr=False)
 
@@ -197,6 +210,8 @@ class TensorSpec:
             raise UsageError(f"tensor {self.name!r}: only a reduction of one or more dimensions can be scattered")
         if self.codec is not None:
             self._check_codec(self.codec)
+        if self.op is Op.ACCUMULATE or self.staleness:
+            self._check_accumulation()
         if self.ownership:
             self._check_ownership()
         if self.is_shadowed and self.ownership != self.name:
@@ -225,10 +240,22 @@ class TensorSpec:
             raise UsageError(
                 f"{what} is for sums and averages that all ranks get, not for a {replace(self, codec=None).describe()}"
             )
-        if codec.error_feedback and self.nonfinite is NonFinite.SKIP:
+        if codec.has_states and self.nonfinite is NonFinite.SKIP:
             raise UsageError(
                 f"{what} can't be had with BYTEPS_NONFINITE=skip: what a skipped step did not send would be lost. Use "
-                "it without error feedback, or BYTEPS_NONFINITE=raise"
+                "it without error feedback and momentum, or BYTEPS_NONFINITE=raise"
+            )
+
+    def _check_accumulation(self) -> None:
+        if self.op is not Op.ACCUMULATE or not 1 <= self.staleness <= NO_BOUND:
+            raise UsageError(
+                f"tensor {self.name!r}: a staleness of 1 to {NO_BOUND} belongs to an accumulate, not "
+                f"{self.staleness} to a {self.op.name.lower()}"
+            )
+        if (not self.dtype.is_floating and self.dtype.itemsize < DType.INT32.itemsize) or self.group or self.nonfinite:
+            raise UsageError(
+                f"tensor {self.name!r}: an accumulate is for all ranks, of floating elements or integers of at least "
+                f"32 bits, with nonfinite='allow', not a {self.describe()}"
             )
 
     def _check_ownership(self) -> None:
@@ -247,7 +274,7 @@ class TensorSpec:
     @property
     def needs_all(self) -> bool:
         """True if the operation needs all ranks, including those that have joined."""
-        return self.scatters or bool(self.ownership) or not self.op.is_reduction
+        return self.scatters or bool(self.ownership) or not self.op.kernel.is_reduction
 
     @property
     def sent_nbytes(self) -> int:
@@ -305,7 +332,7 @@ class TensorSpec:
         shape = () if self.op.bypasses_servers else self.shape
         return (
             self.dtype, shape, self.op, self.average, self.root, self.group, self.scatters, self.terms, self.nonfinite,
-            self.ownership, self.is_shadowed, self.is_replicated, self.codec,
+            self.ownership, self.is_shadowed, self.is_replicated, self.codec, self.staleness,
         )  # fmt: skip
 
     def describe(self) -> str:
@@ -326,7 +353,8 @@ class TensorSpec:
         shadow = (", on each machine" if self.is_replicated else "") + (", shadowed" if self.is_shadowed else "")
         guard = f", BYTEPS_NONFINITE={self.nonfinite.name.lower()}" if self.nonfinite else ""
         coded = f", compressed to {self.codec}" if self.codec is not None else ""
-        return f"{op} of {what}{root}{group}{terms}{shadow}{guard}{coded}"
+        stale = f", staleness {self.staleness}" if self.staleness not in (0, NO_BOUND) else ""
+        return f"{op} of {what}{root}{group}{terms}{shadow}{guard}{coded}{stale}"
 
 
 #: Part of the names of operations that the program gave no name. They are matched in the order of their calls.

@@ -2,6 +2,7 @@
 
 python examples/gpt.py
 bpslaunch -np 2 --machines 2 --servers 1 python examples/gpt.py --steps 300
+bpslaunch -np 2 --machines 2 --servers 1 python examples/gpt.py --steps 300 --every 30
 """
 
 from __future__ import annotations
@@ -22,7 +23,12 @@ COMPRESSION = {
     "bf16": bps.Compression.bf16,
     "int8": bps.Compression.int8,
     "float8": bps.Compression.float8,
+    "thc": bps.Compression.thc(),
+    "dithering": bps.Compression.dithering(7),
+    "onebit": bps.Compression.onebit(error_feedback=True),
+    "topk2": bps.Compression.topk(ratio=0.03, error_feedback=True, bits=2),
     "topk": bps.Compression.topk(ratio=0.01, error_feedback=True),
+    "randomk": bps.Compression.randomk(ratio=0.01, error_feedback=True),
 }
 
 
@@ -60,7 +66,8 @@ class GPT(nn.Module):
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
-        nn.init.normal_(self.token.weight, std=0.02)
+        for embedding in (self.token, self.position):  # a token must not drown in its position
+            nn.init.normal_(embedding.weight, std=0.02)
         self.head.weight = self.token.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -105,6 +112,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--compression", choices=sorted(COMPRESSION), default="none", help="how gradients travel")
+    parser.add_argument("--every", type=int, default=0, help="combine models once in so many steps, not gradients")
+    parser.add_argument("--fragments", type=int, default=1, help="with --every: parts that are combined in turn")
+    parser.add_argument("--delay", type=int, default=0, help="with --every: steps under which a part travels")
     arguments = parser.parse_args()
 
     bps.init()
@@ -114,11 +124,16 @@ def main() -> None:
     torch.manual_seed(0)
     model = GPT(len(letters), arguments.context, arguments.width, arguments.layers, heads=4)
     bps.broadcast_parameters(model.state_dict(), root_rank=0)
-    optimizer = bps.DistributedOptimizer(
-        torch.optim.AdamW(model.parameters(), lr=arguments.lr),
-        named_parameters=model.named_parameters(),
-        compression=COMPRESSION[arguments.compression],
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr)
+    compression = COMPRESSION[arguments.compression]
+    if arguments.every:
+        streaming = bps.local.Streaming(arguments.fragments, arguments.delay)
+        outer = torch.optim.SGD(model.parameters(), lr=1.0)  # averages the models
+        optimizer = bps.local.DiLoCo(
+            model, optimizer, outer, every=arguments.every, streaming=streaming, compression=compression
+        )
+    else:
+        optimizer = bps.DistributedOptimizer(optimizer, model.named_parameters(), compression)
     if bps.rank() == 0:
         count = sum(p.numel() for p in model.parameters())
         print(f"{len(data):,} characters, {count:,} parameters, {bps.size()} ranks", flush=True)
@@ -133,16 +148,22 @@ def main() -> None:
         optimizer.zero_grad()
         loss = loss_of(data, own)
         loss.backward()
-        optimizer.synchronize()  # so that the clipped gradient is the averaged one
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        with optimizer.skip_synchronize():
+        if arguments.every:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
+        else:
+            optimizer.synchronize()  # so that the clipped gradient is the averaged one
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            with optimizer.skip_synchronize():
+                optimizer.step()
         if step % max(1, arguments.steps // 10) == 0:
             mean = bps.push_pull(loss.detach(), average=True, name="loss").item()
             if bps.rank() == 0:
                 rate = step * arguments.batch_size * bps.size() * arguments.context / (time.perf_counter() - began)
                 print(f"step {step:5d}  loss {mean:.3f}  {rate:,.0f} characters/s", flush=True)
 
+    if arguments.every:
+        optimizer.synchronize()
     model.eval()
     with torch.no_grad():
         losses = [loss_of(held_out, own) for _ in range(4)]

@@ -31,7 +31,8 @@ class Embedding(nn.Module):
     def __init__(self, vocabulary: int, context: int, width: int) -> None:
         super().__init__()
         self.token, self.position = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
-        nn.init.normal_(self.token.weight, std=0.02)
+        for embedding in (self.token, self.position):  # a token must not drown in its position
+            nn.init.normal_(embedding.weight, std=0.02)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.token(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))

@@ -26,7 +26,7 @@ MACHINE_KIND_GPU: MachineKind
 MACHINE_KIND_CPU: MachineKind
 
 class MemberMessage(_message.Message):
-    __slots__ = ("number", "received", "register", "heartbeat", "declare", "arrive", "leave", "report", "ranks_shut_down", "measured", "join", "idle", "stack_report", "drain", "applied", "unreachable", "ready", "shutdown_confirmed", "reform", "gathered", "keep_states", "answer")
+    __slots__ = ("number", "received", "register", "heartbeat", "declare", "arrive", "leave", "report", "ranks_shut_down", "measured", "join", "idle", "stack_report", "drain", "applied", "unreachable", "ready", "shutdown_confirmed", "reform", "gathered", "keep_states", "answer", "probed")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_FIELD_NUMBER: _ClassVar[int]
     REGISTER_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +49,7 @@ class MemberMessage(_message.Message):
     GATHERED_FIELD_NUMBER: _ClassVar[int]
     KEEP_STATES_FIELD_NUMBER: _ClassVar[int]
     ANSWER_FIELD_NUMBER: _ClassVar[int]
+    PROBED_FIELD_NUMBER: _ClassVar[int]
     number: int
     received: int
     register: Register
@@ -71,7 +72,8 @@ class MemberMessage(_message.Message):
     gathered: Gathered
     keep_states: KeepStates
     answer: Answer
-    def __init__(self, number: _Optional[int] = ..., received: _Optional[int] = ..., register: _Optional[_Union[Register, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., declare: _Optional[_Union[Declare, _Mapping]] = ..., arrive: _Optional[_Union[Arrive, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., ranks_shut_down: _Optional[_Union[RanksShutDown, _Mapping]] = ..., measured: _Optional[_Union[Measured, _Mapping]] = ..., join: _Optional[_Union[Join, _Mapping]] = ..., idle: _Optional[_Union[Idle, _Mapping]] = ..., stack_report: _Optional[_Union[StackReport, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., applied: _Optional[_Union[Applied, _Mapping]] = ..., unreachable: _Optional[_Union[Unreachable, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., shutdown_confirmed: _Optional[_Union[RanksShutDown, _Mapping]] = ..., reform: _Optional[_Union[Reform, _Mapping]] = ..., gathered: _Optional[_Union[Gathered, _Mapping]] = ..., keep_states: _Optional[_Union[KeepStates, _Mapping]] = ..., answer: _Optional[_Union[Answer, _Mapping]] = ...) -> None: ...
+    probed: Probed
+    def __init__(self, number: _Optional[int] = ..., received: _Optional[int] = ..., register: _Optional[_Union[Register, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., declare: _Optional[_Union[Declare, _Mapping]] = ..., arrive: _Optional[_Union[Arrive, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., ranks_shut_down: _Optional[_Union[RanksShutDown, _Mapping]] = ..., measured: _Optional[_Union[Measured, _Mapping]] = ..., join: _Optional[_Union[Join, _Mapping]] = ..., idle: _Optional[_Union[Idle, _Mapping]] = ..., stack_report: _Optional[_Union[StackReport, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., applied: _Optional[_Union[Applied, _Mapping]] = ..., unreachable: _Optional[_Union[Unreachable, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., shutdown_confirmed: _Optional[_Union[RanksShutDown, _Mapping]] = ..., reform: _Optional[_Union[Reform, _Mapping]] = ..., gathered: _Optional[_Union[Gathered, _Mapping]] = ..., keep_states: _Optional[_Union[KeepStates, _Mapping]] = ..., answer: _Optional[_Union[Answer, _Mapping]] = ..., probed: _Optional[_Union[Probed, _Mapping]] = ...) -> None: ...
 
 class Register(_message.Message):
     __slots__ = ("protocol", "job", "role", "kind", "machine_id", "machine_index", "address", "local_address", "local_size", "num_workers", "num_servers", "partition_bytes", "host", "pid", "link_mbit", "token", "received", "member_id", "epoch", "elastic", "memory_bytes", "relay_address")
@@ -513,10 +515,19 @@ class Measured(_message.Message):
     mbit: float
     def __init__(self, turn: _Optional[int] = ..., mbit: _Optional[float] = ...) -> None: ...
 
+class Probed(_message.Message):
+    __slots__ = ("number", "mbit")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    MBIT_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    mbit: float
+    def __init__(self, number: _Optional[int] = ..., mbit: _Optional[float] = ...) -> None: ...
+
 class SchedulerMessage(_message.Message):
-    __slots__ = ("number", "received", "welcome", "refused", "membership", "verdicts", "reopen", "release", "stalled", "failure", "stop", "measure", "joined", "all_joined", "stack_report", "hosts", "still", "slow", "dismissed", "ask", "relays")
+    __slots__ = ("number", "received", "packed", "welcome", "refused", "membership", "verdicts", "reopen", "release", "stalled", "failure", "stop", "measure", "joined", "all_joined", "stack_report", "hosts", "still", "slow", "dismissed", "ask", "relays", "probe")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    PACKED_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     MEMBERSHIP_FIELD_NUMBER: _ClassVar[int]
@@ -536,8 +547,10 @@ class SchedulerMessage(_message.Message):
     DISMISSED_FIELD_NUMBER: _ClassVar[int]
     ASK_FIELD_NUMBER: _ClassVar[int]
     RELAYS_FIELD_NUMBER: _ClassVar[int]
+    PROBE_FIELD_NUMBER: _ClassVar[int]
     number: int
     received: int
+    packed: bytes
     welcome: Welcome
     refused: Refused
     membership: Membership
@@ -557,7 +570,8 @@ class SchedulerMessage(_message.Message):
     dismissed: Dismissed
     ask: Ask
     relays: Relays
-    def __init__(self, number: _Optional[int] = ..., received: _Optional[int] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., membership: _Optional[_Union[Membership, _Mapping]] = ..., verdicts: _Optional[_Union[Verdicts, _Mapping]] = ..., reopen: _Optional[_Union[Reopen, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., stalled: _Optional[_Union[Stalled, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., measure: _Optional[_Union[Measure, _Mapping]] = ..., joined: _Optional[_Union[Join, _Mapping]] = ..., all_joined: _Optional[_Union[AllJoined, _Mapping]] = ..., stack_report: _Optional[_Union[StackReport, _Mapping]] = ..., hosts: _Optional[_Union[Hosts, _Mapping]] = ..., still: _Optional[_Union[Still, _Mapping]] = ..., slow: _Optional[_Union[Slow, _Mapping]] = ..., dismissed: _Optional[_Union[Dismissed, _Mapping]] = ..., ask: _Optional[_Union[Ask, _Mapping]] = ..., relays: _Optional[_Union[Relays, _Mapping]] = ...) -> None: ...
+    probe: Probe
+    def __init__(self, number: _Optional[int] = ..., received: _Optional[int] = ..., packed: _Optional[bytes] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., membership: _Optional[_Union[Membership, _Mapping]] = ..., verdicts: _Optional[_Union[Verdicts, _Mapping]] = ..., reopen: _Optional[_Union[Reopen, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., stalled: _Optional[_Union[Stalled, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., measure: _Optional[_Union[Measure, _Mapping]] = ..., joined: _Optional[_Union[Join, _Mapping]] = ..., all_joined: _Optional[_Union[AllJoined, _Mapping]] = ..., stack_report: _Optional[_Union[StackReport, _Mapping]] = ..., hosts: _Optional[_Union[Hosts, _Mapping]] = ..., still: _Optional[_Union[Still, _Mapping]] = ..., slow: _Optional[_Union[Slow, _Mapping]] = ..., dismissed: _Optional[_Union[Dismissed, _Mapping]] = ..., ask: _Optional[_Union[Ask, _Mapping]] = ..., relays: _Optional[_Union[Relays, _Mapping]] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("member_id",)
@@ -586,6 +600,18 @@ class Measure(_message.Message):
     turn: int
     address: str
     def __init__(self, turn: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
+
+class Probe(_message.Message):
+    __slots__ = ("number", "addresses", "known_mbit", "usual_mbit")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_MBIT_FIELD_NUMBER: _ClassVar[int]
+    USUAL_MBIT_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    known_mbit: float
+    usual_mbit: float
+    def __init__(self, number: _Optional[int] = ..., addresses: _Optional[_Iterable[str]] = ..., known_mbit: _Optional[float] = ..., usual_mbit: _Optional[float] = ...) -> None: ...
 
 class Membership(_message.Message):
     __slots__ = ("epoch", "workers", "servers", "partition_bytes", "workers_since", "reason", "continued", "under_way")

@@ -43,6 +43,11 @@ def _serve(is_gpu_machine: bool) -> int:
     logger.debug("settings:\n%s", settings.describe())
     if not keep_freed_memory(_RETAINED_BYTES):
         logger.info("the allocator of this C library can't be tuned; large messages take more time")
+    if settings.numa_on:
+        from byteps_py.kernels.thread_pool import default_threads
+        from byteps_py.topology.numa_pinning import pin_as_set
+
+        pin_as_set(settings, None, default_threads(settings.server_threads))
     # Imported late: the allocator must be tuned before anything starts threads or loads a compiler.
     from byteps_py.prometheus import page, samples
     from byteps_py.prometheus.metrics import SERVER

@@ -113,6 +113,10 @@ def objection(header: Header, nbytes: int, num_machines: int, partition_bytes: i
         return f"{what}: its length is {header.length} bytes, but a partition has 1 to {most}"
     if codec is not None and (header.op is not Op.SUM or codec.error_feedback):
         return f"{what}: its compression, {codec}, is not one of a sum on a server"
+    if codec is not None and codec.is_thc and not codec.levels(header.machines or num_machines):
+        return f"{what}: {header.machines or num_machines} machines are too many for its compression, {codec}"
+    if (header.op is Op.ACCUMULATE) != bool(header.staleness) or (header.staleness and header.machines):
+        return f"{what}: an accumulate is for all machines and has a staleness, and nothing else has one"
     size = header.dtype.itemsize if codec is None else codec.item_bytes
     if header.length % size or header.offset % size:
         unit = f"{size}, the size of {header.dtype.name.lower() if codec is None else f'a block of {codec}'}"

@@ -39,6 +39,8 @@ SHADOW_KINDS = frozenset(
         *READER_KINDS,
     )
 )
+#: About what the server accumulates: short messages without an answer.
+ABOUT_COPIES = frozenset((Kind.CLOCK, Kind.ORDER))
 _BATCH = 64
 _MAX_SEGMENTS = 4096
 
@@ -62,13 +64,16 @@ class ContributionListener(DataListener):
             if header.kind is Kind.WITHDRAW:
                 on_withdraw(header)
                 return
+            if header.kind in ABOUT_COPIES:
+                on_arrival(Arrival(header, peer, 0, text=frame.bytes))
+                return
             payload = FrameMemory(frame)
             if header.kind in SHADOW_KINDS:
                 on_shadow(header, peer, payload)
                 return
             on_arrival(Arrival(header, peer, payload.nbytes, payload if payload.nbytes else None))
 
-        kinds = frozenset((Kind.PUSH, Kind.PULL, Kind.PASS, Kind.WITHDRAW)) | SHADOW_KINDS
+        kinds = frozenset((Kind.PUSH, Kind.PULL, Kind.PASS, Kind.WITHDRAW)) | ABOUT_COPIES | SHADOW_KINDS
         super().__init__(host, settings, traffic, kinds, on_message, on_gone)
 
 
@@ -248,6 +253,8 @@ class LocalListener:
             self._contribution(peer, header)
         elif header.kind is Kind.WITHDRAW:
             self._on_withdraw(header)
+        elif header.kind in ABOUT_COPIES:
+            self._on_arrival(Arrival(header, peer, 0, text=data[HEADER_BYTES:]))
         else:
             raise ProtocolError(f"a local peer must not send {header.kind.name} of {len(data)} bytes")
 

@@ -17,16 +17,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import zmq
 
+from byteps_py.codecs import Draw
 from byteps_py.dataplane.listener import Peer
 from byteps_py.dataplane.seal import Digester
+from byteps_py.errors import ProtocolError
 from byteps_py.kernels.readiness import Pair, Readiness
 from byteps_py.kernels.thread_pool import Work, default_threads
 from byteps_py.rank_bits import OVERFLOW
 from byteps_py.runtime import Runtime
 from byteps_py.server.admission import codec_of
-from byteps_py.server.round_state import Contribution
+from byteps_py.server.round_state import Contribution, Merge
 from byteps_py.system.log import logger
 from byteps_py.system.shm import Segment
 from byteps_py.tensor_codec import Codec
@@ -76,15 +79,31 @@ class SharedMemory(PayloadMemory):
         return zmq.Frame(self._segment.view[self._offset : self._offset + self.nbytes])
 
 
+class OwnMemory(PayloadMemory):
+    """``buffer`` of this process, for values that it keeps."""
+
+    __slots__ = ("_buffer", "address", "digest", "nbytes")
+
+    def __init__(self, buffer: npt.NDArray[np.uint8]) -> None:
+        self.digest = b""
+        self._buffer = buffer
+        self.nbytes = len(buffer)
+        self.address = buffer.__array_interface__["data"][0]
+
+    def message(self) -> zmq.Frame:
+        return zmq.Frame(self._buffer.data)
+
+
 @dataclass(slots=True, eq=False)
 class Arrival(Contribution):
-    """A contribution with its memory. ``answer``: where a local peer wants the result; None for a remote one.
-    ``arrived_s``: when it was taken from the network, on the loop's clock."""
+    """A contribution with its memory, or a CLOCK with its ``text``. ``answer``: where a local peer wants the result;
+    None for a remote one. ``arrived_s``: when it was taken from the network, on the loop's clock."""
 
     origin: Peer
     payload: PayloadMemory | None = None
     answer: PayloadMemory | None = None
     arrived_s: float = 0.0
+    text: bytes = b""
 
 
 #: Gets the error, if there was one, and the machines to blame for a result that is not finite (see rank_bits.py).
@@ -99,13 +118,15 @@ _LIKELY = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16, DType.FLOAT64, DType.IN
 class KernelCall:
     """One kernel call. ``inputs``, ``outputs``: addresses. ``result``: the memory that is sent to remote machines; None
     if there are none. ``outputs`` is empty when the result lies there already. ``blames``: for each input, the machines
-    to blame if it is not finite; empty if that is not checked. ``codec``: of what is added; None: it is not coded."""
+    to blame if it is not finite; empty if that is not checked. ``codec``: of what is added; None: it is not coded.
+    ``draw``: see codecs.Draw."""
 
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     result: PayloadMemory | None
     blames: tuple[int, ...] = ()
     codec: Codec | None = None
+    draw: Draw | None = None
 
     @property
     def checks(self) -> Checks:
@@ -114,8 +135,8 @@ class KernelCall:
     def carry_out(self, runtime: Runtime, op: Op, dtype: DType, nbytes: int) -> int:
         """Run the kernel. Returns the machines to blame if the result is not finite, else 0. Any thread."""
         kernels, count = runtime.kernels, nbytes // dtype.itemsize
-        if self.codec is not None:
-            report = runtime.codecs.add(self.codec, self.inputs, self.outputs, nbytes)
+        if self.codec is not None and self.draw is not None:
+            report = runtime.codecs.add(self.codec, self.inputs, self.outputs, nbytes, self.draw)
             if not self.blames:
                 return 0
         elif not self.blames:
@@ -131,7 +152,9 @@ class KernelCall:
 
 def plan(op: Op, arrivals: Sequence[Arrival]) -> KernelCall:
     """The kernel call for these contributions of all machines, in machine order."""
-    codec = codec_of(arrivals[0].header.codec)
+    header = arrivals[0].header
+    codec = codec_of(header.codec)
+    draw = Draw(header.key, header.round, header.offset // codec.item_bytes) if codec is not None else None
     givers = [a for a in arrivals if a.payload is not None]
     payloads = [a.payload for a in givers if a.payload is not None]
     inputs = tuple(payload.address for payload in payloads)
@@ -144,7 +167,21 @@ def plan(op: Op, arrivals: Sequence[Arrival]) -> KernelCall:
     blames = tuple(a.header.nonfinite_ranks for a in givers) if all(a.header.nonfinite_ranks for a in givers) else ()
     if result is not None and (len(inputs) > 1 or blames):
         outputs.append(result.address)
-    return KernelCall(inputs, tuple(outputs), result, blames, codec)
+    return KernelCall(inputs, tuple(outputs), result, blames, codec, draw)
+
+
+def plan_merge(merge: Merge[Arrival]) -> KernelCall:
+    """The kernel call for a contribution to an accumulator. The copy for a remote machine is written into the
+    message that it has sent."""
+    values, arrival = merge.accumulator.values, merge.contribution
+    if not isinstance(values, PayloadMemory) or arrival.payload is None:
+        raise ProtocolError(f"{merge.accumulator} has no values, or a contribution no bytes")
+    inputs = (values.address, arrival.payload.address) if merge.adds else (values.address,)
+    outputs = [values.address] if merge.adds else []
+    if merge.answers:
+        outputs.append((arrival.answer or arrival.payload).address)
+    is_sent = merge.answers and arrival.answer is None
+    return KernelCall(inputs, tuple(outputs), arrival.payload if is_sent else None)
 
 
 def copy_to_moved(

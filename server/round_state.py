@@ -1,5 +1,5 @@
-"""A partition's rounds in flight on a summation server, and the actions that they ask of the shell. Pure; time is an
-argument. The rules are in rounds.py."""
+"""A partition's rounds in flight on a summation server, or what it accumulates, and the actions that these ask of the
+shell. Pure; time is an argument. The rules are in rounds.py and accumulators.py."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from byteps_py.errors import BytePSError
+from byteps_py.tensors import NO_BOUND
 from byteps_py.wire.data_link import MAX_NAMES, Header, RoundName, name_of
 
 #: Machines that push in the same order contribute at about the same time. One that is later has another order.
 AWAITED_AFTER_S = 0.01
+#: Machines that send a round again do so at about the same time. Only machines that have not by then are asked.
+WANT_AFTER_S = 0.02
+WANT_AGAIN_S = 0.25
 
 
 @dataclass(slots=True, eq=False)
@@ -128,6 +132,61 @@ class AwaitedRounds(Generic[C]):
         return told
 
 
+class AccumulatorState(enum.Enum):
+    """See the table in accumulators.py."""
+
+    GATHERING = "waits for the clocks of all machines"
+    FETCHING = "waits for the newest copy"
+    SERVING = "has the values"
+
+
+@dataclass(slots=True, eq=False)
+class Accumulator(Generic[C]):
+    """One partition of an ACCUMULATE.
+
+    ``header``: of a contribution of this epoch. ``values``: their memory, opaque; None: there are none. ``clock``: what
+    they contain. ``clocks``: of the machines' copies. ``given``: by machine, the contribution that has no answer, in
+    the order in which they came, and since when. ``added_at``: by machine, the version that its last contribution made
+    here. ``joined``: machines whose ranks have joined. ``working``: what the thread pool is at. ``source``: the machine
+    whose copy is the newest. ``broken``: why it serves no more.
+    """
+
+    header: Header
+    clock: list[int]
+    state: AccumulatorState = AccumulatorState.GATHERING
+    values: object | None = None
+    clocks: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    given: dict[int, tuple[C, float]] = field(default_factory=dict)
+    added_at: dict[int, int] = field(default_factory=dict)
+    joined: set[int] = field(default_factory=set)
+    working: C | None = None
+    source: int = -1
+    is_resent: bool = False
+    want_at: float = 0.0
+    has_served: bool = False
+    is_dropped: bool = False
+    broken: str = ""
+
+    def __str__(self) -> str:
+        return f"partition {self.header.index} of tensor key {self.header.key:#018x}"
+
+    @property
+    def version(self) -> int:
+        """How many contributions the values contain."""
+        return sum(self.clock)
+
+    def waits_for(self, machine: int, round_: int) -> tuple[int, ...]:
+        """The machines that have to give more before ``machine`` gets its answer to this round."""
+        if self.header.staleness == NO_BOUND:
+            return ()
+        least = round_ - self.header.staleness
+        return tuple(
+            other
+            for other, last in enumerate(self.clock)
+            if last < least and other != machine and other not in self.joined
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Reduce(Generic[C]):
     """Combine ``round.in_order()``, then call ``Rounds.reduced``."""
@@ -153,14 +212,43 @@ class RefuseContributions(Generic[C]):
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """Ask ``machines`` to resend their contributions to a round; ``header``: of another machine's contribution to
-    it."""
+    """Ask ``machines`` to resend their contributions to a round, or for what an accumulator lacks; ``header``: of
+    another machine's contribution to it."""
 
     header: Header
     machines: tuple[int, ...]
 
 
-Action = Reduce[C] | Answer[C] | RefuseContributions[C] | Want
+@dataclass(frozen=True, slots=True)
+class Load(Generic[C]):
+    """Copy a contribution to memory of the server's own, then call ``Accumulators.loaded``."""
+
+    accumulator: Accumulator[C]
+    contribution: C
+
+
+@dataclass(frozen=True, slots=True)
+class Merge(Generic[C]):
+    """Add a contribution to the accumulator's values if it ``adds``, and copy these to where its answer is sent from
+    if it ``answers``; then call ``Accumulators.merged``."""
+
+    accumulator: Accumulator[C]
+    contribution: C
+    adds: bool
+    answers: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SendCopy(Generic[C]):
+    """Send the values that a Merge has copied to the contribution's origin, and before that what they contain, and the
+    version that the contribution made; 0: another server added it."""
+
+    contribution: C
+    clock: tuple[int, ...]
+    added_at: int = 0
+
+
+Action = Reduce[C] | Answer[C] | RefuseContributions[C] | Want | Load[C] | Merge[C] | SendCopy[C]
 
 
 @dataclass(frozen=True, slots=True)

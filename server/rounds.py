@@ -31,6 +31,7 @@ from collections.abc import Iterator
 from typing import Generic
 
 from byteps_py.errors import BytePSError, CommunicationError, PeerLostError, ProtocolError
+from byteps_py.server.accumulators import Accumulators
 from byteps_py.server.admission import (
     AdmissionLimit,
     Facts,
@@ -41,6 +42,8 @@ from byteps_py.server.admission import (
     stale_epoch_reason,
 )
 from byteps_py.server.round_state import (
+    WANT_AFTER_S,
+    WANT_AGAIN_S,
     Action,
     Answer,
     AwaitedRounds,
@@ -55,23 +58,22 @@ from byteps_py.server.round_state import (
     RoundState,
     Want,
 )
+from byteps_py.tensors import Op
 from byteps_py.wire.data_link import Header, Kind, name_of
 
 #: Limits for contributions of an epoch that this server does not know yet; beyond either they are refused.
 HELD_COUNT = 4096
 HELD_BYTES = 256 << 20
-#: Machines that resend a round do so at about the same time. Only machines that have not by then are asked.
-WANT_AFTER_S = 0.02
-WANT_AGAIN_S = 0.25
 
 
 class Rounds(Generic[C]):
     """All partitions of one server. Events are methods; each returns the actions to perform, in order.
 
-    ``round_class``: the class of rounds; tests name another one in a subclass.
+    ``round_class``, ``accumulators_class``: the classes of its parts; tests name others in a subclass.
     """
 
     round_class: type[Round[C]] = Round
+    accumulators_class: type[Accumulators[C]] = Accumulators
 
     def __init__(self, partition_bytes: int) -> None:
         self.epoch = 0
@@ -85,6 +87,7 @@ class Rounds(Generic[C]):
             int, dict[int, PartitionRounds[C]]
         ] = {}  # by key: the partitions of the newest generation, by index
         self.admission_limit = AdmissionLimit()
+        self.accumulators = self.accumulators_class(self.counters, self.admission_limit)
         self._wanting: dict[Round[C], None] = {}  # rounds that are resent and not complete
         self._held: list[C] = []
         self._held_bytes = 0
@@ -99,6 +102,8 @@ class Rounds(Generic[C]):
         partitions. Then the machines have given there what waits here, and have no connection to say so."""
         if epoch <= self.epoch:
             return []
+        if num_machines != self.num_machines or since_epoch != self._since_epoch or not has_share:
+            self.accumulators.restart(num_machines)
         if num_machines != self.num_machines or since_epoch != self._since_epoch:
             for partitions in self._generations.values():
                 self._drop(partitions)
@@ -126,6 +131,8 @@ class Rounds(Generic[C]):
             return self._refuse([new], PeerLostError, text)
         if text := objection(header, new.nbytes, self.num_machines, self._partition_bytes):
             return self._refuse([new], ProtocolError, text)
+        if header.op is Op.ACCUMULATE:
+            return self.accumulators.contribution(new, now)
         if header.index not in self._generations.get(header.key, {}) and (
             text := self.admission_limit.objection(header.key)
         ):
@@ -174,6 +181,7 @@ class Rounds(Generic[C]):
         partition has come back in a later epoch, and the withdrawal is late or comes twice, it does not concern the
         newer contribution."""
         self._release([c for c in self._held if _is_same(c.header, header) and c.header.epoch < header.epoch])
+        self.accumulators.withdraw(header)
         partition = self._generations.get(header.key, {}).get(header.index)
         if partition is None or partition.generation != header.generation:
             return
@@ -189,6 +197,7 @@ class Rounds(Generic[C]):
         """The peer ``origin`` has disconnected: it can't be answered. Rounds that are being reduced go on, for the
         others."""
         self._release([c for c in self._held if c.origin is origin])
+        self.accumulators.on_origin_lost(origin)
         for round_ in self._rounds(RoundState.COLLECTING):
             for machine in [m for m, c in round_.contributions.items() if c.origin is origin]:
                 self._take_back(round_, machine)
@@ -197,7 +206,7 @@ class Rounds(Generic[C]):
     def tick(self, now: float) -> list[Action[C]]:
         """Ask for missing contributions of resent rounds. Call it soon after a contribution that is RESENT, and while
         ``is_wanting``."""
-        actions: list[Action[C]] = []
+        actions = self.accumulators.tick(now)
         for round_ in self._wanting:
             if now < round_.want_at:
                 continue
@@ -211,8 +220,9 @@ class Rounds(Generic[C]):
 
     @property
     def is_wanting(self) -> bool:
-        """True if resent rounds wait for contributions of machines that have their results already."""
-        return bool(self._wanting)
+        """True if resent rounds wait for contributions of machines that have their results already, or accumulators for
+        what machines have of them."""
+        return bool(self._wanting) or self.accumulators.is_wanting
 
     def stalled(self, now: float, older_than_s: float = 0.0) -> list[RoundStall]:
         """The rounds that have waited ``older_than_s`` seconds or longer, the oldest first."""
@@ -228,6 +238,7 @@ class Rounds(Generic[C]):
             for round_ in self._rounds(RoundState.COLLECTING)
             if now - round_.since_s >= older_than_s
         ]
+        stalls += self.accumulators.stalled(now, older_than_s)
         return sorted(stalls, key=lambda stall: -stall.age_s)
 
     # ---- inside ------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from byteps_py.config.settings import Settings
+from byteps_py.dataplane.link_burst import LinkBursts
 from byteps_py.dataplane.listener import Peer
 from byteps_py.dataplane.stream_listener import place_of
 from byteps_py.dataplane.traffic import Traffic
@@ -41,16 +42,29 @@ from byteps_py.errors import (
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.runtime import Runtime
 from byteps_py.server.checkpoint_starter import CheckpointStarter
-from byteps_py.server.contribution_listeners import ContributionListener, LocalListener
-from byteps_py.server.reducer import Arrival, FrameMemory, PayloadMemory, Reducer, copy_to_moved, plan
+from byteps_py.server.contribution_listeners import ABOUT_COPIES, ContributionListener, LocalListener
+from byteps_py.server.reducer import (
+    Arrival,
+    FrameMemory,
+    KernelCall,
+    OwnMemory,
+    PayloadMemory,
+    Reducer,
+    copy_to_moved,
+    plan,
+    plan_merge,
+)
 from byteps_py.server.round_state import (
     AWAITED_AFTER_S,
     Action,
     Answer,
     Counters,
+    Load,
+    Merge,
     Reduce,
     RefuseContributions,
     Round,
+    SendCopy,
     Want,
 )
 from byteps_py.server.rounds import Rounds
@@ -61,7 +75,16 @@ from byteps_py.system.log import logger
 from byteps_py.system.stage_recorder import SUM, WAIT_FOR_MACHINES, stage_recorder
 from byteps_py.tensors import Op
 from byteps_py.wire.control_link import Connect, ControlEvents, ControlLink
-from byteps_py.wire.data_link import MAX_WAITED_US, READER_KINDS, Header, Kind, pack_names
+from byteps_py.wire.data_link import (
+    MAX_WAITED_US,
+    READER_KINDS,
+    Header,
+    Kind,
+    pack_clock,
+    pack_names,
+    unpack_clock,
+    unpack_order,
+)
 from byteps_py.wire.launch_protocol import GIVEN_UP_STATUS, Blame, send_notice
 from byteps_py.wire.recording_answers import RecorderMemory, send_last, send_recordings
 
@@ -129,6 +152,7 @@ class SummationService:
         self._relay = runtime.relay(settings)
         # On a GPU machine, the communication service has one.
         self._rate = runtime.link_rate_meter(settings, self._loop) if kind == pb.MACHINE_KIND_CPU else None
+        self._bursts = LinkBursts(runtime.loop, settings)
         self._local: LocalListener | None = None
         if kind == pb.MACHINE_KIND_GPU:
             # The name has the process id, too: machines with different indices may share one host.
@@ -249,6 +273,7 @@ class SummationService:
             self._relay.close()
         if self._rate is not None:
             self._rate.close()
+        self._bursts.close()
         self._network.close()
         if self._local is not None:
             self._local.close()
@@ -259,8 +284,25 @@ class SummationService:
 
     def _on_arrival(self, arrival: Arrival) -> None:
         arrival.arrived_s = self._loop.time()
-        self._perform(self._rounds.contribution(arrival, arrival.arrived_s), None)
+        if arrival.header.kind in ABOUT_COPIES:
+            self._on_message_about_copies(arrival)
+        else:
+            self._perform(self._rounds.contribution(arrival, arrival.arrived_s), None)
         self._tick_while_needed()
+
+    def _on_message_about_copies(self, arrival: Arrival) -> None:
+        """A CLOCK or an ORDER."""
+        try:
+            if arrival.header.kind is Kind.ORDER:
+                self._rounds.accumulators.order(arrival.header, *unpack_order(arrival.text))
+                return
+            clock, _ = unpack_clock(arrival.text)
+            actions = self._rounds.accumulators.clock(arrival.header, clock, arrival.arrived_s)
+        except ProtocolError as error:
+            self._traffic.note("refused a message of machine", [arrival.header.sender], error)
+            arrival.origin.refuse(arrival.header, f"{ProtocolError.__name__}\n{error}")
+            return
+        self._perform(actions, None)
 
     def _on_shadow(self, header: Header, peer: Peer, payload: FrameMemory) -> None:
         if header.kind not in READER_KINDS:
@@ -312,6 +354,12 @@ class SummationService:
                         waited_s = max(0.0, complete_s - arrival.arrived_s)
                         header.nonfinite_ranks, header.waited_us = blame, min(int(waited_s * 1e6), MAX_WAITED_US)
                         arrival.origin.answer(header, message if is_needed else None, digest)
+                case Load():
+                    self._load(action)
+                case Merge():
+                    self._merge(action)
+                case SendCopy(arrival, clock, added_at):
+                    self._send_copy(arrival, pack_clock(clock, added_at))
                 case RefuseContributions(contributions, error, text):
                     self._traffic.note("refused a message of machine", [c.header.sender for c in contributions], text)
                     for arrival in contributions:
@@ -340,6 +388,43 @@ class SummationService:
             self._perform(actions, todo.result, blame, complete_s)
 
         self._reducer.start(header.op, header.dtype, header.length, todo, done)
+
+    def _load(self, load: Load[Arrival]) -> None:
+        header, payload = load.contribution.header, load.contribution.payload
+        if payload is None:
+            raise ProtocolError(f"a copy of {load.accumulator} came without its bytes")
+        values = OwnMemory(self._runtime.new_buffer(header.length))
+
+        def done(error: BaseException | None, blame: int) -> None:
+            self._perform(self._rounds.accumulators.loaded(load.accumulator, values, error, self._loop.time()), None)
+            self._tick_while_needed()
+
+        todo = KernelCall((payload.address,), (values.address,), None)
+        self._reducer.start(Op.BROADCAST, header.dtype, header.length, todo, done)
+
+    def _merge(self, merge: Merge[Arrival]) -> None:
+        header = merge.contribution.header
+        op = Op.SUM if merge.adds else Op.BROADCAST
+        if self._stages is not None:
+            self._stages.begin(SUM, f"{header.key:#018x}", header.index, header.round, header.length)
+
+        def done(error: BaseException | None, blame: int) -> None:
+            if self._stages is not None:
+                self._stages.end(SUM, f"{header.key:#018x}", header.index)
+            self._perform(self._rounds.accumulators.merged(merge, error, self._loop.time()), None)
+            self._tick_while_needed()  # in a newer epoch, it waited for the kernel before it asked for clocks
+
+        self._reducer.start(op, header.dtype, header.length, plan_merge(merge), done)
+
+    def _send_copy(self, arrival: Arrival, clock: bytes) -> None:
+        header, payload = arrival.header, arrival.payload
+        waited_s = max(0.0, self._loop.time() - arrival.arrived_s)
+        header.waited_us = min(int(waited_s * 1e6), MAX_WAITED_US)
+        arrival.origin.tell(dataclasses.replace(header, kind=Kind.CLOCK), clock)
+        if arrival.answer is not None or payload is None:  # a local machine has it in its memory
+            arrival.origin.answer(header, None)
+        else:
+            arrival.origin.answer(header, payload.message(), payload.digest)
 
     def _recorders(self) -> list[RecorderMemory]:
         """What it records for a trace."""
@@ -408,6 +493,8 @@ class SummationService:
             case "ask" if self._link is not None:
                 self._is_traced = self._is_traced and not message.ask.ends_trace
                 send_recordings(message.ask, self._recorders(), self._link.send, self._loop.post)
+            case "probe" if self._link is not None:
+                self._bursts.begin(message.probe, self._link.send)
             case "stop":
                 logger.info("the job is over: %s", message.stop.reason)
                 if message.stop.keep_states:

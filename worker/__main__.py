@@ -31,7 +31,13 @@ def main(argv: list[str] | None = None) -> int:
         if TOKEN_VARIABLE not in os.environ:  # else the launcher has said it
             for sentence in ignored_variables(os.environ):
                 log.logger.warning("%s", sentence)
+        if settings.numa_on:
+            from byteps_py.kernels.thread_pool import default_threads
+            from byteps_py.topology.numa_pinning import pin_as_set
+
+            pin_as_set(settings, None, default_threads(settings.worker_threads))
         # numba takes half a second: after the settings' errors
+        from byteps_py import arrivals
         from byteps_py.prometheus import page, samples
         from byteps_py.prometheus.metrics import WORKER
         from byteps_py.runtime import Runtime
@@ -39,6 +45,7 @@ def main(argv: list[str] | None = None) -> int:
         from byteps_py.worker.service import CommunicationService
 
         page.check(settings)
+        arrivals.check(settings)
         keep_freed_memory(tuning.USUAL_CREDIT_BYTES if settings.credit_bytes is None else settings.credit_bytes)
         runtime = Runtime()
         service = CommunicationService(settings, arguments.stay, connect, runtime)

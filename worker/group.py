@@ -8,11 +8,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
+from byteps_py.arrivals import ArrivalLog, orders_of, read
 from byteps_py.config import tuning
 from byteps_py.config.settings import Settings
 from byteps_py.dataplane.long_links import LONG_S
-from byteps_py.errors import BytePSError, ProtocolError, from_name
+from byteps_py.errors import BytePSError, ConfigurationError, ProtocolError, UsageError, from_name
 from byteps_py.kernels.readiness import Readiness
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.runtime import Runtime
@@ -134,6 +136,7 @@ class Group:
             self.network = executor.network = self.network_class(
                 runtime, settings, topology, memory, executor.answered, executor.on_reconnected, services.server_lost
             )
+        self._record_or_replay(settings, topology)
         self.joining = self.joining_class(topology, self.agreement, direct, executor, send, fail)
         self.requests = self.requests_class(topology, memory, self.agreement, pipeline, direct, executor, self.joining)
         self.waits = self.waits_class(
@@ -143,6 +146,18 @@ class Group:
         self._stack_sampler = StackSampler(
             runtime.loop, executor.ranks, self.requests.describe, memory.name_of, self._on_stack_sample
         )
+
+    def _record_or_replay(self, settings: Settings, topology: Topology) -> None:
+        """Of asynchronous training, log the order of its changes, or repeat it. Raises ConfigurationError."""
+        if self.network is None:
+            return
+        try:
+            if settings.record_arrivals:
+                self.executor.arrivals = ArrivalLog(Path(settings.record_arrivals), topology.machine_index)
+            elif settings.replay_arrivals:
+                self.network.orders = orders_of(read(Path(settings.replay_arrivals), topology.machines)).by_place
+        except (OSError, UsageError) as error:
+            raise ConfigurationError(f"the order of an asynchronous run: {error}") from None
 
     def open(self) -> None:
         """Let its ranks in, and other machines ask. The caller knows this group by now."""
@@ -179,17 +194,28 @@ class Group:
             wider = usual + tuning.on_their_way_bytes(topology.slowest_mbit, round_trip_s)
             self.queue.credit_bytes = max(self.queue.credit_bytes, wider)
 
+    @property
+    def has_slow_links(self) -> bool:
+        """Of any machine."""
+        return tuning.is_slow(self._epoch.slowest_mbit)
+
     def end(self) -> None:
         """The ranks are a group no more. Another may follow, with nothing of this one."""
         self.executor.abandon()
         if self.executor.stages is not None:
             self.executor.stages.close()
+        self.close_logs()
         self.requests.close()
         self.requests.memory.release()
         if self.network is not None:
             self.network.close()
         if self._services.peers is not None:
             self._services.peers.leave()
+
+    def close_logs(self) -> None:
+        """Write what is left of them."""
+        if self.executor.arrivals is not None:
+            self.executor.arrivals.close()
 
     def change(self, membership: pb.Membership) -> None:
         """Other servers, the same ranks, in the middle of rounds. Raises ProtocolError for servers that can't be.

@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable
 
 from byteps_py.config.settings import Settings
+from byteps_py.dataplane.link_burst import LinkBursts
 from byteps_py.errors import BytePSError, PeerLostError, RendezvousError, StallError, from_name
 from byteps_py.kernels.readiness import Readiness
 from byteps_py.kernels.thread_pool import default_threads
@@ -40,6 +41,7 @@ _PUMP_S = 0.01, 0.05  # while something waits for its turn, and else
 _WORD_OF_SCHEDULER_S = 1.0
 _WARN_AGAIN_S = 60.0
 _UNHEARD_TIMEOUTS = 2
+_SLOW_REPORT_S = 1.0
 _HEADLESS_S = 10.0  # for so long a lost server waits for a lost scheduler to come back
 #: Start-up makes their kernels ready, beside rendezvous; others become so when a tensor is declared.
 _LIKELY = tuple((Op.SUM, dtype) for dtype in (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16))
@@ -77,6 +79,7 @@ class CommunicationService:
         if settings.num_workers > 1 or settings.elastic:
             self._peers = self.peers_class(runtime, settings, self._requested, self._machine_gone)
         self._probe: Probe | None = None
+        self._bursts = LinkBursts(runtime.loop, settings)
         self._stall_deadline = StallDeadline(settings.stall_limit_s)
         self._member_id = 0
         self._past = pb.Statistics()  # of groups that are over
@@ -84,6 +87,7 @@ class CommunicationService:
         self._is_settling = self._looks_for_vain_waits = False  # timers run
         self._unfinished_since = 0  # the epoch of the group in which a rank has not finished, as the scheduler knows
         self._since = 0  # the epoch of the latest group
+        self._reported_s = -_SLOW_REPORT_S
         self._starting = Starting(settings.local_size, lambda: self._send(pb.MemberMessage(ready=pb.Ready())))
         self._suspicions = self.suspicions_class()
         self._warned_s: dict[int, float] = {}  # of servers that can't be reached: when, by member id
@@ -163,11 +167,13 @@ class CommunicationService:
 
     def _close(self) -> None:
         if self._group is not None:
+            self._group.close_logs()
             if self._is_traced:
                 send_last(self._group.recorders(), self._link.send)
             if self._group.executor.stages is not None:
                 self._group.executor.stages.close()
             self._group.requests.close()
+        self._reported_s = -_SLOW_REPORT_S  # the last report is whole
         self._link.close("the communication service ends")
         self._rank_server.close()
         try:
@@ -179,6 +185,7 @@ class CommunicationService:
             return
         if self._probe is not None:
             self._probe.close()
+        self._bursts.close()
         if self._group is not None and self._group.network is not None:
             self._group.network.close()
         if self._peers is not None:
@@ -216,6 +223,8 @@ class CommunicationService:
         elif body == "measure":
             # Not while kernels keep the processor busy.
             self._ready.when_done(functools.partial(self._measure, message.measure))
+        elif body == "probe":
+            self._bursts.begin(message.probe, self._link.send)
         elif body == "still":
             valid_s = 2 * silence_s(self._settings, self._loop)
             self._suspicions.asked(message.still.member_id, self._loop.time(), valid_s)
@@ -337,7 +346,12 @@ class CommunicationService:
         return heartbeat(self._past, self._group, self._peers, self._waiting(min(1.0, self._settings.stall_warn_s / 2)))
 
     def _report(self) -> pb.Heartbeat:
-        """The same for the scheduler, with what was sent since the last such report."""
+        """The same for the scheduler, with what was sent since the last such report. Where links are slow, most
+        heartbeats only say that the process lives."""
+        now_s = self._loop.time()
+        if self._group is not None and self._group.has_slow_links and now_s - self._reported_s < _SLOW_REPORT_S:
+            return pb.Heartbeat(bare=True)
+        self._reported_s = now_s
         told = self.heartbeat()
         if self._group is not None:
             told.spans.extend(self._group.requests.report_spans())

@@ -37,7 +37,11 @@ OURS = (
 #: The argument ``hosted`` of those that are steps of an optimizer; their peer is DistributedDataParallel.
 STEPS: dict[str, bool | str] = {"optimizer": False, "hosted_machine": "machine", "hosted_sharded": "sharded"}
 #: push_pull with a compression: the form in which a tensor of random numbers travels.
-COMPRESSED = ("bf16", "int8", "float8", "float8_e5m2", "topk", "topk_ef")
+COMPRESSED = (
+    "bf16", "int8", "float8", "float8_e5m2", "thc", "dithering", "onebit", "topk", "topk_ef", "randomk_ef",
+)  # fmt: skip
+#: An allgather of tensors of ``counts`` elements in all.
+GATHER = "allgather"
 #: Their peers: gloo's all_reduce, and DistributedDataParallel over gloo.
 GLOO = ("gloo", "ddp")
 ECHO = ("tcp_echo",)
@@ -94,6 +98,8 @@ class Ours:
             return self._step(name, counts)
         if name in COMPRESSED:
             return self._compressed(name, counts)
+        if name == GATHER:
+            return self._gather(counts)
         return checked(name, counts, self.rank, self.size, getattr(self, f"_{name}"))
 
     def _push_pull_inplace(self, tensors: list[Any]) -> Callable[[], list[Any]]:
@@ -124,6 +130,21 @@ class Ours:
         sgd = torch.optim.SGD(model.parameters(), LEARNING_RATE)
         return step(model, bps.DistributedOptimizer(sgd, named, hosted=STEPS[name]), self.rank, self.size)
 
+    def _gather(self, counts: list[int]) -> Call:
+        import torch
+
+        import byteps_py as bps
+
+        parts = [torch.full((count // self.size,), self.rank + 1.0) for count in counts]
+        expected = [torch.arange(1.0, self.size + 1).repeat_interleave(len(part)) for part in parts]
+
+        def call() -> list[Any]:
+            return [bps.allgather(part, name=f"gather {len(part)} {i}") for i, part in enumerate(parts)]
+
+        if not all(map(torch.equal, call(), expected)):
+            raise wrong(GATHER)
+        return call
+
     def _compressed(self, name: str, counts: list[int]) -> Call:
         """Random tensors of the same sum, so that each rank can check what comes of it; zeros would be too easy."""
         import torch
@@ -131,18 +152,29 @@ class Ours:
         import byteps_py as bps
 
         of = bps.Compression
-        made = {"topk": lambda: of.topk(0.01), "topk_ef": lambda: of.topk(0.01, error_feedback=True)}
+        made = {
+            "topk": lambda: of.topk(0.01),
+            "topk_ef": lambda: of.topk(0.01, error_feedback=True),
+            "randomk_ef": lambda: of.randomk(0.01, error_feedback=True),
+            "dithering": lambda: of.dithering(7),
+            "onebit": of.onebit,
+            "thc": of.thc,
+        }
         compression = made[name]() if name in made else getattr(of, name)
         tensors = [torch.randn(n, generator=torch.Generator().manual_seed(n)) * (self.rank + 1) for n in counts]
         call = named_calls(name, tensors, bps.push_pull, bps.push_pull_async, average=False, compression=compression)
         ranks = self.size * (self.size + 1) // 2 / (self.rank + 1)
         for result, tensor in zip(call(), tensors, strict=True):
             due = tensor * ranks
-            if name in made:  # the largest elements, and no others
+            if name == "onebit":
+                if not torch.equal(result < 0, due < 0):
+                    raise wrong(name)
+                continue
+            if name.startswith(("topk", "randomk")):  # some elements, and no others
                 due = torch.where(result == 0, 0.0, due)
                 if not 0 < int(result.count_nonzero()) < len(result) / 50:
                     raise wrong(name)
-            if not (result - due).abs().max() <= 0.1 * due.abs().max():
+            if not (result - due).abs().max() <= (0.4 if name == "dithering" else 0.1) * due.abs().max():
                 raise wrong(name)
         return call
 

@@ -21,8 +21,8 @@ from byteps_py.errors import BytePSError, ConfigurationError, UsageError
 
 #: Modules of this package, in the order of `bps --help`.
 COMMANDS = (
-    "doctor", "job", "top", "logs", "dump", "checkpoint", "bench", "lending", "placement", "plan", "schedule",
-    "numerics", "trace", "env", "completion",
+    "doctor", "job", "top", "logs", "dump", "checkpoint", "bench", "lending", "placement", "topology", "plan",
+    "schedule", "simulate", "numerics", "replay", "trace", "env", "completion",
 )  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """`bps plan`: plans for training jobs. `bps plan size`: the sizes of a mesh, with their reasons. `bps plan memory`: the
-memory of sharded states. Starts nothing."""
+memory of sharded states. `bps plan calibrate` and `predict`: the time of a step, after a table of measured ones. Starts
+nothing."""
 
 from __future__ import annotations
 
@@ -10,11 +11,13 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from byteps_py.cli.command import add_command, add_json
+from byteps_py.cli.plan_layout import add_layout
 
 if TYPE_CHECKING:
     from byteps_py.tools.plan.sizing import SizePlan
 
 _WIDTH = 100
+_SHOWN_PROBLEMS = 5
 
 
 def add_parser(subparsers: Any) -> None:
@@ -25,6 +28,9 @@ def add_parser(subparsers: Any) -> None:
     plans = parser.add_subparsers(title="plans", metavar="PLAN", required=True)
     _add_size(plans)
     _add_memory(plans)
+    _add_calibrate(plans)
+    _add_predict(plans)
+    add_layout(plans)
 
 
 def _add_size(plans: Any) -> None:
@@ -119,6 +125,135 @@ def _parameter_count(text: str) -> float:
         return float(text if factor == 1.0 else text[:-1]) * factor
     except ValueError:
         raise UsageError(f"--parameters: {text!r} is no number; 7.5B is 7.5 · 10^9") from None
+
+
+def _add_calibrate(plans: Any) -> None:
+    parser = add_command(
+        plans,
+        "calibrate",
+        help="fit a model of step times to a table of measured steps",
+        description="Fit a model of step times to measured steps of GPT-like models, and write it to a file. It is "
+        "fitted to the rows from which the others can be told best; the others show how well that worked. "
+        "docs/explanation/cost-models.md has the formulas.",
+        example="bps plan calibrate steps.csv --rows 100 --out model.json",
+    )
+    parser.add_argument(
+        "steps",
+        metavar="STEPS.csv",
+        help="columns: # GPUs, global batch, micro batch, hidden size, attention heads, # layers, sequence length, "
+        "tensor parallelism, data parallelism, pipeline parallelism, iteration time (ms); perhaps vocabulary, model "
+        "chunks, recomputation (none, selective, full), sequence parallelism (yes, no)",
+    )
+    parser.add_argument("--rows", type=int, default=100, metavar="N", help="rows to fit to, at most; default 100")
+    parser.add_argument("--out", required=True, metavar="MODEL.json", help="the file to write")
+    parser.add_argument("--gpus-per-machine", type=int, default=8, metavar="N", help="default 8")
+    parser.add_argument(
+        "--peak-tflops", type=float, default=312.0, metavar="T", help="of a GPU, by its data sheet; default 312 (A100)"
+    )
+    add_json(parser)
+    parser.set_defaults(handler=run_calibrate)
+
+
+def run_calibrate(arguments: argparse.Namespace) -> int:
+    """Write the model, and print how far its predictions are from measured times. Raises UsageError if the table can't
+    be used, or if the model can't be written."""
+    from byteps_py.tools.plan.calibration import calibrate, prediction_error, write_model
+    from byteps_py.tools.plan.step_table import read_steps
+    from byteps_py.tools.plan.step_time import Hardware
+
+    rows = read_steps(arguments.steps)
+    hardware = Hardware(arguments.gpus_per_machine, arguments.peak_tflops * 1e12)
+    model = calibrate(rows, arguments.rows, hardware)
+    write_model(arguments.out, model)
+    lines = {line for fit in model.fits.values() for line in fit.lines}
+    good = [row for row in rows if not row.problem]
+    measured = [(row.line, row.layout, row.measured_ms) for row in good if row.layout and row.measured_ms is not None]
+    times = model.predict([layout for _, layout, _ in measured])
+    errors = {}
+    for name, is_of in (("fitted", True), ("others", False)):
+        pairs = [
+            (time, seen) for time, (line, _, seen) in zip(times, measured, strict=True) if (line in lines) is is_of
+        ]
+        if pairs:
+            errors[name] = prediction_error([time for time, _ in pairs], [seen for _, seen in pairs])
+    problems = [row.problem for row in rows if row.problem]
+    if arguments.json:
+        kinds = {kind: list(fit.lines) for kind, fit in model.fits.items()}
+        found = {name: asdict(error) for name, error in errors.items()}
+        print(json.dumps({"lines": kinds, "errors": found, "problems": problems}))
+        return 0
+    for kind, fit in model.fits.items():
+        print(f"fitted to {len(fit.lines)} rows of jobs on {kind}")
+    for name, error in errors.items():
+        which = "these rows" if name == "fitted" else f"the {error.rows} other rows"
+        print(f"predictions of {which} are off by {error.mean:.1%} on average, {error.worst:.1%} at most")
+    _print_problems(problems, "left out")
+    print(f"written: {arguments.out}")
+    return 0
+
+
+def _add_predict(plans: Any) -> None:
+    parser = add_command(
+        plans,
+        "predict",
+        help="predict the time of a step for each row of a table",
+        description="Predict the milliseconds of a step for each row of a table, and compare them with measured ones "
+        "where it has them.",
+        example="bps plan predict model.json steps.csv",
+    )
+    parser.add_argument("model", metavar="MODEL.json", help="what `bps plan calibrate` has written")
+    parser.add_argument("steps", metavar="STEPS.csv", help="a table as `bps plan calibrate` reads")
+    add_json(parser)
+    parser.set_defaults(handler=run_predict)
+
+
+def run_predict(arguments: argparse.Namespace) -> int:
+    """Print the predictions, in the order of the rows. Raises UsageError if a file can't be used. A row with a hole has
+    its problem instead of a prediction."""
+    from byteps_py.tools.plan.calibration import prediction_error, read_model
+    from byteps_py.tools.plan.step_table import read_steps
+
+    model, rows = read_model(arguments.model), read_steps(arguments.steps)
+    layouts = [row.layout for row in rows if row.layout]
+    times = iter(model.predict(layouts))
+    found: list[dict[str, Any]] = []
+    for row in rows:
+        problem = row.problem
+        if row.layout and not model.covers(row.layout):
+            kind = model.kind_of(row.layout)
+            guess = f"no row of a job on {kind} was measured; the rates of its links are guesses"
+            problem = f"{problem}; {guess}" if problem else f"line {row.line}: {guess}"
+        predicted = next(times) if row.layout else None
+        found.append(
+            {"predicted_ms": predicted, "measured_ms": row.measured_ms} | ({"problem": problem} if problem else {})
+        )
+    if arguments.json:
+        print(json.dumps(found))
+        return 0
+    print("line  predicted ms  measured ms   error")
+    for row, entry in zip(rows, found, strict=True):
+        predicted, measured = entry["predicted_ms"], entry["measured_ms"]
+        cells = [f"{value:>12,.1f}" if value else " " * 11 + "-" for value in (predicted, measured)]
+        error = f"{predicted / measured - 1:+.1%}" if predicted and measured else "-"
+        print(f"{row.line:>4}  {cells[0]} {cells[1]} {error:>7}")
+    both = [entry for entry in found if entry["predicted_ms"] and entry["measured_ms"]]
+    if both:
+        error_of_all = prediction_error(*([entry[name] for entry in both] for name in ("predicted_ms", "measured_ms")))
+        print(
+            f"off by {error_of_all.mean:.1%} on average, {error_of_all.worst:.1%} at most, "
+            f"over {error_of_all.rows} measured rows"
+        )
+    _print_problems([entry["problem"] for entry in found if "problem" in entry], "with a problem")
+    return 0
+
+
+def _print_problems(problems: list[str], what: str) -> None:
+    if problems:
+        print(f"{len(problems)} row{'s' * (len(problems) > 1)} {what}:")
+        for problem in problems[:_SHOWN_PROBLEMS]:
+            print("\n".join(_wrapped(problem)))
+        if len(problems) > _SHOWN_PROBLEMS:
+            print(f"- and {len(problems) - _SHOWN_PROBLEMS} more; --json has all of them")
 
 
 def _as_text(plan: SizePlan) -> str:

@@ -1,22 +1,25 @@
-"""`bps schedule`: a chart of a pipeline schedule, and its figures. Starts nothing."""
+"""`bps schedule`: a chart of a pipeline schedule, and its figures; or the best order for given stages. Starts
+nothing."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from byteps_py.cli.command import add_command, add_json
 from byteps_py.errors import UsageError
 
 if TYPE_CHECKING:
     from byteps_py.parallel.pipe.program import Program
-    from byteps_py.parallel.pipe.simulator import ScheduleTimeline, Span
+    from byteps_py.parallel.pipe.schedule_search import FoundSchedule
+    from byteps_py.parallel.pipe.simulator import Durations, ScheduleTimeline, Span
 
 NAMES = ("gpipe", "dapple", "interleaved", "chimera", "gems", "pipedream", "pipedream-2bw")
 #: Larger schedules take minutes and gigabytes. Passes: forward passes of all stages and micro-batches.
 MOST_WORKERS, MOST_PASSES = 500, 100_000
+_Number = TypeVar("_Number", int, float)
 
 
 def add_parser(subparsers: Any) -> None:
@@ -25,10 +28,11 @@ def add_parser(subparsers: Any) -> None:
         subparsers,
         "schedule",
         help="show the chart and the figures of a pipeline schedule",
-        description="Simulate one step of a pipeline schedule: each worker carries out its list of actions in order.",
+        description="Simulate one step of a pipeline schedule: each worker carries out its list of actions in order. "
+        "NAME search finds the shortest order for stages of different speed, within the memory of each worker.",
         example="bps schedule interleaved -p 4 -m 8 --chunks 2",
     )
-    parser.add_argument("name", metavar="NAME", help=f"{', '.join(NAMES)}; 1f1b is dapple")
+    parser.add_argument("name", metavar="NAME", help=f"{', '.join(NAMES)}; 1f1b is dapple; or search")
     parser.add_argument("-p", type=int, required=True, metavar="P", help="workers")
     parser.add_argument("-m", type=int, required=True, metavar="M", help="micro-batches of a step")
     parser.add_argument("--chunks", type=int, metavar="V", help="interleaved: stages of each worker; default 2")
@@ -43,9 +47,23 @@ def add_parser(subparsers: Any) -> None:
         "--more", choices=("direct", "doubling", "halving"), help="chimera: arrangement of more micro-batches than P"
     )
     parser.add_argument("--warmup", choices=("A", "B"), help="dapple: p - r forward passes (A), or 2 (p - r) - 1 (B)")
-    parser.add_argument("--forward", type=float, default=1.0, metavar="T", help="time of a forward pass; default 1")
-    parser.add_argument("--backward", type=float, default=2.0, metavar="T", help="of a backward pass; default 2")
-    parser.add_argument("--p2p", type=float, default=0.0, metavar="T", help="of a transfer between workers; default 0")
+    parser.add_argument(
+        "--forward",
+        type=_times,
+        default=(1.0,),
+        metavar="T",
+        help="time of a forward pass, or T,T,… of each stage's; 1",
+    )
+    parser.add_argument("--backward", type=_times, default=(2.0,), metavar="T", help="of a backward pass, likewise; 2")
+    parser.add_argument(
+        "--p2p", type=_times, default=(0.0,), metavar="T", help="of a transfer, or from each stage to the next; 0"
+    )
+    parser.add_argument(
+        "--memory", type=_counts, metavar="K", help="search: micro-batches that a worker can hold, or K,K,… of each one"
+    )
+    parser.add_argument(
+        "--states", type=int, metavar="N", help="search: states to look at, at most; default 50000, some seconds"
+    )
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write a chart there, too")
     add_json(parser)
     parser.set_defaults(handler=run)
@@ -54,7 +72,7 @@ def add_parser(subparsers: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the chart. Raises UsageError if there is no such schedule for these numbers."""
     from byteps_py.parallel.pipe.schedules import make
-    from byteps_py.parallel.pipe.simulator import Durations, simulate
+    from byteps_py.parallel.pipe.simulator import simulate
     from byteps_py.tools.schedule_chart import svg_chart, text_chart
 
     options = {
@@ -63,12 +81,20 @@ def run(arguments: argparse.Namespace) -> int:
         if (value := getattr(arguments, name)) is not None
     }
     for name in ("forward", "backward", "p2p"):
-        value = getattr(arguments, name)
-        if not 0 <= value < float("inf") or (name != "p2p" and not value):
-            raise UsageError(f"--{name}={value:g}: a time {'of at least' if name == 'p2p' else 'above'} 0 is needed")
+        for value in getattr(arguments, name):
+            if not 0 <= value < float("inf") or (name != "p2p" and not value):
+                least = "of at least" if name == "p2p" else "above"
+                raise UsageError(f"--{name}={value:g}: a time {least} 0 is needed")
     _check_size(arguments.p, arguments.m, arguments.chunks or 2 if arguments.name == "interleaved" else 1)
-    program = make(arguments.name, arguments.p, arguments.m, **options)
-    timeline = simulate(program, Durations(arguments.forward, arguments.backward, arguments.p2p))
+    found = None
+    if arguments.name == "search":
+        found = _search(arguments, options)
+        program = found.program
+    elif arguments.memory is not None or arguments.states is not None:
+        raise UsageError(f"--memory and --states are for search; {arguments.name} is as it is")
+    else:
+        program = make(arguments.name, arguments.p, arguments.m, **options)
+    timeline = simulate(program, _durations(arguments, program.stages))
     if timeline.makespan == float("inf"):
         raise UsageError("the makespan is too large a number: give smaller times")
     if arguments.svg is not None:
@@ -76,8 +102,57 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.svg.write_text(svg_chart(timeline), encoding="utf-8")
         except OSError as error:
             raise UsageError(f"--svg={arguments.svg}: {error.strerror}") from error
-    print(json.dumps(_as_json(timeline)) if arguments.json else f"{text_chart(timeline)}\n\n{_figures(timeline)}")
+    if arguments.json:
+        more = {} if found is None else {"bound": found.bound, "optimal": found.is_optimal, "states": found.states}
+        print(json.dumps(_as_json(timeline) | more))
+        return 0
+    print(f"{text_chart(timeline)}\n\n{_figures(timeline)}")
+    if found is not None:
+        print(f"{'no order is shorter than:':<47} {found.bound:g}{', this one is optimal' * found.is_optimal}")
     return 0
+
+
+def _search(arguments: argparse.Namespace, options: dict[str, Any]) -> FoundSchedule:
+    from byteps_py.parallel.pipe.schedule_search import MOST_STATES, StageTimes, search
+
+    if options:
+        raise UsageError(f"--{next(iter(options))} is for other schedules than search")
+    if arguments.p < 1:
+        raise UsageError(f"-p={arguments.p}: at least one worker is needed")
+    durations = _durations(arguments, arguments.p)
+    held = _of_each("memory", arguments.memory, arguments.p) if arguments.memory else ()
+    times = StageTimes(durations.stage_forward, durations.stage_backward, durations.hops, held)
+    return search(times, arguments.m, MOST_STATES if arguments.states is None else arguments.states)
+
+
+def _durations(arguments: argparse.Namespace, stages: int) -> Durations:
+    from byteps_py.parallel.pipe.simulator import Durations
+
+    return Durations(
+        stage_forward=_of_each("forward", arguments.forward, stages),
+        stage_backward=_of_each("backward", arguments.backward, stages),
+        hops=_of_each("p2p", arguments.p2p, stages - 1),
+    )
+
+
+def _of_each(name: str, values: tuple[_Number, ...], number: int) -> tuple[_Number, ...]:
+    if len(values) not in (1, number):
+        raise UsageError(f"--{name} has {len(values)} numbers: give one, or {number}")
+    return values if len(values) == number else values * number
+
+
+def _times(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(map(float, text.split(",")))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a number, or numbers with commas between them") from None
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(map(int, text.split(",")))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number, or some with commas between") from None
 
 
 def _check_size(workers: int, micro_batches: int, chunks: int) -> None:

@@ -4,7 +4,7 @@
 the ranks' results of an answer.
 """
 
-from byteps_py.codecs.coding import Coding, add, decode, encode, prepare
+from byteps_py.codecs.coding import Coding, Draw, add, decode, encode, prepare
 from byteps_py.kernels import Report
 
-__all__ = ["Coding", "Report", "add", "decode", "encode", "prepare"]
+__all__ = ["Coding", "Draw", "Report", "add", "decode", "encode", "prepare"]

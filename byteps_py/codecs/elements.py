@@ -209,6 +209,38 @@ def _dequantized(typingctx: Any, kind: Any, code: Any) -> Any:
     return _int_intrinsic(types.float32, emit, [kind, types.int8])
 
 
+# ---- numbers that seem to be drawn -----------------------------------------------------------------------------------
+
+
+def _xor_shift(builder: ir.IRBuilder, value: ir.Value, by: int) -> ir.Value:
+    return builder.xor(value, builder.lshr(value, value.type(by)))
+
+
+def _noise(typingctx: Any, index: Any, salt: Any) -> Any:
+    """A number of 32 bits for element ``index`` of what has this salt: equal arguments, equal numbers."""
+
+    def emit(builder: ir.IRBuilder, index: ir.Value, salt: ir.Value) -> ir.Value:
+        low, high = builder.trunc(salt, _I32), builder.trunc(builder.lshr(salt, _I64(32)), _I32)
+        x = builder.add(builder.mul(builder.trunc(index, _I32), _I32(0x9E3779B1)), low)
+        x = builder.mul(builder.add(_xor_shift(builder, x, 16), high), _I32(0x7FEB352D))
+        x = builder.mul(_xor_shift(builder, x, 15), _I32(0x846CA68B))
+        return _xor_shift(builder, x, 16)
+
+    return _int_intrinsic(types.int32, emit, [types.int64, types.int64])
+
+
+def _mixed(typingctx: Any, value: Any) -> Any:
+    """A number each bit of which depends on all bits of ``value`` (the steps of splitmix64)."""
+
+    def emit(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+        x = builder.add(value, _I64(0x9E3779B97F4A7C15))
+        x = builder.mul(_xor_shift(builder, x, 30), _I64(0xBF58476D1CE4E5B9))
+        x = builder.mul(_xor_shift(builder, x, 27), _I64(0x94D049BB133111EB))
+        return _xor_shift(builder, x, 31)
+
+    return _int_intrinsic(types.int64, emit, [types.int64])
+
+
 def _for_kernels(typing: Any) -> Any:
     return intrinsic(prefer_literal=True)(typing)
 
@@ -219,3 +251,4 @@ load_position, store_position = _for_kernels(_load_position), _for_kernels(_stor
 load_word, store_word = _for_kernels(_load_word), _for_kernels(_store_word)
 magnitude, float_of = _for_kernels(_magnitude), _for_kernels(_float_of)
 quantized, dequantized = _for_kernels(_quantized), _for_kernels(_dequantized)
+noise, mixed = _for_kernels(_noise), _for_kernels(_mixed)

@@ -2,10 +2,7 @@
 
 A block's largest magnitude becomes the largest number of the 8-bit type, so nothing saturates. A block whose largest
 magnitude is below 2**-100 becomes zeros. A block with NaN or infinity gets the scale NaN, so that all of it decodes to
-NaN. Importing this module loads numba, so it is imported late. Any thread.
-
-    table: the addresses of inputs, of outputs, of the error (0: none), then room for findings: for each input whether
-    it is not finite where the result is not, and whether a result is not finite although all inputs are
+NaN. Importing this module loads numba, so it is imported late. Any thread. Tables are those of block_loops.py.
 """
 
 from __future__ import annotations
@@ -15,18 +12,29 @@ from typing import Any
 
 import numpy as np
 
+from byteps_py.codecs.block_loops import (
+    ADDRESSES,
+    ERROR,
+    F32,
+    INFINITE,
+    LEAST,
+    NAN,
+    blame_contributions,
+    blame_inputs,
+    keep_moments,
+    largest_magnitude,
+    sum_inputs,
+)
 from byteps_py.codecs.elements import (
     dequantized,
     float_of,
     load,
     load_code,
     load_word,
-    magnitude,
     quantized,
     rounded,
     store,
     store_code,
-    store_word,
 )
 from byteps_py.tensor_codec import SCALED_BLOCK, CodecKind
 from byteps_py.tensors import DType
@@ -35,66 +43,45 @@ from byteps_py.tensors import DType
 LARGEST = {CodecKind.INT8: 127.0, CodecKind.FLOAT8_E4M3: 448.0, CodecKind.FLOAT8_E5M2: 57344.0}
 _BLOCK = SCALED_BLOCK
 _ITEM = 4 + _BLOCK
-_F32 = int(DType.FLOAT32)
-#: Bits of 2**-100, of infinity, and of a NaN.
-_LEAST, _INFINITE, _NAN = 27 << 23, 0x7F800000, 0x7FC00000
 
 
 def encode(kind: CodecKind, dtype: DType) -> Callable[..., Any]:
-    """(table, inputs, elements): sum inputs first to last in float32, add the error, and code the sum; the error
-    becomes what the code lacks, but keeps its values in a block with NaN or infinity."""
-    code, of, size, top = int(kind), int(dtype), dtype.itemsize, np.float32(LARGEST[kind])
+    """(table, inputs, elements): sum inputs, momentum and error, and code the sum; the error becomes what the code
+    lacks, but keeps its values, like the momentum, in a block with NaN or infinity."""
+    code, of, top = int(kind), int(dtype), np.float32(LARGEST[kind])
 
     def kernel(table: int, inputs: int, count: int) -> None:
-        values = np.empty(_BLOCK, np.float32)
-        output, error = load_word(table, inputs), load_word(table, inputs + 1)
+        values, moments = np.empty(_BLOCK, np.float32), np.empty(_BLOCK, np.float32)
+        output, error = load_word(table, ADDRESSES + inputs), load_word(table, ERROR)
         for start in range(0, count, _BLOCK):
             n = min(_BLOCK, count - start)
-            source = load_word(table, 0) + start * size
-            for i in range(n):
-                values[i] = load(of, source, i)
+            sum_inputs(of, table, inputs, start, n, values, moments)
             for i in range(n, _BLOCK):
                 values[i] = 0.0
-            for k in range(1, inputs):
-                source = load_word(table, k) + start * size
-                for i in range(n):
-                    values[i] += load(of, source, i)
-            if error:
-                for i in range(n):
-                    values[i] += load(_F32, error + start * 4, i)
-            largest = np.int32(0)
-            for i in range(_BLOCK):
-                largest = max(largest, magnitude(values[i]))
+            largest = largest_magnitude(values, _BLOCK)
             item = output + start // _BLOCK * _ITEM
-            if largest >= _INFINITE or largest < _LEAST:
-                store(_F32, item, 0, float_of(np.int32(_NAN if largest >= _INFINITE else 0)))
+            if largest >= INFINITE or largest < LEAST:
+                store(F32, item, 0, float_of(np.int32(NAN if largest >= INFINITE else 0)))
                 for i in range(_BLOCK):
                     store_code(item + 4, i, np.int8(0))
-                if largest < _LEAST:
-                    if error:
-                        for i in range(n):
-                            store(_F32, error + start * 4, i, values[i])
+                if largest >= INFINITE:
+                    blame_inputs(of, table, inputs, start, n)
                     continue
-                is_explained = False
-                for k in range(inputs):
-                    source = load_word(table, k) + start * size
+                if error:
                     for i in range(n):
-                        if magnitude(load(of, source, i)) >= _INFINITE:
-                            store_word(table, inputs + 2 + k, 1)
-                            is_explained = True
-                            break
-                if not is_explained:
-                    store_word(table, 2 * inputs + 2, 1)
+                        store(F32, error + start * 4, i, values[i])
+                keep_moments(table, start, n, moments)
                 continue
             scale = float_of(largest) / top
             inverse = np.float32(1.0) / scale
-            store(_F32, item, 0, scale)
+            store(F32, item, 0, scale)
             for i in range(_BLOCK):
                 store_code(item + 4, i, quantized(code, values[i] * inverse))
+            keep_moments(table, start, n, moments)
             if error:
                 for i in range(n):
                     sent = dequantized(code, load_code(item + 4, i)) * scale
-                    store(_F32, error + start * 4, i, values[i] - sent)
+                    store(F32, error + start * 4, i, values[i] - sent)
 
     return kernel
 
@@ -109,9 +96,9 @@ def decode(kind: CodecKind, dtype: DType) -> Callable[..., Any]:
         for start in range(0, count, _BLOCK):
             n = min(_BLOCK, count - start)
             item = source + start // _BLOCK * _ITEM
-            scale = load(_F32, item, 0)
+            scale = load(F32, item, 0)
             for k in range(outputs):
-                output = load_word(table, k) + start * size
+                output = load_word(table, ADDRESSES + k) + start * size
                 if divisor > 1:
                     for i in range(n):
                         value = rounded(of, dequantized(code, load_code(item + 4, i)) * scale)
@@ -130,34 +117,26 @@ def add(kind: CodecKind) -> Callable[..., Any]:
     def kernel(table: int, inputs: int, outputs: int, nbytes: int) -> None:
         values = np.empty(_BLOCK, np.float32)
         for start in range(0, nbytes, _ITEM):
-            item = load_word(table, 0) + start
-            scale = load(_F32, item, 0)
+            item = load_word(table, ADDRESSES) + start
+            scale = load(F32, item, 0)
             for i in range(_BLOCK):
                 values[i] = dequantized(code, load_code(item + 4, i)) * scale
             for k in range(1, inputs):
-                item = load_word(table, k) + start
-                scale = load(_F32, item, 0)
+                item = load_word(table, ADDRESSES + k) + start
+                scale = load(F32, item, 0)
                 for i in range(_BLOCK):
                     values[i] += dequantized(code, load_code(item + 4, i)) * scale
-            largest = np.int32(0)
-            for i in range(_BLOCK):
-                largest = max(largest, magnitude(values[i]))
-            if largest >= _INFINITE:  # before an output overwrites an input
-                is_explained = False
-                for k in range(inputs):
-                    if magnitude(load(_F32, load_word(table, k) + start, 0)) >= _INFINITE:
-                        store_word(table, inputs + outputs + 1 + k, 1)
-                        is_explained = True
-                if not is_explained:
-                    store_word(table, 2 * inputs + outputs + 1, 1)
-            is_plain = _LEAST <= largest < _INFINITE
+            largest = largest_magnitude(values, _BLOCK)
+            if largest >= INFINITE:
+                blame_contributions(table, inputs, outputs, start, 1)
+            is_plain = LEAST <= largest < INFINITE
             scale = float_of(largest) / top
             inverse = np.float32(1.0) / scale
             if not is_plain:
-                scale = float_of(np.int32(_NAN if largest >= _INFINITE else 0))
+                scale = float_of(np.int32(NAN if largest >= INFINITE else 0))
             for k in range(outputs):
-                item = load_word(table, inputs + k) + start
-                store(_F32, item, 0, scale)
+                item = load_word(table, ADDRESSES + inputs + k) + start
+                store(F32, item, 0, scale)
                 if is_plain:
                     for i in range(_BLOCK):
                         store_code(item + 4, i, quantized(code, values[i] * inverse))

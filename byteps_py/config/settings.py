@@ -71,11 +71,16 @@ class Settings:
     connections_per_link: int = 0
     congestion_control: str = "bbr"
     nonfinite: str = "allow"
+    enable_async: bool = False
+    async_staleness: int = 0
+    record_arrivals: str = ""
+    replay_arrivals: str = ""
     shadow: bool = False
     shadow_copies: int = 1
     hosted_states: str = "auto"
     server_threads: int = 0
     worker_threads: int = 0
+    numa_on: bool = False
     force_distributed: bool = False
     start_timeout_s: float = 60.0
     stall_warn_s: float = _STALL_WARN_S
@@ -148,6 +153,15 @@ class Settings:
         if self.encrypt and not self.secret:
             raise ConfigurationError(
                 "BYTEPS_ENCRYPT=1 needs a key: set BYTEPS_SECRET or BYTEPS_SECRET_FILE to the same value everywhere"
+            )
+        if self.record_arrivals and self.replay_arrivals:
+            raise ConfigurationError(
+                "BYTEPS_RECORD_ARRIVALS and BYTEPS_REPLAY_ARRIVALS are for two different runs: unset one"
+            )
+        if (self.record_arrivals or self.replay_arrivals) and self.elastic:
+            name = "BYTEPS_RECORD_ARRIVALS" if self.record_arrivals else "BYTEPS_REPLAY_ARRIVALS"
+            raise ConfigurationError(
+                f"{name} is not for --elastic and --max-restarts, whose ranks begin anew: unset it"
             )
         if self.partition_bytes is not None and self.partition_bytes % 4096:
             raise ConfigurationError(

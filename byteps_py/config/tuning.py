@@ -21,6 +21,8 @@ LOOPBACK_MBIT = 40_000.0
 #: they cost hardly less, and twice as much is in flight.
 MAX_PARTITION_BYTES = 8 << 20
 MIN_PARTITION_BYTES = 64 << 10
+#: On links of a few Mbit/s, messages are smaller than that: one takes this long on the wire at most, or is this small.
+_MOST_MESSAGE_S, _LEAST_PARTITION_BYTES = 0.1, 4 << 10
 
 _PIPELINE_S = 0.02  # the longest time of the pipeline
 #: The shortest time of a message on the wire. The services at its ends need 0.2 ms of processor time each, and should
@@ -31,10 +33,17 @@ _IN_FLIGHT_OVER_LEAST, _SHARED_IN_FLIGHT_OVER_LEAST = 1.5, 2.0
 #: late; if it is too short, bytes that are still on their way count as answered. Where GPU machines sum, links are
 #: shared, and answers take longer.
 _ANSWER_OVER_LEAST, _SHARED_ANSWER_OVER_LEAST = 1.5, 3.0
+#: A link that carries less than this, in Mbit/s, is slow: signs of life on it are a part of what it carries.
+SLOW_MBIT = 10.0
 #: Freed memory, in bytes, that a process keeps for messages before it knows how much it will have in flight.
 USUAL_CREDIT_BYTES = 64 << 20
 #: What a summation service's answer takes however small it is: a busy machine's scheduling. In seconds.
 ANSWER_BASE_S = 0.005
+
+
+def is_slow(link_mbit: float) -> bool:
+    """True for a link of this rate in Mbit/s that is slow. 0: the rate is not known."""
+    return 0 < link_mbit < SLOW_MBIT
 
 
 def gpu_machines_sum(cpu_servers: int, gpu_servers: int) -> bool:
@@ -57,13 +66,19 @@ def partition_bytes(link_mbit: float, machines: int, is_shared: bool) -> int:
     [64, 256, 512, 4096, 8192]
     >>> [partition_bytes(rate, 4, is_shared=True) >> 10 for rate in (100, 400, 1000, 10_000, 100_000)]
     [64, 128, 256, 2048, 8192]
+    >>> [partition_bytes(rate, 4, is_shared=True) >> 10 for rate in (0.1, 1, 2, 5)]
+    [4, 8, 16, 32]
     """
     rate = link_mbit * 1e6 / 8
     least_s = _SHARED_MESSAGE_S if is_shared or machines == 2 else _MESSAGE_S
     message_s = max(_PIPELINE_S / (2 * machines), least_s)
-    wire_bytes = int(min(rate * message_s, MAX_PARTITION_BYTES))
-    power = 1 << max(0, wire_bytes.bit_length() - 1)
-    return max(power, MIN_PARTITION_BYTES)
+    least = max(_LEAST_PARTITION_BYTES, min(MIN_PARTITION_BYTES, _power_of_two(rate * _MOST_MESSAGE_S)))
+    return max(least, _power_of_two(min(rate * message_s, MAX_PARTITION_BYTES)))
+
+
+def _power_of_two(nbytes: float) -> int:
+    """The greatest one that is not above ``nbytes``."""
+    return 1 << max(0, int(min(nbytes, MAX_PARTITION_BYTES)).bit_length() - 1)
 
 
 def credit_bytes(partition: int, machines: int, is_shared: bool) -> int:

@@ -31,8 +31,9 @@ _SLACK_BYTES = 64 << 10
 _RETRY_S = (0.01, 0.05, 0.2, 0.5)  # after each failed attempt in a row; the last one repeats
 #: In a row. A listener with many unauthenticated callers may refuse a member once.
 _MOST_REFUSALS = 3
-_CONNECT_MS = 1_200  # TCP repeats a lost SYN after 1 s, then 2 s: a new attempt is sooner
+_CONNECT_MS = 4_000  # TCP repeats a lost SYN after 1 and 3 s; on a full link an answer may take over a second
 _HANDSHAKE_MS = 4_000
+_KEEP_WARM_MS, _NO_TIMEOUT_MS = 150, 2**31 - 1
 _EVENTS = (
     zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CLOSED
@@ -40,6 +41,24 @@ _EVENTS = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
+
+
+def silence_options(settings: Settings) -> dict[int, int]:
+    """Options of a socket that let the system end a connection whose other end confirms nothing for
+    ``settings.patience_s``, because the network loses everything, in one direction or in both.
+
+    ZeroMQ's heartbeats can't do it: they wait behind messages, and only whole messages count as a sign of life. On a
+    slow link that many machines share, a partition is on its way for longer than any timeout that one would want.
+
+    Most of what needs no patience is noticed elsewhere: a process that ends closes its connections, and the scheduler
+    hears nothing of one that is frozen.
+    """
+    return {
+        zmq.TCP_MAXRT: int(1000 * settings.patience_s),
+        zmq.TCP_KEEPALIVE: 1,
+        zmq.TCP_KEEPALIVE_IDLE: max(1, int(settings.patience_s / 2)),
+        zmq.TCP_KEEPALIVE_INTVL: max(1, int(settings.patience_s / 4)),
+    }
 
 
 class Owner:
@@ -64,11 +83,12 @@ class Owner:
 @dataclass(frozen=True, slots=True)
 class DialTarget:
     """The other end: its address, and ``who`` it is, for messages. ``group``: the group of ranks to which both belong
-    (see listener.py; 0: there is none yet)."""
+    (see listener.py; 0: there is none yet). ``is_slow``: of the link (tuning.py)."""
 
     address: str
     who: str
     group: int = 0
+    is_slow: bool = False
 
 
 class Dialer:
@@ -91,6 +111,10 @@ class Dialer:
         self._owner = owner
         self._who = target.who
         self._group = target.group
+        # After a pause of 0.2 s most congestion controls begin slowly again: every step of a training would. A slow
+        # link is full with what they begin with, and what keeps all its connections warm would be a part of it.
+        keeps_warm = {zmq.HEARTBEAT_IVL: _KEEP_WARM_MS, zmq.HEARTBEAT_TIMEOUT: _NO_TIMEOUT_MS}
+        self._warmth = {} if target.is_slow else keeps_warm
         self._caller: CallerHandshake
         self._opening: Seal | None = None
         self._sealing: Seal | None = None
@@ -138,7 +162,6 @@ class Dialer:
         self._caller = CallerHandshake(self._settings, self._sender, self._address, self._group)
         self._sealing = self._opening = None
         socket = self._socket = self._context.socket(zmq.DEALER)
-        silence_ms = int(1000 * self._settings.heartbeat_timeout_s)
         options = {
             zmq.LINGER: 0,
             zmq.MAXMSGSIZE: max(self._settings.max_partition_bytes, MAX_READ_BYTES) + _SLACK_BYTES,
@@ -147,11 +170,8 @@ class Dialer:
             zmq.RECONNECT_IVL: -1,
             zmq.CONNECT_TIMEOUT: _CONNECT_MS,
             zmq.HANDSHAKE_IVL: _HANDSHAKE_MS,
-            # This finds what neither end notices otherwise: a network that loses everything in both directions.
-            zmq.HEARTBEAT_IVL: max(200, silence_ms // 2),
-            zmq.HEARTBEAT_TIMEOUT: 2 * silence_ms,
-            # And this one that loses only what this end sends: the other end is heard, but confirms nothing.
-            zmq.TCP_MAXRT: 2 * silence_ms,
+            **silence_options(self._settings),
+            **self._warmth,
         }
         for option, value in options.items():
             socket.setsockopt(option, value)

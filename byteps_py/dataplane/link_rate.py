@@ -127,9 +127,15 @@ def median_rate(samples: Sequence[Sample]) -> float:
     return 0.0
 
 
-def open_link_rate_meter(settings: Settings, loop: EventLoop) -> LinkRateMeter | None:
-    """That of the link under whose address this machine is known. None: it has none, or the system does not count."""
+def open_interface_counters(settings: Settings) -> InterfaceCounters | None:
+    """Those of the link under whose address this machine is known. None: it has none, or the system does not count."""
     with contextlib.suppress(OSError):
         name = machine.interface_of(machine.bindable_host(settings))
-        return LinkRateMeter(InterfaceCounters(Path("/sys/class/net", name, "statistics")), loop) if name else None
+        return InterfaceCounters(Path("/sys/class/net", name, "statistics")) if name else None
     return None
+
+
+def open_link_rate_meter(settings: Settings, loop: EventLoop) -> LinkRateMeter | None:
+    """With ``open_interface_counters``; None if there are none."""
+    counters = open_interface_counters(settings)
+    return LinkRateMeter(counters, loop) if counters is not None else None

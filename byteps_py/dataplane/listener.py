@@ -21,6 +21,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from byteps_py.config.settings import Settings
 from byteps_py.dataplane.authenticator import Authenticator, seed_routing_ids
+from byteps_py.dataplane.dialer import silence_options
 from byteps_py.dataplane.handshake import WRONG, Challenge, ListenerHandshake
 from byteps_py.dataplane.link_usage import UsageMeter
 from byteps_py.dataplane.long_links import tune_descriptor
@@ -165,17 +166,13 @@ class DataListener:
         self.address = f"tcp://{host}:{port}"
 
     def _configure(self) -> None:
-        beat_ms = max(200, int(self._settings.heartbeat_interval_s * 1000))
-        timeout_ms = int(self._settings.patience_s * 1000)
         options = {
             zmq.LINGER: 0,
             zmq.IPV6: 0,
             zmq.ROUTER_MANDATORY: 1,  # a message to a disconnected peer is an error
             zmq.MAXMSGSIZE: max(self._settings.max_partition_bytes, MAX_BLOCK_BYTES) + _SLACK_BYTES,
             zmq.HANDSHAKE_IVL: int(PATIENCE_S * 1000),
-            zmq.HEARTBEAT_IVL: beat_ms,
-            zmq.HEARTBEAT_TIMEOUT: timeout_ms,
-            zmq.HEARTBEAT_TTL: min(timeout_ms, 6_553_000),
+            **silence_options(self._settings),
             zmq.RCVHWM: 1024,  # in messages; what a CS has in flight is limited in bytes by its own credit
             # Far more than any peer asks for at once. A peer that goes on asking and reads no answers is disconnected.
             zmq.SNDHWM: self.most_unread,
@@ -215,8 +212,8 @@ class DataListener:
             event = recv_monitor_message(self.monitor, zmq.NOBLOCK)
             fd = int(event["value"])
             if event["event"] == zmq.EVENT_ACCEPTED:
-                self._connected.add(fd)
-                self._strangers.add(fd)
+                if self._strangers.add(fd):
+                    self._connected.add(fd)
             else:
                 self._connected.discard(fd)
                 self._strangers.discard(fd)
@@ -335,7 +332,7 @@ class DataListener:
         self.on_monitor()  # later events of this descriptor are about this connection
         fd = peer.descriptor = int(said.get(zmq.SRCFD))
         tune_descriptor(fd, self._settings)
-        self._strangers.discard(fd)
+        self._strangers.admit(fd)
         if peer.machine == READER:
             self._readers[fd] = identity
         logger.debug("machine %d has connected", header.sender)

@@ -11,6 +11,7 @@ Short links stay as they are: one connection fills them, and the usual algorithm
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import struct
 from collections.abc import Iterator
@@ -24,6 +25,9 @@ LONG_S = 0.005
 #: Of a long link, unless BYTEPS_CONNECTIONS_PER_LINK says otherwise. Measured (benchmarks/results/long_links.md): with
 #: a round trip of 100 ms and losses, 8 fill 1 Gbit/s from the buffers that Linux gives, and 4 half of it.
 LONG_LINK_CONNECTIONS = 8
+#: One connection carries this much with a round trip of 100 ms, even if one packet in a thousand is lost: a slower link
+#: needs no more. Further ones would push each other out of its queues.
+_LEAST_CARRIED_MBIT = 4.0
 #: A connection takes no further bytes while so many wait for their first way: another one may be faster.
 _UNSENT_BYTES = 512 << 10
 #: Offset of the shortest round trip in the kernel's structure, in µs.
@@ -51,9 +55,15 @@ def round_trip_of(descriptor: int) -> float:
         return round_trip_s(sock) if sock is not None else 0.0
 
 
-def connections_for(settings: Settings, rtt_s: float) -> int:
-    """How many connections a link takes whose round trip is ``rtt_s`` seconds."""
-    return settings.connections_per_link or (LONG_LINK_CONNECTIONS if rtt_s > LONG_S else 1)
+def connections_for(settings: Settings, rtt_s: float, mbit: float = 0.0) -> int:
+    """How many connections a link takes whose round trip is ``rtt_s`` seconds. ``mbit``: its rate, if it is known.
+
+    >>> [connections_for(Settings(), 0.1, mbit) for mbit in (2, 10, 1000, 0)]
+    [1, 3, 8, 8]
+    """
+    if settings.connections_per_link or rtt_s <= LONG_S:
+        return settings.connections_per_link or 1
+    return min(LONG_LINK_CONNECTIONS, math.ceil(mbit / _LEAST_CARRIED_MBIT)) if mbit else LONG_LINK_CONNECTIONS
 
 
 def tune(sock: socket.socket, settings: Settings) -> None:

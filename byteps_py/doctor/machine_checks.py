@@ -22,9 +22,12 @@ from pathlib import Path
 from byteps_py import __version__
 from byteps_py.config.settings import Settings, ignored_variables
 from byteps_py.doctor.finding import Finding, fail, ok, warn
-from byteps_py.errors import ConfigurationError
+from byteps_py.errors import ConfigurationError, TopologyError
 from byteps_py.launch.installation import visible_gpus
 from byteps_py.system.machine import is_loopback, offered_host
+from byteps_py.topology.choice import choose
+from byteps_py.topology.machine_reader import read_used
+from byteps_py.topology.machine_topology import MachineTopology
 from byteps_py.wording import count_text
 
 _DISTRIBUTION = "byteps-py"
@@ -45,7 +48,7 @@ def check_machine(environ: Mapping[str, str]) -> list[Finding]:
         check_versions,
         lambda: check_settings(environ),
         lambda: check_cores(os.cpu_count() or 1, len(os.sched_getaffinity(0)), _cpu_quota()),
-        lambda: check_numa(sorted(path.name for path in _NODES.glob("node[0-9]*"))),
+        lambda: check_numa(sorted(path.name for path in _NODES.glob("node[0-9]*")), _is_pinned(environ)),
         lambda: check_processor(platform.machine(), _processor_flags()),
         lambda: check_memory(_available_bytes()),
         lambda: check_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE)),
@@ -53,6 +56,7 @@ def check_machine(environ: Mapping[str, str]) -> list[Finding]:
         lambda: check_shared_memory(_folder_bytes(Path("/dev/shm"))),
         check_clock,
         lambda: check_gpus(environ),
+        lambda: check_topology(lambda: read_used(environ)),
         lambda: check_ports(environ),
         lambda: check_links(environ),
     )
@@ -164,16 +168,25 @@ def check_cores(cores: int, usable: int, quota: float | None) -> Iterator[Findin
         yield ok("cores", text)
 
 
-def check_numa(nodes: Sequence[str]) -> Iterator[Finding]:
-    """``nodes``: the names of the NUMA nodes."""
-    if len(nodes) > 1:
+def check_numa(nodes: Sequence[str], is_pinned: bool = False) -> Iterator[Finding]:
+    """``nodes``: the names of the NUMA nodes. ``is_pinned``: processes will keep to one."""
+    if len(nodes) > 1 and is_pinned:
+        yield ok("NUMA", f"{len(nodes)} nodes; BYTEPS_NUMA_ON keeps each process on one")
+    elif len(nodes) > 1:
         yield warn(
             "NUMA",
-            f"{len(nodes)} nodes; nothing binds a process to one",
-            "start a summation service with numactl --cpunodebind=N --membind=N, N being the node of the network card",
+            f"{len(nodes)} nodes; nothing keeps a process on one",
+            "set BYTEPS_NUMA_ON=1: ranks then keep to their GPU's node, and services to the network card's",
         )
     else:
         yield ok("NUMA", "one node")
+
+
+def _is_pinned(environ: Mapping[str, str]) -> bool:
+    try:
+        return Settings.from_env(environ).numa_on
+    except ConfigurationError:
+        return False  # check_settings has said so
 
 
 def check_processor(machine: str, flags: frozenset[str]) -> Iterator[Finding]:
@@ -254,6 +267,16 @@ def check_gpus(environ: Mapping[str, str]) -> Iterator[Finding]:
         yield warn("GPUs", "a driver is loaded, but there is no nvidia-smi to count GPUs", remedy)
     else:
         yield ok("GPUs", "none visible: ranks train on the processor, or this machine only sums")
+
+
+def check_topology(read: Callable[[], MachineTopology]) -> Iterator[Finding]:
+    """How GPUs, PCIe switches and network cards are connected, and how gradients would best be summed."""
+    try:
+        chosen = choose(read())
+    except TopologyError as error:
+        yield ok("topology", f"it can't be read: {error}")
+        return
+    yield ok("topology", f"{chosen.plan.strategy} is best: {chosen.reasons[0]}; bps topology says more")
 
 
 def check_ports(environ: Mapping[str, str]) -> Iterator[Finding]:

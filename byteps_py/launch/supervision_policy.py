@@ -101,8 +101,8 @@ def exit_code(status: int) -> int:
 class SupervisionPolicy:
     """Decides for one job. Times are in seconds of any steady clock.
 
-    ``code``: the launcher's exit code so far. ``retry``: start the whole job over. ``mains_over``: all ranks have
-    ended.
+    ``code``: the launcher's exit code so far. ``retry``: start the whole job over. ``never_began``: it could
+    not start, so what its ranks report follows from that. ``mains_over``: all ranks have ended.
 
     ``elastic``: the other ranks go on without one that failed, and the job succeeds if one rank does. ``is_part``:
     other launchers run the rest of the job; if it is elastic, it goes on without the ranks of this one, and SIGTERM
@@ -122,6 +122,7 @@ class SupervisionPolicy:
         self._phase_ends: float | None = None
         self._starts_again: dict[str, float] = {}  # processes to start again after a pause: the time
         self.retry = False
+        self.never_began = False
         self.phase = Phase.RUNNING
         self._grace_s, self._own_error_s, self._drain_s = grace_s, own_error_s, drain_s
         self._elastic, self._is_part = elastic, is_part
@@ -320,11 +321,12 @@ class SupervisionPolicy:
         is_crash = (status < 0 and status != -signal.SIGTERM) or status == spec.lost_status
         is_first = self._no_main_ended and spec.name not in self._restarted
         if self.phase is Phase.RUNNING and status == spec.retry_status and is_first:
-            self.retry = True
+            self.retry = self.never_began = True
             self.code = exit_code(status)
             return self._kill_all(now)
         if self.phase is Phase.RUNNING and status == spec.hopeless_status and is_first:
             self.code = UNUSABLE_STATUS
+            self.never_began = True
             return [Say(f"{spec.name} can't begin; its own message is above"), *self._kill_all(now)]
         if spec.is_replaceable:
             if self.phase is Phase.RUNNING and is_crash:  # else it has reported why, or the job has failed
@@ -372,7 +374,9 @@ class SupervisionPolicy:
         self.mains_over = True
         self._stop_signals.add(signal.SIGKILL)
         self._enter(Phase.KILLING, now)
-        return self._send(tuple(self._alive), signal.SIGKILL)
+        # Ranks first: one that outlives its communication service would report that service as lost.
+        ranks = self._mains()
+        return self._send((*ranks, *(name for name in self._alive if name not in ranks)), signal.SIGKILL)
 
     def _enter(self, phase: Phase, now: float, seconds: float | None = None) -> None:
         for name in self._starts_again:  # nothing is started any more

@@ -103,7 +103,7 @@ class Supervisor:
             self._selector.close()
             if self._guard is not None:
                 self._guard.close()
-        if not self._policy.retry:
+        if not self._policy.never_began:  # else what ranks report follows from that
             self._show_report()
         return self._policy
 
@@ -340,7 +340,7 @@ class Supervisor:
         """Kill the processes that are left, and those that the ranks started. Also called after an exception."""
         if self._warm is not None:
             self._warm.close()
-        for process in self._processes.values():
+        for process in reversed(self._processes.values()):  # ranks first, see SupervisionPolicy._kill_all
             _signal_group(process.pid, signal.SIGKILL)
         left = sweep(self._token)
         jobs.clear()

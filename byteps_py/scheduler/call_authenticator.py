@@ -36,10 +36,19 @@ from byteps_py.config.settings import Settings
 from byteps_py.errors import CommunicationError
 from byteps_py.scheduler import rpc
 from byteps_py.security import auth
-from byteps_py.security.unauthenticated_connections import MOST, RefusalLog, UnauthenticatedConnections, duplicate
+from byteps_py.security.unauthenticated_connections import (
+    MOST,
+    PATIENCE_S,
+    RefusalLog,
+    UnauthenticatedConnections,
+    duplicate,
+)
 from byteps_py.system.log import logger
 
-_OF_THIS_CLUSTER = "knows the cluster secret (BYTEPS_SECRET or BYTEPS_SECRET_FILE, the same everywhere)"
+_UNPROVEN = (
+    f"it has not proven within {PATIENCE_S:g} s that it knows the cluster secret (BYTEPS_SECRET or BYTEPS_SECRET_FILE, "
+    "the same everywhere): it does not know it, or its machine or link is too slow"
+)
 _DESCRIPTORS = "/proc/self/fd"
 #: Seconds between two scans, and while many connect.
 _SCAN_INTERVAL_S, _HURRIED_S = 0.05, 0.005
@@ -318,7 +327,7 @@ class CallAuthenticator:
         are_waiting = self._arrivals is not None and self._arrivals.are_waiting
         after_s = self._connections.scan()
         for address in self._connections.take_refused():
-            self._note(address, f"it has not proven that it {_OF_THIS_CLUSTER}")
+            self._note(address, _UNPROVEN)
         if are_waiting or after_s is not None:
             self._scan_soon(_SCAN_INTERVAL_S if after_s is None else after_s)
 

@@ -403,7 +403,7 @@ class SchedulerCore:
         if self.state == FORMING:
             return out + self._form(self._forming.registered(now_s))
         if not admitted.is_worker:  # one more summation service
-            admitted.is_late = True
+            self._roster.set_late(admitted, True)
             out.append((connection, pb.SchedulerMessage(membership=self._services.membership)))
         return out
 
@@ -523,7 +523,7 @@ class SchedulerCore:
         if member.is_worker:
             if self._elastic is None:
                 raise ProtocolError("a worker can be drained only in an elastic job")
-            member.is_draining = True
+            self._roster.drain(member)
             return self._elastic.drain(member) if self.job.is_running else []
         return self._services.drain(member, drain.reason, now_s)
 

@@ -19,6 +19,7 @@ from byteps_py.config.settings import Settings
 from byteps_py.errors import BytePSError, CommunicationError, ProtocolError, from_name
 from byteps_py.proto import control_pb2 as pb, control_pb2_grpc
 from byteps_py.scheduler import rpc
+from byteps_py.scheduler.member_links.large_messages import unpack
 from byteps_py.scheduler.member_links.protocol import MemberEnd
 from byteps_py.scheduler.rpc import retry_steadily
 from byteps_py.system.log import logger
@@ -194,7 +195,8 @@ class GrpcControlLink:
             if self._gives_up.is_set() or self._is_late:
                 call.cancel()
         try:
-            for message in call:
+            for received in call:
+                message = unpack(received)
                 if message.HasField("refused"):
                     error = from_name(message.refused.error, message.refused.message)
                     with self._lock:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from byteps_py.config import tuning
 from byteps_py.config.tuning import ANSWER_BASE_S
 from byteps_py.errors import ProtocolError
 from byteps_py.failure_detector import FailureDetector
@@ -38,6 +39,10 @@ _WAITING = 0.5
 #: The time between two searches for slow members. A search takes time: each of many machines reports on as many
 #: servers.
 _COMPARE_S = 0.5
+#: The same between two searches for what ranks wait for: where one rank is late, all machines report.
+_SEARCH_S = 0.25
+#: A machine sends its filler to so many others at most.
+_MOST_PROBED = 4
 #: A service that answers later than the others by less than this answers at its link's rate.
 LEAST_LATE_S = 0.015
 _LEAST_S = 1e-6
@@ -115,6 +120,9 @@ class LivenessMonitor:
     def _detector(self, member: MemberRecord) -> FailureDetector:
         if member.detector is None:
             member.detector = self.detector_class(self._interval_s, self._timeout_s, self._ceiling_s)
+        member.detector.has_slow_link = tuning.is_slow(
+            member.link_mbit
+        )  # once the cluster is complete, and as measured
         return member.detector
 
     def _silence_s(self, member: MemberRecord, now_s: float) -> float:
@@ -326,10 +334,29 @@ def link_sentences(changes: Iterable[Change], who: Mapping[int, str]) -> list[st
     """One sentence for each link that has another rate. ``who``: the member of the machine."""
     lines = []
     for each in changes:
-        rates = f"{each.mbit:.0f} Mbit/s instead of {each.before_mbit:.0f}"
+        rates = f"{_mbit(each.mbit)} Mbit/s instead of {_mbit(each.before_mbit)}"
         why = f", {each.sign.value}" if each.mbit < each.before_mbit else ""
         lines.append(f"the link of {who.get(each.machine, 'a machine')} carries {rates}{why}")
     return lines
+
+
+def network_sentence(changes: Iterable[Change], links: int) -> str:
+    """Most of ``links`` links carry less."""
+    slower = [each for each in changes if each.mbit < each.before_mbit]
+    now, before = _range(each.mbit for each in slower), _range(each.before_mbit for each in slower)
+    return (
+        f"{len(slower)} of {links} links carry {now} Mbit/s instead of {before}: the network or the machines are busy; "
+        "all shares stay"
+    )
+
+
+def _mbit(value: float) -> str:
+    return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
+
+
+def _range(values: Iterable[float]) -> str:
+    texts = [_mbit(value) for value in sorted(values)]
+    return texts[0] if texts[0] == texts[-1] else f"{texts[0]} to {texts[-1]}"
 
 
 def _whole_link(member: MemberRecord, rates: pb.InterfaceRates) -> list[Usage]:
@@ -377,6 +404,7 @@ class GroupWatch:
         self._steps = StepSequences()
         self._pace = PaceWatch(job.config.straggler, job.config.stall_warn_s)
         self._compared_s = -_COMPARE_S
+        self._searched_s: float | None = None  # when tensors and barriers that wait for long were looked for last
         self._waiting: set[int] = set()  # members whose ranks have waited for long, as they reported last
         self._links = RateWatch()
         self._pairs = PairWatch()
@@ -387,7 +415,7 @@ class GroupWatch:
 
     def message_handlers(self) -> Mapping[str, MessageHandler]:
         """The handlers of reports, by kind."""
-        return {"heartbeat": self._heartbeat, "stack_report": self._stack_report}
+        return {"heartbeat": self._heartbeat, "probed": self._probed, "stack_report": self._stack_report}
 
     def _heartbeat(self, member: MemberRecord, heartbeat: pb.Heartbeat, now_s: float) -> Outgoing:
         """Returns the warnings that are due."""
@@ -416,18 +444,20 @@ class GroupWatch:
         self._links.report(usages, now_s)
         self._pairs.report(self._pair_usages(member, heartbeat.pairs), usages, now_s)
         self._stragglers.report(heartbeat.spans, usages, now_s, member.id)
-        roster, out = self._job.roster, self._changed_relays(now_s)
+        roster, out = self._job.roster, self._changed_relays(now_s) + self._due_probe(now_s)
         self._remarks += self._straggler_sentences(self._new_stragglers(now_s))
         self._stragglers.report((), _whole_link(member, heartbeat.rates), now_s)
         remarks, self._remarks = self._remarks, []
-        for remark in remarks:
-            out += to_each(roster.workers(), pb.SchedulerMessage(slow=pb.Slow(message=remark)))
         if now_s - self._compared_s >= _COMPARE_S:
             self._compared_s = now_s
-            for sentence in self._sentences(self._pace.take_due(self._slow(), now_s)):
-                out += to_each(roster.workers(), pb.SchedulerMessage(slow=pb.Slow(message=sentence)))
-        if not heartbeat.waiting or not self._job.is_running:
+            remarks += self._sentences(self._pace.take_due(self._slow(), now_s))
+        for remark in remarks:
+            # One log has them: that of the first machine, which has rank 0. Many machines may be slow at a time.
+            out += to_each(roster.workers()[:1], pb.SchedulerMessage(slow=pb.Slow(message=remark)))
+        is_due = self._searched_s is None or now_s - self._searched_s >= _SEARCH_S
+        if not (heartbeat.waiting and self._job.is_running and is_due):
             return out
+        self._searched_s = now_s
         due = self._stalls.take_due(self._current_stalls(), now_s)
         for warning in stall_warnings(due, self._who):
             stalled = pb.Stalled(message=warning.sentence, missing=warning.missing, tensor=warning.tensor)
@@ -453,9 +483,7 @@ class GroupWatch:
         """The member's transfers, by the machines at both ends."""
         if not links:
             return []
-        workers = {worker.facts.machine_index: worker.id for worker in self._job.roster.workers()}
-        servers = {server.id: server.id for server in self._job.roster.cpu_servers()}
-        servers.update((s.id, workers.get(s.facts.machine_index, -1)) for s in self._job.roster.gpu_servers())
+        workers, servers = self._job.roster.machines()
         source = member.id if member.is_worker else servers.get(member.id, -1)
         targets = servers if member.is_worker else workers
         found = [Usage(member.id, source, targets.get(e.peer, -1), e.bytes, e.busy_s, e.unread_s) for e in links]
@@ -466,7 +494,7 @@ class GroupWatch:
         """What the member's ranks sent to those of other machines."""
         if not pairs:
             return []
-        workers = {worker.facts.machine_index: worker.id for worker in self._job.roster.workers()}
+        workers, _ = self._job.roster.machines()
         return [
             PairUsage(
                 member.id, workers[e.machine_index], e.bytes, e.busy_s, e.unread_s, e.relayed_bytes, e.relayed_busy_s
@@ -507,6 +535,34 @@ class GroupWatch:
         self._remarks += relay_sentences(changes, who)
         return out
 
+    def _due_probe(self, now_s: float) -> Outgoing:
+        """Word to a machine whose link may be fast again, while it has too little to send to show it."""
+        roster = self._job.roster
+        is_wanted = self._job.is_running and self._job.config.rebalance_links and self._links_epoch == roster.epoch
+        probe = self._links.take_probe(now_s) if is_wanted else None
+        if probe is None:
+            return []
+        _, machines = roster.machines()
+        servers = [*roster.cpu_servers(), *roster.gpu_servers()]
+        others = [server for server in servers if machines.get(server.id, -1) not in (-1, probe.machine)]
+        rates = {member.id: member.link_mbit for member in roster.link_owners()}
+        # The fastest ones, and not always the same.
+        first = probe.number % max(1, len(others))
+        others = [*others[first:], *others[:first]]
+        others.sort(key=lambda server: -rates.get(machines[server.id], 0.0))
+        message = pb.Probe(
+            number=probe.number,
+            addresses=[server.facts.address for server in others[:_MOST_PROBED]],
+            known_mbit=probe.known_mbit,
+            usual_mbit=probe.usual_mbit,
+        )
+        owners = [member for member in roster.link_owners() if member.id == probe.machine]
+        return to_each(owners, pb.SchedulerMessage(probe=message))
+
+    def _probed(self, member: MemberRecord, probed: pb.Probed, now_s: float) -> Outgoing:
+        self._links.probed(member.id, probed.number, probed.mbit, now_s)
+        return []
+
     def new_rates(self, now_s: float) -> tuple[dict[int, float], str]:
         """The rates in Mbit/s of the links that have changed, by member id, and why the shares of the servers should
         follow, in words; empty if they should not. Call it often."""
@@ -514,7 +570,8 @@ class GroupWatch:
         if self._links_epoch != roster.epoch:
             self._links_epoch = roster.epoch
             rates_mbit = {member.id: member.link_mbit for member in roster.link_owners()}
-            self._links.set_rates(rates_mbit, now_s, roster.link_owners_without_share())
+            first_mbit = {member.id: member.first_mbit for member in roster.link_owners() if member.first_mbit}
+            self._links.set_rates(rates_mbit, now_s, roster.link_owners_without_share(), first_mbit)
         if not (self._job.is_running and self._job.config.rebalance_links) or len(roster.workers()) == 1:
             return {}, ""
         changes = self._links.changes(now_s, self._answer_rates)
@@ -530,7 +587,9 @@ class GroupWatch:
         is_gain = before - after >= (LEAST_GAIN if is_slower else LEAST_RETURN) * before
         if not is_gain or self._links.is_everywhere(changes):
             priced = self._stragglers.suspected_links()  # told of with their price, now or soon
-            self._remarks += link_sentences(self._links.untold([e for e in changes if e.machine not in priced]), who)
+            untold = self._links.untold([each for each in changes if each.machine not in priced])
+            is_everywhere = bool(untold) and self._links.is_everywhere(changes)
+            self._remarks += [network_sentence(changes, len(who))] if is_everywhere else link_sentences(untold, who)
             return {}, ""
         self._links.accept(changes, now_s)
         why = "; ".join(link_sentences(changes, who))
@@ -575,7 +634,9 @@ class GroupWatch:
         relays = relay_sentences(self._pairs.kept(), who)
         return [*self._straggler_sentences(self._stragglers.named()), *self._sentences(self._slow()), *relays]
 
-    def _straggler_sentences(self, named: Iterable[Straggler]) -> list[str]:
+    def _straggler_sentences(self, named: Sequence[Straggler]) -> list[str]:
+        if not named:  # as nearly always, and a job may have thousands of members
+            return []
         members = {m.id: m.describe() for m in self._job.roster.everyone}
         return [
             straggler_sentence(each, self._who([each.who]) if each.is_rank else members.get(each.who, "a machine"))

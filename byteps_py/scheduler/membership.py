@@ -106,6 +106,9 @@ class Survey:
         return [rate or max(rates) or LOOPBACK_MBIT for rate in rates]
 
 
+_FEW, _TELL_S = 64, 0.5
+
+
 class Forming:
     """The time from the first registration to the first epoch. ``rates``: Mbit/s of all links, CPU machines first; None
     until all members have registered and no link is left to be measured."""
@@ -116,20 +119,28 @@ class Forming:
         self._began_s: float | None = None
         self._survey: Survey | None = None  # while the links are being measured
         self.rates: list[float] | None = None
+        self._told_s, self._is_untold = -_TELL_S, False
 
     def registered(self, now_s: float) -> Outgoing:
         """A process has registered."""
         if self._began_s is None:
             self._began_s = now_s
-        self._job.reason = self._roster.missing()
-        if self._job.reason:
+        if not self._roster.is_complete:
+            self._tell(now_s)
             return []
+        self._job.reason = ""
         rates, config = self._roster.link_rates(), self._job.config
         if config.num_workers == 1 or all(rates):
             self.rates = rates
             return []
         self._survey = Survey(config.num_workers, config.num_servers, config.needs_gpu_machine_servers)
         return self._advance(self._survey, now_s)
+
+    def _tell(self, now_s: float) -> None:
+        """Say who is missing. That takes a look at all members: not with each one, where there are very many."""
+        self._is_untold = len(self._roster.present()) > _FEW and now_s - self._told_s < _TELL_S
+        if not self._is_untold:
+            self._job.reason, self._told_s = self._roster.missing(), now_s
 
     def left(self, member: MemberRecord, reason: str) -> None:
         """A member has left; its place is free again."""
@@ -153,6 +164,8 @@ class Forming:
             return []
         if self._survey is not None:
             return self._advance(self._survey, now_s)
+        if self._is_untold:
+            self._tell(now_s)
         limit_s = self._job.config.start_timeout_s
         if now_s - self._began_s < limit_s:
             return []
@@ -237,7 +250,7 @@ class SummationServices:
         member.is_ready = True
         if not member.is_late:
             return []
-        member.is_late = False
+        self._roster.set_late(member, False)
         return self.reassign(f"{member.describe()} has joined", now_s)
 
     def drain(self, member: MemberRecord, reason: str, now_s: float) -> Outgoing:
@@ -246,7 +259,7 @@ class SummationServices:
             return to_each([member], pb.SchedulerMessage(stop=pb.Stop(reason="it holds no keys")))
         if not self._roster.has_services(without=member):
             return []
-        member.is_draining = True
+        self._roster.drain(member)
         out = self.reassign(f"{member.describe()} leaves: {reason or 'no reason given'}", now_s)
         return out + self.release_drained()
 

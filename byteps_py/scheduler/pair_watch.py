@@ -19,7 +19,7 @@ import enum
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -157,7 +157,7 @@ class PairWatch:
         self._candidates: tuple[int, ...] = ()
         self._pairs: dict[Pair, _PairState] = {}
         self._sent: deque[tuple[float, PairUsage]] = deque()  # when each report came
-        self._others: deque[tuple[float, Usage]] = deque()  # of services
+        self._others: deque[tuple[float, Sequence[Usage]]] = deque()  # of services; one entry for each report
         self._judged_s = -EVERY_S
 
     def set_machines(self, known_mbit: Mapping[int, float], candidates: Iterable[int]) -> list[RelayChange]:
@@ -172,10 +172,11 @@ class PairWatch:
             del self._pairs[change.pair]
         return found
 
-    def report(self, pairs: Iterable[PairUsage], others: Iterable[Usage], now_s: float) -> None:
+    def report(self, pairs: Iterable[PairUsage], others: Sequence[Usage], now_s: float) -> None:
         """A machine has reported what its ranks sent to other ranks, and what its services sent."""
         self._sent.extend((now_s, usage) for usage in pairs if usage.source != usage.target)
-        self._others.extend((now_s, usage) for usage in others)
+        if others:
+            self._others.append((now_s, others))
         for reports in (self._sent, self._others):
             while reports and reports[0][0] < now_s - WINDOW_S:
                 reports.popleft()
@@ -288,7 +289,7 @@ class PairWatch:
         """What each machine's link carries: out, in."""
         out: dict[int, float] = {}
         into: dict[int, float] = {}
-        transfers = [(usage.source, usage.target, usage.nbytes) for _, usage in self._others]
+        transfers = [(each.source, each.target, each.nbytes) for _, usages in self._others for each in usages]
         for _, usage in self._sent:
             transfers.append((usage.source, usage.target, usage.nbytes))
             if usage.relayed_bytes and (pair := self._pairs.get(usage.pair)) is not None:

@@ -5,7 +5,7 @@ A group has declarations of tensors, barriers, ranks that have joined, and machi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from byteps_py.errors import ProtocolError
@@ -17,6 +17,8 @@ from byteps_py.wire.rank_link import pack_spec, unpack_spec
 from byteps_py.wording import ranks_text
 
 _Votes = list[tuple[tuple[int, ...], TensorSpec]]  # (ranks, their spec), of one machine
+#: By their form in messages: specs, and the ranks that take part. Nearly all machines vote for the same one.
+_Specs = dict[bytes, tuple[TensorSpec, Collection[int]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +40,16 @@ Outcome = Decided | Reopened | None
 
 @dataclass(slots=True, eq=False)
 class _Declaration:
-    """``votes``: machine index → its ranks' specs, while the generation is being voted on."""
+    """``votes``: machine index → its ranks' specs, while the generation is being voted on. ``groups``: those that these
+    specs name; ``specs``: read so far."""
 
     name: str
     generation: int = 0
     is_decided: bool = True
     accepted: TensorSpec | None = None
     votes: dict[int, _Votes] = field(default_factory=dict)
+    groups: set[tuple[int, ...]] = field(default_factory=set)
+    specs: _Specs = field(default_factory=dict)
     voted: int = 0  # number of ranks
     rounds: int = 0  # the most rounds of the previous generation that a voter has received
 
@@ -110,8 +115,9 @@ class Declarations:
 
         Raises ProtocolError for a ballot that no correct machine sends.
         """
-        votes = _read_votes(ballot, ranks, self._size, self._joined)
-        declaration = self._by_name.setdefault(ballot.name, _Declaration(ballot.name))
+        declaration = self._by_name.get(ballot.name) or _Declaration(ballot.name)
+        votes = _read_votes(ballot, ranks, self._size, self._joined, declaration.specs)
+        self._by_name[ballot.name] = declaration
         outcome: Outcome = None
         if ballot.generation == declaration.generation + 1 and declaration.is_decided:
             if declaration.accepted is not None and self._num_machines > 1:
@@ -127,16 +133,17 @@ class Declarations:
         elif machine_index in declaration.votes:
             raise ProtocolError(f"tensor {ballot.name!r}: machine {machine_index} voted twice on {ballot.generation}")
         declaration.votes[machine_index] = votes
+        declaration.groups.update(spec.group for _, spec in votes)
         declaration.rounds = max(declaration.rounds, ballot.rounds)
         declaration.voted += sum(len(voters) for voters, _ in votes)
         return Decided(self._decide(declaration)) if self._is_over(declaration) else outcome
 
     def _is_over(self, declaration: _Declaration) -> bool:
         """True if all ranks of the group have voted, or the votes name different groups."""
-        groups = {spec.group for votes in declaration.votes.values() for _, spec in votes}
-        if len(groups) > 1:
+        if len(declaration.groups) > 1:
             return True
-        members = groups.pop() or range(self._size)
+        (group,) = declaration.groups
+        members = group or range(self._size)
         if not self._joined:
             return declaration.voted == len(members)
         return self._joined.union(declaration.voters()).issuperset(members)
@@ -167,6 +174,8 @@ class Declarations:
         declaration.is_decided = True
         verdict = pb.Verdict(name=declaration.name, generation=declaration.generation, rounds=declaration.rounds)
         declaration.votes.clear()
+        declaration.groups.clear()
+        declaration.specs.clear()
         declaration.voted = declaration.rounds = 0
         voters = {rank for ranks, _ in votes for rank in ranks}
         spec = votes[0][1]
@@ -189,6 +198,8 @@ class Declarations:
     def _impossible(self, spec: TensorSpec) -> str:
         if spec.op is Op.BROADCAST and spec.root >= self._size:
             return f"tensor {spec.name!r}: rank {spec.root} is to broadcast it, but the last rank is {self._size - 1}"
+        if spec.op is Op.ACCUMULATE and self._num_machines == 1:
+            return f"tensor {spec.name!r}: servers accumulate what several machines give, but the job has one machine"
         return ""
 
 
@@ -211,27 +222,32 @@ def _disagreement(name: str, votes: _Votes) -> str:
     return f"tensor {name!r}: {gave}{more}; {remedy}"
 
 
-def _read_votes(ballot: pb.Ballot, ranks: range, size: int, joined: set[int]) -> _Votes:
+def _read_votes(ballot: pb.Ballot, ranks: range, size: int, joined: set[int], specs: _Specs) -> _Votes:
     """One vote of each rank of ``ranks`` that is in the group and has not joined since it voted. If they disagree about
     the group, some of them may be missing. Raises ProtocolError for votes that no correct machine sends."""
-    votes = [(tuple(sorted(vote.ranks)), unpack_spec(ballot.name, vote.spec)) for vote in ballot.votes if vote.ranks]
-    voted = sorted(rank for voters, _ in votes for rank in voters)
-    groups = {spec.group for _, spec in votes}
-    for voters, spec in votes:
+    for vote in ballot.votes:
+        if vote.ranks and vote.spec not in specs:
+            spec = unpack_spec(ballot.name, vote.spec)
+            specs[vote.spec] = spec, frozenset(spec.group) or range(size)
+    read = [(tuple(sorted(vote.ranks)), *specs[vote.spec]) for vote in ballot.votes if vote.ranks]
+    voted = {rank for voters, _, _ in read for rank in voters}
+    groups = {spec.group for _, spec, _ in read}
+    for voters, spec, members in read:
         if spec.group and spec.group[-1] >= size:
             raise ProtocolError(f"tensor {ballot.name!r}: {spec.describe()}, but the last rank is {size - 1}")
-        if not set(voters) <= set(spec.members(size)):
+        if not all(rank in members for rank in voters):
             raise ProtocolError(
                 f"tensor {ballot.name!r}: {ranks_text(voters)} voted for {spec.describe()}, "
                 "but not all of them are in that group"
             )
-    due = [rank for rank in ranks if any(rank in spec.members(size) for _, spec in votes)]
-    due = [rank for rank in due if rank in voted or not (len(groups) > 1 or rank in joined)]
-    if not voted or voted != due:
+    due = {rank for rank in ranks if any(rank in members for _, _, members in read)}
+    due = {rank for rank in due if rank in voted or not (len(groups) > 1 or rank in joined)}
+    if not voted or voted != due or len(voted) < sum(len(voters) for voters, _, _ in read):
+        sent = sorted(rank for voters, _, _ in read for rank in voters)
         raise ProtocolError(
-            f"tensor {ballot.name!r}: the machine of {ranks_text(ranks)} sent votes of {ranks_text(voted)}"
+            f"tensor {ballot.name!r}: the machine of {ranks_text(ranks)} sent votes of {ranks_text(sent)}"
         )
-    return votes
+    return [(voters, spec) for voters, spec, _ in read]
 
 
 class Barriers:
@@ -383,12 +399,12 @@ class RankGroup:
             return []
         verdicts: list[pb.Verdict] = []
         out: Outgoing = []
-        others = [m for m in self._job.roster.workers() if m is not member]
         for ballot in declare.ballots:
             match self.declarations.cast(member.facts.machine_index, ranks_of(member), ballot):
                 case Decided(verdict):
                     verdicts.append(verdict)
                 case Reopened(reopen):
+                    others = [m for m in self._job.roster.workers() if m is not member]
                     out += to_each(others, pb.SchedulerMessage(reopen=reopen))
         return out + self._decided(verdicts)
 

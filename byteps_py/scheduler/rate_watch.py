@@ -14,6 +14,9 @@ summation service of a CPU machine whose processors are busy reads what arrives 
 answers, relative to what its link needs for the bytes on their way (worker/core/pace.py), says which rate a link would
 have that took as long.
 
+A machine that was slow has little to send, and so shows no higher rate once its link is fast again. So it is probed:
+it sends filler for a moment, and the counters of its interface show what its link carries (dataplane/link_burst.py).
+
 A rate counts as changed once it has been another one for several seconds, longer the more often it has changed lately:
 a link that changes all the time is left alone. The shares of the servers follow (placement/link_optimum.py) if that
 saves time; if all links have become slow alike, it does not.
@@ -29,6 +32,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from byteps_py.config import tuning
 from byteps_py.placement.link_optimum import classes
 
 #: Reports of so many seconds are judged together, every so many seconds.
@@ -67,6 +71,14 @@ _FULL = 0.85
 _MOST_SLOW = 16
 #: A judgement without evidence (a long backward pass) breaks no row, for so many seconds.
 _SILENT_S = 30.0
+#: A machine that is known to be slow is probed so often: its link is then full for a tenth of a second, and longer
+#: only if it is fast. A probe that finds it fast is repeated after this part of the time that a rate must hold.
+PROBE_EVERY_S = 5.0
+_PROBE_AGAIN = 0.4
+#: A probe shares the other machines' links with transfers: what shows this part of the usual rate is taken for it.
+_PROBED_USUAL = 0.65
+#: An answer that takes longer is lost: the machine has left, or has too much to do.
+_PROBE_LIMIT_S = 8.0
 #: A machine with a share so small that nothing shows its rate, while others show theirs, is tried again after so many
 #: seconds.
 RETRY_S = 20.0
@@ -209,16 +221,26 @@ class _Evidence:
         return Seen(math.inf, megabits / longest_s / _APART, sign)
 
 
+class ProbeOrder(NamedTuple):
+    """A link to probe: its machine, and what it is known to carry now and carried at the start, in Mbit/s."""
+
+    number: int
+    machine: int
+    known_mbit: float
+    usual_mbit: float
+
+
 class UsageWindow:
     """The reports of the last ``seconds``."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._reports: deque[tuple[float, Usage]] = deque()  # when each came
+        self._reports: deque[tuple[float, Sequence[Usage]]] = deque()  # when each came
 
-    def add(self, usages: Iterable[Usage], now_s: float) -> None:
+    def add(self, usages: Sequence[Usage], now_s: float) -> None:
         """A service has reported."""
-        self._reports.extend((now_s, usage) for usage in usages)
+        if usages:
+            self._reports.append((now_s, usages))
         while self._reports and self._reports[0][0] < now_s - self._seconds:
             self._reports.popleft()
 
@@ -231,12 +253,13 @@ class UsageWindow:
         """The sum of each connection's reports."""
         self.add((), now_s)
         found: dict[tuple[int, int], Usage] = {}
-        for _, usage in self._reports:
-            key = usage.sender, usage.target
-            if (known := found.get(key)) is not None:
-                nbytes, busy_s = usage.nbytes + known.nbytes, usage.busy_s + known.busy_s
-                usage = usage._replace(nbytes=nbytes, busy_s=busy_s, unread_s=usage.unread_s + known.unread_s)
-            found[key] = usage
+        for _, usages in self._reports:
+            for usage in usages:
+                key = usage.sender, usage.target
+                if (known := found.get(key)) is not None:
+                    nbytes, busy_s = usage.nbytes + known.nbytes, usage.busy_s + known.busy_s
+                    usage = usage._replace(nbytes=nbytes, busy_s=busy_s, unread_s=usage.unread_s + known.unread_s)
+                found[key] = usage
         return list(found.values())
 
     def clear(self) -> None:
@@ -254,6 +277,8 @@ class Trend(enum.Enum):
 
 @dataclass(slots=True)
 class _Link:
+    """One link. Each kind of evidence has its method."""
+
     usual_mbit: float  # at the start
     known_mbit: float
     sign: Sign | None = None  # what showed that rate; None: that of the start
@@ -268,6 +293,14 @@ class _Link:
     changes_s: list[float] = field(default_factory=list)
     brief_s: deque[float] = field(default_factory=lambda: deque(maxlen=RESTLESS))  # ends of changes that did not last
     told_restless_s: float = -math.inf
+    probe_due_s: float = 0.0
+    probed_mbit: float = 0.0  # what the last probe has shown
+    probed_until_s: float = 0.0  # for how long that is evidence
+
+    @classmethod
+    def of(cls, usual_mbit: float, known_mbit: float) -> _Link:
+        """A link that nobody has watched here. If it is slow, nobody knows here what showed it."""
+        return cls(usual_mbit, known_mbit, Sign.SENDS if known_mbit < SLOWER * usual_mbit else None)
 
     def is_shown_by(self, seen: Seen) -> bool:
         """That what arrives is fast does not mean that it is answered soon: if answers were what was slow, only they
@@ -275,8 +308,33 @@ class _Link:
         return self.sign is not Sign.ANSWERS or seen.sign is Sign.ANSWERS or seen.most_mbit < SLOWER * self.known_mbit
 
     def slower(self, seen: Seen, answers: Seen) -> Seen:
-        """The evidence that counts."""
+        """The evidence that counts. A slow link makes answers late as well."""
+        if seen.sign in (Sign.SENDS, Sign.RECEIVES) and seen.most_mbit < SLOWER * self.known_mbit:
+            return seen
         return answers if answers.most_mbit < seen.most_mbit or not self.is_shown_by(seen) else seen
+
+    @property
+    def needs_probes(self) -> bool:
+        """That its processors are busy no probe of its link shows."""
+        return self.sign is not None and self.sign is not Sign.ANSWERS
+
+    def probed(self, mbit: float, now_s: float, hold_s: float) -> None:
+        """A probe has shown what the link carries. 0: it has shown nothing."""
+        again_s = _PROBE_AGAIN * hold_s
+        self.probed_mbit, self.probed_until_s = mbit, now_s + again_s + _PROBE_LIMIT_S / 2
+        if mbit > FASTER * self.known_mbit:
+            self.probe_due_s = now_s + again_s
+        if _FULL * self.known_mbit <= mbit <= FASTER * self.known_mbit:
+            self.unseen_s = self.unbound_s = 0.0  # it is as slow as before: there is nothing to try
+
+    def with_probe(self, seen: Seen | None, now_s: float) -> Seen | None:
+        """The evidence that counts: transfers show what a link has carried, a probe what it can carry."""
+        if not (self.needs_probes and now_s < self.probed_until_s and self.probed_mbit > FASTER * self.known_mbit):
+            return seen
+        if seen is not None and seen.most_mbit < SLOWER * self.known_mbit:
+            return seen
+        mbit = self.usual_mbit if self.probed_mbit > _PROBED_USUAL * self.usual_mbit else self.probed_mbit
+        return Seen(mbit, mbit, self.sign or Sign.SENDS)
 
     def judge(self, seen: Seen, now_s: float) -> None:
         self.unseen_s = 0.0
@@ -318,9 +376,12 @@ class _Link:
         self.changes_s = [at_s for at_s in self.changes_s if now_s - at_s < REMEMBERED_S]
         if self.sign is None and not self.changes_s:
             self.retries = 0
+        return self.trend is not Trend.SAME and len(self.seen) >= _HOLDS and self.held_s >= self.hold_s(epochs)
+
+    def hold_s(self, epochs: int) -> float:
+        """For how long a rate must be another one."""
         doublings = max(0, len(self.changes_s) - 1, epochs - _MOST_EPOCHS)
-        hold_s = HOLD_S * 2 ** min(_MOST_DOUBLINGS, doublings)
-        return self.trend is not Trend.SAME and len(self.seen) >= _HOLDS and self.held_s >= hold_s
+        return HOLD_S * float(2 ** min(_MOST_DOUBLINGS, doublings))
 
     def take_restless(self, now_s: float) -> bool:
         """True once, while it changes all the time."""
@@ -350,7 +411,8 @@ class Change:
 
 
 class RateWatch:
-    """The links of a job's machines, by the member id of their worker, or of their server on a CPU machine."""
+    """The links of a job's machines, by the member id of their worker, or of their server on a CPU machine. It has a
+    method for each event and for each question of health.py."""
 
     def __init__(self) -> None:
         self._links: dict[int, _Link] = {}
@@ -359,19 +421,31 @@ class RateWatch:
         self._settled_s = 0.0
         self._epochs_s: list[float] = []  # when shares followed
         self._told: dict[int, float] = {}  # of changes that need no other shares: the rate
+        self._probes = 0  # so far
+        self._probe: ProbeOrder | None = None  # that has no answer yet
+        self._probe_until_s = 0.0
 
-    def set_rates(self, known_mbit: Mapping[int, float], now_s: float, idle: Collection[int] = ()) -> None:
+    def set_rates(
+        self,
+        known_mbit: Mapping[int, float],
+        now_s: float,
+        idle: Collection[int] = (),
+        first_mbit: Mapping[int, float] | None = None,
+    ) -> None:
         """The links that there are, with the rates by which the shares are from now on. Transfers before these are in
-        use are no evidence. ``idle``: the machines without a share."""
+        use are no evidence. ``idle``: the machines without a share; ``first_mbit``: the rates before the first change,
+        where there was one: an earlier scheduler may have seen it, or this one, with the group before."""
         self._settled_s = now_s + SETTLE_S
         before, self._links = self._links, {}
         for machine, mbit in known_mbit.items():
-            link = self._links[machine] = before.get(machine) or _Link(mbit, mbit)
+            link = self._links[machine] = before.get(machine) or _Link.of((first_mbit or {}).get(machine, mbit), mbit)
             link.known_mbit, link.trend, link.seen = mbit, Trend.SAME, []
             link.has_share, link.unseen_s, link.unbound_s = machine not in idle, 0.0, 0.0
+            link.probed_mbit, link.probe_due_s = 0.0, self._settled_s
         self._usages.clear()
+        self._probe = None
 
-    def report(self, usages: Iterable[Usage], now_s: float) -> None:
+    def report(self, usages: Sequence[Usage], now_s: float) -> None:
         """A service has reported its latest transfers."""
         if now_s >= self._settled_s:
             self._usages.add(usages, now_s)
@@ -390,9 +464,11 @@ class RateWatch:
             if (link := self._links.get(machine)) is not None:
                 answers = Seen(rate * link.known_mbit, rate * link.known_mbit, Sign.ANSWERS)
                 found[machine] = link.slower(found.get(machine, answers), answers)
+        found = {machine: seen for machine, seen in found.items() if self._is_judged(machine)}
         for machine, link in self._links.items():
-            if machine in found and link.is_shown_by(found[machine]):
-                link.judge(found[machine], now_s)
+            seen = link.with_probe(found.get(machine), now_s)
+            if found and seen is not None and link.is_shown_by(seen):
+                link.judge(seen, now_s)
             elif found:
                 link.miss(now_s)
         self._epochs_s = [at_s for at_s in self._epochs_s if now_s - at_s < REMEMBERED_S]
@@ -409,6 +485,32 @@ class RateWatch:
         return [
             Change(machine, link.known_mbit, evened[machine], link.seen[-1].sign) for machine, link in changed.items()
         ]
+
+    def _is_judged(self, machine: int) -> bool:
+        return machine in self._links and self._links[machine].usual_mbit >= tuning.SLOW_MBIT
+
+    def take_probe(self, now_s: float) -> ProbeOrder | None:
+        """The link to probe now; None while none is due, or the last probe is still awaited: two at a time would share
+        what they measure. Tell ``probed`` of the result."""
+        if now_s < self._settled_s or (self._probe is not None and now_s < self._probe_until_s):
+            return None
+        due = [(link.probe_due_s, machine) for machine, link in self._links.items() if link.needs_probes]
+        if not due or min(due)[0] > now_s:
+            return None
+        _, machine = min(due)
+        link, self._probes = self._links[machine], self._probes + 1
+        link.probe_due_s = now_s + PROBE_EVERY_S
+        self._probe = ProbeOrder(self._probes, machine, link.known_mbit, link.usual_mbit)
+        self._probe_until_s = now_s + _PROBE_LIMIT_S
+        return self._probe
+
+    def probed(self, machine: int, number: int, mbit: float, now_s: float) -> None:
+        """A probe has shown what the link of ``machine`` carries in Mbit/s. That of an earlier epoch is ignored."""
+        if self._probe is None or (self._probe.machine, self._probe.number) != (machine, number):
+            return
+        self._probe = None
+        link = self._links[machine]
+        link.probed(mbit if 0 < mbit < math.inf else 0.0, now_s, link.hold_s(len(self._epochs_s)))
 
     def restless(self, now_s: float) -> list[int]:
         """Machines whose links change all the time, so that no share follows; each is told once."""

@@ -5,6 +5,7 @@ Pure. Every decision comes with a sentence that explains it.
 
 from __future__ import annotations
 
+import bisect
 import enum
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -18,7 +19,7 @@ from byteps_py.proto import control_pb2 as pb
 from byteps_py.wording import count_text, ranks_text
 
 #: Version of the control protocol; a member with another version is refused.
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 16
 MAX_LOCAL_SIZE = 1024
 #: The machine index of a GPU machine outside the group: it waits to join an elastic job, or was left behind.
 OUTSIDE = -1
@@ -108,6 +109,7 @@ class MemberRecord:
     first_rank: int = -1  # CS: set when the cluster is complete
     weight: int = 0  # SS: its part of the keys; set when the cluster is complete
     link_mbit: float = 0.0  # of its machine's link; set when the cluster is complete
+    first_mbit: float = 0.0  # what it was before it changed for the first time; 0: it has not
     presence: Presence = Presence.PRESENT
     is_draining: bool = False  # it is to leave: an SS gets no keys, a CS of an elastic job is in no further group
     is_ready: bool = False  # its kernels are loaded and, of a CS, all its ranks have connected
@@ -204,11 +206,58 @@ class Refusal:
     later: bool = False  # it may try again: its predecessor's place, or job, is about to end
 
 
+class _Lists:
+    """The present members of a Roster, as its methods of the same names list them. Made anew when one of them changes;
+    one that registers is added, as thousands may do at a time.
+
+    ``services``: by address. ``places``: GPU machines' members by what gives them their place, see ``_places``.
+    """
+
+    def __init__(self, everyone: Iterable[MemberRecord]) -> None:
+        self.present: list[MemberRecord] = []
+        self.workers: list[MemberRecord] = []
+        self.cpu_servers: list[MemberRecord] = []
+        self.gpu_servers: list[MemberRecord] = []
+        self.services: dict[str, MemberRecord] = {}
+        self.places: dict[tuple[object, ...], MemberRecord] = {}
+        self.machines: tuple[dict[int, int], dict[int, int]] | None = None
+        for member in everyone:
+            if member.is_present:
+                self.add(member)
+
+    def add(self, member: MemberRecord) -> None:
+        """A present member."""
+        self.present.append(member)
+        self.machines = None
+        if member.is_worker:
+            if member.facts.machine_index != OUTSIDE:
+                bisect.insort(self.workers, member, key=_index)
+        else:
+            self.services.setdefault(member.facts.address, member)
+            if member.can_hold_keys and member.is_cpu_server:
+                bisect.insort(self.cpu_servers, member, key=_address)
+            elif member.can_hold_keys:
+                bisect.insort(self.gpu_servers, member, key=_index)
+        if member.facts.kind == pb.MACHINE_KIND_GPU:
+            role, facts = member.facts.role, member.facts
+            for place in ((role, facts.machine_index), (role, member.home), (role, "at home", member.home[1])):
+                self.places.setdefault(place, member)
+
+
+def _index(member: MemberRecord) -> int:
+    return member.facts.machine_index
+
+
+def _address(member: MemberRecord) -> str:
+    return member.facts.address
+
+
 class Roster:
     """All members of the job, and its epochs. ``epoch``: the latest; 0 before the cluster is complete.
 
-    A table: ``admit``, ``remove``, ``complete``, ``regroup`` and ``reassign`` change it. The other methods are
-    questions of all components of the scheduler.
+    A table: ``admit``, ``remove``, ``drain``, ``set_late``, ``complete``, ``regroup`` and ``reassign`` change it. The
+    other methods are questions of all components of the scheduler, with each heartbeat: lists are made once for each
+    change.
     """
 
     def __init__(self, config: ClusterConfig) -> None:
@@ -222,6 +271,13 @@ class Roster:
         self.everyone: list[MemberRecord] = []
         # The workers of the group, also those that have left in order: a machine whose ranks are done keeps its index.
         self._workers: list[MemberRecord] = []
+        self._known: _Lists | None = None  # since the last change
+
+    @property
+    def _lists(self) -> _Lists:
+        if self._known is None:
+            self._known = _Lists(self.everyone)
+        return self._known
 
     def of_connection(self, connection: int) -> MemberRecord | None:
         """The member that registered on this connection; None if it was refused, or has not registered."""
@@ -232,18 +288,17 @@ class Roster:
         member = self._by_connection.get(connection)
         return member if member is not None and member.is_present else None
 
-    def present(self) -> list[MemberRecord]:
+    def present(self) -> Sequence[MemberRecord]:
         """All connected members, in the order of their registrations."""
-        return [m for m in self.everyone if m.is_present]
+        return self._lists.present
 
     def lost_connections(self) -> set[int]:
         """The connections of lost members, which may never end."""
         return {m.connection for m in self.everyone if m.presence is Presence.LOST}
 
-    def workers(self) -> list[MemberRecord]:
+    def workers(self) -> Sequence[MemberRecord]:
         """Connected communication services, by machine index; of an elastic job, those in its group."""
-        members = (m for m in self.present() if m.is_worker and m.facts.machine_index != OUTSIDE)
-        return sorted(members, key=lambda m: m.facts.machine_index)
+        return self._lists.workers
 
     def admit(self, connection: int, register: pb.Register, now_s: float) -> MemberRecord | Refusal:
         """Add the process to the cluster, or say why not."""
@@ -255,6 +310,8 @@ class Roster:
         if self.epoch and record.facts.kind == pb.MACHINE_KIND_GPU and self._config.elastic:
             record.facts.machine_index = self._place_of(record)
         self.everyone.append(record)
+        if self._known is not None:
+            self._known.add(record)
         self._by_connection[connection] = record
         return record
 
@@ -281,7 +338,8 @@ class Roster:
 
     def has_services_for(self, members: Sequence[tuple[int, int]]) -> bool:
         """The same for the workers of an epoch that is not open yet, see ``regroup``."""
-        homes = {member.home for member in self.everyone if member.id in dict(members)}
+        ids = {member_id for member_id, _ in members}
+        homes = {member.home for member in self.everyone if member.id in ids}
         return len(members) == 1 or any(m.is_cpu_server or m.home in homes for m in self._services())
 
     def _services(self) -> list[MemberRecord]:
@@ -290,8 +348,19 @@ class Roster:
     def remove(self, record: MemberRecord, presence: Presence) -> None:
         """The member has left or is lost. A cluster that is still forming forgets one that left: its place is free."""
         record.presence = presence
+        self._known = None
         if not self.epoch and presence is Presence.LEFT:
             self.everyone.remove(record)
+
+    def drain(self, member: MemberRecord) -> None:
+        """The member is to leave."""
+        member.is_draining = True
+        self._known = None
+
+    def set_late(self, member: MemberRecord, is_late: bool) -> None:
+        """The service registered while the job runs; it is ready for keys once it is not late any more."""
+        member.is_late = is_late
+        self._known = None
 
     def _refusal(self, register: pb.Register) -> Refusal | None:
         contradiction = self._contradiction(register)
@@ -369,18 +438,15 @@ class Roster:
                 "the cluster is complete already; a worker can't join or come back while it runs, unless the job is "
                 "elastic (BYTEPS_ELASTIC)"
             )
-        for other in self.present():
-            if register.role == pb.ROLE_SUMMATION and not other.is_worker and other.facts.address == register.address:
-                return f"the address {register.address} is taken by {other.describe()}"
-            alike = (other.facts.role, other.facts.kind) == (register.role, register.kind)
-            if alike and register.kind == pb.MACHINE_KIND_GPU and self._is_same_place(other, register):
-                return (
-                    f"DMLC_WORKER_ID={register.machine_index} is taken by {other.describe()}: "
-                    "give each GPU machine its own"
-                )
+        if register.role == pb.ROLE_SUMMATION and (other := self._lists.services.get(register.address)) is not None:
+            return f"the address {register.address} is taken by {other.describe()}"
+        other = self._lists.places.get(self._place(register)) if register.kind == pb.MACHINE_KIND_GPU else None
+        if other is not None:
+            taken = f"DMLC_WORKER_ID={register.machine_index} is taken by {other.describe()}"
+            return f"{taken}: give each GPU machine its own"
         if register.kind == pb.MACHINE_KIND_CPU and not self.epoch:
             k = self._config.num_servers
-            if sum(m.is_cpu_server for m in self.present()) >= k:
+            if len(self._lists.cpu_servers) >= k:
                 return (
                     f"DMLC_NUM_SERVER={k}, and {count_text(k, 'server')} have registered already: this one is too many"
                 )
@@ -392,12 +458,13 @@ class Roster:
         numbers = range(self._config.num_workers) if self._config.max_restarts else ()
         return [number for number in numbers if number not in there]
 
-    def _is_same_place(self, other: MemberRecord, register: pb.Register) -> bool:
+    def _place(self, register: pb.Register) -> tuple[object, ...]:
+        """The key of ``_Lists.places`` under which no other member may be."""
         if self._config.max_restarts and register.role == pb.ROLE_COMMUNICATION:
-            return other.home[1] == register.machine_index
+            return register.role, "at home", register.machine_index
         if self.epoch and self._config.elastic:
-            return other.home == (register.machine_id, register.machine_index)
-        return other.facts.machine_index == register.machine_index
+            return register.role, (register.machine_id, register.machine_index)
+        return register.role, register.machine_index
 
     def _has_left(self, register: pb.Register) -> bool:
         """True if a member with the same place has left in order, while others have not left yet."""
@@ -407,6 +474,14 @@ class Roster:
             and m.facts.machine_index == register.machine_index
             for m in self.everyone
         )
+
+    @property
+    def is_complete(self) -> bool:
+        """True if all members that the cluster needs have registered."""
+        config, there = self._config, self._lists
+        n, k = config.num_workers, config.num_servers
+        served = len(there.gpu_servers) >= n or not config.needs_gpu_machine_servers
+        return len(there.workers) >= n and len(there.cpu_servers) >= k and served
 
     def missing(self) -> str:
         """The members that the cluster still waits for, in words; empty when it is complete."""
@@ -436,19 +511,28 @@ class Roster:
             + waiting[-1]
         )
 
-    def cpu_servers(self) -> list[MemberRecord]:
+    def cpu_servers(self) -> Sequence[MemberRecord]:
         """Servers of CPU machines that may hold keys, in the order in which they get them."""
-        servers = (m for m in self.present() if m.is_cpu_server and m.can_hold_keys)
-        return sorted(servers, key=lambda m: m.facts.address)
+        return self._lists.cpu_servers
 
-    def gpu_servers(self) -> list[MemberRecord]:
+    def gpu_servers(self) -> Sequence[MemberRecord]:
         """Servers of GPU machines that may hold keys, by machine index; none where GPU machines do not sum."""
-        servers = (m for m in self.present() if m.is_gpu_server and m.can_hold_keys)
-        return sorted(servers, key=lambda m: m.facts.machine_index)
+        return self._lists.gpu_servers
 
     def link_owners(self) -> list[MemberRecord]:
         """The members whose ``link_mbit`` is the rate of their machine's link: CPU machines' servers, then workers."""
         return [*self.cpu_servers(), *self._workers]
+
+    def machines(self) -> tuple[Mapping[int, int], Mapping[int, int]]:
+        """The ``link_owners`` of GPU machines by their index, and of all machines by the member ids of their summation
+        services; -1 for a service without a worker."""
+        lists = self._lists
+        if lists.machines is None:
+            workers = {worker.facts.machine_index: worker.id for worker in lists.workers}
+            servers = {server.id: server.id for server in lists.cpu_servers}
+            servers.update((s.id, workers.get(s.facts.machine_index, -1)) for s in lists.gpu_servers)
+            lists.machines = workers, servers
+        return lists.machines
 
     def link_owners_without_share(self) -> set[int]:
         """Those of ``link_owners``, by member id, whose machine adds nothing."""
@@ -473,7 +557,9 @@ class Roster:
     def set_link_rates(self, link_mbit: Mapping[int, float]) -> None:
         """Links of ``link_owners``, by member id, have these rates in Mbit/s from now on."""
         for member in self.link_owners():
-            member.link_mbit = link_mbit.get(member.id, member.link_mbit)
+            if member.id in link_mbit:
+                member.first_mbit = member.first_mbit or member.link_mbit
+                member.link_mbit = link_mbit[member.id]
 
     def link_rates(self) -> list[float]:
         """The configured rates in Mbit/s, CPU machines first, then GPU machines; 0: to be measured."""
@@ -482,7 +568,7 @@ class Roster:
     def complete(self, link_mbit: Sequence[float]) -> pb.Membership:
         """Open the first epoch, with these rates in Mbit/s. Callable once, when ``missing`` is empty."""
         first_rank = 0
-        self._workers = workers = self.workers()
+        self._workers = workers = list(self.workers())
         cpu = self.cpu_servers()
         for worker in workers:
             worker.first_rank = first_rank
@@ -504,6 +590,7 @@ class Roster:
         for member in self.everyone:
             if member.facts.kind == pb.MACHINE_KIND_GPU:
                 member.facts.machine_index, member.first_rank = OUTSIDE, -1
+        self._known = None
         first_rank = 0
         for index, (member_id, count) in enumerate(members):
             worker = by_id[member_id]
@@ -511,10 +598,11 @@ class Roster:
             worker.epoch = self.epoch + 1
             first_rank += count
         places = {by_id[member_id].home: by_id[member_id].facts.machine_index for member_id, _ in members}
-        for server in self.present():
-            if server.is_gpu_server:
+        for server in self.everyone:
+            if server.is_gpu_server and server.is_present:
                 server.facts.machine_index = places.get(server.home, OUTSIDE)
-        self._workers = self.workers()
+        self._known = None
+        self._workers = list(self.workers())
         self.workers_since = self.epoch + 1
         membership = self._open_epoch(reason)
         membership.continued, membership.under_way = is_continued, is_under_way

@@ -83,15 +83,17 @@ def open_channel(settings: Settings) -> grpc.Channel:
     address = settings.scheduler_address
     if not address:
         raise ConfigurationError("the scheduler's address is not set: set DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT")
-    # A scheduler's machine that vanishes without closing its connections is noticed as late as a silent member.
-    keepalive_ms = max(1000, int(settings.heartbeat_timeout_s * 500))
+    # For a scheduler whose machine vanishes without closing its connections. gRPC ends a connection whose packets are
+    # not confirmed for this long, and the scheduler takes the end of a connection for that of the member: on a full
+    # link, packets of the connection can be lost again and again for seconds.
+    keepalive_ms = max(1000, int(settings.patience_s * 500))
     options: Options = [
         *_COMMON,
         ("grpc.enable_http_proxy", 0),
         ("grpc.enable_retries", 0),
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 1000),
+        ("grpc.min_reconnect_backoff_ms", 4000),  # the time of an attempt
         ("grpc.max_reconnect_backoff_ms", 500),
         ("grpc.keepalive_time_ms", keepalive_ms),
         ("grpc.keepalive_timeout_ms", keepalive_ms),

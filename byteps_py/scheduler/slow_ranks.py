@@ -64,6 +64,9 @@ _SLOW_LINK_AHEAD = 1.4
 _ONE_WAY = 2.0
 _SLOW_WAY = 1.5
 _LEAST_BUSY = 0.02  # of the time
+#: Fewer bytes in a window show no rate: TCP sends as many at once, and so little may be requests alone, which wait for
+#: their acknowledgements behind what is sent to others.
+_LEAST_BYTES = 14_600
 #: The other end of a Usage that is about all that a machine's link has sent, or received.
 NETWORK = -1
 
@@ -164,7 +167,7 @@ class SlowRankWatch:
         self._judged_s = -float("inf")
 
     def report(
-        self, spans: Iterable[pb.RankSpans], usages: Iterable[Usage], now_s: float, machine: int | None = None
+        self, spans: Iterable[pb.RankSpans], usages: Sequence[Usage], now_s: float, machine: int | None = None
     ) -> None:
         """What a member has reported. ``machine``: of its ranks, as in ``usages``."""
         for each in spans:
@@ -269,7 +272,11 @@ class SlowRankWatch:
             total = totals[usage.source, usage.target]
             total[0] += usage.nbytes
             total[1] += max(usage.busy_s - usage.unread_s, 0.0)
-        known = {way: total for way, total in totals.items() if total[1] >= _LEAST_BUSY * elapsed_s and total[0]}
+        known = {
+            way: total
+            for way, total in totals.items()
+            if total[1] >= _LEAST_BUSY * elapsed_s and total[0] >= _LEAST_BYTES
+        }
         to, of = _rates(known, 1), _rates(known, 0)
         slower: dict[tuple[int, bool], list[tuple[float, float]]] = defaultdict(list)  # machine, sends: ratio, lost
         for (source, target), (nbytes, busy_s) in known.items():

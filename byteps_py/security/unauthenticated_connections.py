@@ -59,6 +59,7 @@ class UnauthenticatedConnections:
         self._call_later: Callable[[float, Callable[[], None]], None] | None = None
         self._is_watching = False  # a timer runs
         self._waiting: dict[int, _Connection] = {}  # by descriptor, the oldest first
+        self._admitted: dict[int, int] = {}  # inodes by descriptor
         # Where the limit of descriptors is low, most of them must be left for members.
         self._most = min(MOST, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8)
         self.cut_off = 0
@@ -81,15 +82,30 @@ class UnauthenticatedConnections:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def add(self, fd: int) -> None:
-        """Record a new connection."""
-        self.discard(fd)
-        with contextlib.suppress(OSError):  # gone already
-            self._waiting[fd] = _Connection(self._clock(), self._inode(fd))
+    def add(self, fd: int) -> bool:
+        """Record a new connection. False: it has ended already.
+
+        A connection that was admitted stays so: libzmq lets a connection work before it reports that it was accepted.
+        """
+        self._waiting.pop(fd, None)
+        try:
+            inode = self._inode(fd)
+        except OSError:
+            return False
+        if self._admitted.get(fd) == inode:
+            return True
+        self._waiting[fd] = _Connection(self._clock(), inode)
         if len(self._waiting) > self._most:
             oldest, connection = next(iter(self._waiting.items()))
             self._cut_off(oldest if self._clock() - connection.since_s >= GRACE_S else fd)
         self._schedule_sweep()
+        return True
+
+    def admit(self, fd: int) -> None:
+        """A connection has authenticated, whether or not ``add`` has been told of it."""
+        self.discard(fd)
+        with contextlib.suppress(OSError):  # gone already
+            self._admitted[fd] = self._inode(fd)
 
     def expel(self, fd: int) -> None:
         """Cut off a connection, also one that was authenticated. What was sent to it has ``WATCH_S`` to leave."""
@@ -99,8 +115,9 @@ class UnauthenticatedConnections:
         self._schedule_sweep()
 
     def discard(self, fd: int) -> None:
-        """Forget a connection that has authenticated or ended."""
+        """Forget a connection that has ended, or needs no limit any more."""
         self._waiting.pop(fd, None)
+        self._admitted.pop(fd, None)
 
     def sweep(self) -> None:
         """Cut off connections that took too long or sent too much."""

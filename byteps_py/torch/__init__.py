@@ -4,7 +4,8 @@ Start with horovod/api.py (init, rank), horovod/allreduce.py (push_pull) and gra
 (DistributedOptimizer).
 
     run ┬ elastic ─ horovod ─┬ operations ─┐
-        └───────── gradients ┘             │
+        └─┬─────── gradients ┘             │
+    local ┘                                │
     process_group ─────────────────────────┴ collectives ─ Session (byteps_py.session)
 """
 
@@ -24,8 +25,9 @@ except ModuleNotFoundError as error:
 from byteps_py import errors as _errors, module_aliases as _aliases
 from byteps_py.errors import *
 from byteps_py.session.failure_reports import shorten_tracebacks as _shorten_tracebacks
-from byteps_py.torch import elastic, optim, timeline as _timeline, training_metrics as _training_metrics
+from byteps_py.torch import elastic, local, optim, timeline as _timeline, training_metrics as _training_metrics
 from byteps_py.torch.compression import Compression
+from byteps_py.torch.gradients.async_optimizer import AsyncOptimizer
 from byteps_py.torch.gradients.comm_hook import CommHookOptions, ddp_comm_hook
 from byteps_py.torch.gradients.cross_barrier import CrossBarrier
 from byteps_py.torch.gradients.distributed_data_parallel import DistributedDataParallel
@@ -55,6 +57,7 @@ from byteps_py.torch_backend import register as _register_backend
 
 #: The names of this package and, under the names of Horovod's and BytePS's modules (module_aliases.py), of those.
 __all__ = [
+    "AsyncOptimizer",
     "CommHookOptions",
     "Compression",
     "CrossBarrier",
@@ -64,6 +67,7 @@ __all__ = [
     "SyncBatchNorm",
     "ddp_comm_hook",
     "elastic",
+    "local",
     "mpi_ops",
     "optim",
     "parallel",

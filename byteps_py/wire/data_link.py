@@ -19,11 +19,12 @@ from byteps_py.tensors import DType, Op
 from byteps_py.wire.record_codec import F64, U32, U64, Data, F64s, Flag, RecordCodec, Text, U64s
 
 MAGIC = 0x31535042  # "BPS1", little endian
-VERSION = 12
+VERSION = 14
 
 # magic, version, kind, dtype, op | epoch, sender, root, machines | key | generation, index | round | offset | length
 # | payload segment, payload offset, answer segment, answer offset | flags | nonfinite_ranks | waited | codec
-_LAYOUT = struct.Struct("<IBBBB IHHH Q II Q Q Q IQIQ B Q I I")
+# | staleness
+_LAYOUT = struct.Struct("<IBBBB IHHH Q II Q Q Q IQIQ B Q I Q H")
 HEADER_BYTES = _LAYOUT.size
 MAX_WAITED_US = (1 << 32) - 1
 #: The limit of a message about shadowed states, which is sent in pieces if it is longer than a partition: at ``offset``
@@ -50,10 +51,18 @@ class Kind(enum.IntEnum):
     FETCH = 8  # CS → CS: requests bytes of one of the receiver's ranks; payload: a Fetch. An ANSWER brings them
     FETCH_SUM = 9  # CS → CS: requests the machine's sum of a part of a scattered reduction; ``offset``: which part
     PASS = 10  # CS → SS: the machine's ranks have joined and contribute nothing; wants an answer without the result
-    WANT = 11  # SS → CS: another machine lacks this round's result; a CS that has it sends its contribution again
+    WANT = 11  # SS → CS: another machine lacks this round's result; a CS that has it sends its contribution again.
+    # Of an ACCUMULATE: the server needs the CS's clock, or with the flag SUPPLY its copy, in a PUSH that has the flag
     WITHDRAW = 12  # CS → SS: the sender's contribution to this round goes to another server; no answer
     TAKEN = 13  # CS → CS: the sender has all bytes that a Fetch names, of its round ``taken``; no answer
     AWAITED = 14  # SS → CS: other machines wait for the receiver in these rounds; payload: names of rounds; no answer
+    # Of an ACCUMULATE: the rounds of each machine that a copy of the partition contains; payload: see pack_clock. SS →
+    # CS: the copy that the ANSWER with the same name brings, and the version that the PUSH made. CS → SS, after a WANT:
+    # its own copy, of round ``round``
+    CLOCK = 15
+    ORDER = (
+        16  # CS → SS: the versions at which the PUSH that follows is added and answered, in a replay; see pack_order
+    )
     # The states of hosted optimizers that servers keep in step (server/shadow.py). Their header names a partition of
     # gradients; ``round`` is one of its sum, or the number of a step. Long payloads come in pieces (MAX_PIECES_BYTES).
     SHADOW_BEGIN = 30  # CS → SS: keep a partition's states as of step ``round``; payload: a ShadowPartition
@@ -115,6 +124,7 @@ class Header:
             the round is not checked. In its ANSWER, the ranks that made the result so.
         waited_us: in an ANSWER, how long the PUSH had waited for other machines, in microseconds.
         codec: the form of the payload and of the answer: see Codec.code; 0 for that of ``dtype``.
+        staleness: of an ACCUMULATE: see TensorSpec.
 
     >>> header = Header(Kind.PUSH, sender=1, dtype=DType.FLOAT32, key=7, round=2, length=4096)
     >>> Header.unpack(header.pack()) == header
@@ -142,6 +152,7 @@ class Header:
     nonfinite_ranks: int = 0
     waited_us: int = 0
     codec: int = 0
+    staleness: int = 0
 
     @property
     def is_resent(self) -> bool:
@@ -189,6 +200,7 @@ class Header:
             self.nonfinite_ranks,
             self.waited_us,
             self.codec,
+            self.staleness,
         )
 
     @classmethod
@@ -197,8 +209,8 @@ class Header:
         if len(data) != HEADER_BYTES:
             raise ProtocolError(f"a header has {HEADER_BYTES} bytes, got {len(data)}")
         (magic, version, kind, dtype, op, epoch, sender, root, machines, key, generation, index, round_, offset, length,
-         segment, segment_offset, answer_segment, answer_offset, flags, nonfinite_ranks, waited_us,
-         codec) = _LAYOUT.unpack(
+         segment, segment_offset, answer_segment, answer_offset, flags, nonfinite_ranks, waited_us, codec,
+         staleness) = _LAYOUT.unpack(
             data
         )  # fmt: skip
         if magic != MAGIC:
@@ -209,7 +221,7 @@ class Header:
             return cls(
                 _KINDS[kind], sender, epoch, _DTYPES[dtype], _OPS[op], root, key, generation, index, round_,
                 offset, length, segment, segment_offset, answer_segment, answer_offset, machines, flags,
-                nonfinite_ranks, waited_us, codec,
+                nonfinite_ranks, waited_us, codec, staleness,
             )  # fmt: skip
         except KeyError:
             raise ProtocolError(f"unknown code in header: kind {kind}, dtype {dtype}, op {op}") from None
@@ -243,6 +255,33 @@ def unpack_names(data: bytes) -> list[RoundName]:
     if len(data) % _NAME.size or not 0 < len(data) <= MAX_NAMES * _NAME.size:
         raise ProtocolError(f"{len(data)} bytes are not the names of 1 to {MAX_NAMES} rounds")
     return list(_NAME.iter_unpack(data))
+
+
+def pack_clock(clock: Sequence[int], added_at: int = 0) -> bytes:
+    """The payload of a CLOCK: by machine, the last of its rounds that a copy contains; ``added_at``: the version that
+    the receiver's contribution made, 0 if that is not known."""
+    return struct.pack(f"<{1 + len(clock)}Q", added_at, *clock)
+
+
+def unpack_clock(data: bytes) -> tuple[tuple[int, ...], int]:
+    """(clock, added_at) in the payload of a CLOCK. Raises ProtocolError."""
+    if len(data) % 8 or len(data) < 16:
+        raise ProtocolError(f"{len(data)} bytes are no clock: 8 for each machine, and 8 more")
+    added_at, *clock = struct.unpack(f"<{len(data) // 8}Q", data)
+    return tuple(clock), added_at
+
+
+def pack_order(added_at: int, answered_at: int) -> bytes:
+    """The payload of an ORDER."""
+    return struct.pack("<QQ", added_at, answered_at)
+
+
+def unpack_order(data: bytes) -> tuple[int, int]:
+    """(added_at, answered_at) in the payload of an ORDER. Raises ProtocolError."""
+    if len(data) != 16:
+        raise ProtocolError(f"{len(data)} bytes are no order, which has 16")
+    added_at, answered_at = struct.unpack("<QQ", data)
+    return added_at, answered_at
 
 
 class PayloadRecord:

@@ -33,7 +33,7 @@ from byteps_py.wire.record_codec import (
     U64s,
 )
 
-VERSION = 17
+VERSION = 19
 
 #: The most entries of a message about rounds: more are spread over several messages.
 MAX_ROUNDS = 4096
@@ -78,7 +78,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class SpecFields:
-    """A TensorSpec in a message. ``codec``: see Codec.code; 0 for none."""
+    """A TensorSpec in a message. ``codec``: see Codec.code; 0 for none. ``momentum``: see Codec."""
 
     dtype: U8
     op: U8
@@ -89,7 +89,9 @@ class SpecFields:
     is_replicated: Flag
     root: I32
     priority: I32
-    codec: U32
+    staleness: U32
+    codec: U64
+    momentum: F64
     name: Text
     shape: U64s
     group: U32s
@@ -102,8 +104,9 @@ class SpecFields:
         """The fields of ``spec``."""
         return cls(
             spec.dtype, spec.op, spec.nonfinite, spec.average, spec.scatters, spec.is_shadowed,
-            spec.is_replicated, spec.root, spec.priority, spec.codec.code if spec.codec is not None else 0, spec.name,
-            spec.shape, spec.group, spec.terms, spec.ownership, spec.remark,
+            spec.is_replicated, spec.root, spec.priority, spec.staleness,
+            spec.codec.code if spec.codec is not None else 0, spec.codec.momentum if spec.codec is not None else 0.0,
+            spec.name, spec.shape, spec.group, spec.terms, spec.ownership, spec.remark,
         )  # fmt: skip
 
     def spec(self) -> TensorSpec:
@@ -112,7 +115,8 @@ class SpecFields:
             return TensorSpec(
                 self.name, DType(self.dtype), self.shape, Op(self.op), self.average, self.root, self.priority,
                 self.group, self.scatters, self.terms, NonFinite(self.nonfinite), self.ownership, self.is_shadowed,
-                self.is_replicated, self.remark, Codec.from_code(self.codec) if self.codec else None,
+                self.is_replicated, self.remark, Codec.from_code(self.codec, self.momentum) if self.codec else None,
+                self.staleness,
             )  # fmt: skip
         except (ValueError, UsageError) as error:
             raise ProtocolError(f"tensor {self.name[:80]!r}: malformed declaration: {error}") from None

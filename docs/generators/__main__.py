@@ -17,6 +17,7 @@ import healing_picture  # noqa: E402
 import metrics_page  # noqa: E402
 import placement_picture  # noqa: E402
 import slow_rank_picture  # noqa: E402
+import step_times_picture  # noqa: E402
 import trace_picture  # noqa: E402
 import wire_page  # noqa: E402
 
@@ -29,6 +30,7 @@ OUTPUTS: dict[str, Callable[[], str]] = {
     "pictures/healing.svg": healing_picture.svg,
     "pictures/placement.svg": placement_picture.svg,
     "pictures/slow-rank.svg": slow_rank_picture.svg,
+    "pictures/step-times.svg": step_times_picture.svg,
     "pictures/trace.svg": trace_picture.svg,
 }
 

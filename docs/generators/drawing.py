@@ -55,6 +55,12 @@ class Drawing:
             f'<path d="M{x1:g},{y1:g} L{x2:g},{y2:g}" fill="none" stroke="{FAINT}" stroke-dasharray="4 3"/>'
         )
 
+    def dot(self, x: float, y: float, fill: str) -> None:
+        """A measurement among many: they may lie upon each other."""
+        self._lines.append(
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{fill}" stroke="{INK}" stroke-width="0.4"/>'
+        )
+
     def number(self, x: float, y: float, number: int) -> None:
         """In a circle: a step of a way."""
         self._lines.append(f'<circle cx="{x:g}" cy="{y:g}" r="12" fill="{INK}"/>')

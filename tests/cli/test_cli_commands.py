@@ -98,7 +98,7 @@ def _environ(tmp_path: Path) -> dict[str, str]:
     [
         ("bps sta", {"status"}),
         ("bps status --js", {"--json"}),
-        ("bps plan ", {"size", "memory", "-h", "--help"}),
+        ("bps plan ", {"size", "memory", "calibrate", "predict", "layout", "-h", "--help"}),
         ("bps completion f", {"fish"}),
     ],
 )

@@ -37,6 +37,7 @@ def levels(findings: Iterator[Finding]) -> list[str]:
         (machine_checks.check_cores(1, 1, None), ["warn"]),
         (machine_checks.check_numa(["node0"]), ["ok"]),
         (machine_checks.check_numa(["node0", "node1"]), ["warn"]),
+        (machine_checks.check_numa(["node0", "node1"], is_pinned=True), ["ok"]),
         (machine_checks.check_processor("x86_64", frozenset({"avx2", "f16c"})), ["ok"]),
         (machine_checks.check_processor("x86_64", frozenset({"sse2"})), ["warn"]),
         (machine_checks.check_processor("x86_64", frozenset({"avx2"})), ["warn"]),
@@ -110,7 +111,7 @@ def test_this_machine(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     subjects = [each["subject"] for each in found]
     for subject in ("python", "packages", "variables", "cores", "NUMA", "processor", "memory", "open files"):
         assert subject in subjects
-    for subject in ("locked memory", "/dev/shm", "clock", "GPUs", "ports", "links"):
+    for subject in ("locked memory", "/dev/shm", "clock", "GPUs", "topology", "ports", "links"):
         assert subject in subjects
     monkeypatch.setenv("DMLC_NUM_WORKER", "many")
     assert bps(["doctor", "--no-job"]) == 1

@@ -234,7 +234,7 @@ def test_every_variable_that_is_read_is_known() -> None:
 
 
 def test_variables_of_byteps_that_mean_nothing_are_explained() -> None:
-    assert ignored_variables({"BYTEPS_ENABLE_ASYNC": "0"}) == []  # that is so
+    assert ignored_variables({"BYTEPS_ENABLE_MIXED_MODE": "0"}) == []  # that is so
     assert ignored_variables(dict.fromkeys(IGNORED, "1")) == [
         f"{name} has no effect: {IGNORED[name]}" for name in IGNORED
     ]
@@ -244,7 +244,7 @@ def test_variables_of_byteps_that_mean_nothing_are_explained() -> None:
 def test_a_job_says_once_which_variables_mean_nothing(options: list[str]) -> None:
     program = "import byteps_py as bps; bps.init(); bps.shutdown()"
     command = [sys.executable, "-m", "byteps_py.launch", *options, sys.executable, "-c", program]
-    environment = clean_environment(BYTEPS_PARTITON_BYTES="8192", BYTEPS_NUMA_ON="1")
+    environment = clean_environment(BYTEPS_PARTITON_BYTES="8192", BYTEPS_NUMA_DEFAULT_QUOTA="1")
     done = warm.run(command, 100, env=environment)
     assert done.returncode == 0, done.stderr
     said = [line for line in done.stderr.splitlines() if "no effect" in line]

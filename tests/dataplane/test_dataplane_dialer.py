@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
 
 import pytest
 import zmq
@@ -20,9 +21,11 @@ from byteps_py.dataplane.listener import DataListener, Peer
 from byteps_py.dataplane.seal import Data
 from byteps_py.dataplane.traffic import Traffic
 from byteps_py.errors import ProtocolError
+from byteps_py.runtime import Runtime
 from byteps_py.security.unauthenticated_connections import MOST_BYTES
 from byteps_py.system.loop import EventLoop
 from byteps_py.wire.data_link import HEADER_BYTES, Header, Kind
+from byteps_py.worker.io.network import LinkEvents, LinkTarget, TcpLink
 
 PUSHED = bytes(3 * MOST_BYTES)
 
@@ -256,3 +259,22 @@ def test_a_busy_listener_cuts_off_no_authenticated_peer(call: Call) -> None:
     busy.listener.close()
     assert (busy.bytes_heard, busy.caller.times_open, cut_off) == ([len(PUSHED)], 1, 0)
     assert busy.at_each_look == [1, 1, 0]  # at its HELLO and its proof it is a stranger
+
+
+@pytest.mark.parametrize(("mbit", "keeps_warm"), [(0.0, True), (1000.0, True), (2.0, False)])
+def test_connections_over_slow_links_are_not_kept_warm(mbit: float, keeps_warm: bool) -> None:
+    found: list[Dialer] = []
+
+    def dialer(*arguments: Any) -> Dialer:
+        found.append(Dialer(*arguments))
+        return found[-1]
+
+    with zmq.Context() as context, socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+        loop, nothing = EventLoop(), cast(Any, None)
+        target, runtime = LinkTarget(address, link_mbit=mbit), Runtime(loop=loop, dialer=cast(Any, dialer))
+        link = TcpLink(context, runtime, target, 0, SETTINGS, nothing, LinkEvents(nothing, nothing, nothing))
+        assert found[0]._socket is not None
+        assert (found[0]._socket.getsockopt(zmq.HEARTBEAT_IVL) > 0) == keeps_warm
+        link.close()
+        loop.close()

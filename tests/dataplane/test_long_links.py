@@ -25,17 +25,23 @@ def algorithm(sock: socket.socket) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("settings", "rtt_s", "count"),
+    ("settings", "rtt_s", "mbit", "count"),
     [
-        (Settings(), 0.0, 1),
-        (Settings(), 0.004, 1),
-        (Settings(), 0.006, long_links.LONG_LINK_CONNECTIONS),
-        (Settings(connections_per_link=3), 0.0, 3),
-        (Settings(connections_per_link=1), 0.1, 1),
+        (Settings(), 0.0, 1000.0, 1),
+        (Settings(), 0.004, 1000.0, 1),
+        (Settings(), 0.006, 0.0, long_links.LONG_LINK_CONNECTIONS),
+        (Settings(), 0.1, 1000.0, long_links.LONG_LINK_CONNECTIONS),
+        (Settings(), 0.1, 10.0, 3),
+        (Settings(), 0.1, 0.5, 1),
+        (Settings(connections_per_link=3), 0.0, 0.0, 3),
+        (Settings(connections_per_link=3), 0.1, 2.0, 3),
+        (Settings(connections_per_link=1), 0.1, 1000.0, 1),
     ],
 )
-def test_a_long_link_takes_several_connections(settings: Settings, rtt_s: float, count: int) -> None:
-    assert long_links.connections_for(settings, rtt_s) == count
+def test_a_long_link_takes_as_many_connections_as_fill_it(
+    settings: Settings, rtt_s: float, mbit: float, count: int
+) -> None:
+    assert long_links.connections_for(settings, rtt_s, mbit) == count
 
 
 def test_connections_inside_one_machine_are_left_as_they_are(ends: list[socket.socket]) -> None:

@@ -40,7 +40,13 @@ def test_each_codec_is_like_one_process(layout: tuple[int, int, int]) -> None:
 
 @pytest.mark.slow
 def test_ranks_that_are_not_finite_are_named() -> None:
-    assert len(digests(2, 1, 1, "int8", "e5m2", "topk ef", BYTEPS_NONFINITE="raise")) == 1
+    codecs = ["int8", "e5m2", "topk ef", "onebit ef", "randomk ef", "linear", "natural ef", "thc"]
+    assert len(digests(2, 1, 1, *codecs, BYTEPS_NONFINITE="raise")) == 1
+
+
+@pytest.mark.slow
+def test_rules_and_warm_up() -> None:
+    assert len(digests(2, 1, 1, "rules")) == 1
 
 
 @pytest.mark.slow
@@ -50,10 +56,12 @@ def test_ranks_join() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("codec", ["int8", "topk"])
+@pytest.mark.parametrize(
+    "codec", ["int8", "topk", *(pytest.param(each, marks=pytest.mark.long) for each in ("randomk", "dithering", "thc"))]
+)
 def test_servers_die_and_the_weights_are_the_same(codec: str) -> None:
     environ = {"TEST_COMPRESSION": codec, "BYTEPS_MIN_COMPRESS_BYTES": "0"}
-    faults = [nothing, kill_and_return(), kill_all] if codec == "topk" else [nothing, kill_and_return("--gpu-machine")]
+    faults = [nothing, kill_and_return(), kill_all] if codec != "int8" else [nothing, kill_and_return("--gpu-machine")]
     faults.append(nothing)  # the ranks wait for it until the servers are back
     assert not environ.keys() & ENVIRON.keys()
     assert run(OPTIONS, faults, **environ) == run(OPTIONS, [nothing] * len(faults), **environ)

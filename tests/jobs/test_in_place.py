@@ -107,8 +107,8 @@ def test_ranks_are_killed(variant: str, kills: str, tmp_path: Path) -> None:
     ("variant", "kills"),
     [
         # In calls 3 and 4, no rank makes a step.
-        ("scaler", "1:4:step"),
-        pytest.param("scaler", "0:3:after", marks=SLOW),
+        pytest.param("scaler", "1:4:step", marks=SLOW),
+        pytest.param("scaler", "0:3:after", marks=LONG),
         pytest.param("scaler", "2:5:step", marks=LONG),
         pytest.param("scaler", "3:5:backward 1:6:step", marks=LONG),
         pytest.param("scaler and clip", "2:5:clip", marks=LONG),

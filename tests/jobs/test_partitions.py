@@ -96,7 +96,8 @@ def test_machines_lose_each_other_for_a_while_and_the_weights_are_the_same(hosts
 
     faults = [short, one_way, come_back, *([both_ways, come_back] if is_all else []), short]
     with contextlib.ExitStack() as stack:
-        running = Cluster(stack, hosts, (str(len(faults)), str(STEPS)), **ENVIRON)
+        environ = {**ENVIRON, "BYTEPS_HEARTBEAT_TIMEOUT_MAX_S": "5"}  # the patience with a connection that loses all
+        running = Cluster(stack, hosts, (str(len(faults)), str(STEPS)), **environ)
         digests = train(running.machines[0], faults)
         assert running.machines[1].end() == 0, running.machines[1].text
         digests |= set(DIGEST.findall(running.machines[1].text))

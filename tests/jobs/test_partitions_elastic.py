@@ -53,8 +53,8 @@ def start(host: Host, scheduler: Host, port: int, *words: str, **own: str) -> co
     ("to_it", "from_it"),
     [
         pytest.param(True, True, id="both ways", marks=pytest.mark.slow),
-        pytest.param(True, False, id="it hears nobody", marks=pytest.mark.slow),
-        pytest.param(False, True, id="nobody hears it", marks=pytest.mark.slow),
+        pytest.param(True, False, id="it hears nobody", marks=pytest.mark.long),
+        pytest.param(False, True, id="nobody hears it", marks=pytest.mark.long),
     ],
 )
 def test_a_machine_that_is_cut_off_commits_nothing_more(

@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 from simulator import (
     KINDS,
+    AccumulatingCluster,
+    AccumulatingOutageCluster,
     BusyCluster,
     Cluster,
     ElasticCluster,
@@ -30,6 +32,7 @@ from simulator import (
     __main__ as command,
     run,
 )
+from simulator.accumulating import AccumulatingJob, AccumulatingLedger
 from simulator.all_mutations import ALL_MUTATIONS
 from simulator.busy import STARVES, STOPS
 from simulator.cluster import FAULTS
@@ -40,6 +43,8 @@ from simulator.shadowed import ALL_DIE, CUT, JOIN, SHORTAGE
 from simulator.shocks import CUT_OFF, SHOCKS
 from simulator.trials import LINK, TRIALS
 from simulator.visits import VISIT
+
+from byteps_py.arrivals import orders_of
 
 #: By kind: how many seeds `make test` runs, `make test-slow`, and `make test-long`, from the first one on.
 SEEDS = {
@@ -56,7 +61,7 @@ SEEDS = {
     "shadow-outages": (3, 30, 60),
     "shadow-copies": (3, 30, 60),
     "restarted": (4, 60, 120),
-    "in-place": (4, 60, 100),
+    "in-place": (4, 30, 100),
     "links": (4, 60, 120),
     "hosted-links": (3, 30, 60),
     "shadow-links": (2, 15, 30),
@@ -64,6 +69,8 @@ SEEDS = {
     "in-place-links": (3, 20, 30),
     "coded": (3, 60, 150),
     "coded-outages": (2, 30, 60),
+    "accumulating": (4, 60, 300),
+    "accumulating-outages": (3, 60, 300),
 }
 MARKS = ((), pytest.mark.slow, pytest.mark.long)
 
@@ -171,6 +178,25 @@ def test_every_fault_is_tried_and_fires(kind: type[Cluster], names: Iterable[str
 def test_seeds_that_once_found_a_defect(kind: type[Cluster], seed: int) -> None:
     """Besides these, each defect has a test of its own."""
     assert not run(seed, kind).violation
+
+
+@pytest.mark.parametrize("kind", [AccumulatingCluster, AccumulatingOutageCluster])
+def test_the_logs_of_machines_tell_the_order_of_all_changes(kind: type[AccumulatingJob]) -> None:
+    """Also of runs in which servers die, leave and come: every copy has the changes that were made before it."""
+    changes = 0
+    for seed in range(12):
+        cluster = kind(seed)
+        cluster.fault = ""
+        cluster.start()
+        cluster.run()
+        assert isinstance(cluster.ledger, AccumulatingLedger)
+        found = orders_of(cluster.ledger.changes)
+        changes += found.count
+        for each in cluster.ledger.changes:
+            turns = found.by_place[each.tensor, each.generation, each.index]
+            added = [machine for (machine, _), order in turns.items() if order.added_at <= each.answered_at]
+            assert tuple(added.count(machine) for machine in range(len(each.clock))) == each.clock, seed
+    assert changes > 300
 
 
 def test_jobs_are_started_again_with_servers_that_were_left() -> None:

@@ -42,7 +42,7 @@ class TestPolicy:
         assert words(actions) == "scheduler can't begin; its own message is above"
         assert sends(actions) == [(("rank 0",), signal.SIGKILL)]
         policy.exited("rank 0", -9, 2)
-        assert (policy.retry, policy.code, policy.finished) == (False, 2, True)
+        assert (policy.retry, policy.never_began, policy.code, policy.finished) == (False, True, 2, True)
 
     def test_after_a_signal_an_exception_of_a_rank_is_no_failure_of_its_own(self) -> None:
         policy = policy_of()
@@ -254,7 +254,7 @@ class TestPolicy:
     def test_taken_port_means_starting_over(self) -> None:
         policy = policy_of()
         actions = policy.exited("scheduler", 2, 0)
-        assert sends(actions) == [(("cs", "ss", "rank 0", "rank 1"), signal.SIGKILL)]
+        assert sends(actions) == [(("rank 0", "rank 1", "cs", "ss"), signal.SIGKILL)]
         for name in ("rank 0", "rank 1", "cs", "ss"):
             policy.exited(name, -9, 0)
         assert policy.finished
@@ -294,7 +294,7 @@ class TestPolicy:
         policy.signalled(signal.SIGINT, 0)
         assert policy.signalled(signal.SIGINT, 0.1) == []  # one key press, forwarded by a wrapper
         assert policy.signalled(signal.SIGHUP, 1) == []
-        assert sends(policy.signalled(signal.SIGINT, 1)) == [((*SERVICES, "rank 0", "rank 1"), signal.SIGKILL)]
+        assert sends(policy.signalled(signal.SIGINT, 1)) == [(("rank 0", "rank 1", *SERVICES), signal.SIGKILL)]
 
     def test_signal_while_services_leave(self) -> None:
         policy = policy_of(ranks=1)

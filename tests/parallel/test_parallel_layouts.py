@@ -86,8 +86,8 @@ def test_hosted(layout: str, cases: str) -> None:
 @pytest.mark.parametrize(
     ("layout", "cases"),
     [
-        ("-np 2", "1x1x1x2:sharded 2x1x1x1:sharded"),
-        pytest.param("-np 2", "1x1x2x1:machine 1x2x1x1:sharded", marks=pytest.mark.slow),
+        pytest.param("-np 2", "1x1x1x2:sharded 2x1x1x1:sharded", marks=pytest.mark.slow),
+        pytest.param("-np 2", "1x1x2x1:machine 1x2x1x1:sharded", marks=pytest.mark.long),
         pytest.param(
             "-np 2 --machines 2 --servers 1",
             "2x1x1x2:machine 1x1x2x2:sharded 2x1x2x1:machine 1x2x1x2:sharded",

@@ -1,6 +1,6 @@
 """Sums with each codec, and a training, compared with machines and a server that are emulated in this process. Run by
-tests/jobs/test_compression.py under bpslaunch; prints a digest of all results. Arguments: names of codecs, or join;
-none: all codecs. With BYTEPS_NONFINITE=raise, a gradient is infinite.
+tests/jobs/test_compression.py under bpslaunch; prints a digest of all results. Arguments: names of codecs, join, or
+rules; none: all codecs. With BYTEPS_NONFINITE=raise, a gradient is infinite.
 """
 
 from __future__ import annotations
@@ -26,6 +26,15 @@ CODECS = {
     "topk": C.topk(0.01),
     "int8 ef": C.with_error_feedback(C.int8),
     "topk ef": C.topk(0.05, error_feedback=True),
+    "topk of 2 bits": C.topk(0.05, error_feedback=True, bits=2),
+    "onebit ef": C.with_momentum(C.onebit(error_feedback=True), 0.9),
+    "onebit": C.onebit(scaling=False),
+    "randomk": C.randomk(0.1, seed=5),
+    "randomk ef": C.randomk(0.1, error_feedback=True),
+    "linear": C.dithering(7, seed=3),
+    "thc": C.thc(),
+    "thc wide": C.with_momentum(C.thc(lanes=16), 0.5),
+    "natural ef": C.dithering(7, "natural", "l2", error_feedback=True),
 }
 #: With partitions of 64 KB, the first is cut.
 SHAPES = [((300, 1001), torch.float32), ((5_000,), torch.bfloat16), ((20_011,), torch.float16), ((0,), torch.float32)]
@@ -43,7 +52,7 @@ def contribution(rank: int, number: int, round_: int) -> torch.Tensor:
 def sums(name: str, digest: hashlib._Hash) -> None:
     compression, local = CODECS[name], bps.local_size()
     assert compression.codec is not None
-    expected = [CodedSums(compression.codec, local) for _ in SHAPES]
+    expected = [CodedSums(compression.codec, local, f"{name} {number}") for number in range(len(SHAPES))]
     for round_ in range(ROUNDS):
         for number, model in enumerate(expected):
             given = [contribution(rank, number, round_) for rank in range(bps.size())]
@@ -79,7 +88,9 @@ def training(name: str, digest: hashlib._Hash) -> None:
     )
     plain = torch.optim.SGD(same.parameters(), lr=0.01, momentum=0.9)
     assert compression.codec is not None
-    models = [CodedSums(compression.codec, bps.local_size()) for _ in net.parameters()]
+    models = [
+        CodedSums(compression.codec, bps.local_size(), f"Gradient.{name} {key}") for key, _ in net.named_parameters()
+    ]
     for step in range(ROUNDS):
         gradients(net, bps.rank(), step)
         optimizer.step()
@@ -90,6 +101,38 @@ def training(name: str, digest: hashlib._Hash) -> None:
         for mine, theirs in zip(net.parameters(), same.parameters(), strict=True):
             if not torch.equal(mine, theirs):
                 sys.exit(f"rank {bps.rank()}: {name}, step {step} differs by {(mine - theirs).abs().max()}")
+            digest.update(mine.detach().numpy().tobytes())
+
+
+def by_rules(digest: hashlib._Hash) -> None:
+    """Each parameter has its own compression, from the second step on."""
+    chosen = {"0.weight": C.int8, "0.bias": C.none, "2.weight": C.randomk(0.1, error_feedback=True)}
+    rules = C.rules([(f"by rules {key}", each) for key, each in chosen.items()], warmup_steps=1)
+    net, same = network(), network()
+    optimizer = bps.DistributedOptimizer(
+        torch.optim.SGD(net.parameters(), lr=0.01),
+        [(f"by rules {key}", parameter) for key, parameter in net.named_parameters()],
+        rules,
+    )
+    plain = torch.optim.SGD(same.parameters(), lr=0.01)
+    models = {
+        key: CodedSums(each.codec, bps.local_size(), f"Gradient.by rules {key}")
+        for key, each in chosen.items()
+        if each.codec is not None
+    }
+    for step in range(4):
+        gradients(net, bps.rank(), step)
+        optimizer.step()
+        given = [gradients(same, rank, step) for rank in range(bps.size())]
+        for i, (key, parameter) in enumerate(same.named_parameters()):
+            parts = [each[i] for each in given]
+            model = models.get(key) if step else None
+            # Of two ranks, there is one order of adding.
+            parameter.grad = model(parts, bps.size()) if model else (parts[0] + parts[1]) / bps.size()
+        plain.step()
+        for mine, theirs in zip(net.parameters(), same.parameters(), strict=True):
+            if not torch.equal(mine, theirs):
+                sys.exit(f"rank {bps.rank()}: rules, step {step} differs by {(mine - theirs).abs().max()}")
             digest.update(mine.detach().numpy().tobytes())
 
 
@@ -145,6 +188,8 @@ def main() -> None:
     for name in sys.argv[1:] or CODECS:
         if name == "join":
             joining(digest)
+        elif name == "rules":
+            by_rules(digest)
         elif os.environ.get("BYTEPS_NONFINITE") == "raise":
             not_finite(name, digest)
         else:

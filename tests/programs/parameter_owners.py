@@ -28,6 +28,7 @@ TAKES_WHOLE: list[Callable[[nn.Module], Any]] = [
     lambda model: bps.DistributedOptimizer(sgd(model), model.named_parameters()),
     lambda model: bps.DistributedOptimizer(sgd(model), hosted=True),
     lambda model: bps.CrossBarrier(model, sgd(model)),
+    lambda model: bps.AsyncOptimizer(sgd(model), model.named_parameters()),
     lambda model: bps.parallel.DistributedDataParallel(model),
     lambda model: bps.broadcast_parameters(model.state_dict(), 0),
 ]

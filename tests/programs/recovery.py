@@ -18,6 +18,9 @@ COMPRESSIONS = {
     "none": bps.Compression.none,
     "int8": bps.Compression.int8,
     "topk": bps.Compression.topk(0.05, error_feedback=True),
+    "randomk": bps.Compression.randomk(0.05, error_feedback=True),
+    "dithering": bps.Compression.with_momentum(bps.Compression.dithering(7)),
+    "thc": bps.Compression.thc(),
 }
 
 

@@ -1,4 +1,5 @@
-"""A rank that sums until its standard input, rank 0's, ends; then it prints the number of right sums."""
+"""A rank that sums until its standard input, rank 0's, ends; then it prints the number of right sums:
+until_told.py [ELEMENTS]."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import torch
 import byteps_py as bps
 
 bps.init()
-tensor = torch.full((50_000,), float(bps.rank() + 1))
+tensor = torch.full((int(sys.argv[1]) if sys.argv[1:] else 50_000,), float(bps.rank() + 1))
 expected = torch.full_like(tensor, sum(range(1, bps.size() + 1)))
 rounds = 0
 is_over = torch.zeros(1)

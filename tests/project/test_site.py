@@ -45,7 +45,7 @@ def public(module: str) -> set[tuple[str, str]]:
 
 
 #: Modules, whose names have sections of their own.
-MODULES = {"elastic", "optim", "mpi_ops", "parallel"}
+MODULES = {"elastic", "local", "optim", "mpi_ops", "parallel"}
 MODULES |= {"tensor", "context", "checkpoint", "fsdp", "mesh", "multimodal", "numerics", "sharding"}
 
 
@@ -57,7 +57,8 @@ def has_section(module: str, name: str) -> bool:
 
 def test_the_pages_of_the_api_have_every_public_name_once() -> None:
     found = documented("api-torch.md")
-    expected = public("byteps_py.torch") | public("byteps_py.torch.elastic") | {("byteps_py.torch.optim", "LAMB")}
+    expected = public("byteps_py.torch") | public("byteps_py.torch.elastic") | public("byteps_py.torch.local")
+    expected |= {("byteps_py.torch.optim", "LAMB")}
     assert sorted(found) == sorted(name for name in expected if not has_section(*name))
     found = documented("api-parallel.md")
     inner = ("tensor", "context", "checkpoint", "sharding", "multimodal")

@@ -150,7 +150,9 @@ def test_a_stranger_is_cut_off_in_time(caplog: pytest.LogCaptureFixture) -> None
             writer.close()
 
     serving(use)
-    assert any("has not proven" in record.getMessage() for record in caplog.records)
+    said = [record.getMessage() for record in caplog.records if "has not proven" in record.getMessage()]
+    assert f"within {PATIENCE_S:g} s" in said[0]  # it may know the secret, and have been too slow
+    assert said[0].endswith("it does not know it, or its machine or link is too slow")
 
 
 def test_no_scan_is_made_once_a_caller_is_admitted() -> None:

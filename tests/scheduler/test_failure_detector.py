@@ -14,6 +14,8 @@ from byteps_py.config.settings import Settings
 from byteps_py.errors import ConfigurationError
 from byteps_py.failure_detector import GAIN, HALF_LIFE_S, FailureDetector
 from byteps_py.proto import control_pb2 as pb
+from byteps_py.scheduler.health import LivenessMonitor
+from byteps_py.scheduler.roster import ClusterConfig, MemberRecord
 from byteps_py.system.loop import EventLoop
 from byteps_py.worker.io.network import silence_s
 
@@ -51,6 +53,27 @@ def test_the_ceiling_bounds_how_long_a_death_is_overlooked() -> None:
     assert starved.timeout_s() == 10.0
     assert starved.why(10.2) == "nothing was heard of it for 10.2 s (BYTEPS_HEARTBEAT_TIMEOUT_MAX_S)"
     assert detector(9.0, ceiling_s=1.0).timeout_s() == 1.0
+
+
+def test_over_a_slow_link_silence_proves_less() -> None:
+    """A queue may hold a second of other traffic, and lose a heartbeat."""
+    far = FailureDetector(INTERVAL_S, 1.0, 10.0, has_slow_link=True)
+    assert far.timeout_s() == 5.0
+    assert (
+        far.why(5.1) == "nothing was heard of it for 5.1 s (PS_HEARTBEAT_TIMEOUT, 5 times as long as its link is slow)"
+    )
+    far.on_heartbeat(1.7)
+    assert far.timeout_s() == pytest.approx(INTERVAL_S + GAIN * 1.5)
+    assert dataclasses.replace(far, lateness_s=0.0, ceiling_s=3.0).timeout_s() == 3.0
+
+
+@pytest.mark.parametrize(("mbit", "timeout_s"), [(0.0, 1.0), (2.0, 5.0), (100.0, 1.0)])
+def test_the_scheduler_waits_longer_for_members_whose_links_are_slow(mbit: float, timeout_s: float) -> None:
+    monitor = LivenessMonitor(ClusterConfig(num_workers=2))
+    member = MemberRecord(1, 1, pb.Register(), 0.0)
+    assert monitor.timeout_s(member) == 1.0  # its rate is not known yet
+    member.link_mbit = mbit
+    assert monitor.timeout_s(member) == timeout_s
 
 
 def test_others_that_are_late_show_that_the_load_has_just_begun() -> None:
@@ -175,6 +198,7 @@ def test_a_process_that_has_to_wait_for_a_processor_gives_servers_more_time() ->
     loop = EventLoop()
     try:
         assert silence_s(settings, loop) == 1.0
+        assert silence_s(settings, loop, has_slow_link=True) == 5.0
         ran: list[float] = []
         loop.call_later(-0.7, lambda: (ran.append(time.monotonic()), loop.stop())[0])  # type: ignore[func-returns-value]
         loop.run()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 from support.link_traffic import MBIT, Traffic
@@ -12,6 +13,8 @@ from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.core import LinksChanged
 from byteps_py.scheduler.rate_watch import (
     HOLD_S,
+    MBIT as MBIT_OF_BYTES,
+    PROBE_EVERY_S,
     RETRY_S,
     UNBOUND_S,
     WINDOW_S,
@@ -50,6 +53,82 @@ def test_the_shares_follow_a_link_and_come_back(n: int, k: int, machine: int) ->
     job.run(2 * NOTICED_S)
     assert job.over_optimum < 1.08
     assert len(job.epochs) <= 2, job.epochs
+
+
+#: From the return of a link until its machine has its share again.
+RESTORED_S = 10.0
+
+
+@pytest.mark.parametrize(
+    ("n", "k"), [(8, 0), *[pytest.param(n, k, marks=pytest.mark.slow) for n, k in ((4, 0), (4, 2), (16, 0))]]
+)
+@pytest.mark.parametrize(
+    "bursts", [(0.8, 1.03), pytest.param((0.7, 0.75), marks=pytest.mark.slow)], ids=["alone", "among others"]
+)
+def test_probes_show_that_a_link_is_back(n: int, k: int, bursts: tuple[float, float]) -> None:
+    job = traffic(n, k)
+    job.bursts = bursts
+    job.rates[-1] = MBIT / 2
+    job.run(120.0)
+    assert len(job.epochs) == 1, job.epochs
+    assert job.probes <= 120.0 / PROBE_EVERY_S
+    job.rates[-1] = MBIT
+    job.run(RESTORED_S)
+    assert len(job.epochs) == 2, job.epochs
+    assert job.over_optimum < 1.15
+    probes = job.probes
+    job.run(60.0)
+    assert len(job.epochs) <= 3, job.epochs
+    assert job.over_optimum < 1.05
+    assert job.probes <= probes + (12 if len(job.epochs) == 3 else 0)  # none of a machine as fast as at the start
+
+
+def test_a_link_that_comes_back_for_a_moment_moves_nothing() -> None:
+    job = traffic(4, 0)
+    job.rates[3] = MBIT / 2
+    job.run(20.0)
+    for _ in range(10):
+        job.rates[3] = MBIT
+        job.run(1.0)
+        job.rates[3] = MBIT / 2
+        job.run(7.0)
+    assert len(job.epochs) == 1, job.epochs
+
+
+def test_a_scheduler_that_was_started_again_probes_what_was_slow_before() -> None:
+    job = traffic(4, 0)
+    job.rates[-1] = MBIT / 2
+    job.run(20.0)
+    assert len(job.epochs) == 1
+    core = job.cluster.core
+    core._set_group(core._group)  # nothing that was watched is left
+    job.rates[-1] = MBIT
+    job.run(RESTORED_S)
+    assert len(job.epochs) == 2, job.epochs
+    assert job.over_optimum < 1.05
+
+
+def test_an_answer_to_no_probe_changes_nothing() -> None:
+    watch = RateWatch()
+    watch.set_rates({0: MBIT, 1: MBIT}, 0.0)
+    assert watch.take_probe(10.0) is None  # all are as fast as at the start
+    watch.accept([Change(0, MBIT, MBIT / 2, Sign.SENDS)], 10.0)
+    watch.set_rates({0: MBIT / 2, 1: MBIT}, 10.0)
+    assert watch.take_probe(10.5) is None  # partitions move
+    order = watch.take_probe(12.0)
+    assert order is not None
+    assert (order.machine, order.known_mbit, order.usual_mbit) == (0, MBIT / 2, MBIT)
+    assert watch.take_probe(13.0) is None  # one at a time
+    for machine, number, mbit in [(1, order.number, MBIT), (0, 99, MBIT), (0, order.number, float("nan"))]:
+        watch.probed(machine, number, mbit, 13.0)
+    flows = [Usage(a, a, 1 - a, int(MBIT / 2 * 62_500), 0.5, 0.0) for a in range(2)]
+    for turn in range(8):
+        watch.report(flows, 13.0 + turn / 2)
+        assert not watch.changes(13.0 + turn / 2)
+    assert watch.take_probe(18.0) is not None
+    watch.accept([Change(0, MBIT, MBIT / 2, Sign.ANSWERS)], 18.0)
+    watch.set_rates({0: MBIT / 2, 1: MBIT}, 18.0)
+    assert watch.take_probe(40.0) is None  # its processors are what is slow
 
 
 def test_it_says_which_link_and_both_times() -> None:
@@ -133,7 +212,12 @@ def test_links_that_have_all_become_slow_alike_change_nothing_and_are_told_once(
     job.run(30.0)
     assert not job.epochs
     told = [m.slow.message for m in job.cluster.told[1] if m.WhichOneof("body") == "slow"]
-    assert len(told) == len(set(told)) == 6, told
+    assert len(told) == 1, told
+    assert re.fullmatch(
+        rf"6 of 6 links carry [\d to]+ Mbit/s instead of {MBIT:.0f}: the network or the machines are "
+        "busy; all shares stay",
+        told[0],
+    )
 
 
 def test_links_that_look_slow_in_turn_move_shares_a_few_times_only() -> None:
@@ -153,7 +237,7 @@ def test_more_than_half_of_the_machines_slow_in_different_ways_change_nothing() 
     job.run(20.0)
     assert not job.epochs, job.epochs
     told = [m.slow.message for m in job.cluster.told[1] if m.WhichOneof("body") == "slow"]
-    assert sum("carries" in each for each in told) >= 4, told
+    assert [re.match("[56] of 6 links carry", each) is not None for each in told] == [True], told
 
 
 def test_a_machine_does_not_carry_less_than_it_has_carried() -> None:
@@ -226,6 +310,21 @@ def test_nothing_follows_if_it_is_switched_off() -> None:
     assert len(window._reports) <= 1.2 * held  # old reports are forgotten, though nobody judges them
 
 
+@pytest.mark.parametrize(("usual", "is_found"), [(600.0, True), (11.0, True), (2.0, False)])
+def test_links_of_few_megabits_are_not_judged(usual: float, is_found: bool) -> None:
+    """The buffers of a system hold more than what they carry in a window."""
+    watch = RateWatch()
+    watch.set_rates(dict.fromkeys(range(4), usual), 0.0)
+    pairs = [(a, b) for a in range(4) for b in range(4) if a != b]
+    nbytes = int(usual / MBIT_OF_BYTES / 12)
+    flows = [Usage(a, a, b, nbytes, 0.5 if 1 in (a, b) else 0.25, 0.0) for a, b in pairs]
+    found = []
+    for turn in range(20):
+        watch.report(flows, 3.0 + turn / 2)
+        found += watch.changes(3.0 + turn / 2)
+    assert {change.machine for change in found} == ({1} if is_found else set())
+
+
 def test_reports_that_can_not_be_are_no_evidence() -> None:
     job = traffic(4, 2)
     links = [
@@ -261,8 +360,8 @@ def test_the_slower_direction_counts() -> None:
     "seeds",
     [
         range(10),
-        pytest.param(range(10, 100), marks=pytest.mark.slow),
-        pytest.param(range(100, 1000), marks=pytest.mark.long),
+        pytest.param(range(10, 60), marks=pytest.mark.slow),
+        pytest.param(range(60, 1000), marks=pytest.mark.long),
     ],
     ids=str,
 )
@@ -280,4 +379,5 @@ def test_random_scripts_of_changes_lead_to_the_optimum_without_flapping(seeds: r
                 job.rates[machine] = MBIT * rng.choice((1.0, 0.7, 0.5, 0.25))
             job.run(rng.uniform(35.0, 60.0))
             assert len(job.epochs) <= 2 * changes, (seed, job.rates, job.epochs)
-            assert job.over_optimum < 1.12, (seed, job.rates, job.epochs)
+            if "all shares stay" not in job.said:  # more than half of the machines are slow
+                assert job.over_optimum < 1.12, (seed, job.rates, job.epochs)

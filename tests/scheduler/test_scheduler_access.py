@@ -65,9 +65,9 @@ def test_refused_processes_are_logged_with_their_addresses(start: Factory) -> No
     assert query.status(scheduler.settings, TIMEOUT_S).members == []
     with pytest.raises(errors.RendezvousError, match="BYTEPS_SECRET"):
         query.status(dataclasses.replace(scheduler.settings, secret="wrong" * 4), TIMEOUT_S)
-    scheduler.wait_for("it has not proven that it knows the cluster secret")
+    scheduler.wait_for("it has not proven within 4 s that it knows the cluster secret")
     own = stranger(scheduler, "127.0.0.2")
-    scheduler.wait_for(f"turned away {own}: it has not proven that it knows the cluster secret")
+    scheduler.wait_for(f"turned away {own}: it has not proven within 4 s that it knows the cluster secret")
     with pytest.raises(errors.RendezvousError, match="BYTEPS_JOB_ID"):
         query.status(dataclasses.replace(scheduler.settings, job_id="other"), TIMEOUT_S)
     assert query.status(scheduler.settings, TIMEOUT_S).members == []

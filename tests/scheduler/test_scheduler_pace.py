@@ -17,7 +17,7 @@ def beat(*ranks: pb.RankPace, servers: tuple[pb.ServerPace, ...] = ()) -> dict[s
     return {"heartbeat": pb.Heartbeat(ranks=ranks, servers=servers)}
 
 
-def test_all_workers_hear_once_of_a_slow_rank_and_a_slow_server() -> None:
+def test_the_first_worker_hears_once_of_a_slow_rank_and_a_slow_server() -> None:
     cluster, (a, b), _ = running(k=2)
     slow, quick = (m.member_id for m in cluster.last(a).membership.servers)
     answers = (
@@ -30,23 +30,22 @@ def test_all_workers_hear_once_of_a_slow_rank_and_a_slow_server() -> None:
     cluster.now += 0.5
     told = cluster.say(b, **both)
     assert [(to, message.slow.message) for to, message in told] == [
-        (to, sentence)
+        (a, sentence)
         for sentence in (
             "rank 3 (process 1003; worker 1 (ranks 2-3, host gpu1, pid 101)) takes 2.1 s from step to step, 10 times "
             "the 200 ms of the others: 3 ranks wait for it",
             "server tcp://cpu0:1 (host h0, pid 200) answers after 400 ms, the others after 30 ms: relative to "
             "the bytes in flight, it takes 13 times as long; the service, its machine or the network to it is slow",
         )
-        for to in (a, b)
     ]
-    said = [message.slow.message for _, message in told[::2]]
+    said = [message.slow.message for _, message in told]
     status = cluster.core.status(cluster.now)
     assert list(status.slow) == said
     assert all(f"slow: {sentence}" in to_text(status) for sentence in said)
     cluster.now += 1.0
     assert cluster.say(b, **beat(pace(2, 0.2, 1.9), pace(3, 2.1, 0.0), servers=answers)) == []
     cluster.now += 60.0
-    assert len(cluster.say(b, **beat(pace(2, 0.2, 1.9), pace(3, 2.1, 0.0), servers=answers))) == 4
+    assert len(cluster.say(b, **beat(pace(2, 0.2, 1.9), pace(3, 2.1, 0.0), servers=answers))) == 2
     cluster.say(b, **beat(pace(2, 0.2, 0.0), pace(3, 0.2, 0.0)))
     assert list(cluster.core.status(cluster.now).slow) == []
 

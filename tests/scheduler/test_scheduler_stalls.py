@@ -19,6 +19,7 @@ def test_a_stall_names_the_missing_ranks_and_is_repeated_only_after_a_while() ->
         cluster.say(connection, **declare(ballot([first, first + 1])))
     assert cluster.say(a, **wait_for("w", [0, 1], 1.0)) == []  # not long enough
     assert cluster.say(b, **wait_for("w", [3], 0.5)) == []
+    cluster.now += 0.25
     out = cluster.say(a, **wait_for("w", [0, 1], 5.0))
     assert {m.stalled.message for _, m in out} == {
         "tensor 'w' has waited 5 s for ranks 2, 4-5, which have not handed it over "
@@ -73,6 +74,8 @@ def test_a_barrier_that_waits_is_reported_apart_from_tensors() -> None:
 def test_when_all_ranks_have_handed_over_no_rank_is_missing() -> None:
     cluster, (a, b), _ = running(stall_warn_s=5.0)
     cluster.say(a, **wait_for("w", [0, 1], 4.0, round_=8))
+    assert cluster.say(b, **wait_for("w", [2, 3], 5.0, round_=7)) == []  # it has just been looked at
+    cluster.now += 0.25
     out = cluster.say(b, **wait_for("w", [2, 3], 5.0, round_=7))
     assert "although all ranks have handed over their part" in out[0][1].stalled.message
 

@@ -99,6 +99,34 @@ def test_who_is_expelled_is_cut_off_a_moment_later(door: Door) -> None:
     assert (len(door.strangers), door.strangers.cut_off, timers) == (0, 1, [])
 
 
+def test_a_connection_may_authenticate_before_its_arrival_is_reported(door: Door) -> None:
+    """libzmq's thread may be interrupted between the two."""
+    known = door.come(MOST_BYTES + 1)
+    assert door.here is not None
+    door.strangers.discard(door.here.fileno())  # as if ``add`` had not been called
+    door.strangers.admit(door.here.fileno())
+    assert door.strangers.add(door.here.fileno())
+    assert not door.strangers.add(10_000)  # a connection that is gone
+    door.now_s = 2 * PATIENCE_S
+    door.strangers.sweep()
+    assert not is_cut_off(known)
+    assert (len(door.strangers), door.strangers.cut_off) == (0, 0)
+
+
+def test_a_connection_with_the_descriptor_of_an_admitted_one_is_new(door: Door) -> None:
+    door.come()
+    assert door.here is not None
+    fd = door.here.fileno()
+    door.strangers.admit(fd)
+    stranger = door.come()
+    door.strangers.discard(door.here.fileno())
+    os.dup2(door.here.fileno(), fd)  # ends the first connection, whose end is not reported yet
+    assert door.strangers.add(fd)
+    door.now_s = PATIENCE_S
+    door.strangers.sweep()
+    assert is_cut_off(stranger)
+
+
 def test_they_are_looked_at_while_there_are_any(door: Door) -> None:
     timers: list[Timer] = []
     door.strangers.watch(lambda delay_s, callback: timers.append((delay_s, callback)))

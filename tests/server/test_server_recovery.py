@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 from test_server_rounds import Actions, answered, given, reduction, refusal, started
 
-from byteps_py.server.round_state import Contribution, Want
-from byteps_py.server.rounds import WANT_AFTER_S, WANT_AGAIN_S, Rounds
+from byteps_py.server.round_state import WANT_AFTER_S, WANT_AGAIN_S, Contribution, Want
+from byteps_py.server.rounds import Rounds
 from byteps_py.wire.data_link import RESENT, SUPPLY, Header, Kind
 
 

@@ -178,8 +178,12 @@ def test_large_payloads_use_all_connections_of_a_link() -> None:
             return data
 
         proxy.alter_of = count
-        exchange(ranks, 16 << 20, 2)
-    assert sum(nbytes > 256 << 10 for nbytes in said.values()) == 8  # four each way
+        for _ in range(20):  # on a busy machine, a connection may come late
+            exchange(ranks, 16 << 20, 2)
+            used = sum(nbytes > 256 << 10 for nbytes in said.values())
+            if used == 8:  # four each way
+                break
+    assert used == 8
 
 
 def test_a_link_has_those_connections_that_can_be_made(caplog: pytest.LogCaptureFixture) -> None:

@@ -62,12 +62,12 @@ def go_on(cluster: ShadowedCluster, kind: str) -> Bodies:
 @pytest.mark.parametrize(
     ("kind", "place", "epoch", "batch", "held", "begins"),
     [
-        ("shuffled", "body", 1, 3, 10, 12),
+        pytest.param("shuffled", "body", 1, 3, 10, 12, marks=pytest.mark.slow),
         pytest.param("shuffled", "body", 0, 5, 3, 5, marks=pytest.mark.long),
         pytest.param("in-backward", "body", 1, 3, 11, 12, marks=pytest.mark.long),
         pytest.param("workers", "body", 1, 4, 11, 13, marks=pytest.mark.long),
         pytest.param("distributed", "before", 1, 1, 4, 6, marks=pytest.mark.long),
-        pytest.param("accumulated", "end", 1, 0, 4, 11, marks=pytest.mark.slow),
+        pytest.param("accumulated", "end", 1, 0, 4, 11, marks=pytest.mark.long),
         pytest.param("elastic", "body", 1, 3, 7, 9, marks=pytest.mark.long),
         pytest.param("stateful", "end", 0, 0, 3, 5, marks=pytest.mark.slow),
         pytest.param("stateful-shuffled", "before", 1, 1, 8, 10, marks=pytest.mark.long),

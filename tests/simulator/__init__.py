@@ -6,6 +6,7 @@ The processes' own code runs as it is; each is given a ``SimulatedRuntime`` (tim
 memory), and is made of the classes that ``Parts`` names. ``run`` is the one entry.
 """
 
+from .accumulating import AccumulatingCluster, AccumulatingOutageCluster
 from .busy import BusyCluster
 from .cluster import Cluster, Report, run
 from .coded import CodedCluster, CodedOutageCluster
@@ -20,7 +21,7 @@ from .world import InvariantError
 
 #: Of job: whose machines are there from start to end; whose machines come and go; beside an unreliable network;
 #: on busy machines; with optimizers that the services keep; whose processes are started again, all or each; whose
-#: links become slow and fast; whose sums travel in another form.
+#: links become slow and fast; whose sums travel in another form; whose machines add to values in their own time.
 KINDS: dict[str, type[Cluster]] = {
     "fixed": Cluster,
     "elastic": ElasticCluster,
@@ -43,10 +44,14 @@ KINDS: dict[str, type[Cluster]] = {
     "in-place-links": InPlaceLinksCluster,
     "coded": CodedCluster,
     "coded-outages": CodedOutageCluster,
+    "accumulating": AccumulatingCluster,
+    "accumulating-outages": AccumulatingOutageCluster,
 }
 
 __all__ = [
     "KINDS",
+    "AccumulatingCluster",
+    "AccumulatingOutageCluster",
     "BusyCluster",
     "Cluster",
     "CodedCluster",

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from .accumulating import AccumulatingOutageCluster
+from .accumulating_mutations import ACCUMULATING_MUTATIONS
 from .busy import BusyCluster
 from .cluster import Cluster
+from .coded import CodedCluster
+from .coded_mutations import CODED_MUTATIONS
 from .elastic import ElasticCluster
 from .elastic_mutations import ELASTIC_MUTATIONS
 from .hosted import HostedCluster, HostedElasticCluster
@@ -26,6 +30,8 @@ ALL_MUTATIONS: dict[type[Parts], tuple[type[Cluster], int]] = {
     for kind, mutations in (
         (Cluster, {**MUTATIONS, **PIPELINE_MUTATIONS, **PEER_MUTATIONS}),
         (LinksCluster, LINKS_MUTATIONS),
+        (CodedCluster, CODED_MUTATIONS),
+        (AccumulatingOutageCluster, ACCUMULATING_MUTATIONS),
         (ElasticCluster, ELASTIC_MUTATIONS),
         (OutageCluster, OUTAGE_MUTATIONS),
         (ElasticOutageCluster, ELASTIC_OUTAGE_MUTATIONS),

@@ -91,16 +91,17 @@ class Cluster:
         self.trials = Trials(self, self.known_trials)
         self.visits = Visits(self)
         self.program = self.program_class.make(rng, sum(self.local_sizes))
-        self.results: dict[int, bytes] = {
-            use.id: use.combined(self.local_sizes)
-            for step in self.program.steps
-            for use in step
-            if not (use.is_mismatch or use.is_unsupported or use.pieces)
-        }
+        self.results = self._results()
         self.ranks: list[Rank] = []
         self.workers: list[Worker] = []
         self.servers: list[Server] = []
         self.hit: set[Process] = set()  # of machines that something was done to, which the job goes on without
+
+    def _results(self) -> dict[int, bytes]:
+        """What must come out, by use."""
+        uses = [use for step in self.program.steps for use in step]
+        known = [use for use in uses if not (use.is_mismatch or use.is_unsupported or use.pieces)]
+        return {use.id: use.combined(self.local_sizes) for use in known}
 
     @property
     def scheduler(self) -> Scheduler:

@@ -1,4 +1,5 @@
-"""Codes of tensors that travel in another form: the arithmetic, in plain numpy, and the kernels that use it."""
+"""Codes of tensors that travel in another form: of int8 the arithmetic in plain numpy, and the kernels that use it.
+Other codecs have the real kernels, whose arithmetic tests/codecs checks: here it matters when they run, and on what."""
 
 from __future__ import annotations
 
@@ -8,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from byteps_py.codecs import Coding
+from byteps_py import codecs
+from byteps_py.codecs import Coding, Draw
 from byteps_py.kernels import Report
-from byteps_py.tensor_codec import SCALED_BLOCK, Codec
+from byteps_py.tensor_codec import SCALED_BLOCK, Codec, CodecKind
 from byteps_py.tensors import DType
 
 if TYPE_CHECKING:
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 _SCALE_BYTES = 4
+INT8 = Codec(CodecKind.INT8)
 
 
 def coded(parts: Sequence[Floats]) -> Bytes:
@@ -72,13 +75,21 @@ class Codecs:
 
     def encode(self, coding: Coding, inputs: Sequence[int], output: int) -> Report:
         nbytes = coding.count * coding.dtype.itemsize
+        if coding.codec != INT8:
+            given = [self._read(address, nbytes) for address in inputs]
+            result = self._memory.at(output, coding.codec.coded_nbytes(coding.count))
+            return codecs.encode(coding, [each.ctypes.data for each in given], result.ctypes.data)
         sources = [to_floats(coding.dtype, self._read(address, nbytes)) for address in inputs]
         data = coded(sources)
         self._memory.at(output, len(data))[:] = data
         return Report((), False, 0)
 
-    def add(self, codec: Codec, inputs: Sequence[int], outputs: Sequence[int], nbytes: int) -> Report:
+    def add(self, codec: Codec, inputs: Sequence[int], outputs: Sequence[int], nbytes: int, draw: Draw) -> Report:
         sources = [self._read(address, nbytes) for address in inputs]
+        if codec != INT8:
+            results = [self._memory.at(output, nbytes) for output in outputs]
+            places = [[each.ctypes.data for each in those] for those in (sources, results)]
+            return codecs.add(codec, places[0], places[1], nbytes, draw)
         data = coded([decoded(each) for each in sources]) if len(sources) > 1 else sources[0].copy()
         for output in outputs:
             self._memory.at(output, nbytes)[:] = data
@@ -86,6 +97,11 @@ class Codecs:
 
     def decode(self, coding: Coding, source: int, outputs: Sequence[int], divisor: int, given: int) -> None:
         answer = self._read(source, coding.codec.coded_nbytes(coding.count))
+        if coding.codec != INT8:
+            results = [self._memory.at(output, coding.count * coding.dtype.itemsize) for output in outputs]
+            mine = self._read(given, len(answer)).ctypes.data
+            codecs.decode(coding, answer.ctypes.data, [each.ctypes.data for each in results], divisor, mine)
+            return
         result = from_floats(coding.dtype, decoded(answer)[: coding.count], divisor)
         for output in outputs:
             self._memory.at(output, coding.count * coding.dtype.itemsize)[:] = result

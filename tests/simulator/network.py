@@ -20,11 +20,12 @@ import numpy as np
 from byteps_py.config.settings import SLOW_FACTOR, Settings
 from byteps_py.dataplane.listener import Peer, reply
 from byteps_py.proto import control_pb2 as pb
-from byteps_py.server.contribution_listeners import SHADOW_KINDS
+from byteps_py.server.contribution_listeners import ABOUT_COPIES, SHADOW_KINDS
 from byteps_py.server.reducer import Arrival, FrameMemory
 from byteps_py.system.shm import Block
 from byteps_py.tensors import Op
 from byteps_py.wire.data_link import Header, Kind
+from byteps_py.worker.core.tensor import AccumulatedPart, Stage
 from byteps_py.worker.io.network import LinkEvents, LinkTarget, ServerLink
 
 from .local import Loop
@@ -200,6 +201,8 @@ class TcpLink(ServerLink):
             if sent is not None:
                 is_due = part is not None and parts.get(name) is part and part.tensor.round == header.round
                 is_due = is_due and self.process.is_alive and not self.is_closed
+                if isinstance(part, AccumulatedPart):  # then its answer lies there
+                    is_due = is_due and part.stage in (Stage.QUEUED, Stage.IN_FLIGHT)
                 now = memory.find(address, header.length)
                 if is_due and not np.array_equal(now, sent):
                     raise InvariantError(f"a contribution was overwritten before its answer came: {describe(header)}")
@@ -207,6 +210,9 @@ class TcpLink(ServerLink):
             self.server.receive(peer, Header.unpack(raw), frame)
 
         self._carry_up(describe(header), arrive)
+
+    def tell(self, header: Header, body: bytes) -> None:
+        self.ask(header, body)
 
     def ask(self, header: Header, body: Any) -> None:
         """Send what lies in no block: bytes, or a message that was received."""
@@ -377,6 +383,9 @@ class ServerNetwork:
             return
         if header.kind in SHADOW_KINDS and frame is not None:
             self._on_shadow(header, peer, FrameMemory(frame))  # type: ignore[arg-type]
+            return
+        if header.kind in ABOUT_COPIES and frame is not None:
+            self._on_arrival(Arrival(header, peer, 0, text=frame.bytes))
             return
         has_none = header.kind is Kind.PASS or (header.kind is Kind.PULL and header.op is Op.BROADCAST)
         if (frame is None) != has_none:

@@ -102,7 +102,7 @@ PIPELINE_MUTATIONS: dict[type[Parts], int] = {
     IgnoreCredit: 5,
     WaitForOtherMachines: 7,
     LocalRanksBackwards: 3,
-    ReleaseUnderAKernel: 2162,
+    ReleaseUnderAKernel: 916,
     AcceptRepeatedAnswers: 3,
     HandOverVoidTensors: 72,
     KeepTheCreditOfWhatMoves: 18,

@@ -252,6 +252,7 @@ class Server(Process):
         rounds = self._service._rounds
         rounds_ = [r for group in rounds._generations.values() for p in group.values() for r in p.rounds.values()]
         held = sum(c.nbytes for r in rounds_ for c in r.contributions.values())
+        held += sum(new.nbytes for each in rounds.accumulators._all() for new, _ in each.given.values())
         held += sum(c.nbytes for c in rounds._held)  # news of their epoch is on its way
         void = [round_ for round_ in self._under_way if round_ not in rounds_]  # of a group that is over
         held += sum(c.nbytes for round_ in void for c in round_.contributions.values())

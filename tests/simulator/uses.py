@@ -39,7 +39,7 @@ def values(dtype: DType, start: int, nbytes: int) -> Bytes:
     return _POOL[dtype][start : start + nbytes]
 
 
-def _are_on_one_machine(ranks: Sequence[int], local_sizes: list[int]) -> bool:
+def are_on_one_machine(ranks: Sequence[int], local_sizes: list[int]) -> bool:
     ends = list(itertools.accumulate(local_sizes))
     return len({bisect.bisect(ends, rank) for rank in ranks}) == 1
 
@@ -94,7 +94,7 @@ class Use:
         # answer is under test.
         divisor = (len(spec.group) if spec.group else rank) if spec.average else 1
         # A machine whose ranks are the whole group sends nothing, so nothing is coded.
-        if spec.codec is not None and not _are_on_one_machine(spec.group or range(rank), local_sizes):
+        if spec.codec is not None and not are_on_one_machine(spec.group or range(rank), local_sizes):
             return _coded_sum(spec, machines, divisor).tobytes()
         sums = [combine(spec.op, spec.dtype, here) for here in machines]
         return combine(spec.op, spec.dtype, sums, divisor).tobytes()

@@ -26,7 +26,8 @@ class Traffic:
     """n GPU machines and k CPU machines behind links of ``rates``, CPU machines first, which may be changed.
 
     ``compute_s``: from a sum to the next; ``mbytes``: of gradients; ``unread``: machines whose programs read slowly;
-    ``answering``: the rate in Mbit/s at which the services of the CPU machines answer, if it is below that of the link.
+    ``bursts``: what a probe shows of a link's rate, at least and at most: others use the links as well; ``answering``:
+    the rate in Mbit/s at which the services of the CPU machines answer, if it is below that of the link.
     """
 
     def __init__(
@@ -38,6 +39,9 @@ class Traffic:
         self.rates = [MBIT] * (k + n)
         self.unread = [False] * (k + n)
         self.answering = [float("inf")] * k
+        self.bursts = 0.8, 1.03
+        self.probes = 0  # so far
+        self._told = dict.fromkeys(self.cluster.told, 0)  # messages that were looked at
         self.compute_s, self.mbytes = compute_s, mbytes
         self._left_s = 0.0  # of this sum, or of the computation before the next
         self._is_sum = False
@@ -52,6 +56,12 @@ class Traffic:
         by_machine = {m.facts.machine_index: m.weight for m in roster.gpu_servers()}
         weights += [by_machine.get(index, 0) for index in range(self.n)]
         return [weight / sum(weights) for weight in weights]
+
+    @property
+    def said(self) -> str:
+        """What the log of the first machine said last about links."""
+        told = [m.slow.message for m in self.cluster.told[self._workers[0]] if m.WhichOneof("body") == "slow"]
+        return told[-1] if told else ""
 
     @property
     def over_optimum(self) -> float:
@@ -90,6 +100,7 @@ class Traffic:
             left -= step
             busy_s += step if self._is_sum else 0.0
         self._say(busy_s, busy_s / sum_s)
+        self._answer_probes()
         cluster = self.cluster
         cluster.now += seconds
         cluster.take(cluster.core.tick(cluster.now))
@@ -134,6 +145,17 @@ class Traffic:
                 if shares[holder] and holder != k + machine
             ]
             self.cluster.say(connection, heartbeat=pb.Heartbeat(links=answers))
+
+    def _answer_probes(self) -> None:
+        machines = dict(zip([*self._cpu, *self._workers], self.rates, strict=True))
+        for connection, rate in machines.items():
+            told = self.cluster.told[connection]
+            for message in told[self._told[connection] :]:
+                if message.WhichOneof("body") == "probe":
+                    self.probes += 1
+                    probed = pb.Probed(number=message.probe.number, mbit=rate * self._rng.uniform(*self.bursts))
+                    self.cluster.say(connection, probed=probed)
+            self._told[connection] = len(told)
 
     def _paces(self, machine: int) -> list[pb.ServerPace]:
         """What a machine sees of the other services' answers: a queue of so many megabits waits for each."""

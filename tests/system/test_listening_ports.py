@@ -30,6 +30,11 @@ SECRETS = {"loopback": "", "secret": "known to members"}
 
 #: Jobs without a secret and with one.
 secrets = pytest.mark.parametrize("job", [pytest.param(s, id=name) for name, s in SECRETS.items()], indirect=True)
+#: The same for a test that takes a minute: with a secret, strangers are refused earlier, and less can go wrong.
+in_long = {"secret": pytest.mark.long}
+long_secrets = pytest.mark.parametrize(
+    "job", [pytest.param(s, id=name, marks=in_long.get(name, ())) for name, s in SECRETS.items()], indirect=True
+)
 
 pytestmark = pytest.mark.slow
 
@@ -55,7 +60,7 @@ def check_end(job: Running) -> None:
     assert "Traceback" not in err
 
 
-@secrets
+@long_secrets
 def test_forged_routing_ids_at_every_port(job: Running) -> None:
     """libzmq ends the process when an id that a peer chose meets its own counter."""
     ports = listening_ports(job.process.pid)

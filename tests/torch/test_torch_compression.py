@@ -19,6 +19,19 @@ def test_dictionaries_of_byteps() -> None:
     for choice, same in [
         ({"compressor": "topk", "k": 0.01}, C.topk(0.01)),
         ({"compressor": "topk", "k": "0.5", "ef": "vanilla"}, C.topk(0.5, error_feedback=True)),
+        ({"compressor": "onebit"}, C.onebit(scaling=False)),
+        ({"compressor": "onebit", "scaling": True, "ef": "vanilla"}, C.onebit(error_feedback=True)),
+        ({"compressor": "onebit", "scaling": "true"}, C.onebit()),
+        ({"compressor": "randomk", "k": 0.02, "seed": "7"}, C.randomk(0.02, seed=7)),
+        ({"compressor": "dithering", "k": 4}, C.dithering(4)),
+        (
+            {"compressor": "dithering", "k": "7", "partition": "natural", "normalize": "l2", "seed": 3},
+            C.dithering(7, "natural", "l2", 3),
+        ),
+        (
+            {"compressor": "onebit", "scaling": True, "ef": "vanilla", "momentum": "nesterov", "mu": 0.9},
+            C.with_momentum(C.onebit(error_feedback=True), 0.9),
+        ),
         (C.bf16, C.bf16),
     ]:
         assert compression_of(choice) is same
@@ -27,18 +40,27 @@ def test_dictionaries_of_byteps() -> None:
 @pytest.mark.parametrize(
     ("choice", "said"),
     [
-        ({"compressor": "onebit", "scaling": True}, "the compressor 'onebit' of .* is not here; topk is"),
-        ({"compressor": "randomk", "k": 1, "seed": 2}, "the compressor 'randomk'"),
+        ({"compressor": "onebyte", "scaling": True}, "the compressor 'onebyte' is not here; onebit, topk, randomk"),
         ({"k": 0.1}, "the compressor None"),
-        ({"compressor": "topk", "k": 0.1, "momentum": "nesterov", "mu": 0.9}, "'momentum', 'mu' of .* is not here"),
+        ({"compressor": "topk", "k": 0.1, "momentum": "nesterov"}, "mu=None of .* is no number"),
+        ({"compressor": "topk", "k": 0.1, "momentum": "nesterov", "mu": 1}, "mu above 0 and below 1, not mu=1.0"),
+        ({"compressor": "topk", "k": 0.1, "momentum": "polyak", "mu": 0.9}, "momentum='polyak' of .* 'nesterov' is"),
+        ({"compressor": "topk", "k": 0.1, "mu": 0.9}, "'mu' of .* is not known: there are compressor, ef"),
+        ({"compressor": "onebit", "k": 4, "fp16": True}, "'k', 'fp16' of .* is not known"),
         ({"compressor": "topk", "k": 0.1, "ef": "corrected"}, "ef='corrected'"),
-        ({"compressor": "topk", "k": 1}, "k=1 of .* a number of elements"),
-        ({"compressor": "topk", "k": 64}, "k=64 of .* a number of elements, perhaps more than a tensor has"),
+        ({"compressor": "topk", "k": 1.5}, "k=1.5 is neither a share below 1 nor a whole number"),
         ({"compressor": "topk", "k": 0}, "a share above 0 and up to 1"),
+        ({"compressor": "randomk", "k": -1}, "a share above 0 and up to 1"),
         ({"compressor": "topk", "k": "many"}, "k='many' of .* is no number"),
         ({"compressor": "topk"}, "k=None"),
+        ({"compressor": "randomk", "k": 0.1, "seed": -1}, "a seed is a whole number from 0"),
+        ({"compressor": "dithering", "k": 128}, "dithering has k = 1 to 127 levels, not k=128"),
+        ({"compressor": "dithering", "k": 4, "partition": "cubic"}, "partition='cubic' of .* 'linear' or 'natural' is"),
+        ({"compressor": "dithering", "k": 4, "normalize": "l1"}, "normalize='l1'"),
+        ({"compressor": "onebit", "scaling": "perhaps"}, "scaling='perhaps'"),
         ("int8", r"say compression=bps\.Compression\.int8"),
         (None, "got None"),
+        (C.onebit, r"bps\.Compression\.onebit is a function: call it, bps\.Compression\.onebit\("),
     ],
 )
 def test_what_compression_is_not(choice: Any, said: str) -> None:
@@ -46,10 +68,26 @@ def test_what_compression_is_not(choice: Any, said: str) -> None:
         compression_of(choice)
 
 
-def test_error_feedback_needs_a_codec() -> None:
-    with pytest.raises(bps.UsageError, match="for int8, float8 and topk, not for FP16Compressor"):
+def test_decorators_need_a_codec() -> None:
+    with pytest.raises(bps.UsageError, match=r"error feedback is for compression with a codec, .* not FP16Compressor"):
         C.with_error_feedback(C.fp16)
+    with pytest.raises(bps.UsageError, match=r"momentum is for compression with a codec, .* not Compressor"):
+        C.with_momentum(C.none)
     assert C.with_error_feedback(C.topk(0.1)) is C.topk(0.1, error_feedback=True)
+
+
+@pytest.mark.parametrize("compressor", ["topk", "randomk"])
+def test_a_count_of_elements_is_one_of_each_tensor(compressor: str) -> None:
+    def main(rank: int) -> None:
+        choice = {"compressor": compressor, "k": 40}
+        given = torch.arange(1.0, 41)
+        assert torch.equal(bps.push_pull(given, False, "all", compression=choice), 2 * given)
+        with pytest.raises(
+            bps.UsageError, match=r"tensor 'few': .* k=40 of its elements, but it has 39: give a smaller"
+        ):
+            bps.push_pull(torch.ones(39), False, "few", compression=choice)
+
+    ThreadedCluster(**EVERY).run(main)
 
 
 def optimizer(compression: Any, parameter: torch.Tensor | None = None, **how: Any) -> Any:
@@ -101,7 +139,18 @@ def test_error_feedback_is_refused(settings: dict[str, Any], said: str) -> None:
     ThreadedCluster(**settings).run(main)
 
 
-@pytest.mark.parametrize("codecs", [(C.int8, C.float8), (C.topk(0.1), FEEDBACK), (C.none, C.topk(0.1))], ids=str)
+@pytest.mark.parametrize(
+    "codecs",
+    [
+        (C.int8, C.float8),
+        (C.topk(0.1), FEEDBACK),
+        (C.none, C.topk(0.1)),
+        (C.randomk(0.1), C.randomk(0.1, seed=1)),
+        (C.dithering(7), C.dithering(7, normalize="l2")),
+        (C.with_momentum(C.int8), C.with_momentum(C.int8, 0.8)),
+    ],
+    ids=str,
+)
 def test_other_codecs_are_a_mismatch(codecs: tuple[Any, Any]) -> None:
     def main(rank: int) -> None:
         with pytest.raises(bps.MismatchError, match=r"float32\[3\], compressed to "):
@@ -123,3 +172,143 @@ def test_small_tensors_travel_as_they_are() -> None:
             bps.push_pull(torch.ones(10), name="large", compression=C.int8 if rank else C.none)
 
     ThreadedCluster(min_compress_bytes=40).run(main)
+
+
+def model() -> torch.nn.ModuleDict:
+    return torch.nn.ModuleDict(
+        {
+            "embed": torch.nn.Embedding(30, 4),
+            "first": torch.nn.Linear(4, 50),
+            "last": torch.nn.Linear(50, 3),
+        }
+    )
+
+
+def codecs_of(compression: Any, wrap: Any) -> dict[str, str]:
+    """The codec of each parameter's bucket."""
+    buckets = wrap(model(), compression).buckets
+    return {name: str(bucket.request.spec.codec) for bucket in buckets for name in bucket.names}
+
+
+def of_optimizer(net: torch.nn.Module, compression: Any) -> Any:
+    wrapped = bps.DistributedOptimizer(torch.optim.SGD(net.parameters(), 0.1), net.named_parameters(), compression)
+    return wrapped._stepper.reducer
+
+
+def of_module(net: torch.nn.Module, compression: Any) -> Any:
+    return bps.DistributedDataParallel(net, compression=compression)._backward._reducer
+
+
+@pytest.mark.parametrize("wrap", [of_optimizer, of_module])
+def test_rules(wrap: Any) -> None:
+    by_rules = C.rules(
+        [
+            ("*embed*", C.none),
+            (lambda name, parameter: parameter.dim() == 1, {"compressor": "onebit"}),
+            ("first.*", C.topk(0.1), 800),
+            ("last.*", C.topk(0.1), 800),
+        ],
+        default=C.int8,
+    )
+    due = {
+        "embed.weight": "None",
+        "first.weight": "topk of 410 in 4096",
+        "first.bias": "onebit",
+        "last.weight": "int8",  # 600 bytes
+        "last.bias": "onebit",
+    }
+
+    def main(rank: int) -> None:
+        assert codecs_of(by_rules, wrap) == due
+        assert codecs_of(by_rules.choose, wrap) == due
+        assert set(codecs_of(C.int8, wrap).values()) == {"int8"}
+
+    ThreadedCluster(**EVERY).run(main)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: C.rules(["*"]), r"a rule is \(where, compression\) or .* not '\*'"),
+        (lambda: C.rules([(3, C.int8)]), "a rule begins with a pattern of names"),
+        (lambda: C.rules([("*", "int8")]), r"say compression=bps\.Compression\.int8"),
+        (lambda: C.rules([("*", C.int8, -1)]), r"rule '\*': bytes are a whole number"),
+        (lambda: C.rules([], warmup_steps=-1), "warmup_steps is a number of steps"),
+        (lambda: C.with_warmup(C.int8, 1.5), "warmup_steps is a number of steps, 0 or more, not 1.5"),
+        (lambda: optimizer(C.topk), r"bps\.Compression\.topk is a function: call it"),
+        (lambda: optimizer(lambda name, parameter: "int8"), "parameter 'w': compression must be one of"),
+        (
+            lambda: optimizer(C.rules([("w", C.int8)]), torch.ones(2, dtype=torch.float64)),
+            "tensor 'w': .* not for float64",
+        ),
+        (lambda: optimizer(C.rules([("w", C.int8)]), op=bps.Max), "compression int8 is for op=Average and op=Sum"),
+        (lambda: optimizer(C.rules([("w", C.int8)]), op=bps.Adasum), "by rules is not for op=Adasum"),
+        (lambda: optimizer(C.rules([("w", C.int8)]), hosted=True), "not for hosted optimizers"),
+        (lambda: bps.push_pull(torch.ones(2), name="x", compression=C.rules([])), "is for DistributedOptimizer"),
+    ],
+)
+def test_rules_that_are_refused(make: Any, said: str) -> None:
+    def main(rank: int) -> None:
+        with pytest.raises(bps.UsageError, match=said):
+            make()
+        optimizer(C.rules([("other", C.int8)]), hosted=True)
+
+    ThreadedCluster().run(main)
+
+
+def test_warm_up() -> None:
+    """Codecs come into use after so many steps; steps are counted on, also in errors about them."""
+
+    def main(rank: int) -> None:
+        wrapped = optimizer(C.with_warmup(C.int8, 2))
+        parameter = wrapped.param_groups[0]["params"][0]
+        (bucket,) = wrapped._stepper.reducer.buckets
+        for step in range(1, 6):
+            parameter.sum().backward()
+            wrapped.step()
+            wrapped.zero_grad()
+            assert (bucket.request.spec.codec is None) == (step <= 2)
+            assert bucket.slot_view.slot.spec.codec is bucket.request.spec.codec
+            assert bucket.round == step
+        assert torch.allclose(parameter.data, torch.full((5,), 0.5))
+
+    ThreadedCluster(**EVERY).run(main)
+
+
+def test_a_warm_up_begins_again_with_a_new_group() -> None:
+    """Ranks that join know nothing of the steps before: the others do in their second life as in their first."""
+
+    def main(rank: int) -> None:
+        wrapped = optimizer(C.with_warmup(C.int8, 1))
+        parameter = wrapped.param_groups[0]["params"][0]
+        (bucket,) = wrapped._stepper.reducer.buckets
+        for life in range(2):
+            if life:
+                bps.shutdown()
+                bps.init()
+            for step in range(1, 4):
+                parameter.sum().backward()
+                wrapped.step()
+                wrapped.zero_grad()
+                assert (bucket.request.spec.codec is None) == (step == 1)
+                assert bucket.round == step
+
+    ThreadedCluster(**EVERY).run(main)
+
+
+def test_other_warm_ups_are_a_mismatch() -> None:
+    def main(rank: int) -> None:
+        wrapped = optimizer(C.with_warmup(C.int8, 2 + rank))
+        wrapped.param_groups[0]["params"][0].sum().backward()
+        with pytest.raises(bps.MismatchError, match="after 2 steps"):
+            wrapped.step()
+
+    ThreadedCluster(**EVERY).run(main)
+
+
+def test_no_warm_up_with_restarts() -> None:
+    def main(rank: int) -> None:
+        with pytest.raises(bps.UsageError, match=r"a warm-up can't be had with --max-restarts"):
+            optimizer(C.with_warmup(C.int8, 2))
+
+    ThreadedCluster(elastic=True, max_restarts=1).run(main)

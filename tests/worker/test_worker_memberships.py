@@ -13,7 +13,7 @@ from byteps_py.dataplane.dialer import Dialer, DialTarget, Owner
 from byteps_py.errors import ProtocolError
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.system.loop import EventLoop
-from byteps_py.tensors import DType, TensorSpec
+from byteps_py.tensors import DType, Op, TensorSpec
 from byteps_py.wire.chunks import CHUNK_BYTES
 from byteps_py.worker.core.placement_view import MAX_PARTITIONS, PlacementView
 from byteps_py.worker.core.topology import Topology
@@ -58,6 +58,13 @@ def test_tensors_of_others_take_no_more_room_than_there_is() -> None:
     for name, count in (("vast", MAX_PARTITIONS + 1), ("some", MAX_PARTITIONS - 1)):  # a new one, and one anew
         with pytest.raises(ProtocolError, match=r"cut into \d+ partitions of 4096 bytes"):
             placing.add([TensorSpec(name, DType.UINT8, (4096 * count,)), TensorSpec("more", DType.UINT8, (8192,))])
+
+
+@pytest.mark.parametrize("how", [{"group": (0,)}, {"scatters": True}, {"op": Op.BROADCAST, "root": 0}], ids=str)
+def test_nor_does_one_tensor_that_is_in_no_table(how: dict[str, Any]) -> None:
+    placing = PlacementView(Topology.of(membership(), 0), 4096, CHUNK_BYTES)
+    with pytest.raises(ProtocolError, match=r"'vast': .* would be cut into pieces of 4096 bytes"):
+        placing.pieces(TensorSpec("vast", DType.UINT8, (1 << 40,), **how))
 
 
 def test_what_is_no_address_is_an_error_of_ours() -> None:

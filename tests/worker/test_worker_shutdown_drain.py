@@ -278,7 +278,7 @@ def test_threads_that_are_still_busy_do_not_fail_a_job_that_is_done(
 
     service = object.__new__(CommunicationService)
     service._exit_code, service._group, service._probe, service._peers = 0, None, None, None
-    for name in ("_link", "_rank_server", "_pool", "_prefaulter", "_loop"):
+    for name in ("_link", "_rank_server", "_pool", "_prefaulter", "_bursts", "_loop"):
         setattr(service, name, SimpleNamespace(close=functools.partial(close, name), run=lambda: None))
     service.begin = lambda: None  # type: ignore[method-assign]
     assert service.run() == 0

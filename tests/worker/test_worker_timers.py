@@ -49,6 +49,10 @@ class Service(CommunicationService):
         self._group = cast(Any, group)
         self._shutdown_drain = cast(Any, SimpleNamespace(gone=set(), is_waiting=False))
         self._is_settling = self._looks_for_vain_waits = False
+        self._reported_s = -10.0
+
+    def heartbeat(self) -> pb.Heartbeat:
+        return pb.Heartbeat(statistics=pb.Statistics(rounds=1))
 
     def _group_lost(self, error: BytePSError, report: bool = True) -> None:
         self.lost.append(str(error))
@@ -126,6 +130,21 @@ def test_all_tensors_are_looked_at_only_if_a_rank_has_waited_for_something(what:
         group.executor.ranks[0].direct_waits[1] = object()
     assert [waiting.name for waiting in group.waiting(2.0)] == ([what] if what else [])
     assert asked == ([(2.0, 100.0)] if what else [])
+
+
+# ---- heartbeats ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("is_slow", "whole"), [(False, 11), (True, 3)])
+def test_where_links_are_slow_most_heartbeats_only_say_that_the_process_lives(is_slow: bool, whole: int) -> None:
+    requests = SimpleNamespace(report_spans=list)
+    group = SimpleNamespace(has_slow_links=is_slow, requests=requests, pair_usage=list, network=None)
+    service, said = Service(group), list[pb.Heartbeat]()
+    for beat in range(11):  # in two seconds
+        service.loop.now_s = beat * 0.2
+        said.append(service._report())
+    assert [each.bare for each in said].count(False) == whole
+    assert all(each.bare or each.statistics.rounds for each in said)
 
 
 # ---- the start -------------------------------------------------------------------------------------------

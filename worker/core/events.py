@@ -24,7 +24,7 @@ from byteps_py.worker.core.pieces import (
     Serve,
     Transfer,
 )
-from byteps_py.worker.core.tensor import Compute, Part, RankSlot, ScatterPart, SumRequest, Tensor
+from byteps_py.worker.core.tensor import AccumulatedPart, Compute, Part, RankSlot, ScatterPart, SumRequest, Tensor
 
 # ---- to RoundPipeline: what the ranks of this machine do -------------------------------------------------------
 
@@ -138,6 +138,26 @@ class ResultWanted:
 
 
 @dataclass(slots=True)
+class ClockTold:
+    """The server's next answer, to this round's push, contains so many rounds of each machine. ``added_at``: the
+    version that the push made."""
+
+    part: AccumulatedPart
+    round: int
+    clock: tuple[int, ...]
+    added_at: int = 0
+
+
+@dataclass(slots=True)
+class CopyWanted:
+    """The partition's server lacks its values: it wants to know what this machine's copy contains, or, with
+    ``is_whole``, the copy."""
+
+    part: AccumulatedPart
+    is_whole: bool
+
+
+@dataclass(slots=True)
 class SumTaken:
     """The machine for which this machine's sum of a part is has taken it."""
 
@@ -178,6 +198,8 @@ RoundEvent = (
     | Answered
     | RoundsAwaited
     | ResultWanted
+    | ClockTold
+    | CopyWanted
     | SumTaken
     | ServersChanged
     | MessagesLost
@@ -368,6 +390,13 @@ class Supply:
 
 
 @dataclass(slots=True)
+class TellClock:
+    """Tell the partition's server what this machine's copy contains."""
+
+    part: AccumulatedPart
+
+
+@dataclass(slots=True)
 class Lend:
     """Send this machine's sum of a part, from where it lies; once it may change, it is a SumTaken."""
 
@@ -431,6 +460,7 @@ Action = (
     | Push
     | Withdraw
     | Supply
+    | TellClock
     | Lend
     | FetchPiece
     | Show

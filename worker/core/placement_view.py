@@ -33,7 +33,7 @@ from byteps_py.worker.core.tensor import Part
 from byteps_py.worker.core.topology import Topology
 
 NO_SERVER = -1
-#: Of all tensors: those of other ranks, too, take room in the table here.
+#: Of all tensors: those of other ranks, too, take room in the table here. And of one that a machine sums alone.
 MAX_PARTITIONS = 1 << 22
 
 
@@ -154,6 +154,11 @@ class PlacementView:
         limit = self._local_sum_bytes if is_alone else self._topology.partition_bytes
         if spec.is_shadowed:  # a server that keeps copies is sent the sums of a machine alone, too
             limit = min(limit, self._topology.partition_bytes)
+        if spec.nbytes // limit > self.max_partitions:  # no other check looks at a tensor that is in no table
+            raise ProtocolError(
+                f"tensor {spec.name[:80]!r}: {spec.nbytes} bytes would be cut into pieces of {limit} bytes, "
+                f"{self.max_partitions} are the most: set a larger BYTEPS_PARTITION_BYTES"
+            )
         if spec.scatters:
             return scattered_pieces(spec, self._topology.size, limit, self._chunk_bytes)
         if spec.op is Op.BROADCAST and not is_alone:

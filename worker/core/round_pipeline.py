@@ -19,7 +19,9 @@ from byteps_py.worker.core.events import (
     Action,
     Answered,
     BytesReady,
+    ClockTold,
     Computed,
+    CopyWanted,
     MessagesLost,
     Push,
     Release,
@@ -36,6 +38,7 @@ from byteps_py.worker.core.events import (
     SumsAwaited,
     SumTaken,
     Supply,
+    TellClock,
     TensorAgreed,
     TensorForgotten,
     TensorVoid,
@@ -52,6 +55,7 @@ from byteps_py.worker.core.tensor import (
     QUEUED,
     REDUCING,
     WAITING,
+    AccumulatedPart,
     Compute,
     Part,
     ScatterPart,
@@ -86,6 +90,8 @@ class RoundPipeline:
             Answered: self._answered,
             RoundsAwaited: self._hasten,
             ResultWanted: self._supply,
+            ClockTold: self._clock_told,
+            CopyWanted: self._show_copy,
             SumTaken: self._lent,
             ServersChanged: self._move,
             MessagesLost: self._send_again,
@@ -105,7 +111,8 @@ class RoundPipeline:
             tensor.parts = [ScatterPart(tensor, i, o, n, -1, owner=owner) for i, (o, n, owner) in enumerate(pieces)]
             self._scatterer.start(tensor)
         else:
-            tensor.parts = [Part(tensor, i, o, n, server) for i, (o, n, server, *_) in enumerate(pieces)]
+            kind = AccumulatedPart if tensor.spec.op is Op.ACCUMULATE else Part
+            tensor.parts = [kind(tensor, i, o, n, server) for i, (o, n, server, *_) in enumerate(pieces)]
         for slot in tensor.slots:
             if slot.arriving is not None:
                 slot.arriving.begin()
@@ -211,7 +218,10 @@ class RoundPipeline:
         if tensor.is_alone:  # each rank's input and result stay where they are: the addresses never change
             part.local_sum = Compute(part, spec.op, inputs, part.outputs, self.divisor(spec))
             return part.local_sum
-        return Compute(part, spec.op, inputs, (tensor.contribution.address + part.offset,), 1)
+        op = spec.op.kernel
+        if spec.op is Op.ACCUMULATE and tensor.round == 1:
+            op, inputs = Op.BROADCAST, inputs[:1]  # the first value, which all ranks have
+        return Compute(part, op, inputs, (tensor.contribution.address + part.offset,), 1)
 
     # ---- partitions with owners, see hosted_steps.py -----------------------------------------------------------
 
@@ -346,6 +356,8 @@ class RoundPipeline:
             return self._summed(part, (part.answer.address,))
         if isinstance(part, ScatterPart):
             part.frames.clear()
+        elif isinstance(part, AccumulatedPart):
+            part.copied_round, part.clock, part.added_at = part.told
         return [*actions, *self._finish(part)]
 
     def awaits(self, part: Part, round_: int) -> bool:
@@ -373,6 +385,10 @@ class RoundPipeline:
         outputs = tensor.results(part.dense_offset)
         if not outputs:
             return self._pump(now) + self._finish(part)
+        if isinstance(part, AccumulatedPart):
+            if part.told[0] != round_:
+                raise ProtocolError(f"tensor {tensor.name!r}: a copy of its values came without a clock")
+            outputs = part.outputs
         part.move_to(DELIVERING)
         self._undelivered_bytes += part.length
         tensor.running += 1
@@ -385,10 +401,12 @@ class RoundPipeline:
         actions: list[Action] = []
         for part, server in event.moves:
             before, part.server = part.server, server
-            if part.stage is QUEUED:
+            if part.stage is QUEUED and server != before:
                 self._queue.move(part, before)
-            elif part.stage is IN_FLIGHT:
+            if part.stage is IN_FLIGHT:
                 actions += [Withdraw(part, part.tensor.round, before), *self._again(part)]
+            elif isinstance(part, AccumulatedPart) and server != before and part.stage is not DELIVERING:
+                actions.append(Withdraw(part, part.tensor.round, before))  # it need not keep the values
         return actions + self._pump(now)
 
     def _send_again(self, event: MessagesLost, now: float) -> list[Action]:
@@ -407,6 +425,19 @@ class RoundPipeline:
         tensor = event.part.tensor
         is_there = tensor.state is not TensorState.RETIRED and tensor.has_result(event.part, event.round)
         return [Supply(event.part, event.round, event.server)] if is_there else []
+
+    def _clock_told(self, event: ClockTold, now: float) -> list[Action]:
+        if self.awaits(event.part, event.round):
+            event.part.told = event.round, event.clock, event.added_at
+        return []
+
+    def _show_copy(self, event: CopyWanted, now: float) -> list[Action]:
+        part = event.part
+        if part.tensor.state.is_void or part.stage is DELIVERING or not part.copied_round:
+            return []  # the server asks again
+        if event.is_whole:
+            return [Supply(part, part.copied_round, part.server)]
+        return [TellClock(part)]
 
     def _lent(self, event: SumTaken, now: float) -> list[Action]:
         part = event.part

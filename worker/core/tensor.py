@@ -237,6 +237,23 @@ class Part:
 
 
 @dataclass(slots=True, eq=False)
+class AccumulatedPart(Part):
+    """A partition of an ACCUMULATE. The latest answer is copied to where the contribution to its round lay: a server
+    that has not got the values may need it. ``copied_round``: its round; 0: there was none yet. ``clock``: what it
+    contains (see server/accumulators.py). ``added_at``: the version that this machine's last contribution made, 0 if
+    that is not known. ``told``: of the answer that comes next: the round, what it contains, and ``added_at``."""
+
+    copied_round: int = 0
+    clock: tuple[int, ...] = ()
+    added_at: int = 0
+    told: tuple[int, tuple[int, ...], int] = (0, (), 0)
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        return (*self.tensor.results(self.dense_offset), self.tensor.contribution.address + self.offset)
+
+
+@dataclass(slots=True, eq=False)
 class SumRequest:
     """Another machine wants this machine's sum of a part. ``origin``: where to send it, and as what; opaque."""
 

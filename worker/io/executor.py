@@ -14,7 +14,8 @@ from typing import Any, Protocol, cast
 
 import zmq
 
-from byteps_py.errors import BytePSError, PeerLostError, ProtocolError, from_name
+from byteps_py.arrivals import ArrivalLog, LoggedChange
+from byteps_py.errors import BytePSError, PeerLostError, ProtocolError, UsageError, from_name
 from byteps_py.kernels.readiness import Pair, Readiness
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.runtime import Runtime
@@ -22,12 +23,14 @@ from byteps_py.system.shm import Block
 from byteps_py.system.stage_recorder import EXCHANGE, LOCAL_BROADCAST, LOCAL_REDUCE, OPTIMIZER_STEP, StageRecorder
 from byteps_py.tensors import Checks, Op, TensorSpec
 from byteps_py.wire import rank_link as protocol
-from byteps_py.wire.data_link import Header, Kind, unpack_names
+from byteps_py.wire.data_link import Header, Kind, unpack_clock, unpack_names
 from byteps_py.worker.core.events import (
     Action,
     Answered,
     BeginTensor,
+    ClockTold,
     Computed,
+    CopyWanted,
     DirectAction,
     Fail,
     Lend,
@@ -43,6 +46,7 @@ from byteps_py.worker.core.events import (
     Show,
     StepEnded,
     Supply,
+    TellClock,
     TensorAgreed,
     TensorEnded,
     TensorForgotten,
@@ -57,6 +61,7 @@ from byteps_py.worker.core.tensor import (
     IN_FLIGHT,
     QUEUED,
     REDUCING,
+    AccumulatedPart,
     Compute,
     Part,
     RankSlot,
@@ -73,8 +78,8 @@ from byteps_py.worker.io.slot_memory import SlotMemory
 
 _ENDING = TensorState.ENDING
 #: What a summation service sends. Globals: see transitions.py.
-_ANSWER, _REFUSED, _WANT, _AWAITED = Kind.ANSWER, Kind.REFUSED, Kind.WANT, Kind.AWAITED
-_FROM_SERVERS = (_ANSWER, _REFUSED, _WANT, _AWAITED)
+_ANSWER, _REFUSED, _WANT, _AWAITED, _CLOCK = Kind.ANSWER, Kind.REFUSED, Kind.WANT, Kind.AWAITED, Kind.CLOCK
+_FROM_SERVERS = (_ANSWER, _REFUSED, _WANT, _AWAITED, _CLOCK)
 _OF_SHADOWS = (Kind.SHADOW_HELD, Kind.SHADOW_LACKS)
 
 
@@ -105,6 +110,7 @@ class Executor:
     all ranks agree on, ``after_run``, if set, when all that followed from an event has been done."""
 
     piece_executor_class: type[PieceExecutor] = PieceExecutor
+    coded_parts_class: type[CodedParts] = CodedParts
     on_begin: Callable[[Tensor], None]
     steps: StepMaker
 
@@ -135,7 +141,7 @@ class Executor:
         self._direct = cores.direct
         self._first_rank = first_rank
         self._guard = NonFiniteGuard(first_rank, pipeline.size)
-        self._coded = CodedParts(runtime)
+        self._coded = self.coded_parts_class(runtime, first_rank, memory.machines)
         self.pace = RankPace(first_rank)
         self.send = send
         self._fail = fail
@@ -148,6 +154,7 @@ class Executor:
         self._frames: dict[Part, zmq.Frame] = {}  # answers that a kernel reads
         self._behind: dict[Part, SumForOwner] = {}  # sums that wait, see ``catch_up``
         self.stages: StageRecorder | None = None  # for a trace
+        self.arrivals: ArrivalLog | None = None  # for a replay
         self._ballots: list[pb.Ballot] = []
         self._owed: dict[int, RankConnection] = {}  # by local rank: have rounds that they were not told of
         self._handlers: Mapping[type, Callable[[Any], None]] = {
@@ -155,6 +162,7 @@ class Executor:
             Push: self._push,
             Withdraw: self._withdraw,
             Supply: self._supply,
+            TellClock: self._tell_clock,
             Show: self._show,
             RoundDone: self._round_done,
             Fail: self._tell_failed,
@@ -189,7 +197,7 @@ class Executor:
         """These tensors are being declared: their kernels will be needed."""
         specs = [spec for spec in specs if not spec.op.bypasses_servers]
         self._ready.expect((spec.op, spec.dtype, spec.codec) for spec in specs if spec.codec is not None)
-        self._ready.expect((spec.op, spec.dtype) for spec in specs if spec.codec is None or self.network is None)
+        self._ready.expect((spec.op.kernel, spec.dtype) for spec in specs if spec.codec is None or self.network is None)
         self._ready.expect((spec.op, spec.dtype, Checks.FINITE) for spec in specs if spec.is_guarded)
 
     def start(self, tensor: Tensor, pieces: Sequence[tuple[int, int, int]] | Sequence[OwnedPiece]) -> None:
@@ -258,12 +266,20 @@ class Executor:
     def _push(self, action: Push) -> None:
         if self.stages is not None:
             self.stages.begin(EXCHANGE, action.part.tensor.name, action.part.index, action.round, action.part.length)
-        if self.network is not None:
+        if self.network is None:
+            return
+        try:
             self.network.push(action.part, action.round)
+        except UsageError as error:  # it is not in the run that is replayed
+            self._fail(error)
 
     def _supply(self, action: Supply) -> None:
         if self.network is not None:
             self.network.supply(action.part, action.round, action.server)
+
+    def _tell_clock(self, action: TellClock) -> None:
+        if self.network is not None:
+            self.network.tell_clock(action.part)
 
     def _withdraw(self, action: Withdraw) -> None:
         if self.network is not None:
@@ -438,6 +454,8 @@ class Executor:
             self.handle(RoundsAwaited(rounds))
             return
         part = self._parts.get((header.key, header.generation, header.index))
+        if isinstance(part, AccumulatedPart) and self._answered_early(part, header, frame, server):
+            return
         if part is not None and header.kind is _WANT:
             self.handle(ResultWanted(part, header.round, server))
             return
@@ -475,6 +493,23 @@ class Executor:
         if self.stages is not None:
             self.stages.end(EXCHANGE, part.tensor.name, part.index)
         self.handle(Answered(part, header.round, source))
+        if self.arrivals is not None and isinstance(part, AccumulatedPart) and part.told[0] == header.round:
+            _, clock, added_at = part.told
+            place = part.tensor.name, part.tensor.generation, part.index, header.round
+            self.arrivals.add(LoggedChange(self.arrivals.machine, *place, added_at, clock))
+
+    def _answered_early(self, part: AccumulatedPart, header: Header, frame: zmq.Frame | None, server: int) -> bool:
+        """A server has sent a message about what it accumulates. False if it is an answer that counts."""
+        is_old = self.network is None or header.epoch != self.network.epoch or server != part.server
+        if header.kind is _CLOCK and not is_old:
+            self.handle(ClockTold(part, header.round, *unpack_clock(frame.bytes if frame is not None else b"")))
+        elif header.kind is _WANT and not is_old:
+            self.handle(CopyWanted(part, is_whole=header.is_supply))
+        elif header.kind in (_ANSWER, _REFUSED):
+            if is_old:
+                self._memory.take_abandoned(header, server)
+            return is_old
+        return True
 
     def lacks(self, ranks: set[int]) -> bool:
         """Something was given to a round in which these ranks take part, and the result is not there, or what was given
@@ -497,10 +532,16 @@ class Executor:
 
     def move(self, server_of: Callable[[Part], int]) -> int:
         """A new epoch: what its placement gives to other servers goes there. Returns how many partitions moved."""
-        moves = [(part, server) for part in self._sent if (server := server_of(part)) != part.server]
+        moves = [
+            (part, server)
+            for part in self._sent
+            # Accumulators begin anew in each epoch, see server/accumulators.py.
+            if (server := server_of(part)) != part.server or isinstance(part, AccumulatedPart)
+        ]
+        moved = sum(server != part.server for part, server in moves)
         self._moved_at = self._loop.time()
         self.handle(ServersChanged(moves))
-        return len(moves)
+        return moved
 
     def on_reconnected(self, server: int) -> None:
         """Messages to a server that it has not answered are lost, or may be."""

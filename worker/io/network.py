@@ -5,16 +5,25 @@ from __future__ import annotations
 import collections
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import zmq
 
+from byteps_py.arrivals import Order, Place, Turn
+from byteps_py.config import tuning
 from byteps_py.config.settings import Settings
 from byteps_py.dataplane.dialer import DialTarget, Owner
 from byteps_py.dataplane.link_usage import UsageMeter
 from byteps_py.dataplane.long_links import round_trip_of
-from byteps_py.errors import BytePSError, IntegrityError, PeerLostError, ProtocolError, RendezvousError
+from byteps_py.errors import (
+    BytePSError,
+    IntegrityError,
+    PeerLostError,
+    ProtocolError,
+    RendezvousError,
+    UsageError,
+)
 from byteps_py.failure_detector import FailureDetector
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.runtime import Runtime
@@ -24,9 +33,20 @@ from byteps_py.system.log import logger
 from byteps_py.system.loop import EventLoop
 from byteps_py.system.shm import Arena, Block
 from byteps_py.tensors import Op
-from byteps_py.wire.data_link import HEADER_BYTES, NO_RESULT, RESENT, SUPPLY, Header, Kind, RoundName, name_of
+from byteps_py.wire.data_link import (
+    HEADER_BYTES,
+    NO_RESULT,
+    RESENT,
+    SUPPLY,
+    Header,
+    Kind,
+    RoundName,
+    name_of,
+    pack_clock,
+    pack_order,
+)
 from byteps_py.worker.core.pace import ServerPace
-from byteps_py.worker.core.tensor import Part
+from byteps_py.worker.core.tensor import AccumulatedPart, Part
 from byteps_py.worker.core.topology import Topology
 from byteps_py.worker.io.nonfinite_guard import NonFiniteGuard
 from byteps_py.worker.io.slot_memory import SlotMemory
@@ -46,14 +66,15 @@ _CONNECT_S = 1.0
 #: Messages about copies of states. The service keeps and repeats them (worker/core/shadowing.py).
 _SHADOW = frozenset(kind for kind in Kind if kind.name.startswith("SHADOW_"))
 #: From servers: no answers to requests.
-_TOLD = _SHADOW | {Kind.WANT, Kind.AWAITED}
+_UNANSWERED = frozenset((Kind.CLOCK, Kind.ORDER))
+_TOLD = _SHADOW | {Kind.WANT, Kind.AWAITED, Kind.CLOCK}
 
 
-def silence_s(settings: Settings, loop: EventLoop) -> float:
+def silence_s(settings: Settings, loop: EventLoop, has_slow_link: bool = False) -> float:
     """For how long a service that can't be reached may only be slow. Where this process has had to wait for a
     processor, so have others: they may share it."""
     late_s = loop.lateness_s
-    return FailureDetector(0.0, settings.heartbeat_timeout_s, settings.patience_s, late_s).timeout_s()
+    return FailureDetector(0.0, settings.heartbeat_timeout_s, settings.patience_s, late_s, has_slow_link).timeout_s()
 
 
 class ServerLink(ABC):
@@ -78,6 +99,10 @@ class ServerLink(ABC):
         """Send ``header.length`` bytes at ``offset`` of ``payload``, which stay untouched until the answer."""
 
     @abstractmethod
+    def tell(self, header: Header, body: bytes) -> None:
+        """Send a message that has no answer, and whose bytes lie in no block."""
+
+    @abstractmethod
     def close(self) -> None: ...
 
 
@@ -99,12 +124,13 @@ class _Request:
 @dataclass(frozen=True, slots=True)
 class LinkTarget:
     """The service at the other end, ``what`` in words. ``group``: the epoch with which the ranks' group began.
-    ``is_late``: it has been a member for some time."""
+    ``is_late``: it has been a member for some time. ``link_mbit``: of the slower link of the two; 0: it is unknown."""
 
     address: str
     what: str = "summation service"
     group: int = 0
     is_late: bool = False
+    link_mbit: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +168,8 @@ class TcpLink(ServerLink, Owner):
     ) -> None:
         loop = self._loop = runtime.loop
         self._who = f"the {target.what} at {target.address}"
-        self._silence_s = functools.partial(silence_s, settings, loop)
+        has_slow_link = tuning.is_slow(target.link_mbit)
+        self._silence_s = functools.partial(silence_s, settings, loop, has_slow_link)
         self._view = contributions
         self._on_answer = events.on_answer
         self._on_reconnected = events.on_reconnected
@@ -156,7 +183,7 @@ class TcpLink(ServerLink, Owner):
         self._refusal = ""  # what was said on the attempts since
         self._is_late = target.is_late
         self._is_closed = False
-        there = DialTarget(target.address, self._who, target.group)
+        there = DialTarget(target.address, self._who, target.group, has_slow_link)
         self._dialer = runtime.dialer(context, loop, there, sender, settings, self)
         first_s = settings.patience_s if target.is_late else max(settings.start_timeout_s, self._silence_s())
         loop.call_later(first_s, lambda: self._give_up(0, first_s))
@@ -171,6 +198,9 @@ class TcpLink(ServerLink, Owner):
 
     def push(self, header: Header, payload: Block | None, offset: int, answer: Block | None) -> None:
         self._begin(_Request(header, payload, offset))
+
+    def tell(self, header: Header, body: bytes) -> None:
+        self.ask(header, body)
 
     def ask(self, header: Header, body: bytes | memoryview | zmq.Frame) -> None:
         """Send a request whose bytes lie in no block."""
@@ -193,7 +223,7 @@ class TcpLink(ServerLink, Owner):
             self._requests.pop(name_of(header), None)
             self._damaged.discard(name_of(header))
             self._suspects.discard(name_of(header))
-        elif not (header.is_supply or header.kind in _SHADOW):
+        elif not (header.is_supply or header.kind in _SHADOW or header.kind in _UNANSWERED):
             self._requests[name_of(header)] = request
             if len(self._requests) > _MOST_KEPT:
                 del self._requests[next(iter(self._requests))]
@@ -327,6 +357,12 @@ class LocalLink(ServerLink):
         if not self._is_full:
             self._flush()
 
+    def tell(self, header: Header, body: bytes) -> None:
+        if self._channel is not None:
+            self._unsent.append((header.pack() + body, ()))
+            if not self._is_full:
+                self._flush()
+
     def _flush(self) -> None:
         """Send what the service takes. It may be frozen, or starting: this one must not wait for it."""
         try:
@@ -397,6 +433,8 @@ class Network:
         self._me = topology.machine_index
         self._memory = memory
         self._guard = NonFiniteGuard(topology.first_rank, topology.size)
+        #: Of a replay: when contributions to ACCUMULATEs are added and answered.
+        self.orders: Mapping[Place, Mapping[Turn, Order]] = {}
         self._on_answer = on_answer
         self._on_reconnected = on_reconnected
         self._on_lost = on_lost
@@ -410,7 +448,7 @@ class Network:
 
     def change(self, topology: Topology) -> None:
         """Go over to the servers of a new epoch."""
-        self._epoch = topology.epoch
+        self.epoch = topology.epoch
         servers = {server.member_id: server for server in topology.servers}
         mine = [number for number, server in servers.items() if _is_here(server, topology)]
         self.pace = ServerPace({number: server.link_mbit for number, server in servers.items()}, mine)
@@ -452,7 +490,12 @@ class Network:
         return self.tcp_link_class(
             self._context,
             self._runtime,
-            LinkTarget(server.address, group=topology.group, is_late=topology.epoch > topology.group),
+            LinkTarget(
+                server.address,
+                group=topology.group,
+                is_late=topology.epoch > topology.group,
+                link_mbit=min(server.link_mbit, topology.me.link_mbit),
+            ),
             self._me,
             self._settings,
             self._memory.view,
@@ -469,6 +512,14 @@ class Network:
         header.flags = (RESENT if part.is_resent else 0) | (NO_RESULT if part.is_acknowledged else 0)
         answer = self._memory.give_answer_block(part) if link.is_local and part.wants_result else None
         self.pace.pushed(part, self._runtime.loop.time())
+        if isinstance(part, AccumulatedPart) and part.contributes and self.orders:
+            place = tensor.name, tensor.generation, part.index
+            if (order := self.orders.get(place, {}).get((self._me, round_))) is None:
+                raise UsageError(
+                    f"tensor {tensor.name!r}: the run that is replayed has no round {round_} of partition {part.index} "
+                    f"on machine {self._me}: replay the same program, with the same BYTEPS_PARTITION_BYTES"
+                )
+            link.tell(replace(header, kind=Kind.ORDER), pack_order(order.added_at, order.answered_at))
         block, offset = part.contribution if part.contributes else (None, part.offset)
         link.push(header, block, offset, answer)
 
@@ -488,10 +539,18 @@ class Network:
         if link := self._links.get(server):
             header = self._header(part, round_, False)
             header.kind = Kind.WITHDRAW
+            header.flags = NO_RESULT if part.server != server else 0
             link.push(header, None, 0, None)
             if link.is_local:
                 self._memory.abandon_answer_block(part, server)
         part.answer = None  # it may yet be written, if its server is only frozen: never used again
+
+    def tell_clock(self, part: AccumulatedPart) -> None:
+        """Tell the partition's server what this machine's copy of the values contains."""
+        if link := self._links.get(part.server):
+            header = self._header(part, part.copied_round, True)
+            header.kind = Kind.CLOCK
+            link.tell(header, pack_clock(part.clock))
 
     def tell(self, server: int, header: Header, payload: Block | zmq.Frame | bytes | memoryview, offset: int) -> None:
         """Send a message that is about no contribution to a server of another machine. A payload stays untouched until
@@ -499,7 +558,7 @@ class Network:
         link = self._links.get(server)
         if not isinstance(link, self.tcp_link_class):
             return  # it is a member no more, or not yet
-        header.sender, header.epoch = self._me, self._epoch
+        header.sender, header.epoch = self._me, self.epoch
         if isinstance(payload, Block):
             link.push(header, payload, offset, None)
         else:
@@ -513,7 +572,7 @@ class Network:
         return Header(
             Kind.PUSH if contributes else Kind.PULL if is_pull else Kind.PASS,
             self._me,
-            self._epoch,
+            self.epoch,
             tensor.spec.dtype,
             tensor.spec.op,
             part.root_machine,
@@ -526,6 +585,7 @@ class Network:
             machines=tensor.machines,
             nonfinite_ranks=self._guard.of_push(part, round_) if is_guarded else 0,
             codec=tensor.codec.on_wire.code if tensor.codec is not None else 0,
+            staleness=tensor.spec.staleness,
         )
 
     def link_usage(self) -> list[pb.LinkUsage]:

@@ -174,6 +174,7 @@ class PeerMachines:
                     f"communication service of machine {machine_index}",
                     self._topology.group,
                     is_late=True,  # it is a member: a process that does not know this group has its port by now
+                    link_mbit=min(self._topology.workers[machine_index].link_mbit, self._topology.me.link_mbit),
                 ),
                 self._me,
                 self._settings,

@@ -34,6 +34,7 @@ class SlotMemory:
     ) -> None:
         self.chunk_bytes = runtime.thresholds.chunk
         self._first_rank, self._size = ranks
+        self.machines = machines
         self._inputs_are_contributions = machines > 1 and local_size == 1
         self._ranks = [runtime.arena(elsewhere=elsewhere) for _ in range(local_size)]
         #: What a summation service on this machine maps.

@@ -19,22 +19,32 @@ from byteps_py.parallel.pipe.program import Action, ActionKind, Program
 @dataclass(frozen=True, slots=True)
 class Durations:
     """The durations of a whole micro-batch at one stage, in any unit. ``p2p``: from the end of an action on one worker
-    until its result is on another. ``input_gradient_share``: of a backward pass, where it is split in two."""
+    until its result is on another. ``input_gradient_share``: of a backward pass, where it is split in two.
+    ``stage_forward``, ``stage_backward``, ``hops``: those of each stage, and between a stage and the next one, instead
+    of ``forward``, ``backward``, ``p2p``."""
 
     forward: float = 1.0
     backward: float = 2.0
     p2p: float = 0.0
     input_gradient_share: float = 0.5
+    stage_forward: tuple[float, ...] = ()
+    stage_backward: tuple[float, ...] = ()
+    hops: tuple[float, ...] = ()
 
     def of(self, action: Action, parts_of_micro_batch: int) -> float:
         """The duration of ``action``."""
+        backward = self.stage_backward[action.stage] if self.stage_backward else self.backward
         whole = {
-            ActionKind.FORWARD: self.forward,
-            ActionKind.BACKWARD: self.backward,
-            ActionKind.INPUT_GRADIENT: self.backward * self.input_gradient_share,
-            ActionKind.WEIGHT_GRADIENT: self.backward * (1 - self.input_gradient_share),
+            ActionKind.FORWARD: self.stage_forward[action.stage] if self.stage_forward else self.forward,
+            ActionKind.BACKWARD: backward,
+            ActionKind.INPUT_GRADIENT: backward * self.input_gradient_share,
+            ActionKind.WEIGHT_GRADIENT: backward * (1 - self.input_gradient_share),
         }[action.kind]
         return whole * len(action.parts) / parts_of_micro_batch
+
+    def hop(self, stage: int, other: int) -> float:
+        """From a result of ``stage`` until it is on the worker of ``other``."""
+        return self.hops[min(stage, other)] if self.hops else self.p2p
 
 
 class Span(NamedTuple):
@@ -100,7 +110,8 @@ def simulate(program: Program, durations: Durations | None = None) -> ScheduleTi
                 listeners.setdefault(missing, []).append(worker)
                 break
             for some in inputs:
-                start = max(start, ends[some.result] + (durations.p2p if some.worker != worker else 0.0))
+                hop = durations.hop(some.result[2], action.stage) if some.worker != worker else 0.0
+                start = max(start, ends[some.result] + hop)
             end = start + durations.of(action, program.parts_of_micro_batch)
             spans[worker].append(Span(action, start, end))
             for result in results_of(action):

@@ -48,6 +48,7 @@ from byteps_py.scheduler.core import (
     StopRequested,
 )
 from byteps_py.scheduler.job import ENDED, FAILED, FORMING, Finish, Outgoing
+from byteps_py.scheduler.member_links.large_messages import LargeMessages
 from byteps_py.scheduler.member_links.protocol import UNNUMBERED, Outbox
 from byteps_py.scheduler.roster import ClusterConfig, MemberRecord, describe
 
@@ -119,17 +120,18 @@ LinkEvent = (
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """Send ``message`` on ``stream``; None: end the stream."""
+    """Send ``message`` on ``stream``; None: end the stream. ``packed``: a large one, see large_messages.py."""
 
     stream: int
     message: pb.SchedulerMessage | None
     number: int = 0
     received: int = 0
+    packed: bytes = b""
 
     def stamped(self) -> pb.SchedulerMessage:
         """The message with its number and its confirmation, as it is sent."""
-        stamped = pb.SchedulerMessage(number=self.number, received=self.received)
-        if self.message is not None:
+        stamped = pb.SchedulerMessage(number=self.number, received=self.received, packed=self.packed)
+        if self.message is not None and not self.packed:
             stamped.MergeFrom(self.message)
         return stamped
 
@@ -163,12 +165,12 @@ class MemberLink:
 def check(out: Outgoing) -> int:
     """A checksum of the core's messages."""
     value = 0
-    texts: dict[int, bytes] = {}
+    known: dict[int, int] = {}  # by identity: the same message goes to many
     for connection, message in out:
-        text = texts.get(id(message))
-        if text is None:
-            text = texts[id(message)] = message.SerializeToString(deterministic=True)
-        value = zlib.crc32(text, zlib.crc32(connection.to_bytes(8, "little"), value))
+        one = known.get(id(message))
+        if one is None:
+            one = known[id(message)] = zlib.crc32(message.SerializeToString(deterministic=True))
+        value = zlib.crc32(one.to_bytes(4, "little"), zlib.crc32(connection.to_bytes(8, "little"), value))
     return value
 
 
@@ -279,6 +281,7 @@ class MemberLinks:
         self.core = self.core_class(config)
         self.write = write
         self.restarts = 0
+        self._large = LargeMessages()
         self._timeout_s = config.heartbeat_timeout_s
         self._grace_s = min(1.0, self._timeout_s / 2)
         self._links: dict[int, MemberLink] = {}  # by id; also links that are over
@@ -535,7 +538,7 @@ class MemberLinks:
         known.confirmed = known.received
         welcome = pb.SchedulerMessage(welcome=pb.Welcome(member_id=known.member_id))
         out.append(Sent(stream, welcome, 0, known.received))
-        return out + [Sent(stream, message, number, known.received) for number, message in known.outbox]
+        return out + [self._sent(stream, message, number, known.received) for number, message in known.outbox]
 
     def _refuse(self, link: MemberLink, now_s: float, error: str, text: str, **more: bool) -> list[Sent]:
         self.core.handle(RegistrationRefused(link.id), now_s)
@@ -619,8 +622,11 @@ class MemberLinks:
             number = link.outbox.put(message)
             if link.stream is not None:
                 link.confirmed = link.received
-                sent.append(Sent(link.stream, message, number, link.received))
+                sent.append(self._sent(link.stream, message, number, link.received))
         return sent
+
+    def _sent(self, stream: int, message: pb.SchedulerMessage, number: int, received: int) -> Sent:
+        return Sent(stream, message, number, received, self._large.pack(message))
 
     def _pass(self, link: MemberLink, out: Outgoing) -> list[Sent]:
         """Send messages without a number: no one has to know whether they arrived."""

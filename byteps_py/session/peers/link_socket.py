@@ -11,6 +11,7 @@ import fcntl
 import itertools
 import math
 import select
+import socket
 import struct
 import termios
 from collections import deque
@@ -27,6 +28,7 @@ _MOST_VIEWS = 64  # of one system call
 _JOINED_BYTES = 64 << 10
 #: Fewer (a handshake, reports) show no rate.
 _LEAST_BYTES = 64 << 10
+_TCP_CLOSE = 7  # of linux/tcp_states.h
 _IN, _IN_AND_OUT = select.EPOLLIN, select.EPOLLIN | select.EPOLLOUT
 
 
@@ -101,7 +103,11 @@ class LinkSocket:
 
     @property
     def undelivered_bytes(self) -> int:
-        """Bytes that the peer's system has not acknowledged."""
+        """Bytes that the peer's system has not acknowledged, and may yet: none once it has reset the connection. A
+        process that has ended does so, over a long link often before it has acknowledged the last bytes."""
+        with contextlib.suppress(OSError):  # it is of another kind, or closed
+            if self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _TCP_CLOSE:
+                return 0
         answer = fcntl.ioctl(self.sock, termios.TIOCOUTQ, bytes(4))
         return int(struct.unpack("i", answer)[0])
 

@@ -45,8 +45,6 @@ _AT_ONCE_BYTES = 4 << 20
 _SEALED_AT_ONCE_BYTES = 1 << 20
 #: The sender of fewer bytes copies them, if it needs their memory before they are reported.
 _COPIED_BYTES = 256 << 10
-_FLUSH_LIMIT_S = 30.0
-_DELIVERY_LIMIT_S = 2.0
 _DELIVERY_POLL_S = 0.001
 _POLL_MS = 250
 _INLINE = int(PeerMessageKind.INLINE)
@@ -558,8 +556,8 @@ class PeerConnection:
     # ---- the end ---------------------------------------------------------------------------------------
 
     def close(self, is_forked: bool = False) -> None:
-        """Send waiting bytes and let them reach the peer's machine, within a time limit; then close the sockets.
-        ``is_forked``: in a forked child, only close them."""
+        """Send waiting bytes and let them reach the peer's machine, for as long as it takes any; then close the
+        sockets. ``is_forked``: in a forked child, only close them."""
         if is_forked:
             for each in self._sockets:
                 each.sock.close()
@@ -570,17 +568,20 @@ class PeerConnection:
             self._hang_up()
 
     def _deliver(self, sockets: Sequence[LinkSocket]) -> None:
-        """A socket that is closed while bytes for it arrive drops bytes that it has not delivered."""
-        deadline = time.monotonic() + _FLUSH_LIMIT_S
+        """A socket that is closed while bytes for it arrive drops bytes that it has not delivered. On a slow link they
+        take long: this ends when none has been taken for ``silence_s``."""
+        silence_s, taken_s = self._watch.silence_s, time.monotonic()
         writable = select.poll()
         for each in sockets:
             writable.register(each.sock, select.POLLOUT | select.POLLRDHUP)
 
         def is_read() -> bool:
-            """Wait for room. False once the other end has closed: it takes nothing any more."""
-            return time.monotonic() < deadline and not any(
-                events & ~select.POLLOUT for _, events in writable.poll(_POLL_MS)
-            )
+            """Wait for room. False once the other end has closed, or takes nothing any more."""
+            nonlocal taken_s
+            events = writable.poll(_POLL_MS)
+            if events:
+                taken_s = time.monotonic()
+            return time.monotonic() < taken_s + silence_s and not any(event & ~select.POLLOUT for _, event in events)
 
         with self._lock:
             self._is_closing = True
@@ -595,9 +596,12 @@ class PeerConnection:
             self.send_waiting()
         for each in sockets:
             each.sock.shutdown(socket.SHUT_WR)
-        deadline = time.monotonic() + _DELIVERY_LIMIT_S
-        while any(each.undelivered_bytes for each in sockets) and time.monotonic() < deadline:
-            time.sleep(_DELIVERY_POLL_S)
+        left, taken_s = -1, time.monotonic()
+        while (before := left) and time.monotonic() < taken_s + silence_s:
+            left = sum(each.undelivered_bytes for each in sockets)
+            if left != before:
+                taken_s = time.monotonic()
+            time.sleep(_DELIVERY_POLL_S if left else 0.0)
 
 
 def _ends(sock: socket.socket) -> tuple[str, str]:

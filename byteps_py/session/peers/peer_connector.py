@@ -126,6 +126,8 @@ class PeerConnector:
         self._sets: collections.Counter[int] = collections.Counter()  # by rank: of connections, made by this one
         self._dialed: set[socket.socket] = set()  # whose handshakes are under way
         self._refusals: dict[int, str] = {}  # by awaited rank: why its latest attempt has failed
+        #: The rate of the job's slowest link; 0: not known.
+        self.slowest_mbit = 0.0
         #: None until this rank listens.
         self.listener: StreamListener[PeerHandshake] | None = None
         self._relays: dict[int, str] = {}  # by rank that this one has to call: the address of its relay
@@ -213,7 +215,7 @@ class PeerConnector:
                     f"machines reach each other, {_SWITCH_OFF}"
                 )
             time.sleep(_RETRY_S)
-        count = long_links.connections_for(self._settings, long_links.round_trip_s(first.sock))
+        count = long_links.connections_for(self._settings, long_links.round_trip_s(first.sock), self.slowest_mbit)
         self._add(rank, first)
         positions = [*range(1, count), *([RELAYED] if rank in self._relays else [])]
         if positions:

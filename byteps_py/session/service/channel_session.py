@@ -72,6 +72,8 @@ class ChannelSession(Session):
                 local_ranks = range(first, first + self.local_size)
                 settings = self.connects if self.num_machines > 1 else None
                 self._peers = PeerTransport(self, self.rank, local_ranks, settings, self.since_epoch)
+                if self._peers.connector is not None:
+                    self._peers.connector.slowest_mbit = self.machine_facts.slowest_mbit
                 self._readable = select.poll()
                 for fd in (self._channel.fileno(), self._peers.fileno()):
                     self._readable.register(fd, select.POLLIN)

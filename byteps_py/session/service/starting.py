@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from byteps_py.config import launchers
 from byteps_py.config.settings import Settings, ignored_variables
@@ -38,6 +38,8 @@ _OF_OTHER_SERVICES = ("BYTEPS_SOCKET_NAME", "DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PO
 #: Sessions of this process so far, by job. All ranks of a job open and close sessions alike, so the services of each
 #: session have a name of their own: a rank that reopens early must not connect to services that others still use.
 _opened: dict[str, int] = {}
+#: The CPUs of this process before it was pinned to those of a rank; empty if it was not.
+_cpus_before: set[int] = set()
 #: The epoch, by job, with which the latest group began whose state this process has.
 _synced_in: dict[str, int] = {}
 
@@ -72,6 +74,8 @@ def open_session(settings: Settings | None = None) -> Session:
         link = _connect(settings, services)
         try:
             session = ServiceOwningSession(link, settings, services)
+            if settings.numa_on:
+                _pin(settings)
             _opened[settings.job] = _opened.get(settings.job, 0) + 1
             return session
         except BaseException:
@@ -165,10 +169,37 @@ def _start_services(settings: Settings, scheduler_too: bool) -> list[subprocess.
         environ["DMLC_PS_ROOT_URI"] = settings.scheduler_host
         environ["DMLC_PS_ROOT_PORT"] = str(settings.scheduler_port)
     # In a session of their own, so that Ctrl-C reaches the ranks only; the services end after their ranks.
-    return [
-        subprocess.Popen([sys.executable, "-m", *module], env=environ, stdin=subprocess.DEVNULL, start_new_session=True)
-        for module in modules
-    ]
+    with _unpinned():
+        return [
+            subprocess.Popen(
+                [sys.executable, "-m", *module], env=environ, stdin=subprocess.DEVNULL, start_new_session=True
+            )
+            for module in modules
+        ]
+
+
+@contextlib.contextmanager
+def _unpinned() -> Iterator[None]:
+    """Processes that this thread starts get the CPUs that this process had before it was pinned: services choose their
+    own."""
+    own = os.sched_getaffinity(0)
+    if _cpus_before:
+        os.sched_setaffinity(0, _cpus_before)
+    try:
+        yield
+    finally:
+        if _cpus_before:
+            os.sched_setaffinity(0, own)
+
+
+def _pin(settings: Settings) -> None:
+    from byteps_py.kernels.thread_pool import default_threads
+    from byteps_py.topology.numa_pinning import pin_as_set
+
+    before = os.sched_getaffinity(0)
+    pin_as_set(settings, settings.local_rank, default_threads(settings.worker_threads))
+    if before != os.sched_getaffinity(0):
+        _cpus_before.update(before)
 
 
 def _connect(settings: Settings, services: list[subprocess.Popen[bytes]]) -> channel.Channel:

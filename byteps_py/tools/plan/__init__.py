@@ -3,4 +3,10 @@
 sizing          the sizes of a mesh, each with its reason
 sizing_job      the job, transformers, the ways to divide it, and the memory that a division needs on its fullest GPU
 formulas        closed formulas of models and pipelines
+step_table      tables of measured steps, and the layouts in their rows
+step_time       the time of a step, from shapes, the sizes of a mesh, and constants of the hardware
+cluster         the cluster that a plan is for
+layout_cost     memory and time of a layout
+layout_plan     all layouts of a job, the fastest ones that fit, and why
+calibration     these constants, and what they leave, fitted to measured steps
 """

@@ -71,6 +71,16 @@ def activation_bytes(
     return by_mode[mode]
 
 
+def first_stage_layers(layers: int, p: int, v: int = 1) -> float:
+    """The layers for whose micro-batches the first worker of a pipeline keeps activations at once: l, for its l/p
+    layers and p micro-batches; l(1 + (p-1)/(pv)) if it has v > 1 chunks (Korthikanti et al., 2022, section 4.2.3).
+
+    >>> first_stage_layers(96, 8), first_stage_layers(96, 8, 3)
+    (96.0, 124.0)
+    """
+    return layers * (1 + (p - 1) / (p * v)) if v > 1 else float(layers)
+
+
 def tensor_parallel_words(batch: int, sequence: int, hidden: int, tp: int) -> float:
     """The words that a rank sends for a layer and a micro-batch, forward and backward: 8·b·s·h·(t-1)/t.
 

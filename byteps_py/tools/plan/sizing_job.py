@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from byteps_py.errors import UsageError
 from byteps_py.tools.plan.formulas import activation_bytes, state_bytes
@@ -94,6 +95,17 @@ def known_model(name: str) -> ModelShape:
 
 def read_model(path: str) -> ModelShape:
     """The model of a JSON file: an object with the attributes of ModelShape. Raises UsageError."""
+    return read_object(path, ModelShape, "model")
+
+
+T = TypeVar("T")
+
+
+def read_object(path: str, kind: Callable[..., T], what: str) -> T:
+    """The JSON object in a file, whose keys are the fields of ``kind``, a dataclass; those with a default may be left
+    out. ``what``: the kind in errors. Raises UsageError."""
+    known = {field.name: field.default is MISSING for field in fields(kind)}  # type: ignore[arg-type]
+    keys = ", ".join(known)
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -101,13 +113,13 @@ def read_model(path: str) -> ModelShape:
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{shown(path)} is not JSON: {error}") from error
     if not isinstance(found, dict):
-        raise UsageError(f"{shown(path)} has a {type(found).__name__}; it must have an object with {', '.join(_KEYS)}")
-    if missing := [key for key in _KEYS if key not in found]:
-        raise UsageError(f"{shown(path)} lacks {', '.join(missing)}: a model has the keys {', '.join(_KEYS)}")
-    if unknown := sorted(set(found) - set(_KEYS)):
-        raise UsageError(f"{shown(path)} has {shown(unknown[0])!r}: a model has the keys {', '.join(_KEYS)} only")
+        raise UsageError(f"{shown(path)} has a {type(found).__name__}; it must have an object with {keys}")
+    if missing := [name for name, is_needed in known.items() if is_needed and name not in found]:
+        raise UsageError(f"{shown(path)} lacks {', '.join(missing)}: a {what} has {keys}")
+    if unknown := sorted(set(found) - set(known)):
+        raise UsageError(f"{shown(path)} has {shown(unknown[0])!r}: a {what} has {keys} only")
     try:
-        return ModelShape(**found)
+        return kind(**found)
     except UsageError as error:
         raise UsageError(f"{shown(path)}: {error}") from error
 

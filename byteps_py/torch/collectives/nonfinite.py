@@ -28,13 +28,18 @@ def mode_of(context: Context) -> NonFinite:
 def explain(nonfinite_ranks: int, size: int, step: int, places: Sequence[str]) -> NonFiniteError:
     """The error about a non-finite result. ``nonfinite_ranks``: as in Slot. ``step``: 0: unknown. ``places``:
     descriptions, see ``where``."""
-    more = f" and {len(places) - _MAX_NAMES} more" if len(places) > _MAX_NAMES else ""
     when = f", step {step}" if step else ""
     return NonFiniteError(
         f"NaN or infinity from {rank_bits.text(nonfinite_ranks, size)}{when}: in the gradients of "
-        f"{', '.join(places[:_MAX_NAMES])}{more}; look at the batch and the loss there. BYTEPS_NONFINITE=skip leaves "
+        f"{listed(places)}; look at the batch and the loss there. BYTEPS_NONFINITE=skip leaves "
         "such steps out, allow lets the values pass, which a GradScaler needs"
     )
+
+
+def listed(places: Sequence[str]) -> str:
+    """The first of ``places`` (see ``where``), and how many more there are."""
+    more = f" and {len(places) - _MAX_NAMES} more" if len(places) > _MAX_NAMES else ""
+    return ", ".join(places[:_MAX_NAMES]) + more
 
 
 def is_finite(tensor: torch.Tensor) -> bool:

@@ -99,7 +99,7 @@ def _can_contribute_in_chunks(session: Session, slot: Slot, views: Sequence[torc
         return False
     tensor = tensors[0]
     is_there = tensor is not None and tensor.data_ptr() == views[0].data_ptr()
-    return slot.spec.op.is_reduction and not is_there and (tensor is None or tensor.is_contiguous())
+    return slot.spec.op.kernel.is_reduction and not is_there and (tensor is None or tensor.is_contiguous())
 
 
 def copy_in(views: Sequence[torch.Tensor], tensors: Tensors) -> None:

@@ -19,13 +19,12 @@ import logging
 import queue
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 import torch
 
 from byteps_py.errors import BytePSError, DismissedError, HorovodInternalError, HostsUpdatedInterrupt, RendezvousError
 from byteps_py.torch.collectives import context as contexts
-from byteps_py.torch.elastic.sampler import ElasticSampler
 from byteps_py.torch.horovod.allreduce import push_pull
 from byteps_py.torch.horovod.api import init, rank, shutdown
 from byteps_py.torch.operations.broadcasts import broadcast_object
@@ -258,8 +257,19 @@ class OptimizerStateHandler(StateHandler):
             super().restore()  # what was saved last: hosts change at a commit
 
 
+@runtime_checkable
+class Stateful(Protocol):
+    """An object whose state can be taken and put back."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its state."""
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
+        """Go back to a state."""
+
+
 class ObjectStateHandler(StateHandler):
-    """Saves objects with a small state_dict: learning-rate schedulers, gradient scalers, samplers."""
+    """Saves other objects with a state_dict: learning-rate schedulers, gradient scalers, samplers, DiLoCo."""
 
     def sync(self) -> None:
         self.value.load_state_dict(broadcast_object(self.value.state_dict(), 0))
@@ -270,10 +280,7 @@ Registry = list[tuple[type, type[StateHandler]]]
 _registry: Registry = [
     (torch.nn.Module, ModelStateHandler),
     (torch.optim.Optimizer, OptimizerStateHandler),
-    (torch.optim.lr_scheduler.LRScheduler, ObjectStateHandler),
-    (torch.optim.lr_scheduler.ReduceLROnPlateau, ObjectStateHandler),
-    (torch.amp.GradScaler, ObjectStateHandler),
-    (ElasticSampler, ObjectStateHandler),
+    (Stateful, ObjectStateHandler),
 ]
 
 

@@ -23,12 +23,13 @@ import torch
 from byteps_py import rank_bits
 from byteps_py.errors import GradientOrderError, MismatchError, NonFiniteError
 from byteps_py.session import Session
+from byteps_py.tensor_codec import Codec
 from byteps_py.tensors import NonFinite
 from byteps_py.torch.collectives import nonfinite
 from byteps_py.torch.collectives.dtypes import check_dense
 from byteps_py.torch.collectives.parameter_owners import find_averaging
 from byteps_py.torch.collectives.slot_view import PieceView, TensorRequest
-from byteps_py.torch.compression import Compression, Compressor
+from byteps_py.torch.compression import Compression, CompressionChoice
 from byteps_py.torch.gradients.gradient_checksums import GradientChecksums, Gradients, Scratch
 from byteps_py.torch.operations.reductions import Average, ReduceOp
 
@@ -84,7 +85,7 @@ class GradientOptions:
     caller: what combines the gradients, as parameter_owners.py knows it.
     """
 
-    compression: type[Compressor] = Compression.none
+    compression: CompressionChoice = Compression.none
     op: ReduceOp = Average
     predivide: float = 1.0
     group: tuple[int, ...] = ()
@@ -195,6 +196,8 @@ class Bucket:
         self.first = first
         self.delivery = delivery
         self.slot_view: PieceView | None = None
+        self.codec = request.spec.codec  # from the end of the warm-up on
+        self._rounds_before = 0  # it travelled with another one
         self.due: tuple[bool, ...] | None = None
         self._checksums = GradientChecksums(scratch, self._contribution)
         self.reset()
@@ -303,6 +306,12 @@ class Bucket:
             shape = f" {str(param.dtype).removeprefix('torch.')}{list(param.shape)}"
         return f"{self.names[position]!r}{shape}"
 
+    def travel_with(self, codec: Codec | None) -> None:
+        """Use ``codec`` from the next round on, before which ranks agree again. Rounds are counted on."""
+        self._rounds_before = self.round
+        self.request = replace(self.request, spec=replace(self.request.spec, codec=codec))
+        self.slot_view = None
+
     def set_terms(self, terms: str) -> None:
         """Set what else ranks must agree on. They agree again before the bucket's next round."""
         self.request = replace(self.request, spec=replace(self.request.spec, terms=terms))
@@ -334,7 +343,7 @@ class Bucket:
     @property
     def round(self) -> int:
         """The number of the round, from 1; 0 if the bucket does not travel."""
-        return self.slot_view.slot.round if self.slot_view is not None else 0
+        return self._rounds_before + self.slot_view.slot.round if self.slot_view is not None else 0
 
     @property
     def blame(self) -> int:

@@ -22,7 +22,7 @@ import contextlib
 import itertools
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -30,12 +30,14 @@ from torch._compile import _disable_dynamo
 
 from byteps_py.errors import GradientOrderError, UsageError
 from byteps_py.torch.collectives import context as contexts, optimizer_steps
-from byteps_py.torch.compression import Compression, Compressor
+from byteps_py.torch.compression import Compression, CompressionArgument
+from byteps_py.torch.gradients.async_optimizer import AsyncStepper
 from byteps_py.torch.gradients.bucket import Bucket
 from byteps_py.torch.gradients.gradient_reducer import GradientReducer
 from byteps_py.torch.gradients.hosted.optimizer import HostedOptimizerMixin
-from byteps_py.torch.gradients.optimizer import DistributedOptimizer, NamedParameters
+from byteps_py.torch.gradients.optimizer import DistributedOptimizer
 from byteps_py.torch.gradients.optimizer_mixin import DistributedOptimizerMixin
+from byteps_py.torch.gradients.parameter_names import NamedParameters
 from byteps_py.torch.gradients.stepper import AdasumStepper, LocalStepper, StepCall, Stepper
 
 #: Modules that use their children's parameters without calling the children.
@@ -294,7 +296,7 @@ def CrossBarrier(  # noqa: N802  BytePS's name
     model: torch.nn.Module,
     optimizer: Any,
     named_parameters: NamedParameters | None = None,
-    compression: type[Compressor] | Mapping[str, Any] = Compression.none,
+    compression: CompressionArgument = Compression.none,
     backward_passes_per_step: int = 1,
     num_steps: int = 10**6,
     *,
@@ -342,6 +344,11 @@ def CrossBarrier(  # noqa: N802  BytePS's name
         raise UsageError(
             "the optimizer is a DistributedOptimizer already: give named_parameters, compression and "
             "backward_passes_per_step to it, or give CrossBarrier the optimizer that it wraps"
+        )
+    if isinstance(optimizer._stepper, AsyncStepper):
+        raise UsageError(
+            "CrossBarrier overlaps averages of gradients with the next forward pass, and an AsyncOptimizer "
+            "(BYTEPS_ENABLE_ASYNC=1) has none: use it as it is"
         )
     local: LocalStepper = optimizer._stepper
     if local.reducer.has_sparse:

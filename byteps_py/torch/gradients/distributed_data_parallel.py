@@ -25,7 +25,7 @@ from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.collectives.dtypes import bits_of, wire_dtype
 from byteps_py.torch.collectives.parameter_owners import announce_averaging, check_unowned, check_whole
 from byteps_py.torch.collectives.slot_view import TensorRequest
-from byteps_py.torch.compression import Compression, Compressor, compression_of
+from byteps_py.torch.compression import Compression, CompressionArgument, choice_of
 from byteps_py.torch.gradients.bucket import GradientOptions, GradientPlace
 from byteps_py.torch.gradients.gradient_reducer import GradientReducer
 from byteps_py.torch.operations.process_sets import ProcessSet, global_process_set, group_of, members_of, prefix_of
@@ -60,7 +60,7 @@ class DistributedDataParallel(torch.nn.Module):
         module: torch.nn.Module,
         device_ids: list[int] | None = None,
         broadcast_buffers: bool = True,
-        compression: type[Compressor] | Mapping[str, Any] = Compression.none,
+        compression: CompressionArgument = Compression.none,
         *,
         process_set: ProcessSet = global_process_set,
     ) -> None:
@@ -84,7 +84,7 @@ class DistributedDataParallel(torch.nn.Module):
         name = context.claim(prefix_of(process_set, "DDP"))
         tensors = [*named, *module.named_buffers()]
         broadcast_parameters(tensors, root, prefix=f"{name}.Parameter.", process_set=process_set)
-        options = GradientOptions(compression_of(compression), group=group, prefix=f"{name}.Gradient.", caller=caller)
+        options = GradientOptions(choice_of(compression), group=group, prefix=f"{name}.Gradient.", caller=caller)
         self._backward = _BackwardTracker(GradientReducer(context, named, options))
         announce_averaging(self._backward, caller, [parameter for _, parameter in named])
         self._buffers_of_root = _BufferBroadcast(context, module, f"{name}.Buffer.", group, root)

@@ -19,7 +19,7 @@ from dataclasses import replace
 
 import torch
 
-from byteps_py.errors import CommunicationError, GradientOrderError, MismatchError, NonFiniteError
+from byteps_py.errors import CommunicationError, GradientOrderError, MismatchError, NonFiniteError, UsageError
 from byteps_py.session import Session
 from byteps_py.tensors import PRIORITY_READY_ORDER, DType, NonFinite, Op, TensorSpec
 from byteps_py.torch.collectives import nonfinite
@@ -70,6 +70,11 @@ class GradientReducer:
         self._context = context
         self._delivery = delivery or ToGradient()
         self._options = replace(options or GradientOptions(), nonfinite=nonfinite.mode_of(context))
+        if self._warmup_steps and context.settings.max_restarts:
+            raise UsageError(
+                "compression with a warm-up can't be had with --max-restarts (BYTEPS_MAX_RESTARTS): a rank that is "
+                "started again would begin its warm-up while the others have ended theirs"
+            )
         #: In the order in which they were planned.
         self.buckets: list[Bucket] = []
         self._places: dict[torch.nn.Parameter, GradientPlace] = {}
@@ -91,6 +96,8 @@ class GradientReducer:
         self.on_sent: Callable[[GradientReducer, Bucket], None] | None = None
         #: Whether gradients may be sparse. If False, a sparse gradient raises UsageError.
         self.accepts_sparse = not self._options.sparse_as_dense
+        #: The ranks that combine gradients; (): all.
+        self.group = self._options.group
         #: This rank is not in the group: its gradients stay its own.
         self.is_excluded = bool(self._options.group) and context.session.rank not in self._options.group
         #: The number of backward passes after which a gradient is final. Constant within a round.
@@ -113,11 +120,12 @@ class GradientReducer:
         self.is_agreed, self._disagreement = False, None
         self._names += [name for name, _ in named]
         options = self._options
-        dtypes = [options.compression.wire_dtype(param.dtype) for _, param in named]
+        compressors = [options.compression.of(name, param) for name, param in named]
+        dtypes = [each.wire_dtype(param.dtype) for each, (_, param) in zip(compressors, named, strict=True)]
         sizes = [param.numel() * dtype.itemsize for (_, param), dtype in zip(named, dtypes, strict=True)]
         kinds = [
-            (dtype, param.device, param.requires_grad, self._delivery.kind_of(name, param, dtype))
-            for (name, param), dtype in zip(named, dtypes, strict=True)
+            (compressor, dtype, param.device, param.requires_grad, self._delivery.kind_of(name, param, dtype))
+            for compressor, (name, param), dtype in zip(compressors, named, dtypes, strict=True)
         ]
         index_of = {name: index for index, (name, _) in enumerate(named)}
         together = [[index_of[name] for name in group] for group in groups]
@@ -134,7 +142,18 @@ class GradientReducer:
         request = self._delivery.request(self._request(names, params, first), is_sparse)
         if is_sparse:
             return SparseBucket(self._context, request, names[0], params[0], self._options, first, self._delivery)
-        return Bucket(request, names, params, self._options, first, self._scratch, self._delivery)
+        bucket = Bucket(request, names, params, self._options, first, self._scratch, self._delivery)
+        self._begin_warmup(bucket)
+        return bucket
+
+    @property
+    def _warmup_steps(self) -> int:
+        return self._options.compression.warmup_steps
+
+    def _begin_warmup(self, bucket: Bucket) -> None:
+        """In a new session, too: all ranks begin then."""
+        if self._warmup_steps and bucket.codec is not None:
+            bucket.travel_with(None)
 
     def prioritize(self) -> None:
         """For CrossBarrier: send the gradients that the next forward pass needs first before the others. Has no effect
@@ -155,10 +174,11 @@ class GradientReducer:
 
     def _request(self, names: list[str], params: list[torch.nn.Parameter], first: int) -> TensorRequest:
         options = self._options
-        dtype = options.compression.wire_dtype(params[0].dtype)
+        compressor = options.compression.of(names[0], params[0])  # the same for all of them
+        dtype = compressor.wire_dtype(params[0].dtype)
         shapes = tuple(tuple(param.shape) for param in params)
         nbytes = sum(param.numel() for param in params) * dtype.itemsize
-        codec = codec_for(options.compression, dtype, nbytes, names[0], self._context.settings)
+        codec = codec_for(compressor, dtype, nbytes, names[0], self._context.settings)
         spec = TensorSpec(
             self._context.claim(options.prefix + _bucket_name(names)),
             wire_dtype(dtype, names[0]),
@@ -434,8 +454,9 @@ class GradientReducer:
 
     def _plan(self) -> list[tuple[str, str]]:
         options = self._options
+        warmup = f" after {self._warmup_steps} steps" if self._warmup_steps else ""
         options_text = (
-            f"op={options.op.name.title()}, compression={options.compression.__name__}, "
+            f"op={options.op.name.title()}, compression={options.compression.__name__}{warmup}, "
             f"gradient_predivide_factor={options.predivide:g}, sparse_as_dense={options.sparse_as_dense}"
         )
         entries = {
@@ -497,6 +518,8 @@ class GradientReducer:
                 bucket.slot_view = None
                 bucket.sparse_flags = self._start_sparse_flags(bucket.request.spec.name, gradients)
             else:
+                if bucket.codec is not bucket.request.spec.codec and bucket.round >= self._warmup_steps:
+                    bucket.travel_with(bucket.codec)
                 if bucket.slot_view is None or not self._context.holds(bucket.slot_view):
                     self._declare()
                 bucket.hand_over(gradients, is_early)
@@ -514,6 +537,7 @@ class GradientReducer:
             self._forget_unused_averages()
             for bucket in self.buckets:
                 bucket.slot_view = None
+                self._begin_warmup(bucket)
         if is_new or self._context.joins != self._joins:  # a rank that joined early may not have compared its plan
             self._joins = self._context.joins
             self.is_agreed, self._disagreement = False, None

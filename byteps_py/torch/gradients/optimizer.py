@@ -7,16 +7,26 @@ gradients were computed), gradient_reducer.py (their exchange). The training thr
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from byteps_py.errors import UsageError
+from byteps_py.tensor_codec import Codec
 from byteps_py.tensors import NonFinite
 from byteps_py.torch.collectives import context as contexts, nonfinite, parameter_owners
 from byteps_py.torch.collectives.context import Context
-from byteps_py.torch.compression import Compression, Compressor, codec_for, compression_of
+from byteps_py.torch.compression import (
+    Compression,
+    CompressionArgument,
+    CompressionChoice,
+    CompressionRules,
+    choice_of,
+    codec_for,
+    compression_of,
+)
+from byteps_py.torch.gradients.async_optimizer import AsyncOptimizer
 from byteps_py.torch.gradients.backward_passes import CountedPasses, ReducedPasses
 from byteps_py.torch.gradients.bucket import GradientOptions
 from byteps_py.torch.gradients.gradient_reducer import GradientReducer
@@ -24,18 +34,18 @@ from byteps_py.torch.gradients.hosted.optimizer import HostedOptions, check_host
 from byteps_py.torch.gradients.hosted.replication import check_machines
 from byteps_py.torch.gradients.hosted.states_mode import asked_for
 from byteps_py.torch.gradients.optimizer_mixin import DistributedOptimizerMixin, check_passes
+from byteps_py.torch.gradients.parameter_names import NamedParameters, checked_names
 from byteps_py.torch.gradients.stepper import AdasumStepper, DeltaExchange, LocalStepper, WrappedOptimizer
 from byteps_py.torch.operations.process_sets import ProcessSet, global_process_set, prefix_of, ranks_of
 from byteps_py.torch.operations.reductions import Adasum, Average, ReduceOp, Sum
 
-NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]
 Groups = int | list[list[torch.nn.Parameter]] | None
 
 
 def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and Horovod
     optimizer: torch.optim.Optimizer,
     named_parameters: NamedParameters | None = None,
-    compression: type[Compressor] | Mapping[str, Any] = Compression.none,
+    compression: CompressionArgument = Compression.none,
     backward_passes_per_step: int = 1,
     op: ReduceOp = Average,
     gradient_predivide_factor: float = 1.0,
@@ -55,8 +65,9 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
 
     named_parameters: usually model.named_parameters(). It must contain all of the optimizer's parameters, in the order
     of the forward pass, with the same names on all ranks. By default parameters are numbered.
-    compression: how gradients travel, one of Compression: none, fp16, bf16, or, between machines, int8, float8 or
-    topk(ratio, error_feedback). A dictionary of BytePS works where it means topk.
+    compression: how gradients travel, one of Compression: none, fp16, bf16, or, between machines, int8, float8,
+    topk(ratio, error_feedback) and others; or a dictionary of BytePS. Compression.rules(…), or a function of a name and
+    a parameter, chooses for each parameter.
     backward_passes_per_step: the number of backward passes whose gradients are summed before ranks combine them.
     op: Average, Sum, Min, Max, Product or Adasum. With Adasum, each rank steps on its own gradients, and ranks combine
     the changes of the weights.
@@ -78,6 +89,8 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
     shadow: summation servers on other machines keep the states in step, so that a restarted job goes on from the last
     step after bps.restore(model, optimizer). Makes the optimizer hosted. None: as BYTEPS_SHADOW says.
 
+    With BYTEPS_ENABLE_ASYNC=1 the result is an AsyncOptimizer, for which only the first two arguments count.
+
     One thread uses the result, and all ranks call in the same order. Raises UsageError (a ValueError) for arguments
     that contradict each other, for duplicate or missing names, for parameters of which the ranks have different parts
     (``tensor.parallelize``, FSDP2) and for those whose gradients something else averages (a DistributedDataParallel,
@@ -96,20 +109,36 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
     """
     check_passes(backward_passes_per_step)
     _check_predivide(gradient_predivide_factor, op)
-    compression = compression_of(compression)
+    compression = choice_of(compression)
     if isinstance(optimizer, DistributedOptimizerMixin):
         raise UsageError("the optimizer is a DistributedOptimizer already")
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    names = _check_names(optimizer, named_parameters)
-    mine = set(params)
     context = contexts.current()
+    if context.settings.enable_async:
+        asked = {
+            "compression=": compression is not Compression.none,
+            f"op={op.name.title()}": op not in (Average, Sum),
+            "process_set=": process_set is not global_process_set,
+            "hosted=": hosted is not False,
+            "shadow=True or BYTEPS_SHADOW=1": context.settings.shadow if shadow is None else shadow,
+            "step_in_backward=": step_in_backward,
+            "delayed_update_after=": delayed_update_after is not None,
+        }
+        if wrong := ", ".join(name for name, is_asked in asked.items() if is_asked):
+            raise UsageError(
+                f"BYTEPS_ENABLE_ASYNC=1: machines step by themselves and send what their steps change, which does not "
+                f"go with {wrong}: leave one of the two out"
+            )
+        return AsyncOptimizer(optimizer, named_parameters, staleness=context.settings.async_staleness or None)
+    names = checked_names(optimizer, named_parameters)
+    mine = set(params)
     is_shadowed = context.settings.shadow if shadow is None else shadow
     is_hosted_for_shadow = is_shadowed and hosted is False
     is_hosted = hosted is not False or is_shadowed
     mode = asked_for(hosted) if hosted is not False else None
     hosting = HostedOptions(delayed_update_after, step_in_backward, is_shadowed, mode)
     ranks = ranks_of(process_set)
-    _check_codec(compression, op, is_hosted, [param.dtype for param in params], context)
+    _check_compression(compression, op, is_hosted, [(names[param], param) for param in params], context)
     hosting.check(optimizer, is_hosted, nonfinite.mode_of(context), bool(ranks))
     together = which_groups(num_groups, groups, params)
     if context.session.rank in (combining := ranks or range(context.session.size)):
@@ -130,7 +159,8 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
         options = GradientOptions(compression, op, group=ranks, prefix=prefix, sparse_as_dense=sparse_as_dense)
         return host(context, optimizer, names, backward_passes_per_step, options, hosting)
     if op is Adasum:
-        deltas = DeltaExchange(context, context.claim(prefix_of(process_set, "Delta")), ranks, compression)
+        name = context.claim(prefix_of(process_set, "Delta"))
+        deltas = DeltaExchange(context, name, ranks, compression_of(compression))
         counted = WrappedOptimizer(optimizer, names, CountedPasses(backward_passes_per_step))
         counted.hook()
         return DistributedOptimizerMixin.wrap(optimizer, AdasumStepper(counted, deltas))
@@ -168,25 +198,38 @@ def _check_predivide(factor: float, op: ReduceOp) -> None:
         raise UsageError(f"gradient_predivide_factor must be a positive number, got {factor}")
 
 
-def _check_codec(
-    compression: type[Compressor], op: ReduceOp, is_hosted: bool, dtypes: Iterable[torch.dtype], context: Context
+def _check_compression(
+    compression: CompressionChoice,
+    op: ReduceOp,
+    is_hosted: bool,
+    named: Iterable[tuple[str, torch.nn.Parameter]],
+    context: Context,
 ) -> None:
+    """Raises UsageError for what can't be had here."""
+    by_rules = isinstance(compression, CompressionRules)
+    if by_rules and op is Adasum:
+        raise UsageError("compression by rules is not for op=Adasum, which combines whole steps: give one for all")
+    for name, param in named:
+        chosen = compression.of(name, param)
+        if chosen.codec is None:
+            continue
+        codec_for(chosen, param.dtype, 0, name if by_rules else None, context.settings)
+        _check_codec(chosen.codec, f"compression {chosen.codec}", op, is_hosted, context)
+
+
+def _check_codec(codec: Codec, what: str, op: ReduceOp, is_hosted: bool, context: Context) -> None:
     """Raises UsageError for a codec that can't be had here."""
-    if compression.codec is None:
-        return
-    for dtype in dtypes:
-        codec_for(compression, dtype, 0, None, context.settings)
     if is_hosted:
         raise UsageError(
-            f"compression {compression.codec} is not for hosted optimizers (hosted=, shadow=True, BYTEPS_SHADOW=1), "
-            "whose services step with sums as they are: use hosted=False, or Compression.fp16 or bf16"
+            f"{what} is not for hosted optimizers (hosted=, shadow=True, BYTEPS_SHADOW=1), whose services step with "
+            "sums as they are: use hosted=False, or Compression.fp16 or bf16"
         )
     if op not in (Average, Sum):
-        raise UsageError(f"compression {compression.codec} is for op=Average and op=Sum, not for op={op.name.title()}")
-    if compression.codec.error_feedback and nonfinite.mode_of(context) is NonFinite.SKIP:
+        raise UsageError(f"{what} is for op=Average and op=Sum, not for op={op.name.title()}")
+    if codec.has_states and nonfinite.mode_of(context) is NonFinite.SKIP:
         raise UsageError(
-            f"compression {compression.codec} can't be had with BYTEPS_NONFINITE=skip: what a skipped step did not "
-            "send would be lost. Use it without error feedback, or BYTEPS_NONFINITE=raise"
+            f"{what} can't be had with BYTEPS_NONFINITE=skip: what a skipped step did not send would be lost. Use it "
+            "without error feedback and momentum, or BYTEPS_NONFINITE=raise"
         )
 
 
@@ -244,40 +287,3 @@ def _split(params: list[torch.nn.Parameter], parts: int) -> list[list[torch.nn.P
     size, longer = divmod(len(params), parts)
     ends = [(part + 1) * size + min(part + 1, longer) for part in range(parts)]
     return [params[start:end] for start, end in zip([0, *ends], ends, strict=False) if end > start]
-
-
-def _check_names(
-    optimizer: torch.optim.Optimizer, named_parameters: NamedParameters | None
-) -> dict[torch.nn.Parameter, str]:
-    """The name of each parameter, in the given order; numbers if ``named_parameters`` is empty. Raises UsageError."""
-    named = list(named_parameters) if named_parameters is not None else []
-    if any(not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)) for pair in named):
-        raise UsageError(
-            "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
-            "model.named_parameters()."
-        )
-    seen: set[str] = set()
-    duplicates = {name for name, _ in named if name in seen or seen.add(name)}  # type: ignore[func-returns-value]
-    if duplicates:
-        raise UsageError(
-            "Parameter names in named_parameters must be unique. Found duplicates: " + ", ".join(sorted(duplicates))
-        )
-    if not named:
-        return {
-            param: f"push_pull.parameter.{g}.{i}"
-            for g, group in enumerate(optimizer.param_groups)
-            for i, param in enumerate(group["params"])
-        }
-    names = {param: name for name, param in reversed(named)}
-    unnamed = [
-        f"{tuple(param.shape)} at position {i} of group {g}"
-        for g, group in enumerate(optimizer.param_groups)
-        for i, param in enumerate(group["params"])
-        if param not in names
-    ]
-    if unnamed:
-        raise UsageError(
-            "named_parameters was specified, but one or more model parameters were not named. Parameters of shape: "
-            + ", ".join(unnamed)
-        )
-    return dict(reversed(names.items()))

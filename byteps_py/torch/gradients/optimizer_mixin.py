@@ -45,6 +45,11 @@ class DistributedOptimizerMixin(StateListener):
         wrapper: Self = kind(optimizer, stepper)
         return wrapper
 
+    @property
+    def combining_ranks(self) -> tuple[int, ...]:
+        """The global ranks that combine gradients; (): all."""
+        return self._stepper.group
+
     def _check(self, call: str) -> None:
         if (refusal := self._stepper.refusal(call)) is not None:
             raise refusal

@@ -72,7 +72,7 @@ class WrappedOptimizer:
 
     def __init__(self, optimizer: torch.optim.Optimizer, names: Names, passes: BackwardPasses) -> None:
         self.optimizer, self.names, self.passes = optimizer, names, passes
-        self._groups_added = len(optimizer.param_groups)  # whose gradients are combined
+        self.groups_added = len(optimizer.param_groups)  # whose gradients are combined
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -95,7 +95,7 @@ class WrappedOptimizer:
     def add_groups(self) -> None:
         """Combine also the gradients of groups that were added to the optimizer or to the one that wraps it."""
         new = []
-        for number, group in enumerate(self.groups[self._groups_added :], self._groups_added):
+        for number, group in enumerate(self.groups[self.groups_added :], self.groups_added):
             for i, param in enumerate(group["params"]):
                 new.append((self.names.setdefault(param, f"push_pull.parameter.{number}.{i}"), param))
         if new:
@@ -103,7 +103,7 @@ class WrappedOptimizer:
             if self.on_new is not None:
                 self.on_new(new)
             self.passes.add(new)
-            self._groups_added = len(self.groups)
+            self.groups_added = len(self.groups)
 
 
 class Averages:
@@ -173,6 +173,8 @@ class Stepper(abc.ABC):
 
     #: What synchronize() computes; None: gradients stay this rank's own.
     averages: Averages | None = None
+    #: The ranks that combine gradients; (): all.
+    group: tuple[int, ...] = ()
     #: Where steps may be under way when step() has returned: these.
     under_way: Unfinished | None = None
 
@@ -239,6 +241,7 @@ class LocalStepper(Stepper):
         super().__init__(wrapped)
         self.reducer = reducer
         self.averages = Averages(wrapped, reducer)
+        self.group = reducer.group
 
     def step(self, call: StepCall) -> Any:
         """Synchronize, unless the script has done so, then let the wrapped optimizer step."""
@@ -295,7 +298,7 @@ class DeltaExchange:
     def __init__(self, context: Context, name: str, group: tuple[int, ...], compression: type[Compressor]) -> None:
         self._context = context
         self._name = name
-        self._group = group
+        self.group = group
         self._compression = compression
 
     @property
@@ -303,7 +306,7 @@ class DeltaExchange:
         """True if no other rank takes part. Raises NotInitializedError after a shutdown."""
         session = self._context.session
         session.check_open()
-        return (len(self._group) or session.size) == 1 or session.rank not in (self._group or (session.rank,))
+        return (len(self.group) or session.size) == 1 or session.rank not in (self.group or (session.rank,))
 
     @property
     def nonfinite(self) -> NonFinite:
@@ -325,7 +328,7 @@ class DeltaExchange:
         if self.alone:
             blame = rank_bits.of_rank(session.rank, session.size) if np.isnan(found).any() else 0
         else:
-            spec = TensorSpec(f"{self._name}.nonfinite", DType.FLOAT32, found.shape, nonfinite=mode, group=self._group)
+            spec = TensorSpec(f"{self._name}.nonfinite", DType.FLOAT32, found.shape, nonfinite=mode, group=self.group)
             slot = self._exchanged(spec, found)
             found, blame, step = np.frombuffer(slot.result, np.float32), slot.nonfinite_ranks, slot.round
         bad = [repr(names[param]) for param, value in zip(params, found, strict=True) if math.isnan(value)]
@@ -335,7 +338,7 @@ class DeltaExchange:
         """True if ``flag`` is true on any rank; the same on all ranks."""
         if self.alone:
             return flag
-        spec = TensorSpec(f"{self._name}.anyone", DType.UINT8, (1,), Op.MAX, group=self._group)
+        spec = TensorSpec(f"{self._name}.anyone", DType.UINT8, (1,), Op.MAX, group=self.group)
         return bool(self._exchanged(spec, np.array([flag], np.uint8)).result[0])
 
     def _exchanged(self, spec: TensorSpec, own: np.ndarray) -> Slot:
@@ -358,7 +361,7 @@ class DeltaExchange:
                     self._context,
                     [deltas[index].to(dtype) for index in indices],
                     f"{self._name}.{str(dtype).removeprefix('torch.')}",
-                    self._group,
+                    self.group,
                 ),
             )
             for dtype, indices in kinds.items()
@@ -376,6 +379,7 @@ class AdasumStepper(Stepper):
     def __init__(self, wrapped: WrappedOptimizer, deltas: DeltaExchange) -> None:
         super().__init__(wrapped)
         self._deltas = deltas
+        self.group = deltas.group
 
     def refusal(self, call: str) -> Exception | None:
         if call == "skip_synchronize" and not self._deltas.alone:

@@ -65,7 +65,7 @@ def push_pull_async(
     name: the same on all ranks; tensors of equal shape and dtype without a name are matched in order.
     priority: tensors of higher priority are sent first. Below zero, the first quarter of a tensor is sent in the order
     of the calls, which is the same on all machines. version: BytePS's argument, without effect.
-    compression: one of Compression, or a dictionary of BytePS that means topk. int8, float8 and topk compress sums and
+    compression: one of Compression, or a dictionary of BytePS. Those with a codec compress sums and
     averages of float32, float16 and bfloat16 between machines.
     Any thread may call it. Raises NotInitializedError and UsageError (a ValueError).
     """

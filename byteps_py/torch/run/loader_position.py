@@ -13,7 +13,7 @@ from __future__ import annotations
 import abc
 import itertools
 from collections.abc import Iterator
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch.utils import data
@@ -21,6 +21,7 @@ from torch.utils import data
 from byteps_py.errors import UsageError
 from byteps_py.system.log import logger
 from byteps_py.torch.elastic.sampler import ElasticSampler
+from byteps_py.torch.elastic.state import Stateful
 
 #: Samplers that draw random numbers for an epoch only when it begins: random numbers of the training script between
 #: its batches do not change their order.
@@ -35,17 +36,6 @@ _ADVICE = (
     "Use torchdata's StatefulDataLoader, or another loader that has state_dict() and load_state_dict(), or torch's "
     "DataLoader with a dataset that has indices and a sampler of torch's own or bps.elastic.ElasticSampler"
 )
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """An object whose state can be taken and put back."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Its state."""
-
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
-        """Go back to a state."""
 
 
 class LoaderPosition(abc.ABC):

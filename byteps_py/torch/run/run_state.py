@@ -22,11 +22,13 @@ import torch
 from byteps_py.config import launchers
 from byteps_py.errors import UsageError
 from byteps_py.torch.collectives import context as contexts, parameter_owners
+from byteps_py.torch.elastic.state import Stateful
 from byteps_py.torch.gradients.hosted.optimizer import HostedOptimizerMixin
 from byteps_py.torch.gradients.hosted.replication import LoopRecords, ShadowedSteps
 from byteps_py.torch.gradients.hosted.restore import restore
+from byteps_py.torch.local import DiLoCo
 from byteps_py.torch.operations.broadcasts import allgather_object, broadcast_object, pickled
-from byteps_py.torch.run.loader_position import Stateful, position_of
+from byteps_py.torch.run.loader_position import position_of
 from byteps_py.torch.run.random_states import random_states, set_random_states
 from byteps_py.torch.run.trainjob_progress import TrainJobProgress
 
@@ -84,7 +86,7 @@ class RunState(LoopRecords):
     def __init__(
         self,
         model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        optimizer: torch.optim.Optimizer | DiLoCo | Sequence[torch.optim.Optimizer],
         *,
         scheduler: object = None,
         scaler: object = None,
@@ -390,11 +392,11 @@ _IN_PARTS = (
 )
 
 
-def _optimizers(given: object) -> list[torch.optim.Optimizer]:
-    """One, or several. Raises UsageError for anything else."""
-    found: list[torch.optim.Optimizer] = []
+def _optimizers(given: object) -> list[Any]:
+    """One torch.optim.Optimizer or DiLoCo, or several. Raises UsageError for anything else."""
+    found: list[Any] = []
     for each in given if isinstance(given, list | tuple) else (given,):
-        if not isinstance(each, torch.optim.Optimizer):
+        if not isinstance(each, torch.optim.Optimizer | DiLoCo):
             raise UsageError(f"RunState: optimizer is a {type(each).__name__}: give a torch.optim.Optimizer, or a list")
         found.append(each)
     return found

@@ -63,6 +63,7 @@ TAKES_WHOLE: dict[str, Callable[[nn.Module], Any]] = {
     "adasum": lambda model: distributed(model, op=bps.Adasum),
     "cross_barrier": lambda model: bps.CrossBarrier(model, sgd(model), model.named_parameters()),
     "ddp": bps.DistributedDataParallel,
+    "diloco": lambda model: bps.local.DiLoCo(model, sgd(model), every=2),
     "broadcast": lambda model: bps.broadcast_parameters(model.state_dict(), 0),
     "broadcast of parameters": lambda model: bps.broadcast_parameters(list(model.named_parameters()), 0),
 }
@@ -100,6 +101,11 @@ def test_parts_are_right_among_ranks_with_the_same_ones() -> None:
         wrapped(torch.tensor(float(rank)))
         grad = wrapped.module.weight.grad
         assert grad is not None
+        mine, averaging = Half(), {"every": 1, "process_set": same}
+        local = bps.local.DiLoCo(mine, sgd(mine), torch.optim.SGD(mine.parameters(), lr=1.0), **averaging)
+        (mine.weight.sum() * rank).backward()
+        local.step()
+        assert mine.weight[0, 0].item() == pytest.approx(1 - 0.1 * sum(same.ranks) / 2)
         return [first, model.weight[0, 0].item(), before, grad.item(), wrapped.module.count.item()]
 
     found = ThreadedCluster((2, 2)).run(main)
@@ -152,7 +158,7 @@ WRAPPERS: dict[str, tuple[str, Callable[[nn.Module], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("how", ["plain", "hosted", "adasum", "cross_barrier", "shard"])
+@pytest.mark.parametrize("how", ["plain", "hosted", "adasum", "cross_barrier", "diloco", "shard"])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_a_second_wrapper_is_refused_by_name(wrapper: str, how: str, world: dist.device_mesh.DeviceMesh) -> None:
     if (wrapper, how) == ("shard", "shard"):

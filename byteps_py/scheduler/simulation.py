@@ -1,0 +1,245 @@
+"""The scheduler's state machines in simulation: what a job of so many machines costs the scheduler (`bps simulate`).
+
+The scheduler's own code (``MemberLinks`` with its core) takes the messages that members send, built and parsed as on
+the wire, and its answers are serialized as for the wire. Members only answer what the scheduler waits for. The figures
+leave out the time that gRPC itself takes for each message. One thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from byteps_py.errors import UsageError
+from byteps_py.proto import control_pb2 as pb
+from byteps_py.scheduler.core import ClockTicked
+from byteps_py.scheduler.job import RUNNING
+from byteps_py.scheduler.member_links.links import MemberLinks, Sent, StreamClosed, StreamMessage, StreamOpened
+from byteps_py.scheduler.roster import PROTOCOL_VERSION, ClusterConfig
+from byteps_py.tensors import DType, Op, TensorSpec
+from byteps_py.wire.rank_link import pack_spec
+
+#: Members say that they are alive, and services report what they have sent, so often.
+BEAT_S, REPORT_S = 0.2, 0.4
+#: A report tells of so many peers at most (dataplane/link_usage.py).
+_MOST_PEERS = 64
+#: A late rank keeps others waiting for a few tensors at a time.
+_MOST_WAITS = 8
+_JOB = "simulated"
+_ELEMENTS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedJob:
+    """``machines``: GPU machines, each with ``ranks_per_machine`` ranks. ``tensors``: gradients of a model.
+
+    Raises UsageError for numbers below 1 (CPU machines: below 0), and for a job of one machine, which has no network.
+    """
+
+    machines: int
+    cpu_machines: int = 0
+    ranks_per_machine: int = 8
+    tensors: int = 500
+
+    def __post_init__(self) -> None:
+        least = {"machines": 2, "cpu_machines": 0, "ranks_per_machine": 1, "tensors": 1}
+        for name, value in least.items():
+            if getattr(self, name) < value:
+                raise UsageError(f"{name.replace('_', ' ')}: {getattr(self, name)}, but at least {value} are needed")
+
+
+@dataclass(slots=True)
+class PhaseCost:
+    """What one phase cost the scheduler: processor seconds, and messages and bytes to and from it."""
+
+    name: str
+    cpu_s: float = 0.0
+    received: int = 0
+    received_bytes: int = 0
+    sent: int = 0
+    sent_bytes: int = 0
+
+    def divided(self, by: float) -> PhaseCost:
+        """The same of a phase that is shorter by this factor."""
+        counts = (int(count / by) for count in (self.received, self.received_bytes, self.sent, self.sent_bytes))
+        return PhaseCost(self.name, self.cpu_s / by, *counts)
+
+
+@dataclass(slots=True)
+class SimulationReport:
+    """``costs``: of the phases in order. ``beats``, ``reports`` and ``waits`` are for one second of training, the
+    others for all members together, once."""
+
+    job: SimulatedJob
+    members: int
+    costs: list[PhaseCost] = field(default_factory=list)
+
+    def cost(self, name: str) -> PhaseCost:
+        """The phase of this name."""
+        return next(each for each in self.costs if each.name == name)
+
+
+class ControlPlane:
+    """A scheduler and the members of ``job``, in simulated time.
+
+    >>> report = ControlPlane(SimulatedJob(machines=3, cpu_machines=1, tensors=2)).run()
+    >>> report.members, report.cost("register").received
+    (7, 7)
+    """
+
+    def __init__(self, job: SimulatedJob) -> None:
+        self._job = job
+        config = ClusterConfig(num_workers=job.machines, num_servers=job.cpu_machines, job=_JOB)
+        self.links = MemberLinks(config)
+        self._now_s = 0.0
+        self._registers = [*self._workers(), *self._servers(config)]
+        self._numbers = [0] * (len(self._registers) + 1)  # by stream: of the last message that it sent
+        self._received = [0] * (len(self._registers) + 1)  # and that it got
+        self._report = SimulationReport(job, len(self._registers))
+        self._cost = PhaseCost("")
+
+    def run(self) -> SimulationReport:
+        """All phases. Raises RuntimeError if the job does not start, which would be a fault of the scheduler."""
+        streams = range(1, len(self._registers) + 1)
+        with self._phase("register"):
+            for stream, register in zip(streams, self._registers, strict=True):
+                self.links.handle(StreamOpened(stream), self._now_s)
+                self._say(stream, pb.MemberMessage(register=register))
+        with self._phase("start"):
+            for stream in streams:
+                self._say(stream, pb.MemberMessage(ready=pb.Ready()), is_numbered=True)
+        if self.links.core.state != RUNNING:
+            raise RuntimeError(f"the simulated job has not started: {self.links.core.reason}")
+        with self._phase("declare"):
+            for index in range(self._job.machines):
+                self._say(index + 1, pb.MemberMessage(declare=self._declaration(index)), is_numbered=True)
+        with self._phase("beats", per_s=BEAT_S):
+            for stream in streams:
+                self._say(stream, pb.MemberMessage(heartbeat=pb.Heartbeat(bare=True)))
+            self._tick(BEAT_S)
+        with self._phase("reports", per_s=REPORT_S):
+            for stream in streams:
+                self._say(stream, pb.MemberMessage(heartbeat=self._usage(stream)))
+            self._tick(REPORT_S)
+        with self._phase("waits", per_s=BEAT_S):
+            for stream in range(2, self._job.machines + 1):
+                self._say(stream, pb.MemberMessage(heartbeat=self._waits(stream)))
+            self._tick(BEAT_S)
+        with self._phase("epoch"):
+            self._lose(self._job.machines + 1, streams)
+        return self._report
+
+    # ---- phases ---------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _phase(self, name: str, per_s: float = 1.0) -> Iterator[None]:
+        """``per_s``: the simulated time that the phase takes, of those whose costs are for one second."""
+        self._cost = PhaseCost(name)
+        yield
+        self._report.costs.append(self._cost.divided(per_s))
+
+    def _lose(self, stream: int, streams: Sequence[int]) -> None:
+        """The connection of a summation service ends. Once it is lost, all members learn of the new shares."""
+        epoch = self.links.core.job.roster.epoch
+        self._timed(lambda: self.links.handle(StreamClosed(stream), self._now_s))
+        while self.links.core.job.roster.epoch == epoch:
+            self._tick(BEAT_S)
+            for each in streams:
+                if each != stream:
+                    self.links.handle(
+                        StreamMessage(each, pb.MemberMessage(heartbeat=pb.Heartbeat(bare=True))), self._now_s
+                    )
+
+    # ---- messages -------------------------------------------------------------------------------------------
+
+    def _say(self, stream: int, message: pb.MemberMessage, is_numbered: bool = False) -> None:
+        if is_numbered:
+            self._numbers[stream] += 1
+            message.number = self._numbers[stream]
+        message.received = self._received[stream]
+        data = message.SerializeToString()
+        self._cost.received += 1
+        self._cost.received_bytes += len(data)
+        self._timed(lambda: self.links.handle(StreamMessage(stream, pb.MemberMessage.FromString(data)), self._now_s))
+
+    def _tick(self, by_s: float) -> None:
+        self._now_s += by_s
+        self._timed(lambda: self.links.handle(ClockTicked(), self._now_s))
+
+    def _timed(self, call: Callable[[], Sequence[Sent]]) -> None:
+        began_s = time.thread_time()
+        sent = call()
+        for each in sent:
+            if each.message is not None:
+                self._cost.sent += 1
+                self._cost.sent_bytes += len(each.stamped().SerializeToString())
+                self._received[each.stream] = each.number or self._received[each.stream]
+        self._cost.cpu_s += time.thread_time() - began_s
+
+    # ---- what members say -----------------------------------------------------------------------------------
+
+    def _facts(self, index: int, kind: pb.MachineKind, **more: object) -> pb.Register:
+        host = f"{'cpu' if kind == pb.MACHINE_KIND_CPU else 'gpu'}-{index:05d}.example.com"
+        common: dict[str, object] = {
+            "protocol": PROTOCOL_VERSION, "job": _JOB, "kind": kind, "machine_id": host, "host": host,
+            "pid": 1000 + index, "machine_index": index, "num_workers": self._job.machines,
+            "num_servers": self._job.cpu_machines, "link_mbit": 100_000.0, "memory_bytes": 1 << 38,
+        }  # fmt: skip
+        return pb.Register(**{**common, **more})  # type: ignore[arg-type]
+
+    def _workers(self) -> Iterator[pb.Register]:
+        for index in range(self._job.machines):
+            token = f"worker {index}".encode()
+            yield self._facts(
+                index,
+                pb.MACHINE_KIND_GPU,
+                role=pb.ROLE_COMMUNICATION,
+                local_size=self._job.ranks_per_machine,
+                token=token,
+            )
+
+    def _servers(self, config: ClusterConfig) -> Iterator[pb.Register]:
+        places = [(pb.MACHINE_KIND_CPU, index) for index in range(self._job.cpu_machines)]
+        if config.needs_gpu_machine_servers:
+            places += [(pb.MACHINE_KIND_GPU, index) for index in range(self._job.machines)]
+        for kind, index in places:
+            is_cpu = kind == pb.MACHINE_KIND_CPU
+            address = f"tcp://10.{int(is_cpu)}.{index >> 8}.{index & 255}:40000"
+            place = -1 if is_cpu else index
+            token = f"server {kind} {index}".encode()
+            facts = self._facts(index, kind, role=pb.ROLE_SUMMATION, address=address, token=token)
+            facts.machine_index = place
+            yield facts
+
+    def _declaration(self, machine: int) -> pb.Declare:
+        first, count = machine * self._job.ranks_per_machine, self._job.ranks_per_machine
+        ballots = []
+        for number in range(self._job.tensors):
+            name = _name(number)
+            spec = TensorSpec(name, DType.FLOAT32, (_ELEMENTS,), Op.SUM, average=True)
+            votes = [pb.Vote(ranks=range(first, first + count), spec=pack_spec(spec))]
+            ballots.append(pb.Ballot(name=name, generation=1, votes=votes))
+        return pb.Declare(ballots=ballots)
+
+    def _usage(self, stream: int) -> pb.Heartbeat:
+        """A worker tells of the services, a service of the workers."""
+        job, members = self._job, len(self._registers)
+        is_worker = stream <= job.machines
+        first, count = (job.machines + 1, members - job.machines) if is_worker else (1, job.machines)
+        peers = [first + (stream + turn) % count for turn in range(min(_MOST_PEERS, count))]
+        links = [pb.LinkUsage(peer=peer, bytes=1 << 20, busy_s=0.01) for peer in peers]
+        ranks = range((stream - 1) * job.ranks_per_machine, stream * job.ranks_per_machine) if is_worker else ()
+        paces = [pb.RankPace(rank=rank, step_s=0.1, pid=rank) for rank in ranks]
+        return pb.Heartbeat(links=links, ranks=paces)
+
+    def _waits(self, stream: int) -> pb.Heartbeat:
+        """The ranks of the first machine are late, all others wait for them."""
+        ranks = range((stream - 1) * self._job.ranks_per_machine, stream * self._job.ranks_per_machine)
+        names = [_name(number) for number in range(min(_MOST_WAITS, self._job.tensors))]
+        return pb.Heartbeat(waiting=[pb.Waiting(name=name, round=1, ready_ranks=ranks, age_s=2.0) for name in names])
+
+
+def _name(tensor: int) -> str:
+    return f"Gradient.transformer.layers.{tensor}.weight"

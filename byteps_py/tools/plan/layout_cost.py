@@ -1,0 +1,266 @@
+"""What a layout costs: memory on the fullest rank, and the time of a step, for ``bps.parallel.parallelize_model`` with
+a Llama-like model.
+
+Memory is that of this package: float32 parameters, gradients and Adam's moments (16 bytes a parameter), their 2-byte
+copies for autocast, activations of the micro-batches under way, and logits. ZeRO divides them among N copies
+(Rajbhandari et al., 2020) as torch does: "zero2" gathers parameters for a whole step, and gradients that
+micro-batches accumulate are whole in all stages. Activations are counted as Korthikanti et al. (2022) do, for a layer
+of examples/llama_model.py with autocast, fused attention and sequence parallelism: 32h + 4k + 8f bytes a token, with k
+values of keys and f inner ones of the feed-forward layer.
+
+Time is that of step_time.py, of which a schedule changes the bubble: (p-1)/v of a worker's time for GPipe, DAPPLE and
+the interleaved one, otherwise what the simulator of schedules says; ZeRO the bytes of parameters and gradients; and k
+summation servers the time of a sum, by our placement: 2n(n-1)/(n² + kn - 2k) · M/B (docs/explanation/placement.md).
+Pure; any thread.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from byteps_py.errors import UsageError
+from byteps_py.parallel.pipe.schedules import make
+from byteps_py.parallel.pipe.simulator import simulate
+from byteps_py.tools.plan.calibration import StepTimeModel
+from byteps_py.tools.plan.cluster import Cluster
+from byteps_py.tools.plan.sizing_job import ModelShape
+from byteps_py.tools.plan.step_table import Column, StepLayout
+
+#: As ParallelOptions has them.
+Data = Literal["ddp", "zero1", "zero2", "zero3", "hsdp"]
+Hosted = Literal["no", "sharded", "machine"]
+#: Schedules whose bubble has a formula; the others are simulated, up to this number of forward passes.
+WITH_FORMULA = ("gpipe", "dapple", "interleaved")
+MOST_SIMULATED_PASSES = 1024
+#: Chunks of a worker that ``schedule="interleaved"`` makes.
+CHUNKS = 2
+#: Adam's two moments.
+_MOMENT_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class JobLayout:
+    """One way to train: the sizes of the mesh, and the options of ``parallelize_model``."""
+
+    tp: int
+    cp: int
+    pp: int
+    dp: int
+    #: Sequences of a micro-batch.
+    micro_batch: int
+    #: Of a step, on each data-parallel rank.
+    micro_batches: int
+    data: Data = "ddp"
+    schedule: str = "dapple"
+    recompute: bool = False
+    hosted: Hosted = "no"
+
+    @property
+    def copies(self) -> int:
+        """Ranks with the same parameters."""
+        return self.dp * self.cp
+
+    @property
+    def chunks(self) -> int:
+        """Of a worker."""
+        return CHUNKS if self.pp > 1 and self.schedule == "interleaved" else 1
+
+    @property
+    def pipes(self) -> int:
+        """Stages that a worker has because pipes go in both directions."""
+        return 2 if self.pp > 1 and self.schedule in ("chimera", "gems") else 1
+
+    def __str__(self) -> str:
+        words = [f"tp {self.tp}, cp {self.cp}, pp {self.pp}, dp {self.dp}"]
+        words.append(f"{self.micro_batches} micro-batch{'es' * (self.micro_batches > 1)} of {self.micro_batch}")
+        words += [self.schedule] * (self.pp > 1) + ["recompute"] * self.recompute + [self.data]
+        words += [f"hosted {self.hosted}"] * (self.hosted != "no")
+        return ", ".join(words)
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Bytes on the fullest rank."""
+
+    #: Parameters, gradients, the optimizer's states, copies for autocast.
+    states: float
+    #: Of micro-batches under way, and logits.
+    activations: float
+    #: Of optimizer states in the memory of each machine.
+    host: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """On the GPU."""
+        return self.states + self.activations
+
+
+@dataclass(frozen=True, slots=True)
+class PlanJob:
+    """A model, a cluster, and a batch."""
+
+    model: ModelShape
+    cluster: Cluster
+    #: Of a step, over all GPUs.
+    sequences: int
+    #: Tokens of each.
+    sequence: int
+
+
+# ---- memory --------------------------------------------------------------------------------------------------------
+
+
+def rank_memory(job: PlanJob, layout: JobLayout) -> RankMemory:
+    """Of the fullest rank: the first worker of a pipeline has the most micro-batches under way, the last one the
+    logits; the larger of both counts."""
+    model, tp = job.model, layout.tp
+    layers = -(-model.layers // (layout.pp * layout.chunks)) * layout.chunks * layout.pipes
+    ends = 2 if layout.pp == 1 or layout.pipes > 1 else 1
+    parameters = (layers * model.layer_parameters + ends * model.embedding_parameters) / tp
+    layer_parameters = model.layer_parameters / tp
+    whole = parameters if layout.micro_batches > 1 else 2 * layer_parameters  # gradients before they are reduced
+    share = parameters / (layout.cp if layout.data == "hsdp" else layout.copies)
+    moments = _MOMENT_BYTES * (parameters if layout.data == "ddp" else share)
+    if layout.data in ("ddp", "zero1"):
+        states = (4 + 4 + 2) * parameters + moments
+    else:
+        gathered = parameters if layout.data == "zero2" else 2 * layer_parameters
+        states = (4 + 4) * share + (4 + 2) * gathered + 4 * whole + moments
+    host = 0.0
+    if layout.hosted != "no":
+        states -= moments
+        distinct = parameters * tp * min(layout.pp, max(1, job.cluster.gpus_per_machine // (tp * layout.cp)))
+        host = _MOMENT_BYTES * distinct / (_machines_of_copies(job, layout) if layout.hosted == "sharded" else 1)
+
+    tokens = layout.micro_batch * job.sequence / layout.cp
+    kv = model.hidden * model.kv_heads // model.heads
+    layer = tokens * (32 * model.hidden + 4 * kv + 8 * model.ffn) / tp
+    logits = 8 * tokens * model.vocabulary / tp  # and their gradients, in float32
+    first, last = under_way(layout)
+    stage = layers / layout.pipes * layer
+    if layout.recompute:
+        kept, working = 4 * tokens * model.hidden / tp, stage
+    else:
+        kept, working = stage, 0.0
+    activations = max(first * kept + working, last * kept + working + logits)
+    return RankMemory(states, activations, host)
+
+
+def under_way(layout: JobLayout) -> tuple[float, float]:
+    """The micro-batches whose activations the first and the last worker keep at once, in units of a whole stage."""
+    p, m = layout.pp, layout.micro_batches
+    if p == 1:
+        return 1, 1
+    if layout.schedule == "gpipe":
+        return m, m
+    if layout.schedule == "dapple":
+        return min(p, m), 1
+    if layout.schedule == "interleaved":
+        most = min(m, p * (1 + (p - 1) / (p * layout.chunks)))
+        return most, most / 2 if m > 1 else 1
+    peak = max(_simulated(layout.schedule, p, m)[1])
+    return peak, peak
+
+
+def _machines_of_copies(job: PlanJob, layout: JobLayout) -> int:
+    """The machines over which the ranks with the same parameters lie. "dp" is outermost."""
+    inside = layout.tp * layout.cp * layout.pp
+    node = job.cluster.gpus_per_machine
+    dp_machines = max(1, layout.dp * min(inside, node) // node) if inside <= node else layout.dp
+    return max(1, dp_machines * max(1, layout.tp * layout.cp // node))
+
+
+# ---- time ----------------------------------------------------------------------------------------------------------
+
+
+def step_layout(job: PlanJob, layout: JobLayout) -> StepLayout:
+    """For the formulas of step_time."""
+    model = job.model
+    return StepLayout(
+        gpus=layout.tp * layout.cp * layout.pp * layout.dp,
+        batch=job.sequences,
+        micro_batch=layout.micro_batch,
+        hidden=model.hidden,
+        heads=model.heads,
+        layers=-(-model.layers // (layout.pp * layout.chunks)) * layout.pp * layout.chunks,  # the fullest stage counts
+        sequence=job.sequence,
+        tp=layout.tp,
+        dp=layout.dp,
+        pp=layout.pp,
+        cp=layout.cp,
+        vocabulary=model.vocabulary,
+        layer_parameters=model.layer_parameters,
+        kv_hidden=model.hidden * model.kv_heads // model.heads,
+        chunks=layout.chunks,
+        recomputed="full" if layout.recompute else "none",
+        sequence_parallel=layout.tp > 1,
+        fused_attention=True,
+        data_outermost=True,
+    )
+
+
+def step_times(job: PlanJob, layouts: Sequence[JobLayout], times: StepTimeModel) -> dict[str, Column]:
+    """The parts of each layout's step, in milliseconds."""
+    parts = dict(times.parts([step_layout(job, layout) for layout in layouts]))
+    bubble = np.array([_bubble_of_formula(layout) for layout in layouts])
+    parts["pipeline bubble"] = parts["pipeline bubble"] * bubble
+    parts["gradients"] = parts["gradients"] * np.array([_traffic(layout) * _servers(job, layout) for layout in layouts])
+    return parts
+
+
+def _bubble_of_formula(layout: JobLayout) -> float:
+    """The bubble in units of that of step_time, (p-1)/v of a worker's time."""
+    if layout.pp == 1 or layout.schedule in ("gpipe", "dapple"):
+        return 1.0
+    if layout.schedule == "interleaved":
+        return 1.0 if layout.micro_batches >= layout.pp else float(layout.chunks)
+    makespan, _ = _simulated(layout.schedule, layout.pp, layout.micro_batches)
+    return (makespan / 3 - layout.micro_batches) / (layout.pp - 1)
+
+
+@functools.lru_cache(maxsize=4096)
+def _simulated(schedule: str, workers: int, micro_batches: int) -> tuple[float, tuple[int, ...]]:
+    """(makespan for a forward pass of 1 and a backward pass of 2, activations that each worker has at most)."""
+    program = make(schedule, workers, micro_batches)
+    return simulate(program).makespan, tuple(program.peak_in_flight())
+
+
+@functools.lru_cache(maxsize=4096)
+def is_possible(schedule: str, workers: int, micro_batches: int) -> bool:
+    """Whether there is such a schedule, and it is small enough to be judged."""
+    if workers == 1:
+        return schedule == "dapple"
+    if schedule in WITH_FORMULA:
+        return schedule != "interleaved" or micro_batches >= workers
+    if workers * micro_batches > MOST_SIMULATED_PASSES:
+        return False
+    try:
+        make(schedule, workers, micro_batches)
+    except UsageError:
+        return False
+    return True
+
+
+def _traffic(layout: JobLayout) -> float:
+    """Bytes of parameters and gradients in units of an all-reduce, 2 bytes sent for each of gradients."""
+    if layout.pipes > 1:
+        return 2.0  # both stages of a worker
+    if layout.data == "zero1":
+        return 1.5  # and each owner sends its parameters
+    if layout.data in ("zero3", "hsdp"):
+        return layout.micro_batches + 0.5  # gathered for each forward and each backward pass; reduced once
+    return 1.0
+
+
+def _servers(job: PlanJob, layout: JobLayout) -> float:
+    """The time of a sum with servers on CPU machines in units of a ring's, 2(n-1)/n · M/B."""
+    n = _machines_of_copies(job, layout)
+    if layout.data != "ddp" or n < 2:
+        return 1.0
+    k = min(n, job.cluster.servers * n / job.cluster.machines)
+    return n**2 / (n**2 + k * n - 2 * k)

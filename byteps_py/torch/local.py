@@ -1,0 +1,464 @@
+"""Training with rare synchronisation: ranks make steps by themselves, and combine what these changed now and then.
+
+DiLoCo (Douillard et al. 2023) sends a model once in ``every`` steps, instead of gradients in each; its streaming form
+(Douillard et al. 2025) sends it in fragments, one after the other, while the ranks go on. For each fragment:
+
+    step k·every + offset            … + delay
+    ──────────┬──────────────────────────┬───────────────────────────────────────────────► inner steps
+              │ change = global - own    │ global = outer step with the mean change
+              └─► mean over all ranks ──►│ own = alpha·own + (1 - alpha)·global
+
+The outer optimizer steps flat copies, one for each fragment and param_group, which have the same bits on all ranks.
+The training thread calls.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from byteps_py import rank_bits
+from byteps_py.errors import NonFiniteError, UsageError
+from byteps_py.tensors import NonFinite
+from byteps_py.torch.collectives import context as contexts, nonfinite, parameter_owners
+from byteps_py.torch.compression import Compression, Compressor, codec_for, compression_of
+from byteps_py.torch.gradients.async_optimizer import AsyncStepper
+from byteps_py.torch.gradients.cross_barrier import CrossBarrierMixin
+from byteps_py.torch.gradients.flat_copy import FlatCopy, Named, copy_dtype
+from byteps_py.torch.gradients.hosted.optimizer import HostedOptimizerMixin
+from byteps_py.torch.gradients.optimizer_mixin import DistributedOptimizerMixin
+from byteps_py.torch.operations.handles import synchronize
+from byteps_py.torch.operations.process_sets import ProcessSet, global_process_set, group_of, members_of, prefix_of
+from byteps_py.torch.operations.reductions import Average, ReductionOptions, Sum, start_reduction
+from byteps_py.torch.operations.state_broadcast import broadcast_parameters
+
+__all__ = ["DiLoCo", "Streaming"]
+
+#: Of a state_dict. Another one is refused.
+_FORMAT = "byteps_py.local.DiLoCo 1"
+
+
+@dataclass(frozen=True, slots=True)
+class Streaming:
+    """How a model travels in parts, while the ranks go on.
+
+    fragments: so many parts of about equal size are combined one after the other, evenly over the steps from one outer
+    step to the next.
+    delay: a fragment's mean is used so many steps after it was sent; it travels under these steps.
+    alpha: what a parameter keeps of the rank's own value when it gets the global one, at least 0 and below 1. None: 0.5
+    with a delay, whose steps would be lost otherwise, else 0.
+    """
+
+    fragments: int = 1
+    delay: int = 0
+    alpha: float | None = None
+
+    @property
+    def own_share(self) -> float:
+        """``alpha``, or its default."""
+        return self.alpha if self.alpha is not None else 0.5 if self.delay else 0.0
+
+
+@dataclass(eq=False)
+class _Fragment:
+    """A part of the model that is combined at one time. ``name``: of its sums. ``offset``: in which of ``every``
+    steps."""
+
+    name: str
+    offset: int
+    copies: list[FlatCopy]
+    handles: list[int] = field(default_factory=list)  # of the sums under way
+    has_change: bool = False  # the mean change is there, and awaits its step
+    is_finite: bool = True  # the own change that was sent last
+    sent_at: int = 0  # the latest step whose change was sent
+
+
+class DiLoCo:
+    """Let ranks train by themselves, and combine their models once in ``every`` steps, through an outer optimizer.
+
+    A rank sends 1/``every`` of the bytes that it would send with DistributedOptimizer, and waits as rarely.
+
+    model: its parameters begin as rank 0's (of ``process_set``: its first rank's). Buffers stay each rank's own.
+    inner: the optimizer of the ranks' own steps, as torch makes it, or a list: Muon for matrices beside AdamW for the
+    rest. Schedulers belong to it. DistributedOptimizer with a process_set makes the steps of a site, whose ranks stay
+    equal, and DiLoCo combines sites.
+    outer: an optimizer of the same parameters that has made no step; it gets flat global copies of them in their place,
+    so it must treat each element by itself, as SGD and AdamW do. The mean of the ranks' changes is its gradient. None:
+    SGD with Nesterov momentum 0.9 and a learning rate of 0.7, the papers'. SGD with a learning rate of 1 and no
+    momentum averages the models.
+    every: the number of inner steps from one outer step to the next, H in the papers.
+    streaming: in how many fragments the model travels, and under how many steps each. By default in one, under none.
+    compression: of the changes, one of bps.Compression; topk(0.03, error_feedback=True, bits=2) sends least.
+    process_set: the ranks that train this model together.
+
+    Each rank keeps 8 bytes for each parameter (global value and change), and the outer optimizer's states.
+
+    All ranks create it in the same order, and call ``step`` in any order and at any time: names say what belongs
+    together. A step for which a GradScaler has found an infinity makes no inner step, and counts. Raises UsageError for
+    arguments that contradict each other, for hosted optimizers and those that average over all ranks, for parameters
+    of which ranks have different parts, NotInitializedError before init(), and ``step`` also MismatchError, StallError,
+    PeerLostError and NonFiniteError.
+
+    >>> import torch, byteps_py as bps
+    >>> bps.init()
+    >>> model = torch.nn.Linear(2, 1)
+    >>> inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+    >>> optimizer = bps.local.DiLoCo(model, inner, every=10)
+    >>> for _ in range(20):
+    ...     optimizer.zero_grad()
+    ...     model(torch.ones(1, 2)).sum().backward()
+    ...     optimizer.step()
+    >>> optimizer.steps, optimizer.outer_steps
+    (20, 2)
+    >>> bps.shutdown()
+    """
+
+    #: A GradScaler calls ``step`` of each batch, so that all ranks count the same steps, and sets the attributes
+    #: found_inf and grad_scale for as long.
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        inner: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        outer: torch.optim.Optimizer | None = None,
+        *,
+        every: int,
+        streaming: Streaming = Streaming(),
+        compression: type[Compressor] | Mapping[str, Any] = Compression.none,
+        process_set: ProcessSet = global_process_set,
+    ) -> None:
+        self._every = _whole("every", every, 1)
+        self._delay, self._alpha = _whole("delay", streaming.delay, 0), streaming.own_share
+        fragments = _whole("fragments", streaming.fragments, 1)
+        self._compression = compression_of(compression)
+        #: The inner optimizers.
+        self.inner = [inner] if isinstance(inner, torch.optim.Optimizer) else list(inner)
+        named = _trained(model, self.inner)
+        if fragments > min(every, len(named)):
+            raise UsageError(
+                f"DiLoCo: {fragments} fragments of {len(named)} parameters can't be combined within every={every} "
+                "steps: give at most as many as there are of each"
+            )
+        if self._delay >= every:
+            raise UsageError(f"DiLoCo: delay={self._delay}, but the next outer step is due after every={every} steps")
+        if not 0 <= self._alpha < 1:
+            raise UsageError(f"DiLoCo: alpha is a share of at least 0 and below 1, not {self._alpha!r}")
+        context = contexts.current()
+        ranks, self._group = members_of(process_set), group_of(process_set)
+        _check_inner(self.inner, ranks)
+        parameter_owners.check_whole(
+            named, ranks, "DiLoCo", "Give process_set the ranks with the same parts, those of mesh.ranks('dp', 'cp')"
+        )
+        parameter_owners.check_unowned(named, "DiLoCo")
+        groups = _groups_of(outer, [param for _, param in named])
+        for name, param in named:
+            codec_for(self._compression, copy_dtype(param), 0, name, context.settings)
+        if nonfinite.mode_of(context) is NonFinite.SKIP:
+            raise UsageError(
+                "DiLoCo can't be had with BYTEPS_NONFINITE=skip: a rank whose own steps have made NaN has it in its "
+                "inner optimizer's states as well. Use BYTEPS_NONFINITE=raise or allow"
+            )
+        claimed = context.claim(prefix_of(process_set, "DiLoCo"))
+        broadcast_parameters(named, ranks[0], f"{claimed}.", process_set=process_set)
+        self._fragments = [
+            _Fragment(
+                f"{claimed}.fragment{number}",
+                (number + 1) * every // fragments % every,
+                [FlatCopy.of(part) for part in _alike(piece, groups)],
+            )
+            for number, piece in enumerate(_pieces(named, fragments))
+        ]
+        self.outer = self._adopt(outer, groups)
+        #: How many inner steps this rank has made.
+        self.steps = 0
+        #: How many outer steps, of any fragment, were made.
+        self.outer_steps = 0
+
+    def _adopt(self, outer: torch.optim.Optimizer | None, groups: Mapping[torch.Tensor, int]) -> torch.optim.Optimizer:
+        """The outer optimizer, which has the flat copies."""
+        by_group: dict[int, list[torch.nn.Parameter]] = {}
+        for copy in self._copies():
+            by_group.setdefault(groups[copy.params[0]], []).append(copy.values)
+        if outer is None:
+            return torch.optim.SGD(by_group[0], lr=0.7, momentum=0.9, nesterov=True)
+        for number, group in enumerate(outer.param_groups):
+            group["params"] = by_group.get(number, [])
+        return outer
+
+    def _copies(self) -> Iterator[FlatCopy]:
+        return (copy for fragment in self._fragments for copy in fragment.copies)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of the inner optimizers."""
+        return [group for optimizer in self.inner for group in optimizer.param_groups]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, as torch's optimizers do."""
+        for optimizer in self.inner:
+            optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make an inner step, and what is due of outer ones. Returns what the closure returns."""
+        if closure is not None and len(self.inner) > 1:
+            raise UsageError("DiLoCo: a closure is for one inner optimizer; here are several")
+        loss = None
+        if self._unscale():
+            for optimizer in self.inner:
+                loss = optimizer.step() if closure is None else optimizer.step(closure)
+        self.steps += 1
+        for fragment in self._fragments:
+            self._finish_if_due(fragment)
+            if self.steps % self._every == fragment.offset:
+                self._send(fragment)
+                self._finish_if_due(fragment)
+        return loss
+
+    def _unscale(self) -> bool:
+        """Divide gradients by the scale of a GradScaler, if one calls ``step``. False if it has found an infinity."""
+        found_inf: torch.Tensor | None = getattr(self, "found_inf", None)
+        scale: torch.Tensor | None = getattr(self, "grad_scale", None)
+        if found_inf is not None and any(isinstance(each, DistributedOptimizerMixin) for each in self.inner):
+            raise UsageError(
+                "DiLoCo: a GradScaler is not for inner optimizers that average gradients (DistributedOptimizer with a "
+                "process_set): it would look at them before they are averages. Train in bfloat16 or float32"
+            )
+        if found_inf is not None and found_inf.item():
+            return False
+        if scale is not None:
+            inverse = scale.double().reciprocal().float()
+            for group in self.param_groups:
+                for param in group["params"]:
+                    if param.grad is not None:
+                        param.grad.mul_(inverse.to(param.grad.device))
+        return True
+
+    def synchronize(self) -> None:
+        """Make all outer steps for the changes so far, without delay; all ranks then have the global parameters. All
+        ranks call it after the same number of steps: at the end of training, or before the model is saved."""
+        for fragment in self._fragments:
+            self._finish(fragment, self._alpha)
+            if fragment.sent_at < self.steps or self._alpha:
+                self._send(fragment)
+        for fragment in self._fragments:
+            self._finish(fragment, alpha=0.0)
+
+    def _send(self, fragment: _Fragment) -> None:
+        """Send the changes of a fragment."""
+        options = ReductionOptions(Average, "DiLoCo", self._group, compression=self._compression)
+        must_be_finite = nonfinite.mode_of(contexts.current()) is NonFinite.RAISE
+        fragment.is_finite, fragment.sent_at = True, self.steps
+        for index, copy in enumerate(fragment.copies):
+            copy.take_change()
+            if must_be_finite:
+                fragment.is_finite = fragment.is_finite and nonfinite.is_finite(copy.change)
+            name = f"{fragment.name}.{index}"
+            fragment.handles.append(start_reduction([copy.change], [copy.change], name, options))
+
+    def _wait(self, fragment: _Fragment) -> None:
+        """The mean change is there."""
+        while fragment.handles:
+            if synchronize(fragment.handles[0]) is None:
+                raise UsageError(
+                    "DiLoCo: the ranks have joined another job since a fragment was sent, and its sum is lost: load a "
+                    "state_dict, as bps.elastic.TorchState does"
+                )
+            fragment.has_change = True
+            fragment.handles.pop(0)
+
+    def _check_finite(self, fragment: _Fragment) -> None:
+        """Raises NonFiniteError on all ranks, if BYTEPS_NONFINITE says so and the mean change has NaN or infinity."""
+        context = contexts.current()
+        if nonfinite.mode_of(context) is not NonFinite.RAISE:
+            return
+        places = [
+            place
+            for copy in fragment.copies
+            if not nonfinite.is_finite(copy.change)
+            for name, change in zip(copy.names, copy.changes, strict=True)
+            if (place := nonfinite.where(name, change)) is not None
+        ]
+        if not places:
+            return
+        size = context.session.size
+        is_from = torch.zeros(size, dtype=torch.uint8, device="cpu")
+        is_from[context.session.rank] = not fragment.is_finite
+        synchronize(
+            start_reduction(
+                [is_from], [is_from], f"{fragment.name}.nonfinite", ReductionOptions(Sum, "DiLoCo", self._group)
+            )
+        )
+        bits = [rank_bits.of_rank(rank, size) for rank in is_from.nonzero().flatten().tolist()]
+        raise NonFiniteError(
+            f"NaN or infinity from {rank_bits.text(functools.reduce(operator.or_, bits, 0), size)}, step "
+            f"{fragment.sent_at}: in the changes that DiLoCo combines of {nonfinite.listed(places)}; look at the "
+            "batches and the losses there. BYTEPS_NONFINITE=allow lets the values pass"
+        )
+
+    def _finish_if_due(self, fragment: _Fragment) -> None:
+        if self.steps >= fragment.sent_at + self._delay:
+            self._finish(fragment, self._alpha)
+
+    def _finish(self, fragment: _Fragment, alpha: float) -> None:
+        """Make the outer step of a fragment, if its changes were sent. ``alpha``: see Streaming."""
+        self._wait(fragment)
+        if fragment.has_change:
+            self._check_finite(fragment)
+            for copy in fragment.copies:
+                copy.values.grad = copy.change
+            self.outer.step()
+            for copy in fragment.copies:
+                copy.values.grad = None
+            fragment.has_change = False
+            self.outer_steps += 1
+            for copy in fragment.copies:
+                copy.give_values(alpha)
+
+    # ---- state ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """All but the model's parameters: the inner and outer optimizers' states, global values, counts, and the mean
+        changes that have yet to be used. It waits for sums under way.
+
+        Between outer steps ranks have different models and inner states: let each rank save its own, or call
+        ``synchronize`` before, and save rank 0's.
+        """
+        for fragment in self._fragments:
+            self._wait(fragment)
+        return {
+            "format": _FORMAT,
+            "steps": self.steps,
+            "outer_steps": self.outer_steps,
+            "inner": [optimizer.state_dict() for optimizer in self.inner],
+            "outer": self.outer.state_dict(),
+            "fragments": [
+                {
+                    "sent_at": fragment.sent_at,
+                    "values": [copy.values.detach() for copy in fragment.copies],
+                    "changes": [copy.change for copy in fragment.copies] if fragment.has_change else None,
+                }
+                for fragment in self._fragments
+            ],
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a ``state_dict``. The model's parameters are loaded by the caller. Raises UsageError for another
+        model's, or other fragments."""
+        if not isinstance(state, Mapping) or state.get("format") != _FORMAT:
+            raise UsageError("DiLoCo: this is no state_dict of a DiLoCo of this version")
+        there, here = (
+            [[values.numel() for values in fragment["values"]] for fragment in state["fragments"]],
+            [[copy.values.numel() for copy in fragment.copies] for fragment in self._fragments],
+        )
+        if there != here or len(state["inner"]) != len(self.inner):
+            raise UsageError(
+                f"DiLoCo: the state_dict has fragments of {there} elements and {len(state['inner'])} inner optimizers, "
+                f"here are {here} and {len(self.inner)}: make the DiLoCo with the same model and fragments"
+            )
+        for optimizer, saved in zip(self.inner, state["inner"], strict=True):
+            optimizer.load_state_dict(saved)
+        self.outer.load_state_dict(state["outer"])
+        self.steps, self.outer_steps = state["steps"], state["outer_steps"]
+        for fragment, saved in zip(self._fragments, state["fragments"], strict=True):
+            fragment.handles.clear()
+            fragment.sent_at = saved["sent_at"]
+            fragment.has_change = saved["changes"] is not None
+            for index, copy in enumerate(fragment.copies):
+                copy.values.copy_(saved["values"][index])
+                if fragment.has_change:
+                    copy.change.copy_(saved["changes"][index])
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raises UsageError: the object belongs to this process and its job."""
+        raise UsageError("a DiLoCo can't be copied or pickled: save, copy or send its state_dict()")
+
+
+# ---- arguments -------------------------------------------------------------------------------------------------------
+
+
+def _whole(name: str, value: object, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise UsageError(f"DiLoCo: {name} is a whole number of at least {least}, not {value!r}")
+    return value
+
+
+def _trained(model: torch.nn.Module, inner: Sequence[torch.optim.Optimizer]) -> list[Named]:
+    """The parameters of the inner optimizers, with their names, in the model's order."""
+    mine = [param for optimizer in inner for group in optimizer.param_groups for param in group["params"]]
+    trained = set(mine)
+    named = [(name, param) for name, param in model.named_parameters() if param in trained]
+    if len(named) != len(mine) or not named:
+        raise UsageError(
+            f"DiLoCo: the inner optimizers have {len(mine)} parameters, of which {len(named)} are of the model: give "
+            "each parameter of this model to one of them"
+        )
+    return named
+
+
+def _check_inner(inner: Sequence[torch.optim.Optimizer], ranks: Sequence[int]) -> None:
+    """Raises UsageError for optimizers whose steps are not the rank's, or the site's, own."""
+    for optimizer in inner:
+        if isinstance(optimizer, HostedOptimizerMixin | CrossBarrierMixin):
+            kind = "a hosted optimizer" if isinstance(optimizer, HostedOptimizerMixin) else "a CrossBarrier"
+            raise UsageError(
+                f"DiLoCo: the inner optimizer is {kind}, which has parameters and states elsewhere, and would not see "
+                "the global values: give torch's optimizer"
+            )
+        if isinstance(optimizer, DistributedOptimizerMixin) and isinstance(optimizer._stepper, AsyncStepper):
+            raise UsageError(
+                "DiLoCo: the inner optimizer is an AsyncOptimizer, which combines what machines change already: give "
+                "torch's optimizer"
+            )
+        if isinstance(optimizer, DistributedOptimizerMixin) and len(ranks) > 1:
+            site = set(optimizer.combining_ranks) or set(range(contexts.current().session.size))
+            if site >= set(ranks):
+                raise UsageError(
+                    "DiLoCo: the inner optimizer averages gradients over all ranks in every step already: give torch's "
+                    "optimizer, or a DistributedOptimizer whose process_set has the ranks of one site"
+                )
+
+
+def _groups_of(outer: torch.optim.Optimizer | None, params: Sequence[torch.nn.Parameter]) -> dict[torch.Tensor, int]:
+    """The number of each parameter's param_group in the outer optimizer."""
+    if outer is None:
+        return dict.fromkeys(params, 0)
+    if isinstance(outer, DistributedOptimizerMixin):
+        raise UsageError("DiLoCo: the outer optimizer gets means already: give torch's optimizer")
+    groups = {param: number for number, group in enumerate(outer.param_groups) for param in group["params"]}
+    if groups.keys() != set(params):
+        raise UsageError(
+            f"DiLoCo: the outer optimizer has {len(groups)} parameters, the inner ones have {len(params)}: they must "
+            "be the same"
+        )
+    if outer.state:
+        raise UsageError("DiLoCo: the outer optimizer has made steps: give a new one, and load DiLoCo's state_dict")
+    return groups
+
+
+def _pieces(named: Sequence[Named], count: int) -> list[list[Named]]:
+    """Parameters as ``count`` runs of neighbours of about equal size, none of them empty."""
+    total, sent = sum(param.numel() for _, param in named), 0
+    pieces: list[list[Named]] = [[]]
+    for index, (name, param) in enumerate(named):
+        missing = count - len(pieces)
+        is_full = sent >= len(pieces) * total / count or len(named) - index == missing
+        if pieces[-1] and missing and is_full:
+            pieces.append([])
+        pieces[-1].append((name, param))
+        sent += param.numel()
+    return pieces
+
+
+def _alike(named: Sequence[Named], groups: Mapping[torch.Tensor, int]) -> list[list[Named]]:
+    """Parameters by param_group, dtype and device, which one flat tensor has in common."""
+    found: dict[tuple[object, ...], list[Named]] = {}
+    for name, param in named:
+        found.setdefault((groups[param], param.dtype, param.device), []).append((name, param))
+    return list(found.values())
