@@ -134,11 +134,23 @@ class _MergedRun:
         for record in run.records:
             self.records.setdefault(record.step, {})[record.rank] = RestorableRecord.of(server, record)
 
+    @property
+    def is_beyond_first_step(self) -> bool:
+        """False if a run was ended in its first step: of that one, and of none before it, something is held."""
+        held = [
+            step
+            for parts in self.held.values()
+            for each in parts
+            for step in (each.held.partition.step, *each.held.steps)
+        ]
+        return max([*held, *self.records], default=0) > 1
+
 
 def latest_step(
     descriptions: Sequence[ServerDescription], tensors: Collection[str] | None = None
 ) -> Restorable | NotRestorable | None:
-    """The newest step that can be restored, of the run with the latest message. None if no server holds anything.
+    """The newest step that can be restored, of the run with the latest message. None if no server holds anything, or
+    only parts of a run's first step: nothing is lost if it begins again.
 
     tensors: the names of an optimizer's tensors of gradients; runs with others are left out, where a job has several
     optimizers.
@@ -159,7 +171,8 @@ def latest_step(
         found = _restorable(merged)
         if isinstance(found, Restorable):
             return found
-        reasons.append(found)
+        if merged.is_beyond_first_step:
+            reasons.append(found)
     if not reasons:
         return NotRestorable("; ".join(silent)) if silent else None
     return NotRestorable("; ".join([reasons[0], *silent]))

@@ -126,6 +126,21 @@ def test_parts_of_two_cuts_of_a_tensor_cover_it_together() -> None:
     assert [each.first for each in found.tensors["w"]] == [0, 4]
 
 
+def test_a_run_that_was_ended_in_its_first_step_begins_again() -> None:
+    """An older run, or a silent server, may hold more."""
+    begun = part("w", 0, 2, [1])
+    first = server("a", begun, record(1, [["w", 4, 1]], size=2))
+    assert latest_step([first]) is None
+    assert latest_step([server("a", begun)]) is None
+    assert "records of ranks 1 of 2" in reason(server("a", part("w", 0, 2, [2]), record(1, [["w", 4, 1]], size=2)))
+    assert "records of ranks 1 of 2" in reason(server("a", begun, record(2, [["w", 4, 1]], size=2)))
+    assert "gave no answer: lost" in reason(first, server("b", error="lost"))
+    old = server("c", part("w", 0, 4, [7]), record(7, [["w", 4, 7]]), run=4, age_s=9)
+    found = latest_step([first, old])
+    assert isinstance(found, Restorable)
+    assert (found.run, found.step) == (4, 7)
+
+
 def test_every_rank_has_a_record() -> None:
     held = part("w", 0, 4, [1, 2, 3])
     all_ = [record(2, [["w", 4, 2]], size=3), record(2, [], rank=1, size=3), record(2, [], rank=2, size=3)]
