@@ -145,9 +145,10 @@ assert not any(name.startswith("byteps_py.") for name in sys.modules)
 """
 
 
-#: The same with FSDP2, on two ranks; rank 0 saves whole tensors.
+#: The same with FSDP2, on two ranks; rank 0 saves whole tensors. Now and then a thread of gloo outlives its group, and
+#: then torch aborts the interpreter's end.
 LOAD_FSDP = """
-import sys, torch
+import os, sys, torch
 from torch import distributed as dist
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
@@ -173,6 +174,7 @@ if dist.get_rank() == 0:
     saved = {"step": state_dict["step"], "model": weights, "lr": states["param_groups"][0]["lr"]}
     torch.save({**saved, "states": states["state"]}, sys.argv[2])
 dist.destroy_process_group()
+os._exit(0)
 """
 
 
