@@ -24,7 +24,7 @@ from byteps_py.torch.gradients.bucket import GradientOptions, ToGradient
 from byteps_py.torch.gradients.sparse_bucket import SparseBucket
 from byteps_py.torch.operations import size_headers
 from byteps_py.torch.operations.gathers import AllgatherOperation, AlltoallOperation
-from byteps_py.torch.process_group.reduction_collectives import start_sparse_sum
+from byteps_py.torch.process_group.sparse_sum import SparseSum
 
 from .base import Target
 
@@ -233,14 +233,15 @@ class Collectives(Target):
         bucket = SparseBucket(self._context, request, "rows", param, GradientOptions(), 0, ToGradient())
         bucket.mark(0, param.grad)
         bucket.start()
-        bucket.send_values()
+        while bucket.advance():
+            pass
         bucket.receive()
         assert param.grad is not None
         self._check(param.grad)
 
     def _sum(self) -> None:
         tensor = self._gradient.clone()
-        start_sparse_sum(self._collectives, self._members, "all_reduce", tensor, False, 5.0).wait()
+        SparseSum(self._collectives, self._members, "all_reduce", 5.0).start(tensor, False).wait()
         self._check(tensor)
 
     @staticmethod

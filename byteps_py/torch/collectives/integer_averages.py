@@ -69,21 +69,3 @@ def mean(sums: torch.Tensor, count: int, dtype: torch.dtype, rounding: str) -> t
     if rounding == "trunc":
         result += (result < 0) & (digits * count != rest)
     return result
-
-
-def sparse_mean(
-    indices: torch.Tensor, values: torch.Tensor, shape: Sequence[int], count: int, rounding: str
-) -> torch.Tensor:
-    """The average of ``count`` sparse tensors (COO) of integers, whose elements are all in ``indices`` and ``values``;
-    coalesced.
-
-    >>> sparse_mean(torch.tensor([[0, 0]]), torch.tensor([3, 4]), [2], 2, "floor").to_dense().tolist()
-    [3, 0]
-    """
-    sums = torch.sparse_coo_tensor(
-        indices, summands(values), sum_shape(values.dtype, shape), check_invariants=False, device=values.device
-    ).coalesce()
-    averages = mean(sums.values(), count, values.dtype, rounding)
-    return torch.sparse_coo_tensor(
-        sums.indices(), averages, tuple(shape), is_coalesced=True, check_invariants=False, device=values.device
-    )

@@ -350,8 +350,10 @@ class Bucket:
         """The ranks that made the result NaN or infinite (rank_bits.py); 0 if there are none, or without a check."""
         return self.slot_view.slot.nonfinite_ranks if self.slot_view is not None else 0
 
-    def send_values(self) -> None:
-        """Send values whose size depends on the other ranks. Has no effect for dense gradients."""
+    def advance(self) -> bool:
+        """Send what depends on messages of other ranks, after waiting for them. False if nothing more is to be sent
+        before ``receive``, as always for dense gradients."""
+        return False
 
     def receive(self) -> None:
         """Deliver the sum, as the delivery says. Raises GradientOrderError, and as Session.wait does."""

@@ -350,8 +350,9 @@ class GradientReducer:
     def _complete(self, buckets: Sequence[Bucket], errors: list[Exception]) -> None:
         """Receive all that are in flight, even after an error, since none may stay pending. Some are UNCLEAR then."""
         in_flight = [bucket for bucket in buckets if bucket.sent]
-        for bucket in in_flight:
-            _attempt(errors, bucket.send_values)
+        going = in_flight
+        while going:  # all of them one message further, then all of them the next
+            going = [bucket for bucket in going if _advance(errors, bucket)]
         for bucket in in_flight:
             _attempt(errors, self._receive, bucket)
         for bucket in in_flight:  # now, because the host waits for the device here
@@ -569,6 +570,14 @@ def _bucket_name(names: Sequence[str]) -> str:
         return names[0]
     digest = hashlib.blake2b("\n".join(names).encode(), digest_size=4).hexdigest()
     return f"{names[0]}+{len(names) - 1} ({digest})"
+
+
+def _advance(errors: list[Exception], bucket: Bucket) -> bool:
+    try:
+        return bucket.advance()
+    except Exception as error:
+        errors.append(error)
+        return False
 
 
 def _attempt(errors: list[Exception], action: Callable[..., None], *arguments: object) -> None:

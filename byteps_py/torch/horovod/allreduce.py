@@ -24,12 +24,11 @@ import torch
 
 from byteps_py.errors import UsageError
 from byteps_py.torch.collectives.dtypes import check_are_tensors
-from byteps_py.torch.collectives.integer_averages import is_summed_wider, sparse_mean
 from byteps_py.torch.compression import Compression, Compressor, compression_of
 from byteps_py.torch.horovod.differentiable import reduce
-from byteps_py.torch.operations.gathers import start_gather
-from byteps_py.torch.operations.handles import result_of, synchronize
-from byteps_py.torch.operations.process_sets import ProcessSet, global_process_set, group_of, members_of
+from byteps_py.torch.horovod.sparse_allreduce import SparseAllreduce
+from byteps_py.torch.operations.handles import result_of
+from byteps_py.torch.operations.process_sets import ProcessSet, global_process_set, group_of
 from byteps_py.torch.operations.reductions import Average, ReduceOp, ReductionOptions, Sum, start_reduction
 
 __all__ = [
@@ -219,39 +218,17 @@ def grouped_allreduce(
 def sparse_allreduce_async(
     tensor: torch.Tensor, name: str, op: ReduceOp, process_set: ProcessSet = global_process_set
 ) -> Callable[[], torch.Tensor]:
-    """Begin to add sparse COO tensors of all ranks. Each rank gathers the indices and values of all.
+    """Begin to add sparse COO tensors of all ranks, in rank order.
 
-    op: Sum or Average. Returns a function that waits and returns the result, a new sparse tensor. It is not coalesced,
-    except averages of integers, which are added before they are divided. Any thread may call. Raises UsageError for
-    another op or layout; the returned function raises as allreduce does.
+    op: Sum or Average. Returns a function that waits and returns the result, a new sparse tensor, coalesced. Any thread
+    may call. Raises UsageError for another op or layout; the returned function raises as allreduce does.
     """
     if op not in (Sum, Average):
         raise UsageError(f"a sparse tensor can be reduced with op=Sum or op=Average, not {op!r}")
     check_are_tensors((tensor,), name)
     if tensor.layout is not torch.sparse_coo:
         raise UsageError(f"tensor {name!r} is not sparse COO but {tensor.layout}; use allreduce_async for it")
-    # Not coalesced first: that costs a sort, and the sum needs another one.
-    group, members = group_of(process_set), len(members_of(process_set))
-    indices = start_gather([tensor._indices().t().contiguous()], f"{name}.indices", group)
-    values = start_gather([tensor._values()], f"{name}.values", group)
-
-    def wait() -> torch.Tensor:
-        all_values = synchronize(values)
-        all_indices = synchronize(indices)
-        if op is Average and is_summed_wider(tensor.dtype):
-            return sparse_mean(all_indices.t(), all_values, tensor.size(), members, "trunc")
-        if op is Average:
-            all_values = all_values / members
-        return torch.sparse_coo_tensor(
-            all_indices.t(),
-            all_values,
-            tensor.size(),
-            dtype=tensor.dtype,
-            check_invariants=False,
-            device=all_values.device,
-        )
-
-    return wait
+    return SparseAllreduce(name, op is Average, process_set).start(tensor)
 
 
 def _options_of(

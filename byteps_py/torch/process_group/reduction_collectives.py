@@ -10,20 +10,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from byteps_py.errors import MismatchError, UsageError
+from byteps_py.errors import UsageError
 from byteps_py.tensors import Op
-from byteps_py.torch.collectives.dtypes import WIRE, check_count, check_indices
-from byteps_py.torch.collectives.group_collectives import GroupCollectives, GroupTransfer, Reduction
+from byteps_py.torch.collectives.dtypes import WIRE
+from byteps_py.torch.collectives.group_collectives import GroupTransfer, Reduction
 from byteps_py.torch.collectives.group_work import CombinedWork
-from byteps_py.torch.collectives.integer_averages import is_summed_wider, mean, sparse_mean, summands
-from byteps_py.torch.collectives.members import Members
+from byteps_py.torch.collectives.integer_averages import is_summed_wider, mean, summands
 from byteps_py.torch.collectives.tensor_bytes import check_writable
 from byteps_py.torch.collectives.work import Call, Work, timeout_s_of
 from byteps_py.torch.process_group.group_base import GroupBase, Tensors, assign, dense_tensors, only, reduction_of
+from byteps_py.torch.process_group.sparse_sum import SparseSum
 
 SUM = dist.ReduceOp.SUM
-#: Dtypes of sparse tensors, in the order of their codes.
-_DTYPES = tuple(WIRE)
 
 
 class ReductionCollectives(GroupBase):
@@ -99,16 +97,14 @@ class ReductionCollectives(GroupBase):
 
     def _add_sparse(self, tensor: torch.Tensor, opts: Any, op: Any) -> Work:
         how = self._reduction_of(opts, op, tensor.dtype)
-        if how.op is not Op.SUM or how.fold or how.factor is not None or tensor.dtype not in _DTYPES:
+        if how.op is not Op.SUM or how.fold or how.factor is not None or tensor.dtype not in WIRE:
             raise UsageError(
                 f"all_reduce of a sparse tensor of dtype {tensor.dtype}: only SUM and AVG of numbers; use to_dense()"
             )
         self._input_check.check("all_reduce of a sparse tensor", [tensor], how)
         limit_s = self._timeout_s(opts)
-        work = start_sparse_sum(
-            self._collectives, self._members, "all_reduce of a sparse tensor", tensor, how.average, limit_s
-        )
-        return self._record(work)
+        sparse = SparseSum(self._collectives, self._members, "all_reduce of a sparse tensor", limit_s)
+        return self._record(sparse.start(tensor, how.average))
 
     def _reduce(
         self, what: str, tensors: list[torch.Tensor], outputs: list[torch.Tensor], opts: Any, op: Any = None
@@ -192,64 +188,3 @@ class ReductionCollectives(GroupBase):
 
 def _sum_of(dtype: torch.dtype) -> Reduction:
     return Reduction(Op.SUM, terms=f"average of {str(dtype).removeprefix('torch.')}")
-
-
-# ---- sparse tensors (COO) -----------------------------------------------------------------------------------
-
-
-def start_sparse_sum(
-    collectives: GroupCollectives, members: Members, what: str, tensor: torch.Tensor, is_average: bool, timeout_s: float
-) -> Work:
-    """Begin to replace the sparse ``tensor`` by the sum or average over all members: coalesced, equal bits on all.
-
-    Every member gathers the elements of all members and adds them itself. Their numbers must be known before they can
-    be sent, so the call first waits for a gather of numbers: it returns when all members have called it. Raises
-    StallError, and MismatchError if members pass different shapes, numbers of sparse dimensions or dtypes.
-    """
-    mine = tensor.detach().coalesce()
-    indices, values = mine.indices(), mine.values()
-    own = [indices.shape[1], _DTYPES.index(values.dtype), indices.shape[0], *tensor.shape]
-    headers = [torch.empty(len(own), dtype=torch.int64, device="cpu") for _ in range(members.count)]
-    collectives.move(
-        what, GroupTransfer.gather([torch.tensor(own, device="cpu")], [[header] for header in headers]), timeout_s
-    ).wait()
-    found = [header.tolist() for header in headers]
-    _check_headers(members, what, found)
-    for rank, (count, *_) in zip(members.ranks, found, strict=True):
-        check_count(what, rank, count, indices.shape[0], tensor.shape)
-    pieces = [
-        [indices.new_empty(indices.shape[0], count), values.new_empty(count, *values.shape[1:])] for count, *_ in found
-    ]
-
-    def add() -> None:
-        for rank, piece in zip(members.ranks, pieces, strict=True):
-            check_indices(what, rank, piece[0], tensor.shape)
-        at = torch.cat([piece[0] for piece in pieces], 1)
-        each = torch.cat([piece[1] for piece in pieces])
-        if is_average and is_summed_wider(each.dtype):
-            total = sparse_mean(at, each, tensor.shape, members.count, "floor")
-        else:
-            total = torch.sparse_coo_tensor(at, each, tensor.shape, check_invariants=False, device=each.device)
-            total = total.coalesce() / members.count if is_average else total.coalesce()
-        with torch.no_grad():
-            tensor.copy_(total)
-
-    return collectives.move(what, GroupTransfer.gather([indices, values], pieces, [tensor], add), timeout_s)
-
-
-def _check_headers(members: Members, what: str, found: list[list[int]]) -> None:
-    first = found[0]
-    for rank, other in zip(members.ranks, found, strict=True):
-        if other[1:] != first[1:]:
-            raise MismatchError(
-                f"{what}: rank {members.ranks[0]} gives {_described(first)}, rank {rank} {_described(other)}; give the "
-                "same shape, sparse dimensions and dtype on every rank"
-            )
-
-
-def _described(header: list[int]) -> str:
-    _, dtype, dimensions, *shape = header
-    known = 0 <= dtype < len(_DTYPES)
-    return (
-        f"{_DTYPES[dtype] if known else '?'}{shape} with {dimensions} sparse dimension{'' if dimensions == 1 else 's'}"
-    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from support.threaded import ThreadedCluster
@@ -261,3 +263,147 @@ def test_indices_outside_of_the_table_are_an_error_and_nothing_is_written() -> N
             optimizer.synchronize()
 
     ThreadedCluster((1, 1)).run(main)
+
+
+# ---- rows that owners add (collectives/row_owners.py): the bits of a gather, with fewer bytes between machines
+
+
+def rows_of(rank: int, step: int, table: int, dims: int, dtype: torch.dtype) -> torch.Tensor | None:
+    """A gradient with rows of which many ranks have the same. Rank 1 has none in the first step."""
+    if rank == 1 and step == 0:
+        return None
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    few = (torch.rand(6000, generator=generator) ** 4 * table).long()
+    at = few[None] if dims == 1 else torch.stack([few // 100, few % 100])
+    values = torch.randn(6000, 32, generator=generator).to(dtype)
+    shape = (table, 32) if dims == 1 else (table // 100, 100, 32)
+    return torch.sparse_coo_tensor(at, values, shape, check_invariants=False)
+
+
+def added_in_rank_order(gradients, after, members, dtype) -> torch.Tensor:
+    """What ``after`` makes of each row's sum."""
+    given = [each.coalesce() for each in gradients if each is not None]
+    exact = torch.float32 if given[0].dtype in (torch.float16, torch.bfloat16) else given[0].dtype
+    total = torch.zeros(given[0].shape, dtype=exact)
+    for each in given:
+        total[tuple(each.indices())] += each.values().to(exact)
+    return after(total, members).to(dtype)
+
+
+def mean_of(sums: torch.Tensor, members: int) -> torch.Tensor:
+    return sums / members
+
+
+def given_by_owners(cluster: ThreadedCluster) -> int:
+    return sum(name.endswith(".sums") for name, _ in cluster.rounds)
+
+
+@pytest.mark.parametrize("machines", [(1, 1, 1, 1), (2, 1, 3), (3, 3), (4,)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "dims", "options", "after"),
+    [
+        (torch.float32, 1, {}, mean_of),
+        (torch.float32, 2, {"op": bps.Sum}, lambda sums, _: sums),
+        (torch.bfloat16, 1, {}, mean_of),
+        (torch.float64, 1, {"gradient_predivide_factor": 2.0}, lambda sums, n: sums * (2.0 / n)),
+    ],
+    ids=["mean", "sum of two dimensions", "bfloat16", "predivided"],
+)
+def test_owners_add_rows_in_rank_order(machines, dtype, dims, options, after) -> None:
+    def main(rank: int):
+        param = nn.Parameter(torch.zeros((5000, 32) if dims == 1 else (50, 100, 32), dtype=dtype))
+        optimizer = bps.DistributedOptimizer(torch.optim.SGD([param], lr=1.0), [("table", param)], **options)
+        found = []
+        for step in range(2):
+            param.grad = rows_of(rank, step, 5000, dims, dtype)
+            optimizer.synchronize()
+            assert param.grad.is_coalesced()
+            found.append(param.grad.to_dense())
+        return found
+
+    cluster = ThreadedCluster(machines)
+    results = cluster.run(main)
+    for step in range(2):
+        gradients = [rows_of(rank, step, 5000, dims, dtype) for rank in range(sum(machines))]
+        if "gradient_predivide_factor" in options:
+            gradients = [None if each is None else each.coalesce() / 2.0 for each in gradients]
+        expected = added_in_rank_order(gradients, after, sum(machines), dtype)
+        assert all(torch.equal(found[step], expected) for found in results)
+    assert given_by_owners(cluster) == (0 if len(machines) == 1 else 2)
+
+
+def test_owners_of_a_process_set_and_compressed_rows() -> None:
+    def main(rank: int):
+        some = bps.add_process_set([0, 1, 3, 4, 5])
+        param = nn.Parameter(torch.zeros(5000, 32))
+        optimizer = bps.DistributedOptimizer(
+            torch.optim.SGD([param], lr=1.0),
+            [("table", param)],
+            process_set=some,
+            compression=bps.Compression.bf16,
+        )
+        param.grad = rows_of(rank, 1, 5000, 1, torch.float32)
+        optimizer.synchronize()
+        return param.grad.to_dense()
+
+    cluster = ThreadedCluster((1,) * 6)
+    results = cluster.run(main)
+    given = [rows_of(rank, 1, 5000, 1, torch.float32).coalesce().bfloat16() for rank in (0, 1, 3, 4, 5)]
+    expected = added_in_rank_order(given, mean_of, 5, torch.float32)
+    assert all(torch.equal(results[rank], expected) for rank in (0, 1, 3, 4, 5))
+    assert given_by_owners(cluster) == 1
+
+
+def test_rows_that_ranks_do_not_share_are_gathered() -> None:
+    def main(rank: int):
+        param = nn.Parameter(torch.zeros(20_000, 32))
+        optimizer = bps.DistributedOptimizer(torch.optim.SGD([param], lr=1.0), [("table", param)])
+        at = torch.arange(rank, 20_000, 4)
+        param.grad = torch.sparse_coo_tensor(
+            at[None], torch.full((5000, 32), rank + 1.0), param.shape, check_invariants=False
+        )
+        optimizer.synchronize()
+        return param.grad.to_dense()
+
+    cluster = ThreadedCluster((1, 1, 1, 1))
+    expected = (torch.arange(20_000) % 4 + 1.0)[:, None].expand(-1, 32) / 4
+    assert all(torch.equal(found, expected) for found in cluster.run(main))
+    assert not given_by_owners(cluster)
+    assert [name for name, _ in cluster.rounds if "numbers" in name]  # they have looked
+
+
+def test_owners_name_the_ranks_whose_rows_are_not_finite() -> None:
+    def main(rank: int):
+        param = nn.Parameter(torch.zeros(5000, 32))
+        optimizer = bps.DistributedOptimizer(torch.optim.SGD([param], lr=1.0), [("table", param)])
+        found = []
+        for step in range(2):
+            param.grad = rows_of(rank, step + 1, 5000, 1, torch.float32).coalesce()
+            if step == 0 and rank == 2:
+                param.grad.values()[5, 3] = torch.nan
+            if step == 1 and rank:
+                param.grad.values()[0] = 3e38
+            with pytest.raises(bps.NonFiniteError) as caught:
+                optimizer.synchronize()
+            found.append(str(caught.value))
+        return found
+
+    cluster = ThreadedCluster((1, 2, 1), nonfinite="raise")
+    for nan, overflow in cluster.run(main):
+        assert "rank 2" in nan
+        assert "rank 1" not in nan
+        assert "no rank alone" in overflow
+    assert given_by_owners(cluster) == 2
+
+
+def test_ranks_with_different_tables_gather_as_they_are() -> None:
+    """And the rank with the smaller table finds out."""
+
+    def main(rank: int):
+        param = nn.Parameter(torch.zeros(5000 - 1000 * rank, 32))
+        optimizer = bps.DistributedOptimizer(torch.optim.SGD([param], lr=1.0), [("table", param)])
+        param.grad = rows_of(0, 1, len(param), 1, torch.float32)
+        with pytest.raises(MismatchError, match="table") if rank else contextlib.nullcontext():
+            optimizer.synchronize()
+
+    ThreadedCluster((1, 1, 1)).run(main)

@@ -207,3 +207,26 @@ def test_sparse() -> None:
         assert total == [[1, 2], [1, 2], [6, 8], [0, 0]]
         assert mean == [[0.5, 1], [0.5, 1], [3, 4], [0, 0]]
         assert one == [[0, 0], [1, 2], [3, 4], [0, 0]]
+
+
+@pytest.mark.parametrize("machines", [(1, 1, 1, 1), (2, 1, 2)], ids=str)
+def test_sparse_sums_of_rows_that_many_ranks_have(machines) -> None:
+    """Owners add them (collectives/row_owners.py), in rank order."""
+
+    def given(rank: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(rank)
+        rows = (torch.rand(4000, generator=generator) ** 4 * 3000).long()
+        values = torch.randn(4000, 32, generator=generator)
+        return torch.sparse_coo_tensor(rows[None], values, (3000, 32), check_invariants=False).coalesce()
+
+    def main(rank: int):
+        mean = hvd.sparse_allreduce_async(given(rank), "rows", hvd.Average)()
+        assert mean.is_coalesced()
+        return mean.to_dense()
+
+    total = torch.zeros(3000, 32)
+    for rank in range(sum(machines)):
+        total[given(rank).indices()[0]] += given(rank).values()
+    cluster = ThreadedCluster(machines)
+    assert all(torch.equal(found, total / sum(machines)) for found in cluster.run(main))
+    assert any("rows.sums" in name for name, _ in cluster.rounds)
