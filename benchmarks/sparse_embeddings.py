@@ -71,9 +71,8 @@ def main() -> None:
         f"{arguments.rows} rows of {arguments.width}, {arguments.lookups} lookups a rank, zipf={arguments.zipf:g}, "
         f"load {os.getloadavg()[0]:.1f}"
     )
-    print(
-        "| contender | ms a step | of the first | MB sent a step | of the first | CPU s a step |\n|---|---|---|---|---|---|"
-    )
+    print("| contender | ms a step | of the first | MB sent a step | of the first | CPU s a step |")
+    print("|---|---|---|---|---|---|")
     rows = measure(arguments)
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
