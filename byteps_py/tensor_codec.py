@@ -141,6 +141,12 @@ class Codec:
         """Machines keep something of it from round to round."""
         return self.error_feedback or self.momentum > 0
 
+    def state_nbytes(self, count: int) -> tuple[int, int, int]:
+        """Bytes of what a machine keeps of ``count`` elements: the error, the momentum, and what machines have agreed
+        on for the blocks of a THC; all of float32 numbers."""
+        blocks = -(-count // self.block)
+        return 4 * count * self.error_feedback, 4 * count * (self.momentum > 0), 4 * blocks * self.is_thc
+
     @property
     def element_bits(self) -> int:
         """Bits of a coded element of a dithering."""

@@ -24,7 +24,8 @@ from byteps_py.session.peers import PeerTransport
 from byteps_py.session.progress import Progress
 from byteps_py.session.round_recorder import RoundRecorder
 from byteps_py.system.flight_recorder import GroupCounter
-from byteps_py.tensors import Layout, TensorSpec
+from byteps_py.tensor_codec import Codec
+from byteps_py.tensors import DType, Layout, TensorSpec
 
 fork_count = 0  # forks in this process's ancestry since the import of this module; cheaper to read than the pid
 
@@ -68,6 +69,8 @@ class Slot:
     chunks: list[int] = field(default_factory=list)  # of the current result: delivered, not yet taken by the caller
     nonfinite_ranks: int = 0  # that made the latest result NaN or infinite, if the spec asks: see rank_bits.py
     error: Exception | None = None
+    #: What its machine keeps for the tensor's codec (see coded_states.py), if this rank has it.
+    coded_state: memoryview | None = None
     flight_group: GroupCounter | None = None  # of its rounds in the flight recorder
     flight_number: int = 0  # of the current round there; 0: it is not recorded
 
@@ -80,6 +83,17 @@ class Slot:
     def pending(self) -> bool:
         """True if a round was handed over and is neither delivered nor failed."""
         return self.error is None and self.done_round < self.round
+
+
+@dataclass(frozen=True, slots=True)
+class CodedState:
+    """What a machine keeps from round to round for the codec of a tensor of this shape and dtype. ``data``: the parts
+    of ``Codec.state_nbytes``, one after the other."""
+
+    shape: tuple[int, ...]
+    dtype: DType
+    codec: Codec
+    data: bytes
 
 
 class ResultRate:
@@ -400,6 +414,16 @@ class Session(ABC):
         An empty list: the round is over, and ``wait`` returns, or raises, at once. Raises StallError. One thread at a
         time."""
         return []
+
+    def coded_states(self) -> dict[str, CodedState]:
+        """Copies of what this rank has for its machine of codecs with error feedback or momentum, by name of the
+        tensor; and what was given to ``set_coded_states`` for tensors that are not declared yet. Raises UsageError if a
+        round of such a tensor is under way."""
+        return {}
+
+    def set_coded_states(self, states: Mapping[str, CodedState]) -> None:  # noqa: B027  most sessions have no codecs
+        """Go on with ``states`` where tensors are of the same kind, now or once they are declared; others of this rank
+        become zeros. Raises UsageError if a round of such a tensor is under way."""
 
     @property
     def state_host(self) -> StateHost:

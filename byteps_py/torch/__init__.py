@@ -50,6 +50,8 @@ from byteps_py.torch.operations.handles import *
 from byteps_py.torch.operations.process_sets import *
 from byteps_py.torch.operations.reductions import *
 from byteps_py.torch.operations.state_broadcast import *
+from byteps_py.torch.run import compression_state as _compression_state
+from byteps_py.torch.run.compression_state import *
 from byteps_py.torch.run.run_state import RunState
 from byteps_py.torch.timeline import *
 from byteps_py.torch.training_metrics import *
@@ -84,6 +86,7 @@ __all__ += _objects.__all__
 __all__ += _process_sets.__all__
 __all__ += _reductions.__all__
 __all__ += _state_broadcast.__all__
+__all__ += _compression_state.__all__
 
 
 def __getattr__(name: str) -> _Any:

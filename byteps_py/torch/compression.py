@@ -414,10 +414,10 @@ def codec_for(
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         kind = str(dtype).removeprefix("torch.")
         raise UsageError(f"{what} is for float32, float16 and bfloat16, not for {kind}: give it none")
-    if codec.has_states and settings.elastic:
+    if codec.has_states and settings.max_restarts:
         raise UsageError(
-            f"{what} can't be had in an elastic job: what was not sent yet would be lost when the ranks form anew. Use "
-            "it without error feedback and momentum"
+            f"{what} can't be had with --max-restarts (BYTEPS_MAX_RESTARTS): a rank that is started again in a step "
+            "would lack what its machine has not sent yet. Use it without error feedback and momentum"
         )
     if nbytes < settings.min_compress_bytes:
         return None

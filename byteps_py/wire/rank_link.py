@@ -33,7 +33,7 @@ from byteps_py.wire.record_codec import (
     U64s,
 )
 
-VERSION = 19
+VERSION = 20
 
 #: The most entries of a message about rounds: more are spread over several messages.
 MAX_ROUNDS = 4096
@@ -474,7 +474,8 @@ class GiveSegment:
 
 @dataclass(frozen=True, slots=True)
 class SlotFields:
-    """A slot in a Declared. ``nbytes``: of its result."""
+    """A slot in a Declared. ``nbytes``: of its result. ``coded_state``: where what its machine keeps for a codec lies;
+    nowhere for most. See RankSlot."""
 
     id: U32
     nbytes: U64
@@ -482,6 +483,7 @@ class SlotFields:
     result_segment: U32
     result_offset: U64
     inputs: Pairs
+    coded_state: Pairs = ()
 
 
 @_link.message(13)

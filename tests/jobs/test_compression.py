@@ -38,6 +38,11 @@ def test_each_codec_is_like_one_process(layout: tuple[int, int, int]) -> None:
     assert len(digests(*layout)) == 1
 
 
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_errors_and_momentum_go_on(ranks: int) -> None:
+    assert len(digests(2, ranks, 1, "go on")) == 1
+
+
 @pytest.mark.slow
 def test_ranks_that_are_not_finite_are_named() -> None:
     codecs = ["int8", "e5m2", "topk ef", "onebit ef", "randomk ef", "linear", "natural ef", "thc"]

@@ -62,6 +62,7 @@ class Reference:
 
     def __init__(self, codec: Codec | None = None) -> None:
         self.codec = codec
+        self.sums: list[CodedSums] = []  # of each parameter
         self.model = Net()
         self.optimizer = sgd(list(self.model.parameters()))
         self.step = 0
@@ -74,15 +75,27 @@ class Reference:
                 loss_of(self.model, 0, step).backward()
                 self.optimizer.step()
                 continue
+            sums = iter(self.sums)
             by_rank = [gradients(self.model, rank, [step]) for rank in range(sum(machines))]
             for param, parts in zip(self.model.parameters(), zip(*by_rank, strict=True), strict=True):
                 if self.codec is None:
                     param.grad = contract(parts, machines, average=True)
                 else:
-                    param.grad = CodedSums(self.codec, machines)(parts, sum(machines))
+                    param.grad = next(sums)(parts, sum(machines))
             self.optimizer.step()
         self.step = to
         return digest_of(self.model)
+
+    def regroup(self, machines: list[int], were: list[int | None]) -> None:
+        """``were``: which machine each was in the group before, None for a new one."""
+        if self.codec is None:
+            return
+        before, self.sums = self.sums, [CodedSums(self.codec, machines) for _ in self.model.parameters()]
+        for old, new, param in zip(before, self.sums, self.model.parameters(), strict=False):
+            zeros = torch.zeros(param.numel())
+            if old.errors is not None and old.moments is not None:
+                new.errors = [zeros if was is None else old.errors[was] for was in were]
+                new.moments = [zeros if was is None else old.moments[was] for was in were]
 
 
 class Training:
@@ -99,8 +112,8 @@ class Training:
         told.write_text(f"{steps} {int(is_last)}")
         told.rename(self.file)
 
-    def group(self, job: Job, what: str, since_s: float) -> list[int]:
-        """Wait for the next group, of which ``job`` has rank 0. Its machines."""
+    def group(self, job: Job, what: str, since_s: float, were: list[int | None] | None = None) -> list[int]:
+        """Wait for the next group, of which ``job`` has rank 0. Its machines. ``were``: see Reference."""
         line = job.until("group from step")
         self.took.append(f"{what}: {time.monotonic() - since_s:.2f} s")
         found = re.search(r"step (\d+): ([\d ]+)", line)
@@ -108,6 +121,7 @@ class Training:
         assert int(found[1]) >= self.committed(job), f"lost more than the steps since the last commit: {line}"
         self.reference.go(int(found[1]), self.machines)
         self.machines = [int(count) for count in found[2].split()]
+        self.reference.regroup(self.machines, were or [None] * len(self.machines))
         return self.machines
 
     @staticmethod
@@ -189,3 +203,30 @@ def test_one_group_after_another(variables: dict[str, str], tmp_path, record_pro
             job.end()
     record_property("took", training.took)
     print(training.took)
+
+
+@pytest.mark.slow
+def test_what_machines_have_not_sent_goes_on(tmp_path) -> None:
+    """With error feedback and momentum: a machine is killed, and another one joins. That one begins with zeros, and the
+    others go on with what they had when they committed."""
+    torch.set_num_threads(1)
+    codec = Codec(CodecKind.INT8, error_feedback=True, momentum=0.5)
+    port, training = free_port(), Training(tmp_path / "told", codec)
+    training.tell(0)
+    with contextlib.ExitStack() as stack:
+        scheduler = stack.enter_context(launch("--elastic", DMLC_ROLE="scheduler", **addressed(port)))
+        variables = {**INT8, "TEST_FEEDBACK": "1"}
+        jobs = [stack.enter_context(machine(i, port, training.file, **variables)) for i in range(3)]
+        assert training.group(jobs[0], "start", time.monotonic()) == [1, 1, 1]
+        training.train(jobs[0], 10)
+        jobs[1].signal(signal.SIGKILL)
+        assert training.group(jobs[0], "a machine was killed", time.monotonic(), [0, 2]) == [1, 1]
+        training.train(jobs[0], 10)
+        jobs.append(stack.enter_context(machine(7, port, training.file, **variables)))
+        assert training.group(jobs[0], "a machine joined", time.monotonic(), [0, 1, None]) == [1, 1, 1]
+        training.train(jobs[0], 10)
+        training.tell(training.reference.step, is_last=True)
+        for job in (jobs[0], jobs[2], jobs[3]):
+            assert job.end() == 0
+        assert scheduler.end() == 0
+        jobs[1].end()

@@ -1,11 +1,12 @@
 """Sums with each codec, and a training, compared with machines and a server that are emulated in this process. Run by
-tests/jobs/test_compression.py under bpslaunch; prints a digest of all results. Arguments: names of codecs, join, or
-rules; none: all codecs. With BYTEPS_NONFINITE=raise, a gradient is infinite.
+tests/jobs/test_compression.py under bpslaunch; prints a digest of all results. Arguments: names of codecs, join,
+rules, or go on; none: all codecs. With BYTEPS_NONFINITE=raise, a gradient is infinite.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # for support
 from support.coded_sums import CodedSums, scaled
 
 import byteps_py as bps
+from byteps_py.torch.run.compression_state import load_of_machine
 
 torch.set_num_threads(1)
 C = bps.Compression
@@ -165,6 +167,67 @@ def not_finite(name: str, digest: hashlib._Hash) -> None:
     digest.update(name.encode())
 
 
+def going_on(digest: hashlib._Hash) -> None:
+    """What was not sent yet, and momentum, go on: after a failure from the last commit, after all ranks have come back
+    for another reason, and from what was saved. The sums are those of a run in which nothing happens."""
+    names = ["int8 ef", "onebit ef", "topk of 2 bits", "thc wide"]
+    codecs = [CODECS[name].codec for name in names]
+    expected = [CodedSums(codec, bps.local_size()) for codec in codecs if codec is not None]
+    given = [[[contribution(r, 0, at) for r in range(bps.size())] for at in range(9)] for _ in names]
+    due = [[model(given[i][at], bps.size()) for at in range(9)] for i, model in enumerate(expected)]
+    left = {3, 5}  # steps after which something happens
+
+    @bps.elastic.run
+    def train(state) -> None:
+        while state.step < 7:
+            for i, name in enumerate(names):
+                mine = given[i][state.step][bps.rank()]
+                found = bps.push_pull(mine, True, f"going on {name}", compression=CODECS[name])
+                if not torch.equal(found, due[i][state.step]):
+                    sys.exit(f"rank {bps.rank()}: {name}, round {state.step}: another sum")
+            state.step += 1
+            if state.step == 2:
+                state.commit()
+            if state.step == 3 and 3 in left:
+                left.discard(3)
+                bps.push_pull(torch.ones(2 + bps.rank()), name="disagree")  # all ranks go back to step 2
+            if state.step == 5 and 5 in left:
+                left.discard(5)
+                state.on_hosts_updated(1)
+                state.check_host_updates()  # all ranks go on with step 5
+
+    torch.manual_seed(1)
+    train(bps.elastic.TorchState(step=0))
+    assert not left
+    saved = bps.compression_state_dict()
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    bps.shutdown()
+    bps.init()
+    is_first = bps.local_rank() == 0
+    load_of_machine(bps.allgather_object(saved, name="saved"))  # as RunState does
+    tensors = bps.compression_state_dict()["tensors"]
+    assert len(tensors) == len(names)
+    bps.load_compression_state_dict({**saved, "tensors": {}})
+    assert not bps.compression_state_dict()["tensors"]
+    assert len(saved["tensors"]) == (len(names) if is_first else 0)
+    bps.load_compression_state_dict(torch.load(file, weights_only=True))
+    for at in (7, 8):
+        for i, name in enumerate(names):
+            found = bps.push_pull(given[i][at][bps.rank()], True, f"going on {name}", compression=CODECS[name])
+            if not torch.equal(found, due[i][at]):
+                sys.exit(f"rank {bps.rank()}: {name}, round {at}, from what was saved: another sum")
+    for wrong, text in (({"machine": 7}, "it is of machine 7"), ({"machines": 9}, "in a job of 9 machines")):
+        said = ""
+        try:
+            bps.load_compression_state_dict({**saved, **wrong})
+        except bps.UsageError as error:
+            said = str(error)
+        assert text in said, said
+    digest.update(b"went on")
+
+
 def joining(digest: hashlib._Hash) -> None:
     """Machines of one rank leave one after the other: those that have joined count as zeros."""
     for round_ in range(bps.rank() + 1):
@@ -188,6 +251,8 @@ def main() -> None:
     for name in sys.argv[1:] or CODECS:
         if name == "join":
             joining(digest)
+        elif name == "go on":
+            going_on(digest)
         elif name == "rules":
             by_rules(digest)
         elif os.environ.get("BYTEPS_NONFINITE") == "raise":

@@ -2,7 +2,8 @@
 
 Says where each group begins ("group from step 8: 2 1 1", the ranks of each machine), each step that all have committed,
 and, when it has taken its steps, what the parameters are. In a group all must be equal, bit for bit: each checks that.
-TEST_HOSTED: the services make the optimizer's steps. TEST_INT8: gradients are compressed.
+TEST_HOSTED: the services make the optimizer's steps. TEST_INT8: gradients are compressed; with
+TEST_FEEDBACK, machines keep what they have not sent, and momentum.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ def main() -> None:
     torch.set_num_threads(1)
     model = Net()
     compression = bps.Compression.int8 if "TEST_INT8" in os.environ else bps.Compression.none
+    if "TEST_FEEDBACK" in os.environ:
+        compression = bps.Compression.with_momentum(bps.Compression.with_error_feedback(bps.Compression.int8), 0.5)
     optimizer = wrap(model, hosted="TEST_HOSTED" in os.environ, compression=compression)
 
     @bps.elastic.run

@@ -53,23 +53,12 @@ class KeepTheErrorOfAnotherTensor(Mutation):
 
     class executor(Executor):
         class coded_parts_class(CodedParts):
-            def _state(self, part: Any, codec: Any) -> Any:
-                place: Any = (part.tensor.name, part.index, part.count)
-                return super()._state(place_of(part, place), codec)
-
-            def forget(self, tensor: Any) -> None:
-                pass
-
-
-class place_of:
-    def __init__(self, part: Any, place: Any) -> None:
-        self.count, self.length, self.place = part.count, part.length, place
-
-    def __hash__(self) -> int:
-        return hash(self.place)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, place_of) and self.place == other.place
+            def _begin(self, tensor: Any, nbytes: int) -> tuple[object, int]:
+                before: Any = self.__dict__.setdefault("before", {})
+                tensor.slots[0].is_coded = True
+                place = tensor.name, nbytes
+                state = before[place] = self._states[tensor] = before.get(place) or super()._begin(tensor, nbytes)
+                return state  # type: ignore[no-any-return]
 
 
 #: Each with a seed that shows it.

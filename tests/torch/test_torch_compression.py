@@ -127,7 +127,7 @@ def test_refused(what: str) -> None:
     ("settings", "said"),
     [
         ({"nonfinite": "skip"}, "can't be had with BYTEPS_NONFINITE=skip: .* or BYTEPS_NONFINITE=raise"),
-        ({"elastic": True}, "can't be had in an elastic job"),
+        ({"elastic": True, "max_restarts": 1}, r"can't be had with --max-restarts \(BYTEPS_MAX_RESTARTS\)"),
     ],
 )
 def test_error_feedback_is_refused(settings: dict[str, Any], said: str) -> None:
@@ -137,6 +137,30 @@ def test_error_feedback_is_refused(settings: dict[str, Any], said: str) -> None:
         optimizer(INT8)
 
     ThreadedCluster(**settings).run(main)
+
+
+def test_error_feedback_in_an_elastic_job() -> None:
+    ThreadedCluster(elastic=True).run(lambda rank: optimizer(FEEDBACK))
+
+
+def test_saved_states_that_can_not_be_loaded() -> None:
+    """See tests/programs/compression.py for those that can."""
+
+    def main(rank: int) -> None:
+        saved = bps.compression_state_dict()
+        assert saved == {"format": "byteps_py.compression 1", "machine": rank, "machines": 2, "tensors": {}}
+        bps.load_compression_state_dict(saved)
+        no_parts = {"x": {"shape": [3], "dtype": 0, "codec": [FEEDBACK.codec.code, 0.0]}}
+        for wrong, said in (
+            ({"format": "another"}, r"this is no compression_state_dict\(\)"),
+            ({"machines": 3}, "saved in a job of 3 machines, and this one has 2: .* Leave it out"),
+            ({"machine": 1 - rank}, f"it is of machine {1 - rank}, and rank {rank} is on machine {rank}"),
+            ({"tensors": no_parts}, "what is said of tensor 'x' is damaged: 'error'"),
+        ):
+            with pytest.raises(bps.UsageError, match=said):
+                bps.load_compression_state_dict({**saved, **wrong})
+
+    ThreadedCluster().run(main)
 
 
 @pytest.mark.parametrize(

@@ -299,7 +299,12 @@ class ScatterPart(Part):
 
 @dataclass(slots=True, eq=False)
 class RankSlot:
-    """One local rank's memory for a tensor, and how much of the current round's contribution is there."""
+    """One local rank's memory for a tensor, and how much of the current round's contribution is there.
+
+    ``coded_state``: what the machine keeps from round to round for the tensor's codec (``Codec.state_nbytes``, one
+    after the other), zeros at first. The first local rank of a group has it in its memory, so that it can save and load
+    it while no round of the tensor is under way. ``is_coded``: a tensor has it by now; a later one gets no part of it.
+    """
 
     id: int
     local_rank: int
@@ -312,6 +317,8 @@ class RankSlot:
     tensor: Tensor | None = None  # once all ranks agreed
     state: SlotState = SlotState.ACTIVE
     arriving: Arriving | None = None  # if the rank takes results in chunks
+    coded_state: Block | None = None
+    is_coded: bool = False
     copies: int = 0  # of pieces, under way to its result
 
     def move_to(self, state: SlotState) -> None:

@@ -1,9 +1,10 @@
 """Codes this machine's contributions, and decodes servers' answers: of tensors with a codec only.
 
-Owns, of each partition, the error of a codec with error feedback, which is what the machine has not sent yet, the
-momentum, and what machines have agreed on for a THC, all as float32. A contribution is coded once per round, and is
-sent again as it is, so faults leave them alone. A server keeps no error: it could be lost with it. The loop's thread
-calls the methods; the work that they return is for any thread, one per partition at a time.
+Keeps, of each tensor, the error of a codec with error feedback, which is what the machine has not sent yet, the
+momentum, and what machines have agreed on for a THC, all as float32. They lie in the memory of a local rank, which may
+save and load them (see RankSlot). A contribution is coded once per round, and is sent again as it is, so faults leave
+them alone. A server keeps no error: it could be lost with it. The loop's thread calls the methods; the work that they
+return is for any thread, one per partition at a time.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class CodedParts:
         self._new_buffer = runtime.new_buffer
         self._first_rank = first_rank
         self._machines = machines  # of the job
-        self._states: dict[Part, npt.NDArray[np.uint8]] = {}
+        self._states: dict[Tensor, tuple[object, int]] = {}  # (what holds the memory, address)
 
     def bind(self, compute: Compute, codec: Codec) -> Callable[[], None]:
         """The work of ``compute``: to code the sum of the local ranks, or to decode an answer for them."""
@@ -45,25 +46,32 @@ class CodedParts:
 
     def _state(self, part: Part, codec: Codec) -> tuple[object, int, int, int]:
         """What holds error, momentum, and what is agreed on, and their addresses; 0 for what the codec has not."""
-        sizes = (
-            4 * part.count * codec.error_feedback,
-            4 * part.count * (codec.momentum > 0),
-            4 * (part.length // codec.item_bytes) * codec.is_thc,
-        )
+        sizes = codec.state_nbytes(part.tensor.spec.count)
         if not any(sizes):
             return None, 0, 0, 0
-        state = self._states.get(part)
-        if state is None:
-            state = self._states[part] = self._new_buffer(sum(sizes))
-            state[:] = 0
-        ends = itertools.accumulate(sizes, initial=int(state.ctypes.data))
-        error, moments, agreed = (place if size else 0 for place, size in zip(ends, sizes, strict=False))
+        state, start = self._states.get(part.tensor) or self._begin(part.tensor, sum(sizes))
+        block = part.offset // codec.item_bytes
+        before = (4 * block * codec.block, 4 * block * codec.block, 4 * block)
+        starts = itertools.accumulate(sizes, initial=start)
+        error, moments, agreed = (
+            at + passed if size else 0 for at, passed, size in zip(starts, before, sizes, strict=False)
+        )
         return state, error, moments, agreed
+
+    def _begin(self, tensor: Tensor, nbytes: int) -> tuple[object, int]:
+        slot = tensor.slots[0]
+        if slot.coded_state is not None and not slot.is_coded:
+            slot.is_coded = True
+            self._states[tensor] = slot, slot.coded_state.address
+        else:  # the rank that would have them has joined, or the slot had them for another tensor
+            state: npt.NDArray[np.uint8] = self._new_buffer(nbytes)
+            state[:] = 0
+            self._states[tensor] = state, int(state.ctypes.data)
+        return self._states[tensor]
 
     def forget(self, tensor: Tensor) -> None:
         """No kernel runs on the tensor, nor will."""
-        for part in tensor.parts:
-            self._states.pop(part, None)
+        self._states.pop(tensor, None)
 
 
 # Work has the state with it: a kernel may outlive the group of ranks, and all that belongs to it.

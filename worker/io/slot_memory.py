@@ -7,6 +7,7 @@ input is copied there). Owned by the loop's thread.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterable
 
 from byteps_py.runtime import Runtime
@@ -34,6 +35,7 @@ class SlotMemory:
     ) -> None:
         self.chunk_bytes = runtime.thresholds.chunk
         self._first_rank, self._size = ranks
+        self._local_size = local_size
         self.machines = machines
         self._inputs_are_contributions = machines > 1 and local_size == 1
         self._ranks = [runtime.arena(elsewhere=elsewhere) for _ in range(local_size)]
@@ -74,7 +76,20 @@ class SlotMemory:
             result = rank.allocate(spec.nbytes)
             inputs = (result,)
         slot = self.slots[slot_id] = self.slot_class(slot_id, rank.local_rank, spec, inputs, result)
+        if (nbytes := self._coded_state_nbytes(rank.local_rank, spec)) > 0:
+            slot.coded_state = rank.allocate(nbytes)
+            ctypes.memset(slot.coded_state.address, 0, nbytes)
         return slot
+
+    def _coded_state_nbytes(self, local_rank: int, spec: TensorSpec) -> int:
+        """Of what a rank has in its memory for all of its machine."""
+        if spec.codec is None or not spec.codec.has_states:
+            return 0
+        here = range(self._first_rank, self._first_rank + self._local_size)
+        members = spec.members(self._size)
+        there = [rank for rank in members if rank in here]
+        is_first = bool(there) and there[0] == self._first_rank + local_rank
+        return sum(spec.codec.state_nbytes(spec.count)) if is_first and len(there) < len(members) else 0
 
     def equip(self, tensor: Tensor, topology: Topology, owned_bytes: int = 0) -> None:
         """Give an agreed tensor what it needs beside its slots. ``owned_bytes``: of partitions with owners, this
@@ -137,7 +152,8 @@ class SlotMemory:
 
     def free_slot(self, slot: RankSlot) -> None:
         del self.slots[slot.id]
-        self._free(self._ranks[slot.local_rank], dict.fromkeys((*slot.inputs, slot.result)))
+        states = () if slot.coded_state is None else (slot.coded_state,)
+        self._free(self._ranks[slot.local_rank], dict.fromkeys((*slot.inputs, slot.result, *states)))
 
     def free_states(self, local_rank: int, blocks: Iterable[Block]) -> None:
         """What a rank's optimizer has kept is needed no more."""

@@ -121,6 +121,7 @@ class RequestHandler:
                 slot.result.segment,
                 slot.result.offset,
                 tuple((block.segment, block.offset) for block in slot.inputs),
+                ((slot.coded_state.segment, slot.coded_state.offset),) if slot.coded_state is not None else (),
             )
             for slot in slots
         ]

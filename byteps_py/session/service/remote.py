@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from byteps_py.errors import (
@@ -19,7 +19,8 @@ from byteps_py.errors import (
     from_name,
 )
 from byteps_py.session import failure_reports
-from byteps_py.session.base import MachineFacts, Observer, Slot
+from byteps_py.session.base import CodedState, MachineFacts, Observer, Slot
+from byteps_py.session.coded_states import CodedStates
 from byteps_py.session.round_recorder import RoundRecorder
 from byteps_py.session.service.channel_session import PATIENCE_S, ChannelSession
 from byteps_py.session.service.remote_state_host import MessageHandler, RemoteStateHost
@@ -60,6 +61,8 @@ class Slots:
         inputs = tuple(self.view(place, spec.nbytes) for place in fields.inputs)
         result = self.view((fields.result_segment, fields.result_offset), fields.nbytes)
         slot = Slot(spec, inputs, result, fields.id)
+        if fields.coded_state and spec.codec is not None:
+            slot.coded_state = self.view(fields.coded_state[0], sum(spec.codec.state_nbytes(spec.count)))
         slot.round = slot.done_round = fields.round
         if (before := self._by_name.get(spec.name)) is not None:
             del self._by_id[before.id]
@@ -106,6 +109,10 @@ class Slots:
                 if self._by_name.get(slot.spec.name) is slot:
                     del self._by_name[slot.spec.name]
 
+    def current(self) -> list[Slot]:
+        """Those of all names."""
+        return list(self._by_name.values())
+
     def begun(self) -> Slot | None:
         """A slot that is handed over in part, if there is one."""
         return next((slot for slot in self._by_id.values() if slot.begun_bytes), None)
@@ -150,6 +157,7 @@ class RemoteSession(ChannelSession):
         self._pid = os.getpid()
         self._stack: StackDump | None = None
         self._slots = Slots(self.map_segment)
+        self._coded_states = CodedStates()
         self._layouts: weakref.WeakKeyDictionary[Slot, Layout] = weakref.WeakKeyDictionary()  # the latest of each slot
         self._asked: dict[int, Sequence[TensorSpec]] = {}  # by request: the specs of declarations without an answer
         self._declared: dict[int, list[Slot]] = {}
@@ -314,6 +322,16 @@ class RemoteSession(ChannelSession):
             chunks, slot.chunks = slot.chunks, []
         return chunks if slot.pending else []
 
+    def coded_states(self) -> dict[str, CodedState]:
+        self.check_open()
+        with self.state:
+            return self._coded_states.take(self._slots.current())
+
+    def set_coded_states(self, states: Mapping[str, CodedState]) -> None:
+        self.check_open()
+        with self.state:
+            self._coded_states.put(states, self._slots.current())
+
     @property
     def state_host(self) -> RemoteStateHost:
         return self._state_host
@@ -453,7 +471,9 @@ class RemoteSession(ChannelSession):
     def _slots_declared(self, message: protocol.Declared, fds: list[int]) -> None:
         # Right away: the next message may refer to these slots.
         pairs = zip(self._asked.pop(message.request), message.slots, strict=True)
-        self._declared[message.request] = [self._slots.add(spec, fields) for spec, fields in pairs]
+        slots = self._declared[message.request] = [self._slots.add(spec, fields) for spec, fields in pairs]
+        for slot in slots:
+            self._coded_states.declared(slot)
 
     def _rounds_done(self, message: protocol.RoundsDone, fds: list[int]) -> None:
         self._slots.done(message.rounds, self.observer, self.flight)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import logging
 import threading
 import weakref
 from collections import Counter
@@ -24,7 +25,7 @@ import torch
 
 from byteps_py.config.settings import Settings
 from byteps_py.errors import BytePSError, NotInitializedError, UsageError
-from byteps_py.session import ResultRate, Session, failure_reports, open_session
+from byteps_py.session import CodedState, ResultRate, Session, failure_reports, open_session
 from byteps_py.session.progress import Progress
 from byteps_py.tensors import UNNAMED, Op
 from byteps_py.torch.collectives import optimizer_steps, rank_reporting, router
@@ -100,6 +101,8 @@ class NameSource:
         self._given[kind] = number + 1
         return f"{kind}{UNNAMED}{self.epoch}.{number}" if self.epoch else f"{kind}{UNNAMED}{number}"
 
+
+_log = logging.getLogger("byteps_py")
 
 Opener = Callable[[Settings], Session]
 
@@ -187,6 +190,7 @@ class Context:
         self.progress = Progress()  # through all sessions
         self._metrics_page: MetricsPage | None = None
         self._holders: set[str] = set()
+        self._coded_states: dict[str, CodedState] = {}  # from one session to the next: see Session
         self.incarnation = 0  # how often a job was left in the middle of its work; see Session
         #: This process was started again, and the other ranks are in the middle of their training: no rank answers it
         #: before it has the state that they have.
@@ -216,6 +220,8 @@ class Context:
                 failure_reports.disregard()
                 session = self._opener(self._settings)
                 session.incarnation = self.incarnation
+                session.set_coded_states(self._coded_states)
+                self._coded_states = {}
                 try:
                     self._begin_progress(session, self._settings)
                 except BaseException:
@@ -308,8 +314,17 @@ class Context:
                     connections.finish()
                 is_ending = failure_reports.is_exiting() or failure_reports.in_flight() is not None
                 session.is_finished = is_finished and not is_ending
+                if session.returning is not None and session.returning[1]:
+                    self._keep_coded_states(session)
         finally:
             self._leave()
+
+    def _keep_coded_states(self, session: Session) -> None:
+        """All ranks come back, and go on where they are."""
+        try:
+            self._coded_states = session.coded_states()
+        except BytePSError as error:
+            _log.warning("error feedback and momentum of codecs begin with zeros: %s", error)
 
     def suspend(self) -> None:
         """``close``, and keep ``place`` valid until this process is part of a job again."""

@@ -24,6 +24,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, runtime_check
 import torch
 
 from byteps_py.errors import BytePSError, DismissedError, HorovodInternalError, HostsUpdatedInterrupt, RendezvousError
+from byteps_py.session import CodedState
 from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.horovod.allreduce import push_pull
 from byteps_py.torch.horovod.api import init, rank, shutdown
@@ -257,6 +258,32 @@ class OptimizerStateHandler(StateHandler):
             super().restore()  # what was saved last: hosts change at a commit
 
 
+class CodedStateHandler(StateHandler):
+    """Saves what this rank has for its machine of codecs with error feedback or momentum: each machine's own."""
+
+    _prepared: dict[str, CodedState] | None = None
+
+    def __init__(self) -> None:
+        super().__init__(None)
+
+    def prepare(self) -> None:
+        context = contexts.current()
+        self._prepared = context.session.coded_states() if context.is_open else {}
+
+    def save(self) -> None:
+        if self._prepared is None:
+            self.prepare()
+        self._saved, self._prepared = self._prepared or {}, None
+
+    def restore(self) -> None:
+        self._prepared = None
+        context = contexts.current()
+        if context.is_open:
+            context.session.set_coded_states(self._saved)
+
+    def sync(self) -> None: ...
+
+
 @runtime_checkable
 class Stateful(Protocol):
     """An object whose state can be taken and put back."""
@@ -321,6 +348,7 @@ class TorchState(ObjectState):
         self._handlers = {name: handler for name, handler in handlers.items() if handler is not None}
         for name, handler in self._handlers.items():
             super().__setattr__(name, handler.value)
+        self._handlers[""] = CodedStateHandler()  # beside the attributes
         super().__init__(**{name: value for name, value in everything.items() if name not in self._handlers})
 
     def __setattr__(self, name: str, value: Any) -> None:

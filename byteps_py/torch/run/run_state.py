@@ -28,6 +28,7 @@ from byteps_py.torch.gradients.hosted.replication import LoopRecords, ShadowedSt
 from byteps_py.torch.gradients.hosted.restore import restore
 from byteps_py.torch.local import DiLoCo
 from byteps_py.torch.operations.broadcasts import allgather_object, broadcast_object, pickled
+from byteps_py.torch.run.compression_state import compression_state_dict, load_of_machine
 from byteps_py.torch.run.loader_position import position_of
 from byteps_py.torch.run.random_states import random_states, set_random_states
 from byteps_py.torch.run.trainjob_progress import TrainJobProgress
@@ -225,7 +226,7 @@ class RunState(LoopRecords):
     def state_dict(self) -> dict[str, Any]:
         """All of it, for torch.save() on one rank: the same on all ranks, which call it together. Call it at the end of
         the loop's body, or between epochs, once everything has stepped. torch.load() takes it with weights_only=True if
-        it takes ``extra``.
+        it takes ``extra``. It has the ``compression_state_dict()`` of all machines.
 
         Raises UsageError for a model in parts: parameters that are cut, or other ones on other ranks.
         """
@@ -234,7 +235,8 @@ class RunState(LoopRecords):
         )
         layout = [(name, list(value.shape)) for name, value in self._model.named_parameters()]
         digest = hashlib.sha256(repr(layout).encode()).hexdigest()
-        of_ranks = allgather_object((digest, self.attached()), name="RunState.attached")
+        attached = {**self.attached(), "compression": compression_state_dict()}
+        of_ranks = allgather_object((digest, attached), name="RunState.attached")
         for rank, (other, _) in enumerate(of_ranks):
             if other != of_ranks[0][0]:
                 raise UsageError(f"RunState.state_dict(): rank {rank} has another model than rank 0. {_IN_PARTS}")
@@ -246,7 +248,8 @@ class RunState(LoopRecords):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a ``state_dict``, the same on all ranks. Call it before the loop. Raises UsageError if it is of
+        """Go on from a ``state_dict``, the same on all ranks. Call it before the loop. With another number of machines,
+        error feedback and momentum of codecs begin with zeros, and a warning says so. Raises UsageError if it is of
         another kind of run."""
         if state_dict.get("format") != _FORMAT:
             raise UsageError(f"RunState.load_state_dict(): this is no state_dict of a RunState ({_FORMAT!r})")
@@ -261,7 +264,8 @@ class RunState(LoopRecords):
         self._model.load_state_dict(state_dict["model"])
         for optimizer, state in zip(self._optimizers, state_dict["optimizers"], strict=True):
             optimizer.load_state_dict(state)
-        self._put_back(attached)
+        load_of_machine([each.get("compression") for each in saved])
+        self._put_back({**attached, "compression": None})
 
     # ---- what is attached --------------------------------------------------------------------------------------
 

@@ -1,0 +1,121 @@
+"""What a machine has not sent yet, and its momentum, of tensors whose codecs have error feedback or momentum: to save,
+and to load, beside the weights. The training thread calls.
+
+It is no part of an optimizer's ``state_dict()``: it belongs to a machine and to tensors, of whichever optimizer or
+``push_pull``, and is another one on each machine, while scripts save rank 0's optimizer for all.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from byteps_py.errors import UsageError
+from byteps_py.session import CodedState
+from byteps_py.tensor_codec import Codec
+from byteps_py.tensors import DType
+from byteps_py.torch.collectives import context as contexts
+
+__all__ = ["compression_state_dict", "load_compression_state_dict"]
+
+_FORMAT = "byteps_py.compression 1"
+_log = logging.getLogger("byteps_py")
+_PARTS = ("error", "momentum", "agreed")  # in the order of Codec.state_nbytes
+
+
+def compression_state_dict() -> dict[str, Any]:
+    """Copies of what this rank's machine keeps for codecs with error feedback or momentum, for torch.save(): what was
+    not sent yet, the momentum, and the steps that machines agree on for ``thc``.
+
+    Each machine has its own, so each rank saves its own beside the weights. Of the ranks of one machine, the first one
+    of a tensor's group has it, and it is missing in the ``tensors`` of others. torch.load() takes it with
+    weights_only=True. Call it between two steps. Raises UsageError if a round of such a tensor is under way.
+
+    >>> import byteps_py as bps
+    >>> bps.init()
+    >>> bps.compression_state_dict()["tensors"]
+    {}
+    >>> bps.shutdown()
+    """
+    session = contexts.current().session
+    return {
+        "format": _FORMAT,
+        "machine": session.machine_index,
+        "machines": session.num_machines,
+        "tensors": {name: _to_tensors(state) for name, state in session.coded_states().items()},
+    }
+
+
+def load_compression_state_dict(state_dict: Mapping[str, Any]) -> None:
+    """Go on with a ``compression_state_dict``: of tensors that are declared already, and of others once they are, if
+    name, shape, dtype and codec are the same; a warning names those that are not. All else of this rank begins with
+    zeros. Call it on each rank, with what it saved, between two steps.
+
+    Raises UsageError for what was saved on another machine, or in a job with another number of machines (leave it out:
+    errors and momentum then begin with zeros), and if a round of such a tensor is under way.
+    """
+    session = contexts.current().session
+    if not isinstance(state_dict, Mapping) or state_dict.get("format") != _FORMAT:
+        raise UsageError(f"load_compression_state_dict(): this is no compression_state_dict() ({_FORMAT!r})")
+    saved, present = state_dict["machines"], session.num_machines
+    if saved != present:
+        raise UsageError(
+            f"load_compression_state_dict(): it was saved in a job of {saved} machines, and this one has {present}: no "
+            "machine goes on with what another has not sent. Leave it out: errors and momentum then begin with zeros"
+        )
+    if state_dict["machine"] != session.machine_index:
+        raise UsageError(
+            f"load_compression_state_dict(): it is of machine {state_dict['machine']}, and rank {session.rank} is on "
+            f"machine {session.machine_index}: let each rank save and load its own, in a file with its number"
+        )
+    session.set_coded_states({name: _from_tensors(name, each) for name, each in state_dict["tensors"].items()})
+
+
+def load_of_machine(of_ranks: Sequence[Mapping[str, Any] | None]) -> None:
+    """Go on with what the ranks of this machine had, as they have saved it by ``compression_state_dict``; with zeros,
+    and a warning, if there were more machines, or fewer."""
+    session = contexts.current().session
+    there = [each for each in of_ranks if each is not None and each["tensors"]]
+    if there and there[0]["machines"] != session.num_machines:
+        _log.warning(
+            "error feedback and momentum of codecs begin with zeros: they were saved in a job of %d machines, and this "
+            "one has %d",
+            there[0]["machines"], session.num_machines,
+        )  # fmt: skip
+        return
+    mine = [each["tensors"] for each in there if each["machine"] == session.machine_index]
+    states = {name: _from_tensors(name, saved) for tensors in mine for name, saved in tensors.items()}
+    session.set_coded_states(states)
+
+
+def _to_tensors(state: CodedState) -> dict[str, Any]:
+    codec, count = state.codec, int(np.prod(state.shape, dtype=np.int64))
+    sizes = [nbytes // 4 for nbytes in codec.state_nbytes(count)]
+    parts = torch.frombuffer(bytearray(state.data), dtype=torch.float32).split(sizes)
+    return {
+        "shape": list(state.shape),
+        "dtype": int(state.dtype),
+        "codec": [codec.code, codec.momentum],
+        **{name: part.clone() for name, part in zip(_PARTS, parts, strict=True) if part.numel()},
+    }
+
+
+def _from_tensors(name: str, saved: Mapping[str, Any]) -> CodedState:
+    """Raises UsageError for what is damaged."""
+    try:
+        codec = Codec.from_code(*saved["codec"])
+        shape = tuple(int(each) for each in saved["shape"])
+        sizes = codec.state_nbytes(int(np.prod(shape, dtype=np.int64)))
+        data = b"".join(saved[part].numpy().tobytes() for part, nbytes in zip(_PARTS, sizes, strict=True) if nbytes)
+        if len(data) != sum(sizes):
+            raise ValueError(f"{len(data)} bytes in the place of {sum(sizes)}")
+        return CodedState(shape, DType(saved["dtype"]), codec, data)
+    except (KeyError, TypeError, ValueError, UsageError) as error:
+        raise UsageError(
+            f"load_compression_state_dict(): what is said of tensor {name!r} is damaged: {error}. Save it again with "
+            "compression_state_dict()"
+        ) from error
