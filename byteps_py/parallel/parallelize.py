@@ -19,6 +19,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from byteps_py.errors import UsageError
 from byteps_py.parallel import tensor
+from byteps_py.parallel.compressed import CompressedAverages, check_compression
 from byteps_py.parallel.gradient_scaling import decide_together
 from byteps_py.parallel.gradients import clip_grad_norm_, multiply_gradients
 from byteps_py.parallel.hosted import EqualCopies, MeshHosting, hosted_optimizer, whole_module
@@ -26,6 +27,7 @@ from byteps_py.parallel.mesh import Mesh
 from byteps_py.parallel.pipe.pipeline import Pipeline
 from byteps_py.parallel.pipe.step_data import LossFunction, cut
 from byteps_py.parallel.pipe.trees import flatten
+from byteps_py.torch.compression import Compression, CompressionArgument
 from byteps_py.torch.gradients.hosted.optimizer import HostedOptimizerMixin
 from byteps_py.torch.gradients.hosted.restore import restore
 
@@ -57,6 +59,8 @@ class ParallelOptions:
         hosted: with "ddp", the communication services keep the optimizer's states, and make its steps, for the ranks
             of ``mesh.gradient_group``: True, "machine" or "sharded", see DistributedOptimizer. ``p.grad`` stays the
             gradient of this rank's copy of the model.
+        compression: with "ddp", how gradients travel between copies of the model: see DistributedOptimizer. What
+            machines keep for it is no part of checkpoints: see compression_state_dict.
         shadow: as ``hosted``, and summation servers on other machines keep the states in step: a restarted job goes on
             from ``training.restore()``, which needs the same mesh.
     """
@@ -71,11 +75,17 @@ class ParallelOptions:
     max_norm: float | None = None
     hosted: bool | str = False
     shadow: bool = False
+    compression: CompressionArgument = Compression.none
 
     @property
     def is_hosted(self) -> bool:
         """Services make the steps."""
         return self.hosted is not False or self.shadow
+
+    @property
+    def is_compressed(self) -> bool:
+        """Gradients travel in another form."""
+        return self.compression is not Compression.none
 
 
 def parallelize_model(
@@ -101,20 +111,23 @@ def parallelize_model(
     Raises UsageError if the model, the mesh and the options do not go together. One thread.
     """
     _check(mesh, options)
+    if options.is_compressed:
+        check_compression(model, options.compression)
     tensor.parallelize(model, options.plan, mesh.group("tp"), sequence_dim=options.sequence_dim)
     copies, is_fully_sharded = mesh.gradient_group, options.data in _FULLY_SHARDED
     is_hosted = options.is_hosted
+    is_beside = is_hosted or options.is_compressed  # gradients of copies are summed beside the model
     module: Module = model
     if mesh.pp > 1:
-        # FSDP, or services, sum gradients over copies: each copy of the model is then a pipeline of its own.
-        workers = mesh.device_mesh["pp"] if is_fully_sharded or is_hosted else mesh.device_mesh
+        # If others than the pipeline sum gradients over copies, each copy of the model is a pipeline of its own.
+        workers = mesh.device_mesh["pp"] if is_fully_sharded or is_beside else mesh.device_mesh
         module = Pipeline(model, options.schedule, options.micro_batches, workers, recompute=options.recompute)
     forward: nn.Module = model
     if is_fully_sharded:
         for stage in module.stages.values() if isinstance(module, Pipeline) else [model]:
             _fully_shard(stage, mesh, options.data)
         decide_together(module.parameters(), [copies])
-    elif is_hosted:
+    elif is_beside:
         EqualCopies(module, copies).parameters()
     elif isinstance(module, nn.Module):
         forward = nn.parallel.DistributedDataParallel(model, process_group=copies)
@@ -126,11 +139,13 @@ def parallelize_model(
     if is_hosted:
         how = MeshHosting(options.hosted, options.shadow, options.micro_batches)
         own = hosted_optimizer(own, module, mesh, how)
+    averages = None
+    if options.is_compressed:
+        averages = CompressedAverages(module, copies, options.compression, options.micro_batches)
     mean = _MeanLoss(loss, mesh, module.program.parts if isinstance(module, Pipeline) else 1)
-    equal = EqualCopies(module, copies) if is_hosted else None
-    return ParallelTraining(
-        _Parts(module, forward, loss, mean, not (is_fully_sharded or is_hosted), equal), own, options
-    )
+    equal = EqualCopies(module, copies) if is_beside else None
+    parts = _Parts(module, forward, loss, mean, not (is_fully_sharded or is_beside), equal, averages)
+    return ParallelTraining(parts, own, options)
 
 
 def _check(mesh: Mesh, options: ParallelOptions) -> None:
@@ -145,6 +160,16 @@ def _check(mesh: Mesh, options: ParallelOptions) -> None:
         raise UsageError(
             f"{asked} does not go together with data={options.data!r}, which keeps states on the "
             "ranks: hosted='sharded' divides them among the services of the same ranks, with data='ddp'"
+        )
+    if options.is_compressed and options.is_hosted:
+        raise UsageError(
+            "compression does not go together with hosted= and shadow=True, whose services step with sums as they are: "
+            "leave one of them out"
+        )
+    if options.is_compressed and options.data != "ddp":
+        raise UsageError(
+            f"compression does not go together with data={options.data!r}, whose states have owners that sum gradients "
+            "themselves: give data='ddp'"
         )
     if mesh.sharding > 1 and options.data in _FULLY_SHARDED:
         raise UsageError(f"data={options.data!r} takes no mesh with sharding={mesh.sharding}: give the ranks to dp")
@@ -165,7 +190,8 @@ def _fully_shard(stage: nn.Module, mesh: Mesh, data: str) -> None:
 class _Parts:
     """``forward``: ``module``, with the wrapper that sums its gradients over ``mesh.gradient_group``.
     ``is_summed_by_pipeline``: a pipeline does, and takes the mean of ``loss``; else ``mean`` does. ``equal``: keeps
-    buffers of copies equal, unless ``forward`` or the pipeline does."""
+    buffers of copies equal, unless ``forward`` or the pipeline does. ``averages``: of gradients, if nothing else makes
+    them."""
 
     module: Module
     forward: nn.Module
@@ -173,6 +199,7 @@ class _Parts:
     mean: _MeanLoss
     is_summed_by_pipeline: bool
     equal: EqualCopies | None = None
+    averages: CompressedAverages | None = None
 
 
 class ParallelTraining:
@@ -220,6 +247,8 @@ class ParallelTraining:
                 module.step(inputs, targets, mean, self.scaler)
         else:
             self._accumulate(inputs, targets)
+        if self._parts.averages is not None:
+            self._parts.averages.finish()
         if isinstance(self.optimizer, HostedOptimizerMixin) and not isinstance(module, Pipeline):
             return mean.take(self.optimizer._stepper.multiply)  # gradients are on their way
         return mean.take(functools.partial(multiply_gradients, module.parameters()))

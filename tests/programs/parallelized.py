@@ -162,6 +162,11 @@ def check_refusals(mesh: Mesh) -> None:
         with pytest.raises(UsageError, match=text):
             parallelize_model(model, mesh, nn.functional.mse_loss, torch.optim.SGD, given)
 
+    int8 = bps.Compression.int8
+    refused("compression does not go together with data='zero2'", data="zero2", compression=int8)
+    refused("compression does not go together with hosted= and shadow=True", hosted=True, compression=int8)
+    if mesh.tp == 1:
+        refused(r"compression must be one of bps\.Compression", compression="int8")
     refused("data='zero4': give one of ddp, zero1, zero2, zero3, hsdp", data="zero4")
     if mesh.cp == 1:
         refused("data='hsdp' shares parameters among the ranks of cp", data="hsdp")

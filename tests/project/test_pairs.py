@@ -59,6 +59,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "plain": (
         "test_join.py::test_two_epochs_of_uneven_data",
         "test_parameter_owners.py::test_a_model_that_parallelize",
+        "test_compression.py::test_like_one_process",
     ),
     "crossbarrier": ("test_torch_cross_barrier_use.py::test_compiled_models_get_the_same_bits",),
     "bpsddp": ("test_torch_ddp.py::test_training_is_exact",),
@@ -66,14 +67,15 @@ TESTS: dict[str, tuple[str, ...]] = {
     "fsdp2": ("test_backend_matrix.py::test_all_features", "test_fsdp_cache.py::test_beside_plain_fsdp"),
     "zero": ("test_backend_matrix.py::test_all_features",),
     "shard": ("test_sharding.py::test_beside_one_process",),
-    "pp": ("test_pipelines.py::test_beside_one_process",),
+    "pp": ("test_pipelines.py::test_beside_one_process", "test_parallel_layouts.py::test_compressed"),
     "chimera": ("test_pipelines.py::test_beside_one_process",),
     "tp": (
         "test_tensor_parallel.py::test_beside_the_plain_layers",
         "test_parallel_layouts.py::test_beside_one_process",
+        "test_parallel_layouts.py::test_compressed",
     ),
     "sp": ("test_tensor_parallel.py::test_beside_the_plain_layers",),
-    "cp": ("test_context_parallel.py::test_beside_one_process",),
+    "cp": ("test_context_parallel.py::test_beside_one_process", "test_parallel_layouts.py::test_compressed"),
     "plain+naive": ("test_parameter_owners.py::test_a_model_that_parallelize_has_cut",),
     "hosted+naive": ("test_parameter_owners.py::test_a_model_that_parallelize_has_cut",),
     "crossbarrier+naive": ("test_parameter_owners.py::test_a_model_that_parallelize_has_cut",),
@@ -250,6 +252,8 @@ _OTHER_STAGES = "test_torch_optimizer_use.py::test_ranks_with_other_parameters_a
 _IN_ONE_ANOTHER = "test_sharded_models_refuse_sparse_gradients_and_backward_passes_in_one_another"
 #: Refused pairs of rows and columns with a test of their own.
 REFUSED_IN: dict[tuple[str, str], str] = {
+    ("hosted", "codec"): "test_torch_compression.py::test_refused",
+    ("shadow", "codec"): "test_torch_compression.py::test_refused",
     ("plain", "ddp"): "test_parameter_owners.py::test_a_second_wrapper_is_refused_by_name",
     ("hosted", "ddp"): "test_parameter_owners.py::test_a_second_wrapper_is_refused_by_name",
     ("hosted", "bpsddp"): "test_parameter_owners.py::test_a_second_wrapper_is_refused_by_name",
