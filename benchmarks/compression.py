@@ -8,6 +8,9 @@ it reads of their codes), in 64 MB, which no cache holds, beside memcpy in the s
 a machine keeps for each element, with error feedback. Times are the processor's: other work takes none of them. A
 figure is the median, "of memcpy" the median of the rounds' ratios.
 
+"powersgd" and "ddp_powersgd" are whole steps with a gradient of a square matrix: DistributedOptimizer with factors of
+rank 4, and torch's PowerSGD hook over gloo.
+
 Sums: hosts are network namespaces with shaped links (root needed). All calls take turns in one job, gloo in its own.
 "sent" is what a GPU machine's link carries for a call, with all headers, each way; "CPU" is of all processes, per GB of
 float32 tensor and machine.
@@ -32,7 +35,7 @@ import numpy as np
 from benchmarks.cluster.contenders import Layout
 from benchmarks.cluster.hosts import Host, cluster
 from benchmarks.cluster.measure import Found, turns
-from benchmarks.cluster.rank import COMPRESSED
+from benchmarks.cluster.rank import COMPRESSED, GLOO, POWERSGD, POWERSGD_HOOK
 from byteps_py import codecs
 from byteps_py.codecs import Coding
 from byteps_py.tensor_codec import Codec, CodecKind
@@ -158,7 +161,7 @@ def sent_bytes(hosts: Sequence[Host]) -> int:
 
 def sums(arguments: argparse.Namespace) -> list[SumRow]:
     n, k = arguments.workers, arguments.servers
-    calls = ["push_pull", *COMPRESSED, "gloo"]
+    calls = arguments.calls or ["push_pull", *COMPRESSED, POWERSGD, "gloo", POWERSGD_HOOK]
     found = {name: Found() for name in calls}
     sent: dict[str, list[float]] = {name: [] for name in calls}
     counts = [arguments.mb << 18]
@@ -169,10 +172,10 @@ def sums(arguments: argparse.Namespace) -> list[SumRow]:
             for name in calls:
                 before = sent_bytes(workers)
                 into = found[name] if number else Found()  # the first prepares the call
-                jobs["gloo" if name == "gloo" else "ours"].take(name, counts, into)
+                jobs["gloo" if name in GLOO else "ours"].take(name, counts, into)
                 if number:
                     sent[name].append((sent_bytes(workers) - before) / n / 1e6)
-    plain_s, plain_mb = found["push_pull"].median_s, statistics.median(sent["push_pull"])
+    plain_s, plain_mb = found[calls[0]].median_s, statistics.median(sent[calls[0]])
     rows = []
     for name, each in found.items():
         mb = statistics.median(sent[name])
@@ -193,6 +196,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--servers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3, help="0: no sums")
+    parser.add_argument("--calls", nargs="+", help="those of benchmarks/cluster/rank.py; the first is compared with")
     parser.add_argument("--no-kernels", action="store_true")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()

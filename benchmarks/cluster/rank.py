@@ -40,10 +40,12 @@ STEPS: dict[str, bool | str] = {"optimizer": False, "hosted_machine": "machine",
 COMPRESSED = (
     "bf16", "int8", "float8", "float8_e5m2", "thc", "dithering", "onebit", "topk", "topk_ef", "randomk_ef",
 )  # fmt: skip
+#: A training step of one square matrix, whose gradients travel as factors of low rank.
+POWERSGD, POWERSGD_HOOK, RANK = "powersgd", "ddp_powersgd", 4
 #: An allgather of tensors of ``counts`` elements in all.
 GATHER = "allgather"
 #: Their peers: gloo's all_reduce, and DistributedDataParallel over gloo.
-GLOO = ("gloo", "ddp")
+GLOO = ("gloo", "ddp", POWERSGD_HOOK)
 ECHO = ("tcp_echo",)
 
 Call = Callable[[], object]
@@ -100,6 +102,8 @@ class Ours:
             return self._compressed(name, counts)
         if name == GATHER:
             return self._gather(counts)
+        if name == POWERSGD:
+            return self._factors(counts)
         return checked(name, counts, self.rank, self.size, getattr(self, f"_{name}"))
 
     def _push_pull_inplace(self, tensors: list[Any]) -> Callable[[], list[Any]]:
@@ -129,6 +133,16 @@ class Ours:
         named = [(f"{prefix}: {each}", parameter) for each, parameter in model.named_parameters()]
         sgd = torch.optim.SGD(model.parameters(), LEARNING_RATE)
         return step(model, bps.DistributedOptimizer(sgd, named, hosted=STEPS[name]), self.rank, self.size)
+
+    def _factors(self, counts: list[int]) -> Call:
+        import torch
+
+        import byteps_py as bps
+
+        model = matrix(counts)
+        sgd = torch.optim.SGD(model.parameters(), LEARNING_RATE)
+        named = [(f"{POWERSGD}: {name}", parameter) for name, parameter in model.named_parameters()]
+        return low_rank_step(model, bps.DistributedOptimizer(sgd, named, bps.Compression.powersgd(RANK)), self.rank)
 
     def _gather(self, counts: list[int]) -> Call:
         import torch
@@ -242,9 +256,22 @@ class Gloo:
                 else:
                     buckets.append(count)
             return checked(name, buckets, self.rank, self.size, all_reduce)
+        if name == POWERSGD_HOOK:
+            return self._hooked(counts)
         model = parameters(counts)
         wrapped = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
         return step(wrapped, torch.optim.SGD(model.parameters(), LEARNING_RATE), self.rank, self.size)
+
+    def _hooked(self, counts: list[int]) -> Call:
+        import torch
+        from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+        model = matrix(counts)
+        wrapped = torch.nn.parallel.DistributedDataParallel(model)
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=RANK, start_powerSGD_iter=2)
+        wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        sgd = torch.optim.SGD(model.parameters(), LEARNING_RATE)
+        return low_rank_step(wrapped, sgd, self.rank, steps=3)
 
     def close(self) -> None:
         import torch.distributed as dist
@@ -297,6 +324,41 @@ def parameters(counts: list[int]) -> Any:
             return torch.stack([parameter.sum() for parameter in self.all]).sum()
 
     return Parameters()
+
+
+def matrix(counts: list[int]) -> Any:
+    """A model with a square matrix of so many elements, and a loss with a gradient of low rank."""
+    import torch
+
+    width = round(sum(counts) ** 0.5)
+
+    class Matrix(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(width, width))
+
+        def forward(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+            return ((left @ self.weight) * right).sum()
+
+    return Matrix()
+
+
+def low_rank_step(model: Any, optimizer: Any, rank: int, steps: int = 1) -> Call:
+    """A training step, after so many that prepare it. The gradient is rank + 1 times a matrix of rank 2."""
+    import torch
+
+    width = next(model.parameters()).shape[0]
+    generator = torch.Generator().manual_seed(0)
+    left, right = torch.randn(2, width, generator=generator), torch.randn(2, width, generator=generator)
+
+    def call() -> None:
+        optimizer.zero_grad()
+        (model(left, right) * (rank + 1)).backward()
+        optimizer.step()
+
+    for _ in range(steps):
+        call()
+    return call
 
 
 def step(model: Any, optimizer: Any, rank: int, size: int) -> Call:

@@ -21,12 +21,50 @@ from byteps_py.errors import UsageError
 from byteps_py.tensor_codec import MAX_SEED, TOPK_BLOCK, Codec, CodecKind
 
 
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """How matrices travel as factors: see Compression.powersgd. Pure."""
+
+    rank: int
+    min_compression_rate: float
+    error_feedback: bool
+    seed: int
+
+    def __str__(self) -> str:
+        plain = "" if self.error_feedback else " without error feedback"
+        return f"powersgd of rank {self.rank}{plain}"
+
+    @staticmethod
+    def shape_of(parameter: torch.Tensor) -> tuple[int, int]:
+        """The matrix that a parameter is: rows of its first dimension."""
+        return parameter.shape[0], parameter.numel() // max(1, parameter.shape[0])
+
+    def rank_of(self, shape: tuple[int, int]) -> int:
+        """The rank of the factors of a matrix."""
+        return min(self.rank, *shape)
+
+    def compresses(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter is a matrix, and large enough."""
+        if parameter.dim() < 2 or not parameter.numel() or not parameter.is_floating_point():
+            return False
+        rows, columns = self.shape_of(parameter)
+        factors = (rows + columns) * self.rank_of((rows, columns))
+        return factors * self.min_compression_rate < rows * columns
+
+    def most_elements(self, parameter: torch.Tensor) -> int:
+        """Of the larger factor."""
+        shape = self.shape_of(parameter)
+        return max(shape) * self.rank_of(shape)
+
+
 class Compressor:
     """Sends tensors without a conversion. Base class of the other compressors. ``codec``: the form between machines;
-    None for that of the wire dtype. ``elements``: how many of a tensor it sends; 0: the share that the codec says."""
+    None for that of the wire dtype. ``elements``: how many of a tensor it sends; 0: the share that the codec says.
+    ``low_rank``: how gradients travel as factors; None: they do not."""
 
     codec: Codec | None = None
     elements: int = 0
+    low_rank: LowRank | None = None
 
     @staticmethod
     def wire_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -50,6 +88,39 @@ class Compressor:
 
     #: See CompressionRules.
     warmup_steps: int = 0
+
+
+class LowRankCompressor(Compressor):
+    """Sends matrices as factors, and other parameters as they are: see Compression.powersgd."""
+
+    @staticmethod
+    def wire_dtype(dtype: torch.dtype) -> torch.dtype:
+        """Factors of 16-bit matrices are computed and sent as float32."""
+        return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+    @classmethod
+    def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype]:
+        """Raises UsageError: only optimizers have the factors of earlier steps."""
+        raise _for_gradients_only(cls)
+
+    @classmethod
+    def of(cls, name: str, parameter: torch.Tensor) -> type[Compressor]:
+        """This one for large matrices, else none."""
+        return cls if cls.low_rank is not None and cls.low_rank.compresses(parameter) else Compressor
+
+
+@functools.cache
+def _low_rank(low_rank: LowRank) -> type[Compressor]:
+    """There is one for each."""
+    attributes = {"low_rank": low_rank, "__doc__": f"Sends matrices as {low_rank}."}
+    return type(f"<{low_rank}>", (LowRankCompressor,), attributes)
+
+
+def _for_gradients_only(compression: type[Compressor]) -> UsageError:
+    return UsageError(
+        f"compression {compression.low_rank} is for the gradients of DistributedOptimizer, DistributedDataParallel and "
+        "CrossBarrier, which go on from the factors of the step before: give another one of bps.Compression here"
+    )
 
 
 def _narrowed(dtype: torch.dtype, to: torch.dtype) -> torch.dtype:
@@ -101,7 +172,7 @@ class CompressionRules:
     def of(self, name: str, parameter: torch.Tensor) -> type[Compressor]:
         """What a parameter gets. Raises UsageError if that is no compression."""
         try:
-            return compression_of(self.choose(name, parameter))
+            return _any_compression_of(self.choose(name, parameter)).of(name, parameter)
         except UsageError as error:
             raise UsageError(f"parameter {name!r}: {error}") from None
 
@@ -115,6 +186,8 @@ Rule = (
     tuple[str | Callable[[str, torch.Tensor], bool], Any] | tuple[str | Callable[[str, torch.Tensor], bool], Any, int]
 )
 
+
+_MAX_RANK = 1024
 
 #: Kinds of dithering, by partition and by what magnitudes are compared with.
 _DITHERING = {
@@ -132,7 +205,7 @@ class Compression:
     only tensors of BYTEPS_MIN_COMPRESS_BYTES or more. int8: 8-bit integers, with a scale for each 256 elements: 3.9
     times fewer bytes than float32. float8 (float8_e4m3), float8_e5m2: 8-bit floats, likewise. ``topk``, ``randomk``: a
     share of the elements. ``onebit``: signs. ``dithering``: rounded by chance, right on average.
-    ``thc``: integers that servers add.
+    ``thc``: integers that servers add. ``powersgd``: matrices as the product of two thin ones.
 
     >>> import torch
     >>> Compression.fp16.wire_dtype(torch.float32)
@@ -200,6 +273,30 @@ class Compression:
         return _coded(Codec(CodecKind.THC if lanes == 8 else CodecKind.THC_WIDE, error_feedback=True))
 
     @staticmethod
+    def powersgd(
+        rank: int = 4, min_compression_rate: float = 2.0, error_feedback: bool = True, seed: int = 0
+    ) -> type[Compressor]:
+        """Send gradients of matrices, n × m, as products of factors n × ``rank`` and m × ``rank``. Ranks sum one of the
+        two in each step, in turns. For DistributedOptimizer, DistributedDataParallel and CrossBarrier; each rank makes
+        its factors before anything else. Vectors travel as they are, and so do matrices with
+        (n + m)·rank·min_compression_rate >= n·m.
+
+        error_feedback: each rank adds what its own product lacked to its next gradient. seed: of the first factors.
+        torch's ``start_powerSGD_iter`` is ``Compression.with_warmup(…, steps)``. Raises UsageError for values that make
+        no sense.
+
+        >>> Compression.powersgd(rank=2).of("w", torch.ones(100, 50)).__name__
+        '<powersgd of rank 2>'
+        >>> Compression.powersgd(rank=2).of("bias", torch.ones(100)) is Compression.none
+        True
+        """
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= _MAX_RANK:
+            raise UsageError(f"powersgd has factors of rank 1 to {_MAX_RANK}, not rank={rank!r}")
+        if isinstance(min_compression_rate, bool) or not min_compression_rate > 0:
+            raise UsageError(f"powersgd has a min_compression_rate above 0, not {min_compression_rate!r}")
+        return _low_rank(LowRank(rank, float(min_compression_rate), bool(error_feedback), _seed(seed)))
+
+    @staticmethod
     def with_error_feedback(compression: type[Compressor]) -> type[Compressor]:
         """``compression`` with error feedback: each machine adds what its codes lack to the next round's tensor. Raises
         UsageError for one without a codec.
@@ -243,7 +340,7 @@ class Compression:
         '<int8>'
         """
         checked = [_checked_rule(rule) for rule in rules]
-        otherwise = compression_of(default)
+        otherwise = _any_compression_of(default)
 
         def choose(name: str, parameter: torch.Tensor) -> type[Compressor]:
             nbytes = parameter.numel() * parameter.element_size()
@@ -286,7 +383,7 @@ def _checked_rule(rule: Any) -> tuple[Callable[[str, torch.Tensor], bool], type[
         raise UsageError(
             f"a rule begins with a pattern of names or a function of a name and a parameter, not {where!r}"
         )
-    return fits, compression_of(choice), least[0] if least else 0
+    return fits, _any_compression_of(choice), least[0] if least else 0
 
 
 def choice_of(choice: Any) -> CompressionChoice:
@@ -295,7 +392,7 @@ def choice_of(choice: Any) -> CompressionChoice:
         return choice
     if callable(choice) and not isinstance(choice, type) and _maker_name(choice) is None:
         return CompressionRules(choice)
-    return compression_of(choice)
+    return _any_compression_of(choice)
 
 
 def _maker_name(choice: object) -> str | None:
@@ -350,12 +447,19 @@ class _Settings:
 
 
 def compression_of(choice: Any) -> type[Compressor]:
-    """The compressor that a ``compression`` argument means: one of Compression, or a dictionary of BytePS. Raises
-    UsageError, which names what is not supported.
+    """The compressor that a ``compression`` argument for one tensor means: one of Compression, or a dictionary of
+    BytePS. Raises UsageError, which names what is not supported.
 
     >>> compression_of({"compressor": "topk", "k": 0.01, "ef": "vanilla"}).__name__
     '<topk of 41 in 4096 with error feedback>'
     """
+    found = _any_compression_of(choice)
+    if found.low_rank is not None:
+        raise _for_gradients_only(found)
+    return found
+
+
+def _any_compression_of(choice: Any) -> type[Compressor]:
     if isinstance(choice, type) and issubclass(choice, Compressor):
         return choice
     if isinstance(choice, CompressionRules):
@@ -400,6 +504,21 @@ def _compressor(settings: _Settings, name: object) -> type[Compressor]:
         k, seed = settings.number("k", int), settings.number("seed", int, 0)
         return Compression.dithering(k, partition, normalize, seed)
     raise settings.error(f"the compressor {name!r} is not here; onebit, topk, randomk and dithering are")
+
+
+def check_low_rank(compression: type[Compressor], name: str, parameter: torch.Tensor, settings: Settings) -> None:
+    """Raises UsageError for factors that can't be had here."""
+    if compression.low_rank is None:
+        return
+    what = f"{name!r}: compression {compression.low_rank}"
+    if settings.elastic:
+        raise UsageError(
+            f"{what} can't be had in an elastic job, or with --max-restarts: a rank that is lost takes the error of "
+            "its gradients with it, and a new one has no factors. Use fp16, bf16, or a codec without error feedback"
+        )
+    if parameter.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        kind = str(parameter.dtype).removeprefix("torch.")
+        raise UsageError(f"{what} is for float16, bfloat16, float32 and float64, not for {kind}: give it none")
 
 
 def codec_for(

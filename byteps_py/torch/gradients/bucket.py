@@ -306,6 +306,23 @@ class Bucket:
             shape = f" {str(param.dtype).removeprefix('torch.')}{list(param.shape)}"
         return f"{self.names[position]!r}{shape}"
 
+    def begin_session(self, warmup_steps: int) -> None:
+        """In a new session, in which all ranks begin the same warm-up."""
+        if warmup_steps and self.codec is not None:
+            self.travel_with(None)
+
+    def choose_form(self, warmup_steps: int) -> None:
+        """Before a round: make ``request`` and ``slot_view`` those of the form in which the bucket travels."""
+        if self.codec is not self.request.spec.codec and self.round >= warmup_steps:
+            self.travel_with(self.codec)
+
+    def after_join(self) -> None:
+        """All ranks have joined, some before others. Before the first round after that."""
+
+    def prioritize(self, priority: int) -> None:
+        """Set the priority with which the bucket travels, before its first round."""
+        self.request = replace(self.request, spec=replace(self.request.spec, priority=priority))
+
     def travel_with(self, codec: Codec | None) -> None:
         """Use ``codec`` from the next round on, before which ranks agree again. Rounds are counted on."""
         self._rounds_before = self.round
@@ -346,6 +363,11 @@ class Bucket:
         return self._rounds_before + self.slot_view.slot.round if self.slot_view is not None else 0
 
     @property
+    def results(self) -> list[torch.Tensor] | None:
+        """The results, by gradient; None if it does not travel, or results are not gradients."""
+        return self.slot_view.results if self.slot_view is not None else None
+
+    @property
     def blame(self) -> int:
         """The ranks that made the result NaN or infinite (rank_bits.py); 0 if there are none, or without a check."""
         return self.slot_view.slot.nonfinite_ranks if self.slot_view is not None else 0
@@ -358,6 +380,41 @@ class Bucket:
     def receive(self) -> None:
         """Deliver the sum, as the delivery says. Raises GradientOrderError, and as Session.wait does."""
         self.delivery.receive(self)
+
+    def write_results(self) -> None:
+        """Put the result, which has arrived, into ``param.grad``. Has no effect if the bucket did not travel."""
+        slot_view = self.slot_view
+        if slot_view is None:
+            return
+        copied: list[int] = []
+        outputs: list[torch.Tensor] = []
+        given: list[torch.Tensor] = []
+        for position, (param, participates) in enumerate(zip(self.params, self.participates, strict=True)):
+            if not participates:
+                continue  # frozen: must not get a gradient
+            grad = slot_view.results[position]
+            if param.dtype is slot_view.dtype and param.is_cpu:
+                param.grad = grad
+            else:
+                if param.grad is None or param.grad.layout is not torch.strided:
+                    param.grad = torch.empty_like(param)
+                grad = param.grad
+                copied.append(position)
+                outputs.append(grad)
+            given.append(grad)
+        slot_view.fetch(outputs, copied)
+        after = self.options.after(slot_view.session.size)
+        if after != 1.0 and given:
+            with torch.no_grad():
+                torch._foreach_mul_(given, after)
+
+    @property
+    def is_usable(self) -> bool:
+        """False if what the bucket would keep of the round for later ones is not finite. After ``write_results``."""
+        return True
+
+    def end_round(self, is_used: bool) -> None:
+        """Keep what later rounds go on from, if a step is made with this one's results."""
 
     def check_untouched(self) -> None:
         """Raises GradientOrderError if a gradient was changed while it was in flight."""
@@ -418,38 +475,10 @@ class ToGradient(Delivery):
         if bucket.slot_view is not None:
             bucket.slot_view.wait()
         bucket.refuse_change(touched)
-        deliver(bucket)
+        bucket.write_results()
 
     def receive_rows(self, bucket: Bucket, rows: torch.Tensor) -> None:
         bucket.params[0].grad = rows
-
-
-def deliver(bucket: Bucket) -> None:
-    """Put the result, which has arrived, into ``param.grad``. Has no effect if the bucket did not travel."""
-    slot_view = bucket.slot_view
-    if slot_view is None:
-        return
-    copied: list[int] = []
-    outputs: list[torch.Tensor] = []
-    given: list[torch.Tensor] = []
-    for position, (param, participates) in enumerate(zip(bucket.params, bucket.participates, strict=True)):
-        if not participates:
-            continue  # frozen: must not get a gradient
-        grad = slot_view.results[position]
-        if param.dtype is slot_view.dtype and param.is_cpu:
-            param.grad = grad
-        else:
-            if param.grad is None or param.grad.layout is not torch.strided:
-                param.grad = torch.empty_like(param)
-            grad = param.grad
-            copied.append(position)
-            outputs.append(grad)
-        given.append(grad)
-    slot_view.fetch(outputs, copied)
-    after = bucket.options.after(slot_view.session.size)
-    if after != 1.0 and given:
-        with torch.no_grad():
-            torch._foreach_mul_(given, after)
 
 
 def release_results(bucket: Bucket) -> None:
@@ -483,8 +512,8 @@ def _blame(bucket: Bucket, session: Session) -> int:
 
 def _places(bucket: Bucket) -> Iterator[str]:
     for position, (name, param) in enumerate(zip(bucket.names, bucket.params, strict=True)):
-        if bucket.slot_view is not None:
-            found = nonfinite.where(name, bucket.slot_view.results[position], param.dtype)
+        if (results := bucket.results) is not None:
+            found = nonfinite.where(name, results[position], param.dtype)
         elif param.grad is not None and bucket.participates[position]:
             found = nonfinite.where(name, param.grad)
         else:

@@ -19,7 +19,7 @@ from byteps_py.torch.collectives.completion import Completer
 from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.collectives.dtypes import wire_dtype
 from byteps_py.torch.collectives.slot_view import PieceView, TensorRequest
-from byteps_py.torch.compression import Compression, Compressor, codec_for
+from byteps_py.torch.compression import Compression, Compressor, codec_for, compression_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +73,7 @@ class _BucketAverage:
         self.future: torch.futures.Future[torch.Tensor] = self._promise.then(self._result)
 
     def begin(self, context: Context, name: str, compression: type[Compressor]) -> None:
+        compression = compression_of(compression)
         dtype = compression.wire_dtype(self._buffer.dtype)
         shape = tuple(self._buffer.shape)
         mode = nonfinite.mode_of(context)

@@ -27,7 +27,7 @@ from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.collectives.dtypes import wire_dtype
 from byteps_py.torch.collectives.plan_comparison import PlanComparison
 from byteps_py.torch.collectives.slot_view import PieceView, TensorRequest
-from byteps_py.torch.compression import codec_for
+from byteps_py.torch.compression import check_low_rank, codec_for
 from byteps_py.torch.gradients.bucket import (
     Bucket,
     BucketState,
@@ -35,11 +35,11 @@ from byteps_py.torch.gradients.bucket import (
     GradientOptions,
     GradientPlace,
     ToGradient,
-    deliver,
     find_nonfinite,
     plan_buckets,
     release_results,
 )
+from byteps_py.torch.gradients.factor_bucket import FactorBucket
 from byteps_py.torch.gradients.gradient_checksums import Scratch
 from byteps_py.torch.gradients.sparse_bucket import SparseBucket
 
@@ -122,7 +122,12 @@ class GradientReducer:
         options = self._options
         compressors = [options.compression.of(name, param) for name, param in named]
         dtypes = [each.wire_dtype(param.dtype) for each, (_, param) in zip(compressors, named, strict=True)]
-        sizes = [param.numel() * dtype.itemsize for (_, param), dtype in zip(named, dtypes, strict=True)]
+        for compressor, (name, param) in zip(compressors, named, strict=True):
+            check_low_rank(compressor, name, param, self._context.settings)
+        sizes = [
+            (param.numel() if low_rank is None else low_rank.most_elements(param)) * dtype.itemsize
+            for low_rank, (_, param), dtype in zip((c.low_rank for c in compressors), named, dtypes, strict=True)
+        ]
         kinds = [
             (compressor, dtype, param.device, param.requires_grad, self._delivery.kind_of(name, param, dtype))
             for compressor, (name, param), dtype in zip(compressors, named, dtypes, strict=True)
@@ -142,26 +147,22 @@ class GradientReducer:
         request = self._delivery.request(self._request(names, params, first), is_sparse)
         if is_sparse:
             return SparseBucket(self._context, request, names[0], params[0], self._options, first, self._delivery)
-        bucket = Bucket(request, names, params, self._options, first, self._scratch, self._delivery)
-        self._begin_warmup(bucket)
+        compressor = self._options.compression.of(names[0], params[0])  # the same for all of them
+        kind = Bucket if compressor.low_rank is None else FactorBucket
+        bucket = kind(request, names, params, self._options, first, self._scratch, self._delivery)
+        bucket.begin_session(self._warmup_steps)
         return bucket
 
     @property
     def _warmup_steps(self) -> int:
         return self._options.compression.warmup_steps
 
-    def _begin_warmup(self, bucket: Bucket) -> None:
-        """In a new session, too: all ranks begin then."""
-        if self._warmup_steps and bucket.codec is not None:
-            bucket.travel_with(None)
-
     def prioritize(self) -> None:
         """For CrossBarrier: send the gradients that the next forward pass needs first before the others. Has no effect
         on gradients that have travelled before."""
         self._is_prioritized = True
         for bucket in self.buckets:
-            spec = replace(bucket.request.spec, priority=self._priority(bucket.first))
-            bucket.request = replace(bucket.request, spec=spec)
+            bucket.prioritize(self._priority(bucket.first))
         if any(bucket.slot_view is not None for bucket in self.buckets):
             warnings.warn(
                 "CrossBarrier wraps an optimizer that has made steps already: its gradients travel in the order in "
@@ -249,6 +250,9 @@ class GradientReducer:
             if not errors:
                 done = [bucket for bucket in self.buckets if bucket.state is BucketState.DONE]
                 self.nonfinite_error = find_nonfinite(self._context.session, done, self._options)
+                is_used = self.nonfinite_error is None and all(bucket.is_usable for bucket in done)
+                for bucket in done:
+                    bucket.end_round(is_used)
             for bucket in self.buckets:
                 bucket.reset()
             self._is_counted = False
@@ -325,8 +329,9 @@ class GradientReducer:
                 self._agree()
             if bucket.slot_view is not None:
                 bucket.slot_view.wait()
-                deliver(bucket)
+                bucket.write_results()
             self.nonfinite_error = find_nonfinite(self._context.session, [bucket], self._options)
+            bucket.end_round(self.nonfinite_error is None and bucket.is_usable)
         except BaseException:
             self._context.give_up_steps(self._agreement.kind)
             raise
@@ -519,8 +524,7 @@ class GradientReducer:
                 bucket.slot_view = None
                 bucket.sparse_flags = self._start_sparse_flags(bucket.request.spec.name, gradients)
             else:
-                if bucket.codec is not bucket.request.spec.codec and bucket.round >= self._warmup_steps:
-                    bucket.travel_with(bucket.codec)
+                bucket.choose_form(self._warmup_steps)
                 if bucket.slot_view is None or not self._context.holds(bucket.slot_view):
                     self._declare()
                 bucket.hand_over(gradients, is_early)
@@ -538,7 +542,10 @@ class GradientReducer:
             self._forget_unused_averages()
             for bucket in self.buckets:
                 bucket.slot_view = None
-                self._begin_warmup(bucket)
+                bucket.begin_session(self._warmup_steps)
+        elif self._context.joins != self._joins:
+            for bucket in self.buckets:
+                bucket.after_join()
         if is_new or self._context.joins != self._joins:  # a rank that joined early may not have compared its plan
             self._joins = self._context.joins
             self.is_agreed, self._disagreement = False, None

@@ -22,6 +22,7 @@ from byteps_py.torch.compression import (
     CompressionArgument,
     CompressionChoice,
     CompressionRules,
+    check_low_rank,
     choice_of,
     codec_for,
     compression_of,
@@ -211,6 +212,9 @@ def _check_compression(
         raise UsageError("compression by rules is not for op=Adasum, which combines whole steps: give one for all")
     for name, param in named:
         chosen = compression.of(name, param)
+        check_low_rank(chosen, name, param, context.settings)
+        if chosen.low_rank is not None:
+            _check_kind(f"compression {chosen.low_rank}", op, is_hosted)
         if chosen.codec is None:
             continue
         codec_for(chosen, param.dtype, 0, name if by_rules else None, context.settings)
@@ -219,6 +223,16 @@ def _check_compression(
 
 def _check_codec(codec: Codec, what: str, op: ReduceOp, is_hosted: bool, context: Context) -> None:
     """Raises UsageError for a codec that can't be had here."""
+    _check_kind(what, op, is_hosted)
+    if codec.has_states and nonfinite.mode_of(context) is NonFinite.SKIP:
+        raise UsageError(
+            f"{what} can't be had with BYTEPS_NONFINITE=skip: what a skipped step did not send would be lost. Use it "
+            "without error feedback and momentum, or BYTEPS_NONFINITE=raise"
+        )
+
+
+def _check_kind(what: str, op: ReduceOp, is_hosted: bool) -> None:
+    """Raises UsageError for a compression that is not for this operation or optimizer."""
     if is_hosted:
         raise UsageError(
             f"{what} is not for hosted optimizers (hosted=, shadow=True, BYTEPS_SHADOW=1), whose services step with "
@@ -226,11 +240,6 @@ def _check_codec(codec: Codec, what: str, op: ReduceOp, is_hosted: bool, context
         )
     if op not in (Average, Sum):
         raise UsageError(f"{what} is for op=Average and op=Sum, not for op={op.name.title()}")
-    if codec.has_states and nonfinite.mode_of(context) is NonFinite.SKIP:
-        raise UsageError(
-            f"{what} can't be had with BYTEPS_NONFINITE=skip: what a skipped step did not send would be lost. Use it "
-            "without error feedback and momentum, or BYTEPS_NONFINITE=raise"
-        )
 
 
 def _check_owners(named: Iterable[tuple[str, torch.nn.Parameter]], ranks: Sequence[int]) -> None:

@@ -1,0 +1,385 @@
+"""Compression.powersgd: factors of low rank, bit for bit those of one process that is all ranks, in plain torch."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import pytest
+import torch
+from support.low_rank import Emulated
+from support.threaded import ThreadedCluster, contract
+from torch import nn
+
+import byteps_py.torch as bps
+from byteps_py.errors import GradientOrderError, MismatchError, UsageError
+from byteps_py.torch.gradients.factor_bucket import FactorBucket
+from byteps_py.torch.gradients.low_rank import LowRankMatrix, product
+
+C = bps.Compression
+MACHINES = (2, 1)
+SHAPES = {"wide": (20, 60), "tall": (80, 24), "bias": (60,), "small": (3, 4), "conv": (16, 8, 3, 3)}
+MATRICES = ("wide", "tall", "conv")
+
+
+def values(rank: int, step: int, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A gradient that is a matrix of rank 3 with noise."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{rank} {step} {name}".encode()))
+    shape = SHAPES[name]
+    noise = torch.randn(shape, generator=generator) * 0.1
+    if len(shape) > 1:
+        left = torch.randn(shape[0], 3, generator=generator)
+        noise += (left @ torch.randn(3, noise[0].numel(), generator=generator)).view(shape)
+    return noise.to(dtype)
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:
+    return {name: nn.Parameter(torch.zeros(shape, dtype=dtype)) for name, shape in SHAPES.items()}
+
+
+def wrapped(named: dict[str, nn.Parameter], compression: Any = None, **options: Any) -> Any:
+    compression = C.powersgd(rank=4, min_compression_rate=1.0) if compression is None else compression
+    return bps.DistributedOptimizer(torch.optim.SGD(named.values(), lr=1.0), named.items(), compression, **options)
+
+
+def backward(named: dict[str, nn.Parameter], rank: int, step: int) -> None:
+    sum((p * values(rank, step, name, p.dtype)).sum() for name, p in named.items()).backward()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("machines", [(1, 1), (2, 1), (1, 2, 1)], ids=str)
+@pytest.mark.parametrize("fusion_bytes", [0, 1 << 20])
+def test_like_one_process(machines, fusion_bytes) -> None:
+    def main(rank: int):
+        named = parameters()
+        optimizer = wrapped(named)
+        found = []
+        for step in range(5):
+            backward(named, rank, step)
+            optimizer.synchronize()
+            found.append({name: p.grad.clone() for name, p in named.items()})
+            with optimizer.skip_synchronize():
+                optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    results = ThreadedCluster(machines, fusion_bytes=fusion_bytes).run(main)
+    n = sum(machines)
+    emulated = {name: Emulated(name, SHAPES[name], machines) for name in MATRICES}
+    for step in range(5):
+        for name in SHAPES:
+            given = [values(rank, step, name) for rank in range(n)]
+            exact = name not in emulated
+            expected = contract(given, machines, average=True) if exact else emulated[name].mean(given)
+            assert all(torch.equal(found[step][name], expected) for found in results), (step, name)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [(torch.bfloat16, {}), (torch.float32, {"op": bps.Sum}), (torch.float32, {"backward_passes_per_step": 2})],
+    ids=["bfloat16", "sum", "two passes"],
+)
+def test_options(dtype, options) -> None:
+    passes = options.get("backward_passes_per_step", 1)
+
+    def main(rank: int):
+        named = {"wide": parameters(dtype)["wide"]}
+        optimizer = wrapped(named, **options)
+        for step in range(3):
+            for batch in range(passes):
+                backward(named, rank, step * passes + batch)
+            optimizer.synchronize()
+            grad = named["wide"].grad.clone()
+            optimizer.zero_grad()
+        return grad
+
+    emulated = Emulated("wide", SHAPES["wide"], MACHINES)
+    for step in range(3):
+        batches = range(step * passes, (step + 1) * passes)
+        given = [sum(values(rank, batch, "wide", dtype) for batch in batches) for rank in range(3)]
+        expected = emulated.mean(given, average="op" not in options)
+    assert all(torch.equal(found, expected.to(dtype)) for found in ThreadedCluster(MACHINES).run(main))
+
+
+def test_predivide_changes_only_rounding() -> None:
+    def main(rank: int):
+        grads = []
+        for factor in (1.0, 2.0):
+            named = {"wide": parameters()["wide"]}
+            optimizer = wrapped(named, gradient_predivide_factor=factor)
+            backward(named, rank, 0)
+            optimizer.synchronize()
+            grads.append(named["wide"].grad.clone())
+        torch.testing.assert_close(*grads)
+
+    ThreadedCluster(MACHINES).run(main)
+
+
+def test_process_sets_modules_and_missing_gradients() -> None:
+    def main(rank: int):
+        some = bps.add_process_set([0, 2])
+        named = {"tall": parameters()["tall"]}
+        optimizer = wrapped(named, process_set=some)
+        for step in range(3):
+            if (rank, step) != (2, 1):
+                backward(named, rank, step)
+            optimizer.synchronize()
+            grad = named["tall"].grad.clone()
+            optimizer.zero_grad()
+        module = nn.Linear(60, 20, bias=False)
+        ddp = bps.DistributedDataParallel(module, compression=C.powersgd(rank=4, min_compression_rate=1.0))
+        (ddp(torch.eye(60)) * values(rank, 0, "wide").t()).sum().backward()
+        return grad, module.weight.grad
+
+    results = ThreadedCluster(MACHINES).run(main)
+    emulated = Emulated("tall", SHAPES["tall"], (1, 1))
+    for step in range(3):
+        given = [values(0, step, "tall"), values(2, step, "tall") * (step != 1)]
+        expected = emulated.mean(given)
+    assert torch.equal(results[0][0], expected)
+    assert torch.equal(results[2][0], expected)
+    assert torch.equal(results[1][0], values(1, 2, "tall"))
+    mean = Emulated("weight", SHAPES["wide"], MACHINES).mean([values(rank, 0, "wide") for rank in range(3)])
+    assert all(torch.equal(found[1], mean) for found in results)
+
+
+def test_cross_barrier() -> None:
+    """The same training with and without it."""
+
+    def train(rank: int, crosses: bool) -> torch.Tensor:
+        model = nn.Sequential(nn.Linear(60, 20), nn.ReLU(), nn.Linear(20, 60))
+        with torch.no_grad():  # not torch.manual_seed: all ranks are threads of one process
+            for param in model.parameters():
+                param.copy_(torch.randn(param.shape, generator=torch.Generator().manual_seed(param.numel())) * 0.2)
+        optimizer = bps.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters(), C.powersgd(min_compression_rate=1)
+        )
+        if crosses:
+            optimizer = bps.CrossBarrier(model, optimizer, num_steps=4)
+        for step in range(4):
+            model(values(rank, step, "wide")).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    plain = ThreadedCluster(MACHINES).run(lambda rank: train(rank, False))
+    crossing = ThreadedCluster(MACHINES).run(lambda rank: train(rank, True))
+    assert all(torch.equal(found, plain[0]) for found in [*plain, *crossing])
+
+
+def test_warm_up_and_rules() -> None:
+    """Plain sums in the warm-up; then factors, which begin anew in another job."""
+    compression = C.rules([("tall", C.none)], default=C.powersgd(min_compression_rate=1), warmup_steps=2)
+
+    def main(rank: int):
+        named = parameters()
+        optimizer = wrapped(named, compression)
+        kinds = {bucket.names[0]: type(bucket) for bucket in optimizer._stepper.reducer.buckets}
+        assert kinds["wide"] is FactorBucket
+        assert kinds["tall"] is not FactorBucket
+        found = []
+        for life in range(2):
+            if life:
+                bps.shutdown()
+                bps.init()
+            for step in range(4):
+                backward(named, rank, step)
+                optimizer.synchronize()
+                found.append(named["wide"].grad.clone())
+                optimizer.zero_grad(set_to_none=bool(step % 2))
+        return found
+
+    emulated = Emulated("wide", SHAPES["wide"], MACHINES)
+    by_step = [[values(rank, step, "wide") for rank in range(3)] for step in range(4)]
+    expected = [contract(given, MACHINES, average=True) for given in by_step[:2]]
+    expected += [emulated.mean(given) for given in by_step[2:]]
+    for found in ThreadedCluster(MACHINES, fusion_bytes=0).run(main):
+        assert all(map(torch.equal, found, expected * 2))
+
+
+def test_a_step_that_is_not_finite_leaves_factors_and_errors() -> None:
+    """tests/jobs/test_powersgd_process.py has steps that are skipped, or raise."""
+
+    def main(rank: int):
+        named = {"wide": parameters()["wide"], "tall": parameters()["tall"]}
+        optimizer = wrapped(named)
+        found = []
+        for step in range(4):
+            bad = torch.nan if (step, rank) == (1, 1) else 0.0
+            (named["wide"][3, 4] * bad + (named["tall"] * values(rank, step, "tall")).sum()).backward()
+            optimizer.synchronize()
+            assert bool(named["wide"].grad.isfinite().all()) == (step != 1)
+            found.append(named["tall"].grad.clone())
+            optimizer.zero_grad()
+        return found
+
+    emulated = Emulated("tall", SHAPES["tall"], MACHINES)
+    results = ThreadedCluster(MACHINES, fusion_bytes=0).run(main)
+    for step in range(4):
+        expected = emulated.mean([values(rank, step, "tall") for rank in range(3)], is_used=step != 1)
+        assert all(torch.equal(found[step], expected) for found in results), step
+
+
+def test_a_gradient_scaler_skips_and_goes_on() -> None:
+    def main(rank: int):
+        named = {"wide": parameters()["wide"]}
+        optimizer = wrapped(named)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        moved = []
+        for step in range(4):
+            loss = (named["wide"] * values(rank, step, "wide")).sum()
+            if step == 1 and rank == 0:
+                loss = loss * torch.inf
+            scaler.scale(loss).backward()
+            before = named["wide"].detach().clone()
+            scaler.step(optimizer)
+            scaler.update()
+            moved.append(not torch.equal(before, named["wide"]))
+            optimizer.zero_grad()
+        assert named["wide"].isfinite().all()
+        return moved
+
+    assert ThreadedCluster(MACHINES).run(main) == [[True, False, True, True]] * 3
+
+
+def test_an_early_change_of_a_gradient_is_noticed() -> None:
+    def main(rank: int) -> None:
+        named = {"wide": parameters()["wide"]}
+        optimizer = wrapped(named)
+        backward(named, rank, 0)
+        named["wide"].grad.numpy()[0, 0] += 1
+        with pytest.raises(GradientOrderError, match="'wide' was changed"):
+            optimizer.synchronize()
+
+    ThreadedCluster((1, 1)).run(main)
+
+
+def test_a_sparse_gradient_of_a_matrix_travels_as_rows() -> None:
+    def main(rank: int):
+        table = nn.Embedding(200, 20, sparse=True)
+        named = {"table": table.weight, "wide": parameters()["wide"]}
+        optimizer = wrapped(named)
+        for step in range(2):
+            (table(torch.tensor([rank, 7])).sum() + (named["wide"] * values(rank, step, "wide")).sum()).backward()
+            optimizer.synchronize()
+            grads = named["table"].grad.to_dense()[:9, 0].tolist(), named["wide"].grad.clone()
+            optimizer.zero_grad()
+        return grads
+
+    emulated = Emulated("wide", SHAPES["wide"], (1, 1))
+    for step in range(2):
+        expected = emulated.mean([values(rank, step, "wide") for rank in range(2)])
+    for rows, wide in ThreadedCluster((1, 1)).run(main):
+        assert rows == [0.5, 0.5, 0, 0, 0, 0, 0, 1.0, 0]
+        assert torch.equal(wide, expected)
+
+
+def test_ranks_with_other_factors_are_a_mismatch() -> None:
+    def main(rank: int) -> None:
+        named = {"wide": parameters()["wide"]}
+        optimizer = wrapped(named, C.powersgd(rank=1 + rank))
+        backward(named, rank, 0)
+        with pytest.raises(MismatchError, match="powersgd of rank"):
+            optimizer.synchronize()
+
+    ThreadedCluster((1, 1)).run(main)
+
+
+POWER = C.powersgd()
+REFUSED = {
+    "push_pull": (lambda: bps.push_pull(torch.ones(50, 50), compression=POWER), "is for the gradients of"),
+    "allreduce": (lambda: bps.allreduce(torch.ones(50, 50), compression=POWER), "is for the gradients of"),
+    "reducescatter": (lambda: bps.reducescatter(torch.ones(50, 50), compression=POWER), "is for the gradients of"),
+    "max": (lambda: wrapped(parameters(), op=bps.Max), "powersgd of rank 4 is for op=Average and op=Sum"),
+    "adasum": (lambda: wrapped(parameters(), op=bps.Adasum), "powersgd of rank 4 is for op=Average and op=Sum"),
+    "hosted": (lambda: wrapped(parameters(), hosted=True), "powersgd of rank 4 is not for hosted optimizers"),
+    "shadow": (lambda: wrapped(parameters(), shadow=True), "powersgd of rank 4 is not for hosted optimizers"),
+    "rank": (lambda: C.powersgd(rank=0), "factors of rank 1 to 1024, not rank=0"),
+    "rate": (lambda: C.powersgd(min_compression_rate=0), "min_compression_rate above 0"),
+    "feedback": (lambda: C.with_error_feedback(POWER), "is for compression with a codec"),
+    "called": (lambda: wrapped(parameters(), C.powersgd), r"powersgd is a function: call it"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_refused(what) -> None:
+    call, said = REFUSED[what]
+
+    def main(rank: int) -> None:
+        with pytest.raises(UsageError, match=said):
+            call()
+        assert bps.push_pull(torch.ones(2), name="x").tolist() == [1, 1]
+        wrapped(parameters())
+
+    ThreadedCluster((1, 1)).run(main)
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_restarts": 1}])
+def test_refused_in_elastic_jobs(settings) -> None:
+    def main(rank: int) -> None:
+        with pytest.raises(UsageError, match=r"'wide': .* can't be had in an elastic job"):
+            wrapped(parameters())
+        with pytest.raises(UsageError, match="can't be had in an elastic job"):
+            bps.DistributedDataParallel(nn.Linear(60, 60), compression=C.powersgd())
+        wrapped(parameters(), C.none)
+
+    ThreadedCluster((1, 1), elastic=True, **settings).run(main)
+
+
+# ---- one matrix --------------------------------------------------------------------------------------------
+
+
+def matrix(rank: int, shape: tuple[int, int], **options: Any) -> LowRankMatrix:
+    low_rank = C.powersgd(rank, **options).low_rank
+    assert low_rank is not None
+    return LowRankMatrix(low_rank, shape, torch.float32, torch.device("cpu"), 5)
+
+
+def step(one: LowRankMatrix, gradient: torch.Tensor) -> torch.Tensor:
+    """Of a rank that is alone."""
+    own = one.begin(gradient)
+    assert own is not None
+    result = one.product(own)
+    one.commit(own)
+    return result
+
+
+def test_a_constant_gradient_of_low_rank_is_found_in_two_steps() -> None:
+    gradient = torch.randn(30, 3) @ torch.randn(3, 50)
+    one = matrix(4, (30, 50))
+    for _ in range(2):
+        found = step(one, gradient)
+    later = torch.stack([step(one, gradient) for _ in range(8)])
+    torch.testing.assert_close(later.mean(0), gradient, atol=0.2, rtol=0)
+    assert found.isfinite().all()
+
+
+def test_with_error_feedback_nothing_is_lost() -> None:
+    gradient, one = torch.randn(30, 50), matrix(4, (30, 50))
+    total = sum(step(one, gradient) for _ in range(40))
+    assert (total / 40 - gradient).norm() < 0.25 * gradient.norm()  # type: ignore[operator]
+    plain = matrix(4, (30, 50), error_feedback=False)
+    total = sum(step(plain, gradient) for _ in range(40))
+    assert (total / 40 - gradient).norm() > 0.5 * gradient.norm()  # type: ignore[operator]
+    assert plain._error is None
+
+
+def test_columns_that_are_lost_are_drawn_anew() -> None:
+    """From zeros, and from a matrix of less than the factors' rank."""
+    one = matrix(4, (30, 50))
+    step(one, torch.zeros(30, 50))
+    step(one, torch.randn(30, 1) @ torch.randn(1, 50))
+    one._error = None
+    gradient = torch.randn(30, 4) @ torch.randn(4, 50)
+    for _ in range(2):
+        found = step(one, gradient)
+    torch.testing.assert_close(found, gradient, atol=1e-3, rtol=1e-3) if one._error is None else None
+    assert found.count_nonzero()
+    basis = one._orthonormal(one._factor.double().numpy())
+    torch.testing.assert_close(basis.t() @ basis, torch.eye(4))
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 100_000), (100_000, 3), (513, 300)])
+def test_products_in_chunks_are_those_of_the_whole(shape) -> None:
+    left, right = torch.randn(shape[0], 3), torch.randn(shape[1], 3)
+    whole = left[:, :1] * right[:, 0] + left[:, 1:2] * right[:, 1] + left[:, 2:] * right[:, 2]
+    assert torch.equal(product(left, right), whole)
