@@ -383,3 +383,26 @@ def test_products_in_chunks_are_those_of_the_whole(shape) -> None:
     left, right = torch.randn(shape[0], 3), torch.randn(shape[1], 3)
     whole = left[:, :1] * right[:, 0] + left[:, 1:2] * right[:, 1] + left[:, 2:] * right[:, 2]
     assert torch.equal(product(left, right), whole)
+
+
+def test_factors_begin_anew_after_a_join() -> None:
+    """Ranks that join early have other factors than those that go on."""
+
+    def main(rank: int):
+        named = {"wide": parameters()["wide"]}
+        optimizer = wrapped(named)
+        found = []
+        for life in range(2):
+            if life:
+                bps.join()
+            for step in range(3):
+                backward(named, rank, step)
+                optimizer.synchronize()
+                found.append(named["wide"].grad.clone())
+                optimizer.zero_grad()
+        return found
+
+    emulated = Emulated("wide", SHAPES["wide"], MACHINES)
+    expected = [emulated.mean([values(rank, step, "wide") for rank in range(3)]) for step in range(3)]
+    for found in ThreadedCluster(MACHINES).run(main):
+        assert all(map(torch.equal, found, expected * 2))
