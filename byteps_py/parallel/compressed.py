@@ -14,7 +14,7 @@ from torch import nn
 from byteps_py.parallel.pipe.pipeline import Pipeline
 from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.collectives.parameter_owners import announce_averaging, check_unowned
-from byteps_py.torch.compression import CompressionArgument, choice_of, codec_for
+from byteps_py.torch.compression import CompressionArgument, check_low_rank, choice_of, codec_for
 from byteps_py.torch.gradients.bucket import GradientOptions
 from byteps_py.torch.gradients.gradient_reducer import GradientReducer
 from byteps_py.torch.operations.handles import kind_in_group
@@ -27,7 +27,9 @@ def check_compression(model: nn.Module, compression: CompressionArgument) -> Non
     gradients already; NotInitializedError before init()."""
     named, choice, settings = list(model.named_parameters()), choice_of(compression), contexts.current().settings
     for name, parameter in named:
-        codec_for(choice.of(name, parameter), parameter.dtype, 0, name, settings)
+        chosen = choice.of(name, parameter)
+        check_low_rank(chosen, name, parameter, settings)
+        codec_for(chosen, parameter.dtype, 0, name, settings)
     check_unowned(named, _CALLER)
 
 

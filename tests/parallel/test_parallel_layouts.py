@@ -85,13 +85,14 @@ def test_hosted(layout: str, cases: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
+@pytest.mark.parametrize("more", [{}, {"TEST_POWERSGD": "1"}], ids=["codec", "powersgd"])
 @pytest.mark.parametrize("cases", ["2x1x1x2 1x1x2x2", pytest.param("1x1x1x4 1x2x1x2", marks=pytest.mark.long)])
-def test_compressed(cases: str) -> None:
-    """The sums of each part of the model, with what machines have not sent; checkpoints."""
+def test_compressed(cases: str, more: dict[str, str]) -> None:
+    """The sums of each part of the model, with what machines, or ranks, have not sent; checkpoints."""
     program = str(ROOT / "tests" / "programs" / "compressed_mesh.py")
     words = ["-np", "2", "--machines", "2", "--servers", "1", sys.executable, program, *cases.split()]
     variables = {"OMP_NUM_THREADS": "1", "BYTEPS_MIN_COMPRESS_BYTES": "0", "BYTEPS_FUSION_BYTES": "0"}
-    with command(sys.executable, "-m", "byteps_py.launch", *words, **variables) as job:
+    with command(sys.executable, "-m", "byteps_py.launch", *words, **variables, **more) as job:
         assert job.end() == 0, job.text
     for case in cases.split():
         assert job.text.count(f"{case}: right") == 4, job.text

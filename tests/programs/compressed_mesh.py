@@ -1,6 +1,7 @@
 """``parallel.parallelize_model`` with compression: the gradients of each part of the model are, bit for bit, those of
 machines and a server in one process; and a checkpoint, with what machines have not sent beside it, gives the same step
-again. Arguments: "TPxCPxPPxDP" layouts. Prints "LAYOUT: right" on each rank."""
+again. With TEST_POWERSGD, gradients travel as factors of low rank, and there is no checkpoint. Arguments: "TPxCPxPPxDP"
+layouts. Prints "LAYOUT: right" on each rank."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -18,13 +20,17 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for support
 from support.coded_sums import CodedSums
+from support.low_rank import Emulated
+from support.threaded import contract
 
 import byteps_py.torch as bps
 from byteps_py.parallel import Mesh, ParallelOptions, ParallelTraining, checkpoint, parallelize_model
 from byteps_py.parallel.tensor import Column, Row
 
 WIDTH, ROWS, LAYERS = 16, 8, 4  # powers of 2, so that factors of gradients change no bit
-COMPRESSION = bps.Compression.with_momentum(bps.Compression.with_error_feedback(bps.Compression.int8), 0.5)
+CODED = bps.Compression.with_momentum(bps.Compression.with_error_feedback(bps.Compression.int8), 0.5)
+FACTORS = bps.Compression.powersgd(rank=2, min_compression_rate=1.0)
+COMPRESSION = FACTORS if "TEST_POWERSGD" in os.environ else CODED
 
 
 class Block(nn.Module):
@@ -45,6 +51,16 @@ def new_training(mesh: Mesh) -> ParallelTraining:
     return parallelize_model(model, mesh, nn.functional.mse_loss, new_optimizer, options)
 
 
+def sums_of(name: str, parameter: torch.Tensor, sizes: list[int]) -> Callable[[list[torch.Tensor], int], torch.Tensor]:
+    chosen = COMPRESSION.of(name, parameter)
+    if chosen.codec is not None:
+        return CodedSums(chosen.codec, sizes)
+    if chosen.low_rank is None:
+        return lambda given, _: contract(given, sizes, average=True)
+    emulated = Emulated(name, parameter.shape, sizes, chosen.low_rank.rank)
+    return lambda given, _: emulated.mean(given)
+
+
 class Copies:
     """The sums over the copies of this rank's part, in this process."""
 
@@ -52,11 +68,10 @@ class Copies:
         self.ranks = sorted(mesh.ranks("dp", "cp"))
         machine_of = [rank // bps.local_size() for rank in self.ranks]
         sizes = [len(list(ranks)) for _, ranks in itertools.groupby(machine_of)]
-        assert COMPRESSION.codec is not None
         self.own: dict[str, torch.Tensor] = {}
-        self.sums: dict[str, CodedSums] = {}
+        self.sums: dict[str, Callable[[list[torch.Tensor], int], torch.Tensor]] = {}
         for name, parameter in training.module.named_parameters():
-            self.sums[name] = CodedSums(COMPRESSION.codec, sizes)
+            self.sums[name] = sums_of(name, parameter, sizes)
             parameter.register_post_accumulate_grad_hook(functools.partial(self.note, name))
 
     def note(self, name: str, parameter: torch.Tensor) -> None:
@@ -92,6 +107,8 @@ def run(mesh: Mesh, folder: Path) -> None:
             assert parameter.grad is not None
             assert torch.equal(parameter.grad, due[name] * factor), f"step {step}: {name}"
         training.optimizer.step()
+    if COMPRESSION is FACTORS:
+        return
     checkpoint.save(training.module, folder, training.optimizer)
     kept, machine = bps.compression_state_dict(), bps.cross_rank()
     here = [rank for rank in copies.ranks if rank // bps.local_size() == machine]
