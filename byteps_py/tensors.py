@@ -236,9 +236,10 @@ class TensorSpec:
             raise UsageError(
                 f"{what} is for float32, float16 and bfloat16, not for {self.dtype.name.lower()}: give it none"
             )
-        if self.op is not Op.SUM or self.scatters or self.ownership:
+        if self.op is not Op.SUM or self.scatters or (self.ownership and not self.is_replicated) or self.is_shadowed:
             raise UsageError(
-                f"{what} is for sums and averages that all ranks get, not for a {replace(self, codec=None).describe()}"
+                f"{what} is for sums and averages that all machines get, not for a "
+                f"{replace(self, codec=None).describe()}"
             )
         if codec.has_states and self.nonfinite is NonFinite.SKIP:
             raise UsageError(

@@ -69,8 +69,7 @@ class Slot:
     chunks: list[int] = field(default_factory=list)  # of the current result: delivered, not yet taken by the caller
     nonfinite_ranks: int = 0  # that made the latest result NaN or infinite, if the spec asks: see rank_bits.py
     error: Exception | None = None
-    #: What its machine keeps for the tensor's codec (see coded_states.py), if this rank has it.
-    coded_state: memoryview | None = None
+    coded_state: memoryview | None = None  # what its machine keeps for the codec, if this rank has it
     flight_group: GroupCounter | None = None  # of its rounds in the flight recorder
     flight_number: int = 0  # of the current round there; 0: it is not recorded
 
@@ -87,8 +86,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class CodedState:
-    """What a machine keeps from round to round for the codec of a tensor of this shape and dtype. ``data``: the parts
-    of ``Codec.state_nbytes``, one after the other."""
+    """What a machine keeps for a codec from round to round. ``data``: the parts of ``Codec.state_nbytes``."""
 
     shape: tuple[int, ...]
     dtype: DType
@@ -416,14 +414,13 @@ class Session(ABC):
         return []
 
     def coded_states(self) -> dict[str, CodedState]:
-        """Copies of what this rank has for its machine of codecs with error feedback or momentum, by name of the
-        tensor; and what was given to ``set_coded_states`` for tensors that are not declared yet. Raises UsageError if a
-        round of such a tensor is under way."""
+        """Copies of what this rank keeps for its machine's codecs, by tensor, also of tensors that are not declared
+        yet. Raises UsageError if a round of such a tensor is under way."""
         return {}
 
     def set_coded_states(self, states: Mapping[str, CodedState]) -> None:  # noqa: B027  most sessions have no codecs
-        """Go on with ``states`` where tensors are of the same kind, now or once they are declared; others of this rank
-        become zeros. Raises UsageError if a round of such a tensor is under way."""
+        """Go on with these where tensors are of the same kind, now or once they are declared; others become zeros.
+        Raises UsageError if a round of such a tensor is under way."""
 
     @property
     def state_host(self) -> StateHost:

@@ -44,6 +44,12 @@ def test_errors_and_momentum_go_on(ranks: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("layout", [(2, 2, 1), (3, 1, 0), pytest.param((1, 2, 0), marks=pytest.mark.long)], ids=str)
+def test_hosted_optimizers_step_with_the_same_sums(layout: tuple[int, int, int]) -> None:
+    assert len(digests(*layout, "hosted")) == 1
+
+
+@pytest.mark.slow
 def test_ranks_that_are_not_finite_are_named() -> None:
     codecs = ["int8", "e5m2", "topk ef", "onebit ef", "randomk ef", "linear", "natural ef", "thc"]
     assert len(digests(2, 1, 1, *codecs, BYTEPS_NONFINITE="raise")) == 1

@@ -206,7 +206,8 @@ def test_one_group_after_another(variables: dict[str, str], tmp_path, record_pro
 
 
 @pytest.mark.slow
-def test_what_machines_have_not_sent_goes_on(tmp_path) -> None:
+@pytest.mark.parametrize("hosted", ["", pytest.param("machine", marks=pytest.mark.long)])
+def test_what_machines_have_not_sent_goes_on(hosted: str, tmp_path) -> None:
     """With error feedback and momentum: a machine is killed, and another one joins. That one begins with zeros, and the
     others go on with what they had when they committed."""
     torch.set_num_threads(1)
@@ -215,7 +216,7 @@ def test_what_machines_have_not_sent_goes_on(tmp_path) -> None:
     training.tell(0)
     with contextlib.ExitStack() as stack:
         scheduler = stack.enter_context(launch("--elastic", DMLC_ROLE="scheduler", **addressed(port)))
-        variables = {**INT8, "TEST_FEEDBACK": "1"}
+        variables = {**INT8, "TEST_FEEDBACK": "1", **({"TEST_HOSTED": hosted} if hosted else {})}
         jobs = [stack.enter_context(machine(i, port, training.file, **variables)) for i in range(3)]
         assert training.group(jobs[0], "start", time.monotonic()) == [1, 1, 1]
         training.train(jobs[0], 10)

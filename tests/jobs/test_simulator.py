@@ -57,6 +57,7 @@ SEEDS = {
     "hosted-outages": (3, 25, 40),
     "hosted-busy": (3, 25, 40),
     "hosted-elastic": (4, 25, 40),
+    "hosted-coded": (3, 25, 60),
     "shadow": (3, 40, 80),
     "shadow-outages": (3, 30, 60),
     "shadow-copies": (3, 30, 60),

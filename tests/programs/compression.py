@@ -1,6 +1,6 @@
 """Sums with each codec, and a training, compared with machines and a server that are emulated in this process. Run by
 tests/jobs/test_compression.py under bpslaunch; prints a digest of all results. Arguments: names of codecs, join,
-rules, or go on; none: all codecs. With BYTEPS_NONFINITE=raise, a gradient is infinite.
+rules, go on, or hosted; none: all codecs. With BYTEPS_NONFINITE=raise, a gradient is infinite.
 """
 
 from __future__ import annotations
@@ -228,6 +228,40 @@ def going_on(digest: hashlib._Hash) -> None:
     digest.update(b"went on")
 
 
+#: What a hosted optimizer gets, beside hosted="machine".
+HOSTED: dict[str, dict[str, object]] = {
+    "int8": {},
+    "topk ef": {},
+    "thc wide": {"step_in_backward": True},
+    "onebit ef": {"delayed_update_after": 100},
+}
+
+
+def hosted(digest: hashlib._Hash) -> None:
+    """The services step with the sums that ranks get otherwise: the same weights, bit for bit."""
+    for name, how in HOSTED.items():
+        nets, optimizers = [network(), network()], []
+        for net, kind in zip(nets, ("on the ranks", "hosted"), strict=True):
+            optimizers.append(
+                bps.DistributedOptimizer(
+                    torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9),
+                    [(f"{kind} {name} {key}", parameter) for key, parameter in net.named_parameters()],
+                    CODECS[name],
+                    **({"hosted": "machine", **how} if kind == "hosted" else {}),
+                )
+            )
+        for step in range(2 * ROUNDS):
+            for net, optimizer in zip(nets, optimizers, strict=True):
+                gradients(net, bps.rank(), step)
+                optimizer.step()
+            for mine, theirs in zip(*(net.parameters() for net in nets), strict=True):
+                if not torch.equal(mine, theirs):
+                    sys.exit(
+                        f"rank {bps.rank()}: hosted with {name}, step {step} differs by {(mine - theirs).abs().max()}"
+                    )
+                digest.update(mine.detach().numpy().tobytes())
+
+
 def joining(digest: hashlib._Hash) -> None:
     """Machines of one rank leave one after the other: those that have joined count as zeros."""
     for round_ in range(bps.rank() + 1):
@@ -251,6 +285,8 @@ def main() -> None:
     for name in sys.argv[1:] or CODECS:
         if name == "join":
             joining(digest)
+        elif name == "hosted":
+            hosted(digest)
         elif name == "go on":
             going_on(digest)
         elif name == "rules":

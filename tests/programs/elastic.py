@@ -55,7 +55,8 @@ def main() -> None:
     compression = bps.Compression.int8 if "TEST_INT8" in os.environ else bps.Compression.none
     if "TEST_FEEDBACK" in os.environ:
         compression = bps.Compression.with_momentum(bps.Compression.with_error_feedback(bps.Compression.int8), 0.5)
-    optimizer = wrap(model, hosted="TEST_HOSTED" in os.environ, compression=compression)
+    hosted = os.environ.get("TEST_HOSTED", False)
+    optimizer = wrap(model, hosted=hosted if hosted == "machine" else bool(hosted), compression=compression)
 
     @bps.elastic.run
     def train(state) -> None:

@@ -42,6 +42,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "test_hosted.py::test_beside_the_optimizer_on_the_ranks",
         "test_hosted.py::test_process_sets",
         "test_parallel_layouts.py::test_hosted",
+        "test_compression.py::test_hosted_optimizers_step_with_the_same_sums",
     ),
     "shadow": (
         "test_torch_restore.py::test_everything_comes_back",
@@ -252,7 +253,6 @@ _OTHER_STAGES = "test_torch_optimizer_use.py::test_ranks_with_other_parameters_a
 _IN_ONE_ANOTHER = "test_sharded_models_refuse_sparse_gradients_and_backward_passes_in_one_another"
 #: Refused pairs of rows and columns with a test of their own.
 REFUSED_IN: dict[tuple[str, str], str] = {
-    ("hosted", "codec"): "test_torch_compression.py::test_refused",
     ("shadow", "codec"): "test_torch_compression.py::test_refused",
     ("plain", "ddp"): "test_parameter_owners.py::test_a_second_wrapper_is_refused_by_name",
     ("hosted", "ddp"): "test_parameter_owners.py::test_a_second_wrapper_is_refused_by_name",

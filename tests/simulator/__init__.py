@@ -11,7 +11,7 @@ from .busy import BusyCluster
 from .cluster import Cluster, Report, run
 from .coded import CodedCluster, CodedOutageCluster
 from .elastic import ElasticCluster
-from .hosted import HostedBusyCluster, HostedCluster, HostedElasticCluster, HostedOutageCluster
+from .hosted import HostedBusyCluster, HostedCluster, HostedCodedCluster, HostedElasticCluster, HostedOutageCluster
 from .in_place import InPlaceCluster
 from .links import ElasticLinksCluster, HostedLinksCluster, InPlaceLinksCluster, LinksCluster, ShadowLinksCluster
 from .outages import ElasticOutageCluster, OutageCluster
@@ -32,6 +32,7 @@ KINDS: dict[str, type[Cluster]] = {
     "hosted-outages": HostedOutageCluster,
     "hosted-busy": HostedBusyCluster,
     "hosted-elastic": HostedElasticCluster,
+    "hosted-coded": HostedCodedCluster,
     "shadow": ShadowCluster,
     "shadow-outages": ShadowOutageCluster,
     "shadow-copies": ShadowCopiesCluster,
@@ -61,6 +62,7 @@ __all__ = [
     "ElasticOutageCluster",
     "HostedBusyCluster",
     "HostedCluster",
+    "HostedCodedCluster",
     "HostedElasticCluster",
     "HostedLinksCluster",
     "HostedOutageCluster",

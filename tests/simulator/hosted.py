@@ -6,11 +6,12 @@ from typing import Any
 
 from .busy import BusyCluster
 from .cluster import Cluster
+from .codecs import INT8
 from .elastic import ElasticCluster
 from .elastic_rank import ElasticRank
 from .groups import Book
 from .hosted_rank import HostedRank
-from .hosted_uses import HostedProgram
+from .hosted_uses import CodedHostedProgram, HostedProgram
 from .outages import OutageCluster
 from .parts import Parts
 from .program import Program
@@ -41,6 +42,13 @@ class HostedCluster(HostedJob):
 
 class HostedOutageCluster(HostedJob, OutageCluster):
     """Beside an unreliable network."""
+
+
+class HostedCodedCluster(HostedOutageCluster):
+    """The same, with gradients that travel compressed."""
+
+    program_class = CodedHostedProgram
+    partition_bytes = 2 * INT8.item_bytes
 
 
 class HostedBusyCluster(HostedJob, BusyCluster):

@@ -19,8 +19,10 @@ from byteps_py.kernels.update_rules import (
     apply_scalars,
     step_scalars,
 )
+from byteps_py.tensor_codec import SCALED_BLOCK, Codec
 from byteps_py.tensors import DType, Op, TensorSpec
 
+from .codecs import INT8
 from .memory import Bytes, Wide, stored, update, wide_values
 from .program import Name, Program
 from .uses import Use, values
@@ -30,6 +32,8 @@ _KINDS = (
     (DType.FLOAT16, DType.FLOAT32), (DType.FLOAT64, DType.FLOAT64), (DType.FLOAT64, DType.FLOAT32),
 )  # fmt: skip
 _COUNTS = (1, 2, 15, 16, 17, 40, 64, 100)
+#: Below, at and beyond the ends of blocks.
+_CODED_COUNTS = (40, SCALED_BLOCK, SCALED_BLOCK + 1, 3 * SCALED_BLOCK + 17)
 _MOMENTUM = 0.5
 
 
@@ -44,8 +48,15 @@ class Model:
     states: list[Wide]
 
     @classmethod
-    def make(cls, rng: random.Random, name: str, group: tuple[int, ...] = (), is_shadowed: bool = False) -> Model:
-        """``group``: the ranks that share it; () for all."""
+    def make(
+        cls,
+        rng: random.Random,
+        name: str,
+        group: tuple[int, ...] = (),
+        is_shadowed: bool = False,
+        codec: Codec | None = None,
+    ) -> Model:
+        """``group``: the ranks that share it; () for all. ``codec``: of its gradients, if they can have one."""
         gradient, parameter = rng.choice(_KINDS)
         rule = UpdateRule(Method.SGD, momentum=rng.random() < 0.5)
         if rng.random() < 0.35:
@@ -54,7 +65,11 @@ class Model:
         count = rng.choice(_COUNTS)
         average = rng.random() < 0.5
         owned: dict[str, Any] = {"ownership": name, "is_replicated": rng.random() < 0.4, "group": group}
-        gradients = TensorSpec(name, gradient, (count,), Op.SUM, average, is_shadowed=is_shadowed, **owned)
+        if codec is not None:
+            count = rng.choice(_CODED_COUNTS)
+            owned["is_replicated"] = gradient is not DType.FLOAT64
+        its = codec if owned["is_replicated"] else None
+        gradients = TensorSpec(name, gradient, (count,), Op.SUM, average, is_shadowed=is_shadowed, codec=its, **owned)
         parameters = TensorSpec(f"{name}.parameters", parameter, (count,), Op.BROADCAST, **owned)
         return cls(name, kind, gradients, parameters, [])
 
@@ -138,6 +153,7 @@ class HostedProgram(Program):
 
     #: States follow from steps alone: none are set, or given up half made.
     is_steady: ClassVar[bool] = False
+    codec: ClassVar[Codec | None] = None
     models: list[Model] = field(default_factory=list)
     trained: list[HostedUse] = field(default_factory=list)
     sums: list[Use] = field(default_factory=list)
@@ -148,7 +164,9 @@ class HostedProgram(Program):
         if not self.models:
             count = rng.choice((1, 1, 2))
             groups = self._groups(rng, count)
-            self.models = [Model.make(rng, f"h{i}", group, self.is_steady) for i, group in enumerate(groups)]
+            self.models = [
+                Model.make(rng, f"h{i}", group, self.is_steady, self.codec) for i, group in enumerate(groups)
+            ]
         for step in self.steps[first:]:
             if self._are_parts:
                 if rng.random() < 0.8:
@@ -163,7 +181,7 @@ class HostedProgram(Program):
         """A rank that owns nothing has asked for its states first: no step waits for it, and it could still do so when
         another rank has made its last step and joined. (join() does not go together with hosted optimizers.)"""
         latest = {use.model.name: use for use in self.trained}
-        if any(use.begins and use.model.gradients.count < self.size for use in latest.values()):
+        if any(use.begins and (self.codec or use.model.gradients.count < self.size) for use in latest.values()):
             self.barriers.add(len(self.steps) - 1)
         super(HostedProgram, self)._add_uneven(rng, names)
 
@@ -218,6 +236,12 @@ class HostedProgram(Program):
     def train(self, local_sizes: list[int]) -> None:
         for use in self.trained:
             use.train(local_sizes)
+
+
+class CodedHostedProgram(HostedProgram):
+    """Machines code the gradients, and step with sums that they have decoded."""
+
+    codec = INT8
 
 
 def _segments(rng: random.Random, model: Model) -> Iterator[StepSegment]:

@@ -18,6 +18,7 @@ from byteps_py.worker.core.hosted_steps import MakeStep, OwnedPart
 from byteps_py.worker.core.tensor import Part
 from byteps_py.worker.io.network import Network
 
+from .codecs import coded, decoded, from_floats
 from .memory import Memory, combine
 from .network import TcpLink
 from .world import InvariantError
@@ -111,9 +112,13 @@ class Ledger:
         given = [self._given.get((each, name)) for each in machines]
         if any(each is None for each in given):
             raise InvariantError(f"machine {machine} steps {what}, to which not all machines have given")
-        dtype = part.tensor.spec.dtype
-        due = combine(Op.SUM, dtype, [np.frombuffer(each, np.uint8) for each in given if each is not None])
-        if [self.memory.at(address, part.length).tobytes() for address in step.inputs] != [due.tobytes()]:
+        dtype, sums = part.tensor.spec.dtype, [np.frombuffer(each, np.uint8) for each in given if each is not None]
+        if part.tensor.codec is None:
+            due = combine(Op.SUM, dtype, sums)
+        else:
+            answer = coded([decoded(each) for each in sums]) if len(sums) > 1 else sums[0]
+            due = from_floats(dtype, decoded(answer)[: part.count])
+        if [self.memory.at(address, part.dense_length).tobytes() for address in step.inputs] != [due.tobytes()]:
             raise InvariantError(f"machine {machine} steps {what} with another sum than that of its contributions")
 
     def stepped(self, machine: int, step: MakeStep) -> None:

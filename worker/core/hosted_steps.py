@@ -91,6 +91,12 @@ class OwnedPart(Part):
         self.state = state
 
     @property
+    def own_result(self) -> int:
+        """The address of its elements in the owner's result, where a sum with a codec is decoded to."""
+        own = next(slot for slot in self.tensor.slots if self.tensor.first_rank + slot.local_rank == self.owner)
+        return own.result.address + self.dense_offset
+
+    @property
     def is_sum(self) -> bool:
         """It is one of gradients, not of parameters."""
         return self.tensor.spec.op is Op.SUM
@@ -215,9 +221,9 @@ class HostedSteps:
             part = OwnedPart(
                 tensor, index, piece.offset, piece.length, piece.server,
                 owner=piece.owner, is_own=piece.owner in self._local_ranks, source=piece.source,
-                first=piece.offset // itemsize, own_first=own.get(piece.owner, 0), machine_offset=sent.get(machine, 0),
-                machine=machine,
+                own_first=own.get(piece.owner, 0), machine_offset=sent.get(machine, 0), machine=machine,
             )  # fmt: skip
+            part.first = part.dense_offset // itemsize
             own[piece.owner] = part.own_first + part.count
             sent[machine] = part.machine_offset + part.length
             tensor.parts.append(part)

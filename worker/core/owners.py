@@ -127,8 +127,11 @@ class Owners:
         if spec.op is Op.SUM:
             return self._pieces[spec.name]
         found: list[OwnedPiece] = []
+        codec = source.codec if self._topology.machines_in(source) != 1 else None
+        size, elements = (codec.item_bytes, codec.block) if codec is not None else (source.dtype.itemsize, 1)
         for piece in self._pieces[spec.ownership]:
-            first, count = piece.offset // source.dtype.itemsize, piece.length // source.dtype.itemsize
+            first = piece.offset // size * elements
+            count = min(piece.length // size * elements, source.count - first)
             itemsize = spec.dtype.itemsize
             for offset, length in split(count * itemsize, limit, itemsize):
                 found.append(piece._replace(offset=first * itemsize + offset, length=length))

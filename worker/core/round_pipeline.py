@@ -354,6 +354,8 @@ class RoundPipeline:
         if part.stage is REDUCING and isinstance(part, OwnedPart) and part.answer is not None:
             part.move_to(DELIVERING)
             return self._summed(part, (part.answer.address,))
+        if isinstance(part, OwnedPart) and part.is_sum:
+            return [*actions, *self._summed(part, (part.own_result,))]
         if isinstance(part, ScatterPart):
             part.frames.clear()
         elif isinstance(part, AccumulatedPart):
@@ -379,6 +381,10 @@ class RoundPipeline:
                 pulls = self._pull_waiting(part) if part.is_sum else []
                 return pulls + self._pump(now) + self._finish(part)
             part.move_to(DELIVERING)
+            if tensor.codec is not None:  # ``computed`` goes on; the step divides
+                self._undelivered_bytes += part.length
+                tensor.running += 1
+                return [*self._pump(now), Compute(part, Op.BROADCAST, (source,), (part.own_result,), 1)]
             return self._pump(now) + self._summed(part, (source,))
         if tensor.root_slot is not None:
             source = tensor.contribution.address + part.offset

@@ -63,7 +63,8 @@ class SlotMemory:
             result = rank.allocate(spec.nbytes)
             inputs = (result,)
         elif spec.ownership:  # the sum goes to its owner's service
-            inputs = tuple(rank.allocate(spec.nbytes) for _ in range(1 + self._inputs_are_contributions))
+            lends_input = self._inputs_are_contributions and spec.codec is None
+            inputs = tuple(rank.allocate(spec.nbytes) for _ in range(1 + lends_input))
             result = inputs[0]
         elif spec.scatters:
             lends_input = self._inputs_are_contributions and len(spec.group) != 1

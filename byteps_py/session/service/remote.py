@@ -323,6 +323,7 @@ class RemoteSession(ChannelSession):
         return chunks if slot.pending else []
 
     def coded_states(self) -> dict[str, CodedState]:
+        self.read_available()  # rounds may be over
         self.check_open()
         with self.state:
             return self._coded_states.take(self._slots.current())

@@ -33,7 +33,7 @@ from byteps_py.torch.gradients.bucket import GradientOptions
 from byteps_py.torch.gradients.gradient_reducer import GradientReducer
 from byteps_py.torch.gradients.hosted.optimizer import HostedOptions, check_hosted, host
 from byteps_py.torch.gradients.hosted.replication import check_machines
-from byteps_py.torch.gradients.hosted.states_mode import asked_for
+from byteps_py.torch.gradients.hosted.states_mode import StatesMode, asked_for
 from byteps_py.torch.gradients.optimizer_mixin import DistributedOptimizerMixin, check_passes
 from byteps_py.torch.gradients.parameter_names import NamedParameters, checked_names
 from byteps_py.torch.gradients.stepper import AdasumStepper, DeltaExchange, LocalStepper, WrappedOptimizer
@@ -139,7 +139,9 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
     mode = asked_for(hosted) if hosted is not False else None
     hosting = HostedOptions(delayed_update_after, step_in_backward, is_shadowed, mode)
     ranks = ranks_of(process_set)
-    _check_compression(compression, op, is_hosted, [(names[param], param) for param in params], context)
+    if is_hosted:
+        _check_hosted_compression(compression, [(names[param], param) for param in params], mode, is_shadowed)
+    _check_compression(compression, op, [(names[param], param) for param in params], context)
     hosting.check(optimizer, is_hosted, nonfinite.mode_of(context), bool(ranks))
     together = which_groups(num_groups, groups, params)
     if context.session.rank in (combining := ranks or range(context.session.size)):
@@ -202,7 +204,6 @@ def _check_predivide(factor: float, op: ReduceOp) -> None:
 def _check_compression(
     compression: CompressionChoice,
     op: ReduceOp,
-    is_hosted: bool,
     named: Iterable[tuple[str, torch.nn.Parameter]],
     context: Context,
 ) -> None:
@@ -214,16 +215,16 @@ def _check_compression(
         chosen = compression.of(name, param)
         check_low_rank(chosen, name, param, context.settings)
         if chosen.low_rank is not None:
-            _check_kind(f"compression {chosen.low_rank}", op, is_hosted)
+            _check_op(f"compression {chosen.low_rank}", op)
         if chosen.codec is None:
             continue
         codec_for(chosen, param.dtype, 0, name if by_rules else None, context.settings)
-        _check_codec(chosen.codec, f"compression {chosen.codec}", op, is_hosted, context)
+        _check_codec(chosen.codec, f"compression {chosen.codec}", op, context)
 
 
-def _check_codec(codec: Codec, what: str, op: ReduceOp, is_hosted: bool, context: Context) -> None:
+def _check_codec(codec: Codec, what: str, op: ReduceOp, context: Context) -> None:
     """Raises UsageError for a codec that can't be had here."""
-    _check_kind(what, op, is_hosted)
+    _check_op(what, op)
     if codec.has_states and nonfinite.mode_of(context) is NonFinite.SKIP:
         raise UsageError(
             f"{what} can't be had with BYTEPS_NONFINITE=skip: what a skipped step did not send would be lost. Use it "
@@ -231,15 +232,44 @@ def _check_codec(codec: Codec, what: str, op: ReduceOp, is_hosted: bool, context
         )
 
 
-def _check_kind(what: str, op: ReduceOp, is_hosted: bool) -> None:
-    """Raises UsageError for a compression that is not for this operation or optimizer."""
-    if is_hosted:
-        raise UsageError(
-            f"{what} is not for hosted optimizers (hosted=, shadow=True, BYTEPS_SHADOW=1), whose services step with "
-            "sums as they are: use hosted=False, or Compression.fp16 or bf16"
-        )
+def _check_op(what: str, op: ReduceOp) -> None:
+    """Raises UsageError for a compression that is not for this operation."""
     if op not in (Average, Sum):
         raise UsageError(f"{what} is for op=Average and op=Sum, not for op={op.name.title()}")
+
+
+def _check_hosted_compression(
+    compression: CompressionChoice,
+    named: Sequence[tuple[str, torch.nn.Parameter]],
+    mode: StatesMode | None,
+    is_shadowed: bool,
+) -> None:
+    """Raises UsageError for what services can't step with."""
+    chosen = [compression.of(name, param) for name, param in named]
+    low_rank = next((each.low_rank for each in chosen if each.low_rank is not None), None)
+    if low_rank is not None:
+        raise UsageError(
+            f"compression {low_rank} is not for hosted optimizers (hosted=, shadow=True, BYTEPS_SHADOW=1), whose "
+            "services step with sums as they are: use hosted=False, or Compression.fp16 or bf16"
+        )
+    codec = next((each.codec for each in chosen if each.codec is not None), None)
+    if codec is None:
+        return
+    if is_shadowed:
+        raise UsageError(
+            f"compression {codec} is not for shadow=True and BYTEPS_SHADOW=1: servers that keep states step with sums "
+            "as they are. Leave the shadow out, or use Compression.fp16 or bf16"
+        )
+    if mode is not StatesMode.MACHINE:
+        raise UsageError(
+            f"compression {codec} with a hosted optimizer needs hosted='machine': in other modes a sum goes to its "
+            "owner only, and each machine must get it. Use that, hosted=False, or Compression.fp16 or bf16"
+        )
+    if compression.warmup_steps:
+        raise UsageError(
+            f"compression {codec} with a warm-up is not for hosted optimizers, whose gradients are declared once: "
+            "leave one of the two out"
+        )
 
 
 def _check_owners(named: Iterable[tuple[str, torch.nn.Parameter]], ranks: Sequence[int]) -> None:
