@@ -29,6 +29,7 @@ COMPRESSION = {
     "topk2": bps.Compression.topk(ratio=0.03, error_feedback=True, bits=2),
     "topk": bps.Compression.topk(ratio=0.01, error_feedback=True),
     "randomk": bps.Compression.randomk(ratio=0.01, error_feedback=True),
+    "powersgd": bps.Compression.powersgd(rank=4),
 }
 
 

@@ -16,10 +16,10 @@ import logging
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -139,6 +139,16 @@ class Unfinished(Protocol):
         """Complete its work: the session is about to be closed."""
 
 
+class KeepsFactors(Protocol):
+    """What goes on from factors of low rank, by the name of their matrix."""
+
+    def factor_states(self) -> dict[str, Any]:
+        """Copies of all, made of tensors on the host and of numbers."""
+
+    def load_factor_states(self, states: Mapping[str, Any]) -> set[str]:
+        """Go on from those of ``states`` that fit, and return their names. Others go on as they are."""
+
+
 class StepCounts:
     """Counts this rank's optimizer steps, so that ranks whose optimizers differ are found out while they wait.
 
@@ -201,6 +211,8 @@ class Context:
         self.process_sets_added = 0
         self.belongings: dict[type, Closable] = {}  # by type: objects of modules that this one must not know
         self.unfinished: weakref.WeakSet[Unfinished] = weakref.WeakSet()
+        #: What keeps factors of low rank from step to step: see compression_state_dict.
+        self.keeping_factors: weakref.WeakSet[KeepsFactors] = weakref.WeakSet()
         #: Functions that ``join`` completes and ``close`` does not.
         self.until_join: weakref.WeakSet[Unfinished] = weakref.WeakSet()
         #: Between ranks of different machines; None if there are none, or too many.

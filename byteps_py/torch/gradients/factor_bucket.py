@@ -10,8 +10,9 @@ Owns which form the bucket travels in: during a warm-up as it is, then in turns 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -53,6 +54,7 @@ class FactorBucket(Bucket):
         self._views: list[PieceView | None] = [None, None, None]
         self._form = _PLAIN
         self._rounds = 0  # of this session
+        self._loaded = 0  # the checksum of factors that were loaded
 
     def _factor_request(self, request: TensorRequest, is_right: bool) -> TensorRequest:
         shapes = tuple(matrix.factor_shape(is_right) for matrix in self._matrices)
@@ -71,12 +73,33 @@ class FactorBucket(Bucket):
         self._noted: list[tuple[torch.Tensor, PieceChecksums]] = []  # gradients that were handed over early
         self._totals: list[torch.Tensor] = []  # the sums of factors, once they are there
 
+    # ---- from job to job --------------------------------------------------------------------------------
+
+    def _key(self, position: int) -> str:
+        return f"{self._requests[_PLAIN].spec.name}: {self.names[position]}"
+
+    def factor_states(self) -> dict[str, Any]:
+        """What the next round goes on from, by name, for ``load_factor_states``."""
+        return {self._key(position): matrix.state() for position, matrix in enumerate(self._matrices)}
+
+    def load_factor_states(self, states: Mapping[str, Any]) -> set[str]:
+        """Go on from ``states`` if all matrices are there and fit. Returns the names of those that were taken."""
+        mine = [states.get(self._key(position)) for position in range(len(self._matrices))]
+        found = [state for state in mine if state is not None]
+        fit = all(matrix.fits(state) for matrix, state in zip(self._matrices, found, strict=False))
+        if len(found) < len(mine) or not fit or len({state["sums_right"] for state in found}) > 1:
+            return set()
+        for matrix, state in zip(self._matrices, found, strict=True):
+            matrix.load(state)
+        self._loaded = zlib.crc32(b"".join(state["factor"].numpy().tobytes() for state in found))
+        return {self._key(position) for position in range(len(found))}
+
     # ---- the form --------------------------------------------------------------------------------------
 
     def begin_session(self, warmup_steps: int) -> None:
         """See Bucket.begin_session. Factors and errors begin anew."""
         self._views = [None, None, None]
-        self._rounds = 0
+        self._rounds = self._loaded = 0
         for matrix in self._matrices:
             matrix.restart()
         self._form, self.request, self.slot_view = _PLAIN, self._requests[_PLAIN], None
@@ -118,7 +141,8 @@ class FactorBucket(Bucket):
     def describe(self, position: int) -> str:
         """See Bucket.describe: the service sees the shape of a factor only."""
         param = self.params[position]
-        return f"{self.names[position]!r} {str(param.dtype).removeprefix('torch.')}{list(param.shape)}"
+        loaded = f", with loaded factors {self._loaded:08x}" if self._loaded else ""
+        return f"{self.names[position]!r} {str(param.dtype).removeprefix('torch.')}{list(param.shape)}{loaded}"
 
     # ---- a round ---------------------------------------------------------------------------------------
 

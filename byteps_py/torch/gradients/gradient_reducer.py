@@ -14,8 +14,9 @@ import contextlib
 import hashlib
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -110,7 +111,9 @@ class GradientReducer:
         self.leaves_losses = False
         #: Set if the gradients of the last round are not finite, so that the step must be skipped.
         self.nonfinite_error: NonFiniteError | None = None
+        self._loaded: Mapping[str, Any] = {}  # states of factors, until a session begins
         self.add(named, groups)
+        context.keeping_factors.add(self)
 
     def add(self, named: Sequence[tuple[str, torch.nn.Parameter]], groups: Sequence[Sequence[str]] = ()) -> None:
         """Add parameters behind the earlier ones."""
@@ -139,6 +142,23 @@ class GradientReducer:
             bucket = self._new_bucket([named[i] for i in indices], offset + indices[0])
             self.buckets.append(bucket)
             self._places.update((param, GradientPlace(bucket, place)) for place, param in enumerate(bucket.params))
+
+    def factor_states(self) -> dict[str, Any]:
+        """See KeepsFactors."""
+        with self._lock:
+            if self._session is not self._context.session:
+                return dict(self._loaded)
+            buckets = [bucket for bucket in self.buckets if isinstance(bucket, FactorBucket)]
+            return {key: state for bucket in buckets for key, state in bucket.factor_states().items()}
+
+    def load_factor_states(self, states: Mapping[str, Any]) -> set[str]:
+        """See KeepsFactors."""
+        with self._lock:
+            buckets = [bucket for bucket in self.buckets if isinstance(bucket, FactorBucket)]
+            taken = {key for bucket in buckets for key in bucket.load_factor_states(states)}
+            if self._session is not self._context.session:  # its beginning makes them begin anew
+                self._loaded = {key: states[key] for key in taken}
+            return taken
 
     def _new_bucket(
         self, named: Sequence[tuple[str, torch.nn.Parameter]], first: int, is_sparse: bool = False
@@ -543,6 +563,10 @@ class GradientReducer:
             for bucket in self.buckets:
                 bucket.slot_view = None
                 bucket.begin_session(self._warmup_steps)
+                if isinstance(bucket, FactorBucket):
+                    bucket.load_factor_states(self._loaded)
+                    bucket.choose_form(self._warmup_steps)
+            self._loaded = {}
         elif self._context.joins != self._joins:
             for bucket in self.buckets:
                 bucket.after_join()

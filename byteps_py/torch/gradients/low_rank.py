@@ -16,7 +16,9 @@ caller holds the lock of the GradientReducer.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -65,6 +67,32 @@ class LowRankMatrix:
         self._round: _FactorRound | None = None
         if self._error is not None:
             self._error.zero_()
+
+    def state(self) -> dict[str, Any]:
+        """Copies of what the next round goes on from, for ``load``."""
+        return {
+            "shape": list(self.shape),
+            "rank": self._rank,
+            "sums_right": self.sums_right,
+            "draws": self._draws,
+            "factor": self._factor.clone(),
+            "error": None if self._error is None else self._error.to("cpu", copy=True),
+        }
+
+    def fits(self, state: Mapping[str, Any]) -> bool:
+        """True if ``state`` is of such a matrix."""
+        error, factor = state["error"], state["factor"]
+        is_error = error is None or (tuple(error.shape) == self.shape and self._low_rank.error_feedback)
+        is_factor = tuple(factor.shape) == self.factor_shape(not state["sums_right"]) and factor.dtype is self.dtype
+        return is_error and is_factor and state["rank"] == self._rank and tuple(state["shape"]) == self.shape
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from a ``state`` that fits."""
+        self.restart()
+        self.sums_right, self._draws = bool(state["sums_right"]), int(state["draws"])
+        self._factor = state["factor"].clone()
+        if state["error"] is not None:
+            self._error = state["error"].to(self._device, self.dtype, copy=True)
 
     def factor_shape(self, is_right: bool) -> tuple[int, int]:
         """That of the factor which is summed."""

@@ -29,7 +29,8 @@ _PARTS = ("error", "momentum", "agreed")  # in the order of Codec.state_nbytes
 
 def compression_state_dict() -> dict[str, Any]:
     """Copies of what this rank's machine keeps for codecs with error feedback or momentum, for torch.save(): what was
-    not sent yet, the momentum, and the steps that machines agree on for ``thc``.
+    not sent yet, the momentum, and the steps that machines agree on for ``thc``; and of what this rank keeps for
+    ``powersgd``: factors and errors.
 
     Each machine has its own, so each rank saves its own beside the weights. Of the ranks of one machine, the first one
     of a tensor's group has it, and it is missing in the ``tensors`` of others. torch.load() takes it with
@@ -41,9 +42,13 @@ def compression_state_dict() -> dict[str, Any]:
     {}
     >>> bps.shutdown()
     """
-    session = contexts.current().session
+    context = contexts.current()
+    session = context.session
     return {
         "format": _FORMAT,
+        "rank": session.rank,
+        "ranks": session.size,
+        "factors": dict(pair for each in list(context.keeping_factors) for pair in each.factor_states().items()),
         "machine": session.machine_index,
         "machines": session.num_machines,
         "tensors": {name: _to_tensors(state) for name, state in session.coded_states().items()},
@@ -53,7 +58,8 @@ def compression_state_dict() -> dict[str, Any]:
 def load_compression_state_dict(state_dict: Mapping[str, Any]) -> None:
     """Go on with a ``compression_state_dict``: of tensors that are declared already, and of others once they are, if
     name, shape, dtype and codec are the same; a warning names those that are not. All else of this rank begins with
-    zeros. Call it on each rank, with what it saved, between two steps.
+    zeros. Factors of ``powersgd`` are for optimizers that are there already. Call it on each rank, with what it saved,
+    between two steps.
 
     Raises UsageError for what was saved on another machine, or in a job with another number of machines (leave it out:
     errors and momentum then begin with zeros), and if a round of such a tensor is under way.
@@ -72,13 +78,32 @@ def load_compression_state_dict(state_dict: Mapping[str, Any]) -> None:
             f"load_compression_state_dict(): it is of machine {state_dict['machine']}, and rank {session.rank} is on "
             f"machine {session.machine_index}: let each rank save and load its own, in a file with its number"
         )
+    factors = state_dict.get("factors", {})
+    if factors and (state_dict["rank"], state_dict["ranks"]) != (session.rank, session.size):
+        raise UsageError(
+            f"load_compression_state_dict(): its factors are of rank {state_dict['rank']} of {state_dict['ranks']}, "
+            f"and this is rank {session.rank} of {session.size}: let each rank save and load its own, in a file with "
+            "its number, or leave it out on all ranks: factors and errors then begin anew"
+        )
     session.set_coded_states({name: _from_tensors(name, each) for name, each in state_dict["tensors"].items()})
+    _load_factors(factors)
+
+
+def _load_factors(states: Mapping[str, Any]) -> None:
+    taken = {key for each in list(contexts.current().keeping_factors) for key in each.load_factor_states(states)}
+    if missing := sorted(set(states) - taken):
+        _log.warning(
+            "the factors of %d matrices begin anew, first %r: no optimizer has such a matrix, compressed in this way",
+            len(missing), missing[0],
+        )  # fmt: skip
 
 
 def load_of_machine(of_ranks: Sequence[Mapping[str, Any] | None]) -> None:
     """Go on with what the ranks of this machine had, as they have saved it by ``compression_state_dict``; with zeros,
     and a warning, if there were more machines, or fewer."""
     session = contexts.current().session
+    if len(of_ranks) == session.size and (own := of_ranks[session.rank]) is not None:
+        _load_factors(own.get("factors", {}))
     there = [each for each in of_ranks if each is not None and each["tensors"]]
     if there and there[0]["machines"] != session.num_machines:
         _log.warning(

@@ -15,6 +15,7 @@ import byteps_py.torch as bps
 from byteps_py.errors import GradientOrderError, MismatchError, UsageError
 from byteps_py.torch.gradients.factor_bucket import FactorBucket
 from byteps_py.torch.gradients.low_rank import LowRankMatrix, product
+from byteps_py.torch.run.compression_state import load_of_machine
 
 C = bps.Compression
 MACHINES = (2, 1)
@@ -406,3 +407,77 @@ def test_factors_begin_anew_after_a_join() -> None:
     expected = [emulated.mean([values(rank, step, "wide") for rank in range(3)]) for step in range(3)]
     for found in ThreadedCluster(MACHINES).run(main):
         assert all(map(torch.equal, found, expected * 2))
+
+
+def test_factors_and_errors_are_saved_and_loaded() -> None:
+    """In the same job, in the next one before its first step; and not where they do not fit."""
+
+    def steps(named, optimizer, rank: int, first: int, last: int) -> list[torch.Tensor]:
+        found = []
+        for step in range(first, last):
+            backward(named, rank, step)
+            optimizer.synchronize()
+            found += [named[name].grad.clone() for name in MATRICES]
+            optimizer.zero_grad()
+        return found
+
+    def first_job(rank: int):
+        named = parameters()
+        optimizer = wrapped(named)
+        steps(named, optimizer, rank, 0, 3)
+        kept = bps.compression_state_dict()
+        due = steps(named, optimizer, rank, 3, 6)
+        bps.load_compression_state_dict(kept)
+        assert all(map(torch.equal, steps(named, optimizer, rank, 3, 6), due))
+        return kept, due
+
+    kept = ThreadedCluster(MACHINES).run(first_job)
+
+    def second_job(rank: int) -> None:
+        state, due = kept[rank]
+        named = parameters()
+        optimizer = wrapped(named)
+        with pytest.raises(UsageError, match=r"its factors are of rank \d of 3, and this is rank"):
+            bps.load_compression_state_dict({**state, "rank": (rank + 1) % 3})
+        bps.load_compression_state_dict(state)
+        again = bps.compression_state_dict()["factors"]
+        assert all(torch.equal(again[key]["error"], each["error"]) for key, each in state["factors"].items())
+        assert all(map(torch.equal, steps(named, optimizer, rank, 3, 6), due))
+
+    ThreadedCluster(MACHINES).run(second_job)
+
+    def of_a_run_state(rank: int) -> None:
+        named = parameters()
+        optimizer = wrapped(named)
+        load_of_machine([state for state, _ in kept])
+        assert all(map(torch.equal, steps(named, optimizer, rank, 3, 6), kept[rank][1]))
+
+    ThreadedCluster(MACHINES).run(of_a_run_state)
+
+    def another_job(rank: int) -> None:
+        """Its factors have another rank."""
+        named = parameters()
+        optimizer = wrapped(named, C.powersgd(rank=2, min_compression_rate=1.0))
+        bps.load_compression_state_dict(kept[rank][0])
+        assert not bps.compression_state_dict()["factors"]
+        assert all(each.isfinite().all() for each in steps(named, optimizer, rank, 0, 2))
+
+    ThreadedCluster(MACHINES).run(another_job)
+
+
+def test_ranks_that_load_other_factors_are_a_mismatch() -> None:
+    def main(rank: int) -> None:
+        named = {"wide": parameters()["wide"]}
+        optimizer = wrapped(named)
+        backward(named, rank, 0)
+        optimizer.synchronize()
+        kept = bps.compression_state_dict()
+        bps.shutdown()
+        bps.init()
+        if rank:
+            bps.load_compression_state_dict(kept)
+        backward(named, rank, 1)
+        with pytest.raises(MismatchError, match="with loaded factors"):
+            optimizer.synchronize()
+
+    ThreadedCluster((1, 1)).run(main)
