@@ -22,6 +22,7 @@ MAX_TENSOR_BYTES = 1 << 48  # more than any machine holds; keeps sums of sizes w
 PAGE_BYTES = 4096
 #: The staleness of an ACCUMULATE in which no machine waits for another one.
 NO_BOUND = (1 << 16) - 1
+MAX_QUORUM = (1 << 16) - 1
 
 
 class DType(enum.IntEnum):
@@ -163,6 +164,8 @@ class TensorSpec:
         staleness: of an ACCUMULATE, by how many rounds a machine may be ahead of the slowest one, at least 1, or
             NO_BOUND: it gets the sum once each machine has given to the round ``staleness`` before. 0 for other
             operations.
+        quorum: of an ACCUMULATE without a bound: a machine gets the sum once so many machines wait for it, and the
+            others do not come in time. 0: it gets it at once.
         count: number of elements.
         nbytes: size in bytes.
 
@@ -190,6 +193,7 @@ class TensorSpec:
     remark: str = ""
     codec: Codec | None = None
     staleness: int = 0
+    quorum: int = 0
     count: int = field(init=False, compare=False, repr=False)  # of elements
     nbytes: int = field(init=False, compare=False, repr=False)
 
@@ -210,7 +214,7 @@ class TensorSpec:
             raise UsageError(f"tensor {self.name!r}: only a reduction of one or more dimensions can be scattered")
         if self.codec is not None:
             self._check_codec(self.codec)
-        if self.op is Op.ACCUMULATE or self.staleness:
+        if self.op is Op.ACCUMULATE or self.staleness or self.quorum:
             self._check_accumulation()
         if self.ownership:
             self._check_ownership()
@@ -252,6 +256,11 @@ class TensorSpec:
             raise UsageError(
                 f"tensor {self.name!r}: a staleness of 1 to {NO_BOUND} belongs to an accumulate, not "
                 f"{self.staleness} to a {self.op.name.lower()}"
+            )
+        if not 0 <= self.quorum <= MAX_QUORUM or (self.quorum and self.staleness != NO_BOUND):
+            raise UsageError(
+                f"tensor {self.name!r}: a quorum of 1 to {MAX_QUORUM} machines belongs to an accumulate without a "
+                f"bound, not {self.quorum} to one with staleness {self.staleness}"
             )
         if (not self.dtype.is_floating and self.dtype.itemsize < DType.INT32.itemsize) or self.group or self.nonfinite:
             raise UsageError(
@@ -334,6 +343,7 @@ class TensorSpec:
         return (
             self.dtype, shape, self.op, self.average, self.root, self.group, self.scatters, self.terms, self.nonfinite,
             self.ownership, self.is_shadowed, self.is_replicated, self.codec, self.staleness,
+            self.quorum,
         )  # fmt: skip
 
     def describe(self) -> str:
@@ -355,7 +365,8 @@ class TensorSpec:
         guard = f", BYTEPS_NONFINITE={self.nonfinite.name.lower()}" if self.nonfinite else ""
         coded = f", compressed to {self.codec}" if self.codec is not None else ""
         stale = f", staleness {self.staleness}" if self.staleness not in (0, NO_BOUND) else ""
-        return f"{op} of {what}{root}{group}{terms}{shadow}{guard}{coded}{stale}"
+        quorum = f", quorum {self.quorum}" if self.quorum else ""
+        return f"{op} of {what}{root}{group}{terms}{shadow}{guard}{coded}{stale}{quorum}"
 
 
 #: Part of the names of operations that the program gave no name. They are matched in the order of their calls.

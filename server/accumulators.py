@@ -5,7 +5,8 @@ Asynchronous training accumulates the changes of parameters (BytePS, section 5).
 partition. A machine's contribution to its round number r is added when it comes, once, and its answer is a copy of the
 values as they are then. With a bound on staleness, the answer waits until all machines have given to round
 r - staleness, so that no machine is further ahead of the slowest one (stale synchronous parallel, Ho et al. 2013);
-machines whose ranks have joined are not waited for. A clock says which changes a copy contains: by machine, the last of
+machines whose ranks have joined are not waited for. With a quorum, it waits for some of the others, in waves: see
+quorum.py. A clock says which changes a copy contains: by machine, the last of
 its rounds. Round 1 brings the first value, which is the same on all machines.
 
 No server has to be trusted to stay. Each machine keeps the latest copy that it got, with its clock, and its
@@ -63,6 +64,7 @@ class Accumulators(Generic[C]):
         self._orders: dict[tuple[int, RoundName], tuple[int, int]] = {}  # of a replay, by machine and round
         self._is_replay = False
         self._wanting: dict[Accumulator[C], None] = {}
+        self._closing: dict[Accumulator[C], None] = {}  # whose quorum is there, and waits for the others
 
     # ---- events ------------------------------------------------------------------------------------------
 
@@ -164,9 +166,13 @@ class Accumulators(Generic[C]):
             found.added_at[machine] = found.version
             self._counters.rounds += 1
             self._counters.bytes_summed += new.header.length
+            if found.header.quorum and round_ > 1:
+                found.waves.arrived(machine, now)
         actions: list[Action[C]] = []
         if merge.answers and self._given(found, machine) is new:
             self._take_back(found, machine)
+            found.waves.open.discard(machine)
+            found.waves.answered[machine] = round_
             self._orders.pop((machine, name_of(new.header)), None)
             actions.append(SendCopy(new, tuple(found.clock), found.added_at.get(machine, 0)))
         return actions + self._advance(found, now)
@@ -191,8 +197,10 @@ class Accumulators(Generic[C]):
                 self._forget(found)
 
     def tick(self, now: float) -> list[Action[C]]:
-        """Ask machines for clocks and copies, while ``is_wanting``."""
+        """Ask machines for clocks and copies, and end waves, while ``is_wanting``."""
         actions: list[Action[C]] = []
+        for found in list(self._closing):
+            actions += self._advance(found, now)
         for found in list(self._wanting):
             if now < found.want_at:
                 continue
@@ -207,8 +215,8 @@ class Accumulators(Generic[C]):
 
     @property
     def is_wanting(self) -> bool:
-        """Machines may have to be asked."""
-        return bool(self._wanting)
+        """Machines may have to be asked, or waves end."""
+        return bool(self._wanting or self._closing)
 
     def stalled(self, now: float, older_than_s: float) -> list[RoundStall]:
         """The contributions that have waited longer for their answers, and for which machines."""
@@ -256,7 +264,9 @@ class Accumulators(Generic[C]):
         found.is_resent = False
         found.clocks.clear()
         found.joined.clear()
+        found.waves.restart()
         self._wanting.pop(found, None)
+        self._closing.pop(found, None)
 
     def _is_new(self, found: Accumulator[C], new: C) -> bool:
         """False if a contribution only repeats what is there, or what was answered on the same connection."""
@@ -301,6 +311,10 @@ class Accumulators(Generic[C]):
             return []
         if found.state is GATHERING:
             return self._gather(found, now)
+        if found.header.quorum and found.state is SERVING and not self._is_replay:
+            self._closing.pop(found, None)
+            if found.release(now):
+                self._closing[found] = None
         return self._merge_next(found) if found.state is SERVING else []
 
     def _gather(self, found: Accumulator[C], now: float) -> list[Action[C]]:
@@ -309,10 +323,13 @@ class Accumulators(Generic[C]):
                 self._wanting[found] = None
             return []
         self._wanting.pop(found, None)
+        for machine in found.clocks:  # another machine has a copy with its change, of a wave of both
+            others = [clock[machine] for other, clock in found.clocks.items() if other != machine]
+            found.waves.answered[machine] = max(1, *others)
         newest = max(found.clocks, key=lambda machine: (sum(found.clocks[machine]), -machine))
         if found.values is not None and _contains(found.clock, found.clocks.values()):
             self._serve(found)
-            return self._merge_next(found)
+            return self._advance(found, now)
         if not _contains(found.clocks[newest], found.clocks.values()):
             said = "; ".join(f"machine {machine} {list(clock)}" for machine, clock in sorted(found.clocks.items()))
             return self._break(found, ProtocolError(f"no machine's copy has all that the others' have: {said}"))
@@ -335,7 +352,10 @@ class Accumulators(Generic[C]):
 
     def _merge_next(self, found: Accumulator[C]) -> list[Action[C]]:
         """The oldest contribution that can be added, or answered."""
+        first = found.waves.open & found.given.keys()
         for machine, (new, _) in list(found.given.items()):
+            if first and machine not in first:
+                continue
             last, round_ = found.clock[machine], new.header.round
             if not last <= round_ <= last + 1:
                 self._take_back(found, machine)
@@ -343,6 +363,8 @@ class Accumulators(Generic[C]):
                 return [*self._refuse([new], text), *self._merge_next(found)]
             is_next = round_ == last + 1
             answers = not found.waits_for(machine, round_)
+            if found.header.quorum:
+                answers = found.gets_copy(machine, round_)
             if (order := self._orders.get((machine, name_of(new.header)))) is not None:
                 version = found.version + is_next
                 answers = version == order[1]
@@ -368,6 +390,7 @@ class Accumulators(Generic[C]):
         for machine in list(found.given):
             self._take_back(found, machine)
         self._wanting.pop(found, None)
+        self._closing.pop(found, None)
         kind = type(error) if isinstance(error, BytePSError) else CommunicationError
         return self._refuse(refused, found.broken, kind)
 
@@ -387,6 +410,7 @@ class Accumulators(Generic[C]):
             self._take_back(found, machine)
         found.is_dropped = True
         self._wanting.pop(found, None)
+        self._closing.pop(found, None)
         if not found.has_served:
             self._limit.ended(found.header.key)
 

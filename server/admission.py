@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from byteps_py.errors import UsageError
 from byteps_py.tensor_codec import Codec
-from byteps_py.tensors import DType, Op
+from byteps_py.tensors import NO_BOUND, DType, Op
 from byteps_py.wire.data_link import Header, Kind
 
 
@@ -117,6 +117,8 @@ def objection(header: Header, nbytes: int, num_machines: int, partition_bytes: i
         return f"{what}: {header.machines or num_machines} machines are too many for its compression, {codec}"
     if (header.op is Op.ACCUMULATE) != bool(header.staleness) or (header.staleness and header.machines):
         return f"{what}: an accumulate is for all machines and has a staleness, and nothing else has one"
+    if header.quorum and header.staleness != NO_BOUND:
+        return f"{what}: a quorum is for an accumulate without a bound"
     size = header.dtype.itemsize if codec is None else codec.item_bytes
     if header.length % size or header.offset % size:
         unit = f"{size}, the size of {header.dtype.name.lower() if codec is None else f'a block of {codec}'}"

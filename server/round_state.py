@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from byteps_py.errors import BytePSError
+from byteps_py.server.quorum import Waves, needed
 from byteps_py.tensors import NO_BOUND
 from byteps_py.wire.data_link import MAX_NAMES, Header, RoundName, name_of
 
@@ -148,7 +149,7 @@ class Accumulator(Generic[C]):
     they contain. ``clocks``: of the machines' copies. ``given``: by machine, the contribution that has no answer, in
     the order in which they came, and since when. ``added_at``: by machine, the version that its last contribution made
     here. ``joined``: machines whose ranks have joined. ``working``: what the thread pool is at. ``source``: the machine
-    whose copy is the newest. ``broken``: why it serves no more.
+    whose copy is the newest. ``broken``: why it serves no more. ``waves``: of a quorum.
     """
 
     header: Header
@@ -166,6 +167,7 @@ class Accumulator(Generic[C]):
     has_served: bool = False
     is_dropped: bool = False
     broken: str = ""
+    waves: Waves = field(default_factory=Waves)
 
     def __str__(self) -> str:
         return f"partition {self.header.index} of tensor key {self.header.key:#018x}"
@@ -176,7 +178,10 @@ class Accumulator(Generic[C]):
         return sum(self.clock)
 
     def waits_for(self, machine: int, round_: int) -> tuple[int, ...]:
-        """The machines that have to give more before ``machine`` gets its answer to this round."""
+        """The machines that have to give more before ``machine`` gets its answer to this round; of a quorum, those of
+        which some have to."""
+        if self.header.quorum:
+            return self._quorum_lacks(machine, round_)
         if self.header.staleness == NO_BOUND:
             return ()
         least = round_ - self.header.staleness
@@ -185,6 +190,38 @@ class Accumulator(Generic[C]):
             for other, last in enumerate(self.clock)
             if last < least and other != machine and other not in self.joined
         )
+
+    def _quorum_lacks(self, machine: int, round_: int) -> tuple[int, ...]:
+        waiting, present = {*self.waiting, machine}, self.present
+        if self.gets_copy(machine, round_) or len(waiting) >= needed(present, self.header.quorum):
+            return ()
+        return tuple(other for other in present if other not in waiting)
+
+    @property
+    def present(self) -> list[int]:
+        """The machines that have not joined."""
+        return [machine for machine in range(len(self.clock)) if machine not in self.joined]
+
+    @property
+    def waiting(self) -> list[int]:
+        """The machines whose changes were added, and that wait for a copy."""
+        return [
+            machine
+            for machine, (new, _) in self.given.items()
+            if new.header.round == self.clock[machine] > self.waves.answered.get(machine, 1)
+        ]
+
+    def release(self, now: float) -> bool:
+        """Let machines of a quorum have their copies, if it is time and nothing more is to be added before. True if
+        only time is missing."""
+        are_all_added = all(new.header.round <= self.clock[machine] for machine, (new, _) in self.given.items())
+        return are_all_added and self.waves.release(self.waiting, self.present, self.header.quorum, now)
+
+    def gets_copy(self, machine: int, round_: int) -> bool:
+        """A machine of a quorum gets its answer to a round now."""
+        waves = self.waves
+        is_repeated = round_ <= waves.answered.get(machine, 1)
+        return is_repeated or machine in waves.open or (round_ > self.clock[machine] and waves.is_late(machine))
 
 
 @dataclass(frozen=True, slots=True)

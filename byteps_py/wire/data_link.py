@@ -19,12 +19,12 @@ from byteps_py.tensors import DType, Op
 from byteps_py.wire.record_codec import F64, U32, U64, Data, F64s, Flag, RecordCodec, Text, U64s
 
 MAGIC = 0x31535042  # "BPS1", little endian
-VERSION = 14
+VERSION = 15
 
 # magic, version, kind, dtype, op | epoch, sender, root, machines | key | generation, index | round | offset | length
 # | payload segment, payload offset, answer segment, answer offset | flags | nonfinite_ranks | waited | codec
-# | staleness
-_LAYOUT = struct.Struct("<IBBBB IHHH Q II Q Q Q IQIQ B Q I Q H")
+# | staleness | quorum
+_LAYOUT = struct.Struct("<IBBBB IHHH Q II Q Q Q IQIQ B Q I Q H H")
 HEADER_BYTES = _LAYOUT.size
 MAX_WAITED_US = (1 << 32) - 1
 #: The limit of a message about shadowed states, which is sent in pieces if it is longer than a partition: at ``offset``
@@ -124,7 +124,7 @@ class Header:
             the round is not checked. In its ANSWER, the ranks that made the result so.
         waited_us: in an ANSWER, how long the PUSH had waited for other machines, in microseconds.
         codec: the form of the payload and of the answer: see Codec.code; 0 for that of ``dtype``.
-        staleness: of an ACCUMULATE: see TensorSpec.
+        staleness, quorum: of an ACCUMULATE: see TensorSpec.
 
     >>> header = Header(Kind.PUSH, sender=1, dtype=DType.FLOAT32, key=7, round=2, length=4096)
     >>> Header.unpack(header.pack()) == header
@@ -153,6 +153,7 @@ class Header:
     waited_us: int = 0
     codec: int = 0
     staleness: int = 0
+    quorum: int = 0
 
     @property
     def is_resent(self) -> bool:
@@ -201,6 +202,7 @@ class Header:
             self.waited_us,
             self.codec,
             self.staleness,
+            self.quorum,
         )
 
     @classmethod
@@ -210,7 +212,7 @@ class Header:
             raise ProtocolError(f"a header has {HEADER_BYTES} bytes, got {len(data)}")
         (magic, version, kind, dtype, op, epoch, sender, root, machines, key, generation, index, round_, offset, length,
          segment, segment_offset, answer_segment, answer_offset, flags, nonfinite_ranks, waited_us, codec,
-         staleness) = _LAYOUT.unpack(
+         staleness, quorum) = _LAYOUT.unpack(
             data
         )  # fmt: skip
         if magic != MAGIC:
@@ -221,7 +223,7 @@ class Header:
             return cls(
                 _KINDS[kind], sender, epoch, _DTYPES[dtype], _OPS[op], root, key, generation, index, round_,
                 offset, length, segment, segment_offset, answer_segment, answer_offset, machines, flags,
-                nonfinite_ranks, waited_us, codec, staleness,
+                nonfinite_ranks, waited_us, codec, staleness, quorum,
             )  # fmt: skip
         except KeyError:
             raise ProtocolError(f"unknown code in header: kind {kind}, dtype {dtype}, op {op}") from None

@@ -90,6 +90,7 @@ class SpecFields:
     root: I32
     priority: I32
     staleness: U32
+    quorum: U32
     codec: U64
     momentum: F64
     name: Text
@@ -104,7 +105,7 @@ class SpecFields:
         """The fields of ``spec``."""
         return cls(
             spec.dtype, spec.op, spec.nonfinite, spec.average, spec.scatters, spec.is_shadowed,
-            spec.is_replicated, spec.root, spec.priority, spec.staleness,
+            spec.is_replicated, spec.root, spec.priority, spec.staleness, spec.quorum,
             spec.codec.code if spec.codec is not None else 0, spec.codec.momentum if spec.codec is not None else 0.0,
             spec.name, spec.shape, spec.group, spec.terms, spec.ownership, spec.remark,
         )  # fmt: skip
@@ -116,7 +117,7 @@ class SpecFields:
                 self.name, DType(self.dtype), self.shape, Op(self.op), self.average, self.root, self.priority,
                 self.group, self.scatters, self.terms, NonFinite(self.nonfinite), self.ownership, self.is_shadowed,
                 self.is_replicated, self.remark, Codec.from_code(self.codec, self.momentum) if self.codec else None,
-                self.staleness,
+                self.staleness, self.quorum,
             )  # fmt: skip
         except (ValueError, UsageError) as error:
             raise ProtocolError(f"tensor {self.name[:80]!r}: malformed declaration: {error}") from None

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import pytest
 
 from byteps_py.errors import ProtocolError
+from byteps_py.server.quorum import Waves
 from byteps_py.server.round_state import (
     WANT_AFTER_S,
     WANT_AGAIN_S,
@@ -20,7 +21,7 @@ from byteps_py.server.round_state import (
     Want,
 )
 from byteps_py.server.rounds import Rounds
-from byteps_py.tensors import DType, Op
+from byteps_py.tensors import NO_BOUND, DType, Op
 from byteps_py.wire.data_link import NO_RESULT, RESENT, SUPPLY, Header, Kind
 
 ORIGINS = [f"connection of machine {machine}" for machine in range(4)]
@@ -49,6 +50,7 @@ class Server:
         self.refused: list[tuple[int, str]] = []
         self.clocks: list[tuple[int, ...]] = []
         self.held: list[Load[Contribution] | Merge[Contribution]] | None = None
+        self.now = 0.0
 
     @property
     def kept(self) -> Accumulator[Contribution]:
@@ -96,12 +98,12 @@ class Server:
         if isinstance(action, Load):
             clock = action.accumulator.clocks.get(header.sender, ())
             values = [(machine, round_) for machine, last in enumerate(clock) for round_ in range(2, last + 1)]
-            self.perform(self.rounds.accumulators.loaded(action.accumulator, values, error, 0.0))
+            self.perform(self.rounds.accumulators.loaded(action.accumulator, values, error, self.now))
             return
         if action.adds:
             assert isinstance(action.accumulator.values, list)
             action.accumulator.values.append((header.sender, header.round))
-        self.perform(self.rounds.accumulators.merged(action, error, 0.0))
+        self.perform(self.rounds.accumulators.merged(action, error, self.now))
 
 
 def started(machines: int = 2) -> Server:
@@ -364,3 +366,123 @@ def test_a_header_of_no_accumulate_is_refused(facts: dict[str, object]) -> None:
     server = Server(3)
     server.gives(0, 1, **facts)
     assert "an accumulate is for all machines and has a staleness" in server.refused[0][1]
+
+
+# ---- a quorum -----------------------------------------------------------------------------------------------------
+
+
+def of_quorum(server: Server, machine: int, round_: int, now: float) -> list[tuple[int, int]]:
+    """Gives, and returns whose rounds are answered then."""
+    before = len(server.copies)
+    server.now = now
+    server.gives(machine, round_, now, staleness=NO_BOUND, quorum=3)
+    return [(machine, round_) for machine, round_, _ in server.copies[before:]]
+
+
+def with_quorum(machines: int = 4) -> Server:
+    """All machines have come 0, 1, 2 and 3 ms after the first, in two waves: the window has its least size."""
+    server = Server(machines)
+    for machine in range(machines):
+        of_quorum(server, machine, 1, 0.0)
+    for round_ in (2, 3):
+        for machine in range(machines):
+            of_quorum(server, machine, round_, round_ + machine / 1000)
+    server.copies.clear()
+    return server
+
+
+def test_a_wave_ends_when_all_are_there_and_all_get_the_same() -> None:
+    server = with_quorum()
+    for machine in (2, 0, 1):
+        assert of_quorum(server, machine, 4, 10.0) == []
+    assert of_quorum(server, 3, 4, 10.01) == [(2, 4), (0, 4), (1, 4), (3, 4)]
+    assert len({str(held) for _, _, held in server.copies}) == 1
+
+
+def test_a_wave_with_a_quorum_does_not_wait_for_who_comes_too_late() -> None:
+    server = with_quorum()
+    for machine in range(3):
+        assert of_quorum(server, machine, 4, 10.0) == []
+    server.tick(10.049)
+    assert server.copies == []
+    assert server.rounds.is_wanting
+    server.tick(10.051)
+    assert [machine for machine, _, _ in server.copies] == [0, 1, 2]
+    assert not server.rounds.is_wanting
+    assert of_quorum(server, 3, 4, 10.5) == [(3, 4)]  # late: at once, and the change counts
+    assert server.copies[-1][2] == changes((m, r) for m in range(4) for r in range(2, 5))
+    for machine in range(3):
+        of_quorum(server, machine, 5, 11.0)
+    assert of_quorum(server, 3, 5, 11.01) == [(0, 5), (1, 5), (2, 5), (3, 5)]  # in time again
+
+
+def test_below_a_quorum_machines_wait_and_are_named() -> None:
+    server = with_quorum()
+    for machine in range(2):
+        of_quorum(server, machine, 4, 10.0)
+    server.tick(99.0)
+    assert server.copies == []
+    ((missing, _), (same, _)) = [(stall.missing, stall.round) for stall in server.rounds.stalled(99.0, 1.0)]
+    assert missing == same == (2, 3)
+    assert of_quorum(server, 2, 4, 99.0) == [(0, 4), (1, 4), (2, 4)]  # its window is long over
+
+
+def test_machines_that_have_joined_are_not_waited_for() -> None:
+    server = with_quorum()
+    for machine in range(2):
+        of_quorum(server, machine, 4, 10.0)
+    for machine in (2, 3):
+        server.gives(machine, 4, 10.0, kind=Kind.PASS, staleness=NO_BOUND, quorum=3)
+    assert [machine for machine, _, _ in server.copies] == [0, 1]
+
+
+def test_the_first_waves_wait_for_all_and_measure() -> None:
+    server = Server(4)
+    for machine in range(4):
+        of_quorum(server, machine, 1, 0.0)
+    for machine in range(3):
+        of_quorum(server, machine, 2, 1.0)
+    server.tick(500.0)
+    server.copies.clear()
+    assert len(of_quorum(server, 3, 2, 501.0)) == 4
+
+
+def test_a_few_slow_machines_do_not_move_the_window_and_many_do() -> None:
+    waves = Waves()
+    waves._arrivals.extend([0.0, 0.1, 0.2, 5.0] * 4)
+    assert waves.window_s(4) == pytest.approx(0.15 + 4 * 0.1)
+    waves = Waves()
+    waves._arrivals.extend([0.0, 0.1, 5.0, 5.0] * 4)
+    assert waves.window_s(4) > 5.0
+
+
+def test_a_new_epoch_begins_a_new_wave() -> None:
+    """Machines that were waiting wait with the others."""
+    server = with_quorum()
+    of_quorum(server, 0, 4, 10.0)
+    server.rounds.membership(2, 4, now=20.0)
+    facts = {"epoch": 2, "staleness": NO_BOUND, "quorum": 3, "flags": RESENT}
+    for machine in range(4):
+        server.gives(machine, 4, 20.0, **facts)
+        server.says(machine, (3, 3, 3, 3), epoch=2)
+    assert [machine for machine, _, _ in server.copies] == [0, 1, 2, 3]
+    assert len({str(held) for _, _, held in server.copies}) == 1
+
+
+def test_a_copy_that_was_lost_on_its_way_does_not_wait_for_another_wave() -> None:
+    """The others have gone on, perhaps to wait for this machine in another wave."""
+    server = with_quorum()
+    for machine in range(4):
+        of_quorum(server, machine, 4, 10.0)
+    server.copies.clear()
+    again = {"staleness": NO_BOUND, "quorum": 3, "flags": RESENT}
+    server.gives(2, 4, 11.0, origin="its next connection", **again)
+    assert [copy[:2] for copy in server.copies] == [(2, 4)]
+    server.rounds.membership(2, 4, now=12.0)  # and the server that has answered is lost
+    server.copies.clear()
+    for machine in range(4):
+        server.gives(machine, 5 if machine < 3 else 4, 12.0, epoch=2, **again)
+        server.says(machine, (4, 4, 4, 4) if machine < 3 else (3, 3, 3, 3), epoch=2)
+    assert [copy[:2] for copy in server.copies] == [(3, 4)]
+    server.tick(13.0)
+    assert [copy[:2] for copy in server.copies[1:]] == [(0, 5), (1, 5), (2, 5)]

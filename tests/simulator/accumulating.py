@@ -70,13 +70,13 @@ class AccumulatingProgram(Program):
                 rounds = [max(rounds) + 1] * machines
             if not (name and self.phases[-1].has_joins and rng.random() < 0.5):  # all have joined: it is void
                 name = f"values {number}"
-            spec = TensorSpec(
-                name,
-                DType.INT64,
-                (RANKS * rng.choice((1, 2, 5)),),
-                Op.ACCUMULATE,
-                staleness=rng.choice((1, 1, 2, 3, NO_BOUND)),
-            )
+            shape, staleness = (RANKS * rng.choice((1, 2, 5)),), rng.choice((1, 1, 2, 3, NO_BOUND))
+            quorum = random.Random(f"{name} {rounds}").choice((0, *range(1, machines + 2)))
+            if has_joins and quorum:  # without joins, some would wait for a quorum, and others in a barrier
+                staleness = NO_BOUND
+            else:
+                quorum = 0
+            spec = TensorSpec(name, DType.INT64, shape, Op.ACCUMULATE, staleness=staleness, quorum=quorum)
             self.phases.append(Phase(spec, rounds, has_joins))
 
 
@@ -180,8 +180,22 @@ class AccumulatingRank(Rank):
             is_awaited = not phase.joined.issuperset(ranks) and self.number not in ranks
             if is_awaited and by_rank[:, ranks[0]].min() + 1 < round_ - phase.spec.staleness:
                 raise InvariantError(f"{who}: it is too far ahead of ranks {[*ranks]}: {by_rank.tolist()}")
+        if phase.spec.quorum and round_ > 1:
+            self._check_quorum(phase, round_, counts - seen)
         self.say(f"has got round {round_} of {phase.spec.name}")
         return counts
+
+    def _check_quorum(self, phase: Phase, round_: int, new: Wide) -> None:
+        """``new``: what a copy contains and the one before does not. After two faults, a machine may have been answered
+        again whose first answer was one of those that were lost, and its copy have changes of a wave under way."""
+        first, machines, left = 0, 0, 0
+        for size in self.local_sizes:
+            ranks = range(first, first + size)
+            first += size
+            left += not phase.joined.issuperset(ranks)
+            machines += bool(new.reshape(-1, RANKS)[:, ranks[0]].min() > 0)
+        if machines < min(phase.spec.quorum, left) and len(self.world.trials) < 2:
+            raise InvariantError(f"{self.name}, {phase.spec.name}, round {round_}: {machines} machines are no quorum")
 
 
 class AccumulatingJob(Cluster):

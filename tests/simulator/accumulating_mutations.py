@@ -138,15 +138,45 @@ class AskOnlyOnce(Mutation):
     rounds = _rounds(_Kind)
 
 
+class WaitForOneLess(Mutation):
+    """Than the quorum."""
+
+    class _Kind(Accumulators[Any]):
+        def _advance(self, found: Accumulator[Any], now: float) -> Any:
+            before = found.header
+            found.header = dataclasses.replace(before, quorum=max(before.quorum - 1, min(before.quorum, 1)))
+            actions = super()._advance(found, now)
+            found.header = before
+            return actions
+
+    rounds = _rounds(_Kind)
+
+
+class LetWavesStayOpen(Mutation):
+    """A machine that was answered in a wave still counts as one that is to be answered."""
+
+    class _Kind(Accumulators[Any]):
+        def merged(self, merge: Merge[Any], error: BaseException | None, now: float) -> Any:
+            found = merge.accumulator
+            before = set(found.waves.open)
+            actions = super().merged(merge, error, now)
+            found.waves.open |= before
+            return actions
+
+    rounds = _rounds(_Kind)
+
+
 #: With a seed of an AccumulatingOutageCluster that shows it.
 ACCUMULATING_MUTATIONS: dict[type[Mutation], int] = {
     AddWhatIsResent: 26,
-    WaitForNobody: 3,
-    WaitForTheJoined: 3,
-    ForgetTheJoinedWithAPeer: 364,
+    WaitForNobody: 5,
+    WaitForTheJoined: 52,
+    ForgetTheJoinedWithAPeer: 194,
     LoadAnyCopy: 26,
-    TakeAnswersOfBefore: 1230,
+    TakeAnswersOfBefore: 159,
     KeepNoCopy: 26,
     TellTheClockOfTheNextCopy: 51,
     AskOnlyOnce: 20,
+    WaitForOneLess: 38,
+    LetWavesStayOpen: 28,
 }

@@ -138,7 +138,7 @@ def test_a_state_between_sending_and_using_a_fragment() -> None:
         optimizer = made(model)
         train(model, optimizer, rank, range(10))
         saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-        assert [fragment["changes"] is not None for fragment in saved[1]["fragments"]] == [True, False]
+        assert [fragment["has_values"] for fragment in saved[1]["fragments"]] == [True, False]
         train(model, optimizer, rank, range(10, STEPS))
         other = new_model(seed=1)
         again = made(other)
@@ -157,28 +157,28 @@ def test_a_state_between_sending_and_using_a_fragment() -> None:
     ThreadedCluster(MACHINES).run(main)
 
 
-def test_elastic_training_goes_on_from_the_last_commit() -> None:
-    """Committed when all ranks are equal, and with an inner optimizer without states, nothing is lost."""
-    expected = weights(emulate(4, inner_of=sgd, steps=12)[0])
+def test_elastic_training_goes_on_from_where_it_is() -> None:
+    """Nothing is lost or repeated, also of the ranks' own steps since the last outer one."""
+    expected = weights(emulate(4, steps=12)[0])
 
     def main(rank: int) -> None:
         model = new_model(seed=rank)
-        state = bps.elastic.TorchState(model, DiLoCo(model, sgd(model), every=4), step=0)
+        state = bps.elastic.TorchState(optimizer=DiLoCo(model, adamw(model), every=4))
         begun: list[int] = []
 
         @bps.elastic.run
         def loop(state: Any) -> None:
-            begun.append(state.step)
-            while state.step < 12:
-                train(model, state.optimizer, rank, range(state.step + 1, state.step + 2))
-                state.step += 1
-                if state.step == 7 and len(begun) == 1:
+            optimizer = state.optimizer
+            begun.append(optimizer.steps)
+            while optimizer.steps < 12:
+                train(model, optimizer, rank, range(optimizer.steps + 1, optimizer.steps + 2))
+                if optimizer.steps == 7 and len(begun) == 1:
                     bps.push_pull(torch.ones(2 + rank), name="disagree")
-                if state.step % 4 == 0:
-                    state.commit()
 
         loop(state)
-        assert begun == [0, 4]
+        assert begun == [0, 7]
+        with pytest.raises(bps.UsageError, match=r"TorchState: 'model' would go back .* give the DiLoCo alone"):
+            bps.elastic.TorchState(model, state.optimizer)
         assert (state.optimizer.steps, state.optimizer.outer_steps) == (12, 3)
         torch.testing.assert_close(weights(model), expected, rtol=0, atol=1e-12)
 

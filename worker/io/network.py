@@ -586,6 +586,7 @@ class Network:
             nonfinite_ranks=self._guard.of_push(part, round_) if is_guarded else 0,
             codec=tensor.codec.on_wire.code if tensor.codec is not None else 0,
             staleness=tensor.spec.staleness,
+            quorum=tensor.spec.quorum,
         )
 
     def link_usage(self) -> list[pb.LinkUsage]:

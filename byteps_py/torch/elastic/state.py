@@ -18,12 +18,19 @@ import functools
 import logging
 import queue
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 import torch
 
-from byteps_py.errors import BytePSError, DismissedError, HorovodInternalError, HostsUpdatedInterrupt, RendezvousError
+from byteps_py.errors import (
+    BytePSError,
+    DismissedError,
+    HorovodInternalError,
+    HostsUpdatedInterrupt,
+    RendezvousError,
+    UsageError,
+)
 from byteps_py.session import CodedState
 from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.horovod.allreduce import push_pull
@@ -47,6 +54,9 @@ class State:
 
     bcast_object: returns rank 0's object on every rank. get_rank: returns this rank's number.
     """
+
+    #: For the log, how training goes on after a failure.
+    going_on = "going back to the last commit"
 
     def __init__(
         self, bcast_object: Callable[[Any], Any] = broadcast_object, get_rank: Callable[[], int] = rank
@@ -296,10 +306,20 @@ class Stateful(Protocol):
 
 
 class ObjectStateHandler(StateHandler):
-    """Saves other objects with a state_dict: learning-rate schedulers, gradient scalers, samplers, DiLoCo."""
+    """Saves other objects with a state_dict: learning-rate schedulers, gradient scalers, samplers."""
 
     def sync(self) -> None:
         self.value.load_state_dict(broadcast_object(self.value.state_dict(), 0))
+
+
+@runtime_checkable
+class Rejoining(Protocol):
+    """A training of which each rank keeps what it has, whoever else is there: DiLoCo."""
+
+    outer_steps: int
+
+    def rejoin(self) -> None:
+        """Go on with the present ranks. All of them call it."""
 
 
 Registry = list[tuple[type, type[StateHandler]]]
@@ -325,7 +345,9 @@ class TorchState(ObjectState):
     """The state of a training: modules, optimizers, schedulers, ElasticSamplers, and any picklable objects.
 
     Each argument becomes an attribute. Modules and the like are saved by their ``state_dict``; other objects are
-    copied. An attribute that is replaced (by another model, for example) is saved at once. The training thread calls.
+    copied. An attribute that is replaced (by another model, for example) is saved at once. A DiLoCo, which has the
+    model, is not saved: ranks go on with what they have learned. The training thread calls. Raises UsageError for a
+    DiLoCo beside a model or an optimizer.
 
     >>> import torch, byteps_py as bps
     >>> bps.init()
@@ -341,15 +363,27 @@ class TorchState(ObjectState):
     """
 
     _handlers: dict[str, StateHandler]
+    _rejoining: dict[str, Rejoining]
 
     def __init__(self, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
         everything = {**kwargs, "model": model, "optimizer": optimizer}
-        handlers = {name: _handler(value) for name, value in everything.items()}
+        self._rejoining = {name: value for name, value in everything.items() if isinstance(value, Rejoining)}
+        handlers = {name: _handler(value) for name, value in everything.items() if name not in self._rejoining}
         self._handlers = {name: handler for name, handler in handlers.items() if handler is not None}
-        for name, handler in self._handlers.items():
-            super().__setattr__(name, handler.value)
-        self._handlers[""] = CodedStateHandler()  # beside the attributes
-        super().__init__(**{name: value for name, value in everything.items() if name not in self._handlers})
+        if self._rejoining and (others := _of_a_model(handlers)):
+            raise UsageError(
+                f"TorchState: {', '.join(others)} would go back to the last commit, and the DiLoCo "
+                f"{next(iter(self._rejoining))!r} keeps what its ranks have learned: give the DiLoCo alone, which has "
+                "the model"
+            )
+        for name, value in {**{name: each.value for name, each in self._handlers.items()}, **self._rejoining}.items():
+            super().__setattr__(name, value)
+        if self._rejoining:
+            self.going_on = "going on"  # with the errors of codecs, too
+        else:
+            self._handlers[""] = CodedStateHandler()  # beside the attributes
+        kept = {**self._handlers, **self._rejoining}
+        super().__init__(**{name: value for name, value in everything.items() if name not in kept})
 
     def __setattr__(self, name: str, value: Any) -> None:
         handler = self.__dict__.get("_handlers", {}).get(name)
@@ -371,6 +405,11 @@ class TorchState(ObjectState):
             handler.restore()
         super().restore()
 
+    @property
+    def commits(self) -> int:
+        """The number of commits, and of a DiLoCo's outer steps."""
+        return super().commits + sum(each.outer_steps for each in self._rejoining.values())
+
     def on_reset(self) -> None:
         """Called once the rank is part of another group: see register_reset_callbacks."""
         for handler in self._handlers.values():
@@ -378,7 +417,10 @@ class TorchState(ObjectState):
         super().on_reset()
 
     def sync(self) -> None:
-        """Make all ranks' states equal to rank 0's current one, and save it: all of it, or nothing."""
+        """Make all ranks' states equal to rank 0's current one, and save it: all of it, or nothing. A DiLoCo only goes
+        on."""
+        for each in self._rejoining.values():
+            each.rejoin()
         for handler in self._handlers.values():
             handler.sync()
         super().sync()  # may fail: then nothing was saved, so that ranks restore a whole state
@@ -390,6 +432,12 @@ class TorchState(ObjectState):
     def _agree(self, timestamp: int, changes: int) -> tuple[int, int]:
         notice = push_pull(torch.tensor([timestamp, changes], device="cpu"), name="elastic.hosts_updated", op=Max)
         return int(notice[0]), int(notice[1])
+
+
+def _of_a_model(handlers: Mapping[str, StateHandler | None]) -> list[str]:
+    """The names of those that save parameters."""
+    kinds = (ModelStateHandler, OptimizerStateHandler)
+    return [repr(name) for name, handler in handlers.items() if isinstance(handler, kinds)]
 
 
 def _handler(value: Any) -> StateHandler | None:
@@ -463,7 +511,7 @@ def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
                 fruitless = 1 if state.commits > commits else fruitless + 1
                 if fruitless == FRUITLESS_LIMIT:
                     raise
-                _log.warning("elastic: going back to the last commit after %s: %s", type(error).__name__, error)
+                _log.warning("elastic: %s after %s: %s", state.going_on, type(error).__name__, error)
                 lost, skip_sync = error, False
             except HostsUpdatedInterrupt as interrupt:
                 _log.warning("elastic: %s", interrupt)

@@ -17,15 +17,12 @@ import torch
 from byteps_py import rank_bits
 from byteps_py.errors import UsageError
 from byteps_py.system.log import logger
-from byteps_py.tensors import NO_BOUND, NonFinite, Op, TensorSpec
+from byteps_py.tensors import NO_BOUND, NonFinite
 from byteps_py.torch.collectives import context as contexts, nonfinite, parameter_owners
-from byteps_py.torch.collectives.context import Context
-from byteps_py.torch.collectives.dtypes import wire_dtype
-from byteps_py.torch.collectives.slot_view import PieceView, TensorRequest
 from byteps_py.torch.gradients.backward_passes import CountedPasses
-from byteps_py.torch.gradients.flat_copy import FlatCopy, Named
 from byteps_py.torch.gradients.optimizer_mixin import DistributedOptimizerMixin
 from byteps_py.torch.gradients.parameter_names import NamedParameters, checked_names
+from byteps_py.torch.gradients.shared_values import SharedValues
 from byteps_py.torch.gradients.stepper import StepCall, Stepper, WrappedOptimizer
 from byteps_py.torch.operations.state_broadcast import broadcast_parameters
 
@@ -106,87 +103,19 @@ def AsyncOptimizer(  # noqa: N802  a class to its users, like DistributedOptimiz
     parameter_owners.check_whole(named, ranks, "AsyncOptimizer", remedy)
     parameter_owners.check_unowned(named, "AsyncOptimizer")
     claimed = context.claim("AsyncOptimizer")
-    broadcast_parameters(named, 0, f"{claimed}.")
+    if not context.settings.elastic:  # there, ranks that come later create it alone; TorchState makes all equal
+        broadcast_parameters(named, 0, f"{claimed}.")
     wrapped = WrappedOptimizer(optimizer, names, CountedPasses(1))
-    exchange = ParameterExchange(context, claimed, NO_BOUND if staleness is None else min(staleness, NO_BOUND))
-    return DistributedOptimizerMixin.wrap(optimizer, AsyncStepper(wrapped, exchange, every, compensation))
-
-
-class ParameterExchange:
-    """The values of parameters, which servers keep and machines change."""
-
-    def __init__(self, context: Context, name: str, staleness: int) -> None:
-        self._context, self._name, self._staleness = context, name, staleness
-        self._copies: list[FlatCopy] = []
-        self._begun: list[PieceView] = []  # whose first round has brought the values
-        self._number = 0  # of the start
-
-    @property
-    def copies(self) -> list[FlatCopy]:
-        """By dtype and device. Empty before ``start``."""
-        return self._copies
-
-    @property
-    def is_alone(self) -> bool:
-        """One rank trains. Raises NotInitializedError after a shutdown."""
-        session = self._context.session
-        session.check_open()
-        return session.size == 1
-
-    def start(self, named: Sequence[Named]) -> None:
-        """From the next exchange on, the values of ``named``, as they are now. All ranks call it."""
-        alike: dict[tuple[object, ...], list[Named]] = {}
-        for name, param in named:
-            alike.setdefault((param.dtype, param.device), []).append((name, param))
-        self._copies = [FlatCopy.of(part) for part in alike.values()]
-        self._begun = []
-        self._number = self._context.number_of_next(self._name)
-
-    def restart(self) -> None:
-        """From the next exchange on, the parameters as they are then. All ranks call it."""
-        self._copies = []
-
-    def exchange(self) -> None:
-        """Give the changes of the parameters since the last exchange, and take the values as they are then."""
-        for copy in self._copies:
-            copy.take_change(-1)
-        values, changes = [copy.values.detach() for copy in self._copies], [copy.change for copy in self._copies]
-        views = self._context.slot_views([self._request(index, copy) for index, copy in enumerate(self._copies)])
-        if self._is_on_one_machine:  # its ranks add their changes to values of their own
-            _swap(views, changes, changes)
-            torch._foreach_add_(values, changes)
-            return
-        if views != self._begun:  # also after join(), or in another job
-            _swap(views, values, values)
-            self._begun = views
-        _swap(views, changes, values)
-
-    @property
-    def _is_on_one_machine(self) -> bool:
-        return self._context.session.num_machines == 1
-
-    def _request(self, index: int, copy: FlatCopy) -> TensorRequest:
-        name, dtype = f"{self._name}.{self._number}.{index}", copy.change.dtype
-        op, staleness = (Op.SUM, 0) if self._is_on_one_machine else (Op.ACCUMULATE, self._staleness)
-        spec = TensorSpec(name, wire_dtype(dtype, name), (copy.change.numel(),), op, staleness=staleness)
-        return TensorRequest(spec, dtype, ((copy.change.numel(),),), copy.change.device)
-
-
-def _swap(views: Sequence[PieceView], given: Sequence[torch.Tensor], taken: Sequence[torch.Tensor]) -> None:
-    """Give tensors, and take the results into others, which may be the same."""
-    for view, tensor in zip(views, given, strict=True):
-        view.contribute([tensor])
-    for view, tensor in zip(views, taken, strict=True):
-        view.wait()
-        view.fetch([tensor])
+    values = SharedValues(context, claimed, NO_BOUND if staleness is None else min(staleness, NO_BOUND))
+    return DistributedOptimizerMixin.wrap(optimizer, AsyncStepper(wrapped, values, every, compensation))
 
 
 class AsyncStepper(Stepper):
     """The wrapped optimizer's step, and in each ``every``th one an exchange."""
 
-    def __init__(self, wrapped: WrappedOptimizer, exchange: ParameterExchange, every: int, compensation: float) -> None:
+    def __init__(self, wrapped: WrappedOptimizer, values: SharedValues, every: int, compensation: float) -> None:
         super().__init__(wrapped)
-        self._exchange, self._every, self._compensation = exchange, every, compensation
+        self._shared, self._every, self._compensation = values, every, compensation
         self._steps = 0
         self._versions: list[int] = []  # of the parameters after the last step
         self._has_warned = False
@@ -202,21 +131,21 @@ class AsyncStepper(Stepper):
 
     def state_replaced(self) -> None:
         """All ranks begin anew, from the parameters as they are then."""
-        self._exchange.restart()
+        self._shared.restart()
         self._steps = 0
 
     def step(self, call: StepCall) -> Any:
         """Let the wrapped optimizer step, and exchange what it has changed if that is due. Raises NonFiniteError."""
-        wrapped, exchange = self.wrapped, self._exchange
+        wrapped, shared = self.wrapped, self._shared
         wrapped.mark_stepped()
-        if exchange.copies and len(wrapped.groups) > wrapped.groups_added:
+        if shared.copies and len(wrapped.groups) > wrapped.groups_added:
             raise UsageError("AsyncOptimizer: param_groups can't be added after the first step")
         wrapped.add_groups()
-        if exchange.is_alone:
+        if shared.is_alone:
             self._steps += 1
             return self._own_step(call)
-        if not exchange.copies:
-            exchange.start([(wrapped.names[param], param) for param in wrapped.params if param.requires_grad])
+        if not shared.copies:
+            shared.start_from([(wrapped.names[param], param) for param in wrapped.params if param.requires_grad])
         else:
             self._look_for_changes()
         self._steps += 1
@@ -227,7 +156,7 @@ class AsyncStepper(Stepper):
         return loss
 
     def _current_versions(self) -> list[int]:
-        return [param._version for copy in self._exchange.copies for param in copy.params]
+        return [param._version for copy in self._shared.copies for param in copy.params]
 
     def _look_for_changes(self) -> None:
         """Warn if parameters were changed between steps."""
@@ -266,9 +195,12 @@ class AsyncStepper(Stepper):
         return loss
 
     def _exchange_changes(self) -> None:
-        copies = self._exchange.copies
+        copies = self._shared.copies
         own = [[param.detach().clone() for param in copy.params] for copy in copies] if self._compensation else []
-        self._exchange.exchange()
+        for copy in copies:
+            copy.take_change(-1)
+        self._shared.give()
+        self._shared.take()
         for copy in copies:
             copy.give_values()
         if self._compensation:
@@ -278,7 +210,7 @@ class AsyncStepper(Stepper):
     def _compensate(self, own: Sequence[Sequence[torch.Tensor]]) -> None:
         """Add what the gradients lacked of others' changes. ``own``: the parameters before the exchange."""
         rates = {param: group["lr"] for group in self.wrapped.groups for param in group["params"]}
-        for copy, values in zip(self._exchange.copies, own, strict=True):
+        for copy, values in zip(self._shared.copies, own, strict=True):
             for param, before in zip(copy.params, values, strict=True):
                 if param.grad is not None:
                     others = param - before

@@ -64,3 +64,10 @@ class FlatCopy:
                 param.lerp_(view.to(param.dtype), 1 - alpha)
             else:
                 param.copy_(view)
+
+    @torch.no_grad()
+    def move_parameters(self, before: torch.Tensor) -> None:
+        """Parameters change as the global values have changed, which were ``before``."""
+        moved = (self.values - before).split([param.numel() for param in self.params])
+        for part, param in zip(moved, self.params, strict=True):
+            param.add_(part.view(param.shape))

@@ -1,4 +1,4 @@
-"""Training with rare synchronisation: ranks make steps by themselves, and combine what these changed now and then.
+"""DiLoCo: ranks make steps by themselves, and combine what these changed now and then.
 
 DiLoCo (Douillard et al. 2023) sends a model once in ``every`` steps, instead of gradients in each; its streaming form
 (Douillard et al. 2025) sends it in fragments, one after the other, while the ranks go on. For each fragment:
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from byteps_py import rank_bits
-from byteps_py.errors import NonFiniteError, UsageError
+from byteps_py.errors import HostsUpdatedInterrupt, NonFiniteError, UsageError
 from byteps_py.tensors import NonFinite
 from byteps_py.torch.collectives import context as contexts, nonfinite, parameter_owners
 from byteps_py.torch.compression import Compression, Compressor, codec_for, compression_of
@@ -32,6 +32,7 @@ from byteps_py.torch.gradients.cross_barrier import CrossBarrierMixin
 from byteps_py.torch.gradients.flat_copy import FlatCopy, Named, copy_dtype
 from byteps_py.torch.gradients.hosted.optimizer import HostedOptimizerMixin
 from byteps_py.torch.gradients.optimizer_mixin import DistributedOptimizerMixin
+from byteps_py.torch.operations.broadcasts import allgather_object, broadcast_object
 from byteps_py.torch.operations.handles import synchronize
 from byteps_py.torch.operations.process_sets import ProcessSet, global_process_set, group_of, members_of, prefix_of
 from byteps_py.torch.operations.reductions import Average, ReductionOptions, Sum, start_reduction
@@ -40,7 +41,7 @@ from byteps_py.torch.operations.state_broadcast import broadcast_parameters
 __all__ = ["DiLoCo", "Streaming"]
 
 #: Of a state_dict. Another one is refused.
-_FORMAT = "byteps_py.local.DiLoCo 1"
+_FORMAT = "byteps_py.local.DiLoCo 2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ class Streaming:
 
 
 @dataclass(eq=False)
-class _Fragment:
+class Fragment:
     """A part of the model that is combined at one time. ``name``: of its sums. ``offset``: in which of ``every``
     steps."""
 
@@ -73,9 +74,10 @@ class _Fragment:
     offset: int
     copies: list[FlatCopy]
     handles: list[int] = field(default_factory=list)  # of the sums under way
-    has_change: bool = False  # the mean change is there, and awaits its step
+    has_values: bool = False  # new global values are there, which the parameters have yet to get
     is_finite: bool = True  # the own change that was sent last
     sent_at: int = 0  # the latest step whose change was sent
+    outer_steps: int = 0  # made of it
 
 
 class DiLoCo:
@@ -83,7 +85,8 @@ class DiLoCo:
 
     A rank sends 1/``every`` of the bytes that it would send with DistributedOptimizer, and waits as rarely.
 
-    model: its parameters begin as rank 0's (of ``process_set``: its first rank's). Buffers stay each rank's own.
+    model: its parameters begin as rank 0's (of ``process_set``: its first rank's; in an elastic job once it is in a
+    TorchState). Buffers stay each rank's own.
     inner: the optimizer of the ranks' own steps, as torch makes it, or a list: Muon for matrices beside AdamW for the
     rest. Schedulers belong to it. DistributedOptimizer with a process_set makes the steps of a site, whose ranks stay
     equal, and DiLoCo combines sites.
@@ -102,7 +105,7 @@ class DiLoCo:
     together. A step for which a GradScaler has found an infinity makes no inner step, and counts. Raises UsageError for
     arguments that contradict each other, for hosted optimizers and those that average over all ranks, for parameters
     of which ranks have different parts, NotInitializedError before init(), and ``step`` also MismatchError, StallError,
-    PeerLostError and NonFiniteError.
+    PeerLostError and NonFiniteError. In an elastic job, ``step`` raises HostsUpdatedInterrupt for bps.elastic.run.
 
     >>> import torch, byteps_py as bps
     >>> bps.init()
@@ -133,9 +136,10 @@ class DiLoCo:
         compression: type[Compressor] | Mapping[str, Any] = Compression.none,
         process_set: ProcessSet = global_process_set,
     ) -> None:
-        self._every = _whole("every", every, 1)
-        self._delay, self._alpha = _whole("delay", streaming.delay, 0), streaming.own_share
-        fragments = _whole("fragments", streaming.fragments, 1)
+        self._every = whole_number("every", every, 1)
+        self._delay, self._alpha = whole_number("delay", streaming.delay, 0), streaming.own_share
+        fragments = whole_number("fragments", streaming.fragments, 1)
+        self._model = model
         self._compression = compression_of(compression)
         #: The inner optimizers.
         self.inner = [inner] if isinstance(inner, torch.optim.Optimizer) else list(inner)
@@ -164,10 +168,11 @@ class DiLoCo:
                 "DiLoCo can't be had with BYTEPS_NONFINITE=skip: a rank whose own steps have made NaN has it in its "
                 "inner optimizer's states as well. Use BYTEPS_NONFINITE=raise or allow"
             )
-        claimed = context.claim(prefix_of(process_set, "DiLoCo"))
-        broadcast_parameters(named, ranks[0], f"{claimed}.", process_set=process_set)
+        claimed = self._name = context.claim(prefix_of(process_set, "DiLoCo"))
+        if not context.settings.elastic:  # there, ranks that come later create it alone; TorchState makes all equal
+            broadcast_parameters(named, ranks[0], f"{claimed}.", process_set=process_set)
         self._fragments = [
-            _Fragment(
+            Fragment(
                 f"{claimed}.fragment{number}",
                 (number + 1) * every // fragments % every,
                 [FlatCopy.of(part) for part in _alike(piece, groups)],
@@ -177,8 +182,6 @@ class DiLoCo:
         self.outer = self._adopt(outer, groups)
         #: How many inner steps this rank has made.
         self.steps = 0
-        #: How many outer steps, of any fragment, were made.
-        self.outer_steps = 0
 
     def _adopt(self, outer: torch.optim.Optimizer | None, groups: Mapping[torch.Tensor, int]) -> torch.optim.Optimizer:
         """The outer optimizer, which has the flat copies."""
@@ -193,6 +196,11 @@ class DiLoCo:
 
     def _copies(self) -> Iterator[FlatCopy]:
         return (copy for fragment in self._fragments for copy in fragment.copies)
+
+    @property
+    def outer_steps(self) -> int:
+        """How many outer steps, of any fragment, were made."""
+        return sum(fragment.outer_steps for fragment in self._fragments)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -213,12 +221,21 @@ class DiLoCo:
             for optimizer in self.inner:
                 loss = optimizer.step() if closure is None else optimizer.step(closure)
         self.steps += 1
+        self._look_for_hosts()
         for fragment in self._fragments:
             self._finish_if_due(fragment)
             if self.steps % self._every == fragment.offset:
                 self._send(fragment)
                 self._finish_if_due(fragment)
         return loss
+
+    @staticmethod
+    def _look_for_hosts() -> None:
+        """Raises HostsUpdatedInterrupt if machines of an elastic job are about to come or go. Ranks need not agree on
+        it: those that wait for a rank that has left are told so."""
+        context = contexts.current()
+        if context.settings.elastic and any(context.session.hosts_changed()):
+            raise HostsUpdatedInterrupt
 
     def _unscale(self) -> bool:
         """Divide gradients by the scale of a GradScaler, if one calls ``step``. False if it has found an infinity."""
@@ -249,7 +266,7 @@ class DiLoCo:
         for fragment in self._fragments:
             self._finish(fragment, alpha=0.0)
 
-    def _send(self, fragment: _Fragment) -> None:
+    def _send(self, fragment: Fragment) -> None:
         """Send the changes of a fragment."""
         options = ReductionOptions(Average, "DiLoCo", self._group, compression=self._compression)
         must_be_finite = nonfinite.mode_of(contexts.current()) is NonFinite.RAISE
@@ -261,18 +278,31 @@ class DiLoCo:
             name = f"{fragment.name}.{index}"
             fragment.handles.append(start_reduction([copy.change], [copy.change], name, options))
 
-    def _wait(self, fragment: _Fragment) -> None:
-        """The mean change is there."""
-        while fragment.handles:
-            if synchronize(fragment.handles[0]) is None:
+    def _receive(self, fragment: Fragment) -> None:
+        """Make the outer step, if changes were sent. The parameters get the new global values later."""
+        if not fragment.handles:
+            return
+        for handle in fragment.handles:
+            if synchronize(handle) is None:
                 raise UsageError(
-                    "DiLoCo: the ranks have joined another job since a fragment was sent, and its sum is lost: load a "
-                    "state_dict, as bps.elastic.TorchState does"
+                    "DiLoCo: the ranks have joined another job since a fragment was sent, and its sum is lost: give "
+                    "bps.elastic.TorchState the DiLoCo, or load a state_dict"
                 )
-            fragment.has_change = True
-            fragment.handles.pop(0)
+        fragment.handles.clear()
+        self._check_finite(fragment)
+        self._outer_step(fragment)
+        fragment.has_values = True
+        fragment.outer_steps += 1
 
-    def _check_finite(self, fragment: _Fragment) -> None:
+    def _outer_step(self, fragment: Fragment) -> None:
+        """With the changes as gradients."""
+        for copy in fragment.copies:
+            copy.values.grad = copy.change
+        self.outer.step()
+        for copy in fragment.copies:
+            copy.values.grad = None
+
+    def _check_finite(self, fragment: Fragment) -> None:
         """Raises NonFiniteError on all ranks, if BYTEPS_NONFINITE says so and the mean change has NaN or infinity."""
         context = contexts.current()
         if nonfinite.mode_of(context) is not NonFinite.RAISE:
@@ -301,47 +331,101 @@ class DiLoCo:
             "batches and the losses there. BYTEPS_NONFINITE=allow lets the values pass"
         )
 
-    def _finish_if_due(self, fragment: _Fragment) -> None:
+    def _finish_if_due(self, fragment: Fragment) -> None:
         if self.steps >= fragment.sent_at + self._delay:
             self._finish(fragment, self._alpha)
 
-    def _finish(self, fragment: _Fragment, alpha: float) -> None:
-        """Make the outer step of a fragment, if its changes were sent. ``alpha``: see Streaming."""
-        self._wait(fragment)
-        if fragment.has_change:
-            self._check_finite(fragment)
-            for copy in fragment.copies:
-                copy.values.grad = copy.change
-            self.outer.step()
-            for copy in fragment.copies:
-                copy.values.grad = None
-            fragment.has_change = False
-            self.outer_steps += 1
+    def _finish(self, fragment: Fragment, alpha: float) -> None:
+        """Make the outer step of a fragment, if its changes were sent, and use its values. ``alpha``: see Streaming."""
+        self._receive(fragment)
+        if fragment.has_values:
+            fragment.has_values = False
             for copy in fragment.copies:
                 copy.give_values(alpha)
+
+    # ---- elastic jobs ---------------------------------------------------------------------------------------------
+
+    def rejoin(self) -> None:
+        """Go on with the present ranks of an elastic job, as bps.elastic.TorchState does. All ranks call it.
+
+        Global values, outer states and counts become those of the rank that has the newest. Each rank keeps what it has
+        learned since it got its own, and its inner states. Outer steps that were under way are made with the next
+        changes; but if the newest values have this rank's change, it goes on as if it had got them. A rank that has
+        made no step begins with the global values, that rank's inner states and buffers.
+        """
+        if self._group:
+            raise UsageError(
+                "DiLoCo: a process set ends with its group of ranks, so DiLoCo with process_set can't be had in "
+                "elastic jobs"
+            )
+        mine = self._made(), [fragment.outer_steps for fragment in self._fragments]
+        found = allgather_object(mine, name=f"{self._name}.made")
+        made = [each for each, _ in found]
+        root = made.index(max(made))
+        before = iter([copy.values.detach().clone() for copy in self._copies()])
+        values = [(str(index), copy.values) for index, copy in enumerate(self._copies())]
+        broadcast_parameters(values, root, f"{self._name}.values.")
+        is_new, is_root = self.steps == 0, contexts.current().session.rank == root
+        state = self._shared_state(any(steps == 0 for _, steps in made)) if is_root else None
+        state = broadcast_object(state, root, name=f"{self._name}.state")
+        if not is_root:
+            self._take_shared_state(state, is_new)
+        self.steps = max(steps for _, steps in made)  # so that all send the same fragment next
+        for fragment, outer_steps in zip(self._fragments, found[root][1], strict=True):
+            has_own_change = bool(fragment.handles) and outer_steps > fragment.outer_steps
+            fragment.handles.clear()
+            fragment.has_values = not is_new and (fragment.has_values or has_own_change)
+            fragment.outer_steps = outer_steps
+            for copy, old in zip(fragment.copies, before, strict=False):
+                if is_new:
+                    copy.give_values()
+                elif not has_own_change:
+                    copy.move_parameters(old)
+
+    def _made(self) -> tuple[int, int]:
+        """How new the global values are; and how many steps this rank has made."""
+        return self.outer_steps, self.steps
+
+    def _shared_state(self, has_new_ranks: bool) -> dict[str, Any]:
+        """What other ranks get of this one."""
+        state: dict[str, Any] = {"outer": self.outer.state_dict()}
+        if has_new_ranks:
+            buffers = dict(self._model.named_buffers())
+            state |= {"inner": [optimizer.state_dict() for optimizer in self.inner], "buffers": buffers}
+        return state
+
+    @torch.no_grad()
+    def _take_shared_state(self, state: Mapping[str, Any], is_new: bool) -> None:
+        if "outer" in state:
+            self.outer.load_state_dict(state["outer"])
+        if is_new and "inner" in state:
+            for optimizer, saved in zip(self.inner, state["inner"], strict=True):
+                optimizer.load_state_dict(saved)
+            for name, buffer in self._model.named_buffers():
+                buffer.copy_(state["buffers"][name])
 
     # ---- state ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """All but the model's parameters: the inner and outer optimizers' states, global values, counts, and the mean
-        changes that have yet to be used. It waits for sums under way.
+        """All but the model's parameters: the inner and outer optimizers' states, global values, counts, and the
+        outer steps whose values have yet to be used. It waits for sums under way.
 
         Between outer steps ranks have different models and inner states: let each rank save its own, or call
         ``synchronize`` before, and save rank 0's.
         """
         for fragment in self._fragments:
-            self._wait(fragment)
+            self._receive(fragment)
         return {
             "format": _FORMAT,
             "steps": self.steps,
-            "outer_steps": self.outer_steps,
             "inner": [optimizer.state_dict() for optimizer in self.inner],
             "outer": self.outer.state_dict(),
             "fragments": [
                 {
                     "sent_at": fragment.sent_at,
+                    "outer_steps": fragment.outer_steps,
+                    "has_values": fragment.has_values,
                     "values": [copy.values.detach() for copy in fragment.copies],
-                    "changes": [copy.change for copy in fragment.copies] if fragment.has_change else None,
                 }
                 for fragment in self._fragments
             ],
@@ -365,15 +449,13 @@ class DiLoCo:
         for optimizer, saved in zip(self.inner, state["inner"], strict=True):
             optimizer.load_state_dict(saved)
         self.outer.load_state_dict(state["outer"])
-        self.steps, self.outer_steps = state["steps"], state["outer_steps"]
+        self.steps = state["steps"]
         for fragment, saved in zip(self._fragments, state["fragments"], strict=True):
             fragment.handles.clear()
             fragment.sent_at = saved["sent_at"]
-            fragment.has_change = saved["changes"] is not None
-            for index, copy in enumerate(fragment.copies):
-                copy.values.copy_(saved["values"][index])
-                if fragment.has_change:
-                    copy.change.copy_(saved["changes"][index])
+            fragment.outer_steps, fragment.has_values = saved["outer_steps"], saved["has_values"]
+            for copy, values in zip(fragment.copies, saved["values"], strict=True):
+                copy.values.copy_(values)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raises UsageError: the object belongs to this process and its job."""
@@ -383,7 +465,8 @@ class DiLoCo:
 # ---- arguments -------------------------------------------------------------------------------------------------------
 
 
-def _whole(name: str, value: object, least: int) -> int:
+def whole_number(name: str, value: object, least: int) -> int:
+    """An argument of DiLoCo. Raises UsageError."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise UsageError(f"DiLoCo: {name} is a whole number of at least {least}, not {value!r}")
     return value

@@ -1,0 +1,98 @@
+"""bps.local.DecoupledDiLoCo in real processes: with machines in step it is DiLoCo, a slow one holds up nobody, a lost
+one costs the others no step, and a run is repeated bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from pathlib import Path
+
+import pytest
+from support.breaking import Job, launch
+from support.clusters import ROOT
+
+from byteps_py.launch.process_plan import free_port
+
+PROGRAM = str(ROOT / "tests" / "programs" / "decoupled.py")
+OPTIONS = "-np 1 --machines 2 --servers 1"
+
+
+def said(*words: str, options: str = OPTIONS, **environ: str) -> list[str]:
+    """All lines of the ranks, sorted."""
+    with launch(options, *words, program=PROGRAM, **environ) as job:
+        assert job.end() == 0, job.text
+    return sorted(job.of_ranks)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        OPTIONS,
+        pytest.param("-np 2 --machines 2 --servers 1", marks=pytest.mark.slow),
+        pytest.param("-np 2", marks=pytest.mark.slow),
+    ],
+    ids=["two machines", "two ranks on each", "one machine"],
+)
+def test_with_all_machines_in_step_it_is_diloco(options: str) -> None:
+    lines = said("in_step", options=options)
+    assert len(lines) >= 6
+    assert all(line.endswith(": True, equal: True") for line in lines), lines
+
+
+def test_a_slow_machine_holds_up_nobody_and_its_change_counts() -> None:
+    lines = said("slow")
+    assert lines == ["and then: 16.000, equal: True"] * 2 + ["changed: 13.000, equal: True"] * 2
+
+
+@pytest.mark.slow
+def test_each_rank_loads_its_own_state() -> None:
+    assert said("states") == ["resumed: True, 13"] * 2
+
+
+@pytest.mark.slow
+def test_what_is_wrong_is_named_on_its_rank_and_goes_to_nobody() -> None:
+    lines = said("wrong", BYTEPS_NONFINITE="raise")
+    (nan,) = [line for line in lines if "NaN" in line]
+    assert "NonFiniteError: NaN or infinity from rank 1, step 6: in the changes that DecoupledDiLoCo combines of" in nan
+    assert {line for line in lines if line.startswith("finite")} == {"finite: True", "finite: False"}
+    assert sum("UsageError: DiLoCo: the state_dict has fragments" in line for line in lines) == 2
+
+
+@pytest.mark.slow
+def test_a_run_is_repeated_bit_for_bit(tmp_path: Path) -> None:
+    found = []
+    for variable in ("BYTEPS_RECORD_ARRIVALS", "BYTEPS_REPLAY_ARRIVALS"):
+        with launch(OPTIONS, "noisy", "40", program=PROGRAM, **{variable: str(tmp_path)}) as job:
+            assert job.end() == 0, job.text
+        found.append(re.findall(r"rank (\d): (\w{64})", job.text))
+    assert len(found[0]) == 2
+    assert sorted(found[0]) == sorted(found[1])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("kind", ["diloco", "decoupled"])
+def test_a_lost_machine_costs_the_others_no_step_and_comes_back(kind: str) -> None:
+    address = {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": str(free_port())}
+    job_of = {**address, "DMLC_NUM_WORKER": "3", "DMLC_NUM_SERVER": "0"}
+
+    def machine(index: int, **variables: str) -> contextlib.AbstractContextManager[Job]:
+        own = {"DMLC_ROLE": "worker", "DMLC_WORKER_ID": str(index), "BYTEPS_MACHINE_ID": f"m{index}"}
+        return launch("--elastic", "elastic", kind, program=PROGRAM, **job_of, **own, **variables)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(launch("--elastic", DMLC_ROLE="scheduler", **job_of))
+        jobs = [stack.enter_context(machine(index)) for index in range(3)]
+        jobs[0].until("of 3 goes on from step 0")
+        jobs[2].close()
+        survivor = step_of(jobs[0].until("of 2 goes on from step"))
+        new = stack.enter_context(machine(7, IS_NEW="1"))
+        last = [step_of(job.until("of 3 goes on from step")) for job in (jobs[0], new)]
+        assert last[1] >= last[0] >= survivor  # the new rank counts on from the rank that has made most
+        for job in (jobs[0], jobs[1], new):
+            job.until("3 ranks ended, equal: True")
+            assert job.end() == 0, job.text
+
+
+def step_of(line: str) -> int:
+    return int(line.rpartition(" ")[2])

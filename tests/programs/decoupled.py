@@ -1,0 +1,191 @@
+"""A rank that trains with DecoupledDiLoCo, in one of the ways below. Prints what it finds."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import os
+import random
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import byteps_py.torch as bps
+from byteps_py.errors import NonFiniteError, UsageError
+from byteps_py.torch.local import DecoupledDiLoCo, DiLoCo, Streaming
+
+
+def new_model(seed: int = 0, width: int = 8) -> torch.nn.Module:
+    model = torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.Tanh(), torch.nn.Linear(width, 4)).double()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.uniform_(-0.5, 0.5, generator=generator)
+    return model
+
+
+def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.02, foreach=False)
+
+
+def averaging(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """An outer optimizer."""
+    return torch.optim.SGD(model.parameters(), lr=1.0)
+
+
+def train(model: torch.nn.Module, optimizer: Any, steps: range) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(1000 * bps.rank() + step)
+        optimizer.zero_grad()
+        (model(torch.randn(5, 4, generator=generator).double()) - bps.rank()).square().mean().backward()
+        optimizer.step()
+
+
+def weights(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([param.detach().flatten() for param in model.parameters()])
+
+
+def are_equal(model: torch.nn.Module) -> bool:
+    """On all ranks."""
+    everyone = bps.allgather(weights(model).unsqueeze(0), name="weights")
+    return torch.equal(everyone, weights(model).expand(bps.size(), -1))
+
+
+def in_step() -> None:
+    """With all machines in each step it is DiLoCo, momentum included, but for the order in which changes are added."""
+    for streaming in (Streaming(), Streaming(2), Streaming(2, 3)):
+        models = [new_model(bps.rank()), new_model(bps.rank())]
+        one = DecoupledDiLoCo(models[0], adamw(models[0]), every=6, quorum=99, streaming=streaming)
+        two = DiLoCo(models[1], adamw(models[1]), every=6, streaming=streaming)
+        for model, optimizer in zip(models, (one, two), strict=True):
+            train(model, optimizer, range(27))
+        close = torch.allclose(*map(weights, models), rtol=0, atol=1e-12)
+        one.synchronize()
+        print(f"{streaming}: {close}, equal: {are_equal(models[0])}", flush=True)
+
+
+def slow() -> None:
+    """The first rank makes 20 steps alone, and the second one then one. Nothing is lost."""
+    model = new_model()
+    before = weights(model)
+    inner = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = DecoupledDiLoCo(model, inner, averaging(model), every=1, quorum=1)
+
+    def step(gradient: float) -> None:
+        for param in model.parameters():
+            param.grad = torch.full_like(param, gradient)
+        optimizer.step()
+
+    for _ in range(2):  # these waves wait for all machines, and measure
+        step(0.0)
+    bps.barrier()
+    for rank, (steps, gradient) in enumerate(((20, -1.0), (1, -6.0))):
+        for _ in range(steps if bps.rank() == rank else 0):
+            step(gradient)
+        bps.barrier()
+    optimizer.synchronize()
+    print(f"changed: {(weights(model) - before).mean():.3f}, equal: {are_equal(model)}")
+    step(-3.0)
+    optimizer.synchronize()
+    print(f"and then: {(weights(model) - before).mean():.3f}, equal: {are_equal(model)}")
+
+
+def states() -> None:
+    """Each rank saves and loads its own."""
+    model = new_model()
+    streaming = Streaming(2, 2)
+    optimizer = DecoupledDiLoCo(model, adamw(model), every=4, quorum=2, streaming=streaming)
+    train(model, optimizer, range(7))
+    again = new_model(5 + bps.rank())
+    resumed = DecoupledDiLoCo(again, adamw(again), every=4, quorum=2, streaming=streaming)
+    state = copy.deepcopy(optimizer.state_dict())
+    again.load_state_dict(model.state_dict())
+    resumed.load_state_dict(state)
+    train(model, optimizer, range(7, 13))
+    train(again, resumed, range(7, 13))
+    optimizer.synchronize()
+    resumed.synchronize()
+    print(f"resumed: {torch.allclose(weights(again), weights(model), rtol=0, atol=1e-12)}, {resumed.steps}")
+
+
+def wrong() -> None:
+    model = new_model()
+    optimizer = DecoupledDiLoCo(model, adamw(model), every=2, quorum=1)
+    train(model, optimizer, range(4))
+    bps.barrier()
+    train(model, optimizer, range(4, 5))
+    if bps.rank() == 1:
+        with torch.no_grad():
+            model[0].weight[0, 0] = float("nan")
+    try:
+        optimizer.step()
+    except NonFiniteError as error:
+        print(f"NonFiniteError: {error}")
+    print(f"finite: {bool(weights(model).isfinite().all())}")
+    bps.join()
+    pieces = DiLoCo(model, adamw(model), every=2, streaming=Streaming(2))
+    try:
+        optimizer.load_state_dict(pieces.state_dict())
+    except UsageError as error:
+        print(f"UsageError: {error}")
+
+
+def noisy(steps: str) -> None:
+    """Machines step at random speed, so that waves, and all bits, differ from run to run."""
+    speed = random.Random(os.urandom(8))
+    model = new_model(width=64)
+    optimizer = DecoupledDiLoCo(model, adamw(model), every=3, quorum=1, streaming=Streaming(2, 1))
+    seen = hashlib.sha256()
+    for step in range(int(steps)):
+        time.sleep(speed.random() * 0.01 * (1 + 5 * bps.rank()))
+        train(model, optimizer, range(step, step + 1))
+        if step == 10 and bps.rank() == 0:
+            print("ten steps", flush=True)
+        seen.update(weights(model).numpy().tobytes())
+    optimizer.synchronize()
+    seen.update(weights(model).numpy().tobytes())
+    print(f"rank {bps.rank()}: {seen.hexdigest()}")
+
+
+def elastic(kind: str) -> None:
+    """Machines are killed, and the others lose no step of their own. One that takes the place goes on with them. Ends
+    when the third group has made 20 steps."""
+    model = new_model(bps.rank())
+    streaming = Streaming(2, 2)
+    optimizer = (
+        DecoupledDiLoCo(model, adamw(model), averaging(model), every=5, quorum=2, streaming=streaming)
+        if kind == "decoupled"
+        else DiLoCo(model, adamw(model), every=5, streaming=streaming)
+    )
+    begun: list[int] = []  # at which steps groups began
+    groups = 1 if "IS_NEW" in os.environ else 3
+
+    @bps.elastic.run
+    def loop(state: Any) -> None:
+        before = optimizer.steps
+        begun.append(before)
+        print(f"rank {bps.rank()} of {bps.size()} goes on from step {before}", flush=True)
+        while len(begun) < groups or optimizer.steps < before + 20:
+            time.sleep(0.02)
+            train(model, optimizer, range(optimizer.steps, optimizer.steps + 1))
+
+    loop(bps.elastic.TorchState(optimizer=optimizer))
+    optimizer.synchronize()
+    print(f"{bps.size()} ranks ended, equal: {are_equal(model)}", flush=True)
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    bps.init()
+    ways: dict[str, Callable[..., None]] = {way.__name__: way for way in (in_step, slow, states, wrong, noisy, elastic)}
+    name, *arguments = sys.argv[1:]
+    ways[name](*arguments)
+    bps.shutdown()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()
