@@ -313,7 +313,7 @@ class ObjectStateHandler(StateHandler):
 
 
 @runtime_checkable
-class Rejoining(Protocol):
+class LocalTraining(Protocol):
     """A training of which each rank keeps what it has, whoever else is there: DiLoCo."""
 
     outer_steps: int
@@ -363,26 +363,26 @@ class TorchState(ObjectState):
     """
 
     _handlers: dict[str, StateHandler]
-    _rejoining: dict[str, Rejoining]
+    _local: dict[str, LocalTraining]
 
     def __init__(self, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
         everything = {**kwargs, "model": model, "optimizer": optimizer}
-        self._rejoining = {name: value for name, value in everything.items() if isinstance(value, Rejoining)}
-        handlers = {name: _handler(value) for name, value in everything.items() if name not in self._rejoining}
+        self._local = {name: value for name, value in everything.items() if isinstance(value, LocalTraining)}
+        handlers = {name: _handler(value) for name, value in everything.items() if name not in self._local}
         self._handlers = {name: handler for name, handler in handlers.items() if handler is not None}
-        if self._rejoining and (others := _of_a_model(handlers)):
+        if self._local and (others := _of_a_model(handlers)):
             raise UsageError(
                 f"TorchState: {', '.join(others)} would go back to the last commit, and the DiLoCo "
-                f"{next(iter(self._rejoining))!r} keeps what its ranks have learned: give the DiLoCo alone, which has "
+                f"{next(iter(self._local))!r} keeps what its ranks have learned: give the DiLoCo alone, which has "
                 "the model"
             )
-        for name, value in {**{name: each.value for name, each in self._handlers.items()}, **self._rejoining}.items():
+        for name, value in {**{name: each.value for name, each in self._handlers.items()}, **self._local}.items():
             super().__setattr__(name, value)
-        if self._rejoining:
+        if self._local:
             self.going_on = "going on"  # with the errors of codecs, too
         else:
             self._handlers[""] = CodedStateHandler()  # beside the attributes
-        kept = {**self._handlers, **self._rejoining}
+        kept = {**self._handlers, **self._local}
         super().__init__(**{name: value for name, value in everything.items() if name not in kept})
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -408,7 +408,7 @@ class TorchState(ObjectState):
     @property
     def commits(self) -> int:
         """The number of commits, and of a DiLoCo's outer steps."""
-        return super().commits + sum(each.outer_steps for each in self._rejoining.values())
+        return super().commits + sum(each.outer_steps for each in self._local.values())
 
     def on_reset(self) -> None:
         """Called once the rank is part of another group: see register_reset_callbacks."""
@@ -419,7 +419,7 @@ class TorchState(ObjectState):
     def sync(self) -> None:
         """Make all ranks' states equal to rank 0's current one, and save it: all of it, or nothing. A DiLoCo only goes
         on."""
-        for each in self._rejoining.values():
+        for each in self._local.values():
             each.rejoin()
         for handler in self._handlers.values():
             handler.sync()
