@@ -13,6 +13,8 @@ from torch import nn
 
 import byteps_py.torch as bps
 from byteps_py.errors import GradientOrderError, MismatchError, UsageError
+from byteps_py.torch.collectives import context as contexts
+from byteps_py.torch.gradients.comm_hook import _BucketAverage
 from byteps_py.torch.gradients.factor_bucket import FactorBucket
 from byteps_py.torch.gradients.low_rank import LowRankMatrix, product
 from byteps_py.torch.run.compression_state import load_of_machine
@@ -286,10 +288,25 @@ def test_ranks_with_other_factors_are_a_mismatch() -> None:
 
 
 POWER = C.powersgd()
+
+
+def diloco(compression: Any) -> Any:
+    model = nn.Linear(60, 60)
+    inner, outer = (torch.optim.SGD(model.parameters(), lr=1.0) for _ in range(2))
+    return bps.local.DiLoCo(model, inner, outer, every=2, compression=compression)
+
+
+def hooked(compression: Any) -> None:
+    """What DistributedDataParallel's reducer does with a bucket of gradients."""
+    _BucketAverage(torch.ones(10)).begin(contexts.current(), "bucket", compression)
+
+
 REFUSED = {
     "push_pull": (lambda: bps.push_pull(torch.ones(50, 50), compression=POWER), "is for the gradients of"),
     "allreduce": (lambda: bps.allreduce(torch.ones(50, 50), compression=POWER), "is for the gradients of"),
     "reducescatter": (lambda: bps.reducescatter(torch.ones(50, 50), compression=POWER), "is for the gradients of"),
+    "DiLoCo": (lambda: diloco(POWER), "is for the gradients of"),
+    "comm hook": (lambda: hooked(POWER), "is for the gradients of"),
     "max": (lambda: wrapped(parameters(), op=bps.Max), "powersgd of rank 4 is for op=Average and op=Sum"),
     "adasum": (lambda: wrapped(parameters(), op=bps.Adasum), "powersgd of rank 4 is for op=Average and op=Sum"),
     "hosted": (lambda: wrapped(parameters(), hosted=True), "powersgd of rank 4 is not for hosted optimizers"),
