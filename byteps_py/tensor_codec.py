@@ -28,6 +28,7 @@ _ENTRIES = (1 << 16) - 1
 _FEEDBACK = 1 << 31
 _SEED_AT = 32
 MAX_SEED = (1 << 32) - 1
+MAX_DRAWN = (1 << 48) - 1
 
 
 class CodecKind(enum.IntEnum):
@@ -67,6 +68,7 @@ class Codec:
         error_feedback: each machine adds what it could not send in one round to its contribution to the next.
         seed: of RANDOMK and of ditherings: what they draw follows from it.
         momentum: the factor of Nesterov momentum that machines apply before they code; 0: none.
+        drawn: of a codec that draws: for how many rounds machines have drawn before the tensor was declared.
 
     Blocks of INT8 and the FLOAT8s: a float32 scale, then ``SCALED_BLOCK`` bytes. Blocks of TOPK: ``entries`` float32
     values, as many positions of 16 bits, ascending, and zeros up to a multiple of 4 bytes. Blocks of TOPK_2BIT: two
@@ -93,6 +95,7 @@ class Codec:
     error_feedback: bool = False
     seed: int = 0
     momentum: float = 0.0
+    drawn: int = 0
 
     def __post_init__(self) -> None:
         kind, most = self.kind, 0
@@ -107,6 +110,8 @@ class Codec:
             raise UsageError(f"a codec {kind.name.lower()} with the seed {self.seed!r} does not exist")
         if not 0 <= self.momentum < 1:
             raise UsageError(f"momentum is a factor of at least 0 and below 1, not {self.momentum!r}")
+        if not 0 <= self.drawn <= (MAX_DRAWN if self.draws else 0):
+            raise UsageError(f"a codec {kind.name.lower()} that was drawn for {self.drawn} rounds does not exist")
 
     @classmethod
     def topk(cls, ratio: float, error_feedback: bool = False, bits: int = 32) -> Codec:
@@ -183,19 +188,19 @@ class Codec:
     @property
     def on_wire(self) -> Codec:
         """The codec as a server sees it: error feedback and momentum are the machines' own."""
-        return replace(self, error_feedback=False, momentum=0.0)
+        return replace(self, error_feedback=False, momentum=0.0, drawn=0)
 
     @property
     def code(self) -> int:
-        """A number of 64 bits for messages, without the momentum; never 0, which stands for no codec."""
+        """A number of 64 bits for messages, without ``momentum`` and ``drawn``; never 0, which stands for no codec."""
         feedback = _FEEDBACK if self.error_feedback else 0
         return self.kind | self.entries << _KIND_BITS | feedback | self.seed << _SEED_AT
 
     @classmethod
-    def from_code(cls, code: int, momentum: float = 0.0) -> Codec:
+    def from_code(cls, code: int, momentum: float = 0.0, drawn: int = 0) -> Codec:
         """The codec with this code. Raises ValueError or UsageError if there is none."""
         kind, entries = CodecKind(code & (1 << _KIND_BITS) - 1), code >> _KIND_BITS & _ENTRIES
-        codec = cls(kind, entries, bool(code & _FEEDBACK), code >> _SEED_AT, momentum)
+        codec = cls(kind, entries, bool(code & _FEEDBACK), code >> _SEED_AT, momentum, drawn)
         if codec.code != code:
             raise ValueError(f"no codec has the code {code:#x}")
         return codec
@@ -203,7 +208,8 @@ class Codec:
     def __str__(self) -> str:
         share = f" of {self.entries} in {self.block}" if self.kind in _SPARSE else ""
         levels = f" of {self.entries} levels" if self.kind in _DITHERING else ""
-        seed = f" (seed {self.seed})" if self.draws else ""
+        after = f" after {self.drawn} rounds" if self.drawn else ""
+        seed = f" (seed {self.seed}{after})" if self.draws else ""
         also = " and ".join(
             [*["error feedback"] * self.error_feedback, *[f"momentum {self.momentum:g}"] * (self.momentum > 0)]
         )

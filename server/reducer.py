@@ -154,7 +154,9 @@ def plan(op: Op, arrivals: Sequence[Arrival]) -> KernelCall:
     """The kernel call for these contributions of all machines, in machine order."""
     header = arrivals[0].header
     codec = codec_of(header.codec)
-    draw = Draw(header.key, header.round, header.offset // codec.item_bytes) if codec is not None else None
+    draw = None
+    if codec is not None:
+        draw = Draw(header.key, header.drawn + header.round, header.offset // codec.item_bytes)
     givers = [a for a in arrivals if a.payload is not None]
     payloads = [a.payload for a in givers if a.payload is not None]
     inputs = tuple(payload.address for payload in payloads)

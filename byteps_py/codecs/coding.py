@@ -35,8 +35,8 @@ _NOTHING = Report((), False, 0)
 class Draw:
     """From what, beside a codec's seed, its pseudo-random numbers follow: from nothing that a fault changes.
 
-    key: of the tensor. round: of the tensor. block: the partition's first block in the tensor. giver: first rank of the
-    machine that codes, or SERVER: they round independently of each other.
+    key: of the tensor. round: of the tensor, counted from its first declaration. block: the partition's first block in
+    the tensor. giver: first rank of the machine that codes, or SERVER: they round independently of each other.
     """
 
     key: int = 0

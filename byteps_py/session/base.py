@@ -70,6 +70,7 @@ class Slot:
     nonfinite_ranks: int = 0  # that made the latest result NaN or infinite, if the spec asks: see rank_bits.py
     error: Exception | None = None
     coded_state: memoryview | None = None  # what its machine keeps for the codec, if this rank has it
+    drawn: int = 0  # see Codec
     flight_group: GroupCounter | None = None  # of its rounds in the flight recorder
     flight_number: int = 0  # of the current round there; 0: it is not recorded
 
@@ -86,7 +87,8 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class CodedState:
-    """What a machine keeps for a codec from round to round. ``data``: the parts of ``Codec.state_nbytes``."""
+    """What a machine keeps for a codec from round to round. ``data``: the parts of ``Codec.state_nbytes``; empty if
+    another rank has them. ``codec.drawn``: up to now."""
 
     shape: tuple[int, ...]
     dtype: DType

@@ -19,12 +19,12 @@ from byteps_py.tensors import DType, Op
 from byteps_py.wire.record_codec import F64, U32, U64, Data, F64s, Flag, RecordCodec, Text, U64s
 
 MAGIC = 0x31535042  # "BPS1", little endian
-VERSION = 15
+VERSION = 16
 
 # magic, version, kind, dtype, op | epoch, sender, root, machines | key | generation, index | round | offset | length
 # | payload segment, payload offset, answer segment, answer offset | flags | nonfinite_ranks | waited | codec
-# | staleness | quorum
-_LAYOUT = struct.Struct("<IBBBB IHHH Q II Q Q Q IQIQ B Q I Q H H")
+# | staleness | quorum | drawn
+_LAYOUT = struct.Struct("<IBBBB IHHH Q II Q Q Q IQIQ B Q I Q H H Q")
 HEADER_BYTES = _LAYOUT.size
 MAX_WAITED_US = (1 << 32) - 1
 #: The limit of a message about shadowed states, which is sent in pieces if it is longer than a partition: at ``offset``
@@ -125,6 +125,7 @@ class Header:
         waited_us: in an ANSWER, how long the PUSH had waited for other machines, in microseconds.
         codec: the form of the payload and of the answer: see Codec.code; 0 for that of ``dtype``.
         staleness, quorum: of an ACCUMULATE: see TensorSpec.
+        drawn: of a codec that draws: see Codec.
 
     >>> header = Header(Kind.PUSH, sender=1, dtype=DType.FLOAT32, key=7, round=2, length=4096)
     >>> Header.unpack(header.pack()) == header
@@ -154,6 +155,7 @@ class Header:
     codec: int = 0
     staleness: int = 0
     quorum: int = 0
+    drawn: int = 0
 
     @property
     def is_resent(self) -> bool:
@@ -203,6 +205,7 @@ class Header:
             self.codec,
             self.staleness,
             self.quorum,
+            self.drawn,
         )
 
     @classmethod
@@ -212,7 +215,7 @@ class Header:
             raise ProtocolError(f"a header has {HEADER_BYTES} bytes, got {len(data)}")
         (magic, version, kind, dtype, op, epoch, sender, root, machines, key, generation, index, round_, offset, length,
          segment, segment_offset, answer_segment, answer_offset, flags, nonfinite_ranks, waited_us, codec,
-         staleness, quorum) = _LAYOUT.unpack(
+         staleness, quorum, drawn) = _LAYOUT.unpack(
             data
         )  # fmt: skip
         if magic != MAGIC:
@@ -223,7 +226,7 @@ class Header:
             return cls(
                 _KINDS[kind], sender, epoch, _DTYPES[dtype], _OPS[op], root, key, generation, index, round_,
                 offset, length, segment, segment_offset, answer_segment, answer_offset, machines, flags,
-                nonfinite_ranks, waited_us, codec, staleness, quorum,
+                nonfinite_ranks, waited_us, codec, staleness, quorum, drawn,
             )  # fmt: skip
         except KeyError:
             raise ProtocolError(f"unknown code in header: kind {kind}, dtype {dtype}, op {op}") from None

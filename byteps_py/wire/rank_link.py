@@ -33,7 +33,7 @@ from byteps_py.wire.record_codec import (
     U64s,
 )
 
-VERSION = 20
+VERSION = 22
 
 #: The most entries of a message about rounds: more are spread over several messages.
 MAX_ROUNDS = 4096
@@ -78,7 +78,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class SpecFields:
-    """A TensorSpec in a message. ``codec``: see Codec.code; 0 for none. ``momentum``: see Codec."""
+    """A TensorSpec in a message. ``codec``: see Codec.code; 0 for none. ``momentum``, ``drawn``: see Codec."""
 
     dtype: U8
     op: U8
@@ -93,6 +93,7 @@ class SpecFields:
     quorum: U32
     codec: U64
     momentum: F64
+    drawn: U64
     name: Text
     shape: U64s
     group: U32s
@@ -103,10 +104,11 @@ class SpecFields:
     @classmethod
     def of(cls, spec: TensorSpec) -> SpecFields:
         """The fields of ``spec``."""
+        codec = spec.codec
         return cls(
             spec.dtype, spec.op, spec.nonfinite, spec.average, spec.scatters, spec.is_shadowed,
             spec.is_replicated, spec.root, spec.priority, spec.staleness, spec.quorum,
-            spec.codec.code if spec.codec is not None else 0, spec.codec.momentum if spec.codec is not None else 0.0,
+            *((codec.code, codec.momentum, codec.drawn) if codec is not None else (0, 0.0, 0)),
             spec.name, spec.shape, spec.group, spec.terms, spec.ownership, spec.remark,
         )  # fmt: skip
 
@@ -116,8 +118,9 @@ class SpecFields:
             return TensorSpec(
                 self.name, DType(self.dtype), self.shape, Op(self.op), self.average, self.root, self.priority,
                 self.group, self.scatters, self.terms, NonFinite(self.nonfinite), self.ownership, self.is_shadowed,
-                self.is_replicated, self.remark, Codec.from_code(self.codec, self.momentum) if self.codec else None,
-                self.staleness, self.quorum,
+                self.is_replicated, self.remark,
+                Codec.from_code(self.codec, self.momentum, self.drawn) if self.codec else None, self.staleness,
+                self.quorum,
             )  # fmt: skip
         except (ValueError, UsageError) as error:
             raise ProtocolError(f"tensor {self.name[:80]!r}: malformed declaration: {error}") from None

@@ -90,8 +90,10 @@ class Reference:
         """``were``: which machine each was in the group before, None for a new one."""
         if self.codec is None:
             return
-        before, self.sums = self.sums, [CodedSums(self.codec, machines) for _ in self.model.parameters()]
+        before, names = self.sums, [f"Gradient.{name}" for name, _ in self.model.named_parameters()]
+        self.sums = [CodedSums(self.codec, machines, name) for name in names]
         for old, new, param in zip(before, self.sums, self.model.parameters(), strict=False):
+            new.round = old.round
             zeros = torch.zeros(param.numel())
             if old.errors is not None and old.moments is not None:
                 new.errors = [zeros if was is None else old.errors[was] for was in were]
@@ -206,17 +208,28 @@ def test_one_group_after_another(variables: dict[str, str], tmp_path, record_pro
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("hosted", ["", pytest.param("machine", marks=pytest.mark.long)])
-def test_what_machines_have_not_sent_goes_on(hosted: str, tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "hosted"),
+    [
+        (CodecKind.INT8, ""),
+        pytest.param(CodecKind.INT8, "machine", marks=pytest.mark.long),
+        pytest.param(CodecKind.DITHERING_NATURAL, "", marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_what_machines_have_not_sent_goes_on(kind: CodecKind, hosted: str, tmp_path) -> None:
     """With error feedback and momentum: a machine is killed, and another one joins. That one begins with zeros, and the
     others go on with what they had when they committed."""
     torch.set_num_threads(1)
-    codec = Codec(CodecKind.INT8, error_feedback=True, momentum=0.5)
+    is_drawn = kind is CodecKind.DITHERING_NATURAL
+    codec = Codec(kind, 7 * is_drawn, error_feedback=True, seed=3 * is_drawn, momentum=0.5)
     port, training = free_port(), Training(tmp_path / "told", codec)
     training.tell(0)
     with contextlib.ExitStack() as stack:
         scheduler = stack.enter_context(launch("--elastic", DMLC_ROLE="scheduler", **addressed(port)))
         variables = {**INT8, "TEST_FEEDBACK": "1", **({"TEST_HOSTED": hosted} if hosted else {})}
+        if is_drawn:
+            del variables["TEST_INT8"]
         jobs = [stack.enter_context(machine(i, port, training.file, **variables)) for i in range(3)]
         assert training.group(jobs[0], "start", time.monotonic()) == [1, 1, 1]
         training.train(jobs[0], 10)

@@ -54,7 +54,8 @@ def main() -> None:
     model = Net()
     compression = bps.Compression.int8 if "TEST_INT8" in os.environ else bps.Compression.none
     if "TEST_FEEDBACK" in os.environ:
-        compression = bps.Compression.with_momentum(bps.Compression.with_error_feedback(bps.Compression.int8), 0.5)
+        kind = bps.Compression.int8 if "TEST_INT8" in os.environ else bps.Compression.dithering(7, "natural", seed=3)
+        compression = bps.Compression.with_momentum(bps.Compression.with_error_feedback(kind), 0.5)
     hosted = os.environ.get("TEST_HOSTED", False)
     optimizer = wrap(model, hosted=hosted if hosted == "machine" else bool(hosted), compression=compression)
 

@@ -54,6 +54,23 @@ def test_what_is_loaded_replaces_all() -> None:
     assert [bytes(slot.coded_state or b"") for slot in slots] == [STATE.data, bytes(8)]
 
 
+def test_codecs_draw_on() -> None:
+    """On all ranks: also on those that do not have the rest."""
+    spec = replace(SPEC, codec=Codec.randomk(0.1, seed=1))
+    assert spec.codec is not None
+    drawn = CodedState((2,), DType.FLOAT32, replace(spec.codec, drawn=7), b"")
+    states, slot = CodedStates(), Slot(spec, (), memoryview(b""))
+    states.put({"w": drawn}, [])
+    assert states.drawn(spec) == 7
+    assert states.drawn(replace(spec, shape=(3,))) == states.drawn(SPEC) == 0
+    states.declared(slot)
+    slot.round = slot.done_round = 2
+    assert states.take([slot]) == {"w": replace(drawn, codec=replace(spec.codec, drawn=9))}
+    states.put({"w": drawn}, [slot])  # the tensor is declared already
+    assert slot.drawn == 7
+    assert states.take([]) == {}
+
+
 def test_not_while_a_round_is_under_way() -> None:
     states = CodedStates()
     for change in ({"round": 1}, {"begun_bytes": 4}):

@@ -24,11 +24,11 @@ _PARTITION_BYTES = 2 * INT8.item_bytes
 _COUNTS = (1, 40, SCALED_BLOCK - 1, SCALED_BLOCK, SCALED_BLOCK + 1, 3 * SCALED_BLOCK + 17)
 #: Those whose sums depend on the rounds before, or on the round.
 _WITH_PAST = (
-    Codec.randomk(0.2, seed=1, error_feedback=True),
+    replace(Codec.randomk(0.2, seed=1, error_feedback=True), drawn=3),
     Codec(CodecKind.INT8, error_feedback=True, momentum=0.5),
     Codec(CodecKind.THC, error_feedback=True),
     Codec(CodecKind.ONEBIT_SCALED, error_feedback=True),
-    Codec(CodecKind.DITHERING_LINEAR, 7),
+    Codec(CodecKind.DITHERING_LINEAR, 7, drawn=5),
     Codec.topk(0.05, error_feedback=True),
 )
 
@@ -84,14 +84,14 @@ class Past:
             if inputs:
                 state = self.states.setdefault(ranks[0], np.zeros(2 * count + blocks, np.float32)).ctypes.data
                 error, moments = state * codec.error_feedback, (state + 4 * count) * (codec.momentum > 0)
-                draw, agreed = Draw(key, self.round, 0, ranks[0]), state + 8 * count
+                draw, agreed = Draw(key, codec.drawn + self.round, 0, ranks[0]), state + 8 * count
                 coding = Coding(codec, spec.dtype, count, error, moments, draw, agreed, taking_part)
                 given.append(np.zeros(nbytes, np.uint8))
                 codecs.encode(coding, [each.ctypes.data for each in inputs], given[-1].ctypes.data)
                 codings.append(coding)
         answer, result = np.zeros(nbytes, np.uint8), np.zeros(count, np.float32)
         sources = [each.ctypes.data for each in given]
-        codecs.add(codec, sources, [answer.ctypes.data], nbytes, Draw(key, self.round))
+        codecs.add(codec, sources, [answer.ctypes.data], nbytes, Draw(key, codec.drawn + self.round))
         for coding, source in zip(codings, sources, strict=True):
             codecs.decode(coding, answer.ctypes.data, [result.ctypes.data], 1, source)
         return result.tobytes()

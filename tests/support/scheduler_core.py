@@ -101,7 +101,7 @@ def running(n: int = 2, k: int = 0, local_size: int = 2, **config: object) -> tu
 
 
 def spec(shape: tuple[int, ...] = (3,), dtype: DType = DType.FLOAT32, op: Op = Op.SUM, **changes: Any) -> bytes:
-    fields = SpecFields(dtype, op, 0, False, False, False, False, -1, 0, 0, 0, 0.0, "", shape, (), "", "", "")
+    fields = SpecFields(dtype, op, 0, False, False, False, False, -1, 0, 0, 0, 0, 0.0, 0, "", shape, (), "", "", "")
     return RecordCodec(SpecFields).pack_one(replace(fields, **changes))
 
 

@@ -37,7 +37,7 @@ class CodedParts:
         part, tensor = compute.part, compute.part.tensor
         state, error, moments, agreed = self._state(part, codec)
         machines = tensor.machines or self._machines
-        draw = Draw(tensor.key, tensor.round, part.offset // codec.item_bytes, self._first_rank)
+        draw = Draw(tensor.key, codec.drawn + tensor.round, part.offset // codec.item_bytes, self._first_rank)
         coding = Coding(codec, tensor.spec.dtype, part.count, error, moments, draw, agreed, machines)
         if part.stage is REDUCING:
             return functools.partial(_encode, self._codecs, coding, compute, state)

@@ -587,6 +587,7 @@ class Network:
             codec=tensor.codec.on_wire.code if tensor.codec is not None else 0,
             staleness=tensor.spec.staleness,
             quorum=tensor.spec.quorum,
+            drawn=tensor.codec.drawn if tensor.codec is not None else 0,
         )
 
     def link_usage(self) -> list[pb.LinkUsage]:

@@ -233,7 +233,7 @@ class RemoteSession(ChannelSession):
         request = self.next_request()
         with self.state:
             self._asked[request] = specs
-        sent = [self._of_incarnation(spec) if self.incarnation else spec for spec in specs]
+        sent = [self._of_incarnation(self._going_on(spec)) for spec in specs]
         self.send(protocol.Declare.of(request, sent))
         self.wait_until(
             lambda: request in self._declared,
@@ -243,7 +243,13 @@ class RemoteSession(ChannelSession):
         with self.state:
             return {spec.name: slot for spec, slot in zip(specs, self._declared.pop(request), strict=True)}
 
+    def _going_on(self, spec: TensorSpec) -> TensorSpec:
+        drawn = self._coded_states.drawn(spec) if spec.codec is not None else 0
+        return replace(spec, codec=replace(spec.codec, drawn=drawn)) if spec.codec is not None and drawn else spec
+
     def _of_incarnation(self, spec: TensorSpec) -> TensorSpec:
+        if not self.incarnation:
+            return spec
         ownership = f"{spec.ownership}#{self.incarnation}" if spec.ownership else ""
         return replace(spec, name=f"{spec.name}#{self.incarnation}", ownership=ownership)
 

@@ -19,6 +19,7 @@ import logging
 import queue
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -35,7 +36,7 @@ from byteps_py.session import CodedState
 from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.horovod.allreduce import push_pull
 from byteps_py.torch.horovod.api import init, rank, shutdown
-from byteps_py.torch.operations.broadcasts import broadcast_object
+from byteps_py.torch.operations.broadcasts import allgather_object, broadcast_object
 from byteps_py.torch.operations.reductions import Max
 from byteps_py.torch.operations.state_broadcast import StateListener, broadcast_optimizer_state, broadcast_parameters
 
@@ -291,7 +292,16 @@ class CodedStateHandler(StateHandler):
         if context.is_open:
             context.session.set_coded_states(self._saved)
 
-    def sync(self) -> None: ...
+    def sync(self) -> None:
+        """All ranks draw from the same round on, those that are new, too."""
+        session = contexts.current().session
+        states = session.coded_states()
+        drawn = {name: replace(state, data=b"") for name, state in states.items() if state.codec.draws}
+        for of_rank in allgather_object(drawn, name="elastic.drawn"):
+            for name, state in of_rank.items():
+                own = states.get(name, state)
+                states[name] = replace(own, codec=max(own.codec, state.codec, key=lambda codec: codec.drawn))
+        session.set_coded_states(states)
 
 
 @runtime_checkable

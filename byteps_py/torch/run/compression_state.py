@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,11 +30,11 @@ _PARTS = ("error", "momentum", "agreed")  # in the order of Codec.state_nbytes
 
 def compression_state_dict() -> dict[str, Any]:
     """Copies of what this rank's machine keeps for codecs with error feedback or momentum, for torch.save(): what was
-    not sent yet, the momentum, and the steps that machines agree on for ``thc``; and of what this rank keeps for
-    ``powersgd``: factors and errors.
+    not sent yet, the momentum, the steps that machines agree on for ``thc``, and for how many rounds others have drawn;
+    and of what this rank keeps for ``powersgd``: factors and errors.
 
     Each machine has its own, so each rank saves its own beside the weights. Of the ranks of one machine, the first one
-    of a tensor's group has it, and it is missing in the ``tensors`` of others. torch.load() takes it with
+    of a tensor's group has it; in the ``tensors`` of others are the rounds alone. torch.load() takes it with
     weights_only=True. Call it between two steps. Raises UsageError if a round of such a tensor is under way.
 
     >>> import byteps_py as bps
@@ -59,7 +60,7 @@ def load_compression_state_dict(state_dict: Mapping[str, Any]) -> None:
     """Go on with a ``compression_state_dict``: of tensors that are declared already, and of others once they are, if
     name, shape, dtype and codec are the same; a warning names those that are not. All else of this rank begins with
     zeros. Factors of ``powersgd`` are for optimizers that are there already. Call it on each rank, with what it saved,
-    between two steps.
+    before the first step: codecs that draw go on only from there.
 
     Raises UsageError for what was saved on another machine, or in a job with another number of machines (leave it out:
     errors and momentum then begin with zeros), and if a round of such a tensor is under way.
@@ -112,19 +113,25 @@ def load_of_machine(of_ranks: Sequence[Mapping[str, Any] | None]) -> None:
             there[0]["machines"], session.num_machines,
         )  # fmt: skip
         return
-    mine = [each["tensors"] for each in there if each["machine"] == session.machine_index]
-    states = {name: _from_tensors(name, saved) for tensors in mine for name, saved in tensors.items()}
+    states: dict[str, CodedState] = {}
+    for each in there:  # all ranks know for how many rounds machines have drawn
+        for name, saved in each["tensors"].items():
+            state = _from_tensors(name, saved)
+            state = state if each["machine"] == session.machine_index else replace(state, data=b"")
+            if name not in states or state.data:
+                states[name] = state
     session.set_coded_states(states)
 
 
 def _to_tensors(state: CodedState) -> dict[str, Any]:
     codec, count = state.codec, int(np.prod(state.shape, dtype=np.int64))
     sizes = [nbytes // 4 for nbytes in codec.state_nbytes(count)]
-    parts = torch.frombuffer(bytearray(state.data), dtype=torch.float32).split(sizes)
+    numbers = torch.frombuffer(bytearray(state.data), dtype=torch.float32) if state.data else torch.empty(0)
+    parts = numbers.split(sizes) if state.data else [numbers] * len(sizes)
     return {
         "shape": list(state.shape),
         "dtype": int(state.dtype),
-        "codec": [codec.code, codec.momentum],
+        "codec": [codec.code, codec.momentum, codec.drawn],
         **{name: part.clone() for name, part in zip(_PARTS, parts, strict=True) if part.numel()},
     }
 
@@ -135,8 +142,9 @@ def _from_tensors(name: str, saved: Mapping[str, Any]) -> CodedState:
         codec = Codec.from_code(*saved["codec"])
         shape = tuple(int(each) for each in saved["shape"])
         sizes = codec.state_nbytes(int(np.prod(shape, dtype=np.int64)))
-        data = b"".join(saved[part].numpy().tobytes() for part, nbytes in zip(_PARTS, sizes, strict=True) if nbytes)
-        if len(data) != sum(sizes):
+        parts = [saved[part] for part, nbytes in zip(_PARTS, sizes, strict=True) if nbytes and part in saved]
+        data = b"".join(part.numpy().tobytes() for part in parts)
+        if len(data) != sum(sizes) and (data or not codec.draws):
             raise ValueError(f"{len(data)} bytes in the place of {sum(sizes)}")
         return CodedState(shape, DType(saved["dtype"]), codec, data)
     except (KeyError, TypeError, ValueError, UsageError) as error:
