@@ -334,7 +334,7 @@ def test_owners_add_rows_in_rank_order(machines, dtype, dims, options, after) ->
 
 def test_owners_of_a_process_set_and_compressed_rows() -> None:
     def main(rank: int):
-        some = bps.add_process_set([0, 1, 3, 4, 5])
+        some = bps.add_process_set([0, 1, 3, 4, 5, 6, 7])
         param = nn.Parameter(torch.zeros(5000, 32))
         optimizer = bps.DistributedOptimizer(
             torch.optim.SGD([param], lr=1.0),
@@ -346,11 +346,11 @@ def test_owners_of_a_process_set_and_compressed_rows() -> None:
         optimizer.synchronize()
         return param.grad.to_dense()
 
-    cluster = ThreadedCluster((1,) * 6)
+    cluster = ThreadedCluster((1,) * 8)
     results = cluster.run(main)
-    given = [rows_of(rank, 1, 5000, 1, torch.float32).coalesce().bfloat16() for rank in (0, 1, 3, 4, 5)]
-    expected = added_in_rank_order(given, mean_of, 5, torch.float32)
-    assert all(torch.equal(results[rank], expected) for rank in (0, 1, 3, 4, 5))
+    given = [rows_of(rank, 1, 5000, 1, torch.float32).coalesce().bfloat16() for rank in (0, 1, 3, 4, 5, 6, 7)]
+    expected = added_in_rank_order(given, mean_of, 7, torch.float32)
+    assert all(torch.equal(results[rank], expected) for rank in (0, 1, 3, 4, 5, 6, 7))
     assert given_by_owners(cluster) == 1
 
 
