@@ -276,6 +276,68 @@ def test_a_sparse_gradient_of_a_matrix_travels_as_rows() -> None:
         assert torch.equal(wide, expected)
 
 
+def test_frozen_and_tied_parameters_and_channels_last() -> None:
+    """One is frozen until the third step, one is used twice, one lies in memory with its channels last."""
+
+    def main(rank: int):
+        named = parameters()
+        with torch.no_grad():
+            named["conv"].data = named["conv"].data.to(memory_format=torch.channels_last)
+        named["wide"].requires_grad_(False)
+        optimizer = wrapped(named)
+        found = []
+        for step in range(5):
+            if step == 2:
+                named["wide"].requires_grad_(True)
+            used = {name: p for name, p in named.items() if p.requires_grad}
+            loss = sum((p * values(rank, step, name)).sum() for name, p in used.items())
+            (loss + (named["tall"] * values(rank, step, "tall")).sum()).backward()  # type: ignore[union-attr]
+            optimizer.synchronize()
+            found.append({name: None if p.grad is None else p.grad.clone() for name, p in named.items()})
+            assert named["conv"].grad.is_contiguous(memory_format=torch.channels_last)
+            optimizer.zero_grad()
+        return found
+
+    results = ThreadedCluster(MACHINES).run(main)
+    emulated = {name: Emulated(name, SHAPES[name], MACHINES) for name in MATRICES}
+    for step in range(5):
+        for name, each in emulated.items():
+            if name == "wide" and step < 2:
+                assert all(found[step][name] is None for found in results)
+                continue
+            given = [values(rank, step, name) * (2 if name == "tall" else 1) for rank in range(3)]
+            expected = each.mean(given)
+            assert all(torch.equal(found[step][name], expected) for found in results), (step, name)
+
+
+def test_two_optimizers_and_clipping() -> None:
+    def main(rank: int):
+        first, second = ({name: parameters()[name]} for name in ("wide", "tall"))
+        optimizers = [(first, wrapped(first)), (second, wrapped(second))]
+        norms = []
+        for step in range(3):
+            for named, _ in optimizers:
+                backward(named, rank, step)
+            for named, optimizer in optimizers:
+                optimizer.synchronize()
+                norms.append(nn.utils.clip_grad_norm_(named.values(), 0.5))
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+                optimizer.zero_grad()
+        return first["wide"].detach(), second["tall"].detach(), norms
+
+    results = ThreadedCluster(MACHINES).run(main)
+    emulated = [Emulated(name, SHAPES[name], MACHINES) for name in ("wide", "tall")]
+    for number, (name, each) in enumerate(zip(("wide", "tall"), emulated, strict=True)):
+        parameter = nn.Parameter(torch.zeros(SHAPES[name]))
+        for step in range(3):
+            parameter.grad = each.mean([values(rank, step, name) for rank in range(3)])
+            nn.utils.clip_grad_norm_([parameter], 0.5)
+            with torch.no_grad():
+                parameter -= parameter.grad
+        assert all(torch.equal(found[number], parameter) for found in results)
+
+
 def test_ranks_with_other_factors_are_a_mismatch() -> None:
     def main(rank: int) -> None:
         named = {"wide": parameters()["wide"]}
