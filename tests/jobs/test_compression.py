@@ -44,6 +44,11 @@ def test_errors_and_momentum_go_on(ranks: int) -> None:
 
 
 @pytest.mark.slow
+def test_a_failure_changes_no_bit() -> None:
+    assert len(digests(2, 1, 1, "fail")) == 1
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [(2, 2, 1), (3, 1, 0), pytest.param((1, 2, 0), marks=pytest.mark.long)], ids=str)
 def test_hosted_optimizers_step_with_the_same_sums(layout: tuple[int, int, int]) -> None:
     assert len(digests(*layout, "hosted")) == 1

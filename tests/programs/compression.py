@@ -1,6 +1,6 @@
 """Sums with each codec, and a training, compared with machines and a server that are emulated in this process. Run by
 tests/jobs/test_compression.py under bpslaunch; prints a digest of all results. Arguments: names of codecs, join,
-rules, go on, or hosted; none: all codecs. With BYTEPS_NONFINITE=raise, a gradient is infinite.
+rules, go on, fail, or hosted; none: all codecs. With BYTEPS_NONFINITE=raise, a gradient is infinite.
 """
 
 from __future__ import annotations
@@ -285,6 +285,59 @@ def hosted(digest: hashlib._Hash) -> None:
                 digest.update(mine.detach().numpy().tobytes())
 
 
+#: How gradients come to be summed, with what the optimizer gets for it.
+FRONT_ENDS: dict[str, dict[str, object]] = {
+    "optimizer": {},
+    "cross": {},
+    "ddp": {},
+    "hosted": {"hosted": "machine"},
+    "passes": {"backward_passes_per_step": 2},
+}
+
+
+def weights_of(kind: str, fails: bool) -> torch.Tensor:
+    """After 8 steps, a commit in each second one. ``fails``: ranks go back from step 5."""
+    compression = C.with_momentum(CODECS["int8 ef"], 0.5)
+    net = network()
+    model: torch.nn.Module = net
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+    if kind == "ddp":
+        model = bps.DistributedDataParallel(net, compression=compression)
+    else:
+        named = [(f"{kind} {fails} {key}", parameter) for key, parameter in net.named_parameters()]
+        optimizer = bps.DistributedOptimizer(optimizer, named, compression, **FRONT_ENDS[kind])
+    if kind == "cross":
+        optimizer = bps.CrossBarrier(net, optimizer)
+    left = {5} if fails else set()
+
+    @bps.elastic.run
+    def train(state) -> None:
+        while state.step < 8:
+            for backward in range(2 if kind == "passes" else 1):
+                generator = torch.Generator().manual_seed(1000 * state.step + 100 * backward + bps.rank())
+                model(torch.randn(4, 70, generator=generator)).pow(2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            state.step += 1
+            if state.step % 2 == 0:
+                state.commit()
+            if state.step in left:
+                left.discard(state.step)
+                bps.push_pull(torch.ones(2 + bps.rank()), name="disagree")
+
+    train(bps.elastic.TorchState(net, optimizer, step=0))
+    assert not left
+    return torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
+
+
+def failing(digest: hashlib._Hash) -> None:
+    """A training with a failure ends with the bits of one without."""
+    for kind in FRONT_ENDS:
+        if not torch.equal(weights_of(kind, False), weights_of(kind, True)):
+            sys.exit(f"rank {bps.rank()}: {kind}: a failure has changed the weights")
+    digest.update(b"failed")
+
+
 def joining(digest: hashlib._Hash) -> None:
     """Machines of one rank leave one after the other: those that have joined count as zeros."""
     for round_ in range(bps.rank() + 1):
@@ -310,6 +363,8 @@ def main() -> None:
             joining(digest)
         elif name == "hosted":
             hosted(digest)
+        elif name == "fail":
+            failing(digest)
         elif name == "go on":
             going_on(digest)
         elif name == "rules":
