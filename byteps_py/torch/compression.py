@@ -511,10 +511,11 @@ def check_low_rank(compression: type[Compressor], name: str, parameter: torch.Te
     if compression.low_rank is None:
         return
     what = f"{name!r}: compression {compression.low_rank}"
-    if settings.elastic:
+    if settings.max_restarts:
         raise UsageError(
-            f"{what} can't be had in an elastic job, or with --max-restarts: a rank that is lost takes the error of "
-            "its gradients with it, and a new one has no factors. Use fp16, bf16, or a codec without error feedback"
+            f"{what} can't be had with --max-restarts (BYTEPS_MAX_RESTARTS): a rank that is started again in the "
+            "middle of a step has neither its factors nor its error. Use --elastic, fp16, bf16, or a codec without "
+            "error feedback"
         )
     if parameter.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         kind = str(parameter.dtype).removeprefix("torch.")

@@ -18,11 +18,13 @@ from programs.elastic import digest_of
 from support.breaking import Job, launch
 from support.clusters import ROOT
 from support.coded_sums import CodedSums
+from support.low_rank import Emulated
 from support.threaded import contract
 from torch_training import Net, gradients, loss_of, sgd
 
 from byteps_py.launch.process_plan import free_port
 from byteps_py.tensor_codec import Codec, CodecKind
+from byteps_py.torch.compression import Compression
 
 pytestmark = pytest.mark.timeout(300)  # seconds
 
@@ -205,6 +207,65 @@ def test_one_group_after_another(variables: dict[str, str], tmp_path, record_pro
             job.end()
     record_property("took", training.took)
     print(training.took)
+
+
+class LowRankReference(Reference):
+    """The same, with gradients that travel as factors of low rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        low_rank = Compression.powersgd(rank=2, min_compression_rate=1.0).low_rank
+        assert low_rank is not None
+        self.matrices: dict[str, Emulated] = {}
+        self.low_rank = low_rank
+
+    def go(self, to: int, machines: list[int]) -> str:
+        for step in range(self.step, to):
+            by_rank = [gradients(self.model, rank, [step]) for rank in range(sum(machines))]
+            for (name, param), *parts in zip(self.model.named_parameters(), *by_rank, strict=True):
+                matrix = self.matrices.get(name)
+                param.grad = contract(parts, machines, average=True) if matrix is None else matrix.mean(parts)
+            self.optimizer.step()
+        self.step = to
+        return digest_of(self.model)
+
+    def regroup(self, machines: list[int], were: list[int | None]) -> None:
+        """``were``: as ranks, since each machine has one."""
+        before, self.matrices = self.matrices, {}
+        for name, param in self.model.named_parameters():
+            if not self.low_rank.compresses(param):
+                continue
+            new = self.matrices[name] = Emulated(name, param.shape, machines, self.low_rank.rank_of(param.shape))
+            if before:
+                old, zeros = before[name], new.errors[0]
+                new.factor, new.step = old.factor, old.step
+                new.errors = [zeros if was is None else old.errors[was] for was in were]
+
+
+@pytest.mark.slow
+def test_what_ranks_have_not_sent_goes_on(tmp_path) -> None:
+    """Factors of low rank: a machine is killed, and another one joins. Its rank has no error, the others theirs."""
+    torch.set_num_threads(1)
+    port, training = free_port(), Training(tmp_path / "told")
+    training.reference = LowRankReference()
+    training.tell(0)
+    variables = {"TEST_POWERSGD": "1", "BYTEPS_FUSION_BYTES": "0"}
+    with contextlib.ExitStack() as stack:
+        scheduler = stack.enter_context(launch("--elastic", DMLC_ROLE="scheduler", **addressed(port)))
+        jobs = [stack.enter_context(machine(i, port, training.file, **variables)) for i in range(3)]
+        assert training.group(jobs[0], "start", time.monotonic()) == [1, 1, 1]
+        training.train(jobs[0], 10)
+        jobs[1].signal(signal.SIGKILL)
+        assert training.group(jobs[0], "a machine was killed", time.monotonic(), [0, 2]) == [1, 1]
+        training.train(jobs[0], 10)
+        jobs.append(stack.enter_context(machine(7, port, training.file, **variables)))
+        assert training.group(jobs[0], "a machine joined", time.monotonic(), [0, 1, None]) == [1, 1, 1]
+        training.train(jobs[0], 10)
+        training.tell(training.reference.step, is_last=True)
+        for job in (jobs[0], jobs[2], jobs[3]):
+            assert job.end() == 0
+        assert scheduler.end() == 0
+        jobs[1].end()
 
 
 @pytest.mark.slow

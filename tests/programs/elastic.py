@@ -3,7 +3,7 @@
 Says where each group begins ("group from step 8: 2 1 1", the ranks of each machine), each step that all have committed,
 and, when it has taken its steps, what the parameters are. In a group all must be equal, bit for bit: each checks that.
 TEST_HOSTED: the services make the optimizer's steps. TEST_INT8: gradients are compressed; with
-TEST_FEEDBACK, machines keep what they have not sent, and momentum.
+TEST_FEEDBACK, machines keep what they have not sent, and momentum. TEST_POWERSGD: gradients are factors of low rank.
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ def main() -> None:
     if "TEST_FEEDBACK" in os.environ:
         kind = bps.Compression.int8 if "TEST_INT8" in os.environ else bps.Compression.dithering(7, "natural", seed=3)
         compression = bps.Compression.with_momentum(bps.Compression.with_error_feedback(kind), 0.5)
+    if "TEST_POWERSGD" in os.environ:
+        compression = bps.Compression.powersgd(rank=2, min_compression_rate=1.0)
     hosted = os.environ.get("TEST_HOSTED", False)
     optimizer = wrap(model, hosted=hosted if hosted == "machine" else bool(hosted), compression=compression)
 

@@ -304,6 +304,49 @@ class CodedStateHandler(StateHandler):
         session.set_coded_states(states)
 
 
+class FactorStateHandler(StateHandler):
+    """Saves what this rank has of Compression.powersgd: the factors that all ranks have, and its own errors."""
+
+    _prepared: dict[str, Any] | None = None
+    _goes_back = False  # to what was saved, in the next ``sync``
+
+    def __init__(self) -> None:
+        super().__init__(None)
+
+    @staticmethod
+    def _present() -> dict[str, Any]:
+        context = contexts.current()
+        if not context.is_open:
+            return {}
+        return dict(pair for each in list(context.keeping_factors) for pair in each.factor_states().items())
+
+    def prepare(self) -> None:
+        self._prepared = self._present()
+
+    def save(self) -> None:
+        if self._prepared is None:
+            self.prepare()
+        self._saved, self._prepared = self._prepared or {}, None
+        self._goes_back = False
+
+    def restore(self) -> None:
+        self._prepared, self._goes_back = None, True
+        if contexts.current().is_open:
+            self._load(self._saved)
+
+    def sync(self) -> None:
+        """All ranks get the factors of rank 0. Errors stay those of each rank; new ranks have none."""
+        own = self._saved if self._goes_back else {**self._saved, **self._present()}
+        shared = broadcast_object({key: {**state, "error": None} for key, state in own.items()}, 0)
+        nothing: dict[str, Any] = {}
+        self._load({key: {**state, "error": own.get(key, nothing).get("error")} for key, state in shared.items()})
+
+    @staticmethod
+    def _load(states: Mapping[str, Any]) -> None:
+        for each in list(contexts.current().keeping_factors):
+            each.load_factor_states(states)
+
+
 @runtime_checkable
 class Stateful(Protocol):
     """An object whose state can be taken and put back."""
@@ -391,7 +434,7 @@ class TorchState(ObjectState):
         if self._local:
             self.going_on = "going on"  # with the errors of codecs, too
         else:
-            self._handlers[""] = CodedStateHandler()  # beside the attributes
+            self._handlers |= {"": CodedStateHandler(), " ": FactorStateHandler()}  # beside the attributes
         kept = {**self._handlers, **self._local}
         super().__init__(**{name: value for name, value in everything.items() if name not in kept})
 

@@ -563,7 +563,7 @@ class GradientReducer:
             for bucket in self.buckets:
                 bucket.slot_view = None
                 bucket.begin_session(self._warmup_steps)
-                if isinstance(bucket, FactorBucket):
+                if isinstance(bucket, FactorBucket) and self._travels:  # a rank that is alone owes nothing
                     bucket.load_factor_states(self._loaded)
                     bucket.choose_form(self._warmup_steps)
             self._loaded = {}

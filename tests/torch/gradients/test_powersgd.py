@@ -393,16 +393,47 @@ def test_refused(what) -> None:
     ThreadedCluster((1, 1)).run(main)
 
 
-@pytest.mark.parametrize("settings", [{}, {"max_restarts": 1}])
-def test_refused_in_elastic_jobs(settings) -> None:
+def test_refused_with_restarts() -> None:
     def main(rank: int) -> None:
-        with pytest.raises(UsageError, match=r"'wide': .* can't be had in an elastic job"):
+        with pytest.raises(UsageError, match=r"'wide': .* can't be had with --max-restarts"):
             wrapped(parameters())
-        with pytest.raises(UsageError, match="can't be had in an elastic job"):
+        with pytest.raises(UsageError, match="can't be had with --max-restarts"):
             bps.DistributedDataParallel(nn.Linear(60, 60), compression=C.powersgd())
         wrapped(parameters(), C.none)
 
-    ThreadedCluster((1, 1), elastic=True, **settings).run(main)
+    ThreadedCluster((1, 1), elastic=True, max_restarts=1).run(main)
+
+
+@pytest.mark.parametrize("is_new_group", [False, True])
+def test_a_state_goes_back_to_the_factors_and_errors_of_its_commit(is_new_group) -> None:
+    """In the same group, and in a new one of the same ranks. tests/jobs/test_elastic_process.py has other ones."""
+
+    def main(rank: int):
+        named = parameters()
+        optimizer = wrapped(named)
+        state = bps.elastic.TorchState(optimizer=optimizer, step=0)
+        state.sync()
+
+        def go(first: int, last: int) -> list[torch.Tensor]:
+            found = []
+            for step in range(first, last):
+                backward(named, rank, step)
+                optimizer.synchronize()
+                found += [named[name].grad.clone() for name in MATRICES]
+                optimizer.zero_grad()
+            return found
+
+        go(0, 3)
+        state.save()
+        due = go(3, 6)
+        state.restore()
+        if is_new_group:
+            bps.shutdown()
+            bps.init()
+            state.sync()
+        assert all(map(torch.equal, go(3, 6), due))
+
+    ThreadedCluster(MACHINES, elastic=True).run(main)
 
 
 # ---- one matrix --------------------------------------------------------------------------------------------
