@@ -17,19 +17,25 @@ from byteps_py.torch.collectives.parameter_owners import announce_averaging, che
 from byteps_py.torch.compression import CompressionArgument, check_low_rank, choice_of, codec_for
 from byteps_py.torch.gradients.bucket import GradientOptions
 from byteps_py.torch.gradients.gradient_reducer import GradientReducer
+from byteps_py.torch.gradients.hosted.optimizer import check_hosted_compression
+from byteps_py.torch.gradients.hosted.states_mode import asked_for
 from byteps_py.torch.operations.handles import kind_in_group
 
 _CALLER = "parallelize_model with compression"
 
 
-def check_compression(model: nn.Module, compression: CompressionArgument) -> None:
-    """Raises UsageError for a compression that is none, or that a parameter can't have, and if something else averages
-    gradients already; NotInitializedError before init()."""
+def check_compression(
+    model: nn.Module, compression: CompressionArgument, hosted: bool | str = False, shadow: bool = False
+) -> None:
+    """Raises UsageError for a compression that is none, or that a parameter or a hosted optimizer can't have, and if
+    something else averages gradients already; NotInitializedError before init()."""
     named, choice, settings = list(model.named_parameters()), choice_of(compression), contexts.current().settings
     for name, parameter in named:
         chosen = choice.of(name, parameter)
         check_low_rank(chosen, name, parameter, settings)
         codec_for(chosen, parameter.dtype, 0, name, settings)
+    if hosted is not False or shadow:
+        check_hosted_compression(choice, named, asked_for(hosted or True), shadow)
     check_unowned(named, _CALLER)
 
 

@@ -19,6 +19,7 @@ from torch import nn
 from byteps_py.parallel.mesh import Mesh
 from byteps_py.parallel.pipe.pipeline import Pipeline
 from byteps_py.parallel.tensor.parallel_plan import sharded_parameters
+from byteps_py.torch.compression import CompressionArgument, choice_of
 from byteps_py.torch.gradients.hosted.optimizer import HostedOptions, host_copies
 from byteps_py.torch.gradients.hosted.states_mode import asked_for
 from byteps_py.torch.gradients.hosted.whole_model import Share
@@ -74,11 +75,13 @@ class MeshModel:
 
 @dataclass(frozen=True, slots=True)
 class MeshHosting:
-    """``hosted``, ``shadow``: see ParallelOptions. ``passes``: backward passes of a step, without a pipeline."""
+    """``hosted``, ``shadow``, ``compression``: see ParallelOptions. ``passes``: backward passes of a step, without a
+    pipeline."""
 
     hosted: bool | str
     shadow: bool
     passes: int
+    compression: CompressionArgument
 
 
 def hosted_optimizer(
@@ -95,7 +98,8 @@ def hosted_optimizer(
         takes_all_at_once=is_pipeline,
     )
     ranks = dist.get_process_group_ranks(mesh.gradient_group)
-    made: Any = host_copies(optimizer, names, ranks, 1 if is_pipeline else how.passes, hosting)
+    passes = 1 if is_pipeline else how.passes
+    made: Any = host_copies(optimizer, names, ranks, passes, hosting, choice_of(how.compression))
     own: torch.optim.Optimizer = made  # of the class that is given, too
     return own
 

@@ -59,8 +59,8 @@ class ParallelOptions:
         hosted: with "ddp", the communication services keep the optimizer's states, and make its steps, for the ranks
             of ``mesh.gradient_group``: True, "machine" or "sharded", see DistributedOptimizer. ``p.grad`` stays the
             gradient of this rank's copy of the model.
-        compression: with "ddp", how gradients travel between copies of the model: see DistributedOptimizer. What
-            machines keep for it is no part of checkpoints: see compression_state_dict.
+        compression: with "ddp", how gradients travel between copies of the model: see DistributedOptimizer; with
+            ``hosted`` "machine", too. What machines keep for it is no part of checkpoints: see compression_state_dict.
         shadow: as ``hosted``, and summation servers on other machines keep the states in step: a restarted job goes on
             from ``training.restore()``, which needs the same mesh.
     """
@@ -112,7 +112,7 @@ def parallelize_model(
     """
     _check(mesh, options)
     if options.is_compressed:
-        check_compression(model, options.compression)
+        check_compression(model, options.compression, options.hosted, options.shadow)
     tensor.parallelize(model, options.plan, mesh.group("tp"), sequence_dim=options.sequence_dim)
     copies, is_fully_sharded = mesh.gradient_group, options.data in _FULLY_SHARDED
     is_hosted = options.is_hosted
@@ -137,10 +137,10 @@ def parallelize_model(
     else:
         own = optimizer(parameters)
     if is_hosted:
-        how = MeshHosting(options.hosted, options.shadow, options.micro_batches)
+        how = MeshHosting(options.hosted, options.shadow, options.micro_batches, options.compression)
         own = hosted_optimizer(own, module, mesh, how)
     averages = None
-    if options.is_compressed:
+    if options.is_compressed and not is_hosted:
         averages = CompressedAverages(module, copies, options.compression, options.micro_batches)
     mean = _MeanLoss(loss, mesh, module.program.parts if isinstance(module, Pipeline) else 1)
     equal = EqualCopies(module, copies) if is_beside else None
@@ -160,11 +160,6 @@ def _check(mesh: Mesh, options: ParallelOptions) -> None:
         raise UsageError(
             f"{asked} does not go together with data={options.data!r}, which keeps states on the "
             "ranks: hosted='sharded' divides them among the services of the same ranks, with data='ddp'"
-        )
-    if options.is_compressed and options.is_hosted:
-        raise UsageError(
-            "compression does not go together with hosted= and shadow=True, whose services step with sums as they are: "
-            "leave one of them out"
         )
     if options.is_compressed and options.data != "ddp":
         raise UsageError(

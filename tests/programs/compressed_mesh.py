@@ -42,11 +42,11 @@ class Block(nn.Module):
         return x + self.w2(self.w1(x).tanh())
 
 
-def new_training(mesh: Mesh) -> ParallelTraining:
+def new_training(mesh: Mesh, hosted: bool | str = False) -> ParallelTraining:
     torch.manual_seed(1)
     model = nn.Sequential(*(Block() for _ in range(LAYERS)))
     plan = {"*.w1": Column(), "*.w2": Row()}
-    options = ParallelOptions(plan=plan, micro_batches=2, compression=COMPRESSION)
+    options = ParallelOptions(plan=plan, micro_batches=2, compression=COMPRESSION, hosted=hosted)
     new_optimizer = functools.partial(torch.optim.SGD, lr=0.1)
     return parallelize_model(model, mesh, nn.functional.mse_loss, new_optimizer, options)
 
@@ -124,13 +124,25 @@ def run(mesh: Mesh, folder: Path) -> None:
     assert all(map(torch.equal, *found)), "another step after the checkpoint"
 
 
+def run_hosted(mesh: Mesh) -> None:
+    """Services step with the same sums."""
+    trainings = [new_training(mesh), new_training(mesh, "machine")]
+    for step in range(4):
+        for training in trainings:
+            training.step(*batch(mesh, step))
+        assert all(map(torch.equal, *map(weights, trainings))), f"hosted, step {step}: other weights"
+
+
 def main() -> None:
     torch.set_num_threads(1)
     assert os.environ["BYTEPS_MIN_COMPRESS_BYTES"] == os.environ["BYTEPS_FUSION_BYTES"] == "0"
     dist.init_process_group("byteps")
     folder = Path(bps.broadcast_object(tempfile.mkdtemp() if bps.rank() == 0 else "", name="folder"))
     for layout in sys.argv[1:]:
-        run(Mesh(*(int(one) for one in layout.split("x"))), folder / layout)
+        mesh = Mesh(*(int(one) for one in layout.split("x")))
+        run(mesh, folder / layout)
+        if COMPRESSION.codec is not None:
+            run_hosted(mesh)
         print(f"{layout}: right", flush=True)
     dist.barrier()
     if bps.rank() == 0:

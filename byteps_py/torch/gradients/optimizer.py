@@ -31,9 +31,9 @@ from byteps_py.torch.gradients.async_optimizer import AsyncOptimizer
 from byteps_py.torch.gradients.backward_passes import CountedPasses, ReducedPasses
 from byteps_py.torch.gradients.bucket import GradientOptions
 from byteps_py.torch.gradients.gradient_reducer import GradientReducer
-from byteps_py.torch.gradients.hosted.optimizer import HostedOptions, check_hosted, host
+from byteps_py.torch.gradients.hosted.optimizer import HostedOptions, check_hosted, check_hosted_compression, host
 from byteps_py.torch.gradients.hosted.replication import check_machines
-from byteps_py.torch.gradients.hosted.states_mode import StatesMode, asked_for
+from byteps_py.torch.gradients.hosted.states_mode import asked_for
 from byteps_py.torch.gradients.optimizer_mixin import DistributedOptimizerMixin, check_passes
 from byteps_py.torch.gradients.parameter_names import NamedParameters, checked_names
 from byteps_py.torch.gradients.stepper import AdasumStepper, DeltaExchange, LocalStepper, WrappedOptimizer
@@ -140,7 +140,7 @@ def DistributedOptimizer(  # noqa: N802  a class to its users, as in BytePS and 
     hosting = HostedOptions(delayed_update_after, step_in_backward, is_shadowed, mode)
     ranks = ranks_of(process_set)
     if is_hosted:
-        _check_hosted_compression(compression, [(names[param], param) for param in params], mode, is_shadowed)
+        check_hosted_compression(compression, [(names[param], param) for param in params], mode, is_shadowed)
     _check_compression(compression, op, [(names[param], param) for param in params], context)
     hosting.check(optimizer, is_hosted, nonfinite.mode_of(context), bool(ranks))
     together = which_groups(num_groups, groups, params)
@@ -236,40 +236,6 @@ def _check_op(what: str, op: ReduceOp) -> None:
     """Raises UsageError for a compression that is not for this operation."""
     if op not in (Average, Sum):
         raise UsageError(f"{what} is for op=Average and op=Sum, not for op={op.name.title()}")
-
-
-def _check_hosted_compression(
-    compression: CompressionChoice,
-    named: Sequence[tuple[str, torch.nn.Parameter]],
-    mode: StatesMode | None,
-    is_shadowed: bool,
-) -> None:
-    """Raises UsageError for what services can't step with."""
-    chosen = [compression.of(name, param) for name, param in named]
-    low_rank = next((each.low_rank for each in chosen if each.low_rank is not None), None)
-    if low_rank is not None:
-        raise UsageError(
-            f"compression {low_rank} is not for hosted optimizers (hosted=, shadow=True, BYTEPS_SHADOW=1), whose "
-            "services step with sums as they are: use hosted=False, or Compression.fp16 or bf16"
-        )
-    codec = next((each.codec for each in chosen if each.codec is not None), None)
-    if codec is None:
-        return
-    if is_shadowed:
-        raise UsageError(
-            f"compression {codec} is not for shadow=True and BYTEPS_SHADOW=1: servers that keep states step with sums "
-            "as they are. Leave the shadow out, or use Compression.fp16 or bf16"
-        )
-    if mode is not StatesMode.MACHINE:
-        raise UsageError(
-            f"compression {codec} with a hosted optimizer needs hosted='machine': in other modes a sum goes to its "
-            "owner only, and each machine must get it. Use that, hosted=False, or Compression.fp16 or bf16"
-        )
-    if compression.warmup_steps:
-        raise UsageError(
-            f"compression {codec} with a warm-up is not for hosted optimizers, whose gradients are declared once: "
-            "leave one of the two out"
-        )
 
 
 def _check_owners(named: Iterable[tuple[str, torch.nn.Parameter]], ranks: Sequence[int]) -> None:

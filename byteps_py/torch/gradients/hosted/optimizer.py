@@ -20,7 +20,7 @@ from byteps_py.tensors import NonFinite
 from byteps_py.torch.collectives import context as contexts, nonfinite
 from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.collectives.parameter_owners import find_part
-from byteps_py.torch.compression import Compression
+from byteps_py.torch.compression import Compression, CompressionChoice
 from byteps_py.torch.gradients.backward_passes import ReducedPasses
 from byteps_py.torch.gradients.bucket import GradientOptions
 from byteps_py.torch.gradients.gradient_reducer import GradientReducer
@@ -54,6 +54,40 @@ def check_hosted(optimizer: torch.optim.Optimizer, op: ReduceOp, factor: float, 
     ):
         if is_given:
             raise UsageError(f"hosted=True does not go together with {what}")
+
+
+def check_hosted_compression(
+    compression: CompressionChoice,
+    named: Sequence[tuple[str, torch.nn.Parameter]],
+    mode: StatesMode | None,
+    is_shadowed: bool,
+) -> None:
+    """Raises UsageError for what services can't step with."""
+    chosen = [compression.of(name, param) for name, param in named]
+    low_rank = next((each.low_rank for each in chosen if each.low_rank is not None), None)
+    if low_rank is not None:
+        raise UsageError(
+            f"compression {low_rank} is not for hosted optimizers (hosted=, shadow=True, BYTEPS_SHADOW=1), whose "
+            "services step with sums as they are: use hosted=False, or Compression.fp16 or bf16"
+        )
+    codec = next((each.codec for each in chosen if each.codec is not None), None)
+    if codec is None:
+        return
+    if is_shadowed:
+        raise UsageError(
+            f"compression {codec} is not for shadow=True and BYTEPS_SHADOW=1: servers that keep states step with sums "
+            "as they are. Leave the shadow out, or use Compression.fp16 or bf16"
+        )
+    if mode is not StatesMode.MACHINE:
+        raise UsageError(
+            f"compression {codec} with a hosted optimizer needs hosted='machine': in other modes a sum goes to its "
+            "owner only, and each machine must get it. Use that, hosted=False, or Compression.fp16 or bf16"
+        )
+    if compression.warmup_steps:
+        raise UsageError(
+            f"compression {codec} with a warm-up is not for hosted optimizers, whose gradients are declared once: "
+            "leave one of the two out"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,6 +339,7 @@ def host_copies(
     ranks: Sequence[int],
     passes: int,
     hosting: HostedOptions,
+    compression: CompressionChoice,
 ) -> HostedOptimizerMixin:
     """The optimizer for a model in parts, of whose parts here the global ``ranks`` have copies. Only these call it.
     Raises UsageError, and NotInitializedError before init()."""
@@ -316,5 +351,5 @@ def host_copies(
     check_hosted(optimizer, Average, 1.0, has_groups=False)
     if hosting.shadow:
         check_machines(context)
-    options = GradientOptions(Compression.none, Average, group=group, prefix=f"{kind_in_group(group, 'Gradient')}.")
+    options = GradientOptions(compression, Average, group=group, prefix=f"{kind_in_group(group, 'Gradient')}.")
     return host(context, optimizer, names, passes, options, hosting)
