@@ -10,6 +10,7 @@ from support.threaded import ThreadedCluster
 
 import byteps_py.torch as bps
 from byteps_py.torch.compression import compression_of
+from byteps_py.torch.run.compression_state import load_of_machine
 
 C = bps.Compression
 EVERY = {"min_compress_bytes": 0}
@@ -168,6 +169,17 @@ def test_saved_states_that_can_not_be_loaded() -> None:
                 bps.load_compression_state_dict({**saved, **wrong})
 
     ThreadedCluster().run(main)
+
+
+def test_a_run_of_other_machines_begins_with_zeros(caplog: pytest.LogCaptureFixture) -> None:
+    """RunState has what all ranks had."""
+    saved = {"machine": 0, "machines": 3, "tensors": {"x": {}}}
+
+    def main(rank: int) -> None:
+        load_of_machine([saved, None])
+
+    ThreadedCluster().run(main)
+    assert "begin with zeros: they were saved in a job of 3 machines, and this one has 2" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def load_of_machine(of_ranks: Sequence[Mapping[str, Any] | None]) -> None:
         for name, saved in each["tensors"].items():
             state = _from_tensors(name, saved)
             state = state if each["machine"] == session.machine_index else replace(state, data=b"")
-            if name not in states or state.data:
+            if state.data or (state.codec.draws and name not in states):
                 states[name] = state
     session.set_coded_states(states)
 
