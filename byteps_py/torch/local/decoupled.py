@@ -55,6 +55,8 @@ class DecoupledDiLoCo(DiLoCo):
     >>> bps.shutdown()
     """
 
+    _outer_is_common = False
+
     def __init__(
         self,
         model: torch.nn.Module,
@@ -177,10 +179,6 @@ class DecoupledDiLoCo(DiLoCo):
                 f"{nonfinite.listed(places)}; look at the batches and the losses there. BYTEPS_NONFINITE=allow lets "
                 "the values pass"
             )
-
-    def _shared_state(self, has_new_ranks: bool) -> dict[str, Any]:
-        state = super()._shared_state(has_new_ranks)
-        return {name: part for name, part in state.items() if name != "outer"}
 
 
 def _has_decay(outer: torch.optim.Optimizer) -> bool:

@@ -15,6 +15,7 @@ The training thread calls.
 from __future__ import annotations
 
 import functools
+import hashlib
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,17 +27,18 @@ from byteps_py import rank_bits
 from byteps_py.errors import HostsUpdatedInterrupt, NonFiniteError, UsageError
 from byteps_py.tensors import NonFinite
 from byteps_py.torch.collectives import context as contexts, nonfinite, parameter_owners
+from byteps_py.torch.collectives.dtypes import as_bytes
 from byteps_py.torch.compression import Compression, Compressor, codec_for, compression_of
 from byteps_py.torch.gradients.async_optimizer import AsyncStepper
 from byteps_py.torch.gradients.cross_barrier import CrossBarrierMixin
 from byteps_py.torch.gradients.flat_copy import FlatCopy, Named, copy_dtype
 from byteps_py.torch.gradients.hosted.optimizer import HostedOptimizerMixin
 from byteps_py.torch.gradients.optimizer_mixin import DistributedOptimizerMixin
-from byteps_py.torch.operations.broadcasts import allgather_object, broadcast_object
-from byteps_py.torch.operations.handles import synchronize
+from byteps_py.torch.operations.broadcasts import allgather_object
+from byteps_py.torch.operations.handles import kind_in_group, synchronize
 from byteps_py.torch.operations.process_sets import ProcessSet, global_process_set, group_of, members_of, prefix_of
 from byteps_py.torch.operations.reductions import Average, ReductionOptions, Sum, start_reduction
-from byteps_py.torch.operations.state_broadcast import broadcast_parameters
+from byteps_py.torch.operations.state_broadcast import broadcast_parameters, state_from_root
 
 __all__ = ["DiLoCo", "Streaming"]
 
@@ -78,6 +80,24 @@ class Fragment:
     is_finite: bool = True  # the own change that was sent last
     sent_at: int = 0  # the latest step whose change was sent
     outer_steps: int = 0  # made of it
+
+
+@dataclass(frozen=True, slots=True)
+class _Standing:
+    """How far a rank has come. ``made``: see DiLoCo._made. ``digest``: of its global values."""
+
+    made: tuple[int, int]
+    outer_steps: list[int]
+    digest: bytes
+
+    @property
+    def is_new(self) -> bool:
+        """It has made no step."""
+        return self.made[1] == 0
+
+    def needs(self, newest: _Standing) -> bool:
+        """It has not what the rank with the newest values has."""
+        return self.is_new or self.digest != newest.digest
 
 
 class DiLoCo:
@@ -124,6 +144,8 @@ class DiLoCo:
     #: A GradScaler calls ``step`` of each batch, so that all ranks count the same steps, and sets the attributes
     #: found_inf and grad_scale for as long.
     _step_supports_amp_scaling = True
+    #: All ranks have the outer optimizer's states.
+    _outer_is_common = True
 
     def __init__(
         self,
@@ -348,61 +370,75 @@ class DiLoCo:
     def rejoin(self) -> None:
         """Go on with the present ranks of an elastic job, as bps.elastic.TorchState does. All ranks call it.
 
-        Global values, outer states and counts become those of the rank that has the newest. Each rank keeps what it has
-        learned since it got its own, and its inner states. Outer steps that were under way are made with the next
-        changes; but if the newest values have this rank's change, it goes on as if it had got them. A rank that has
-        made no step begins with the global values, that rank's inner states and buffers.
+        Global values, outer states and counts become those of the rank that has the newest; ranks that have others get
+        them from it. Each rank keeps what it has learned since it got its own, and its inner states. Outer steps that
+        were under way are made with the next changes; but if the newest values have this rank's change, it goes on as
+        if it had got them. A rank that has made no step begins with the global values, that rank's buffers and the
+        numbers of its inner optimizers' param_groups; its inner states begin anew, as in the papers.
         """
         if self._group:
             raise UsageError(
                 "DiLoCo: a process set ends with its group of ranks, so DiLoCo with process_set can't be had in "
                 "elastic jobs"
             )
-        mine = self._made(), [fragment.outer_steps for fragment in self._fragments]
-        found = allgather_object(mine, name=f"{self._name}.made")
-        made = [each for each, _ in found]
+        mine = _Standing(self._made(), [fragment.outer_steps for fragment in self._fragments], self._digest())
+        standings: list[_Standing] = allgather_object(mine, name=f"{self._name}.standing")
+        made = [each.made for each in standings]
         root = made.index(max(made))
-        before = iter([copy.values.detach().clone() for copy in self._copies()])
-        values = [(str(index), copy.values) for index, copy in enumerate(self._copies())]
-        broadcast_parameters(values, root, f"{self._name}.values.")
-        is_new, is_root = self.steps == 0, contexts.current().session.rank == root
-        state = self._shared_state(any(steps == 0 for _, steps in made)) if is_root else None
-        state = broadcast_object(state, root, name=f"{self._name}.state")
-        if not is_root:
-            self._take_shared_state(state, is_new)
+        newest, rank = standings[root], contexts.current().session.rank
+        others = [other for other, each in enumerate(standings) if other != root and each.needs(newest)]
+        before = [copy.values.detach().clone() for copy in self._copies()]
+        if others and rank in (root, *others):
+            group = (*sorted([root, *others]),) if len(others) + 1 < len(standings) else ()
+            state = self._state_for_others() if rank == root else None
+            state = state_from_root(state, root, kind_in_group(group, f"{self._name}.state"), group)
+            if rank != root:
+                self._take_state(state)
         self.steps = max(steps for _, steps in made)  # so that all send the same fragment next
-        for fragment, outer_steps in zip(self._fragments, found[root][1], strict=True):
+        is_new, olds = mine.is_new and rank != root, iter(before)
+        for fragment, outer_steps in zip(self._fragments, newest.outer_steps, strict=True):
             has_own_change = bool(fragment.handles) and outer_steps > fragment.outer_steps
             fragment.handles.clear()
             fragment.has_values = not is_new and (fragment.has_values or has_own_change)
             fragment.outer_steps = outer_steps
-            for copy, old in zip(fragment.copies, before, strict=False):
+            for copy, old in zip(fragment.copies, olds, strict=False):
                 if is_new:
                     copy.give_values()
                 elif not has_own_change:
                     copy.move_parameters(old)
 
+    def _digest(self) -> bytes:
+        """Of what is the same on all ranks once they are together."""
+        found = hashlib.blake2b(digest_size=16)
+        for copy in self._copies():
+            found.update(memoryview(as_bytes(copy.values.cpu()).numpy()))
+            for _, value in sorted(self.outer.state[copy.values].items()) if self._outer_is_common else ():
+                found.update(memoryview(as_bytes(torch.as_tensor(value).cpu()).numpy()))
+        return found.digest()
+
+    def _state_for_others(self) -> dict[str, Any]:
+        return {
+            "values": [copy.values.detach() for copy in self._copies()],
+            "outer": self.outer.state_dict() if self._outer_is_common else None,
+            "numbers": [_numbers(group) for group in self.param_groups],
+            "buffers": dict(self._model.named_buffers()),
+        }
+
+    @torch.no_grad()
+    def _take_state(self, state: Mapping[str, Any]) -> None:
+        for copy, values in zip(self._copies(), state["values"], strict=True):
+            copy.values.copy_(values)
+        if state["outer"] is not None:
+            self.outer.load_state_dict(state["outer"])
+        if self.steps == 0:
+            for group, numbers in zip(self.param_groups, state["numbers"], strict=True):
+                group.update(numbers)
+            for name, buffer in self._model.named_buffers():
+                buffer.copy_(state["buffers"][name])
+
     def _made(self) -> tuple[int, int]:
         """How new the global values are; and how many steps this rank has made."""
         return self.outer_steps, self.steps
-
-    def _shared_state(self, has_new_ranks: bool) -> dict[str, Any]:
-        """What other ranks get of this one."""
-        state: dict[str, Any] = {"outer": self.outer.state_dict()}
-        if has_new_ranks:
-            buffers = dict(self._model.named_buffers())
-            state |= {"inner": [optimizer.state_dict() for optimizer in self.inner], "buffers": buffers}
-        return state
-
-    @torch.no_grad()
-    def _take_shared_state(self, state: Mapping[str, Any], is_new: bool) -> None:
-        if "outer" in state:
-            self.outer.load_state_dict(state["outer"])
-        if is_new and "inner" in state:
-            for optimizer, saved in zip(self.inner, state["inner"], strict=True):
-                optimizer.load_state_dict(saved)
-            for name, buffer in self._model.named_buffers():
-                buffer.copy_(state["buffers"][name])
 
     # ---- state ---------------------------------------------------------------------------------------------------
 
@@ -506,6 +542,11 @@ def _check_inner(inner: Sequence[torch.optim.Optimizer], ranks: Sequence[int]) -
                     "DiLoCo: the inner optimizer averages gradients over all ranks in every step already: give torch's "
                     "optimizer, or a DistributedOptimizer whose process_set has the ranks of one site"
                 )
+
+
+def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a param_group: learning rates and the like."""
+    return {key: value for key, value in group.items() if key != "params"}
 
 
 def _groups_of(outer: torch.optim.Optimizer | None, params: Sequence[torch.nn.Parameter]) -> dict[torch.Tensor, int]:

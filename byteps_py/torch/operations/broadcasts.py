@@ -183,8 +183,12 @@ def broadcast_object(
     {'epoch': 3}
     >>> bps.shutdown()
     """
+    return object_from_root(obj, root_rank, name, group_of(process_set))
+
+
+def object_from_root(obj: Any, root_rank: int, name: str | None, group: tuple[int, ...] = ()) -> Any:
+    """As broadcast_object, among the ranks of ``group`` (empty: all), which alone call it."""
     context = contexts.current()
-    group = group_of(process_set)
     check_root(context, root_rank, group)
     label = f"{kind_in_group(group, 'broadcast_object')}.{name or 'noname'}"
     is_root = context.session.rank == root_rank

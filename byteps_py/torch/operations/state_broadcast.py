@@ -13,10 +13,9 @@ import torch
 
 from byteps_py.errors import UsageError
 from byteps_py.torch.collectives import context as contexts, parameter_owners
-from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.collectives.dtypes import as_bytes, check_result
 from byteps_py.torch.collectives.plan_comparison import PlanComparison
-from byteps_py.torch.operations.broadcasts import broadcast_object, broadcast_request, broadcast_stream, start_broadcast
+from byteps_py.torch.operations.broadcasts import broadcast_request, broadcast_stream, object_from_root, start_broadcast
 from byteps_py.torch.operations.process_sets import ProcessSet, global_process_set, group_of, members_of
 
 __all__ = ["broadcast_optimizer_state", "broadcast_parameters"]
@@ -158,23 +157,29 @@ def broadcast_optimizer_state(
     if context.is_catching_up:
         return  # restore() brings it
     label = f"{prefix}optimizer_state"
-    if context.session.rank == root_rank:
-        tensors: list[torch.Tensor] = []
-        own = optimizer.state_dict()
-        broadcast_object(_map(own, torch.Tensor, lambda t: _replace_tensor(t, tensors)), root_rank, label)
-        _broadcast_tensors(context, tensors, root_rank, label)
-        if not own["state"]:
-            _begin_gradients(optimizer, model)
-        if isinstance(optimizer, StateListener):
-            optimizer._state_replaced()
-        return
-    skeleton = broadcast_object(None, root_rank, label)
-    received: list[torch.Tensor] = []
-    state = _map(skeleton, _TensorPlaceholder, lambda t: _allocate_tensor(t, received))
-    _broadcast_tensors(context, received, root_rank, label)
-    optimizer.load_state_dict(_map(state, _ReceivedTensor, lambda p: p.tensor.to(p.device_type)))
-    if not skeleton["state"]:
+    is_root = context.session.rank == root_rank
+    state = state_from_root(optimizer.state_dict() if is_root else None, root_rank, label)
+    if not is_root:
+        optimizer.load_state_dict(state)
+    if not state["state"]:
         _begin_gradients(optimizer, model)
+    if is_root and isinstance(optimizer, StateListener):
+        optimizer._state_replaced()
+
+
+def state_from_root(state: Any, root_rank: int, label: str, group: tuple[int, ...] = ()) -> Any:
+    """The root's ``state``, nested dicts, lists and tuples with tensors and other objects in them, on the ranks of
+    ``group`` (empty: all), which alone call it. ``label``: see broadcast_stream."""
+    context = contexts.current()
+    tensors: list[torch.Tensor] = []
+    if context.session.rank == root_rank:
+        object_from_root(_map(state, torch.Tensor, lambda t: _replace_tensor(t, tensors)), root_rank, label, group)
+        broadcast_stream(context, [as_bytes(tensor.cpu()) for tensor in tensors], root_rank, label, group)
+        return state
+    skeleton = object_from_root(None, root_rank, label, group)
+    received = _map(skeleton, _TensorPlaceholder, lambda t: _allocate_tensor(t, tensors))
+    broadcast_stream(context, [as_bytes(tensor) for tensor in tensors], root_rank, label, group)
+    return _map(received, _ReceivedTensor, lambda p: p.tensor.to(p.device_type))
 
 
 def _begin_gradients(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> None:
@@ -208,10 +213,6 @@ def _replace_tensor(tensor: torch.Tensor, tensors: list[torch.Tensor]) -> _Tenso
 def _allocate_tensor(placeholder: _TensorPlaceholder, tensors: list[torch.Tensor]) -> _ReceivedTensor:
     tensors.append(torch.empty(placeholder.shape, dtype=placeholder.dtype, device="cpu"))
     return _ReceivedTensor(tensors[-1], placeholder.device_type)
-
-
-def _broadcast_tensors(context: Context, tensors: list[torch.Tensor], root: int, label: str) -> None:
-    broadcast_stream(context, [as_bytes(tensor.cpu()) for tensor in tensors], root, label)
 
 
 def _map(value: Any, kind: type, function: Callable[[Any], Any]) -> Any:
