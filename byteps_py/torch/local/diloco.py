@@ -411,9 +411,9 @@ class DiLoCo:
         """Of what is the same on all ranks once they are together."""
         found = hashlib.blake2b(digest_size=16)
         for copy in self._copies():
-            found.update(memoryview(as_bytes(copy.values.cpu()).numpy()))
+            found.update(as_bytes(copy.values.cpu()).numpy().data)
             for _, value in sorted(self.outer.state[copy.values].items()) if self._outer_is_common else ():
-                found.update(memoryview(as_bytes(torch.as_tensor(value).cpu()).numpy()))
+                found.update(as_bytes(torch.as_tensor(value).cpu()).numpy().data)
         return found.digest()
 
     def _state_for_others(self) -> dict[str, Any]:
