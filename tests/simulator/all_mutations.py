@@ -10,8 +10,8 @@ from .coded import CodedCluster
 from .coded_mutations import CODED_MUTATIONS
 from .elastic import ElasticCluster
 from .elastic_mutations import ELASTIC_MUTATIONS
-from .hosted import HostedCluster, HostedElasticCluster
-from .hosted_mutations import HOSTED_ELASTIC_MUTATIONS, HOSTED_MUTATIONS
+from .hosted import HostedCluster, HostedCodedCluster, HostedElasticCluster
+from .hosted_mutations import HOSTED_CODED_MUTATIONS, HOSTED_ELASTIC_MUTATIONS, HOSTED_MUTATIONS
 from .in_place import InPlaceCluster
 from .in_place_mutations import IN_PLACE_MUTATIONS
 from .links import LinksCluster
@@ -38,6 +38,7 @@ ALL_MUTATIONS: dict[type[Parts], tuple[type[Cluster], int]] = {
         (InPlaceCluster, IN_PLACE_MUTATIONS),
         (BusyCluster, BUSY_MUTATIONS),
         (HostedCluster, HOSTED_MUTATIONS),
+        (HostedCodedCluster, HOSTED_CODED_MUTATIONS),
         (HostedElasticCluster, HOSTED_ELASTIC_MUTATIONS),
         (ShadowCluster, SHADOW_MUTATIONS),
         (ShadowOutageCluster, SHADOW_OUTAGE_MUTATIONS),

@@ -17,10 +17,10 @@ from byteps_py.worker.core.hosted_steps import (
     OwnedPart,
     StepState,
 )
-from byteps_py.worker.core.owners import Owners
+from byteps_py.worker.core.owners import OwnedPiece, Owners
 from byteps_py.worker.core.placement_view import PlacementView
 from byteps_py.worker.core.round_pipeline import RoundPipeline
-from byteps_py.worker.core.tensor import Part, RankSlot, Stage
+from byteps_py.worker.core.tensor import Compute, Part, RankSlot, Stage, Tensor
 from byteps_py.worker.io.executor import Executor
 
 from .mutations import Mutation
@@ -219,6 +219,30 @@ class GoOnWithAnEndedGroup(Mutation):
             """Nothing ends."""
 
 
+class StepBeforeTheSumIsDecoded(Mutation):
+    class pipeline(RoundPipeline):
+        def _answered(self, event: Answered, now: float) -> list[Action]:
+            actions, part = super()._answered(event, now), event.part
+            if not _is_owned_sum(part) or not any(isinstance(action, Compute) for action in actions):
+                return actions
+            assert isinstance(part, OwnedPart)
+            part.tensor.running -= 1
+            self._undelivered_bytes -= part.length
+            others = [action for action in actions if not isinstance(action, Compute)]
+            return [*others, *self._summed(part, (part.own_result,))]
+
+
+class CountElementsByCodedBytes(Mutation):
+    """Of a sum's partitions, so that owners step others than they have the sums of."""
+
+    class hosted_steps(HostedSteps):
+        def start(self, tensor: Tensor, pieces: Sequence[OwnedPiece]) -> None:
+            super().start(tensor, pieces)
+            for part in tensor.parts:
+                if isinstance(part, OwnedPart):
+                    part.first = part.offset // tensor.spec.dtype.itemsize
+
+
 #: With a seed that shows it.
 HOSTED_MUTATIONS: dict[type[Parts], int] = {
     StepAgainForASecondAnswer: 9,
@@ -239,6 +263,11 @@ HOSTED_MUTATIONS: dict[type[Parts], int] = {
     TellOfUpdatesWhileTheyAreMade: 0,
     SendParametersAfterTheFirstPhase: 5,
     FreeSumsBetweenPhases: 5,
+}
+
+HOSTED_CODED_MUTATIONS: dict[type[Parts], int] = {
+    StepBeforeTheSumIsDecoded: 3,
+    CountElementsByCodedBytes: 5,
 }
 
 HOSTED_ELASTIC_MUTATIONS: dict[type[Parts], int] = {
