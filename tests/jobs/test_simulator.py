@@ -48,30 +48,30 @@ from byteps_py.arrivals import orders_of
 
 #: By kind: how many seeds `make test` runs, `make test-slow`, and `make test-long`, from the first one on.
 SEEDS = {
-    "fixed": (6, 150, 300),
-    "elastic": (4, 80, 150),
-    "outages": (5, 80, 150),
-    "elastic-outages": (4, 30, 50),
-    "busy": (6, 80, 150),
-    "hosted": (4, 60, 120),
-    "hosted-outages": (3, 25, 40),
-    "hosted-busy": (3, 25, 40),
-    "hosted-elastic": (4, 25, 40),
-    "hosted-coded": (3, 25, 60),
-    "shadow": (3, 40, 80),
-    "shadow-outages": (3, 30, 60),
-    "shadow-copies": (3, 30, 60),
-    "restarted": (4, 60, 120),
-    "in-place": (4, 30, 100),
-    "links": (4, 60, 120),
-    "hosted-links": (3, 30, 60),
-    "shadow-links": (2, 15, 30),
-    "elastic-links": (3, 25, 40),
-    "in-place-links": (3, 20, 30),
-    "coded": (3, 60, 150),
-    "coded-outages": (2, 30, 60),
-    "accumulating": (4, 60, 300),
-    "accumulating-outages": (3, 60, 300),
+    "fixed": (6, 90, 300),
+    "elastic": (4, 50, 150),
+    "outages": (5, 50, 150),
+    "elastic-outages": (4, 20, 50),
+    "busy": (6, 50, 150),
+    "hosted": (4, 40, 120),
+    "hosted-outages": (3, 18, 40),
+    "hosted-busy": (3, 18, 40),
+    "hosted-elastic": (4, 18, 40),
+    "hosted-coded": (3, 18, 60),
+    "shadow": (3, 25, 80),
+    "shadow-outages": (3, 18, 60),
+    "shadow-copies": (3, 16, 60),
+    "restarted": (4, 35, 120),
+    "in-place": (4, 20, 100),
+    "links": (4, 40, 120),
+    "hosted-links": (3, 20, 60),
+    "shadow-links": (2, 12, 30),
+    "elastic-links": (3, 18, 40),
+    "in-place-links": (3, 14, 30),
+    "coded": (3, 40, 150),
+    "coded-outages": (2, 20, 60),
+    "accumulating": (4, 40, 300),
+    "accumulating-outages": (3, 40, 300),
 }
 MARKS = ((), pytest.mark.slow, pytest.mark.long)
 
@@ -102,7 +102,7 @@ def test_a_seed_gives_one_log(kind: type[Cluster], seeds: tuple[int, ...]) -> No
     assert run(1, kind).log != run(2, kind).log
 
 
-@pytest.mark.parametrize("seeds", [range(400, 401), pytest.param(range(401, 404), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("seeds", [range(400, 401), pytest.param(range(401, 404), marks=pytest.mark.long)], ids=str)
 def test_a_seed_gives_one_log_in_every_process(seeds: range) -> None:
     """Neither addresses nor the order of sets and hashes have a say in it."""
     call = f"print(*test_simulator.digests(range({seeds.start}, {seeds.stop})))"
