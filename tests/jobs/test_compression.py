@@ -38,7 +38,8 @@ def test_each_codec_is_like_one_process(layout: tuple[int, int, int]) -> None:
     assert len(digests(*layout)) == 1
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_errors_and_momentum_go_on(ranks: int) -> None:
     assert len(digests(2, ranks, 1, "go on")) == 1
 

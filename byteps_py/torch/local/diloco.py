@@ -84,11 +84,11 @@ class Fragment:
 
 @dataclass(frozen=True, slots=True)
 class _Standing:
-    """How far a rank has come. ``made``: see DiLoCo._made. ``digest``: of its global values."""
+    """How far a rank has come. ``made``: see DiLoCo._made. ``fingerprint``: of its global values."""
 
     made: tuple[int, int]
     outer_steps: list[int]
-    digest: bytes
+    fingerprint: bytes
 
     @property
     def is_new(self) -> bool:
@@ -97,7 +97,7 @@ class _Standing:
 
     def needs(self, newest: _Standing) -> bool:
         """It has not what the rank with the newest values has."""
-        return self.is_new or self.digest != newest.digest
+        return self.is_new or self.fingerprint != newest.fingerprint
 
 
 class DiLoCo:
@@ -381,7 +381,7 @@ class DiLoCo:
                 "DiLoCo: a process set ends with its group of ranks, so DiLoCo with process_set can't be had in "
                 "elastic jobs"
             )
-        mine = _Standing(self._made(), [fragment.outer_steps for fragment in self._fragments], self._digest())
+        mine = _Standing(self._made(), [fragment.outer_steps for fragment in self._fragments], self._fingerprint())
         standings: list[_Standing] = allgather_object(mine, name=f"{self._name}.standing")
         made = [each.made for each in standings]
         root = made.index(max(made))
@@ -407,13 +407,13 @@ class DiLoCo:
                 elif not has_own_change:
                     copy.move_parameters(old)
 
-    def _digest(self) -> bytes:
+    def _fingerprint(self) -> bytes:
         """Of what is the same on all ranks once they are together."""
         found = hashlib.blake2b(digest_size=16)
         for copy in self._copies():
             found.update(as_bytes(copy.values.cpu()).numpy().data)
             for _, value in sorted(self.outer.state[copy.values].items()) if self._outer_is_common else ():
-                found.update(as_bytes(torch.as_tensor(value).cpu()).numpy().data)
+                found.update(as_bytes(torch.as_tensor(value, device="cpu")).numpy().data)
         return found.digest()
 
     def _state_for_others(self) -> dict[str, Any]:

@@ -126,7 +126,9 @@ def load_of_machine(of_ranks: Sequence[Mapping[str, Any] | None]) -> None:
 def _to_tensors(state: CodedState) -> dict[str, Any]:
     codec, count = state.codec, int(np.prod(state.shape, dtype=np.int64))
     sizes = [nbytes // 4 for nbytes in codec.state_nbytes(count)]
-    numbers = torch.frombuffer(bytearray(state.data), dtype=torch.float32) if state.data else torch.empty(0)
+    numbers = (
+        torch.frombuffer(bytearray(state.data), dtype=torch.float32) if state.data else torch.empty(0, device="cpu")
+    )
     parts = numbers.split(sizes) if state.data else [numbers] * len(sizes)
     return {
         "shape": list(state.shape),
