@@ -57,7 +57,7 @@ def theoretical_gain(n: int, k: int, name: str) -> float:
 def measure(arguments: argparse.Namespace, sizes: dict[int, list[int]], tuning: dict[str, str]) -> Seen:
     """``sizes``: by bytes, the elements of each tensor."""
     n, seen = arguments.workers, new_seen()
-    peers = [name for name in GLOO if name == "gloo" or set(STEPS) & set(arguments.contenders)]
+    peers = ["gloo", "ddp"] if set(STEPS) & set(arguments.contenders) else ["gloo"]
     with network(n + max(arguments.servers), arguments.mbit) as hosts:
         workers, spare = hosts[:n], hosts[n:]
         for _ in range(arguments.rounds):
