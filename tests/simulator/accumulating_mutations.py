@@ -169,14 +169,14 @@ class LetWavesStayOpen(Mutation):
 #: With a seed of an AccumulatingOutageCluster that shows it.
 ACCUMULATING_MUTATIONS: dict[type[Mutation], int] = {
     AddWhatIsResent: 26,
-    WaitForNobody: 5,
-    WaitForTheJoined: 52,
-    ForgetTheJoinedWithAPeer: 194,
+    WaitForNobody: 3,
+    WaitForTheJoined: 3,
+    ForgetTheJoinedWithAPeer: 364,
     LoadAnyCopy: 26,
-    TakeAnswersOfBefore: 159,
+    TakeAnswersOfBefore: 1230,
     KeepNoCopy: 26,
     TellTheClockOfTheNextCopy: 51,
     AskOnlyOnce: 20,
-    WaitForOneLess: 38,
+    WaitForOneLess: 173,
     LetWavesStayOpen: 28,
 }
