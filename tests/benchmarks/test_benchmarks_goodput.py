@@ -68,7 +68,7 @@ def test_kills_are_of_all_kinds_and_spread_over_the_time() -> None:
     assert all(30 * number <= each < 30 * (number + 1) for number, each in enumerate(at))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(300)  # seconds
 def test_a_run_with_a_kill(tmp_path: Path) -> None:
     result = tmp_path / "result.json"

@@ -103,7 +103,7 @@ def test_quiet_trainings_name_nobody() -> None:
     assert not wrong(2, 6, (None,), 0.5)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_99_of_100_causes_are_named() -> None:
     failed = wrong(3, 200, CAUSES, 0.15)
     assert len(failed) <= 2, "\n".join(failed)
