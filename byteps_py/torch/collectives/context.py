@@ -140,7 +140,7 @@ class Unfinished(Protocol):
 
 
 class KeepsFactors(Protocol):
-    """What goes on from factors of low rank, by the name of their matrix."""
+    """The states of factors of low rank, by the name of their matrix."""
 
     def factor_states(self) -> dict[str, Any]:
         """Copies of all, made of tensors on the host and of numbers."""

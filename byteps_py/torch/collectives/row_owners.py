@@ -94,7 +94,7 @@ def check_numbers(what: str, rank: int, numbers: Positions, shape: Sequence[int]
 
 
 class RowOwners:
-    """Who adds which row. The same on all members, as far as it does not name this one.
+    """The owner of each row. The same on all members, as far as it does not name this one.
 
     touched: for each member, in rank order, the numbers of the rows that it has touched, ascending. machines: of each
     member. own: this member's position.
