@@ -1,6 +1,6 @@
 """`bps plan`: plans for training jobs. `bps plan size`: the sizes of a mesh, with their reasons. `bps plan memory`: the
-memory of sharded states. `bps plan calibrate` and `predict`: the time of a step, after a table of measured ones. Starts
-nothing."""
+memory of sharded states. `bps plan calibrate` and `predict`: the time of a step, after a table of measured ones. `bps
+plan layout` and `model` are in plan_layout.py and plan_model.py. Starts nothing."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from byteps_py.cli.command import add_command, add_json
 from byteps_py.cli.plan_layout import add_layout
+from byteps_py.cli.plan_model import add_model
 
 if TYPE_CHECKING:
     from byteps_py.tools.plan.sizing import SizePlan
@@ -31,6 +32,7 @@ def add_parser(subparsers: Any) -> None:
     _add_calibrate(plans)
     _add_predict(plans)
     add_layout(plans)
+    add_model(plans)
 
 
 def _add_size(plans: Any) -> None:

@@ -7,10 +7,12 @@ import argparse
 import json
 import textwrap
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from byteps_py.cli.command import add_command, add_json
+from byteps_py.cli.plan_model import add_inputs, traced
 
 if TYPE_CHECKING:
     from byteps_py.tools.plan.calibration import StepTimeModel
@@ -42,7 +44,12 @@ def add_layout(plans: Any) -> None:
         "servers (CPU machines that sum)",
     )
     parser.add_argument("--machines", type=int, metavar="N", help="how many; default 1, or what the file says")
-    parser.add_argument("--model", required=True, metavar="NAME", help="as in `bps plan size`")
+    models = parser.add_mutually_exclusive_group(required=True)
+    models.add_argument("--model", metavar="NAME", help="as in `bps plan size`")
+    models.add_argument(
+        "--module", metavar="MODULE:FUNCTION", help="or a decoder of torch, as in `bps plan model`, with --input"
+    )
+    add_inputs(parser)
     parser.add_argument("--batch-tokens", required=True, metavar="T", help="as in `bps plan size`")
     parser.add_argument("--sequence", required=True, metavar="S", help="as in `bps plan size`")
     parser.add_argument(
@@ -70,8 +77,12 @@ def run_layout(arguments: argparse.Namespace) -> int:
     if arguments.count < 1:
         raise UsageError(f"--count={arguments.count}: at least one layout is printed")
     cluster = load_cluster(arguments.cluster, arguments.machines)
-    model, tokens, sequence = load_model(arguments.model), parse_count(arguments.batch_tokens), arguments.sequence
-    job = SizingJob(cluster.gpus, tokens, parse_count(sequence), model, _size_options(cluster))
+    if arguments.module is None and (arguments.input or arguments.dtype):
+        raise UsageError("--input and --dtype say how a --module is traced; the shapes of a --model are known")
+    costs = traced(arguments) if arguments.module is not None else None
+    model = load_model(arguments.model) if costs is None else costs.decoder_shape()
+    tokens, sequence = parse_count(arguments.batch_tokens), parse_count(arguments.sequence)
+    job = SizingJob(cluster.gpus, tokens, sequence, model, _size_options(cluster))
     plan = plan_layouts(
         PlanJob(model, cluster, job.sequences, job.sequence), _times(arguments.calibrated, cluster), arguments.count
     )
@@ -81,9 +92,15 @@ def run_layout(arguments: argparse.Namespace) -> int:
         except OSError as error:
             raise UsageError(f"--emit={arguments.emit}: {error.strerror}") from error
     if arguments.json:
-        print(json.dumps(plan.as_json() | {"calibrated": arguments.calibrated is not None}))
+        found = {"calibrated": arguments.calibrated is not None}
+        print(json.dumps(plan.as_json() | found | ({} if costs is None else {"model": asdict(model)})))
         return 0
     print(_as_text(plan))
+    if costs is not None:
+        print(*_wrapped(f"Planned as {json.dumps(asdict(model))}: from the module, which has {costs.parameters:,} "
+                        "parameters; as a JSON file, this is a --model."))  # fmt: skip
+        if costs.uncosted:
+            print(*_wrapped(list(costs.remarks())[-1]))
     if arguments.calibrated is None:
         print(*_wrapped("Times follow from the cluster's rates alone; `bps plan calibrate` takes measured steps."))
     return 0

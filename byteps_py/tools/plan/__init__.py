@@ -1,4 +1,4 @@
-"""Plans for training jobs, by the formulas of the papers (`bps plan`). Pure: no torch.
+"""Plans for training jobs, by the formulas of the papers (`bps plan`). Pure, apart from the last two modules: no torch.
 
 sizing          the sizes of a mesh, each with its reason
 sizing_job      the job, transformers, the ways to divide it, and the memory that a division needs on its fullest GPU
@@ -8,5 +8,8 @@ step_time       the time of a step, from shapes, the sizes of a mesh, and consta
 cluster         the cluster that a plan is for
 layout_cost     memory and time of a layout
 layout_plan     all layouts of a job, the fastest ones that fit, and why
+model_costs     what layers and operators of a traced model cost, its shape as a decoder, and where to cut it
 calibration     these constants, and what they leave, fitted to measured steps
+module_trace    what a module of PyTorch costs, on the meta device
+trace_recorder  counts its operators, and what autograd keeps
 """
