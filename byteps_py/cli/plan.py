@@ -1,6 +1,6 @@
 """`bps plan`: plans for training jobs. `bps plan size`: the sizes of a mesh, with their reasons. `bps plan memory`: the
-memory of sharded states. `bps plan calibrate` and `predict`: the time of a step, after a table of measured ones. `bps
-plan layout` and `model` are in plan_layout.py and plan_model.py. Starts nothing."""
+memory of sharded states. `bps plan calibrate` and `predict`: the time of a step, after a table of measured ones. The
+other plans are in plan_cluster.py, plan_layout.py and plan_model.py. Starts nothing."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from byteps_py.cli.command import add_command, add_json
+from byteps_py.cli.plan_cluster import add_cluster
 from byteps_py.cli.plan_layout import add_layout
 from byteps_py.cli.plan_model import add_model
 
@@ -31,6 +32,7 @@ def add_parser(subparsers: Any) -> None:
     _add_memory(plans)
     _add_calibrate(plans)
     _add_predict(plans)
+    add_cluster(plans)
     add_layout(plans)
     add_model(plans)
 

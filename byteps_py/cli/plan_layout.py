@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from byteps_py.cli.command import add_command, add_json
+from byteps_py.cli.plan_cluster import add_cluster_choice, chosen_cluster
 from byteps_py.cli.plan_model import add_inputs, traced
 
 if TYPE_CHECKING:
@@ -35,15 +36,7 @@ def add_layout(plans: Any) -> None:
         "docs/explanation/cost-models.md has the formulas.",
         example="bps plan layout --cluster h100 --machines 8 --model llama3-70b --batch-tokens 4M --sequence 8K",
     )
-    parser.add_argument(
-        "--cluster",
-        required=True,
-        metavar="NAME",
-        help="a100, h100 (machines of 8); or a JSON file (NAME.json) with machines, gpus_per_machine, memory_gb, "
-        "peak_tflops, memory_gb_per_s, machine_gb_per_s, network_gb_per_s (of a machine's links together), and perhaps "
-        "servers (CPU machines that sum)",
-    )
-    parser.add_argument("--machines", type=int, metavar="N", help="how many; default 1, or what the file says")
+    add_cluster_choice(parser)
     models = parser.add_mutually_exclusive_group(required=True)
     models.add_argument("--model", metavar="NAME", help="as in `bps plan size`")
     models.add_argument(
@@ -66,17 +59,14 @@ def add_layout(plans: Any) -> None:
 def run_layout(arguments: argparse.Namespace) -> int:
     """Print the plan. Raises UsageError if an input is wrong, or if nothing fits in memory."""
     from byteps_py.errors import UsageError
-    from byteps_py.tools.plan.cluster import load_cluster
     from byteps_py.tools.plan.layout_cost import PlanJob
     from byteps_py.tools.plan.layout_plan import plan_layouts
     from byteps_py.tools.plan.sizing import parse_count
     from byteps_py.tools.plan.sizing_job import SizingJob, load_model
 
-    if arguments.machines is not None and arguments.machines < 1:
-        raise UsageError(f"--machines={arguments.machines}: at least one is needed")
     if arguments.count < 1:
         raise UsageError(f"--count={arguments.count}: at least one layout is printed")
-    cluster = load_cluster(arguments.cluster, arguments.machines)
+    cluster = chosen_cluster(arguments)
     if arguments.module is None and (arguments.input or arguments.dtype):
         raise UsageError("--input and --dtype say how a --module is traced; the shapes of a --model are known")
     costs = traced(arguments) if arguments.module is not None else None

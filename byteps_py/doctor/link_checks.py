@@ -16,7 +16,7 @@ import zmq
 from byteps_py.config.settings import Settings
 from byteps_py.dataplane import long_links
 from byteps_py.dataplane.dialer import Dialer, DialTarget, Owner
-from byteps_py.doctor.finding import Finding, fail, ok, warn
+from byteps_py.doctor.finding import Figures, Finding, fail, ok, warn
 from byteps_py.errors import BytePSError, ProtocolError
 from byteps_py.runtime import Runtime
 from byteps_py.scheduler import query
@@ -51,12 +51,26 @@ def check_job(
     if status["state"] == "failed":
         yield fail("scheduler", text, "start the job again; its launchers' last lines say more")
     else:
-        yield ok("scheduler", text)
+        yield ok("scheduler", text, job_figures(status))
     settings = jobs.with_local_secret(settings)
     members = status["members"]
     for number, member in enumerate(members):
         progress(number, len(members))
         yield _check_member(settings, member)
+
+
+def job_figures(status: dict[str, Any]) -> Figures:
+    """The machines of a job, by the status of its scheduler: how many, the most and the fewest ranks of a machine, and
+    the rate of the slowest link, as the members know it."""
+    members = [member for member in status["members"] if member["alive"] and not member["left"]]
+    workers = [member for member in members if member["kind"] == "worker"]
+    cpu = {member["machine_id"] for member in members if member["machine"] == "CPU"}
+    ranks = [member["local_size"] for member in workers]
+    rates = [member["link_mbit"] for member in members if member["link_mbit"]]
+    figures: Figures = {"gpu_machines": len({member["machine_id"] for member in workers}), "cpu_machines": len(cpu)}
+    if ranks:
+        figures |= {"most_ranks": max(ranks), "fewest_ranks": min(ranks)}
+    return figures | ({"slowest_link_mbit": min(rates)} if rates else {})
 
 
 def _check_member(settings: Settings, member: dict[str, Any]) -> Finding:
@@ -88,12 +102,13 @@ def check_server(settings: Settings, subject: str, address: str, expected_mbit: 
     text = f"{host}: {found * 1e6:,.0f} µs there and back, {mbit:,.0f} Mbit/s each way at the same time"
     if not mbit:
         return warn(subject, f"{text}: too few answers came in {_LIMIT_S:g} s", "see whether the link loses packets")
+    figures: Figures = {"round_trip_s": found, "link_mbit": mbit}
     if found > _SLOW_S:
         remedy = "keep the machines of a job in one place: each step waits for several answers"
         if lacks := long_links.hindrance(settings):
             remedy += f"; {lacks}"
-        return warn(subject, text, remedy)
-    return ok(subject, f"{text}; placement counts on {expected_mbit:,.0f}" if expected_mbit else text)
+        return warn(subject, text, remedy, figures)
+    return ok(subject, f"{text}; placement counts on {expected_mbit:,.0f}" if expected_mbit else text, figures)
 
 
 def measure_latency(settings: Settings, address: str) -> float | str:

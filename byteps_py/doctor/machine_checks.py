@@ -15,13 +15,14 @@ import re
 import resource
 import shutil
 import socket
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from byteps_py import __version__
 from byteps_py.config.settings import Settings, ignored_variables
-from byteps_py.doctor.finding import Finding, fail, ok, warn
+from byteps_py.doctor.finding import Figures, Finding, fail, ok, warn
 from byteps_py.errors import ConfigurationError, TopologyError
 from byteps_py.launch.installation import visible_gpus
 from byteps_py.system.machine import is_loopback, offered_host
@@ -37,6 +38,7 @@ _ENOUGH_FILES, _FEWEST_FILES = 4096, 256
 #: What DataLoader workers of torch need for a few batches; Docker gives a container 64 MB.
 _ENOUGH_SHM_BYTES = 256 << 20
 _LOWEST_MEMORY_BYTES = 1 << 30
+_ASK_TIMEOUT_S = 20.0
 _NODES = Path("/sys/devices/system/node")
 _NETWORKS = Path("/sys/class/net")
 _TIME_ERROR = 5  # of adjtimex(2): the clock is not synchronized
@@ -155,17 +157,20 @@ def check_settings(environ: Mapping[str, str]) -> Iterator[Finding]:
 def check_cores(cores: int, usable: int, quota: float | None) -> Iterator[Finding]:
     """``cores`` of the machine, ``usable`` by this process; ``quota``: cores' worth of time, None without a limit."""
     text = f"{count_text(cores, 'core')}, of which this process may use {usable}"
+    figures: Figures = {"cores": usable if quota is None else min(usable, quota)}
     if quota is not None and quota < usable:
         yield warn(
             "cores",
             f"{text}, but only {quota:g} cores' worth of time",
             f"give the container a CPU set instead of a quota: services start {min(usable, 4)} threads each, and "
             "wait when the quota is used up",
+            figures,
         )
     elif usable < 2:
-        yield warn("cores", text, "give a machine that sums at least 2 cores: one reads the network while one adds")
+        remedy = "give a machine that sums at least 2 cores: one reads the network while one adds"
+        yield warn("cores", text, remedy, figures)
     else:
-        yield ok("cores", text)
+        yield ok("cores", text, figures)
 
 
 def check_numa(nodes: Sequence[str], is_pinned: bool = False) -> Iterator[Finding]:
@@ -207,10 +212,12 @@ def check_processor(machine: str, flags: frozenset[str]) -> Iterator[Finding]:
 def check_memory(available: int) -> Iterator[Finding]:
     """``available``: bytes that processes could still take."""
     text = f"{available / 1e9:.1f} GB are free"
+    figures: Figures = {"memory_free_bytes": available}
     if available < _LOWEST_MEMORY_BYTES:
-        yield warn("memory", text, "end other programs: a service needs twice its share of the model, and 0.3 GB")
+        remedy = "end other programs: a service needs twice its share of the model, and 0.3 GB"
+        yield warn("memory", text, remedy, figures)
     else:
-        yield ok("memory", text)
+        yield ok("memory", text, figures)
 
 
 def check_open_files(soft: int, hard: int) -> Iterator[Finding]:
@@ -261,12 +268,23 @@ def check_gpus(environ: Mapping[str, str]) -> Iterator[Finding]:
     """The GPUs that a job on this machine would see."""
     gpus = visible_gpus(environ)
     if gpus:
-        yield ok("GPUs", f"{gpus} visible: bpslaunch starts a rank for each")
+        yield ok("GPUs", f"{gpus} visible: bpslaunch starts a rank for each", {"gpus": gpus, **_first_gpu()})
     elif Path("/dev/nvidiactl").exists() and shutil.which("nvidia-smi") is None:
         remedy = "install nvidia-smi with the driver, or set BYTEPS_LOCAL_SIZE or CUDA_VISIBLE_DEVICES"
         yield warn("GPUs", "a driver is loaded, but there is no nvidia-smi to count GPUs", remedy)
     else:
-        yield ok("GPUs", "none visible: ranks train on the processor, or this machine only sums")
+        yield ok("GPUs", "none visible: ranks train on the processor, or this machine only sums", {"gpus": 0})
+
+
+def _first_gpu() -> Figures:
+    """The name and the memory that nvidia-smi says; nothing if it does not answer."""
+    words = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(words, capture_output=True, text=True, timeout=_ASK_TIMEOUT_S, check=True)
+        name, mebibytes = answer.stdout.splitlines()[0].rsplit(",", 1)
+        return {"gpu_name": name.strip(), "gpu_memory_bytes": int(mebibytes) << 20}
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return {}
 
 
 def check_topology(read: Callable[[], MachineTopology]) -> Iterator[Finding]:

@@ -133,6 +133,11 @@ def test_the_links_of_a_job_that_runs(monkeypatch: pytest.MonkeyPatch, capsys: p
         assert len(servers) == 3
         assert all("µs there and back" in each["text"] and " 0 Mbit/s" not in each["text"] for each in servers), servers
         assert len([each for each in found if each["subject"].startswith("worker ")]) == 2
+        address = f"{own['DMLC_PS_ROOT_URI']}:{own['DMLC_PS_ROOT_PORT']}"
+        bps(["plan", "cluster", address, "--json"])
+        planned = json.loads(capsys.readouterr().out)["cluster"]
+        assert (planned["machines"], planned["gpus_per_machine"], planned["servers"]) == (2, 1, 1)
+        assert planned["network_gb_per_s"] > 0
         assert job.end() == 0  # nothing of it has disturbed the training
 
 

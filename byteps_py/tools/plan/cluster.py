@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from byteps_py.errors import UsageError
-from byteps_py.tools.plan.sizing_job import read_object
+from byteps_py.tools.plan.sizing_job import object_of, read_json
 from byteps_py.tools.plan.step_time import Hardware
 from byteps_py.wording import shown
 
@@ -89,7 +90,8 @@ def load_cluster(name: str, machines: int | None = None) -> Cluster:
         if name not in KNOWN:
             raise UsageError(
                 f"unknown machine {shown(name)!r}: known ones are {', '.join(KNOWN)}; for others, give a JSON file "
-                f"(NAME.json) with {', '.join(field.name for field in fields(Cluster))}"
+                f"(NAME.json) with {', '.join(field.name for field in fields(Cluster))}; or here, for this machine; or "
+                "HOST:PORT of a job's scheduler"
             )
         return replace(KNOWN[name], machines=machines or 1)
     found = read_cluster(name)
@@ -98,4 +100,9 @@ def load_cluster(name: str, machines: int | None = None) -> Cluster:
 
 def read_cluster(path: str) -> Cluster:
     """The cluster of a JSON file: an object with the attributes of Cluster. Raises UsageError."""
-    return read_object(path, Cluster, "cluster")
+    return cluster_of(read_json(path), path)
+
+
+def cluster_of(found: Any, path: str) -> Cluster:
+    """The cluster of such a file's content. Raises UsageError."""
+    return object_of(found, path, Cluster, "cluster")

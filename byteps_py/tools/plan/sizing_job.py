@@ -104,14 +104,23 @@ T = TypeVar("T")
 def read_object(path: str, kind: Callable[..., T], what: str) -> T:
     """The JSON object in a file, whose keys are the fields of ``kind``, a dataclass; those with a default may be left
     out. ``what``: the kind in errors. Raises UsageError."""
-    known = {field.name: field.default is MISSING for field in fields(kind)}  # type: ignore[arg-type]
-    keys = ", ".join(known)
+    return object_of(read_json(path), path, kind, what)
+
+
+def read_json(path: str) -> Any:
+    """The content of a JSON file. Raises UsageError."""
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        return json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"{shown(path)} can't be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{shown(path)} is not JSON: {error}") from error
+
+
+def object_of(found: Any, path: str, kind: Callable[..., T], what: str) -> T:
+    """What ``read_object`` makes of the content of a file. Raises UsageError."""
+    known = {field.name: field.default is MISSING for field in fields(kind)}  # type: ignore[arg-type]
+    keys = ", ".join(known)
     if not isinstance(found, dict):
         raise UsageError(f"{shown(path)} has a {type(found).__name__}; it must have an object with {keys}")
     if missing := [name for name, is_needed in known.items() if is_needed and name not in found]:
