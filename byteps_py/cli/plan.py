@@ -1,6 +1,6 @@
 """`bps plan`: plans for training jobs. `bps plan size`: the sizes of a mesh, with their reasons. `bps plan memory`: the
 memory of sharded states. `bps plan calibrate` and `predict`: the time of a step, after a table of measured ones. The
-other plans are in plan_cluster.py, plan_layout.py and plan_model.py. Starts nothing."""
+other plans are in plan_cluster.py, plan_layout.py, plan_model.py and plan_operators.py. Starts nothing."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from byteps_py.cli.command import add_command, add_json
 from byteps_py.cli.plan_cluster import add_cluster
 from byteps_py.cli.plan_layout import add_layout
 from byteps_py.cli.plan_model import add_model
+from byteps_py.cli.plan_operators import add_operators
 
 if TYPE_CHECKING:
     from byteps_py.tools.plan.sizing import SizePlan
@@ -35,6 +36,7 @@ def add_parser(subparsers: Any) -> None:
     add_cluster(plans)
     add_layout(plans)
     add_model(plans)
+    add_operators(plans)
 
 
 def _add_size(plans: Any) -> None:

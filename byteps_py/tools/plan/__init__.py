@@ -1,4 +1,4 @@
-"""Plans for training jobs, by the formulas of the papers (`bps plan`). Pure, apart from the last two modules: no torch.
+"""Plans for training jobs, by the formulas of the papers (`bps plan`). Pure, but for the last two: no torch.
 
 sizing          the sizes of a mesh, each with its reason
 sizing_job      the job, transformers, the ways to divide it, and the memory that a division needs on its fullest GPU
@@ -11,6 +11,7 @@ layout_cost     memory and time of a layout
 layout_plan     all layouts of a job, the fastest ones that fit, and why
 model_costs     what layers and operators of a traced model cost, its shape as a decoder, and where to cut it
 calibration     these constants, and what they leave, fitted to measured steps
+operators       a division of its own for each operator (FlexFlow)
 module_trace    what a module of PyTorch costs, on the meta device
 trace_recorder  counts its operators, and what autograd keeps
 """

@@ -33,6 +33,8 @@ class OperatorCost:
     parameters: int
     #: The numbers of the operators whose outputs it reads.
     inputs: tuple[int, ...]
+    #: Whether a value of the output needs one value of each input only; copies are such operators.
+    is_elementwise: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,7 @@ _MEMORY_BOUND = """
     zeros_like
 """
 _MEMORY_BOUND_NAMES = frozenset(_MEMORY_BOUND.split())
+_COPIES = frozenset(("_to_copy", "clone", "copy_", "cat", "stack", "native_dropout", "lift_fresh_copy"))
 _ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
@@ -167,6 +168,7 @@ class TraceRecorder:
                 size.numel() * size.element_size(),
                 sum(parameters.values()),
                 tuple(inputs),
+                torch.Tag.pointwise in operator.tags or operator.overloadpacket.__name__ in _COPIES,
             )
         )
         for one in written:
