@@ -32,7 +32,7 @@ def add_model(plans: Any) -> None:
     )
     parser.add_argument(
         "--module", required=True, metavar="MODULE:FUNCTION", help="the function, without arguments, that makes the "
-        "nn.Module; or FILE.py:FUNCTION, or a call as 'model.py:build(layers=4)'",
+        "nn.Module; or MODEL.py:FUNCTION, or a call as 'model.py:build(layers=4)'",
     )  # fmt: skip
     add_inputs(parser)
     parser.add_argument("--stages", type=int, metavar="P", help="also cut the layers into P stages of a pipeline")
@@ -58,18 +58,12 @@ def traced(arguments: argparse.Namespace) -> ModelCosts:
     from byteps_py.errors import UsageError
 
     try:
-        import torch
-
-        from byteps_py.tools.plan.module_trace import InputSize, load_factory, trace_model
+        from byteps_py.tools.plan.module_trace import InputSize, load_factory, parse_dtype, trace_model
     except ImportError as error:
         raise UsageError(f"--module needs torch on this machine ({error}): pip install 'byteps_py[torch]'") from error
     if not arguments.input:
         raise UsageError("--input is missing: give the sizes of the forward pass's inputs, as --input 1x2048:int64")
-    dtype = None
-    if arguments.dtype is not None:
-        dtype = getattr(torch, arguments.dtype, None)
-        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            raise UsageError(f"--dtype={arguments.dtype}: a floating-point type of torch is needed, as bfloat16")
+    dtype = None if arguments.dtype is None else parse_dtype(arguments.dtype)
     return trace_model(load_factory(arguments.module), [InputSize.parse(text) for text in arguments.input], dtype)
 
 

@@ -37,11 +37,11 @@ _STAR = re.compile(r"^from (byteps_py\.[\w.]+) import \*", re.MULTILINE)
 _BEFORE_DOCSTRING = re.compile(r"(?:\A|:[ ]*(?:#.*)?\n)\s*r?\Z")
 
 #: Files that users or other projects have.
-FOREIGN_FILES = re.compile(r"train\.py|\w+_byteps(?:_ddp)?\.py")
+FOREIGN_FILES = re.compile(r"train\.py|model\.py|MODEL\.py|\w+_byteps(?:_ddp)?\.py")
 #: Products, algorithms, units and models: no classes.
 PROPER_NAMES = """
-    BytePS ByteScheduler DeepSpeed DualPipeV F16C FlashAttention GitHub ImageNet InfiniBand KiB LoRA MiB MiCS MoE MxN
-    NaN PaLM PipeDream PowerSGD PyPI PyTorch ResNet RoCE SwiGLU TensorBoard TensorFlow
+    AlexNet BytePS ByteScheduler DeepSpeed DualPipeV F16C FlashAttention FlexFlow GitHub ImageNet InfiniBand KiB LoRA
+    MiB MiCS MoE MxN NaN PaLM PipeDream PowerSGD PyPI PyTorch ResNet RoCE SwiGLU TensorBoard TensorFlow
     ZeRO ZeroMQ
 """
 #: Classes of others that our code does not use.

@@ -56,13 +56,21 @@ class InputSize:
         return cls(tuple(map(int, parts)), dtype, name)
 
 
+def parse_dtype(name: str) -> torch.dtype:
+    """The floating-point type of torch with this name. Raises UsageError."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise UsageError(f"--dtype={shown(name)}: a floating-point type of torch is needed, as bfloat16")
+    return dtype
+
+
 def load_factory(text: str) -> Callable[[], nn.Module]:
-    """``package.module:build`` or ``path/file.py:build``, of a function without arguments or a class; or a call of it,
-    as ``file.py:build(layers=4)``: Python, in the module's names. Raises UsageError."""
+    """``package.module:build`` or ``model.py:build``, of a function without arguments or a class; or a call of it, as
+    ``model.py:build(layers=4)``: Python, in the module's names. Raises UsageError."""
     where, _, expression = text.partition(":")
     if not where or not expression:
         raise UsageError(
-            f"{shown(text)!r} names no function: give MODULE:FUNCTION, as my_package.model:build, or FILE.py:FUNCTION"
+            f"{shown(text)!r} names no function: give MODULE:FUNCTION, as my_package.model:build, or MODEL.py:FUNCTION"
         )
     try:
         found = _import_file(Path(where)) if where.endswith(".py") else _import_module(where)
