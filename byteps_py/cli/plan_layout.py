@@ -48,6 +48,7 @@ def add_layout(plans: Any) -> None:
     parser.add_argument(
         "--calibrated", metavar="MODEL.json", help="written by `bps plan calibrate`; default: the cluster's rates"
     )
+    parser.add_argument("--shadow", action="store_true", help="plan for hosted states with shadows on other machines")
     parser.add_argument("--count", type=int, default=5, metavar="N", help="layouts to print; default 5")
     parser.add_argument(
         "--emit", metavar="FILE", help="write the arguments of Mesh and ParallelOptions for the first one there"
@@ -74,7 +75,9 @@ def run_layout(arguments: argparse.Namespace) -> int:
     tokens, sequence = parse_count(arguments.batch_tokens), parse_count(arguments.sequence)
     job = SizingJob(cluster.gpus, tokens, sequence, model, _size_options(cluster))
     plan = plan_layouts(
-        PlanJob(model, cluster, job.sequences, job.sequence), _times(arguments.calibrated, cluster), arguments.count
+        PlanJob(model, cluster, job.sequences, job.sequence, arguments.shadow),
+        _times(arguments.calibrated, cluster),
+        arguments.count,
     )
     if arguments.emit is not None:
         try:

@@ -85,6 +85,14 @@ def test_what_is_written_is_the_first_layout(tmp_path: Path, capsys: pytest.Capt
     assert emitted["OPTIONS"] == best["options"]
 
 
+def test_shadows_are_emitted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "planned.py"
+    assert main([*JOB, *BATCH, "--shadow", "--count", "1", "--emit", str(path)]) == 0
+    options = runpy.run_path(str(path))["OPTIONS"]
+    assert (options["data"], options["shadow"]) == ("ddp", True)
+    assert ", shadow" in capsys.readouterr().out.splitlines()[1]
+
+
 def layouts_to_run() -> list[JobLayout]:
     """The fastest one of each combination of options, and the fastest one of each mesh."""
     found: dict[object, JobLayout] = {}

@@ -74,6 +74,17 @@ def test_what_each_way_to_keep_states_sends() -> None:
     assert sent == pytest.approx({"zero1": 1.5, "zero2": 1.0, "zero3": 16.5})  # 2 gathers for a micro-batch
 
 
+@pytest.mark.parametrize(
+    ("machines", "servers", "expected"), [(2, 2, 1), (4, 4, 1), (2, 1, 4 / 3), (2, 0, 3 / 2), (4, 0, 7 / 4)]
+)
+def test_a_shadow_costs_the_sums_that_are_sent_once_more(machines: int, servers: int, expected: float) -> None:
+    """In units of M/B. With as many CPU machines as GPU machines, they add everything: then it costs nothing."""
+    layout = JobLayout(1, 1, 1, 8 * machines, 1, 1, hosted="machine", shadow=True)
+    job = PlanJob(TINY, replace(CLUSTER, machines=machines, servers=servers), 8 * machines, 2048, shadow=True)
+    ring = part(replace(layout, shadow=False), "gradients", replace(job, cluster=replace(job.cluster, servers=0)))
+    assert part(layout, "gradients", job) / ring * 2 * (machines - 1) / machines == pytest.approx(expected)
+
+
 def test_context_parallelism_divides_computing_and_adds_exchanges() -> None:
     alone, shared = JobLayout(1, 1, 1, 16, 1, 4), JobLayout(1, 2, 1, 8, 1, 8)
     assert part(shared, "context parallelism") > 0 == part(alone, "context parallelism")
@@ -102,6 +113,16 @@ def test_hosted_states_lie_in_the_memory_of_machines() -> None:
     machine, sharded = (rank_memory(JOB, replace(layout, hosted=how)) for how in ("machine", "sharded"))
     assert machine.states == sharded.states == 10 * parameters
     assert (machine.host, sharded.host) == (8 * parameters, 4 * parameters)
+
+
+def test_shadows_lie_in_the_memory_of_cpu_machines_or_else_of_gpu_machines() -> None:
+    layout = JobLayout(1, 1, 1, 16, 1, 4, hosted="sharded", shadow=True)
+    alone, parameters = rank_memory(JOB, replace(layout, shadow=False)), TINY.parameters
+    without = rank_memory(JOB, layout)
+    assert (without.host, without.cpu_machine) == (alone.host + 6 * parameters, 0)  # 12 bytes, on two machines
+    beside = rank_memory(replace(JOB, cluster=replace(CLUSTER, servers=3)), layout)
+    assert (beside.host, beside.cpu_machine) == (alone.host, 4 * parameters)
+    assert without.total == beside.total == alone.total
 
 
 def test_recomputation_keeps_inputs_and_one_stage() -> None:
@@ -165,6 +186,21 @@ def test_a_batch_that_no_layout_divides() -> None:
     model = ModelShape(1, 64, 1, 1, 64, 100)
     with pytest.raises(UsageError, match="no layout is possible for 16 GPUs and 3 sequences"):
         plan_layouts(PlanJob(model, CLUSTER, 3, 63), times())
+
+
+def test_plans_with_shadows_have_hosted_states_only() -> None:
+    job = replace(JOB, shadow=True)
+    found = plan(80, job)
+    assert {each.layout.hosted for each in found.fitting} == {"sharded", "machine"}
+    assert all(each.layout.shadow for each in (*found.fitting, *found.too_large))
+    best = found.best[0]
+    assert best.as_json()["options"]["shadow"] is True
+    assert "shadow" in str(best.layout)
+    assert any(reason.startswith("A GPU machine keeps ") for reason in found.reasons)
+    beside = plan(80, replace(job, cluster=replace(CLUSTER, servers=2)))
+    assert any(reason.startswith("A CPU machine keeps ") for reason in beside.reasons)
+    with pytest.raises(UsageError, match="a shadow is on another machine, and the cluster has only one"):
+        PlanJob(TINY, Cluster(1, 8, 80, 312, 2039, 300), 8, 2048, shadow=True)
 
 
 def test_one_gpu() -> None:

@@ -10,8 +10,8 @@ values of keys and f inner ones of the feed-forward layer.
 
 Time is that of step_time.py, of which a schedule changes the bubble: (p-1)/v of a worker's time for GPipe, DAPPLE and
 the interleaved one, otherwise what the simulator of schedules says; ZeRO the bytes of parameters and gradients; and k
-summation servers the time of a sum, by our placement: 2n(n-1)/(n² + kn - 2k) · M/B (docs/explanation/placement.md).
-Pure; any thread.
+summation servers the time of a sum, by our placement: 2n(n-1)/(n² + kn - 2k) · M/B (docs/explanation/placement.md),
+and more with a shadow, whose machines get sums that others add. Pure; any thread.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ MOST_SIMULATED_PASSES = 1024
 CHUNKS = 2
 #: Adam's two moments.
 _MOMENT_BYTES = 8
+#: Of a shadow: the moments, and the parameter that the server's step needs.
+_SHADOW_BYTES = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,8 @@ class JobLayout:
     schedule: str = "dapple"
     recompute: bool = False
     hosted: Hosted = "no"
+    #: Servers on other machines keep the hosted states, too.
+    shadow: bool = False
 
     @property
     def copies(self) -> int:
@@ -79,7 +83,7 @@ class JobLayout:
         words = [f"tp {self.tp}, cp {self.cp}, pp {self.pp}, dp {self.dp}"]
         words.append(f"{self.micro_batches} micro-batch{'es' * (self.micro_batches > 1)} of {self.micro_batch}")
         words += [self.schedule] * (self.pp > 1) + ["recompute"] * self.recompute + [self.data]
-        words += [f"hosted {self.hosted}"] * (self.hosted != "no")
+        words += [f"hosted {self.hosted}"] * (self.hosted != "no") + ["shadow"] * self.shadow
         return ", ".join(words)
 
 
@@ -93,6 +97,8 @@ class RankMemory:
     activations: float
     #: Of optimizer states in the memory of each machine.
     host: float = 0.0
+    #: Of shadows in the memory of each CPU machine; without CPU machines they are in ``host``.
+    cpu_machine: float = 0.0
 
     @property
     def total(self) -> float:
@@ -110,6 +116,15 @@ class PlanJob:
     sequences: int
     #: Tokens of each.
     sequence: int
+    #: Whether other machines are to keep the states: only layouts whose states are hosted can have that.
+    shadow: bool = False
+
+    def __post_init__(self) -> None:
+        if self.shadow and self.cluster.machines + self.cluster.servers < 2:
+            raise UsageError(
+                "a shadow is on another machine, and the cluster has only one: plan with more machines, or with CPU "
+                "machines (servers)"
+            )
 
 
 # ---- memory --------------------------------------------------------------------------------------------------------
@@ -136,6 +151,11 @@ def rank_memory(job: PlanJob, layout: JobLayout) -> RankMemory:
         states -= moments
         distinct = parameters * tp * min(layout.pp, max(1, job.cluster.gpus_per_machine // (tp * layout.cp)))
         host = _MOMENT_BYTES * distinct / (_machines_of_copies(job, layout) if layout.hosted == "sharded" else 1)
+    cpu_machine = 0.0
+    if layout.shadow:
+        kept, servers = _SHADOW_BYTES * model.parameters, job.cluster.servers
+        cpu_machine = kept / servers if servers else 0.0
+        host += 0.0 if servers else kept / job.cluster.machines
 
     tokens = layout.micro_batch * job.sequence / layout.cp
     kv = model.hidden * model.kv_heads // model.heads
@@ -148,7 +168,7 @@ def rank_memory(job: PlanJob, layout: JobLayout) -> RankMemory:
     else:
         kept, working = stage, 0.0
     activations = max(first * kept + working, last * kept + working + logits)
-    return RankMemory(states, activations, host)
+    return RankMemory(states, activations, host, cpu_machine)
 
 
 def under_way(layout: JobLayout) -> tuple[float, float]:
@@ -263,4 +283,11 @@ def _servers(job: PlanJob, layout: JobLayout) -> float:
     if layout.data != "ddp" or n < 2:
         return 1.0
     k = min(n, job.cluster.servers * n / job.cluster.machines)
-    return n**2 / (n**2 + k * n - 2 * k)
+    if not layout.shadow:
+        return n**2 / (n**2 + k * n - 2 * k)
+    ring = 2 * (n - 1) / n
+    if k < n / (2 * n - 1):  # GPU machines add all, and send it on: to CPU machines, or to each other
+        return max(ring + 1 / n, 1 / k if k else 0) / ring
+    # By CPU machines: then their links, (n·added + 1 - added)/k, are as busy as others, 1 + (n-1)(1 - added)/n.
+    added = (k * (2 * n - 1) - n) / ((n - 1) * (n + k))
+    return (n * added + 1 - added) / k / ring

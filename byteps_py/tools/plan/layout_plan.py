@@ -53,6 +53,7 @@ class CostedLayout:
                 "states": self.memory.states / 1e9,
                 "activations": self.memory.activations / 1e9,
                 "host": self.memory.host / 1e9,
+                "cpu_machine": self.memory.cpu_machine / 1e9,
             },
         }
 
@@ -100,6 +101,8 @@ def options_of(layout: JobLayout) -> dict[str, Any]:
         options["recompute"] = True
     if layout.hosted != "no":
         options["hosted"] = layout.hosted
+    if layout.shadow:
+        options["shadow"] = True
     return options
 
 
@@ -133,7 +136,8 @@ def _with_options(job: PlanJob, mesh: tuple[int, int, int, int]) -> Iterator[Job
                 continue
             for recompute in (False, True) if pp > 1 else (False,):
                 for data, hosted in _states(schedule, dp * cp, cp):
-                    yield JobLayout(*mesh, micro_batch, count, data, schedule, recompute, hosted)
+                    if not job.shadow or hosted != "no":
+                        yield JobLayout(*mesh, micro_batch, count, data, schedule, recompute, hosted, job.shadow)
 
 
 def _states(schedule: str, copies: int, cp: int) -> Iterator[tuple[Data, Hosted]]:
@@ -216,6 +220,11 @@ def _reasons(
         + ", ".join(f"{name} {share:.0%}" for share, name in shares if share >= 0.005)
         + f". A GPU needs {_needs(best)} of its {gigabytes(limit)}."
     )
+    if best.layout.shadow:
+        where, held = ("GPU machine", best.memory.host)
+        if best.memory.cpu_machine:
+            where, held = "CPU machine", best.memory.cpu_machine
+        yield f"A {where} keeps {gigabytes(held)} of states in its memory, shadows included."
     if best is not fitting[0]:
         yield f"Of those within {_ALIKE:.1%} of the fastest, it needs least memory on GPUs and machines together."
     for name, value_of in _CHOICES:

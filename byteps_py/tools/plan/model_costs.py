@@ -194,6 +194,7 @@ class ModelCosts:
         flops = [0, *itertools.accumulate(layer.flops for layer in self.layers)]
         states = [0, *itertools.accumulate(16 * one.parameters + one.activation_bytes for one in self.layers)]
         # Of the layers before ``end`` in so many stages: (FLOPs and bytes of the largest ones, where each stage ends).
+        best: dict[int, tuple[int, int, tuple[int, ...]]]
         best = {end: (flops[end], states[end], (end,)) for end in range(1, count + 1)}
         for stage in range(2, stages + 1):
             best = {

@@ -49,7 +49,7 @@ _ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 def _key(tensor: torch.Tensor) -> int:
     """Of its memory: views have the same."""
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 @dataclass
