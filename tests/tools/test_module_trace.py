@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -268,3 +269,13 @@ def test_inputs_by_name_and_in_another_type() -> None:
     inputs = [InputSize.parse("2x4"), InputSize.parse("mask=2x4:bool")]
     costs = [trace_model(Named, inputs, dtype) for dtype in (None, torch.bfloat16)]
     assert [one.operators[-1].output_bytes for one in costs] == [32, 16]
+
+
+def test_files_of_one_name_are_different_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for number in (1, 2):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "model.py").write_text(f"from torch import nn\n\n\ndef build():\n    return nn.Linear({number}, 1)\n")
+    built = [load_factory(f"{tmp_path}/{number}/model.py:build")() for number in (1, 2)]
+    assert [parameters_of(one) for one in built] == [2, 3]

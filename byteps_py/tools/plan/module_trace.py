@@ -10,6 +10,7 @@ trace_recorder.py counts. One trace at a time: what it registers with torch, oth
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -105,7 +106,13 @@ def _import_file(path: Path) -> Any:
         raise FileNotFoundError(f"there is no such file, seen from {Path.cwd()}")
     if str(path.parent.resolve()) not in sys.path:  # a script finds its neighbours
         sys.path.insert(0, str(path.parent.resolve()))
-    return importlib.import_module(path.stem)
+    name = f"planned {path.resolve()}"  # none that another module has
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is no Python file")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look for their module there
+    spec.loader.exec_module(module)
+    return module
 
 
 def trace_model(
