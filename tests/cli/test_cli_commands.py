@@ -98,7 +98,10 @@ def _environ(tmp_path: Path) -> dict[str, str]:
     [
         ("bps sta", {"status"}),
         ("bps status --js", {"--json"}),
-        ("bps plan ", {"size", "memory", "calibrate", "predict", "layout", "-h", "--help"}),
+        (
+            "bps plan ",
+            {"size", "memory", "calibrate", "predict", "layout", "cluster", "model", "operators", "-h", "--help"},
+        ),
         ("bps completion f", {"fish"}),
     ],
 )
