@@ -153,9 +153,9 @@ def rank_memory(job: PlanJob, layout: JobLayout) -> RankMemory:
         host = _MOMENT_BYTES * distinct / (_machines_of_copies(job, layout) if layout.hosted == "sharded" else 1)
     cpu_machine = 0.0
     if layout.shadow:
-        kept, servers = _SHADOW_BYTES * model.parameters, job.cluster.servers
-        cpu_machine = kept / servers if servers else 0.0
-        host += 0.0 if servers else kept / job.cluster.machines
+        shadows, servers = _SHADOW_BYTES * model.parameters, job.cluster.servers
+        cpu_machine = shadows / servers if servers else 0.0
+        host += 0.0 if servers else shadows / job.cluster.machines
 
     tokens = layout.micro_batch * job.sequence / layout.cp
     kv = model.hidden * model.kv_heads // model.heads

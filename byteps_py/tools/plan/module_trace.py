@@ -92,7 +92,7 @@ def load_factory(text: str) -> Callable[[], nn.Module]:
         raise UsageError(
             f"{shown(expression)!r} is no Python: {error.msg}. Give a function's name, or a call of it"
         ) from error
-    return lambda: eval(code, vars(found))  # type: ignore[no-any-return]
+    return lambda: eval(code, vars(found))
 
 
 def _import_module(name: str) -> Any:
@@ -147,7 +147,7 @@ def trace_model(
     try:
         with recorder, torch.device("meta"), torch.enable_grad():
             output = module(*positional, **named)
-    except (UsageError, KeyboardInterrupt):
+    except UsageError:
         raise
     except Exception as error:
         raise _explained(error, recorder, type(module).__name__) from error
@@ -156,18 +156,19 @@ def trace_model(
 
 def _on_meta(model: nn.Module | Callable[[], nn.Module], dtype: torch.dtype | None) -> nn.Module:
     if isinstance(model, nn.Module):
-        module: Any = model
+        made: Any = model
     else:
         try:
             with torch.device("meta"):
-                module = model()
+                made = model()
         except Exception as error:
             raise UsageError(
                 f"the model can't be built on the meta device: {_said(error)}. It must not read values of parameters "
                 "while it is built, nor load weights; give a function without arguments"
             ) from error
-    if not isinstance(module, nn.Module):
-        raise UsageError(f"the function returns a {type(module).__name__}: it must return the nn.Module")
+    if not isinstance(made, nn.Module):
+        raise UsageError(f"the function returns a {type(made).__name__}: it must return the nn.Module")
+    module: nn.Module = made
     tensors = [*module.parameters(), *module.buffers()]
     if any(tensor.device.type != "meta" for tensor in tensors):
         if isinstance(model, nn.Module):
@@ -175,8 +176,10 @@ def _on_meta(model: nn.Module | Callable[[], nn.Module], dtype: torch.dtype | No
                 "the model has parameters with values: build it within `with torch.device('meta'):`, or give the "
                 "function that builds it"
             )
-        module = module.to("meta")  # a factory that names its device, or loads weights
-    return module if dtype is None else module.to(dtype)
+        module = module.to(device="meta")  # a factory that names its device, or loads weights
+    if dtype is not None:
+        module.to(dtype)
+    return module
 
 
 def _explained(error: Exception, recorder: TraceRecorder, model: str) -> UsageError:

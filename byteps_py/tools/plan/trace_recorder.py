@@ -275,7 +275,7 @@ class _Operators(TorchDispatchMode):
     """Tells the trace of each operator."""
 
     def __init__(self, recorder: TraceRecorder) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
 
     def __torch_dispatch__(
