@@ -64,6 +64,11 @@ def test_the_pages_of_the_api_have_every_public_name_once() -> None:
     inner = ("tensor", "context", "checkpoint", "sharding", "multimodal")
     expected = public("byteps_py.parallel").union(*(public(f"byteps_py.parallel.{name}") for name in inner))
     expected |= public("byteps_py.tools.numerics")
+    expected |= {("byteps_py.tools.plan.module_trace", name) for name in ("trace_model", "InputSize", "load_factory")}
+    expected |= {
+        ("byteps_py.tools.plan.model_costs", name)
+        for name in ("ModelCosts", "LayerCost", "OperatorCost", "RepeatedBlocks", "AttentionSize", "UncostedOperator")
+    }
     expected |= {("byteps_py.parallel.fsdp", name) for name in ("cache_parameters", "ParameterCache")}
     assert sorted(found) == sorted(name for name in expected if not has_section(*name))
 
