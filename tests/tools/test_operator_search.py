@@ -20,6 +20,7 @@ from byteps_py.tools.plan.operators.operator_graph import Operator, OperatorGrap
 from byteps_py.tools.plan.operators.strategy import (
     DeviceTopology,
     Division,
+    channel_parallel,
     data_parallel,
     device_bytes,
     divisions_of,
@@ -184,18 +185,18 @@ def test_memory_of_devices() -> None:
 
 def test_the_walk_finds_the_optimum_of_small_spaces() -> None:
     found = 0
-    for seed in range(12):
+    for seed in range(10):
         graph = random_graph(random.Random(seed), 5)
-        if not 20 < space_size(graph, 2) <= 1000:
+        if not 20 < space_size(graph, 2) <= 600:
             continue
         exact = search_strategy(graph, TWO, SearchOptions(exact_up_to=3000))
-        walked = search_strategy(graph, TWO, SearchOptions(600, seed=seed, exact_up_to=0))
+        walked = search_strategy(graph, TWO, SearchOptions(500, seed=seed, exact_up_to=0))
         assert exact.is_optimal
         assert exact.tried == space_size(graph, 2)
         assert not walked.is_optimal
         assert walked.step_s == exact.step_s, seed
         found += 1
-    assert found >= 6
+    assert found >= 5
 
 
 def test_large_parameters_are_divided_and_many_samples_are() -> None:
@@ -206,7 +207,8 @@ def test_large_parameters_are_divided_and_many_samples_are() -> None:
     found = search_strategy(graph, TWO, SearchOptions())
     assert found.strategy[0].degrees == (2, 1, 1)
     assert found.strategy[1].degrees == (1, 1, 2)
-    assert found.step_s < min(value for value in found.others.values() if value is not None)
+    assert found.others["channels divided"] == found.step_s
+    assert all(found.step_s < (found.others[name] or 0) for name in ("data parallelism", "one device"))
 
 
 def test_the_same_seed_gives_the_same_strategy() -> None:
@@ -223,11 +225,36 @@ def test_memory_decides() -> None:
     tight = DeviceTopology(Cluster(1, 2, 17, 1, 1000, 10))
     found = search_strategy(graph, tight, SearchOptions())
     assert found.most_bytes <= 17e9
-    assert found.others == {"data parallelism": None, "one device": None}
+    assert found.others["data parallelism"] is found.others["one device"] is None
+    assert found.others["channels divided"] is not None
     walked = search_strategy(graph, tight, SearchOptions(300, exact_up_to=0))
     assert walked.most_bytes <= 17e9
     with pytest.raises(UsageError, match=r"no strategy that was found fits in memory: the best one lacks 1\.0 GB"):
         search_strategy(graph, DeviceTopology(Cluster(1, 2, 15, 1, 1000, 10)), SearchOptions())
+
+
+def test_well_known_strategies() -> None:
+    costs = trace_model(lambda: GPT(512, 64, 128, 2, 8), [InputSize((4, 64), torch.int64)])
+    graph = graph_of(costs, 4)
+    by_name = dict(
+        zip((one.name.rpartition(":")[0] for one in graph.operators), channel_parallel(graph, 4), strict=True)
+    )
+    assert by_name["blocks.0.qkv:addmm"].degrees == by_name["blocks.0.mlp.2:addmm"].degrees == (1, 1, 4)
+    assert by_name["blocks.0.norm1:native_layer_norm"].degrees == (1, 4, 1)  # sequence parallelism
+    assert {each.degrees for each in data_parallel(graph, 4)[2:]} == {(4, 1, 1)}
+
+
+def test_large_graphs_end_early_or_are_refused() -> None:
+    graph = random_graph(random.Random(3), 12)
+    few = search_strategy(graph, TWO_BY_TWO, SearchOptions(1000, most_looks=2000))
+    assert few.tried < 200
+    chain = [Operator("0", 512)]
+    chain += [Operator(str(number), 512, inputs=(str(number - 1),)) for number in range(1, 30)]
+    many = DeviceTopology(Cluster(8, 8, 80, 1, 1000, 10, 1))
+    with pytest.raises(
+        UsageError, match=r"30 operators on 64 devices have up to 118,784 transfers, and at most 100,000"
+    ):
+        search_strategy(OperatorGraph(tuple(chain)), many, SearchOptions())
 
 
 @pytest.mark.parametrize(("proposals", "beta"), [(0, 1.0), (1, 0.0), (1, float("inf"))])

@@ -82,6 +82,18 @@ def data_parallel(graph: OperatorGraph, devices: int) -> Strategy:
     )
 
 
+def channel_parallel(graph: OperatorGraph, devices: int) -> Strategy:
+    """Channels on all devices, as far as there are channels; then the attribute, then samples: Megatron-LM's tensor and
+    sequence parallelism."""
+    return tuple(
+        max(
+            divisions_of(one, devices),
+            key=lambda each: (each.channels, each.attribute, each.samples, -each.first_device),
+        )
+        for one in graph.operators
+    )
+
+
 def on_one_device(graph: OperatorGraph) -> Strategy:
     """Nothing is divided."""
     return tuple(Division() for _ in graph.operators)

@@ -14,6 +14,7 @@ from byteps_py.tools.plan.operators.strategy import (
     DeviceTopology,
     Division,
     Strategy,
+    channel_parallel,
     data_parallel,
     device_bytes,
     divisions_of,
@@ -23,6 +24,8 @@ from byteps_py.tools.plan.operators.strategy import (
 from byteps_py.tools.plan.operators.task_graph import TaskGraph
 from byteps_py.tools.plan.operators.timeline import StepTimeline
 from byteps_py.tools.plan.sizing_job import gigabytes
+
+MOST_TRANSFERS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +38,15 @@ class SearchOptions:
     #: a share of 1/(beta · n) is taken in 37 % of the cases.
     beta: float = 1.5
     seed: int = 0
+    #: Tasks at which a walk looks, at most: some ten seconds. With large graphs it ends after fewer proposals.
+    most_looks: int = 1_000_000
     #: Spaces of at most so many strategies are tried whole.
     exact_up_to: int = 5000
 
     def __post_init__(self) -> None:
-        if self.proposals < 1 or not 0 < self.beta < math.inf:
-            raise UsageError(f"proposals={self.proposals}, beta={self.beta:g}: numbers above 0 are needed")
+        if min(self.proposals, self.most_looks) < 1 or not 0 < self.beta < math.inf:
+            given = f"proposals={self.proposals}, beta={self.beta:g}, most_looks={self.most_looks}"
+            raise UsageError(f"{given}: numbers above 0 are needed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +95,12 @@ class StrategyWalk:
 def search_strategy(graph: OperatorGraph, topology: DeviceTopology, options: SearchOptions) -> FoundStrategy:
     """The fastest strategy that fits in memory. Raises UsageError if none was found that does."""
     tasks = TaskGraph(graph, topology)
-    known = {"data parallelism": data_parallel(graph, topology.devices), "one device": on_one_device(graph)}
+    _check_size(graph, topology.devices)
+    known = {
+        "data parallelism": data_parallel(graph, topology.devices),
+        "channels divided": channel_parallel(graph, topology.devices),
+        "one device": on_one_device(graph),
+    }
     walks = {name: StrategyWalk(tasks, strategy) for name, strategy in known.items()}
     others = {name: None if walk.lacking_bytes else walk.timeline.makespan_s for name, walk in walks.items()}
     choices = [list(divisions_of(one, topology.devices)) for one in graph.operators]
@@ -111,6 +122,15 @@ def search_strategy(graph: OperatorGraph, topology: DeviceTopology, options: Sea
         )
     most = max(device_bytes(graph, walk.strategy, topology.devices))
     return FoundStrategy(graph, walk.strategy, walk.timeline.makespan_s, is_small, len(found), others, most)
+
+
+def _check_size(graph: OperatorGraph, devices: int) -> None:
+    transfers = len(graph.edges) * devices**2
+    if transfers > MOST_TRANSFERS:
+        raise UsageError(
+            f"{len(graph.operators)} operators on {devices} devices have up to {transfers:,} transfers, and at most "
+            f"{MOST_TRANSFERS:,} are simulated: plan some of the model's blocks, since they repeat, or fewer devices"
+        )
 
 
 def _all(walk: StrategyWalk, choices: Sequence[Sequence[Division]], place: int = 0) -> Iterator[tuple[float, Strategy]]:
@@ -147,7 +167,7 @@ def _random_walk(
                 walk.divide(number, before)
         if cost < best:
             best, since = cost, 0
-        if since > options.proposals // 2:
+        if since > options.proposals // 2 or walk.timeline.looks > options.most_looks:
             return
 
 
