@@ -91,6 +91,25 @@ def test_blocks_are_found_in_the_structure_of_the_module() -> None:
     assert found.blocks == (RepeatedBlocks(0, 2),)
 
 
+def test_parameters_belong_to_the_layer_that_uses_them() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(4))
+            self.used, self.idle = nn.Linear(4, 4), nn.Linear(4, 8)
+            self.never_called = nn.Linear(4, 2, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.linear(self.used(x) * self.scale, self.never_called.weight)
+
+    costs = trace_model(Model, [InputSize((2, 4))])
+    assert [(layer.name, layer.kind, layer.parameters) for layer in costs.layers] == [
+        ("used", "Linear", 20),
+        ("", "Model", 4 + 8),
+        ("", "parameters that the forward pass does not use", 40),
+    ]
+
+
 def test_a_decoder_has_the_shape_that_a_user_would_write() -> None:
     assert trace_model(real_llama, [TOKENS]).decoder_shape() == ModelShape(3, 128, 8, 2, 384, 320)
     shape = trace_model(real_gpt, [TOKENS]).decoder_shape()

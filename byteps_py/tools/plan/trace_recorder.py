@@ -33,14 +33,14 @@ from byteps_py.tools.plan.model_costs import (
 #: Operators that read and write memory and compute little, beside elementwise ones, which torch marks.
 _MEMORY_BOUND = """
     _adaptive_avg_pool2d all amax amin any arange argmax argmin avg_pool2d bernoulli cat clone constant_pad_nd
-    copy copy_ cumsum embedding empty empty_like empty_strided eye fill_ flip full full_like _fused_rms_norm
-    _fused_rms_norm_backward gather index index_put index_select lift_fresh lift_fresh_copy linalg_vector_norm
-    linspace _log_softmax logsumexp masked_fill max max_pool2d_with_indices mean min native_batch_norm
-    _native_batch_norm_legit native_dropout native_group_norm native_layer_norm new_empty new_full new_ones
-    new_zeros nll_loss2d_forward nll_loss_forward normal_ ones ones_like repeat roll _safe_softmax scalar_tensor
-    scatter scatter_add select_scatter slice_scatter _softmax split_with_sizes_copy stack std sum _to_copy tril
-    triu uniform_ _unsafe_index _unsafe_view upsample_bilinear2d upsample_nearest2d var var_mean zero_ zeros
-    zeros_like
+    copy copy_ cumsum embedding _embedding_bag empty empty_like empty_strided eye fill_ flip full full_like
+    _fused_rms_norm _fused_rms_norm_backward gather index index_put index_select lift_fresh lift_fresh_copy
+    linalg_vector_norm linspace _log_softmax logsumexp masked_fill max max_pool2d_with_indices mean min
+    native_batch_norm _native_batch_norm_legit native_dropout native_group_norm native_layer_norm new_empty
+    new_full new_ones new_zeros nll_loss2d_forward nll_loss_forward normal_ ones ones_like _prelu_kernel repeat
+    roll _safe_softmax scalar_tensor scatter scatter_add select_scatter slice_scatter _softmax
+    split_with_sizes_copy stack std sum _to_copy tril triu uniform_ _unsafe_index _unsafe_view
+    upsample_bilinear2d upsample_nearest2d var var_mean _weight_norm_interface zero_ zeros zeros_like
 """
 _MEMORY_BOUND_NAMES = frozenset(_MEMORY_BOUND.split())
 _COPIES = frozenset(("_to_copy", "clone", "copy_", "cat", "stack", "native_dropout", "lift_fresh_copy"))
@@ -56,6 +56,7 @@ def _key(tensor: torch.Tensor) -> int:
 class _Layer:
     """What is counted of a layer while the model runs."""
 
+    name: str
     kind: str
     flops: int = 0
     moved_bytes: int = 0
@@ -68,6 +69,8 @@ class _Records:
     """What is counted of the whole model. Tensors are kept, so that no two of them have the same identity."""
 
     operators: list[OperatorCost] = field(default_factory=list)
+    #: The layer that read a parameter first.
+    readers: dict[int, str] = field(default_factory=dict)
     #: The operator that wrote the memory of a tensor last.
     writers: dict[int, int] = field(default_factory=dict)
     kept: list[Any] = field(default_factory=list)
@@ -129,7 +132,7 @@ class TraceRecorder:
         """The layer that runs. They are kept in the order of their first operators."""
         place = self.place
         name = next((one for one in self._names if place == one or place.startswith(f"{one}.")), "")
-        return self._layers.setdefault(name, _Layer(type(self._modules[name]).__name__))
+        return self._layers.setdefault(name, _Layer(name, type(self._modules[name]).__name__))
 
     def _on_saved(self, tensor: torch.Tensor) -> torch.Tensor:
         key = _key(tensor)
@@ -156,6 +159,8 @@ class TraceRecorder:
             records.uncosted[kind] += 1
             records.uncosted_bytes[kind] += moved
         parameters = {key: self._parameters[key].numel() for key in sources if key in self._parameters}
+        for key in parameters:
+            records.readers.setdefault(key, layer.name)
         inputs = dict.fromkeys(records.writers[key] for key in map(_key, read) if key in records.writers)
         size = written[0]
         records.operators.append(
@@ -178,9 +183,11 @@ class TraceRecorder:
         """All that was counted. ``output``: of the model."""
         seen: set[int] = set()
         layers, signatures, shared = [], list[object](), 0
+        others = self._other_parameters()
         for name, layer in self._layers.items():
             module = self._modules[name]
-            own = dict(module.named_parameters()) if name else self._other_parameters()
+            own = dict(module.named_parameters()) if name else {}
+            own |= {path: one for path, one in others.items() if self.records.readers.get(_key(one)) == name}
             fresh = {id(one): one for one in own.values() if id(one) not in seen}
             shared += sum(one.numel() for one in own.values() if id(one) in seen)
             seen |= set(fresh)
@@ -226,12 +233,10 @@ class TraceRecorder:
                 yield run
 
     def _other_parameters(self) -> Mapping[str, nn.Parameter]:
-        """Those of no layer."""
-        return {
-            path: one
-            for path, one in self._model.named_parameters()
-            if not any(path.startswith(f"{name}.") for name in self._names)
-        }
+        """Those of no layer that has run: they belong to the layer that has read them."""
+        ran = [f"{name}." for name in self._layers if name]
+        named = self._model.named_parameters()
+        return {path: one for path, one in named if not any(path.startswith(name) for name in ran)}
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
