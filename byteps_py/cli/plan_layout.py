@@ -48,6 +48,12 @@ def add_layout(plans: Any) -> None:
     parser.add_argument(
         "--calibrated", metavar="MODEL.json", help="written by `bps plan calibrate`; default: the cluster's rates"
     )
+    parser.add_argument(
+        "--stale",
+        action="store_true",
+        help="also plan pipelines whose weights are some updates late, with bps.parallel.Pipeline: pipedream, "
+        "pipedream-2bw",
+    )
     parser.add_argument("--shadow", action="store_true", help="plan for hosted states with shadows on other machines")
     parser.add_argument("--count", type=int, default=5, metavar="N", help="layouts to print; default 5")
     parser.add_argument(
@@ -75,7 +81,7 @@ def run_layout(arguments: argparse.Namespace) -> int:
     tokens, sequence = parse_count(arguments.batch_tokens), parse_count(arguments.sequence)
     job = SizingJob(cluster.gpus, tokens, sequence, model, _size_options(cluster))
     plan = plan_layouts(
-        PlanJob(model, cluster, job.sequences, job.sequence, arguments.shadow),
+        PlanJob(model, cluster, job.sequences, job.sequence, arguments.shadow, arguments.stale),
         _times(arguments.calibrated, cluster),
         arguments.count,
     )
@@ -121,16 +127,21 @@ def _times(path: str | None, cluster: Cluster) -> StepTimeModel:
 
 
 def program_of(layout: JobLayout) -> str:
-    """A Python file with the arguments of Mesh and ParallelOptions."""
+    """A Python file with the arguments of Mesh and ParallelOptions, or of Pipeline."""
     from byteps_py.tools.plan.layout_plan import mesh_of, options_of
 
     sequences = layout.micro_batch * layout.micro_batches
+    use = (
+        "    options = ParallelOptions(plan=…, autocast=torch.bfloat16, **OPTIONS)\n"
+        "    training = parallelize_model(model, mesh, loss, optimizer, options)\n"
+    )
+    if layout.is_stale:
+        use = "    pipe = Pipeline(model, mesh=mesh, **OPTIONS)  # pipe.step gets the optimizer\n"
     return (
         f'"""{layout}: by `bps plan layout`.\n\n'
         f"Each data-parallel rank has {sequences} sequences of a step, which are cut along their first dimension:\n\n"
         "    mesh = Mesh(**MESH)\n"
-        "    options = ParallelOptions(plan=…, autocast=torch.bfloat16, **OPTIONS)\n"
-        "    training = parallelize_model(model, mesh, loss, optimizer, options)\n"
+        f"{use}"
         '"""\n\n'
         f"MESH = {_literal(mesh_of(layout))}\n"
         f"OPTIONS = {_literal(options_of(layout))}\n"

@@ -93,6 +93,14 @@ def test_shadows_are_emitted(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert ", shadow" in capsys.readouterr().out.splitlines()[1]
 
 
+def test_a_layout_with_late_weights_has_the_arguments_of_a_pipeline(tmp_path: Path) -> None:
+    path = tmp_path / "planned.py"
+    path.write_text(program_of(JobLayout(1, 1, 4, 2, 1, 8, schedule="pipedream-2bw")))
+    assert runpy.run_path(str(path))["OPTIONS"] == {"schedule": "pipedream-2bw", "micro_batches": 8}
+    assert "pipe = Pipeline(model, mesh=mesh, **OPTIONS)" in path.read_text()
+    assert "ParallelOptions" not in path.read_text()
+
+
 def layouts_to_run() -> list[JobLayout]:
     """The fastest one of each combination of options, and the fastest one of each mesh."""
     found: dict[object, JobLayout] = {}

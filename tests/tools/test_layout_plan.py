@@ -15,7 +15,7 @@ from byteps_py.placement.shares import Optimum
 from byteps_py.tools.plan.calibration import StepTimeModel
 from byteps_py.tools.plan.cluster import KNOWN, Cluster, load_cluster, read_cluster
 from byteps_py.tools.plan.layout_cost import JobLayout, PlanJob, rank_memory, step_times, under_way
-from byteps_py.tools.plan.layout_plan import SCHEDULES, LayoutPlan, plan_layouts, possible_layouts
+from byteps_py.tools.plan.layout_plan import SCHEDULES, LayoutPlan, options_of, plan_layouts, possible_layouts
 from byteps_py.tools.plan.sizing_job import ModelShape, known_model
 
 TINY = ModelShape(8, 1024, 16, 4, 4096, 32000)
@@ -186,6 +186,38 @@ def test_a_batch_that_no_layout_divides() -> None:
     model = ModelShape(1, 64, 1, 1, 64, 100)
     with pytest.raises(UsageError, match="no layout is possible for 16 GPUs and 3 sequences"):
         plan_layouts(PlanJob(model, CLUSTER, 3, 63), times())
+
+
+def test_late_weights_have_no_bubble_and_need_versions() -> None:
+    layouts = {name: replace(LAYOUT, schedule=name) for name in ("dapple", "pipedream", "pipedream-2bw")}
+    assert part(layouts["pipedream"], "pipeline bubble") == part(layouts["pipedream-2bw"], "pipeline bubble") == 0
+    for name in ("gradients", "optimizer"):
+        often, once = (part(layouts[each], name) for each in ("pipedream", "pipedream-2bw"))
+        assert once == part(layouts["dapple"], name)
+        assert often == pytest.approx(16 * once)
+    need = {name: rank_memory(JOB, layout) for name, layout in layouts.items()}
+    assert len({each.activations for each in need.values()}) == 1
+    version = need["pipedream-2bw"].states - need["dapple"].states
+    assert need["pipedream"].states - need["dapple"].states == 3 * version
+    for name in ("pipedream", "pipedream-2bw"):
+        program = make(name, 4, 16)
+        assert max(program.peak_in_flight()) == under_way(layouts[name])[0]
+        assert max(program.weight_versions) - 1 == (need[name].states - need["dapple"].states) / version
+
+
+def test_layouts_with_late_weights_are_planned_only_if_asked_for() -> None:
+    found = set(possible_layouts(replace(JOB, stale=True))) - set(possible_layouts(JOB))
+    assert {each.schedule for each in found} == {"pipedream", "pipedream-2bw"}
+    for each in found:
+        assert (each.tp, each.cp, each.data, each.hosted) == (1, 1, "ddp", "no")
+        assert each.pp > 1
+        assert each.schedule == "pipedream" or each.micro_batches >= each.pp
+    assert not any(each.is_stale for each in possible_layouts(replace(JOB, stale=True, shadow=True)))
+    assert options_of(replace(LAYOUT, schedule="pipedream-2bw", recompute=True)) == {
+        "schedule": "pipedream-2bw",
+        "micro_batches": 16,
+        "recompute": True,
+    }
 
 
 def test_plans_with_shadows_have_hosted_states_only() -> None:

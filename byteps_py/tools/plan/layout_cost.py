@@ -37,6 +37,8 @@ Hosted = Literal["no", "sharded", "machine"]
 #: Schedules whose bubble has a formula; the others are simulated, up to this number of forward passes.
 WITH_FORMULA = ("gpipe", "dapple", "interleaved")
 MOST_SIMULATED_PASSES = 1024
+#: Schedules whose weights are late: parallelize_model has none of them, bps.parallel.Pipeline does.
+STALE = ("pipedream", "pipedream-2bw")
 #: Chunks of a worker that ``schedule="interleaved"`` makes.
 CHUNKS = 2
 #: Adam's two moments.
@@ -73,6 +75,11 @@ class JobLayout:
     def chunks(self) -> int:
         """Of a worker."""
         return CHUNKS if self.pp > 1 and self.schedule == "interleaved" else 1
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether a micro-batch may be computed with weights that are some updates old."""
+        return self.pp > 1 and self.schedule in STALE
 
     @property
     def pipes(self) -> int:
@@ -118,6 +125,8 @@ class PlanJob:
     sequence: int
     #: Whether other machines are to keep the states: only layouts whose states are hosted can have that.
     shadow: bool = False
+    #: Whether schedules with late weights are layouts, too.
+    stale: bool = False
 
     def __post_init__(self) -> None:
         if self.shadow and self.cluster.machines + self.cluster.servers < 2:
@@ -146,6 +155,8 @@ def rank_memory(job: PlanJob, layout: JobLayout) -> RankMemory:
     else:
         gathered = parameters if layout.data == "zero2" else 2 * layer_parameters
         states = (4 + 4) * share + (4 + 2) * gathered + 4 * whole + moments
+    if layout.is_stale:
+        states += 4 * parameters * (_versions(layout) - 1)
     host = 0.0
     if layout.hosted != "no":
         states -= moments
@@ -178,13 +189,19 @@ def under_way(layout: JobLayout) -> tuple[float, float]:
         return 1, 1
     if layout.schedule == "gpipe":
         return m, m
-    if layout.schedule == "dapple":
+    if layout.schedule == "dapple" or layout.is_stale:
         return min(p, m), 1
     if layout.schedule == "interleaved":
         most = min(m, p * (1 + (p - 1) / (p * layout.chunks)))
         return most, most / 2 if m > 1 else 1
     peak = max(_simulated(layout.schedule, p, m)[1])
     return peak, peak
+
+
+def _versions(layout: JobLayout) -> int:
+    """Of the weights on the first worker (Narayanan et al., PipeDream, 2019; Memory-Efficient Pipeline-Parallel DNN
+    Training, 2021)."""
+    return 2 if layout.schedule == "pipedream-2bw" else min(layout.pp, layout.micro_batches)
 
 
 def _machines_of_copies(job: PlanJob, layout: JobLayout) -> int:
@@ -229,12 +246,23 @@ def step_times(job: PlanJob, layouts: Sequence[JobLayout], times: StepTimeModel)
     parts = dict(times.parts([step_layout(job, layout) for layout in layouts]))
     bubble = np.array([_bubble_of_formula(layout) for layout in layouts])
     parts["pipeline bubble"] = parts["pipeline bubble"] * bubble
-    parts["gradients"] = parts["gradients"] * np.array([_traffic(layout) * _servers(job, layout) for layout in layouts])
+    updates = np.array([layout.micro_batches if _updates_often(layout) else 1 for layout in layouts])
+    parts["optimizer"] = parts["optimizer"] * updates
+    parts["gradients"] = (
+        updates * parts["gradients"] * np.array([_traffic(layout) * _servers(job, layout) for layout in layouts])
+    )
     return parts
+
+
+def _updates_often(layout: JobLayout) -> bool:
+    """Whether each micro-batch updates the weights."""
+    return layout.is_stale and layout.schedule == "pipedream"
 
 
 def _bubble_of_formula(layout: JobLayout) -> float:
     """The bubble in units of that of step_time, (p-1)/v of a worker's time."""
+    if layout.is_stale:
+        return 0.0  # the next step begins before this one has ended
     if layout.pp == 1 or layout.schedule in ("gpipe", "dapple"):
         return 1.0
     if layout.schedule == "interleaved":
@@ -255,6 +283,8 @@ def is_possible(schedule: str, workers: int, micro_batches: int) -> bool:
     """Whether there is such a schedule, and it is small enough to be judged."""
     if workers == 1:
         return schedule == "dapple"
+    if schedule in STALE:
+        return schedule == "pipedream" or micro_batches >= workers
     if schedule in WITH_FORMULA:
         return schedule != "interleaved" or micro_batches >= workers
     if workers * micro_batches > MOST_SIMULATED_PASSES:

@@ -13,6 +13,7 @@ from byteps_py.errors import UsageError
 from byteps_py.tools.plan.calibration import StepTimeModel
 from byteps_py.tools.plan.layout_cost import (
     CHUNKS,
+    STALE,
     Data,
     Hosted,
     JobLayout,
@@ -91,7 +92,10 @@ def mesh_of(layout: JobLayout) -> dict[str, int]:
 
 
 def options_of(layout: JobLayout) -> dict[str, Any]:
-    """The arguments of ParallelOptions, apart from ``plan``."""
+    """The arguments of ParallelOptions, apart from ``plan``; of Pipeline, if the layout is stale."""
+    if layout.is_stale:
+        recompute = {"recompute": True} if layout.recompute else {}
+        return {"schedule": layout.schedule, "micro_batches": layout.micro_batches} | recompute
     options: dict[str, Any] = {"data": layout.data, "micro_batches": layout.micro_batches}
     if layout.tp > 1:
         options["sequence_dim"] = 1
@@ -123,13 +127,14 @@ def possible_layouts(job: PlanJob) -> Iterator[JobLayout]:
 
 
 def _with_options(job: PlanJob, mesh: tuple[int, int, int, int]) -> Iterator[JobLayout]:
-    _, cp, pp, dp = mesh
+    tp, cp, pp, dp = mesh
+    schedules = (*SCHEDULES, *STALE) if job.stale and tp == cp == 1 else SCHEDULES
     batch = job.sequences // dp
     for micro_batch in divisors(batch):
         if micro_batch > _LARGEST_MICRO_BATCH:
             break
         count = batch // micro_batch
-        for schedule in SCHEDULES:
+        for schedule in schedules:
             if not is_possible(schedule, pp, count):
                 continue
             if schedule == "interleaved" and job.model.layers < CHUNKS * pp:
@@ -142,7 +147,7 @@ def _with_options(job: PlanJob, mesh: tuple[int, int, int, int]) -> Iterator[Job
 
 def _states(schedule: str, copies: int, cp: int) -> Iterator[tuple[Data, Hosted]]:
     yield "ddp", "no"
-    if copies == 1 or schedule in ("chimera", "gems"):
+    if copies == 1 or schedule in ("chimera", "gems", *STALE):
         return
     yield "zero1", "no"
     yield "zero2", "no"
