@@ -6,12 +6,14 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from byteps_py.cli.command import add_command, add_json
+from byteps_py.cli.terminal import ProgressBar
 
 if TYPE_CHECKING:
-    from byteps_py.scheduler.simulation import SimulationReport
+    from byteps_py.scheduler.simulation import SimulatedJob, SimulationReport
 
 _PHASES = {
     "register": "all members register",
@@ -55,9 +57,17 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--machines has {len(machines)} numbers, --cpu-machines {len(cpu_machines)}")
     rest = arguments.ranks_per_machine, arguments.tensors
     jobs = [SimulatedJob(n, k, *rest) for n, k in zip(machines, cpu_machines, strict=True)]
-    reports = [ControlPlane(job).run() for job in jobs]
+    reports = []
+    with ProgressBar("simulating") as bar:
+        for number, job in enumerate(jobs):
+            reports.append(ControlPlane(job).run(partial(_show, bar, job, number / len(jobs), 1 / len(jobs))))
     print(json.dumps([asdict(report) for report in reports]) if arguments.json else _as_text(reports))
     return 0
+
+
+def _show(bar: ProgressBar, job: SimulatedJob, before: float, part: float, phase: str) -> None:
+    done = before + part * list(_PHASES).index(phase) / len(_PHASES)
+    bar.update(done, 1.0, f"{job.machines:,} machines: {_PHASES[phase]}")
 
 
 def _numbers(option: str, text: str) -> list[int]:

@@ -91,6 +91,7 @@ class ControlPlane:
 
     def __init__(self, job: SimulatedJob) -> None:
         self._job = job
+        self._progress: Callable[[str], None] = lambda phase: None
         config = ClusterConfig(num_workers=job.machines, num_servers=job.cpu_machines, job=_JOB)
         self.links = MemberLinks(config)
         self._now_s = 0.0
@@ -100,8 +101,10 @@ class ControlPlane:
         self._report = SimulationReport(job, len(self._registers))
         self._cost = PhaseCost("")
 
-    def run(self) -> SimulationReport:
-        """All phases. Raises RuntimeError if the job does not start, which would be a fault of the scheduler."""
+    def run(self, progress: Callable[[str], None] | None = None) -> SimulationReport:
+        """All phases. ``progress``: called with the name of each before it. Raises RuntimeError if the job does not
+        start, which would be a fault of the scheduler."""
+        self._progress = progress or self._progress
         streams = range(1, len(self._registers) + 1)
         with self._phase("register"):
             for stream, register in zip(streams, self._registers, strict=True):
@@ -136,6 +139,7 @@ class ControlPlane:
     @contextmanager
     def _phase(self, name: str, per_s: float = 1.0) -> Iterator[None]:
         """``per_s``: the simulated time that the phase takes, of those whose costs are for one second."""
+        self._progress(name)
         self._cost = PhaseCost(name)
         yield
         self._report.costs.append(self._cost.divided(per_s))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from byteps_py.cli.terminal import ProgressBar
 from chaos.run import calm, run
 
 
@@ -19,7 +20,11 @@ def main() -> int:
     parser.add_argument("--hosted", action="store_true", help="the services keep the optimizer's states")
     arguments = parser.parse_args()
     stretches = arguments.faults + 2
-    wild = run(stretches, arguments.seed, steps=arguments.steps, hosted=arguments.hosted)
+    with ProgressBar("faults") as bar:
+        wild = run(
+            stretches, arguments.seed, steps=arguments.steps, hosted=arguments.hosted,
+            progress=lambda done: bar.update(done, stretches),
+        )  # fmt: skip
     print("with faults:", *wild.lines(), sep="\n  ", flush=True)
     peace = calm(stretches, steps=arguments.steps)
     print("in peace:", *peace.lines(), sep="\n  ")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from support.breaking import launch
@@ -44,9 +45,17 @@ def calm(stretches: int, options: str = OPTIONS, steps: int = STEPS) -> Report:
     return run(stretches, None, options, steps)
 
 
-def run(stretches: int, seed: int | None, options: str = OPTIONS, steps: int = STEPS, hosted: bool = False) -> Report:
-    """Train, ``steps`` in each stretch; ``seed`` None: without any fault. ``hosted``: the services have states. Raises
-    AssertionError if the job does not end well."""
+def run(
+    stretches: int,
+    seed: int | None,
+    options: str = OPTIONS,
+    steps: int = STEPS,
+    hosted: bool = False,
+    progress: Callable[[int], None] = lambda done: None,
+) -> Report:
+    """Train, ``steps`` in each stretch; ``seed`` None: without any fault. ``hosted``: the services have states.
+    ``progress``: called with the number of stretches that are done. Raises AssertionError if the job does not end well.
+    """
     limit_s = 120 + 20 * stretches
     environ = {**ENVIRON, "TEST_HOSTED": "1"} if hosted else ENVIRON
     with launch(options, str(stretches), str(steps), program=PROGRAM, limit_s=limit_s, **environ) as job:
@@ -54,6 +63,7 @@ def run(stretches: int, seed: int | None, options: str = OPTIONS, steps: int = S
         assert job.process.stdin is not None
         report = Report()
         for stretch in range(stretches):
+            progress(stretch)
             if f"stretch {stretch}" not in job.said:
                 job.until(f"stretch {stretch}")
             strike = chaos.next() if seed is not None and 0 < stretch < stretches - 1 else None
