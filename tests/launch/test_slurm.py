@@ -3,6 +3,7 @@ runs tests/programs/rank.py, which checks its sums."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -11,8 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.breaking import RANK, environ_of
+from support.breaking import RANK, command, environ_of
 from support.clusters import ROOT
+from support.pods import wait_for
+from support.shadowed_cluster import LAUNCH
 from support.slurm_cluster import SlurmCluster, require_slurm, slurm_cluster
 
 BPSLAUNCH = str(Path(sys.executable).with_name("bpslaunch"))
@@ -96,6 +99,70 @@ def test_nodes_are_lent_and_preempted_and_training_goes_on(slurm: SlurmCluster) 
         slurm.run("scancel", "--user=root")
         assert job.end() != 0
     assert f"lends to job {number}" in output.read_text()
+    assert not slurm.left()
+
+
+RUN_STATE = f"{sys.executable} {ROOT / 'tests' / 'programs' / 'run_state.py'} shuffled 2"
+#: The first time, it waits in body 12.
+WAITS_ONCE = f'[ "$SLURM_RESTART_COUNT" ] || set -- body 1 3; exec {RUN_STATE} "$@"'
+
+
+@pytest.mark.long
+def test_a_job_that_is_queued_again_goes_on_from_its_checkpoint(slurm: SlurmCluster) -> None:
+    """It ends as one that was not."""
+    output, checkpoints = slurm.folder / "requeued.out", slurm.folder / "checkpoints"
+    given = {"CHECKPOINTS": str(checkpoints), "BYTEPS_SHADOW_DIR": str(checkpoints), "BYTEPS_SHADOW_EVERY_S": "1"}
+    words = ("-o", str(output), "--open-mode=append", str(SCRIPTS / "train.sbatch"), "sh", "-c", WAITS_ONCE, "-")
+    number = slurm.run("sbatch", *words, **RUNS, **WITH_BPSLAUNCH, **given, BYTEPS_LOCAL_SIZE="1").stdout.split()[-1]
+    with slurm.launch("tail", "-F", "-n", "+1", str(output)) as first:
+        first.until("rank 0 waits", "rank 1 waits")
+    wait_for(lambda: list(checkpoints.glob("step-*/manifest-*")))
+    begun = output.read_text()
+    slurm.run("scontrol", "requeue", number)
+    wait_for(lambda: set(slurm.run("squeue", "-h", "-o", "%T").stdout.split()) == {"PENDING"})
+    slurm.run("scontrol", "update", f"JobId={number}", "StartTime=now")  # it would wait for a minute
+    with command(*LAUNCH, "-np", "1", "--machines", "2", "--servers", "1", *RUN_STATE.split()) as undisturbed:
+        assert undisturbed.end() == 0, undisturbed.text
+    with slurm.launch("tail", "-F", "-n", "+1", str(output)) as second:
+        second.until("rank 0 of 2 body 18", "rank 1 of 2 body 18")
+    assert not slurm.left()
+    went_on = bodies(output.read_text().removeprefix(begun))
+    assert min(went_on.values()) > 1
+    assert bodies(begun) | went_on == bodies(undisturbed.text)
+
+
+def bodies(text: str) -> dict[str, int]:
+    """The number of the body by the line that a rank of run_state.py prints after it."""
+    return {found[0]: int(found[1]) for found in re.finditer(r"rank \d of 2 body (\d+): .*", text)}
+
+
+SUBMITS = """
+import submitit
+
+def train():
+    import torch
+    import byteps_py as bps
+
+    bps.init()
+    total = bps.allreduce(torch.full((1 << 18,), bps.rank() + 1.0), op=bps.Sum, name="total")
+    found = bps.rank(), bps.size(), bps.local_size(), total.unique().tolist()
+    bps.shutdown()
+    return found
+
+executor = submitit.AutoExecutor(folder="FOLDER")
+executor.update_parameters(nodes=2, tasks_per_node=1, slurm_partition="gpu")
+print(executor.submit(train).results())
+"""
+
+
+def test_submitit_starts_ranks(slurm: SlurmCluster) -> None:
+    if importlib.util.find_spec("submitit") is None:
+        pytest.skip("no submitit here: pip install submitit")
+    program = slurm.folder / "submits.py"
+    program.write_text(SUBMITS.replace("FOLDER", str(slurm.folder / "logs")))
+    done = slurm.run(sys.executable, str(program), **RUNS)
+    assert done.returncode == 0, done.stdout
+    assert "[(0, 2, 1, [3.0]), (1, 2, 1, [3.0])]" in done.stdout
     assert not slurm.left()
 
 

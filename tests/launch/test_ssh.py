@@ -11,8 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from support.breaking import RANK
 from support.clusters import ROOT
+from support.elastic_reference import Reference
 from support.launching import Launch
 from support.ssh_hosts import SshHosts, require_ssh_hosts, ssh_hosts
 
@@ -126,6 +128,28 @@ def test_what_a_host_lacks_is_said(hosts: SshHosts, options: tuple[str, ...], wo
     with hosts.launch("-H", f"{hosts.hosts[0].address}:1", *options, *command) as job:
         assert job.end() == 1, job.text
     assert words in job.text
+
+
+def test_an_elastic_job_goes_on_without_a_host_that_is_lost(hosts: SshHosts, tmp_path: Path) -> None:
+    gpu1, gpu2, *_ = (host.address for host in hosts.hosts)
+    torch.set_num_threads(1)
+    told, reference = tmp_path / "told", Reference()
+    options = ("-H", f"{gpu1}:1,{gpu2}:1", "--elastic", "--min-np", "1")
+    program = (sys.executable, str(ROOT / "tests" / "programs" / "elastic.py"), str(told))
+
+    def tell(text: str) -> None:
+        told.with_suffix(".new").write_text(text)
+        told.with_suffix(".new").rename(told)
+
+    tell("8 0")
+    with hosts.launch(*options, *program, BYTEPS_LINK_MBIT="1000") as job:
+        job.until(f"[{gpu1}/0] after 8 steps {reference.go(8, [1, 1])}", "rank 1: committed is step 8")
+        hosts.crash(hosts.hosts[1])
+        job.until(f"[{gpu1}/0] group from step 8: 1")
+        tell("16 1")
+        assert job.end() == 0, job.text
+    assert f"[{gpu1}/0] after 16 steps {reference.go(16, [1])}" in job.said
+    assert not hosts.left()
 
 
 @pytest.mark.long

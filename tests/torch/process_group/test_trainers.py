@@ -16,6 +16,7 @@ EXAMPLES = {
     "lightning_ddp": ("lightning", "lightning"),
     "accelerate_ddp": ("accelerate", "accelerate"),
     "transformers_trainer": ("transformers", "'transformers[torch]'"),
+    "torchtitan_llama": ("torchtitan", "torchtitan==0.2.2 triton"),
 }
 
 
@@ -46,3 +47,26 @@ def test_torchft_goes_on_without_a_replica_and_with_it_again() -> None:
     assert [participants for _, participants in found] == ["1", "2", "1", "2"], job.text
     steps = [int(step) for step, _ in found]
     assert steps == sorted(steps)
+
+
+ANOTHER_MACHINE = """
+import json
+from datetime import timedelta
+from torch.distributed import TCPStore
+from byteps_py.torchft import ProcessGroupBytePS
+
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+store.set("quorum/1/byteps/1", json.dumps(["another machine", 0, 0]))  # what replica 1 says of itself
+group = ProcessGroupBytePS(timeout=timedelta(seconds=30))
+group.configure(f"127.0.0.1:{store.port}/quorum/1", "replica 0", 0, 2)
+"""
+
+
+@pytest.mark.slow
+def test_replicas_of_torchft_on_several_machines_are_refused() -> None:
+    if importlib.util.find_spec("torchft") is None:
+        pytest.skip("no torchft here: pip install torchft")
+    with command(sys.executable, "-c", ANOTHER_MACHINE) as job:
+        assert job.end() == 1
+    assert "UnsupportedError: torchft's replicas are on 2 machines" in job.text
+    assert "use ProcessGroupGloo there" in job.text
