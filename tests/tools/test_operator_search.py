@@ -185,7 +185,7 @@ def test_memory_of_devices() -> None:
 
 def test_the_walk_finds_the_optimum_of_small_spaces() -> None:
     found = 0
-    for seed in range(10):
+    for seed in range(6):
         graph = random_graph(random.Random(seed), 5)
         if not 20 < space_size(graph, 2) <= 600:
             continue
@@ -196,7 +196,7 @@ def test_the_walk_finds_the_optimum_of_small_spaces() -> None:
         assert not walked.is_optimal
         assert walked.step_s == exact.step_s, seed
         found += 1
-    assert found >= 5
+    assert found >= 3
 
 
 def test_large_parameters_are_divided_and_many_samples_are() -> None:
@@ -213,9 +213,9 @@ def test_large_parameters_are_divided_and_many_samples_are() -> None:
 
 def test_the_same_seed_gives_the_same_strategy() -> None:
     graph = random_graph(random.Random(3), 12)
-    found = [search_strategy(graph, TWO_BY_TWO, SearchOptions(100, seed=seed)) for seed in (1, 1, 2)]
+    found = [search_strategy(graph, TWO_BY_TWO, SearchOptions(40, seed=seed)) for seed in (1, 1)]
     assert found[0] == found[1]
-    assert found[0].tried > 100
+    assert found[0].tried > 40
 
 
 def test_memory_decides() -> None:

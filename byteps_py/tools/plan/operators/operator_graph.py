@@ -72,7 +72,7 @@ class OperatorGraph:
                 )
             known.add(one.name)
         if not self.operators:
-            raise UsageError("the graph has no operators: a strategy needs at least one")
+            raise UsageError("the graph has no operators: give a model with at least one that has parameters or FLOPs")
 
     @property
     def edges(self) -> tuple[tuple[int, int], ...]:
