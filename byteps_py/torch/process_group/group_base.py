@@ -272,7 +272,9 @@ class GroupBase(GroupMetadata):
         self._store = store
         self._leave = leave
         check_interval_s = _CHECK_INTERVAL * members.context.settings.patience_s
-        self._group_context = GroupContext(members.session, timeout_s, CallLog(members, store), check_interval_s)
+        # Calls before the collectives have a log of their own: a member that still connects has not called the first one.
+        log = CallLog(connecting(members), store)
+        self._group_context = GroupContext(members.session, timeout_s, log, check_interval_s)
         self._completer = Completer()
         self._input_check = InputCheck(members)
         # Kept after join(): members may use this group again at any time.
@@ -348,6 +350,11 @@ def assign(target: torch.Tensor, source: torch.Tensor) -> None:
     target.detach().copy_(source.view(target.shape))
 
 
+def connecting(members: Members) -> Members:
+    """``members`` while they connect: what they call and log then has names of its own."""
+    return dataclasses.replace(members, prefix=f"{members.prefix}.addresses")
+
+
 def _connect(members: Members, group_context: GroupContext, completer: Completer) -> ConnectedMachines | None:
     """The machines of the group, once all members of other machines are connected to this one: they exchange addresses
     through the communication service, and connect in pairs (session/peers/peer_connector.py). job_connections.py does
@@ -361,9 +368,7 @@ def _connect(members: Members, group_context: GroupContext, completer: Completer
     shares_memory = sum(rank in near for rank in members.ranks) > 1 and shared_memory.is_able()
     mine = torch.frombuffer(bytearray(record_of(session, settings, shares_memory)), dtype=torch.uint8)
     whole = torch.empty(count * RECORD_BYTES, dtype=torch.uint8, device="cpu")
-    gathers = ServiceGathers(
-        dataclasses.replace(members, prefix=f"{members.prefix}.addresses"), group_context, completer
-    )
+    gathers = ServiceGathers(connecting(members), group_context, completer)
     gathers.even(Op.GATHER, Call("exchange of addresses", [whole], limit_s), mine, whole).wait()
     records = [bytes(record.numpy()) for record in whole.chunk(count)]
     machines = machines_of(records)

@@ -5,19 +5,23 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from byteps_py.errors import UsageError
+from byteps_py.errors import MismatchError, UsageError
 from byteps_py.tensors import DType, Op
 from byteps_py.torch.collectives.all_reduce.service import KindPlace, KindPlaces, slots_for
 from byteps_py.torch.collectives.completion import Pool
+from byteps_py.torch.collectives.group_work import CallLog
+from byteps_py.torch.collectives.members import Members
 from byteps_py.torch.collectives.slot_view import capacity_for
 from byteps_py.torch.collectives.tensor_bytes import ResultBuffer, octets
 from byteps_py.torch.collectives.work import OperationKind
-from byteps_py.torch.process_group.group_base import kind_of, reduction_of, timeout_of
+from byteps_py.torch.process_group.group_base import connecting, kind_of, reduction_of, timeout_of
 
 WAIT_S = 30.0
 
@@ -168,3 +172,28 @@ def test_a_failing_task_is_logged_and_its_thread_goes_on(caplog: pytest.LogCaptu
     assert done.wait(WAIT_S)
     pool.close()
     assert "a callback of yours" in caplog.text
+
+
+def _logs_of_two(which: Any) -> tuple[CallLog, CallLog]:
+    """Of the members of one group that has one store. ``which`` changes the Members of the second one."""
+    store = dist.HashStore()  # type: ignore[no-untyped-call, unused-ignore]
+    session = cast(Any, SimpleNamespace(size=2))
+    one, other = (Members(cast(Any, None), session, (0, 1), position, "group") for position in range(2))
+    return CallLog(one, store), CallLog(which(other), store)
+
+
+def test_a_member_that_still_connects_has_called_no_other_operation() -> None:
+    early, late = _logs_of_two(connecting)
+    late.record(("exchange of addresses",), "group.addresses")
+    assert not late.compare(1)
+    early.record(("all_reduce",), "group.sum")
+    assert not early.compare(1)
+
+
+def test_members_that_call_different_operations_are_told() -> None:
+    early, late = _logs_of_two(lambda members: members)
+    late.record(("broadcast",), "group.broadcast")
+    late.compare(1)
+    early.record(("all_reduce",), "group.sum")
+    with pytest.raises(MismatchError, match=r"rank 0 called all_reduce, rank 1 broadcast"):
+        early.compare(1)
