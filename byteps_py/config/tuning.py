@@ -22,8 +22,8 @@ LOOPBACK_MBIT = 40_000.0
 MAX_PARTITION_BYTES = 8 << 20
 MIN_PARTITION_BYTES = 64 << 10
 #: Up to so many machines. All machines send their part of a partition to its server at about the same time, and more
-#: than a switch's queue holds is lost: TCP then waits for a fifth of a second or longer. So the more machines there are,
-#: the smaller is the least partition.
+#: than a switch's queue holds is lost: TCP then waits for a fifth of a second or longer. So the more machines there
+#: are, the smaller is the least partition.
 _MACHINES_AT_MIN_PARTITION = 4
 #: On links of a few Mbit/s, messages are smaller than that: one takes this long on the wire at most, or is this small.
 _MOST_MESSAGE_S, _LEAST_PARTITION_BYTES = 0.1, 4 << 10

@@ -24,13 +24,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from byteps_py.config.settings import Settings
-from byteps_py.errors import BytePSError, NotInitializedError, UsageError
+from byteps_py.errors import BytePSError, HostsUpdatedInterrupt, NotInitializedError, UsageError
 from byteps_py.session import CodedState, ResultRate, Session, failure_reports, open_session
 from byteps_py.session.progress import Progress
 from byteps_py.tensors import UNNAMED, Op
 from byteps_py.torch.collectives import optimizer_steps, rank_reporting, router
 from byteps_py.torch.collectives.all_reduce import shared_memory
 from byteps_py.torch.collectives.job_connections import JobConnections
+from byteps_py.torch.collectives.next_session import NextSession
 from byteps_py.torch.collectives.result_pool import RESULTS
 from byteps_py.torch.collectives.slot_view import HostMover, Mover, PieceView, SlotView, TensorRequest
 from byteps_py.torch.collectives.work import Handles
@@ -191,6 +192,8 @@ class Context:
         self._settings: Settings | None = None
         #: Its place in the job that it has left by ``suspend``, until it opens or closes a session again.
         self._suspended: RankPlace | None = None
+        #: Of an elastic job whose group this rank has left with ``leave_for_next``.
+        self._next: NextSession | None = None
         self._slot_views: dict[str, PieceView] = {}
         self._byte_views: dict[str, SlotView] = {}  # of gathers and exchanges
         self._movers: dict[torch.device, Mover] = {}
@@ -226,11 +229,14 @@ class Context:
     def open(self, settings: Settings | None = None, holder: str = "init") -> None:
         """Join the job; does nothing if it has already joined. ``settings``: None: from the environment. ``holder``:
         the user of the session, until its ``release``. Raises the errors of open_session."""
+        if (next_session := self._next) is not None:
+            next_session.wait()  # without the lock, which its thread needs to leave
         with self.lock:
-            if self._session is None:
+            if self._next is not None or self._session is None:
                 self._settings = settings or Settings.from_env()
                 failure_reports.disregard()
-                session = self._opener(self._settings)
+                next_session, self._next = self._next, None
+                session = self._opener(self._settings) if next_session is None else next_session.take()
                 session.incarnation = self.incarnation
                 session.set_coded_states(self._coded_states)
                 self._coded_states = {}
@@ -272,21 +278,21 @@ class Context:
     @staticmethod
     def _torch_stepped(optimizer: torch.optim.Optimizer) -> None:
         context = current()
-        if context.is_open:
+        if context.is_open or context.is_between:
             context.stepped(id(optimizer))
 
     def stepped(self, optimizer: int) -> None:
         """An optimizer of this rank has made a step. ``optimizer``: a number of its own."""
         self.progress.stepped(optimizer)
         self.go_on_from(self.progress.steps)
-        if self._session is not None:
-            self._session.tell_progress()
+        if self.is_open:
+            self.session.tell_progress()
 
     def go_on_from(self, steps: int) -> None:
         """So many steps were made before the next one, by this process or by those whose work it goes on with."""
         self.progress.steps = max(self.progress.steps, steps)
-        if self._session is not None and self._session.flight is not None:
-            self._session.flight.recorder.step = self.progress.steps & 0xFFFFFFFF
+        if self.is_open and self.session.flight is not None:
+            self.session.flight.recorder.step = self.progress.steps & 0xFFFFFFFF
 
     def rejoin(self, why: Exception) -> None:
         """Leave the group of an elastic job in the middle of its work, and be part of the next one, with the same
@@ -303,6 +309,30 @@ class Context:
             self.process_sets, self.process_sets_added = process_sets, added
         self.on_open(self)
 
+    def leave_for_next(self, why: Exception) -> None:
+        """Leave the group of an elastic job in the middle of its work, and return at once: a thread waits to be part of
+        the next one, which ``open`` takes. Until then ``place`` is that of before, and operations raise
+        HostsUpdatedInterrupt."""
+        with self.lock:
+            session, settings = self.session, self.settings
+            session.returning = (f"{type(why).__name__}: {why}", isinstance(why, HostsUpdatedInterrupt))
+            self._suspended = RankPlace.of(session)
+            self._next = NextSession(self._leave_group, lambda: self._opener(settings))
+
+    def _leave_group(self) -> None:
+        with contextlib.suppress(BytePSError):  # errors of unfinished operations, whose results are not needed any more
+            self._close(is_finished=False)
+
+    @property
+    def is_between(self) -> bool:
+        """This rank has left a group with ``leave_for_next``, and is not part of the next one yet."""
+        return self._next is not None
+
+    @property
+    def is_next_ready(self) -> bool:
+        """``open`` takes the next session, or raises the error, without a wait."""
+        return self._next is not None and self._next.is_ready
+
     def release(self, holder: str) -> None:
         """Leave the job unless another holder needs the session."""
         with self.lock:
@@ -316,7 +346,12 @@ class Context:
 
         ``is_finished``: training is done, unless an exception is in flight or the process is exiting.
         """
+        if self.is_between and not (failure_reports.is_exiting() or failure_reports.in_flight() is not None):
+            self.open(self.settings)  # to leave it in order
         self._suspended = None
+        self._close(is_finished)
+
+    def _close(self, is_finished: bool) -> None:
         session, connections = self._session, self.connections
         try:
             if session is not None and failure_reports.uncaught() is None:
@@ -410,11 +445,14 @@ class Context:
     @property
     def is_open(self) -> bool:
         """True between ``open`` and ``close``."""
-        return self._session is not None
+        return self._session is not None and self._next is None
 
     @property
     def session(self) -> Session:
-        """The open session. Raises NotInitializedError before ``open`` and after ``close``."""
+        """The open session. Raises NotInitializedError before ``open`` and after ``close``, HostsUpdatedInterrupt from
+        ``leave_for_next`` to ``open``."""
+        if self._next is not None:
+            raise HostsUpdatedInterrupt
         session = self._session
         if session is None:
             raise NotInitializedError("byteps_py has not been initialized; use byteps_py.init() first")
@@ -439,7 +477,8 @@ class Context:
     def place(self) -> Session | RankPlace:
         """The place of this process in its job; after ``suspend``, in the job that it has left. Raises
         NotInitializedError."""
-        return self._session or self._suspended or self.session
+        session = None if self.is_between else self._session
+        return session or self._suspended or self.session
 
     @property
     def settings(self) -> Settings:

@@ -591,8 +591,9 @@ def rejoin(why: Exception) -> bool:
     is_elastic = context.settings.elastic
     if context.is_open:
         context.session.returning = (f"{type(why).__name__}: {why}", isinstance(why, HostsUpdatedInterrupt))
-    with contextlib.suppress(BytePSError):  # errors of unfinished operations, whose results are not needed any more
-        shutdown()
+    if not context.is_between:
+        with contextlib.suppress(BytePSError):  # of unfinished operations, whose results are not needed any more
+            shutdown()
     # The incarnation keeps names of one group apart from those of the next. In an elastic job the service does that,
     # and a new rank could not know the number of earlier groups.
     if not is_elastic:

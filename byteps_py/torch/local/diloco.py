@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from byteps_py import rank_bits
-from byteps_py.errors import HostsUpdatedInterrupt, NonFiniteError, UsageError
+from byteps_py.errors import HorovodInternalError, HostsUpdatedInterrupt, NonFiniteError, UsageError
 from byteps_py.tensors import NonFinite
 from byteps_py.torch.collectives import context as contexts, nonfinite, parameter_owners
 from byteps_py.torch.collectives.dtypes import as_bytes
@@ -125,7 +125,8 @@ class DiLoCo:
     together. A step for which a GradScaler has found an infinity makes no inner step, and counts. Raises UsageError for
     arguments that contradict each other, for hosted optimizers and those that average over all ranks, for parameters
     of which ranks have different parts, NotInitializedError before init(), and ``step`` also MismatchError, StallError,
-    PeerLostError and NonFiniteError. In an elastic job, ``step`` raises HostsUpdatedInterrupt for bps.elastic.run.
+    PeerLostError and NonFiniteError. In an elastic job a rank that has lost its group goes on with inner steps until
+    there is another one; then ``step`` raises what bps.elastic.run catches.
 
     >>> import torch, byteps_py as bps
     >>> bps.init()
@@ -204,6 +205,8 @@ class DiLoCo:
         self.outer = self._adopt(outer, groups)
         #: How many inner steps this rank has made.
         self.steps = 0
+        #: Why this rank left its group of an elastic job, while it waits for the next one.
+        self._lost: Exception | None = None
 
     def _adopt(self, outer: torch.optim.Optimizer | None, groups: Mapping[torch.Tensor, int]) -> torch.optim.Optimizer:
         """The outer optimizer, which has the flat copies."""
@@ -243,21 +246,30 @@ class DiLoCo:
             for optimizer in self.inner:
                 loss = optimizer.step() if closure is None else optimizer.step(closure)
         self.steps += 1
-        self._look_for_hosts()
+        context = contexts.current()
+        if self._lost is not None and context.is_between:
+            if context.is_next_ready:
+                raise self._lost
+            return loss  # the rank trains by itself
+        try:
+            self._make_outer_steps(context)
+        except (HorovodInternalError, HostsUpdatedInterrupt) as lost:
+            if not (context.settings.elastic and context.is_open):
+                raise
+            self._lost = lost
+            context.leave_for_next(lost)
+        return loss
+
+    def _make_outer_steps(self, context: contexts.Context) -> None:
+        """Those that are due. Raises HostsUpdatedInterrupt if machines of an elastic job are about to come or go. Ranks
+        need not agree on it: those that wait for a rank that has left are told so."""
+        if context.settings.elastic and any(context.session.hosts_changed()):
+            raise HostsUpdatedInterrupt
         for fragment in self._fragments:
             self._finish_if_due(fragment)
             if self.steps % self._every == fragment.offset:
                 self._send(fragment)
                 self._finish_if_due(fragment)
-        return loss
-
-    @staticmethod
-    def _look_for_hosts() -> None:
-        """Raises HostsUpdatedInterrupt if machines of an elastic job are about to come or go. Ranks need not agree on
-        it: those that wait for a rank that has left are told so."""
-        context = contexts.current()
-        if context.settings.elastic and any(context.session.hosts_changed()):
-            raise HostsUpdatedInterrupt
 
     def _unscale(self) -> bool:
         """Divide gradients by the scale of a GradScaler, if one calls ``step``. False if it has found an infinity."""
@@ -381,6 +393,7 @@ class DiLoCo:
                 "DiLoCo: a process set ends with its group of ranks, so DiLoCo with process_set can't be had in "
                 "elastic jobs"
             )
+        self._lost = None
         mine = _Standing(self._made(), [fragment.outer_steps for fragment in self._fragments], self._fingerprint())
         standings: list[_Standing] = allgather_object(mine, name=f"{self._name}.standing")
         made = [each.made for each in standings]
