@@ -236,8 +236,7 @@ class Context:
                 self._settings = settings or Settings.from_env()
                 failure_reports.disregard()
                 next_session, self._next = self._next, None
-                session = self._opener(self._settings) if next_session is None else next_session.take()
-                session.incarnation = self.incarnation
+                session = self._opened(self._settings) if next_session is None else next_session.take()
                 session.set_coded_states(self._coded_states)
                 self._coded_states = {}
                 try:
@@ -251,16 +250,26 @@ class Context:
                     self._settings.max_restarts > 0 and session.is_under_way and not session.has_synced
                 )
                 self._suspended = None
-                peers, may_share = session.peers, router.may_share(session.local_size)
-                may_connect = session.exchanges_addresses and session.size <= router.MOST_CONNECTED
-                if peers is not None and (may_share or may_connect):
-                    peers.directory.request_all_introductions()
-                if peers is not None and may_share:
-                    shared_memory.prepare()
-                if may_connect:
-                    self.connections = JobConnections(session, self._settings, self.mover)
+                if self.connections is None:
+                    self.connections = self._connected(session, self._settings)
+                if self.connections is not None:
                     self.until_join.add(self.connections)
             self._holders.add(holder)
+
+    def _opened(self, settings: Settings) -> Session:
+        session = self._opener(settings)
+        session.incarnation = self.incarnation
+        return session
+
+    def _connected(self, session: Session, settings: Settings) -> JobConnections | None:
+        """Begin to connect to the other ranks."""
+        peers, may_share = session.peers, router.may_share(session.local_size)
+        may_connect = session.exchanges_addresses and session.size <= router.MOST_CONNECTED
+        if peers is not None and (may_share or may_connect):
+            peers.directory.request_all_introductions()
+        if peers is not None and may_share:
+            shared_memory.prepare()
+        return JobConnections(session, settings, self.mover) if may_connect else None
 
     def _begin_progress(self, session: Session, settings: Settings) -> None:
         """Raises ConfigurationError: this rank is to have a metrics page, and lacks what makes it."""
@@ -317,11 +326,18 @@ class Context:
             session, settings = self.session, self.settings
             session.returning = (f"{type(why).__name__}: {why}", isinstance(why, HostsUpdatedInterrupt))
             self._suspended = RankPlace.of(session)
-            self._next = NextSession(self._leave_group, lambda: self._opener(settings))
+            self._next = NextSession(lambda: self._go_over(settings))
 
-    def _leave_group(self) -> None:
+    def _go_over(self, settings: Settings) -> Session:
+        """From a group to the next one, of which all ranks are connected then."""
         with contextlib.suppress(BytePSError):  # errors of unfinished operations, whose results are not needed any more
             self._close(is_finished=False)
+        session = self._opened(settings)
+        connections = self._connected(session, settings)
+        if connections is not None:
+            connections.finish()
+        self.connections = connections
+        return session
 
     @property
     def is_between(self) -> bool:

@@ -435,7 +435,10 @@ class TorchState(ObjectState):
             self.going_on = "going on"  # with the errors of codecs, too
         else:
             self._handlers |= {"": CodedStateHandler(), " ": FactorStateHandler()}  # beside the attributes
-        kept = {**self._handlers, **self._local}
+        missing = [name for name, value in (("model", model), ("optimizer", optimizer)) if value is None]
+        for name in missing:  # not to be sent as an object
+            super().__setattr__(name, None)
+        kept = {*self._handlers, *self._local, *missing}
         super().__init__(**{name: value for name, value in everything.items() if name not in kept})
 
     def __setattr__(self, name: str, value: Any) -> None:
