@@ -559,8 +559,8 @@ def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
                     lost = None
                     state.on_reset()
                 if not skip_sync:
+                    _agree_on_steps()  # before a rank gets a whole state, for which others need not wait
                     state.sync()
-                    _agree_on_steps()
                 contexts.current().session.note_synced()
                 return func(state, *args, **kwargs)
             except HorovodInternalError as error:

@@ -19,8 +19,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import pickle
+import struct
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,15 +30,17 @@ from byteps_py.errors import CommunicationError, ProtocolError, UsageError
 from byteps_py.tensors import DType, Op, TensorSpec
 from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.collectives.context import Context
-from byteps_py.torch.collectives.dtypes import as_bytes, bits_of, check_dense, check_result, wire_dtype
+from byteps_py.torch.collectives.dtypes import bits_of, check_dense, check_result, wire_dtype
 from byteps_py.torch.collectives.slot_view import PieceView, TensorRequest
 from byteps_py.torch.collectives.work import Attempt, NamedWork
 from byteps_py.torch.operations.gathers import start_gather
 from byteps_py.torch.operations.handles import kind_in_group, named_work, result_of, start_when_name_is_free
 from byteps_py.torch.operations.process_sets import ProcessSet, global_process_set, group_of, members_of
 
-#: A chunk has the smallest of these sizes that holds the remaining bytes, or the largest.
+#: A chunk has the smallest of these sizes that holds the remaining bytes if they fill most of it, else the largest that
+#: they fill, or the smallest.
 CHUNK_BYTES = (4 << 10, 64 << 10, 1 << 20, 4 << 20)
+_LEAST_FILLED = 0.75
 #: The most chunks in flight at once.
 WINDOW = 4
 
@@ -48,14 +51,17 @@ def cut(lengths: Sequence[int]) -> Iterator[tuple[int, list[Piece]]]:
     """Split buffers of ``lengths`` bytes, laid end to end, into chunks: (chunk size, its pieces).
 
     >>> list(cut([5000, 100]))
-    [(65536, [(0, 0, 5000), (1, 0, 100)])]
+    [(4096, [(0, 0, 4096)]), (4096, [(0, 4096, 904), (1, 0, 100)])]
+    >>> [size >> 10 for size, _ in cut([250_000])]
+    [64, 64, 64, 64]
     >>> list(cut([]))
     []
     """
     left = sum(lengths)
     buffer = start = 0
     while left:
-        size = next((size for size in CHUNK_BYTES if size >= left), CHUNK_BYTES[-1])
+        size = next((size for size in CHUNK_BYTES if _LEAST_FILLED * size <= left <= size), 0)
+        size = size or max((size for size in CHUNK_BYTES if size <= left), default=CHUNK_BYTES[0])
         pieces: list[Piece] = []
         room = min(size, left)
         left -= room
@@ -89,12 +95,13 @@ def broadcast_stream(
                 buffers[buffer][start : start + length].copy_(slot_view.results[0][offset : offset + length])
                 offset += length
 
-    for number, (size, pieces) in enumerate(cut([b.numel() for b in buffers])):
+    chunks = list(cut([b.numel() for b in buffers]))
+    places = [(size, number % WINDOW) for number, (size, _) in enumerate(chunks)]
+    slot_views = _stream_slots(context, dict.fromkeys(places), f"{label}.{root}", root, group)
+    for place, (_, pieces) in zip(places, chunks, strict=True):
         if len(in_flight) == WINDOW:
             receive()
-        name = f"{label}.{root}.{size}.{number % WINDOW}"
-        spec = TensorSpec(name, DType.UINT8, (size,), Op.BROADCAST, root=root, group=group)
-        (slot_view,) = context.slot_views([TensorRequest(spec, torch.uint8, ((size,),), torch.device("cpu"))])
+        slot_view = slot_views[place]
         if is_root:
             offset = 0
             for buffer, start, length in pieces:
@@ -104,6 +111,17 @@ def broadcast_stream(
         in_flight.append((slot_view, pieces))
     while in_flight:
         receive()
+
+
+def _stream_slots(
+    context: Context, places: Iterable[tuple[int, int]], label: str, root: int, group: tuple[int, ...]
+) -> dict[tuple[int, int], PieceView]:
+    """The slots of (chunk size, number), declared together: ranks agree on all of them in one round trip."""
+    requests = {}
+    for size, number in places:
+        spec = TensorSpec(f"{label}.{size}.{number}", DType.UINT8, (size,), Op.BROADCAST, root=root, group=group)
+        requests[size, number] = TensorRequest(spec, torch.uint8, ((size,),), torch.device("cpu"))
+    return dict(zip(requests, context.slot_views(list(requests.values())), strict=True))
 
 
 def check_root(context: Context, root_rank: int, group: tuple[int, ...] = ()) -> None:
@@ -166,6 +184,8 @@ def start_broadcast(
 __all__ = ["allgather_object", "broadcast_object"]
 
 _OBJECT, _FAILURE = b"o", b"f"
+#: Of an object, what travels first: the length of its bytes, and as many of them as have room. Most have no more.
+_HEAD_BYTES, _LENGTH = 4 << 10, struct.Struct("<q")
 
 
 def broadcast_object(
@@ -193,22 +213,23 @@ def object_from_root(obj: Any, root_rank: int, name: str | None, group: tuple[in
     label = f"{kind_in_group(group, 'broadcast_object')}.{name or 'noname'}"
     is_root = context.session.rank == root_rank
     payload, failure = packed(obj) if is_root else (b"", None)
-    length = torch.tensor([len(payload)], device="cpu")
-    broadcast_stream(context, [as_bytes(length)], root_rank, label, group)
-    if int(length) < 1:
-        raise ProtocolError(f"rank {root_rank} broadcasts an object of {int(length)} bytes")
-    data = (
-        torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        if is_root
-        else torch.empty(int(length), dtype=torch.uint8, device="cpu")
-    )
-    broadcast_stream(context, [data], root_rank, label, group)
+    head = bytearray(_LENGTH.pack(len(payload)) + payload[: _HEAD_BYTES - _LENGTH.size])
+    first = torch.frombuffer(head.ljust(_HEAD_BYTES, b"\0"), dtype=torch.uint8)
+    broadcast_stream(context, [first], root_rank, label, group)
+    (length,) = _LENGTH.unpack_from(first.numpy())
+    if length < 1:
+        raise ProtocolError(f"rank {root_rank} broadcasts an object of {length} bytes")
+    begin = first[_LENGTH.size :][:length]
+    rest = torch.empty(length - len(begin), dtype=torch.uint8, device="cpu")
+    if is_root and rest.numel():
+        rest = torch.frombuffer(bytearray(payload), dtype=torch.uint8)[len(begin) :]
+    broadcast_stream(context, [rest], root_rank, label, group)
     if failure is not None:
         raise failure
     if is_root:
         return obj
     try:
-        return unpacked(data.numpy().tobytes())
+        return unpacked(torch.cat([begin, rest]).numpy().tobytes())
     except NotPickledError as reason:
         raise CommunicationError(f"rank {root_rank} could not pickle the object to broadcast: {reason}") from None
 
