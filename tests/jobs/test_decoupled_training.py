@@ -90,7 +90,7 @@ def test_a_lost_machine_costs_the_others_no_step_and_comes_back(kind: str) -> No
         last = [step_of(job.until("of 3 goes on from step")) for job in (jobs[0], new)]
         assert last[1] >= last[0] >= survivor  # the new rank counts on from the rank that has made most
         for job in (jobs[0], jobs[1], new):
-            job.until("3 ranks ended, equal: True")
+            job.until(f"3 ranks ended, trained alone: {job is not new}, equal: True")
             assert job.end() == 0, job.text
 
 

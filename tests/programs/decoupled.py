@@ -15,6 +15,7 @@ import torch
 
 import byteps_py.torch as bps
 from byteps_py.errors import NonFiniteError, UsageError
+from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.local import DecoupledDiLoCo, DiLoCo, Streaming
 
 
@@ -162,19 +163,22 @@ def elastic(kind: str) -> None:
     )
     begun: list[int] = []  # at which steps groups began
     groups = 1 if "IS_NEW" in os.environ else 3
+    alone = 0
 
     @bps.elastic.run
     def loop(state: Any) -> None:
+        nonlocal alone
         before = optimizer.steps
         begun.append(before)
         print(f"rank {bps.rank()} of {bps.size()} goes on from step {before}", flush=True)
         while len(begun) < groups or optimizer.steps < before + 20:
             time.sleep(0.02)
             train(model, optimizer, range(optimizer.steps, optimizer.steps + 1))
+            alone += contexts.current().is_between  # steps
 
     loop(bps.elastic.TorchState(optimizer=optimizer))
     optimizer.synchronize()
-    print(f"{bps.size()} ranks ended, equal: {are_equal(model)}", flush=True)
+    print(f"{bps.size()} ranks ended, trained alone: {alone > 0}, equal: {are_equal(model)}", flush=True)
 
 
 def main() -> None:

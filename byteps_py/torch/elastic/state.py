@@ -523,6 +523,8 @@ def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
     ``size()`` again. In other jobs the same ranks must come back, so training goes on only after errors that every rank
     sees and survives, such as a tensor that ranks disagree about.
 
+    If the function returns while a DiLoCo's rank waits for its next group, it is called again with that group.
+
     Raises the function's other errors; the job's error after three failures in a row without a commit between them and
     with the same number of ranks; RendezvousError if the job can't be joined again; SystemExit, with status 0, on a
     machine that was told to leave the job.
@@ -562,7 +564,10 @@ def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
                     _agree_on_steps()  # before a rank gets a whole state, for which others need not wait
                     state.sync()
                 contexts.current().session.note_synced()
-                return func(state, *args, **kwargs)
+                result = func(state, *args, **kwargs)
+                if contexts.current().is_between:  # its last steps were made without the others
+                    raise HostsUpdatedInterrupt
+                return result
             except HorovodInternalError as error:
                 fruitless = 1 if state.commits > commits else fruitless + 1
                 if fruitless == FRUITLESS_LIMIT:

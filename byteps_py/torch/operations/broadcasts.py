@@ -216,7 +216,7 @@ def object_from_root(obj: Any, root_rank: int, name: str | None, group: tuple[in
     head = bytearray(_LENGTH.pack(len(payload)) + payload[: _HEAD_BYTES - _LENGTH.size])
     first = torch.frombuffer(head.ljust(_HEAD_BYTES, b"\0"), dtype=torch.uint8)
     broadcast_stream(context, [first], root_rank, label, group)
-    (length,) = _LENGTH.unpack_from(first.numpy())
+    (length,) = _LENGTH.unpack(first[: _LENGTH.size].numpy().tobytes())
     if length < 1:
         raise ProtocolError(f"rank {root_rank} broadcasts an object of {length} bytes")
     begin = first[_LENGTH.size :][:length]
