@@ -99,6 +99,35 @@ def test_what_make_dist_builds_works_in_new_environments(tmp_path: Path) -> None
         assert [("torch 2." in line, "no torch: " in line) for line in tried] == [(False, True), (True, False)], tried
 
 
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_cpu_machine_works_with_the_first_releases_of_all_requirements(tmp_path: Path) -> None:
+    """``make lowest-versions`` also has torch, from the index of its CPU builds."""
+    tree, environment = tmp_path / "tree", tmp_path / "environment"
+    for name in FOLDERS:
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in BESIDE:
+        shutil.copy(ROOT / name, tree)
+    python = str(environment / "bin" / "python")
+    commands = (
+        [sys.executable, "-m", "venv", str(environment)],
+        [python, "-m", "pip", "install", "--quiet", "uv"],
+        [python, "-m", "uv", "pip", "install", "--quiet", "--resolution", "lowest-direct", str(tree)],
+        [python, "-P", str(ROOT / "tests" / "programs" / "try_installation.py"), "lowest"],
+    )
+    for command in commands:
+        clean = {**os.environ, "VIRTUAL_ENV": str(environment)}
+        done = subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert "a summation service has joined a job, and left it" in done.stdout
+    for text in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]:
+        required = Requirement(text)
+        [first] = [each.version for each in required.specifier if each.operator == ">="]
+        show = "import sys, importlib.metadata as found; print(found.version(sys.argv[1]))"
+        done = subprocess.run([python, "-c", show, required.name], capture_output=True, text=True, timeout=60)
+        assert done.stdout.startswith(first), text
+
+
 # ---- make torch ---------------------------------------------------------------------------------------------------
 
 

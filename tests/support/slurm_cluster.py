@@ -116,6 +116,7 @@ class SlurmCluster:
 
     def _environ(self, **environ: str) -> dict[str, str]:
         own = {"SLURM_CONF": str(self.folder / "slurm.conf"), "HOME": str(self.home), "BYTEPS_TAG_OUTPUT": ""}
+        own["XDG_RUNTIME_DIR"] = str(self.home)  # jobs of other tests are not found
         return clean_environment(**own, **environ)
 
     def run(self, *command: str, **environ: str) -> subprocess.CompletedProcess[str]:
