@@ -38,7 +38,7 @@ from byteps_py.torch.operations.broadcasts import allgather_object
 from byteps_py.torch.operations.handles import kind_in_group, synchronize
 from byteps_py.torch.operations.process_sets import ProcessSet, global_process_set, group_of, members_of, prefix_of
 from byteps_py.torch.operations.reductions import Average, ReductionOptions, Sum, start_reduction
-from byteps_py.torch.operations.state_broadcast import broadcast_parameters, state_from_root
+from byteps_py.torch.operations.state_broadcast import StateSending, broadcast_parameters, state_from_root
 
 __all__ = ["DiLoCo", "Streaming"]
 
@@ -207,6 +207,7 @@ class DiLoCo:
         self.steps = 0
         #: Why this rank left its group of an elastic job, while it waits for the next one.
         self._lost: Exception | None = None
+        self._sending: StateSending | None = None  # to ranks of an elastic job that lack the newest values
 
     def _adopt(self, outer: torch.optim.Optimizer | None, groups: Mapping[torch.Tensor, int]) -> torch.optim.Optimizer:
         """The outer optimizer, which has the flat copies."""
@@ -403,10 +404,11 @@ class DiLoCo:
         before = [copy.values.detach().clone() for copy in self._copies()]
         if others and rank in (root, *others):
             group = (*sorted([root, *others]),) if len(others) + 1 < len(standings) else ()
-            state = self._state_for_others() if rank == root else None
-            state = state_from_root(state, root, kind_in_group(group, f"{self._name}.state"), group)
-            if rank != root:
-                self._take_state(state)
+            label = kind_in_group(group, f"{self._name}.state")
+            if rank == root:
+                self._sending = StateSending(self._state_for_others(), label, group)
+            else:
+                self._take_state(state_from_root(None, root, label, group))
         self.steps = max(steps for _, steps in made)  # so that all send the same fragment next
         is_new, olds = mine.is_new and rank != root, iter(before)
         for fragment, outer_steps in zip(self._fragments, newest.outer_steps, strict=True):

@@ -5,6 +5,10 @@ Names and arguments as in byteps.torch and horovod.torch. One thread at a time, 
 
 from __future__ import annotations
 
+import contextvars
+import copy
+import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +23,8 @@ from byteps_py.torch.operations.broadcasts import broadcast_request, broadcast_s
 from byteps_py.torch.operations.process_sets import ProcessSet, global_process_set, group_of, members_of
 
 __all__ = ["broadcast_optimizer_state", "broadcast_parameters"]
+
+_log = logging.getLogger("byteps_py")
 
 
 class StateListener:
@@ -180,6 +186,30 @@ def state_from_root(state: Any, root_rank: int, label: str, group: tuple[int, ..
     received = _map(skeleton, _TensorPlaceholder, lambda t: _allocate_tensor(t, tensors))
     broadcast_stream(context, [as_bytes(tensor) for tensor in tensors], root_rank, label, group)
     return _map(received, _ReceivedTensor, lambda p: p.tensor.to(p.device_type))
+
+
+class StateSending:
+    """Sends ``state`` as ``state_from_root`` does, in a thread, while this rank, the root, goes on. The others call
+    ``state_from_root``. A copy is sent."""
+
+    def __init__(self, state: Any, label: str, group: tuple[int, ...] = ()) -> None:
+        context = contexts.current()
+        arguments = (copy.deepcopy(state), context.session.rank, label, group)
+        run = contextvars.copy_context().run  # with this context of ranks
+        self._thread = threading.Thread(target=run, args=(self._run, *arguments), name="byteps-state", daemon=True)
+        context.unfinished.add(self)
+        self._thread.start()
+
+    @staticmethod
+    def _run(state: Any, rank: int, label: str, group: tuple[int, ...]) -> None:
+        try:
+            state_from_root(state, rank, label, group)
+        except Exception as error:  # the ranks that wait for the state get one, too
+            _log.warning("a new rank has not got the state that the others have: %s", error)
+
+    def finish(self) -> None:
+        """Wait until the other ranks have it."""
+        self._thread.join()
 
 
 def _begin_gradients(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> None:
