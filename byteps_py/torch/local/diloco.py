@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import operator
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,6 +43,8 @@ from byteps_py.torch.operations.state_broadcast import StateSending, broadcast_p
 
 __all__ = ["DiLoCo", "Streaming"]
 
+#: Of the latest step, in the time that steps take.
+_SMOOTHING = 0.1
 #: Of a state_dict. Another one is refused.
 _FORMAT = "byteps_py.local.DiLoCo 2"
 
@@ -84,11 +87,13 @@ class Fragment:
 
 @dataclass(frozen=True, slots=True)
 class _Standing:
-    """How far a rank has come. ``made``: see DiLoCo._made. ``fingerprint``: of its global values."""
+    """How far a rank has come. ``made``: see DiLoCo._made. ``fingerprint``: of its global values. ``step_s``: the time
+    that a step takes, 0 before the second one."""
 
     made: tuple[int, int]
     outer_steps: list[int]
     fingerprint: bytes
+    step_s: float
 
     @property
     def is_new(self) -> bool:
@@ -207,6 +212,7 @@ class DiLoCo:
         self.steps = 0
         #: Why this rank left its group of an elastic job, while it waits for the next one.
         self._lost: Exception | None = None
+        self._stepped_s = self._step_s = 0.0  # when it made the latest one, and how long steps take, smoothed
         self._sending: StateSending | None = None  # to ranks of an elastic job that lack the newest values
 
     def _adopt(self, outer: torch.optim.Optimizer | None, groups: Mapping[torch.Tensor, int]) -> torch.optim.Optimizer:
@@ -246,7 +252,7 @@ class DiLoCo:
         if self._unscale():
             for optimizer in self.inner:
                 loss = optimizer.step() if closure is None else optimizer.step(closure)
-        self.steps += 1
+        self._count_step()
         context = contexts.current()
         if self._lost is not None and context.is_between:
             if context.is_next_ready:
@@ -260,6 +266,14 @@ class DiLoCo:
             self._lost = lost
             context.leave_for_next(lost)
         return loss
+
+    def _count_step(self) -> None:
+        self.steps += 1
+        now_s = time.monotonic()
+        if self._stepped_s:
+            taken_s = now_s - self._stepped_s
+            self._step_s += (_SMOOTHING if self._step_s else 1.0) * (taken_s - self._step_s)
+        self._stepped_s = now_s
 
     def _make_outer_steps(self, context: contexts.Context) -> None:
         """Those that are due. Raises HostsUpdatedInterrupt if machines of an elastic job are about to come or go. Ranks
@@ -395,22 +409,26 @@ class DiLoCo:
                 "elastic jobs"
             )
         self._lost = None
-        mine = _Standing(self._made(), [fragment.outer_steps for fragment in self._fragments], self._fingerprint())
+        counts = [fragment.outer_steps for fragment in self._fragments]
+        mine = _Standing(self._made(), counts, self._fingerprint(), self._step_s)
         standings: list[_Standing] = allgather_object(mine, name=f"{self._name}.standing")
         made = [each.made for each in standings]
         root = made.index(max(made))
         newest, rank = standings[root], contexts.current().session.rank
         others = [other for other, each in enumerate(standings) if other != root and each.needs(newest)]
         before = [copy.values.detach().clone() for copy in self._copies()]
+        self.steps, began_s = max(steps for _, steps in made), time.monotonic()  # so that all send the same next
+        is_new = mine.is_new and rank != root
         if others and rank in (root, *others):
             group = (*sorted([root, *others]),) if len(others) + 1 < len(standings) else ()
             label = kind_in_group(group, f"{self._name}.state")
             if rank == root:
                 self._sending = StateSending(self._state_for_others(), label, group)
             else:
-                self._take_state(state_from_root(None, root, label, group))
-        self.steps = max(steps for _, steps in made)  # so that all send the same fragment next
-        is_new, olds = mine.is_new and rank != root, iter(before)
+                self._take_state(state_from_root(None, root, label, group), is_new)
+                self._catch_up(time.monotonic() - began_s, newest.step_s)
+        self._stepped_s = 0.0
+        olds = iter(before)
         for fragment, outer_steps in zip(self._fragments, newest.outer_steps, strict=True):
             has_own_change = bool(fragment.handles) and outer_steps > fragment.outer_steps
             fragment.handles.clear()
@@ -421,6 +439,13 @@ class DiLoCo:
                     copy.give_values()
                 elif not has_own_change:
                     copy.move_parameters(old)
+
+    def _catch_up(self, passed_s: float, step_s: float) -> None:
+        """Count the steps that the others have made since, up to the next one that sends a fragment: there they wait
+        for this rank."""
+        to_next = min((fragment.offset - self.steps - 1) % self._every for fragment in self._fragments)
+        if step_s:
+            self.steps += min(to_next, int(passed_s / step_s))
 
     def _fingerprint(self) -> bytes:
         """Of what is the same on all ranks once they are together."""
@@ -440,12 +465,12 @@ class DiLoCo:
         }
 
     @torch.no_grad()
-    def _take_state(self, state: Mapping[str, Any]) -> None:
+    def _take_state(self, state: Mapping[str, Any], is_new: bool) -> None:
         for copy, values in zip(self._copies(), state["values"], strict=True):
             copy.values.copy_(values)
         if state["outer"] is not None:
             self.outer.load_state_dict(state["outer"])
-        if self.steps == 0:
+        if is_new:
             for group, numbers in zip(self.param_groups, state["numbers"], strict=True):
                 group.update(numbers)
             for name, buffer in self._model.named_buffers():
