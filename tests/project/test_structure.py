@@ -46,7 +46,7 @@ ALLOWED = {
     "shadow": {"dataplane", "kernels", "scheduler"},
     "torch": {"kernels", "session", "shadow"},
     "parallel": {"torch"},
-    "tools": {"parallel"},
+    "tools": {"parallel", "placement.hosted_shares"},
     "checkpoint": {"kernels", "shadow", "torch"},
     "ray": {"torch", "scheduler.query", "launch.process_guard", "launch.process_plan"},
 }

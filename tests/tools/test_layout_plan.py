@@ -14,7 +14,7 @@ from byteps_py.parallel.pipe.simulator import simulate
 from byteps_py.placement.shares import Optimum
 from byteps_py.tools.plan.calibration import StepTimeModel
 from byteps_py.tools.plan.cluster import KNOWN, Cluster, load_cluster, read_cluster
-from byteps_py.tools.plan.layout_cost import JobLayout, PlanJob, rank_memory, step_times, under_way
+from byteps_py.tools.plan.layout_cost import Hosted, JobLayout, PlanJob, rank_memory, step_times, under_way
 from byteps_py.tools.plan.layout_plan import SCHEDULES, LayoutPlan, options_of, plan_layouts, possible_layouts
 from byteps_py.tools.plan.sizing_job import ModelShape, known_model
 
@@ -75,14 +75,41 @@ def test_what_each_way_to_keep_states_sends() -> None:
 
 
 @pytest.mark.parametrize(
-    ("machines", "servers", "expected"), [(2, 2, 1), (4, 4, 1), (2, 1, 4 / 3), (2, 0, 3 / 2), (4, 0, 7 / 4)]
+    ("machines", "servers", "hosted", "expected"),
+    [
+        (2, 1, "sharded", 1.5),  # docs/explanation/placement.md
+        (2, 2, "sharded", 1.5),
+        (4, 2, "sharded", 1.5),
+        (4, 2, "machine", 1.4),
+        (2, 2, "machine", 1),  # CPU machines add everything: nothing is sent twice
+        (2, 1, "machine", 1.5),
+        (2, 0, "sharded", 1.5),
+        (4, 0, "sharded", 2),  # two copies
+    ],
 )
-def test_a_shadow_costs_the_sums_that_are_sent_once_more(machines: int, servers: int, expected: float) -> None:
-    """In units of M/B. With as many CPU machines as GPU machines, they add everything: then it costs nothing."""
-    layout = JobLayout(1, 1, 1, 8 * machines, 1, 1, hosted="machine", shadow=True)
+def test_a_shadow_costs_the_sums_that_are_sent_once_more(
+    machines: int, servers: int, hosted: Hosted, expected: float
+) -> None:
+    """In units of M/B."""
+    layout = JobLayout(1, 1, 1, 8 * machines, 1, 1, hosted=hosted, shadow=True)
     job = PlanJob(TINY, replace(CLUSTER, machines=machines, servers=servers), 8 * machines, 2048, shadow=True)
-    ring = part(replace(layout, shadow=False), "gradients", replace(job, cluster=replace(job.cluster, servers=0)))
+    ring = part(
+        replace(layout, hosted="machine", shadow=False),
+        "gradients",
+        replace(job, cluster=replace(CLUSTER, machines=machines)),
+    )
     assert part(layout, "gradients", job) / ring * 2 * (machines - 1) / machines == pytest.approx(expected)
+
+
+def test_a_step_does_not_end_before_a_shadow_has_the_sums_of_the_one_before() -> None:
+    """Of machines that add their sums alone."""
+    job = PlanJob(TINY, replace(CLUSTER, machines=1, servers=1, network_gb_per_s=0.1), 8, 2048, shadow=True)
+    layout = JobLayout(1, 1, 1, 8, 1, 1, hosted="sharded", shadow=True)
+    assert sum(float(each[0]) for each in step_times(job, [layout], times(job)).values()) == pytest.approx(
+        1e3 * 4 * TINY.parameters / 1e8
+    )
+    fast = replace(job, cluster=replace(job.cluster, network_gb_per_s=400))
+    assert part(layout, "shadow", fast) == 0
 
 
 def test_context_parallelism_divides_computing_and_adds_exchanges() -> None:

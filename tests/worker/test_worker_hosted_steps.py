@@ -8,6 +8,7 @@ import pytest
 from support.worker_core import block, slot, tensor
 
 from byteps_py.errors import ProtocolError, UsageError
+from byteps_py.placement.hosted_shares import HostedOptimum
 from byteps_py.placement.shares import Optimum
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.tensors import DType, Op, TensorSpec, key_of
@@ -469,9 +470,7 @@ def test_parameters_without_their_gradients_are_refused() -> None:
 @pytest.mark.parametrize(("n", "k"), [(2, 0), (2, 1), (2, 2), (3, 1), (4, 2), (4, 3), (8, 4), (8, 8)])
 @pytest.mark.parametrize("shadow", [False, True])
 def test_links_carry_what_the_optimum_for_owned_sums_says(n: int, k: int, shadow: bool) -> None:
-    """No link carries more than (n+1) · 2(n-1) / (n² + n + kn - 3k) of the gradients, up to a few partitions; of two
-    GPU machines that add them, as much as the gradients. If CPU machines are sent the sums that GPU machines add, too:
-    see placement_view.py."""
+    """No link carries more than the formula says, up to a few partitions."""
     best, count, nbytes = Optimum(n, k), 4096, 64
     kinds = [pb.MACHINE_KIND_CPU] * k + [pb.MACHINE_KIND_GPU] * (n if n > k else 0)
     names = [f"c{i}" for i in range(k)] + [f"m{i}" for i in range(n if n > k else 0)]
@@ -495,16 +494,12 @@ def test_links_carry_what_the_optimum_for_owned_sums_says(n: int, k: int, shadow
             assert name == f"m{piece.owner}"
     cpu = [(n + 1) * taken.get(f"c{i}", 0) for i in range(k)]
     gpu = [count + (n - 2) * taken.get(f"m{i}", 0) + owned.get(f"m{i}", 0) for i in range(n)]
-    optimum = (n + 1) * 2 * (n - 1) / (n * n + n + k * n - 3 * k) if k else 2 * (n - 1) / n
-    if n == 2 and k < n:
-        optimum = 1.0
     if shadow and k:
         sent = sum(taken.get(f"m{i}", 0) for i in range(n))
         cpu = [carried + sent // k for carried in cpu]
         gpu = [carried + taken.get(f"m{i}", 0) for i, carried in enumerate(gpu)]
-        share = (k * (2 * n - 1) - n) / (n * n + k * n - 2 * k)
-        optimum = ((n + 1) * share + 1 - share) / k
-    assert max(*cpu, *gpu) / count == pytest.approx(optimum, rel=0.04)
+    optimum = HostedOptimum(n, k, is_sharded=True, is_shadowed=shadow and k > 0)
+    assert max(*cpu, *gpu) / count == pytest.approx(float(optimum.time), rel=0.04)
 
 
 def test_parameters_go_to_the_servers_that_have_their_sums_now() -> None:

@@ -7,15 +7,8 @@ not what they would hand on as well. The others share in proportion to their lin
 every other machine's M inwards and, with n machines, at most (n-2)/(n-1) · M outwards: the least time there can be,
 M/B.
 
-Sums with one owner (owners.py) are placed in a table of their own. For each byte that it adds, a CPU machine receives
-n + 1 bytes there instead of n. So GPU machines' servers have n + 1, and CPU machines' servers n times their weight. For
-equal links that is the optimum: a CPU machine adds 2(n−1) / (n² + n + kn − 3k) of these sums. For n = 2 GPU machines
-add them all, and their links carry M each: of a sum that a CPU machine adds, its owner would only have more to send.
-
-If they are shadowed, CPU machines are sent the sums that GPU machines add as well. Of a share c for all k CPU machines,
-one receives (n+1) c/k + (1−c)/k, and a GPU machine sends 1 + (n−1) (1−c)/n + c/n. They are equal for
-c = (k(2n−1) − n) / (n² + kn − 2k). So GPU machines' servers have 2k (n²−1), and CPU machines' n (k(2n−1) − n) times
-their weight.
+Sums with one owner (owners.py) are placed in a table of their own, and those that are shadowed in a third one.
+byteps_py/placement/hosted_shares.py has their weights.
 """
 
 from __future__ import annotations
@@ -23,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from byteps_py.errors import ProtocolError, UsageError
+from byteps_py.placement.hosted_shares import owned_factors, shadowed_factors
 from byteps_py.placement.placement_table import PlacementTable
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.tensors import Op, TensorSpec, key_of, split
@@ -179,15 +173,12 @@ def _weights(topology: Topology, cpu: int = 1, gpu: int = 1) -> list[tuple[int, 
 
 def _owned(topology: Topology) -> tuple[int, int]:
     """Factors of CPU and GPU machines' weights for sums with owners."""
-    if topology.machines == 2 and any(server.kind == pb.MACHINE_KIND_GPU for server in topology.servers):
-        return 0, 1
-    return topology.machines, topology.machines + 1
+    return owned_factors(topology.machines, any(server.kind == pb.MACHINE_KIND_GPU for server in topology.servers))
 
 
 def _shadowed(topology: Topology) -> tuple[int, int]:
     """The same for shadowed sums."""
-    n, k = topology.machines, sum(server.kind != pb.MACHINE_KIND_GPU for server in topology.servers)
-    return (n * (k * (2 * n - 1) - n), 2 * k * (n * n - 1)) if k else (1, 1)
+    return shadowed_factors(topology.machines, len(topology.cpu_servers))
 
 
 def replicated_gain(topology: Topology) -> float:

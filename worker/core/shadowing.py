@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic
 
+from byteps_py.placement.hosted_shares import GPU_MACHINES_COPIES
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.worker.core.hosted_steps import OwnedPart
 from byteps_py.worker.core.shadow_copies import (
@@ -67,8 +68,6 @@ from byteps_py.worker.core.topology import Topology
 
 #: Bytes of states that may be on their way to servers at once; one partition always may.
 CREDIT_BYTES = 64 << 20
-#: Of each partition where there are no CPU machines.
-GPU_MACHINES_COPIES = 2
 #: States that a server has not taken are sent again after 2, 4, 8 … steps, at most after so many.
 MOST_STEPS_BETWEEN = 1024
 

@@ -9,9 +9,9 @@ of examples/llama_model.py with autocast, fused attention and sequence paralleli
 values of keys and f inner ones of the feed-forward layer.
 
 Time is that of step_time.py, of which a schedule changes the bubble: (p-1)/v of a worker's time for GPipe, DAPPLE and
-the interleaved one, otherwise what the simulator of schedules says; ZeRO the bytes of parameters and gradients; and k
-summation servers the time of a sum, by our placement: 2n(n-1)/(n² + kn - 2k) · M/B (docs/explanation/placement.md),
-and more with a shadow, whose machines get sums that others add. Pure; any thread.
+the interleaved one, otherwise what the simulator of schedules says; ZeRO the bytes of parameters and gradients; and
+summation servers, sharded hosted states and shadows the time of a sum, by our placement (byteps_py/placement/shares.py
+and hosted_shares.py). Pure; any thread.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import numpy as np
 from byteps_py.errors import UsageError
 from byteps_py.parallel.pipe.schedules import make
 from byteps_py.parallel.pipe.simulator import simulate
+from byteps_py.placement.hosted_shares import HostedOptimum
 from byteps_py.tools.plan.calibration import StepTimeModel
 from byteps_py.tools.plan.cluster import Cluster
 from byteps_py.tools.plan.sizing_job import ModelShape
@@ -160,7 +161,7 @@ def rank_memory(job: PlanJob, layout: JobLayout) -> RankMemory:
     host = 0.0
     if layout.hosted != "no":
         states -= moments
-        distinct = parameters * tp * min(layout.pp, max(1, job.cluster.gpus_per_machine // (tp * layout.cp)))
+        distinct = parameters * tp * _stages_of_machine(job, layout)
         host = _MOMENT_BYTES * distinct / (_machines_of_copies(job, layout) if layout.hosted == "sharded" else 1)
     cpu_machine = 0.0
     if layout.shadow:
@@ -202,6 +203,10 @@ def _versions(layout: JobLayout) -> int:
     """Of the weights on the first worker (Narayanan et al., PipeDream, 2019; Memory-Efficient Pipeline-Parallel DNN
     Training, 2021)."""
     return 2 if layout.schedule == "pipedream-2bw" else min(layout.pp, layout.micro_batches)
+
+
+def _stages_of_machine(job: PlanJob, layout: JobLayout) -> int:
+    return min(layout.pp, max(1, job.cluster.gpus_per_machine // (layout.tp * layout.cp)))
 
 
 def _machines_of_copies(job: PlanJob, layout: JobLayout) -> int:
@@ -251,7 +256,21 @@ def step_times(job: PlanJob, layouts: Sequence[JobLayout], times: StepTimeModel)
     parts["gradients"] = (
         updates * parts["gradients"] * np.array([_traffic(layout) * _servers(job, layout) for layout in layouts])
     )
+    if job.shadow:
+        step: Column = np.asarray(sum(parts.values()))
+        parts["shadow"] = np.maximum(0, np.array([_copies_ms(job, layout) for layout in layouts]) - step)
     return parts
+
+
+def _copies_ms(job: PlanJob, layout: JobLayout) -> float:
+    """What a shadow's links need at least for the sums of a step that each machine adds alone. They travel while the
+    next step computes, which does not end before."""
+    if not layout.shadow or _machines_of_copies(job, layout) > 1:
+        return 0.0
+    cluster = job.cluster
+    sums = 4 * job.model.parameters / layout.pp * _stages_of_machine(job, layout)
+    carried = HostedOptimum(cluster.machines, cluster.servers, layout.hosted == "sharded", True, group=1).time
+    return 1e3 * float(carried) * sums / cluster.hardware.network_bytes_per_s
 
 
 def _updates_often(layout: JobLayout) -> bool:
@@ -308,16 +327,13 @@ def _traffic(layout: JobLayout) -> float:
 
 
 def _servers(job: PlanJob, layout: JobLayout) -> float:
-    """The time of a sum with servers on CPU machines in units of a ring's, 2(n-1)/n · M/B."""
+    """The time of a sum by our placement in units of a ring's, 2(n-1)/n · M/B."""
     n = _machines_of_copies(job, layout)
     if layout.data != "ddp" or n < 2:
         return 1.0
-    k = min(n, job.cluster.servers * n / job.cluster.machines)
-    if not layout.shadow:
-        return n**2 / (n**2 + k * n - 2 * k)
-    ring = 2 * (n - 1) / n
-    if k < n / (2 * n - 1):  # GPU machines add all, and send it on: to CPU machines, or to each other
-        return max(ring + 1 / n, 1 / k if k else 0) / ring
-    # By CPU machines: then their links, (n·added + 1 - added)/k, are as busy as others, 1 + (n-1)(1 - added)/n.
-    added = (k * (2 * n - 1) - n) / ((n - 1) * (n + k))
-    return (n * added + 1 - added) / k / ring
+    machines, servers = job.cluster.machines, job.cluster.servers
+    if layout.hosted != "no":  # servers of all machines add these sums, also those of a group of some machines
+        best = HostedOptimum(machines, servers, layout.hosted == "sharded", layout.shadow, min(n, machines))
+        return float(best.time) * n / (2 * (n - 1))
+    k = min(n, servers * n / machines)
+    return n**2 / (n**2 + k * n - 2 * k)

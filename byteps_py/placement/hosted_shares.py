@@ -1,0 +1,113 @@
+"""The step of a hosted optimizer on equal links: which share each server adds, and how long the links take.
+
+In units of M/B as in shares.py, of M bytes of gradients and as many of parameters. Four things may add to an
+all-reduce's bytes:
+
+    states with one owner    a CPU machine receives n + 1 bytes for each that it adds, parameters included; owners send
+                             the parameters that CPU machines hand on. worker/core/owners.py has the count
+    a shadow                 the sums that GPU machines add go to a CPU machine as well
+    one without CPU machines they go to the next two GPU machines, of which one may have added it itself
+    groups of some machines  servers of all machines add their sums, with the weights for all
+
+With states on each machine, the weights are those of an all-reduce. Otherwise they are such that CPU and GPU machines'
+links carry the same: owners send c/n for the share c that all CPU machines add, so one of these adds
+2(n−1) / (n² + n + kn − 3k). With a shadow they carry the same for c = (k(2n−1) − n) / (n² + kn − 2k): a CPU machine
+receives (n+1) c/k + (1−c)/k, and a GPU machine sends 1 + (n−1) (1−c)/n + c/n. Pure; any thread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+from byteps_py.errors import UsageError
+from byteps_py.placement.shares import Optimum
+
+#: Machines that keep a copy of each state where there are no CPU machines.
+GPU_MACHINES_COPIES = 2
+
+
+def owned_factors(n: int, gpu_machines_sum: bool) -> tuple[int, int]:
+    """By what CPU and GPU machines' weights are multiplied for sums with one owner. Two GPU machines add all: of a sum
+    that a CPU machine adds, its owner would only have more to send."""
+    return (0, 1) if n == 2 and gpu_machines_sum else (n, n + 1)
+
+
+def shadowed_factors(n: int, k: int) -> tuple[int, int]:
+    """The same for such sums that are shadowed."""
+    return (n * (k * (2 * n - 1) - n), 2 * k * (n * n - 1)) if k else (1, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class HostedOptimum:
+    """A step of n GPU machines and k CPU machines. ``is_sharded``: each state has one owner, else each machine has all;
+    ``group``: machines that sum the same gradients, if the job has several such groups, all alike.
+
+    With a group of one machine, only the shadow's copies of sums are on the links. ``BYTEPS_SHADOW_COPIES`` is not set.
+
+    Raises UsageError as Optimum does, and for a group of more machines than there are.
+
+    >>> HostedOptimum(4, 2, is_sharded=True).time, HostedOptimum(4, 2, is_sharded=False).time
+    (Fraction(15, 11), Fraction(6, 5))
+    >>> HostedOptimum(2, 1, is_sharded=True, is_shadowed=True).time
+    Fraction(3, 2)
+    >>> [str(HostedOptimum(4, 2, each, is_shadowed=True).time) for each in (True, False)]
+    ['3/2', '7/5']
+    """
+
+    n: int
+    k: int
+    is_sharded: bool
+    is_shadowed: bool = False
+    group: int = 0
+
+    def __post_init__(self) -> None:
+        Optimum(self.n, self.k)
+        if not 0 <= self.group <= self.n:
+            raise UsageError(f"group, the machines of a group, must be from 1 to n={self.n}, or 0 for all")
+
+    @property
+    def weights(self) -> tuple[int, int]:
+        """Of each CPU machine that is used, and of each GPU machine."""
+        best = Optimum(self.n, self.k)
+        cpu = gpu = 1
+        if self.is_sharded and self.is_shadowed:
+            cpu, gpu = shadowed_factors(self.n, best.cpu_machines_used)
+        elif self.is_sharded:
+            cpu, gpu = owned_factors(self.n, best.gpu_weight > 0)
+        return best.cpu_weight * cpu, best.gpu_weight * gpu
+
+    @property
+    def time(self) -> Fraction:
+        """What the busiest link carries in one direction, in units of a group's gradients."""
+        n, group = self.n, self.group or self.n
+        if group == 1:
+            return self._of_copies_alone()
+        k = min(self.k, n)
+        weights = self.weights
+        total = k * weights[0] + n * weights[1]
+        cpu, gpu = (Fraction(weight, total) for weight in weights)
+        on_cpu, on_gpu = Fraction(n, group) * (group + self.is_sharded) * cpu, 1 + (n - 2) * gpu
+        if self.is_sharded:
+            on_gpu += (k * cpu + (n - group) * gpu) / group
+        if self.is_shadowed:
+            sent = n * gpu * self._copies_of_sums(k)
+            on_gpu += sent / group
+            on_cpu += sent * Fraction(n, group * k) if k else 0
+        return max(on_cpu, on_gpu)
+
+    def _copies_of_sums(self, k: int) -> Fraction:
+        """How often a sum that a GPU machine adds is sent for copies, on average."""
+        if k:
+            return Fraction(1)
+        copies = Fraction(min(GPU_MACHINES_COPIES, self.n - 1))
+        return copies if self.is_sharded else copies * (1 - Fraction(1, self.n))
+
+    def _of_copies_alone(self) -> Fraction:
+        """A machine adds its sums alone. CPU machines that have no share keep no copies, either."""
+        if not self.is_shadowed:
+            return Fraction(0)
+        if not self.k:
+            return Fraction(min(GPU_MACHINES_COPIES, self.n - 1))
+        used = min(self.k, self.n) if self.n > 1 else self.k
+        return max(Fraction(1), Fraction(self.n, used))
