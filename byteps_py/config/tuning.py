@@ -21,10 +21,10 @@ LOOPBACK_MBIT = 40_000.0
 #: they cost hardly less, and twice as much is in flight.
 MAX_PARTITION_BYTES = 8 << 20
 MIN_PARTITION_BYTES = 64 << 10
-#: Up to so many machines. All machines send their part of a partition to its server at about the same time, and more
-#: than a switch's queue holds is lost: TCP then waits for a fifth of a second or longer. So the more machines there
-#: are, the smaller is the least partition.
-_MACHINES_AT_MIN_PARTITION = 4
+#: All machines send their part of a partition to its server at about the same time, and more than the queue in front of
+#: its link holds is lost: TCP then waits for a fifth of a second or longer. So with more than a few machines on slow
+#: links, partitions are smaller: their bytes need this long at most.
+_MOST_BURST_S, _FEW_MACHINES = 0.1, 4
 #: On links of a few Mbit/s, messages are smaller than that: one takes this long on the wire at most, or is this small.
 _MOST_MESSAGE_S, _LEAST_PARTITION_BYTES = 0.1, 4 << 10
 
@@ -74,12 +74,14 @@ def partition_bytes(link_mbit: float, machines: int, is_shared: bool) -> int:
     [4, 8, 16, 32]
     >>> [partition_bytes(30, machines, is_shared=True) >> 10 for machines in (4, 8, 16, 100)]
     [64, 32, 16, 8]
+    >>> [partition_bytes(rate, 8, is_shared=True) >> 10 for rate in (15, 30, 100)]
+    [16, 32, 64]
     """
     rate = link_mbit * 1e6 / 8
     least_s = _SHARED_MESSAGE_S if is_shared or machines == 2 else _MESSAGE_S
     message_s = max(_PIPELINE_S / (2 * machines), least_s)
-    smallest = MIN_PARTITION_BYTES * min(1.0, _MACHINES_AT_MIN_PARTITION / machines)
-    least = max(_LEAST_PARTITION_BYTES, _power_of_two(min(smallest, rate * _MOST_MESSAGE_S)))
+    most_s = _MOST_MESSAGE_S if machines <= _FEW_MACHINES else _MOST_BURST_S / machines
+    least = max(_LEAST_PARTITION_BYTES, min(MIN_PARTITION_BYTES, _power_of_two(rate * most_s)))
     return max(least, _power_of_two(min(rate * message_s, MAX_PARTITION_BYTES)))
 
 
