@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from byteps_py import __version__
 from byteps_py.cli.command import add_command, add_json
-from byteps_py.cli.terminal import ProgressBar
 from byteps_py.errors import ConfigurationError, UsageError
+from byteps_py.system.terminal import ProgressBar
 from byteps_py.wording import count_text
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 
 from byteps_py.cli.command import add_command
 from byteps_py.cli.job_choice import add_job_choice, chosen_settings
-from byteps_py.cli.terminal import ProgressBar
 from byteps_py.errors import ConfigurationError, UsageError
+from byteps_py.system.terminal import ProgressBar
 
 #: The automatic writer of checkpoints gives way to the server's sums.
 _NICENESS = 19

@@ -10,7 +10,7 @@ from typing import Any
 
 from byteps_py.cli.command import add_command, add_json
 from byteps_py.cli.job_choice import add_job_choice, add_timeout, chosen_settings, names_scheduler
-from byteps_py.cli.terminal import ProgressBar, coloured
+from byteps_py.system.terminal import ProgressBar, coloured
 
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from byteps_py.cli.command import add_command, add_json
-from byteps_py.cli.terminal import ProgressBar
+from byteps_py.system.terminal import ProgressBar
 
 if TYPE_CHECKING:
     from byteps_py.scheduler.simulation import SimulatedJob, SimulationReport

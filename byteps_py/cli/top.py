@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from byteps_py.cli.command import add_command, add_json
 from byteps_py.cli.job_choice import add_job_choice, add_timeout, chosen_settings
-from byteps_py.cli.terminal import LivePage, is_terminal
 from byteps_py.errors import PeerLostError, RendezvousError, UsageError
+from byteps_py.system.terminal import LivePage, is_terminal
 from byteps_py.wording import count_text
 
 if TYPE_CHECKING:

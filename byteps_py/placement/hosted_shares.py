@@ -38,6 +38,14 @@ def shadowed_factors(n: int, k: int) -> tuple[int, int]:
     return (n * (k * (2 * n - 1) - n), 2 * k * (n * n - 1)) if k else (1, 1)
 
 
+def copies_of_sums(n: int, k: int, is_sharded: bool) -> Fraction:
+    """How often a sum that a GPU machine adds is sent for copies of shadowed states, on average."""
+    if k:
+        return Fraction(1)
+    copies = Fraction(min(GPU_MACHINES_COPIES, n - 1))
+    return copies if is_sharded else copies * (1 - Fraction(1, n))
+
+
 @dataclass(frozen=True, slots=True)
 class HostedOptimum:
     """A step of n GPU machines and k CPU machines. ``is_sharded``: each state has one owner, else each machine has all;
@@ -91,17 +99,10 @@ class HostedOptimum:
         if self.is_sharded:
             on_gpu += (k * cpu + (n - group) * gpu) / group
         if self.is_shadowed:
-            sent = n * gpu * self._copies_of_sums(k)
+            sent = n * gpu * copies_of_sums(n, k, self.is_sharded)
             on_gpu += sent / group
             on_cpu += sent * Fraction(n, group * k) if k else 0
         return max(on_cpu, on_gpu)
-
-    def _copies_of_sums(self, k: int) -> Fraction:
-        """How often a sum that a GPU machine adds is sent for copies, on average."""
-        if k:
-            return Fraction(1)
-        copies = Fraction(min(GPU_MACHINES_COPIES, self.n - 1))
-        return copies if self.is_sharded else copies * (1 - Fraction(1, self.n))
 
     def _of_copies_alone(self) -> Fraction:
         """A machine adds its sums alone. CPU machines that have no share keep no copies, either."""

@@ -285,11 +285,13 @@ class MachineFacts:
         slowest_mbit: the rate of the slowest link; 0: not known.
         replicated_gain: the time of a hosted step on the links if each state has one owner, divided by that of a step
             with states on each machine.
+        shadowed_gain: the same of a step whose states are shadowed.
         memory_bytes: the memory that the machine with the least of it had left when it joined the job.
     """
 
     slowest_mbit: float = 0.0
     replicated_gain: float = 1.0
+    shadowed_gain: float = 1.0
     memory_bytes: int = 0
 
 

@@ -33,7 +33,7 @@ from byteps_py.wire.record_codec import (
     U64s,
 )
 
-VERSION = 22
+VERSION = 23
 
 #: The most entries of a message about rounds: more are spread over several messages.
 MAX_ROUNDS = 4096
@@ -464,6 +464,7 @@ class Welcome:
     has_shadow_servers: Flag
     slowest_mbit: F64
     replicated_gain: F64
+    shadowed_gain: F64
     memory_bytes: U64
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from byteps_py.cli.terminal import ProgressBar
+from byteps_py.system.terminal import ProgressBar
 from chaos.run import calm, run
 
 

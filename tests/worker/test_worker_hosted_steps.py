@@ -397,10 +397,8 @@ def test_replicated_sums_are_placed_by_the_formula_and_parameters_stay() -> None
     assert [piece[:2] for piece in placing.pieces(parameters)] == [piece[:2] for piece in cut]
 
 
-@pytest.mark.parametrize(
-    ("n", "k", "gain"), [(1, 1, 1.0), (2, 0, 1.0), (2, 1, 1.0), (4, 0, 1.0), (4, 2, 1.136), (4, 4, 1.25)]
-)
-def test_what_states_on_each_machine_gain(n: int, k: int, gain: float) -> None:
+def job_of(n: int, k: int) -> Topology:
+    """``n`` GPU machines, ``k`` CPU machines, with the placement's weights."""
     best = Optimum(n, k)
     names = [f"c{i}" for i in range(k)] + [f"m{i}" for i in range(n if k < n else 0)]
     servers = [
@@ -412,7 +410,24 @@ def test_what_states_on_each_machine_gain(n: int, k: int, gain: float) -> None:
         )
         for i, (name, weight) in enumerate(zip(names, best.server_weights if n > 1 else [1] * len(names), strict=False))
     ]
-    assert replicated_gain(replace(topology(n, 1, ()), servers=tuple(servers))) == pytest.approx(gain, abs=0.001)
+    return replace(topology(n, 1, ()), servers=tuple(servers))
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "gain"), [(1, 1, 1.0), (2, 0, 1.0), (2, 1, 1.0), (4, 0, 1.0), (4, 2, 1.136), (4, 4, 1.25)]
+)
+def test_what_states_on_each_machine_gain(n: int, k: int, gain: float) -> None:
+    assert replicated_gain(job_of(n, k)) == pytest.approx(gain, abs=0.001)
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "gain"), [(2, 0, 1.2), (2, 1, 1.0), (4, 0, 1.067), (4, 1, 1.0), (4, 2, 1.071), (4, 4, 1.25)]
+)
+def test_what_they_gain_with_a_shadow(n: int, k: int, gain: float) -> None:
+    sharded, machine = (HostedOptimum(n, k, each, is_shadowed=True).time for each in (True, False))
+    found = replicated_gain(job_of(n, k), is_shadowed=True)
+    assert found == pytest.approx(max(1.0, float(sharded / machine)), abs=0.001)
+    assert found == pytest.approx(gain, abs=0.001)
 
 
 def test_only_what_has_owners_is_replicated() -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from byteps_py.errors import ProtocolError, UsageError
-from byteps_py.placement.hosted_shares import owned_factors, shadowed_factors
+from byteps_py.placement.hosted_shares import copies_of_sums, owned_factors, shadowed_factors
 from byteps_py.placement.placement_table import PlacementTable
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.tensors import Op, TensorSpec, key_of, split
@@ -181,32 +181,36 @@ def _shadowed(topology: Topology) -> tuple[int, int]:
     return shadowed_factors(topology.machines, len(topology.cpu_servers))
 
 
-def replicated_gain(topology: Topology) -> float:
+def replicated_gain(topology: Topology, is_shadowed: bool = False) -> float:
     """Return the time of a sharded hosted step on the links, divided by that of one with states on each machine. At
     least 1.
 
-    Of M bytes of gradients and as many of parameters, see owners.py; the second is an all-reduce, see
-    byteps_py/placement/shares.py.
+    Of M bytes of gradients and as many of parameters, see byteps_py/placement/hosted_shares.py, which has the same of
+    equal links.
     """
     if topology.machines == 1:
         return 1.0
-    machine_s = _slowest_s(topology, _weights(topology), 0)
-    return max(1.0, _slowest_s(topology, _weights(topology, *_owned(topology)), 1) / machine_s)
+    factors = _shadowed(topology) if is_shadowed else _owned(topology)
+    machine_s = _slowest_s(topology, _weights(topology), 0, is_shadowed)
+    return max(1.0, _slowest_s(topology, _weights(topology, *factors), 1, is_shadowed) / machine_s)
 
 
-def _slowest_s(topology: Topology, weights: Sequence[tuple[int, int]], has_owners: int) -> float:
+def _slowest_s(topology: Topology, weights: Sequence[tuple[int, int]], has_owners: int, is_shadowed: bool) -> float:
     """The time of the machine that takes longest, for 1 byte over a link of rate 1 if rates are not known."""
     total = sum(weight for _, weight in weights) or 1
+    k = len(topology.cpu_servers)
+    copies = copies_of_sums(topology.machines, k, bool(has_owners)) if is_shadowed else 0.0
     n = topology.machines
     share = {server: weight / total for server, weight in weights}
     cpu = sum(share[server] for server in topology.cpu_servers)
     of_machine = {server.machine_id: share[server.member_id] for server in topology.servers}
     times = [
-        (1 + (n - 2) * of_machine.get(worker.machine_id, 0.0) + has_owners * cpu / n) / (worker.link_mbit or 1.0)
+        (1 + (n - 2 + copies) * of_machine.get(worker.machine_id, 0.0) + has_owners * cpu / n)
+        / (worker.link_mbit or 1.0)
         for worker in topology.workers
     ]
     times += [
-        (n + has_owners) * share[server.member_id] / (server.link_mbit or 1.0)
+        ((n + has_owners) * share[server.member_id] + copies * (1 - cpu) / k) / (server.link_mbit or 1.0)
         for server in topology.servers
         if server.member_id in topology.cpu_servers
     ]

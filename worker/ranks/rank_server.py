@@ -307,6 +307,7 @@ class RankServer:
             has_shadow_servers=here.topology.has_shadow_servers,
             slowest_mbit=here.topology.slowest_mbit,
             replicated_gain=replicated_gain(here.topology),
+            shadowed_gain=replicated_gain(here.topology, is_shadowed=True),
             memory_bytes=min(worker.memory_bytes for worker in here.topology.workers),
         )
         self._guard(rank, connection, functools.partial(connection.send, message))

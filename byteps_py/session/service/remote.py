@@ -467,7 +467,9 @@ class RemoteSession(ChannelSession):
         self.is_continued, self.is_under_way = message.is_continued, message.is_under_way
         self.since_epoch = message.since_epoch
         self.machine_index, self.num_machines = message.machine_index, message.num_machines
-        self.machine_facts = MachineFacts(message.slowest_mbit, message.replicated_gain, message.memory_bytes)
+        self.machine_facts = MachineFacts(
+            message.slowest_mbit, message.replicated_gain, message.shadowed_gain, message.memory_bytes
+        )
         self.is_homogeneous, self.has_shadow_servers = message.is_homogeneous, message.has_shadow_servers
         self._is_welcome = True
 

@@ -44,6 +44,12 @@ def test_the_choice(around: Any, states_bytes: int, mode: str, reason: str) -> N
     assert reason in choice.reason
 
 
+def test_a_shadow_changes_the_choice() -> None:
+    around = session(replicated_gain=1.14, shadowed_gain=1.0)
+    modes = [choose(around, GB, is_elastic=False, is_shadowed=each).mode for each in (False, True)]
+    assert modes == [StatesMode.MACHINE, StatesMode.SHARDED]
+
+
 def test_ranks_of_an_elastic_job_choose_alike_whenever_they_come() -> None:
     assert choose(session(), GB, is_elastic=True).mode is StatesMode.SHARDED
 

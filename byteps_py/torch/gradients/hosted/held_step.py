@@ -17,6 +17,7 @@ import torch
 
 from byteps_py.errors import BytePSError, CommunicationError, UsageError
 from byteps_py.shadow import NotRestorable, Restorable, ShadowReader, latest_step
+from byteps_py.system.terminal import ProgressBar
 from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.gradients.hosted.agreement import largest
 from byteps_py.torch.gradients.hosted.replication import ShadowedSteps
@@ -101,9 +102,13 @@ def take_states(stepper: HostedStepper, shadow: ShadowedSteps, held: StepToResto
     common = own.common
     # A parameter that has made no step is as the model's constructor has made it.
     states = {name: held_state(held.reader, own, name) for name, (*_, steps) in common["params"].items() if steps}
-    for name, state in states.items():
-        with torch.no_grad():
-            params[name].copy_(state.parameter.read())
+    total, done = sum(params[name].nbytes for name in states), 0
+    with ProgressBar("restoring", is_wanted=contexts.current().session.rank == 0) as bar:
+        for name, state in states.items():
+            bar.update(done, total, name)
+            with torch.no_grad():
+                params[name].copy_(state.parameter.read())
+            done += params[name].nbytes
     if with_numbers:
         for group, saved in zip(stepper.wrapped.groups, common["groups"], strict=True):
             for key, value in saved.items():

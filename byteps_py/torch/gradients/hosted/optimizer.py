@@ -264,10 +264,10 @@ class HostedOptimizerMixin(DistributedOptimizerMixin):
         return self._stepper.states.are_lost
 
 
-def _chosen(context: Context, groups: HostedGroups, group: tuple[int, ...]) -> ModeChoice:
+def _chosen(context: Context, groups: HostedGroups, group: tuple[int, ...], is_shadowed: bool) -> ModeChoice:
     if (wanted := context.settings.hosted_states) != "auto":
         return ModeChoice(StatesMode(wanted), "BYTEPS_HOSTED_STATES says so")
-    choice = choose(context.session, groups.states_bytes, context.settings.elastic, group)
+    choice = choose(context.session, groups.states_bytes, context.settings.elastic, group, is_shadowed)
     if context.session.rank == members(context, group)[0]:
         logger.info("hosted=True takes hosted=%r: %s", choice.mode.value, choice.reason)
     return choice
@@ -299,7 +299,7 @@ def host(
     claim(named, groups)
     if options.members(context.session.size) == 1:  # nothing is sent, so nothing is rounded for it
         options = replace(options, compression=Compression.none)
-    choice = ModeChoice(hosting.mode) if hosting.mode else _chosen(context, groups, options.group)
+    choice = ModeChoice(hosting.mode) if hosting.mode else _chosen(context, groups, options.group, hosting.shadow)
     delivery = ToOwner(context, groups.group_of, hosting.shadow, choice)
     reducer = GradientReducer(context, named, options, delivery=delivery)
     reducer.is_early = not hosting.takes_all_at_once

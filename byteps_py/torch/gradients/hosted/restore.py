@@ -25,6 +25,7 @@ from byteps_py.checkpoint_files import METADATA, CheckpointFiles, checkpoint_pat
 from byteps_py.errors import BytePSError, CheckpointError, UsageError
 from byteps_py.shadow.record import Attachment
 from byteps_py.system.log import logger
+from byteps_py.system.terminal import ProgressBar
 from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.gradients.hosted.held_step import (
     StepToRestore,
@@ -297,11 +298,13 @@ def _read(checkpoint: _StoredCheckpoint, model: torch.nn.Module, stepper: Hosted
         )
     weights, buffers = checkpoint.values(_MODEL), checkpoint.values(buffers_prefix)
     state = {}
-    for param, name in names.items():
-        if entries := checkpoint.values(f"{_STATE}{name}."):
-            number = stepper.groups.group_of[param]
-            _check_entries(checkpoint, stepper.wrapped, param, entries, {**own_groups[number], **groups[number]})
-            state[places[param]] = entries
+    with ProgressBar("restoring", is_wanted=rank == 0) as bar:
+        for count, (param, name) in enumerate(names.items()):
+            bar.update(count, len(names), name)
+            if entries := checkpoint.values(f"{_STATE}{name}."):
+                number = stepper.groups.group_of[param]
+                _check_entries(checkpoint, stepper.wrapped, param, entries, {**own_groups[number], **groups[number]})
+                state[places[param]] = entries
     numbers = [
         {**saved, "params": [places[param] for param in group["params"]]}
         for saved, group in zip(groups, own_groups, strict=True)

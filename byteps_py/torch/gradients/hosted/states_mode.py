@@ -62,10 +62,13 @@ def asked_for(hosted: object) -> StatesMode | None:
     raise UsageError(f"hosted is {hosted!r}: give True, {names}, or False for an optimizer on the ranks")
 
 
-def choose(session: Session, states_bytes: int, is_elastic: bool, group: Sequence[int] = ()) -> ModeChoice:
+def choose(
+    session: Session, states_bytes: int, is_elastic: bool, group: Sequence[int] = (), is_shadowed: bool = False
+) -> ModeChoice:
     """The mode for states of ``states_bytes`` in all, of the ranks of ``group``, () for all. The same on all of them:
     in an elastic job, some of them choose when other machines are there."""
     facts = session.machine_facts
+    gain = facts.shadowed_gain if is_shadowed else facts.replicated_gain
     is_subset = 0 < len(group) < session.size
     room = _SHARE_OF_MEMORY * facts.memory_bytes
     if is_elastic:
@@ -74,7 +77,7 @@ def choose(session: Session, states_bytes: int, is_elastic: bool, group: Sequenc
         return ModeChoice(StatesMode.SHARDED, "ranks of a process set keep the fewest states so")
     if session.num_machines == 1:
         return ModeChoice(StatesMode.SHARDED, "the ranks of one machine share its states in any case")
-    if facts.replicated_gain < _WORTH:
+    if gain < _WORTH:
         return ModeChoice(StatesMode.SHARDED, "with these machines, states on each machine would make no step shorter")
     if not 0 < facts.slowest_mbit <= _LINKS_BOUND_MBIT:
         rate = f"{facts.slowest_mbit / 1000:g} Gbit/s" if facts.slowest_mbit else "unknown rates"
@@ -86,6 +89,6 @@ def choose(session: Session, states_bytes: int, is_elastic: bool, group: Sequenc
         )
     return ModeChoice(
         StatesMode.MACHINE,
-        f"links of {facts.slowest_mbit / 1000:g} Gbit/s bound a step, which takes {facts.replicated_gain:.2f} times as "
+        f"links of {facts.slowest_mbit / 1000:g} Gbit/s bound a step, which takes {gain:.2f} times as "
         "long with sharded states",
     )

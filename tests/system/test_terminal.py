@@ -12,7 +12,7 @@ import pytest
 
 PROGRAM = """
 import sys, time
-from byteps_py.cli import terminal
+from byteps_py.system import terminal
 terminal._PATIENCE_S = terminal._REDRAW_S = 0.0
 with terminal.ProgressBar("writing") as bar:
     for done in range(5):
