@@ -1,4 +1,4 @@
-"""What a tensor is to the service: dtype, operation, spec, layout, key.
+"""A tensor as the service sees it: dtype, operation, spec, layout, key.
 
 Must not know torch, sockets or memory. Pure; any thread.
 """

@@ -119,7 +119,7 @@ def _run_rank(arguments: argparse.Namespace) -> int:
 
 
 class _Cluster:
-    """What the scheduler of this rank's job knows; all ranks make one at the same place."""
+    """The answer of the scheduler of this rank's job; all ranks make one at the same place."""
 
     def __init__(self, bench: AllReduceBench) -> None:
         from byteps_py.config.settings import Settings

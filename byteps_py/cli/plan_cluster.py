@@ -72,7 +72,7 @@ def chosen_cluster(arguments: argparse.Namespace) -> Cluster:
 
 
 def chosen_facts(arguments: argparse.Namespace, source: str) -> ClusterFacts:
-    """What is known of it. Raises UsageError, and what a scheduler's query raises."""
+    """The known facts of it. Raises UsageError, and what a scheduler's query raises."""
     from byteps_py.errors import UsageError
     from byteps_py.tools.plan import cluster_facts
 

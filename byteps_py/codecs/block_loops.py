@@ -1,4 +1,4 @@
-"""What the kernels of all codecs do with a block beside coding it: sum what goes in, say what is not finite, deliver.
+"""The work of all codecs' kernels on a block, beside coding it: sum what goes in, say what is not finite, deliver.
 
 A kernel has a table of 64-bit numbers: what stands below, the addresses of inputs, those of outputs, and room for
 findings: for each input whether it is not finite where the result is not, and whether a result is not finite although
@@ -150,5 +150,5 @@ def sum_of_lanes(lanes: Any) -> Any:
 
 @for_kernels
 def salt_of(table: int, block: int) -> Any:
-    """What a block of a partition draws follows from this number."""
+    """The seed of the draws of a partition's block."""
     return mixed(load_word(table, STREAM) + mixed(load_word(table, FIRST) + block))

@@ -51,7 +51,7 @@ _PART = np.float32(1 / ONEBIT_BLOCK)
 
 @for_kernels
 def _scale(values: Any, n: int, is_scaled: bool, lanes: Any) -> Any:
-    """What the block's signs are multiplied with, of ``n`` values and zeros behind them. NaN if they are not finite."""
+    """The factor of the block's signs, of ``n`` values and zeros behind them. NaN if they are not finite."""
     if largest_magnitude(values, _BLOCK) >= INFINITE:
         return float_of(np.int32(NAN))
     if not is_scaled:

@@ -1,4 +1,4 @@
-"""What `bps doctor` looks at: this machine and this installation, and the ways to a job's members.
+"""The checks of `bps doctor`: of this machine and this installation, and of the ways to a job's members.
 
 finding         what a look has found, and what to change
 machine_checks  versions, cores, limits, ports, clock, GPUs and links of this machine

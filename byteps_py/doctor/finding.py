@@ -1,4 +1,4 @@
-"""What one look of `bps doctor` has found. Pure; any thread."""
+"""The result of one check of `bps doctor`. Pure; any thread."""
 
 from __future__ import annotations
 

@@ -382,7 +382,7 @@ def _folder_bytes(folder: Path) -> int | None:
 
 
 def _text(path: Path) -> str:
-    """What a file of the kernel says; empty if it says nothing."""
+    """The content of a file of the kernel; empty if there is none."""
     try:
         return path.read_text().strip()
     except OSError:

@@ -26,7 +26,7 @@ _IDLE_BYTES, _COPIES = 300_000_000, 2
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a machine lends. Each of ``slots`` jobs gets an equal part of cores, bytes and Mbit/s."""
+    """The resources that a machine lends. Each of ``slots`` jobs gets an equal part of cores, bytes and Mbit/s."""
 
     name: str
     slots: int
@@ -131,7 +131,7 @@ class LenderPolicy:
         self._changed_s: float | None = None  # since when the load says something else than ``_is_busy``
 
     def offer(self, now_s: float) -> LendingOffer:
-        """What the pool is told."""
+        """The report to the pool."""
         self._refused = {name: entry for name, entry in self._refused.items() if entry[1] > now_s}
         slots = 0 if self._is_busy or self._is_leaving else self._slots
         return LendingOffer(self._name, slots, {name: reason for name, (reason, _) in self._refused.items()})

@@ -87,7 +87,7 @@ class HostedOptimum:
 
     @property
     def time(self) -> Fraction:
-        """What the busiest link carries in one direction, in units of a group's gradients."""
+        """The bytes that the busiest link carries in one direction, in units of a group's gradients."""
         n, group = self.n, self.group or self.n
         if group == 1:
             return self._of_copies_alone()

@@ -360,7 +360,7 @@ def _range(values: Iterable[float]) -> str:
 
 
 def _whole_link(member: MemberRecord, rates: pb.InterfaceRates) -> list[Usage]:
-    """What the member's link carried in each direction: to and from the network."""
+    """The bytes that the member's link carried in each direction: to and from the network."""
     found = [
         Usage(member.id, member.id, NETWORK, rates.sent_bytes, rates.sent_s, 0.0),
         Usage(member.id, NETWORK, member.id, rates.received_bytes, rates.received_s, 0.0),
@@ -491,7 +491,7 @@ class GroupWatch:
         return [usage for usage in able if usage.source != -1 and usage.target not in (-1, usage.source)]
 
     def _pair_usages(self, member: MemberRecord, pairs: Collection[pb.PairUsage]) -> list[PairUsage]:
-        """What the member's ranks sent to those of other machines."""
+        """The bytes that the member's ranks sent to those of other machines."""
         if not pairs:
             return []
         workers, _ = self._job.roster.machines()

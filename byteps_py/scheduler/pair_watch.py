@@ -286,7 +286,7 @@ class PairWatch:
         return found
 
     def _used_mbit(self) -> dict[int, tuple[float, float]]:
-        """What each machine's link carries: out, in."""
+        """The rates that each machine's link carries: out, in."""
         out: dict[int, float] = {}
         into: dict[int, float] = {}
         transfers = [(each.source, each.target, each.nbytes) for _, usages in self._others for each in usages]

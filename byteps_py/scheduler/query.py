@@ -48,8 +48,8 @@ def scale(settings: Settings, servers: int, addresses: Sequence[str], timeout_s:
 
 
 def collect(settings: Settings, timeout_s: float = 30.0) -> Iterator[pb.Answer]:
-    """What the flight recorders of all members hold, as it comes; an Answer with an error for each member that has none
-    in ``timeout_s``. Raises like ``status``."""
+    """The contents of all members' flight recorders, as they come; an Answer with an error for each member that has
+    none in ``timeout_s``. Raises like ``status``."""
     yield from _ask(settings, "Collect", pb.CollectRequest(timeout_s=timeout_s), timeout_s + _GRACE_S, is_stream=True)
 
 

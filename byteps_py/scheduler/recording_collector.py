@@ -1,4 +1,4 @@
-"""What flight recorders hold, collected over the control plane by the scheduler.
+"""The contents of flight recorders, collected over the control plane by the scheduler.
 
     bps ── Collect ──► scheduler ── Ask ──► communication services, summation services
         ◄── Answer ──            ◄─ Answer ─

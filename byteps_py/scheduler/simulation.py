@@ -52,7 +52,7 @@ class SimulatedJob:
 
 @dataclass(slots=True)
 class PhaseCost:
-    """What one phase cost the scheduler: processor seconds, and messages and bytes to and from it."""
+    """The scheduler's costs of one phase: processor seconds, and messages and bytes to and from it."""
 
     name: str
     cpu_s: float = 0.0

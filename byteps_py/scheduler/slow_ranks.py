@@ -169,7 +169,7 @@ class SlowRankWatch:
     def report(
         self, spans: Iterable[pb.RankSpans], usages: Sequence[Usage], now_s: float, machine: int | None = None
     ) -> None:
-        """What a member has reported. ``machine``: of its ranks, as in ``usages``."""
+        """The report of a member. ``machine``: of its ranks, as in ``usages``."""
         for each in spans:
             if (window := self._windows.get(each.rank)) is None:
                 window = self._windows[each.rank] = _Window()

@@ -87,8 +87,8 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class CodedState:
-    """What a machine keeps for a codec from round to round. ``data``: the parts of ``Codec.state_nbytes``; empty if
-    another rank has them. ``codec.drawn``: up to now."""
+    """The state that a machine keeps for a codec from round to round. ``data``: the parts of ``Codec.state_nbytes``;
+    empty if another rank has them. ``codec.drawn``: up to now."""
 
     shape: tuple[int, ...]
     dtype: DType

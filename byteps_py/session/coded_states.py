@@ -1,4 +1,5 @@
-"""What a machine keeps from round to round for a tensor's codec: taken from the memory of slots, and put back there.
+"""The state that a machine keeps from round to round for a tensor's codec: taken from the memory of slots, and put back
+there.
 
 Errors and momentum lie with the rank that is the first of its machine in the tensor's group (``Slot.coded_state``).
 They belong to a name, shape, dtype and codec: only a tensor with the same ones goes on with them. For how many rounds a

@@ -1,4 +1,4 @@
-"""What a rank has done since it began to train: its steps, tokens, and the time that it has waited for communication.
+"""The progress of a rank since it began to train: its steps, tokens, and the time that it has waited for communication.
 
 ``Progress`` lives as long as its process is a rank, through every session. The training thread writes, and any thread
 may read: a number that is read is one that was true a moment ago. Nothing here takes a lock. Knows no sockets.

@@ -25,7 +25,7 @@ _MOVES = {Op.BROADCAST: _BROADCAST, Op.GATHER: _GATHER, Op.EXCHANGE: _EXCHANGE}
 
 
 class RecordedSlot(Protocol):
-    """What is used of a slot: see Slot."""
+    """The parts of a slot that are used: see Slot."""
 
     spec: TensorSpec
     flight_group: GroupCounter | None

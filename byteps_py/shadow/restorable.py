@@ -217,7 +217,7 @@ def _at(run: _MergedRun, step: int) -> Restorable | str:
 
 
 def _commons(records: Mapping[int, RestorableRecord], size: int) -> dict[tuple[int, ...], dict[str, Any]] | str:
-    """What the ranks of each optimizer have said together, for all of ``size`` ranks; or what is wrong."""
+    """The common words of the ranks of each optimizer, for all of ``size`` ranks; or the fault in them."""
     found: dict[tuple[int, ...], dict[str, Any]] = {}
     for rank, record in sorted(records.items()):
         if rank and not record.common:

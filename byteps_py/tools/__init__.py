@@ -1,4 +1,4 @@
-"""What `bps` runs beside training: it plans, simulates and compares, and no training step needs it.
+"""The tools that `bps` runs beside training: it plans, simulates and compares, and no training step needs it.
 
 numerics          where a run differs from a reference, and what sums lose in bfloat16 (`bps numerics`)
 plan              how large each dimension of a mesh should be, and the memory of states (`bps plan`)

@@ -108,7 +108,7 @@ class SlowRank:
 
 @dataclass(frozen=True, slots=True)
 class SlowRanks:
-    """What the analysis has found.
+    """The result of the analysis.
 
     Attributes:
         slow: the dearest first; empty if no rank is slow.
@@ -306,7 +306,7 @@ def _with_rank_of(spans: Spans, rank: int) -> set[int]:
 
 
 class _OwnTimes:
-    """What ranks do between operations. Arrays have a row for each of ``ranks``, a column for each of ``steps``.
+    """The work of ranks between operations. Arrays have a row for each of ``ranks``, a column for each of ``steps``.
 
     ``gaps``: by row of the spans, NaN if it is not known; ``parts``: of the step, by row; part 0 ends with the first
     operation of a step; ``own_s``: the sum of the gaps of each part.
@@ -771,7 +771,7 @@ def _because(text: str, notes: Sequence[str]) -> str:
 
 
 def _missing(spans: Spans, instances: _Instances) -> list[str]:
-    """What is not there, in sentences."""
+    """The missing parts, in sentences."""
     wanted = {rank for group in spans.groups for rank in group.ranks}
     absent = sorted(wanted - set(spans.rank.tolist()))
     notes = [f"{ranks_text(absent)}: no spans; operations with them were not compared"] if absent else []

@@ -1,4 +1,4 @@
-"""What bound each step of a job, from the one trace of the job (cluster_trace.py). Pure; any thread.
+"""The bounds of each step of a job, from the one trace of the job (cluster_trace.py). Pure; any thread.
 
 A step lasts, on each rank, from the last end of an operation of the step before to its own last end; the first step of
 a trace begins with its first operation. Communication is *exposed*

@@ -75,7 +75,7 @@ class Operation(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """What the analysis has found. Times in seconds, of a step, without launch delays.
+    """The result of the analysis. Times in seconds, of a step, without launch delays.
 
     Attributes:
         step_s: the mean.
@@ -159,7 +159,7 @@ def _read_parquet(path: Path) -> Mapping[str, Sequence[object]]:
 
 
 class _Groups:
-    """What the operations of one step begin together with, and wait for. Operations are numbered.
+    """The predecessors and companions of the operations of one step. Operations are numbered.
 
     ``members``: of each group, in an order in which each begins after all that it waits for; ``waits``: by operation.
     """

@@ -62,8 +62,8 @@ ProbeRates = Mapping[tuple[str, ...], tuple[float, ...]]
 
 
 def plan_probes(topology: MachineTopology) -> ProbePlan:
-    """What to measure: each GPU and NIC alone, then each pair. NICs are not paired with each other: what they share
-    decides nothing."""
+    """The measurements to make: each GPU and NIC alone, then each pair. NICs are not paired with each other: what they
+    share decides nothing."""
     gpus, nics = topology.gpus, topology.nics
     pairs = [*itertools.combinations(gpus, 2), *itertools.product(gpus, nics)]
     probes = [(each,) for each in (*gpus, *nics)] + pairs

@@ -79,7 +79,7 @@ class LocalPlan:
 
     @functools.cached_property
     def loads(self) -> Mapping[Link, Fraction]:
-        """What each direction of each link carries in all steps, as a part of M."""
+        """The bytes that each direction of each link carries in all steps, as a part of M."""
         found: dict[Link, Fraction] = {}
         for transfer in self._transfers():
             for link in transfer.links:
@@ -88,7 +88,7 @@ class LocalPlan:
 
     @property
     def copied(self) -> Fraction:
-        """What GPUs write to memory and read from it, as a multiple of M."""
+        """The bytes that GPUs write to memory and read from it, as a multiple of M."""
         ends = [transfer for step in self.steps if step.name != _WIRE for transfer in step.transfers]
         return sum((each.share for each in ends if MEMORY in (each.source, each.target)), Fraction())
 
@@ -134,7 +134,7 @@ def no_gpu(topology: MachineTopology) -> LocalPlan:
 
 
 def host_sum(topology: MachineTopology) -> LocalPlan:
-    """What the communication service does on every machine today."""
+    """The plan that the communication service follows on every machine today."""
     gpus = [gpu.bus_id for gpu in topology.gpus]
     plan = _through_memory(topology, [(gpu,) for gpu in gpus], (), ())
     return LocalPlan(LocalStrategy.HOST_SUM, topology, plan, tuple((gpu,) for gpu in gpus))

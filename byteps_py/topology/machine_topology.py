@@ -29,7 +29,7 @@ Attributes = tuple[tuple[str, str], ...]
 
 
 class DeviceKind(StrEnum):
-    """What a device is, as far as sums of gradients are concerned."""
+    """The kind of a device, as far as sums of gradients are concerned."""
 
     GPU = "GPU"
     NIC = "NIC"
@@ -85,7 +85,7 @@ class PciDevice:
 
     @property
     def kind(self) -> DeviceKind:
-        """What it is, by what it contains and by its class. A BMC's display controller is no GPU."""
+        """Its kind, by its parts and by its class. A BMC's display controller is no GPU."""
         group = self.class_code[:6]
         if self.below or group == "0x0604":
             return DeviceKind.SWITCH

@@ -246,7 +246,7 @@ def _nvlinks(links: _Links, nodes: list[NumaNode]) -> tuple[NvLink, ...]:
 
 
 def nvlink_gbit(compute_capability: int) -> float:
-    """What one NVLink carries in each direction, in Gbit/s. ``compute_capability``: like 80; 0 if it is not known.
+    """The rate of one NVLink in each direction, in Gbit/s. ``compute_capability``: like 80; 0 if it is not known.
 
     >>> nvlink_gbit(60), nvlink_gbit(80), nvlink_gbit(100)
     (160.0, 200.0, 400.0)

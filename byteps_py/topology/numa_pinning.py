@@ -26,7 +26,7 @@ _Cpus = frozenset[int]
 
 @dataclass(frozen=True, slots=True)
 class PinningPlan:
-    """What each process of a machine gets; nothing if there is no choice.
+    """The processors of each process of a machine; none if there is no choice.
 
     Attributes:
         reason: a sentence: why it is so, or why nothing is pinned.

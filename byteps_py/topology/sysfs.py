@@ -192,7 +192,7 @@ def _code(path: Path, name: str) -> str:
 
 
 def _text(path: Path) -> str:
-    """What a file of the kernel says; empty if it says nothing."""
+    """The content of a file of the kernel; empty if there is none."""
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             return file.read(_MOST_BYTES).strip()

@@ -1,4 +1,4 @@
-"""What every user of LLVM here shares: calls of its own functions, stores past the caches, a compiler for one function.
+"""Shared by all users of LLVM here: calls of its own functions, stores past the caches, a compiler for one function.
 
 Knows nothing of what is compiled. Any thread. Importing this module loads LLVM, so it is imported late.
 """

@@ -76,7 +76,7 @@ class Residual:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What the rows of one kind of job, on one machine or on several, say."""
+    """The fit to the rows of one kind of job, on one machine or on several."""
 
     #: Logarithms of the constants of step_time.
     logarithms: Column
@@ -321,7 +321,7 @@ def write_model(path: str, model: StepTimeModel) -> None:
 
 
 def read_model(path: str) -> StepTimeModel:
-    """What write_model has written. Raises UsageError if the file can't be read, or is another one."""
+    """Read a file of write_model. Raises UsageError if the file can't be read, or is another one."""
     remedy = "write it with: bps plan calibrate STEPS.csv --out MODEL.json"
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))

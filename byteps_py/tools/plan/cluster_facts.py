@@ -65,7 +65,7 @@ def facts_of(cluster: Cluster, source: str) -> ClusterFacts:
 
 
 def facts_of_findings(findings: Sequence[Mapping[str, Any]], source: str) -> ClusterFacts:
-    """What `bps doctor --json` has found: of one machine, or, with a running job, of all that are like it. Raises
+    """The findings of `bps doctor --json`: of one machine, or, with a running job, of all that are like it. Raises
     UsageError if they are no findings, or if the machines of the job are of different sizes."""
     try:
         figures = {name: value for each in findings for name, value in each["figures"].items()}

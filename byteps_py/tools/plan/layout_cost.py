@@ -1,5 +1,5 @@
-"""What a layout costs: memory on the fullest rank, and the time of a step, for ``bps.parallel.parallelize_model`` with
-a Llama-like model.
+"""The costs of a layout: memory on the fullest rank, and the time of a step, for ``bps.parallel.parallelize_model``
+with a Llama-like model.
 
 Memory is that of this package: float32 parameters, gradients and Adam's moments (16 bytes a parameter), their 2-byte
 copies for autocast, activations of the micro-batches under way, and logits. ZeRO divides them among N copies

@@ -218,7 +218,7 @@ _CHOICES: tuple[tuple[str, Callable[[JobLayout], Any]], ...] = (
 def _reasons(
     best: CostedLayout, fitting: list[CostedLayout], too_large: list[CostedLayout], limit: float
 ) -> Iterator[str]:
-    """What the step consists of, what does not fit, and, for each choice, the best layouts with another one."""
+    """The parts of the step, the layouts that do not fit, and, for each choice, the best layouts with another one."""
     shares = sorted(((part / best.step_ms, name) for name, part in best.parts.items() if part), reverse=True)
     yield (
         f"A step takes {_seconds(best.step_ms)}: "

@@ -1,4 +1,4 @@
-"""What each layer and each operator of a model costs, as a trace has found it (module_trace.py): parameters, FLOPs,
+"""The costs of each layer and each operator of a model, as a trace has found them (module_trace.py): parameters, FLOPs,
 activations, and what follows for plans: the shape of a decoder, and where to cut a pipeline. Pure; any thread."""
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ def _import_file(path: Path) -> Any:
 def trace_model(
     model: nn.Module | Callable[[], nn.Module], inputs: Sequence[InputSize], dtype: torch.dtype | None = None
 ) -> ModelCosts:
-    """What the layers and operators of a model cost for inputs of these sizes. Nothing is computed, and nothing is
+    """The costs of a model's layers and operators for inputs of these sizes. Nothing is computed, and nothing is
     allocated, however large the model is.
 
     Args:

@@ -118,7 +118,7 @@ def read_json(path: str) -> Any:
 
 
 def object_of(found: Any, path: str, kind: Callable[..., T], what: str) -> T:
-    """What ``read_object`` makes of the content of a file. Raises UsageError."""
+    """The result of ``read_object`` for the content of a file. Raises UsageError."""
     known = {field.name: field.default is MISSING for field in fields(kind)}  # type: ignore[arg-type]
     keys = ", ".join(known)
     if not isinstance(found, dict):

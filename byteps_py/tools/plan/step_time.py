@@ -27,7 +27,7 @@ from byteps_py.tools.plan.step_table import Column, StepLayouts
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """What the data sheets say of a cluster. Raises UsageError for a value that is not above 0.
+    """The figures of a cluster's data sheets. Raises UsageError for a value that is not above 0.
 
     The defaults are machines of 8 NVIDIA A100 (80 GB) with NVLink and 8 links of 200 Gbit/s.
     """
@@ -64,7 +64,7 @@ class Constant:
 
 
 def constants(hardware: Hardware) -> tuple[Constant, ...]:
-    """What to expect of ``hardware``: shares of its data sheet's rates, and latencies that are usual for GPUs."""
+    """The usual performance of ``hardware``: shares of its data sheet's rates, and usual latencies of GPUs."""
     peak, memory = hardware.peak_flops, hardware.memory_bytes_per_s
     machine, network = hardware.machine_bytes_per_s, hardware.network_bytes_per_s
     return (

@@ -54,7 +54,7 @@ def _key(tensor: torch.Tensor) -> int:
 
 @dataclass
 class _Layer:
-    """What is counted of a layer while the model runs."""
+    """The counts of a layer while the model runs."""
 
     name: str
     kind: str
@@ -66,7 +66,7 @@ class _Layer:
 
 @dataclass
 class _Records:
-    """What is counted of the whole model. Tensors are kept, so that no two of them have the same identity."""
+    """The counts of the whole model. Tensors are kept, so that no two of them have the same identity."""
 
     operators: list[OperatorCost] = field(default_factory=list)
     #: The layer that read a parameter first.

@@ -176,7 +176,7 @@ class DeviceTopology:
         return self.launch_s + max(flops, moved) / parts
 
     def link(self, source: int, target: int) -> tuple[int, int]:
-        """What a transfer occupies: the link of two devices; between machines (-1), that of the sender's machine."""
+        """The link that a transfer occupies: that of two devices; between machines (-1), that of the sender."""
         node = self.cluster.gpus_per_machine
         return (source, target) if source // node == target // node else (-1, source // node)
 

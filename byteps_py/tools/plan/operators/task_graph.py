@@ -99,14 +99,14 @@ class TaskGraph:
         return read_shares(strategy[source], strategy[reader], operator.mixes_attribute, operator.mixes_channels)
 
     def _read(self, strategy: Strategy, source: int, reader: int, reading: int) -> Iterator[TaskKey]:
-        """What the forward pass of a part of the reader waits for."""
+        """The tasks that the forward pass of a part of the reader waits for."""
         for part, one, _ in self._shares(strategy, source, reader):
             if one == reading:
                 is_here = strategy[source].device(part) == strategy[reader].device(one)
                 yield (FORWARD, source, part, -1, -1) if is_here else (FORWARD_TRANSFER, source, part, reader, one)
 
     def _told(self, strategy: Strategy, source: int, reader: int, part: int) -> Iterator[TaskKey]:
-        """What the backward pass of a part of the source waits for."""
+        """The tasks that the backward pass of a part of the source waits for."""
         for one, reading, _ in self._shares(strategy, source, reader):
             if one == part:
                 is_here = strategy[source].device(part) == strategy[reader].device(reading)
