@@ -8,7 +8,7 @@ import signal
 
 import pytest
 from jobs.test_recovery import Fault, kill_all, kill_and_return, nothing, servers, signal_to, train
-from support.breaking import launch
+from support.breaking import elastic_machines, launch
 from support.clusters import ROOT
 
 PROGRAM = str(ROOT / "tests" / "programs" / "async_training.py")
@@ -80,6 +80,20 @@ def test_an_elastic_job_goes_on_from_its_last_commit() -> None:
     options = "-np 1 --machines 3 --servers 1 --elastic --min-np 2"
     lines = said("in_an_elastic_job", "30", options=options)
     assert sum(line.endswith("2 ranks, whole changes: True") for line in lines) == 2, lines
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_a_newcomer_of_an_elastic_job_begins_with_the_others_parameters() -> None:
+    with elastic_machines("with_a_newcomer", "20", program=PROGRAM) as machine:
+        jobs = [machine(index) for index in range(3)]
+        jobs[0].until("of 3 goes on from step 0")
+        jobs[2].close()
+        jobs[0].until("of 2 goes on from step")
+        new = machine(7, IS_NEW="1")
+        for job in (jobs[0], jobs[1], new):
+            job.until("3 ranks, whole changes: True")
+            assert job.end() == 0, job.text
 
 
 @pytest.mark.slow

@@ -3,15 +3,12 @@ one costs the others no step, and a run is repeated bit for bit."""
 
 from __future__ import annotations
 
-import contextlib
 import re
 from pathlib import Path
 
 import pytest
-from support.breaking import Job, launch
+from support.breaking import elastic_machines, launch
 from support.clusters import ROOT
-
-from byteps_py.launch.process_plan import free_port
 
 PROGRAM = str(ROOT / "tests" / "programs" / "decoupled.py")
 OPTIONS = "-np 1 --machines 2 --servers 1"
@@ -73,20 +70,12 @@ def test_a_run_is_repeated_bit_for_bit(tmp_path: Path) -> None:
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("kind", ["diloco", "decoupled"])
 def test_a_lost_machine_costs_the_others_no_step_and_comes_back(kind: str) -> None:
-    address = {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": str(free_port())}
-    job_of = {**address, "DMLC_NUM_WORKER": "3", "DMLC_NUM_SERVER": "0"}
-
-    def machine(index: int, **variables: str) -> contextlib.AbstractContextManager[Job]:
-        own = {"DMLC_ROLE": "worker", "DMLC_WORKER_ID": str(index), "BYTEPS_MACHINE_ID": f"m{index}"}
-        return launch("--elastic", "elastic", kind, program=PROGRAM, **job_of, **own, **variables)
-
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(launch("--elastic", DMLC_ROLE="scheduler", **job_of))
-        jobs = [stack.enter_context(machine(index)) for index in range(3)]
+    with elastic_machines("elastic", kind, program=PROGRAM) as machine:
+        jobs = [machine(index) for index in range(3)]
         jobs[0].until("of 3 goes on from step 0")
         jobs[2].close()
         survivor = step_of(jobs[0].until("of 2 goes on from step"))
-        new = stack.enter_context(machine(7, IS_NEW="1"))
+        new = machine(7, IS_NEW="1")
         last = [step_of(job.until("of 3 goes on from step")) for job in (jobs[0], new)]
         assert last[1] >= last[0] >= survivor  # the new rank counts on from the rank that has made most
         for job in (jobs[0], jobs[1], new):

@@ -280,11 +280,41 @@ def in_an_elastic_job(steps: str) -> None:
     print(f"{bps.size()} ranks, whole changes: {value == int(value) and int(steps) < value <= at_most}")
 
 
+def with_a_newcomer(steps: str) -> None:
+    """A machine is killed, and another one comes: they accumulate anew each time, from the same parameters. Ends when
+    the third group has made so many steps."""
+    model = torch.nn.Linear(1, 3, bias=False).double()
+    optimizer = bps.AsyncOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), every=2)
+    with torch.no_grad():
+        model.weight.fill_(0.5 if "IS_NEW" in os.environ else 0.0)  # a newcomer gets the others'
+    groups, begun = 1 if "IS_NEW" in os.environ else 3, 0
+
+    @bps.elastic.run
+    def train(state: bps.elastic.TorchState) -> None:
+        nonlocal begun
+        begun += 1
+        print(f"rank {bps.rank()} of {bps.size()} goes on from step {state.step}", flush=True)
+        last = state.step + int(steps)
+        while begun < groups or state.step < last:
+            time.sleep(0.02)
+            model.weight.grad = torch.full_like(model.weight, -1.0)
+            optimizer.step()
+            state.step += 1
+            if state.step % 5 == 0:
+                state.commit()
+
+    train(bps.elastic.TorchState(model=model, optimizer=optimizer, step=0))
+    bps.join()
+    value = float(model.weight.detach()[0, 0])
+    print(f"{bps.size()} ranks, whole changes: {value == int(value) and value > int(steps)}", flush=True)
+
+
 def main() -> None:
     torch.manual_seed(0)
     bps.init()
+    elastic = (in_an_elastic_job, with_a_newcomer)
     ways: dict[str, Callable[..., None]] = {
-        way.__name__: way for way in (in_turn, fast_and_slow, broken, alone, stretches, noisy, in_an_elastic_job)
+        way.__name__: way for way in (in_turn, fast_and_slow, broken, alone, stretches, noisy, *elastic)
     }
     name, *arguments = sys.argv[1:]
     ways[name](*arguments)

@@ -14,9 +14,10 @@ import sys
 import tempfile
 import threading
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from byteps_py.launch.process_plan import free_port
 from byteps_py.system import jobs
 from support import warm
 from support.clusters import ROOT, clean_environment
@@ -173,6 +174,22 @@ def launch(
     if words or program != RANK:
         command += [sys.executable, str(program), *words]
     return _job(command, clean_environment(**environ), limit_s)
+
+
+@contextlib.contextmanager
+def elastic_machines(*words: str, program: str) -> Iterator[Callable[..., Job]]:
+    """An elastic job of three machines at first, without servers. Yields a function that starts a machine by its number,
+    with variables of its own."""
+    variables = {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": str(free_port())}
+    variables |= {"DMLC_NUM_WORKER": "3", "DMLC_NUM_SERVER": "0"}
+    with contextlib.ExitStack() as stack:
+
+        def start(index: int, **own: str) -> Job:
+            place = {"DMLC_ROLE": "worker", "DMLC_WORKER_ID": str(index), "BYTEPS_MACHINE_ID": f"m{index}"}
+            return stack.enter_context(launch("--elastic", *words, program=program, **variables, **place, **own))
+
+        stack.enter_context(launch("--elastic", DMLC_ROLE="scheduler", **variables))
+        yield start
 
 
 def alone(*words: str, **environ: str) -> contextlib.AbstractContextManager[Job]:
