@@ -178,7 +178,7 @@ def launch(
 
 @contextlib.contextmanager
 def elastic_machines(*words: str, program: str) -> Iterator[Callable[..., Job]]:
-    """An elastic job of three machines at first, without servers. Yields a function that starts a machine by its number,
+    """An elastic job, of three machines at first, without servers. Yields a function that starts a machine by number,
     with variables of its own."""
     variables = {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": str(free_port())}
     variables |= {"DMLC_NUM_WORKER": "3", "DMLC_NUM_SERVER": "0"}
