@@ -79,8 +79,9 @@ def test_only_what_a_link_can_go_on_to_carry_counts(
             return made[0]
 
         assert burst([server.service.address], counters) == pytest.approx(shown, rel=0.2)
-        # Where the look shows nothing new, that is all.
-        assert (made[0].reads == 3) == (shown == KNOWN and not saved_bytes)
+        if not saved_bytes:  # with tokens, it depends on how soon the first look is
+            # Where the look shows nothing new, that is all.
+            assert (made[0].reads == 3) == (shown == KNOWN)
 
 
 def test_a_service_sends_to_others_what_they_send_back_and_tells_the_scheduler() -> None:
