@@ -21,7 +21,8 @@ _SEGMENT_BYTES = 1 << 16
 _WELCOME = protocol.Welcome(
     rank=1, size=4, local_rank=1, local_size=2, is_continued=False, is_under_way=False, since_epoch=1,
     machine_index=0, num_machines=2,
-    is_homogeneous=True, has_shadow_servers=True, slowest_mbit=0.0, replicated_gain=0.0, memory_bytes=0,
+    is_homogeneous=True, has_shadow_servers=True, slowest_mbit=0.0, replicated_gain=0.0,
+    shadowed_gain=0.0, memory_bytes=0,
 )  # fmt: skip
 _NOTHING, _MEMORY, _SMALL, _DOOR, _TWO = range(5)
 #: Of any field: what its type allows, and nobody means.

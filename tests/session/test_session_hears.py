@@ -18,7 +18,8 @@ from byteps_py.wire import rank_link as protocol
 _WELCOME = protocol.Welcome(
     rank=0, size=2, local_rank=0, local_size=2, is_continued=False, is_under_way=False, since_epoch=1,
     machine_index=0, num_machines=1,
-    is_homogeneous=True, has_shadow_servers=True, slowest_mbit=0.0, replicated_gain=0.0, memory_bytes=0,
+    is_homogeneous=True, has_shadow_servers=True, slowest_mbit=0.0, replicated_gain=0.0,
+    shadowed_gain=0.0, memory_bytes=0,
 )  # fmt: skip
 
 
