@@ -316,8 +316,7 @@ def _folded(shape: Sequence[int] | None) -> tuple[int, Sequence[int]]:
 def read_recording(fd: int) -> Recording:
     """Read the memory of a flight recorder, of this process or another one, while it is written or after that. Records
     that are being written at the moment are left out. Raises UsageError if ``fd`` holds no recording."""
-    nbytes = os.fstat(fd).st_size
-    return parse_recording(os.pread(fd, min(nbytes, _MAX_FILE_BYTES), 0))
+    return parse_recording(_settled(fd, min(os.fstat(fd).st_size, _MAX_FILE_BYTES)))
 
 
 def copy_recording(fd: int) -> bytes:
@@ -330,7 +329,19 @@ def copy_recording(fd: int) -> bytes:
         magic = b""
     if magic != _MAGIC:
         raise UsageError("this is no recording of a flight recorder")
-    return os.pread(fd, min(_HEADER_BYTES + capacity * record_bytes + groups_bytes, _MAX_FILE_BYTES), 0)
+    return _settled(fd, min(_HEADER_BYTES + capacity * record_bytes + groups_bytes, _MAX_FILE_BYTES))
+
+
+def _settled(fd: int, nbytes: int) -> bytes:
+    """The first ``nbytes`` of such a memory, without records that have begun while it was read. The writer may overtake
+    a reader in the middle of a record; one that was complete in an earlier read is complete now."""
+    before, data = os.pread(fd, nbytes, 0), bytearray(os.pread(fd, nbytes, 0))
+    capacity = _HEAD.unpack_from(data)[1] if len(data) >= _HEAD.size else 0
+    end = min(_HEADER_BYTES + capacity * _RECORD_BYTES, len(data), len(before))
+    for at in range(_HEADER_BYTES + _RECORD.size - _NUMBER.size, end - _NUMBER.size + 1, _RECORD_BYTES):
+        if before[at : at + _NUMBER.size] != data[at : at + _NUMBER.size]:
+            _NUMBER.pack_into(data, at, 0)
+    return bytes(data)
 
 
 _MAX_FILE_BYTES = 1 << 30
@@ -427,7 +438,8 @@ class RecordingTail:
     def _record(self, number: int) -> tuple[int, ...] | None:
         """What is where this number belongs; None if that is older."""
         at = _HEADER_BYTES + number % self._capacity * _RECORD_BYTES
-        record = _RECORD.unpack(os.pread(self._fd, _RECORD.size, at))
+        settled = os.pread(self._fd, _RECORD.size, at)[-_NUMBER.size :]  # see _settled
+        record = _RECORD.unpack(os.pread(self._fd, _RECORD.size - _NUMBER.size, at) + settled)
         return record if record[0] >= number else None
 
     def _read_groups(self) -> None:

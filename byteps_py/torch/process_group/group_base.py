@@ -272,7 +272,7 @@ class GroupBase(GroupMetadata):
         self._store = store
         self._leave = leave
         check_interval_s = _CHECK_INTERVAL * members.context.settings.patience_s
-        # What precedes the collectives has a log of its own: a member that still connects has not called the first.
+        # Calls before the collectives have their own log: a member that still connects has not called the first one.
         log = CallLog(connecting(members), store)
         self._group_context = GroupContext(members.session, timeout_s, log, check_interval_s)
         self._completer = Completer()
