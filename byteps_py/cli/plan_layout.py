@@ -54,7 +54,16 @@ def add_layout(plans: Any) -> None:
         help="also plan pipelines whose weights are some updates late, with bps.parallel.Pipeline: pipedream, "
         "pipedream-2bw",
     )
-    parser.add_argument("--shadow", action="store_true", help="plan for hosted states with shadows on other machines")
+    parser.add_argument(
+        "--shadow",
+        type=int,
+        nargs="?",
+        const=1,
+        default=0,
+        metavar="COPIES",
+        help="plan for hosted states with shadows on other machines; COPIES: what BYTEPS_SHADOW_COPIES will be, "
+        "default 1",
+    )
     parser.add_argument("--count", type=int, default=5, metavar="N", help="layouts to print; default 5")
     parser.add_argument(
         "--emit", metavar="FILE", help="write the arguments of Mesh and ParallelOptions for the first one there"

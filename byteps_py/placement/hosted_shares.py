@@ -7,6 +7,7 @@ all-reduce's bytes:
                              the parameters that CPU machines hand on. worker/core/owners.py has the count
     a shadow                 the sums that GPU machines add go to a CPU machine as well
     one without CPU machines they go to the next two GPU machines, of which one may have added it itself
+    more copies of it        all sums go to further CPU machines, and where there are not as many, to the next GPU ones
     groups of some machines  servers of all machines add their sums, with the weights for all
 
 With states on each machine, the weights are those of an all-reduce. Otherwise they are such that CPU and GPU machines'
@@ -38,12 +39,28 @@ def shadowed_factors(n: int, k: int) -> tuple[int, int]:
     return (n * (k * (2 * n - 1) - n), 2 * k * (n * n - 1)) if k else (1, 1)
 
 
+def used_cpu_machines(n: int, k: int) -> int:
+    """CPU machines with a share; others keep no copies of states, either."""
+    return min(k, n) if n > 1 else k
+
+
+def shadow_copies(n: int, k: int, asked: int = 1) -> tuple[int, int]:
+    """The copies of each shadowed state on CPU machines, and on the next GPU machines (worker/core/shadowing.py).
+    ``asked``: BYTEPS_SHADOW_COPIES."""
+    spare = used_cpu_machines(n, k)
+    wanted = max(asked, 1 if spare else GPU_MACHINES_COPIES)
+    return min(wanted, spare), min(max(0, wanted - spare), n - 1 if k < n else 0)
+
+
 def copies_of_sums(n: int, k: int, is_sharded: bool) -> Fraction:
     """How often a sum that a GPU machine adds is sent for copies of shadowed states, on average."""
-    if k:
-        return Fraction(1)
-    copies = Fraction(min(GPU_MACHINES_COPIES, n - 1))
-    return copies if is_sharded else copies * (1 - Fraction(1, n))
+    return sum(_sent_for_copies(shadow_copies(n, k), Fraction(1), Fraction(0 if is_sharded else 1, n)), Fraction(0))
+
+
+def _sent_for_copies(copies: tuple[int, int], added: Fraction, is_there: Fraction) -> tuple[Fraction, Fraction]:
+    """How often a sum is sent to CPU and to GPU machines, on average. ``added``: the share that GPU machines add;
+    ``is_there``: how often such a one has a copy of what it adds. A CPU machine that adds always has."""
+    return copies[0] - (1 - added), copies[1] * (1 - added * is_there)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +68,7 @@ class HostedOptimum:
     """A step of n GPU machines and k CPU machines. ``is_sharded``: each state has one owner, else each machine has all;
     ``group``: machines that sum the same gradients, if the job has several such groups, all alike.
 
-    With a group of one machine, only the shadow's copies of sums are on the links. ``BYTEPS_SHADOW_COPIES`` is not set.
+    ``copies``: BYTEPS_SHADOW_COPIES. With a group of one machine, only the shadow's copies of sums are on the links.
 
     Raises UsageError as Optimum does, and for a group of more machines than there are.
 
@@ -59,6 +76,8 @@ class HostedOptimum:
     (Fraction(15, 11), Fraction(6, 5))
     >>> HostedOptimum(2, 1, is_sharded=True, is_shadowed=True).time
     Fraction(3, 2)
+    >>> HostedOptimum(2, 1, is_sharded=True, is_shadowed=True, copies=2).time
+    Fraction(2, 1)
     >>> [str(HostedOptimum(4, 2, each, is_shadowed=True).time) for each in (True, False)]
     ['3/2', '7/5']
     """
@@ -68,6 +87,7 @@ class HostedOptimum:
     is_sharded: bool
     is_shadowed: bool = False
     group: int = 0
+    copies: int = 1
 
     def __post_init__(self) -> None:
         Optimum(self.n, self.k)
@@ -99,16 +119,15 @@ class HostedOptimum:
         if self.is_sharded:
             on_gpu += (k * cpu + (n - group) * gpu) / group
         if self.is_shadowed:
-            sent = n * gpu * copies_of_sums(n, k, self.is_sharded)
-            on_gpu += sent / group
-            on_cpu += sent * Fraction(n, group * k) if k else 0
+            is_there = Fraction(0 if self.is_sharded else 1, n)
+            to_cpu, to_gpu = _sent_for_copies(shadow_copies(n, k, self.copies), n * gpu, is_there)
+            on_gpu += (to_cpu + to_gpu) / group
+            on_cpu += to_cpu * Fraction(n, group * k) if k else 0
         return max(on_cpu, on_gpu)
 
     def _of_copies_alone(self) -> Fraction:
-        """A machine adds its sums alone. CPU machines that have no share keep no copies, either."""
+        """A machine adds its sums alone."""
         if not self.is_shadowed:
             return Fraction(0)
-        if not self.k:
-            return Fraction(min(GPU_MACHINES_COPIES, self.n - 1))
-        used = min(self.k, self.n) if self.n > 1 else self.k
-        return max(Fraction(1), Fraction(self.n, used))
+        cpu, gpu = shadow_copies(self.n, self.k, self.copies)
+        return max(Fraction(cpu + gpu), Fraction(self.n * cpu, used_cpu_machines(self.n, self.k) or 1))

@@ -101,6 +101,35 @@ def test_a_shadow_costs_the_sums_that_are_sent_once_more(
     assert part(layout, "gradients", job) / ring * 2 * (machines - 1) / machines == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(
+    ("machines", "servers", "hosted", "expected"),
+    [
+        (4, 4, "sharded", 1.5),  # 1.25 with one copy, which costs no bytes; another CPU machine gets each sum once more
+        (4, 4, "machine", 1.25),
+        (2, 1, "sharded", 2),  # all sums to the other GPU machine
+        (4, 0, "sharded", 2),  # two copies without asking
+    ],
+)
+def test_two_copies_of_a_shadow(machines: int, servers: int, hosted: Hosted, expected: float) -> None:
+    """BYTEPS_SHADOW_COPIES=2."""
+    layout = JobLayout(1, 1, 1, 8 * machines, 1, 1, hosted=hosted, shadow=True)
+    cluster = replace(CLUSTER, machines=machines, servers=servers)
+    job = PlanJob(TINY, cluster, 8 * machines, 2048, shadow=2)
+    alone = replace(job, shadow=0, cluster=replace(cluster, servers=0))
+    ring = part(replace(layout, shadow=False, hosted="no"), "gradients", alone)
+    assert part(layout, "gradients", job) / ring * 2 * (machines - 1) / machines == pytest.approx(expected)
+    memory = rank_memory(job, layout)
+    others = servers * memory.cpu_machine + machines * (
+        memory.host - rank_memory(alone, replace(layout, shadow=False)).host
+    )
+    assert others == pytest.approx(2 * 12 * TINY.parameters)
+
+
+def test_copies_for_which_there_are_no_machines() -> None:
+    with pytest.raises(UsageError, match=r"shadow=3: other machines of this cluster can keep up to 2 copies"):
+        PlanJob(TINY, replace(CLUSTER, machines=2, servers=1), 16, 2048, shadow=3)
+
+
 def test_a_step_does_not_end_before_a_shadow_has_the_sums_of_the_one_before() -> None:
     """Of machines that add their sums alone."""
     job = PlanJob(TINY, replace(CLUSTER, machines=1, servers=1, network_gb_per_s=0.1), 8, 2048, shadow=True)
@@ -148,7 +177,7 @@ def test_shadows_lie_in_the_memory_of_cpu_machines_or_else_of_gpu_machines() -> 
     without = rank_memory(JOB, layout)
     assert (without.host, without.cpu_machine) == (alone.host + 6 * parameters, 0)  # 12 bytes, on two machines
     beside = rank_memory(replace(JOB, cluster=replace(CLUSTER, servers=3)), layout)
-    assert (beside.host, beside.cpu_machine) == (alone.host, 4 * parameters)
+    assert (beside.host, beside.cpu_machine) == (alone.host, 6 * parameters)  # the third one has no share
     assert without.total == beside.total == alone.total
 
 

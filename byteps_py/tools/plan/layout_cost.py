@@ -26,7 +26,7 @@ import numpy as np
 from byteps_py.errors import UsageError
 from byteps_py.parallel.pipe.schedules import make
 from byteps_py.parallel.pipe.simulator import simulate
-from byteps_py.placement.hosted_shares import HostedOptimum
+from byteps_py.placement.hosted_shares import HostedOptimum, shadow_copies, used_cpu_machines
 from byteps_py.tools.plan.calibration import StepTimeModel
 from byteps_py.tools.plan.cluster import Cluster
 from byteps_py.tools.plan.sizing_job import ModelShape
@@ -46,6 +46,8 @@ CHUNKS = 2
 _MOMENT_BYTES = 8
 #: Of a shadow: the moments, and the parameter that the server's step needs.
 _SHADOW_BYTES = 12
+#: The most that BYTEPS_SHADOW_COPIES may be.
+_MOST_COPIES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +126,9 @@ class PlanJob:
     sequences: int
     #: Tokens of each.
     sequence: int
-    #: Whether other machines are to keep the states: only layouts whose states are hosted can have that.
-    shadow: bool = False
+    #: The copies of states that other machines are to keep, as BYTEPS_SHADOW_COPIES; 0 for none. Only layouts whose
+    #: states are hosted can have some.
+    shadow: int = 0
     #: Whether schedules with late weights are layouts, too.
     stale: bool = False
 
@@ -135,6 +138,16 @@ class PlanJob:
                 "a shadow is on another machine, and the cluster has only one: plan with more machines, or with CPU "
                 "machines (servers)"
             )
+        if not 0 <= self.shadow <= (most := min(_MOST_COPIES, max(1, sum(self.shadow_copies)))):
+            raise UsageError(
+                f"shadow={self.shadow}: other machines of this cluster can keep up to {most} copies of states (never "
+                f"more than {_MOST_COPIES}); plan with fewer, or with more CPU machines (servers)"
+            )
+
+    @property
+    def shadow_copies(self) -> tuple[int, int]:
+        """On CPU and on GPU machines."""
+        return shadow_copies(self.cluster.machines, self.cluster.servers, self.shadow)
 
 
 # ---- memory --------------------------------------------------------------------------------------------------------
@@ -165,9 +178,10 @@ def rank_memory(job: PlanJob, layout: JobLayout) -> RankMemory:
         host = _MOMENT_BYTES * distinct / (_machines_of_copies(job, layout) if layout.hosted == "sharded" else 1)
     cpu_machine = 0.0
     if layout.shadow:
-        shadows, servers = _SHADOW_BYTES * model.parameters, job.cluster.servers
-        cpu_machine = shadows / servers if servers else 0.0
-        host += 0.0 if servers else shadows / job.cluster.machines
+        machines, (on_cpu, on_gpu) = job.cluster.machines, job.shadow_copies
+        each = _SHADOW_BYTES * model.parameters
+        cpu_machine = on_cpu * each / (used_cpu_machines(machines, job.cluster.servers) or 1)
+        host += on_gpu * each / machines
 
     tokens = layout.micro_batch * job.sequence / layout.cp
     kv = model.hidden * model.kv_heads // model.heads
@@ -269,7 +283,9 @@ def _copies_ms(job: PlanJob, layout: JobLayout) -> float:
         return 0.0
     cluster = job.cluster
     sums = 4 * job.model.parameters / layout.pp * _stages_of_machine(job, layout)
-    carried = HostedOptimum(cluster.machines, cluster.servers, layout.hosted == "sharded", True, group=1).time
+    carried = HostedOptimum(
+        cluster.machines, cluster.servers, layout.hosted == "sharded", True, group=1, copies=job.shadow
+    ).time
     return 1e3 * float(carried) * sums / cluster.hardware.network_bytes_per_s
 
 
@@ -333,7 +349,8 @@ def _servers(job: PlanJob, layout: JobLayout) -> float:
         return 1.0
     machines, servers = job.cluster.machines, job.cluster.servers
     if layout.hosted != "no":  # servers of all machines add these sums, also those of a group of some machines
-        best = HostedOptimum(machines, servers, layout.hosted == "sharded", layout.shadow, min(n, machines))
+        is_sharded = layout.hosted == "sharded"
+        best = HostedOptimum(machines, servers, is_sharded, layout.shadow, min(n, machines), job.shadow)
         return float(best.time) * n / (2 * (n - 1))
     k = min(n, servers * n / machines)
     return n**2 / (n**2 + k * n - 2 * k)

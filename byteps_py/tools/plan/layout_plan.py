@@ -142,7 +142,7 @@ def _with_options(job: PlanJob, mesh: tuple[int, int, int, int]) -> Iterator[Job
             for recompute in (False, True) if pp > 1 else (False,):
                 for data, hosted in _states(schedule, dp * cp, cp):
                     if not job.shadow or hosted != "no":
-                        yield JobLayout(*mesh, micro_batch, count, data, schedule, recompute, hosted, job.shadow)
+                        yield JobLayout(*mesh, micro_batch, count, data, schedule, recompute, hosted, job.shadow > 0)
 
 
 def _states(schedule: str, copies: int, cp: int) -> Iterator[tuple[Data, Hosted]]:

@@ -135,15 +135,23 @@ def test_bytes_of_a_shadowed_step(machines: int, servers: int, tmp_path: Path) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("machines", "servers"),
-    [(3, 1), pytest.param(4, 2, marks=pytest.mark.long), pytest.param(3, 0, marks=pytest.mark.long)],
+    ("machines", "servers", "copies"),
+    [
+        (3, 1, 1),
+        pytest.param(4, 2, 1, marks=pytest.mark.long),
+        pytest.param(3, 0, 1, marks=pytest.mark.long),
+        pytest.param(2, 2, 2, marks=pytest.mark.long),
+        pytest.param(3, 1, 2, marks=pytest.mark.long),
+    ],
 )
-def test_bytes_of_a_shadowed_step_with_states_on_each_machine(machines: int, servers: int, tmp_path: Path) -> None:
+def test_bytes_of_a_shadowed_step_with_states_on_each_machine(
+    machines: int, servers: int, copies: int, tmp_path: Path
+) -> None:
     """The busiest link carries what the formula says: that of a CPU machine, or without one that of any machine."""
     n, k = machines, servers
-    environ = {"BYTEPS_SHADOW": "1", "BYTEPS_HOSTED_STATES": "machine"}
+    environ = {"BYTEPS_SHADOW": "1", "BYTEPS_HOSTED_STATES": "machine", "BYTEPS_SHADOW_COPIES": str(copies)}
     runs = [members(n, k, steps, tmp_path, **environ) for steps in (SHORT, LONG)]
     carried = per_step(runs, "bytes_received", "CPU") / k if k else per_step(runs, "bytes_sent") / n
-    best = HostedOptimum(n, k, is_sharded=False, is_shadowed=True)
-    told = M // PARTITION * STEP_BYTES + n * RECORD_BYTES
+    best = HostedOptimum(n, k, is_sharded=False, is_shadowed=True, copies=copies)
+    told = copies * (M // PARTITION * STEP_BYTES + n * RECORD_BYTES)
     assert carried / M == pytest.approx(float(best.time), abs=(2 * n * PARTITION + NUMBERS + told) / M)
