@@ -4,7 +4,7 @@
     mesh, mesh_layout          the dimensions of ranks
     tensor/                    tensor and sequence parallelism
     context/                   context parallelism
-    fsdp                       gathered parameters of FSDP2, once in each machine's memory
+    fsdp                       gathered parameters of FSDP2, once in each machine's memory; its gradients, compressed
     sharding/                  parameters, gradients and optimizer states that each have one owner
     pipe/                      pipelines
     multimodal/                pipelines of text models that attend to images

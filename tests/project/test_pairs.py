@@ -65,7 +65,11 @@ TESTS: dict[str, tuple[str, ...]] = {
     "crossbarrier": ("test_torch_cross_barrier_use.py::test_compiled_models_get_the_same_bits",),
     "bpsddp": ("test_torch_ddp.py::test_training_is_exact",),
     "ddp": ("test_backend_matrix.py::test_all_features",),
-    "fsdp2": ("test_backend_matrix.py::test_all_features", "test_fsdp_cache.py::test_beside_plain_fsdp"),
+    "fsdp2": (
+        "test_backend_matrix.py::test_all_features",
+        "test_fsdp_cache.py::test_beside_plain_fsdp",
+        "test_fsdp_compressed.py::test_each_codec_is_like_one_process",
+    ),
     "zero": ("test_backend_matrix.py::test_all_features",),
     "shard": ("test_sharding.py::test_beside_one_process",),
     "pp": ("test_pipelines.py::test_beside_one_process", "test_parallel_layouts.py::test_compressed"),

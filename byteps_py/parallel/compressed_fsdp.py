@@ -1,0 +1,216 @@
+"""Gradients of FSDP2 that travel compressed between machines.
+
+``compress_gradients`` gives each FSDP2 module a reduce-scatter that sums the module's whole gradient through the
+communication service, with a codec, and keeps this rank's piece:
+
+    gradients of a module ─► sum of each machine, encoded ─► servers ─► the sum, encoded ─► decoded on each machine
+                                                                                              └─► piece of each rank
+
+So what a codec means, what a machine keeps for it, and what is done when a server dies are those of all other sums
+(docs/explanation/compression.md). FSDP2 waits for a reduce-scatter before the next one begins. Its threads call the
+object, one at a time.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from byteps_py.errors import UnsupportedError, UsageError
+from byteps_py.parallel.collectives import REDUCE_SCATTER
+from byteps_py.tensor_codec import Codec
+from byteps_py.tensors import PRIORITY_READY_ORDER, NonFinite, TensorSpec
+from byteps_py.torch.collectives import context as contexts, nonfinite
+from byteps_py.torch.collectives.context import Context
+from byteps_py.torch.collectives.dtypes import wire_dtype
+from byteps_py.torch.collectives.slot_view import TensorRequest
+from byteps_py.torch.compression import Compressor, codec_for, compression_of
+from byteps_py.torch.operations.handles import kind_in_group
+from byteps_py.torch.process_group.group_base import reduction_of
+
+#: The name of each module's gradients, which is claimed once.
+_names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+
+
+class CodedReduceScatter:
+    """A reduce-scatter for ``FSDPModule.set_custom_reduce_scatter``. ``title``: of the module, for messages; ``name``:
+    of its gradients, for the service. ``module``: it has this reduce-scatter, so it is not kept here."""
+
+    def __init__(self, title: str, name: str, module: FSDPModule, compression: type[Compressor]) -> None:
+        self._title = title
+        self._name = name
+        self._module = weakref.ref(cast(nn.Module, module))
+        self._compression = compression
+
+    @staticmethod
+    def allocate(size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """The input, and the output."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Write this rank's piece of the reduction to ``output_tensor``. Done when it returns.
+
+        Raises UsageError for gradients that the codec can't be for, NonFiniteError if BYTEPS_NONFINITE is raise, and
+        the errors of sums.
+        """
+        context = contexts.current()
+        dtype = self._compression.wire_dtype(input_tensor.dtype)
+        codec = codec_for(self._compression, dtype, input_tensor.nbytes, self._name, context.settings)
+        ranks = dist.get_process_group_ranks(group)
+        if dtype is not input_tensor.dtype:
+            short = torch.empty_like(output_tensor, dtype=dtype)
+            getattr(dist, REDUCE_SCATTER)(short, input_tensor.to(dtype), op=op, group=group)
+            output_tensor.copy_(short)
+        elif codec is None or _are_on_one_machine(context, ranks):
+            getattr(dist, REDUCE_SCATTER)(output_tensor, input_tensor, op=op, group=group)
+        else:
+            self._sum(context, codec, output_tensor, input_tensor, ranks, op)
+
+    def _sum(
+        self,
+        context: Context,
+        codec: Codec,
+        output: torch.Tensor,
+        source: torch.Tensor,
+        ranks: Sequence[int],
+        op: Any,
+    ) -> None:
+        session, how = context.session, reduction_of(op, source.dtype)
+        if ranks != sorted(ranks) or session.rank not in ranks or max(ranks) >= session.size:
+            raise UsageError(
+                f"compress_gradients: module {self._title!r} is sharded over the ranks {ranks} of torch.distributed, "
+                f"which are not those of byteps_py, 0 to {session.size - 1}, in order; start both from one launcher"
+            )
+        group = () if len(ranks) == session.size else tuple(ranks)
+        mode = nonfinite.mode_of(context)
+        if mode is NonFinite.SKIP:
+            raise UnsupportedError(
+                "compress_gradients can't leave out a step, which is your optimizer's: use BYTEPS_NONFINITE=raise or "
+                "allow"
+            )
+        name = f"{kind_in_group(group, 'FSDP')}.{self._name}{self._layout(codec, source.numel(), len(ranks))}"
+        spec = TensorSpec(
+            name, wire_dtype(source.dtype, name), (source.numel(),), average=how.average,
+            priority=PRIORITY_READY_ORDER, group=group, nonfinite=mode, codec=codec,
+        )  # fmt: skip
+        pieces = (tuple(output.shape),) * len(ranks)
+        (view,) = context.slot_views([TensorRequest(spec, source.dtype, (spec.shape,), source.device, pieces)])
+        view.contribute([how.prepare(source)])
+        view.wait()
+        if blame := view.slot.nonfinite_ranks:
+            place = nonfinite.where(name, torch.cat(view.results), source.dtype)
+            raise nonfinite.explain(blame, session.size, view.slot.round, [place] if place else [])
+        view.fetch([output], [ranks.index(session.rank)])
+        if output.is_cuda:  # before the memory of the result is that of another round
+            torch.cuda.current_stream(output.device).synchronize()
+
+    def _layout(self, codec: Codec, count: int, members: int) -> str:
+        """What distinguishes this gradient from others of the module: FSDP2 reduces only those parameters that have
+        gradients. Raises UsageError if a codec keeps something of them, and it is not known of which it would be."""
+        if not codec.has_states:
+            return f" ({count})"
+        module = self._module()
+        params = [] if module is None else [each for group in _param_groups(module) for each in group.fsdp_params]
+        trained = [i for i, each in enumerate(params) if each.sharded_param.requires_grad]
+        due = sum(params[i].padded_sharded_param_size.numel() for i in trained) * members
+        if count != due:
+            raise UsageError(
+                f"compress_gradients: only some parameters of module {self._title!r} have gradients in this step "
+                f"({count} elements of {due}), and {codec} keeps what was not sent of each. Use one without error "
+                "feedback and momentum, or let all parameters take part (set_reduce_scatter_unused_params)"
+            )
+        return "" if len(trained) == len(params) else f" (parameters {'-'.join(map(str, trained))})"
+
+
+def _are_on_one_machine(context: Context, ranks: Sequence[int]) -> bool:
+    """Nothing travels between machines."""
+    session = context.session
+    first = session.rank - session.local_rank
+    return all(first <= rank < first + session.local_size for rank in ranks)
+
+
+def compress_gradients(model: nn.Module, compression: Any) -> None:
+    """Let the gradients of an FSDP2 model travel compressed between machines.
+
+    Each module's gradient is summed with the codec, as a DistributedOptimizer's is, and each rank keeps its piece: the
+    bits are those of such a sum. Error feedback and momentum belong to the module, and ``compression_state_dict`` has
+    them. Gradients below BYTEPS_MIN_COMPRESS_BYTES, and those of ranks of one machine, are reduced as without it.
+
+    Args:
+        model: after ``fully_shard``, over any backend, and after ``init()``. Its submodules may be sharded, too. All
+            ranks call this function, before the first step or between two, again with another compression or with
+            ``Compression.none``.
+        compression: one of Compression, or a dictionary of BytePS.
+
+    Raises:
+        UsageError: the model has no FSDP2 module; ``compression`` is none for single tensors (rules, a warm-up,
+            powersgd), or not for the dtype of its gradients; the mesh has copies of shards (HSDP), whose sums over
+            copies would travel as they are.
+        UnsupportedError: torch is older than 2.9.
+        NotInitializedError: before ``init()``.
+
+    With error feedback or momentum a step raises UsageError if only some parameters of a module have gradients in it.
+
+    >>> compress_gradients(torch.nn.Linear(2, 2), "int8")
+    Traceback (most recent call last):
+    byteps_py.errors.UsageError: compress_gradients: the model has no FSDP2 module; call fully_shard() first
+    """
+    if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
+        raise UnsupportedError(
+            f"compress_gradients: torch {torch.__version__} has no FSDPModule.set_custom_reduce_scatter; it needs "
+            "torch 2.9"
+        )
+    modules = [(name or "(the model)", each) for name, each in model.named_modules() if isinstance(each, FSDPModule)]
+    if not modules:
+        raise UsageError("compress_gradients: the model has no FSDP2 module; call fully_shard() first")
+    chosen, context = compression_of(compression), contexts.current()
+    for title, module in modules:
+        for dtype in _gradient_dtypes(module):
+            codec_for(chosen, dtype, 0, title, context.settings)
+        if _has_copies(module):
+            raise UsageError(
+                f"compress_gradients: module {title!r} is sharded over a mesh with copies of its shards (HSDP), whose "
+                "sums over the copies FSDP2 makes itself, uncompressed. Use a mesh of one dimension, or leave it out"
+            )
+    for title, module in modules:
+        inner = cast(nn.Module, module)
+        if inner not in _names:
+            _names[inner] = context.claim(title)
+        comm = CodedReduceScatter(title, _names[inner], module, chosen)
+        try:
+            module.set_custom_reduce_scatter(cast(Any, comm))
+        except ValueError as error:
+            raise UnsupportedError(f"compress_gradients: module {title!r}: {error}") from error
+
+
+def _param_groups(module: nn.Module) -> Sequence[Any]:
+    """What FSDP2 knows of the parameters that it gathers for this module: of one without parameters, nothing."""
+    state = cast(Any, module)._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # before torch 2.13
+
+
+def _gradient_dtypes(module: FSDPModule) -> set[torch.dtype]:
+    """In which its gradients are reduced."""
+    policy = getattr(cast(Any, module)._get_fsdp_state(), "_mp_policy", None)
+    short = getattr(policy, "reduce_dtype", None) or getattr(policy, "param_dtype", None)
+    own = {each.sharded_param.dtype for group in _param_groups(cast(nn.Module, module)) for each in group.fsdp_params}
+    return {short} if short is not None else own
+
+
+def _has_copies(module: FSDPModule) -> bool:
+    return any(hasattr(group.mesh_info, "replicate_process_group") for group in _param_groups(cast(nn.Module, module)))
