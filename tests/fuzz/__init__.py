@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # `support`, also where n
 from .base import Target
 from .beside import ServerBeside
 from .calling import DialerHears
-from .collectives import Calls, Collectives
+from .collectives import Calls, Collectives, RowMessages
 from .control import Control, JournalFile, Streams
 from .files import GpuList, ModelFile, Objects, Snapshot
 from .machines import Machines
@@ -59,6 +59,7 @@ TARGETS: dict[str, type[Target]] = {
         Snapshot,
         Objects,
         Collectives,
+        RowMessages,
         Calls,
     )
 }

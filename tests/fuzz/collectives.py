@@ -19,6 +19,7 @@ from byteps_py.torch.collectives.context import Context
 from byteps_py.torch.collectives.group_collectives import GroupCollectives
 from byteps_py.torch.collectives.group_work import CallLog, GroupContext
 from byteps_py.torch.collectives.members import Members
+from byteps_py.torch.collectives.row_owners import table_of
 from byteps_py.torch.collectives.slot_view import TensorRequest
 from byteps_py.torch.gradients.bucket import GradientOptions, ToGradient
 from byteps_py.torch.gradients.sparse_bucket import SparseBucket
@@ -42,6 +43,7 @@ class _Session(Session):
     def __init__(self) -> None:
         self.said: list[bytes] = []
         self.largest = 0  # memory asked for, in bytes
+        self.exchanges = 0
         self._slots: dict[str, Slot] = {}
 
     def declare(self, specs: Sequence[TensorSpec]) -> list[Slot]:
@@ -60,6 +62,7 @@ class _Session(Session):
     def hand_over(self, slot: Slot, nbytes: int | None = None, layout: Layout | None = None) -> None:
         assert layout is not None
         layout.check(slot.spec, _RANKS)
+        self.exchanges += slot.spec.op is Op.EXCHANGE
         given = bytes(slot.input)
         for rank, (offset, length) in enumerate(layout.receives):
             if rank == self.rank:
@@ -251,6 +254,106 @@ class Collectives(Target):
     def end(self) -> None:
         assert self._done
         assert self._failed
+
+    def close(self) -> None:
+        self._context.close()
+
+
+_TABLE = (64, 4096)  # rows are long: of few, the sums of those in common pay already
+_OWN_ROWS = (1, 4, 5, 9, 11, 20, 41, 63)
+
+
+def _of_rows(rows: int, machine: int, *facts: int) -> bytes:
+    """What a rank says of a gradient first, and of a sum."""
+    table, dtype, dimensions, *shape = (
+        *facts,
+        *(table_of(_TABLE, torch.float32, torch.float32), 0, 1, *_TABLE)[len(facts) :],
+    )
+    return _words(rows, dimensions, machine, table) + _words(rows, machine, dtype, dimensions, *shape)
+
+
+def _numbers(*rows: int) -> bytes:
+    return np.array(rows, np.int32).tobytes()
+
+
+class RowMessages(Target):
+    """Rows that go to their owners, of gradients and of sums: what comes is taken, or an error of ours; memory is as
+    much as was agreed on, and all that the sum says of itself is true."""
+
+    cost = 100
+    #: What the others say at first of a gradient (32 bytes) and of a sum (48), and which rows they have.
+    seeds = (
+        *[_of_rows(rows, at) + _numbers(*_OWN_ROWS) for rows in (*_LIMITS, 8, 8, 64, 65) for at in (0, 1, -7)],
+        *[_of_rows(8, 0, *facts) + _numbers(*_OWN_ROWS) for facts in ((7,), (7, 1), (7, -1), (7, 0, 2), (7, 0, 1, 65))],
+        *[_of_rows(8, 2) + _numbers(*rows) for rows in (
+            range(8), range(50, 58), range(57, 65), [3] * 8, range(8, 0, -1), range(-3, 5), [1 << 30] * 8,
+        )],
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self._turn = self._done = self._failed = 0
+        self._owned = [0, 0]
+        self._kept = torch.sparse_coo_tensor(
+            torch.tensor([_OWN_ROWS]), torch.ones(len(_OWN_ROWS), _TABLE[1]), _TABLE, is_coalesced=True,
+            check_invariants=True,
+        )  # fmt: skip
+        self._param = torch.nn.Parameter(torch.zeros(_TABLE))
+        self._begin()
+
+    def _begin(self) -> None:
+        self._session = _Session()
+        self._context = Context(lambda settings: self._session)
+        self._context.open(_SETTINGS)
+
+    def feed(self, data: bytes) -> None:
+        self._turn += 1
+        turn, which = self._turn, self._turn % 2
+        header, rows = (data[:32], data[32:80])[which], data[80:]
+        headers, numbers = [header, header], [rows, rows]
+        for other, machine in enumerate((0, 2)):
+            if turn // 2 % 4 > other:  # neither, the first, or both say what is right
+                true = _of_rows(len(_OWN_ROWS), machine)
+                headers[other] = (true[:32], true[32:])[which]
+            if turn // 8 % 4 > other:
+                numbers[other] = _numbers(*(_OWN_ROWS if turn % 3 else range(8)))
+        self._session.said = [*headers, *numbers, *[data * 9] * 4]
+        before = self._session.exchanges
+        try:
+            self._sum() if which else self._gradient()
+        except BytePSError as error:
+            str(error).encode()
+            self._failed += 1
+        else:
+            self._done += 1
+        self._owned[which] += self._session.exchanges > before
+        assert self._session.largest <= 1 << 22
+        self._context.close()
+        self._begin()
+
+    def _gradient(self) -> None:
+        param = self._param
+        param.grad = self._kept.clone()
+        spec = TensorSpec("rows", DType.FLOAT32, (param.numel(),))
+        request = TensorRequest(spec, torch.float32, (_TABLE,), torch.device("cpu"))
+        bucket = SparseBucket(self._context, request, "rows", param, GradientOptions(), 0, ToGradient())
+        bucket.mark(0, param.grad)
+        bucket.start()
+        while bucket.advance():
+            pass
+        bucket.receive()
+        Collectives._check(param.grad)
+
+    def _sum(self) -> None:
+        members = Members(self._context, self._session, tuple(range(_RANKS)), 1, "fuzz")
+        around = GroupContext(self._session, 5.0, CallLog(members, cast(Any, _Store())), 1.0)
+        collectives, tensor = GroupCollectives(members, around, Completer(), None), self._kept.clone()
+        SparseSum(collectives, members, "all_reduce", 5.0).start(tensor, self._turn % 4 == 1).wait()
+        Collectives._check(tensor)
+
+    def end(self) -> None:
+        assert self._done
+        assert self._failed
+        assert all(self._owned)
 
     def close(self) -> None:
         self._context.close()
