@@ -25,10 +25,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from byteps_py.config.addresses import place_of
 from byteps_py.config.settings import Settings
 from byteps_py.dataplane.link_burst import LinkBursts
 from byteps_py.dataplane.listener import Peer
-from byteps_py.dataplane.stream_listener import place_of
 from byteps_py.dataplane.traffic import Traffic
 from byteps_py.errors import (
     BytePSError,
@@ -142,7 +142,7 @@ class SummationService:
         self._stages = stage_recorder(self._settings, "server")
         self._is_traced = self._stages is not None  # and the trace is not written yet
         self._traced_group = 0  # the epoch that brought it
-        host = machine.offered_host(settings)
+        host = machine.bindable_host(settings)
         self._runtime = runtime
         self._loop = runtime.loop
         self._network = self.network_class(

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-_PREFIX = "10.89.0"
+_PREFIX, _PREFIX_V6 = "10.89.0", "fd89:"
 #: Linux's usual algorithm, whatever this machine uses. With BBR, flows that share links in both directions take long to
 #: find their shares, and the results scatter by a tenth.
 _CONGESTION_CONTROL = "cubic"
@@ -34,11 +34,13 @@ _QUOTA_PERIOD_US = 50_000
 
 @dataclass(frozen=True)
 class Host:
-    """``rate_mbit``: of its link, each way; 0: as fast as it goes. ``delay_ms``: of what it sends."""
+    """``rate_mbit``: of its link, each way; 0: as fast as it goes. ``delay_ms``: of what it sends. ``is_v6``: it has an
+    address of IPv6, and none of IPv4."""
 
     index: int
     rate_mbit: float = 0.0
     delay_ms: float = 0.0
+    is_v6: bool = False
     _owner: int = field(default_factory=os.getpid)
 
     @property
@@ -47,7 +49,7 @@ class Host:
 
     @property
     def address(self) -> str:
-        return f"{_PREFIX}.{10 + self.index}"
+        return f"{_PREFIX_V6}:{10 + self.index:x}" if self.is_v6 else f"{_PREFIX}.{10 + self.index}"
 
     @property
     def interface(self) -> str:
@@ -218,11 +220,13 @@ def lost(*ways: tuple[Host, Host]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def cluster(rates_mbit: Sequence[float], delay_ms: float = 0.0, loss_percent: float = 0.0) -> Iterator[list[Host]]:
+def cluster(
+    rates_mbit: Sequence[float], delay_ms: float = 0.0, loss_percent: float = 0.0, is_v6: bool = False
+) -> Iterator[list[Host]]:
     """One host per rate, gone at the end of the block. ``delay_ms``: from any host to any other one, so that a round
-    trip takes twice as long. ``loss_percent``: of the packets that a host sends. Raises CalledProcessError without
-    root, iproute2, or a C compiler where it is needed."""
-    hosts = [Host(index, rate, delay_ms) for index, rate in enumerate(rates_mbit)]
+    trip takes twice as long. ``loss_percent``: of the packets that a host sends. ``is_v6``: the hosts have addresses of
+    IPv6 only. Raises CalledProcessError without root, iproute2, or a C compiler where it is needed."""
+    hosts = [Host(index, rate, delay_ms, is_v6) for index, rate in enumerate(rates_mbit)]
     bridge = f"bps{os.getpid()}b"
     _remove_orphans()
     with contextlib.ExitStack() as stack:
@@ -232,8 +236,7 @@ def cluster(rates_mbit: Sequence[float], delay_ms: float = 0.0, loss_percent: fl
         stack.enter_context(_links(hosts, delay_ms - by_netem, loss_percent))
         _run("ip", "link", "set", bridge, "up")
         # A Docker engine makes the kernel filter bridged traffic and drop what it does not know.
-        bridged = Path("/proc/sys/net/bridge/bridge-nf-call-iptables")
-        if bridged.exists():
+        for bridged in Path("/proc/sys/net/bridge").glob("bridge-nf-call-ip*tables"):
             bridged.write_text("0")
         for host in hosts:
             inside, outside = host.interface, host.outside
@@ -241,11 +244,14 @@ def cluster(rates_mbit: Sequence[float], delay_ms: float = 0.0, loss_percent: fl
             _run("ip", "link", "set", inside, "netns", host.name)
             _run("ip", "link", "set", outside, "master", bridge)
             _run("ip", "link", "set", outside, "up")
-            _run("ip", "-n", host.name, "addr", "add", f"{host.address}/24", "dev", inside)
+            # Without a look for duplicates, in whose time the address could not be used.
+            own = (f"{host.address}/64", "nodad") if is_v6 else (f"{host.address}/24",)
+            _run("ip", "-n", host.name, "addr", "add", own[0], "dev", inside, *own[1:])
             _run("ip", "-n", host.name, "link", "set", inside, "up")
             _run("ip", "-n", host.name, "link", "set", "lo", "up")
-            route = (f"{_PREFIX}.0/24", "dev", inside, "src", host.address, "congctl", _CONGESTION_CONTROL)
-            _run("ip", "-n", host.name, "route", "replace", *route)
+            net = f"{_PREFIX_V6}:/64" if is_v6 else f"{_PREFIX}.0/24"
+            route = (net, "dev", inside, "src", host.address, "congctl", _CONGESTION_CONTROL)
+            _run("ip", "-n", host.name, *(["-6"] if is_v6 else []), "route", "replace", *route)
             _shape(inside, host.rate_mbit, by_netem, host)
             _shape(outside, host.rate_mbit)
         yield hosts

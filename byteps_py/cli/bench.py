@@ -180,7 +180,7 @@ class _Cluster:
 
 
 def _is_loopback(host: str) -> bool:
-    from byteps_py.system.machine import is_loopback
+    from byteps_py.config.addresses import is_loopback
 
     return is_loopback(host)
 

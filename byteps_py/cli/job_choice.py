@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from byteps_py.config.addresses import joined, place_given
 from byteps_py.errors import ConfigurationError, RendezvousError, UsageError
 from byteps_py.wording import count_text
 
@@ -68,13 +69,11 @@ def chosen_settings(arguments: argparse.Namespace) -> Settings:
     settings = Settings.from_env()
     if not arguments.scheduler:
         return settings
+    host, port = place_given("--scheduler", arguments.scheduler)
     # For a job of this machine, its note has the job id, which is part of the authentication.
-    if not settings.job_id and (job := next((j for j in jobs.find() if j.address == arguments.scheduler), None)):
+    if not settings.job_id and (job := next((j for j in jobs.find() if j.address == joined(host, port)), None)):
         return settings_of(job)
-    host, _, port = arguments.scheduler.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ConfigurationError(f"--scheduler={arguments.scheduler!r} is not HOST:PORT")
-    return _settings_at(host, int(port), {})
+    return _settings_at(host, port, {})
 
 
 def settings_of(job: JobNote) -> Settings:

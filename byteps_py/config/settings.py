@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 
 from byteps_py.config import launchers, secret_files, variables
+from byteps_py.config.addresses import bare_host, joined
 from byteps_py.config.slurm import secret_name
 from byteps_py.config.tuning import MAX_PARTITION_BYTES
 from byteps_py.config.variables import IGNORED, INTERNAL, VARIABLES
@@ -119,6 +120,8 @@ class Settings:
         for variable in VARIABLES:
             if why := variables.refusal(variable.field, variable.names[0], getattr(self, variable.field)):
                 raise ConfigurationError(why)
+        for name in ("scheduler_host", "node_host"):  # [FD00::1] and fd00::1 are one host, and so name one job
+            object.__setattr__(self, name, bare_host(getattr(self, name)))
         if self.local_rank >= self.local_size:
             raise ConfigurationError(
                 f"BYTEPS_LOCAL_RANK={self.local_rank} must be below BYTEPS_LOCAL_SIZE={self.local_size}"
@@ -246,7 +249,7 @@ class Settings:
     @property
     def scheduler_address(self) -> str:
         """``host:port``; empty on a single machine without a scheduler."""
-        return f"{self.scheduler_host}:{self.scheduler_port}" if self.scheduler_host else ""
+        return joined(self.scheduler_host, self.scheduler_port) if self.scheduler_host else ""
 
     @property
     def job(self) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from byteps_py.config.addresses import place_of
 from byteps_py.errors import ConfigurationError
 from byteps_py.wording import shown
 
@@ -62,8 +63,11 @@ def is_host(text: str) -> bool:
 
 
 def _is_address(text: str) -> bool:
-    host, _, port = text.rpartition(":")
-    return is_host(host) and port.isdecimal() and 0 < int(port) < 65536
+    try:
+        host, _ = place_of(text)
+    except ValueError:
+        return False
+    return is_host(host)
 
 
 def _is_interface(text: str) -> bool:
@@ -110,7 +114,7 @@ VALIDATORS: dict[str, Validator] = {
     "machine_id": _IDENTIFIER,
     "job_id": Validator(f"{_IDENTIFIER.takes}; so does a launcher's name for the job", _is_identifier),
     "socket_name": Validator(f"printable characters, at most {MAX_SOCKET_NAME_BYTES} bytes", _is_socket_name),
-    "pool": Validator("HOST:PORT", _is_address),
+    "pool": Validator("HOST:PORT, with […] around an address of IPv6", _is_address),
     "secret_file": _PATH,
     "journal_dir": _PATH,
     "report": _PATH,

@@ -7,11 +7,13 @@ travels over the next. The owner sends again what has no answer, once ``on_open`
 from __future__ import annotations
 
 import contextlib
+import functools
 from dataclasses import dataclass
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from byteps_py.config.addresses import is_ipv6, place_of
 from byteps_py.config.settings import Settings
 from byteps_py.dataplane.authenticator import show_password
 from byteps_py.dataplane.handshake import WRONG, CallerHandshake
@@ -20,6 +22,7 @@ from byteps_py.dataplane.long_links import tune_descriptor
 from byteps_py.dataplane.seal import DamagedError, Data, Seal
 from byteps_py.errors import ProtocolError
 from byteps_py.system.loop import EventLoop
+from byteps_py.system.machine import resolved
 from byteps_py.wire.data_link import HEADER_BYTES, MAX_READ_BYTES, Header, Kind
 
 #: Smaller payloads are copied. When ZeroMQ has sent memory that it did not copy, a thread of pyzmq wakes up and takes
@@ -164,6 +167,7 @@ class Dialer:
         socket = self._socket = self._context.socket(zmq.DEALER)
         options = {
             zmq.LINGER: 0,
+            zmq.IPV6: _needs_ipv6(self._address),
             zmq.MAXMSGSIZE: max(self._settings.max_partition_bytes, MAX_READ_BYTES) + _SLACK_BYTES,
             zmq.SNDHWM: 0,  # the credit is the limit
             zmq.RCVHWM: 0,
@@ -301,6 +305,16 @@ class Dialer:
             self._again()
         if self._refusals >= _MOST_REFUSALS:
             self._owner.on_refused(ProtocolError(f"{self._who} {why}"))
+
+
+@functools.lru_cache(1024)  # the answer for a name may take the time of a question to a name server
+def _needs_ipv6(endpoint: str) -> bool:
+    """True if the listener at ``tcp://host:port`` listens by IPv6. ZeroMQ has to be told: with its option, it asks for
+    addresses of IPv6 only, and makes sockets of IPv6 also for those of IPv4."""
+    try:
+        return is_ipv6(resolved(place_of(endpoint.removeprefix("tcp://"))[0]))
+    except ValueError:  # ZeroMQ says what is wrong with it
+        return False
 
 
 def _said(frames: list[zmq.Frame], due: Kind, opening: Seal | None = None) -> bytes:

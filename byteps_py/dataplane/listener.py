@@ -19,6 +19,7 @@ from collections.abc import Callable
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from byteps_py.config.addresses import bracketed, is_ipv6, joined
 from byteps_py.config.settings import Settings
 from byteps_py.dataplane.authenticator import Authenticator, seed_routing_ids
 from byteps_py.dataplane.dialer import silence_options
@@ -32,6 +33,7 @@ from byteps_py.proto import control_pb2 as pb
 from byteps_py.security.unauthenticated_connections import PATIENCE_S, UnauthenticatedConnections
 from byteps_py.system.log import logger
 from byteps_py.system.loop import EventLoop
+from byteps_py.system.machine import resolved
 from byteps_py.tensor_codec import MAX_BLOCK_BYTES
 from byteps_py.wire.data_link import READER, READER_KINDS, Header, Kind
 
@@ -150,25 +152,26 @@ class DataListener:
         seed_routing_ids()
         self.socket = self._context.socket(zmq.ROUTER)
         self._authenticator.guard(self.socket)
-        self._configure()
+        at = resolved(host)
+        self._configure(is_ipv6(at))
         self.monitor = self.socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._connected: set[int] = set()  # descriptors
         self._readers: dict[int, bytes] = {}  # identities by descriptor
         self._strangers = UnauthenticatedConnections()
         try:
-            port = self._strangers.port = self.socket.bind_to_random_port(f"tcp://{host}")
+            port = self._strangers.port = self.socket.bind_to_random_port(f"tcp://{bracketed(at)}")
         except zmq.ZMQError as error:
             self.close()
             raise ConfigurationError(
                 f"this process can't listen at {host}: {zmq.strerror(error.errno or 0)}. DMLC_NODE_HOST, or else "
                 "DMLC_INTERFACE, must name an address of this machine"
             ) from error
-        self.address = f"tcp://{host}:{port}"
+        self.address = f"tcp://{joined(host, port)}"
 
-    def _configure(self) -> None:
+    def _configure(self, is_v6: bool) -> None:
         options = {
             zmq.LINGER: 0,
-            zmq.IPV6: 0,
+            zmq.IPV6: is_v6,  # with it, ZeroMQ makes sockets of IPv6 also for addresses of IPv4
             zmq.ROUTER_MANDATORY: 1,  # a message to a disconnected peer is an error
             zmq.MAXMSGSIZE: max(self._settings.max_partition_bytes, MAX_BLOCK_BYTES) + _SLACK_BYTES,
             zmq.HANDSHAKE_IVL: int(PATIENCE_S * 1000),

@@ -20,6 +20,7 @@ import struct
 import threading
 from collections.abc import Callable
 
+from byteps_py.config.addresses import place_of
 from byteps_py.config.settings import Settings
 from byteps_py.dataplane.handshake import CallerHandshake, Challenge, ListenerHandshake
 from byteps_py.dataplane.long_links import share_evenly
@@ -30,7 +31,6 @@ from byteps_py.dataplane.stream_listener import (
     accepted,
     end_when_silent,
     framed,
-    place_of,
     receive,
     refusal,
     shake_hands,

@@ -24,11 +24,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
+from byteps_py.config.addresses import is_ipv6, joined
 from byteps_py.dataplane.handshake import CallerHandshake
 from byteps_py.dataplane.stream_seal import StreamSeal
 from byteps_py.errors import BytePSError, ProtocolError
 from byteps_py.security.unauthenticated_connections import PATIENCE_S, UnauthenticatedConnections
 from byteps_py.system.log import logger
+from byteps_py.system.machine import resolved
 
 _LENGTH = struct.Struct("<I")
 LENGTH_BYTES = _LENGTH.size
@@ -111,12 +113,6 @@ def end_when_silent(sock: socket.socket, silence_s: float) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, int(silence_s / 4)))
 
 
-def place_of(address: str) -> tuple[str, int]:
-    """Host and port of ``address``, ``host:port``. Raises ValueError."""
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)
-
-
 class CalledHandshake(Protocol):
     """The listener's end of one handshake.
 
@@ -178,12 +174,13 @@ class StreamListener(Generic[H]):
         self._new_handshake = new_handshake
         self._on_called = on_called
         self._on_refused = on_refused
-        family, _, _, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        self._listener = socket.create_server(place[:2], family=family, backlog=1024)
+        at = resolved(host)
+        family = socket.AF_INET6 if is_ipv6(at) else socket.AF_INET
+        self._listener = socket.create_server((at, 0), family=family, backlog=1024)
         self._listener.setblocking(False)
         port = self._listener.getsockname()[1]
         #: ``host:port``.
-        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self.address = joined(host, port)
         self._callers: dict[int, _Caller[H]] = {}  # by descriptor
         self._strangers = UnauthenticatedConnections()
         self._strangers.port = port

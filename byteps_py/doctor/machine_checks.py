@@ -21,11 +21,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from byteps_py import __version__
+from byteps_py.config.addresses import is_loopback
 from byteps_py.config.settings import Settings, ignored_variables
 from byteps_py.doctor.finding import Figures, Finding, fail, ok, warn
 from byteps_py.errors import ConfigurationError, TopologyError
 from byteps_py.launch.installation import visible_gpus
-from byteps_py.system.machine import is_loopback, offered_host
+from byteps_py.system.machine import offered_host
 from byteps_py.topology.choice import choose
 from byteps_py.topology.machine_reader import read_used
 from byteps_py.topology.machine_topology import MachineTopology
@@ -314,21 +315,21 @@ def check_ports(environ: Mapping[str, str]) -> Iterator[Finding]:
     if first <= port <= last:
         remedy = f"choose a port below {first} for DMLC_PS_ROOT_PORT: the system may give this one to any program"
         yield warn("ports", f"the scheduler's port {port} is one of those that the system chooses from", remedy)
-    why = _why_not_bindable(host, port)
+    why, there = _why_not_bindable(host, port), settings.scheduler_address
     if why == errno.EADDRINUSE:
-        yield ok("ports", f"something listens at {host}:{port}, on this machine: the scheduler, if the job runs")
+        yield ok("ports", f"something listens at {there}, on this machine: the scheduler, if the job runs")
     elif why == errno.EACCES:
         yield fail("ports", f"this user may not listen at port {port}", "choose a port of 1024 or above")
     elif why:
-        yield ok("ports", f"the scheduler at {host}:{port} is on another machine")
+        yield ok("ports", f"the scheduler at {there} is on another machine")
     else:
-        yield ok("ports", f"{host}:{port} is free for the scheduler")
+        yield ok("ports", f"{there} is free for the scheduler")
 
 
 def _why_not_bindable(host: str, port: int) -> int:
     """The system's error number; 0 if a scheduler can listen there."""
     try:
-        [(family, kind, _, _, address), *_] = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+        [(family, kind, _, _, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         with socket.socket(family, kind) as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind(address)

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from byteps_py.config.addresses import bare_host, joined
 from byteps_py.config.settings import Settings, ignored_variables
 from byteps_py.errors import BytePSError, ConfigurationError
 from byteps_py.launch import command_line, host_agent, remote_hosts, slurm_lending, spare
@@ -173,7 +174,7 @@ def _scheduler_address(specs: Sequence[ProcessSpec]) -> str:
     """The scheduler's address, for a job with a scheduler; else empty. It names the job for ``bps``."""
     env = specs[0].env
     host, port = env.get("DMLC_PS_ROOT_URI", ""), env.get("DMLC_PS_ROOT_PORT", "")
-    return f"{host}:{port}" if host else ""
+    return joined(bare_host(host), int(port)) if host else ""
 
 
 def _plan(

@@ -22,13 +22,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from byteps_py import __version__
+from byteps_py.config.addresses import bare_host, is_loopback
 from byteps_py.config.settings import Settings
 from byteps_py.errors import ConfigurationError, RendezvousError
 from byteps_py.launch.host_link import HOST_OPTION, MAX_TASK_BYTES, HostAnswer, HostTask
 from byteps_py.launch.hosts import HostOptions, RemoteHost, sizes_of
 from byteps_py.launch.process_guard import die_with
 from byteps_py.launch.process_plan import RANK_COUNTS_VARIABLE, ProcessKind, ProcessSpec
-from byteps_py.system.machine import is_loopback
 from byteps_py.wire.launch_protocol import NO_JOURNAL_STATUS, UNUSABLE_STATUS
 
 #: After the user's options, of which ssh uses the first of each kind. Nobody is there to type a password; a host that
@@ -199,7 +199,7 @@ def host_plan(
     # With spare machines, a GPU machine may be lost: rather not the scheduler with it.
     home = servers[0] if options.spares and servers else workers[0]
     port = first.ports[0] if home is workers[0] else answers[home.name].ports[0]
-    address = environ.get("DMLC_PS_ROOT_URI") or _address(answers[home.name], answers.values())
+    address = bare_host(environ.get("DMLC_PS_ROOT_URI") or _address(answers[home.name], answers.values()))
     common = {
         "DMLC_NUM_WORKER": str(len(workers)),
         "DMLC_NUM_SERVER": str(len(servers)),

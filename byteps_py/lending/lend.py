@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from byteps_py.config.addresses import place_of
 from byteps_py.config.settings import Settings
 from byteps_py.errors import BytePSError
 from byteps_py.launch.process_guard import die_with
@@ -146,7 +147,7 @@ class LenderProcess:
         self._servers[job.scheduler] = _LentServer(process, frozenset(cores))
 
     def _environment(self, job: JobRequest, cores: int) -> dict[str, str]:
-        host, _, port = job.scheduler.rpartition(":")
+        host, port = place_of(job.scheduler)
         ours = ("BYTEPS_", "DMLC_", "PS_")
         kept = {name: text for name, text in os.environ.items() if name in _KEPT or not name.startswith(ours)}
         return {
@@ -154,7 +155,7 @@ class LenderProcess:
             **{name: job.variables[name] for name in SHARED if name in job.variables},
             "DMLC_ROLE": "server",
             "DMLC_PS_ROOT_URI": host,
-            "DMLC_PS_ROOT_PORT": port,
+            "DMLC_PS_ROOT_PORT": str(port),
             "BYTEPS_LINK_MBIT": f"{self._limits.mbit / self._limits.slots:g}",
             "BYTEPS_SERVER_ENGINE_THREAD": str(cores),
             "BYTEPS_MACHINE_ID": f"lender {self._limits.name}",

@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from byteps_py.config.addresses import joined, place_given
 from byteps_py.config.settings import Settings
 from byteps_py.errors import BytePSError, ConfigurationError, RendezvousError, StallError, UsageError
 from byteps_py.lending.pool import JobRequest, LendingOffer, LendingPool
@@ -33,16 +34,14 @@ Values = Mapping[str, Any]
 
 def pool_settings(address: str) -> Settings:
     """The settings for the pool at ``address``, HOST:PORT. Raises ConfigurationError, also without a cluster secret."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ConfigurationError(f"--pool={address!r} is not HOST:PORT")
+    host, port = place_given("--pool", address)
     settings = Settings.from_env()
     if not settings.secret:
         raise ConfigurationError(
             "a pool, its lenders and its jobs prove by the cluster secret that they belong together: set BYTEPS_SECRET "
             "or BYTEPS_SECRET_FILE to the same value for all of them"
         )
-    return dataclasses.replace(settings, scheduler_host=host, scheduler_port=int(port), job_id=_JOB_ID)
+    return dataclasses.replace(settings, scheduler_host=host, scheduler_port=port, job_id=_JOB_ID)
 
 
 def ask(settings: Settings, method: str, values: Values, timeout_s: float = 5.0) -> Any:
@@ -86,9 +85,9 @@ class PoolService:
         """Listen until SIGTERM or SIGINT. Raises ConfigurationError if the address can't be used."""
         host, port = listening_address(self._settings)
         try:
-            server, _ = self._authenticator.new_server(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+            server, _ = self._authenticator.new_server(joined(host, port))
         except RuntimeError as error:
-            raise ConfigurationError(f"the pool can't listen on {host}:{port}: {error}") from error
+            raise ConfigurationError(f"the pool can't listen on {joined(host, port)}: {error}") from error
         handlers = {
             name: grpc.unary_unary_rpc_method_handler(self._handler(answer))
             for name, answer in (
@@ -102,7 +101,7 @@ class PoolService:
             asyncio.get_running_loop().add_signal_handler(number, over.set)
         await server.start()
         self._authenticator.watch()
-        logger.warning("a pool at %s:%d", host, port)
+        logger.warning("a pool at %s", joined(host, port))
         try:
             await over.wait()
         finally:

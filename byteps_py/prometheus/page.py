@@ -24,12 +24,13 @@ from concurrent.futures import Future, TimeoutError as FutureTimeoutError
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from byteps_py.config.addresses import is_ipv6, joined
 from byteps_py.config.settings import METRICS_PORTS, Settings
 from byteps_py.errors import ConfigurationError
 from byteps_py.prometheus.metrics import LABELS, METRICS, RANK, SCHEDULER, SERVER, WORKER
 from byteps_py.prometheus.samples import MetricSample
 from byteps_py.system.log import logger
-from byteps_py.system.machine import bindable_host, process_at
+from byteps_py.system.machine import bindable_host, process_at, resolved
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric as Family
@@ -149,7 +150,7 @@ class _HttpServer(HTTPServer):
     request_queue_size = 16
 
     def __init__(self, host: str, port: int, handler: type[BaseHTTPRequestHandler]) -> None:
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.address_family = socket.AF_INET6 if is_ipv6(resolved(host)) else socket.AF_INET
         self._free = threading.BoundedSemaphore(_MOST_REQUESTS)
         self._is_stopped = False
         super().__init__((host, port), handler)
@@ -282,7 +283,7 @@ def open_page(settings: Settings, role: str, collect: Collect, host: str = "") -
             METRICS_PORTS + settings.local_size,
         )  # fmt: skip
         return None
-    logger.info("metrics of %s: http://%s:%d/metrics", who, f"[{host}]" if ":" in host else host, page.port)
+    logger.info("metrics of %s: http://%s/metrics", who, joined(host, page.port))
     return page
 
 

@@ -32,6 +32,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from byteps_py.config.addresses import joined
 from byteps_py.config.settings import Settings
 from byteps_py.errors import CommunicationError
 from byteps_py.scheduler import rpc
@@ -243,7 +244,7 @@ class GrpcConnections:
             return inode, ""  # it listens, or belongs to another port
         self._waiting.add(fd)
         host = host.removeprefix("::ffff:")
-        return inode, f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return inode, joined(host, port)
 
 
 def address_of(peer: str) -> str:

@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator
 import grpc
 import grpc.aio
 
+from byteps_py.config.addresses import is_loopback, joined
 from byteps_py.config.settings import Settings
 from byteps_py.dataplane.traffic import Traffic
 from byteps_py.errors import ConfigurationError, UsageError
@@ -33,7 +34,7 @@ from byteps_py.scheduler.roster import ClusterConfig, MemberRecord, describe
 from byteps_py.scheduler.rpc import retry_steadily
 from byteps_py.scheduler.trace_writer import TraceWriter
 from byteps_py.system.log import logger
-from byteps_py.system.machine import is_loopback, require_secret
+from byteps_py.system.machine import require_routable, require_secret
 from byteps_py.wire.launch_protocol import Blame, send_notice
 
 TICK_S = 0.2
@@ -121,14 +122,14 @@ class SchedulerService(control_pb2_grpc.SchedulerServicer):
         for number in (signal.SIGTERM, signal.SIGINT):  # before any process can know that the scheduler runs
             loop.add_signal_handler(number, self.stop, f"the scheduler got {signal.Signals(number).name}")
         try:
-            server, _ = self._authenticator.new_server(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+            server, _ = self._authenticator.new_server(joined(host, port))
         except RuntimeError as error:
-            raise ConfigurationError(f"the scheduler can't listen on {host}:{port}: {error}") from error
+            raise ConfigurationError(f"the scheduler can't listen on {joined(host, port)}: {error}") from error
         control_pb2_grpc.add_SchedulerServicer_to_server(self, server)  # type: ignore[no-untyped-call]
         await server.start()
         retry_steadily(port)
         self._authenticator.watch()
-        logger.info("listening on %s:%d for job %s", host, port, self._settings.job)
+        logger.info("listening on %s for job %s", joined(host, port), self._settings.job)
         try:
             finish = await self._until_finished()
             if self._journal is not None:
@@ -336,6 +337,7 @@ def listening_address(settings: Settings) -> tuple[str, int]:
         raise ConfigurationError(f"DMLC_PS_ROOT_URI={name} can't be resolved: {error}") from error
     family, kind, proto, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
     host = str(address[0])
+    require_routable(host, "DMLC_PS_ROOT_URI")
     require_secret(host, settings)
     # gRPC says that binding failed, but not why. A plain socket says why.
     try:

@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from byteps_py.config.addresses import joined
 from byteps_py.config.settings import Settings
 from byteps_py.system.log import logger
 
@@ -155,7 +156,7 @@ class JobNote:
     @property
     def address(self) -> str:
         """``host:port`` of the scheduler; empty without one."""
-        return f"{self.scheduler_host}:{self.scheduler_port}" if self.scheduler_host else ""
+        return joined(self.scheduler_host, self.scheduler_port) if self.scheduler_host else ""
 
     @classmethod
     def of(cls, settings: Settings) -> JobNote:

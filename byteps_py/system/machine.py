@@ -11,15 +11,13 @@ import hashlib
 import ipaddress
 import os
 import socket
-import struct
-from fcntl import ioctl
 from pathlib import Path
 
+from byteps_py.config.addresses import bare_host, is_ipv6, is_link_local, is_loopback, place_of
 from byteps_py.config.settings import Settings
 from byteps_py.config.tuning import LOOPBACK_MBIT
 from byteps_py.errors import ConfigurationError
-
-_SIOCGIFADDR = 0x8915
+from byteps_py.system import network_interfaces
 
 
 def machine_id(settings: Settings) -> str:
@@ -42,16 +40,18 @@ def offered_host(settings: Settings) -> str:
     """The host name or address that this process offers to others.
 
     It is DMLC_NODE_HOST, else the address of DMLC_INTERFACE, else the address from which this machine reaches the
-    scheduler. Raises ConfigurationError for an address beyond loopback without a cluster secret.
+    scheduler. Raises ConfigurationError for an address beyond loopback without a cluster secret, and for one that means
+    another machine on each link.
     """
     if settings.node_host:
         host = settings.node_host
     elif settings.interface:
-        host = _interface_address(settings.interface)
+        host = interface_address(settings.interface, "DMLC_INTERFACE", settings)
     elif settings.scheduler_host:
         host = _source_address(settings.scheduler_host)
     else:
         host = "127.0.0.1"
+    require_routable(host, "DMLC_NODE_HOST" if settings.node_host else "DMLC_PS_ROOT_URI")
     require_secret(host, settings)
     return host
 
@@ -60,9 +60,7 @@ def bindable_host(settings: Settings) -> str:
     """``offered_host`` as a host name or address, where that is the name of a network interface. Raises
     ConfigurationError."""
     host = offered_host(settings)
-    if host in (name for _, name in socket.if_nameindex()):
-        return _interface_address(host)
-    return host.strip("[]")
+    return interface_address(host, "DMLC_NODE_HOST", settings) if host in network_interfaces.names() else host
 
 
 def check_offered_host(settings: Settings) -> None:
@@ -83,11 +81,11 @@ def check_offered_host(settings: Settings) -> None:
 
 def _unusable(host: str) -> str:
     """Why no socket can listen at ``host``; empty if one can."""
-    if host in (name for _, name in socket.if_nameindex()):
-        return ""  # ZeroMQ accepts the name of an interface
+    if host in network_interfaces.names():
+        return ""
     why = ""
     try:
-        for family, kind, _, _, address in socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM):
+        for family, kind, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
             try:
                 with socket.socket(family, kind) as sock:
                     sock.bind(address)
@@ -116,45 +114,62 @@ def require_secret(host: str, settings: Settings) -> None:
     )
 
 
-def is_loopback(host: str) -> bool:
-    """True if only processes of this machine can reach ``host``.
+def require_routable(host: str, variable: str) -> None:
+    """Raise ConfigurationError for an address that means another machine on each link; ``variable`` has led to it."""
+    if is_link_local(host):
+        raise ConfigurationError(
+            f"{variable} leads to the link-local address {host}, which means another machine on each link, so that the "
+            "machines of a job can't tell it to each other: give their interfaces addresses of a prefix of their own "
+            "(fd00::/8, say), and use these"
+        )
 
-    >>> is_loopback("127.0.0.1"), is_loopback("10.0.0.1")
-    (True, False)
-    """
-    return host in ("localhost", "::1") or host.startswith("127.")
+
+def interface_address(name: str, variable: str, settings: Settings) -> str:
+    """The address of the interface ``name``: of IPv6 if the scheduler's is, else of IPv4 if it has one. Raises
+    ConfigurationError that names ``variable``."""
+    known = network_interfaces.names()
+    if name not in known:
+        raise ConfigurationError(f"{variable}={name} is no interface of this machine; those here: {', '.join(known)}")
+    found = network_interfaces.addresses_of(name)
+    if not found:
+        raise ConfigurationError(
+            f"{variable}={name} has no address that other machines can reach: give it one, of IPv4 or of IPv6 (a "
+            f"link-local one, fe80::, is none); interfaces here: {', '.join(known)}"
+        )
+    wants_v6 = bool(settings.scheduler_host) and is_ipv6(resolved(settings.scheduler_host))
+    return next((host for host in found if is_ipv6(host) == wants_v6), found[0])
 
 
-def _interface_address(name: str) -> str:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        try:
-            answer = ioctl(sock, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-        except OSError as error:
-            known = ", ".join(n for _, n in socket.if_nameindex())
-            raise ConfigurationError(
-                f"DMLC_INTERFACE={name} has no IPv4 address ({error.strerror}); interfaces here: {known}"
-            ) from error
-    return socket.inet_ntoa(answer[20:24])
+def resolved(host: str) -> str:
+    """The numeric address of ``host``, of IPv4 if it has one; ``host`` itself if nothing is known about it."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return host
+    return str(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
 
 
 def interface_of(host: str) -> str:
-    """The network interface with this IPv4 address or host name; empty if there is none, or if it is loopback."""
-    with contextlib.suppress(OSError):
-        address = socket.gethostbyname(host)
-        for _, name in [] if is_loopback(address) else socket.if_nameindex():
-            with contextlib.suppress(ConfigurationError):
-                if _interface_address(name) == address:
-                    return name
-    return ""
+    """The network interface with this address or host name; empty if there is none, or if it is loopback."""
+    address = resolved(host)
+    return "" if is_loopback(address) else network_interfaces.interface_of(address)
 
 
 def _source_address(target: str) -> str:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+    """The address from which this machine reaches ``target``, by IPv4 if it can."""
+    try:
+        found = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)
+    except OSError as error:
+        raise ConfigurationError(f"DMLC_PS_ROOT_URI={target} can't be reached: {error}") from error
+    why: OSError | None = None
+    for family, kind, _, _, address in sorted(found, key=lambda entry: entry[0] != socket.AF_INET):
         try:
-            sock.connect((target, 9))  # for a datagram socket, this chooses a route and sends nothing
+            with socket.socket(family, kind) as sock:
+                sock.connect(address)  # for a datagram socket, this chooses a route and sends nothing
+                return bare_host(str(sock.getsockname()[0]))
         except OSError as error:
-            raise ConfigurationError(f"DMLC_PS_ROOT_URI={target} can't be reached: {error}") from error
-        return str(sock.getsockname()[0])
+            why = why or error
+    raise ConfigurationError(f"DMLC_PS_ROOT_URI={target} can't be reached: {why}") from why
 
 
 _LISTENS = "0A"
@@ -168,12 +183,12 @@ def belongs_to_this_user(address: str) -> bool:
     ...     belongs_to_this_user(f"127.0.0.1:{server.getsockname()[1]}"), belongs_to_this_user("127.0.0.1:1")
     (True, False)
     """
-    host, _, port = address.rpartition(":")
     try:
-        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        host, port = place_of(address)
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, ValueError):
         return False
-    return {owner for entry in found for owner, _ in _owners(str(entry[4][0]), int(port))} == {os.getuid()}
+    return {owner for entry in found for owner, _ in _owners(str(entry[4][0]), port)} == {os.getuid()}
 
 
 def process_at(host: str, port: int) -> str:

@@ -165,7 +165,7 @@ def test_processes_name_the_variable_and_print_no_traceback() -> None:
                 (alone("short", DMLC_INTERFACE="../../etc/x", **AROUND), "DMLC_INTERFACE=", ERROR_STATUS),
                 (launch("", "short", **by_hand, BYTEPS_MACHINE_ID="two\nlines"), "BYTEPS_MACHINE_ID=", 2),
                 (service("scheduler", **{**AROUND, "DMLC_PS_ROOT_PORT": port}), "DMLC_PS_ROOT_PORT=", 2),
-                (service("worker", **nobody, DMLC_INTERFACE="nosuch0"), "DMLC_INTERFACE=nosuch0 has no IPv4", 2),
+                (service("worker", **nobody, DMLC_INTERFACE="nosuch0"), "DMLC_INTERFACE=nosuch0 is no interface", 2),
                 (service("server", **nobody, DMLC_NODE_HOST="192.0.2.77"), "DMLC_NODE_HOST", 2),
             )
         ]
@@ -179,7 +179,7 @@ def test_processes_name_the_variable_and_print_no_traceback() -> None:
 @pytest.mark.parametrize(
     ("variable", "sentence"),
     [
-        ({"DMLC_INTERFACE": "nosuch0"}, "DMLC_INTERFACE=nosuch0 has no IPv4 address"),
+        ({"DMLC_INTERFACE": "nosuch0"}, "DMLC_INTERFACE=nosuch0 is no interface of this machine"),
         ({"DMLC_NODE_HOST": "192.0.2.77"}, "DMLC_NODE_HOST=192.0.2.77 is not an address of this machine"),
         ({"DMLC_NODE_HOST": "nosuch.invalid"}, "DMLC_NODE_HOST=nosuch.invalid is not an address of this machine"),
     ],

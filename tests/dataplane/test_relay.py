@@ -15,18 +15,19 @@ import numpy as np
 import pytest
 from support.connected import SECRET, SETTINGS, WAIT_S
 
+from byteps_py.config.addresses import joined, place_of
 from byteps_py.config.settings import Settings
 from byteps_py.dataplane.relay import Relay, call_through, open_relay
-from byteps_py.dataplane.stream_listener import place_of
 from byteps_py.errors import ProtocolError
+from byteps_py.system.network_interfaces import addresses_of
 
 HERE = "127.0.0.1"
 
 
 @contextlib.contextmanager
-def relay(settings: Settings = SETTINGS["signed"]) -> Iterator[Relay]:
-    found = Relay(HERE, settings)
-    found.allow(frozenset((HERE,)))
+def relay(settings: Settings = SETTINGS["signed"], host: str = HERE) -> Iterator[Relay]:
+    found = Relay(host, settings)
+    found.allow(frozenset((host,)))
     try:
         yield found
     finally:
@@ -35,10 +36,10 @@ def relay(settings: Settings = SETTINGS["signed"]) -> Iterator[Relay]:
 
 
 @contextlib.contextmanager
-def target() -> Iterator[tuple[str, socket.socket]]:
-    with socket.create_server((HERE, 0)) as listener:
+def target(host: str = HERE) -> Iterator[tuple[str, socket.socket]]:
+    with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
         listener.settimeout(WAIT_S)
-        yield f"{HERE}:{listener.getsockname()[1]}", listener
+        yield joined(host, listener.getsockname()[1]), listener
 
 
 def wait(condition: Callable[[], bool]) -> None:
@@ -59,8 +60,16 @@ def through(at: Relay, settings: Settings, to: str) -> socket.socket:
     return sock
 
 
-@pytest.mark.parametrize("protection", ["open", "signed", "encrypted"])
-def test_it_carries_bytes_both_ways_and_ends_with_either(protection: str) -> None:
+@pytest.mark.parametrize(
+    ("protection", "host"),
+    [
+        ("open", HERE),
+        ("signed", HERE),
+        ("encrypted", HERE),
+        pytest.param("signed", "::1", marks=pytest.mark.skipif("::1" not in addresses_of("lo"), reason="no IPv6")),
+    ],
+)
+def test_it_carries_bytes_both_ways_and_ends_with_either(protection: str, host: str) -> None:
     data = np.random.default_rng(1).integers(0, 256, 3 << 20, np.uint8).tobytes()
 
     def all_of(sock: socket.socket) -> bytes:
@@ -70,7 +79,7 @@ def test_it_carries_bytes_both_ways_and_ends_with_either(protection: str) -> Non
         sock.sendall(what)
         sock.shutdown(socket.SHUT_WR)
 
-    with relay(SETTINGS[protection]) as at, target() as (address, listener):
+    with relay(SETTINGS[protection], host) as at, target(host) as (address, listener):
         with through(at, SETTINGS[protection], address) as caller:
             callee, _ = listener.accept()
             with callee, ThreadPoolExecutor(4) as pool:

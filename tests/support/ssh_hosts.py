@@ -112,11 +112,12 @@ class SshHosts:
 
 
 @contextlib.contextmanager
-def ssh_hosts(count: int, folder: Path) -> Iterator[SshHosts]:
-    """``count`` hosts with sshd, and one to log in from; gone at the end of the block."""
+def ssh_hosts(count: int, folder: Path, is_v6: bool = False) -> Iterator[SshHosts]:
+    """``count`` hosts with sshd, and one to log in from; gone at the end of the block. ``is_v6``: they have addresses
+    of IPv6 only."""
     # The system's own service makes this empty folder. It stays: tests that run at the same time may need it.
     _PRIVILEGE_SEPARATION.mkdir(mode=0o755, exist_ok=True)
-    with cluster([0.0] * (count + 1)) as (login, *hosts):
+    with cluster([0.0] * (count + 1), is_v6=is_v6) as (login, *hosts):
         found = SshHosts(login, hosts, folder)
         try:
             found.start()

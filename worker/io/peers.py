@@ -74,7 +74,7 @@ class PeerMachines:
         self.traffic = Traffic()
         self.bytes_received = 0  # as answers
         self._listener = runtime.data_listener(
-            machine.offered_host(settings),
+            machine.bindable_host(settings),
             settings,
             self.traffic,
             frozenset((Kind.FETCH, Kind.FETCH_SUM, Kind.TAKEN)),

@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+from byteps_py.config.addresses import joined
 from byteps_py.dataplane.link_usage import TcpCounters
 from byteps_py.dataplane.long_links import share_evenly
 from byteps_py.dataplane.stream_listener import end_when_silent
@@ -610,7 +611,7 @@ def _ends(sock: socket.socket) -> tuple[str, str]:
         places = sock.getsockname(), sock.getpeername()
     except OSError:  # it has ended already
         return "?", "?"
-    here, there = (f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port, *_ in places)
+    here, there = (joined(host, port) for host, port, *_ in places)
     return here, there
 
 

@@ -19,12 +19,13 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
+from byteps_py.config.addresses import place_of
 from byteps_py.config.settings import Settings
 from byteps_py.config.variables import MOST_CONNECTIONS
 from byteps_py.dataplane import long_links
 from byteps_py.dataplane.handshake import CallerHandshake, Challenge, ListenerHandshake
 from byteps_py.dataplane.relay import call_through
-from byteps_py.dataplane.stream_listener import ACCEPTED, Seals, StreamListener, place_of, shake_hands
+from byteps_py.dataplane.stream_listener import ACCEPTED, Seals, StreamListener, shake_hands
 from byteps_py.errors import ConfigurationError, NotInitializedError, ProtocolError, RendezvousError
 from byteps_py.security.unauthenticated_connections import PATIENCE_S
 from byteps_py.system import machine

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Store, TCPStore
 
-from byteps_py.system.machine import offered_host
+from byteps_py.system.machine import bindable_host
 from byteps_py.tensors import DType, Op, TensorSpec
 from byteps_py.torch.collectives import context as contexts
 from byteps_py.torch.collectives.context import Context
@@ -45,7 +45,7 @@ def _meet(timeout: timedelta) -> Iterator[tuple[Store, int, int]]:
     name = f"torch.distributed.rendezvous.{_meetings}"
     try:
         if session.rank == 0:
-            host = offered_host(context.settings).strip("[]")
+            host = bindable_host(context.settings)
             store = TCPStore(host, 0, None, True, timeout, wait_for_workers=False)
             _say(context, name, f"{host} {store.port}")
         else:

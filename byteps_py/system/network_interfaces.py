@@ -1,0 +1,74 @@
+"""The network interfaces of this machine, as its kernel has them: names and addresses.
+
+Opens no connection. Any thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import socket
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fcntl import ioctl
+from pathlib import Path
+
+_SIOCGIFADDR = 0x8915
+_TABLE_V6 = Path("/proc/net/if_inet6")
+#: Of linux/if_addr.h: an address that is not usable yet or never will be; and those that soon are no more.
+_UNUSABLE, _PASSING = 0x40 | 0x08, 0x20 | 0x01
+_SCOPE_LINK = 0x20
+
+
+@dataclass(frozen=True, slots=True)
+class _AddressV6:
+    interface: str
+    host: str
+    is_passing: bool
+
+
+def names() -> list[str]:
+    """In the kernel's order; loopback is the first."""
+    return [name for _, name in socket.if_nameindex()]
+
+
+def addresses_of(name: str) -> list[str]:
+    """The addresses under which others can reach the interface ``name``: that of IPv4, then those of IPv6, without
+    those that only have a meaning on its own link. Empty if there are none, or no such interface.
+
+    >>> addresses_of("lo")[0], addresses_of("nosuch0")
+    ('127.0.0.1', [])
+    """
+    try:
+        text = _TABLE_V6.read_text()
+    except OSError:  # a kernel without IPv6
+        text = ""
+    return [*_address_v4(name), *usable_v6(text, name)]
+
+
+def _address_v4(name: str) -> Iterable[str]:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock, contextlib.suppress(OSError):
+        yield socket.inet_ntoa(ioctl(sock, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))[20:24])
+
+
+def usable_v6(table: str, name: str) -> list[str]:
+    """The addresses of ``name`` in the kernel's ``table``; those that will soon be given up come last.
+
+    >>> usable_v6("fd000000000000000000000000000002 04 40 00 80     eth0\\n", "eth0")
+    ['fd00::2']
+    """
+    found = []
+    for line in table.splitlines():
+        digits, _, _, scope, flags, interface = line.split()
+        if int(scope, 16) == _SCOPE_LINK or int(flags, 16) & _UNUSABLE:
+            continue
+        host = str(ipaddress.IPv6Address(bytes.fromhex(digits)))
+        found.append(_AddressV6(interface, host, bool(int(flags, 16) & _PASSING)))
+    own = [each for each in found if each.interface == name]
+    return [each.host for each in sorted(own, key=lambda each: each.is_passing)]
+
+
+def interface_of(host: str) -> str:
+    """The interface that has ``host``, a numeric address; empty if none has."""
+    return next((name for name in names() if host in addresses_of(name)), "")
