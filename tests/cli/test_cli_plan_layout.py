@@ -66,7 +66,7 @@ def test_a_calibrated_model_changes_the_times(tmp_path: Path, capsys: pytest.Cap
         ([*JOB[2:], "--batch-tokens", "1000", "--sequence", "8K"], "is no whole number of sequences"),
         ([*JOB[2:], *BATCH, "--machines", "0"], "--machines=0"),
         ([*JOB[2:], *BATCH, "--count", "0"], "--count=0"),
-        ([*JOB, *BATCH, "--shadow", "2"], "shadow=2: other machines of this cluster can keep up to 1 copies"),
+        ([*JOB[2:], *BATCH, "--shadow", "2"], "shadow=2: other machines of this cluster can keep up to 1 copies"),
         ([*JOB[2:], *BATCH, "--emit", "/nowhere/plan.py"], "--emit=/nowhere/plan.py: No such file"),
         ([*JOB[2:], *BATCH, "--model", "llama3-405b"], "the model does not fit"),
         ([*JOB[2:], *BATCH, "--calibrated", "none.json"], "none.json can't be read"),
