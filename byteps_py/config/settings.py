@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields
 from byteps_py.config import launchers, secret_files, variables
 from byteps_py.config.addresses import bare_host, joined
 from byteps_py.config.slurm import secret_name
-from byteps_py.config.tuning import MAX_PARTITION_BYTES
+from byteps_py.config.tuning import MAX_PARTITION_BYTES, control_pace
 from byteps_py.config.variables import IGNORED, INTERNAL, VARIABLES
 from byteps_py.errors import ConfigurationError
 from byteps_py.wording import shown
@@ -240,6 +240,11 @@ class Settings:
         heartbeats have been late, for one whose machine is alive, and for one that only the scheduler may declare dead
         sooner."""
         return self.heartbeat_timeout_max_s or SLOW_FACTOR * self.heartbeat_timeout_s
+
+    @property
+    def control_pace(self) -> float:
+        """By what heartbeats are less often than ``heartbeat_interval_s`` says, because the job is large."""
+        return control_pace(self.num_workers, self.num_servers)
 
     @property
     def max_partition_bytes(self) -> int:

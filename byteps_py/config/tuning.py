@@ -39,6 +39,9 @@ _IN_FLIGHT_OVER_LEAST, _SHARED_IN_FLIGHT_OVER_LEAST = 1.5, 2.0
 _ANSWER_OVER_LEAST, _SHARED_ANSWER_OVER_LEAST = 1.5, 3.0
 #: A link that carries less than this, in Mbit/s, is slow: signs of life on it are a part of what it carries.
 SLOW_MBIT = 10.0
+#: So many members speak to the scheduler as often as PS_HEARTBEAT_INTERVAL says. More do so less often: the scheduler
+#: then gets as many messages a second of any larger job (docs/explanation/scale.md).
+_MEMBERS_AT_FULL_RATE = 500
 #: Freed memory, in bytes, that a process keeps for messages before it knows how much it will have in flight.
 USUAL_CREDIT_BYTES = 64 << 20
 #: What a summation service's answer takes however small it is: a busy machine's scheduling. In seconds.
@@ -48,6 +51,20 @@ ANSWER_BASE_S = 0.005
 def is_slow(link_mbit: float) -> bool:
     """True for a link of this rate in Mbit/s that is slow. 0: the rate is not known."""
     return 0 < link_mbit < SLOW_MBIT
+
+
+def control_pace(num_workers: int, num_servers: int) -> float:
+    """How many times less often members of a job of so many GPU and CPU machines speak to the scheduler.
+
+    >>> control_pace(100, 100), control_pace(1000, 500), control_pace(10_000, 5000)
+    (1.0, 5.0, 50.0)
+    """
+    return max(1.0, (2 * num_workers + num_servers) / _MEMBERS_AT_FULL_RATE)
+
+
+def report_pace(num_workers: int, num_servers: int) -> float:
+    """The same of reports on links and ranks, which every other heartbeat has, and each one of a large job."""
+    return max(1.0, control_pace(num_workers, num_servers) / 2)
 
 
 def gpu_machines_sum(cpu_servers: int, gpu_servers: int) -> bool:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _ACKED, _BUSY, _INFO_BYTES = 120, 168, 184
 _US = 1e-6
 #: Of so many peers a report tells: more are no better evidence.
-_MOST_PEERS = 64
+_MOST_PEERS = 32
 
 
 class TcpCounters(NamedTuple):

@@ -262,10 +262,10 @@ class SchedulerCore:
         if mbit:
             yield LinksChanged(mbit, why)
 
-    def timeout_s(self, connection: int) -> float:
-        """The silence, in seconds, after which this member counts as dead."""
+    def lateness(self, connection: int) -> float:
+        """How many times longer than usual this member may be silent, because its heartbeats have been late."""
         member = self._roster.of_connection(connection)
-        return self._config.heartbeat_timeout_s if member is None else self._liveness.timeout_s(member)
+        return 1.0 if member is None else self._liveness.lateness(member)
 
     def finished(self, now_s: float) -> Finish | None:
         """The outcome once the scheduler may exit, else None: its members have left, or have had the time to leave."""

@@ -271,7 +271,7 @@ class GrpcControlLink:
     def _requests(self, register: pb.MemberMessage, stream: _Stream) -> Iterator[pb.MemberMessage]:
         # Runs in gRPC's thread.
         stream.sender = threading.current_thread()
-        interval_s = self._settings.heartbeat_interval_s
+        interval_s = self._settings.heartbeat_interval_s * self._settings.control_pace
         yield register
         message = stream.outgoing.get()  # Welcome puts the first message there: nothing is sent before it
         next_beat_s = time.monotonic()

@@ -24,6 +24,8 @@ from byteps_py.scheduler.stalls import Stall, StallWatch, StepSequences, stall_s
 from byteps_py.wording import count_text, ranks_text
 
 DOUBT_INTERVALS = 3
+#: Where heartbeats are sent less often, a silence that proves death is longer by so many times the difference.
+_LATER = 1.5
 _KEPT = 100  # how many pauses of the scheduler itself are remembered
 #: A member that takes less than this longer, for a step or an answer, may only have waited for a processor. Where there
 #: are more processes than processors, that happens to all members in turn.
@@ -56,7 +58,8 @@ class LivenessMonitor:
     for longer. A worker that gets no processor time on a loaded machine is alive, and losing it would end the job,
     whereas others replace a summation service: so a worker has more time while another process of its machine sends
     messages. And processes that start together (ranks import torch, services load kernels) hold each other up for
-    seconds.
+    seconds. Members of a large job speak less often, as the numbers with which they registered say, and have as much
+    longer.
     """
 
     detector_class: type[FailureDetector] = FailureDetector
@@ -64,7 +67,6 @@ class LivenessMonitor:
     def __init__(self, config: ClusterConfig) -> None:
         self._interval_s, self._timeout_s = config.heartbeat_interval_s, config.heartbeat_timeout_s
         self._ceiling_s = config.patience_s
-        self._doubt_s = DOUBT_INTERVALS * self._interval_s
         self._last_tick_s: float | None = None
         self._awake_since_s = -float("inf")
         self._pauses: list[tuple[float, float]] = []  # (end, duration) of each pause, the latest last
@@ -93,33 +95,42 @@ class LivenessMonitor:
         """The silence, in seconds, after which this member counts as dead."""
         return self._detector(member).timeout_s()
 
+    def lateness(self, member: MemberRecord) -> float:
+        """The same, in units of its shortest timeout."""
+        return self.timeout_s(member) / self._detector(member).floor_s
+
     def too_long(
         self, member: MemberRecord, present: Sequence[MemberRecord], now_s: float, is_forming: bool = False
     ) -> str:
         """Why the member counts as dead, in words; empty while it does not. ``present``: all members, with this one.
         ``is_forming``: the cluster is not complete yet."""
         silence_s, detector = self._silence_s(member, now_s), self._detector(member)
-        if detector.suspicion(silence_s) < 1 or now_s - self._awake_since_s < self._timeout_s:
+        if detector.suspicion(silence_s) < 1 or now_s - self._awake_since_s < detector.floor_s:
             return ""
         others_late_s = max((self._detector(m).lateness_s for m in present if m is not member), default=0.0)
         if detector.suspicion(silence_s, others_late_s) < 1:
             return ""
         here = [other for other in present if other.facts.machine_id == member.facts.machine_id]
         is_starting = is_forming or not all(other.is_ready for other in here)
-        is_heard_beside = any(self._silence_s(other, now_s) < self._timeout_s for other in here)
+        is_heard_beside = any(self._silence_s(other, now_s) < self._detector(other).floor_s for other in here)
         slow = is_starting or (member.is_worker and is_heard_beside)
-        if slow and silence_s < self._ceiling_s:
+        if slow and silence_s < detector.ceiling_s:
             return ""
         return detector.why(silence_s)
 
     def doubt(self, member: MemberRecord, now_s: float) -> str:
         """Why a present member may be dead, for the status, in words; empty if there is no doubt."""
         silence_s = self._silence_s(member, now_s)
-        return f"silent for {silence_s:.1f} s" if member.is_present and silence_s > self._doubt_s else ""
+        doubt_s = DOUBT_INTERVALS * self._detector(member).interval_s
+        return f"silent for {silence_s:.1f} s" if member.is_present and silence_s > doubt_s else ""
 
     def _detector(self, member: MemberRecord) -> FailureDetector:
         if member.detector is None:
-            member.detector = self.detector_class(self._interval_s, self._timeout_s, self._ceiling_s)
+            pace = tuning.control_pace(member.facts.num_workers, member.facts.num_servers)
+            # What makes a heartbeat late takes as long in a large job; some more for those of very many members.
+            floor_s = self._timeout_s + _LATER * (pace - 1) * self._interval_s
+            ceiling_s = self._ceiling_s if pace == 1 else max(self._ceiling_s, 2 * floor_s)
+            member.detector = self.detector_class(self._interval_s * pace, floor_s, ceiling_s)
         member.detector.has_slow_link = tuning.is_slow(
             member.link_mbit
         )  # once the cluster is complete, and as measured
@@ -359,6 +370,10 @@ def _range(values: Iterable[float]) -> str:
     return texts[0] if texts[0] == texts[-1] else f"{texts[0]} to {texts[-1]}"
 
 
+def _divided(usage: Usage, by: float) -> Usage:
+    return usage._replace(nbytes=int(usage.nbytes / by), busy_s=usage.busy_s / by, unread_s=usage.unread_s / by)
+
+
 def _whole_link(member: MemberRecord, rates: pb.InterfaceRates) -> list[Usage]:
     """The bytes that the member's link carried in each direction: to and from the network."""
     found = [
@@ -396,9 +411,14 @@ def _times(times: float) -> str:
 
 
 class GroupWatch:
-    """The heartbeats of one group's members: their waits, and slow ranks. Decides nothing about members."""
+    """The heartbeats of one group's members: their waits, and slow ranks. Decides nothing about members.
+
+    The watches of links and ranks judge the reports of some seconds together. Members of a large job report less often,
+    so for these watches time goes slower: seconds are divided by the job's pace, and so is what was sent in them.
+    """
 
     def __init__(self, job: Job, group: RankGroup) -> None:
+        self._slower = tuning.report_pace(job.config.num_workers, job.config.num_servers)
         self._job, self._group = job, group
         self._stalls = StallWatch(job.config.stall_warn_s)
         self._steps = StepSequences()
@@ -440,13 +460,14 @@ class GroupWatch:
         if not all(each.rank in member.ranks for each in heartbeat.spans):
             raise ProtocolError("its heartbeat has the spans of ranks that are not its own")
         self._pace.report(member.id, heartbeat.ranks, heartbeat.servers)
-        usages = self._usages(member, heartbeat.links)
-        self._links.report(usages, now_s)
-        self._pairs.report(self._pair_usages(member, heartbeat.pairs), usages, now_s)
-        self._stragglers.report(heartbeat.spans, usages, now_s, member.id)
-        roster, out = self._job.roster, self._changed_relays(now_s) + self._due_probe(now_s)
-        self._remarks += self._straggler_sentences(self._new_stragglers(now_s))
-        self._stragglers.report((), _whole_link(member, heartbeat.rates), now_s)
+        usages, report_s = self._usages(member, heartbeat.links), now_s / self._slower
+        self._links.report(usages, report_s)
+        self._pairs.report(self._pair_usages(member, heartbeat.pairs), usages, report_s)
+        self._stragglers.report(heartbeat.spans, usages, report_s, member.id)
+        roster, out = self._job.roster, self._changed_relays(report_s) + self._due_probe(report_s)
+        self._remarks += self._straggler_sentences(self._new_stragglers(report_s))
+        whole = [_divided(usage, self._slower) for usage in _whole_link(member, heartbeat.rates)]
+        self._stragglers.report((), whole, report_s)
         remarks, self._remarks = self._remarks, []
         if now_s - self._compared_s >= _COMPARE_S:
             self._compared_s = now_s
@@ -487,6 +508,7 @@ class GroupWatch:
         source = member.id if member.is_worker else servers.get(member.id, -1)
         targets = servers if member.is_worker else workers
         found = [Usage(member.id, source, targets.get(e.peer, -1), e.bytes, e.busy_s, e.unread_s) for e in links]
+        found = [_divided(usage, self._slower) for usage in found] if self._slower > 1 else found
         able = [usage for usage in found if usage.nbytes and usage.busy_s > 0]
         return [usage for usage in able if usage.source != -1 and usage.target not in (-1, usage.source)]
 
@@ -495,9 +517,16 @@ class GroupWatch:
         if not pairs:
             return []
         workers, _ = self._job.roster.machines()
+        by = self._slower
         return [
             PairUsage(
-                member.id, workers[e.machine_index], e.bytes, e.busy_s, e.unread_s, e.relayed_bytes, e.relayed_busy_s
+                member.id,
+                workers[e.machine_index],
+                int(e.bytes / by),
+                e.busy_s / by,
+                e.unread_s / by,
+                int(e.relayed_bytes / by),
+                e.relayed_busy_s / by,
             )
             for e in pairs
             if e.machine_index in workers
@@ -560,13 +589,13 @@ class GroupWatch:
         return to_each(owners, pb.SchedulerMessage(probe=message))
 
     def _probed(self, member: MemberRecord, probed: pb.Probed, now_s: float) -> Outgoing:
-        self._links.probed(member.id, probed.number, probed.mbit, now_s)
+        self._links.probed(member.id, probed.number, probed.mbit, now_s / self._slower)
         return []
 
     def new_rates(self, now_s: float) -> tuple[dict[int, float], str]:
         """The rates in Mbit/s of the links that have changed, by member id, and why the shares of the servers should
         follow, in words; empty if they should not. Call it often."""
-        roster = self._job.roster
+        roster, now_s = self._job.roster, now_s / self._slower
         if self._links_epoch != roster.epoch:
             self._links_epoch = roster.epoch
             rates_mbit = {member.id: member.link_mbit for member in roster.link_owners()}

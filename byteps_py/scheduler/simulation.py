@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from byteps_py.config.tuning import control_pace, report_pace
 from byteps_py.errors import UsageError
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.core import ClockTicked
@@ -21,10 +22,10 @@ from byteps_py.scheduler.roster import PROTOCOL_VERSION, ClusterConfig
 from byteps_py.tensors import DType, Op, TensorSpec
 from byteps_py.wire.rank_link import pack_spec
 
-#: Members say that they are alive, and services report what they have sent, so often.
+#: Members of a small job say that they are alive, and services report what they have sent, so often.
 BEAT_S, REPORT_S = 0.2, 0.4
 #: A report tells of so many peers at most (dataplane/link_usage.py).
-_MOST_PEERS = 64
+_MOST_PEERS = 32
 #: A late rank keeps others waiting for a few tensors at a time.
 _MOST_WAITS = 8
 _JOB = "simulated"
@@ -118,18 +119,20 @@ class ControlPlane:
         with self._phase("declare"):
             for index in range(self._job.machines):
                 self._say(index + 1, pb.MemberMessage(declare=self._declaration(index)), is_numbered=True)
-        with self._phase("beats", per_s=BEAT_S):
+        numbers = self._job.machines, self._job.cpu_machines
+        beat_s, report_s = BEAT_S * control_pace(*numbers), REPORT_S * report_pace(*numbers)
+        with self._phase("beats", per_s=beat_s):
             for stream in streams:
                 self._say(stream, pb.MemberMessage(heartbeat=pb.Heartbeat(bare=True)))
-            self._tick(BEAT_S)
-        with self._phase("reports", per_s=REPORT_S):
+            self._tick(beat_s)
+        with self._phase("reports", per_s=report_s):
             for stream in streams:
                 self._say(stream, pb.MemberMessage(heartbeat=self._usage(stream)))
-            self._tick(REPORT_S)
-        with self._phase("waits", per_s=BEAT_S):
+            self._tick(report_s)
+        with self._phase("waits", per_s=beat_s):
             for stream in range(2, self._job.machines + 1):
                 self._say(stream, pb.MemberMessage(heartbeat=self._waits(stream)))
-            self._tick(BEAT_S)
+            self._tick(beat_s)
         with self._phase("epoch"):
             self._lose(self._job.machines + 1, streams)
         return self._report

@@ -76,6 +76,24 @@ def test_the_scheduler_waits_longer_for_members_whose_links_are_slow(mbit: float
     assert monitor.timeout_s(member) == timeout_s
 
 
+def test_members_of_a_large_job_may_be_silent_for_longer() -> None:
+    """They send heartbeats less often, and count as late only if these are."""
+    monitor = LivenessMonitor(ClusterConfig(num_workers=10_000))
+    member = MemberRecord(1, 1, pb.Register(num_workers=10_000, num_servers=5000), 0.0, is_ready=True)
+    monitor.tick(0.0)
+    assert monitor.timeout_s(member) == pytest.approx(1 + 1.5 * (10 - 0.2))
+    assert not monitor.doubt(member, 29.0)  # three intervals of 10 s
+    assert monitor.doubt(member, 31.0) == "silent for 31.0 s"
+    assert not monitor.too_long(member, [member], 15.0)
+    for now_s in range(1, 40):  # the scheduler has listened all the time
+        monitor.tick(0.4 * now_s)
+    assert monitor.lateness(member) == 1.0
+    member.last_seen_s = 0.6
+    monitor.on_heartbeat(member, 15.6)  # 5 s late
+    assert monitor.timeout_s(member) == pytest.approx(2 * 15.7)  # the most
+    assert monitor.lateness(member) == pytest.approx(2.0)
+
+
 def test_others_that_are_late_show_that_the_load_has_just_begun() -> None:
     assert detector(0.2).timeout_s(others_lateness_s=0.1) == 1.0
     assert detector(0.2).timeout_s(others_lateness_s=0.6) == pytest.approx(INTERVAL_S + 1.2)

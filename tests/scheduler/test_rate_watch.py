@@ -11,6 +11,9 @@ from support.scheduler_core import ballot, declare, spec as gradient
 
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.core import LinksChanged
+from byteps_py.scheduler.health import GroupWatch
+from byteps_py.scheduler.job import Job
+from byteps_py.scheduler.rank_group import RankGroup
 from byteps_py.scheduler.rate_watch import (
     HOLD_S,
     MBIT as MBIT_OF_BYTES,
@@ -53,6 +56,28 @@ def test_the_shares_follow_a_link_and_come_back(n: int, k: int, machine: int) ->
     job.run(2 * NOTICED_S)
     assert job.over_optimum < 1.08
     assert len(job.epochs) <= 2, job.epochs
+
+
+class SlowerWatch(GroupWatch):
+    """Of a job with 4,000 members."""
+
+    def __init__(self, job: Job, group: RankGroup) -> None:
+        super().__init__(job, group)
+        self._slower = 4.0
+
+
+def test_the_links_of_a_large_job_are_judged_by_reports_that_are_as_far_apart() -> None:
+    job = Traffic(random.Random(0), 4, 2, heartbeat_timeout_s=8.0)
+    core, job.every_s = job.cluster.core, 4.0 * job.every_s
+    core._watch = SlowerWatch(core.job, core._group)
+    core._set_handlers()
+    job.run(4 * 8.0)
+    assert not job.epochs
+    for rate, epochs in ((MBIT / 2, 1), (MBIT, 2)):
+        job.rates[-1] = rate
+        job.run(4 * 2 * NOTICED_S)
+        assert job.over_optimum < 1.08
+        assert len(job.epochs) == epochs, job.epochs
 
 
 #: From the return of a link until its machine has its share again.

@@ -27,6 +27,13 @@ def test_each_phase_has_the_messages_that_the_members_send() -> None:
     assert report.cost("epoch").sent == 13  # all but the lost one learn of the new shares
 
 
+def test_members_of_a_large_job_send_as_many_messages_as_those_of_a_small_one() -> None:
+    small, large = (ControlPlane(SimulatedJob(n, 0, 1, 1)).run() for n in (250, 1000))
+    assert [each.cost("beats").received for each in (small, large)] == pytest.approx([5 * 500] * 2, abs=1)
+    assert small.cost("reports").received == 2.5 * 500
+    assert large.cost("reports").received == pytest.approx(2.5 * 1000, abs=1)
+
+
 def test_where_cpu_machines_are_enough_gpu_machines_have_no_services() -> None:
     assert ControlPlane(SimulatedJob(machines=3, cpu_machines=3, tensors=1)).run().members == 6
 

@@ -40,6 +40,7 @@ class Traffic:
         self.unread = [False] * (k + n)
         self.answering = [float("inf")] * k
         self.bursts = 0.8, 1.03
+        self.every_s = EVERY_S  # services report
         self.probes = 0  # so far
         self._told = dict.fromkeys(self.cluster.told, 0)  # messages that were looked at
         self.compute_s, self.mbytes = compute_s, mbytes
@@ -86,7 +87,7 @@ class Traffic:
         """Train for so long."""
         until = self.cluster.now + seconds
         while self.cluster.now < until:
-            self._pass(EVERY_S)
+            self._pass(self.every_s)
 
     def _pass(self, seconds: float) -> None:
         busy_s, left = 0.0, seconds

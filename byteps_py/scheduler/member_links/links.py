@@ -282,8 +282,7 @@ class MemberLinks:
         self.write = write
         self.restarts = 0
         self._large = LargeMessages()
-        self._timeout_s = config.heartbeat_timeout_s
-        self._grace_s = min(1.0, self._timeout_s / 2)
+        self._grace_s = min(1.0, config.heartbeat_timeout_s / 2)
         self._links: dict[int, MemberLink] = {}  # by id; also links that are over
         self._on_stream: dict[int, MemberLink] = {}
         self._by_digest: dict[bytes, MemberLink] = {}
@@ -414,7 +413,7 @@ class MemberLinks:
         if not self._is_member(link):
             return self._do(JournalRecord(at_s=now_s, link=link.id, ended=True))
         # A member whose heartbeats are late also needs longer for a new connection.
-        grace_s = self._grace_s * self.core.timeout_s(link.id) / self._timeout_s
+        grace_s = self._grace_s * self.core.lateness(link.id)
         link.away = Away(now_s, now_s + grace_s, "its connection ended; see its log for why")
         return []
 
