@@ -146,6 +146,12 @@ class Codec:
         """Machines keep something of it from round to round."""
         return self.error_feedback or self.momentum > 0
 
+    @property
+    def needs_answers(self) -> bool:
+        """A machine needs the answer to what it sent: to take back what a TOPK's server left out, or to agree on the
+        steps of a THC."""
+        return self.kind in _TOPK or self.is_thc
+
     def state_nbytes(self, count: int) -> tuple[int, int, int]:
         """Bytes of what a machine keeps of ``count`` elements: the error, the momentum, and what machines have agreed
         on for the blocks of a THC; all of float32 numbers."""

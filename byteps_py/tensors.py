@@ -240,7 +240,8 @@ class TensorSpec:
             raise UsageError(
                 f"{what} is for float32, float16 and bfloat16, not for {self.dtype.name.lower()}: give it none"
             )
-        if self.op is not Op.SUM or self.scatters or (self.ownership and not self.is_replicated) or self.is_shadowed:
+        has_one_owner = bool(self.ownership) and not self.is_replicated
+        if self.op is not Op.SUM or self.scatters or (has_one_owner and codec.needs_answers) or self.is_shadowed:
             raise UsageError(
                 f"{what} is for sums and averages that all machines get, not for a "
                 f"{replace(self, codec=None).describe()}"

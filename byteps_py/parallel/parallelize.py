@@ -60,7 +60,7 @@ class ParallelOptions:
             of ``mesh.gradient_group``: True, "machine" or "sharded", see DistributedOptimizer. ``p.grad`` stays the
             gradient of this rank's copy of the model.
         compression: with "ddp", how gradients travel between copies of the model: see DistributedOptimizer; with
-            ``hosted`` "machine", too. Checkpoints do not have the errors that machines keep for it, which
+            ``hosted``, too. Checkpoints do not have the errors that machines keep for it, which
             compression_state_dict saves.
         shadow: as ``hosted``, and summation servers on other machines keep the states in step: a restarted job goes on
             from ``training.restore()``, which needs the same mesh.

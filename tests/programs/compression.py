@@ -254,6 +254,11 @@ def going_on(digest: hashlib._Hash) -> None:
 #: What a hosted optimizer gets, beside hosted="machine".
 HOSTED: dict[str, dict[str, object]] = {
     "int8": {},
+    "int8 ef": {"hosted": "sharded"},
+    "float8": {"hosted": "sharded", "step_in_backward": True},
+    "onebit": {"hosted": "sharded", "delayed_update_after": 100},
+    "randomk ef": {"hosted": "sharded"},
+    "natural ef": {"hosted": "sharded"},
     "topk ef": {},
     "thc wide": {"step_in_backward": True},
     "onebit ef": {"delayed_update_after": 100},
@@ -261,22 +266,21 @@ HOSTED: dict[str, dict[str, object]] = {
 
 
 def hosted(digest: hashlib._Hash) -> None:
-    """The services step with the sums that ranks get otherwise: the same weights, bit for bit."""
+    """The services step with the sums that ranks get otherwise: the same weights, bit for bit, as in one process."""
     for name, how in HOSTED.items():
-        nets, optimizers = [network(), network()], []
-        for net, kind in zip(nets, ("on the ranks", "hosted"), strict=True):
-            optimizers.append(
-                bps.DistributedOptimizer(
-                    torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9),
-                    [(f"{kind} {name} {key}", parameter) for key, parameter in net.named_parameters()],
-                    CODECS[name],
-                    **({"hosted": "machine", **how} if kind == "hosted" else {}),
-                )
-            )
+        nets, codec = [network(), network()], CODECS[name].codec
+        assert codec is not None
+        plain, own = (torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9) for net in nets)
+        named = [(f"hosted {name} {key}", parameter) for key, parameter in nets[1].named_parameters()]
+        optimizer = bps.DistributedOptimizer(own, named, CODECS[name], **{"hosted": "machine", **how})
+        models = [CodedSums(codec, bps.local_size(), f"Gradient.{key}") for key, _ in named]
         for step in range(2 * ROUNDS):
-            for net, optimizer in zip(nets, optimizers, strict=True):
-                gradients(net, bps.rank(), step)
-                optimizer.step()
+            given = [gradients(nets[0], rank, step) for rank in range(bps.size())]
+            for i, (parameter, model) in enumerate(zip(nets[0].parameters(), models, strict=True)):
+                parameter.grad = model([each[i] for each in given], bps.size())
+            plain.step()
+            gradients(nets[1], bps.rank(), step)
+            optimizer.step()
             for mine, theirs in zip(*(net.parameters() for net in nets), strict=True):
                 if not torch.equal(mine, theirs):
                     sys.exit(
@@ -291,6 +295,7 @@ FRONT_ENDS: dict[str, dict[str, object]] = {
     "cross": {},
     "ddp": {},
     "hosted": {"hosted": "machine"},
+    "sharded": {"hosted": "sharded"},
     "passes": {"backward_passes_per_step": 2},
 }
 

@@ -165,7 +165,8 @@ def check_refusals(mesh: Mesh) -> None:
     int8 = bps.Compression.int8
     refused("compression does not go together with data='zero2'", data="zero2", compression=int8)
     if mesh.tp == 1:
-        refused("compression int8 with a hosted optimizer needs hosted='machine'", hosted=True, compression=int8)
+        top = bps.Compression.topk(0.1)
+        refused("compression topk .* with a hosted optimizer needs hosted='machine'", hosted=True, compression=top)
         refused("compression int8 is not for shadow=True", shadow=True, compression=int8)
         refused(r"compression must be one of bps\.Compression", compression="int8")
     refused("data='zero4': give one of ddp, zero1, zero2, zero3, hsdp", data="zero4")

@@ -67,9 +67,8 @@ class Model:
         owned: dict[str, Any] = {"ownership": name, "is_replicated": rng.random() < 0.4, "group": group}
         if codec is not None:
             count = rng.choice(_CODED_COUNTS)
-            owned["is_replicated"] = gradient is not DType.FLOAT64
-        its = codec if owned["is_replicated"] else None
-        gradients = TensorSpec(name, gradient, (count,), Op.SUM, average, is_shadowed=is_shadowed, codec=its, **owned)
+            codec = codec if gradient is not DType.FLOAT64 else None
+        gradients = TensorSpec(name, gradient, (count,), Op.SUM, average, is_shadowed=is_shadowed, codec=codec, **owned)
         parameters = TensorSpec(f"{name}.parameters", parameter, (count,), Op.BROADCAST, **owned)
         return cls(name, kind, gradients, parameters, [])
 

@@ -104,8 +104,11 @@ REFUSED = {
     "min": (lambda: bps.push_pull(torch.ones(3), name="x", op=bps.Min, compression=INT8), "not for op=Min"),
     "adasum": (lambda: bps.allreduce(torch.ones(3), op=bps.Adasum, compression=INT8), "not for op=Adasum"),
     "reducescatter": (lambda: bps.reducescatter(torch.ones(4), compression=INT8), "not for a reducescatter"),
-    "hosted": (lambda: optimizer(INT8, hosted=True), "with a hosted optimizer needs hosted='machine': .* hosted=False"),
-    "sharded": (lambda: optimizer(INT8, hosted="sharded"), "with a hosted optimizer needs hosted='machine'"),
+    "hosted": (
+        lambda: optimizer(FEEDBACK, hosted=True),
+        "with a hosted optimizer needs hosted='machine': .* such as int8",
+    ),
+    "sharded": (lambda: optimizer(C.thc(), hosted="sharded"), "with a hosted optimizer needs hosted='machine'"),
     "shadow": (lambda: optimizer(INT8, hosted="machine", shadow=True), "is not for shadow=True and BYTEPS_SHADOW=1"),
     "hosted warm-up": (
         lambda: optimizer(C.with_warmup(INT8, 2), hosted="machine"),
@@ -286,7 +289,10 @@ def test_rules(wrap: Any) -> None:
         ),
         (lambda: optimizer(C.rules([("w", C.int8)]), op=bps.Max), "compression int8 is for op=Average and op=Sum"),
         (lambda: optimizer(C.rules([("w", C.int8)]), op=bps.Adasum), "by rules is not for op=Adasum"),
-        (lambda: optimizer(C.rules([("w", C.int8)]), hosted=True), "with a hosted optimizer needs hosted='machine'"),
+        (
+            lambda: optimizer(C.rules([("w", C.topk(0.1))], C.int8), hosted=True),
+            "with a hosted optimizer needs hosted='machine'",
+        ),
         (lambda: bps.push_pull(torch.ones(2), name="x", compression=C.rules([])), "is for DistributedOptimizer"),
     ],
 )

@@ -72,14 +72,19 @@ class Owners:
             self._specs[spec.name] = spec
             return
         for piece in before:
-            self._count(known, piece.owner, -piece.length)
+            self._count(known, piece.owner, -self._state_bytes(known, piece.length))
         machines = {server.member_id: server.machine_id for server in self._topology.servers}
         pieces = self._pieces[spec.name] = []
         self._specs[spec.name] = spec
         for index, (offset, length, server) in enumerate(partitions):
             owner = self._local_owner(spec) if spec.is_replicated else self._owner(spec, machines.get(server))
-            self._count(spec, owner, length)
+            self._count(spec, owner, self._state_bytes(spec, length))
             pieces.append(OwnedPiece(offset, length, server, owner, index))
+
+    def _state_bytes(self, spec: TensorSpec, length: int) -> int:
+        """What a partition of ``length`` bytes weighs: its states, which no codec makes smaller."""
+        codec = spec.codec if self._topology.machines_in(spec) != 1 else None
+        return length if codec is None else length // codec.item_bytes * codec.block * spec.dtype.itemsize
 
     def _count(self, spec: TensorSpec, owner: int, nbytes: int) -> None:
         if not spec.is_replicated:

@@ -70,18 +70,20 @@ def check_hosted_compression(
             f"compression {low_rank} is not for hosted optimizers (hosted=, shadow=True, BYTEPS_SHADOW=1), whose "
             "services step with sums as they are: use hosted=False, or Compression.fp16 or bf16"
         )
-    codec = next((each.codec for each in chosen if each.codec is not None), None)
-    if codec is None:
+    codecs = [each.codec for each in chosen if each.codec is not None]
+    if not codecs:
         return
+    codec = next((each for each in codecs if each.needs_answers), codecs[0])
     if is_shadowed:
         raise UsageError(
             f"compression {codec} is not for shadow=True and BYTEPS_SHADOW=1: servers that keep states step with sums "
             "as they are. Leave the shadow out, or use Compression.fp16 or bf16"
         )
-    if mode is not StatesMode.MACHINE:
+    if codec.needs_answers and mode is not StatesMode.MACHINE:
         raise UsageError(
             f"compression {codec} with a hosted optimizer needs hosted='machine': in other modes a sum goes to its "
-            "owner only, and each machine must get it. Use that, hosted=False, or Compression.fp16 or bf16"
+            "owner only, and each machine needs it to know what is left to send. Use that, hosted=False, or another "
+            "compression, such as int8"
         )
     if compression.warmup_steps:
         raise UsageError(
