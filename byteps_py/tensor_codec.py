@@ -14,14 +14,14 @@ from byteps_py.errors import UsageError
 
 #: Elements of a block of INT8, of the FLOAT8s and of ditherings: 1.6 % of what travels as bytes are scales.
 SCALED_BLOCK = 256
-#: Elements of a block of TOPK and RANDOMK. Their positions fit in 16 bits, and the elements in a processor's first
-#: cache.
+#: Elements of a block of TOPK and RANDOMK, which fit in a processor's first cache; bits of their positions.
 TOPK_BLOCK = 4096
+POSITION_BITS = 12
 #: Elements of a block of the ONEBITs.
 ONEBIT_BLOCK = 2048
 
 #: The largest coded block. A partition holds at least one, however small partitions are to be.
-MAX_BLOCK_BYTES = 6 * TOPK_BLOCK
+MAX_BLOCK_BYTES = 4 * TOPK_BLOCK + TOPK_BLOCK // 4
 
 _KIND_BITS = 8
 _ENTRIES = (1 << 16) - 1
@@ -71,21 +71,22 @@ class Codec:
         drawn: of a codec that draws: for how many rounds machines have drawn before the tensor was declared.
 
     Blocks of INT8 and the FLOAT8s: a float32 scale, then ``SCALED_BLOCK`` bytes. Blocks of TOPK: ``entries`` float32
-    values, as many positions of 16 bits, ascending, and zeros up to a multiple of 4 bytes. Blocks of TOPK_2BIT: two
-    float32 magnitudes, ``entries`` positions of 12 bits, ascending, as many times 2 bits (sign, then which magnitude),
-    and zeros; a position that is not above the one before stands for nothing, and so do all if the second magnitude is
-    0. Blocks of RANDOMK: ``entries`` float32 values. Blocks of ditherings: a float32 scale, then for each of
-    ``SCALED_BLOCK`` elements 2, 4 or 8 bits, as few as hold the levels and a sign. Blocks of the ONEBITs: a float32
-    scale, the number of elements in 32 bits, and ``ONEBIT_BLOCK`` bits. Blocks of the THCs: a float32 step, the largest
-    magnitude as a float32, and ``SCALED_BLOCK`` lanes; they always have error feedback, of which servers know nothing.
-    Little endian.
+    values, as many positions, and zeros up to a multiple of 4 bytes. Blocks of TOPK_2BIT: two float32 magnitudes,
+    ``entries`` positions, as many times 2 bits (sign, then which magnitude), and zeros; if the second magnitude is 0,
+    entries stand for nothing. Positions, ascending: a string of bits in which bit ``(position >> low_bits) + entry`` is
+    set for each entry, then ``low_bits`` bits of each. An entry without a bit, and one whose position is not above the
+    one before, stands for nothing. Blocks of RANDOMK: ``entries`` float32 values. Blocks of ditherings: a float32
+    scale, then for each of ``SCALED_BLOCK`` elements 2, 4 or 8 bits, as few as hold the levels and a sign. Blocks of
+    the ONEBITs: a float32 scale, the number of elements in 32 bits, and ``ONEBIT_BLOCK`` bits. Blocks of the THCs: a
+    float32 step, the largest magnitude as a float32, and ``SCALED_BLOCK`` lanes; they always have error feedback, of
+    which servers know nothing. Little endian.
 
     >>> Codec(CodecKind.INT8).coded_nbytes(1000), str(Codec(CodecKind.INT8))
     (1040, 'int8')
     >>> Codec.topk(0.01, error_feedback=True).item_bytes
-    248
+    208
     >>> Codec.topk(0.03, bits=2).item_bytes
-    224
+    148
     >>> str(Codec.randomk(0.01, seed=3))
     'randomk of 41 in 4096 (seed 3)'
     """
@@ -171,10 +172,10 @@ class Codec:
     @property
     def item_bytes(self) -> int:
         """Bytes of a coded block. A tensor's last block has as many, whatever it holds."""
-        if self.kind is CodecKind.TOPK:
-            return -(-6 * self.entries // 4) * 4
-        if self.kind is CodecKind.TOPK_2BIT:
-            return 8 + -(-14 * self.entries // 32) * 4
+        if self.kind in _TOPK:
+            is_full, low_bits = self.kind is CodecKind.TOPK, POSITION_BITS - (self.entries - 1).bit_length()
+            bits = self.entries * (low_bits + (1 if is_full else 3)) + (TOPK_BLOCK >> low_bits)
+            return (4 * self.entries if is_full else 8) + -(-bits // 32) * 4
         if self.kind is CodecKind.RANDOMK:
             return 4 * self.entries
         if self.kind in _ONEBIT:

@@ -8,7 +8,13 @@ A machine adds what its code lacks to its next contribution, and so it does with
 answer lacks: a server keeps nothing. Importing this module loads numba, so it is imported late. Any thread. Tables are
 those of block_loops.py.
 
-A position in a block that is sent may come from another machine: each is checked before it is used.
+Positions are ascending, so their high parts grow slowly: a code has how much each is above the one before, in unary (as
+Elias and Fano wrote it, 1974). Of 123 of 4,096 elements:
+
+    position 0000010 01101: high part 2, low part 13    high parts 0, 2, 2, …: 1 001 1 …    low parts: 5 bits each
+
+So a position takes 7 bits instead of 12, and a block has the same size whatever is in it. Positions may come from
+another machine: each is checked before it is used.
 """
 
 from __future__ import annotations
@@ -36,20 +42,18 @@ from byteps_py.codecs.block_loops import (
 from byteps_py.codecs.elements import (
     load,
     load_code,
-    load_position,
     load_word,
     magnitude,
     rounded,
     store,
     store_code,
-    store_position,
 )
-from byteps_py.tensor_codec import TOPK_BLOCK, CodecKind
+from byteps_py.tensor_codec import POSITION_BITS, TOPK_BLOCK, CodecKind
 from byteps_py.tensors import DType
 
 _BLOCK = TOPK_BLOCK
+_POSITION_BITS = POSITION_BITS
 _FULL = int(CodecKind.TOPK)  # values as they are
-_NOWHERE = 0xFFFF  # the position of an entry that stands for nothing
 
 
 @register_jitable(inline="always")
@@ -101,94 +105,150 @@ def _select(values: Any, n: int, entries: int, bins: Any, near: Any) -> int:
 
 
 @for_kernels
-def _size(kind: int, entries: int) -> int:
-    """Bytes of a coded block: those of ``Codec.item_bytes``."""
-    if kind == _FULL:
-        return (6 * entries + 3) // 4 * 4
-    return 8 + (14 * entries + 31) // 32 * 4
+def _low_bits(entries: int) -> int:
+    """How many bits of a position are its low part: as in tensor_codec.py."""
+    low = _POSITION_BITS
+    while 1 << (_POSITION_BITS - low) < entries:
+        low -= 1
+    return low
 
 
 @for_kernels
-def _write(kind: int, item: int, entries: int, values: Any, near: Any, chosen: int) -> None:
-    """Code the ``chosen`` elements of ``values`` whose positions ``near`` has."""
-    if kind == _FULL:
-        positions = item + 4 * entries
-        for e in range(chosen):
-            store(F32, item, e, values[near[e]])
-            store_position(positions, e, near[e])
-        for e in range(chosen, entries):
-            store(F32, item, e, np.float32(0.0))
-            store_position(positions, e, _NOWHERE)
-        if entries % 2:
-            store_position(positions, entries, 0)
-        return
-    total, count, worst, bad = 0.0, 0, 0, np.float32(0.0)
+def _size(kind: int, entries: int) -> int:
+    """Bytes of a coded block: those of ``Codec.item_bytes``."""
+    low: int = _low_bits(entries)
+    bits = entries * (low + (1 if kind == _FULL else 3)) + (_BLOCK >> low)
+    return (4 * entries if kind == _FULL else 8) + (bits + 31) // 32 * 4
+
+
+@for_kernels
+def _put(base: int, at: int, bits: int) -> None:
+    """Write at most 8 bits, ``at`` bits behind ``base``, where zeros are."""
+    byte, bits = base + at // 8, bits << at % 8
+    store_code(byte, 0, np.int8(load_code(byte, 0) | bits & 255))
+    if bits > 255:
+        store_code(byte, 1, np.int8(load_code(byte, 1) | bits >> 8))
+
+
+@for_kernels
+def _write_positions(base: int, entries: int, near: Any, count: int) -> None:
+    low_bits = _low_bits(entries)
+    at = entries + (_BLOCK >> low_bits)
+    for e in range(count):
+        position = np.int64(near[e])
+        _put(base, (position >> low_bits) + e, 1)
+        low = position & (1 << low_bits) - 1
+        _put(base, at, low & 255)
+        if low > 255:
+            _put(base, at + 8, low >> 8)
+        at += low_bits
+
+
+@for_kernels
+def _read_positions(base: int, entries: int, near: Any) -> int:
+    """Write the positions of a block's entries to ``near``; returns how many they are."""
+    low_bits, count = _low_bits(entries), 0
+    highs = entries + (_BLOCK >> low_bits)
+    byte, waiting = highs // 8, 8 - highs % 8  # of the low parts
+    bits = (load_code(base, byte) & 255) >> highs % 8 if low_bits else 0
+    for start in range(0, highs, 8):
+        ones = load_code(base, start // 8) & 255
+        if highs - start < 8:
+            ones &= (1 << highs - start) - 1
+        at = start
+        while ones and count < entries:
+            if ones & 1:
+                while waiting < low_bits:
+                    byte += 1
+                    bits |= (load_code(base, byte) & 255) << waiting
+                    waiting += 8
+                near[count] = (at - count) << low_bits | bits & (1 << low_bits) - 1
+                bits >>= low_bits
+                waiting -= low_bits
+                count += 1
+            ones >>= 1
+            at += 1
+    return count
+
+
+@for_kernels
+def _sent(kind: int, values: Any, near: Any, chosen: int) -> int:
+    """Leave the positions in ``near`` that a code has; returns how many they are. TOPK_2BIT sends no zeros."""
+    count = 0
     for e in range(chosen):
+        near[count] = near[e]
+        count += int(kind == _FULL or magnitude(values[near[e]]) != 0)
+    return count
+
+
+@for_kernels
+def _write(kind: int, item: int, entries: int, values: Any, near: Any, count: int) -> None:
+    """Code the ``count`` elements of ``values`` whose positions ``near`` has."""
+    for word in range(_size(kind, entries) // 4):
+        store(F32, item, word, np.float32(0.0))
+    if kind == _FULL:
+        for e in range(count):
+            store(F32, item, e, values[near[e]])
+        _write_positions(item + 4 * entries, entries, near, count)
+        return
+    _write_positions(item + 8, entries, near, count)
+    total, finite, worst, bad = 0.0, 0, 0, np.float32(0.0)
+    for e in range(count):
         value = values[near[e]]
         bits = magnitude(value)
         if bits >= INFINITE:
             bad = bad if bits <= worst else np.abs(value)
             worst = max(worst, bits)
-        elif bits:
+        else:
             total += abs(np.float64(value))
-            count += 1
-    least = magnitude(np.float32(total / max(count, 1))) if worst == 0 else INFINITE
-    high, highs, low, lows = 0.0, 0, 0.0, 0
-    for e in range(chosen):
-        bits = magnitude(values[near[e]])
+            finite += 1
+    least = magnitude(np.float32(total / max(finite, 1))) if worst == 0 else INFINITE
+    large, larges, small, smalls = 0.0, 0, 0.0, 0
+    signs = _sign_bit(entries)
+    for e in range(count):
+        value = values[near[e]]
+        bits = magnitude(value)
         if bits >= least and bits < INFINITE:
-            high += abs(np.float64(values[near[e]]))
-            highs += 1
-        elif bits < INFINITE and bits:
-            low += abs(np.float64(values[near[e]]))
-            lows += 1
-    for word in range(2, _size(kind, entries) // 4):
-        store(F32, item, word, np.float32(0.0))
-    store(F32, item, 0, np.float32(low / max(lows, 1)))
-    store(F32, item, 1, bad if worst else np.float32(high / max(highs, 1)))
-    written, signs = 0, item + 8 + (3 * entries + 1) // 2
-    for e in range(chosen):
-        at, bits = near[e], magnitude(values[near[e]])
-        if bits:
-            byte = item + 8 + 3 * written // 2
-            if written % 2:
-                store_code(byte, 0, np.int8(load_code(byte, 0) & 15 | (at & 15) << 4))
-                store_code(byte, 1, np.int8(at >> 4))
-            else:
-                store_code(byte, 0, np.int8(at & 255))
-                store_code(byte, 1, np.int8(at >> 8))
-            code = (values[near[e]] < 0) | (bits >= least) << 1
-            byte = signs + written // 4
-            store_code(byte, 0, np.int8(load_code(byte, 0) | code << 2 * (written % 4)))
-            written += 1
+            large += abs(np.float64(value))
+            larges += 1
+        elif bits < INFINITE:
+            small += abs(np.float64(value))
+            smalls += 1
+        _put(item + 8, signs + 2 * e, np.int64(value < 0) | np.int64(bits >= least) << 1)
+    store(F32, item, 0, np.float32(small / max(smalls, 1)))
+    store(F32, item, 1, bad if worst else np.float32(large / max(larges, 1)))
+
+
+@for_kernels
+def _sign_bit(entries: int) -> int:
+    """Where the signs of TOPK_2BIT begin behind the magnitudes, in bits."""
+    low_bits: int = _low_bits(entries)
+    return entries * (low_bits + 1) + (_BLOCK >> low_bits)
 
 
 @for_kernels
 def _read(kind: int, item: int, entries: int, n: int, near: Any, found: Any) -> int:
     """Write positions, all below ``n``, and values of a coded block to ``near`` and ``found``; returns how many they
     are."""
-    count = 0
-    if kind == _FULL:
-        for e in range(entries):
-            at = load_position(item + 4 * entries, e)
-            if at < n:
-                near[count] = at
-                found[count] = load(F32, item, e)
-                count += 1
-        return count
-    low, high = load(F32, item, 0), load(F32, item, 1)
-    if magnitude(high) == 0:
-        return 0
-    last, signs = -1, item + 8 + (3 * entries + 1) // 2
-    for e in range(entries):
-        byte = item + 8 + 3 * e // 2
-        first, second = load_code(byte, 0) & 255, load_code(byte, 1) & 255
-        at = first >> 4 | second << 4 if e % 2 else first | (second & 15) << 8
+    small, large = np.float32(0.0), np.float32(0.0)
+    if kind != _FULL:
+        small, large = load(F32, item, 0), load(F32, item, 1)
+        if magnitude(large) == 0:
+            return 0
+    signs, count, last = _sign_bit(entries), 0, -1
+    for e in range(_read_positions(item + (4 * entries if kind == _FULL else 8), entries, near)):
+        at = near[e]
         if at > last and at < n:  # others stand for nothing
-            code = load_code(signs + e // 4, 0) >> 2 * (e % 4)
-            value = high if code & 2 else low
+            if kind == _FULL:
+                value = load(F32, item, e)
+            else:
+                place = signs + 2 * e
+                low = load_code(item + 8, place // 8) >> place % 8 & 1
+                high = load_code(item + 8, (place + 1) // 8) >> (place + 1) % 8 & 1
+                value = large if high else small
+                value = -value if low else value
             near[count] = at
-            found[count] = -value if code & 1 else value
+            found[count] = value
             count += 1
             last = at
     return count
@@ -201,7 +261,7 @@ def encode(dtype: DType, kind: CodecKind) -> Callable[..., Any]:
 
     def kernel(table: int, inputs: int, count: int) -> None:
         values, moments = np.empty(_BLOCK, np.float32), np.empty(_BLOCK, np.float32)
-        bins, near, sent = np.empty(2048, np.int32), np.empty(_BLOCK + 1, np.int32), np.empty(_BLOCK, np.float32)
+        bins, near, coded = np.empty(2048, np.int32), np.empty(_BLOCK + 1, np.int32), np.empty(_BLOCK, np.float32)
         output, error = load_word(table, ADDRESSES + inputs), load_word(table, ERROR)
         entries = load_word(table, ENTRIES)
         item_bytes = _size(form, entries)
@@ -209,7 +269,8 @@ def encode(dtype: DType, kind: CodecKind) -> Callable[..., Any]:
             n = min(_BLOCK, count - start)
             sum_inputs(of, table, inputs, start, n, values, moments)
             item = output + start // _BLOCK * item_bytes
-            _write(form, item, entries, values, near, _select(values, n, entries, bins, near))
+            sent = _sent(form, values, near, _select(values, n, entries, bins, near))
+            _write(form, item, entries, values, near, sent)
             if largest_magnitude(values, n) >= INFINITE:
                 blame_inputs(of, table, inputs, start, n)
                 continue
@@ -217,8 +278,8 @@ def encode(dtype: DType, kind: CodecKind) -> Callable[..., Any]:
             if error:
                 for i in range(n):
                     store(F32, error + start * 4, i, values[i])
-                for e in range(_read(form, item, entries, n, near, sent)):
-                    store(F32, error + start * 4, near[e], values[near[e]] - sent[e])
+                for e in range(_read(form, item, entries, n, near, coded)):
+                    store(F32, error + start * 4, near[e], values[near[e]] - coded[e])
 
     return kernel
 
@@ -282,8 +343,8 @@ def add(kind: CodecKind) -> Callable[..., Any]:
                     is_finite = is_finite and magnitude(values[near[e]]) < INFINITE
             if not is_finite:
                 blame_contributions(table, inputs, outputs, start, entries if form == _FULL else 2)
-            chosen = _select(values, _BLOCK, entries, bins, near)
+            sent = _sent(form, values, near, _select(values, _BLOCK, entries, bins, near))
             for k in range(outputs):
-                _write(form, load_word(table, ADDRESSES + inputs + k) + start, entries, values, near, chosen)
+                _write(form, load_word(table, ADDRESSES + inputs + k) + start, entries, values, near, sent)
 
     return kernel

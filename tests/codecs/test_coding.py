@@ -213,18 +213,42 @@ def test_any_bytes_are_added_and_decoded(codec: Codec) -> None:
 
 
 def test_positions_outside_of_a_block_are_left_out() -> None:
-    """Whatever another machine sends, nothing is written elsewhere."""
+    """Whatever another machine sends, nothing is written elsewhere: here the end of a block that the tensor lacks."""
     codec = Codec.topk(0.01)
-    wild = np.full(2 * codec.item_bytes, 0xEE, np.uint8)
-    out = np.zeros(3 * codec.item_bytes, np.uint8)
-    codecs.add(codec, [wild.ctypes.data] * 2, [out.ctypes.data], len(wild))
-    assert not out[2 * codec.item_bytes :].any()
-    result, error = np.ones(8192, np.float32), np.ones(8192, np.float32)
-    coding = Coding(codec, WIRE[torch.float32], 5000, error.ctypes.data)
-    codecs.decode(coding, wild.ctypes.data, [result.ctypes.data], 1, wild.ctypes.data)
-    assert not result[:5000].any()
-    assert result[5000:].all()
-    assert error.all()
+    code = np.zeros(2 * codec.item_bytes, np.uint8)
+    whole = np.zeros(8192, np.float32)
+    whole[[4096 + 903, 4096 + 904, 8191]] = 1, 2, 3
+    codecs.encode(Coding(codec, WIRE[torch.float32], 8192), [whole.ctypes.data], code.ctypes.data)
+    for wild, most in ((code, 1), (np.full_like(code, 0xFF), 2), (np.full_like(code, 0xEE), 2 * codec.entries)):
+        out = np.zeros(3 * codec.item_bytes, np.uint8)
+        codecs.add(codec, [wild.ctypes.data] * 2, [out.ctypes.data], len(wild))
+        assert not out[2 * codec.item_bytes :].any()
+        result, error = np.ones(8192, np.float32), np.ones(8192, np.float32)
+        coding = Coding(codec, WIRE[torch.float32], 5000, error.ctypes.data)
+        codecs.decode(coding, wild.ctypes.data, [result.ctypes.data], 1, wild.ctypes.data)
+        assert np.count_nonzero(result[:5000]) <= most
+        assert result[5000:].all()
+        assert error.all()
+        assert wild is not code or result[4096 + 903] == 1
+
+
+@pytest.mark.parametrize("entries", [1, 2, 41, 123, 2049, 4096])
+@pytest.mark.parametrize("kind", [CodecKind.TOPK, CodecKind.TOPK_2BIT])
+def test_positions_travel_as_elias_and_fano_wrote_them(kind: CodecKind, entries: int) -> None:
+    """The bits of a block, read as the Codec's docstring says."""
+    codec, values = Codec(kind, entries), np.random.default_rng(entries).normal(size=4096).astype(np.float32)
+    code = np.zeros(codec.item_bytes, np.uint8)
+    codecs.encode(Coding(codec, WIRE[torch.float32], 4096), [values.ctypes.data], code.ctypes.data)
+    low_bits = 12 - (entries - 1).bit_length()
+    head = 4 * entries if kind is CodecKind.TOPK else 8
+    bits = np.unpackbits(code[head:], bitorder="little")
+    highs = np.flatnonzero(bits[: entries + (4096 >> low_bits)]) - np.arange(entries)
+    lows = bits[entries + (4096 >> low_bits) :][: entries * low_bits].reshape(entries, low_bits)
+    found = (highs << low_bits) + lows @ (1 << np.arange(low_bits))
+    expected = np.sort(np.argsort(-np.abs(values), kind="stable")[:entries])
+    assert (found == expected).all()
+    if kind is CodecKind.TOPK:
+        assert (code[:head].view(np.float32) == values[expected]).all()
 
 
 def test_codes_of_codecs() -> None:
