@@ -1,4 +1,4 @@
-"""`bps simulate`: what jobs of many machines cost the scheduler. Starts nothing."""
+"""`bps simulate`: what jobs of many machines cost the scheduler, and their goodput over weeks. Starts nothing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def add_parser(subparsers: Any) -> None:
         "simulate",
         help="show what a job of many machines costs the scheduler",
         description="Drive the scheduler's own state machines with the messages of so many machines, and print the "
-        "processor time, messages and bytes of each phase of a job. gRPC's own time for each message comes on top.",
+        "processor time, messages and bytes of each phase of a job. gRPC's own time for each message comes on top. "
+        "With --days, print the job's goodput instead, while machines are lost and links and processors slow down, "
+        "beside that of a job that goes back to its last checkpoint (docs/explanation/scale.md).",
         example="bps simulate --machines 10,100,1000",
     )
     parser.add_argument(
@@ -42,6 +44,12 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--cpu-machines", metavar="K,K,…", help="CPU machines, as many numbers; default: none")
     parser.add_argument("--ranks-per-machine", type=int, default=8, metavar="R", help="default 8")
     parser.add_argument("--tensors", type=int, default=500, metavar="T", help="tensors of the model; default 500")
+    parser.add_argument("--days", type=float, metavar="D", help="show the goodput of so many days instead")
+    parser.add_argument(
+        "--restart-s", type=float, default=600.0, metavar="S",
+        help="with --days: until a job that goes back to a checkpoint computes again; default 600",
+    )  # fmt: skip
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="with --days: of the events; default 0")
     add_json(parser)
     parser.set_defaults(handler=run)
 
@@ -55,6 +63,8 @@ def run(arguments: argparse.Namespace) -> int:
     cpu_machines = _numbers("--cpu-machines", arguments.cpu_machines) if arguments.cpu_machines else [0] * len(machines)
     if len(machines) != len(cpu_machines):
         raise UsageError(f"--machines has {len(machines)} numbers, --cpu-machines {len(cpu_machines)}")
+    if arguments.days is not None:
+        return _goodput(arguments, list(zip(machines, cpu_machines, strict=True)))
     rest = arguments.ranks_per_machine, arguments.tensors
     jobs = [SimulatedJob(n, k, *rest) for n, k in zip(machines, cpu_machines, strict=True)]
     reports = []
@@ -62,6 +72,22 @@ def run(arguments: argparse.Namespace) -> int:
         for number, job in enumerate(jobs):
             reports.append(ControlPlane(job).run(partial(_show, bar, job, number / len(jobs), 1 / len(jobs))))
     print(json.dumps([asdict(report) for report in reports]) if arguments.json else _as_text(reports))
+    return 0
+
+
+def _goodput(arguments: argparse.Namespace, sizes: Sequence[tuple[int, int]]) -> int:
+    from byteps_py.scheduler.goodput import MonthOptions, month_goodput
+
+    lines, found = [], []
+    for n, k in sizes:
+        options = MonthOptions(n, k, arguments.days, arguments.seed, restart_s=arguments.restart_s)
+        ours, other = month_goodput(options)
+        found.append({"options": asdict(options), "byteps": asdict(ours), "checkpoints": asdict(other)})
+        lines += [f"{n:,} GPU machines, {k:,} CPU machines: {ours.losses:,} losses in {arguments.days:g} days"]
+        for name, one in (("in place", ours), ("back to checkpoints", other)):
+            parts = ", ".join(f"{what} {share:.1%}" for what, share in one.lost.items() if share >= 0.0005)
+            lines.append(f"  {name:<20} goodput {one.share:6.1%}   {parts}")
+    print(json.dumps(found) if arguments.json else "\n".join(lines))
     return 0
 
 

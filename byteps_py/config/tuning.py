@@ -62,6 +62,16 @@ def control_pace(num_workers: int, num_servers: int) -> float:
     return max(1.0, (2 * num_workers + num_servers) / _MEMBERS_AT_FULL_RATE)
 
 
+def silence_s(interval_s: float, timeout_s: float, pace: float) -> float:
+    """The silence that proves death where heartbeats come every ``interval_s`` times ``pace``. What makes one late
+    takes as long in a large job, and some more for those of very many members.
+
+    >>> silence_s(0.2, 1.0, 1), round(silence_s(0.2, 1.0, 50), 1)
+    (1.0, 15.7)
+    """
+    return timeout_s + 1.5 * (pace - 1) * interval_s
+
+
 def report_pace(num_workers: int, num_servers: int) -> float:
     """The same of reports on links and ranks, which every other heartbeat has, and each one of a large job."""
     return max(1.0, control_pace(num_workers, num_servers) / 2)

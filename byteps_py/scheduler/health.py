@@ -24,8 +24,6 @@ from byteps_py.scheduler.stalls import Stall, StallWatch, StepSequences, stall_s
 from byteps_py.wording import count_text, ranks_text
 
 DOUBT_INTERVALS = 3
-#: Where heartbeats are sent less often, a silence that proves death is longer by so many times the difference.
-_LATER = 1.5
 _KEPT = 100  # how many pauses of the scheduler itself are remembered
 #: A member that takes less than this longer, for a step or an answer, may only have waited for a processor. Where there
 #: are more processes than processors, that happens to all members in turn.
@@ -127,8 +125,7 @@ class LivenessMonitor:
     def _detector(self, member: MemberRecord) -> FailureDetector:
         if member.detector is None:
             pace = tuning.control_pace(member.facts.num_workers, member.facts.num_servers)
-            # What makes a heartbeat late takes as long in a large job; some more for those of very many members.
-            floor_s = self._timeout_s + _LATER * (pace - 1) * self._interval_s
+            floor_s = tuning.silence_s(self._interval_s, self._timeout_s, pace)
             ceiling_s = self._ceiling_s if pace == 1 else max(self._ceiling_s, 2 * floor_s)
             member.detector = self.detector_class(self._interval_s * pace, floor_s, ceiling_s)
         member.detector.has_slow_link = tuning.is_slow(

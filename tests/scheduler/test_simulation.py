@@ -12,6 +12,7 @@ import pytest
 
 from byteps_py.cli.__main__ import main
 from byteps_py.errors import UsageError
+from byteps_py.scheduler.goodput import DAY_S, MonthOptions, month_goodput
 from byteps_py.scheduler.simulation import ControlPlane, SimulatedJob
 
 
@@ -61,9 +62,52 @@ def test_a_job_of_four_times_as_many_machines_costs_the_scheduler_four_times_as_
     assert large < 1.1 * 4 * small
 
 
+def quiet(**changes: float) -> MonthOptions:
+    """Nothing happens but what is asked for."""
+    never = {"lost_days": 1e9, "slow_link_days": 1e9, "slow_processor_days": 1e9}
+    return MonthOptions(100, **{**never, **changes})  # type: ignore[arg-type]
+
+
+def test_each_trouble_costs_what_it_takes() -> None:
+    calm, other = month_goodput(quiet())
+    assert (calm.share, calm.losses) == (1.0, 0)
+    assert other.share == pytest.approx(1.0, abs=1e-3)  # a checkpoint now and then
+    lost, other = month_goodput(quiet(lost_days=10.0))
+    assert lost.losses == pytest.approx(300, rel=0.2)
+    assert lost.lost["stopped"] == pytest.approx(lost.losses * (1 + 7) / (30 * DAY_S), rel=0.02)
+    assert lost.lost["repeated"] == pytest.approx(lost.losses * 5 / (30 * DAY_S), rel=0.2)  # half a step
+    assert other.lost["stopped"] == pytest.approx(other.losses * (1 + 600) / (30 * DAY_S), rel=0.1)
+    assert other.lost["checkpoints"] == pytest.approx(other.lost["repeated"], rel=0.2)  # as Young's interval makes it
+
+
+def test_shares_follow_slow_links_and_no_slow_processors() -> None:
+    ours, other = month_goodput(quiet(slow_link_days=100.0, exposed=0.5))
+    assert ours.lost["slowed down"] < 0.25 * other.lost["slowed down"]
+    ours, other = month_goodput(quiet(slow_processor_days=100.0))
+    assert ours.lost["slowed down"] == pytest.approx(other.lost["slowed down"], rel=1e-2)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_parts_of_a_month_add_up(seed: int) -> None:
+    for one in month_goodput(MonthOptions(500, 250, seed=seed)):
+        assert one.share + sum(one.lost.values()) == pytest.approx(1.0)
+    assert month_goodput(MonthOptions(500, seed=seed)) == month_goodput(MonthOptions(500, seed=seed))
+
+
+def test_the_command_shows_goodput(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--machines", "10,100", "--days", "30"]) == 0
+    text = capsys.readouterr().out
+    assert "100 GPU machines, 0 CPU machines: " in text
+    assert text.count("back to checkpoints") == 2
+    assert main(["simulate", "--machines", "10", "--days", "2", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert found["byteps"]["share"] >= found["checkpoints"]["share"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["--machines", "4", "--days", "0"], "days: 0.0: a number above 0 is needed"),
         (["--machines", "1"], "machines: 1, but at least 2 are needed"),
         (["--machines", "4", "--tensors", "0"], "tensors: 0, but at least 1 are needed"),
         (["--machines", "ten"], "--machines=ten: numbers with commas between them are needed, such as 10,100"),
