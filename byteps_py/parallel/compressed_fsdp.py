@@ -183,7 +183,8 @@ def compress_gradients(model: nn.Module, compression: Any) -> None:
         if _has_copies(module):
             raise UsageError(
                 f"compress_gradients: module {title!r} is sharded over a mesh with copies of its shards (HSDP), whose "
-                "sums over the copies FSDP2 makes itself, uncompressed. Use a mesh of one dimension, or leave it out"
+                "sums over the copies FSDP2 makes itself, uncompressed. Use a mesh of one dimension, or compress "
+                "the sums over copies, by ProcessGroupOptions of their group"
             )
     for title, module in modules:
         inner = cast(nn.Module, module)

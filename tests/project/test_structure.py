@@ -68,7 +68,7 @@ ROOMS = {
     "horovod": {"collectives", "operations", "compression", "timeline"},
     "gradients": {"collectives", "operations", "compression", "optim"},
     "optim": set(),
-    "process_group": {"collectives"},
+    "process_group": {"collectives", "compression"},
     "elastic": {"collectives", "operations", "horovod"},
     "run": {"collectives", "operations", "gradients", "elastic", "local"},
     "local": {"collectives", "operations", "gradients", "compression"},

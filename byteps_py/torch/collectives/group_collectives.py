@@ -21,6 +21,7 @@ import torch
 
 from byteps_py.session.peers import Span
 from byteps_py.system.log import logger
+from byteps_py.tensor_codec import Codec
 from byteps_py.tensors import DType, Op, Sizes
 from byteps_py.torch.collectives.all_reduce import AllReduce, GroupSum, shared_memory
 from byteps_py.torch.collectives.all_reduce.large import LargeSumQueue, QueuedAllReduce
@@ -34,6 +35,7 @@ from byteps_py.torch.collectives.members import Members
 from byteps_py.torch.collectives.peer_streams import Own, PeerStreams, PeerWork
 from byteps_py.torch.collectives.point_to_point import PointToPoint
 from byteps_py.torch.collectives.router import (
+    CODED,
     FIRST_OF_ITS_KIND,
     GROUP_MESSAGE_BYTES,
     MOST_CONNECTION_BYTES,
@@ -58,7 +60,8 @@ class Reduction:
 
     ``fold``: the function that combines two tensors, for an operation that the service does not know: members gather
     all tensors and combine them. ``view``: the dtype as which the service sees the memory. ``factor``: the factor of a
-    contribution. ``terms``: further facts on which members must agree.
+    contribution. ``terms``: further facts on which members must agree. ``codec``: the form in which it travels between
+    machines, through the service.
     """
 
     op: Op = Op.SUM
@@ -67,6 +70,7 @@ class Reduction:
     view: torch.dtype | None = None
     fold: Fold | None = None
     terms: str = ""
+    codec: Codec | None = None
 
     def prepare(self, tensor: torch.Tensor) -> torch.Tensor:
         """The contribution of ``tensor``, in the wire's dtype."""
@@ -208,18 +212,20 @@ class GroupCollectives:
             count, is_on_host = sum(tensor.numel() for tensor in contributions), all(t.is_cpu for t in contributions)
         else:
             count, is_on_host = first.numel(), first.is_cpu
-        key = how.op, how.average, how.terms, first.dtype, count, is_on_host, scatters
+        key = how.op, how.average, how.terms, how.codec, first.dtype, count, is_on_host, scatters
         found = self._kinds.get(key)
         if found is None:
             members = self._members.count
             shape = (members, count // members) if scatters else (count,)
             kind = OperationKind(
-                how.op, wire_dtype(first.dtype, None), shape, how.average, scatters=scatters, terms=how.terms
-            )
+                how.op, wire_dtype(first.dtype, None), shape, how.average, scatters=scatters, terms=how.terms,
+                codec=how.codec,
+            )  # fmt: skip
             nbytes = count * first.itemsize
             from_others = nbytes * (members - 1) // (members if scatters else 1)
             is_exact = first.is_floating_point() or not how.average
-            choice = self.router.sum(SumFacts(how.op, nbytes, from_others, is_exact, is_on_host))
+            facts = SumFacts(how.op, nbytes, from_others, is_exact, is_on_host)
+            choice = self.router.sum(facts) if how.codec is None else CODED
             logger.debug("%s: %s goes by %s", self._members.prefix, kind, choice)
             if len(self._kinds) >= _MOST_KINDS:
                 self._kinds.clear()

@@ -217,6 +217,8 @@ _DIRECT = RouteChoice(Route.DIRECT, "the sum is large: each member adds a share 
 _HIERARCHICAL = RouteChoice(Route.HIERARCHICAL, "the sum is large: each member adds a share of it")
 _COPIED = RouteChoice(Route.SERVICE, "the same bytes are for several members: the services send them once")
 _TO_PEERS = RouteChoice(Route.PEERS, "members reach each other directly")
+#: The choice for sums with a codec.
+CODED = RouteChoice(Route.SERVICE, "the sum is compressed between machines, by their services")
 #: The choice of GroupCollectives before members have agreed on a kind of operation.
 FIRST_OF_ITS_KIND = RouteChoice(Route.SERVICE, "the first of its kind: the service compares what members call")
 

@@ -30,6 +30,7 @@ from torch._C._dynamo import eval_frame
 
 from byteps_py.errors import MismatchError, StallError, UsageError
 from byteps_py.session.progress import Progress
+from byteps_py.tensor_codec import Codec
 from byteps_py.tensors import DType, Op
 from byteps_py.torch.collectives.completion import POOL
 
@@ -71,13 +72,15 @@ class OperationKind:
     root: int = -1
     scatters: bool = False
     terms: str = ""
+    codec: Codec | None = None
 
     def __str__(self) -> str:
         op = "average" if self.average else self.op.name.lower()
         op = f"scattered {op}" if self.scatters else op
         root = f" from rank {self.root}" if self.root >= 0 else ""
         terms = f" ({self.terms})" if self.terms else ""
-        return f"{op} of {self.dtype.name.lower()}{list(self.shape)}{root}{terms}"
+        coded = f", compressed to {self.codec}" if self.codec is not None else ""
+        return f"{op} of {self.dtype.name.lower()}{list(self.shape)}{root}{terms}{coded}"
 
 
 class Call(NamedTuple):

@@ -3,6 +3,6 @@
 Programs for torch.distributed then use the communication service: DistributedDataParallel, FSDP2, tensor, sequence and
 pipeline parallelism, DeviceMesh, distributed checkpoints.
 
-    byteps_process_group ┬ reduction_collectives ┬ group_base
+    byteps_process_group ┬ reduction_collectives ┬ group_base ─ options
                          └ transfer_collectives ─┘
 """

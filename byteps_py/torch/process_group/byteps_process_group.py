@@ -45,7 +45,7 @@ from byteps_py.torch.collectives.members import Members, prefix_of
 from byteps_py.torch.collectives.recording import recorded
 from byteps_py.torch.collectives.work import not_traced, timeout_s_of
 from byteps_py.torch.process_group.env_rendezvous import HOLDER
-from byteps_py.torch.process_group.group_base import Options
+from byteps_py.torch.process_group.options import ProcessGroupOptions
 from byteps_py.torch.process_group.reduction_collectives import ReductionCollectives
 from byteps_py.torch.process_group.transfer_collectives import TransferCollectives
 
@@ -200,7 +200,7 @@ class BytePSProcessGroup(ReductionCollectives, TransferCollectives):
         if self._members.position not in ranks:
             return None
         limit = timeout or getattr(opts, "_timeout", None) or timedelta(seconds=self._group_context.timeout_s)
-        options = opts if isinstance(opts, Backend.Options) else Options(limit)
+        options = opts if isinstance(opts, Backend.Options) else ProcessGroupOptions(limit)
         members = self._members.split(ranks, number)
         name = group_name or f"{self.group_name}:split:{number}"
         group = type(self)(members, PrefixStore(f"{name}/", self._store), limit.total_seconds(), options)
@@ -226,7 +226,7 @@ class BytePSProcessGroup(ReductionCollectives, TransferCollectives):
 
 
 def create(opts: Any, pg_options: Any = None) -> BytePSProcessGroup:
-    """Create a group. torch calls it on the group's members. pg_options: an Options.
+    """Create a group. torch calls it on the group's members. pg_options: ProcessGroupOptions.
 
     Raises ConfigurationError, RendezvousError, UnsupportedError for BYTEPS_NONFINITE=skip, and UsageError if the job
     differs from the world in size or ranks.
@@ -243,7 +243,7 @@ def create(opts: Any, pg_options: Any = None) -> BytePSProcessGroup:
     session = context.session if len(ranks) > 1 else SoloSession()
     members = Members(context, session, ranks, opts.group_rank, prefix_of(_worlds, opts.group_id, ranks))
     leave = (lambda: _leave(context)) if is_world else None
-    options = pg_options if isinstance(pg_options, Backend.Options) else Options(timeout)
+    options = pg_options if isinstance(pg_options, Backend.Options) else ProcessGroupOptions(timeout)
     return BytePSProcessGroup(members, opts.store, timeout.total_seconds(), options, leave)
 
 

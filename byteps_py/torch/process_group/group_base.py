@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -37,8 +37,7 @@ from byteps_py.torch.collectives.recording import GroupRecorder
 from byteps_py.torch.collectives.router import ConnectedMachines
 from byteps_py.torch.collectives.service_gathers import ServiceGathers
 from byteps_py.torch.collectives.work import Call, Work
-
-NAME = "byteps"
+from byteps_py.torch.process_group.options import NAME
 
 if TYPE_CHECKING:
     # torch's own annotations differ from what torch calls, and between its versions.
@@ -49,16 +48,6 @@ if TYPE_CHECKING:
 else:
     _Group = dist.ProcessGroup
 _DEVICES = ("cpu", "cuda")
-
-
-class Options(Backend.Options):
-    """Options of a group. timeout: of its operations, 30 minutes by default."""
-
-    def __init__(self, timeout: timedelta = timedelta(minutes=30)) -> None:
-        super().__init__(NAME, timeout)
-
-    def __deepcopy__(self, memo: object) -> Self:
-        return type(self)(self._timeout)
 
 
 class _DeviceTypes(list[torch.device]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -18,10 +19,12 @@ from byteps_py.torch.collectives.group_work import CombinedWork
 from byteps_py.torch.collectives.integer_averages import is_summed_wider, mean, summands
 from byteps_py.torch.collectives.tensor_bytes import check_writable
 from byteps_py.torch.collectives.work import Call, Work, timeout_s_of
+from byteps_py.torch.compression import Compressor, codec_for
 from byteps_py.torch.process_group.group_base import GroupBase, Tensors, assign, dense_tensors, only, reduction_of
 from byteps_py.torch.process_group.sparse_sum import SparseSum
 
 SUM = dist.ReduceOp.SUM
+_CODED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class ReductionCollectives(GroupBase):
@@ -113,6 +116,7 @@ class ReductionCollectives(GroupBase):
         if how.fold is not None:
             return self._fold(what, tensors, outputs, how, self._timeout_s(opts))
         self._input_check.check(what, tensors, how)
+        how = self._coded(how, tensors)
         is_awaited = not getattr(opts, "asyncOp", True)
         limit_s = self._timeout_s(opts)
         if not (how.average and is_summed_wider(tensors[0].dtype)):
@@ -136,9 +140,22 @@ class ReductionCollectives(GroupBase):
     def _with_finish(self, work: Work, call: Call, finish: Callable[[], None]) -> Work:
         return self._record(CombinedWork(self._group_context, call._replace(finish=finish), [work]))
 
+    def _coded(self, how: Reduction, tensors: Sequence[torch.Tensor]) -> Reduction:
+        """``how``, with the codec of the group's compression if such a sum has one: see ProcessGroupOptions."""
+        compression = getattr(self._options, "compression", Compressor)
+        dtype, session = tensors[0].dtype, self._members.session
+        if compression.codec is None or how.op is not Op.SUM or how.view is not None or dtype not in _CODED_DTYPES:
+            return how
+        first = session.rank - session.local_rank
+        if all(first <= rank < first + session.local_size for rank in self._members.ranks):
+            return how  # nothing travels between machines
+        nbytes = sum(tensor.nbytes for tensor in tensors)
+        codec = codec_for(compression, dtype, nbytes, self._members.prefix, self._members.context.settings)
+        return how if codec is None else replace(how, codec=codec)
+
     def _reduce_scatter(self, what: str, inputs: list[torch.Tensor], output: torch.Tensor, opts: Any) -> Work:
         how = self._reduction_of(opts, None, output.dtype)
-        if how.fold is not None:
+        if how.fold is not None or self._coded(how, inputs).codec is not None:  # members get the whole coded sum
             return self._reduce_uneven(
                 output, list(torch.cat([t.reshape(-1) for t in inputs]).chunk(self.size())), opts
             )

@@ -16,7 +16,7 @@ from support.clusters import ROOT
 
 import byteps_py.torch as bps
 from byteps_py import torch_backend
-from byteps_py.torch.process_group.group_base import Options
+from byteps_py.torch.process_group.options import ProcessGroupOptions
 
 PROGRAMS = ROOT / "tests" / "programs"
 ENTRY_POINTS = """\
@@ -84,7 +84,7 @@ def test_who_waits_for_too_long_says_for_whom() -> None:
 
 def test_a_world_of_one() -> None:
     torch_backend.register()
-    options = Options(timedelta(seconds=7))
+    options = ProcessGroupOptions(timedelta(seconds=7))
     dist.init_process_group("byteps", store=dist.HashStore(), rank=0, world_size=1, pg_options=options)
     try:
         tensor = torch.tensor([1.0, 2.0])

@@ -215,4 +215,5 @@ class ServiceAllReduce:
             group=self._members.spec_group,
             scatters=kind.scatters,
             terms=kind.terms,
+            codec=kind.codec,
         )
