@@ -20,6 +20,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from byteps_py.errors import UsageError
 from byteps_py.parallel import tensor
 from byteps_py.parallel.compressed import CompressedAverages, check_compression
+from byteps_py.parallel.compressed_fsdp import compress_gradients
 from byteps_py.parallel.gradient_scaling import decide_together
 from byteps_py.parallel.gradients import clip_grad_norm_, multiply_gradients
 from byteps_py.parallel.hosted import EqualCopies, MeshHosting, hosted_optimizer, whole_module
@@ -27,7 +28,7 @@ from byteps_py.parallel.mesh import Mesh
 from byteps_py.parallel.pipe.pipeline import Pipeline
 from byteps_py.parallel.pipe.step_data import LossFunction, cut
 from byteps_py.parallel.pipe.trees import flatten
-from byteps_py.torch.compression import Compression, CompressionArgument
+from byteps_py.torch.compression import Compression, CompressionArgument, compression_of
 from byteps_py.torch.gradients.hosted.optimizer import HostedOptimizerMixin
 from byteps_py.torch.gradients.hosted.restore import restore
 
@@ -59,9 +60,9 @@ class ParallelOptions:
         hosted: with "ddp", the communication services keep the optimizer's states, and make its steps, for the ranks
             of ``mesh.gradient_group``: True, "machine" or "sharded", see DistributedOptimizer. ``p.grad`` stays the
             gradient of this rank's copy of the model.
-        compression: with "ddp", how gradients travel between copies of the model: see DistributedOptimizer; with
-            ``hosted``, too. Checkpoints do not have the errors that machines keep for it, which
-            compression_state_dict saves.
+        compression: how gradients travel between copies of the model: with "ddp", see DistributedOptimizer, also with
+            ``hosted``; with "zero2" and "zero3", see ``fsdp.compress_gradients``. Checkpoints do not have the errors
+            that machines keep for it, which compression_state_dict saves.
         shadow: as ``hosted``, and summation servers on other machines keep the states in step: a restarted job goes on
             from ``training.restore()``, which needs the same mesh.
     """
@@ -117,7 +118,9 @@ def parallelize_model(
     tensor.parallelize(model, options.plan, mesh.group("tp"), sequence_dim=options.sequence_dim)
     copies, is_fully_sharded = mesh.gradient_group, options.data in _FULLY_SHARDED
     is_hosted = options.is_hosted
-    is_beside = is_hosted or options.is_compressed  # gradients of copies are summed beside the model
+    is_beside = is_hosted or (
+        options.is_compressed and not is_fully_sharded
+    )  # gradients of copies are summed beside the model
     module: Module = model
     if mesh.pp > 1:
         # If others than the pipeline sum gradients over copies, each copy of the model is a pipeline of its own.
@@ -127,6 +130,8 @@ def parallelize_model(
     if is_fully_sharded:
         for stage in module.stages.values() if isinstance(module, Pipeline) else [model]:
             _fully_shard(stage, mesh, options.data)
+            if options.is_compressed:
+                compress_gradients(stage, options.compression)
         decide_together(module.parameters(), [copies])
     elif is_beside:
         EqualCopies(module, copies).parameters()
@@ -141,7 +146,7 @@ def parallelize_model(
         how = MeshHosting(options.hosted, options.shadow, options.micro_batches, options.compression)
         own = hosted_optimizer(own, module, mesh, how)
     averages = None
-    if options.is_compressed and not is_hosted:
+    if is_beside and not is_hosted:
         averages = CompressedAverages(module, copies, options.compression, options.micro_batches)
     mean = _MeanLoss(loss, mesh, module.program.parts if isinstance(module, Pipeline) else 1)
     equal = EqualCopies(module, copies) if is_beside else None
@@ -162,11 +167,13 @@ def _check(mesh: Mesh, options: ParallelOptions) -> None:
             f"{asked} does not go together with data={options.data!r}, which keeps states on the "
             "ranks: hosted='sharded' divides them among the services of the same ranks, with data='ddp'"
         )
-    if options.is_compressed and options.data != "ddp":
+    if options.is_compressed and options.data in ("zero1", "hsdp"):
         raise UsageError(
-            f"compression does not go together with data={options.data!r}, whose states have owners that sum gradients "
-            "themselves: give data='ddp'"
+            f"compression does not go together with data={options.data!r}, of which torch sums gradients over copies "
+            "itself: give data='ddp', 'zero2' or 'zero3'"
         )
+    if options.is_compressed and options.data in _FULLY_SHARDED:
+        compression_of(options.compression)  # raises UsageError
     if mesh.sharding > 1 and options.data in _FULLY_SHARDED:
         raise UsageError(f"data={options.data!r} takes no mesh with sharding={mesh.sharding}: give the ranks to dp")
     if mesh.tp > 1 and not options.plan:

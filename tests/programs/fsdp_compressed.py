@@ -23,6 +23,7 @@ from support.coded_sums import CodedSums
 
 import byteps_py as bps
 from byteps_py.errors import NonFiniteError, UsageError
+from byteps_py.parallel.collectives import all_gather_single
 
 C = bps.Compression
 WIDTH = 37  # uneven shards, and pieces that begin within blocks
@@ -202,6 +203,74 @@ def check_gradients(model: nn.Module, expected: nn.Module) -> None:
         assert isinstance(mine.grad, DTensor)
         assert theirs.grad is not None
         assert torch.equal(mine.grad.full_tensor(), theirs.grad)
+
+
+class EmulatedReduceScatter:
+    """For a module that is not compressed: the sum with the codec, in each process. ``name``: of the module."""
+
+    def __init__(self, codec: Any, name: str, group: Sequence[int]) -> None:
+        sizes = [sum(rank // bps.local_size() == machine for rank in group) for machine in range(bps.cross_size())]
+        self._sums = CodedSums(codec, [size for size in sizes if size], name)
+
+    @staticmethod
+    def allocate(size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        count = group.size()
+        every = torch.empty(count * input_tensor.numel())
+        all_gather_single(every, input_tensor, group)
+        result = self._sums(list(every.chunk(count)), count)
+        output_tensor.copy_(result.chunk(count)[group.rank()])
+
+
+def parallelized(data: Any, **dimensions: int) -> None:
+    """parallelize_model, beside the same without compression whose reduce-scatters are emulated."""
+    compression, gradients = CODECS["int8_ef"], []
+    mesh = bps.parallel.Mesh(**dimensions)
+    loss = torch.nn.functional.mse_loss
+    for is_emulated in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)))
+        options = bps.parallel.ParallelOptions(
+            data=data, micro_batches=2, compression=C.none if is_emulated else compression
+        )
+        training = bps.parallel.parallelize_model(
+            model, mesh, loss, functools.partial(torch.optim.SGD, lr=0.1), options
+        )
+        if is_emulated:
+            group = dist.get_process_group_ranks(mesh.gradient_group)
+            for module in training.local_module.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_custom_reduce_scatter(EmulatedReduceScatter(compression.codec, "", group))  # type: ignore[arg-type]
+        for step in range(3):
+            generator = torch.Generator().manual_seed(
+                100 * step + bps.rank() // (bps.size() // dist.get_world_size(mesh.gradient_group))
+            )
+            inputs, targets = (torch.randn(8, WIDTH, generator=generator) for _ in range(2))
+            training.step(inputs, targets)
+            gradients.append([param.grad.to_local().clone() for param in training.local_module.parameters()])  # type: ignore[union-attr]
+    for found, due in zip(gradients[:3], gradients[3:], strict=True):
+        for mine, theirs in zip(found, due, strict=True):
+            assert torch.equal(mine, theirs)
+
+
+@case
+def parallelize_zero3() -> None:
+    parallelized("zero3")
+
+
+@case
+def parallelize_zero2() -> None:
+    parallelized("zero2")
+
+
+@case
+def parallelize_a_pipeline() -> None:
+    if bps.size() >= 4:
+        parallelized("zero3", pp=2)
 
 
 @case

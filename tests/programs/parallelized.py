@@ -163,7 +163,7 @@ def check_refusals(mesh: Mesh) -> None:
             parallelize_model(model, mesh, nn.functional.mse_loss, torch.optim.SGD, given)
 
     int8 = bps.Compression.int8
-    refused("compression does not go together with data='zero2'", data="zero2", compression=int8)
+    refused("compression does not go together with data='zero1'", data="zero1", compression=int8)
     if mesh.tp == 1:
         top = bps.Compression.topk(0.1)
         refused("compression topk .* with a hosted optimizer needs hosted='machine'", hosted=True, compression=top)
