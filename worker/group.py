@@ -46,9 +46,10 @@ from byteps_py.worker.core.scatter import Scatter
 from byteps_py.worker.core.tensor import AskSum, Part, SumRequest, Tensor
 from byteps_py.worker.core.topology import Topology
 from byteps_py.worker.io.executor import Executor
-from byteps_py.worker.io.network import Network, silence_s
+from byteps_py.worker.io.network import Network
 from byteps_py.worker.io.peers import PeerMachines
 from byteps_py.worker.io.piece_executor import Cores
+from byteps_py.worker.io.server_links import silence_s
 from byteps_py.worker.io.slot_memory import SlotMemory
 from byteps_py.worker.ranks.join_handler import JoinHandler
 from byteps_py.worker.ranks.rank_server import RankServer

@@ -29,9 +29,9 @@ from byteps_py.worker.core.deadlines import FailureSuspicions, StallDeadline, St
 from byteps_py.worker.core.pieces import PieceRequest, Receipt
 from byteps_py.worker.core.tensor import SumRequest
 from byteps_py.worker.group import Group, GroupServices
-from byteps_py.worker.io.network import silence_s
 from byteps_py.worker.io.peers import PeerMachines
 from byteps_py.worker.io.probe import Probe
+from byteps_py.worker.io.server_links import silence_s
 from byteps_py.worker.ranks.rank_server import RankServer
 from byteps_py.worker.scheduler_messages import BatchingLink, Rejoining, heartbeat
 from byteps_py.worker.shutdown_drain import ShutdownDrain

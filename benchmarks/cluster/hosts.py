@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 _PREFIX, _PREFIX_V6 = "10.89.0", "fd89:"
+_CARDS_PREFIX = "10.89"
 #: Linux's usual algorithm, whatever this machine uses. With BBR, flows that share links in both directions take long to
 #: find their shares, and the results scatter by a tenth.
 _CONGESTION_CONTROL = "cubic"
@@ -263,6 +264,31 @@ def _remove(hosts: Sequence[Host], bridge: str) -> None:
         _try("ip", "link", "del", host.outside)
         _try("ip", "netns", "del", host.name)
     _try("ip", "link", "del", bridge)
+
+
+@contextlib.contextmanager
+def second_cards(hosts: Sequence[Host]) -> Iterator[list[str]]:
+    """Each of ``hosts`` has one more link, as fast, in a network of their own. Yields their addresses there."""
+    owner = os.getpid()
+    bridge, addresses = f"bps{owner}b1", [f"{_CARDS_PREFIX}.1.{10 + host.index}" for host in hosts]
+    names = [(f"bps{owner}n{100 + host.index}", f"bps{owner}l{100 + host.index}") for host in hosts]
+    try:
+        _run("ip", "link", "add", bridge, "type", "bridge")
+        _run("ip", "link", "set", bridge, "up")
+        for host, address, (inside, outside) in zip(hosts, addresses, names, strict=True):
+            _run("ip", "link", "add", inside, "type", "veth", "peer", "name", outside)
+            _run("ip", "link", "set", inside, "netns", host.name)
+            _run("ip", "link", "set", outside, "master", bridge)
+            _run("ip", "link", "set", outside, "up")
+            _run("ip", "-n", host.name, "addr", "add", f"{address}/24", "dev", inside)
+            _run("ip", "-n", host.name, "link", "set", inside, "up")
+            _shape(inside, host.rate_mbit, 0.0, host)
+            _shape(outside, host.rate_mbit)
+        yield addresses
+    finally:
+        for _, outside in names:
+            _try("ip", "link", "del", outside)
+        _try("ip", "link", "del", bridge)
 
 
 @contextlib.contextmanager

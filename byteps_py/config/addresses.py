@@ -80,6 +80,19 @@ def is_ipv6(host: str) -> bool:
     return True
 
 
+def is_numeric(host: str) -> bool:
+    """True for an address of IPv4 or IPv6.
+
+    >>> is_numeric("10.0.0.1"), is_numeric("fd00::1"), is_numeric("eth0")
+    (True, True, False)
+    """
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
 def is_link_local(host: str) -> bool:
     """True for an address that means another machine on each link: fe80::1, with or without an interface.
 

@@ -56,6 +56,7 @@ class Settings:
     machine_id: str = ""
     node_host: str = ""
     interface: str = ""
+    interfaces: str = ""
     job_id: str = ""
     socket_name: str = ""
     secret: str = field(default="", repr=False)

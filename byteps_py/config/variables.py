@@ -27,6 +27,8 @@ _MAX_PATH_BYTES = 4095  # PATH_MAX without its null byte
 _MAX_PART_BYTES = 255  # NAME_MAX
 #: The limit of connections between two ranks.
 MOST_CONNECTIONS = 32
+#: The limit of interfaces of a machine that carry tensors at the same time.
+MOST_RAILS = 8
 _MAX_COUNT = 1 << 62  # fits in 64 bits, and in a float
 
 #: Python encodes a host's name as IDNA, which raises UnicodeError for empty labels and for those above 63.
@@ -80,6 +82,11 @@ def _is_interface(text: str) -> bool:
     )
 
 
+def _are_interfaces(text: str) -> bool:
+    entries = [entry.strip() for entry in text.split(",")]
+    return len(entries) <= MOST_RAILS and all(entry and (is_host(entry) or _is_interface(entry)) for entry in entries)
+
+
 def _is_socket_name(text: str) -> bool:
     return _size(text) <= MAX_SOCKET_NAME_BYTES and text.isprintable()
 
@@ -110,6 +117,10 @@ VALIDATORS: dict[str, Validator] = {
     "node_host": _HOST,
     "interface": Validator(
         f"the name of a network interface: at most {_MAX_INTERFACE_BYTES} bytes, no space, no '/'", _is_interface
+    ),
+    "interfaces": Validator(
+        f"1 to {MOST_RAILS} names of network interfaces, first letters of these, or addresses, with commas in between",
+        _are_interfaces,
     ),
     "machine_id": _IDENTIFIER,
     "job_id": Validator(f"{_IDENTIFIER.takes}; so does a launcher's name for the job", _is_identifier),
@@ -231,6 +242,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("machine_id", ("BYTEPS_MACHINE_ID",), str, "name of this machine, the same in all its processes; default: boot id and network namespace"),
     Variable("node_host", ("DMLC_NODE_HOST",), str, "address this process offers to others"),
     Variable("interface", ("DMLC_INTERFACE",), str, "network interface whose address this process offers"),
+    Variable("interfaces", ("BYTEPS_INTERFACES",), str, "network interfaces that carry tensors between machines, at the same time: names, the first letters of names, or addresses, with commas; the address of the first is the one this process offers", detail="See [several network cards](../howto/several-machines.md#several-network-cards)."),
     Variable("job_id", ("BYTEPS_JOB_ID",), str, "name of the job, which tells jobs on one machine apart; default: the scheduler's address"),
     Variable("socket_name", ("BYTEPS_SOCKET_NAME",), str, "local socket of this machine's communication service; set by bpslaunch"),
     Variable("secret", ("BYTEPS_SECRET",), str, "cluster secret, at least 16 bytes; required to listen beyond loopback"),

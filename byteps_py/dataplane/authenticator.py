@@ -20,7 +20,7 @@ import functools
 import hmac
 import os
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import zmq
 
@@ -57,17 +57,17 @@ def seed_routing_ids() -> None:
 
 
 class Authenticator:
-    """Decides which callers may connect to the sockets of ``context`` that ``guard`` prepared. ``address()``: the
+    """Decides which callers may connect to the sockets of ``context`` that ``guard`` prepared. ``addresses()``: the
     listener's; ``on_refused(ip)``: a caller was refused."""
 
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         settings: Settings,
-        address: Callable[[], str],
+        addresses: Callable[[], Sequence[str]],
         on_refused: Callable[[str], None],
     ) -> None:
-        self._address = address
+        self._addresses = addresses
         self._settings = settings
         self._on_refused = on_refused
         self._used: OrderedDict[bytes, None] = OrderedDict()  # nonces, the oldest first
@@ -103,7 +103,8 @@ class Authenticator:
         """True for a password that ``show_password`` made, the first time."""
         if len(nonce) != 2 * _NONCE_BYTES or not nonce.isalnum() or nonce in self._used:
             return False
-        if not hmac.compare_digest(password, _password(self._settings, self._address(), nonce) or b"-"):
+        dues = [_password(self._settings, address, nonce) or b"-" for address in self._addresses()]
+        if not any(hmac.compare_digest(password, due) for due in dues):
             return False
         self._used[nonce] = None
         if len(self._used) > _MOST_USED:

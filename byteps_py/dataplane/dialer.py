@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from byteps_py.config.addresses import is_ipv6, place_of
+from byteps_py.config.addresses import bracketed, is_ipv6, place_of
 from byteps_py.config.settings import Settings
+from byteps_py.config.variables import MOST_RAILS
 from byteps_py.dataplane.authenticator import show_password
-from byteps_py.dataplane.handshake import WRONG, CallerHandshake
+from byteps_py.dataplane.handshake import WRONG, CallerHandshake, bound_to
 from byteps_py.dataplane.link_usage import descriptor_of
 from byteps_py.dataplane.long_links import tune_descriptor
 from byteps_py.dataplane.seal import DamagedError, Data, Seal
@@ -67,6 +69,9 @@ def silence_options(settings: Settings) -> dict[int, int]:
 class Owner:
     """The callbacks of a Dialer. The loop's thread calls them; an exception in one ends the loop."""
 
+    def on_addresses(self, addresses: Sequence[str]) -> None:
+        """The other end listens at these as well. Called before ``on_open``, if there are any."""
+
     def on_open(self) -> None:
         """The connection is open, for the first time or again. Both ends have authenticated each other."""
 
@@ -86,12 +91,15 @@ class Owner:
 @dataclass(frozen=True, slots=True)
 class DialTarget:
     """The other end: its address, and ``who`` it is, for messages. ``group``: the group of ranks to which both belong
-    (see listener.py; 0: there is none yet). ``is_slow``: of the link (tuning.py)."""
+    (see listener.py; 0: there is none yet). ``is_slow``: of the link (tuning.py). ``rail``: which of the connections of
+    a machine to it; ``source``: the own address that it comes from, empty: the system's choice."""
 
     address: str
     who: str
     group: int = 0
     is_slow: bool = False
+    rail: int = 0
+    source: str = ""
 
 
 class Dialer:
@@ -108,7 +116,7 @@ class Dialer:
     ) -> None:
         self._context = context
         self._loop = loop
-        self._address = target.address
+        self._address, self._rail, self._source = target.address, target.rail, target.source
         self._sender = sender
         self._settings = settings
         self._owner = owner
@@ -162,7 +170,8 @@ class Dialer:
     def _connect(self) -> None:
         if self._is_closed:
             return
-        self._caller = CallerHandshake(self._settings, self._sender, self._address, self._group)
+        bound = bound_to(self._address, self._rail)
+        self._caller = CallerHandshake(self._settings, self._sender, bound, self._group)
         self._sealing = self._opening = None
         socket = self._socket = self._context.socket(zmq.DEALER)
         options = {
@@ -182,7 +191,8 @@ class Dialer:
         show_password(socket, self._settings, self._address)
         self._monitor = socket.get_monitor_socket(_EVENTS)
         try:
-            socket.connect(self._address)
+            there = self._address.removeprefix("tcp://")
+            socket.connect(f"tcp://{bracketed(self._source)}:0;{there}" if self._source else self._address)
         except zmq.ZMQError as error:
             self._hang_up()
             raise ProtocolError(f"{self._who} can't be reached at {self._address[:80]!r}: {error}") from error
@@ -274,6 +284,7 @@ class Dialer:
                 proof = self._prove(_said(frames, Kind.CHALLENGE))
             else:
                 proof = _said(frames, Kind.WELCOME, self._opening)
+                _check_addresses(proof)
                 self._is_welcome, self.descriptor = True, descriptor_of(frames[0])
         except ProtocolError as error:
             self._refused(str(error))
@@ -281,6 +292,8 @@ class Dialer:
         if self._is_welcome:
             tune_descriptor(self.descriptor, self._settings)
             self._failures = self._refusals = 0
+            if proof:
+                self._owner.on_addresses(proof.decode().split("\n"))
             self._owner.on_open()
         else:
             self._say(Kind.PROOF, proof)
@@ -289,7 +302,8 @@ class Dialer:
         """Send a part of the handshake. Never waits. If the connection has ended, the monitor is about to report it."""
         if self._socket is not None:
             with contextlib.suppress(zmq.Again):
-                self._socket.send_multipart([Header(kind, self._sender, self._group).pack(), text], _NOW)
+                header = Header(kind, self._sender, self._group, index=self._rail)
+                self._socket.send_multipart([header.pack(), text], _NOW)
 
     def _prove(self, challenge: bytes) -> bytes:
         """The proof to send. Raises ProtocolError if the listener does not know the secret."""
@@ -305,6 +319,18 @@ class Dialer:
             self._again()
         if self._refusals >= _MOST_REFUSALS:
             self._owner.on_refused(ProtocolError(f"{self._who} {why}"))
+
+
+def _check_addresses(text: bytes) -> None:
+    """Raises ProtocolError for what is no list of other addresses in a WELCOME."""
+    try:
+        addresses = text.decode().split("\n") if text else []
+        for address in addresses:
+            place_of(address.removeprefix("tcp://"))
+    except ValueError:
+        raise ProtocolError("sent a WELCOME with something else than addresses") from None
+    if len(addresses) >= MOST_RAILS:
+        raise ProtocolError(f"sent a WELCOME with {len(addresses)} further addresses; {MOST_RAILS - 1} are allowed")
 
 
 @functools.lru_cache(1024)  # the answer for a name may take the time of a question to a name server

@@ -70,6 +70,11 @@ def _digest_key(membership_key: bytes, listener_public: bytes) -> bytes:
     return _derive(listener_public, _proof_key(membership_key), b"digests")
 
 
+def bound_to(address: str, rail: int) -> str:
+    """A text that both proofs cover beside the secret: a proof for one rail is worth nothing as another."""
+    return f"{address} rail {rail}" if rail else address
+
+
 class KeyPair:
     """A key pair for one exchange, or for all exchanges of one process. The private key is never stored or sent."""
 

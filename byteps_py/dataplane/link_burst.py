@@ -19,7 +19,7 @@ Owned by the loop's thread. It ends after a few seconds at most.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
 
@@ -28,8 +28,10 @@ import zmq
 from byteps_py.config.settings import Settings
 from byteps_py.dataplane.dialer import Dialer, DialTarget, Owner
 from byteps_py.dataplane.link_rate import InterfaceCounters, open_interface_counters
+from byteps_py.dataplane.rails import Rail, rails_between
 from byteps_py.errors import ProtocolError
 from byteps_py.proto import control_pb2 as pb
+from byteps_py.system import machine
 from byteps_py.system.log import logger
 from byteps_py.system.loop import EventLoop
 from byteps_py.wire.data_link import READER, Header, Kind
@@ -73,6 +75,9 @@ class BurstTarget:
         return min(_MOST_FIRST_S, max(_FIRST_S, saved_s))
 
 
+Place = tuple[zmq.Context[zmq.Socket[bytes]], EventLoop, Settings]
+
+
 class LinkBurst:
     """``on_result(mbit)`` is called once: what the link carried in the slower direction; 0 if no service answered.
 
@@ -100,8 +105,8 @@ class LinkBurst:
         self._each = max(2, math.ceil(in_flight / len(self._chunk)))
         self._waiting = count  # connections that are not open yet
         self._connections = [
-            _FillerConnection(self, self._context, loop, settings, address)
-            for address in islice(cycle(target.addresses), count)
+            _FillerConnection(self, (self._context, loop, settings), address, number)
+            for number, address in enumerate(islice(cycle(target.addresses), count))
         ]
         self._loop.call_later(_OPEN_S if count else 0.0, self._begin)
         self._loop.call_later(_LIMIT_S, self.close)
@@ -193,25 +198,35 @@ class LinkBurst:
 
 
 class _FillerConnection(Owner):
-    """To one service, which knows it as that of a reader: the job's own connections stay as they are."""
+    """To one service, which knows it as that of a reader: the job's own connections stay as they are. Of several
+    ``number``s, each goes over another network card, where there are several."""
 
-    def __init__(
-        self,
-        burst: LinkBurst,
-        context: zmq.Context[zmq.Socket[bytes]],
-        loop: EventLoop,
-        settings: Settings,
-        address: str,
-    ) -> None:
-        self._burst = burst
-        there = DialTarget(address, f"the service at {address}")
-        self.dialer = Dialer(context, loop, there, READER, settings, self)
+    def __init__(self, burst: LinkBurst, place: Place, address: str, number: int) -> None:
+        self._burst, self._place, self._number = burst, place, number
+        self._own_hosts, self._addresses = machine.rails(place[-1]), [address]
+        self._is_moved = False
+        self.dialer = self._dial(Rail(0, self._own_hosts[0] if self._own_hosts else "", address))
+
+    def _dial(self, rail: Rail) -> Dialer:
+        context, loop, settings = self._place
+        there = DialTarget(rail.there, f"the service at {rail.there}", rail=rail.number, source=rail.own)
+        return Dialer(context, loop, there, READER, settings, self)
 
     def send(self, chunk: bytes) -> None:
         if self.dialer.is_open:
             self.dialer.send(Header(Kind.PROBE, READER, length=len(chunk)), chunk)
 
+    def on_addresses(self, addresses: Sequence[str]) -> None:
+        self._addresses += addresses
+
     def on_open(self) -> None:
+        rails = rails_between(self._own_hosts, self._addresses)
+        rail = rails[self._number % len(rails)]
+        if rail.number and not self._is_moved:
+            self._is_moved = True
+            self.dialer.close()
+            self.dialer = self._dial(rail)
+            return
         self._burst.opened()
 
     def on_message(self, header: Header, payload: zmq.Frame) -> None:

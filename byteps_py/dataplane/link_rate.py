@@ -31,22 +31,23 @@ Sample = tuple[int, float]  # bytes, and bytes per second
 
 
 class InterfaceCounters:
-    """The bytes that a network interface has sent and received. ``folder``: of its statistics. Raises OSError if the
-    system does not count them."""
+    """The bytes that network interfaces have sent and received, together. ``folders``: of their statistics. Raises
+    OSError if the system does not count them."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, *folders: Path) -> None:
         self._files: list[int] = []
         try:
             for name in ("tx_bytes", "rx_bytes"):
-                self._files.append(os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC))
+                self._files += [os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC) for folder in folders]
         except OSError:
             self.close()
             raise
 
     def read(self) -> tuple[int, int]:
         """(sent, received)"""
-        sent, received = (int(os.pread(file, 32, 0)) for file in self._files)
-        return sent, received
+        counts = [int(os.pread(file, 32, 0)) for file in self._files]
+        half = len(counts) // 2
+        return sum(counts[:half]), sum(counts[half:])
 
     def close(self) -> None:
         for file in self._files:
@@ -128,10 +129,11 @@ def median_rate(samples: Sequence[Sample]) -> float:
 
 
 def open_interface_counters(settings: Settings) -> InterfaceCounters | None:
-    """Those of the link under whose address this machine is known. None: it has none, or the system does not count."""
+    """Those of the links whose addresses this machine offers. None: it has none, or the system does not count."""
     with contextlib.suppress(OSError):
-        name = machine.interface_of(machine.bindable_host(settings))
-        return InterfaceCounters(Path("/sys/class/net", name, "statistics")) if name else None
+        hosts = machine.rails(settings) or [machine.bindable_host(settings)]
+        names = {name: None for host in hosts if (name := machine.interface_of(host))}
+        return InterfaceCounters(*(Path("/sys/class/net", name, "statistics") for name in names)) if names else None
     return None
 
 

@@ -39,6 +39,9 @@ class TcpCounters(NamedTuple):
     unread_s: float
 
 
+_NOTHING = TcpCounters(0, 0.0, 0.0)
+
+
 def descriptor_of(frame: zmq.Frame) -> int:
     """The descriptor of the connection on which ``frame`` arrived; -1 if that was no socket."""
     try:
@@ -73,28 +76,31 @@ class UsageMeter:
     def __init__(self, every_s: float = 0.4, clock: Callable[[], float] = time.monotonic) -> None:
         self._every_s, self._clock = every_s, clock
         self._reported_s = clock()
-        self._before: dict[int, tuple[int, TcpCounters]] = {}  # by peer: descriptor, and its counters
+        self._before: dict[int, dict[int, TcpCounters]] = {}  # by peer and descriptor
 
     def report(self, connections: Iterable[tuple[int, int]]) -> list[pb.LinkUsage]:
-        """``connections``: (peer, descriptor of the connection to it). Peers to which nothing was sent are left out,
-        and if there are very many those that were sent least. Empty if the last report was just now."""
+        """``connections``: (peer, descriptor of a connection to it). Several to one peer, over several network cards,
+        are busy at the same time. Peers to which nothing was sent are left out, and if there are very many those that
+        were sent least. Empty if the last report was just now."""
         from byteps_py.proto import control_pb2 as pb  # ranks count as well, and need no messages of the scheduler
 
         now_s = self._clock()
         if now_s - self._reported_s < self._every_s:
             return []
         self._reported_s = now_s
-        before, self._before, found = self._before, {}, []
+        before, self._before, found = self._before, {}, dict[int, pb.LinkUsage]()
         for peer, descriptor in connections:
             now = tcp_counters(descriptor)
             if now is None:
                 continue
-            known, then = before.get(peer, (descriptor, now))  # what it sent before is not recent
-            if known != descriptor or now.acked < then.acked:
-                then = TcpCounters(0, 0.0, 0.0)
-            self._before[peer] = descriptor, now
+            # What was sent to a peer before it was looked at first is not recent; what a new connection has sent, is.
+            then = before[peer].get(descriptor, _NOTHING) if peer in before else now
+            if now.acked < then.acked:
+                then = _NOTHING
+            self._before.setdefault(peer, {})[descriptor] = now
             if now.acked > then.acked:
-                usage = pb.LinkUsage(peer=peer, bytes=now.acked - then.acked)
-                usage.busy_s, usage.unread_s = now.busy_s - then.busy_s, now.unread_s - then.unread_s
-                found.append(usage)
-        return heapq.nlargest(_MOST_PEERS, found, key=lambda usage: usage.bytes)
+                usage = found.setdefault(peer, pb.LinkUsage(peer=peer))
+                usage.bytes += now.acked - then.acked
+                usage.busy_s = max(usage.busy_s, now.busy_s - then.busy_s)
+                usage.unread_s = max(usage.unread_s, now.unread_s - then.unread_s)
+        return heapq.nlargest(_MOST_PEERS, found.values(), key=lambda usage: usage.bytes)

@@ -6,6 +6,10 @@ Nothing that a peer sends ends the process: messages that can't be understood ar
 A machine is known by its index in a group of ranks; the group is named by the epoch that it began with. In an elastic
 job one group follows another, and the machines of each have new indices: a machine that wakes up in a group that is
 over must not be taken for another one. A reader (see READER_KINDS) is no machine: there may be several.
+
+A machine may have several network interfaces. The listener then listens at an address of each, and its WELCOME names
+the others; a caller makes one connection for each, its *rails* (worker/io/railed_link.py). Rail 0 is at the address
+that everybody knows, and gets what is no answer.
 """
 
 from __future__ import annotations
@@ -21,9 +25,10 @@ from zmq.utils.monitor import recv_monitor_message
 
 from byteps_py.config.addresses import bracketed, is_ipv6, joined
 from byteps_py.config.settings import Settings
+from byteps_py.config.variables import MOST_RAILS
 from byteps_py.dataplane.authenticator import Authenticator, seed_routing_ids
 from byteps_py.dataplane.dialer import silence_options
-from byteps_py.dataplane.handshake import WRONG, Challenge, ListenerHandshake
+from byteps_py.dataplane.handshake import WRONG, Challenge, ListenerHandshake, bound_to
 from byteps_py.dataplane.link_usage import UsageMeter
 from byteps_py.dataplane.long_links import tune_descriptor
 from byteps_py.dataplane.seal import DamagedError, Seal
@@ -33,7 +38,7 @@ from byteps_py.proto import control_pb2 as pb
 from byteps_py.security.unauthenticated_connections import PATIENCE_S, UnauthenticatedConnections
 from byteps_py.system.log import logger
 from byteps_py.system.loop import EventLoop
-from byteps_py.system.machine import resolved
+from byteps_py.system.machine import rails, resolved
 from byteps_py.tensor_codec import MAX_BLOCK_BYTES
 from byteps_py.wire.data_link import READER, READER_KINDS, Header, Kind
 
@@ -50,14 +55,17 @@ _STRANGER_REFUSALS_PER_S = 100
 _MOST_CHALLENGES = 256
 #: Of how many disconnected peers late messages are dropped without a log line.
 _REMEMBERED = 256
+#: How many ports are tried, to find one that is free at all addresses.
+_MOST_PORTS = 20
 #: Damaged messages in a row after which a connection is cut. On the next one the peer sends everything again.
 _MOST_DAMAGED = 16
 
 
 class Peer(ABC):
-    """One connection of a CS. ``machine``: its index, proven by its HELLO."""
+    """One connection of a CS. ``machine``: its index, proven by its HELLO. ``rail``: which of that machine's."""
 
     machine: int
+    rail = 0
 
     @abstractmethod
     def answer(self, header: Header, result: zmq.Frame | None, digest: bytes = b"") -> None:
@@ -135,43 +143,61 @@ class DataListener:
         self._on_message = on_message
         self._on_gone = on_gone
         self._peers: dict[bytes, RemotePeer] = {}
-        self._by_machine: dict[int, RemotePeer] = {}  # its latest connection
+        self._by_rail: dict[tuple[int, int], RemotePeer] = {}  # by machine and rail: its latest connection
         self._usage = UsageMeter()
         self._handshake = ListenerHandshake(settings)
         #: Makes the digest of a payload that many peers get. Any thread.
         self.digest = self._handshake.digest
-        self._challenges: dict[bytes, tuple[int, Challenge]] = {}
+        self._challenges: dict[bytes, tuple[int, Challenge, int]] = {}  # number, challenge, rail
         self._numbers = itertools.count()
         self._departed: deque[bytes] = deque(maxlen=_REMEMBERED)  # identities
         # Probes wait until this process has loaded its kernels: else they would measure the processor, not the link.
         self._held_probes: list[tuple[RemotePeer, Header, zmq.Frame]] | None = []
         self._refusals = Limiter(_STRANGER_REFUSALS_PER_S)
+        #: Of rail 0.
         self.address = ""
+        self._more_addresses: list[str] = []  # of the others
         self._context = zmq.Context(io_threads=2)
-        self._authenticator = Authenticator(self._context, settings, lambda: self.address, self._on_unauthenticated)
+        self._authenticator = Authenticator(self._context, settings, lambda: self.addresses, self._on_unauthenticated)
         seed_routing_ids()
         self.socket = self._context.socket(zmq.ROUTER)
         self._authenticator.guard(self.socket)
-        at = resolved(host)
-        self._configure(is_ipv6(at))
+        self._configure()
         self.monitor = self.socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._connected: set[int] = set()  # descriptors
         self._readers: dict[int, bytes] = {}  # identities by descriptor
         self._strangers = UnauthenticatedConnections()
-        try:
-            port = self._strangers.port = self.socket.bind_to_random_port(f"tcp://{bracketed(at)}")
-        except zmq.ZMQError as error:
-            self.close()
-            raise ConfigurationError(
-                f"this process can't listen at {host}: {zmq.strerror(error.errno or 0)}. DMLC_NODE_HOST, or else "
-                "DMLC_INTERFACE, must name an address of this machine"
-            ) from error
-        self.address = f"tcp://{joined(host, port)}"
+        self._listen([host, *rails(settings)[1:]])
 
-    def _configure(self, is_v6: bool) -> None:
+    def _listen(self, hosts: list[str]) -> None:
+        """At one port of all ``hosts``. Raises ConfigurationError."""
+        for left in reversed(range(_MOST_PORTS)):
+            bound: list[str] = []
+            try:
+                for host in hosts:
+                    at = resolved(host)
+                    self.socket.setsockopt(zmq.IPV6, is_ipv6(at))  # with it, sockets of IPv4 are of IPv6 as well
+                    if not bound:
+                        self._strangers.port = self.socket.bind_to_random_port(f"tcp://{bracketed(at)}")
+                    else:
+                        self.socket.bind(f"tcp://{joined(at, self._strangers.port)}")
+                    bound.append(f"tcp://{joined(at, self._strangers.port)}")
+            except zmq.ZMQError as error:
+                if left and bound and error.errno == errno.EADDRINUSE:  # another program has the port at one of them
+                    for endpoint in bound:
+                        self.socket.unbind(endpoint)
+                    continue
+                self.close()
+                raise ConfigurationError(
+                    f"this process can't listen at {host}: {zmq.strerror(error.errno or 0)}. DMLC_NODE_HOST, or else "
+                    "DMLC_INTERFACE or BYTEPS_INTERFACES, must name an address of this machine"
+                ) from error
+            break
+        self.address, *self._more_addresses = (f"tcp://{joined(host, self._strangers.port)}" for host in hosts)
+
+    def _configure(self) -> None:
         options = {
             zmq.LINGER: 0,
-            zmq.IPV6: is_v6,  # with it, ZeroMQ makes sockets of IPv6 also for addresses of IPv4
             zmq.ROUTER_MANDATORY: 1,  # a message to a disconnected peer is an error
             zmq.MAXMSGSIZE: max(self._settings.max_partition_bytes, MAX_BLOCK_BYTES) + _SLACK_BYTES,
             zmq.HANDSHAKE_IVL: int(PATIENCE_S * 1000),
@@ -196,13 +222,18 @@ class DataListener:
             loop.remove(socket)
 
     def peer_of(self, machine: int) -> Peer | None:
-        """The latest connection of a machine; None if it has none."""
-        peer = self._by_machine.get(machine)
+        """The latest connection of a machine on rail 0; None if it has none."""
+        peer = self._by_rail.get((machine, 0))
         return peer if peer is not None and peer.identity in self._peers else None
 
     def link_usage(self) -> list[pb.LinkUsage]:
         """The bytes sent to each machine since the last call: see UsageMeter."""
-        return self._usage.report((machine, peer.descriptor) for machine, peer in self._by_machine.items())
+        return self._usage.report((machine, peer.descriptor) for (machine, _), peer in self._by_rail.items())
+
+    @property
+    def addresses(self) -> list[str]:
+        """Of all rails."""
+        return [self.address, *self._more_addresses]
 
     @property
     def connections(self) -> int:
@@ -269,7 +300,7 @@ class DataListener:
             text = f"machine {peer.machine} must not send {name} as machine {header.sender}"
             peer.refuse(header, f"{ProtocolError.__name__}\n{text}")
             raise ProtocolError(text)
-        elif is_reader or peer is self._by_machine.get(peer.machine):
+        elif is_reader or peer is self._by_rail.get((peer.machine, peer.rail)):
             self._traffic.bytes_received += len(payload)
             self._on_message(header, peer, payload)
         # Else its machine has connected again, and sends again there what has no answer: an answer on this connection
@@ -312,26 +343,27 @@ class DataListener:
             raise ProtocolError("it has chosen its own ZeroMQ identity, which another peer may have")
         if header.sender == READER and not self._readers_kinds:
             raise ProtocolError("this is not a server, which has states to read")
-        text, challenge = self._handshake.challenge(said.bytes, header.sender, self.address, header.epoch)
+        if header.index >= MOST_RAILS:
+            raise ProtocolError(f"it calls itself rail {header.index} of a machine; {MOST_RAILS} are allowed")
+        bound = bound_to(self.addresses[header.index % len(self.addresses)], header.index)
+        text, challenge = self._handshake.challenge(said.bytes, header.sender, bound, header.epoch)
         self._challenges.pop(identity, None)
         if len(self._challenges) >= _MOST_CHALLENGES:
             del self._challenges[next(iter(self._challenges))]
-        self._challenges[identity] = (next(self._numbers), challenge)
+        self._challenges[identity] = (next(self._numbers), challenge, header.index)
         self._say(identity, Header(Kind.CHALLENGE, header.sender).pack(), text)
 
     def _welcome(self, identity: bytes, header: Header, said: zmq.Frame) -> None:
-        number, challenge = self._challenges.pop(identity, (0, None))
+        number, challenge, rail = self._challenges.pop(identity, (0, None, 0))
         if challenge is None or challenge.machine != header.sender:
             raise ProtocolError("it was not asked for a proof, or its proof arrived too late")
         seals, age = challenge.accept(said.bytes), (challenge.group, number)
         peer = self._peers[identity] = RemotePeer(self, identity, header.sender, seals, age)
-        self.send(peer, Header(Kind.WELCOME, peer.machine).pack(), zmq.Frame())  # before anything else to it
-        # If a connection ends and the next begins at once, messages of the first may be read after those of the second.
-        latest = self._by_machine.get(peer.machine)
-        if peer.machine != READER and (latest is None or latest.age < age):
-            self._by_machine[peer.machine] = peer
-            if latest is not None:
-                self._on_gone(latest)  # its requests can't be answered any more
+        peer.rail = rail
+        others = zmq.Frame("\n".join(self._more_addresses).encode())
+        self.send(peer, Header(Kind.WELCOME, peer.machine).pack(), others)  # before anything else to it
+        if peer.machine != READER:
+            self._enter(peer)
         self.on_monitor()  # later events of this descriptor are about this connection
         fd = peer.descriptor = int(said.get(zmq.SRCFD))
         tune_descriptor(fd, self._settings)
@@ -339,6 +371,22 @@ class DataListener:
         if peer.machine == READER:
             self._readers[fd] = identity
         logger.debug("machine %d has connected", header.sender)
+
+    def _enter(self, peer: RemotePeer) -> None:
+        """A machine has connected. What was asked on a connection that is over can't be answered any more."""
+        key = (peer.machine, peer.rail)
+        groups = [each.age[0] for (machine, _), each in self._by_rail.items() if machine == peer.machine]
+        # If a connection ends and the next begins at once, messages of the first may be read after those of the second.
+        latest = self._by_rail.get(key)
+        if (latest is not None and latest.age > peer.age) or peer.age[0] < max(groups, default=0):
+            return
+        self._by_rail[key] = peer
+        if latest is not None:
+            self._on_gone(latest)
+        for other, each in list(self._by_rail.items()):
+            if other[0] == peer.machine and each.age[0] < peer.age[0]:  # a rail of a group that is over
+                del self._by_rail[other]
+                self._on_gone(each)
 
     # ---- probes --------------------------------------------------------------------------------------------
 

@@ -13,9 +13,10 @@ import os
 import socket
 from pathlib import Path
 
-from byteps_py.config.addresses import bare_host, is_ipv6, is_link_local, is_loopback, place_of
+from byteps_py.config.addresses import bare_host, is_ipv6, is_link_local, is_loopback, is_numeric, place_of
 from byteps_py.config.settings import Settings
 from byteps_py.config.tuning import LOOPBACK_MBIT
+from byteps_py.config.variables import MOST_RAILS
 from byteps_py.errors import ConfigurationError
 from byteps_py.system import network_interfaces
 
@@ -39,14 +40,16 @@ def local_socket(settings: Settings, part: str) -> str:
 def offered_host(settings: Settings) -> str:
     """The host name or address that this process offers to others.
 
-    It is DMLC_NODE_HOST, else the address of DMLC_INTERFACE, else the address from which this machine reaches the
-    scheduler. Raises ConfigurationError for an address beyond loopback without a cluster secret, and for one that means
-    another machine on each link.
+    It is DMLC_NODE_HOST, else the address of DMLC_INTERFACE, else that of the first one of BYTEPS_INTERFACES, else the
+    address from which this machine reaches the scheduler. Raises ConfigurationError for an address beyond loopback
+    without a cluster secret, and for one that means another machine on each link.
     """
     if settings.node_host:
         host = settings.node_host
     elif settings.interface:
         host = interface_address(settings.interface, "DMLC_INTERFACE", settings)
+    elif settings.interfaces:
+        host = _listed_hosts(settings)[0]
     elif settings.scheduler_host:
         host = _source_address(settings.scheduler_host)
     else:
@@ -63,6 +66,49 @@ def bindable_host(settings: Settings) -> str:
     return interface_address(host, "DMLC_NODE_HOST", settings) if host in network_interfaces.names() else host
 
 
+def rails(settings: Settings) -> list[str]:
+    """The addresses of the interfaces that carry tensors between machines at the same time, the offered one first;
+    empty if BYTEPS_INTERFACES names none. Raises ConfigurationError."""
+    if not settings.interfaces:
+        return []
+    listed, first = _listed_hosts(settings), resolved(bindable_host(settings))
+    if first not in listed:
+        variable = "DMLC_NODE_HOST" if settings.node_host else "DMLC_INTERFACE"
+        raise ConfigurationError(
+            f"{variable} gives this process the address {first}, which none of the interfaces in BYTEPS_INTERFACES="
+            f"{settings.interfaces} has ({', '.join(listed)}): name the interface of that address there as well, or "
+            f"unset {variable}"
+        )
+    for host in listed:
+        require_routable(host, "BYTEPS_INTERFACES")
+        require_secret(host, settings)
+    return [first, *(host for host in listed if host != first)]
+
+
+def _listed_hosts(settings: Settings) -> list[str]:
+    """An address of each interface that BYTEPS_INTERFACES names, in that order. Raises ConfigurationError."""
+    found: dict[str, None] = {}
+    known = network_interfaces.names()
+    for entry in (each.strip() for each in settings.interfaces.split(",")):
+        host = bare_host(entry)
+        if is_numeric(host):
+            if why := _unusable(host):
+                raise ConfigurationError(
+                    f"BYTEPS_INTERFACES={settings.interfaces}: {host} is not an address of this machine ({why})"
+                )
+            found[host] = None
+            continue
+        # As for NCCL, the first letters will do; others than loopback, and with an address.
+        begins = [name for name in known if name.startswith(entry) and network_interfaces.addresses_of(name)]
+        for name in [entry] if entry in known or not begins else [each for each in begins if each != "lo"]:
+            found[interface_address(name, "BYTEPS_INTERFACES", settings)] = None
+    if len(found) > MOST_RAILS:
+        raise ConfigurationError(
+            f"BYTEPS_INTERFACES={settings.interfaces} means {len(found)} interfaces here; at most {MOST_RAILS} are used"
+        )
+    return list(found)
+
+
 def check_offered_host(settings: Settings) -> None:
     """Check the address before a GPU machine's services start, so that the launcher can report the error.
 
@@ -72,6 +118,7 @@ def check_offered_host(settings: Settings) -> None:
     if not listens and settings.link_mbit:
         return  # the services will not need the address
     host = offered_host(settings)
+    rails(settings)
     if listens and host == settings.node_host and (why := _unusable(host)):
         raise ConfigurationError(
             f"DMLC_NODE_HOST={host} is not an address of this machine ({why}): set it to the address under which the "

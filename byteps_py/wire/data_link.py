@@ -41,7 +41,9 @@ MAX_ATTACHED_BYTES = 256 << 20
 class Kind(enum.IntEnum):
     """The kind of a message. The values are wire codes and never change."""
 
-    HELLO = 1  # CS → SS or CS, first on a connection: names the sender; payload: see dataplane/handshake.py
+    # CS → SS or CS, first on a connection: names the sender, and with ``index`` which of its machine's network
+    # interfaces it is (rail); payload: see dataplane/handshake.py
+    HELLO = 1
     PUSH = 2  # CS → SS: a contribution; an answer is expected
     PULL = 3  # CS → SS: the sender contributes nothing to this broadcast, but wants its result
     ANSWER = 4  # SS → CS: the result of a round; CS → CS: the bytes that were fetched
@@ -83,7 +85,9 @@ class Kind(enum.IntEnum):
     CHALLENGE = 20  # the answer to a HELLO: asks for proof that the peer knows the secret, and proves the same
     PROOF = 21  # CS → SS or CS: the answer to a CHALLENGE
     DAMAGED = 22  # to the sender of message number ``round`` of this connection, which can't be opened: send it again
-    WELCOME = 23  # the answer to a PROOF; this message and all later ones, in both directions, are sealed
+    # The answer to a PROOF; this message and all later ones, in both directions, are sealed. Payload: the addresses of
+    # the listener's other network interfaces, a line each
+    WELCOME = 23
 
 
 #: All that a reader sends, and nobody else.

@@ -23,7 +23,7 @@ from byteps_py.system.loop import EventLoop
 from byteps_py.system.shm import Block
 from byteps_py.tensors import DType
 from byteps_py.wire.data_link import RESENT, SUPPLY, Header, Kind
-from byteps_py.worker.io.network import LinkEvents, LinkTarget, TcpLink
+from byteps_py.worker.io.server_links import LinkEvents, LinkTarget, TcpLink
 
 OPEN = Settings(
     scheduler_host="127.0.0.1",

@@ -25,7 +25,7 @@ from byteps_py.runtime import Runtime
 from byteps_py.security.unauthenticated_connections import MOST_BYTES
 from byteps_py.system.loop import EventLoop
 from byteps_py.wire.data_link import HEADER_BYTES, Header, Kind
-from byteps_py.worker.io.network import LinkEvents, LinkTarget, TcpLink
+from byteps_py.worker.io.server_links import LinkEvents, LinkTarget, TcpLink
 
 PUSHED = bytes(3 * MOST_BYTES)
 

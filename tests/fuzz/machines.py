@@ -18,8 +18,8 @@ from byteps_py.wire import rank_link as protocol
 from byteps_py.wire.data_link import HEADER_BYTES, Fetch, Header, Kind, pack_names
 from byteps_py.worker.group import Group, GroupServices
 from byteps_py.worker.io import network
-from byteps_py.worker.io.network import LinkTarget
 from byteps_py.worker.io.peers import PeerMachines
+from byteps_py.worker.io.server_links import LinkTarget
 
 from .base import Target
 from .machine import _SETTINGS, RANKS, Machine

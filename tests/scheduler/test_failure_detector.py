@@ -17,7 +17,7 @@ from byteps_py.proto import control_pb2 as pb
 from byteps_py.scheduler.health import LivenessMonitor
 from byteps_py.scheduler.roster import ClusterConfig, MemberRecord
 from byteps_py.system.loop import EventLoop
-from byteps_py.worker.io.network import silence_s
+from byteps_py.worker.io.server_links import silence_s
 
 INTERVAL_S = 0.2
 

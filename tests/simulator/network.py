@@ -26,7 +26,7 @@ from byteps_py.system.shm import Block
 from byteps_py.tensors import Op
 from byteps_py.wire.data_link import Header, Kind
 from byteps_py.worker.core.tensor import AccumulatedPart, Stage
-from byteps_py.worker.io.network import LinkEvents, LinkTarget, ServerLink
+from byteps_py.worker.io.server_links import LinkEvents, LinkTarget, ServerLink
 
 from .local import Loop
 from .memory import Frame, Memory

@@ -132,7 +132,7 @@ class BareListener:
     """A ROUTER that lets in who knows the secret, and has nothing behind it."""
 
     def __init__(self, context: zmq.Context, settings: Settings, port: int | None = None) -> None:
-        self._authenticator = Authenticator(context, settings, lambda: self.address, lambda ip: None)
+        self._authenticator = Authenticator(context, settings, lambda: [self.address], lambda ip: None)
         self.attach = self._authenticator.attach  # to a loop
         self.router = context.socket(zmq.ROUTER)
         self.router.linger = 0

@@ -19,7 +19,7 @@ from byteps_py.dataplane.traffic import Traffic
 from byteps_py.runtime import Runtime
 from byteps_py.system.loop import EventLoop
 from byteps_py.wire.data_link import Kind
-from byteps_py.worker.io.network import LinkEvents, LinkTarget, TcpLink
+from byteps_py.worker.io.server_links import LinkEvents, LinkTarget, TcpLink
 
 QUICK = dataclasses.replace(SETTINGS, heartbeat_timeout_s=0.3, heartbeat_interval_s=0.1)
 RUBBISH = b"HTTP/1.1 400 Bad Request\r\n\r\n"

@@ -12,7 +12,8 @@ from byteps_py.proto import control_pb2 as pb
 from byteps_py.runtime import Runtime
 from byteps_py.wire.data_link import Header, Kind
 from byteps_py.worker.core.topology import Topology
-from byteps_py.worker.io.network import Network, OnAnswer
+from byteps_py.worker.io.network import Network
+from byteps_py.worker.io.server_links import OnAnswer
 from byteps_py.worker.io.slot_memory import SlotMemory
 
 GROUP = 5  # the epoch with which it began

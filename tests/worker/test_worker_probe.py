@@ -44,7 +44,7 @@ class VirtualLoop:
 class EchoingLink:
     """A connection. Each way has a queue; a window that doubles with what comes back says how much is in it."""
 
-    descriptor = 1
+    descriptor, is_open = 1, True
 
     def __init__(self, loop: VirtualLoop, owner: Owner, mbit: float, round_trip_s: float) -> None:
         self._loop, self._owner = loop, owner

@@ -14,7 +14,7 @@ from byteps_py.dataplane.dialer import Owner
 from byteps_py.errors import IntegrityError
 from byteps_py.runtime import Runtime
 from byteps_py.wire.data_link import Header, Kind
-from byteps_py.worker.io.network import _GOOD_AGAIN, LinkEvents, LinkTarget, TcpLink
+from byteps_py.worker.io.server_links import _GOOD_AGAIN, LinkEvents, LinkTarget, TcpLink
 
 
 class Dialer:

@@ -22,7 +22,8 @@ from byteps_py.wire.data_link import Fetch, Header, Kind
 from byteps_py.worker.core.pieces import PieceRequest, Receipt, Receipts, Transfer, Way
 from byteps_py.worker.core.tensor import AskSum, SumRequest
 from byteps_py.worker.core.topology import Topology
-from byteps_py.worker.io.network import LinkEvents, LinkTarget, TcpLink
+from byteps_py.worker.io.railed_link import RailedLink
+from byteps_py.worker.io.server_links import LinkEvents, LinkTarget, TcpLink
 
 #: What came whole is said so late by itself: most ranks ask for the next round's piece before.
 _SAY_S = 0.005
@@ -57,7 +58,7 @@ class PeerMachines:
     """
 
     receipts_class: type[Receipts] = Receipts
-    link_class: type[TcpLink] = TcpLink
+    link_class: type[TcpLink] = RailedLink
 
     def __init__(
         self,

@@ -8,15 +8,17 @@ messages are small at first: of a few Mbit/s, a single large one takes all the t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import zmq
 
 from byteps_py.config.settings import Settings
-from byteps_py.dataplane.dialer import DialTarget, Owner
+from byteps_py.dataplane.dialer import Dialer, DialTarget, Owner
 from byteps_py.dataplane.long_links import LONG_S, round_trip_of
+from byteps_py.dataplane.rails import Rail, rails_between
 from byteps_py.errors import ProtocolError
 from byteps_py.runtime import Runtime
+from byteps_py.system import machine
 from byteps_py.wire.data_link import Header, Kind
 
 _CHUNK_BYTES = 64 << 10
@@ -38,7 +40,42 @@ _LIMIT_S = 4.5
 _MBIT = 8e-6
 
 
-class Probe(Owner):
+class _Rail(Owner):
+    """One connection, over one network card (railed_link.py)."""
+
+    def __init__(self, probe: Probe) -> None:
+        self._probe = probe
+        self.in_flight = 0  # messages
+        self.dialer: Dialer
+
+    def send(self, chunk: bytes, sender: int) -> None:
+        self.dialer.send(Header(Kind.PROBE, sender, length=len(chunk)), chunk)
+        self.in_flight += 1
+
+    def on_addresses(self, addresses: Sequence[str]) -> None:
+        self._probe.add_rails(addresses)
+
+    def on_open(self) -> None:
+        self._probe.opened(self)
+
+    def on_message(self, header: Header, payload: zmq.Frame) -> None:
+        if header.kind is Kind.PROBE:
+            self.in_flight -= 1
+            self._probe.returned(len(payload))
+        else:  # it refuses; the job's own messages will say why
+            self._probe.close()
+
+    def on_broken(self) -> None:
+        self._probe.close()
+
+    def on_damaged(self, number: int | None) -> None:
+        self._probe.close()
+
+    def on_refused(self, error: ProtocolError) -> None:
+        self._probe.close()
+
+
+class Probe:
     """``on_result(mbit)`` is called once: goodput each way; 0 if the service did not answer in time."""
 
     round_trip_of = staticmethod(round_trip_of)
@@ -66,44 +103,49 @@ class Probe(Owner):
         self._is_sending = True
         self._is_closed = False
         self._context = runtime.zmq_context()
-        self._dialer = runtime.dialer(
-            self._context, loop, DialTarget(address, f"the service at {address}"), sender, settings, self
-        )
+        self._address, self._own_hosts = address, machine.rails(settings)
+        self._rails: list[_Rail] = []
+
+        def new_rail(place: Rail) -> _Rail:
+            rail = _Rail(self)
+            there = DialTarget(place.there, f"the service at {place.there}", rail=place.number, source=place.own)
+            rail.dialer = runtime.dialer(self._context, loop, there, sender, settings, rail)
+            return rail
+
+        self._new_rail = new_rail
+        self._rails.append(new_rail(Rail(0, self._own_hosts[0] if self._own_hosts else "", address)))
         loop.call_later(_LIMIT_S, self._expire)
+
+    def add_rails(self, addresses: Sequence[str]) -> None:
+        """The service can be reached at these as well."""
+        for place in rails_between(self._own_hosts, (self._address, *addresses))[len(self._rails) :]:
+            self._rails.append(self._new_rail(place))
 
     def _send(self, count: int) -> None:
         for _ in range(count):
-            if self._in_flight_bytes >= self._most_in_flight_bytes:
+            rails = [rail for rail in self._rails if rail.dialer.is_open]
+            if self._in_flight_bytes >= self._most_in_flight_bytes or not rails:
                 return
-            self._dialer.send(Header(Kind.PROBE, self._sender, length=len(self._chunk)), self._chunk)
+            min(rails, key=lambda rail: rail.in_flight).send(self._chunk, self._sender)
             self._in_flight += 1
             self._in_flight_bytes += len(self._chunk)
 
-    def on_open(self) -> None:
+    def opened(self, rail: _Rail) -> None:
+        """A connection is open. The first one begins; the others join."""
+        if rail is not self._rails[0]:
+            return
+        self.add_rails(())
         self._opened_s = self._loop.time()
-        round_trip_s = self.round_trip_of(self._dialer.descriptor)
+        round_trip_s = self.round_trip_of(rail.dialer.descriptor)
         if round_trip_s > LONG_S:
             self._is_long, self._chunk = True, bytes(_SMALL_CHUNK_BYTES)
             self._most_in_flight_bytes = _MOST_OVER_LONG_LINKS * _CHUNK_BYTES
             self._period_s = max(_WARM_UP_S, _ROUND_TRIPS * round_trip_s)
         self._send(_FIRST_IN_FLIGHT)
 
-    def on_message(self, header: Header, payload: zmq.Frame) -> None:
-        if header.kind is Kind.PROBE:
-            self._returned(self._loop.time(), len(payload))
-        else:  # it refuses; the job's own messages will say why
-            self.close()
-
-    def on_broken(self) -> None:
-        self.close()
-
-    def on_damaged(self, number: int | None) -> None:
-        self.close()
-
-    def on_refused(self, error: ProtocolError) -> None:
-        self.close()
-
-    def _returned(self, now_s: float, nbytes: int) -> None:
+    def returned(self, nbytes: int) -> None:
+        """A message has come back."""
+        now_s = self._loop.time()
         self._in_flight -= 1
         self._in_flight_bytes -= nbytes
         self._returned_bytes += nbytes
@@ -160,6 +202,7 @@ class Probe(Owner):
         if self._is_closed:
             return
         self._is_closed = True
-        self._dialer.close()
+        for rail in self._rails:
+            rail.dialer.close()
         self._context.term()
         self._on_result(self._rate_mbit)

@@ -1,0 +1,223 @@
+"""Several network cards: addresses of loopback stand for them. Requests go over all of them, one that breaks does no
+harm, and what can't be a network card is refused by name."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import pytest
+import zmq
+from support.data_plane import WAIT_S, header_for
+
+from byteps_py.config.settings import Settings
+from byteps_py.dataplane.listener import DataListener, Peer, RemotePeer
+from byteps_py.dataplane.rails import rails_between
+from byteps_py.dataplane.traffic import Traffic
+from byteps_py.errors import ConfigurationError
+from byteps_py.runtime import Runtime
+from byteps_py.system import machine
+from byteps_py.system.loop import EventLoop
+from byteps_py.system.shm import Block
+from byteps_py.wire.data_link import Header, Kind
+from byteps_py.worker.io.railed_link import RailedLink
+from byteps_py.worker.io.server_links import LinkEvents, LinkTarget
+
+PLACE = {"scheduler_host": "127.0.0.1", "scheduler_port": 9999, "job_id": "test", "num_workers": 2}
+ONE = Settings(**PLACE)  # type: ignore[arg-type]
+TWO = Settings(**PLACE, interfaces="127.0.0.1,127.0.0.2")  # type: ignore[arg-type]
+THREE = Settings(**PLACE, interfaces="127.0.0.1, 127.0.0.3 ,127.0.0.4")  # type: ignore[arg-type]
+NBYTES = 300_000
+
+
+class Pair:
+    """A machine and a server, in one thread. The server returns what it is pushed."""
+
+    def __init__(self, mine: Settings, theirs: Settings) -> None:
+        self.loop, self.context = EventLoop(), zmq.Context()
+        self.came: list[int] = []  # rounds of answers
+        self.rails: Counter[int] = Counter()
+        self.heard: list[tuple[int, Header]] = []  # by rail
+        self.resent = 0
+        self.holds = False
+        self.held: list[tuple[Header, Peer, zmq.Frame]] = []
+        kinds = frozenset((Kind.PUSH, Kind.WITHDRAW, Kind.SHADOW_BEGIN, Kind.SHADOW_STATE))
+        self.listener = DataListener("127.0.0.1", theirs, Traffic(), kinds, self._hear, lambda peer: None)
+        self.listener.attach(self.loop)
+        self.data = bytes(NBYTES)
+        events = LinkEvents(lambda header, frame: self.came.append(header.round), self._again, lambda why: None)
+        self.link = RailedLink(
+            self.context, Runtime(loop=self.loop), LinkTarget(self.listener.address), 0, mine,
+            lambda block, offset, length: memoryview(self.data)[offset : offset + length], events,
+        )  # fmt: skip
+        self.due: set[int] = set()
+
+    def _hear(self, header: Header, peer: Peer, frame: zmq.Frame) -> None:
+        self.rails[peer.rail] += 1
+        self.heard.append((peer.rail, header))
+        if header.kind is not Kind.PUSH:
+            return
+        if self.holds:
+            self.held.append((header, peer, frame))
+        else:
+            peer.answer(header, frame)
+
+    def _again(self) -> None:
+        self.resent += 1
+        for round_ in self.due - set(self.came):
+            self.push(round_)
+
+    def push(self, round_: int, index: int = 0) -> None:
+        self.due.add(round_)
+        header = header_for(0, self.data, round=round_, index=index)
+        self.link.push(header, Block(0, 0, NBYTES, 0), 0, None)
+
+    def until(self, is_so: Callable[[], bool]) -> None:
+        """Run until it is so."""
+        end_s = self.loop.time() + WAIT_S
+        while not is_so():
+            assert self.loop.time() < end_s
+            self.loop.run_once(end_s)
+
+    def close(self) -> None:
+        self.link.close()
+        self.listener.detach(self.loop)
+        self.loop.close()
+        self.context.term()
+        self.listener.close()
+
+
+@pytest.fixture(name="pairs")
+def making() -> Iterator[list[Pair]]:
+    made: list[Pair] = []
+    yield made
+    for pair in made:
+        pair.close()
+
+
+@pytest.mark.usefixtures("zeromq_collector")
+@pytest.mark.parametrize(
+    ("mine", "theirs", "count"), [(ONE, ONE, 1), (TWO, TWO, 2), (ONE, TWO, 2), (TWO, ONE, 2), (THREE, TWO, 3)]
+)
+def test_requests_go_over_all_network_cards(mine: Settings, theirs: Settings, count: int, pairs: list[Pair]) -> None:
+    pairs.append(pair := Pair(mine, theirs))
+    pair.until(lambda: len(pair.link.rails) == count and all(rail.is_open for rail in pair.link.rails))
+    pair.holds = count > 1
+    for round_ in range(6 * count):
+        pair.push(round_, round_)
+    if count > 1:  # no answer has come, so each card has got as much
+        pair.until(lambda: len(pair.held) == 6 * count)
+        for header, peer, frame in pair.held:
+            peer.answer(header, frame)
+    pair.until(lambda: len(pair.came) == 6 * count)
+    assert sorted(pair.came) == [*range(6 * count)]
+    assert pair.rails == dict.fromkeys(range(count), 6)
+    assert sum(rail.bytes_sent for rail in pair.link.rails) == 6 * count * NBYTES
+    assert pair.listener.connections == count
+
+
+@pytest.mark.usefixtures("zeromq_collector")
+def test_a_connection_that_breaks_is_made_again_and_nothing_is_lost(pairs: list[Pair]) -> None:
+    pairs.append(pair := Pair(TWO, TWO))
+    pair.until(lambda: len(pair.link.rails) == 2 and all(rail.is_open for rail in pair.link.rails))
+    pair.holds = True
+    for round_ in range(8):
+        pair.push(round_, round_)
+    pair.until(lambda: len(pair.held) == 8)
+    pair.holds = False
+    pair.link._others[0]._dialer.reconnect()
+    pair.until(lambda: set(pair.came) == set(range(8)))
+    assert pair.resent == 1
+    pair.until(lambda: all(rail.is_open for rail in pair.link.rails))
+    before = pair.rails[1]
+    for round_ in range(8, 16):
+        pair.push(round_, round_)
+    pair.until(lambda: set(pair.came) == set(range(16)))
+    assert pair.rails[1] > before
+
+
+@pytest.mark.usefixtures("zeromq_collector")
+def test_messages_whose_order_matters_take_one_way(pairs: list[Pair]) -> None:
+    pairs.append(pair := Pair(TWO, TWO))
+    pair.until(lambda: len(pair.link.rails) == 2 and all(rail.is_open for rail in pair.link.rails))
+    pair.holds = True
+    for index in range(4):
+        for kind in (Kind.SHADOW_BEGIN, Kind.SHADOW_STATE, Kind.SHADOW_STATE):
+            pair.link.tell(Header(kind, 0, key=7, index=index), b"states")
+        pair.push(index, index)
+        pair.push(10 + index, 100 + index)
+        pair.link.tell(header_for(0, pair.data, Kind.WITHDRAW, round=10 + index, index=100 + index), b"")
+    pair.until(lambda: len(pair.heard) == 4 * 6)
+    for index in range(4):
+        assert len({rail for rail, header in pair.heard if header.key == 7 and header.index == index}) == 1
+        pushed, withdrawn = ((rail, header.kind) for rail, header in pair.heard if header.index == 100 + index)
+        assert (pushed[0], pushed[1], withdrawn[1]) == (withdrawn[0], Kind.PUSH, Kind.WITHDRAW)
+
+
+@pytest.mark.usefixtures("zeromq_collector")
+def test_a_later_group_of_ranks_ends_the_connections_of_the_one_before(pairs: list[Pair]) -> None:
+    """Also those of network cards over which it has not connected yet."""
+    pairs.append(pair := Pair(TWO, TWO))
+    pair.until(lambda: all(rail.is_open for rail in pair.link.rails) and len(pair.link.rails) == 2)
+    listener, gone = pair.listener, list[Peer]()
+    listener._on_gone = gone.append
+    first = listener._by_rail[0, 0]
+    later = RemotePeer(listener, b"later", 0, (first.opening, first.sealing), (5, 99))
+    listener._enter(later)
+    assert {peer.rail for peer in gone} == {0, 1}
+    assert listener._by_rail == {(0, 0): later}
+    earlier = RemotePeer(listener, b"earlier", 0, (first.opening, first.sealing), (4, 100))
+    earlier.rail = 1
+    listener._enter(earlier)
+    assert listener._by_rail == {(0, 0): later}
+
+
+def test_the_machine_with_more_network_cards_decides() -> None:
+    for own, there in itertools.product((0, 1, 2, 3), (1, 2, 3)):
+        rails = rails_between([f"a{n}" for n in range(own)], [f"b{n}" for n in range(there)])
+        assert [rail.number for rail in rails] == [*range(max(own, there))]
+        assert {rail.there for rail in rails} == {f"b{n}" for n in range(there)}
+        assert {rail.own for rail in rails} == ({f"a{n}" for n in range(own)} or {""})
+
+
+def test_names_first_letters_and_addresses_name_network_cards() -> None:
+    assert machine.rails(ONE) == []
+    assert machine.rails(TWO) == ["127.0.0.1", "127.0.0.2"]
+    assert machine.rails(Settings(**PLACE, interfaces="lo,127.0.0.2")) == ["127.0.0.1", "127.0.0.2"]  # type: ignore[arg-type]
+    turned = Settings(**PLACE, interfaces="127.0.0.1,127.0.0.2", node_host="127.0.0.2")  # type: ignore[arg-type]
+    assert machine.rails(turned) == ["127.0.0.2", "127.0.0.1"]
+    assert machine.offered_host(turned) == "127.0.0.2"
+    assert machine.offered_host(Settings(interfaces="127.0.0.2,lo")) == "127.0.0.2"
+
+
+@pytest.mark.parametrize(
+    ("variables", "text"),
+    [
+        ({"interfaces": "nosuch0"}, r"BYTEPS_INTERFACES=nosuch0 is no interface of this machine; those here: lo"),
+        ({"interfaces": "lo,192.0.2.77"}, r"BYTEPS_INTERFACES=lo,192\.0\.2\.77: 192\.0\.2\.77 is not an address of"),
+        ({"interfaces": "127.0.0.2", "interface": "lo"}, r"DMLC_INTERFACE gives this process the address 127\.0\.0\.1"),
+        ({"interfaces": "127.0.0.2", "node_host": "127.0.0.3"}, r"DMLC_NODE_HOST gives this process the address"),
+        ({"interfaces": "lo,,eth0"}, r"it takes 1 to 8 names of network interfaces"),
+        ({"interfaces": ",".join(f"127.0.0.{n}" for n in range(1, 10))}, r"it takes 1 to 8 names"),
+    ],
+)
+def test_what_is_no_network_card_is_refused_by_name(variables: dict[str, str], text: str) -> None:
+    with pytest.raises(ConfigurationError, match=text):
+        machine.check_offered_host(Settings(**{**PLACE, **variables}))  # type: ignore[arg-type]
+
+
+def test_a_port_that_is_taken_at_one_address_is_not_used() -> None:
+    """The listener tries another one."""
+    threads = threading.active_count()
+    listeners = [
+        DataListener("127.0.0.1", TWO, Traffic(), frozenset(), lambda *message: None, lambda peer: None)
+        for _ in range(2)
+    ]
+    ports = [[address.rpartition(":")[2] for address in listener.addresses] for listener in listeners]
+    assert all(first == second for first, second in ports)
+    assert ports[0] != ports[1]
+    for listener in listeners:
+        listener.close()
+    assert threading.active_count() == threads

@@ -1,0 +1,115 @@
+"""A link over several network cards at once: one connection, a *rail*, for each.
+
+      this machine             the other one
+    eth0 ══════ rail 0 ══════ its first address       everything that is no answer to a request; the others' addresses
+    eth1 ══════ rail 1 ══════ its second address      come with rail 0's WELCOME
+    eth2 ══════ rail 2 ══════ its first address       the machine with more cards decides how many there are
+
+A request goes over the rail that has the fewest bytes without an answer, so that a faster card gets more of them; its
+answer comes back over the same rail. Messages about one partition whose order matters all take one rail: those about
+copies of states, and contributions to what is not summed in rounds. A rail that breaks is made again, and meanwhile the
+others carry all; what it had not brought is sent again. Owned by the loop's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import zmq
+
+from byteps_py.config.settings import Settings
+from byteps_py.dataplane.rails import Rail, rails_between
+from byteps_py.runtime import Runtime
+from byteps_py.system import machine
+from byteps_py.system.log import logger
+from byteps_py.system.shm import Block
+from byteps_py.tensors import Op
+from byteps_py.wire.data_link import Header, Kind
+from byteps_py.worker.io.server_links import SHADOW_KINDS, LinkEvents, LinkTarget, PendingRequest, ServerLink, TcpLink
+
+_ORDERED = SHADOW_KINDS | {Kind.CLOCK, Kind.ORDER}
+
+
+class RailedLink(TcpLink):
+    """Rail 0, which has the others. Without several network cards, at this end or the other, it is the only one."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        runtime: Runtime,
+        target: LinkTarget,
+        sender: int,
+        settings: Settings,
+        contributions: Callable[[Block, int, int], memoryview],
+        events: LinkEvents,
+    ) -> None:
+        self._own_hosts = machine.rails(settings)
+        self._others: list[TcpLink] = []  # from rail 1 on
+        self._chosen: dict[tuple[int, int], TcpLink] = {}  # by key and index of a partition
+        self._ordered: set[tuple[int, int]] = set()  # partitions of which copies are kept
+        target = replace(target, source=self._own_hosts[0] if self._own_hosts else "")
+
+        def new_rail(rail: Rail) -> TcpLink:
+            there = replace(target, address=rail.there, is_late=True, rail=rail.number, source=rail.own)
+            called = LinkEvents(
+                events.on_answer, lambda: self._broken(rail.number), lambda why: self._lost(rail.number, why)
+            )
+            return TcpLink(context, runtime, there, sender, settings, contributions, called)
+
+        self._new_rail = new_rail
+        self._told: set[int] = set()  # rails that can't be reached, as the log says
+        super().__init__(context, runtime, target, sender, settings, contributions, events)
+
+    @property
+    def rails(self) -> Sequence[ServerLink]:
+        return (self, *self._others)
+
+    def on_addresses(self, addresses: Sequence[str]) -> None:
+        self._add_rails((self.address, *addresses))
+
+    def on_open(self) -> None:
+        self._add_rails((self.address,))  # the other end has one card, and this one may have more
+        super().on_open()
+
+    def _add_rails(self, addresses: Sequence[str]) -> None:
+        for rail in rails_between(self._own_hosts, addresses)[len(self._others) + 1 :]:
+            self._others.append(self._new_rail(rail))
+
+    def _begin(self, request: PendingRequest) -> None:
+        rail = self._rail_for(request.header) if self._others else self
+        if rail is self:
+            super()._begin(request)
+        else:
+            rail._begin(request)
+
+    def _rail_for(self, header: Header) -> TcpLink:
+        everyone: list[TcpLink] = [self, *self._others]
+        rails = [rail for rail in everyone if rail.is_open]
+        if not rails:
+            return self
+        place = header.key, header.index
+        if header.kind in SHADOW_KINDS:
+            self._ordered.add(place)
+        if header.kind in _ORDERED or header.op is Op.ACCUMULATE or place in self._ordered:
+            if (rail := self._chosen.get(place)) is None or not rail.is_open:
+                rail = self._chosen[place] = rails[sum(place) % len(rails)]
+            return rail
+        if header.kind is Kind.WITHDRAW:  # after what it withdraws
+            return next((rail for rail in rails if rail.has_asked(header)), rails[0])
+        return min(rails, key=lambda rail: rail.waiting_bytes)
+
+    def _broken(self, number: int) -> None:
+        """A rail was made again, or will be. Nobody knows what it has brought: all that has no answer is sent again."""
+        self._told.discard(number)
+        self._on_reconnected()
+
+    def _lost(self, number: int, why: str) -> None:
+        if number not in self._told and not self._is_closed:
+            self._told.add(number)
+            logger.warning("%s, over network card %d of BYTEPS_INTERFACES: the others carry all meanwhile", why, number)
+
+    def close(self) -> None:
+        for rail in self._others:
+            rail.close()
+        super().close()
