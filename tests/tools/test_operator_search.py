@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.clusters import ROOT
 
+from benchmarks.operator_steps import measured_graph, simulated_s
 from byteps_py.cli.__main__ import main
 from byteps_py.errors import UsageError
 from byteps_py.tools.plan.cluster import Cluster
@@ -281,6 +282,17 @@ def test_the_graph_of_a_traced_model() -> None:
     assert not attention.mixes_channels
     assert by_name["blocks.0.mlp.0:addmm"].output_bytes == 4 * 4 * 64 * 512  # with its activation function
     assert len(graph.operators) == 5 + 9 * 2  # embeddings, their sum, norm and head; nine of a block
+
+
+def test_a_step_of_measured_operators_is_three_times_their_forward_passes() -> None:
+    """As a benchmark compares it with real steps."""
+    cluster = Cluster(1, 1, 100, 0.1, 10, 1)
+    graph = random_graph(random.Random(2), 6)
+    groups = {number: [2 * number, 2 * number + 1] for number in range(6)}
+    seconds = [0.01 * (place + 1) for place in range(12)]
+    measured = measured_graph(graph, groups, seconds, cluster)
+    step_s = simulated_s(measured, DeviceTopology(cluster, launch_s=0.0))
+    assert step_s == pytest.approx(3 * sum(seconds))
 
 
 def test_images_have_samples_and_channels() -> None:

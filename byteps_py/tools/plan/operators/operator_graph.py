@@ -105,7 +105,7 @@ def read_graph(path: str) -> OperatorGraph:
 def graph_of(costs: ModelCosts, samples: int) -> OperatorGraph:
     """The graph of a traced model for inputs of ``samples`` samples. Operators of a module without parts of its own are
     one operator; elementwise ones join the operator whose output they read, if it is only one."""
-    groups = _OperatorGroups(costs.operators)
+    groups = OperatorGroups(costs.operators)
     found = []
     for number, members in groups.members.items():
         inputs = {groups.group_of[one] for member in members for one in member.inputs if one in groups.group_of}
@@ -114,7 +114,7 @@ def graph_of(costs: ModelCosts, samples: int) -> OperatorGraph:
     return OperatorGraph(tuple(found))
 
 
-class _OperatorGroups:
+class OperatorGroups:
     """The operators of a trace that become one. ``members``: by the number of their group, in the order in which groups
     can run; ``group_of``: by the operator's number. Constants, as masks and positions, belong to none."""
 
