@@ -251,6 +251,9 @@ class DataListener:
             else:
                 self._connected.discard(fd)
                 self._strangers.discard(fd)
+                for peer in self._by_rail.values():
+                    if peer.descriptor == fd:
+                        peer.descriptor = -1  # by the next time, it may be another connection's
                 if (identity := self._readers.pop(fd, None)) is not None:
                     self._peers.pop(identity, None)
                     self._departed.append(identity)

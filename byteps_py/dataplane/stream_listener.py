@@ -3,7 +3,7 @@
 caller ──who it is, HELLO────────────────────► listener      each message is preceded by its length;
        ◄─"+" CHALLENGE, or "-" and why not ───               the four in the middle: handshake.py
        ──PROOF ──────────────────────────────►
-       ◄─"+", or "-" and why not ─────────────
+       ◄─"+" and perhaps more, or "-" and why not
 
 One thread serves all callers until they have authenticated, within the limits that all listeners of this package have
 (unauthenticated_connections.py): none of them blocks it, and a caller has only so long for all of its handshake,
@@ -13,6 +13,7 @@ however it spreads its bytes. Must not know what the streams carry.
 from __future__ import annotations
 
 import contextlib
+import errno
 import heapq
 import itertools
 import selectors
@@ -20,7 +21,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -38,6 +39,8 @@ LENGTH_BYTES = _LENGTH.size
 MOST_BYTES = 4096
 ACCEPTED, REFUSED = b"+", b"-"
 _RETRY_S = 0.05
+#: How many ports are tried, to find one that is free at all addresses.
+_MOST_PORTS = 20
 _IDLE_S = 60.0
 
 #: The seals of a new connection, for sending and for receiving.
@@ -69,16 +72,15 @@ def refusal(why: object) -> bytes:
     return REFUSED + str(why).encode()[: MOST_BYTES - 1]
 
 
-def shake_hands(sock: socket.socket, handshake: CallerHandshake, first: bytes, whose: str) -> Seals:
+def shake_hands(sock: socket.socket, handshake: CallerHandshake, first: bytes, whose: str) -> tuple[Seals, bytes]:
     """The caller's end, on ``sock``: send ``first``, which ends with the HELLO of ``handshake``, and complete the
-    handshake within PATIENCE_S. Raises OSError and ProtocolError."""
+    handshake within PATIENCE_S. Also returns what the listener says at its end. Raises OSError and ProtocolError."""
     deadline = time.monotonic() + PATIENCE_S
     sock.sendall(framed(first))
     challenge = accepted(receive(sock, deadline), whose)
     proof, sealing, opening = handshake.answer_for_stream(challenge)
     sock.sendall(framed(proof))
-    accepted(receive(sock, deadline), whose)
-    return sealing, opening
+    return (sealing, opening), accepted(receive(sock, deadline), whose)
 
 
 def receive(sock: socket.socket, deadline: float) -> bytes:
@@ -111,6 +113,27 @@ def end_when_silent(sock: socket.socket, silence_s: float) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(silence_s / 2)))
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, int(silence_s / 4)))
+
+
+def _listen(hosts: Sequence[str]) -> list[socket.socket]:
+    """Sockets that listen at one port of all ``hosts``, numeric addresses. Raises OSError."""
+    for left in reversed(range(_MOST_PORTS)):
+        made: list[socket.socket] = []
+        try:
+            for host in hosts:
+                family = socket.AF_INET6 if is_ipv6(host) else socket.AF_INET
+                port = made[0].getsockname()[1] if made else 0
+                made.append(socket.create_server((host, port), family=family, backlog=1024))
+                made[-1].setblocking(False)
+        except OSError as error:
+            is_taken = bool(made) and error.errno == errno.EADDRINUSE  # by another program, at one of them
+            for each in made:
+                each.close()
+            if not (left and is_taken):
+                raise
+        else:
+            break
+    return made
 
 
 class CalledHandshake(Protocol):
@@ -157,7 +180,8 @@ class _Caller(Generic[H]):
 
 
 class StreamListener(Generic[H]):
-    """Listens at ``host``, any port. Raises OSError if it can't.
+    """Listens at ``host``, any port, and at the same port of ``more_hosts``, other addresses of this machine. Raises
+    OSError if it can't.
 
     ``new_handshake(address)``: for a connection to this listener's address. ``on_called(handshake, socket)``: a caller
     has authenticated; the callee owns the socket, which does not block. ``on_refused(rank, why)``: a connection that
@@ -170,16 +194,14 @@ class StreamListener(Generic[H]):
         new_handshake: Callable[[str], H],
         on_called: Callable[[H, socket.socket], None],
         on_refused: Callable[[int, str], None],
+        more_hosts: Sequence[str] = (),
     ) -> None:
         self._new_handshake = new_handshake
         self._on_called = on_called
         self._on_refused = on_refused
-        at = resolved(host)
-        family = socket.AF_INET6 if is_ipv6(at) else socket.AF_INET
-        self._listener = socket.create_server((at, 0), family=family, backlog=1024)
-        self._listener.setblocking(False)
-        port = self._listener.getsockname()[1]
-        #: ``host:port``.
+        self._listeners = _listen([resolved(each) for each in (host, *more_hosts)])
+        port = self._listeners[0].getsockname()[1]
+        #: ``host:port``, of ``host``.
         self.address = joined(host, port)
         self._callers: dict[int, _Caller[H]] = {}  # by descriptor
         self._strangers = UnauthenticatedConnections()
@@ -188,7 +210,8 @@ class StreamListener(Generic[H]):
         self._timer_numbers = itertools.count()
         self._strangers.watch(self._call_later)
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
+        for each in self._listeners:
+            self._selector.register(each, selectors.EVENT_READ, each)
         self._is_closed = False
         self._thread = threading.Thread(target=self._serve, name="byteps-accept", daemon=True)
         self._thread.start()
@@ -207,11 +230,12 @@ class StreamListener(Generic[H]):
     def close(self, is_forked: bool = False) -> None:
         """Stop listening. Connections stay."""
         self._is_closed = True
-        if is_forked:
-            self._listener.close()
-        else:
-            with contextlib.suppress(OSError):
-                self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread, which closes everything
+        for each in self._listeners:
+            if is_forked:
+                each.close()
+            else:
+                with contextlib.suppress(OSError):
+                    each.shutdown(socket.SHUT_RDWR)  # wakes the thread, which closes everything
 
     # ---- the thread ------------------------------------------------------------------------------------
 
@@ -223,8 +247,8 @@ class StreamListener(Generic[H]):
             while not self._is_closed:
                 due_s = self._timers[0][0] - time.monotonic() if self._timers else _IDLE_S
                 for key, _ in self._selector.select(max(0.0, due_s)):
-                    if key.fileobj is self._listener:
-                        self._accept()
+                    if key.data is not None:
+                        self._accept(key.data)
                     elif (caller := self._callers.get(key.fd)) is not None:
                         self._receive(caller)
                 while self._timers and self._timers[0][0] <= time.monotonic():
@@ -232,12 +256,13 @@ class StreamListener(Generic[H]):
         finally:
             for caller in self._callers.values():
                 caller.sock.close()
-            self._listener.close()
+            for each in self._listeners:
+                each.close()
             self._selector.close()
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         try:
-            sock, _ = self._listener.accept()
+            sock, _ = listener.accept()
         except BlockingIOError:
             return
         except OSError:

@@ -26,7 +26,8 @@ from byteps_py.config.settings import Settings, ignored_variables
 from byteps_py.doctor.finding import Figures, Finding, fail, ok, warn
 from byteps_py.errors import ConfigurationError, TopologyError
 from byteps_py.launch.installation import visible_gpus
-from byteps_py.system.machine import offered_host
+from byteps_py.system.machine import offered_host, rails
+from byteps_py.system.network_interfaces import network_of
 from byteps_py.topology.choice import choose
 from byteps_py.topology.machine_reader import read_used
 from byteps_py.topology.machine_topology import MachineTopology
@@ -142,7 +143,7 @@ def check_settings(environ: Mapping[str, str]) -> Iterator[Finding]:
     """The variables of this process, and the address that it would offer to others."""
     try:
         settings = Settings.from_env(environ)
-        host = offered_host(settings)
+        host, hosts = offered_host(settings), rails(settings)
     except ConfigurationError as error:
         yield fail("variables", str(error), "correct it; bps env lists all variables")
         return
@@ -150,6 +151,20 @@ def check_settings(environ: Mapping[str, str]) -> Iterator[Finding]:
         yield warn("variables", sentence, "unset it, or correct its name")
     where = "only processes of this machine reach it" if is_loopback(host) else "other machines reach it here"
     yield ok("variables", f"valid; the address of this machine is {host}: {where}")
+    if hosts:
+        yield from check_network_cards({host: network_of(host) for host in hosts})
+
+
+def check_network_cards(networks: Mapping[str, str]) -> Iterator[Finding]:
+    """The cards of BYTEPS_INTERFACES: their addresses, and the network of each; empty if it is not known."""
+    yield ok("network cards", f"tensors go over {' and '.join(networks)} at the same time")
+    for network in dict.fromkeys(filter(None, networks.values())):
+        if len(hosts := [host for host, its in networks.items() if its == network]) > 1:
+            yield warn(
+                "network cards",
+                f"{' and '.join(hosts)} are in one network, {network}: the system sends all of it through one card",
+                "give each card a network of its own, or have the source address choose the route (ip rule)",
+            )
 
 
 # ---- this machine ----------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from byteps_py.config import launchers
+from byteps_py.config.addresses import is_loopback
 from byteps_py.config.settings import METRICS_PORTS, Settings
 from byteps_py.config.variables import VARIABLES
 from byteps_py.errors import ConfigurationError, RendezvousError
@@ -188,6 +189,7 @@ def cluster_plan(
         "DMLC_PS_ROOT_URI": "127.0.0.1",
         "DMLC_PS_ROOT_PORT": str(port),
         "DMLC_NODE_HOST": "127.0.0.1",
+        "BYTEPS_INTERFACES": _loopback_only(environ.get("BYTEPS_INTERFACES", "")),
         "BYTEPS_JOB_ID": token,
     }
     threads = environ.get("OMP_NUM_THREADS") or str(max(1, cores // (ranks * machines)))
@@ -230,6 +232,11 @@ def cluster_plan(
         name = f"the summation service of CPU machine c{index}"
         specs.append(_server_spec(name, f"ss-c{index}", env))
     return [*specs, *gpu_machine_services, *rank_specs]
+
+
+def _loopback_only(interfaces: str) -> str:
+    """Emulated machines talk over loopback: several of its addresses may stand for network cards, others are unset."""
+    return interfaces if all(is_loopback(entry.strip()) for entry in interfaces.split(",")) else ""
 
 
 def _metrics_port(environ: Mapping[str, str], size: ClusterSize, machine: int) -> dict[str, str]:

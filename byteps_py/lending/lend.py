@@ -42,7 +42,7 @@ _DRAIN_S = 35  # a server that finds no other to take its partitions goes on for
 _WAITED_FOR = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
 #: What a server needs from the lender's environment, beside what it is told about the job.
 _KEPT = ("BYTEPS_SECRET", "BYTEPS_SECRET_FILE", "BYTEPS_ENCRYPT", "BYTEPS_LOG_LEVEL", "BYTEPS_LOG_FORMAT",
-         "BYTEPS_LOG_DIR", "DMLC_NODE_HOST", "DMLC_INTERFACE")  # fmt: skip
+         "BYTEPS_LOG_DIR", "DMLC_NODE_HOST", "DMLC_INTERFACE", "BYTEPS_INTERFACES")  # fmt: skip
 
 
 @dataclass(slots=True)

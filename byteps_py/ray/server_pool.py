@@ -29,6 +29,7 @@ from byteps_py.launch.process_guard import die_with
 from byteps_py.launch.process_plan import free_port
 from byteps_py.scheduler import query
 from byteps_py.system.log import logger
+from byteps_py.system.machine import ADDRESS_VARIABLES
 from byteps_py.wording import count_text
 
 #: Ray's namespace of all pools: `scale` finds them from any driver.
@@ -208,7 +209,7 @@ def _has_answered(answer: Any) -> bool:
 def _start_program(module: str, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """A program of this package, which dies with this process. The main thread calls."""
     environ = {**os.environ, **variables}
-    if not environ.get("DMLC_NODE_HOST") and not environ.get("DMLC_INTERFACE"):
+    if not any(map(environ.get, ADDRESS_VARIABLES)):
         environ["DMLC_NODE_HOST"] = ray.util.get_node_ip_address()
     environ.setdefault("BYTEPS_MACHINE_ID", str(ray.get_runtime_context().get_node_id()))
     argv = [sys.executable, "-P", "-m", module]

@@ -23,6 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from byteps_py.errors import BytePSError, ConfigurationError
 from byteps_py.ray.server_pool import NAMESPACE, PoolOptions, ServerPool
 from byteps_py.system.log import logger
+from byteps_py.system.machine import ADDRESS_VARIABLES
 from byteps_py.torch_backend import NAME, register
 from byteps_py.wording import count_text
 
@@ -182,7 +183,7 @@ def _node_id() -> str:
 
 def _set_variables(variables: Mapping[str, str]) -> None:
     os.environ.update(variables)
-    if not os.environ.get("DMLC_NODE_HOST") and not os.environ.get("DMLC_INTERFACE"):
+    if not any(map(os.environ.get, ADDRESS_VARIABLES)):
         os.environ["DMLC_NODE_HOST"] = ray.util.get_node_ip_address()
     register()
 

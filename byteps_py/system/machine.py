@@ -20,6 +20,9 @@ from byteps_py.config.variables import MOST_RAILS
 from byteps_py.errors import ConfigurationError
 from byteps_py.system import network_interfaces
 
+#: Each of these says which address a process offers to others.
+ADDRESS_VARIABLES = ("DMLC_NODE_HOST", "DMLC_INTERFACE", "BYTEPS_INTERFACES")
+
 
 def machine_id(settings: Settings) -> str:
     """Equal in two processes exactly if they may share memory: boot id and network namespace, or BYTEPS_MACHINE_ID."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fcntl import ioctl
 from pathlib import Path
 
-_SIOCGIFADDR = 0x8915
+_SIOCGIFADDR, _SIOCGIFNETMASK = 0x8915, 0x891B
 _TABLE_V6 = Path("/proc/net/if_inet6")
 #: Of linux/if_addr.h: an address that is not usable yet or never will be; and those that soon are no more.
 _UNUSABLE, _PASSING = 0x40 | 0x08, 0x20 | 0x01
@@ -40,16 +40,33 @@ def addresses_of(name: str) -> list[str]:
     >>> addresses_of("lo")[0], addresses_of("nosuch0")
     ('127.0.0.1', [])
     """
+    return [*_ask_v4(name, _SIOCGIFADDR), *usable_v6(_table_v6(), name)]
+
+
+def _table_v6() -> str:
     try:
-        text = _TABLE_V6.read_text()
+        return _TABLE_V6.read_text()
     except OSError:  # a kernel without IPv6
-        text = ""
-    return [*_address_v4(name), *usable_v6(text, name)]
+        return ""
 
 
-def _address_v4(name: str) -> Iterable[str]:
+def _ask_v4(name: str, what: int) -> Iterable[str]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock, contextlib.suppress(OSError):
-        yield socket.inet_ntoa(ioctl(sock, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))[20:24])
+        yield socket.inet_ntoa(ioctl(sock, what, struct.pack("256s", name.encode()[:15]))[20:24])
+
+
+def network_of(host: str) -> str:
+    """The network of an interface's address, as its kernel sends to it; empty if it is not known.
+
+    >>> network_of("127.0.0.1"), network_of("192.0.2.77")
+    ('127.0.0.0/8', '')
+    """
+    for line in _table_v6().splitlines():
+        digits, _, prefix, *_ = line.split()
+        if str(ipaddress.IPv6Address(bytes.fromhex(digits))) == host:
+            return str(ipaddress.ip_network(f"{host}/{int(prefix, 16)}", strict=False))
+    masks = (mask for mask in _ask_v4(interface_of(host), _SIOCGIFNETMASK))
+    return next((str(ipaddress.ip_network(f"{host}/{mask}", strict=False)) for mask in masks), "")
 
 
 def usable_v6(table: str, name: str) -> list[str]:

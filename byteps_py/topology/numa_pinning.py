@@ -99,7 +99,7 @@ def pin_this_process(local_rank: int | None, local_size: int, threads: int, read
 
 def pin_as_set(settings: Settings, local_rank: int | None, threads: int) -> None:
     """``pin_this_process`` for a process with these settings; the log has the sentence."""
-    read = functools.partial(read_used, os.environ, settings.interface)
+    read = functools.partial(read_used, os.environ, settings.interface or settings.interfaces.partition(",")[0].strip())
     logger.info("%s", pin_this_process(local_rank, settings.local_size, threads, read))
 
 

@@ -156,3 +156,15 @@ def test_a_server_that_can_not_be_reached() -> None:
     found = check_server(Settings(heartbeat_timeout_s=0.5), "server", f"tcp://127.0.0.1:{free_port()}", 0.0)
     assert (found.level, "can't be reached from here" in found.text) == ("fail", True)
     assert "firewall" in found.remedy
+
+
+def test_network_cards_of_one_network_are_a_warning() -> None:
+    own = {"10.0.0.1": "10.0.0.0/24", "10.1.0.1": "10.1.0.0/24", "10.2.0.1": ""}
+    (found,) = machine_checks.check_network_cards(own)
+    assert found.text == "tensors go over 10.0.0.1 and 10.1.0.1 and 10.2.0.1 at the same time"
+    _, warned = machine_checks.check_network_cards({**own, "10.0.0.9": "10.0.0.0/24"})
+    assert warned.text.startswith("10.0.0.1 and 10.0.0.9 are in one network, 10.0.0.0/24:")
+    shown = list(machine_checks.check_settings({"BYTEPS_INTERFACES": "127.0.0.1,127.0.0.2"}))
+    assert [each.level.name for each in shown] == ["OK", "OK"]
+    (refused,) = machine_checks.check_settings({"BYTEPS_INTERFACES": "nosuch0"})
+    assert "nosuch0 is no interface of this machine" in refused.text

@@ -149,13 +149,15 @@ class Script:
 
 
 class Welcoming(Script):
+    others = b""  # further addresses
+
     def to_proof(self, proof: bytes) -> Sequence[Data]:
         dialer = self.caller.dialer
         assert not dialer.is_open
         with pytest.raises(ProtocolError, match="a message for the listener before its connection was open"):
             dialer.send(header_for(0, b""), b"")
         _, sealing = self.challenge.accept(proof)
-        return sealing.seal(Header(Kind.WELCOME, 0).pack(), b"")
+        return sealing.seal(Header(Kind.WELCOME, 0).pack(), self.others)
 
 
 class Saying(Script):
@@ -175,6 +177,25 @@ def test_it_is_open_when_it_is_welcome_and_not_before(listener: BareListener, ca
     script = Welcoming(listener, call)
     script.caller.run()
     assert (script.caller.times_open, script.pushed) == (1, [PUSHED])
+
+
+@pytest.mark.parametrize(
+    ("others", "text"),
+    [
+        (b"tcp://127.0.0.2", "something else than addresses"),
+        (b"tcp://127.0.0.2:9\n", "something else than addresses"),
+        (b"tcp://fd00::1:9", "something else than addresses"),
+        (b"\xff\xfe", "something else than addresses"),
+        (b"\n".join(b"tcp://127.0.0.2:%d" % port for port in range(1, 9)), "8 further addresses; 7 are allowed"),
+    ],
+)
+def test_a_listener_that_names_no_addresses_is_refused(
+    listener: BareListener, call: Call, others: bytes, text: str
+) -> None:
+    script = Welcoming(listener, call)
+    script.others = others
+    script.caller.run()
+    assert (script.caller.times_open, script.caller.refused) == (0, [f"the listener sent a WELCOME with {text}"])
 
 
 class Ended:

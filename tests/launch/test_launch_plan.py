@@ -193,6 +193,14 @@ class TestClusterPlan:
     def test_processes(self, layout: tuple[int, int, int], expected: list[str]) -> None:
         assert programs(plan_cluster(*layout)) == expected
 
+    @pytest.mark.parametrize(
+        ("given", "kept"),
+        [("", ""), ("eth0,eth1", ""), ("127.0.0.1,eth1", ""), ("127.0.0.1, 127.0.0.2", "127.0.0.1, 127.0.0.2")],
+    )
+    def test_network_cards_are_those_of_loopback(self, given: str, kept: str) -> None:
+        specs = plan_cluster(1, machines=2, BYTEPS_INTERFACES=given)
+        assert {spec.env["BYTEPS_INTERFACES"] for spec in specs} == {kept}
+
     def test_forced_services_for_one_rank(self) -> None:
         assert programs(plan_cluster(1, BYTEPS_FORCE_DISTRIBUTED="1")) == ["scheduler", "worker", "r"]
 
@@ -204,6 +212,7 @@ class TestClusterPlan:
             "DMLC_PS_ROOT_URI": "127.0.0.1",
             "DMLC_PS_ROOT_PORT": "9000",
             "DMLC_NODE_HOST": "127.0.0.1",
+            "BYTEPS_INTERFACES": "",
             "BYTEPS_JOB_ID": "abc",
         }
         machines = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import random
@@ -14,7 +15,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from support.connected import SETTINGS, WAIT_S, ConnectedRank, connect, connected
+from support.connected import LANES, SETTINGS, WAIT_S, ConnectedRank, connect, connected
 
 from byteps_py.dataplane.seal import Protection
 from byteps_py.dataplane.stream_seal import FRAME_BYTES, FrameHeader, StreamFrameKind, new_stream_seal
@@ -23,13 +24,31 @@ from byteps_py.session.peers import peer_protocol, peer_transport
 from byteps_py.session.peers.message_matcher import LANDING_BYTES, Stream, StreamReceipt
 from byteps_py.session.peers.peer_connection import PeerConnection
 from byteps_py.session.peers.peer_protocol import PeerMessage, PeerMessageKind
+from byteps_py.system.network_interfaces import addresses_of
 
 SIZES = (0, 1, 1000, LANDING_BYTES, LANDING_BYTES + 1, 65_537, 200_000, 1 << 20, (16 << 20) + 3)
 
 
-@pytest.fixture(params=SETTINGS)
+@contextlib.contextmanager
+def by_lane(name: str) -> Iterator[list[ConnectedRank]]:
+    if name == "IPv6" and "::1" not in addresses_of("lo"):
+        pytest.skip("this machine has no IPv6")
+    settings, on_machine = LANES[name]
+    with connected(2, settings, on_machine) as ranks:
+        yield ranks
+
+
+@pytest.fixture(params=LANES)
 def pair(request: pytest.FixtureRequest) -> Iterator[list[ConnectedRank]]:
-    with connected(2, SETTINGS[request.param]) as ranks:
+    """Two ranks, however they reach each other: the tests that use it say what every way does."""
+    with by_lane(request.param) as ranks:
+        yield ranks
+
+
+@pytest.fixture(params=[name for name, (_, on_machine) in LANES.items() if on_machine == 1])
+def distant_pair(request: pytest.FixtureRequest) -> Iterator[list[ConnectedRank]]:
+    """On two machines: the system takes only as much as it has room for."""
+    with by_lane(request.param) as ranks:
         yield ranks
 
 
@@ -123,20 +142,22 @@ def test_a_large_payload_goes_where_it_belongs_without_passing_through_other_mem
     open_pair[1].transport.collect(receipt, WAIT_S)
 
 
-def test_both_may_send_before_either_receives(pair: list[ConnectedRank]) -> None:
+def test_both_may_send_before_either_receives(distant_pair: list[ConnectedRank]) -> None:
     """More than the system has room for, so that what is left is sent while its owner waits for the other."""
     sources = [some_bytes(32 << 20, rank) for rank in (0, 1)]
     targets = [np.zeros(32 << 20, np.uint8) for _ in range(2)]
-    receipts = [expect(stream, 1 - rank, targets[rank]) for rank, stream in enumerate(streams(pair))]
+    receipts = [expect(stream, 1 - rank, targets[rank]) for rank, stream in enumerate(streams(distant_pair))]
     unsent = [
-        pair[rank].transport.send(stream, (1 - rank,), (span(sources[rank]),), is_led=False, owner=sources[rank])
-        for rank, stream in enumerate(streams(pair))
+        distant_pair[rank].transport.send(
+            stream, (1 - rank,), (span(sources[rank]),), is_led=False, owner=sources[rank]
+        )
+        for rank, stream in enumerate(streams(distant_pair))
     ]
     assert all(unsent)
 
     def finish(rank: int) -> None:
-        pair[rank].transport.collect(receipts[rank], WAIT_S)
-        pair[rank].transport.wait_until_sent(unsent[rank], WAIT_S)
+        distant_pair[rank].transport.collect(receipts[rank], WAIT_S)
+        distant_pair[rank].transport.wait_until_sent(unsent[rank], WAIT_S)
 
     threads = [threading.Thread(target=finish, args=(rank,)) for rank in (0, 1)]
     for thread in threads:
@@ -146,33 +167,33 @@ def test_both_may_send_before_either_receives(pair: list[ConnectedRank]) -> None
     assert all(np.array_equal(targets[rank], sources[1 - rank]) for rank in (0, 1))
 
 
-def test_what_waits_is_sent_though_nobody_waits_for_it(pair: list[ConnectedRank]) -> None:
-    sending, receiving = streams(pair)
+def test_what_waits_is_sent_though_nobody_waits_for_it(distant_pair: list[ConnectedRank]) -> None:
+    sending, receiving = streams(distant_pair)
     source, target = some_bytes(32 << 20), np.zeros(32 << 20, np.uint8)
-    unsent = pair[0].transport.send(sending, (1,), (span(source),), is_led=False, owner=source)
+    unsent = distant_pair[0].transport.send(sending, (1,), (span(source),), is_led=False, owner=source)
     assert unsent
-    pair[1].transport.collect(expect(receiving, 0, target), WAIT_S)  # rank 0 does nothing
+    distant_pair[1].transport.collect(expect(receiving, 0, target), WAIT_S)  # rank 0 does nothing
     assert np.array_equal(source, target)
     deadline = time.monotonic() + WAIT_S  # the last report may be on its way
-    while not pair[0].transport.is_sent(unsent):
+    while not distant_pair[0].transport.is_sent(unsent):
         assert time.monotonic() < deadline
 
 
-def test_a_large_payload_that_has_left_is_sent_once_it_has_come(pair: list[ConnectedRank]) -> None:
+def test_a_large_payload_that_has_left_is_sent_once_it_has_come(distant_pair: list[ConnectedRank]) -> None:
     """To ask does not copy it, however often; a small one is copied."""
-    sending, receiving = streams(pair)
+    sending, receiving = streams(distant_pair)
     small, large = some_bytes(100_000), some_bytes(2 << 20, 1)
-    sent = pair[0].transport.send(sending, (1,), (span(small),), is_led=False, owner=small)
-    assert pair[0].transport.is_sent(sent)
+    sent = distant_pair[0].transport.send(sending, (1,), (span(small),), is_led=False, owner=small)
+    assert distant_pair[0].transport.is_sent(sent)
     small[:] = 0
-    unsent = pair[0].transport.send(sending, (1,), (span(large),), is_led=False, owner=large)
-    assert not any(pair[0].transport.is_sent(unsent) for _ in range(10))
+    unsent = distant_pair[0].transport.send(sending, (1,), (span(large),), is_led=False, owner=large)
+    assert not any(distant_pair[0].transport.is_sent(unsent) for _ in range(10))
     for source in (some_bytes(100_000), large):
         target = np.zeros(len(source), np.uint8)
-        pair[1].transport.collect(expect(receiving, 0, target), WAIT_S)
+        distant_pair[1].transport.collect(expect(receiving, 0, target), WAIT_S)
         assert np.array_equal(source, target)
-    pair[0].transport.wait_until_sent(unsent, WAIT_S)
-    assert pair[0].transport.is_sent(unsent)
+    distant_pair[0].transport.wait_until_sent(unsent, WAIT_S)
+    assert distant_pair[0].transport.is_sent(unsent)
 
 
 def test_what_is_not_sent_yet_is_kept_in_memory(open_pair: list[ConnectedRank]) -> None:

@@ -15,9 +15,9 @@ import pytest
 from support.connected import SECRET, SETTINGS, WAIT_S, ConnectedRank, connect, connected
 
 from byteps_py.config.settings import Settings
-from byteps_py.errors import BytePSError, ConfigurationError, RendezvousError
+from byteps_py.errors import BytePSError, ConfigurationError, ProtocolError, RendezvousError
 from byteps_py.security.unauthenticated_connections import PATIENCE_S
-from byteps_py.session.peers.peer_connector import PeerConnector
+from byteps_py.session.peers.peer_connector import PeerConnector, _hosts_in
 
 
 @pytest.fixture
@@ -75,9 +75,9 @@ def test_who_does_not_belong_here_is_turned_away(rank: ConnectedRank, other: Set
         b"",
         struct.pack("<I", 5) + b"hello",
         struct.pack("<I", 1 << 31),
-        struct.pack("<I8s5I", 28, b"bps-rnk2", 1, 7, 0, 1, 0),
-        struct.pack("<I8s5I", 28, b"bps-rnk2", 0, 0, 0, 1, 0),
-        struct.pack("<I8s5I", 28, b"bps-rnk2", 1, 0, 0, 1, 0),
+        struct.pack("<I8s5I", 28, b"bps-rnk3", 1, 7, 0, 1, 0),
+        struct.pack("<I8s5I", 28, b"bps-rnk3", 0, 0, 0, 1, 0),
+        struct.pack("<I8s5I", 28, b"bps-rnk3", 1, 0, 0, 1, 0),
     ],
 )
 def test_noise_is_answered_by_a_refusal_at_most(rank: ConnectedRank, said: bytes) -> None:
@@ -114,7 +114,7 @@ def test_silent_connections_do_not_keep_members_out(rank: ConnectedRank) -> None
 
 
 def call_of(rank: int, epoch: int = 0) -> bytes:
-    return struct.pack("<I8s5I", 28, b"bps-rnk2", rank, 0, epoch, 1, 0)
+    return struct.pack("<I8s5I", 28, b"bps-rnk3", rank, 0, epoch, 1, 0)
 
 
 def test_strangers_may_make_up_ranks_as_they_like(rank: ConnectedRank) -> None:
@@ -216,3 +216,11 @@ def test_a_rank_that_is_closed_does_not_go_on_waiting(rank: ConnectedRank) -> No
         connector(rank).close()
         with pytest.raises(BytePSError):
             waiting.result(WAIT_S)
+
+
+@pytest.mark.parametrize("said", [b"gpu1", b"127.0.0.2\n", b"\xff", b"\n".join([b"127.0.0.2"] * 8)])
+def test_a_rank_that_names_no_network_cards_is_refused(said: bytes) -> None:
+    assert _hosts_in(b"") == []
+    assert _hosts_in(b"127.0.0.2\nfd00::1") == ["127.0.0.2", "fd00::1"]
+    with pytest.raises(ProtocolError, match="are no addresses of network cards"):
+        _hosts_in(said)

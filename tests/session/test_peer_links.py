@@ -375,3 +375,63 @@ def test_ranks_tell_what_they_sent() -> None:
                 rank.transport._report_links()
         # Loopback is no link: the system tells no times that would mean anything.
         assert not [word for rank in ranks for word in rank.told if isinstance(word, LinksUsed)]
+
+
+def cards(*hosts: str) -> Settings:
+    """``hosts``: of loopback; they stand for network cards."""
+    return Settings(num_workers=4, secret="a secret of at least sixteen characters", interfaces=",".join(hosts))
+
+
+@pytest.mark.parametrize(
+    ("settings", "pairs"),
+    [
+        ((cards("127.0.0.1", "127.0.0.2"),) * 2, {("127.0.0.1", "127.0.0.1"), ("127.0.0.2", "127.0.0.2")}),
+        (
+            (cards("127.0.0.1", "127.0.0.2", "127.0.0.3"), SETTINGS["signed"]),
+            {("127.0.0.1", f"127.0.0.{n}") for n in (1, 2, 3)},
+        ),
+        ((SETTINGS["signed"], cards("127.0.0.5", "127.0.0.6")), {(f"127.0.0.{n}", "127.0.0.1") for n in (5, 6)}),
+    ],
+    ids=["both", "the one that is called", "the one that calls"],
+)
+def test_a_link_uses_all_network_cards(settings: tuple[Settings, Settings], pairs: set[tuple[str, str]]) -> None:
+    """``pairs``: of rank 1's address, which calls, and rank 0's. What comes is the same, whatever way it took."""
+    ranks = [ConnectedRank(rank, own) for rank, own in enumerate(settings)]
+    try:
+        connect(ranks)
+        wait_for_connections(ranks, len(pairs))
+        ends = [(each.sock.getsockname()[0], each.sock.getpeername()[0]) for each in connection(ranks[1], 0)._sockets]
+        assert set(ends) == pairs
+        assert len(ends) == len(pairs)
+        exchange(ranks, 16 << 20, 2)
+    finally:
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda rank: rank.transport.close(), ranks))
+
+
+def test_several_connections_over_each_network_card() -> None:
+    both = replace(cards("127.0.0.1", "127.0.0.2"), connections_per_link=3)
+    with connected(2, both) as ranks:
+        wait_for_connections(ranks, 4)
+        own = [each.sock.getsockname()[0] for each in connection(ranks[1], 0)._sockets]
+        assert sorted(own) == ["127.0.0.1"] * 2 + ["127.0.0.2"] * 2
+        exchange(ranks)
+
+
+def test_a_network_card_that_can_not_be_reached_leaves_the_link_to_the_others(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    both = cards("127.0.0.1", "127.0.0.2")
+    ranks = [ConnectedRank(rank, both) for rank in range(2)]
+    try:
+        calling = ranks[1].transport.connector
+        assert calling is not None
+        calling.address()
+        calling._own_hosts[1] = "192.0.2.7"  # no connection can come from there
+        connect(ranks)
+        exchange(ranks)
+        wait_for_connections(ranks, 1)
+    finally:
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda rank: rank.transport.close(), ranks))
+    assert "the link may be slower" in caplog.text

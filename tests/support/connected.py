@@ -27,6 +27,15 @@ SETTINGS = {
 }
 
 
+#: All ways from one rank to another: settings, and the ranks on each machine.
+LANES = {
+    **{name: (settings, 1) for name, settings in SETTINGS.items()},
+    "IPv6": (Settings(num_workers=4, node_host="::1", secret=SECRET), 1),
+    "two network cards": (Settings(num_workers=4, interfaces="127.0.0.1,127.0.0.2", secret=SECRET), 1),
+    "shared memory": (Settings(num_workers=4), 2),
+}
+
+
 class ConnectedRank:
     """A session that receives messages of its peers only. ``fatal`` ends it. ``on_machine``: ranks on each machine."""
 

@@ -2,28 +2,30 @@
 that they belong to the job (byteps_py/dataplane/stream_listener.py).
 
 Of two ranks the one with the greater number connects, as many times as the link needs (dataplane/long_links.py): all
-of these are a set. Where the way between the two machines is slow, one more goes through a third machine
-(dataplane/relay.py). A connection serves all groups of both ranks. Must not know the messages on connections. Any
-thread may call.
+of these are a set. With several network cards there are as many over each (dataplane/rails.py). Where the way between
+the two machines is slow, one more goes through a third machine (dataplane/relay.py). A connection serves all groups of
+both ranks. Must not know the messages on connections. Any thread may call.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import math
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from byteps_py.config.addresses import place_of
+from byteps_py.config.addresses import is_numeric, place_of
 from byteps_py.config.settings import Settings
-from byteps_py.config.variables import MOST_CONNECTIONS
+from byteps_py.config.variables import MOST_CONNECTIONS, MOST_RAILS
 from byteps_py.dataplane import long_links
 from byteps_py.dataplane.handshake import CallerHandshake, Challenge, ListenerHandshake
+from byteps_py.dataplane.rails import Rail, rails_between
 from byteps_py.dataplane.relay import call_through
 from byteps_py.dataplane.stream_listener import ACCEPTED, Seals, StreamListener, shake_hands
 from byteps_py.errors import ConfigurationError, NotInitializedError, ProtocolError, RendezvousError
@@ -33,7 +35,7 @@ from byteps_py.system.log import logger
 
 #: kind, the caller's rank, the listener's rank, epoch of their group, number of the set, index in it
 _CALL = struct.Struct("<8sIIIII")
-_MAGIC = b"bps-rnk2"
+_MAGIC = b"bps-rnk3"
 
 
 class NewConnection(NamedTuple):
@@ -73,10 +75,13 @@ def bound_to(rank: int, address: str, place: tuple[int, int] = (1, 0)) -> str:
 
 class PeerHandshake:
     """The end of rank ``me``, which listens at ``address``, in the group of ranks of ``epoch``: see CalledHandshake.
-    ``place``: see ``call``."""
+    ``place``: see ``call``. ``more_hosts``: other addresses at which it listens, as the caller learns at the end."""
 
-    def __init__(self, listener: ListenerHandshake, me: int, address: str, epoch: int) -> None:
+    def __init__(
+        self, listener: ListenerHandshake, me: int, address: str, epoch: int, more_hosts: Sequence[str] = ()
+    ) -> None:
         self._listener, self._me, self._address, self._epoch = listener, me, address, epoch
+        self._more_hosts = more_hosts
         self._challenge: Challenge | None = None
         self.rank = -1
         self.place = (1, 0)
@@ -87,7 +92,7 @@ class PeerHandshake:
         if self._challenge is not None:
             opening, sealing = self._challenge.accept_for_stream(message)
             self.seals = sealing, opening
-            return ACCEPTED
+            return ACCEPTED + "\n".join(self._more_hosts).encode()
         if len(message) < _CALL.size:
             raise ProtocolError("it is no rank of this job")
         magic, rank, callee, epoch, *place = _CALL.unpack_from(message)
@@ -101,6 +106,14 @@ class PeerHandshake:
         bound = bound_to(self._me, self._address, self.place)
         text, self._challenge = self._listener.challenge(message[_CALL.size :], rank, bound, epoch)
         return ACCEPTED + text
+
+
+def _hosts_in(text: bytes) -> list[str]:
+    """The addresses of further network cards in what a listener says at the end. Raises ProtocolError."""
+    hosts = text.decode(errors="replace").split("\n") if text else []
+    if len(hosts) >= MOST_RAILS or not all(map(is_numeric, hosts)):
+        raise ProtocolError(f"{text[:60]!r} are no addresses of network cards")
+    return hosts
 
 
 _RETRY_S = 0.05
@@ -123,6 +136,8 @@ class PeerConnector:
         self._calling = threading.Lock()
         self._connected: set[int] = set()
         self._addresses: dict[int, str] = {}  # of ranks that this one has to call
+        self._own_hosts: list[str] = []  # of several network cards
+        self._more_hosts: dict[int, list[str]] = {}  # by rank: those of its further network cards
         self._awaited: set[int] = set()  # ranks that are to connect to this one
         self._sets: collections.Counter[int] = collections.Counter()  # by rank: of connections, made by this one
         self._dialed: set[socket.socket] = set()  # whose handshakes are under way
@@ -140,14 +155,15 @@ class PeerConnector:
         ConfigurationError if it can't."""
         with self._changed:
             if self.listener is None:
-                host = machine.bindable_host(self._settings)
-                handshake = ListenerHandshake(self._settings)
+                host, self._own_hosts = machine.bindable_host(self._settings), machine.rails(self._settings)
+                handshake, more_hosts = ListenerHandshake(self._settings), self._own_hosts[1:]
                 try:
                     self.listener = StreamListener(
                         host,
-                        lambda address: PeerHandshake(handshake, self._rank, address, self._epoch),
+                        lambda address: PeerHandshake(handshake, self._rank, address, self._epoch, more_hosts),
                         self._called,
                         self._refused,
+                        more_hosts,
                     )
                 except OSError as error:
                     raise ConfigurationError(
@@ -216,7 +232,9 @@ class PeerConnector:
                     f"machines reach each other, {_SWITCH_OFF}"
                 )
             time.sleep(_RETRY_S)
+        cards = len(self._rails_to(rank, address))
         count = long_links.connections_for(self._settings, long_links.round_trip_s(first.sock), self.slowest_mbit)
+        count = min(MOST_CONNECTIONS, math.ceil(count / cards) * cards)  # equally many over each pair of network cards
         self._add(rank, first)
         positions = [*range(1, count), *([RELAYED] if rank in self._relays else [])]
         if positions:
@@ -244,7 +262,13 @@ class PeerConnector:
         relay = self._relays.get(rank, "") if place[1] == RELAYED else ""
         if place[1] == RELAYED and not relay:
             raise ProtocolError("no machine relays it any more")
-        sock = socket.create_connection(place_of(relay or address), limit_s)
+        host, port = place_of(relay or address)
+        source = None
+        if not relay:
+            rails = self._rails_to(rank, address)
+            _, own, host = rails[place[1] % len(rails)]
+            source = (own, 0) if own else None
+        sock = socket.create_connection((host, port), limit_s, source)
         try:
             with self._changed:
                 self._dialed.add(sock)
@@ -255,13 +279,21 @@ class PeerConnector:
                 call_through(sock, self._settings, self._rank, relay, address, time.monotonic() + PATIENCE_S)
             handshake = CallerHandshake(self._settings, self._rank, bound_to(rank, address, place), self._epoch)
             first = call(self._rank, rank, self._epoch, handshake.hello, place)
-            return NewConnection(sock, shake_hands(sock, handshake, first, f"rank {rank}"), *place)
+            seals, hosts = shake_hands(sock, handshake, first, f"rank {rank}")
+            if not relay:
+                self._more_hosts[rank] = _hosts_in(hosts)
+            return NewConnection(sock, seals, *place)
         except (OSError, ProtocolError):
             sock.close()
             raise
         finally:
             with self._changed:
                 self._dialed.discard(sock)
+
+    def _rails_to(self, rank: int, address: str) -> list[Rail]:
+        """One for each network card, as far as they are known: ``rank`` names its further ones with the first
+        connection."""
+        return rails_between(self._own_hosts, [place_of(address)[0], *self._more_hosts.get(rank, ())])
 
     def _add(self, rank: int, connection: NewConnection) -> None:
         """Add a connection. One of a later set replaces those of the same rank before."""
