@@ -376,20 +376,20 @@ class DataListener:
         logger.debug("machine %d has connected", header.sender)
 
     def _enter(self, peer: RemotePeer) -> None:
-        """A machine has connected. What was asked on a connection that is over can't be answered any more."""
-        key = (peer.machine, peer.rail)
-        groups = [each.age[0] for (machine, _), each in self._by_rail.items() if machine == peer.machine]
+        """A machine has connected. What was asked on a connection that is over can't be answered any more. If it is
+        rail 0, all the others are over as well: what has no answer is sent again over any of the new ones."""
+        main, key = self._by_rail.get((peer.machine, 0)), (peer.machine, peer.rail)
         # If a connection ends and the next begins at once, messages of the first may be read after those of the second.
         latest = self._by_rail.get(key)
-        if (latest is not None and latest.age > peer.age) or peer.age[0] < max(groups, default=0):
+        if latest is not None and latest.age > peer.age:
             return
+        if peer.rail and (main is None or main.age[0] != peer.age[0]):
+            return  # of a group that is over
+        over = [each for each in self._by_rail if each == key or (each[0] == peer.machine and not peer.rail)]
+        gone = [self._by_rail.pop(each) for each in over]
         self._by_rail[key] = peer
-        if latest is not None:
-            self._on_gone(latest)
-        for other, each in list(self._by_rail.items()):
-            if other[0] == peer.machine and each.age[0] < peer.age[0]:  # a rail of a group that is over
-                del self._by_rail[other]
-                self._on_gone(each)
+        for each in gone:
+            self._on_gone(each)
 
     # ---- probes --------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from random import Random
 
 import pytest
 import zmq
@@ -35,7 +36,7 @@ NBYTES = 300_000
 class Pair:
     """A machine and a server, in one thread. The server returns what it is pushed."""
 
-    def __init__(self, mine: Settings, theirs: Settings) -> None:
+    def __init__(self, mine: Settings, theirs: Settings, nbytes: int = NBYTES) -> None:
         self.loop, self.context = EventLoop(), zmq.Context()
         self.came: list[int] = []  # rounds of answers
         self.rails: Counter[int] = Counter()
@@ -46,7 +47,7 @@ class Pair:
         kinds = frozenset((Kind.PUSH, Kind.WITHDRAW, Kind.SHADOW_BEGIN, Kind.SHADOW_STATE))
         self.listener = DataListener("127.0.0.1", theirs, Traffic(), kinds, self._hear, lambda peer: None)
         self.listener.attach(self.loop)
-        self.data = bytes(NBYTES)
+        self.data = bytes(nbytes)
         events = LinkEvents(lambda header, frame: self.came.append(header.round), self._again, lambda why: None)
         self.link = RailedLink(
             self.context, Runtime(loop=self.loop), LinkTarget(self.listener.address), 0, mine,
@@ -72,14 +73,14 @@ class Pair:
     def push(self, round_: int, index: int = 0) -> None:
         self.due.add(round_)
         header = header_for(0, self.data, round=round_, index=index)
-        self.link.push(header, Block(0, 0, NBYTES, 0), 0, None)
+        self.link.push(header, Block(0, 0, len(self.data), 0), 0, None)
 
     def until(self, is_so: Callable[[], bool]) -> None:
         """Run until it is so."""
         end_s = self.loop.time() + WAIT_S
         while not is_so():
             assert self.loop.time() < end_s
-            self.loop.run_once(end_s)
+            self.loop.run_once(self.loop.time() + 0.05)
 
     def close(self) -> None:
         self.link.close()
@@ -130,12 +131,83 @@ def test_a_connection_that_breaks_is_made_again_and_nothing_is_lost(pairs: list[
     pair.link._others[0]._dialer.reconnect()
     pair.until(lambda: set(pair.came) == set(range(8)))
     assert pair.resent == 1
-    pair.until(lambda: all(rail.is_open for rail in pair.link.rails))
+    pair.until(lambda: len(pair.link.rails) == 2 and all(rail.is_open for rail in pair.link.rails))
+    assert sum(rail.bytes_sent for rail in pair.link.rails) == 16 * NBYTES  # all were sent twice
     before = pair.rails[1]
     for round_ in range(8, 16):
         pair.push(round_, round_)
     pair.until(lambda: set(pair.came) == set(range(16)))
     assert pair.rails[1] > before
+
+
+class Sums:
+    """The server's part of rounds: it answers on the connection on which a contribution came last."""
+
+    def __init__(self, pair: Pair) -> None:
+        self.given: dict[int, tuple[Header, Peer, zmq.Frame]] = {}  # by round
+        self.answered = 0
+        pair.listener._on_message = self.hear
+        pair.listener._on_gone = self.forget
+
+    def hear(self, header: Header, peer: Peer, frame: zmq.Frame) -> None:
+        self.given[header.round] = header, peer, frame
+
+    def forget(self, peer: Peer) -> None:
+        self.given = {round_: each for round_, each in self.given.items() if each[1] is not peer}
+
+    def until_answered(self, pair: Pair, count: int) -> None:
+        """Until rounds up to this one have their answers."""
+
+        def is_answered() -> bool:
+            while self.given:  # to answer may show that a connection is over
+                self.answer(next(iter(self.given)))
+            return set(pair.came) == set(range(count))
+
+        pair.until(is_answered)
+
+    def answer(self, round_: int) -> None:
+        header, peer, frame = self.given.pop(round_)
+        self.answered += 1
+        peer.answer(header, frame)
+
+
+@pytest.mark.usefixtures("zeromq_collector")
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_breaks_everything_is_answered(seed: int, pairs: list[Pair]) -> None:
+    """A server that answers contributions which it has read from a connection that is over would lose the answers."""
+    random = Random(seed)
+    pairs.append(pair := Pair(TWO, THREE))
+    pair.until(lambda: len(pair.link.rails) == 3 and all(rail.is_open for rail in pair.link.rails))
+    sums, broken = Sums(pair), 0
+    for round_ in range(150):
+        pair.push(round_, round_)
+        for _ in range(random.randrange(4)):
+            pair.loop.run_once(pair.loop.time())
+        if sums.given and random.random() < 0.8:
+            sums.answer(random.choice([*sums.given]))
+        if random.random() < 0.1:
+            rail = random.choice([pair.link, *pair.link._others])
+            broken += rail.is_open
+            rail._dialer.reconnect()
+
+    sums.until_answered(pair, 150)
+    assert broken
+    assert pair.resent
+    assert sums.answered >= 150
+
+
+@pytest.mark.usefixtures("zeromq_collector")
+def test_what_a_server_has_yet_to_read_from_a_connection_that_is_over_does_no_harm(pairs: list[Pair]) -> None:
+    """It may read that after what was sent again. A connection that breaks alone would lose answers here."""
+    pairs.append(pair := Pair(TWO, TWO, nbytes=2000))
+    sums = Sums(pair)
+    for turn in range(1, 21):
+        pair.until(lambda: len(pair.link.rails) == 2 and all(rail.is_open for rail in pair.link.rails))
+        for round_ in range(20 * (turn - 1), 20 * turn):
+            pair.push(round_, round_)
+        assert pair.listener.socket.poll(WAIT_S * 1000)
+        pair.link._others[0]._dialer.reconnect()
+        sums.until_answered(pair, 20 * turn)
 
 
 @pytest.mark.usefixtures("zeromq_collector")

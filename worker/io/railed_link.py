@@ -7,8 +7,11 @@
 
 A request goes over the rail that has the fewest bytes without an answer, so that a faster card gets more of them; its
 answer comes back over the same rail. Messages about one partition whose order matters all take one rail: those about
-copies of states, and contributions to what is not summed in rounds. A rail that breaks is made again, and meanwhile the
-others carry all; what it had not brought is sent again. Owned by the loop's thread.
+copies of states, and contributions to what is not summed in rounds.
+
+If one rail breaks, all are made again, rail 0 first, and then what has no answer is sent again. Else the other end
+might read what was sent over the old rail after what was sent again over another one, and answer where nobody listens.
+While a rail can't be made, the others carry all. Owned by the loop's thread.
 """
 
 from __future__ import annotations
@@ -52,10 +55,10 @@ class RailedLink(TcpLink):
 
         def new_rail(rail: Rail) -> TcpLink:
             there = replace(target, address=rail.there, is_late=True, rail=rail.number, source=rail.own)
-            called = LinkEvents(
-                events.on_answer, lambda: self._broken(rail.number), lambda why: self._lost(rail.number, why)
-            )
-            return TcpLink(context, runtime, there, sender, settings, contributions, called)
+            called = LinkEvents(events.on_answer, self._dialer.reconnect, lambda why: self._lost(rail.number, why))
+            made = TcpLink(context, runtime, there, sender, settings, contributions, called)
+            made.share_damage(self)  # what comes damaged twice is an error, also on two rails
+            return made
 
         self._new_rail = new_rail
         self._told: set[int] = set()  # rails that can't be reached, as the log says
@@ -70,24 +73,35 @@ class RailedLink(TcpLink):
 
     def on_open(self) -> None:
         self._add_rails((self.address,))  # the other end has one card, and this one may have more
+        self._told.clear()
         super().on_open()
+
+    def on_broken(self) -> None:
+        self._drop_rails()
+        super().on_broken()
+
+    def _drop_rails(self) -> None:
+        """They are made again once rail 0 is open."""
+        for rail in self._others:
+            self.bytes_sent += rail.bytes_sent
+            self.bytes_received += rail.bytes_received
+            rail.close()
+        self._others.clear()
+        self._chosen.clear()
 
     def _add_rails(self, addresses: Sequence[str]) -> None:
         for rail in rails_between(self._own_hosts, addresses)[len(self._others) + 1 :]:
             self._others.append(self._new_rail(rail))
 
     def _begin(self, request: PendingRequest) -> None:
-        rail = self._rail_for(request.header) if self._others else self
+        rail = self._rail_for(request.header) if self._others and self.is_open else self
         if rail is self:
             super()._begin(request)
         else:
             rail._begin(request)
 
     def _rail_for(self, header: Header) -> TcpLink:
-        everyone: list[TcpLink] = [self, *self._others]
-        rails = [rail for rail in everyone if rail.is_open]
-        if not rails:
-            return self
+        rails: list[TcpLink] = [self, *(rail for rail in self._others if rail.is_open)]
         place = header.key, header.index
         if header.kind in SHADOW_KINDS:
             self._ordered.add(place)
@@ -99,17 +113,11 @@ class RailedLink(TcpLink):
             return next((rail for rail in rails if rail.has_asked(header)), rails[0])
         return min(rails, key=lambda rail: rail.waiting_bytes)
 
-    def _broken(self, number: int) -> None:
-        """A rail was made again, or will be. Nobody knows what it has brought: all that has no answer is sent again."""
-        self._told.discard(number)
-        self._on_reconnected()
-
     def _lost(self, number: int, why: str) -> None:
         if number not in self._told and not self._is_closed:
             self._told.add(number)
             logger.warning("%s, over network card %d of BYTEPS_INTERFACES: the others carry all meanwhile", why, number)
 
     def close(self) -> None:
-        for rail in self._others:
-            rail.close()
+        self._drop_rails()
         super().close()

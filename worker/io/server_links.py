@@ -281,6 +281,10 @@ class TcpLink(ServerLink, Owner):
         self._came_whole = 0
         self._dialer.reconnect()
 
+    def share_damage(self, other: TcpLink) -> None:
+        """What has come damaged on ``other``, another connection to the same service, has so on this one."""
+        self._damaged, self._suspects = other._damaged, other._suspects
+
     def on_broken(self) -> None:
         logger.info("the connection to %s broke; connecting again", self._who)
         self._unsent.clear()
