@@ -9,15 +9,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from chaos.run import ENVIRON
-from support.breaking import Job, command
+from chaos.run import ENVIRON, PROGRAM as CHAOS_PROGRAM, STEPS, calm
+from support.breaking import Job, command, launch
 from support.clusters import ROOT, has_namespaces
+from test_recovery import OPTIONS, kill_and_return, nothing, train
 
 from benchmarks.cluster.hosts import Host, cluster, second_cards
 from byteps_py.launch.process_plan import free_port
 
 RATE_MBIT = 100.0
-PROGRAM = ROOT / "tests" / "programs" / "until_told.py"
+PROGRAM, SENDS = (ROOT / "tests" / "programs" / name for name in ("until_told.py", "sends.py"))
 ELEMENTS, LEAST_BYTES = 2 << 20, 20 << 20
 
 pytestmark = [
@@ -32,38 +33,78 @@ def hosts() -> Iterator[list[Host]]:
         yield made
 
 
+class Processes:
+    """The scheduler and machine 0 on the first host, machine 1 on the second, a CPU machine on the third. The first
+    letters of the interfaces' names name their cards."""
+
+    def __init__(self, stack: contextlib.ExitStack, hosts: list[Host], program: Path, *words: str) -> None:
+        self._hosts = hosts
+        self._common = {
+            **ENVIRON, "DMLC_PS_ROOT_URI": hosts[0].address, "DMLC_PS_ROOT_PORT": str(free_port()),
+            "DMLC_NUM_WORKER": "2", "DMLC_NUM_SERVER": "1", "BYTEPS_SECRET": "the secret of a test",
+            "BYTEPS_INTERFACES": "bps", "BYTEPS_PARTITION_BYTES": "65536", "BYTEPS_LOG_LEVEL": "INFO",
+        }  # fmt: skip
+        line = (sys.executable, str(program), *words)
+        self.scheduler = stack.enter_context(self._job(0, DMLC_ROLE="scheduler"))
+        self.server = stack.enter_context(self._job(2, DMLC_ROLE="server"))
+        self.machines = [
+            stack.enter_context(self._job(n, *line, DMLC_ROLE="worker", DMLC_WORKER_ID=str(n))) for n in range(2)
+        ]
+
+    def _job(self, host: int, *program: str, **own: str) -> contextlib.AbstractContextManager[Job]:
+        line = self._hosts[host].command([sys.executable, "-m", "byteps_py.launch", *program])
+        return command(*line, limit_s=90, **{**self._common, **own})
+
+    def end(self) -> None:
+        """The job ends in order."""
+        assert [each.end() for each in self.machines] == [0, 0], self.machines[0].text
+        assert self.scheduler.end() == 0, self.scheduler.text
+        self.server.end()
+
+
 def test_sums_go_over_both_and_the_rate_of_a_machine_is_that_of_both(hosts: list[Host]) -> None:
-    """The first letters of the interfaces' names name them."""
-    common = {
-        **ENVIRON, "DMLC_PS_ROOT_URI": hosts[0].address, "DMLC_PS_ROOT_PORT": str(free_port()), "DMLC_NUM_WORKER": "2",
-        "DMLC_NUM_SERVER": "1", "BYTEPS_SECRET": "the secret of a test", "BYTEPS_INTERFACES": "bps",
-        "BYTEPS_PARTITION_BYTES": "65536", "BYTEPS_LOG_LEVEL": "INFO",
-    }  # fmt: skip
-
-    def job(host: int, *program: str, **own: str) -> contextlib.AbstractContextManager[Job]:
-        line = hosts[host].command([sys.executable, "-m", "byteps_py.launch", *program])
-        return command(*line, limit_s=90, **{**common, **own})
-
     with contextlib.ExitStack() as stack:
-        scheduler = stack.enter_context(job(0, DMLC_ROLE="scheduler"))
-        server = stack.enter_context(job(2, DMLC_ROLE="server"))
-        program = (sys.executable, str(PROGRAM), str(ELEMENTS))
-        machines = [stack.enter_context(job(n, *program, DMLC_ROLE="worker", DMLC_WORKER_ID=str(n))) for n in range(2)]
-        machines[0].until("rank 0 is ready")
+        job = Processes(stack, hosts, PROGRAM, str(ELEMENTS))
+        first = job.machines[0]
+        first.until("rank 0 is ready")
         while min(carried_bytes(host, number) for host in hosts for number in (0, 1)) < LEAST_BYTES:
             pass
-        assert machines[0].process.stdin is not None
-        machines[0].process.stdin.close()
-        assert [each.end() for each in machines] == [0, 0], machines[0].text
-        assert scheduler.end() == 0, scheduler.text
-        server.end()
-    for host in hosts:
-        first, second = (carried_bytes(host, number) for number in (0, 1))
-        assert 0.6 < first / second < 1.7, (first, second)
-    (said,) = (line for line in machines[0].said if "links of " in line)
+        assert first.process.stdin is not None
+        first.process.stdin.close()
+        job.end()
+    assert all(0.6 < share(host) < 1.7 for host in hosts)
+    (said,) = (line for line in first.said if "links of " in line)
     rates = [float(rate) for rate in re.findall(r"(\d+)(?:,| Mbit)", said.partition("links of ")[2])]
     assert len(rates) == 5
     assert all(1.5 * RATE_MBIT < rate < 2.1 * RATE_MBIT for rate in rates)
+
+
+@pytest.mark.long  # test_peer_links.py has such links over loopback
+def test_ranks_send_to_each_other_over_both(hosts: list[Host], tmp_path: Path) -> None:
+    stop = tmp_path / "stop"
+    with contextlib.ExitStack() as stack:
+        job = Processes(stack, hosts, SENDS, str(stop), str(ELEMENTS))
+        while min(carried_bytes(host, number) for host in hosts[:2] for number in (0, 1)) < LEAST_BYTES:
+            pass
+        stop.touch()
+        job.end()
+    assert all(f"rank {rank}: all as sent" in each.text for rank, each in enumerate(job.machines))
+    assert all(0.6 < share(host) < 1.7 for host in hosts[:2])
+
+
+@pytest.mark.parametrize("hosted", [False, pytest.param(True, marks=pytest.mark.long)], ids=["sums", "hosted"])
+def test_servers_die_and_the_weights_are_those_of_machines_with_one_card(hosted: bool) -> None:
+    """Addresses of loopback stand for the cards."""
+    faults = [nothing, kill_and_return("--gpu-machine"), kill_and_return(), nothing]
+    environ = {**ENVIRON, "BYTEPS_INTERFACES": "127.0.0.1,127.0.0.2", **({"TEST_HOSTED": "1"} if hosted else {})}
+    with launch(OPTIONS, str(len(faults)), str(STEPS), program=CHAOS_PROGRAM, **environ) as job:
+        digests = train(job, faults)
+    assert digests == calm(len(faults), OPTIONS).digests
+
+
+def share(host: Host) -> float:
+    """What the first card of ``host`` has carried for each byte of the second."""
+    return carried_bytes(host, 0) / carried_bytes(host, 1)
 
 
 def carried_bytes(host: Host, card: int) -> int:
