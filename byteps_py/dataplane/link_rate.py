@@ -131,7 +131,7 @@ def median_rate(samples: Sequence[Sample]) -> float:
 def open_interface_counters(settings: Settings) -> InterfaceCounters | None:
     """Those of the links whose addresses this machine offers. None: it has none, or the system does not count."""
     with contextlib.suppress(OSError):
-        hosts = machine.rails(settings) or [machine.bindable_host(settings)]
+        hosts = machine.rails(settings) or (machine.bindable_host(settings),)
         names = {name: None for host in hosts if (name := machine.interface_of(host))}
         return InterfaceCounters(*(Path("/sys/class/net", name, "statistics") for name in names)) if names else None
     return None

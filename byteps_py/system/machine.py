@@ -7,6 +7,7 @@ Reads settings and asks the system; opens no connection that lasts. Any thread.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import ipaddress
 import os
@@ -69,11 +70,15 @@ def bindable_host(settings: Settings) -> str:
     return interface_address(host, "DMLC_NODE_HOST", settings) if host in network_interfaces.names() else host
 
 
-def rails(settings: Settings) -> list[str]:
+def rails(settings: Settings) -> tuple[str, ...]:
     """The addresses of the interfaces that carry tensors between machines at the same time, the offered one first;
-    empty if BYTEPS_INTERFACES names none. Raises ConfigurationError."""
-    if not settings.interfaces:
-        return []
+    empty if BYTEPS_INTERFACES names none. Raises ConfigurationError. What they were at first they are for this process:
+    one that loses its address meanwhile must not end the job."""
+    return _rails(settings) if settings.interfaces else ()
+
+
+@functools.lru_cache(64)
+def _rails(settings: Settings) -> tuple[str, ...]:
     listed, first = _listed_hosts(settings), resolved(bindable_host(settings))
     if first not in listed:
         variable = "DMLC_NODE_HOST" if settings.node_host else "DMLC_INTERFACE"
@@ -85,7 +90,7 @@ def rails(settings: Settings) -> list[str]:
     for host in listed:
         require_routable(host, "BYTEPS_INTERFACES")
         require_secret(host, settings)
-    return [first, *(host for host in listed if host != first)]
+    return (first, *(host for host in listed if host != first))
 
 
 def _listed_hosts(settings: Settings) -> list[str]:

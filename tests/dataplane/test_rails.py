@@ -7,6 +7,7 @@ import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -14,6 +15,7 @@ import zmq
 from support.data_plane import WAIT_S, header_for
 
 from byteps_py.config.settings import Settings
+from byteps_py.dataplane.link_burst import BurstTarget, LinkBurst
 from byteps_py.dataplane.listener import DataListener, Peer, RemotePeer
 from byteps_py.dataplane.rails import rails_between
 from byteps_py.dataplane.traffic import Traffic
@@ -21,8 +23,10 @@ from byteps_py.errors import ConfigurationError
 from byteps_py.runtime import Runtime
 from byteps_py.system import machine
 from byteps_py.system.loop import EventLoop
+from byteps_py.system.network_interfaces import addresses_of
 from byteps_py.system.shm import Block
-from byteps_py.wire.data_link import Header, Kind
+from byteps_py.wire.data_link import READER_KINDS, Header, Kind
+from byteps_py.worker.io.probe import Probe
 from byteps_py.worker.io.railed_link import RailedLink
 from byteps_py.worker.io.server_links import LinkEvents, LinkTarget
 
@@ -30,13 +34,21 @@ PLACE = {"scheduler_host": "127.0.0.1", "scheduler_port": 9999, "job_id": "test"
 ONE = Settings(**PLACE)  # type: ignore[arg-type]
 TWO = Settings(**PLACE, interfaces="127.0.0.1,127.0.0.2")  # type: ignore[arg-type]
 THREE = Settings(**PLACE, interfaces="127.0.0.1, 127.0.0.3 ,127.0.0.4")  # type: ignore[arg-type]
+MIXED = Settings(**PLACE, interfaces="127.0.0.1,[::1]")  # type: ignore[arg-type]
 NBYTES = 300_000
 
 
 class Pair:
     """A machine and a server, in one thread. The server returns what it is pushed."""
 
-    def __init__(self, mine: Settings, theirs: Settings, nbytes: int = NBYTES) -> None:
+    def __init__(
+        self,
+        mine: Settings,
+        theirs: Settings,
+        nbytes: int = NBYTES,
+        own_hosts: tuple[str, ...] = (),
+        patience_s: float = 10.0,
+    ) -> None:
         self.loop, self.context = EventLoop(), zmq.Context()
         self.came: list[int] = []  # rounds of answers
         self.rails: Counter[int] = Counter()
@@ -48,11 +60,13 @@ class Pair:
         self.listener = DataListener("127.0.0.1", theirs, Traffic(), kinds, self._hear, lambda peer: None)
         self.listener.attach(self.loop)
         self.data = bytes(nbytes)
+        mine = replace(mine, heartbeat_timeout_max_s=max(patience_s, mine.heartbeat_timeout_s))
         events = LinkEvents(lambda header, frame: self.came.append(header.round), self._again, lambda why: None)
         self.link = RailedLink(
             self.context, Runtime(loop=self.loop), LinkTarget(self.listener.address), 0, mine,
             lambda block, offset, length: memoryview(self.data)[offset : offset + length], events,
         )  # fmt: skip
+        self.link._own_hosts = own_hosts or self.link._own_hosts
         self.due: set[int] = set()
 
     def _hear(self, header: Header, peer: Peer, frame: zmq.Frame) -> None:
@@ -100,7 +114,15 @@ def making() -> Iterator[list[Pair]]:
 
 @pytest.mark.usefixtures("zeromq_collector")
 @pytest.mark.parametrize(
-    ("mine", "theirs", "count"), [(ONE, ONE, 1), (TWO, TWO, 2), (ONE, TWO, 2), (TWO, ONE, 2), (THREE, TWO, 3)]
+    ("mine", "theirs", "count"),
+    [
+        (ONE, ONE, 1),
+        (TWO, TWO, 2),
+        (ONE, TWO, 2),
+        (TWO, ONE, 2),
+        (THREE, TWO, 3),
+        pytest.param(MIXED, MIXED, 2, marks=pytest.mark.skipif("::1" not in addresses_of("lo"), reason="no IPv6")),
+    ],
 )
 def test_requests_go_over_all_network_cards(mine: Settings, theirs: Settings, count: int, pairs: list[Pair]) -> None:
     pairs.append(pair := Pair(mine, theirs))
@@ -138,6 +160,22 @@ def test_a_connection_that_breaks_is_made_again_and_nothing_is_lost(pairs: list[
         pair.push(round_, round_)
     pair.until(lambda: set(pair.came) == set(range(16)))
     assert pair.rails[1] > before
+
+
+@pytest.mark.usefixtures("zeromq_collector")
+def test_a_network_card_that_has_lost_its_address_leaves_all_to_the_others(
+    pairs: list[Pair], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is tried again and again, and the log says so once."""
+    pairs.append(pair := Pair(TWO, TWO, own_hosts=("127.0.0.1", "192.0.2.7"), patience_s=0.1))
+    pair.until(lambda: len(pair.link.rails) == 2 and pair.link.is_open)
+    for round_ in range(8):
+        pair.push(round_, round_)
+    pair.until(lambda: len(pair.came) == 8)
+    assert pair.rails == {0: 8}
+    pair.until(lambda: pair.link._others[0]._dialer.failures > 3 and "the others carry all" in caplog.text)
+    assert caplog.text.count("over network card 1 of BYTEPS_INTERFACES: the others carry all") == 1
+    assert pair.resent == 0
 
 
 class Sums:
@@ -255,11 +293,11 @@ def test_the_machine_with_more_network_cards_decides() -> None:
 
 
 def test_names_first_letters_and_addresses_name_network_cards() -> None:
-    assert machine.rails(ONE) == []
-    assert machine.rails(TWO) == ["127.0.0.1", "127.0.0.2"]
-    assert machine.rails(Settings(**PLACE, interfaces="lo,127.0.0.2")) == ["127.0.0.1", "127.0.0.2"]  # type: ignore[arg-type]
+    assert machine.rails(ONE) == ()
+    assert machine.rails(TWO) == ("127.0.0.1", "127.0.0.2")
+    assert machine.rails(Settings(**PLACE, interfaces="lo,127.0.0.2")) == ("127.0.0.1", "127.0.0.2")  # type: ignore[arg-type]
     turned = Settings(**PLACE, interfaces="127.0.0.1,127.0.0.2", node_host="127.0.0.2")  # type: ignore[arg-type]
-    assert machine.rails(turned) == ["127.0.0.2", "127.0.0.1"]
+    assert machine.rails(turned) == ("127.0.0.2", "127.0.0.1")
     assert machine.offered_host(turned) == "127.0.0.2"
     assert machine.offered_host(Settings(interfaces="127.0.0.2,lo")) == "127.0.0.2"
 
@@ -293,3 +331,60 @@ def test_a_port_that_is_taken_at_one_address_is_not_used() -> None:
     for listener in listeners:
         listener.close()
     assert threading.active_count() == threads
+
+
+class Echo:
+    """A server that only sends back what measures a link. ``rails``: messages, by rail."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.loop = EventLoop()
+        self.rails: Counter[int] = Counter()
+        self.results: list[float] = []
+        self.listener = DataListener(
+            "127.0.0.1", settings, Traffic(), READER_KINDS, lambda *message: None, lambda peer: None
+        )
+        self.listener.attach(self.loop)
+        self.listener.open_echo()
+        echoed = self.listener._probed
+
+        def count(peer: RemotePeer, header: Header, payload: zmq.Frame) -> None:
+            self.rails[peer.rail] += 1
+            echoed(peer, header, payload)
+
+        self.listener._probed = count  # type: ignore[method-assign]
+
+    def run(self) -> float:
+        end_s = self.loop.time() + WAIT_S
+        while not self.results:
+            assert self.loop.time() < end_s
+            self.loop.run_once(end_s)
+        return self.results[0]
+
+    def close(self) -> None:
+        self.listener.detach(self.loop)
+        self.loop.close()
+        self.listener.close()
+
+
+@pytest.fixture(name="echo")
+def echoing() -> Iterator[Echo]:
+    echo = Echo(TWO)
+    yield echo
+    echo.close()
+
+
+@pytest.mark.usefixtures("zeromq_collector")
+@pytest.mark.parametrize("mine", [TWO, ONE])
+def test_a_link_is_measured_over_all_network_cards(mine: Settings, echo: Echo) -> None:
+    Probe(Runtime(loop=echo.loop), mine, 0, echo.listener.address, echo.results.append)
+    assert echo.run() > 0
+    assert set(echo.rails) == {0, 1}
+    assert 0.5 < echo.rails[0] / echo.rails[1] < 2
+
+
+@pytest.mark.usefixtures("zeromq_collector")
+def test_a_probe_of_a_changed_link_goes_over_all_network_cards(echo: Echo) -> None:
+    burst = LinkBurst(echo.loop, TWO, BurstTarget((echo.listener.address,), 100.0, 200.0), None, echo.results.append)
+    assert echo.run() > 0
+    burst.close()
+    assert set(echo.rails) == {0, 1}

@@ -155,7 +155,7 @@ class PeerConnector:
         ConfigurationError if it can't."""
         with self._changed:
             if self.listener is None:
-                host, self._own_hosts = machine.bindable_host(self._settings), machine.rails(self._settings)
+                host, self._own_hosts = machine.bindable_host(self._settings), [*machine.rails(self._settings)]
                 handshake, more_hosts = ListenerHandshake(self._settings), self._own_hosts[1:]
                 try:
                     self.listener = StreamListener(
