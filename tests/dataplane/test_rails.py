@@ -4,11 +4,11 @@ harm, and what can't be a network card is refused by name."""
 from __future__ import annotations
 
 import itertools
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from random import Random
+from typing import Any, cast
 
 import pytest
 import zmq
@@ -18,6 +18,7 @@ from byteps_py.config.settings import Settings
 from byteps_py.dataplane.link_burst import BurstTarget, LinkBurst
 from byteps_py.dataplane.listener import DataListener, Peer, RemotePeer
 from byteps_py.dataplane.rails import rails_between
+from byteps_py.dataplane.stream_listener import StreamListener
 from byteps_py.dataplane.traffic import Traffic
 from byteps_py.errors import ConfigurationError
 from byteps_py.runtime import Runtime
@@ -318,9 +319,7 @@ def test_what_is_no_network_card_is_refused_by_name(variables: dict[str, str], t
         machine.check_offered_host(Settings(**{**PLACE, **variables}))  # type: ignore[arg-type]
 
 
-def test_a_port_that_is_taken_at_one_address_is_not_used() -> None:
-    """The listener tries another one."""
-    threads = threading.active_count()
+def test_listeners_have_one_port_at_all_addresses() -> None:
     listeners = [
         DataListener("127.0.0.1", TWO, Traffic(), frozenset(), lambda *message: None, lambda peer: None)
         for _ in range(2)
@@ -330,7 +329,15 @@ def test_a_port_that_is_taken_at_one_address_is_not_used() -> None:
     assert ports[0] != ports[1]
     for listener in listeners:
         listener.close()
-    assert threading.active_count() == threads
+
+
+def test_a_port_that_is_never_free_at_both_addresses_is_an_error_in_the_end() -> None:
+    """The second address is the first one, so that its port is taken, whichever was tried."""
+    listener = DataListener("127.0.0.1", TWO, Traffic(), frozenset(), lambda *message: None, lambda peer: None)
+    with pytest.raises(ConfigurationError, match=r"can't listen at 127\.0\.0\.1: Address already in use"):
+        listener._listen(["127.0.0.1", "127.0.0.1"])
+    with pytest.raises(OSError, match="Address already in use"):
+        StreamListener("127.0.0.1", cast(Any, None), cast(Any, None), cast(Any, None), ["127.0.0.1"])
 
 
 class Echo:
