@@ -83,7 +83,7 @@ def _is_interface(text: str) -> bool:
 
 
 def _are_interfaces(text: str) -> bool:
-    entries = [entry.strip() for entry in text.split(",")]
+    entries = [entry.strip() for entry in text.removeprefix("^").removeprefix("=").split(",")]
     return len(entries) <= MOST_RAILS and all(entry and (is_host(entry) or _is_interface(entry)) for entry in entries)
 
 
@@ -119,7 +119,8 @@ VALIDATORS: dict[str, Validator] = {
         f"the name of a network interface: at most {_MAX_INTERFACE_BYTES} bytes, no space, no '/'", _is_interface
     ),
     "interfaces": Validator(
-        f"1 to {MOST_RAILS} names of network interfaces, first letters of these, or addresses, with commas in between",
+        f"1 to {MOST_RAILS} names of network interfaces, first letters of these, or addresses, with commas in between; '=' "
+        "before them: whole names only; '^': all others",
         _are_interfaces,
     ),
     "machine_id": _IDENTIFIER,

@@ -96,20 +96,22 @@ def _rails(settings: Settings) -> tuple[str, ...]:
 def _listed_hosts(settings: Settings) -> list[str]:
     """An address of each interface that BYTEPS_INTERFACES names, in that order. Raises ConfigurationError."""
     found: dict[str, None] = {}
-    known = network_interfaces.names()
-    for entry in (each.strip() for each in settings.interfaces.split(",")):
+    known = {name: network_interfaces.addresses_of(name) for name in network_interfaces.names()}
+    entries = network_interfaces.chosen(settings.interfaces, known)
+    if not entries:
+        raise ConfigurationError(
+            f"BYTEPS_INTERFACES={settings.interfaces} leaves no interface that has an address; those here: "
+            f"{', '.join(known)}"
+        )
+    for entry in entries:
         host = bare_host(entry)
-        if is_numeric(host):
-            if why := _unusable(host):
-                raise ConfigurationError(
-                    f"BYTEPS_INTERFACES={settings.interfaces}: {host} is not an address of this machine ({why})"
-                )
-            found[host] = None
-            continue
-        # As for NCCL, the first letters will do; others than loopback, and with an address.
-        begins = [name for name in known if name.startswith(entry) and network_interfaces.addresses_of(name)]
-        for name in [entry] if entry in known or not begins else [each for each in begins if each != "lo"]:
-            found[interface_address(name, "BYTEPS_INTERFACES", settings)] = None
+        if not is_numeric(host):
+            host = interface_address(entry, "BYTEPS_INTERFACES", settings)
+        elif why := _unusable(host):
+            raise ConfigurationError(
+                f"BYTEPS_INTERFACES={settings.interfaces}: {host} is not an address of this machine ({why})"
+            )
+        found[host] = None
     if len(found) > MOST_RAILS:
         raise ConfigurationError(
             f"BYTEPS_INTERFACES={settings.interfaces} means {len(found)} interfaces here; at most {MOST_RAILS} are used"

@@ -9,7 +9,7 @@ import contextlib
 import ipaddress
 import socket
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fcntl import ioctl
 from pathlib import Path
@@ -84,6 +84,26 @@ def usable_v6(table: str, name: str) -> list[str]:
         found.append(_AddressV6(interface, host, bool(int(flags, 16) & _PASSING)))
     own = [each for each in found if each.interface == name]
     return [each.host for each in sorted(own, key=lambda each: each.is_passing)]
+
+
+def chosen(text: str, known: Mapping[str, Sequence[str]]) -> list[str]:
+    """The names and addresses that BYTEPS_INTERFACES=``text`` means, in its order. ``known``: the addresses of each
+    interface. As for NCCL_SOCKET_IFNAME, the first letters of names will do, ``=`` before the list asks for whole
+    names, and ``^`` for all others; but a whole name is preferred to longer ones, and an address may stand for it.
+
+    >>> here = {"lo": ["127.0.0.1"], "eth1": ["10.0.0.1"], "eth10": ["10.1.0.1"], "eth2": [], "br0": ["172.17.0.1"]}
+    >>> [chosen(text, here) for text in ("eth1", "eth", "^br", "=eth", "10.1.0.1")]
+    [['eth1'], ['eth1', 'eth10'], ['eth1', 'eth10'], ['eth'], ['10.1.0.1']]
+    """
+    usable = [name for name, hosts in known.items() if hosts and name != "lo"]
+    entries = [entry.strip() for entry in text.lstrip("=^").split(",")]
+    if text.startswith("^"):
+        return [name for name in usable if not name.startswith(tuple(entries))]
+    found = []
+    for entry in entries:
+        begins = [] if text.startswith("=") or entry in known else [name for name in usable if name.startswith(entry)]
+        found += begins or [entry]
+    return found
 
 
 def interface_of(host: str) -> str:

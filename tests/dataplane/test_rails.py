@@ -24,7 +24,7 @@ from byteps_py.errors import ConfigurationError
 from byteps_py.runtime import Runtime
 from byteps_py.system import machine
 from byteps_py.system.loop import EventLoop
-from byteps_py.system.network_interfaces import addresses_of
+from byteps_py.system.network_interfaces import addresses_of, names
 from byteps_py.system.shm import Block
 from byteps_py.wire.data_link import READER_KINDS, Header, Kind
 from byteps_py.worker.io.probe import Probe
@@ -310,6 +310,12 @@ def test_names_first_letters_and_addresses_name_network_cards() -> None:
         ({"interfaces": "lo,192.0.2.77"}, r"BYTEPS_INTERFACES=lo,192\.0\.2\.77: 192\.0\.2\.77 is not an address of"),
         ({"interfaces": "127.0.0.2", "interface": "lo"}, r"DMLC_INTERFACE gives this process the address 127\.0\.0\.1"),
         ({"interfaces": "127.0.0.2", "node_host": "127.0.0.3"}, r"DMLC_NODE_HOST gives this process the address"),
+        ({"interfaces": "=l"}, r"BYTEPS_INTERFACES=l is no interface of this machine"),
+        (
+            {"interfaces": "^" + ",".join(sorted({name[0] for name in names()}))},
+            r"leaves no interface that has an address; those here: lo",
+        ),
+        ({"interfaces": "^"}, r"it takes 1 to 8 names of network interfaces"),
         ({"interfaces": "lo,,eth0"}, r"it takes 1 to 8 names of network interfaces"),
         ({"interfaces": ",".join(f"127.0.0.{n}" for n in range(1, 10))}, r"it takes 1 to 8 names"),
     ],

@@ -219,8 +219,9 @@ class TcpLink(ServerLink, Owner):
             self._damaged.discard(name_of(header))
             self._suspects.discard(name_of(header))
         elif not (header.is_supply or header.kind in SHADOW_KINDS or header.kind in _UNANSWERED):
-            self._forget(name_of(header))
-            self._requests[name_of(header)] = request
+            name = name_of(header)
+            self._forget(name)
+            self._requests[name] = request
             self.waiting_bytes += header.length
             if len(self._requests) > _MOST_KEPT:
                 self._forget(next(iter(self._requests)))
