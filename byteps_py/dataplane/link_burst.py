@@ -28,12 +28,12 @@ import zmq
 from byteps_py.config.settings import Settings
 from byteps_py.dataplane.dialer import Dialer, DialTarget, Owner
 from byteps_py.dataplane.link_rate import InterfaceCounters, open_interface_counters
-from byteps_py.dataplane.rails import Rail, rails_between
 from byteps_py.errors import ProtocolError
 from byteps_py.proto import control_pb2 as pb
 from byteps_py.system import machine
 from byteps_py.system.log import logger
 from byteps_py.system.loop import EventLoop
+from byteps_py.system.rails import Rail
 from byteps_py.wire.data_link import READER, Header, Kind
 
 #: Fewer connections get too small a part of links that others use as well.
@@ -203,9 +203,9 @@ class _FillerConnection(Owner):
 
     def __init__(self, burst: LinkBurst, place: Place, address: str, number: int) -> None:
         self._burst, self._place, self._number = burst, place, number
-        self._own_hosts, self._addresses = machine.rails(place[-1]), [address]
+        self._cards, self._addresses = machine.network_cards(place[-1]), [address]
         self._is_moved = False
-        self.dialer = self._dial(Rail(0, self._own_hosts[0] if self._own_hosts else "", address))
+        self.dialer = self._dial(self._cards.rails_to(self._addresses)[0])
 
     def _dial(self, rail: Rail) -> Dialer:
         context, loop, settings = self._place
@@ -220,7 +220,7 @@ class _FillerConnection(Owner):
         self._addresses += addresses
 
     def on_open(self) -> None:
-        rails = rails_between(self._own_hosts, self._addresses)
+        rails = self._cards.rails_to(self._addresses)
         rail = rails[self._number % len(rails)]
         if rail.number and not self._is_moved:
             self._is_moved = True

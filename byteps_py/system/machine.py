@@ -20,6 +20,7 @@ from byteps_py.config.tuning import LOOPBACK_MBIT
 from byteps_py.config.variables import MOST_RAILS
 from byteps_py.errors import ConfigurationError
 from byteps_py.system import network_interfaces
+from byteps_py.system.rails import NetworkCards
 
 #: Each of these says which address a process offers to others.
 ADDRESS_VARIABLES = ("DMLC_NODE_HOST", "DMLC_INTERFACE", "BYTEPS_INTERFACES")
@@ -75,6 +76,17 @@ def rails(settings: Settings) -> tuple[str, ...]:
     empty if BYTEPS_INTERFACES names none. Raises ConfigurationError. What they were at first they are for this process:
     one that loses its address meanwhile must not end the job."""
     return _rails(settings) if settings.interfaces else ()
+
+
+def network_cards(settings: Settings) -> NetworkCards:
+    """``rails``, with their networks."""
+    return _network_cards(rails(settings))
+
+
+@functools.lru_cache(64)
+def _network_cards(hosts: tuple[str, ...]) -> NetworkCards:
+    networks = ("" if is_loopback(host) else network_interfaces.network_of(host) for host in hosts)
+    return NetworkCards(hosts, tuple(networks))
 
 
 @functools.lru_cache(64)

@@ -12,12 +12,13 @@ from typing import Any, cast
 
 import pytest
 import zmq
+from hypothesis import given, strategies as st
 from support.data_plane import WAIT_S, header_for
 
+from byteps_py.config.addresses import joined
 from byteps_py.config.settings import Settings
 from byteps_py.dataplane.link_burst import BurstTarget, LinkBurst
 from byteps_py.dataplane.listener import DataListener, Peer, RemotePeer
-from byteps_py.dataplane.rails import rails_between
 from byteps_py.dataplane.stream_listener import StreamListener
 from byteps_py.dataplane.traffic import Traffic
 from byteps_py.errors import ConfigurationError
@@ -25,6 +26,7 @@ from byteps_py.runtime import Runtime
 from byteps_py.system import machine
 from byteps_py.system.loop import EventLoop
 from byteps_py.system.network_interfaces import addresses_of, names
+from byteps_py.system.rails import NetworkCards
 from byteps_py.system.shm import Block
 from byteps_py.wire.data_link import READER_KINDS, Header, Kind
 from byteps_py.worker.io.probe import Probe
@@ -67,7 +69,7 @@ class Pair:
             self.context, Runtime(loop=self.loop), LinkTarget(self.listener.address), 0, mine,
             lambda block, offset, length: memoryview(self.data)[offset : offset + length], events,
         )  # fmt: skip
-        self.link._own_hosts = own_hosts or self.link._own_hosts
+        self.link._cards = NetworkCards(own_hosts, ("",) * len(own_hosts)) if own_hosts else self.link._cards
         self.due: set[int] = set()
 
     def _hear(self, header: Header, peer: Peer, frame: zmq.Frame) -> None:
@@ -287,10 +289,36 @@ def test_a_later_group_of_ranks_ends_the_connections_of_the_one_before(pairs: li
 
 def test_the_machine_with_more_network_cards_decides() -> None:
     for own, there in itertools.product((0, 1, 2, 3), (1, 2, 3)):
-        rails = rails_between([f"a{n}" for n in range(own)], [f"b{n}" for n in range(there)])
+        cards = NetworkCards(tuple(f"a{n}" for n in range(own)), ("",) * own)
+        rails = cards.rails_to([f"tcp://b{n}:{9000 + n}" for n in range(there)])
         assert [rail.number for rail in rails] == [*range(max(own, there))]
-        assert {rail.there for rail in rails} == {f"b{n}" for n in range(there)}
-        assert {rail.own for rail in rails} == ({f"a{n}" for n in range(own)} or {""})
+        assert {rail.there for rail in rails} == {f"tcp://b{n}:{9000 + n}" for n in range(there)}
+        assert {rail.own for rail in rails} == (set(cards.hosts) or {""})
+        assert [rail.own[1:] for rail in rails] == [rail.there[7:8] for rail in rails] or own != there
+        assert cards.rails_to(["tcp://b0:9000"])[0] == rails[0]
+
+
+@given(
+    st.permutations(["10.0.0.1", "10.1.0.1", "fd00::1", "192.168.0.1"]),
+    st.permutations(["10.0.0.2", "10.1.0.2", "fd00::2", "172.16.0.2"]),
+    st.integers(1, 4),
+    st.integers(1, 4),
+)
+def test_cards_of_one_network_are_connected_whatever_the_order(
+    own: list[str], there: list[str], most_own: int, most_there: int
+) -> None:
+    networks = {"10.0.0.1": "10.0.0.0/24", "10.1.0.1": "10.1.0.0/24", "fd00::1": "fd00::/64", "192.168.0.1": ""}
+    own, there = own[:most_own], there[:most_there]
+    cards = NetworkCards(tuple(own), tuple(networks[host] for host in own))
+    rails = cards.rails_to([f"tcp://{joined(host, 9000)}" for host in there])
+    assert {rail.own for rail in rails} == set(own)
+    assert len({rail.there for rail in rails}) == len(there)
+    assert cards.rails_to([rails[0].there])[0] == rails[0]
+    taken = rails[0].own  # which may have been the only way from the first address of the other
+    for host in own:
+        other = f"{host[:-1]}2"
+        if host not in (taken, "192.168.0.1") and other in there:
+            assert any(rail.own == host and other in rail.there for rail in rails), rails
 
 
 def test_names_first_letters_and_addresses_name_network_cards() -> None:

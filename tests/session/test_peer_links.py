@@ -20,6 +20,7 @@ from test_peer_connection import connection, expect, some_bytes, span, streams
 from byteps_py.config.settings import Settings
 from byteps_py.dataplane.relay import Relay
 from byteps_py.errors import IntegrityError, PeerLostError
+from byteps_py.system.rails import NetworkCards
 from byteps_py.wire.rank_link import LinksUsed
 
 
@@ -427,7 +428,7 @@ def test_a_network_card_that_can_not_be_reached_leaves_the_link_to_the_others(
         calling = ranks[1].transport.connector
         assert calling is not None
         calling.address()
-        calling._own_hosts[1] = "192.0.2.7"  # no connection can come from there
+        calling._cards = NetworkCards(("127.0.0.1", "192.0.2.7"), ("", ""))  # no connection can come from the second
         connect(ranks)
         exchange(ranks)
         wait_for_connections(ranks, 1)

@@ -15,10 +15,10 @@ import zmq
 from byteps_py.config.settings import Settings
 from byteps_py.dataplane.dialer import Dialer, DialTarget, Owner
 from byteps_py.dataplane.long_links import LONG_S, round_trip_of
-from byteps_py.dataplane.rails import Rail, rails_between
 from byteps_py.errors import ProtocolError
 from byteps_py.runtime import Runtime
 from byteps_py.system import machine
+from byteps_py.system.rails import Rail
 from byteps_py.wire.data_link import Header, Kind
 
 _CHUNK_BYTES = 64 << 10
@@ -103,7 +103,7 @@ class Probe:
         self._is_sending = True
         self._is_closed = False
         self._context = runtime.zmq_context()
-        self._address, self._own_hosts = address, machine.rails(settings)
+        self._address, self._cards = address, machine.network_cards(settings)
         self._rails: list[_Rail] = []
 
         def new_rail(place: Rail) -> _Rail:
@@ -113,12 +113,12 @@ class Probe:
             return rail
 
         self._new_rail = new_rail
-        self._rails.append(new_rail(Rail(0, self._own_hosts[0] if self._own_hosts else "", address)))
+        self._rails.append(new_rail(self._cards.rails_to([address])[0]))
         loop.call_later(_LIMIT_S, self._expire)
 
     def add_rails(self, addresses: Sequence[str]) -> None:
         """The service can be reached at these as well."""
-        for place in rails_between(self._own_hosts, (self._address, *addresses))[len(self._rails) :]:
+        for place in self._cards.rails_to((self._address, *addresses))[len(self._rails) :]:
             self._rails.append(self._new_rail(place))
 
     def _send(self, count: int) -> None:

@@ -22,10 +22,10 @@ from dataclasses import replace
 import zmq
 
 from byteps_py.config.settings import Settings
-from byteps_py.dataplane.rails import Rail, rails_between
 from byteps_py.runtime import Runtime
 from byteps_py.system import machine
 from byteps_py.system.log import logger
+from byteps_py.system.rails import Rail
 from byteps_py.system.shm import Block
 from byteps_py.tensors import Op
 from byteps_py.wire.data_link import Header, Kind
@@ -47,11 +47,11 @@ class RailedLink(TcpLink):
         contributions: Callable[[Block, int, int], memoryview],
         events: LinkEvents,
     ) -> None:
-        self._own_hosts = machine.rails(settings)
+        self._cards = machine.network_cards(settings)
         self._others: list[TcpLink] = []  # from rail 1 on
         self._chosen: dict[tuple[int, int], TcpLink] = {}  # by key and index of a partition
         self._ordered: set[tuple[int, int]] = set()  # partitions of which copies are kept
-        target = replace(target, source=self._own_hosts[0] if self._own_hosts else "")
+        target = replace(target, source=self._cards.rails_to([target.address])[0].own)
 
         def new_rail(rail: Rail) -> TcpLink:
             there = replace(target, address=rail.there, is_late=True, rail=rail.number, source=rail.own)
@@ -90,7 +90,7 @@ class RailedLink(TcpLink):
         self._chosen.clear()
 
     def _add_rails(self, addresses: Sequence[str]) -> None:
-        for rail in rails_between(self._own_hosts, addresses)[len(self._others) + 1 :]:
+        for rail in self._cards.rails_to(addresses)[len(self._others) + 1 :]:
             self._others.append(self._new_rail(rail))
 
     def _begin(self, request: PendingRequest) -> None:

@@ -2,9 +2,9 @@
 that they belong to the job (byteps_py/dataplane/stream_listener.py).
 
 Of two ranks the one with the greater number connects, as many times as the link needs (dataplane/long_links.py): all
-of these are a set. With several network cards there are as many over each (dataplane/rails.py). Where the way between
-the two machines is slow, one more goes through a third machine (dataplane/relay.py). A connection serves all groups of
-both ranks. Must not know the messages on connections. Any thread may call.
+of these are a set. With several network cards there are as many over each (system/rails.py). Where the way between the
+two machines is slow, one more goes through a third machine (dataplane/relay.py). A connection serves all groups of both
+ranks. Must not know the messages on connections. Any thread may call.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from byteps_py.config.settings import Settings
 from byteps_py.config.variables import MOST_CONNECTIONS, MOST_RAILS
 from byteps_py.dataplane import long_links
 from byteps_py.dataplane.handshake import CallerHandshake, Challenge, ListenerHandshake
-from byteps_py.dataplane.rails import Rail, rails_between
 from byteps_py.dataplane.relay import call_through
 from byteps_py.dataplane.stream_listener import ACCEPTED, Seals, StreamListener, shake_hands
 from byteps_py.errors import ConfigurationError, NotInitializedError, ProtocolError, RendezvousError
 from byteps_py.security.unauthenticated_connections import PATIENCE_S
 from byteps_py.system import machine
 from byteps_py.system.log import logger
+from byteps_py.system.rails import NetworkCards, Rail
 
 #: kind, the caller's rank, the listener's rank, epoch of their group, number of the set, index in it
 _CALL = struct.Struct("<8sIIIII")
@@ -136,7 +136,7 @@ class PeerConnector:
         self._calling = threading.Lock()
         self._connected: set[int] = set()
         self._addresses: dict[int, str] = {}  # of ranks that this one has to call
-        self._own_hosts: list[str] = []  # of several network cards
+        self._cards = NetworkCards()
         self._more_hosts: dict[int, list[str]] = {}  # by rank: those of its further network cards
         self._awaited: set[int] = set()  # ranks that are to connect to this one
         self._sets: collections.Counter[int] = collections.Counter()  # by rank: of connections, made by this one
@@ -155,8 +155,8 @@ class PeerConnector:
         ConfigurationError if it can't."""
         with self._changed:
             if self.listener is None:
-                host, self._own_hosts = machine.bindable_host(self._settings), [*machine.rails(self._settings)]
-                handshake, more_hosts = ListenerHandshake(self._settings), self._own_hosts[1:]
+                host, self._cards = machine.bindable_host(self._settings), machine.network_cards(self._settings)
+                handshake, more_hosts = ListenerHandshake(self._settings), self._cards.hosts[1:]
                 try:
                     self.listener = StreamListener(
                         host,
@@ -293,7 +293,7 @@ class PeerConnector:
     def _rails_to(self, rank: int, address: str) -> list[Rail]:
         """One for each network card, as far as they are known: ``rank`` names its further ones with the first
         connection."""
-        return rails_between(self._own_hosts, [place_of(address)[0], *self._more_hosts.get(rank, ())])
+        return self._cards.rails_to([place_of(address)[0], *self._more_hosts.get(rank, ())])
 
     def _add(self, rank: int, connection: NewConnection) -> None:
         """Add a connection. One of a later set replaces those of the same rank before."""
