@@ -26,7 +26,7 @@ class NetworkCards(NamedTuple):
     networks: tuple[str, ...] = ()
 
     def rails_to(self, there: Sequence[str]) -> list[Rail]:
-        """All rails to a machine that offers ``there``: hosts, or ``tcp://host:port``. The machine with more cards decides
+        """All rails to a machine that offers ``there``: hosts, or ``tcp://host:port``. The one with more cards decides
         how many. Each address is called from the card in the same network; where no card is, the first one is called
         from the first card, the second from the second, and so on. Rail 0 is the same, however few are known.
 
