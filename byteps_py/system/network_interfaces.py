@@ -91,11 +91,12 @@ def chosen(text: str, known: Mapping[str, Sequence[str]]) -> list[str]:
     interface. As for NCCL_SOCKET_IFNAME, the first letters of names will do, ``=`` before the list asks for whole
     names, and ``^`` for all others; but a whole name is preferred to longer ones, and an address may stand for it.
 
-    >>> here = {"lo": ["127.0.0.1"], "eth1": ["10.0.0.1"], "eth10": ["10.1.0.1"], "eth2": [], "br0": ["172.17.0.1"]}
+    >>> here = {"lo": ["127.0.0.1"], "eth10": ["10.1.0.1"], "eth1": ["10.0.0.1"], "eth2": [], "br0": ["172.17.0.1"]}
     >>> [chosen(text, here) for text in ("eth1", "eth", "^br", "=eth", "10.1.0.1")]
     [['eth1'], ['eth1', 'eth10'], ['eth1', 'eth10'], ['eth'], ['10.1.0.1']]
     """
-    usable = [name for name, hosts in known.items() if hosts and name != "lo"]
+    # In the same order on all machines, which the kernel's may not be: eth2 before eth10.
+    usable = sorted((name for name, hosts in known.items() if hosts and name != "lo"), key=lambda name: (len(name), name))
     entries = [entry.strip() for entry in text.lstrip("=^").split(",")]
     if text.startswith("^"):
         return [name for name in usable if not name.startswith(tuple(entries))]
