@@ -96,7 +96,8 @@ def chosen(text: str, known: Mapping[str, Sequence[str]]) -> list[str]:
     [['eth1'], ['eth1', 'eth10'], ['eth1', 'eth10'], ['eth'], ['10.1.0.1']]
     """
     # In the same order on all machines, which the kernel's may not be: eth2 before eth10.
-    usable = sorted((name for name, hosts in known.items() if hosts and name != "lo"), key=lambda name: (len(name), name))
+    usable = [name for name, hosts in known.items() if hosts and name != "lo"]
+    usable.sort(key=lambda name: (len(name), name))
     entries = [entry.strip() for entry in text.lstrip("=^").split(",")]
     if text.startswith("^"):
         return [name for name in usable if not name.startswith(tuple(entries))]
