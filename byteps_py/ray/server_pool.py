@@ -209,7 +209,7 @@ def _has_answered(answer: Any) -> bool:
 def _start_program(module: str, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """A program of this package, which dies with this process. The main thread calls."""
     environ = {**os.environ, **variables}
-    if not any(map(environ.get, ADDRESS_VARIABLES)):
+    if not any(environ.get(name) for name in ADDRESS_VARIABLES):
         environ["DMLC_NODE_HOST"] = ray.util.get_node_ip_address()
     environ.setdefault("BYTEPS_MACHINE_ID", str(ray.get_runtime_context().get_node_id()))
     argv = [sys.executable, "-P", "-m", module]

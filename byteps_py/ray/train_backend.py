@@ -183,7 +183,7 @@ def _node_id() -> str:
 
 def _set_variables(variables: Mapping[str, str]) -> None:
     os.environ.update(variables)
-    if not any(map(os.environ.get, ADDRESS_VARIABLES)):
+    if not any(os.environ.get(name) for name in ADDRESS_VARIABLES):
         os.environ["DMLC_NODE_HOST"] = ray.util.get_node_ip_address()
     register()
 

@@ -65,8 +65,9 @@ def network_of(host: str) -> str:
         digits, _, prefix, *_ = line.split()
         if str(ipaddress.IPv6Address(bytes.fromhex(digits))) == host:
             return str(ipaddress.ip_network(f"{host}/{int(prefix, 16)}", strict=False))
-    masks = (mask for mask in _ask_v4(interface_of(host), _SIOCGIFNETMASK))
-    return next((str(ipaddress.ip_network(f"{host}/{mask}", strict=False)) for mask in masks), "")
+    for mask in _ask_v4(interface_of(host), _SIOCGIFNETMASK):
+        return str(ipaddress.ip_network(f"{host}/{mask}", strict=False))
+    return ""
 
 
 def usable_v6(table: str, name: str) -> list[str]:
@@ -101,7 +102,7 @@ def chosen(text: str, known: Mapping[str, Sequence[str]]) -> list[str]:
     entries = [entry.strip() for entry in text.lstrip("=^").split(",")]
     if text.startswith("^"):
         return [name for name in usable if not name.startswith(tuple(entries))]
-    found = []
+    found: list[str] = []
     for entry in entries:
         begins = [] if text.startswith("=") or entry in known else [name for name in usable if name.startswith(entry)]
         found += begins or [entry]
