@@ -5,6 +5,7 @@ A group has declarations of tensors, barriers, ranks that have joined, and machi
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -115,9 +116,10 @@ class Declarations:
 
         Raises ProtocolError for a ballot that no correct machine sends.
         """
-        declaration = self._by_name.get(ballot.name) or _Declaration(ballot.name)
+        name = ballot.name
+        declaration = self._by_name.get(name) or _Declaration(name)
         votes = _read_votes(ballot, ranks, self._size, self._joined, declaration.specs)
-        self._by_name[ballot.name] = declaration
+        self._by_name[name] = declaration
         outcome: Outcome = None
         if ballot.generation == declaration.generation + 1 and declaration.is_decided:
             if declaration.accepted is not None and self._num_machines > 1:
@@ -133,9 +135,10 @@ class Declarations:
         elif machine_index in declaration.votes:
             raise ProtocolError(f"tensor {ballot.name!r}: machine {machine_index} voted twice on {ballot.generation}")
         declaration.votes[machine_index] = votes
-        declaration.groups.update(spec.group for _, spec in votes)
+        for voters, spec in votes:
+            declaration.groups.add(spec.group)
+            declaration.voted += len(voters)
         declaration.rounds = max(declaration.rounds, ballot.rounds)
-        declaration.voted += sum(len(voters) for voters, _ in votes)
         return Decided(self._decide(declaration)) if self._is_over(declaration) else outcome
 
     def _is_over(self, declaration: _Declaration) -> bool:
@@ -229,6 +232,12 @@ def _read_votes(ballot: pb.Ballot, ranks: range, size: int, joined: set[int], sp
         if vote.ranks and vote.spec not in specs:
             spec = unpack_spec(ballot.name, vote.spec)
             specs[vote.spec] = spec, frozenset(spec.group) or range(size)
+    if len(ballot.votes) == 1 and not joined and ranks:  # as nearly always, and each of many machines has many tensors
+        (vote,) = ballot.votes
+        if len(vote.ranks) == len(ranks) and tuple(vote.ranks) == (voters := _all_of(ranks)):
+            spec, _ = specs[vote.spec]
+            if not spec.group:
+                return [(voters, spec)]
     read = [(tuple(sorted(vote.ranks)), *specs[vote.spec]) for vote in ballot.votes if vote.ranks]
     voted = {rank for voters, _, _ in read for rank in voters}
     groups = {spec.group for _, spec, _ in read}
@@ -248,6 +257,12 @@ def _read_votes(ballot: pb.Ballot, ranks: range, size: int, joined: set[int], sp
             f"tensor {ballot.name!r}: the machine of {ranks_text(ranks)} sent votes of {ranks_text(sent)}"
         )
     return [(voters, spec) for voters, spec, _ in read]
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _all_of(ranks: range) -> tuple[int, ...]:
+    """One object for all votes of a machine."""
+    return tuple(ranks)
 
 
 class Barriers:
