@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from byteps_py.tools.plan.cluster import Cluster
@@ -30,9 +31,14 @@ class Division:
     first_device: int = 0
 
     @property
+    def degrees(self) -> tuple[int, int, int]:
+        """Parts along the three axes."""
+        return self.samples, self.attribute, self.channels
+
+    @property
     def parts(self) -> int:
         """All of them."""
-        return self.samples * self.attribute * self.channels
+        return math.prod(self.degrees)
 
     def device(self, part: int) -> int:
         """Of a part."""
@@ -41,13 +47,7 @@ class Division:
     def place(self, part: int) -> tuple[int, int, int]:
         """Of a part, along the three axes. Channels vary fastest."""
         rest, channel = divmod(part, self.channels)
-        sample, attribute = divmod(rest, self.attribute)
-        return sample, attribute, channel
-
-    @property
-    def degrees(self) -> tuple[int, int, int]:
-        """Along the three axes."""
-        return self.samples, self.attribute, self.channels
+        return *divmod(rest, self.attribute), channel
 
     def __str__(self) -> str:
         named = zip(("samples", "attribute", "channels"), self.degrees, strict=True)
@@ -73,24 +73,19 @@ def divisions_of(operator: Operator, devices: int) -> Iterator[Division]:
 
 def data_parallel(graph: OperatorGraph, devices: int) -> Strategy:
     """Samples on all devices, as far as there are samples."""
-    return tuple(
-        max(
-            (each for each in divisions_of(one, devices) if each.attribute == each.channels == 1),
-            key=lambda each: (each.samples, -each.first_device),
-        )
-        for one in graph.operators
-    )
+    return _most(graph, devices, lambda each: (each.attribute == each.channels == 1, each.samples))
 
 
 def channel_parallel(graph: OperatorGraph, devices: int) -> Strategy:
     """Channels on all devices, as far as there are channels; then the attribute, then samples: Megatron-LM's tensor and
     sequence parallelism."""
+    return _most(graph, devices, lambda each: each.degrees[::-1])
+
+
+def _most(graph: OperatorGraph, devices: int, of: Callable[[Division], tuple[int, ...]]) -> Strategy:
+    """The division of each operator for which this is largest; of those, the one on the first devices."""
     return tuple(
-        max(
-            divisions_of(one, devices),
-            key=lambda each: (each.channels, each.attribute, each.samples, -each.first_device),
-        )
-        for one in graph.operators
+        max(divisions_of(one, devices), key=lambda each: (of(each), -each.first_device)) for one in graph.operators
     )
 
 
@@ -140,10 +135,7 @@ def device_bytes(graph: OperatorGraph, strategy: Strategy, devices: int) -> list
 
 def space_size(graph: OperatorGraph, devices: int) -> int:
     """The number of strategies."""
-    total = 1
-    for one in graph.operators:
-        total *= sum(1 for _ in divisions_of(one, devices))
-    return total
+    return math.prod(sum(1 for _ in divisions_of(one, devices)) for one in graph.operators)
 
 
 def replica_groups(division: Division) -> Iterator[Sequence[int]]:
@@ -168,12 +160,9 @@ class DeviceTopology:
 
     def compute_s(self, operator: Operator, parts: int) -> float:
         """Of a part of a forward pass: computing or traffic of memory, whatever takes longer."""
-        cluster = self.cluster
-        flops, moved = (
-            operator.flops / (cluster.peak_tflops * 1e12),
-            operator.moved_bytes / (cluster.memory_gb_per_s * 1e9),
-        )
-        return self.launch_s + max(flops, moved) / parts
+        flops_s = operator.flops / (self.cluster.peak_tflops * 1e12)
+        moved_s = operator.moved_bytes / (self.cluster.memory_gb_per_s * 1e9)
+        return self.launch_s + max(flops_s, moved_s) / parts
 
     def link(self, source: int, target: int) -> tuple[int, int]:
         """The link that a transfer occupies: that of two devices; between machines (-1), that of the sender."""

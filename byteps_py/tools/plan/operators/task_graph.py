@@ -52,13 +52,10 @@ class TaskGraph:
     def tasks_around(self, strategy: Strategy, changed: int) -> dict[TaskKey, Task]:
         """Those that may be others with another division of one operator: its own, those of its neighbours, and the
         transfers between it and them."""
-        found = dict(self._of_operator(strategy, changed))
-        for source in self.sources[changed]:
-            found.update(self._of_operator(strategy, source))
-            found.update(self._of_edge(strategy, source, changed))
-        for reader in self.readers[changed]:
-            found.update(self._of_operator(strategy, reader))
-            found.update(self._of_edge(strategy, changed, reader))
+        sources, readers = self.sources[changed], self.readers[changed]
+        found = {key: task for one in (changed, *sources, *readers) for key, task in self._of_operator(strategy, one)}
+        for edge in (*((source, changed) for source in sources), *((changed, reader) for reader in readers)):
+            found.update(self._of_edge(strategy, *edge))
         return found
 
     def _of_operator(self, strategy: Strategy, number: int) -> Iterator[tuple[TaskKey, Task]]:
